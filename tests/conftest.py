@@ -1,0 +1,11 @@
+"""What every test runs under: one OpenMP thread, no network. It knows no package of the project."""
+
+import os
+
+# Before any test imports torch. Two OpenMP pools that spin on two cores make every timing a matter of luck.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Everything a test loads lies in the repository: a test that asks a hub is wrong, and fails at once.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
