@@ -1,0 +1,283 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
+from protos.outrider.v1 import model_pb2 as _model_pb2
+from protos.outrider.v1 import sampling_pb2 as _sampling_pb2
+from protos.outrider.v1 import speculation_pb2 as _speculation_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class TokenOrigin(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TOKEN_ORIGIN_UNSPECIFIED: _ClassVar[TokenOrigin]
+    TOKEN_ORIGIN_DRAFT: _ClassVar[TokenOrigin]
+    TOKEN_ORIGIN_CORRECTION: _ClassVar[TokenOrigin]
+    TOKEN_ORIGIN_TARGET: _ClassVar[TokenOrigin]
+TOKEN_ORIGIN_UNSPECIFIED: TokenOrigin
+TOKEN_ORIGIN_DRAFT: TokenOrigin
+TOKEN_ORIGIN_CORRECTION: TokenOrigin
+TOKEN_ORIGIN_TARGET: TokenOrigin
+
+class ChatMessage(_message.Message):
+    __slots__ = ("role", "content")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    content: str
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
+
+class ChatPrompt(_message.Message):
+    __slots__ = ("messages",)
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ...) -> None: ...
+
+class TokenIds(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SpeculationParams(_message.Message):
+    __slots__ = ("gamma", "report_rounds")
+    GAMMA_FIELD_NUMBER: _ClassVar[int]
+    REPORT_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    gamma: int
+    report_rounds: bool
+    def __init__(self, gamma: _Optional[int] = ..., report_rounds: _Optional[bool] = ...) -> None: ...
+
+class GenerateRequest(_message.Message):
+    __slots__ = ("request_id", "text", "token_ids", "chat", "committed_token_ids", "sampling", "max_new_tokens", "min_new_tokens", "stop_token_ids", "stop", "ignore_eos", "n", "logprobs", "time_limit", "speculation", "keep_special_tokens", "required_features", "weights_fingerprint")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CHAT_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MIN_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    N_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TIME_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    KEEP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REQUIRED_FEATURES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    text: str
+    token_ids: TokenIds
+    chat: ChatPrompt
+    committed_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: _sampling_pb2.SamplingParams
+    max_new_tokens: int
+    min_new_tokens: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    stop: _containers.RepeatedScalarFieldContainer[str]
+    ignore_eos: bool
+    n: int
+    logprobs: _sampling_pb2.LogprobsParams
+    time_limit: _duration_pb2.Duration
+    speculation: SpeculationParams
+    keep_special_tokens: bool
+    required_features: _containers.RepeatedScalarFieldContainer[str]
+    weights_fingerprint: str
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., n: _Optional[int] = ..., logprobs: _Optional[_Union[_sampling_pb2.LogprobsParams, _Mapping]] = ..., time_limit: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationParams, _Mapping]] = ..., keep_special_tokens: _Optional[bool] = ..., required_features: _Optional[_Iterable[str]] = ..., weights_fingerprint: _Optional[str] = ...) -> None: ...
+
+class GenerateStarted(_message.Message):
+    __slots__ = ("request_id", "prompt_token_ids", "seed", "weights_fingerprint", "rule", "max_new_tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    seed: int
+    weights_fingerprint: str
+    rule: _sampling_pb2.AcceptanceRule
+    max_new_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., weights_fingerprint: _Optional[str] = ..., rule: _Optional[_Union[_sampling_pb2.AcceptanceRule, str]] = ..., max_new_tokens: _Optional[int] = ...) -> None: ...
+
+class RoundReport(_message.Message):
+    __slots__ = ("round", "output_length", "drafted_token_ids", "drafted_texts", "accepted", "beta")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_TEXTS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    BETA_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    output_length: int
+    drafted_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    drafted_texts: _containers.RepeatedScalarFieldContainer[str]
+    accepted: int
+    beta: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, round: _Optional[int] = ..., output_length: _Optional[int] = ..., drafted_token_ids: _Optional[_Iterable[int]] = ..., drafted_texts: _Optional[_Iterable[str]] = ..., accepted: _Optional[int] = ..., beta: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class GenerateChunk(_message.Message):
+    __slots__ = ("index", "text", "token_ids", "origins", "token_texts", "logprobs", "rounds")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ORIGINS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_TEXTS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    text: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    origins: _containers.RepeatedScalarFieldContainer[TokenOrigin]
+    token_texts: _containers.RepeatedScalarFieldContainer[str]
+    logprobs: _containers.RepeatedCompositeFieldContainer[_sampling_pb2.PositionLogprobs]
+    rounds: _containers.RepeatedCompositeFieldContainer[RoundReport]
+    def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., origins: _Optional[_Iterable[_Union[TokenOrigin, str]]] = ..., token_texts: _Optional[_Iterable[str]] = ..., logprobs: _Optional[_Iterable[_Union[_sampling_pb2.PositionLogprobs, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[RoundReport, _Mapping]]] = ...) -> None: ...
+
+class Usage(_message.Message):
+    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens")
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class SpeculationStatistics(_message.Message):
+    __slots__ = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos", "num_draft_tokens_per_pos", "draft_acceptance_rate", "mean_acceptance_length", "alpha", "num_rounds")
+    NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_TOKENS_PER_POS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_PER_POS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_ACCEPTANCE_RATE_FIELD_NUMBER: _ClassVar[int]
+    MEAN_ACCEPTANCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    ALPHA_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_accepted_tokens_per_pos: _containers.RepeatedScalarFieldContainer[int]
+    num_draft_tokens_per_pos: _containers.RepeatedScalarFieldContainer[int]
+    draft_acceptance_rate: float
+    mean_acceptance_length: float
+    alpha: float
+    num_rounds: int
+    def __init__(self, num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_accepted_tokens_per_pos: _Optional[_Iterable[int]] = ..., num_draft_tokens_per_pos: _Optional[_Iterable[int]] = ..., draft_acceptance_rate: _Optional[float] = ..., mean_acceptance_length: _Optional[float] = ..., alpha: _Optional[float] = ..., num_rounds: _Optional[int] = ...) -> None: ...
+
+class GenerateTimings(_message.Message):
+    __slots__ = ("time_to_first_token_us", "total_us", "draft_us", "verdict_us", "queue_us", "forward_us", "verify_us")
+    TIME_TO_FIRST_TOKEN_US_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_US_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_US_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_US_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_US_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_US_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_US_FIELD_NUMBER: _ClassVar[int]
+    time_to_first_token_us: int
+    total_us: int
+    draft_us: int
+    verdict_us: int
+    queue_us: int
+    forward_us: int
+    verify_us: int
+    def __init__(self, time_to_first_token_us: _Optional[int] = ..., total_us: _Optional[int] = ..., draft_us: _Optional[int] = ..., verdict_us: _Optional[int] = ..., queue_us: _Optional[int] = ..., forward_us: _Optional[int] = ..., verify_us: _Optional[int] = ...) -> None: ...
+
+class GenerateFinished(_message.Message):
+    __slots__ = ("index", "finish_reason", "stop", "stop_token_id", "usage", "statistics", "timings")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    STATISTICS_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    finish_reason: _sampling_pb2.FinishReason
+    stop: str
+    stop_token_id: int
+    usage: Usage
+    statistics: SpeculationStatistics
+    timings: GenerateTimings
+    def __init__(self, index: _Optional[int] = ..., finish_reason: _Optional[_Union[_sampling_pb2.FinishReason, str]] = ..., stop: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., statistics: _Optional[_Union[SpeculationStatistics, _Mapping]] = ..., timings: _Optional[_Union[GenerateTimings, _Mapping]] = ...) -> None: ...
+
+class GenerateResponse(_message.Message):
+    __slots__ = ("started", "chunk", "finished")
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    started: GenerateStarted
+    chunk: GenerateChunk
+    finished: GenerateFinished
+    def __init__(self, started: _Optional[_Union[GenerateStarted, _Mapping]] = ..., chunk: _Optional[_Union[GenerateChunk, _Mapping]] = ..., finished: _Optional[_Union[GenerateFinished, _Mapping]] = ...) -> None: ...
+
+class OpenDraft(_message.Message):
+    __slots__ = ("prompt_token_ids", "committed_token_ids", "sampling", "required_features")
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    REQUIRED_FEATURES_FIELD_NUMBER: _ClassVar[int]
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    committed_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: _sampling_pb2.SamplingParams
+    required_features: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, prompt_token_ids: _Optional[_Iterable[int]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., required_features: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Advance(_message.Message):
+    __slots__ = ("round", "base_length", "committed_token_ids", "gamma")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    BASE_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    GAMMA_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    base_length: int
+    committed_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    gamma: int
+    def __init__(self, round: _Optional[int] = ..., base_length: _Optional[int] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., gamma: _Optional[int] = ...) -> None: ...
+
+class ProposeRequest(_message.Message):
+    __slots__ = ("sequence_id", "open", "advance")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    ADVANCE_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: str
+    open: OpenDraft
+    advance: Advance
+    def __init__(self, sequence_id: _Optional[str] = ..., open: _Optional[_Union[OpenDraft, _Mapping]] = ..., advance: _Optional[_Union[Advance, _Mapping]] = ...) -> None: ...
+
+class DraftOpened(_message.Message):
+    __slots__ = ("limits",)
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    limits: _model_pb2.Limits
+    def __init__(self, limits: _Optional[_Union[_model_pb2.Limits, _Mapping]] = ...) -> None: ...
+
+class ProposeResponse(_message.Message):
+    __slots__ = ("sequence_id", "opened", "proposal")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    OPENED_FIELD_NUMBER: _ClassVar[int]
+    PROPOSAL_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: str
+    opened: DraftOpened
+    proposal: _speculation_pb2.Proposal
+    def __init__(self, sequence_id: _Optional[str] = ..., opened: _Optional[_Union[DraftOpened, _Mapping]] = ..., proposal: _Optional[_Union[_speculation_pb2.Proposal, _Mapping]] = ...) -> None: ...
+
+class DraftServiceGetModelRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DraftServiceGetModelResponse(_message.Message):
+    __slots__ = ("model", "target")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    model: _model_pb2.ModelInfo
+    target: _model_pb2.ModelInfo
+    def __init__(self, model: _Optional[_Union[_model_pb2.ModelInfo, _Mapping]] = ..., target: _Optional[_Union[_model_pb2.ModelInfo, _Mapping]] = ...) -> None: ...

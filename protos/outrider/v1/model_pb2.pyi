@@ -1,0 +1,100 @@
+from protos.outrider.v1 import sampling_pb2 as _sampling_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ErrorReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ERROR_REASON_UNSPECIFIED: _ClassVar[ErrorReason]
+    ERROR_REASON_INVALID_FIELD: _ClassVar[ErrorReason]
+    ERROR_REASON_OUT_OF_ORDER: _ClassVar[ErrorReason]
+    ERROR_REASON_WRONG_BASE: _ClassVar[ErrorReason]
+    ERROR_REASON_UNKNOWN_FEATURE: _ClassVar[ErrorReason]
+    ERROR_REASON_PAIR_MISMATCH: _ClassVar[ErrorReason]
+    ERROR_REASON_NO_CHAT_TEMPLATE: _ClassVar[ErrorReason]
+    ERROR_REASON_OVERLOADED: _ClassVar[ErrorReason]
+    ERROR_REASON_DRAINING: _ClassVar[ErrorReason]
+    ERROR_REASON_NO_VERIFIER: _ClassVar[ErrorReason]
+    ERROR_REASON_IDLE: _ClassVar[ErrorReason]
+    ERROR_REASON_BAD_LOGITS: _ClassVar[ErrorReason]
+    ERROR_REASON_INTERNAL: _ClassVar[ErrorReason]
+ERROR_REASON_UNSPECIFIED: ErrorReason
+ERROR_REASON_INVALID_FIELD: ErrorReason
+ERROR_REASON_OUT_OF_ORDER: ErrorReason
+ERROR_REASON_WRONG_BASE: ErrorReason
+ERROR_REASON_UNKNOWN_FEATURE: ErrorReason
+ERROR_REASON_PAIR_MISMATCH: ErrorReason
+ERROR_REASON_NO_CHAT_TEMPLATE: ErrorReason
+ERROR_REASON_OVERLOADED: ErrorReason
+ERROR_REASON_DRAINING: ErrorReason
+ERROR_REASON_NO_VERIFIER: ErrorReason
+ERROR_REASON_IDLE: ErrorReason
+ERROR_REASON_BAD_LOGITS: ErrorReason
+ERROR_REASON_INTERNAL: ErrorReason
+
+class Limits(_message.Message):
+    __slots__ = ("max_gamma", "max_support", "max_message_bytes", "max_sequences", "max_sequence_tokens", "max_outstanding", "max_samples", "max_stop_strings", "max_stop_string_chars", "max_stop_token_ids")
+    MAX_GAMMA_FIELD_NUMBER: _ClassVar[int]
+    MAX_SUPPORT_FIELD_NUMBER: _ClassVar[int]
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_OUTSTANDING_FIELD_NUMBER: _ClassVar[int]
+    MAX_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    MAX_STOP_STRINGS_FIELD_NUMBER: _ClassVar[int]
+    MAX_STOP_STRING_CHARS_FIELD_NUMBER: _ClassVar[int]
+    MAX_STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    max_gamma: int
+    max_support: int
+    max_message_bytes: int
+    max_sequences: int
+    max_sequence_tokens: int
+    max_outstanding: int
+    max_samples: int
+    max_stop_strings: int
+    max_stop_string_chars: int
+    max_stop_token_ids: int
+    def __init__(self, max_gamma: _Optional[int] = ..., max_support: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., max_outstanding: _Optional[int] = ..., max_samples: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_chars: _Optional[int] = ..., max_stop_token_ids: _Optional[int] = ...) -> None: ...
+
+class ModelInfo(_message.Message):
+    __slots__ = ("name", "weights_fingerprint", "vocabulary_fingerprint", "vocab_size", "logits_size", "context_length", "eos_token_ids", "protocol_version", "features", "rules", "default_rule", "noise_version", "limits", "dtype", "device", "server_version", "has_chat_template")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    LOGITS_SIZE_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    RULES_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_RULE_FIELD_NUMBER: _ClassVar[int]
+    NOISE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    weights_fingerprint: str
+    vocabulary_fingerprint: str
+    vocab_size: int
+    logits_size: int
+    context_length: int
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    protocol_version: int
+    features: _containers.RepeatedScalarFieldContainer[str]
+    rules: _containers.RepeatedScalarFieldContainer[_sampling_pb2.AcceptanceRule]
+    default_rule: _sampling_pb2.AcceptanceRule
+    noise_version: int
+    limits: Limits
+    dtype: str
+    device: str
+    server_version: str
+    has_chat_template: bool
+    def __init__(self, name: _Optional[str] = ..., weights_fingerprint: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., logits_size: _Optional[int] = ..., context_length: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., rules: _Optional[_Iterable[_Union[_sampling_pb2.AcceptanceRule, str]]] = ..., default_rule: _Optional[_Union[_sampling_pb2.AcceptanceRule, str]] = ..., noise_version: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., server_version: _Optional[str] = ..., has_chat_template: _Optional[bool] = ...) -> None: ...
