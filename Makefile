@@ -1,0 +1,103 @@
+# From a fresh clone, with nothing set:
+#
+#   make demo     environment, install, and the two services at work on the model pair in the repository
+#   make test     the same for the tests; style, types and import rules are among them
+#
+# What may be set:
+#
+#   PYTHON=python3.12        the interpreter of a new environment (3.11 or later)
+#   VENV=DIR                 where the environment lies (.venv)
+#   TORCH_INDEX=URL          one more index, where torch is looked for too: a build named there for a device
+#                            (2.13.0+cpu) goes before the plain one
+#   PIP_ARGS="..."           further arguments of every pip install; pip's own configuration holds as well
+#   DEMO_ARGS, TEST_ARGS, BENCH_ARGS
+#                            further arguments of the command that the target runs
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?=
+PIP_ARGS ?=
+DEMO_ARGS ?=
+TEST_ARGS ?=
+BENCH_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(PIP_ARGS)
+
+# One stamp for each set of extras. They are renewed when what is to be installed changes, and not before.
+MANIFEST := pyproject.toml constraints.txt
+SERVICE := $(VENV)/.installed-service
+BENCH := $(VENV)/.installed-bench
+DEV := $(VENV)/.installed-dev
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format protos bench constraints clean
+
+help:
+	@echo "make demo         run both services on the model pair in the repository"
+	@echo "make test         run the tests, with style, types and import rules"
+	@echo "make lint         style, types and import rules alone"
+	@echo "make format       put the code into the one format"
+	@echo "make protos       write the stubs anew from the .proto files"
+	@echo "make bench        measure the pair against the target alone"
+	@echo "make constraints  resolve all extras anew and write constraints.txt"
+	@echo "make clean        remove the environment and what the tools leave behind"
+
+demo: $(SERVICE)
+	@$(BIN)/outrider demo $(DEMO_ARGS)
+
+test: $(DEV)
+	@$(BIN)/python -m pytest $(TEST_ARGS)
+
+bench: $(BENCH)
+	@$(BIN)/python -m benchmarks.pair $(BENCH_ARGS)
+
+lint: $(DEV)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: $(DEV)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+protos: $(DEV)
+	@$(BIN)/python -m protos.generate
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit("Outrider needs Python 3.11 or later; %s is %d.%d. Set PYTHON." % (sys.executable, *v))'
+	@$(PYTHON) -m venv $(VENV)
+
+# Each set holds the one before it, so installing one marks those as done too.
+$(SERVICE): $(MANIFEST) | $(BIN)/python
+	@echo "Installing Outrider and what its services need into $(VENV)"
+	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[service]'
+	@touch $@
+
+$(BENCH): $(MANIFEST) | $(BIN)/python
+	@echo "Installing Outrider and what its services and benchmarks need into $(VENV)"
+	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[service,bench]'
+	@touch $(SERVICE) $@
+
+$(DEV): $(MANIFEST) | $(BIN)/python
+	@echo "Installing Outrider and what its services, benchmarks and tests need into $(VENV)"
+	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[service,bench,dev]'
+	@touch $(SERVICE) $(BENCH) $@
+
+# In an environment of its own, so that what else a developer has installed stays out. A CUDA build of torch states
+# its libraries exactly, and a CPU build has none of them: the file names neither, save triton, for Linux.
+constraints:
+	@rm -rf build/constraints && mkdir -p build
+	@$(PYTHON) -m venv build/constraints
+	@build/constraints/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		--editable '.[service,bench,dev]'
+	@sed '/^[^#]/,$$d' constraints.txt > build/constraints.txt
+	@build/constraints/bin/python -m pip freeze --all --exclude-editable \
+		| sed -E -e 's/\+[A-Za-z0-9.]+$$//' -e '/^(pip|wheel|triton|nvidia-[^=]*|cuda-[^=]*)==/d' >> build/constraints.txt
+	@grep '^triton==' constraints.txt >> build/constraints.txt
+	@mv build/constraints.txt constraints.txt && rm -rf build/constraints
+
+clean:
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
