@@ -1,0 +1,111 @@
+"""The engine core both services drive: one thread that owns a model and runs it, pass after pass.
+
+A pass is receive → schedule → forward → process. The core moves messages in and results out, and keeps the thread
+alive; it knows nothing of proposals, verdicts or drafts: a subclass says what a message means, what goes into a pass and
+what becomes of the logits.
+"""
+
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
+import structlog
+import torch
+
+from outrider.lm.packed import Chunk, PackedModel
+
+_log = structlog.get_logger()
+
+
+class HasChunk(Protocol):
+    """One sequence's share of a pass."""
+
+    @property
+    def chunk(self) -> Chunk:
+        """The tokens to run."""
+
+
+Message = TypeVar("Message")
+Work = TypeVar("Work", bound=HasChunk)
+
+
+class Engine(ABC, Generic[Message, Work]):
+    """A thread that runs one model. All methods below the line run on that thread alone, so none of them locks."""
+
+    def __init__(self, packed: PackedModel, *, name: str, threads: int | None = None) -> None:
+        self.packed = packed
+        self._threads = threads
+        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread after the pass it is in, and waits for it. Work left over is dropped."""
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def post(self, message: Message) -> None:
+        """Hands a message to the engine. Any thread may call it; it does not wait."""
+        self._inbox.put(message)
+
+    # ---------------------------------------------------------------------------------------- on the engine's thread
+
+    @abstractmethod
+    def receive(self, message: Message) -> None:
+        """Takes in one message. Must not raise for what a client sent: that was checked before."""
+
+    @abstractmethod
+    def schedule(self) -> Sequence[Work]:
+        """What goes into the next pass; empty where nothing is ready, upon which the engine sleeps until a message."""
+
+    @abstractmethod
+    def process(self, work: Sequence[Work], logits: torch.Tensor) -> None:
+        """Takes the logits `[R, V]` of the pass: for each work in order, the rows its chunk asked for."""
+
+    @abstractmethod
+    def fail(self, work: Sequence[Work], error: Exception) -> None:
+        """The pass broke: ends the sequences in it. The others live on."""
+
+    def _run(self) -> None:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        with torch.inference_mode():
+            while self._step():
+                pass
+
+    def _step(self) -> bool:
+        if not self._receive_all(wait=False):
+            return False
+        work = self.schedule()
+        if not work:
+            return self._receive_all(wait=True)
+        try:
+            logits = self.packed.forward([item.chunk for item in work])
+            self.process(work, logits)
+        except Exception as error:  # a broken pass must not take the other sequences with it
+            _log.exception("pass failed", sequences=len(work))
+            self.fail(work, error)
+        return True
+
+    def _receive_all(self, *, wait: bool) -> bool:
+        """Takes in all messages at hand, waiting for a first one if asked to. False when told to stop."""
+        while True:
+            try:
+                message = self._inbox.get(block=wait)
+            except queue.Empty:
+                return True
+            if message is None:
+                return False
+            self.receive(message)
+            wait = False

@@ -1,0 +1,163 @@
+"""Sampling parameters as they come over the wire, checked and turned into the laws that `kernels` works with.
+
+Both services stand on it, so that what one accepts the other does too. It knows nothing of sequences or models beyond
+the size of the vocabulary.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kernels.adjustments import LogitRules
+from kernels.distribution import SamplingLaw
+from kernels.verify import Rule
+from outrider.rpc.errors import invalid_field
+from protos.outrider.v1 import sampling_pb2
+
+MAX_TOKEN_LIST = 1024
+MAX_TOP_LOGPROBS = 20
+
+_RULES = {
+    sampling_pb2.ACCEPTANCE_RULE_TOKENWISE: Rule.TOKENWISE,
+    sampling_pb2.ACCEPTANCE_RULE_BLOCK: Rule.BLOCK,
+    sampling_pb2.ACCEPTANCE_RULE_COUPLED: Rule.COUPLED,
+    sampling_pb2.ACCEPTANCE_RULE_SIGMOID: Rule.SIGMOID,
+}
+RULE_TO_WIRE = {rule: number for number, rule in _RULES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """One request's sampling, checked.
+
+    Attributes:
+        law: temperature, top-k, top-p and min-p.
+        logit_rules: penalties, bias and bans, which come before them. Stop ids are the caller's to add.
+        rule: how proposals are judged.
+        lenience: l of [L A.5]; 1 is exact.
+        seed: key of the random draws, or None where the request left the choice to the service.
+    """
+
+    law: SamplingLaw
+    logit_rules: LogitRules
+    rule: Rule
+    lenience: float
+    seed: int | None
+
+
+def check_sampling(
+    params: sampling_pb2.SamplingParams, *, vocab_size: int, rules: Iterable[Rule], default_rule: Rule
+) -> Sampling:
+    """Checks every field against the ranges that the contract states.
+
+    Raises:
+        RequestError: INVALID_ARGUMENT, naming the field and the numbers.
+    """
+    temperature = _within("temperature", params.temperature if params.HasField("temperature") else 1.0, 0.0, 100.0)
+    top_p = _within("top_p", params.top_p if params.HasField("top_p") else 1.0, 0.0, 1.0, open_below=True)
+    min_p = _within("min_p", params.min_p, 0.0, 1.0)
+    if params.top_k >= 2**31:
+        raise invalid_field("sampling.top_k", f"top_k is {params.top_k}; it must be below 2^31", given=params.top_k)
+    repetition = params.repetition_penalty if params.HasField("repetition_penalty") else 1.0
+    rule = _check_rule(params, tuple(rules), default_rule)
+    return Sampling(
+        law=SamplingLaw(temperature=temperature, top_k=params.top_k, top_p=top_p, min_p=min_p),
+        logit_rules=LogitRules(
+            repetition_penalty=_within("repetition_penalty", repetition, 0.0, 100.0, open_below=True),
+            presence_penalty=_within("presence_penalty", params.presence_penalty, -100.0, 100.0),
+            frequency_penalty=_within("frequency_penalty", params.frequency_penalty, -100.0, 100.0),
+            logit_bias=_check_bias(params, vocab_size),
+            banned_tokens=_check_banned(params, vocab_size),
+        ),
+        rule=rule,
+        lenience=_check_lenience(params, rule),
+        seed=params.seed if params.HasField("seed") else None,
+    )
+
+
+def check_token_ids(field: str, ids: Iterable[int], vocab_size: int) -> list[int]:
+    """The ids as a list, each below `vocab_size`.
+
+    Raises:
+        RequestError: INVALID_ARGUMENT, naming the first id that is not.
+    """
+    checked = list(ids)
+    if checked and (max(checked) >= vocab_size or min(checked) < 0):
+        at = next(i for i, token in enumerate(checked) if not 0 <= token < vocab_size)
+        raise invalid_field(
+            field,
+            f"{field}[{at}] is {checked[at]}; token ids must be below the vocabulary size {vocab_size}",
+            given=checked[at],
+            vocab_size=vocab_size,
+        )
+    return checked
+
+
+def check_logprobs(params: sampling_pb2.LogprobsParams) -> int:
+    """How many most probable tokens to report.
+
+    Raises:
+        RequestError: INVALID_ARGUMENT where it is beyond the limit.
+    """
+    if params.top_n > MAX_TOP_LOGPROBS:
+        raise invalid_field(
+            "logprobs.top_n",
+            f"logprobs.top_n is {params.top_n}; at most {MAX_TOP_LOGPROBS}",
+            given=params.top_n,
+            maximum=MAX_TOP_LOGPROBS,
+        )
+    return params.top_n
+
+
+def _within(name: str, value: float, low: float, high: float, *, open_below: bool = False) -> float:
+    if not math.isfinite(value) or not low <= value <= high or (open_below and value <= low):
+        interval = f"{'(' if open_below else '['}{low:g}, {high:g}]"
+        raise invalid_field(
+            f"sampling.{name}", f"{name} is {value:g}; it must lie in {interval}", given=value, range=interval
+        )
+    return value
+
+
+def _check_rule(params: sampling_pb2.SamplingParams, rules: tuple[Rule, ...], default: Rule) -> Rule:
+    if params.rule == sampling_pb2.ACCEPTANCE_RULE_UNSPECIFIED:
+        rule = default
+    elif params.rule in _RULES:
+        rule = _RULES[params.rule]
+    else:
+        raise invalid_field("sampling.rule", f"rule {params.rule} is not known to this server", given=params.rule)
+    offered = ", ".join(sorted(known.value for known in rules))
+    if rule not in rules:
+        raise invalid_field(
+            "sampling.rule", f"rule {rule.value} is not offered by this server; it offers {offered}", given=rule.value
+        )
+    if params.HasField("sigmoid") and rule is not Rule.SIGMOID:
+        raise invalid_field("sampling.sigmoid", f"sigmoid scales do not go with the rule {rule.value}")
+    return rule
+
+
+def _check_lenience(params: sampling_pb2.SamplingParams, rule: Rule) -> float:
+    lenience = _within("lenience", params.lenience if params.HasField("lenience") else 1.0, 0.0, 1.0, open_below=True)
+    if lenience < 1.0 and rule in (Rule.BLOCK, Rule.COUPLED):
+        raise invalid_field("sampling.lenience", f"lenience {lenience:g} does not go with the rule {rule.value}")
+    return lenience
+
+
+def _check_bias(params: sampling_pb2.SamplingParams, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    _check_count("sampling.logit_bias", len(params.logit_bias))
+    check_token_ids("sampling.logit_bias", (entry.token_id for entry in params.logit_bias), vocab_size)
+    if len({entry.token_id for entry in params.logit_bias}) < len(params.logit_bias):
+        raise invalid_field("sampling.logit_bias", "logit_bias names a token twice")
+    return tuple((entry.token_id, _within("logit_bias", entry.bias, -100.0, 100.0)) for entry in params.logit_bias)
+
+
+def _check_banned(params: sampling_pb2.SamplingParams, vocab_size: int) -> tuple[int, ...]:
+    _check_count("sampling.banned_token_ids", len(params.banned_token_ids))
+    banned = tuple(sorted(set(check_token_ids("sampling.banned_token_ids", params.banned_token_ids, vocab_size))))
+    if len(banned) >= vocab_size:
+        raise invalid_field("sampling.banned_token_ids", f"all {vocab_size} tokens are banned: none is left to write")
+    return banned
+
+
+def _check_count(field: str, count: int) -> None:
+    if count > MAX_TOKEN_LIST:
+        raise invalid_field(field, f"{field} has {count} entries; at most {MAX_TOKEN_LIST}", given=count)

@@ -1,0 +1,69 @@
+"""Settings that both services share: flags of the command line, `OUTRIDER_…` in the environment, defaults; in this order.
+
+It knows nothing of what either service adds.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+def _host_and_port(value: str) -> str:
+    host, separator, port = value.rpartition(":")
+    if not separator or not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"{value!r} is not HOST:PORT with a port of 0 to 65535")
+    return value
+
+
+Address = Annotated[str, AfterValidator(_host_and_port)]
+
+
+class ServiceSettings(BaseSettings):
+    """What either service is told at its start."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="OUTRIDER_",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+        extra="ignore",
+    )
+
+    model: str = Field(description="folder or hub id of the model")
+    revision: str | None = Field(None, description="branch, tag or commit, for a hub id")
+    trust_remote_code: bool = Field(False, description="run model code that comes with the checkpoint")
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="number format of the weights; auto takes the checkpoint's own where the device is fast at it"
+    )
+    threads: int | None = Field(None, ge=1, description="CPU threads of the model; default: torch's own choice")
+    max_sequences: int = Field(64, ge=1, description="sequences in progress at once")
+    max_sequence_tokens: int | None = Field(
+        None, ge=2, description="prompt and output of one sequence together; default: the context, at most 8192"
+    )
+    max_message_bytes: int = Field(16 << 20, ge=1 << 16, description="largest message taken")
+    grace: float = Field(30.0, ge=0, description="seconds that running requests get to finish after SIGTERM")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log line written")
+
+    @classmethod
+    def from_command_line(cls, arguments: list[str] | None = None, *, program: str) -> Any:
+        """Reads flags and environment; prints what is wrong, by field, and exits with 2 where something is.
+
+        Args:
+            arguments: the flags; None takes those of the process.
+            program: how the help names the program.
+        """
+        import sys
+
+        from pydantic import ValidationError
+        from pydantic_settings import CliApp
+
+        try:
+            return CliApp.run(cls, cli_args=sys.argv[1:] if arguments is None else arguments)
+        except ValidationError as error:
+            for problem in error.errors():
+                field = "--" + "-".join(str(part) for part in problem["loc"]).replace("_", "-")
+                print(f"{program}: {field}: {problem['msg']}", file=sys.stderr)  # noqa: T201
+            raise SystemExit(2) from None
