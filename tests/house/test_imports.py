@@ -1,0 +1,78 @@
+"""A client's installation suffices for a client: what only a service installs is blocked, and nothing misses it.
+
+import-linter reads the source; these tests run it, so that `__init__` modules of parents and imports made at run time
+count as well.
+"""
+
+import json
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+from packaging.utils import canonicalize_name
+
+from tests.house.project import ROOT, closure, requirements
+
+_BLOCK = """
+import importlib, json, pkgutil, sys
+
+class Blocked:
+    names = frozenset(json.loads(sys.argv.pop(1)))
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname.partition(".")[0] in self.names:
+            raise ModuleNotFoundError(f"{fullname} is not part of a client's installation", name=fullname)
+
+sys.meta_path.insert(0, Blocked())
+"""
+
+_IMPORT_ALL = """
+for name in sys.argv[1:]:
+    module = importlib.import_module(name)
+    for found in pkgutil.walk_packages(getattr(module, "__path__", []), name + "."):
+        if not found.name.endswith("__main__"):
+            importlib.import_module(found.name)
+"""
+
+_COMMAND = """
+from outrider.cli import main
+sys.argv[0] = "outrider"
+sys.exit(main())
+"""
+
+
+def _not_for_clients() -> list[str]:
+    """Return the top-level modules here that no client installs, as far as metadata tells."""
+    clients = closure(requirements()) | {"outrider"}
+    owners = metadata.packages_distributions()
+    return sorted(m for m, dists in owners.items() if clients.isdisjoint(map(canonicalize_name, dists)))
+
+
+def _run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", _BLOCK + program, json.dumps(_not_for_clients()), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_the_block_holds_what_services_install() -> None:
+    blocked = _not_for_clients()
+    assert {"torch", "transformers", "numpy", "tokenizers", "safetensors", "structlog", "pydantic"} <= set(blocked)
+    assert {"grpc", "google", "rich", "click"}.isdisjoint(blocked)
+    assert "torch is not part of a client's installation" in _run("import torch").stderr
+
+
+@pytest.mark.parametrize(
+    "module", ["outrider", "outrider.client", "outrider.cli", "outrider.rpc", "outrider.theory", "protos.outrider"]
+)
+def test_clients_import_nothing_of_a_service(module: str) -> None:
+    done = _run(_IMPORT_ALL if module != "outrider" else "import outrider", module)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["demo"], ["serve"], ["generate"]], ids=lambda words: " ".join(words) or "outrider"
+)
+def test_the_command_explains_itself_on_a_clients_installation(command: list[str]) -> None:
+    done = _run(_COMMAND, *command, "--help")
+    assert done.returncode == 0, done.stderr
+    assert "Usage: outrider" in done.stdout

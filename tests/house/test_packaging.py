@@ -1,0 +1,69 @@
+"""A wheel holds the five packages whole and nothing beside them; without an extra it brings no tensors along."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from configparser import ConfigParser
+from email.parser import HeaderParser
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.house.project import PACKAGES, ROOT, closure, pyproject, sources
+
+_BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+_SHIPPED = (".py", ".pyi", ".proto", "py.typed")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
+    """Build a wheel from a copy of the tree's sources, tests included, with the back end that pip would call."""
+    tree, built = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("built")
+    for path in [*sources(*_SHIPPED), *(ROOT / name for name in ("pyproject.toml", "README.md", "LICENSE"))]:
+        copy = tree / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+    done = subprocess.run(
+        [sys.executable, "-c", _BUILD, str(built)], cwd=tree, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (path,) = built.glob("*.whl")
+    with zipfile.ZipFile(path) as opened:
+        yield opened
+
+
+def _read(wheel: zipfile.ZipFile, name: str) -> str:
+    (found,) = (path for path in wheel.namelist() if path.endswith(f".dist-info/{name}"))
+    return wheel.read(found).decode()
+
+
+def test_a_wheel_holds_the_packages_and_nothing_beside_them(wheel: zipfile.ZipFile) -> None:
+    roots = {Path(name).parts[0] for name in wheel.namelist()}
+    assert {root for root in roots if not root.endswith(".dist-info")} == set(PACKAGES)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_wheel_holds_each_package_whole(wheel: zipfile.ZipFile, package: str) -> None:
+    ours = {path.relative_to(ROOT).as_posix() for path in sources(*_SHIPPED, under=package)}
+    assert ours - set(wheel.namelist()) == set()
+    assert f"{package}/py.typed" in ours
+
+
+def test_a_wheel_brings_the_command_and_the_licence(wheel: zipfile.ZipFile) -> None:
+    scripts = ConfigParser()
+    scripts.read_string(_read(wheel, "entry_points.txt"))
+    assert scripts["console_scripts"]["outrider"] == "outrider.cli:main"
+    assert "Apache License" in _read(wheel, "licenses/LICENSE")
+
+
+def test_a_client_installs_no_tensors(wheel: zipfile.ZipFile) -> None:
+    about = HeaderParser().parsestr(_read(wheel, "METADATA"))
+    assert about["Version"] == pyproject()["project"]["version"]
+    stated = [Requirement(line) for line in about.get_all("Requires-Dist", [])]
+    for_clients = closure(stated)
+    assert {"grpcio", "protobuf", "rich", "click"} <= for_clients
+    assert for_clients.isdisjoint({"torch", "triton", "numpy", "transformers", "tokenizers", "safetensors"})
+    assert "torch" in {r.name for r in stated if r.marker and r.marker.evaluate({"extra": "service"})}

@@ -1,0 +1,69 @@
+"""constraints.txt names one version of everything an extra brings, and those versions agree with each other."""
+
+from importlib import metadata
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from tests.house.project import ROOT, brought_by, closure, every_extra, requirements
+
+ONLY_ON_CUDA = ("nvidia-", "cuda-")
+"""What a CUDA build of torch states exactly by itself; the constraints leave it out."""
+
+
+def _pins() -> dict[str, Requirement]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    stated = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(pin.name): pin for pin in stated}
+
+
+def _version(pin: Requirement) -> Version:
+    (specifier,) = pin.specifier
+    return Version(specifier.version)
+
+
+def test_every_line_pins_one_public_version() -> None:
+    for name, pin in _pins().items():
+        assert [s.operator for s in pin.specifier] == ["=="], f"{name} is not pinned exactly: {pin}"
+        assert _version(pin).local is None, f"{name} is pinned to the build of one index: {pin}"
+
+
+@pytest.mark.parametrize("extra", ["", *every_extra()], ids=lambda extra: extra or "client")
+def test_what_the_project_asks_for_is_pinned_within_its_bounds(extra: str) -> None:
+    pins = _pins()
+    for requirement in requirements(*filter(None, [extra])):
+        name = canonicalize_name(requirement.name)
+        assert name in pins, f"{requirement} has no pin"
+        assert _version(pins[name]) in requirement.specifier, f"{pins[name]} is outside {requirement}"
+
+
+def test_all_that_is_brought_along_is_pinned() -> None:
+    brought = {name for name in closure(requirements(*every_extra())) if not name.startswith(ONLY_ON_CUDA)}
+    assert brought - _pins().keys() == set()
+
+
+def test_pins_agree_with_each_other() -> None:
+    pins = _pins()
+    judged = 0
+    for name in closure(requirements(*every_extra())) & pins.keys():
+        if Version(metadata.version(name)).public != str(_version(pins[name])):
+            continue  # what this one asks for is not what the pinned version asks for
+        judged += 1
+        for requirement in brought_by(name):
+            asked = canonicalize_name(requirement.name)
+            assert asked not in pins or _version(pins[asked]) in requirement.specifier, (
+                f"{name} asks for {requirement}, not {pins[asked]}"
+            )
+    assert judged > 20, f"only {judged} of {len(pins)} packages here have the pinned version: `make test` installs them"
+
+
+def test_torch_goes_with_its_triton_on_linux_alone() -> None:
+    pins = _pins()
+    assert _version(pins["torch"]) == Version("2.13.0")
+    assert _version(pins["triton"]) == Version("3.7.1")
+    marker = pins["triton"].marker
+    assert marker is not None
+    assert marker.evaluate({"platform_system": "Linux", "platform_machine": "x86_64"})
+    assert not marker.evaluate({"platform_system": "Darwin", "platform_machine": "arm64"})

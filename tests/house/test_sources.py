@@ -1,0 +1,27 @@
+"""Each module says what it is and stays small enough to be read at once."""
+
+import ast
+
+from tests.house.project import ROOT, is_generated, sources
+
+MOST_LINES = 450
+"""Of one file; a longer one has two reasons to change."""
+
+
+def test_every_module_says_what_it_is() -> None:
+    silent = [
+        str(path.relative_to(ROOT))
+        for path in sources(".py")
+        if not is_generated(path) and ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) is None
+    ]
+    assert not silent, f"modules without a docstring: {', '.join(silent)}"
+
+
+def test_no_file_outgrows_a_reader() -> None:
+    lengths = {
+        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
+        for path in sources(".py")
+        if not is_generated(path)
+    }
+    long = {name: lines for name, lines in lengths.items() if lines > MOST_LINES}
+    assert not long, f"files over {MOST_LINES} lines: {long}"
