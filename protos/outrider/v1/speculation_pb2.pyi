@@ -46,18 +46,20 @@ class TokenDistribution(_message.Message):
     def __init__(self, sparse: _Optional[_Union[SparseDistribution, _Mapping]] = ..., point_mass: _Optional[_Union[PointMass, _Mapping]] = ..., logits: _Optional[_Union[DenseLogits, _Mapping]] = ...) -> None: ...
 
 class Proposal(_message.Message):
-    __slots__ = ("round", "base_length", "prefix_hash", "token_ids", "distributions")
+    __slots__ = ("round", "base_length", "prefix_hash", "token_ids", "distributions", "seen_round")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     BASE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     DISTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
+    SEEN_ROUND_FIELD_NUMBER: _ClassVar[int]
     round: int
     base_length: int
     prefix_hash: bytes
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     distributions: _containers.RepeatedCompositeFieldContainer[TokenDistribution]
-    def __init__(self, round: _Optional[int] = ..., base_length: _Optional[int] = ..., prefix_hash: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., distributions: _Optional[_Iterable[_Union[TokenDistribution, _Mapping]]] = ...) -> None: ...
+    seen_round: int
+    def __init__(self, round: _Optional[int] = ..., base_length: _Optional[int] = ..., prefix_hash: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., distributions: _Optional[_Iterable[_Union[TokenDistribution, _Mapping]]] = ..., seen_round: _Optional[int] = ...) -> None: ...
 
 class VerdictTimings(_message.Message):
     __slots__ = ("queue_us", "forward_us", "verify_us", "pass_tokens", "pass_sequences")

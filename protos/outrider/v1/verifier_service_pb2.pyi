@@ -48,16 +48,18 @@ class OpenSequence(_message.Message):
     def __init__(self, prompt_token_ids: _Optional[_Iterable[int]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[_Union[_sampling_pb2.LogprobsParams, _Mapping]] = ..., required_features: _Optional[_Iterable[str]] = ..., weights_fingerprint: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class Decode(_message.Message):
-    __slots__ = ("round", "base_length", "prefix_hash", "num_tokens")
+    __slots__ = ("round", "base_length", "prefix_hash", "num_tokens", "seen_round")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     BASE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SEEN_ROUND_FIELD_NUMBER: _ClassVar[int]
     round: int
     base_length: int
     prefix_hash: bytes
     num_tokens: int
-    def __init__(self, round: _Optional[int] = ..., base_length: _Optional[int] = ..., prefix_hash: _Optional[bytes] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    seen_round: int
+    def __init__(self, round: _Optional[int] = ..., base_length: _Optional[int] = ..., prefix_hash: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., seen_round: _Optional[int] = ...) -> None: ...
 
 class VerifyRequest(_message.Message):
     __slots__ = ("sequence_id", "open", "proposal", "decode")
