@@ -8,6 +8,7 @@ the messages mean.
 import argparse
 import re
 import sys
+import sysconfig
 from importlib.resources import files
 from pathlib import Path
 
@@ -27,10 +28,18 @@ def generate(out: Path) -> list[Path]:
     sources = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("outrider/v1/*.proto"))
     services = [source for source in sources if source.endswith("_service.proto")]
     roots = ["protoc", f"--proto_path={ROOT}", f"--proto_path={files('grpc_tools') / '_proto'}"]
+    # By its full path: protoc searches PATH alone, which an environment that is not activated is not on.
+    plugin = Path(sysconfig.get_path("scripts"), "protoc-gen-mypy_grpc")
     out.mkdir(parents=True, exist_ok=True)
     for arguments in (
         [*roots, f"--python_out={out}", f"--pyi_out={out}", *sources],
-        [*roots, f"--grpc_python_out={out}", f"--mypy_grpc_out=quiet:{out}", *services],
+        [
+            *roots,
+            f"--plugin={plugin}",
+            f"--grpc_python_out={out}",
+            f"--mypy_grpc_out=quiet:{out}",
+            *services,
+        ],
     ):
         if protoc.main(arguments) != 0:
             raise RuntimeError("protoc failed")
