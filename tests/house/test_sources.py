@@ -12,7 +12,9 @@ def test_every_module_says_what_it_is() -> None:
     silent = [
         str(path.relative_to(ROOT))
         for path in sources(".py")
-        if not is_generated(path) and ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) is None
+        if not is_generated(path)
+        and not (path.name == "__init__.py" and path.is_relative_to(ROOT / "tests") and path.stat().st_size == 0)
+        and ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) is None
     ]
     assert not silent, f"modules without a docstring: {', '.join(silent)}"
 
