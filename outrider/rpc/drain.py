@@ -1,0 +1,94 @@
+"""A gate in front of a server's methods: counts the calls in progress, and once closed lets none in.
+
+`grpc.aio.Server.stop(grace)` has no such count to ask: it also waits for health watches, which never end by themselves,
+and it closes the port at once, so that probes and late callers meet a refused connection in place of an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from typing import Any, TypeAlias
+
+import grpc
+
+from outrider.rpc import errors
+
+# Asked about the server, not of it: they pass a closed gate, and nobody waits for them to end.
+_ABOUT_THE_SERVER = ("/grpc.health.", "/grpc.reflection.")
+
+_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class DrainGate(grpc.aio.ServerInterceptor):
+    """Server interceptor. Open from birth. Handlers must be asynchronous, as all of ours are."""
+
+    def __init__(self) -> None:
+        self._open = True
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def running(self) -> int:
+        """Calls in progress, those about the server itself left out."""
+        return self._running
+
+    def close(self) -> None:
+        """From now on new calls end with UNAVAILABLE, reason DRAINING. Those inside go on."""
+        self._open = False
+
+    async def wait_idle(self) -> None:
+        """Returns once no call is in progress."""
+        await self._idle.wait()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> _Handler | None:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler_call_details.method.startswith(_ABOUT_THE_SERVER):
+            return handler
+        return self._gated(handler)
+
+    def _gated(self, handler: _Handler) -> _Handler:
+        inner: Any = handler.unary_unary or handler.stream_unary or handler.unary_stream or handler.stream_stream
+
+        async def stream(request: Any, context: _Context) -> AsyncIterator[Any]:
+            await self._admit(context)
+            with self._counted():
+                async with aclosing(inner(request, context)) as responses:
+                    async for response in responses:
+                        yield response
+
+        async def unary(request: Any, context: _Context) -> Any:
+            await self._admit(context)
+            with self._counted():
+                return await inner(request, context)
+
+        make = {
+            (False, False): grpc.unary_unary_rpc_method_handler,
+            (False, True): grpc.unary_stream_rpc_method_handler,
+            (True, False): grpc.stream_unary_rpc_method_handler,
+            (True, True): grpc.stream_stream_rpc_method_handler,
+        }[bool(handler.request_streaming), bool(handler.response_streaming)]
+        behaviour: Any = stream if handler.response_streaming else unary
+        return make(behaviour, handler.request_deserializer, handler.response_serializer)
+
+    async def _admit(self, context: _Context) -> None:
+        if not self._open:
+            await errors.abort(context, errors.draining())
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._running += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if self._running == 0:
+                self._idle.set()

@@ -1,0 +1,181 @@
+"""A server's frame: options, health, reflection, address, and the order in which it goes away.
+
+It knows no service of ours by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from outrider.rpc.drain import DrainGate
+
+_logger = logging.getLogger(__name__)
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+# Each server's gate, made with it and shut by whoever stops it.
+_gates: WeakKeyDictionary[grpc.aio.Server, DrainGate] = WeakKeyDictionary()
+
+
+class StartupError(Exception):
+    """The server cannot start. Its text is one line for the operator."""
+
+
+def create_server(
+    *,
+    max_message_bytes: int,
+    max_concurrent_streams: int | None = None,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+) -> grpc.aio.Server:
+    """A server with our options, not started and without services. Call it inside the event loop.
+
+    Messages above `max_message_bytes` are refused with RESOURCE_EXHAUSTED. Calls above `max_concurrent_streams` on one
+    connection wait at the client.
+    """
+    options: list[tuple[str, int]] = [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        # Two servers on one port would share its connections in silence; the second shall fail instead.
+        ("grpc.so_reuseport", 0),
+        # Our clients ping every ten seconds, with or without calls. Twice as often is still no abuse.
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # And we ping them: a client that vanished without a word must not hold its KV cache for hours.
+        ("grpc.keepalive_time_ms", 20_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+    if max_concurrent_streams is not None:
+        options.append(("grpc.max_concurrent_streams", max_concurrent_streams))
+    gate = DrainGate()
+    server = grpc.aio.server(interceptors=[gate, *interceptors], options=options)
+    _gates[server] = gate
+    return server
+
+
+class _HealthServicer(health.aio.HealthServicer):
+    """The standard servicer, but for its first word: it calls the empty name SERVING from birth."""
+
+    def __init__(self, names: Iterable[str]):
+        super().__init__()
+        self._server_status = dict.fromkeys(names, _NOT_SERVING)
+
+
+class HealthState:
+    """The health of a server and of each service on it: NOT_SERVING until told otherwise.
+
+    Registers the standard health service. Make it before the server starts.
+    """
+
+    def __init__(self, server: grpc.aio.Server, services: Iterable[str]):
+        self._names = ("", *services)
+        self._servicer = _HealthServicer(self._names)
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+
+    async def serving(self) -> None:
+        """Says SERVING from now on. Without effect once the server drains."""
+        await self._set(_SERVING)
+
+    async def not_serving(self) -> None:
+        """Says NOT_SERVING until `serving` is called again."""
+        await self._set(_NOT_SERVING)
+
+    async def drain(self) -> None:
+        """Says NOT_SERVING for good."""
+        await self._servicer.enter_graceful_shutdown()
+
+    async def _set(self, status: Any) -> None:
+        for name in self._names:
+            await self._servicer.set(name, status)
+
+
+def enable_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
+    """Registers the standard reflection service, so that grpcurl and its like can list and call `services`."""
+    # Only servers have this package; the rest of `outrider.rpc` is in every client's environment.
+    from grpc_reflection.v1alpha import reflection
+
+    names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+
+
+def bind(server: grpc.aio.Server, address: str) -> str:
+    """Listens at `HOST:PORT` and returns the address with the real port where `PORT` is 0.
+
+    Raises:
+        StartupError: the address is no address, or its port is taken.
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65_535:
+        raise StartupError(f"cannot listen at {address!r}: it is not HOST:PORT, for example 127.0.0.1:50051")
+    try:
+        bound = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise StartupError(
+            f"cannot listen at {address}: the port is taken, or the host is not this machine's"
+        ) from error
+    return f"{host}:{bound}"
+
+
+async def serve_until_signal(
+    server: grpc.aio.Server,
+    health: HealthState,
+    *,
+    grace_s: float,
+    on_drain: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    """Serves until SIGTERM or SIGINT, then drains and returns. A second signal stops at once.
+
+    Call it as soon as the server has started: a signal that comes before has Python's own effect. Cancelling it stops
+    the server without grace, which is how a service ends that finds out later that it cannot serve.
+    """
+    first, second = asyncio.Event(), asyncio.Event()
+
+    def signalled() -> None:
+        (second if first.is_set() else first).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signalled)
+    try:
+        await first.wait()
+        draining = asyncio.ensure_future(_drain(server, health, grace_s, on_drain))
+        hurry = asyncio.ensure_future(second.wait())
+        await asyncio.wait((draining, hurry), return_when=asyncio.FIRST_COMPLETED)
+        for task in (draining, hurry):
+            task.cancel()
+        await asyncio.gather(draining, hurry, return_exceptions=True)
+    finally:
+        # What is left by now has had its time: it is cancelled, and the port closes.
+        await server.stop(None)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+async def _drain(
+    server: grpc.aio.Server, health: HealthState, grace_s: float, on_drain: Callable[[], Awaitable[None]] | None
+) -> None:
+    gate = _gates[server]
+    # 1. Health first: who asks or watches sends no more work from here on, before any work is refused.
+    await health.drain()
+    # 2. Then the gate: who did not ask is told DRAINING and goes elsewhere. The port stays open for that, and for
+    #    probes; a closed one would look like a crash.
+    gate.close()
+    _logger.info("draining: %d calls in progress, %g s of grace", gate.running, grace_s)
+    try:
+        async with asyncio.timeout(grace_s):
+            # 3. Those inside are told, now that nobody can come after them and miss it.
+            if on_drain is not None:
+                await on_drain()
+            # 4. And they finish. Watches of health are not waited for: they end with the server.
+            await gate.wait_idle()
+    except TimeoutError:
+        _logger.warning("the grace time is over: %d calls are cut", gate.running)
