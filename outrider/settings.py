@@ -1,4 +1,4 @@
-"""Settings that both services share: flags of the command line, `OUTRIDER_…` in the environment, defaults; in this order.
+"""Settings that both services share: flags first, then `OUTRIDER_…` in the environment, then defaults.
 
 It knows nothing of what either service adds.
 """
@@ -28,6 +28,7 @@ class ServiceSettings(BaseSettings):
         cli_implicit_flags=True,
         cli_avoid_json=True,
         cli_hide_none_type=True,
+        cli_prog_name="outrider",
         extra="ignore",
     )
 
@@ -36,13 +37,15 @@ class ServiceSettings(BaseSettings):
     trust_remote_code: bool = Field(False, description="run model code that comes with the checkpoint")
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="number format of the weights; auto takes the checkpoint's own where the device is fast at it"
+        "auto",
+        description="number format of the weights; auto: the checkpoint's own where the device is fast at it",
     )
     threads: int | None = Field(None, ge=1, description="CPU threads of the model; default: torch's own choice")
     max_sequences: int = Field(64, ge=1, description="sequences in progress at once")
     max_sequence_tokens: int | None = Field(
         None, ge=2, description="prompt and output of one sequence together; default: the context, at most 8192"
     )
+    listen: Address = Field("127.0.0.1:0", description="HOST:PORT to listen at; port 0 takes a free one")
     max_message_bytes: int = Field(16 << 20, ge=1 << 16, description="largest message taken")
     grace: float = Field(30.0, ge=0, description="seconds that running requests get to finish after SIGTERM")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log line written")

@@ -1,12 +1,13 @@
 """The engine core both services drive: one thread that owns a model and runs it, pass after pass.
 
-A pass is receive → schedule → forward → process. The core moves messages in and results out, and keeps the thread
-alive; it knows nothing of proposals, verdicts or drafts: a subclass says what a message means, what goes into a pass and
-what becomes of the logits.
+A pass is receive → schedule → forward → process. The core takes messages in and keeps the thread alive; it knows nothing
+of proposals, verdicts or drafts: a subclass says what a message means, what goes into a pass and what becomes of the
+logits.
 """
 
 import queue
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
@@ -39,6 +40,8 @@ class Engine(ABC, Generic[Message, Work]):
         self._threads = threads
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.pass_started = 0.0  # time.perf_counter() at the start of the last pass
+        self.forward_seconds = 0.0  # how long its forward took
 
     def start(self) -> None:
         """Starts the thread."""
@@ -91,7 +94,9 @@ class Engine(ABC, Generic[Message, Work]):
         if not work:
             return self._receive_all(wait=True)
         try:
+            self.pass_started = time.perf_counter()
             logits = self.packed.forward([item.chunk for item in work])
+            self.forward_seconds = time.perf_counter() - self.pass_started
             self.process(work, logits)
         except Exception as error:  # a broken pass must not take the other sequences with it
             _log.exception("pass failed", sequences=len(work))

@@ -1,0 +1,142 @@
+"""How a service lives: it listens, loads, serves, drains and stops. Both services share it.
+
+It knows nothing of what is served or loaded.
+"""
+
+import asyncio
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import grpc
+import structlog
+
+from outrider.lm.checkpoint import CheckpointError
+from outrider.lm.environment import ForeignKernelsError, check_environment
+from outrider.rpc.errors import RequestError
+from outrider.rpc.server import HealthState, StartupError, bind, create_server, enable_reflection, serve_until_signal
+from outrider.settings import ServiceSettings
+from outrider.telemetry import configure_logging
+
+_log = structlog.get_logger()
+
+Result = TypeVar("Result")
+
+# The engine's thread takes the interpreter's lock often and briefly; with Python's default of 5 ms a verdict would wait
+# that long for the event loop.
+SWITCH_INTERVAL = 0.0005
+
+
+class Service(ABC):
+    """A service, as its life sees it."""
+
+    name: str
+
+    @abstractmethod
+    def register(self, server: grpc.aio.Server) -> None:
+        """Adds the servicer to a server that has not started. Calls may come before `load` has ended."""
+
+    @abstractmethod
+    async def load(self) -> None:
+        """Loads the model, and whatever must be there to serve; returns when ready.
+
+        Raises:
+            CheckpointError, RequestError: the service cannot serve; the text is one line.
+        """
+
+    @abstractmethod
+    async def drain(self) -> None:
+        """Told once, when no new call can come any more: let those in progress know."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Frees what `load` made. No call is in progress any more."""
+
+
+async def live(service: Service, settings: ServiceSettings) -> None:
+    """Runs a service until a signal ends it.
+
+    Raises:
+        StartupError, CheckpointError, RequestError: it cannot serve.
+    """
+    server = create_server(max_message_bytes=settings.max_message_bytes)
+    health = HealthState(server, [service.name])
+    service.register(server)
+    enable_reflection(server, [service.name])
+    address = bind(server, settings.listen)
+    await server.start()
+    # The address comes first, so that whoever started us knows it; health stays NOT_SERVING until the load is done.
+    _log.info("listening", address=address, model=settings.model)
+    serving = asyncio.create_task(
+        serve_until_signal(server, health, grace_s=settings.grace, on_drain=service.drain), name="serving"
+    )
+    loading = asyncio.create_task(_load(service, health), name="loading")
+    try:
+        await asyncio.wait((serving, loading), return_when=asyncio.FIRST_COMPLETED)
+        if loading.done():
+            loading.result()
+        await serving
+    finally:
+        for task in (serving, loading):
+            task.cancel()
+        await asyncio.gather(serving, loading, return_exceptions=True)
+        service.stop()
+    _log.info("stopped")
+
+
+async def _load(service: Service, health: HealthState) -> None:
+    await service.load()
+    await health.serving()
+    _log.info("serving")
+
+
+async def in_thread(function: Callable[[], Result]) -> Result:
+    """Runs a function on a daemon thread: unlike a pool's, it does not hold up the exit of the process."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Result] = loop.create_future()
+
+    def settle(result: Result | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = function()
+        except Exception as caught:
+            error = caught
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return await future
+
+
+def run(program: str, settings: ServiceSettings, make: Callable[[], Service]) -> int:
+    """Runs a service as a process and returns its exit code: 0 after a signal, 1 where it cannot serve."""
+    configure_logging(program, settings.log_level)
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    try:
+        check_environment()
+        _run_loop(live(make(), settings))
+    except (StartupError, CheckpointError, ForeignKernelsError, RequestError) as error:
+        message = error.message if isinstance(error, RequestError) else str(error)
+        _log.error("cannot serve", reason=message)
+        print(f"{program}: {message}", file=sys.stderr)  # noqa: T201  # the one line an operator looks for
+        return 1
+    return 0
+
+
+def _run_loop(main: Coroutine[Any, Any, None]) -> None:
+    try:
+        import uvloop
+    except ImportError:  # not on every platform
+        asyncio.run(main)
+    else:
+        uvloop.run(main)

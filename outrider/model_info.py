@@ -1,0 +1,98 @@
+"""What a service says of its model (`GetModel`), and whether two models form a pair.
+
+It knows nothing of which service asks.
+"""
+
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+
+from kernels.verify import Rule
+from outrider.lm.checkpoint import LoadedModel
+from outrider.lm.tokenizer import Tokenizer
+from outrider.rpc.errors import RequestError, failed_precondition
+from outrider.sampling import RULE_TO_WIRE
+from protos.outrider.v1 import model_pb2
+
+PROTOCOL_VERSION = 1
+NOISE_VERSION = 1
+
+
+def describe(
+    loaded: LoadedModel,
+    tokenizer: Tokenizer,
+    *,
+    limits: model_pb2.Limits,
+    rules: Iterable[Rule],
+    default_rule: Rule,
+    features: Iterable[str],
+) -> model_pb2.ModelInfo:
+    """The `ModelInfo` of a loaded model."""
+    return model_pb2.ModelInfo(
+        name=loaded.name,
+        weights_fingerprint=loaded.weights_fingerprint,
+        vocabulary_fingerprint=tokenizer.fingerprint,
+        vocab_size=min(vocabulary_end(tokenizer), loaded.vocab_size),
+        logits_size=loaded.vocab_size,
+        context_length=loaded.context_length,
+        eos_token_ids=loaded.eos_token_ids,
+        protocol_version=PROTOCOL_VERSION,
+        features=sorted(features),
+        rules=[RULE_TO_WIRE[rule] for rule in rules],
+        default_rule=RULE_TO_WIRE[default_rule],
+        noise_version=NOISE_VERSION,
+        limits=limits,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=str(loaded.device),
+        server_version=_server_version(),
+        has_chat_template=tokenizer.has_chat_template,
+    )
+
+
+def vocabulary_end(tokenizer: Tokenizer) -> int:
+    """One above the largest id the tokenizer knows, added tokens included."""
+    return max(tokenizer.vocabulary().values()) + 1
+
+
+def check_pair(draft: model_pb2.ModelInfo, target: model_pb2.ModelInfo) -> None:
+    """Checks that proposals of `draft` mean the same tokens to `target`. Padding of the logits may differ.
+
+    Raises:
+        RequestError: FAILED_PRECONDITION with both sides' numbers.
+    """
+    if draft.protocol_version != target.protocol_version:
+        raise _mismatch("protocol versions", draft.protocol_version, target.protocol_version)
+    if draft.vocabulary_fingerprint != target.vocabulary_fingerprint:
+        raise _mismatch(
+            "vocabularies",
+            f"{draft.name}: {draft.vocab_size} tokens, fingerprint {draft.vocabulary_fingerprint[:12]}",
+            f"{target.name}: {target.vocab_size} tokens, fingerprint {target.vocabulary_fingerprint[:12]}",
+        )
+    if draft.noise_version != target.noise_version:
+        raise _mismatch("noise versions", draft.noise_version, target.noise_version)
+
+
+def check_features(required: Iterable[str], offered: Iterable[str]) -> None:
+    """Checks `required_features` of a request.
+
+    Raises:
+        RequestError: FAILED_PRECONDITION, naming the unknown ones.
+    """
+    known = sorted(offered)
+    unknown = sorted(set(required) - set(known))
+    if unknown:
+        raise failed_precondition(
+            "UNKNOWN_FEATURE",
+            f"required_features names {', '.join(unknown)}; this server knows {', '.join(known) or 'none'}",
+            field="required_features",
+        )
+
+
+def _mismatch(what: str, draft: object, target: object) -> RequestError:
+    return failed_precondition("PAIR_MISMATCH", f"draft and target differ in their {what}: {draft} against {target}")
+
+
+def _server_version() -> str:
+    try:
+        return version("outrider")
+    except PackageNotFoundError:
+        return "unknown"

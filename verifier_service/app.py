@@ -1,0 +1,86 @@
+"""The verifier service as a whole: loads the target, and hands its parts to each other."""
+
+import grpc
+
+from kernels.verify import SUPPORTED_RULES
+from outrider.lifecycle import Service, in_thread
+from outrider.lm.checkpoint import ModelSource, load_model
+from outrider.lm.packed import PackedModel
+from outrider.lm.tokenizer import load_tokenizer
+from outrider.model_info import describe
+from protos.outrider.v1 import model_pb2
+from protos.outrider.v1.verifier_service_pb2_grpc import add_VerifierServiceServicer_to_server
+from verifier_service.engine import Drain, VerifierEngine
+from verifier_service.rounds import DEFAULT_RULE, FEATURES
+from verifier_service.service import SERVICE_NAME, VerifierService
+from verifier_service.settings import VerifierSettings
+
+DEFAULT_SEQUENCE_TOKENS = 8192
+MAX_SUPPORT = 256
+MAX_OUTSTANDING = 8
+MAX_STOP_TOKEN_IDS = 64
+
+
+class VerifierApp(Service):
+    """The verifier service."""
+
+    name = SERVICE_NAME
+
+    def __init__(self, settings: VerifierSettings) -> None:
+        self._settings = settings
+        self._servicer = VerifierService(settings)
+        self._engine: VerifierEngine | None = None
+
+    def register(self, server: grpc.aio.Server) -> None:
+        add_VerifierServiceServicer_to_server(self._servicer, server)
+
+    async def load(self) -> None:
+        engine, model = await in_thread(lambda: build_engine(self._settings))
+        engine.start()
+        self._engine = engine
+        self._servicer.attach(engine, model)
+
+    async def drain(self) -> None:
+        if self._engine is not None:
+            self._engine.post(Drain())
+
+    def stop(self) -> None:
+        if self._engine is not None:
+            self._engine.stop()
+
+
+def build_engine(settings: VerifierSettings) -> tuple[VerifierEngine, model_pb2.ModelInfo]:
+    """Loads the model and warms it up. Takes as long as reading the weights does.
+
+    Raises:
+        CheckpointError: the model cannot be loaded or run.
+    """
+    source = ModelSource(
+        name=settings.model,
+        revision=settings.revision,
+        dtype=settings.dtype,
+        device=settings.device,
+        trust_remote_code=settings.trust_remote_code,
+    )
+    loaded = load_model(source)
+    tokens = min(settings.max_sequence_tokens or DEFAULT_SEQUENCE_TOKENS, loaded.context_length)
+    packed = PackedModel.build(loaded, max_sequences=settings.max_sequences, max_length=tokens)
+    model = describe(
+        loaded,
+        load_tokenizer(source),
+        limits=model_pb2.Limits(
+            max_gamma=settings.max_gamma,
+            max_support=MAX_SUPPORT,
+            max_message_bytes=settings.max_message_bytes,
+            max_sequences=settings.max_sequences,
+            max_sequence_tokens=tokens,
+            max_outstanding=MAX_OUTSTANDING,
+            max_stop_token_ids=MAX_STOP_TOKEN_IDS,
+        ),
+        rules=sorted(SUPPORTED_RULES, key=lambda rule: rule.value),
+        default_rule=DEFAULT_RULE,
+        features=FEATURES,
+    )
+    engine = VerifierEngine(packed, model, pass_tokens=settings.pass_tokens, threads=settings.threads)
+    engine.warm_up(settings.max_gamma)
+    return engine, model

@@ -1,0 +1,213 @@
+"""The verifier's engine: packs what is ready of all sequences into one pass, judges it with one `verify`, and answers.
+
+It runs on a thread of its own (`outrider.lm.engine`). It knows nothing of gRPC: replies leave through each sequence's
+`deliver`.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from kernels.verify import verify
+from outrider.lm.engine import Engine
+from outrider.lm.kv_pool import PoolExhausted
+from outrider.lm.packed import Chunk, PackedModel
+from outrider.rpc.errors import RequestError, internal
+from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
+from verifier_service import scheduler
+from verifier_service.rounds import Round
+from verifier_service.scheduler import TargetWork
+from verifier_service.sequence import TargetSequence, is_sound
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A sequence begins."""
+
+    sequence: TargetSequence
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A round of a sequence."""
+
+    sequence: TargetSequence
+    round: Round
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """The client has read this many replies."""
+
+    sequence: TargetSequence
+    replies: int
+
+
+@dataclass(frozen=True, slots=True)
+class HalfClose:
+    """The client sends no more rounds."""
+
+    sequence: TargetSequence
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The stream is gone: free what it held."""
+
+    sequence: TargetSequence
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """The server is going away: tell every sequence."""
+
+
+Message = Open | Submit | Read | HalfClose | Close | Drain
+Result = TypeVar("Result")
+
+
+class VerifierEngine(Engine[Message, TargetWork]):
+    """All sequences of one target model."""
+
+    def __init__(
+        self, packed: PackedModel, model: model_pb2.ModelInfo, *, pass_tokens: int, threads: int | None = None
+    ) -> None:
+        super().__init__(packed, name="verifier-engine", threads=threads)
+        self._model = model
+        self._pass_tokens = pass_tokens
+        self._running: list[TargetSequence] = []
+        self._waiting: deque[TargetSequence] = deque()
+
+    def warm_up(self, gamma: int) -> None:
+        """One prefill and one pass of `gamma` + 1 tokens, before the thread starts."""
+        slot = self.packed.pool.allocate()
+        with torch.inference_mode():
+            self.packed.forward([Chunk(slot, [0, 0], 0, 2)])
+            self.packed.forward([Chunk(slot, [0] * (gamma + 1), 2, 0)])
+        self.packed.pool.free(slot)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that wait for room. A reading for admission; any thread may take it."""
+        return len(self._waiting)
+
+    # ------------------------------------------------------------------------------------------------------- receive
+
+    def receive(self, message: Message) -> None:
+        match message:
+            case Open(sequence):
+                self._admit(sequence)
+            case Submit(sequence, round_):
+                if not sequence.finished:
+                    _guard(sequence, lambda: sequence.submit(round_))
+            case Read(sequence, replies):
+                sequence.backlog -= replies
+            case HalfClose(sequence):
+                sequence.half_close()
+            case Close(sequence):
+                self._close(sequence)
+            case Drain():
+                notice = verifier_service_pb2.Notice(
+                    kind=verifier_service_pb2.NOTICE_KIND_DRAINING, message="the verifier is going away"
+                )
+                for sequence in (*self._running, *self._waiting):
+                    sequence.notify(notice)
+
+    def _admit(self, sequence: TargetSequence) -> None:
+        try:
+            sequence.slot = self.packed.pool.allocate()
+        except PoolExhausted:
+            self._waiting.append(sequence)
+            sequence.notify(
+                verifier_service_pb2.Notice(
+                    kind=verifier_service_pb2.NOTICE_KIND_QUEUED,
+                    queue_position=len(self._waiting) - 1,
+                    message=f"all {self._model.limits.max_sequences} places are taken",
+                )
+            )
+        else:
+            self._running.append(sequence)
+
+    def _close(self, sequence: TargetSequence) -> None:
+        sequence.finished = True
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+        if sequence.slot is None:
+            return
+        self._running.remove(sequence)
+        self.packed.pool.free(sequence.slot)
+        sequence.slot = None
+        if self._waiting:
+            self._admit(self._waiting.popleft())
+
+    # ------------------------------------------------------------------------------------- schedule, process, answer
+
+    def schedule(self) -> list[TargetWork]:
+        ready = [(sequence, _guard(sequence, sequence.next_round)) for sequence in self._running]
+        work = scheduler.plan(ready, self.packed.pool, pass_tokens=self._pass_tokens)
+        if work:  # whoever was served goes to the back, so that a budget spent on one is spent on another next
+            served = {id(item.sequence) for item in work}
+            self._running.sort(key=lambda sequence: id(sequence) in served)
+        return work
+
+    def process(self, work: Sequence[TargetWork], logits: torch.Tensor) -> None:
+        # logits: [Σ (γ + 1), V or more], for the work that has a round
+        judged = [(item.sequence, item.round) for item in work if item.round is not None]
+        if not judged:
+            return
+        started = time.perf_counter()
+        # Columns beyond the tokenizer's ids are padding: no text uses them.
+        rulings = verify(
+            logits[:, : self._model.vocab_size], [sequence.proposed(round_) for sequence, round_ in judged]
+        )
+        verify_seconds = time.perf_counter() - started
+        load = self._load()
+        pass_tokens = sum(len(item.chunk.tokens) for item in work)
+        for (sequence, round_), ruling in zip(judged, rulings, strict=True):
+            if not is_sound(ruling):
+                sequence.end(
+                    internal("BAD_LOGITS", f"the target's logits after {len(sequence.tokens)} tokens are no numbers")
+                )
+                continue
+            timings = speculation_pb2.VerdictTimings(
+                queue_us=_micros(self.pass_started - round_.arrived),
+                forward_us=_micros(self.forward_seconds),
+                verify_us=_micros(verify_seconds),
+                pass_tokens=pass_tokens,
+                pass_sequences=len(work),
+            )
+            sequence.commit(round_, ruling, timings, load)
+            self._roll_back(sequence)
+
+    def fail(self, work: Sequence[TargetWork], error: Exception) -> None:
+        for item in work:
+            item.sequence.end(internal("INTERNAL", "the target's pass failed; the server's log has the rest"))
+
+    def _roll_back(self, sequence: TargetSequence) -> None:
+        """Law 5: the cache keeps the committed tokens but the last; rejected ones leave it."""
+        if sequence.slot is not None:
+            self.packed.pool.rollback(sequence.slot, len(sequence.tokens) - 1)
+
+    def _load(self) -> speculation_pb2.VerifierLoad:
+        return speculation_pb2.VerifierLoad(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            kv_usage=len(self._running) / self._model.limits.max_sequences,
+        )
+
+
+def _guard(sequence: TargetSequence, action: Callable[[], Result]) -> Result | None:
+    """Runs one sequence's action; an error in its input ends that sequence and no other."""
+    try:
+        return action()
+    except RequestError as error:
+        sequence.end(error)
+        return None
+
+
+def _micros(seconds: float) -> int:
+    return max(0, round(seconds * 1e6))

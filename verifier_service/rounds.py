@@ -1,0 +1,238 @@
+"""What a stream asks of its sequence, checked: the opening, and the rounds that follow.
+
+Here a message of the contract becomes plain data, or an error that names the field. Everything a draft sends is checked
+here before it reaches a tensor; what takes the sequence's state to check (its base) is checked there.
+"""
+
+import time
+from dataclasses import dataclass, field, replace
+
+from kernels.adjustments import LogitRules
+from kernels.sparse import SparseLaw, validate
+from kernels.verify import SUPPORTED_RULES, Rule
+from outrider.model_info import check_features
+from outrider.rpc.errors import RequestError, failed_precondition, invalid_field
+from outrider.sampling import Sampling, check_logprobs, check_sampling, check_token_ids
+from outrider.wire import HASH_BYTES, decode_sparse
+from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
+
+FEATURES = ("decode", "logprobs", "penalties", "resume")
+DEFAULT_RULE = Rule.TOKENWISE
+MAX_NAME_CHARS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """A checked `OpenSequence`."""
+
+    request_id: str
+    prompt: list[int]
+    committed: list[int]
+    sampling: Sampling
+    seed: int
+    logit_rules: LogitRules
+    stop_token_ids: frozenset[int]
+    max_new_tokens: int
+    top_logprobs: int  # -1: none
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A checked `Proposal` or `Decode`.
+
+    Attributes:
+        tokens: the drafted ones, `[γ]`; empty for a Decode.
+        laws: what each was drawn from, `[γ]`; None is the point mass.
+        decode: tokens the target writes alone; 0 for a proposal.
+        arrived: `time.perf_counter()` at its arrival.
+    """
+
+    number: int
+    base_length: int
+    prefix_hash: bytes
+    seen_round: int
+    tokens: tuple[int, ...] = ()
+    laws: tuple[SparseLaw | None, ...] = ()
+    decode: int = 0
+    arrived: float = field(default_factory=time.perf_counter)
+
+
+def check_open(message: verifier_service_pb2.OpenSequence, model: model_pb2.ModelInfo) -> Opening:
+    """Checks an opening against the model and the server's limits.
+
+    Raises:
+        RequestError: INVALID_ARGUMENT naming the field, or FAILED_PRECONDITION.
+    """
+    check_features(message.required_features, model.features)
+    if message.weights_fingerprint and message.weights_fingerprint != model.weights_fingerprint:
+        raise failed_precondition(
+            "PAIR_MISMATCH",
+            f"weights_fingerprint is {message.weights_fingerprint[:16]}; this target's is "
+            f"{model.weights_fingerprint[:16]}",
+            field="weights_fingerprint",
+        )
+    if len(message.request_id) > MAX_NAME_CHARS:
+        raise _beyond("request_id", len(message.request_id), MAX_NAME_CHARS, "characters")
+    prompt = check_token_ids("prompt_token_ids", message.prompt_token_ids, model.vocab_size)
+    if not prompt:
+        raise invalid_field("prompt_token_ids", "prompt_token_ids is empty; at least 1 token is needed", given=0)
+    committed = check_token_ids("committed_token_ids", message.committed_token_ids, model.vocab_size)
+    _check_lengths(message, len(prompt), len(committed), model.limits.max_sequence_tokens)
+    sampling = check_sampling(
+        message.sampling, vocab_size=model.vocab_size, rules=SUPPORTED_RULES, default_rule=DEFAULT_RULE
+    )
+    if sampling.seed is None:
+        raise invalid_field("sampling.seed", "sampling.seed is not set; OpenSequence requires it")
+    stops = _check_stops(message, model)
+    if committed and committed[-1] in stops:
+        raise invalid_field(
+            "committed_token_ids",
+            f"committed_token_ids ends with the stop token {committed[-1]}: nothing is left to write",
+        )
+    return Opening(
+        request_id=message.request_id,
+        prompt=prompt,
+        committed=committed,
+        sampling=sampling,
+        seed=sampling.seed,
+        logit_rules=replace(
+            sampling.logit_rules, stop_token_ids=tuple(sorted(stops)), min_new_tokens=message.min_new_tokens
+        ),
+        stop_token_ids=stops,
+        max_new_tokens=message.max_new_tokens,
+        top_logprobs=check_logprobs(message.logprobs) if message.HasField("logprobs") else -1,
+    )
+
+
+def check_proposal(
+    message: speculation_pb2.Proposal, model: model_pb2.ModelInfo, *, rule: Rule = DEFAULT_RULE
+) -> Round:
+    """Checks every field of a proposal that can be checked without the sequence.
+
+    Raises:
+        RequestError: INVALID_ARGUMENT naming the field and the numbers.
+    """
+    _check_round("proposal", message)
+    gamma, limit = len(message.token_ids), model.limits.max_gamma
+    if gamma > limit:
+        raise _beyond("proposal.token_ids", gamma, limit, "drafted tokens")
+    tokens = tuple(check_token_ids("proposal.token_ids", message.token_ids, model.vocab_size))
+    expected = 0 if rule is Rule.COUPLED else gamma
+    if len(message.distributions) != expected:
+        raise invalid_field(
+            "proposal.distributions",
+            f"proposal.distributions has {len(message.distributions)} entries for {gamma} token_ids; "
+            f"the rule {rule.value} takes {expected}",
+            given=len(message.distributions),
+            expected=expected,
+        )
+    laws = tuple(
+        _check_law(f"proposal.distributions[{i}]", distribution, tokens[i], model)
+        for i, distribution in enumerate(message.distributions)
+    )
+    return Round(
+        number=message.round,
+        base_length=message.base_length,
+        prefix_hash=message.prefix_hash,
+        seen_round=message.seen_round,
+        tokens=tokens,
+        laws=laws,
+    )
+
+
+def check_decode(message: verifier_service_pb2.Decode) -> Round:
+    """Checks a Decode.
+
+    Raises:
+        RequestError: INVALID_ARGUMENT naming the field and the numbers.
+    """
+    _check_round("decode", message)
+    if message.num_tokens < 1:
+        raise invalid_field("decode.num_tokens", "decode.num_tokens is 0; at least 1", given=0)
+    return Round(
+        number=message.round,
+        base_length=message.base_length,
+        prefix_hash=message.prefix_hash,
+        seen_round=message.seen_round,
+        decode=message.num_tokens,
+    )
+
+
+def _check_lengths(
+    message: verifier_service_pb2.OpenSequence, prompt: int, committed: int, max_sequence_tokens: int
+) -> None:
+    new, least = message.max_new_tokens, message.min_new_tokens
+    if new < 1 or new <= committed:
+        raise invalid_field(
+            "max_new_tokens",
+            f"max_new_tokens is {new}; it must be at least 1 and more than the {committed} committed tokens",
+            given=new,
+            committed=committed,
+        )
+    if least > new:
+        raise invalid_field(
+            "min_new_tokens", f"min_new_tokens is {least}; at most max_new_tokens, {new}", given=least, maximum=new
+        )
+    if prompt + new > max_sequence_tokens:
+        raise invalid_field(
+            "max_new_tokens",
+            f"prompt of {prompt} tokens and max_new_tokens of {new} make {prompt + new}; "
+            f"a sequence holds {max_sequence_tokens}",
+            prompt_tokens=prompt,
+            max_new_tokens=new,
+            maximum=max_sequence_tokens,
+        )
+
+
+def _check_stops(message: verifier_service_pb2.OpenSequence, model: model_pb2.ModelInfo) -> frozenset[int]:
+    limit = model.limits.max_stop_token_ids
+    if len(message.stop_token_ids) > limit:
+        raise _beyond("stop_token_ids", len(message.stop_token_ids), limit, "ids")
+    own = check_token_ids("stop_token_ids", message.stop_token_ids, model.vocab_size)
+    return frozenset(own if message.ignore_eos else (*own, *model.eos_token_ids))
+
+
+def _check_round(kind: str, message: speculation_pb2.Proposal | verifier_service_pb2.Decode) -> None:
+    if message.round < 1:
+        raise invalid_field(f"{kind}.round", f"{kind}.round is 0; rounds count from 1", given=0)
+    if message.base_length < 1:
+        raise invalid_field(
+            f"{kind}.base_length", f"{kind}.base_length is 0; at least the prompt's first token", given=0
+        )
+    if len(message.prefix_hash) != HASH_BYTES:
+        raise invalid_field(
+            f"{kind}.prefix_hash",
+            f"{kind}.prefix_hash has {len(message.prefix_hash)} bytes; exactly {HASH_BYTES}",
+            given=len(message.prefix_hash),
+            expected=HASH_BYTES,
+        )
+
+
+def _check_law(
+    field_name: str, message: speculation_pb2.TokenDistribution, token: int, model: model_pb2.ModelInfo
+) -> SparseLaw | None:
+    form = message.WhichOneof("form")
+    if form == "point_mass":
+        return None
+    if form != "sparse":
+        said = "is not set" if form is None else f"is {form}, which only the rule sigmoid takes"
+        raise invalid_field(f"{field_name}.form", f"{field_name}.form {said}")
+    try:
+        ids, weights = decode_sparse(message.sparse)
+        if len(ids) > model.limits.max_support:
+            raise ValueError(f"the support has {len(ids)} tokens; at most {model.limits.max_support}")
+        validate(ids, weights, model.vocab_size)
+    except ValueError as error:
+        raise invalid_field(f"{field_name}.sparse", f"{field_name}.sparse: {error}") from None
+    law = SparseLaw(ids=ids, weights=weights, total=int(weights.sum(dtype="int64")))
+    if law.probability(token) <= 0.0:
+        raise invalid_field(
+            f"{field_name}.sparse",
+            f"{field_name}.sparse: the drafted token {token} is not in its own support of {len(ids)} tokens",
+            given=token,
+        )
+    return law
+
+
+def _beyond(name: str, given: int, maximum: int, unit: str) -> RequestError:
+    return invalid_field(name, f"{name} has {given} {unit}; at most {maximum}", given=given, maximum=maximum)

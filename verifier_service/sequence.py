@@ -1,0 +1,220 @@
+"""One generation in progress, as the verifier holds it: tokens, cache slot, outstanding rounds, and how it ends.
+
+It knows nothing of passes, of other sequences or of the wire's streams.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kernels.adjustments import Adjuster, RowAdjustment
+from kernels.verify import Proposed, Ruling, Status
+from outrider.rpc.errors import RequestError, out_of_order, wrong_base
+from outrider.wire import PrefixHash, encode_logprobs
+from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
+from verifier_service.rounds import Opening, Round
+
+Reply = verifier_service_pb2.VerifyResponse | RequestError | None  # None: the stream ends well
+
+
+@dataclass(slots=True, eq=False)
+class TargetSequence:
+    """A sequence and its state. Belongs to the engine's thread.
+
+    Law 5: between passes the cache holds the committed tokens minus the last, or less while the prompt is prefilled.
+
+    Attributes:
+        deliver: hands a reply to the sequence's stream; any thread may call it.
+        slot: its place in the KV pool, or None while it waits for room.
+        backlog: replies that its client has not read yet.
+    """
+
+    sequence_id: str
+    opening: Opening
+    vocab_size: int
+    deliver: Callable[[Reply], None]
+    slot: int | None = None
+    backlog: int = 0
+    rounds: deque[Round] = field(default_factory=deque)
+    tokens: list[int] = field(init=False)
+    decoded: int = 0  # tokens the current Decode has written
+    last_round: int = 0
+    finished: bool = False
+    half_closed: bool = False  # no more rounds will come
+    _hash: PrefixHash = field(init=False)
+    _adjuster: Adjuster | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = self.opening.prompt + self.opening.committed
+        self._hash = PrefixHash(self.tokens)
+        self._adjuster = None
+        if not self.opening.logit_rules.is_identity:
+            self._adjuster = Adjuster(self.opening.logit_rules, self.opening.prompt, self.vocab_size)
+            for token in self.opening.committed:
+                self._adjuster.push(token)
+
+    @property
+    def written(self) -> int:
+        """Output tokens so far, those committed before it was opened included."""
+        return len(self.tokens) - len(self.opening.prompt)
+
+    # ------------------------------------------------------------------------------------------------------- rounds
+
+    def submit(self, round_: Round) -> None:
+        """Queues a round behind those outstanding.
+
+        Raises:
+            RequestError: INVALID_ARGUMENT, where its number does not grow.
+        """
+        newest = self.rounds[-1].number if self.rounds else self.last_round
+        if round_.number <= newest:
+            raise out_of_order(f"round {round_.number} came after round {newest}; rounds must grow")
+        self.rounds.append(round_)
+
+    def half_close(self) -> None:
+        """No more rounds will come: ends well once those outstanding are answered."""
+        self.half_closed = True
+        self._end_if_done()
+
+    def next_round(self) -> Round | None:
+        """The round to judge now, answering those that were overtaken on the way; None where none is outstanding.
+
+        Raises:
+            RequestError: INVALID_ARGUMENT, where its base is wrong though its sender knew every verdict.
+        """
+        while self.rounds and not self.finished:
+            current = self.rounds[0]
+            if self.decoded or self._is_base(current):
+                return current
+            if current.seen_round >= self.last_round and current.base_length >= len(self.tokens):
+                raise self._wrong_base(current)
+            self.rounds.popleft()
+            self.last_round = current.number
+            self._reply(
+                speculation_pb2.Verdict(
+                    round=current.number,
+                    base_length=current.base_length,
+                    status=speculation_pb2.VERDICT_STATUS_STALE,
+                )
+            )
+            self._end_if_done()
+        return None
+
+    def drafted(self, round_: Round) -> tuple[int, ...]:
+        """The drafted tokens worth judging: no more than may still be written. The cut looks at no token (Law 4)."""
+        return round_.tokens[: self.opening.max_new_tokens - self.written]
+
+    def proposed(self, round_: Round) -> Proposed:
+        """The round as `kernels.verify` takes it."""
+        tokens = self.drafted(round_)
+        return Proposed(
+            tokens=tokens,
+            q=round_.laws[: len(tokens)],
+            law=self.opening.sampling.law,
+            seed=self.opening.seed,
+            base_length=len(self.tokens),
+            rule=self.opening.sampling.rule,
+            lenience=self.opening.sampling.lenience,
+            adjustments=self._adjustments(tokens),
+            top_logprobs=self.opening.top_logprobs,
+        )
+
+    def _is_base(self, round_: Round) -> bool:
+        return round_.base_length == len(self.tokens) and round_.prefix_hash == self._hash.digest()
+
+    def _wrong_base(self, round_: Round) -> RequestError:
+        if round_.base_length != len(self.tokens):
+            text = f"base_length of round {round_.number} is {round_.base_length}; the sequence has {len(self.tokens)} tokens"
+        else:
+            text = (
+                f"prefix_hash of round {round_.number} is {round_.prefix_hash.hex()}; that of the sequence's "
+                f"{len(self.tokens)} tokens is {self._hash.digest().hex()}"
+            )
+        return wrong_base(text, base_length=round_.base_length, sequence_length=len(self.tokens))
+
+    def _adjustments(self, drafted: Sequence[int]) -> tuple[RowAdjustment | None, ...]:
+        """One per row, each against its own prefix: the drafted tokens before it count."""
+        if self._adjuster is None:
+            return ()
+        rows = [self._adjuster.row()]
+        for token in drafted:
+            self._adjuster.push(token)
+            rows.append(self._adjuster.row())
+        self._adjuster.truncate(self.written)
+        return tuple(rows)
+
+    # ------------------------------------------------------------------------------------------------------ verdicts
+
+    def commit(
+        self,
+        round_: Round,
+        ruling: Ruling,
+        timings: speculation_pb2.VerdictTimings,
+        load: speculation_pb2.VerifierLoad,
+    ) -> None:
+        """Takes in a ruling: commits its tokens, cut where the sequence ends, and answers with the verdict."""
+        base, drafted = len(self.tokens), self.drafted(round_)
+        tokens, reason = self._cut([*drafted[: ruling.accepted], ruling.next_token])
+        self.tokens += tokens
+        self._hash.extend(tokens)
+        if self._adjuster is not None:
+            for token in tokens:
+                self._adjuster.push(token)
+        self.decoded += 1
+        if self.decoded >= round_.decode:
+            self.rounds.popleft()
+            self.last_round = round_.number
+            self.decoded = 0
+        self.finished = reason != sampling_pb2.FINISH_REASON_UNSPECIFIED
+        self._reply(
+            speculation_pb2.Verdict(
+                round=round_.number,
+                base_length=base,
+                status=speculation_pb2.VERDICT_STATUS_JUDGED,
+                judged=min(ruling.accepted + 1, len(drafted)),
+                accepted=min(ruling.accepted, len(tokens)),
+                token_ids=tokens,
+                beta=ruling.beta,
+                logprobs=encode_logprobs(ruling.logprobs[: len(tokens)]),
+                finish_reason=reason,
+                timings=timings,
+                load=load,
+            )
+        )
+        if self.finished:
+            self.deliver(None)
+        else:
+            self._end_if_done()
+
+    def _end_if_done(self) -> None:
+        if self.half_closed and not self.rounds and not self.finished:
+            self.finished = True
+            self.deliver(None)
+
+    def _cut(self, tokens: list[int]) -> tuple[list[int], sampling_pb2.FinishReason.ValueType]:
+        """The tokens up to the first stop token or the limit, and why they end there."""
+        room = self.opening.max_new_tokens - self.written
+        for i, token in enumerate(tokens[:room]):
+            if token in self.opening.stop_token_ids:
+                return tokens[: i + 1], sampling_pb2.FINISH_REASON_STOP_TOKEN
+        if len(tokens) >= room:
+            return tokens[:room], sampling_pb2.FINISH_REASON_LENGTH
+        return tokens, sampling_pb2.FINISH_REASON_UNSPECIFIED
+
+    def end(self, error: RequestError) -> None:
+        """Ends the sequence with an error."""
+        self.finished = True
+        self.deliver(error)
+
+    def notify(self, notice: verifier_service_pb2.Notice) -> None:
+        """Sends a notice."""
+        self.deliver(verifier_service_pb2.VerifyResponse(sequence_id=self.sequence_id, notice=notice))
+
+    def _reply(self, verdict: speculation_pb2.Verdict) -> None:
+        self.backlog += 1
+        self.deliver(verifier_service_pb2.VerifyResponse(sequence_id=self.sequence_id, verdict=verdict))
+
+
+def is_sound(ruling: Ruling) -> bool:
+    """Whether a ruling can be committed; otherwise the logits were no numbers."""
+    return ruling.status is not Status.BAD_LOGITS

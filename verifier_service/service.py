@@ -1,0 +1,45 @@
+"""The gRPC face of the verifier. It knows nothing of passes; a stream is `verifier_service.stream`'s affair."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from outrider.rpc.errors import guarded, unavailable
+from protos.outrider.v1 import model_pb2, verifier_service_pb2, verifier_service_pb2_grpc
+from verifier_service.engine import VerifierEngine
+from verifier_service.settings import VerifierSettings
+from verifier_service.stream import VerifyStream
+
+SERVICE_NAME = verifier_service_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
+
+
+class VerifierService(verifier_service_pb2_grpc.VerifierServiceServicer):
+    """Answers once `attach` has given it a model; until then every call is UNAVAILABLE."""
+
+    def __init__(self, settings: VerifierSettings) -> None:
+        self._settings = settings
+        self._engine: VerifierEngine | None = None
+        self._model = model_pb2.ModelInfo()
+
+    def attach(self, engine: VerifierEngine, model: model_pb2.ModelInfo) -> None:
+        """The model is there."""
+        self._engine, self._model = engine, model
+
+    @guarded
+    async def Verify(self, request_iterator: AsyncIterator[verifier_service_pb2.VerifyRequest], context: Any) -> None:
+        await VerifyStream(self._ready(), self._model, self._settings, context).run()
+
+    @guarded
+    async def GetModel(
+        self,
+        request: verifier_service_pb2.VerifierServiceGetModelRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> verifier_service_pb2.VerifierServiceGetModelResponse:
+        self._ready()
+        return verifier_service_pb2.VerifierServiceGetModelResponse(model=self._model)
+
+    def _ready(self) -> VerifierEngine:
+        if self._engine is None:
+            raise unavailable("NO_VERIFIER", "the model is being loaded")
+        return self._engine

@@ -1,0 +1,19 @@
+"""Settings of the verifier service, beside those that both services share."""
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from outrider.settings import Address, ServiceSettings
+
+
+class VerifierSettings(ServiceSettings):
+    """The verifier service: judges proposals with the target model, over gRPC."""
+
+    model_config = SettingsConfigDict(cli_prog_name="python -m verifier_service")
+
+    listen: Address = Field("127.0.0.1:50052", description="HOST:PORT to listen at; port 0 takes a free one")
+    max_gamma: int = Field(16, ge=1, le=256, description="tokens of one proposal at most")
+    max_waiting: int = Field(64, ge=0, description="sequences that may wait for room; more are refused")
+    pass_tokens: int = Field(512, ge=1, description="prompt tokens of one pass at most; longer prompts take several")
+    idle_timeout: float = Field(60.0, gt=0, description="seconds after which a silent stream is closed")
+    slow_client_timeout: float = Field(30.0, gt=0, description="seconds a client may leave 64 verdicts unread")

@@ -1,0 +1,216 @@
+"""One `Verify` stream: reads rounds, writes replies, and notices when either side falls silent.
+
+It knows nothing of models: it stands between one gRPC call and one sequence of the engine.
+"""
+
+import asyncio
+import time
+from typing import Any, cast
+
+import grpc
+import structlog
+
+from kernels.verify import Rule
+from outrider.rpc.errors import RequestError, idle, invalid_field, out_of_order, overloaded
+from outrider.sampling import RULE_TO_WIRE
+from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
+from verifier_service.engine import Close, HalfClose, Open, Read, Submit, VerifierEngine
+from verifier_service.rounds import MAX_NAME_CHARS, Round, check_decode, check_open, check_proposal
+from verifier_service.sequence import Reply, TargetSequence
+from verifier_service.settings import VerifierSettings
+
+_log = structlog.get_logger()
+
+Context = grpc.aio.ServicerContext[verifier_service_pb2.VerifyRequest, verifier_service_pb2.VerifyResponse]
+NOTICE_INTERVAL = 10.0  # seconds between QUEUED notices
+
+
+class VerifyStream:
+    """One call of `Verify`, from its first message to its end."""
+
+    def __init__(
+        self, engine: VerifierEngine, model: model_pb2.ModelInfo, settings: VerifierSettings, context: Context
+    ) -> None:
+        self._engine = engine
+        self._model = model
+        self._settings = settings
+        self._context = context
+        self._outbox: asyncio.Queue[Reply] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._heard = time.monotonic()
+        self._tally = _Tally()
+
+    async def run(self) -> None:
+        """Serves the call.
+
+        Raises:
+            RequestError: how the call ends, where it does not end well.
+        """
+        sequence = await self._open()
+        self._engine.post(Open(sequence))
+        helpers = [asyncio.create_task(self._read(sequence)), asyncio.create_task(self._watch(sequence))]
+        outcome = "CANCELLED"
+        try:
+            await self._write(sequence)
+            outcome = "OK"
+        except RequestError as error:
+            outcome = error.code.name
+            raise
+        finally:
+            for helper in helpers:
+                helper.cancel()
+            self._engine.post(Close(sequence))
+            self._tally.log(sequence, outcome)
+
+    # ------------------------------------------------------------------------------------------------------- opening
+
+    async def _open(self) -> TargetSequence:
+        message = await self._next()
+        if message is None:
+            raise out_of_order("the stream ended before OpenSequence")
+        if message.WhichOneof("kind") != "open":
+            raise out_of_order(f"the first message is {message.WhichOneof('kind') or 'empty'}; it must be OpenSequence")
+        if not 1 <= len(message.sequence_id) <= MAX_NAME_CHARS:
+            raise invalid_field(
+                "sequence_id",
+                f"sequence_id has {len(message.sequence_id)} characters; 1 to {MAX_NAME_CHARS}",
+                given=len(message.sequence_id),
+                maximum=MAX_NAME_CHARS,
+            )
+        opening = check_open(message.open, self._model)
+        if self._engine.waiting > self._settings.max_waiting:
+            raise overloaded(
+                f"{self._engine.waiting} sequences wait for room already; at most {self._settings.max_waiting}",
+                waiting=self._engine.waiting,
+                maximum=self._settings.max_waiting,
+            )
+        sequence = TargetSequence(message.sequence_id, opening, self._model.vocab_size, self._deliver)
+        self._outbox.put_nowait(
+            verifier_service_pb2.VerifyResponse(
+                sequence_id=message.sequence_id,
+                opened=verifier_service_pb2.Opened(
+                    limits=self._model.limits,
+                    rules=self._model.rules,
+                    rule=RULE_TO_WIRE[opening.sampling.rule],
+                    weights_fingerprint=self._model.weights_fingerprint,
+                ),
+            )
+        )
+        return sequence
+
+    # ------------------------------------------------------------------------------------------------------- reading
+
+    async def _read(self, sequence: TargetSequence) -> None:
+        """Checks each message and hands it to the engine; what is wrong ends the stream."""
+        rule = sequence.opening.sampling.rule
+        outstanding_limit = self._model.limits.max_outstanding
+        try:
+            while (message := await self._next()) is not None:
+                if message.sequence_id != sequence.sequence_id:
+                    raise invalid_field(
+                        "sequence_id",
+                        f"sequence_id is {message.sequence_id!r}; this stream's is {sequence.sequence_id!r}",
+                    )
+                if len(sequence.rounds) >= outstanding_limit:
+                    raise overloaded(
+                        f"{len(sequence.rounds)} rounds are outstanding on the stream; at most {outstanding_limit}",
+                        maximum=outstanding_limit,
+                    )
+                self._engine.post(Submit(sequence, self._check(message, rule)))
+            self._engine.post(HalfClose(sequence))
+        except RequestError as error:
+            self._outbox.put_nowait(error)
+
+    def _check(self, message: verifier_service_pb2.VerifyRequest, rule: Rule) -> Round:
+        match message.WhichOneof("kind"):
+            case "proposal":
+                return check_proposal(message.proposal, self._model, rule=rule)
+            case "decode":
+                return check_decode(message.decode)
+            case "open":
+                raise out_of_order("a second OpenSequence came on the stream; one stream is one sequence")
+            case _:
+                raise invalid_field("kind", "kind is not set; a message is an OpenSequence, a Proposal or a Decode")
+
+    async def _next(self) -> verifier_service_pb2.VerifyRequest | None:
+        message = cast("Any", await self._context.read())
+        self._heard = time.monotonic()
+        return None if message is grpc.aio.EOF else cast("verifier_service_pb2.VerifyRequest", message)
+
+    # ------------------------------------------------------------------------------------------------------- writing
+
+    def _deliver(self, reply: Reply) -> None:
+        """Called on the engine's thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._outbox.put_nowait, reply)
+        except RuntimeError:  # the loop has closed: nobody is left to read it
+            pass
+
+    async def _write(self, sequence: TargetSequence) -> None:
+        limit = self._settings.slow_client_timeout
+        while (reply := await self._outbox.get()) is not None:
+            if isinstance(reply, RequestError):
+                raise reply
+            try:
+                async with asyncio.timeout(limit):
+                    await self._context.write(reply)
+            except TimeoutError:
+                raise idle(f"the client left replies unread for {limit:g} s", seconds=limit) from None
+            self._heard = time.monotonic()
+            if reply.WhichOneof("kind") == "verdict":
+                self._tally.add(reply.verdict)
+                self._engine.post(Read(sequence, 1))
+
+    async def _watch(self, sequence: TargetSequence) -> None:
+        """Repeats QUEUED while the sequence waits, and ends the stream where the client has gone silent."""
+        limit = self._settings.idle_timeout
+        while True:
+            await asyncio.sleep(min(NOTICE_INTERVAL, limit / 4))
+            if sequence.slot is None and not sequence.finished:
+                sequence.notify(
+                    verifier_service_pb2.Notice(
+                        kind=verifier_service_pb2.NOTICE_KIND_QUEUED, message="waiting for room"
+                    )
+                )
+            elif not sequence.rounds and time.monotonic() - self._heard > limit:
+                self._outbox.put_nowait(idle(f"the stream was silent for {limit:g} s", seconds=limit))
+
+
+class _Tally:
+    """What one line of the log says of a sequence."""
+
+    def __init__(self) -> None:
+        self.started = time.monotonic()
+        self.verdicts = self.stale = self.tokens = self.judged = self.accepted = 0
+        self.queue_us = self.forward_us = self.verify_us = 0
+
+    def add(self, verdict: speculation_pb2.Verdict) -> None:
+        if verdict.status == speculation_pb2.VERDICT_STATUS_STALE:
+            self.stale += 1
+            return
+        self.verdicts += 1
+        self.tokens += len(verdict.token_ids)
+        self.judged += verdict.judged
+        self.accepted += verdict.accepted
+        self.queue_us += verdict.timings.queue_us
+        self.forward_us += verdict.timings.forward_us
+        self.verify_us += verdict.timings.verify_us
+
+    def log(self, sequence: TargetSequence, outcome: str) -> None:
+        _log.info(
+            "sequence",
+            request_id=sequence.opening.request_id,
+            sequence_id=sequence.sequence_id,
+            status=outcome,
+            prompt_tokens=len(sequence.opening.prompt),
+            committed_tokens=len(sequence.opening.committed),
+            tokens=self.tokens,
+            verdicts=self.verdicts,
+            stale=self.stale,
+            judged=self.judged,
+            accepted=self.accepted,
+            seconds=round(time.monotonic() - self.started, 4),
+            queue_seconds=self.queue_us / 1e6,
+            forward_seconds=self.forward_us / 1e6,
+            verify_seconds=self.verify_us / 1e6,
+        )
