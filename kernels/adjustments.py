@@ -1,0 +1,227 @@
+"""Sparse changes to the logits of a row: penalties, biases, banned and not-yet-allowed ids.
+
+Each row is judged against its own prefix: the row after two drafted tokens counts those two. Knows nothing of sampling
+laws and of where the tokens came from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRules:
+    """What a request asks to change in the target's logits.
+
+    Attributes:
+        repetition_penalty: divides positive and multiplies negative logits of every id seen in prompt or output.
+        presence_penalty: subtracted once from ids generated at least once.
+        frequency_penalty: subtracted for each time an id was generated.
+        logit_bias: (id, amount) pairs, added; -inf bans the id.
+        banned_tokens: ids that may never be generated.
+        stop_token_ids: ids banned until `min_new_tokens` tokens have been generated.
+        min_new_tokens: see `stop_token_ids`.
+
+    Raises:
+        ValueError: a number is not finite, out of range, or an id is negative or given two biases.
+    """
+
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    banned_tokens: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_new_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise ValueError(f"repetition_penalty is {self.repetition_penalty}; it must be finite and above 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be finite")
+        if self.min_new_tokens < 0:
+            raise ValueError(f"min_new_tokens is {self.min_new_tokens}; it must be at least 0")
+        for token, amount in self.logit_bias:
+            if math.isnan(amount) or amount == math.inf:
+                raise ValueError(f"logit_bias of token {token} is {amount}; it must be finite, or -inf")
+        biased = [token for token, _ in self.logit_bias]
+        if len(set(biased)) < len(biased):
+            twice = next(token for token in biased if biased.count(token) > 1)
+            raise ValueError(f"logit_bias names token {twice} {biased.count(twice)} times")
+        for name, ids in (
+            ("logit_bias", biased),
+            ("banned_tokens", self.banned_tokens),
+            ("stop_token_ids", self.stop_token_ids),
+        ):
+            if ids and min(ids) < 0:
+                raise ValueError(f"{name} holds token {min(ids)}; ids must be at least 0")
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether no logit is ever changed."""
+        return not (self._counts_tokens or self.logit_bias or self.banned_tokens or self._holds_back_stops)
+
+    def refuse_foreign(self, vocab_size: int) -> None:
+        """Check that every id named is below `vocab_size`.
+
+        Raises:
+            ValueError: one is not.
+        """
+        for name, ids in self._named_ids():
+            if ids and max(ids) >= vocab_size:
+                raise ValueError(f"{name} holds token {max(ids)}; the vocabulary has {vocab_size} ids")
+
+    def _named_ids(self) -> tuple[tuple[str, Sequence[int]], ...]:
+        biased = [token for token, _ in self.logit_bias]
+        return (
+            ("logit_bias", biased),
+            ("banned_tokens", self.banned_tokens),
+            ("stop_token_ids", self.stop_token_ids),
+        )
+
+    @property
+    def _counts_tokens(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def _holds_back_stops(self) -> bool:
+        return self.min_new_tokens > 0 and len(self.stop_token_ids) > 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowAdjustment:
+    """The change to one row: z' = (z / r if z > 0 else z · r) + bias, at the named ids only.
+
+    Attributes:
+        ids: ascending, int64 `[n]`.
+        repetition: r, float32 `[n]`; 1 leaves the logit as it is.
+        bias: float32 `[n]`; -inf bans the id.
+    """
+
+    ids: np.ndarray
+    repetition: np.ndarray
+    bias: np.ndarray
+
+
+class Adjuster:
+    """Follows one sequence and says what to change in the row of its next token.
+
+    Tokens outside the vocabulary are remembered (they count towards `min_new_tokens`), but have no logit to change.
+    """
+
+    def __init__(self, rules: LogitRules, prompt_tokens: Sequence[int], vocab_size: int) -> None:
+        """Start after the prompt, with nothing generated.
+
+        Raises:
+            ValueError: the rules name an id that is not below `vocab_size`.
+        """
+        rules.refuse_foreign(vocab_size)
+        self._rules = rules
+        self._vocab_size = vocab_size
+        self._generated: list[int] = []
+        self._counts: dict[int, int] = {}
+        self._static_bias = dict(rules.logit_bias) | dict.fromkeys(rules.banned_tokens, -math.inf)
+        self._prompt = frozenset(prompt_tokens) if rules.repetition_penalty != 1 else frozenset()
+        self._stops = np.array(sorted(set(rules.stop_token_ids)) if rules._holds_back_stops else [], dtype=np.int64)
+
+        ids = self._prompt.union(self._static_bias, self._stops.tolist())
+        self._ids = np.array(sorted(token for token in ids if 0 <= token < vocab_size), dtype=np.int64)
+        self._repetition = np.array([self._repetition_of(int(token)) for token in self._ids], dtype=np.float32)
+        self._bias = np.array([self._bias_of(int(token)) for token in self._ids], dtype=np.float32)
+
+    @property
+    def n_generated(self) -> int:
+        """Tokens pushed and not taken back."""
+        return len(self._generated)
+
+    def push(self, token: int) -> None:
+        """Note that `token` was generated (or drafted)."""
+        self._generated.append(token)
+        self._recount(token, 1)
+
+    def pop(self) -> None:
+        """Take back the last pushed token.
+
+        Raises:
+            IndexError: nothing was pushed.
+        """
+        self._recount(self._generated.pop(), -1)
+
+    def truncate(self, n_generated: int) -> None:
+        """Take back all but the first `n_generated` tokens.
+
+        Raises:
+            ValueError: fewer than that were pushed, or the number is negative.
+        """
+        if not 0 <= n_generated <= len(self._generated):
+            raise ValueError(f"n_generated is {n_generated}, outside 0..{len(self._generated)}")
+        while len(self._generated) > n_generated:
+            self.pop()
+
+    def row(self) -> RowAdjustment | None:
+        """Return the change to the row of the next token; None where there is none."""
+        if not (self._static_bias or self._rules._counts_tokens or self._withholds_stops) or not len(self._ids):
+            return None
+        bias = self._bias.copy()
+        if self._withholds_stops:
+            bias[np.searchsorted(self._ids, self._stops)] = -math.inf
+        return RowAdjustment(self._ids, self._repetition.copy(), bias)
+
+    @property
+    def _withholds_stops(self) -> bool:
+        return self._rules._holds_back_stops and len(self._generated) < self._rules.min_new_tokens
+
+    def _recount(self, token: int, change: int) -> None:
+        if not self._rules._counts_tokens or not 0 <= token < self._vocab_size:
+            return
+        self._counts[token] = self._counts.get(token, 0) + change
+        slot = int(np.searchsorted(self._ids, token))
+        if slot == len(self._ids) or self._ids[slot] != token:
+            # A new array each time: rows already handed out keep the ids they were made with.
+            self._ids = np.insert(self._ids, slot, token)
+            self._repetition = np.insert(self._repetition, slot, 1)
+            self._bias = np.insert(self._bias, slot, 0)
+        self._repetition[slot] = self._repetition_of(token)
+        self._bias[slot] = self._bias_of(token)
+
+    def _repetition_of(self, token: int) -> float:
+        return self._rules.repetition_penalty if token in self._prompt or self._counts.get(token) else 1.0
+
+    def _bias_of(self, token: int) -> float:
+        count = self._counts.get(token, 0)
+        penalty = self._rules.presence_penalty * (count > 0) + self._rules.frequency_penalty * count
+        return self._static_bias.get(token, 0.0) - penalty
+
+
+def apply(logits: Tensor, rows: Sequence[RowAdjustment | None]) -> Tensor:
+    """Return `logits` `[R, V]` with each row's adjustment made, in float32.
+
+    `rows` holds one entry a row, or none at all. The same tensor is returned where nothing changes, and a copy
+    otherwise. A row whose every id is banned comes out as -inf throughout, which `distribution.bad_rows` reports.
+
+    Raises:
+        ValueError: `rows` is neither empty nor of length R.
+    """
+    if rows and len(rows) != logits.shape[0]:
+        raise ValueError(f"{len(rows)} adjustments for {logits.shape[0]} rows")
+    changed = [(number, row) for number, row in enumerate(rows) if row is not None and len(row.ids)]
+    if not changed:
+        return logits
+    device = logits.device
+    lengths = [len(row.ids) for _, row in changed]
+    at = torch.from_numpy(np.repeat([number for number, _ in changed], lengths)).to(device)
+    ids = torch.from_numpy(np.concatenate([row.ids for _, row in changed])).to(device)
+    repetition = torch.from_numpy(np.concatenate([row.repetition for _, row in changed])).to(device)
+    bias = torch.from_numpy(np.concatenate([row.bias for _, row in changed])).to(device)
+
+    out = logits.to(torch.float32, copy=True)
+    z = out[at, ids]
+    out[at, ids] = torch.where(z > 0, z / repetition, z * repetition) + bias
+    return out

@@ -1,0 +1,115 @@
+"""Logits to the law that is sampled from: temperature, top-k, top-p, min-p, in that order [L 2.2].
+
+Knows nothing of penalties (`adjustments`), of drafts, or of who asks. Every filter is a threshold on the logits
+themselves, so equal logits always share their fate.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# A nucleus is looked for among this many best tokens before a wider look; most are far smaller.
+_NUCLEUS_WIDTHS = (256, 4096)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingLaw:
+    """How logits become a law; hashable, so rows of the same law can be grouped.
+
+    Attributes:
+        temperature: divides the logits; 0 puts all mass on the largest (the lowest id among equals).
+        top_k: keeps the k largest logits and all equal to the k-th; 0 keeps all.
+        top_p: keeps the smallest set of most probable tokens with at least this mass, and all equal to its last.
+        min_p: keeps tokens at least this probable, relative to the most probable.
+
+    Raises:
+        ValueError: a field is NaN, infinite or outside its range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature is {self.temperature}; it must be finite and at least 0")
+        if self.top_k != int(self.top_k) or self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}; it must be an integer, at least 0 (0: off)")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (1: off)")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p is {self.min_p}; it must lie in [0, 1] (0: off)")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the law is a point mass on the largest logit."""
+        return self.temperature == 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the law is a softmax with nothing filtered out."""
+        return self.temperature > 0 and self.top_k == 0 and self.top_p == 1 and self.min_p == 0
+
+
+def probabilities(logits: Tensor, law: SamplingLaw, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the law of each row of `logits` `[R, V]` as `[R, V]` of `dtype`.
+
+    A row that is no law (see `bad_rows`) comes out as NaN throughout; its neighbours are not affected.
+    """
+    # z: [R, V], the logits; s: [R, V], scaled and filtered. Thresholds are taken on z, which division cannot merge.
+    z = logits.to(dtype)
+    if law.is_greedy:
+        return _point_mass(z)
+    s = _scaled(z, law.temperature)
+    if law.is_plain:
+        return torch.softmax(s, dim=-1)
+
+    best: tuple[Tensor, Tensor] | None = None
+    if 0 < law.top_k < z.shape[-1]:
+        best = torch.topk(z, law.top_k)
+        s = s.masked_fill(z < best[0][:, -1:], -math.inf)
+    if law.top_p < 1:
+        s = s.masked_fill(z < _nucleus_cut(z, torch.softmax(s, dim=-1), law.top_p, best), -math.inf)
+    if law.min_p > 0:
+        s = s.masked_fill(s < s.amax(dim=-1, keepdim=True) + math.log(law.min_p), -math.inf)
+    return torch.softmax(s, dim=-1)
+
+
+def bad_rows(logits: Tensor) -> Tensor:
+    """Return which rows of `logits` `[R, V]` are no law, as bool `[R]`: a NaN or +inf anywhere, or nothing but -inf."""
+    return ~torch.isfinite(logits.amax(dim=-1))
+
+
+def _point_mass(z: Tensor) -> Tensor:
+    p = torch.zeros_like(z).scatter_(-1, z.argmax(dim=-1, keepdim=True), 1.0)
+    return p.masked_fill_(bad_rows(z)[:, None], math.nan)
+
+
+def _scaled(z: Tensor, temperature: float) -> Tensor:
+    if temperature == 1:
+        return z
+    if temperature > 1:
+        return z / temperature
+    # Below 1 the quotient can overflow, unless the largest logit is zero first. A temperature that the dtype would
+    # round to zero counts as its smallest normal number.
+    return (z - z.amax(dim=-1, keepdim=True)).div_(max(temperature, torch.finfo(z.dtype).tiny))
+
+
+def _nucleus_cut(z: Tensor, p: Tensor, top_p: float, best: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Return the smallest logit inside the nucleus of each row, `[R, 1]`.
+
+    `best` holds the (sorted values, ids) that survived top-k. They are all that is needed then: survivors left out of
+    it equal its last value and are kept with it.
+    """
+    for width in (*_NUCLEUS_WIDTHS, z.shape[-1]):
+        values, ids = best or torch.topk(z, min(width, z.shape[-1]))
+        mass = torch.gather(p, -1, ids).cumsum(dim=-1, dtype=torch.float64)
+        short = mass < top_p
+        if best or not bool(short[:, -1].any()):  # NaN rows are never short
+            break
+    return values.gather(-1, short.sum(dim=-1, keepdim=True).clamp_(max=values.shape[-1] - 1))

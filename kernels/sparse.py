@@ -1,0 +1,197 @@
+"""q̂: the draft's law, cut to its best tokens and rounded to integers, both sampled from and sent.
+
+Truncate, round, then sample from the integers: what is sent is then exactly what was used. Knows nothing of targets,
+of the wire, or of where the uniforms come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.distribution import SamplingLaw, probabilities
+
+MAX_SUPPORT = 256
+"""The largest K. With 16-bit weights Σw stays below 2^24, which float32 holds exactly."""
+
+_MAX_WEIGHT = 65535
+_TWO_53 = 2.0**53
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SparseLaw:
+    """A law with integer weights: q̂(ids[k]) = weights[k] / total.
+
+    Attributes:
+        ids: ascending token ids, `[K]`, int64 or uint32.
+        weights: each at least 1, `[K]`, uint16.
+        total: Σ weights, below 2^24.
+    """
+
+    ids: np.ndarray
+    weights: np.ndarray
+    total: int
+
+    def __post_init__(self) -> None:
+        if self.total <= 0:
+            raise ValueError(f"total is {self.total}; weights must sum to at least 1")
+
+    def probability(self, token: int) -> float:
+        """Return q̂(token); 0 outside the support."""
+        slot = int(np.searchsorted(self.ids, token)) if token >= 0 else len(self.ids)
+        if slot == len(self.ids) or int(self.ids[slot]) != token:
+            return 0.0
+        return int(self.weights[slot]) / self.total
+
+
+@dataclass(frozen=True, slots=True)
+class SparseConfig:
+    """How much of a law to keep: the fewest best tokens with `keep_mass`, but `max_support` at most.
+
+    Raises:
+        ValueError: `keep_mass` is outside (0, 1] or `max_support` outside 1..256.
+    """
+
+    keep_mass: float = 0.99
+    max_support: int = MAX_SUPPORT
+
+    def __post_init__(self) -> None:
+        if not 0 < self.keep_mass <= 1:
+            raise ValueError(f"keep_mass is {self.keep_mass}; it must be above 0 and at most 1")
+        if not 1 <= self.max_support <= MAX_SUPPORT:
+            raise ValueError(f"max_support is {self.max_support}, outside 1..{MAX_SUPPORT}")
+
+
+def draw(
+    logits: Tensor,
+    law: SamplingLaw | Sequence[SamplingLaw],
+    config: SparseConfig,
+    uniforms: Sequence[float],
+) -> tuple[list[int], list[SparseLaw | None]]:
+    """Draw one token from each row of `logits` `[B, V]`.
+
+    Args:
+        logits: the draft's logits, adjustments made.
+        law: how they become q; one for all rows, or one each.
+        config: how much of q to keep.
+        uniforms: one in [0, 1) for each row; not used at temperature 0.
+
+    Returns:
+        tokens: drawn from q̂; -1 for a row that is no law (`distribution.bad_rows`).
+        laws: the q̂ that was sampled from; None is a point mass on the token (temperature 0), or a row without one.
+
+    Raises:
+        ValueError: the number of uniforms or laws is not B.
+    """
+    B = logits.shape[0]
+    laws = [law] * B if isinstance(law, SamplingLaw) else list(law)
+    if len(uniforms) != B or len(laws) != B:
+        raise ValueError(f"{len(uniforms)} uniforms and {len(laws)} laws for {B} rows")
+    tokens: list[int] = [-1] * B
+    drawn: list[SparseLaw | None] = [None] * B
+    for shared in dict.fromkeys(laws):
+        rows = [row for row in range(B) if laws[row] == shared]
+        z = logits if len(rows) == B else logits[rows]
+        if shared.is_greedy:
+            for row, token in zip(rows, _argmax(z), strict=True):
+                tokens[row] = token
+            continue
+        for row, sparse in zip(rows, _sparsify_rows(probabilities(z, shared), config), strict=True):
+            if sparse is not None:
+                tokens[row], drawn[row] = sample(sparse, uniforms[row]), sparse
+    return tokens, drawn
+
+
+def sparsify(probs: Tensor, config: SparseConfig) -> list[SparseLaw]:
+    """Return q̂ of each row of `probs` `[B, V]`.
+
+    The fewest most probable tokens with `keep_mass` are kept (lower ids first among equals), `max_support` at most.
+    Weights are in proportion to the largest, which gets 65535; tokens that round to zero are dropped.
+
+    Raises:
+        ValueError: a row holds NaN.
+    """
+    laws = []
+    for row, law in enumerate(_sparsify_rows(probs, config)):
+        if law is None:
+            raise ValueError(f"row {row} of the probabilities is no law")
+        laws.append(law)
+    return laws
+
+
+def sample(law: SparseLaw, u: float) -> int:
+    """Return the token of the inverse CDF of `law` at `u` in [0, 1), in integers.
+
+    A uniform of 53 bits gives every token its exact probability up to 2^-53, and never one outside the support.
+    """
+    target = (int(u * _TWO_53) * law.total) >> 53
+    cumulative = law.weights.cumsum(dtype=np.int64)
+    return int(law.ids[cumulative.searchsorted(target, side="right")])
+
+
+def validate(ids: np.ndarray, weights: np.ndarray, vocab_size: int) -> SparseLaw:
+    """Return the law of ids and weights from elsewhere, once they are known to make one.
+
+    Raises:
+        ValueError: lengths differ, K is 0 or above 256, ids are not strictly ascending or not below `vocab_size`, or a
+            weight is 0; names the offending numbers.
+    """
+    K = len(ids)
+    if len(weights) != K:
+        raise ValueError(f"{K} token ids for {len(weights)} weights")
+    if not 1 <= K <= MAX_SUPPORT:
+        raise ValueError(f"the support holds {K} tokens; 1 to {MAX_SUPPORT} are allowed")
+    _refuse_disorder(ids)
+    if int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
+        bad = int(ids[0]) if int(ids[0]) < 0 else int(ids[-1])
+        raise ValueError(f"token id {bad} is outside the vocabulary of {vocab_size}")
+    total = int(weights.sum(dtype=np.int64))
+    if total == 0:
+        raise ValueError(f"all {K} weights are 0")
+    if not weights.all():
+        raise ValueError(f"the weight of token {int(ids[int(weights.argmin())])} is 0; weights are at least 1")
+    return SparseLaw(ids, weights, total)
+
+
+def _refuse_disorder(ids: np.ndarray) -> None:
+    rising = ids[1:] > ids[:-1]
+    if rising.all():
+        return
+    at = int(rising.argmin())
+    first, second = int(ids[at]), int(ids[at + 1])
+    if first == second:
+        raise ValueError(f"token id {first} is repeated at places {at} and {at + 1} of the support")
+    raise ValueError(f"token ids must ascend: {first} at place {at} comes before {second}")
+
+
+def _argmax(logits: Tensor) -> list[int]:
+    z = logits.to(torch.float32).cpu().numpy()
+    best = z.argmax(axis=-1)  # the first NaN, where there is one
+    fine = np.isfinite(z[np.arange(len(z)), best])
+    return [int(token) for token in np.where(fine, best, -1)]
+
+
+def _sparsify_rows(probs: Tensor, config: SparseConfig) -> list[SparseLaw | None]:
+    return [None if np.isnan(p[0]) else _sparsify_row(p, config) for p in probs.cpu().numpy()]
+
+
+def _sparsify_row(p: np.ndarray, config: SparseConfig) -> SparseLaw:
+    # All tokens below this bound together are less than half of what may go, so the best ones are among the rest.
+    ids = np.flatnonzero(p > (1.0 - config.keep_mass) / (2 * len(p)))
+    kept = p[ids]
+    best = np.sort(kept)[::-1][: config.max_support].astype(np.float64)
+    size = min(int(best.cumsum().searchsorted(config.keep_mass)) + 1, len(best))
+    inside = kept >= best[size - 1]
+    ids, kept = ids[inside], kept[inside]
+    if len(ids) > size:  # more tokens equal to the last than there is room for: the lower ids stay
+        surplus = np.flatnonzero(kept == best[size - 1])[size - len(ids) :]
+        ids, kept = np.delete(ids, surplus), np.delete(kept, surplus)
+
+    weights = np.rint(kept * (_MAX_WEIGHT / best[0]))
+    if weights[kept.argmin()] < 1:
+        ids, weights = ids[weights >= 1], weights[weights >= 1]
+    return SparseLaw(ids, weights.astype(np.uint16), int(weights.sum()))

@@ -1,0 +1,95 @@
+"""The one door to verification: checks the shapes, picks an implementation, and rules on a batch of proposals.
+
+An implementation is a function of (logits, proposals) with the rules that it judges by; `_IMPLEMENTATIONS` names them
+and `_BY_DEVICE` says which serves where. Knows nothing of sequences beyond their proposals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels import verify_reference, verify_torch
+from kernels.ruling import Proposed, Rule, Ruling, Status, TokenLogprobs, Uniforms, UnsupportedRule
+
+__all__ = [
+    "SUPPORTED_RULES",
+    "Proposed",
+    "Rule",
+    "Ruling",
+    "Status",
+    "TokenLogprobs",
+    "Uniforms",
+    "UnsupportedRule",
+    "implementation_for",
+    "verify",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class _Implementation:
+    run: Callable[[Tensor, Sequence[Proposed]], list[Ruling]]
+    rules: frozenset[Rule]
+
+
+_IMPLEMENTATIONS = {
+    "reference": _Implementation(verify_reference.verify, frozenset({Rule.TOKENWISE})),
+    "torch": _Implementation(verify_torch.verify, frozenset({Rule.TOKENWISE})),
+}
+_BY_DEVICE = {"cpu": "torch"}
+_ANYWHERE = "torch"
+
+SUPPORTED_RULES: frozenset[Rule] = frozenset.intersection(*(each.rules for each in _IMPLEMENTATIONS.values()))
+"""The rules that every implementation judges by."""
+
+
+def implementation_for(device: torch.device) -> str:
+    """Return the name of the implementation that `verify` picks for logits on `device`."""
+    return _BY_DEVICE.get(device.type, _ANYWHERE)
+
+
+def verify(logits: Tensor, proposals: Sequence[Proposed], implementation: str | None = None) -> list[Ruling]:
+    """Rule on each proposal, given the target's logits after each of its prefixes.
+
+    Args:
+        logits: `[R, V]` with R = Σ(γ_b + 1), the rows of each proposal in order, one proposal after the other.
+        proposals: any mixture of laws, rules and lengths.
+        implementation: "torch" or "reference" (float64, slow); by default the fastest on the logits' device.
+
+    Returns:
+        One ruling a proposal. Rows that are no law spoil the ruling of the sequence that needed them, and no other.
+
+    Raises:
+        ValueError: shapes do not fit together, or a field is out of range.
+        UnsupportedRule: the implementation does not judge by a rule that a proposal names.
+    """
+    name = implementation or implementation_for(logits.device)
+    if name not in _IMPLEMENTATIONS:
+        raise ValueError(f"implementation is {name!r}; there are {', '.join(_IMPLEMENTATIONS)}")
+    chosen = _IMPLEMENTATIONS[name]
+    for number, proposal in enumerate(proposals):
+        _refuse_misfit(number, proposal)
+        if proposal.rule not in chosen.rules:
+            offered = ", ".join(sorted(rule.value for rule in chosen.rules))
+            raise UnsupportedRule(f"{name} does not judge by {proposal.rule.value}; it judges by {offered}")
+    R = sum(len(proposal.tokens) + 1 for proposal in proposals)
+    if logits.ndim != 2 or logits.shape[0] != R or (R and logits.shape[1] == 0):
+        raise ValueError(f"logits have shape {tuple(logits.shape)}; the proposals need [{R}, V]")
+    return chosen.run(logits, proposals) if proposals else []
+
+
+def _refuse_misfit(number: int, proposal: Proposed) -> None:
+    gamma = len(proposal.tokens)
+    if len(proposal.q) != gamma:
+        raise ValueError(f"proposal {number} has {gamma} tokens and {len(proposal.q)} draft laws")
+    if proposal.adjustments and len(proposal.adjustments) != gamma + 1:
+        raise ValueError(f"proposal {number} has {len(proposal.adjustments)} adjustments for {gamma + 1} rows")
+    if not 0 < proposal.lenience <= 1:
+        raise ValueError(f"lenience of proposal {number} is {proposal.lenience}; it must be above 0 and at most 1")
+    if proposal.top_logprobs < -1:
+        raise ValueError(f"top_logprobs of proposal {number} is {proposal.top_logprobs}; it must be at least -1")
+    if proposal.uniforms is not None and len(proposal.uniforms.accept) < gamma:
+        raise ValueError(f"proposal {number} has {len(proposal.uniforms.accept)} uniforms for {gamma} tokens")

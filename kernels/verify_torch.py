@@ -1,0 +1,241 @@
+"""Verification on the host: a float32 softmax over all rows, then little work on what the proposals touch.
+
+Rows of the same law are taken together. Past the softmax only the drafts' supports and the one stopping row of each
+sequence are read: with sparse q̂ the residual differs from p at K places at most. Logits on another device are copied
+here. Knows nothing of devices' kernels or of sequences beyond their proposals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.adjustments import apply
+from kernels.distribution import probabilities
+from kernels.logprobs import token_logprobs
+from kernels.ruling import BAD_LOGITS, Proposed, Ruling, Status, TokenLogprobs
+
+_ROUNDING = 1e-6
+"""A residual of less mass than this is what float32 rounding leaves of p = q̂."""
+
+
+def verify(logits: Tensor, proposals: Sequence[Proposed]) -> list[Ruling]:
+    """Rule on each proposal; `logits` `[R, V]`, rows in order. See `kernels.verify.verify`."""
+    raw = logits.cpu()
+    z = _adjusted(raw, proposals)
+    first = proposals[0].law
+    if all(proposal.law == first for proposal in proposals):
+        return _rule_on(raw, z, proposals)
+
+    starts = np.cumsum([0, *(len(proposal.tokens) + 1 for proposal in proposals)]).tolist()
+    rulings: list[Ruling | None] = [None] * len(proposals)
+    for law in dict.fromkeys(proposal.law for proposal in proposals):
+        members = [b for b, proposal in enumerate(proposals) if proposal.law == law]
+        rows = [row for b in members for row in range(starts[b], starts[b + 1])]
+        for b, ruling in zip(members, _rule_on(raw[rows], z[rows], [proposals[b] for b in members]), strict=True):
+            rulings[b] = ruling
+    return [ruling for ruling in rulings if ruling is not None]
+
+
+def accepts(u: float, lenience: float, q: float, p: float) -> bool:
+    """Say whether a drafted token stands: u · l · q̂ < p, strictly, so that p = 0 never does [L 2.3, A.5]."""
+    return q > 0 and u * lenience * q < p
+
+
+def residual(p: np.ndarray, ids: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """Return max(0, p - q̂) of one row, float64 `[V]`, not normalised [L 2.3]; `ids` and `q` `[K]` are q̂'s support.
+
+    Lenience leaves it as it is; `verify_reference.residual` says why.
+    """
+    rest = p.astype(np.float64)
+    rest[ids] = np.maximum(0.0, rest[ids] - q)
+    return rest
+
+
+def _adjusted(raw: Tensor, proposals: Sequence[Proposed]) -> Tensor:
+    if not any(proposal.adjustments for proposal in proposals):
+        return raw
+    rows = [row for each in proposals for row in (each.adjustments or (None,) * (len(each.tokens) + 1))]
+    return apply(raw, rows)
+
+
+def _rule_on(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> list[Ruling]:
+    """Rule on proposals of one law; `raw` and the adjusted `z` hold their rows, `[n, V]`."""
+    if proposals[0].law.is_greedy:
+        return _rule_greedily(raw, z, proposals)
+    p = probabilities(z, proposals[0].law)
+    rows = p.numpy()
+    drafts = _gather(rows, proposals)
+    rulings: list[Ruling] = []
+    start = 0
+    for proposal in proposals:
+        ruling = _walk(rows, drafts, start, len(rulings), proposal)
+        if proposal.top_logprobs >= 0 and ruling.status is not Status.BAD_LOGITS:
+            ruling = _with_logprobs(ruling, proposal, raw[start:], p[start:])
+        rulings.append(ruling)
+        start += len(proposal.tokens) + 1
+    return rulings
+
+
+@dataclass(frozen=True, slots=True)
+class _Drafts:
+    """The drafted tokens of several proposals, flat `[N]`, and the support of each one's q̂.
+
+    The draft at row r of proposal b is number r - b: each proposal before it has one row more than it has drafts.
+    """
+
+    p: list[float]  # p(x)
+    q: list[float]  # q̂(x)
+    beta: list[float]  # Σ min(p/l, q̂)
+    ids: np.ndarray  # [S], all supports in a row
+    weights: np.ndarray  # [S], q̂ at them
+    ends: list[int]  # [N + 1], where each support begins, and the end
+
+
+def _gather(rows: np.ndarray, proposals: Sequence[Proposed]) -> _Drafts:
+    # rows: [n, V]
+    V = rows.shape[1]
+    tokens: list[int] = []
+    at: list[int] = []
+    ids: list[np.ndarray] = []
+    weights: list[np.ndarray] = []
+    totals: list[int] = []
+    leniences: list[float] = []
+    row = 0
+    for proposal in proposals:
+        for token, law in zip(proposal.tokens, proposal.q, strict=True):
+            token = token if 0 <= token < V else -1
+            tokens.append(token)
+            at.append(row)
+            row += 1
+            leniences.append(proposal.lenience)
+            ids.append(np.array((token,), dtype=np.int64) if law is None else law.ids)
+            weights.append(_UNIT_WEIGHT if law is None else law.weights)
+            totals.append(1 if law is None else law.total)
+        row += 1
+    N = len(tokens)
+    if N == 0:
+        return _Drafts([], [], [], _NO_IDS, _NO_IDS, [0])
+
+    sizes = [len(each) for each in ids]
+    draft = np.arange(N).repeat(sizes)
+    flat = np.concatenate(ids, dtype=np.int64)
+    q = np.concatenate(weights) / np.array(totals, dtype=np.float64).repeat(sizes)
+    foreign = flat.view(np.uint64) >= V  # negative ids too
+    if foreign.any():
+        draft, flat, q = draft[~foreign], flat[~foreign], q[~foreign]
+    where, drafted = np.array(at), np.array(tokens)
+    p = rows[where[draft], flat].astype(np.float64)
+    scaled = p if min(leniences) == 1 else p / np.array(leniences)[draft]
+    hit = flat == drafted[draft]
+    return _Drafts(
+        p=rows[where, drafted].tolist(),
+        q=np.bincount(draft[hit], q[hit], minlength=N).tolist(),
+        beta=np.bincount(draft, np.minimum(scaled, q), minlength=N).tolist(),
+        ids=flat,
+        weights=q,
+        ends=draft.searchsorted(np.arange(N + 1)).tolist(),
+    )
+
+
+_UNIT_WEIGHT = np.ones(1, dtype=np.uint16)
+_NO_IDS = np.empty(0, dtype=np.int64)
+
+
+def _walk(rows: np.ndarray, drafts: _Drafts, start: int, number: int, proposal: Proposed) -> Ruling:
+    """Walk the acceptance tests of one proposal, whose rows begin at `start`, to its next token [L Alg. 1]."""
+    gamma = len(proposal.tokens)
+    draft = start - number
+    accepted = 0
+    while accepted < gamma:
+        p, q = drafts.p[draft + accepted], drafts.q[draft + accepted]
+        if math.isnan(rows[start + accepted, 0]):  # a bad row is NaN throughout
+            return BAD_LOGITS
+        if not accepts(proposal.accept_uniform(accepted), proposal.lenience, q, p):
+            break
+        accepted += 1
+    row = rows[start + accepted]
+    if math.isnan(row[0]):
+        return BAD_LOGITS
+
+    beta = tuple(drafts.beta[draft : draft + min(accepted + 1, gamma)])
+    u = proposal.resample_uniform(accepted)
+    if accepted == gamma:
+        return Ruling(Status.OK, accepted, _inverse_cdf(row, u), beta)
+    support = slice(drafts.ends[draft + accepted], drafts.ends[draft + accepted + 1])
+    rest = residual(row, drafts.ids[support], drafts.weights[support])
+    if rest.sum() > _ROUNDING:
+        return Ruling(Status.OK, accepted, _inverse_cdf(rest, u), beta)
+    return Ruling(Status.ZERO_RESIDUAL, accepted, _inverse_cdf(row, u), beta)
+
+
+def _inverse_cdf(weights: np.ndarray, u: float) -> int:
+    """Return the first token whose cumulative weight is above u times the whole: never one of weight 0."""
+    cdf = torch.from_numpy(weights).cumsum(0, dtype=torch.float64).numpy()
+    return int(cdf.searchsorted(u * cdf[-1], side="right"))
+
+
+def _rule_greedily(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> list[Ruling]:
+    """Rule at temperature 0: a drafted token stands where it is the argmax, or nearly, as lenience allows [L A.5]."""
+    # z: [n, V]
+    rows = z.to(torch.float32).numpy()
+    best = rows.argmax(axis=1)
+    top = rows[np.arange(len(rows)), best].astype(np.float64).tolist()  # NaN where there is one
+    best_ids = best.tolist()
+    rulings: list[Ruling] = []
+    start = 0
+    for proposal in proposals:
+        end = start + len(proposal.tokens)
+        ruling = _walk_greedily(rows[start : end + 1], best_ids[start : end + 1], top[start : end + 1], proposal)
+        if proposal.top_logprobs >= 0 and ruling.status is not Status.BAD_LOGITS:
+            ruling = _with_logprobs(ruling, proposal, raw[start:], probabilities(z[start : end + 1], proposal.law))
+        rulings.append(ruling)
+        start = end + 1
+    return rulings
+
+
+def _walk_greedily(rows: np.ndarray, best: list[int], top: list[float], proposal: Proposed) -> Ruling:
+    # rows: [γ+1, V]
+    beta: list[float] = []
+    accepted = 0
+    for i, token in enumerate(proposal.tokens):
+        if not math.isfinite(top[i]):
+            return BAD_LOGITS
+        stands = _standing(rows[i], best[i], top[i], proposal.lenience)
+        law = proposal.q[i]
+        if law is None:
+            beta.append(float(_is_in(token, stands)))
+        else:
+            beta.append(sum(law.probability(int(choice)) for choice in stands))
+        if not _is_in(token, stands):
+            break
+        accepted += 1
+    if not math.isfinite(top[accepted]):
+        return BAD_LOGITS
+    return Ruling(Status.OK, accepted, best[accepted], tuple(beta))
+
+
+def _standing(row: np.ndarray, best: int, top: float, lenience: float) -> Sequence[int]:
+    """Return the ids that stand at temperature 0: the argmax, and p(x) ≥ l · max p where l < 1 [L A.5]."""
+    if lenience == 1:
+        return (best,)
+    # p(x) / max p is exp(z(x) - max z): no normaliser is needed. The first cut is generous, the second exact.
+    near = np.flatnonzero(row >= top + math.log(lenience) - 1.0)
+    chosen: list[int] = near[np.exp(row[near].astype(np.float64) - top) >= lenience].tolist()
+    return chosen
+
+
+def _is_in(token: int, stands: Sequence[int]) -> bool:
+    return token in stands
+
+
+def _with_logprobs(ruling: Ruling, proposal: Proposed, raw: Tensor, law: Tensor) -> Ruling:
+    emitted = (*proposal.tokens[: ruling.accepted], ruling.next_token)
+    rows = slice(0, len(emitted))
+    logprobs: tuple[TokenLogprobs, ...] = token_logprobs(raw[rows], law[rows], emitted, proposal.top_logprobs)
+    return Ruling(ruling.status, ruling.accepted, ruling.next_token, ruling.beta, logprobs)
