@@ -86,8 +86,8 @@ $(DEV): $(MANIFEST) | $(BIN)/python
 	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[service,bench,dev]'
 	@touch $(SERVICE) $(BENCH) $@
 
-# In an environment of its own, so that what else a developer has installed stays out. A CUDA build of torch states
-# its libraries exactly, and a CPU build has none of them: the file names neither, save triton, for Linux.
+# In an environment of its own, so that what else a developer has installed stays out. What a CUDA build of torch
+# brings besides depends on the build, so the file names none of it, save triton, for Linux.
 constraints:
 	@rm -rf build/constraints && mkdir -p build
 	@$(PYTHON) -m venv build/constraints
