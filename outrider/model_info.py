@@ -50,7 +50,7 @@ def describe(
 
 def vocabulary_end(tokenizer: Tokenizer) -> int:
     """One above the largest id the tokenizer knows, added tokens included."""
-    return max(tokenizer.vocabulary().values()) + 1
+    return 1 + max(tokenizer.vocabulary().values(), default=-1)
 
 
 def check_pair(draft: model_pb2.ModelInfo, target: model_pb2.ModelInfo) -> None:

@@ -124,7 +124,10 @@ class TargetSequence:
 
     def _wrong_base(self, round_: Round) -> RequestError:
         if round_.base_length != len(self.tokens):
-            text = f"base_length of round {round_.number} is {round_.base_length}; the sequence has {len(self.tokens)} tokens"
+            text = (
+                f"base_length of round {round_.number} is {round_.base_length}; "
+                f"the sequence has {len(self.tokens)} tokens"
+            )
         else:
             text = (
                 f"prefix_hash of round {round_.number} is {round_.prefix_hash.hex()}; that of the sequence's "
@@ -191,7 +194,7 @@ class TargetSequence:
             self.finished = True
             self.deliver(None)
 
-    def _cut(self, tokens: list[int]) -> tuple[list[int], sampling_pb2.FinishReason.ValueType]:
+    def _cut(self, tokens: list[int]) -> tuple[list[int], sampling_pb2.FinishReason]:
         """The tokens up to the first stop token or the limit, and why they end there."""
         room = self.opening.max_new_tokens - self.written
         for i, token in enumerate(tokens[:room]):

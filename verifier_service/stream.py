@@ -4,6 +4,7 @@ It knows nothing of models: it stands between one gRPC call and one sequence of 
 """
 
 import asyncio
+import contextlib
 import time
 from typing import Any, cast
 
@@ -141,10 +142,8 @@ class VerifyStream:
 
     def _deliver(self, reply: Reply) -> None:
         """Called on the engine's thread."""
-        try:
+        with contextlib.suppress(RuntimeError):  # where the loop has closed, nobody is left to read it
             self._loop.call_soon_threadsafe(self._outbox.put_nowait, reply)
-        except RuntimeError:  # the loop has closed: nobody is left to read it
-            pass
 
     async def _write(self, sequence: TargetSequence) -> None:
         limit = self._settings.slow_client_timeout

@@ -1,8 +1,8 @@
 """The engine core both services drive: one thread that owns a model and runs it, pass after pass.
 
-A pass is receive → schedule → forward → process. The core takes messages in and keeps the thread alive; it knows nothing
-of proposals, verdicts or drafts: a subclass says what a message means, what goes into a pass and what becomes of the
-logits.
+A pass is receive → schedule → forward → process. The core takes messages in and keeps the thread alive. It knows
+nothing of proposals, verdicts or drafts: a subclass says what a message means, what goes into a pass, and what becomes
+of its logits.
 """
 
 import queue
