@@ -1,0 +1,74 @@
+"""The client library: text from a draft service, asynchronously or not.
+
+It speaks the contract and nothing else: no model, no tokenizer, no tensors behind it. Every example below runs with
+`address` as the `HOST:PORT` of a draft service.
+
+>>> from outrider.client import Client
+>>> with Client(address) as client:
+...     completion = client.complete("def add(a, b):", max_new_tokens=24, temperature=0)
+>>> completion.usage.completion_tokens <= 24
+True
+>>> 0 <= completion.statistics.alpha <= 1
+True
+"""
+
+from outrider.client.asynchronous import AsyncClient
+from outrider.client.blocking import Client
+from outrider.client.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    InvalidRequest,
+    OutriderError,
+    Overloaded,
+    PairMismatch,
+    Unavailable,
+)
+from outrider.client.events import (
+    AcceptanceRule,
+    Chunk,
+    Event,
+    Finished,
+    FinishReason,
+    PositionLogprobs,
+    Round,
+    Started,
+    Statistics,
+    Timings,
+    TokenLogprob,
+    TokenOrigin,
+    Usage,
+)
+from outrider.client.request import Message, Options, Prompt
+from outrider.client.results import Completion, Sample
+
+__all__ = [
+    "AcceptanceRule",
+    "AsyncClient",
+    "Chunk",
+    "Client",
+    "Completion",
+    "DeadlineExceeded",
+    "Event",
+    "FailedPrecondition",
+    "FinishReason",
+    "Finished",
+    "Internal",
+    "InvalidRequest",
+    "Message",
+    "Options",
+    "OutriderError",
+    "Overloaded",
+    "PairMismatch",
+    "PositionLogprobs",
+    "Prompt",
+    "Round",
+    "Sample",
+    "Started",
+    "Statistics",
+    "Timings",
+    "TokenLogprob",
+    "TokenOrigin",
+    "Unavailable",
+    "Usage",
+]

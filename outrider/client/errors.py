@@ -1,0 +1,77 @@
+"""What a call can raise. Knows codes and reasons, not which request met them."""
+
+from __future__ import annotations
+
+import grpc
+
+from outrider.rpc.errors import RequestError, from_rpc_error
+
+
+class OutriderError(Exception):
+    """A request failed.
+
+    `code` is the gRPC status code; `reason` a name of `ErrorReason` without its prefix (UNSPECIFIED where no server of
+    ours spoke); `metadata` holds the numbers, and `field` the field they belong to, or None.
+    """
+
+    def __init__(self, message: str, *, code: grpc.StatusCode, reason: str, metadata: dict[str, str] | None = None):
+        super().__init__(message)
+        self.message = message
+        self.code = code
+        self.reason = reason
+        self.metadata = dict(metadata or {})
+
+    @property
+    def field(self) -> str | None:
+        return self.metadata.get("field")
+
+    def __str__(self) -> str:
+        return f"{self.code.name}: {self.message}"
+
+
+class InvalidRequest(OutriderError):
+    """The request is wrong whoever serves it: INVALID_ARGUMENT."""
+
+
+class FailedPrecondition(OutriderError):
+    """The request is sound, but this pair cannot serve it: FAILED_PRECONDITION."""
+
+
+class PairMismatch(FailedPrecondition):
+    """Draft and target share no vocabulary, or a resumed request met other weights."""
+
+
+class Overloaded(OutriderError):
+    """No room now, also after retries: RESOURCE_EXHAUSTED."""
+
+
+class Unavailable(OutriderError):
+    """Nobody answers, the server drains, or its verifier is away, also after retries: UNAVAILABLE."""
+
+
+class DeadlineExceeded(OutriderError):
+    """The call's `timeout` passed: DEADLINE_EXCEEDED."""
+
+
+class Internal(OutriderError):
+    """The server failed: INTERNAL. Its log has the rest."""
+
+
+_BY_CODE: dict[grpc.StatusCode, type[OutriderError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.FAILED_PRECONDITION: FailedPrecondition,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.INTERNAL: Internal,
+    grpc.StatusCode.UNKNOWN: Internal,
+}
+
+
+def typed(error: grpc.RpcError | RequestError) -> OutriderError:
+    """The error of its type; codes that have none of their own come as `OutriderError` itself."""
+    told = error if isinstance(error, RequestError) else from_rpc_error(error)
+    kind = _BY_CODE.get(told.code, OutriderError)
+    if told.reason == "PAIR_MISMATCH":
+        kind = PairMismatch
+    return kind(told.message, code=told.code, reason=told.reason, metadata=told.metadata)

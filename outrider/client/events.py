@@ -1,0 +1,240 @@
+"""What a generation tells, as frozen values: thin over the messages of the contract, field for field by name.
+
+Enums are strings in lower case, so that they print and go into JSON as they are. Numbers that a newer server uses and
+this client does not know come as `unspecified`.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Any, Self, TypeAlias
+
+from protos.outrider.v1 import draft_service_pb2, sampling_pb2
+
+
+class _Named(StrEnum):
+    """An enum of the contract; values are its names without their prefix, in lower case."""
+
+    @classmethod
+    def of(cls, number: int) -> Self:
+        known = list(cls)  # in the order of their numbers, from 0
+        return known[number] if 0 <= number < len(known) else known[0]
+
+    @property
+    def number(self) -> int:
+        return list(type(self)).index(self)
+
+
+class FinishReason(_Named):
+    """Why a sample ended; see the contract's `FinishReason`."""
+
+    UNSPECIFIED = "unspecified"
+    STOP_TOKEN = "stop_token"
+    STOP_STRING = "stop_string"
+    LENGTH = "length"
+    CONTEXT = "context"
+    TIME_LIMIT = "time_limit"
+
+
+class AcceptanceRule(_Named):
+    """How proposals are judged; see the contract's `AcceptanceRule`. `sigmoid` is lossy."""
+
+    UNSPECIFIED = "unspecified"
+    TOKENWISE = "tokenwise"
+    BLOCK = "block"
+    COUPLED = "coupled"
+    SIGMOID = "sigmoid"
+
+
+class TokenOrigin(_Named):
+    """Where a token came from; see the contract's `TokenOrigin`."""
+
+    UNSPECIFIED = "unspecified"
+    DRAFT = "draft"
+    CORRECTION = "correction"
+    TARGET = "target"
+
+
+class _Mirror:
+    """A dataclass whose fields are those of one message, by name."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, message: Any) -> Self:
+        return cls(**{field.name: _plain(getattr(message, field.name)) for field in fields(cls)})  # type: ignore[arg-type]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return _shortest(value)
+    if isinstance(value, str | bytes | int):
+        return value
+    return tuple(_plain(item) for item in value)
+
+
+def _shortest(value: float) -> float:
+    """The float of fewest digits that is the same in the 32 bits it travelled in: 0.7, not 0.699999988079071."""
+    exact = struct.pack("<f", value)
+    return next((short for n in (6, 7, 8) if struct.pack("<f", short := float(f"{value:.{n}g}")) == exact), value)
+
+
+@dataclass(frozen=True, slots=True)
+class Started(_Mirror):
+    """The request was understood; the first event."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    seed: int
+    weights_fingerprint: str
+    rule: AcceptanceRule
+    max_new_tokens: int
+
+    @classmethod
+    def of(cls, message: Any) -> Self:
+        return cls(
+            request_id=message.request_id,
+            prompt_token_ids=tuple(message.prompt_token_ids),
+            seed=message.seed,
+            weights_fingerprint=message.weights_fingerprint,
+            rule=AcceptanceRule.of(message.rule),
+            max_new_tokens=message.max_new_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob(_Mirror):
+    """Natural logs of one token's probability: under the target's own law, and after all adjustments."""
+
+    token_id: int
+    raw: float
+    adjusted: float
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """Of the emitted token, and of the most probable ones, best first."""
+
+    token: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+
+    @classmethod
+    def of(cls, message: Any) -> Self:
+        return cls(TokenLogprob.of(message.token), tuple(TokenLogprob.of(entry) for entry in message.top))
+
+
+@dataclass(frozen=True, slots=True)
+class Round(_Mirror):
+    """One round as it went: what was drafted, and how many of it were accepted."""
+
+    round: int
+    output_length: int
+    drafted_token_ids: tuple[int, ...]
+    drafted_texts: tuple[str, ...]
+    accepted: int
+    beta: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """More of one sample. `token_texts`, `logprobs` and `rounds` are empty unless asked for."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    origins: tuple[TokenOrigin, ...]
+    token_texts: tuple[str, ...]
+    logprobs: tuple[PositionLogprobs, ...]
+    rounds: tuple[Round, ...]
+
+    @classmethod
+    def of(cls, message: Any) -> Self:
+        return cls(
+            index=message.index,
+            text=message.text,
+            token_ids=tuple(message.token_ids),
+            origins=tuple(TokenOrigin.of(origin) for origin in message.origins),
+            token_texts=tuple(message.token_texts),
+            logprobs=tuple(PositionLogprobs.of(entry) for entry in message.logprobs),
+            rounds=tuple(Round.of(entry) for entry in message.rounds),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Usage(_Mirror):
+    """Tokens a sample consumed."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics(_Mirror):
+    """How speculation went for one sample. `alpha` is the mean of β over judged positions."""
+
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_accepted_tokens_per_pos: tuple[int, ...]
+    num_draft_tokens_per_pos: tuple[int, ...]
+    draft_acceptance_rate: float
+    mean_acceptance_length: float
+    alpha: float
+    num_rounds: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timings(_Mirror):
+    """Where the time of one sample went at the services, in microseconds."""
+
+    time_to_first_token_us: int
+    total_us: int
+    draft_us: int
+    verdict_us: int
+    queue_us: int
+    forward_us: int
+    verify_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end of one sample; the last event about it."""
+
+    index: int
+    finish_reason: FinishReason
+    stop: str | None
+    stop_token_id: int | None
+    usage: Usage
+    statistics: Statistics
+    timings: Timings
+
+    @classmethod
+    def of(cls, message: draft_service_pb2.GenerateFinished) -> Self:
+        stopped_by_text = message.finish_reason == sampling_pb2.FINISH_REASON_STOP_STRING
+        return cls(
+            index=message.index,
+            finish_reason=FinishReason.of(message.finish_reason),
+            stop=message.stop if stopped_by_text else None,
+            stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+            usage=Usage.of(message.usage),
+            statistics=Statistics.of(message.statistics),
+            timings=Timings.of(message.timings),
+        )
+
+
+Event: TypeAlias = Started | Chunk | Finished
+
+
+def read(response: draft_service_pb2.GenerateResponse) -> Event | None:
+    """The event that this message holds; None for a kind that only a newer server sends."""
+    match response.WhichOneof("event"):
+        case "started":
+            return Started.of(response.started)
+        case "chunk":
+            return Chunk.of(response.chunk)
+        case "finished":
+            return Finished.of(response.finished)
+    return None

@@ -1,0 +1,187 @@
+"""From Python values to a `GenerateRequest`. Checks what the wire cannot carry; the service checks the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeAlias, TypedDict, cast
+
+from outrider.client.errors import typed
+from outrider.client.events import AcceptanceRule
+from outrider.rpc.errors import invalid_field
+from protos.outrider.v1 import draft_service_pb2, sampling_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation."""
+
+    role: str
+    content: str
+
+
+# Plain text; token ids; or a conversation, oldest message first, as `Message` or {"role": ..., "content": ...}.
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Message] | Sequence[Mapping[str, str]]
+
+
+class Options(TypedDict, total=False):
+    """What a request may say beside its prompt. Ranges and meanings are the contract's (`GenerateRequest`,
+    `SamplingParams`); what is left out takes its neutral value, so that no option at all means the target's own law.
+    """
+
+    # How much
+    max_new_tokens: int
+    min_new_tokens: int
+    n: int  # independent samples
+    time_limit: float  # seconds; the text ends there with its statistics
+    # The law
+    temperature: float  # 0 takes the most probable token
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    banned_token_ids: Sequence[int]
+    rule: AcceptanceRule | str
+    lenience: float  # below 1 is lossy
+    sigmoid_scales: tuple[float, float]  # alpha and beta, for the lossy rule `sigmoid` only
+    # The end
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    # How it is done, and what is told of it
+    gamma: int  # tokens per proposal; 0 lets the target write alone
+    report_rounds: bool
+    logprobs: int  # log-probabilities of each token, and of the N most probable
+    keep_special_tokens: bool
+    request_id: str
+    required_features: Sequence[str]
+    # To go on where another call ended
+    committed_token_ids: Sequence[int]
+    weights_fingerprint: str
+
+
+Setter: TypeAlias = Callable[[draft_service_pb2.GenerateRequest, Any], None]
+
+
+def build(prompt: Prompt, options: Mapping[str, Any]) -> draft_service_pb2.GenerateRequest:
+    """The request that says this.
+
+    Raises:
+        InvalidRequest: a value that the wire cannot carry, for example a negative token id; names the field.
+        TypeError: an option that does not exist.
+    """
+    unknown = options.keys() - _SETTERS.keys()
+    if unknown:
+        raise TypeError(f"unknown option {', '.join(sorted(unknown))}; there are {', '.join(sorted(_SETTERS))}")
+    request = draft_service_pb2.GenerateRequest()
+    _carry("prompt", _set_prompt, request, prompt)
+    for name, value in options.items():
+        if value is not None:
+            _carry(name, _SETTERS[name], request, value)
+    return request
+
+
+def _carry(name: str, setter: Setter, request: draft_service_pb2.GenerateRequest, value: Any) -> None:
+    try:
+        setter(request, value)
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise typed(invalid_field(name, f"cannot be sent: {error}")) from error
+
+
+def _set_prompt(request: draft_service_pb2.GenerateRequest, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif all(isinstance(item, Message | Mapping) for item in prompt) and prompt:
+        for message in prompt:
+            role, content = (message["role"], message["content"]) if isinstance(message, Mapping) else _parts(message)
+            request.chat.messages.add(role=role, content=content)
+    else:
+        request.token_ids.SetInParent()
+        request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]  # a mixed list is refused right here
+
+
+def _parts(message: Any) -> tuple[str, str]:
+    return message.role, message.content
+
+
+def _field(name: str) -> Setter:
+    return lambda request, value: setattr(request, name, value)
+
+
+def _repeated(name: str) -> Setter:
+    return lambda request, value: getattr(request, name).extend(value)
+
+
+def _law(name: str) -> Setter:
+    return lambda request, value: setattr(request.sampling, name, value)
+
+
+def _set_stop(request: draft_service_pb2.GenerateRequest, value: str | Sequence[str]) -> None:
+    request.stop.extend([value] if isinstance(value, str) else value)
+
+
+def _set_logit_bias(request: draft_service_pb2.GenerateRequest, value: Mapping[int, float]) -> None:
+    for token_id, bias in value.items():
+        request.sampling.logit_bias.add(token_id=token_id, bias=bias)
+
+
+def _set_rule(request: draft_service_pb2.GenerateRequest, value: AcceptanceRule | str) -> None:
+    request.sampling.rule = cast("sampling_pb2.AcceptanceRule", AcceptanceRule(value).number)
+
+
+def _set_sigmoid(request: draft_service_pb2.GenerateRequest, value: tuple[float, float]) -> None:
+    request.sampling.sigmoid.alpha, request.sampling.sigmoid.beta = value
+
+
+def _set_logprobs(request: draft_service_pb2.GenerateRequest, value: int) -> None:
+    request.logprobs.SetInParent()
+    request.logprobs.top_n = value
+
+
+def _set_gamma(request: draft_service_pb2.GenerateRequest, value: int) -> None:
+    request.speculation.gamma = value
+
+
+def _set_report_rounds(request: draft_service_pb2.GenerateRequest, value: bool) -> None:
+    request.speculation.report_rounds = value
+
+
+def _set_time_limit(request: draft_service_pb2.GenerateRequest, value: float) -> None:
+    request.time_limit.FromTimedelta(timedelta(seconds=value))
+
+
+_SETTERS: dict[str, Setter] = {
+    "max_new_tokens": _field("max_new_tokens"),
+    "min_new_tokens": _field("min_new_tokens"),
+    "n": _field("n"),
+    "time_limit": _set_time_limit,
+    "temperature": _law("temperature"),
+    "top_k": _law("top_k"),
+    "top_p": _law("top_p"),
+    "min_p": _law("min_p"),
+    "seed": _law("seed"),
+    "repetition_penalty": _law("repetition_penalty"),
+    "presence_penalty": _law("presence_penalty"),
+    "frequency_penalty": _law("frequency_penalty"),
+    "logit_bias": _set_logit_bias,
+    "banned_token_ids": lambda request, value: request.sampling.banned_token_ids.extend(value),
+    "rule": _set_rule,
+    "lenience": _law("lenience"),
+    "sigmoid_scales": _set_sigmoid,
+    "stop": _set_stop,
+    "stop_token_ids": _repeated("stop_token_ids"),
+    "ignore_eos": _field("ignore_eos"),
+    "gamma": _set_gamma,
+    "report_rounds": _set_report_rounds,
+    "logprobs": _set_logprobs,
+    "keep_special_tokens": _field("keep_special_tokens"),
+    "request_id": _field("request_id"),
+    "required_features": _repeated("required_features"),
+    "committed_token_ids": _repeated("committed_token_ids"),
+    "weights_fingerprint": _field("weights_fingerprint"),
+}
