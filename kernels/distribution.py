@@ -9,11 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
-
-# A nucleus is looked for among this many best tokens before a wider look; most are far smaller.
-_NUCLEUS_WIDTHS = (256, 4096)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +67,10 @@ def probabilities(logits: Tensor, law: SamplingLaw, dtype: torch.dtype = torch.f
     if law.is_plain:
         return torch.softmax(s, dim=-1)
 
-    best: tuple[Tensor, Tensor] | None = None
     if 0 < law.top_k < z.shape[-1]:
-        best = torch.topk(z, law.top_k)
-        s = s.masked_fill(z < best[0][:, -1:], -math.inf)
+        s = s.masked_fill(z < torch.topk(z, law.top_k).values[:, -1:], -math.inf)
     if law.top_p < 1:
-        s = s.masked_fill(z < _nucleus_cut(z, torch.softmax(s, dim=-1), law.top_p, best), -math.inf)
+        s = s.masked_fill(z < _nucleus_cuts(z, torch.softmax(s, dim=-1), law.top_p), -math.inf)
     if law.min_p > 0:
         s = s.masked_fill(s < s.amax(dim=-1, keepdim=True) + math.log(law.min_p), -math.inf)
     return torch.softmax(s, dim=-1)
@@ -100,16 +96,18 @@ def _scaled(z: Tensor, temperature: float) -> Tensor:
     return (z - z.amax(dim=-1, keepdim=True)).div_(max(temperature, torch.finfo(z.dtype).tiny))
 
 
-def _nucleus_cut(z: Tensor, p: Tensor, top_p: float, best: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Return the smallest logit inside the nucleus of each row, `[R, 1]`.
+def _nucleus_cuts(z: Tensor, p: Tensor, top_p: float) -> Tensor:
+    """Return the smallest logit inside the nucleus of each row, `[R, 1]`; `z` and `p` are `[R, V]`."""
+    rows = zip(z.cpu().numpy(), p.cpu().numpy(), strict=True)
+    return torch.tensor([[_nucleus_cut(each, q, top_p)] for each, q in rows], dtype=z.dtype, device=z.device)
 
-    `best` holds the (sorted values, ids) that survived top-k. They are all that is needed then: survivors left out of
-    it equal its last value and are kept with it.
-    """
-    for width in (*_NUCLEUS_WIDTHS, z.shape[-1]):
-        values, ids = best or torch.topk(z, min(width, z.shape[-1]))
-        mass = torch.gather(p, -1, ids).cumsum(dim=-1, dtype=torch.float64)
-        short = mass < top_p
-        if best or not bool(short[:, -1].any()):  # NaN rows are never short
-            break
-    return values.gather(-1, short.sum(dim=-1, keepdim=True).clamp_(max=values.shape[-1] - 1))
+
+def _nucleus_cut(z: np.ndarray, p: np.ndarray, top_p: float) -> float:
+    # All tokens below this bound together are less than half of what may go, so only the rest need sorting. z and p
+    # are sorted alike, as p never falls where z rises.
+    candidates = np.flatnonzero(p > (1.0 - top_p) / (2 * len(p)))
+    if len(candidates) == 0:  # a bad row, NaN throughout
+        return -math.inf
+    mass = np.sort(p[candidates])[::-1].astype(np.float64).cumsum()
+    best = np.sort(z[candidates])[::-1]
+    return float(best[min(int(mass.searchsorted(top_p)), len(best) - 1)])

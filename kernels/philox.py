@@ -8,6 +8,7 @@ differ. This module does not know what the numbers are used for.
 from __future__ import annotations
 
 from enum import IntEnum
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -39,14 +40,16 @@ def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tupl
     Plain integers: one block costs a few microseconds, where a tensor would cost hundreds.
     """
     c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(_ROUNDS):
+    for k0, k1 in _round_keys(*key):
         a = _MULTIPLIER_0 * c0
         b = _MULTIPLIER_1 * c2
         c0, c1, c2, c3 = (b >> 32) ^ c1 ^ k0, b & _MASK32, (a >> 32) ^ c3 ^ k1, a & _MASK32
-        k0 = (k0 + _WEYL_0) & _MASK32
-        k1 = (k1 + _WEYL_1) & _MASK32
     return c0, c1, c2, c3
+
+
+@lru_cache(maxsize=1024)
+def _round_keys(k0: int, k1: int) -> tuple[tuple[int, int], ...]:
+    return tuple(((k0 + i * _WEYL_0) & _MASK32, (k1 + i * _WEYL_1) & _MASK32) for i in range(_ROUNDS))
 
 
 def philox4x32_torch(counter: Tensor, key: Tensor) -> Tensor:

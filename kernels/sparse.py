@@ -180,8 +180,7 @@ def _sparsify_rows(probs: Tensor, config: SparseConfig) -> list[SparseLaw | None
 
 
 def _sparsify_row(p: np.ndarray, config: SparseConfig) -> SparseLaw:
-    # All tokens below this bound together are less than half of what may go, so the best ones are among the rest.
-    ids = np.flatnonzero(p > (1.0 - config.keep_mass) / (2 * len(p)))
+    ids = np.flatnonzero(p >= _least_candidate(p, config))
     kept = p[ids]
     best = np.sort(kept)[::-1][: config.max_support].astype(np.float64)
     size = min(int(best.cumsum().searchsorted(config.keep_mass)) + 1, len(best))
@@ -191,7 +190,22 @@ def _sparsify_row(p: np.ndarray, config: SparseConfig) -> SparseLaw:
         surplus = np.flatnonzero(kept == best[size - 1])[size - len(ids) :]
         ids, kept = np.delete(ids, surplus), np.delete(kept, surplus)
 
-    weights = np.rint(kept * (_MAX_WEIGHT / best[0]))
-    if weights[kept.argmin()] < 1:
-        ids, weights = ids[weights >= 1], weights[weights >= 1]
-    return SparseLaw(ids, weights.astype(np.uint16), int(weights.sum()))
+    weights = np.rint(kept * (_MAX_WEIGHT / best[0])).astype(np.uint16)
+    if not weights.all():
+        ids, weights = ids[weights > 0], weights[weights > 0]
+    return SparseLaw(ids, weights, int(weights.sum()))
+
+
+def _least_candidate(p: np.ndarray, config: SparseConfig) -> float:
+    """Return a probability below which no token of `p` `[V]` can be kept; it spares sorting the vocabulary."""
+    V = len(p)
+    # All tokens below the first bound together are less than half of what may go; those below the second have weight 0,
+    # since the largest probability is at least 1/V.
+    least = max((1.0 - config.keep_mass) / 2, 0.25 / _MAX_WEIGHT) / V
+    stride = 2 * MAX_SUPPORT
+    if 2 * stride > V:
+        return least
+    # Each column of this table holds a token as probable as its maximum, so `max_support` tokens are at least as
+    # probable as the maximum of that rank.
+    peaks = p[: V - V % stride].reshape(-1, stride).max(axis=0)
+    return max(least, float(np.partition(peaks, -config.max_support)[-config.max_support]))
