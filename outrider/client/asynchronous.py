@@ -105,14 +105,15 @@ class AsyncClient:
             OutriderError: of the type that fits; see `outrider.client.errors`.
             TypeError: an option that does not exist.
         """
-        call = self._stub.Generate(build(prompt, options), timeout=self._timeout if timeout is None else timeout)
+        timeout = self._timeout if timeout is None else timeout
+        call = self._stub.Generate(build(prompt, options), timeout=timeout)
         try:
             async for response in call:
                 event = events.read(response)
                 if event is not None:
                     yield event
         except grpc.RpcError as error:
-            raise typed(error) from error
+            raise typed(error, timeout) from error
         finally:
             call.cancel()  # without effect on a call that has ended
 
@@ -129,9 +130,8 @@ class AsyncClient:
         Raises:
             OutriderError: of the type that fits.
         """
+        timeout = self._timeout if timeout is None else timeout
         try:
-            return await self._stub.GetModel(
-                pb.DraftServiceGetModelRequest(), timeout=self._timeout if timeout is None else timeout
-            )
+            return await self._stub.GetModel(pb.DraftServiceGetModelRequest(), timeout=timeout)
         except grpc.RpcError as error:
-            raise typed(error) from error
+            raise typed(error, timeout) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 
-from outrider.rpc.errors import RequestError, from_rpc_error
+from outrider.rpc.errors import UNSPECIFIED, RequestError, from_rpc_error
 
 
 class OutriderError(Exception):
@@ -68,10 +68,16 @@ _BY_CODE: dict[grpc.StatusCode, type[OutriderError]] = {
 }
 
 
-def typed(error: grpc.RpcError | RequestError) -> OutriderError:
-    """The error of its type; codes that have none of their own come as `OutriderError` itself."""
+def typed(error: grpc.RpcError | RequestError, timeout: float | None = None) -> OutriderError:
+    """The error of its type; codes that have none of their own come as `OutriderError` itself.
+
+    `timeout` is the call's, in seconds: where it passed, gRPC's own text does not say what it was.
+    """
     told = error if isinstance(error, RequestError) else from_rpc_error(error)
     kind = _BY_CODE.get(told.code, OutriderError)
     if told.reason == "PAIR_MISMATCH":
         kind = PairMismatch
-    return kind(told.message, code=told.code, reason=told.reason, metadata=told.metadata)
+    message = told.message
+    if kind is DeadlineExceeded and told.reason == UNSPECIFIED and timeout is not None:
+        message = f"the call did not end within its timeout of {timeout:g} s"
+    return kind(message, code=told.code, reason=told.reason, metadata=told.metadata)

@@ -1,0 +1,75 @@
+"""`outrider generate`: text from a draft service that runs already."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from outrider.cli.options import address_option, request_of, request_options, temperature_option
+from outrider.cli.report import completion_document, fails_in_one_line, write_json
+from outrider.client import Chunk, Client, Message, Options, Prompt
+
+
+@click.command(short_help="Text from a draft service that runs already.")
+@click.argument("prompt")
+@address_option("--draft", "127.0.0.1:50051", "The draft service.")
+@click.option("--max-new-tokens", type=int, help="Tokens to write at most. Default: 256.")
+@click.option("--chat", is_flag=True, help="PROMPT is what a user says; the model's chat template is around it.")
+@click.option("--system", metavar="TEXT", help="With --chat: what the system says first.")
+@click.option(
+    "--timeout", metavar="SECONDS", type=float, default=300.0, show_default=True, help="After this the call fails."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object at the end in place of text as it comes.")
+@temperature_option("1")
+@request_options
+@fails_in_one_line
+def generate(
+    prompt: str, draft: str, chat: bool, system: str | None, timeout: float, as_json: bool, **values: Any
+) -> None:
+    r"""Continue PROMPT with a draft service; `-` reads the prompt from standard input.
+
+    Text goes to stdout as it comes. What is not given is left to the service, whose neutral choice is the target's own
+    law. Exit code 0, or 1 with one line on stderr that names the status, or 2 for wrong usage.
+
+    \b
+    outrider generate --temperature 0 "def add(a, b):"
+    outrider generate --chat --system "Be brief." "What is a monad?"
+    outrider generate --json --seed 7 --top-p 0.9 - < prompt.txt
+    """
+    if system is not None and not chat:
+        raise click.UsageError("--system needs --chat")
+    if values["logprobs"] is not None and not as_json:
+        raise click.UsageError("--logprobs needs --json")
+    options = request_of(values)
+    asked = _prompt(sys.stdin.read() if prompt == "-" else prompt, chat, system)
+    with Client(draft, timeout=timeout) as client:
+        if as_json:
+            write_json(completion_document(client.complete(asked, **options)))
+        elif options.get("n", 1) > 1:
+            _print_samples(client, asked, options)
+        else:
+            _stream(client, asked, options)
+
+
+def _prompt(text: str, chat: bool, system: str | None) -> Prompt:
+    if not chat:
+        return text
+    first = [Message("system", system)] if system is not None else []
+    return [*first, Message("user", text)]
+
+
+def _stream(client: Client, prompt: Prompt, options: Options) -> None:
+    for event in client.generate(prompt, **options):
+        if isinstance(event, Chunk) and event.text:
+            click.echo(event.text, nl=False)
+            sys.stdout.flush()
+    click.echo()
+
+
+def _print_samples(client: Client, prompt: Prompt, options: Options) -> None:
+    completion = client.complete(prompt, **options)
+    for sample in completion.samples:
+        click.echo(f"--- {sample.index + 1} of {len(completion.samples)} ({sample.finish_reason})")
+        click.echo(sample.text)

@@ -1,0 +1,108 @@
+"""Options that commands share, and what they come to for the client. They say ranges; the service checks them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import click
+
+from outrider.client import AcceptanceRule, Options
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_RULES = [rule.value for rule in AcceptanceRule if rule is not AcceptanceRule.UNSPECIFIED]
+
+
+class TokenBias(click.ParamType[tuple[int, float]]):
+    """`ID=BIAS`."""
+
+    name = "ID=BIAS"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, float]:
+        token_id, equals, bias = str(value).partition("=")
+        try:
+            if equals:
+                return int(token_id), float(bias)
+        except ValueError:
+            pass
+        self.fail(f"{value!r} is not ID=BIAS, for example 42=-3.5", param, ctx)
+
+
+def address_option(name: str, default: str, text: str) -> Callable[[Command], Command]:
+    """An option that takes `HOST:PORT`."""
+    return click.option(name, metavar="HOST:PORT", default=default, show_default=True, callback=_address, help=text)
+
+
+def _address(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    host, colon, port = value.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65_535:
+        raise click.BadParameter(f"{value!r} is not HOST:PORT, for example 127.0.0.1:50051", ctx, param)
+    return value
+
+
+_LAW = (
+    click.option("--top-k", type=int, help="Keep the K most probable tokens. Default: all."),
+    click.option("--top-p", type=float, help="Keep the most probable tokens up to this mass, in (0, 1]. Default: 1."),
+    click.option("--min-p", type=float, help="Drop tokens below this share of the most probable one. Default: 0."),
+    click.option("--seed", type=int, help="Keys every random draw. Default: the service chooses, and reports it."),
+    click.option("--rule", type=click.Choice(_RULES), help="How proposals are judged; sigmoid is lossy."),
+    click.option("--gamma", type=int, help="Tokens per proposal; 0: the target alone. Default: the service chooses."),
+)
+
+_REST = (
+    click.option("--repetition-penalty", type=float, help="Weakens tokens of prompt and output. Default: 1."),
+    click.option("--presence-penalty", type=float, help="Subtracted from logits of tokens in the output."),
+    click.option("--frequency-penalty", type=float, help="The same, times how often they occur."),
+    click.option("--logit-bias", type=TokenBias(), multiple=True, help="Added to one token's logit. Repeatable."),
+    click.option(
+        "--ban", "banned_token_ids", metavar="ID", type=int, multiple=True, help="Never write this token. Repeatable."
+    ),
+    click.option("--lenience", type=float, help="Below 1 accepts more, and is lossy. Default: 1."),
+    click.option("--min-new-tokens", type=int, help="Nothing ends the text before this many."),
+    click.option("--stop", metavar="TEXT", multiple=True, help="Ends the text, and is not part of it. Repeatable."),
+    click.option(
+        "--stop-token-id", "stop_token_ids", metavar="ID", type=int, multiple=True, help="Ends the text. Repeatable."
+    ),
+    click.option("--ignore-eos", is_flag=True, help="Do not end at the model's own end of text."),
+    click.option("--n", type=int, help="Independent samples. Default: 1."),
+    click.option(
+        "--logprobs",
+        metavar="N",
+        type=int,
+        help="With --json: log-probabilities of each token, and of the N most probable.",
+    ),
+    click.option("--time-limit", metavar="SECONDS", type=float, help="The text ends here, wherever it is."),
+    click.option("--keep-special-tokens", is_flag=True, help="Leave special tokens in the text."),
+    click.option("--request-id", metavar="NAME", help="Names the request in the services' logs."),
+)
+
+
+def temperature_option(default: str) -> Callable[[Command], Command]:
+    """`--temperature`; `default` is what the command or the service takes where it is not given."""
+    text = f"Divides the logits; 0 takes the most probable token. Default: {default}."
+    return click.option("--temperature", type=float, help=text)
+
+
+def law_options(command: Command) -> Command:
+    """The options that say how text is sampled and speculated on, `temperature_option` aside."""
+    return _apply(_LAW, command)
+
+
+def request_options(command: Command) -> Command:
+    """All options of one request, those of `law_options` among them."""
+    return _apply((*_LAW, *_REST), command)
+
+
+def _apply(options: Sequence[Callable[[Command], Command]], command: Command) -> Command:
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def request_of(values: dict[str, Any]) -> Options:
+    """The client's options that these values of the command line come to; what was not given is left out."""
+    given = {name: value for name, value in values.items() if value is not None and value is not False and value != ()}
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(given["logit_bias"])
+    return cast("Options", given)

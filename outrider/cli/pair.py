@@ -1,0 +1,120 @@
+"""Two services as one thing: a verifier and a draft that knows its address, on this machine.
+
+It knows the flags of the two services, and that the draft goes first when they stop.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+from outrider.cli.processes import ServiceError, ServiceProcess, service_environment
+
+# Between two looks at processes that should go on running.
+_LOOK_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class PairSettings:
+    """What to run, and where."""
+
+    target: str
+    draft: str
+    verifier_listen: str = "127.0.0.1:0"
+    draft_listen: str = "127.0.0.1:0"
+    device: str | None = None
+    dtype: str | None = None
+    threads: int | None = None
+
+    def flags(self) -> list[str]:
+        """The flags that both services share."""
+        given = {"--device": self.device, "--dtype": self.dtype, "--threads": self.threads}
+        return [part for flag, value in given.items() if value is not None for part in (flag, str(value))]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Both processes."""
+
+    verifier: ServiceProcess
+    draft: ServiceProcess
+
+    @property
+    def address(self) -> str:
+        """`HOST:PORT` of the draft service."""
+        return self.draft.address
+
+    def check(self) -> None:
+        """Raises `ServiceError` where either has ended."""
+        for service in (self.verifier, self.draft):
+            service.check()
+
+    def wait_healthy(self, timeout: float) -> None:
+        """Waits until both serve.
+
+        Raises:
+            ServiceError: one of them ended, or does not serve in time.
+        """
+        end = time.monotonic() + timeout
+        for service in (self.verifier, self.draft):
+            while not service.is_healthy(within=_LOOK_S):
+                self.check()
+                if time.monotonic() > end:
+                    raise ServiceError(f"{service.name} is not healthy after {timeout:g} s", service.log_lines())
+
+    def watch(self) -> None:
+        """Returns never; raises `ServiceError` when either ends."""
+        while True:
+            self.check()
+            time.sleep(_LOOK_S)
+
+
+OnLine = Callable[[str, str], None]
+
+
+@contextmanager
+def running_pair(settings: PairSettings, *, on_line: OnLine | None = None) -> Iterator[Pair]:
+    """Starts both, and stops both however the block ends: SIGTERM, a wait, and SIGKILL where that did not do.
+
+    SIGTERM to this process interrupts the block as Ctrl-C does.
+
+    Args:
+        settings: what to run.
+        on_line: called with a service's name and each line it logs, from threads.
+
+    Raises:
+        ServiceError: one of them does not start.
+    """
+
+    def start(module: str, *arguments: str) -> ServiceProcess:
+        return ServiceProcess.start(
+            [module, *arguments, *settings.flags()],
+            env=service_environment(settings.threads),
+            on_line=None if on_line is None else lambda line: on_line(module, line),
+        )
+
+    with (
+        _terminated_as_interrupted(),
+        start("verifier_service", "--model", settings.target, "--listen", settings.verifier_listen) as verifier,
+        start(
+            *("draft_service", "--model", settings.draft),
+            *("--verifier", verifier.address, "--listen", settings.draft_listen),
+        ) as draft,
+    ):
+        yield Pair(verifier, draft)
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

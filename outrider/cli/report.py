@@ -1,0 +1,103 @@
+"""How commands answer: one JSON object, or one line of what went wrong. It draws nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import click
+
+from outrider.cli.processes import ServiceError
+from outrider.client import Completion, OutriderError, Sample
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+# Log lines of a service that are shown when it fails.
+_SHOWN_LINES = 12
+
+
+class Failure(click.ClickException):
+    """Ends the command with one line on stderr and exit code 1."""
+
+    def show(self, file: Any = None) -> None:
+        click.echo(f"outrider: {self.message}", err=True)
+
+
+def fails_in_one_line(command: Command) -> Command:
+    """Turns what a client or a service raises into a `Failure`."""
+
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except OutriderError as error:
+            raise Failure(str(error)) from error
+        except ServiceError as error:
+            show_log(error.log_lines)
+            raise Failure(str(error)) from error
+
+    return cast("Command", run)
+
+
+def show_log(lines: Iterable[str]) -> None:
+    """Writes a service's last log lines to stderr."""
+    for line in list(lines)[-_SHOWN_LINES:]:
+        click.echo(f"  | {line}", err=True)
+
+
+def write_json(document: dict[str, Any]) -> None:
+    """Writes one JSON object to stdout. What JSON has no number for, such as -infinity, becomes null."""
+    click.echo(json.dumps(_finite(document), ensure_ascii=False))
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case float() if not math.isfinite(value):
+            return None
+        case dict():
+            return {key: _finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_finite(item) for item in value]
+    return value
+
+
+def completion_document(completion: Completion) -> dict[str, Any]:
+    """A generation as one JSON object: the first sample's fields, and `samples` where there are several."""
+    started = completion.started
+    document = {
+        **sample_document(completion.samples[0]),
+        "request_id": started.request_id,
+        "seed": started.seed,
+        "rule": started.rule,
+        "weights_fingerprint": started.weights_fingerprint,
+    }
+    if len(completion.samples) > 1:
+        document["samples"] = [sample_document(sample) for sample in completion.samples]
+    return document
+
+
+def sample_document(sample: Sample) -> dict[str, Any]:
+    """One sample as a JSON object. Optional parts are there where they were asked for or happened."""
+    document: dict[str, Any] = {
+        "index": sample.index,
+        "text": sample.text,
+        "token_ids": sample.token_ids,
+        "finish_reason": sample.finish_reason,
+        "usage": asdict(sample.usage),
+        "statistics": asdict(sample.statistics),
+        "timings": asdict(sample.timings),
+    }
+    if sample.stop is not None:
+        document["stop"] = sample.stop
+    if sample.stop_token_id is not None:
+        document["stop_token_id"] = sample.stop_token_id
+    if sample.logprobs:
+        document["logprobs"] = [asdict(entry) for entry in sample.logprobs]
+    if sample.rounds:
+        document["origins"] = sample.origins
+        document["rounds"] = [asdict(entry) for entry in sample.rounds]
+    return document

@@ -1,0 +1,59 @@
+"""`outrider serve`: one's own pair on this machine, until told to stop."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import click
+
+from outrider.cli.options import address_option
+from outrider.cli.pair import PairSettings, running_pair
+from outrider.cli.report import fails_in_one_line
+
+_PREFIXES = {"verifier_service": "verifier | ", "draft_service": "draft    | "}
+
+
+@click.command(short_help="Your own pair on this machine.")
+@click.option(
+    "--target", metavar="DIR_OR_ID", required=True, help="The model whose text is wanted: a folder or a hub id."
+)
+@click.option("--draft", metavar="DIR_OR_ID", required=True, help="The small model that proposes; same vocabulary.")
+@address_option("--listen", "127.0.0.1:50051", "Where the draft service, the front door, listens.")
+@address_option("--verifier-listen", "127.0.0.1:50052", "Where the verifier service listens.")
+@click.option("--device", help="Device of both models: cpu, cuda, cuda:0. Default: the services choose.")
+@click.option("--dtype", help="Number format of both models: float32, bfloat16, float16. Default: the services choose.")
+@click.option(
+    "--threads", type=click.IntRange(min=1), help="CPU threads of each service. Default: half of the processors."
+)
+@fails_in_one_line
+def serve(
+    target: str,
+    draft: str,
+    listen: str,
+    verifier_listen: str,
+    device: str | None,
+    dtype: str | None,
+    threads: int | None,
+) -> None:
+    """Serve a pair of models on this machine: the verifier with the target, the draft service in front.
+
+    Port 0 takes a free one. Logs of both services go to stdout, with a prefix. Ctrl-C or SIGTERM stops both; requests
+    in progress finish first, and a second Ctrl-C does not wait for them. If either service fails, the other is
+    stopped, and the exit code is 1.
+    """
+    settings = PairSettings(target, draft, verifier_listen, listen, device, dtype, threads)
+    writing = threading.Lock()
+
+    def pass_through(name: str, line: str) -> None:
+        with writing:  # two services log from two threads
+            click.echo(_PREFIXES[name] + line)
+
+    try:
+        with running_pair(settings, on_line=pass_through) as pair:
+            # A model from a hub may have to be fetched first: no limit, but for a service that ends.
+            pair.wait_healthy(math.inf)
+            click.echo(f'Serving. Try: outrider generate --draft {pair.address} "def add(a, b):"', err=True)
+            pair.watch()
+    except KeyboardInterrupt:
+        click.echo("Stopped.", err=True)
