@@ -1,0 +1,109 @@
+"""The paper's formulas, with the network added: expected tokens, speed-up, operations, and the best γ.
+
+Pure arithmetic on plain numbers. All assume that acceptances are independent with the same chance α [L 3.1], which real
+texts meet roughly. Knows nothing of how α and the times were measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+MAX_GAMMA = 64
+"""Where `best_gamma` stops looking unless told otherwise."""
+
+
+def expected_tokens(alpha: float, gamma: int) -> float:
+    """Return the expected tokens of one round, (1 - α^(γ+1)) / (1 - α) [L Eq. 1].
+
+    Raises:
+        ValueError: α is outside [0, 1], or γ is negative.
+    """
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"alpha is {alpha}; it must lie in [0, 1]")
+    if gamma < 0:
+        raise ValueError(f"gamma is {gamma}; it must be at least 0")
+    if 1 - alpha < 1e-6:  # the quotient loses its digits; the sum it stands for does not
+        return math.fsum(alpha**i for i in range(gamma + 1))
+    return (1 - alpha ** (gamma + 1)) / (1 - alpha)
+
+
+def improvement(alpha: float, gamma: int, c: float, round_trip: float = 0.0, verify_cost: float = 1.0) -> float:
+    """Return the expected speed-up over the target alone [L Thm 3.8], (1 - α^(γ+1)) / ((1 - α)(γc + v + R)).
+
+    Args:
+        alpha: chance that a drafted token is accepted.
+        gamma: drafted tokens a round.
+        c: time of one draft step, in target steps.
+        round_trip: R, what a round spends on the network, in target steps; 0 in the paper.
+        verify_cost: v, time of the target's pass over γ+1 tokens, in target steps of one; 1 in the paper.
+
+    Raises:
+        ValueError: α or γ is out of range, or a time is negative, infinite or NaN (`verify_cost` also 0).
+    """
+    _refuse_times(c=c, round_trip=round_trip)
+    _refuse_times(verify_cost=verify_cost, above_zero=True)
+    return expected_tokens(alpha, gamma) / (gamma * c + verify_cost + round_trip)
+
+
+def tokens_per_second(
+    alpha: float, gamma: int, draft_step: float, verify_pass: float, round_trip: float = 0.0
+) -> float:
+    """Return the expected rate of one sequence, E(γ, α) / (γ·t_q + t_p(γ+1) + R).
+
+    Args:
+        alpha: chance that a drafted token is accepted.
+        gamma: drafted tokens a round.
+        draft_step: t_q, seconds of one draft step.
+        verify_pass: t_p(γ+1), seconds of the target's pass over γ+1 tokens.
+        round_trip: R, seconds a round spends on the network.
+
+    Raises:
+        ValueError: α or γ is out of range, or a time is negative, infinite or NaN (`verify_pass` also 0).
+    """
+    _refuse_times(draft_step=draft_step, round_trip=round_trip)
+    _refuse_times(verify_pass=verify_pass, above_zero=True)
+    return expected_tokens(alpha, gamma) / (gamma * draft_step + verify_pass + round_trip)
+
+
+def operations(alpha: float, gamma: int, c_hat: float) -> float:
+    """Return the expected growth of the operations per token [L Thm 3.11], (1 - α)(γĉ + γ + 1) / (1 - α^(γ+1)).
+
+    `c_hat` is the draft's operations per token over the target's.
+
+    Raises:
+        ValueError: α, γ or ĉ is out of range.
+    """
+    _refuse_times(c_hat=c_hat)
+    return (gamma * c_hat + gamma + 1) / expected_tokens(alpha, gamma)
+
+
+def best_gamma(
+    alpha: float,
+    c: float,
+    round_trip: float = 0.0,
+    verify_cost: float | Callable[[int], float] = 1.0,
+    max_gamma: int = MAX_GAMMA,
+) -> int:
+    """Return the γ in 0..max_gamma of largest `improvement`, the smallest among equals [L 3.5].
+
+    `verify_cost` may be a function of the tokens in the target's pass, γ+1: leave out how the pass grows with γ, and
+    the answer runs away.
+
+    Raises:
+        ValueError: as `improvement` does, or `max_gamma` is negative.
+    """
+    if max_gamma < 0:
+        raise ValueError(f"max_gamma is {max_gamma}; it must be at least 0")
+
+    def speed_up(gamma: int) -> float:
+        cost = verify_cost(gamma + 1) if callable(verify_cost) else verify_cost
+        return improvement(alpha, gamma, c, round_trip, cost)
+
+    return max(range(max_gamma + 1), key=speed_up)
+
+
+def _refuse_times(above_zero: bool = False, **times: float) -> None:
+    for name, value in times.items():
+        if not (math.isfinite(value) and value >= 0) or (above_zero and value == 0):
+            raise ValueError(f"{name} is {value}; it must be finite and {'above' if above_zero else 'at least'} 0")
