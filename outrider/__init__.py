@@ -1,0 +1,1 @@
+"""What both services and their clients stand on; imports nothing by itself."""

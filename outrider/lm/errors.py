@@ -1,0 +1,20 @@
+"""What can go wrong with a checkpoint, a tokenizer or the KV pool. Knows nothing of who reports it."""
+
+
+class CheckpointError(Exception):
+    """A model that cannot be loaded or run; the text is one line that says why."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
+
+
+class TokenizerError(CheckpointError):
+    """A tokenizer that cannot be loaded, or lacks what was asked of it."""
+
+
+class PoolExhausted(Exception):
+    """All slots of a KV pool are taken."""
+
+
+class PoolCorrupted(RuntimeError):
+    """The books of a KV pool contradict each other: a bug, not an overload."""

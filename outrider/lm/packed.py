@@ -1,0 +1,152 @@
+"""The packed forward: chunks of many sequences in one pass over a KV pool.
+
+It knows slots and tokens; nothing of texts, of proposals, of sampling, or of who the sequences belong to.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from outrider.lm.batch import CausalMasks, pack
+from outrider.lm.checkpoint import LoadedModel
+from outrider.lm.fusion import fuse_model
+from outrider.lm.kv_pool import KVPool
+from outrider.lm.program import Program, Rows, TransformersProgram
+from outrider.lm.selfcheck import make_pool
+
+
+@dataclass(slots=True)
+class Chunk:
+    """The next tokens of one sequence.
+
+    Attributes:
+        slot: of the pool.
+        tokens: at least one.
+        start: the position of the first; must equal the pool's length of the slot.
+        logits_from: index within the chunk from which on logits are wanted; `len(tokens)` is none.
+    """
+
+    slot: int
+    tokens: Sequence[int]
+    start: int
+    logits_from: int
+
+
+class PackedModel:
+    """A model and its pool. One thread drives it.
+
+    Args:
+        loaded: the model.
+        pool: of its shape; sequences no longer than the model's context.
+        fuse: run an equivalent with fewer operations where there is one (`outrider.lm.fusion`).
+
+    Raises:
+        ValueError: the pool's sequences are longer than the context, or its layers are not the model's.
+    """
+
+    def __init__(self, loaded: LoadedModel, pool: KVPool, *, fuse: bool = True) -> None:
+        if pool.max_length > loaded.context_length:
+            raise ValueError(f"max_length {pool.max_length} is beyond the context of {loaded.name}, {loaded.context_length}")
+        if pool.layers != len(loaded.layers):
+            raise ValueError(f"the pool has {pool.layers} layers, {loaded.name} has {len(loaded.layers)}")
+        if not fuse and loaded.fused is not None:
+            raise ValueError(f"{loaded.name} has been fused and given up its own weights: load it again")
+        self.loaded = loaded
+        self.pool = pool
+        self._program: Program = (fuse_model(loaded) if fuse else None) or TransformersProgram(loaded.model)
+        self._masks = CausalMasks(pool.max_length, pool.dtype, pool.device)
+
+    @classmethod
+    def build(cls, loaded: LoadedModel, max_sequences: int, max_length: int, *, fuse: bool = True) -> Self:
+        """With a pool of its own.
+
+        On a CPU keys and values are kept in float32: torch's attention reads 16-bit ones several times slower there.
+
+        Raises:
+            ValueError: see the class.
+        """
+        dtype = torch.float32 if loaded.device.type == "cpu" else loaded.dtype
+        pool = make_pool(
+            loaded.layers, max_sequences=max_sequences, max_length=max_length, dtype=dtype, device=loaded.device
+        )
+        return cls(loaded, pool, fuse=fuse)
+
+    @property
+    def fused(self) -> bool:
+        """Whether passes run through the fused equivalent."""
+        return not isinstance(self._program, TransformersProgram)
+
+    @torch.inference_mode()
+    def forward(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Runs one pass; afterwards each slot holds `start + len(tokens)` positions.
+
+        If it raises, no slot has changed its length.
+
+        Returns:
+            `[R, V]`, float32: logits of the wanted rows only, in the order of the chunks.
+
+        Raises:
+            ValueError: a chunk that does not fit its slot, or a token outside the vocabulary.
+        """
+        self._check(chunks)
+        tokens = chunks[0].tokens if len(chunks) == 1 else [token for chunk in chunks for token in chunk.tokens]
+        token_ids = torch.tensor(tokens, device=self.loaded.device)
+        batch = pack(((chunk.slot, chunk.start, len(chunk.tokens)) for chunk in chunks), self.pool, self._masks)
+        logits = self._program(token_ids, batch, self._rows(chunks)).float()
+        for chunk in chunks:
+            self.pool.extend(chunk.slot, chunk.start + len(chunk.tokens))
+        return logits
+
+    def warm_up(self, widths: Iterable[int]) -> None:
+        """Runs passes of these many tokens once: the first of a width costs several times the next.
+
+        Raises:
+            PoolExhausted: no slot is free.
+        """
+        slot = self.pool.allocate()
+        try:
+            for width in widths:
+                self.pool.rollback(slot, 0)
+                if 2 * width <= self.pool.max_length:
+                    self.forward([Chunk(slot, [0] * width, 0, 0)])
+                    self.forward([Chunk(slot, [0] * width, width, 0)])
+        finally:
+            self.pool.free(slot)
+
+    def _rows(self, chunks: Sequence[Chunk]) -> Rows:
+        if len(chunks) == 1:
+            wanted = len(chunks[0].tokens) - chunks[0].logits_from
+            if wanted == len(chunks[0].tokens):
+                return None
+            if wanted:
+                return wanted
+        rows: list[int] = []
+        first = 0
+        for chunk in chunks:
+            rows.extend(range(first + chunk.logits_from, first + len(chunk.tokens)))
+            first += len(chunk.tokens)
+        return None if len(rows) == first else torch.tensor(rows, dtype=torch.int64, device=self.loaded.device)
+
+    def _check(self, chunks: Sequence[Chunk]) -> None:
+        if not chunks:
+            raise ValueError("a pass needs at least one chunk")
+        if len(chunks) > 1 and len({chunk.slot for chunk in chunks}) < len(chunks):
+            raise ValueError(f"slots appear twice in one pass: {sorted(chunk.slot for chunk in chunks)}")
+        for chunk in chunks:
+            held, count = self.pool.length(chunk.slot), len(chunk.tokens)
+            if not count:
+                raise ValueError(f"the chunk of slot {chunk.slot} has no tokens")
+            if chunk.start != held:
+                raise ValueError(f"the chunk of slot {chunk.slot} starts at {chunk.start}, the slot holds {held} positions")
+            if held + count > self.pool.max_length:
+                raise ValueError(
+                    f"slot {chunk.slot} holds {held} positions: {count} more go beyond its {self.pool.max_length}"
+                )
+            if not 0 <= chunk.logits_from <= count:
+                raise ValueError(f"logits_from {chunk.logits_from} of slot {chunk.slot} is outside its {count} tokens")
+            if min(chunk.tokens) < 0 or max(chunk.tokens) >= self.loaded.vocab_size:
+                wrong = next(token for token in chunk.tokens if not 0 <= token < self.loaded.vocab_size)
+                raise ValueError(f"token {wrong} of slot {chunk.slot} is outside 0 to {self.loaded.vocab_size - 1}")
