@@ -1,0 +1,108 @@
+"""A service of raw bytes on a real server, to see statuses, drains and cancels with. Also a process: see `main`."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from outrider.rpc import errors
+from outrider.rpc.server import HealthState, bind, create_server, enable_reflection, serve_until_signal
+
+NAME = "probe.v1.Probe"
+
+Fault = Callable[[], Exception]
+
+
+class Probe:
+    """Fails as `fault` says, or answers; `closed` is set once a stream came to its end."""
+
+    def __init__(self, fault: Fault | None = None) -> None:
+        self.fault = fault
+        self.started = 0
+        self.closed = asyncio.Event()
+
+    def _maybe_fail(self) -> None:
+        if self.fault is not None:
+            raise self.fault()
+
+    @errors.guarded
+    async def Once(self, request: bytes, context: Any) -> bytes:
+        self.started += 1
+        self._maybe_fail()
+        return request
+
+    @errors.guarded
+    async def Many(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        """Two answers, the second after as many seconds as the request says."""
+        self.started += 1
+        try:
+            yield b"first"
+            self._maybe_fail()
+            await asyncio.sleep(float(request or b"0"))
+            yield b"last"
+        finally:
+            self.closed.set()
+
+    @errors.guarded
+    async def Both(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        async for request in requests:
+            self._maybe_fail()
+            yield request
+
+    def register(self, server: grpc.aio.Server) -> None:
+        handlers: dict[str, Any] = {
+            "Once": grpc.unary_unary_rpc_method_handler(self.Once),
+            "Many": grpc.unary_stream_rpc_method_handler(self.Many),
+            "Both": grpc.stream_stream_rpc_method_handler(self.Both),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(NAME, handlers),))
+
+
+@asynccontextmanager
+async def serving(probe: Probe) -> AsyncIterator[str]:
+    """The probe on a free port; its address."""
+    server = create_server(max_message_bytes=1 << 20)
+    probe.register(server)
+    await HealthState(server, [NAME]).serving()
+    address = bind(server, "127.0.0.1:0")
+    await server.start()
+    try:
+        yield address
+    finally:
+        await server.stop(None)
+
+
+def once(channel: Any) -> Any:
+    return channel.unary_unary(f"/{NAME}/Once")
+
+
+def many(channel: Any) -> Any:
+    return channel.unary_stream(f"/{NAME}/Many")
+
+
+def both(channel: Any) -> Any:
+    return channel.stream_stream(f"/{NAME}/Both")
+
+
+async def main(grace_s: float) -> None:
+    """Serves until a signal, and says so line by line."""
+
+    async def on_drain() -> None:
+        print("told", flush=True)
+
+    server = create_server(max_message_bytes=1 << 20)
+    Probe().register(server)
+    health = HealthState(server, [NAME])
+    enable_reflection(server, [NAME])
+    print(bind(server, "127.0.0.1:0"), flush=True)
+    await server.start()
+    await health.serving()
+    await serve_until_signal(server, health, grace_s=grace_s, on_drain=on_drain)
+    print("stopped", flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(float(sys.argv[1])))

@@ -1,0 +1,141 @@
+"""An error arrives as it was raised; nothing else gets out."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from outrider.rpc import errors
+from outrider.rpc.channel import open_channel
+from outrider.rpc.errors import RequestError
+from protos.outrider.v1 import model_pb2
+from tests.outrider.rpc.probe import Probe, both, many, once, serving
+
+RAISED: list[tuple[RequestError, grpc.StatusCode]] = [
+    (errors.invalid_field("sampling.top_p", "is 0; allowed is (0, 1]", given=0), grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.out_of_order("a proposal before OpenSequence"), grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.wrong_base("base length 7, sequence ends at 9", given=7, end=9), grpc.StatusCode.INVALID_ARGUMENT),
+    (
+        errors.failed_precondition("PAIR_MISMATCH", "vocabularies differ", draft=1, target=2),
+        grpc.StatusCode.FAILED_PRECONDITION,
+    ),
+    (errors.overloaded("no room", waiting=64), grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.draining(), grpc.StatusCode.UNAVAILABLE),
+    (errors.unavailable("NO_VERIFIER", "no verifier answers"), grpc.StatusCode.UNAVAILABLE),
+    (errors.idle("silent for 60 s"), grpc.StatusCode.DEADLINE_EXCEEDED),
+    (errors.internal("BAD_LOGITS", "logits of row 3 are not numbers"), grpc.StatusCode.INTERNAL),
+]
+IDS = [error.reason for error, _ in RAISED]
+
+
+async def _failure(probe: Probe, method: Callable[..., Any] = once) -> RequestError:
+    async with serving(probe) as address, open_channel(address) as channel:
+        call = method(channel)(_requests() if method is both else b"0")
+        with pytest.raises(grpc.RpcError) as caught:
+            await (call if method is once else _drained(call))
+        return errors.from_rpc_error(caught.value)
+
+
+async def _drained(call: Any) -> None:
+    async for _ in call:
+        pass
+
+
+async def _requests() -> AsyncIterator[bytes]:
+    yield b"x"
+
+
+@pytest.mark.parametrize(("raised", "code"), RAISED, ids=IDS)
+async def test_an_error_arrives_as_it_was_raised(raised: RequestError, code: grpc.StatusCode) -> None:
+    arrived = await _failure(Probe(lambda: raised))
+    assert arrived.code is raised.code is code
+    assert (arrived.reason, arrived.message, arrived.metadata) == (raised.reason, raised.message, raised.metadata)
+
+
+@pytest.mark.parametrize("method", [many, both])
+async def test_streams_end_with_the_error_too(method: Callable[..., Any]) -> None:
+    arrived = await _failure(Probe(lambda: errors.overloaded("full", waiting=3)), method)
+    assert (arrived.reason, arrived.metadata) == ("OVERLOADED", {"waiting": "3"})
+
+
+async def test_the_blocking_api_reads_the_same_error() -> None:
+    raised = errors.invalid_field("n", "is 9, at most 8", given=9, limit=8)
+
+    def call(address: str) -> RequestError:
+        with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as caught:
+            once(channel)(b"")
+        return errors.from_rpc_error(caught.value)
+
+    async with serving(Probe(lambda: raised)) as address:
+        arrived = await asyncio.to_thread(call, address)
+    assert (arrived.code, arrived.reason, arrived.metadata) == (raised.code, raised.reason, raised.metadata)
+
+
+@pytest.mark.parametrize("method", [once, many, both])
+async def test_an_unforeseen_exception_is_internal_and_keeps_its_text_to_the_log(
+    method: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR):
+        arrived = await _failure(Probe(lambda: KeyError("the secret")), method)
+    assert (arrived.code, arrived.reason) == (grpc.StatusCode.INTERNAL, "INTERNAL")
+    assert "secret" not in arrived.message
+    assert "the secret" in caplog.text
+
+
+async def test_a_cancelled_call_closes_its_handler() -> None:
+    probe = Probe()
+    async with serving(probe) as address, open_channel(address) as channel:
+        call = many(channel)(b"60")
+        assert await call.read() == b"first"
+        call.cancel()
+        async with asyncio.timeout(5):
+            await probe.closed.wait()
+        assert await once(channel)(b"still here") == b"still here"
+
+
+async def test_a_message_longer_than_trailing_metadata_is_cut_and_still_arrives() -> None:
+    raised = errors.invalid_field("stop", "γ" * 100_000, given="x" * 100_000)
+    arrived = await _failure(Probe(lambda: raised))
+    assert arrived.reason == "INVALID_FIELD"
+    assert arrived.message.startswith("stop: γγγ")
+    assert arrived.message.endswith("…")
+    assert arrived.metadata["field"] == "stop"
+
+
+async def test_a_status_that_no_server_of_ours_made_has_no_reason() -> None:
+    async with open_channel("127.0.0.1:1") as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            await once(channel)(b"")
+    arrived = errors.from_rpc_error(caught.value)
+    assert (arrived.code, arrived.reason) == (grpc.StatusCode.UNAVAILABLE, errors.UNSPECIFIED)
+
+
+def test_the_field_is_named_once() -> None:
+    assert errors.invalid_field("top_p", "is 0").message == "top_p: is 0"
+    assert errors.invalid_field("top_p", "top_p is 0").message == "top_p is 0"
+
+
+def test_reasons_are_those_of_the_contract() -> None:
+    names = [value.name.removeprefix("ERROR_REASON_") for value in model_pb2.ErrorReason.DESCRIPTOR.values]
+    for name in names:
+        assert RequestError(grpc.StatusCode.INTERNAL, name, "").reason == name
+    with pytest.raises(ValueError, match="NO_SUCH_REASON"):
+        errors.internal("NO_SUCH_REASON", "")
+
+
+def test_every_reason_of_the_contract_has_a_way_to_be_raised() -> None:
+    others = {"UNSPECIFIED", "UNKNOWN_FEATURE", "NO_CHAT_TEMPLATE", "INTERNAL"}  # by the factories above, by name
+    assert {value.name.removeprefix("ERROR_REASON_") for value in model_pb2.ErrorReason.DESCRIPTOR.values} == (
+        others | {error.reason for error, _ in RAISED}
+    )
+
+
+def test_a_blocking_servicer_method_is_refused_where_it_is_written() -> None:
+    with pytest.raises(TypeError, match="neither a coroutine function"):
+
+        @errors.guarded
+        def Blocking(self: object, request: bytes, context: object) -> bytes:
+            return request

@@ -1,0 +1,198 @@
+"""A server says NOT_SERVING until it serves, takes its port alone, and goes away in order."""
+
+import asyncio
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from outrider.rpc import errors
+from outrider.rpc.channel import open_channel, wait_for_health, wait_for_health_blocking
+from outrider.rpc.server import HealthState, StartupError, bind, create_server
+from tests.house.project import ROOT
+from tests.outrider.rpc.probe import NAME, Probe, many, once
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def _health(channel: Any) -> Any:
+    return health_pb2_grpc.HealthStub(channel)  # its stubs forget its methods
+
+
+async def _status(channel: grpc.aio.Channel, service: str) -> int:
+    request = health_pb2.HealthCheckRequest(service=service)
+    return int((await _health(channel).Check(request)).status)
+
+
+async def test_no_service_is_serving_before_it_says_so() -> None:
+    server = create_server(max_message_bytes=1 << 20)
+    health = HealthState(server, [NAME])
+    address = bind(server, "127.0.0.1:0")
+    await server.start()
+    async with open_channel(address) as channel:
+        for service in ("", NAME):
+            assert await _status(channel, service) == NOT_SERVING
+        with pytest.raises(TimeoutError, match="NOT_SERVING"):
+            await wait_for_health(channel, NAME, 0.2)
+        await health.serving()
+        for service in ("", NAME):
+            assert await _status(channel, service) == SERVING
+        await wait_for_health(address, NAME, 5)
+        await health.not_serving()
+        assert await _status(channel, "") == NOT_SERVING
+        await health.drain()
+        await health.serving()
+        assert await _status(channel, "") == NOT_SERVING
+    await server.stop(None)
+
+
+async def test_a_port_belongs_to_one_server() -> None:
+    first, second = create_server(max_message_bytes=1 << 20), create_server(max_message_bytes=1 << 20)
+    address = bind(first, "127.0.0.1:0")
+    assert re.fullmatch(r"127\.0\.0\.1:[1-9]\d*", address)
+    with pytest.raises(StartupError, match=f"cannot listen at {address}: the port is taken"):
+        bind(second, address)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost:", ":50051", "127.0.0.1:http", "127.0.0.1:70000"])
+async def test_an_address_is_host_and_port(address: str) -> None:
+    with pytest.raises(StartupError, match="is not HOST:PORT"):
+        bind(create_server(max_message_bytes=1 << 20), address)
+
+
+async def test_a_message_over_the_limit_is_refused_and_the_server_lives() -> None:
+    server = create_server(max_message_bytes=1_000)
+    Probe().register(server)
+    address = bind(server, "127.0.0.1:0")
+    await server.start()
+    async with open_channel(address) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            await once(channel)(b"x" * 2_000)
+        assert errors.from_rpc_error(caught.value).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await once(channel)(b"x" * 500) == b"x" * 500
+    await server.stop(None)
+
+
+class Process:
+    """The probe as a process of its own."""
+
+    def __init__(self, grace_s: float) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.outrider.rpc.probe", str(grace_s)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.stdout = self.process.stdout
+        self.address = self.stdout.readline().strip()
+        wait_for_health_blocking(self.address, NAME, 10)
+
+    def signal(self, number: int = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+
+    def ended(self, within: float) -> tuple[int, list[str]]:
+        code = self.process.wait(within)
+        return code, self.stdout.read().split()
+
+
+@pytest.fixture
+def process(request: pytest.FixtureRequest) -> Iterator[Process]:
+    """The probe as a process; its parameter is the grace in seconds."""
+    made = Process(request.param)
+    yield made
+    made.process.kill()
+    made.process.wait()
+    made.stdout.close()
+
+
+def _until_not_serving(channel: grpc.Channel) -> None:
+    stub = _health(channel)
+    end = time.monotonic() + 5
+    while stub.Check(health_pb2.HealthCheckRequest(service=NAME)).status != NOT_SERVING:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("process", [20.0], indirect=True)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_lets_running_calls_finish_and_no_new_ones_in(process: Process, number: int) -> None:
+    with grpc.insecure_channel(process.address) as channel:
+        running = many(channel)(b"0.6")
+        assert next(running) == b"first"
+        process.signal(number)
+        _until_not_serving(channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            once(channel)(b"")
+        refused = errors.from_rpc_error(caught.value)
+        assert (refused.code, refused.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+        assert list(running) == [b"last"]
+        assert process.ended(within=5) == (0, ["told", "stopped"])
+
+
+@pytest.mark.parametrize("process", [20.0], indirect=True)
+def test_a_watch_of_health_is_told_and_holds_nothing_up(process: Process) -> None:
+    with grpc.insecure_channel(process.address) as channel:
+        watch = _health(channel).Watch(health_pb2.HealthCheckRequest(service=NAME))
+        assert next(watch).status == SERVING
+        process.signal()
+        assert next(watch).status == NOT_SERVING
+        assert process.ended(within=5)[0] == 0
+
+
+@pytest.mark.parametrize("process", [0.3], indirect=True)
+def test_calls_that_outlast_the_grace_are_cut(process: Process) -> None:
+    with grpc.insecure_channel(process.address) as channel:
+        running = many(channel)(b"60")
+        assert next(running) == b"first"
+        process.signal()
+        with pytest.raises(grpc.RpcError):
+            next(running)
+        assert process.ended(within=5) == (0, ["told", "stopped"])
+
+
+@pytest.mark.parametrize("process", [60.0], indirect=True)
+def test_a_second_signal_stops_at_once(process: Process) -> None:
+    with grpc.insecure_channel(process.address) as channel:
+        running = many(channel)(b"60")
+        assert next(running) == b"first"
+        process.signal()
+        _until_not_serving(channel)
+        process.signal()
+        assert process.ended(within=5) == (0, ["told", "stopped"])
+
+
+@pytest.mark.parametrize("process", [1.0], indirect=True)
+def test_reflection_lists_the_services(process: Process) -> None:
+    with grpc.insecure_channel(process.address) as channel:
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+        (answer,) = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+        names = {service.name for service in answer.list_services_response.service}
+        assert {NAME, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"} <= names
+
+
+async def test_waiting_for_health_outlasts_a_server_that_is_not_there_yet() -> None:
+    server = create_server(max_message_bytes=1 << 20)
+    health = HealthState(server, [NAME])
+    address = bind(server, "127.0.0.1:0")
+    waiting = asyncio.create_task(wait_for_health(address, NAME, 10))
+    await asyncio.sleep(0.2)
+    assert not waiting.done()
+    await server.start()
+    await health.serving()
+    await waiting
+    await server.stop(None)
+
+
+def test_waiting_for_health_ends_and_says_what_was_answered() -> None:
+    with pytest.raises(TimeoutError, match=r"the server at 127\.0\.0\.1:1 is not serving after 0\.3 s: UNAVAILABLE"):
+        wait_for_health_blocking("127.0.0.1:1", "", 0.3)
