@@ -1,0 +1,1 @@
+"""The draft service: the front door, and the small model behind it."""

@@ -1,0 +1,17 @@
+"""`python -m draft_service --model DIR_OR_ID --verifier HOST:PORT --listen HOST:PORT`."""
+
+import sys
+
+from draft_service.app import DraftApp
+from draft_service.settings import DraftSettings
+from outrider.lifecycle import run
+
+
+def main() -> int:
+    """Runs the service; returns the exit code."""
+    settings = DraftSettings.from_command_line(program="draft_service")
+    return run("draft_service", settings, lambda: DraftApp(settings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""The draft service as a whole: loads the draft, finds the verifier, and hands the parts to each other."""
+
+import grpc
+
+from draft_service.drafters.engine import DraftEngine
+from draft_service.drafters.model import ModelDrafter
+from draft_service.pair import Pair
+from draft_service.service import SERVICE_NAME, DraftService
+from draft_service.settings import DraftSettings
+from draft_service.verifier_link import VerifierLink
+from kernels.sparse import SparseConfig
+from kernels.verify import SUPPORTED_RULES
+from outrider.lifecycle import Service, in_thread
+from outrider.lm.checkpoint import LoadedModel, ModelSource, load_model
+from outrider.lm.packed import PackedModel
+from outrider.lm.tokenizer import Tokenizer, load_tokenizer
+from outrider.model_info import describe
+from outrider.sampling import RULE_TO_WIRE
+from protos.outrider.v1 import model_pb2
+from protos.outrider.v1.draft_service_pb2_grpc import add_DraftServiceServicer_to_server
+
+FEATURES = (
+    "chat",
+    "logprobs",
+    "n",
+    "penalties",
+    "propose",
+    "resume",
+    "round_reports",
+    "stop_strings",
+    "time_limit",
+)
+DEFAULT_SEQUENCE_TOKENS = 8192
+
+
+class DraftApp(Service):
+    """The draft service."""
+
+    name = SERVICE_NAME
+
+    def __init__(self, settings: DraftSettings) -> None:
+        self._settings = settings
+        self._servicer = DraftService(settings)
+        self._link: VerifierLink | None = None
+        self._engine: DraftEngine | None = None
+
+    def register(self, server: grpc.aio.Server) -> None:
+        add_DraftServiceServicer_to_server(self._servicer, server)
+
+    async def load(self) -> None:
+        settings = self._settings
+        loaded, tokenizer = await in_thread(lambda: load(settings))
+        self._link = VerifierLink(
+            settings.verifier, max_message_bytes=settings.max_message_bytes, timeout=settings.verifier_timeout
+        )
+        draft = model_info(loaded, tokenizer, settings)
+        target = await self._link.match(draft)
+        limit_by(draft, target)
+        self._engine = await in_thread(lambda: build_engine(loaded, target, draft.limits, settings))
+        self._engine.start()
+        drafter = ModelDrafter(self._engine, vocab_size=target.vocab_size)
+        self._servicer.attach(Pair(drafter, self._link, tokenizer, draft, target))
+
+    async def drain(self) -> None:
+        """Requests in progress finish by themselves."""
+
+    def stop(self) -> None:
+        if self._engine is not None:
+            self._engine.stop()
+
+
+def load(settings: DraftSettings) -> tuple[LoadedModel, Tokenizer]:
+    """The model and its tokenizer. Takes as long as reading the weights does.
+
+    Raises:
+        CheckpointError: the model cannot be loaded or run.
+    """
+    source = ModelSource(
+        name=settings.model,
+        revision=settings.revision,
+        dtype=settings.dtype,
+        device=settings.device,
+        trust_remote_code=settings.trust_remote_code,
+    )
+    return load_model(source), load_tokenizer(source)
+
+
+def build_engine(
+    loaded: LoadedModel, target: model_pb2.ModelInfo, limits: model_pb2.Limits, settings: DraftSettings
+) -> DraftEngine:
+    """The draft's engine, warmed up and not started."""
+    length = min(settings.max_sequence_tokens or DEFAULT_SEQUENCE_TOKENS, loaded.context_length)
+    packed = PackedModel.build(loaded, max_sequences=settings.max_sequences, max_length=length)
+    packed.warm_up((1, 2, 64))
+    return DraftEngine(
+        packed,
+        vocab_size=target.vocab_size,
+        config=SparseConfig(keep_mass=settings.keep_mass, max_support=limits.max_support),
+        prefill_tokens=settings.prefill_tokens,
+        threads=settings.threads,
+    )
+
+
+def model_info(loaded: LoadedModel, tokenizer: Tokenizer, settings: DraftSettings) -> model_pb2.ModelInfo:
+    """What the service says of its draft before it knows a target."""
+    return describe(
+        loaded,
+        tokenizer,
+        limits=model_pb2.Limits(
+            max_gamma=settings.max_gamma,
+            max_support=settings.max_support,
+            max_message_bytes=settings.max_message_bytes,
+            max_sequences=settings.max_sequences,
+            max_outstanding=1,
+            max_samples=settings.max_samples,
+            max_stop_strings=settings.max_stop_strings,
+            max_stop_string_chars=settings.max_stop_string_chars,
+        ),
+        rules=sorted(SUPPORTED_RULES, key=lambda rule: rule.value),
+        default_rule=min(SUPPORTED_RULES, key=lambda rule: rule.value),
+        features=FEATURES,
+    )
+
+
+def limit_by(draft: model_pb2.ModelInfo, target: model_pb2.ModelInfo) -> None:
+    """Narrows what the service takes to what the target takes too: rules, and the limits it sets."""
+    limits, bound = draft.limits, target.limits
+    limits.max_gamma = min(limits.max_gamma, bound.max_gamma)
+    limits.max_support = min(limits.max_support, bound.max_support)
+    limits.max_sequence_tokens = bound.max_sequence_tokens
+    limits.max_stop_token_ids = bound.max_stop_token_ids
+    known = {RULE_TO_WIRE[rule] for rule in SUPPORTED_RULES}
+    draft.rules[:] = [rule for rule in target.rules if rule in known]
+    draft.default_rule = target.default_rule

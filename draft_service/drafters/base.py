@@ -1,0 +1,88 @@
+"""The seam between a request and whatever drafts for it. It knows no model and no wire."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+
+from kernels.adjustments import LogitRules
+from kernels.distribution import SamplingLaw
+from kernels.sparse import SparseLaw
+
+
+class DraftError(Exception):
+    """A drafter cannot go on with one sequence; the target can, alone.
+
+    `reason` is a name of the contract's `ErrorReason`, without its prefix.
+    """
+
+    def __init__(self, message: str, *, reason: str = "INTERNAL") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSequence:
+    """What a drafter is told of a sequence.
+
+    Attributes:
+        prompt: at least one token.
+        committed: output that there is already.
+        law: what the target's logits are sampled by; a drafter that has logits does best to draw by it too.
+        logit_rules: what changes those logits before.
+        seed: key of the draws (Law 2).
+    """
+
+    prompt: Sequence[int]
+    committed: Sequence[int]
+    law: SamplingLaw
+    logit_rules: LogitRules
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A proposal.
+
+    Attributes:
+        token_ids: the drafted tokens, in order.
+        laws: what each was sampled from, bit for bit (Law 1); None is the point mass.
+        seconds: what it took, waiting for other sequences included.
+    """
+
+    token_ids: list[int]
+    laws: list[SparseLaw | None]
+    seconds: float
+
+
+class Drafting(ABC):
+    """One sequence of a drafter. Its methods belong to the event loop."""
+
+    @abstractmethod
+    def room(self) -> int:
+        """How many tokens could be drafted next; 0 from where the drafter's context ends."""
+
+    @abstractmethod
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Tells what was committed since the last proposal. Costs nothing: the next `propose` carries it."""
+
+    @abstractmethod
+    def propose(self, gamma: int) -> Awaitable[Draft]:
+        """Begins to draft at once, and gives the result to whoever awaits it; one proposal at a time.
+
+        `gamma` tokens come, or `room()` of them where that is less.
+
+        Raises:
+            DraftError: on awaiting; the sequence cannot go on here.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees what the sequence holds. A proposal under way is dropped. May be called twice."""
+
+
+class Drafter(ABC):
+    """Something that drafts, for many sequences at once."""
+
+    @abstractmethod
+    def open(self, sequence: DraftSequence) -> Drafting:
+        """Begins a sequence. Does not wait; what it takes is taken by the first `propose`."""

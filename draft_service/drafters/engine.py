@@ -1,0 +1,233 @@
+"""The draft's engine: all sequences that have a proposal to draft take one step in one packed pass.
+
+It runs on a thread of its own (`outrider.lm.engine`): γ tokens are γ passes, with no way back to the event loop between
+them. It knows nothing of gRPC or of verdicts: it is told what was committed, and asked for tokens that may follow.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from draft_service.drafters.base import Draft, DraftError, DraftSequence
+from kernels.adjustments import Adjuster, RowAdjustment, apply
+from kernels.distribution import SamplingLaw
+from kernels.philox import Domain, uniform
+from kernels.sparse import SparseConfig, SparseLaw, draw
+from outrider.lm.engine import Engine
+from outrider.lm.packed import Chunk, PackedModel
+
+Done = Callable[[Draft | DraftError], None]
+
+
+@dataclass(slots=True, eq=False)
+class ModelSequence:
+    """A sequence and its state. Belongs to the engine's thread.
+
+    Law 5: from an `Ask` on the cache holds a prefix of `tokens` without the last, which is run to draft the first one.
+
+    Attributes:
+        tokens: prompt, committed tokens, and those drafted in the round under way.
+        base: how many of them are committed.
+        gamma: how many to draft in the round under way; 0 between rounds.
+        laws: what the drafted ones were sampled from.
+        done: takes the round's result; any thread may call it.
+        slot: its place in the KV pool; None before its first pass and after its end.
+    """
+
+    law: SamplingLaw
+    seed: int
+    tokens: list[int]
+    base: int
+    adjuster: Adjuster | None
+    slot: int | None = None
+    gamma: int = 0
+    laws: list[SparseLaw | None] = field(default_factory=list)
+    done: Done | None = None
+    asked: float = 0.0
+    closed: bool = False
+
+    @staticmethod
+    def begin(sequence: DraftSequence, vocab_size: int) -> "ModelSequence":
+        """A sequence at its opening, with nothing in the cache."""
+        adjuster = None
+        if not sequence.logit_rules.is_identity:
+            adjuster = Adjuster(sequence.logit_rules, sequence.prompt, vocab_size)
+            for token in sequence.committed:
+                adjuster.push(token)
+        tokens = [*sequence.prompt, *sequence.committed]
+        return ModelSequence(sequence.law, sequence.seed, tokens, len(tokens), adjuster)
+
+    @property
+    def drafted(self) -> int:
+        """Tokens drafted in this round."""
+        return len(self.tokens) - self.base
+
+    def commit(self, committed: Sequence[int]) -> int:
+        """Puts what was committed in place of what was drafted; how many of its tokens had been drafted."""
+        base, kept = self.base, 0
+        for token, drafted in zip(committed, self.tokens[base:], strict=False):
+            if token != drafted:
+                break
+            kept += 1
+        self.tokens[base:] = committed
+        self.base = len(self.tokens)
+        if self.adjuster is not None:
+            self.adjuster.truncate(self.adjuster.n_generated - len(self.laws) + kept)
+            for token in committed[kept:]:
+                self.adjuster.push(token)
+        self.laws = []
+        return kept
+
+    def add(self, token: int, law: SparseLaw | None) -> None:
+        """Takes in a drafted token."""
+        self.tokens.append(token)
+        self.laws.append(law)
+        if self.adjuster is not None:
+            self.adjuster.push(token)
+
+    def finish(self, error: DraftError | None = None) -> None:
+        """Ends the round and hands out its result."""
+        done, self.done, self.gamma = self.done, None, 0
+        if done is not None:
+            done(error or Draft(self.tokens[self.base :], self.laws, time.perf_counter() - self.asked))
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What was committed since the last round, and how many tokens to draft behind it."""
+
+    sequence: ModelSequence
+    committed: Sequence[int]
+    gamma: int
+    done: Done
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The sequence is gone: free what it held."""
+
+    sequence: ModelSequence
+
+
+@dataclass(frozen=True, slots=True)
+class DraftWork:
+    """One sequence's share of a pass; `draws` is False where it is prompt alone, with more to come."""
+
+    sequence: ModelSequence
+    chunk: Chunk
+    draws: bool
+
+
+class DraftEngine(Engine[Ask | Close, DraftWork]):
+    """All sequences of one draft model."""
+
+    def __init__(
+        self,
+        packed: PackedModel,
+        *,
+        vocab_size: int,
+        config: SparseConfig,
+        prefill_tokens: int,
+        threads: int | None = None,
+    ) -> None:
+        """`vocab_size` is the target's: ids from there on are padding, and never drafted."""
+        super().__init__(packed, name="draft-engine", threads=threads)
+        self._vocab_size = vocab_size
+        self._config = config
+        self._prefill_tokens = prefill_tokens
+        self._busy: list[ModelSequence] = []  # those with a round under way, those longest unserved first
+
+    # ------------------------------------------------------------------------------------------------------- receive
+
+    def receive(self, message: Ask | Close) -> None:
+        sequence = message.sequence
+        if isinstance(message, Close):
+            self._close(sequence)
+        elif not sequence.closed:
+            try:
+                self._begin(message)
+            except Exception as error:  # no room, or a bug: this sequence has no draft, and the others go on
+                sequence.done = message.done
+                self._end(sequence, error)
+
+    def _begin(self, ask: Ask) -> None:
+        sequence, pool = ask.sequence, self.packed.pool
+        sequence.asked = time.perf_counter()
+        base = sequence.base
+        kept = sequence.commit(ask.committed)
+        if sequence.slot is None:
+            sequence.slot = pool.allocate()
+        pool.rollback(sequence.slot, min(pool.length(sequence.slot), base + kept, sequence.base - 1))
+        sequence.done = ask.done
+        sequence.gamma = ask.gamma
+        self._busy.append(sequence)
+
+    def _close(self, sequence: ModelSequence) -> None:
+        sequence.closed = True
+        sequence.done = None
+        if sequence in self._busy:
+            self._busy.remove(sequence)
+        if sequence.slot is not None:
+            self.packed.pool.free(sequence.slot)
+            sequence.slot = None
+
+    # --------------------------------------------------------------------------------------- schedule, process, fail
+
+    def schedule(self) -> list[DraftWork]:
+        work, budget = [], self._prefill_tokens
+        for sequence in self._busy:
+            assert sequence.slot is not None
+            start = self.packed.pool.length(sequence.slot)
+            behind = len(sequence.tokens) - start  # at least 1: the last token is always still to run
+            piece = min(behind - 1, budget)
+            budget -= piece
+            if piece == behind - 1:
+                work.append(DraftWork(sequence, Chunk(sequence.slot, sequence.tokens[start:], start, behind - 1), True))
+            elif piece:
+                tokens = sequence.tokens[start : start + piece]
+                work.append(DraftWork(sequence, Chunk(sequence.slot, tokens, start, piece), False))
+        return work
+
+    def process(self, work: Sequence[DraftWork], logits: torch.Tensor) -> None:
+        # logits: [B, V or more], one row for each sequence that draws
+        drawing = [item.sequence for item in work if item.draws]
+        if not drawing:
+            return
+        for sequence, (token, law) in zip(drawing, self._draw(drawing, logits), strict=True):
+            if token < 0:
+                text = f"the draft's logits after {len(sequence.tokens)} tokens are no numbers"
+                self._end(sequence, DraftError(text, reason="BAD_LOGITS"))
+                continue
+            sequence.add(token, law)
+            if sequence.drafted == sequence.gamma:
+                self._busy.remove(sequence)
+                sequence.finish()
+
+    def fail(self, work: Sequence[DraftWork], error: Exception) -> None:
+        for item in work:
+            if item.sequence in self._busy:
+                self._end(item.sequence, error)
+
+    def _draw(self, drawing: Sequence[ModelSequence], logits: torch.Tensor) -> Iterable[tuple[int, SparseLaw | None]]:
+        rows: list[RowAdjustment | None] = [
+            None if sequence.adjuster is None else sequence.adjuster.row() for sequence in drawing
+        ]
+        laws: SamplingLaw | list[SamplingLaw] = [sequence.law for sequence in drawing]
+        tokens, drawn = draw(
+            apply(logits[:, : self._vocab_size], rows), laws, self._config, [_uniform(sequence) for sequence in drawing]
+        )
+        return zip(tokens, drawn, strict=True)
+
+    def _end(self, sequence: ModelSequence, error: Exception) -> None:
+        if sequence in self._busy:
+            self._busy.remove(sequence)
+        sequence.finish(error if isinstance(error, DraftError) else DraftError(f"{type(error).__name__}: {error}"))
+
+
+def _uniform(sequence: ModelSequence) -> float:
+    """The draw of the next token (Law 2): keyed by the round's base and the place in the proposal."""
+    if sequence.law.is_greedy:
+        return 0.0
+    return uniform(sequence.seed, sequence.base, sequence.drafted, Domain.DRAFT)

@@ -1,0 +1,139 @@
+"""What one sample tells its client: chunks of text with their tokens, and how it ended.
+
+It knows nothing of how tokens come about, and nothing of who reads.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from draft_service.output import OutputText, Released
+from draft_service.responses import Responses
+from draft_service.statistics import SpeculationCounts, Timings
+from protos.outrider.v1 import draft_service_pb2, sampling_pb2, speculation_pb2
+
+_DRAFT = draft_service_pb2.TOKEN_ORIGIN_DRAFT
+_CORRECTION = draft_service_pb2.TOKEN_ORIGIN_CORRECTION
+_TARGET = draft_service_pb2.TOKEN_ORIGIN_TARGET
+
+ShowToken = Callable[[int], str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    """A committed token that has not been released."""
+
+    token: int
+    origin: draft_service_pb2.TokenOrigin
+    logprobs: sampling_pb2.PositionLogprobs | None
+
+
+class Emitter:
+    """The voice of one sample."""
+
+    def __init__(
+        self,
+        responses: Responses,
+        text: OutputText,
+        *,
+        index: int,
+        prompt_tokens: int,
+        show_token: ShowToken | None = None,
+    ) -> None:
+        """With `show_token`, which turns one token into text by itself, rounds are reported too."""
+        self.cached_tokens = 0
+        self.completion_tokens = 0
+        self._responses = responses
+        self._text = text
+        self._index = index
+        self._prompt_tokens = prompt_tokens
+        self._show_token = show_token
+        self._tokens: deque[_Token] = deque()
+        self._rounds: list[draft_service_pb2.RoundReport] = []
+
+    def take(self, verdict: speculation_pb2.Verdict, drafted: Sequence[int]) -> bool:
+        """Takes in a verdict on the drafted tokens, and keeps what it committed until `send`.
+
+        True where a stop string ends the text; what the verdict commits after it is dropped.
+        """
+        if self._show_token is not None:
+            self._rounds.append(self._report(verdict, drafted, self._show_token))
+        own = _CORRECTION if verdict.accepted < len(drafted) else _TARGET
+        silent = len(verdict.token_ids) - (verdict.finish_reason == sampling_pb2.FINISH_REASON_STOP_TOKEN)
+        for i, token in enumerate(verdict.token_ids):
+            logprobs = verdict.logprobs[i] if verdict.logprobs else None
+            self._tokens.append(_Token(token, _DRAFT if i < verdict.accepted else own, logprobs))
+            if i == silent:
+                self._text.push_silent()
+            elif self._text.push(token):
+                return True
+        return False
+
+    def send(self, timings: Timings) -> None:
+        """Sends what may be sent now."""
+        self._send(self._text.release(), timings)
+
+    async def room(self) -> None:
+        """Waits while the client is too far behind.
+
+        Raises:
+            RequestError: DEADLINE_EXCEEDED, where it stays so.
+        """
+        await self._responses.room()
+
+    def finish(
+        self, reason: sampling_pb2.FinishReason, counts: SpeculationCounts, timings: Timings
+    ) -> sampling_pb2.FinishReason:
+        """Sends the rest and the end. A stop string comes before any other reason; returns the one that holds."""
+        last = self._tokens[-1].token if self._tokens else None
+        self._send(self._text.finish(), timings)
+        stopped_by = self._text.stopped_by
+        if stopped_by is not None:
+            reason = sampling_pb2.FINISH_REASON_STOP_STRING
+        finished = draft_service_pb2.GenerateFinished(
+            index=self._index,
+            finish_reason=reason,
+            stop=stopped_by or "",
+            stop_token_id=last if reason == sampling_pb2.FINISH_REASON_STOP_TOKEN else None,
+            usage=draft_service_pb2.Usage(
+                prompt_tokens=self._prompt_tokens,
+                completion_tokens=self.completion_tokens,
+                cached_tokens=self.cached_tokens,
+            ),
+            statistics=counts.to_message(),
+            timings=timings.to_message(),
+        )
+        self._responses.send(draft_service_pb2.GenerateResponse(finished=finished))
+        return reason
+
+    def _send(self, released: Released, timings: Timings) -> None:
+        if not (released.text or released.tokens):
+            return
+        tokens = [self._tokens.popleft() for _ in range(released.tokens)]
+        chunk = draft_service_pb2.GenerateChunk(
+            index=self._index,
+            text=released.text,
+            token_ids=[each.token for each in tokens],
+            origins=[each.origin for each in tokens],
+            logprobs=[each.logprobs for each in tokens if each.logprobs is not None],
+        )
+        if self._show_token is not None:
+            chunk.token_texts.extend([self._show_token(each.token) for each in tokens])
+            chunk.rounds.extend(self._rounds)
+            self._rounds.clear()
+        if tokens:
+            timings.token_out()
+        self.completion_tokens += len(tokens)
+        self._responses.send(draft_service_pb2.GenerateResponse(chunk=chunk))
+
+    def _report(
+        self, verdict: speculation_pb2.Verdict, drafted: Sequence[int], show: ShowToken
+    ) -> draft_service_pb2.RoundReport:
+        return draft_service_pb2.RoundReport(
+            round=verdict.round,
+            output_length=verdict.base_length - self._prompt_tokens,
+            drafted_token_ids=drafted,
+            drafted_texts=[show(token) for token in drafted],
+            accepted=verdict.accepted,
+            beta=verdict.beta,
+        )

@@ -1,0 +1,164 @@
+"""One call of `Generate`: its samples run side by side, and their responses go out on one stream.
+
+It knows nothing of how a sample is written.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from functools import partial
+from typing import Any
+
+import grpc
+import structlog
+
+from draft_service.emission import Emitter
+from draft_service.generation import Sample
+from draft_service.output import OutputText
+from draft_service.pair import Pair, Places
+from draft_service.responses import Responses
+from draft_service.settings import DraftSettings
+from draft_service.validation import Generation, check_generate
+from outrider.lm.tokenizer import IncrementalDetokenizer
+from outrider.rpc.errors import RequestError
+from protos.outrider.v1 import draft_service_pb2, sampling_pb2, verifier_service_pb2
+
+_log = structlog.get_logger()
+
+Context = grpc.aio.ServicerContext[draft_service_pb2.GenerateRequest, draft_service_pb2.GenerateResponse]
+
+# A prompt of this many characters takes about a millisecond to tokenise; longer ones do it off the event loop.
+SHORT_PROMPT_CHARS = 4096
+
+
+class GenerateCall:
+    """One call, from its request to its end."""
+
+    def __init__(self, pair: Pair, places: Places, settings: DraftSettings, context: Context) -> None:
+        self._pair = pair
+        self._places = places
+        self._settings = settings
+        self._context = context
+        self._arrived = time.perf_counter()
+        self._responses = Responses(slow_client_timeout=settings.slow_client_timeout)
+        self._samples: list[Sample] = []
+        self._emitters: list[Emitter] = []
+        self._started = False
+
+    async def run(
+        self, message: draft_service_pb2.GenerateRequest
+    ) -> AsyncGenerator[draft_service_pb2.GenerateResponse, None]:
+        """The call's responses. Whatever way it ends, nothing of it is left, and one line is in the log.
+
+        Raises:
+            RequestError: how the call ends, where it does not end well.
+        """
+        request, outcome = None, "CANCELLED"
+        try:
+            request = await self._check(message)
+            with self._places.take(request.samples):
+                producer = asyncio.create_task(self._produce(request))
+                try:
+                    async for response in self._responses:
+                        yield response
+                finally:
+                    producer.cancel()
+                    await asyncio.gather(producer, return_exceptions=True)
+            outcome = "OK"
+        except RequestError as error:
+            outcome = error.code.name
+            raise
+        except Exception:
+            outcome = "INTERNAL"
+            raise
+        finally:
+            self._log(message, request, outcome)
+
+    async def _check(self, message: draft_service_pb2.GenerateRequest) -> Generation:
+        check = partial(
+            check_generate,
+            message,
+            tokenizer=self._pair.tokenizer,
+            draft=self._pair.draft,
+            target=self._pair.target,
+            default_gamma=self._settings.gamma,
+        )
+        chars = len(message.text) + sum(len(said.content) for said in message.chat.messages)
+        return check() if chars <= SHORT_PROMPT_CHARS else await asyncio.to_thread(check)
+
+    async def _produce(self, request: Generation) -> None:
+        """Writes all samples; the first that fails ends them all."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index in range(request.samples):
+                    group.create_task(self._write(request, index))
+        except BaseExceptionGroup as errors:
+            self._responses.end(errors.exceptions[0])
+        else:
+            self._responses.end()
+
+    async def _write(self, request: Generation, index: int) -> None:
+        emitter = self._emitter(request, index)
+        sample = Sample(request, index, emitter, arrived=self._arrived)
+        self._emitters.append(emitter)
+        self._samples.append(sample)
+        await sample.run(
+            self._pair.link, self._pair.drafter, timeout=self._time_left(), on_open=partial(self._on_open, request)
+        )
+
+    def _emitter(self, request: Generation, index: int) -> Emitter:
+        hides_special = not request.keep_special_tokens
+        text = OutputText(
+            IncrementalDetokenizer(
+                self._pair.tokenizer, [*request.prompt, *request.committed], skip_special=hides_special
+            ),
+            stop=request.stop,
+            min_tokens=request.min_new_tokens,
+            written=len(request.committed),
+        )
+        show = partial(self._pair.tokenizer.decode_token, skip_special=hides_special) if request.report_rounds else None
+        return Emitter(self._responses, text, index=index, prompt_tokens=len(request.prompt), show_token=show)
+
+    def _on_open(self, request: Generation, opened: verifier_service_pb2.Opened) -> None:
+        if self._started:
+            return
+        self._started = True
+        started = draft_service_pb2.GenerateStarted(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt,
+            seed=request.seed,
+            weights_fingerprint=opened.weights_fingerprint,
+            rule=opened.rule,
+            max_new_tokens=request.max_new_tokens,
+        )
+        self._responses.send(draft_service_pb2.GenerateResponse(started=started))
+
+    def _time_left(self) -> float:
+        """Seconds until the client's deadline; where it has set none, ours."""
+        left: Any = self._context.time_remaining()
+        return self._settings.request_timeout if left is None else float(left)
+
+    def _log(self, message: draft_service_pb2.GenerateRequest, request: Generation | None, outcome: str) -> None:
+        counts = [sample.counts for sample in self._samples]
+        timings = [sample.timings for sample in self._samples]
+        reasons = [sampling_pb2.FinishReason.Name(sample.finish_reason) for sample in self._samples]
+        first = [each.first_token for each in timings if each.first_token is not None]
+        _log.info(
+            "generate",
+            request_id=request.request_id if request else message.request_id,
+            status=outcome,
+            samples=len(self._samples),
+            finish_reasons=[reason.removeprefix("FINISH_REASON_") for reason in reasons],
+            prompt_tokens=len(request.prompt) if request else 0,
+            committed_tokens=len(message.committed_token_ids),
+            tokens=sum(emitter.completion_tokens for emitter in self._emitters),
+            rounds=sum(each.num_rounds for each in counts),
+            drafts=sum(each.num_drafts for each in counts),
+            draft_tokens=sum(each.num_draft_tokens for each in counts),
+            accepted_tokens=sum(each.num_accepted_tokens for each in counts),
+            alpha=[round(each.alpha, 4) for each in counts],
+            seconds=round(time.perf_counter() - self._arrived, 4),
+            first_token_seconds=round(min(first), 4) if first else None,
+            draft_seconds=round(sum(each.draft for each in timings), 4),
+            verdict_seconds=round(sum(each.verdict for each in timings), 4),
+        )

@@ -1,0 +1,224 @@
+"""One sample's loop, from its opening to its end: draft, verdict, commit, emit, and again.
+
+It knows nothing of streams to clients or of how drafts come about: rounds go to a `VerifySequence`, drafts come from a
+`Drafting`, and what is to be told goes to an `Emitter`.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+
+import structlog
+
+from draft_service.drafters.base import Draft, Drafter, DraftError, Drafting, DraftSequence
+from draft_service.emission import Emitter
+from draft_service.statistics import SpeculationCounts, Timings
+from draft_service.validation import Generation
+from draft_service.verifier_link import VerifierLink, VerifySequence
+from outrider.wire import encode_distribution
+from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
+
+_log = structlog.get_logger()
+
+# While the verifier wants no proposals the target writes alone, this many tokens before it is asked again.
+DECODE_WHILE_CAPPED = 16
+
+OnOpen = Callable[[verifier_service_pb2.Opened], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What was sent to the verifier.
+
+    Attributes:
+        drafted: the drafted tokens; none where the target writes alone.
+        verdicts: how many answer it.
+    """
+
+    drafted: Sequence[int]
+    verdicts: int
+
+
+class Sample:
+    """One sample of a request.
+
+    Attributes:
+        counts: how speculation goes.
+        timings: where the time goes.
+        finish_reason: why it ended; unspecified until it has.
+    """
+
+    def __init__(self, request: Generation, index: int, emitter: Emitter, *, arrived: float) -> None:
+        """`arrived` is the request's arrival, as `time.perf_counter()` had it."""
+        self.counts = SpeculationCounts()
+        self.timings = Timings(arrived)
+        self.finish_reason: sampling_pb2.FinishReason = sampling_pb2.FINISH_REASON_UNSPECIFIED
+        self._request = request
+        self._index = index
+        self._emitter = emitter
+        self._written = len(request.committed)
+        self._drafting: Drafting | None = None
+        self._sent = 0.0  # when the round under way left
+
+    async def run(self, link: VerifierLink, drafter: Drafter, *, timeout: float | None, on_open: OnOpen) -> None:
+        """Writes the sample. Both sides are free of it when this returns, or raises.
+
+        Args:
+            timeout: what is left of the client's deadline, in seconds.
+            on_open: told once, when the verifier has taken the sequence.
+
+        Raises:
+            RequestError: the verifier refused, or is gone.
+        """
+        request = self._request
+        target = link.open(self._opening(), sequence_id=f"{request.request_id}/{self._index}", timeout=timeout)
+        try:
+            if request.gamma:
+                self._drafting = drafter.open(self._draft_sequence())
+            await self._write_in_time(target, on_open)
+        except BaseException:
+            target.cancel()
+            raise
+        finally:
+            self._stop_drafting()
+        self.finish_reason = self._emitter.finish(self.finish_reason, self.counts, self.timings)
+        await target.close()
+
+    async def _write_in_time(self, target: VerifySequence, on_open: OnOpen) -> None:
+        seconds = self._request.time_limit
+        limit = None if seconds is None else seconds - (time.perf_counter() - self.timings.arrived)
+        try:
+            async with asyncio.timeout(limit) as clock:
+                await self._write(target, on_open)
+        except TimeoutError:
+            if not clock.expired():
+                raise
+            self.finish_reason = sampling_pb2.FINISH_REASON_TIME_LIMIT
+
+    async def _write(self, target: VerifySequence, on_open: OnOpen) -> None:
+        draft = self._begin_draft(target)  # the draft reads the prompt while the target does
+        opened = await target.begin()
+        self._emitter.cached_tokens = opened.cached_tokens
+        on_open(opened)
+        while not self.finish_reason:
+            round_ = await self._send_round(target, draft)
+            for owed in reversed(range(round_.verdicts)):
+                verdict = await self._next_verdict(target, round_)
+                if not owed and not self.finish_reason:
+                    draft = self._begin_draft(target)  # before the text goes out: the engine works meanwhile
+                if self._emitter.take(verdict, round_.drafted):
+                    self.finish_reason = sampling_pb2.FINISH_REASON_STOP_STRING
+                if self.finish_reason:
+                    break
+                self._emitter.send(self.timings)
+                await self._emitter.room()
+
+    # -------------------------------------------------------------------------------------------------------- a round
+
+    def _begin_draft(self, target: VerifySequence) -> Awaitable[Draft] | None:
+        """Begins the next proposal; None where the target writes alone."""
+        if self._drafting is None:
+            return None
+        if not self._drafting.room():  # its context is full, and stays so
+            self._stop_drafting()
+            return None
+        gamma = self._gamma(target)
+        return self._drafting.propose(gamma) if gamma else None
+
+    def _gamma(self, target: VerifySequence) -> int:
+        """The length of the next proposal: what was asked for, within what the verifier wants and what may be written.
+
+        A verdict adds a token of the target's own, so one place less than are left.
+        """
+        gamma = min(self._request.gamma, self._left - 1)
+        return gamma if target.gamma_cap is None else min(gamma, target.gamma_cap)
+
+    async def _send_round(self, target: VerifySequence, draft: Awaitable[Draft] | None) -> Round:
+        drafted = await self._drafted(draft) if draft is not None else None
+        if drafted is not None:
+            await target.propose(drafted.token_ids, [encode_distribution(law) for law in drafted.laws])
+            self._sent = time.perf_counter()
+            return Round(drafted.token_ids, 1)
+        tokens = self._left if self._drafting is None else min(self._left, DECODE_WHILE_CAPPED)
+        await target.decode(tokens)
+        self._sent = time.perf_counter()
+        return Round((), tokens)
+
+    async def _drafted(self, draft: Awaitable[Draft]) -> Draft | None:
+        """The proposal; None where the drafter has failed, upon which the target goes on alone."""
+        try:
+            drafted = await draft
+        except DraftError as error:
+            _log.warning(
+                "drafting failed; the target goes on alone",
+                request_id=self._request.request_id,
+                sample=self._index,
+                reason=str(error),
+            )
+            self._stop_drafting()
+            return None
+        self.timings.draft += drafted.seconds
+        return drafted
+
+    async def _next_verdict(self, target: VerifySequence, round_: Round) -> speculation_pb2.Verdict:
+        verdict = await target.verdict()
+        now = time.perf_counter()
+        self.timings.add(now - self._sent, verdict)
+        self._sent = now  # where more verdicts are to come, the next one's wait begins here
+        self.counts.add(len(round_.drafted), verdict)
+        self._written += len(verdict.token_ids)
+        if self._drafting is not None:
+            self._drafting.advance(verdict.token_ids)
+        self.finish_reason = verdict.finish_reason
+        return verdict
+
+    @property
+    def _left(self) -> int:
+        return self._request.max_new_tokens - self._written
+
+    # -------------------------------------------------------------------------------------------- opening and closing
+
+    def _opening(self) -> verifier_service_pb2.OpenSequence:
+        request = self._request
+        opening = verifier_service_pb2.OpenSequence(
+            prompt_token_ids=request.prompt,
+            committed_token_ids=request.committed,
+            sampling=request.params,
+            max_new_tokens=request.max_new_tokens,
+            min_new_tokens=request.min_new_tokens,
+            stop_token_ids=request.stop_token_ids,
+            ignore_eos=request.ignore_eos,
+            required_features=_needed(request),
+            weights_fingerprint=request.weights_fingerprint,
+            request_id=request.request_id,
+        )
+        opening.sampling.seed = request.seed_of(self._index)
+        if request.top_logprobs is not None:
+            opening.logprobs.top_n = request.top_logprobs
+        return opening
+
+    def _draft_sequence(self) -> DraftSequence:
+        return DraftSequence(
+            prompt=self._request.prompt,
+            committed=self._request.committed,
+            law=self._request.sampling.law,
+            logit_rules=self._request.sampling.logit_rules,
+            seed=self._request.seed_of(self._index),
+        )
+
+    def _stop_drafting(self) -> None:
+        if self._drafting is not None:
+            self._drafting.close()
+            self._drafting = None
+
+
+def _needed(request: Generation) -> list[str]:
+    """What the sequence depends on at the verifier: an older one would leave out what it does not know, in silence."""
+    needs = {
+        "decode": True,
+        "logprobs": request.top_logprobs is not None,
+        "penalties": not replace(request.sampling.logit_rules, min_new_tokens=0).is_identity,
+        "resume": bool(request.committed),
+    }
+    return [name for name, needed in needs.items() if needed]

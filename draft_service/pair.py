@@ -1,0 +1,54 @@
+"""What a service needs to serve: the drafter, the way to the target, and what both models say of themselves.
+
+It knows nothing of requests.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from draft_service.drafters.base import Drafter
+from draft_service.verifier_link import VerifierLink
+from outrider.lm.tokenizer import Tokenizer
+from outrider.rpc.errors import overloaded
+from protos.outrider.v1 import model_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A draft and the target it was matched with."""
+
+    drafter: Drafter
+    link: VerifierLink
+    tokenizer: Tokenizer
+    draft: model_pb2.ModelInfo
+    target: model_pb2.ModelInfo
+
+
+class Places:
+    """How many sequences may be in progress at once."""
+
+    def __init__(self, maximum: int) -> None:
+        self._maximum = maximum
+        self._taken = 0
+
+    @contextmanager
+    def take(self, count: int) -> Iterator[None]:
+        """Holds `count` places for as long as it is open.
+
+        Raises:
+            RequestError: RESOURCE_EXHAUSTED, where there are not as many.
+        """
+        free = self._maximum - self._taken
+        if count > free:
+            raise overloaded(
+                f"{count} sequences asked for, and {free} of {self._maximum} places are free; try again later",
+                given=count,
+                free=free,
+                maximum=self._maximum,
+            )
+        self._taken += count
+        try:
+            yield
+        finally:
+            self._taken -= count

@@ -1,0 +1,206 @@
+"""One call of `Propose`: one sequence of drafts, judged wherever its client likes.
+
+It knows nothing of verdicts but what the client says was committed.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, cast
+
+import grpc
+import structlog
+
+from draft_service.drafters.base import Draft, DraftError, Drafting, DraftSequence
+from draft_service.pair import Pair, Places
+from draft_service.settings import DraftSettings
+from draft_service.validation import check_gamma, check_law, check_name
+from outrider.model_info import check_features
+from outrider.rpc.errors import RequestError, idle, internal, invalid_field, out_of_order, wrong_base
+from outrider.sampling import check_token_ids
+from outrider.wire import PrefixHash, encode_distribution
+from protos.outrider.v1 import draft_service_pb2, model_pb2, speculation_pb2
+
+_log = structlog.get_logger()
+
+Context = grpc.aio.ServicerContext[draft_service_pb2.ProposeRequest, draft_service_pb2.ProposeResponse]
+
+
+class ProposeCall:
+    """One call, from its first message to its end."""
+
+    def __init__(self, pair: Pair, places: Places, settings: DraftSettings, context: Context) -> None:
+        self._pair = pair
+        self._places = places
+        self._limits = pair.draft.limits
+        self._idle_timeout = settings.idle_timeout
+        self._context = context
+        self._started = time.perf_counter()
+        self._proposals = self._tokens = 0
+        self._sequence_id = ""
+
+    async def run(self) -> AsyncGenerator[draft_service_pb2.ProposeResponse, None]:
+        """The call's responses. Whatever way it ends, nothing of it is left, and one line is in the log.
+
+        Raises:
+            RequestError: how the call ends, where it does not end well.
+        """
+        outcome = "CANCELLED"
+        try:
+            async with aclosing(self._serve()) as responses:
+                async for response in responses:
+                    yield response
+            outcome = "OK"
+        except RequestError as error:
+            outcome = error.code.name
+            raise
+        finally:
+            _log.info(
+                "propose",
+                sequence_id=self._sequence_id,
+                status=outcome,
+                proposals=self._proposals,
+                draft_tokens=self._tokens,
+                seconds=round(time.perf_counter() - self._started, 4),
+            )
+
+    async def _serve(self) -> AsyncGenerator[draft_service_pb2.ProposeResponse, None]:
+        message = await self._next()
+        if message is None:
+            raise out_of_order("the stream ended before OpenDraft")
+        if message.WhichOneof("kind") != "open":
+            raise out_of_order(f"the first message is {message.WhichOneof('kind') or 'empty'}; it must be OpenDraft")
+        check_name("sequence_id", message.sequence_id, required=True)
+        self._sequence_id = message.sequence_id
+        sequence = check_open(message.open, self._pair)
+        with self._places.take(1):
+            drafting = self._pair.drafter.open(sequence)
+            progress = _Progress(sequence)
+            try:
+                yield self._response(opened=draft_service_pb2.DraftOpened(limits=self._limits))
+                while (message := await self._next()) is not None:
+                    advance = self._check(message)
+                    progress.check(advance, self._limits, self._pair.target.vocab_size)
+                    draft = await _propose(drafting, advance)
+                    self._proposals += 1
+                    self._tokens += len(draft.token_ids)
+                    yield self._response(proposal=progress.proposal(draft))
+            finally:
+                drafting.close()
+
+    def _check(self, message: draft_service_pb2.ProposeRequest) -> draft_service_pb2.Advance:
+        if message.sequence_id != self._sequence_id:
+            raise invalid_field(
+                "sequence_id", f"sequence_id is {message.sequence_id!r}; this stream's is {self._sequence_id!r}"
+            )
+        match message.WhichOneof("kind"):
+            case "advance":
+                return message.advance
+            case "open":
+                raise out_of_order("a second OpenDraft came on the stream; one stream is one sequence")
+            case _:
+                raise invalid_field("kind", "kind is not set; a message is an OpenDraft or an Advance")
+
+    async def _next(self) -> draft_service_pb2.ProposeRequest | None:
+        try:
+            async with asyncio.timeout(self._idle_timeout):
+                message = cast("Any", await self._context.read())
+        except TimeoutError:
+            raise idle(f"the stream was silent for {self._idle_timeout:g} s", seconds=self._idle_timeout) from None
+        return None if message is grpc.aio.EOF else cast("draft_service_pb2.ProposeRequest", message)
+
+    def _response(self, **kind: Any) -> draft_service_pb2.ProposeResponse:
+        return draft_service_pb2.ProposeResponse(sequence_id=self._sequence_id, **kind)
+
+
+async def _propose(drafting: Drafting, advance: draft_service_pb2.Advance) -> Draft:
+    drafting.advance(advance.committed_token_ids)
+    try:
+        return await drafting.propose(advance.gamma)
+    except DraftError as error:
+        raise internal(error.reason, f"drafting failed: {error}") from None
+
+
+class _Progress:
+    """Where the sequence stands: what is committed, and which round comes next."""
+
+    def __init__(self, sequence: DraftSequence) -> None:
+        self._length = len(sequence.prompt) + len(sequence.committed)
+        self._hash = PrefixHash([*sequence.prompt, *sequence.committed])
+        self._seen = 0  # the round whose verdict was told last
+        self._round = 0
+
+    def check(self, advance: draft_service_pb2.Advance, limits: model_pb2.Limits, vocab_size: int) -> None:
+        """Takes in what was committed.
+
+        Raises:
+            RequestError: INVALID_ARGUMENT, where it does not follow what came before.
+        """
+        if advance.round <= self._round:
+            raise out_of_order(f"advance.round is {advance.round} after {self._round}; rounds count from 1 and grow")
+        if advance.base_length != self._length:
+            raise wrong_base(
+                f"advance.base_length is {advance.base_length}; the sequence has {self._length} tokens",
+                field="advance.base_length",
+                given=advance.base_length,
+                expected=self._length,
+            )
+        committed = check_token_ids("advance.committed_token_ids", advance.committed_token_ids, vocab_size)
+        if self._round and not committed:
+            raise invalid_field(
+                "advance.committed_token_ids",
+                f"advance.committed_token_ids is empty in round {advance.round}; a verdict commits at least 1 token",
+                given=0,
+            )
+        check_gamma("advance.gamma", advance.gamma, limits)
+        if self._length + len(committed) > limits.max_sequence_tokens:
+            raise invalid_field(
+                "advance.committed_token_ids",
+                f"advance.committed_token_ids makes the sequence {self._length + len(committed)} tokens long; "
+                f"at most {limits.max_sequence_tokens}",
+                given=self._length + len(committed),
+                maximum=limits.max_sequence_tokens,
+            )
+        self._seen, self._round = self._round, advance.round
+        self._length += len(committed)
+        self._hash.extend(committed)
+
+    def proposal(self, draft: Draft) -> speculation_pb2.Proposal:
+        """A draft as the proposal of the round that was checked last."""
+        return speculation_pb2.Proposal(
+            round=self._round,
+            base_length=self._length,
+            prefix_hash=self._hash.digest(),
+            token_ids=draft.token_ids,
+            distributions=[encode_distribution(law) for law in draft.laws],
+            seen_round=self._seen,
+        )
+
+
+def check_open(message: draft_service_pb2.OpenDraft, pair: Pair) -> DraftSequence:
+    """Checks an opening.
+
+    Raises:
+        RequestError: INVALID_ARGUMENT naming the field, or FAILED_PRECONDITION.
+    """
+    check_features(message.required_features, pair.draft.features)
+    vocab_size, room = pair.target.vocab_size, pair.draft.limits.max_sequence_tokens
+    sampling = check_law(message.sampling, pair.target)
+    if sampling.seed is None:
+        raise invalid_field("sampling.seed", "sampling.seed is not set; OpenDraft requires it")
+    prompt = check_token_ids("prompt_token_ids", message.prompt_token_ids, vocab_size)
+    if not prompt:
+        raise invalid_field("prompt_token_ids", "prompt_token_ids is empty; at least 1 token is needed", given=0)
+    committed = check_token_ids("committed_token_ids", message.committed_token_ids, vocab_size)
+    if len(prompt) + len(committed) > room:
+        raise invalid_field(
+            "prompt_token_ids",
+            f"prompt_token_ids and committed_token_ids have {len(prompt)} and {len(committed)} tokens; "
+            f"together at most {room}",
+            given=len(prompt) + len(committed),
+            maximum=room,
+        )
+    return DraftSequence(
+        prompt=prompt, committed=committed, law=sampling.law, logit_rules=sampling.logit_rules, seed=sampling.seed
+    )

@@ -1,0 +1,68 @@
+"""What a request has to say, on its way from several samples to one stream.
+
+It knows nothing of what is said.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+
+from outrider.rpc.errors import idle
+from protos.outrider.v1.draft_service_pb2 import GenerateResponse
+
+MAX_BACKLOG = 64
+
+
+class Responses:
+    """A queue that many samples write to and one stream reads from.
+
+    Writing never waits, so that what was released is never lost; who writes asks for `room` before it makes more.
+    """
+
+    def __init__(self, *, slow_client_timeout: float) -> None:
+        self._timeout = slow_client_timeout
+        self._queue: deque[GenerateResponse] = deque()
+        self._ended = False
+        self._error: BaseException | None = None
+        self._more = asyncio.Event()
+        self._fewer = asyncio.Event()
+
+    def send(self, response: GenerateResponse) -> None:
+        """Puts a response at the end."""
+        self._queue.append(response)
+        self._more.set()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """No more comes. An error is raised to the reader after what came before it."""
+        self._ended, self._error = True, error
+        self._more.set()
+
+    async def room(self) -> None:
+        """Waits while the client is too far behind.
+
+        Raises:
+            RequestError: DEADLINE_EXCEEDED, where it stays so.
+        """
+        while len(self._queue) >= MAX_BACKLOG:
+            self._fewer.clear()
+            try:
+                async with asyncio.timeout(self._timeout):
+                    await self._fewer.wait()
+            except TimeoutError:
+                raise idle(
+                    f"the client left {len(self._queue)} responses unread for {self._timeout:g} s",
+                    seconds=self._timeout,
+                    responses=len(self._queue),
+                ) from None
+
+    async def __aiter__(self) -> AsyncIterator[GenerateResponse]:
+        while True:
+            while self._queue:
+                yield self._queue.popleft()
+                self._fewer.set()
+            if self._ended:
+                if self._error is not None:
+                    raise self._error
+                return
+            self._more.clear()
+            await self._more.wait()

@@ -1,0 +1,60 @@
+"""The gRPC face of the draft service. It knows nothing of models; each call is its own module's affair."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from draft_service.generate_call import GenerateCall
+from draft_service.pair import Pair, Places
+from draft_service.propose_call import ProposeCall
+from draft_service.settings import DraftSettings
+from outrider.rpc.errors import guarded, unavailable
+from protos.outrider.v1 import draft_service_pb2, draft_service_pb2_grpc
+
+SERVICE_NAME = draft_service_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
+
+
+class DraftService(draft_service_pb2_grpc.DraftServiceServicer):
+    """Answers once `attach` has given it a pair; until then every call is UNAVAILABLE."""
+
+    def __init__(self, settings: DraftSettings) -> None:
+        self._settings = settings
+        self._places = Places(settings.max_sequences)
+        self._pair: Pair | None = None
+
+    def attach(self, pair: Pair) -> None:
+        """The models are there."""
+        self._pair = pair
+
+    @guarded
+    async def Generate(
+        self, request: draft_service_pb2.GenerateRequest, context: Any
+    ) -> AsyncGenerator[draft_service_pb2.GenerateResponse, None]:
+        call = GenerateCall(self._ready(), self._places, self._settings, context)
+        async with aclosing(call.run(request)) as responses:
+            async for response in responses:
+                yield response
+
+    @guarded
+    async def Propose(
+        self, request_iterator: Any, context: Any
+    ) -> AsyncGenerator[draft_service_pb2.ProposeResponse, None]:
+        call = ProposeCall(self._ready(), self._places, self._settings, context)
+        async with aclosing(call.run()) as responses:
+            async for response in responses:
+                yield response
+
+    @guarded
+    async def GetModel(
+        self, request: draft_service_pb2.DraftServiceGetModelRequest, context: Any
+    ) -> draft_service_pb2.DraftServiceGetModelResponse:
+        pair = self._ready()
+        return draft_service_pb2.DraftServiceGetModelResponse(model=pair.draft, target=pair.target)
+
+    def _ready(self) -> Pair:
+        if self._pair is None:
+            raise unavailable(
+                "NO_VERIFIER",
+                f"the draft is being loaded, or the verifier at {self._settings.verifier} has not answered yet",
+            )
+        return self._pair

@@ -1,0 +1,31 @@
+"""Settings of the draft service, beside those that both services share."""
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from outrider.settings import Address, ServiceSettings
+
+
+class DraftSettings(ServiceSettings):
+    """The draft service: writes text with a draft model here and a target model at a verifier, over gRPC."""
+
+    model_config = SettingsConfigDict(cli_prog_name="python -m draft_service")
+
+    listen: Address = Field("127.0.0.1:50051", description="HOST:PORT to listen at; port 0 takes a free one")
+    verifier: Address = Field("127.0.0.1:50052", description="HOST:PORT of the verifier service")
+    gamma: int = Field(
+        5, ge=0, le=256, description="tokens of a proposal where a request does not say; at most max-gamma"
+    )
+    max_gamma: int = Field(16, ge=1, le=256, description="tokens of a proposal at most; the verifier may set less")
+    keep_mass: float = Field(0.99, gt=0, le=1, description="mass of the draft's law that is kept to sample from")
+    max_support: int = Field(256, ge=1, le=256, description="tokens of that law at most; the verifier may set less")
+    prefill_tokens: int = Field(512, ge=1, description="prompt tokens of one pass at most; longer prompts take several")
+    max_samples: int = Field(16, ge=1, description="samples (n) of one request at most")
+    max_stop_strings: int = Field(16, ge=0, description="stop strings of one request at most")
+    max_stop_string_chars: int = Field(256, ge=1, description="characters of one stop string at most")
+    verifier_timeout: float = Field(
+        60.0, gt=0, description="seconds the verifier may be silent while it owes an answer"
+    )
+    request_timeout: float = Field(600.0, gt=0, description="seconds of a request whose client sets no deadline")
+    idle_timeout: float = Field(60.0, gt=0, description="seconds after which a silent Propose stream is closed")
+    slow_client_timeout: float = Field(30.0, gt=0, description="seconds a client may leave 64 responses unread")

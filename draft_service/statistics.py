@@ -1,0 +1,107 @@
+"""What one sample reports of itself at its end: how speculation went, and where the time went.
+
+It knows nothing of what is done with the numbers.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+from protos.outrider.v1 import draft_service_pb2, speculation_pb2
+
+
+@dataclass(slots=True)
+class SpeculationCounts:
+    """Counts of drafted and accepted tokens, under the names that the field uses."""
+
+    num_drafts: int = 0
+    num_rounds: int = 0
+    drafted_per_position: list[int] = field(default_factory=list)
+    accepted_per_position: list[int] = field(default_factory=list)
+    _beta_sum: float = 0.0
+    _beta_count: int = 0
+
+    def add(self, drafted: int, verdict: speculation_pb2.Verdict) -> None:
+        """Takes in the verdict on a proposal of `drafted` tokens; 0 where the target wrote alone."""
+        self.num_rounds += 1
+        if not drafted:
+            return
+        self.num_drafts += 1
+        missing = drafted - len(self.drafted_per_position)
+        self.drafted_per_position += [0] * missing
+        self.accepted_per_position += [0] * missing
+        for position in range(drafted):
+            self.drafted_per_position[position] += 1
+            self.accepted_per_position[position] += position < verdict.accepted
+        self._beta_sum += sum(verdict.beta)
+        self._beta_count += len(verdict.beta)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Drafted tokens."""
+        return sum(self.drafted_per_position)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Accepted ones among them."""
+        return sum(self.accepted_per_position)
+
+    @property
+    def alpha(self) -> float:
+        """Mean chance of acceptance over judged positions [L 3.2]; 0 where nothing was drafted."""
+        return self._beta_sum / self._beta_count if self._beta_count else 0.0
+
+    def to_message(self) -> draft_service_pb2.SpeculationStatistics:
+        """The counts as the contract has them."""
+        drafted, accepted = self.num_draft_tokens, self.num_accepted_tokens
+        return draft_service_pb2.SpeculationStatistics(
+            num_drafts=self.num_drafts,
+            num_draft_tokens=drafted,
+            num_accepted_tokens=accepted,
+            num_accepted_tokens_per_pos=self.accepted_per_position,
+            num_draft_tokens_per_pos=self.drafted_per_position,
+            draft_acceptance_rate=accepted / drafted if drafted else 0.0,
+            mean_acceptance_length=1 + accepted / self.num_drafts if self.num_drafts else 0.0,
+            alpha=self.alpha,
+            num_rounds=self.num_rounds,
+        )
+
+
+@dataclass(slots=True)
+class Timings:
+    """Where one sample's time goes, in seconds since `arrived` (`time.perf_counter()`)."""
+
+    arrived: float
+    first_token: float | None = None
+    draft: float = 0.0
+    verdict: float = 0.0
+    queue_us: int = 0
+    forward_us: int = 0
+    verify_us: int = 0
+
+    def add(self, waited: float, verdict: speculation_pb2.Verdict) -> None:
+        """Takes in a verdict that came `waited` seconds after its proposal had left."""
+        self.verdict += waited
+        self.queue_us += verdict.timings.queue_us
+        self.forward_us += verdict.timings.forward_us
+        self.verify_us += verdict.timings.verify_us
+
+    def token_out(self) -> None:
+        """A token leaves for the client."""
+        if self.first_token is None:
+            self.first_token = time.perf_counter() - self.arrived
+
+    def to_message(self) -> draft_service_pb2.GenerateTimings:
+        """The times until now as the contract has them."""
+        return draft_service_pb2.GenerateTimings(
+            time_to_first_token_us=_micros(self.first_token or 0.0),
+            total_us=_micros(time.perf_counter() - self.arrived),
+            draft_us=_micros(self.draft),
+            verdict_us=_micros(self.verdict),
+            queue_us=self.queue_us,
+            forward_us=self.forward_us,
+            verify_us=self.verify_us,
+        )
+
+
+def _micros(seconds: float) -> int:
+    return round(seconds * 1e6)

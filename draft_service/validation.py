@@ -1,0 +1,310 @@
+"""A `GenerateRequest` becomes plain, checked data, or an error that names the field and the numbers.
+
+It knows the models only by what they say of themselves, and nothing of how the request is served.
+"""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kernels.adjustments import LogitRules
+from outrider.lm.tokenizer import Tokenizer
+from outrider.model_info import check_features
+from outrider.rpc.errors import RequestError, failed_precondition, invalid_field
+from outrider.sampling import RULE_TO_WIRE, Sampling, check_logprobs, check_sampling, check_token_ids
+from protos.outrider.v1 import draft_service_pb2, model_pb2, sampling_pb2
+
+MAX_NAME_CHARS = 128
+DEFAULT_NEW_TOKENS = 256
+
+_RULES = {number: rule for rule, number in RULE_TO_WIRE.items()}
+_MASK64 = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A checked `GenerateRequest`.
+
+    Attributes:
+        prompt: the prompt as tokens, at least one.
+        committed: output that was delivered before.
+        sampling: what the draft works with; its logit rules hold the stop ids that `min_new_tokens` keeps back.
+        params: the same as the client sent it, for the target.
+        seed: of the first sample.
+        stop_token_ids: those of the request, without the model's own.
+        top_logprobs: None where no log-probabilities were asked for.
+        time_limit: in seconds; None is none.
+        gamma: tokens of a proposal; 0 lets the target write alone.
+    """
+
+    request_id: str
+    prompt: list[int]
+    committed: list[int]
+    sampling: Sampling
+    params: sampling_pb2.SamplingParams
+    seed: int
+    max_new_tokens: int
+    min_new_tokens: int
+    stop_token_ids: list[int]
+    stop: tuple[str, ...]
+    ignore_eos: bool
+    samples: int
+    top_logprobs: int | None
+    time_limit: float | None
+    gamma: int
+    report_rounds: bool
+    keep_special_tokens: bool
+    weights_fingerprint: str
+
+    def seed_of(self, sample: int) -> int:
+        """The seed of a sample: the request's own for the first, numbers derived from it for the others."""
+        return self.seed if sample == 0 else _split_mix(self.seed, sample)
+
+
+def check_generate(
+    message: draft_service_pb2.GenerateRequest,
+    *,
+    tokenizer: Tokenizer,
+    draft: model_pb2.ModelInfo,
+    target: model_pb2.ModelInfo,
+    default_gamma: int,
+) -> Generation:
+    """Checks a request against the pair and the limits. A long prompt takes its time to tokenise.
+
+    Raises:
+        RequestError: INVALID_ARGUMENT naming the field and the numbers, or FAILED_PRECONDITION.
+    """
+    limits = draft.limits
+    check_features(message.required_features, draft.features)
+    check_fingerprint(message.weights_fingerprint, target)
+    check_name("request_id", message.request_id)
+    sampling = check_law(message.sampling, target)
+    top_logprobs = check_logprobs(message.logprobs) if message.HasField("logprobs") else None
+    samples = _check_samples(message, limits)
+    gamma = _check_gamma(message.speculation, limits, default_gamma)
+    time_limit = _check_time_limit(message)
+    stop_token_ids = _check_stop_token_ids(message, limits, target.vocab_size)
+    stop = _check_stop(message.stop, limits)
+    committed = check_token_ids("committed_token_ids", message.committed_token_ids, target.vocab_size)
+    prompt = _tokenise(message, tokenizer, target.vocab_size)
+    new = check_lengths(message, len(prompt), len(committed), limits.max_sequence_tokens)
+    stops = stop_token_ids if message.ignore_eos else [*stop_token_ids, *target.eos_token_ids]
+    return Generation(
+        request_id=message.request_id or secrets.token_hex(8),
+        prompt=prompt,
+        committed=committed,
+        sampling=replace(sampling, logit_rules=_with_stops(sampling.logit_rules, stops, message.min_new_tokens)),
+        params=message.sampling,
+        seed=sampling.seed if sampling.seed is not None else secrets.randbits(64),
+        max_new_tokens=new,
+        min_new_tokens=message.min_new_tokens,
+        stop_token_ids=stop_token_ids,
+        stop=stop,
+        ignore_eos=message.ignore_eos,
+        samples=samples,
+        top_logprobs=top_logprobs,
+        time_limit=time_limit,
+        gamma=gamma,
+        report_rounds=message.speculation.report_rounds,
+        keep_special_tokens=message.keep_special_tokens,
+        weights_fingerprint=message.weights_fingerprint,
+    )
+
+
+# --------------------------------------------------------------------------------------- checks that Propose shares
+
+
+def check_law(params: sampling_pb2.SamplingParams, target: model_pb2.ModelInfo) -> Sampling:
+    """Checks sampling parameters against the target that will judge by them.
+
+    Raises:
+        RequestError: INVALID_ARGUMENT.
+    """
+    rules = [_RULES[number] for number in target.rules if number in _RULES]
+    return check_sampling(params, vocab_size=target.vocab_size, rules=rules, default_rule=_RULES[target.default_rule])
+
+
+def check_name(field: str, name: str, *, required: bool = False) -> None:
+    """Checks the name of a request or a sequence.
+
+    Raises:
+        RequestError: INVALID_ARGUMENT, where it is too long, or empty though required.
+    """
+    if len(name) > MAX_NAME_CHARS or (required and not name):
+        allowed = f"1 to {MAX_NAME_CHARS}" if required else f"at most {MAX_NAME_CHARS}"
+        raise invalid_field(
+            field, f"{field} has {len(name)} characters; {allowed}", given=len(name), maximum=MAX_NAME_CHARS
+        )
+
+
+def check_gamma(field: str, gamma: int, limits: model_pb2.Limits) -> int:
+    """Checks the length of a proposal.
+
+    Raises:
+        RequestError: INVALID_ARGUMENT, where it is beyond the limit.
+    """
+    if gamma > limits.max_gamma:
+        raise invalid_field(
+            field, f"{field} is {gamma}; at most {limits.max_gamma}", given=gamma, maximum=limits.max_gamma
+        )
+    return gamma
+
+
+def check_fingerprint(asked: str, target: model_pb2.ModelInfo) -> None:
+    """Checks that the target is the one a request insists on.
+
+    Raises:
+        RequestError: FAILED_PRECONDITION.
+    """
+    if asked and asked != target.weights_fingerprint:
+        raise failed_precondition(
+            "PAIR_MISMATCH",
+            f"weights_fingerprint is {asked[:16]}; this target's is {target.weights_fingerprint[:16]}",
+            field="weights_fingerprint",
+        )
+
+
+# ------------------------------------------------------------------------------------------------- checks of one field
+
+
+def check_lengths(message: draft_service_pb2.GenerateRequest, prompt: int, committed: int, room: int) -> int:
+    """How many tokens may be written, committed ones included."""
+    if prompt >= room:
+        raise invalid_field(
+            "prompt",
+            f"the prompt has {prompt} tokens; prompt and output together hold at most {room}",
+            given=prompt,
+            maximum=room,
+        )
+    new = message.max_new_tokens if message.HasField("max_new_tokens") else min(DEFAULT_NEW_TOKENS, room - prompt)
+    if not 1 <= new <= room - prompt:
+        raise invalid_field(
+            "max_new_tokens",
+            f"max_new_tokens is {new}; at least 1, and after a prompt of {prompt} tokens at most {room - prompt} "
+            f"of {room}",
+            given=new,
+            prompt_tokens=prompt,
+            maximum=room - prompt,
+        )
+    if new <= committed:
+        raise invalid_field(
+            "max_new_tokens",
+            f"max_new_tokens is {new}; it must be more than the {committed} committed_token_ids",
+            given=new,
+            committed=committed,
+        )
+    if message.min_new_tokens > new:
+        raise invalid_field(
+            "min_new_tokens",
+            f"min_new_tokens is {message.min_new_tokens}; at most max_new_tokens, {new}",
+            given=message.min_new_tokens,
+            maximum=new,
+        )
+    return new
+
+
+def _check_samples(message: draft_service_pb2.GenerateRequest, limits: model_pb2.Limits) -> int:
+    samples = message.n if message.HasField("n") else 1
+    if not 1 <= samples <= limits.max_samples:
+        raise invalid_field(
+            "n", f"n is {samples}; 1 to {limits.max_samples}", given=samples, maximum=limits.max_samples
+        )
+    if samples > 1 and message.committed_token_ids:
+        raise invalid_field(
+            "committed_token_ids",
+            f"committed_token_ids does not go with n = {samples}: one sample is resumed at a time",
+            n=samples,
+        )
+    return samples
+
+
+def _check_gamma(speculation: draft_service_pb2.SpeculationParams, limits: model_pb2.Limits, default: int) -> int:
+    if not speculation.HasField("gamma"):
+        return min(default, limits.max_gamma)
+    return check_gamma("speculation.gamma", speculation.gamma, limits)
+
+
+def _check_time_limit(message: draft_service_pb2.GenerateRequest) -> float | None:
+    if not message.HasField("time_limit"):
+        return None
+    seconds = message.time_limit.seconds + message.time_limit.nanos / 1e9
+    if seconds <= 0:
+        raise invalid_field("time_limit", f"time_limit is {seconds:g} s; it must be more than 0", given=seconds)
+    return seconds
+
+
+def _check_stop_token_ids(
+    message: draft_service_pb2.GenerateRequest, limits: model_pb2.Limits, vocab_size: int
+) -> list[int]:
+    given, most = len(message.stop_token_ids), limits.max_stop_token_ids
+    if given > most:
+        raise invalid_field(
+            "stop_token_ids", f"stop_token_ids has {given} ids; at most {most}", given=given, maximum=most
+        )
+    return check_token_ids("stop_token_ids", message.stop_token_ids, vocab_size)
+
+
+def _check_stop(stop: Sequence[str], limits: model_pb2.Limits) -> tuple[str, ...]:
+    if len(stop) > limits.max_stop_strings:
+        raise invalid_field(
+            "stop",
+            f"stop has {len(stop)} strings; at most {limits.max_stop_strings}",
+            given=len(stop),
+            maximum=limits.max_stop_strings,
+        )
+    for i, string in enumerate(stop):
+        if not 1 <= len(string) <= limits.max_stop_string_chars:
+            raise invalid_field(
+                f"stop[{i}]",
+                f"stop[{i}] has {len(string)} characters; 1 to {limits.max_stop_string_chars}",
+                given=len(string),
+                maximum=limits.max_stop_string_chars,
+            )
+    return tuple(stop)
+
+
+def _tokenise(message: draft_service_pb2.GenerateRequest, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+    match message.WhichOneof("prompt"):
+        case "token_ids":
+            field, ids = "token_ids.ids", check_token_ids("token_ids.ids", message.token_ids.ids, vocab_size)
+        case "text":
+            field, ids = "text", tokenizer.encode(message.text)
+        case "chat":
+            field, ids = "chat", _apply_template(message.chat, tokenizer)
+        case _:
+            raise invalid_field("prompt", "prompt is not set; give one of text, token_ids and chat")
+    if not ids:
+        raise invalid_field(field, f"{field} comes to no tokens; a prompt has at least 1", given=0)
+    return ids
+
+
+def _apply_template(chat: draft_service_pb2.ChatPrompt, tokenizer: Tokenizer) -> list[int]:
+    if not chat.messages:
+        raise invalid_field("chat.messages", "chat.messages is empty; at least 1 message is needed", given=0)
+    for i, said in enumerate(chat.messages):
+        if not said.role:
+            raise invalid_field(f"chat.messages[{i}].role", f"chat.messages[{i}].role is empty")
+    if not tokenizer.has_chat_template:
+        raise failed_precondition(
+            "NO_CHAT_TEMPLATE", "the model has no chat template; give text or token_ids", field="chat"
+        )
+    try:
+        return tokenizer.encode_chat([(said.role, said.content) for said in chat.messages])
+    except ValueError as error:  # the template's own refusal, such as roles that do not take turns
+        raise _template_refusal(error) from None
+
+
+def _template_refusal(error: Exception) -> RequestError:
+    return invalid_field("chat.messages", f"the model's chat template refuses chat.messages: {error}")
+
+
+def _with_stops(rules: LogitRules, stops: Sequence[int], min_new_tokens: int) -> LogitRules:
+    return replace(rules, stop_token_ids=tuple(sorted(set(stops))), min_new_tokens=min_new_tokens)
+
+
+def _split_mix(seed: int, step: int) -> int:
+    """Output number `step` of SplitMix64 (Steele, Lea and Flood, 2014) begun at `seed`: distinct for distinct steps."""
+    z = (seed + step * 0x9E3779B97F4A7C15) & _MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return z ^ (z >> 31)
