@@ -1,6 +1,8 @@
-"""What every test runs under: one OpenMP thread, no network. It knows no package of the project."""
+"""What every test runs under: one OpenMP thread, no network; and the pair of services that they share."""
 
 import os
+
+from tests.services import draft_address, draft_process, verifier_address, verifier_process  # noqa: F401  # fixtures
 
 # Before any test imports torch. Two OpenMP pools that spin on two cores make every timing a matter of luck.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

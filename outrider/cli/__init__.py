@@ -4,9 +4,9 @@ from importlib import metadata
 
 import click
 
-from outrider.cli.demo import demo
-from outrider.cli.generate import generate
-from outrider.cli.serve import serve
+from outrider.cli.demo import demo_command
+from outrider.cli.generate import generate_command
+from outrider.cli.serve import serve_command
 
 try:
     VERSION = metadata.version("outrider")
@@ -40,6 +40,6 @@ def main() -> None:
     """
 
 
-main.add_command(demo)
-main.add_command(generate)
-main.add_command(serve)
+main.add_command(demo_command)
+main.add_command(generate_command)
+main.add_command(serve_command)

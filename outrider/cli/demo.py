@@ -44,7 +44,7 @@ class Cost:
     tokens_per_second: float
 
 
-@click.command(short_help="See it work on the model pair in the repository.")
+@click.command("demo", short_help="See it work on the model pair in the repository.")
 @click.argument("prompt", required=False)
 @click.option(
     "--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens to write at most."
@@ -65,7 +65,7 @@ class Cost:
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object in place of drawing and table.")
 @fails_in_one_line
-def demo(
+def demo_command(
     prompt: str | None,
     max_new_tokens: int,
     repeats: int,

@@ -43,7 +43,7 @@ class TokenWriter:
 
     def prompt(self, text: str) -> None:
         """Writes the prompt; the tokens follow on the same line."""
-        self._write(Text(text, _PROMPT))
+        self._write(Text(text, _PROMPT if self._colour else ""))
 
     def chunk(self, chunk: Chunk) -> None:
         """Writes more of the sample."""

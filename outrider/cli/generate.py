@@ -12,7 +12,7 @@ from outrider.cli.report import completion_document, fails_in_one_line, write_js
 from outrider.client import Chunk, Client, Message, Options, Prompt
 
 
-@click.command(short_help="Text from a draft service that runs already.")
+@click.command("generate", short_help="Text from a draft service that runs already.")
 @click.argument("prompt")
 @address_option("--draft", "127.0.0.1:50051", "The draft service.")
 @click.option("--max-new-tokens", type=int, help="Tokens to write at most. Default: 256.")
@@ -25,7 +25,7 @@ from outrider.client import Chunk, Client, Message, Options, Prompt
 @temperature_option("1")
 @request_options
 @fails_in_one_line
-def generate(
+def generate_command(
     prompt: str, draft: str, chat: bool, system: str | None, timeout: float, as_json: bool, **values: Any
 ) -> None:
     r"""Continue PROMPT with a draft service; `-` reads the prompt from standard input.

@@ -14,7 +14,7 @@ from outrider.cli.report import fails_in_one_line
 _PREFIXES = {"verifier_service": "verifier | ", "draft_service": "draft    | "}
 
 
-@click.command(short_help="Your own pair on this machine.")
+@click.command("serve", short_help="Your own pair on this machine.")
 @click.option(
     "--target", metavar="DIR_OR_ID", required=True, help="The model whose text is wanted: a folder or a hub id."
 )
@@ -27,7 +27,7 @@ _PREFIXES = {"verifier_service": "verifier | ", "draft_service": "draft    | "}
     "--threads", type=click.IntRange(min=1), help="CPU threads of each service. Default: half of the processors."
 )
 @fails_in_one_line
-def serve(
+def serve_command(
     target: str,
     draft: str,
     listen: str,

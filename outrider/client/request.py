@@ -22,7 +22,7 @@ class Message:
 
 
 # Plain text; token ids; or a conversation, oldest message first, as `Message` or {"role": ..., "content": ...}.
-Prompt: TypeAlias = str | Sequence[int] | Sequence[Message] | Sequence[Mapping[str, str]]
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Message | Mapping[str, str]]
 
 
 class Options(TypedDict, total=False):
@@ -96,17 +96,22 @@ def _carry(name: str, setter: Setter, request: draft_service_pb2.GenerateRequest
 def _set_prompt(request: draft_service_pb2.GenerateRequest, prompt: Prompt) -> None:
     if isinstance(prompt, str):
         request.text = prompt
-    elif all(isinstance(item, Message | Mapping) for item in prompt) and prompt:
+    elif prompt and all(isinstance(item, Message | Mapping) for item in prompt):
         for message in prompt:
-            role, content = (message["role"], message["content"]) if isinstance(message, Mapping) else _parts(message)
+            role, content = _role_and_content(message)
             request.chat.messages.add(role=role, content=content)
     else:
         request.token_ids.SetInParent()
         request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]  # a mixed list is refused right here
 
 
-def _parts(message: Any) -> tuple[str, str]:
-    return message.role, message.content
+def _role_and_content(message: Any) -> tuple[str, str]:
+    if isinstance(message, Message):
+        return message.role, message.content
+    missing = {"role", "content"} - message.keys()
+    if missing:
+        raise ValueError(f"a message has no {' and no '.join(sorted(missing))}")
+    return message["role"], message["content"]
 
 
 def _field(name: str) -> Setter:

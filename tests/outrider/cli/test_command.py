@@ -1,0 +1,164 @@
+"""The command line: what it takes, what it refuses, and how it answers. No service runs behind these tests."""
+
+import json
+import math
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+import outrider.cli.demo
+from outrider.cli import main
+from outrider.cli.options import request_of
+from outrider.cli.report import completion_document, write_json
+from outrider.client import Options
+from outrider.client.events import read
+from outrider.client.results import Collector
+from protos.outrider.v1 import draft_service_pb2 as pb
+from protos.outrider.v1 import sampling_pb2
+
+COMMANDS = ["demo", "generate", "serve"]
+
+
+def _run(*arguments: str, **options: Any) -> Result:
+    return CliRunner().invoke(main, arguments, prog_name="outrider", **options)
+
+
+def test_help_names_every_command_and_every_command_explains_itself() -> None:
+    listed = _run("--help")
+    assert listed.exit_code == 0
+    assert sorted(main.commands) == COMMANDS
+    for name in COMMANDS:
+        assert f"  {name}  " in listed.output
+        shown = _run(name, "--help")
+        assert shown.exit_code == 0
+        assert "--threads" in shown.output or "--draft" in shown.output
+        for option in main.commands[name].params:
+            assert not isinstance(option, click.Option) or option.help, f"{name}: {option.name} has no help"
+
+
+def test_version() -> None:
+    shown = _run("--version")
+    assert shown.exit_code == 0
+    assert shown.output.startswith("outrider, version ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["generate"], "PROMPT"),
+        (["generate", "--draft", "nowhere", "x"], "HOST:PORT"),
+        (["generate", "--draft", "127.0.0.1:99999", "x"], "HOST:PORT"),
+        (["generate", "--temperature", "hot", "x"], "hot"),
+        (["generate", "--rule", "best", "x"], "best"),
+        (["generate", "--logit-bias", "7", "x"], "ID=BIAS"),
+        (["generate", "--logit-bias", "x=1", "x"], "ID=BIAS"),
+        (["generate", "--system", "Be brief.", "x"], "--chat"),
+        (["generate", "--logprobs", "2", "x"], "--json"),
+        (["generate", "--max-tokens", "2", "x"], "--max-tokens"),
+        (["serve"], "--target"),
+        (["serve", "--target", "a", "--draft", "b", "--listen", "50051"], "HOST:PORT"),
+        (["demo", "--repeats", "0"], "repeats"),
+        (["paint"], "paint"),
+    ],
+)
+def test_wrong_usage_is_2_and_says_what(arguments: list[str], said: str) -> None:
+    refused = _run(*arguments)
+    assert refused.exit_code == 2
+    assert said in refused.stderr
+    assert refused.stdout == ""
+
+
+@pytest.mark.parametrize("extra", [[], ["--json"]])
+def test_a_failure_is_one_line_and_1(extra: list[str]) -> None:
+    failed = _run("generate", "--draft", "127.0.0.1:1", "--timeout", "0.5", *extra, "x")
+    assert failed.exit_code == 1
+    assert failed.stdout == ""
+    (line,) = failed.stderr.splitlines()
+    assert line.startswith("outrider: ")
+    assert "UNAVAILABLE" in line or "DEADLINE_EXCEEDED" in line
+
+
+def test_the_demo_names_the_model_that_is_missing(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outrider.cli.demo, "MODELS", tmp_path)
+    failed = _run("demo")
+    assert failed.exit_code == 1
+    (line,) = failed.stderr.splitlines()
+    assert str(tmp_path / "target") in line
+
+
+def test_options_come_from_the_environment_and_flags_win() -> None:
+    environment = {"OUTRIDER_GENERATE_DRAFT": "127.0.0.1:1", "OUTRIDER_GENERATE_TIMEOUT": "0.2"}
+    assert _run("generate", "x", env=environment).exit_code == 1
+    assert _run("generate", "--draft", "wrong", "x", env=environment).exit_code == 2
+
+
+def test_options_say_what_the_client_is_told() -> None:
+    every: dict[str, Any] = {
+        "temperature": 0.0,
+        "seed": 0,
+        "gamma": 0,
+        "stop": ("END",),
+        "logit_bias": ((7, -1.5),),
+        "ignore_eos": True,
+        "keep_special_tokens": False,
+        "top_k": None,
+        "stop_token_ids": (),
+    }
+    assert request_of(every) == {
+        "temperature": 0.0,
+        "seed": 0,
+        "gamma": 0,
+        "stop": ("END",),
+        "logit_bias": {7: -1.5},
+        "ignore_eos": True,
+    }
+
+
+def test_every_option_of_generate_is_one_of_the_client() -> None:
+    own = {"prompt", "draft", "chat", "system", "timeout", "as_json"}
+    offered = {str(option.name) for option in main.commands["generate"].params} - own
+    # What a command line is not for: features, resuming, and what demo shows.
+    left_out = {"required_features", "committed_token_ids", "weights_fingerprint", "report_rounds", "sigmoid_scales"}
+    assert offered == Options.__annotations__.keys() - left_out
+
+
+def _completion(samples: int) -> dict[str, Any]:
+    collector = Collector()
+    responses = [pb.GenerateResponse(started=pb.GenerateStarted(request_id="r", seed=2**64 - 1))]
+    for index in range(samples):
+        entry = sampling_pb2.PositionLogprobs(token=sampling_pb2.TokenLogprob(token_id=4, raw=-0.5, adjusted=-math.inf))
+        chunk = pb.GenerateChunk(
+            index=index, text="γ", token_ids=[4], origins=[pb.TOKEN_ORIGIN_DRAFT], logprobs=[entry]
+        )
+        end = pb.GenerateFinished(index=index, finish_reason=sampling_pb2.FINISH_REASON_STOP_STRING, stop="END")
+        responses += [pb.GenerateResponse(chunk=chunk), pb.GenerateResponse(finished=end)]
+    for response in responses:
+        event = read(response)
+        assert event is not None
+        collector.add(event)
+    return completion_document(collector.completion())
+
+
+def test_json_is_one_object_that_any_reader_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    write_json(_completion(1))
+    (line,) = capsys.readouterr().out.splitlines()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    document = json.loads(line, parse_constant=refuse)
+    assert document["text"] == "γ"
+    assert document["token_ids"] == [4]
+    assert (document["finish_reason"], document["stop"]) == ("stop_string", "END")
+    assert document["statistics"]["num_drafts"] == 0
+    assert document["seed"] == 2**64 - 1
+    assert document["logprobs"][0]["token"] == {"token_id": 4, "raw": -0.5, "adjusted": None}
+    assert "samples" not in document
+
+
+def test_json_of_several_samples_holds_them_all() -> None:
+    document = _completion(3)
+    assert [sample["index"] for sample in document["samples"]] == [0, 1, 2]
+    assert document["samples"][0]["text"] == document["text"]
