@@ -1,0 +1,123 @@
+"""Random batches of proposals, and the comparison of two implementations on them.
+
+Two precisions may disagree where a uniform lies within rounding of an edge: then, and only then, the neighbour is
+allowed, and counted. It knows no implementation.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.adjustments import Adjuster, LogitRules
+from kernels.distribution import SamplingLaw
+from kernels.ruling import Proposed, Ruling, Uniforms
+from kernels.sparse import SparseConfig, SparseLaw, sample, sparsify
+
+Verify = Callable[[Tensor, Sequence[Proposed]], list[Ruling]]
+
+LAWS = (
+    SamplingLaw(),
+    SamplingLaw(temperature=0.7),
+    SamplingLaw(temperature=1.8),
+    SamplingLaw(temperature=0),
+    SamplingLaw(top_k=20),
+    SamplingLaw(top_p=0.9),
+    SamplingLaw(min_p=0.1),
+    SamplingLaw(temperature=0.9, top_k=50, top_p=0.8, min_p=0.02),
+    SamplingLaw(top_k=1),
+)
+_RULES = LogitRules(repetition_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.1, banned_tokens=(0,))
+_NEAR = 1e-5  # relative, in the uniforms: what a float32 softmax leaves open
+
+
+def random_batch(seed: int, V: int, size: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, list[Proposed]]:
+    """Return logits and `size` proposals: γ of 0 to 8, K of 1 to 256, laws, lenience and adjustments mixed."""
+    source = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    rows, proposals = [], []
+    for _ in range(size):
+        gamma = source.choice((0, 1, 2, 3, 5, 8))
+        z = (torch.randn(gamma + 1, V, generator=generator) * source.choice((0.5, 2.0, 4.0))).to(dtype)
+        rows.append(z)
+        proposals.append(_random_proposal(source, generator, z))
+    return torch.cat(rows), proposals
+
+
+def _random_proposal(source: random.Random, generator: torch.Generator, z: Tensor) -> Proposed:
+    # z: [γ+1, V]
+    gamma, V = len(z) - 1, z.shape[1]
+    noisy = torch.softmax(z[:gamma].float() + torch.randn(gamma, V, generator=generator) * 0.7, -1)
+    config = SparseConfig(keep_mass=1.0, max_support=source.choice((1, 2, 16, 256)))
+    laws: list[SparseLaw | None] = [None if source.random() < 0.1 else law for law in sparsify(noisy, config)]
+    tokens = [
+        int(row.argmax()) if law is None else sample(law, source.random()) for row, law in zip(noisy, laws, strict=True)
+    ]
+    adjuster = Adjuster(_RULES, [source.randrange(V) for _ in range(5)], V) if V > 1 and source.random() < 0.3 else None
+    return Proposed(
+        tokens=tuple(tokens),
+        q=tuple(laws),
+        law=source.choice(LAWS),
+        seed=source.getrandbits(64),
+        base_length=source.randrange(1000),
+        lenience=source.choice((1.0, 1.0, 0.5)),
+        adjustments=_adjustments(adjuster, tokens) if adjuster else (),
+        top_logprobs=source.choice((-1, -1, 0, 3)),
+    )
+
+
+def _adjustments(adjuster: Adjuster, tokens: list[int]) -> tuple:  # type: ignore[type-arg]
+    rows = [adjuster.row()]
+    for token in tokens:
+        adjuster.push(token)
+        rows.append(adjuster.row())
+    return tuple(rows)
+
+
+def differing(tested: Verify, oracle: Verify, logits: Tensor, proposals: Sequence[Proposed]) -> int:
+    """Assert that both rule alike, within rounding of an edge; return how many rulings lay there and differ."""
+    near = 0
+    for b, (ruling, expected) in enumerate(zip(tested(logits, proposals), oracle(logits, proposals), strict=True)):
+        if (ruling.status, ruling.accepted, ruling.next_token) != (
+            expected.status,
+            expected.accepted,
+            expected.next_token,
+        ):
+            near += 1
+            assert _is_neighbour(ruling, oracle, _rows_of(b, logits, proposals), proposals[b]), (b, ruling, expected)
+            continue
+        assert ruling.beta == pytest.approx(expected.beta, abs=1e-5)
+        _assert_same_logprobs(ruling, expected)
+    return near
+
+
+def _assert_same_logprobs(ruling: Ruling, expected: Ruling) -> None:
+    assert len(ruling.logprobs) == len(expected.logprobs)
+    for mine, theirs in zip(ruling.logprobs, expected.logprobs, strict=True):
+        assert (mine.token, mine.top_ids) == (theirs.token, theirs.top_ids)
+        assert (mine.raw, mine.adjusted) == pytest.approx((theirs.raw, theirs.adjusted), abs=1e-4)
+        assert mine.top_raw == pytest.approx(theirs.top_raw, abs=1e-4)
+        assert mine.top_adjusted == pytest.approx(theirs.top_adjusted, abs=1e-4)
+
+
+def _is_neighbour(ruling: Ruling, oracle: Verify, rows: Tensor, proposal: Proposed) -> bool:
+    """Say whether the ruling is the oracle's for uniforms a little lower or higher."""
+    around = []
+    for factor in (1 - _NEAR, 1 + _NEAR):
+        accept = tuple(min(proposal.accept_uniform(i) * factor, 1 - 2**-53) for i in range(proposal.gamma))
+        for step in (-_NEAR, _NEAR):
+            drawn = min(max(proposal.resample_uniform(ruling.accepted) + step, 0.0), 1 - 2**-53)
+            (moved,) = oracle(rows, [replace(proposal, uniforms=Uniforms(accept, drawn))])
+            around.append(moved)
+    alike = [each.next_token for each in around if each.accepted == ruling.accepted]
+    return bool(alike) and min(alike) <= ruling.next_token <= max(alike)
+
+
+def _rows_of(b: int, logits: Tensor, proposals: Sequence[Proposed]) -> Tensor:
+    start = sum(each.gamma + 1 for each in proposals[:b])
+    return logits[start : start + proposals[b].gamma + 1]

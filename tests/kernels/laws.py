@@ -1,0 +1,171 @@
+"""The exact law of what verification emits, taken from a `verify` as a black box, and the worlds to take it in.
+
+Acceptance is an interval of the uniform and the next token rises with its uniform, so bisection finds every edge, and
+with them the joint law of (accepted, tokens) to the last bits. It knows no rule and no implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.distribution import SamplingLaw
+from kernels.ruling import Proposed, Ruling, Uniforms
+from kernels.sparse import SparseConfig, SparseLaw, sparsify
+
+Verify = Callable[[Tensor, Sequence[Proposed]], list[Ruling]]
+
+V = 4
+_EXACT = 50  # bisections, for every bit of a double
+ROUGH = 20  # enough to see a wrong law
+_TINY = 1e-9
+
+
+@dataclass(frozen=True)
+class World:
+    """A target and a draft of two steps over four tokens.
+
+    Attributes:
+        logits: the target's logits after no, one and two tokens: `[4]`, `[4, 4]`, `[4, 4, 4]`.
+        q: the draft's law of the first token, and of the second after each first.
+        lenience: l of [L A.5].
+    """
+
+    logits: tuple[Tensor, Tensor, Tensor]
+    q: tuple[SparseLaw, tuple[SparseLaw, ...]]
+    lenience: float = 1.0
+
+    @property
+    def target(self) -> np.ndarray:
+        """The law of three tokens written by the target alone, `[4, 4, 4]`."""
+        p1, p2, p3 = (torch.softmax(each, -1).numpy() for each in self.logits)
+        joint: np.ndarray = p1[:, None, None] * p2[:, :, None] * p3
+        return joint
+
+    def proposal(self, x1: int, x2: int, accept: tuple[float, float], resample: float) -> tuple[Tensor, Proposed]:
+        """Return the target's rows `[3, 4]` and the proposal of x1 and x2 with these uniforms."""
+        rows = torch.stack((self.logits[0], self.logits[1][x1], self.logits[2][x1, x2]))
+        proposed = Proposed(
+            tokens=(x1, x2),
+            q=(self.q[0], self.q[1][x1]),
+            law=SamplingLaw(),
+            seed=0,
+            base_length=0,
+            lenience=self.lenience,
+            uniforms=Uniforms(accept, resample),
+        )
+        return rows, proposed
+
+
+def random_world(seed: int, sharpness: float = 1.5, config: SparseConfig | None = None, lenience: float = 1.0) -> World:
+    """Return a world of random logits, float64; the draft's are the target's in reverse, with noise."""
+    source = torch.Generator().manual_seed(seed)
+
+    def gaussian(*shape: int) -> Tensor:
+        return torch.randn(*shape, V, generator=source, dtype=torch.float64) * sharpness
+
+    logits = (gaussian(), gaussian(V), gaussian(V, V))
+    return World(logits, draft_laws(logits, gaussian(V + 1), config or SparseConfig(keep_mass=1.0)), lenience)
+
+
+def draft_laws(
+    logits: tuple[Tensor, ...], noise: Tensor, config: SparseConfig
+) -> tuple[SparseLaw, tuple[SparseLaw, ...]]:
+    """Return laws of a draft that ranks tokens in reverse, give or take `noise` `[5, 4]`."""
+    first, *second = sparsify(torch.softmax(torch.cat((logits[0][None], logits[1])).flip(-1) + noise, -1), config)
+    return first, tuple(second)
+
+
+def emitted_law(
+    verify: Verify,
+    world: World,
+    drawn_from: tuple[SparseLaw, tuple[SparseLaw, ...]] | None = None,
+    bisections: int = _EXACT,
+) -> np.ndarray:
+    """Return the law of the first three tokens, `[4, 4, 4]`, where a round that emits fewer goes on as the target does.
+
+    `drawn_from` is what the drafts are sampled from, if not what the proposals say. Each of the `bisections`
+    doubles the precision of every edge.
+    """
+    drafts = [(x1, x2) for x1 in range(V) for x2 in range(V)]
+    edges = _acceptance(verify, world, drafts, bisections)
+    p2, p3 = (torch.softmax(each, -1).numpy() for each in world.logits[1:])
+    q1, q2 = drawn_from or world.q
+    law = np.zeros((V, V, V))
+    # One draft after another, so that what is asked at once stays small.
+    for (x1, x2), (first, second) in zip(drafts, edges, strict=True):
+        weight = q1.probability(x1) * q2[x1].probability(x2)
+        if weight == 0:
+            continue
+        next_laws = _next_laws(verify, world, (x1, x2), (first, second), bisections)
+        law += weight * (1 - first) * next_laws[0][:, None, None] * p2[:, :, None] * p3
+        law[x1] += weight * first * (1 - second) * next_laws[1][:, None] * p3[x1]
+        law[x1, x2] += weight * first * second * next_laws[2]
+    return law
+
+
+def total_variation(a: np.ndarray, b: np.ndarray) -> float:
+    """Return half the sum of differences."""
+    return float(np.abs(a - b).sum() / 2)
+
+
+def _acceptance(
+    verify: Verify, world: World, drafts: list[tuple[int, int]], bisections: int
+) -> list[tuple[float, float]]:
+    """Return, for each pair of drafts, the chance that the first and that then the second is accepted."""
+
+    def edges_of(place: int) -> list[float]:
+        def ask(b: int, u: float) -> tuple[Tensor, Proposed]:
+            return world.proposal(*drafts[b], (u, 0.0) if place == 0 else (0.0, u), 0.5)
+
+        return _bisect(verify, len(drafts), ask, lambda _, ruling: ruling.accepted > place, bisections)
+
+    return list(zip(edges_of(0), edges_of(1), strict=True))
+
+
+def _next_laws(
+    verify: Verify, world: World, draft: tuple[int, int], edges: tuple[float, float], bisections: int
+) -> list[np.ndarray]:
+    """Return the law of the next token after no, one and two accepted drafts, each `[4]`; zeros where none can be."""
+    first, second = ((1 + edge) / 2 for edge in edges)  # a uniform past the edge: a rejection
+    ways = [(first, 0.0), (0.0, second), (0.0, 0.0)]
+    possible = [edges[0] < 1 - _TINY, edges[0] > 0 and edges[1] < 1 - _TINY, edges[0] > 0 and edges[1] > 0]
+    cases = [(accepted, k) for accepted in range(3) if possible[accepted] for k in range(V - 1)]
+    found = _bisect(
+        verify,
+        len(cases),
+        lambda b, u: world.proposal(*draft, ways[cases[b][0]], u),
+        lambda b, r: r.next_token <= cases[b][1],
+        bisections,
+    )
+    laws = [np.zeros(V) for _ in range(3)]
+    for accepted in {each for each, _ in cases}:
+        cdf = [edge for edge, (each, _) in zip(found, cases, strict=True) if each == accepted]
+        laws[accepted] = np.diff([0.0, *cdf, 1.0])
+    return laws
+
+
+def _bisect(
+    verify: Verify,
+    count: int,
+    ask: Callable[[int, float], tuple[Tensor, Proposed]],
+    holds: Callable[[int, Ruling], bool],
+    bisections: int,
+) -> list[float]:
+    """Return, for each of `count` questions, the u in [0, 1] up to which the ruling holds; all asked in one batch."""
+    low, high = [-1.0] * count, [1.0] * count  # a question that fails at u = 0 has its edge there
+    middle = [0.0] * count
+    for _ in range(bisections):
+        asked = [ask(b, middle[b]) for b in range(count)]
+        rulings = verify(torch.cat([rows for rows, _ in asked]), [proposed for _, proposed in asked]) if asked else []
+        for b, ruling in enumerate(rulings):
+            if holds(b, ruling):
+                low[b] = middle[b]
+            else:
+                high[b] = middle[b]
+            middle[b] = max(0.0, (low[b] + high[b]) / 2)
+    return [max(0.0, (a + b) / 2) for a, b in zip(low, high, strict=True)]

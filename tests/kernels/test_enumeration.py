@@ -1,0 +1,90 @@
+"""The joint law of what is emitted, by enumeration: equal to the target's, for the oracle and the fast path alike."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kernels import verify_reference, verify_torch
+from kernels.sparse import SparseConfig
+from tests.kernels.laws import ROUGH, Verify, World, emitted_law, random_world, total_variation
+from tests.kernels.mutants import WRONG_RESIDUALS, accepts_without_q, wrong_residual
+
+MODULES = {"reference": verify_reference, "torch": verify_torch}
+PATHS: dict[str, tuple[Verify, float]] = {
+    "reference": (verify_reference.verify, 1e-12),
+    "torch": (verify_torch.verify, 2e-6),  # a float32 softmax
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_emitted_law_is_the_targets(path: str, seed: int) -> None:
+    verify, bound = PATHS[path]
+    world = random_world(seed)
+    assert total_variation(emitted_law(verify, world), world.target) < bound
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_truncated_draft_leaves_the_law_alone(path: str) -> None:
+    verify, bound = PATHS[path]
+    world = random_world(3, config=SparseConfig(max_support=2))
+    assert total_variation(emitted_law(verify, world), world.target) < bound
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_laws_with_zeros_and_disjoint_supports_come_out_exact(path: str) -> None:
+    verify, bound = PATHS[path]
+    world = _with_zeros(random_world(4))
+    assert world.q[0].probability(1) > 0  # the disjoint laws are reached
+    law = emitted_law(verify, world)
+    assert total_variation(law, world.target) < bound
+    assert (law[world.target == 0] == 0).all()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("lenience", [0.5, 0.1])
+def test_lenience_keeps_every_token_below_its_bound(path: str, lenience: float) -> None:
+    """[L A.5]: the first token has P(x) ≤ p(x)/l; moreover P = p + Σ overshoot of what acceptance alone forces."""
+    verify, bound = PATHS[path]
+    world = random_world(5, lenience=lenience)
+    first = emitted_law(verify, world).sum(axis=(1, 2))
+    p = world.target.sum(axis=(1, 2))
+    q = np.array([world.q[0].probability(x) for x in range(4)])
+    assert (first <= p / lenience + bound).all()
+    forced = np.maximum(np.minimum(q, p / lenience) - p, 0)
+    assert forced.sum() > 0.05
+    assert total_variation(first, p) == pytest.approx(forced.sum(), abs=bound)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", WRONG_RESIDUALS)
+def test_a_wrong_residual_is_seen(path: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODULES[path], "residual", wrong_residual(path, kind))
+    world = random_world(1)
+    assert total_variation(emitted_law(PATHS[path][0], world, bisections=ROUGH), world.target) > 0.01
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_draft_law_taken_before_truncation_is_seen(path: str) -> None:
+    verify, _ = PATHS[path]
+    whole = random_world(6)
+    cut = random_world(6, config=SparseConfig(max_support=2))
+    assert total_variation(emitted_law(verify, whole, drawn_from=cut.q, bisections=ROUGH), whole.target) > 0.01
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_an_acceptance_test_without_q_is_seen(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODULES[path], "accepts", accepts_without_q)
+    world = random_world(1)
+    assert total_variation(emitted_law(PATHS[path][0], world, bisections=ROUGH), world.target) > 0.01
+
+
+def _with_zeros(world: World) -> World:
+    """Return the world with p(0) = 0 at the start, and after token 1 a target whose support the draft never meets."""
+    first, second = world.logits[0].clone(), world.logits[1].clone()
+    q = random_world(4, config=SparseConfig(max_support=2)).q
+    first[0] = -torch.inf
+    second[1][torch.from_numpy(q[1][1].ids)] = -torch.inf
+    return World((first, second, world.logits[2]), q)
