@@ -6,6 +6,8 @@ colour: accepted ones plain, `[-rejected-]`, `{+the target's own+}`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
@@ -51,7 +53,7 @@ class TokenWriter:
             if report.accepted < len(report.drafted_texts):
                 self._rejected[report.output_length + report.accepted] = report.drafted_texts[report.accepted]
         line = Text()
-        for text, origin in zip(chunk.token_texts, chunk.origins, strict=True):
+        for text, origin in zip(shares(chunk.text, chunk.token_texts), chunk.origins, strict=True):
             rejected = self._rejected.pop(self._length, None)
             # Where the text ends inside a proposal the rest of it was cut, not rejected.
             if rejected is not None and origin is TokenOrigin.CORRECTION:
@@ -80,6 +82,29 @@ class TokenWriter:
         # The mark closes before a line ends, so that lines stay lines.
         head, newline, tail = text.partition("\n")
         return Text(f"{{+{head}+}}{newline}{tail}" if text else "")
+
+
+def shares(text: str, token_texts: Sequence[str]) -> list[str]:
+    """Cuts a text into its tokens' parts; they join to the text.
+
+    A token's text by itself is not always its part: a character may span tokens, and some tokenizers drop the space
+    before a word. What cannot be told apart goes to the last of the tokens that share it.
+    """
+    parts, unsettled, position = [], False, 0
+    for token_text in token_texts:
+        found = text.find(token_text, position) if token_text and "\ufffd" not in token_text else -1
+        if found < 0:
+            parts.append("")
+            unsettled = unsettled or token_text != ""
+            continue
+        if unsettled:
+            parts[-1] += text[position:found]
+            position, unsettled = found, False
+        parts.append(text[position : found + len(token_text)])
+        position = found + len(token_text)
+    if parts:
+        parts[-1] += text[position:]
+    return parts
 
 
 def _visible(text: str) -> str:

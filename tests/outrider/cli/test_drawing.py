@@ -2,9 +2,10 @@
 
 from io import StringIO
 
+import pytest
 from rich.console import Console
 
-from outrider.cli.drawing import TokenWriter
+from outrider.cli.drawing import TokenWriter, shares
 from outrider.client import Chunk, Round, TokenOrigin
 
 DRAFT, CORRECTION, TARGET = TokenOrigin.DRAFT, TokenOrigin.CORRECTION, TokenOrigin.TARGET
@@ -73,3 +74,19 @@ def test_white_space_shows_where_its_mark_would_not() -> None:
 
 def test_brackets_in_the_text_are_text() -> None:
     assert _drawn([_chunk(["[red]", "x[/red]"], [DRAFT, DRAFT], [])]) == "def f():[red]x[/red]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "token_texts", "parts"),
+    [
+        ("ab c", ["a", "b", " c"], ["a", "b", " c"]),
+        ("x é y", ["x", " \ufffd", "\ufffd", " y"], ["x", "", " é", " y"]),
+        ("日本", ["\ufffd", "\ufffd"], ["", "日本"]),
+        ("Hello world", ["Hello", "world"], ["Hello", " world"]),
+        ("end", ["end", ""], ["end", ""]),
+        ("", [], []),
+    ],
+)
+def test_parts_of_tokens_join_to_the_text(text: str, token_texts: list[str], parts: list[str]) -> None:
+    assert shares(text, token_texts) == parts
+    assert "".join(parts) == text
