@@ -1,0 +1,192 @@
+"""The draft's engine: what it proposes is the draft's law, whoever else drafts beside it and whatever came before."""
+
+import queue
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from draft_service.drafters.base import Draft, DraftError, DraftSequence
+from draft_service.drafters.engine import Ask, Close, DraftEngine, ModelSequence
+from kernels.adjustments import LogitRules
+from kernels.distribution import SamplingLaw, probabilities
+from kernels.philox import Domain, uniform
+from kernels.sparse import SparseConfig, sample, sparsify
+from outrider.lm.checkpoint import LoadedModel, ModelSource, load_model
+from outrider.lm.packed import Chunk, PackedModel
+
+DRAFT = Path(__file__).parents[2] / "models" / "demo" / "draft"
+VOCABULARY = 2000  # less than the logits have columns: the rest is padding
+CONFIG = SparseConfig(keep_mass=0.98, max_support=40)
+PROMPT = [5, 17, 300, 42, 7, 7, 1999]
+PLAIN = LogitRules()
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return load_model(ModelSource(str(DRAFT), dtype="float32", device="cpu"))
+
+
+@pytest.fixture
+def engine(loaded: LoadedModel) -> Iterator[DraftEngine]:
+    packed = PackedModel.build(loaded, max_sequences=4, max_length=96)
+    engine = DraftEngine(packed, vocab_size=VOCABULARY, config=CONFIG, prefill_tokens=16, threads=1)
+    engine.start()
+    yield engine
+    engine.stop()
+
+
+class Driver:
+    """One sequence of an engine, driven by hand."""
+
+    def __init__(self, engine: DraftEngine, sequence: DraftSequence) -> None:
+        self._engine = engine
+        self.sequence = ModelSequence.begin(sequence, VOCABULARY)
+        self._results: queue.SimpleQueue[Draft | DraftError] = queue.SimpleQueue()
+
+    def ask(self, gamma: int, committed: list[int] | None = None) -> None:
+        self._engine.post(Ask(self.sequence, committed or [], gamma, self._results.put))
+
+    def answer(self) -> Draft:
+        result = self._results.get(timeout=20)
+        if isinstance(result, DraftError):
+            raise result
+        return result
+
+    def propose(self, gamma: int, committed: list[int] | None = None) -> Draft:
+        self.ask(gamma, committed)
+        return self.answer()
+
+    def close(self) -> None:
+        self._engine.post(Close(self.sequence))
+
+
+def sequence(
+    temperature: float = 1.0, *, prompt: list[int] | None = None, rules: LogitRules = PLAIN, seed: int = 3
+) -> DraftSequence:
+    return DraftSequence(prompt or PROMPT, [], SamplingLaw(temperature=temperature, top_p=0.95), rules, seed)
+
+
+def reference(packed: PackedModel, tokens: list[int], law: SamplingLaw, seed: int, gamma: int) -> list[int]:
+    """γ tokens drafted one by one, the whole prefix read anew for each."""
+    base = len(tokens)
+    for index in range(gamma):
+        slot = packed.pool.allocate()
+        logits = packed.forward([Chunk(slot, tokens, 0, len(tokens) - 1)])[:, :VOCABULARY]
+        packed.pool.free(slot)
+        if law.is_greedy:
+            tokens = [*tokens, int(logits.argmax())]
+        else:
+            (q,) = sparsify(probabilities(logits, law), CONFIG)
+            tokens = [*tokens, sample(q, uniform(seed, base, index, Domain.DRAFT))]
+    return tokens[base:]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_are_the_models_own_over_many_rounds(
+    engine: DraftEngine, loaded: LoadedModel, temperature: float
+) -> None:
+    """Verdicts that accept all, some and none of a proposal: each next draft is what a fresh reading gives."""
+    fresh = PackedModel.build(loaded, max_sequences=1, max_length=96)
+    told = sequence(temperature)
+    driver, tokens, committed = Driver(engine, told), list(PROMPT), list[int]()
+    for accepted in (5, 0, 2, 5, 5, 1, 4):
+        draft = driver.propose(5, committed)
+        assert draft.token_ids == reference(fresh, tokens, told.law, told.seed, 5)
+        committed = [*draft.token_ids[:accepted], 11 + accepted]
+        tokens += committed
+
+
+def test_a_cut_verdict_may_end_inside_what_was_drafted(engine: DraftEngine, loaded: LoadedModel) -> None:
+    fresh = PackedModel.build(loaded, max_sequences=1, max_length=96)
+    driver = Driver(engine, sequence())
+    drafted = driver.propose(6).token_ids
+    again = driver.propose(4, drafted[:3])
+    assert again.token_ids == reference(fresh, [*PROMPT, *drafted[:3]], driver.sequence.law, 3, 4)
+
+
+def test_what_is_sent_is_what_was_sampled_from(engine: DraftEngine) -> None:
+    draft = Driver(engine, sequence()).propose(8)
+    for index, (token, law) in enumerate(zip(draft.token_ids, draft.laws, strict=True)):
+        assert law is not None
+        assert token == sample(law, uniform(3, len(PROMPT), index, Domain.DRAFT))
+        assert 1 <= len(law.ids) <= CONFIG.max_support
+        assert law.total == int(law.weights.sum(dtype=np.int64))
+
+
+def test_greedy_drafts_are_point_masses(engine: DraftEngine) -> None:
+    assert Driver(engine, sequence(0.0)).propose(4).laws == [None] * 4
+
+
+def test_padding_is_never_drafted(engine: DraftEngine, loaded: LoadedModel) -> None:
+    """The most probable columns, were they not beyond the target's vocabulary."""
+    head = engine.packed.loaded.model.get_output_embeddings()
+    assert head is not None
+    driver = Driver(engine, sequence(0.0, rules=LogitRules(logit_bias=tuple((i, -100.0) for i in range(1000)))))
+    assert all(1000 <= token < VOCABULARY for token in driver.propose(6).token_ids)
+
+
+def test_neighbours_change_nothing(engine: DraftEngine) -> None:
+    alone = [Driver(engine, sequence(seed=seed, prompt=PROMPT[seed:])).propose(6).token_ids for seed in range(3)]
+    for each in range(3):
+        Driver(engine, sequence()).close()
+    drivers = [Driver(engine, sequence(seed=seed, prompt=PROMPT[seed:])) for seed in range(1)]
+    for driver in drivers:
+        driver.ask(6)
+    assert [driver.answer().token_ids for driver in drivers] == alone[:1]
+
+
+def test_penalties_and_bans_count_drafted_tokens(engine: DraftEngine) -> None:
+    """With presence at its most no token comes twice, drafted or committed; a taken-back one may come again."""
+    driver = Driver(engine, sequence(0.0, rules=LogitRules(presence_penalty=100.0)))
+    first = driver.propose(8).token_ids
+    assert len(set(first)) == 8
+    second = driver.propose(8, [*first[:2], 11]).token_ids
+    assert not set(second) & {*first[:2], 11}
+    fresh = Driver(
+        engine,
+        DraftSequence(PROMPT, [*first[:2], 11], SamplingLaw(temperature=0.0), LogitRules(presence_penalty=100.0), 3),
+    )
+    assert fresh.propose(8).token_ids == second
+    stop = first[0]
+    held = Driver(engine, sequence(0.0, rules=LogitRules(stop_token_ids=(stop,), min_new_tokens=3)))
+    assert stop not in held.propose(3).token_ids
+
+
+def test_a_long_prompt_does_not_hold_up_others(engine: DraftEngine) -> None:
+    """A prompt of five pieces and a step: the step is done first, though it was asked for last."""
+    order: queue.SimpleQueue[str] = queue.SimpleQueue()
+    quick = Driver(engine, sequence())
+    quick.propose(1)
+    long = ModelSequence.begin(sequence(prompt=PROMPT * 11), VOCABULARY)
+    engine.post(Ask(long, [], 1, lambda _: order.put("long")))
+    engine.post(Ask(quick.sequence, [9], 1, lambda _: order.put("quick")))
+    assert [order.get(timeout=20), order.get(timeout=20)] == ["quick", "long"]
+
+
+def test_room_is_free_once_closed(engine: DraftEngine) -> None:
+    """Four places; a fifth sequence fails alone, and finds room when one has gone."""
+    drivers = [Driver(engine, sequence()) for _ in range(4)]
+    for driver in drivers:
+        driver.propose(1)
+    with pytest.raises(DraftError):
+        Driver(engine, sequence()).propose(1)
+    drivers[0].close()
+    drivers[0].close()
+    assert len(Driver(engine, sequence()).propose(2).token_ids) == 2
+
+
+def test_logits_that_are_no_numbers_end_one_sequence(engine: DraftEngine, loaded: LoadedModel) -> None:
+    embedding = loaded.model.get_input_embeddings()
+    assert embedding is not None
+    bad = Driver(engine, sequence(rules=LogitRules(banned_tokens=tuple(range(VOCABULARY)))))
+    good = Driver(engine, sequence())
+    bad.ask(2)
+    good.ask(2)
+    with pytest.raises(DraftError, match="no numbers") as caught:
+        bad.answer()
+    assert caught.value.reason == "BAD_LOGITS"
+    assert len(good.answer().token_ids) == 2
+    assert torch.isfinite(torch.tensor(float(len(good.sequence.tokens))))
