@@ -7,6 +7,7 @@ and it closes the port at once, so that probes and late callers meet a refused c
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeAlias
@@ -57,14 +58,15 @@ class DrainGate(grpc.aio.ServerInterceptor):
     def _gated(self, handler: _Handler) -> _Handler:
         inner: Any = handler.unary_unary or handler.stream_unary or handler.unary_stream or handler.stream_stream
 
-        async def stream(request: Any, context: _Context) -> AsyncIterator[Any]:
+        # A streaming method either yields its answers or writes them to the context.
+        async def yielding(request: Any, context: _Context) -> AsyncIterator[Any]:
             await self._admit(context)
             with self._counted():
                 async with aclosing(inner(request, context)) as responses:
                     async for response in responses:
                         yield response
 
-        async def unary(request: Any, context: _Context) -> Any:
+        async def returning(request: Any, context: _Context) -> Any:
             await self._admit(context)
             with self._counted():
                 return await inner(request, context)
@@ -75,7 +77,7 @@ class DrainGate(grpc.aio.ServerInterceptor):
             (True, False): grpc.stream_unary_rpc_method_handler,
             (True, True): grpc.stream_stream_rpc_method_handler,
         }[bool(handler.request_streaming), bool(handler.response_streaming)]
-        behaviour: Any = stream if handler.response_streaming else unary
+        behaviour: Any = yielding if inspect.isasyncgenfunction(inner) else returning
         return make(behaviour, handler.request_deserializer, handler.response_serializer)
 
     async def _admit(self, context: _Context) -> None:

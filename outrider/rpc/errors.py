@@ -176,8 +176,8 @@ def _error_info(call: Any) -> error_details_pb2.ErrorInfo | None:
 
 
 def guarded(method: Servicer) -> Servicer:
-    """Wraps a servicer method (`async def`, answering once or as an async generator): the one place where exceptions
-    become statuses.
+    """Wraps a servicer method, which is `async def` and returns, yields or writes its answers: the one place where
+    exceptions become statuses.
 
     `RequestError` ends the call with its own code. A cancelled call passes through, and so does an abort under way.
     Anything else is logged with its trace and told to the client as INTERNAL, without its text.

@@ -12,7 +12,7 @@ from outrider.rpc import errors
 from outrider.rpc.channel import open_channel
 from outrider.rpc.errors import RequestError
 from protos.outrider.v1 import model_pb2
-from tests.outrider.rpc.probe import Probe, both, many, once, serving
+from tests.outrider.rpc.probe import Probe, both, many, once, serving, written
 
 RAISED: list[tuple[RequestError, grpc.StatusCode]] = [
     (errors.invalid_field("sampling.top_p", "is 0; allowed is (0, 1]", given=0), grpc.StatusCode.INVALID_ARGUMENT),
@@ -33,7 +33,7 @@ IDS = [error.reason for error, _ in RAISED]
 
 async def _failure(probe: Probe, method: Callable[..., Any] = once) -> RequestError:
     async with serving(probe) as address, open_channel(address) as channel:
-        call = method(channel)(_requests() if method is both else b"0")
+        call = method(channel)(_requests() if method in (both, written) else b"0")
         with pytest.raises(grpc.RpcError) as caught:
             await (call if method is once else _drained(call))
         return errors.from_rpc_error(caught.value)
@@ -55,7 +55,13 @@ async def test_an_error_arrives_as_it_was_raised(raised: RequestError, code: grp
     assert (arrived.reason, arrived.message, arrived.metadata) == (raised.reason, raised.message, raised.metadata)
 
 
-@pytest.mark.parametrize("method", [many, both])
+@pytest.mark.parametrize("method", [both, written])
+async def test_streams_may_yield_or_write(method: Callable[..., Any]) -> None:
+    async with serving(Probe()) as address, open_channel(address) as channel:
+        assert [answer async for answer in method(channel)(_requests())] == [b"x"]
+
+
+@pytest.mark.parametrize("method", [many, both, written])
 async def test_streams_end_with_the_error_too(method: Callable[..., Any]) -> None:
     arrived = await _failure(Probe(lambda: errors.overloaded("full", waiting=3)), method)
     assert (arrived.reason, arrived.metadata) == ("OVERLOADED", {"waiting": "3"})
@@ -74,7 +80,7 @@ async def test_the_blocking_api_reads_the_same_error() -> None:
     assert (arrived.code, arrived.reason, arrived.metadata) == (raised.code, raised.reason, raised.metadata)
 
 
-@pytest.mark.parametrize("method", [once, many, both])
+@pytest.mark.parametrize("method", [once, many, both, written])
 async def test_an_unforeseen_exception_is_internal_and_keeps_its_text_to_the_log(
     method: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
