@@ -1,1 +1,1 @@
-"""Runs Hugging Face models on packed chunks of many sequences. Knows nothing of gRPC, proposals, verdicts or sampling."""
+"""Hugging Face models on packed chunks of many sequences; nothing here knows gRPC, proposals, verdicts or sampling."""

@@ -17,7 +17,7 @@ NAME = "outrider_packed"
 PROBE = "outrider_probe"
 """Its name while a model is looked over, when the masks it asks for are taken down too."""
 
-_BLOCK = 256  # rows that share one mask: bounds it, and skips what the first of them cannot see
+_BLOCK = 256  # rows of scores that share one mask: bounds it, and skips what the first of them cannot see
 
 _attention = torch.nn.functional.scaled_dot_product_attention
 
@@ -45,56 +45,56 @@ def attend(query: Tensor, layer: int, batch: PackedBatch, scaling: float, window
     return out
 
 
-def _attend(query: Tensor, segment: Segment, layer: int, batch: PackedBatch, scaling: float, window: int | None) -> Tensor:
+def _attend(
+    query: Tensor, segment: Segment, layer: int, batch: PackedBatch, scaling: float, window: int | None
+) -> Tensor:
     # query: [n, H, D] -> [n, H, D], perhaps strided
-    keys, values = segment.keys[layer], segment.values[layer]  # [1, KV, end, D]
+    keys, values = segment.keys[layer], segment.values[layer]  # [KV, 1, end, D]
     n, heads, head_dim = query.shape
-    group = heads // keys.shape[1]
+    kv_heads = keys.shape[0]
+    group = heads // kv_heads
     if window is not None and segment.end <= window:
         window = None
     if n == 1:
         if window is not None:
             keys, values = _last(keys, window), _last(values, window)
         # Query heads that share a KV head become rows of one head: no copy of keys, and one row needs no mask.
-        packed = query.reshape(1, heads // group, group, head_dim)
-        return _attention(packed, keys, values, scale=scaling).reshape(1, heads, head_dim)
+        packed = query.reshape(kv_heads, 1, group, head_dim)
+        return _attention(packed, keys, values, scale=scaling).view(1, heads, head_dim)
     if segment.start == 0 and window is None:
-        rows = query.transpose(0, 1).unsqueeze(0)
+        rows, keys, values = query.transpose(0, 1).unsqueeze(0), keys.transpose(0, 1), values.transpose(0, 1)
         out = _attention(rows, keys, values, is_causal=True, scale=scaling, enable_gqa=group > 1)
         return out.squeeze(0).transpose(0, 1)
-    if n <= _BLOCK:
-        return _attend_block(query, keys, values, group, batch, scaling, window)
-    return torch.cat(
-        [
-            _attend_block(block, keys.narrow(2, 0, end), values.narrow(2, 0, end), group, batch, scaling, window)
-            for block, end in _blocks(query, segment.start)
-        ]
-    )
+    if n * group <= _BLOCK:
+        return _attend_block(query, keys, values, batch, scaling, window)
+    attended, end = [], segment.start
+    for block in query.split(max(1, _BLOCK // group)):
+        end += block.shape[0]
+        attended.append(
+            _attend_block(block, keys.narrow(2, 0, end), values.narrow(2, 0, end), batch, scaling, window)
+        )
+    return torch.cat(attended)
 
 
 def _attend_block(
-    query: Tensor, keys: Tensor, values: Tensor, group: int, batch: PackedBatch, scaling: float, window: int | None
+    query: Tensor, keys: Tensor, values: Tensor, batch: PackedBatch, scaling: float, window: int | None
 ) -> Tensor:
-    """The last n positions: query `[n, H, D]`, keys and values `[1, KV, end, D]`."""
+    """The last n positions: query `[n, H, D]`, keys and values `[KV, 1, end, D]`."""
     n, heads, head_dim = query.shape
+    kv_heads = keys.shape[0]
+    group = heads // kv_heads
     if window is not None:
         seen = min(keys.shape[2], window + n - 1)
         keys, values = _last(keys, seen), _last(values, seen)
     mask = batch.masks.get(n, keys.shape[2], group, window)
-    # [n, KV, g, D] -> [1, KV, g·n, D]: as for one row; the mask is repeated g times.
-    packed = query.reshape(n, heads // group, group, head_dim).permute(1, 2, 0, 3).reshape(1, heads // group, -1, head_dim)
+    # [n, KV, g, D] -> [KV, 1, g·n, D]: as for one row; the mask is repeated g times.
+    packed = query.reshape(n, kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, 1, group * n, head_dim)
     out = _attention(packed, keys, values, attn_mask=mask, scale=scaling)
-    return out.view(heads, n, head_dim).transpose(0, 1)
+    return out.reshape(heads, n, head_dim).transpose(0, 1)
 
 
 def _last(tensor: Tensor, length: int) -> Tensor:
     return tensor.narrow(2, tensor.shape[2] - length, length) if tensor.shape[2] > length else tensor
-
-
-def _blocks(query: Tensor, start: int) -> list[tuple[Tensor, int]]:
-    """Blocks of rows, each with the position its last row ends at."""
-    blocks = query.split(_BLOCK)
-    return [(block, start + i * _BLOCK + block.shape[0]) for i, block in enumerate(blocks)]
 
 
 def packed_attention(
@@ -135,7 +135,7 @@ def packed_attention(
         scaling = float(query.shape[-1]) ** -0.5
     if batch.observer is not None:
         return batch.observer.see(module, query, key, value, scaling, sliding_window, features), None
-    layer = module.layer_idx
+    layer: Any = module.layer_idx
     for segment in batch.segments:
         new_key, new_value = segment.new[layer].unbind(0)
         if len(batch.segments) == 1:
@@ -149,7 +149,7 @@ def packed_attention(
     return out.to(query.dtype).unsqueeze(0), None
 
 
-# No mask function goes with NAME: transformers then builds no mask at all, which saves a dozen tensor operations a pass.
+# No mask function goes with NAME: transformers then builds no mask, which saves a dozen tensor operations a pass.
 # PROBE is the same attention with one, which only takes down what the model would have masked.
 AttentionInterface.register(NAME, packed_attention)
 AttentionInterface.register(PROBE, packed_attention)

@@ -41,16 +41,21 @@ class CausalMasks:
         """
         key = (count, group, window)
         mask = self._masks.get(key)
-        if mask is None:
-            if group * count * self._max_length > _MASK_CACHE_ELEMENTS:
-                return self._build(count, length, group, window)
-            mask = self._build(count, self._max_length, group, window)
-            if self._elements + mask.numel() > _MASK_CACHE_ELEMENTS:
-                self._masks.clear()
-                self._elements = 0
-            self._masks[key] = mask
-            self._elements += mask.numel()
+        if mask is None or mask.shape[1] < length:
+            room = min(self._max_length, max(256, 1 << (length - 1).bit_length()))
+            mask = self._build(count, room, group, window)
+            self._keep(key, mask)
         return mask.narrow(1, mask.shape[1] - length, length)
+
+    def _keep(self, key: tuple[int, int, int | None], mask: Tensor) -> None:
+        if mask.numel() > _MASK_CACHE_ELEMENTS:
+            return
+        replaced = self._masks.pop(key, None)
+        self._elements += mask.numel() - (0 if replaced is None else replaced.numel())
+        if self._elements > _MASK_CACHE_ELEMENTS:
+            self._masks.clear()
+            self._elements = mask.numel()
+        self._masks[key] = mask
 
     def _build(self, count: int, length: int, group: int, window: int | None) -> Tensor:
         position = torch.arange(length, device=self._device)

@@ -106,7 +106,7 @@ def load_model(source: ModelSource) -> LoadedModel:
     if not distance <= tolerance(dtype):
         raise CheckpointError(
             f"packed passes of {type(model).__name__} give other logits than its own forward (they differ by "
-            f"{distance:.2g} of their size, {tolerance(dtype):g} allowed): it keeps a state or a mask the pool does not know"
+            f"{distance:.2g} of their size, {tolerance(dtype):g} allowed): it has a state or a mask of its own"
         )
     return LoadedModel(
         model=model,
@@ -187,8 +187,10 @@ def _load_weights(folder: Path, source: ModelSource, dtype: torch.dtype) -> Any:
     for problem in ("missing_keys", "mismatched_keys"):
         keys = sorted(str(key) for key in report.get(problem) or ())
         if keys:
-            raise CheckpointError(f"the weights of '{source.name}' do not fit its model: {problem} {', '.join(keys[:3])}"
-                                  + (f" and {len(keys) - 3} more" if len(keys) > 3 else ""))
+            raise CheckpointError(
+                f"the weights of '{source.name}' do not fit its model: {problem} {', '.join(keys[:3])}"
+                + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+            )
     return model
 
 
@@ -205,7 +207,7 @@ def _context_length(config: Any) -> int:
     length = next((length for length in lengths if isinstance(length, int) and length > 0), None)
     if length is None:
         raise CheckpointError(f"the configuration of model type '{config.model_type}' names no context length")
-    # Beyond its original length this rotary embedding depends on the longest sequence of a pass, so on who else is there.
+    # Beyond its original length this rotary embedding follows the longest sequence of a pass: who else is there.
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
         length = min(length, rope.get("original_max_position_embeddings") or length)

@@ -1,5 +1,84 @@
-"""stub"""
+"""Replaces a model's forward by an equivalent with fewer operations, where one is known, and holds it to the original.
+
+A decoder of a known family becomes a program of its own (`outrider.lm.gated_decoder`); in any other model single
+modules are replaced: root-mean-square norms that prove to be just that, and linear layers that can be packed. It knows
+nothing of requests, nor of how checkpoints are read.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
 from outrider.lm.checkpoint import LoadedModel
-from outrider.lm.program import Program
-def fuse_model(loaded: LoadedModel) -> Program | None:
+from outrider.lm.errors import CheckpointError
+from outrider.lm.gated_decoder import GatedDecoder, is_gated_decoder
+from outrider.lm.linear import PackedModule, can_pack
+from outrider.lm.norm import RMSNorm, RMSNormModule
+from outrider.lm.program import Program, TransformersProgram
+from outrider.lm.selfcheck import deviation, tolerance
+
+_NORM_TOLERANCE = 1e-5
+
+
+def fuse_model(loaded: LoadedModel) -> Program:
+    """The fused program of a model, made at the first call.
+
+    The weights move into it, so the model's own forward, and with it the unfused program, is lost.
+
+    Raises:
+        CheckpointError: it gives other logits than the model did: a bug; `fuse=False` runs the model without it.
+    """
+    if loaded.fused is None:
+        model = loaded.model
+        with torch.inference_mode():
+            if is_gated_decoder(model, loaded.layers):
+                loaded.fused = GatedDecoder(model, loaded.layers)
+            else:
+                _replace_modules(model)
+                loaded.fused = TransformersProgram(model)
+        distance = deviation(loaded.fused, loaded.layers, loaded.reference, loaded.dtype, loaded.device)
+        if not distance <= tolerance(loaded.dtype):
+            raise CheckpointError(
+                f"the fused forward of {type(model).__name__} gives other logits than its own (they differ by "
+                f"{distance:.2g} of their size): run it unfused"
+            )
+    return loaded.fused
+
+
+def _replace_modules(model: nn.Module) -> None:
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            replacement = _equivalent(child)
+            if replacement is not None:
+                setattr(parent, name, replacement)
+
+
+def _equivalent(module: nn.Module) -> nn.Module | None:
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor):
+        return None
+    if type(module) in (nn.Linear, Conv1D):
+        if not can_pack(weight.dtype, weight.device):
+            return None
+        rows: Any = weight if type(module) is nn.Linear else weight.t()  # Conv1D holds [in, out]
+        bias: Any = module.bias
+        return PackedModule(rows, bias)
+    if type(module).__name__.endswith("RMSNorm"):
+        return _equivalent_norm(module, weight)
+    return None
+
+
+def _equivalent_norm(module: nn.Module, weight: Tensor) -> nn.Module | None:
+    """A norm that gives the same on random input, in float32; None where neither w nor 1 + w does."""
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if weight.dim() != 1 or not isinstance(eps, float) or len(list(module.parameters())) != 1:
+        return None
+    original = copy.deepcopy(module).float()
+    x = torch.randn(3, 1, len(weight), generator=torch.Generator().manual_seed(0)).to(weight.device)
+    for scale in (weight.detach(), 1.0 + weight.detach().float()):
+        if torch.allclose(RMSNorm(scale.float(), eps)(x), original(x), rtol=_NORM_TOLERANCE, atol=_NORM_TOLERANCE):
+            return RMSNormModule(RMSNorm(scale.to(weight.dtype), eps))
     return None

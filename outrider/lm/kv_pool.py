@@ -21,7 +21,7 @@ class SlotViews:
     """Views of one sequence's keys and values, one entry per layer: nothing is copied.
 
     Attributes:
-        keys: `[1, kv_heads, end, head_dim]` each.
+        keys: `[kv_heads, 1, end, head_dim]` each: heads as a batch, so that attention leaves its result in their order.
         values: like `keys`.
         new: `[2, kv_heads, end - start, head_dim]` each: keys and values of the positions from `start` on.
     """
@@ -61,14 +61,16 @@ class KVPool:
         for name, value in (("layers", layers), ("max_sequences", max_sequences), ("max_length", max_length)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
-        shapes = list(zip(_per_layer("kv_heads", kv_heads, layers), _per_layer("head_dim", head_dim, layers), strict=True))
+        shapes = list(
+            zip(_per_layer("kv_heads", kv_heads, layers), _per_layer("head_dim", head_dim, layers), strict=True)
+        )
         self.layers = layers
         self.max_sequences = max_sequences
         self.max_length = max_length
         self.dtype = dtype
         self.device = torch.device(device)
-        # Layers of one shape share a tensor [layers, 2, slots, kv_heads, max_length, head_dim]: one call makes the views
-        # of them all.
+        # Layers of one shape share a tensor [layers, 2, slots, kv_heads, max_length, head_dim]: one call makes the
+        # views of them all.
         self._members = [[i for i in range(layers) if shapes[i] == shape] for shape in dict.fromkeys(shapes)]
         self._stores = [
             torch.empty(
@@ -145,7 +147,7 @@ class KVPool:
         held = self.length(slot)
         if not held <= length <= self.max_length:
             raise ValueError(
-                f"slot {slot} holds {held} positions and has room for {self.max_length}: it cannot be extended to {length}"
+                f"slot {slot} holds {held} positions of {self.max_length}: it cannot be extended to {length}"
             )
         self._lengths[slot] = length
 
@@ -206,6 +208,6 @@ def _per_layer(name: str, value: int | Sequence[int], layers: int) -> list[int]:
 
 def _views(store: Tensor, slot: int, start: int, end: int) -> SlotViews:
     # store: [layers, 2, slots, kv_heads, max_length, head_dim]
-    held = store.flatten(0, 1).narrow(1, slot, 1).narrow(3, 0, end).unbind(0)
+    held = store.flatten(0, 1).select(1, slot).narrow(2, 0, end).unsqueeze(2).unbind(0)
     new = store.select(2, slot).narrow(3, start, end - start).unbind(0)
     return SlotViews(held[0::2], held[1::2], new)

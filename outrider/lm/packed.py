@@ -49,14 +49,16 @@ class PackedModel:
 
     def __init__(self, loaded: LoadedModel, pool: KVPool, *, fuse: bool = True) -> None:
         if pool.max_length > loaded.context_length:
-            raise ValueError(f"max_length {pool.max_length} is beyond the context of {loaded.name}, {loaded.context_length}")
+            raise ValueError(
+                f"max_length {pool.max_length} is beyond {loaded.name}'s context of {loaded.context_length}"
+            )
         if pool.layers != len(loaded.layers):
             raise ValueError(f"the pool has {pool.layers} layers, {loaded.name} has {len(loaded.layers)}")
         if not fuse and loaded.fused is not None:
             raise ValueError(f"{loaded.name} has been fused and given up its own weights: load it again")
         self.loaded = loaded
         self.pool = pool
-        self._program: Program = (fuse_model(loaded) if fuse else None) or TransformersProgram(loaded.model)
+        self._program: Program = fuse_model(loaded) if fuse else TransformersProgram(loaded.model)
         self._masks = CausalMasks(pool.max_length, pool.dtype, pool.device)
 
     @classmethod
@@ -77,7 +79,7 @@ class PackedModel:
     @property
     def fused(self) -> bool:
         """Whether passes run through the fused equivalent."""
-        return not isinstance(self._program, TransformersProgram)
+        return self._program is self.loaded.fused
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk]) -> Tensor:
@@ -140,7 +142,9 @@ class PackedModel:
             if not count:
                 raise ValueError(f"the chunk of slot {chunk.slot} has no tokens")
             if chunk.start != held:
-                raise ValueError(f"the chunk of slot {chunk.slot} starts at {chunk.start}, the slot holds {held} positions")
+                raise ValueError(
+                    f"the chunk of slot {chunk.slot} starts at {chunk.start}, its slot holds {held} positions"
+                )
             if held + count > self.pool.max_length:
                 raise ValueError(
                     f"slot {chunk.slot} holds {held} positions: {count} more go beyond its {self.pool.max_length}"

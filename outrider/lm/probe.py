@@ -105,7 +105,9 @@ class _Observer:
             raise CheckpointError("the model attends in both directions: it is not a causal language model")
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int) or layer in self._layers:
-            raise CheckpointError(f"{type(module).__name__} does not say which layer it is, or calls its attention twice")
+            raise CheckpointError(
+                f"{type(module).__name__} has no layer number of its own, or calls its attention twice"
+            )
         if key.shape != value.shape or query.shape[3] != key.shape[3] or query.shape[1] % key.shape[1]:
             shapes = f"queries {list(query.shape)}, keys {list(key.shape)}, values {list(value.shape)}"
             raise CheckpointError(f"the heads of layer {layer} do not fit the KV pool: {shapes}")
@@ -128,8 +130,8 @@ class _Observer:
         count = getattr(model.config.get_text_config(), "num_hidden_layers", len(self._layers))
         if sorted(self._layers) != list(range(count)):
             raise CheckpointError(
-                f"{kind} has attention in {len(self._layers)} of {count} layers: what the others remember of a sequence "
-                "is not in the KV pool"
+                f"{kind} has attention in {len(self._layers)} of {count} layers: what the others remember is not "
+                "in the KV pool"
             )
         windows = {layer.window for layer in self._layers.values()}
         if not self._local <= windows:

@@ -91,7 +91,9 @@ def deviation(
             token_ids = torch.cat([expected.tokens[slot, start : start + count] for slot, start, count in spans])
             rows = torch.arange(len(token_ids))[1:] if len(token_ids) > 1 else torch.arange(1)
             found.append(program(token_ids.to(device), pack(spans, pool, masks), rows.to(device)).float().cpu())
-            wanted.append(torch.cat([expected.logits[slot, start : start + count] for slot, start, count in spans])[rows])
+            wanted.append(
+                torch.cat([expected.logits[slot, start : start + count] for slot, start, count in spans])[rows]
+            )
     logits, truth = _centred(torch.cat(found)), _centred(torch.cat(wanted))
     distance = (logits - truth).norm(dim=-1) / truth.norm(dim=-1).clamp_min(1e-6)
     return float(distance.median())
