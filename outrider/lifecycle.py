@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import grpc
 import structlog
 
-from outrider.lm.checkpoint import CheckpointError
 from outrider.lm.environment import ForeignKernelsError, check_environment
+from outrider.lm.errors import CheckpointError
 from outrider.rpc.errors import RequestError
 from outrider.rpc.server import HealthState, StartupError, bind, create_server, enable_reflection, serve_until_signal
 from outrider.settings import ServiceSettings

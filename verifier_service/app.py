@@ -82,5 +82,5 @@ def build_engine(settings: VerifierSettings) -> tuple[VerifierEngine, model_pb2.
         features=FEATURES,
     )
     engine = VerifierEngine(packed, model, pass_tokens=settings.pass_tokens, threads=settings.threads)
-    engine.warm_up(settings.max_gamma)
+    packed.warm_up([1, settings.max_gamma + 1])
     return engine, model

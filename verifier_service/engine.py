@@ -14,8 +14,8 @@ import torch
 
 from kernels.verify import verify
 from outrider.lm.engine import Engine
-from outrider.lm.kv_pool import PoolExhausted
-from outrider.lm.packed import Chunk, PackedModel
+from outrider.lm.errors import PoolExhausted
+from outrider.lm.packed import PackedModel
 from outrider.rpc.errors import RequestError, internal
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service import scheduler
@@ -81,14 +81,6 @@ class VerifierEngine(Engine[Message, TargetWork]):
         self._pass_tokens = pass_tokens
         self._running: list[TargetSequence] = []
         self._waiting: deque[TargetSequence] = deque()
-
-    def warm_up(self, gamma: int) -> None:
-        """One prefill and one pass of `gamma` + 1 tokens, before the thread starts."""
-        slot = self.packed.pool.allocate()
-        with torch.inference_mode():
-            self.packed.forward([Chunk(slot, [0, 0], 0, 2)])
-            self.packed.forward([Chunk(slot, [0] * (gamma + 1), 2, 0)])
-        self.packed.pool.free(slot)
 
     @property
     def waiting(self) -> int:

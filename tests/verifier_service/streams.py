@@ -1,0 +1,98 @@
+"""A Verify stream driven by hand, for tests: plain stubs, no service code."""
+
+import queue
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from outrider.wire import PrefixHash
+from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
+from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
+
+TIMEOUT = 30.0
+PROMPT = [5, 6, 7, 8]
+
+
+def opening(
+    prompt: list[int] | None = None, *, max_new_tokens: int = 16, temperature: float = 0.0, seed: int = 1
+) -> verifier_service_pb2.OpenSequence:
+    return verifier_service_pb2.OpenSequence(
+        prompt_token_ids=PROMPT if prompt is None else prompt,
+        max_new_tokens=max_new_tokens,
+        ignore_eos=True,
+        sampling=sampling_pb2.SamplingParams(temperature=temperature, seed=seed),
+    )
+
+
+class Stream:
+    """One call of `Verify`; `with` it, `send` messages and `take` replies."""
+
+    def __init__(self, channel: grpc.Channel, sequence_id: str = "s", timeout: float = TIMEOUT) -> None:
+        self.sequence_id = sequence_id
+        self._outbox: queue.SimpleQueue[verifier_service_pb2.VerifyRequest | None] = queue.SimpleQueue()
+        self.call = VerifierServiceStub(channel).Verify(self._requests(), timeout=timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._outbox.put(None)
+        self.call.cancel()
+
+    def _requests(self) -> Iterator[verifier_service_pb2.VerifyRequest]:
+        while (message := self._outbox.get()) is not None:
+            yield message
+
+    def send(self, message: verifier_service_pb2.VerifyRequest) -> None:
+        self._outbox.put(message)
+
+    def close_sending(self) -> None:
+        self._outbox.put(None)
+
+    def open(self, message: verifier_service_pb2.OpenSequence | None = None) -> None:
+        self.send(verifier_service_pb2.VerifyRequest(sequence_id=self.sequence_id, open=message or opening()))
+
+    def decode(self, number: int, prefix: list[int], tokens: int = 1, seen: int = 0) -> None:
+        self.send(
+            verifier_service_pb2.VerifyRequest(
+                sequence_id=self.sequence_id,
+                decode=verifier_service_pb2.Decode(
+                    round=number,
+                    base_length=len(prefix),
+                    prefix_hash=PrefixHash(prefix).digest(),
+                    num_tokens=tokens,
+                    seen_round=seen,
+                ),
+            )
+        )
+
+    def propose(self, number: int, prefix: list[int], tokens: list[int], seen: int = 0) -> None:
+        point = speculation_pb2.TokenDistribution(point_mass=speculation_pb2.PointMass())
+        self.send(
+            verifier_service_pb2.VerifyRequest(
+                sequence_id=self.sequence_id,
+                proposal=speculation_pb2.Proposal(
+                    round=number,
+                    base_length=len(prefix),
+                    prefix_hash=PrefixHash(prefix).digest(),
+                    token_ids=tokens,
+                    distributions=[point] * len(tokens),
+                    seen_round=seen,
+                ),
+            )
+        )
+
+    def take(self) -> verifier_service_pb2.VerifyResponse:
+        """The next reply. Raises `grpc.RpcError` where the call failed, StopIteration where it ended."""
+        return next(self.call)  # type: ignore[no-any-return]
+
+    def verdict(self) -> speculation_pb2.Verdict:
+        """The next verdict, past `Opened` and notices."""
+        while True:
+            reply = self.take()
+            if reply.WhichOneof("kind") == "verdict":
+                return reply.verdict

@@ -1,0 +1,189 @@
+"""Every field of an opening, a proposal and a decode is checked before it reaches a tensor."""
+
+import math
+from collections.abc import Callable
+
+import grpc
+import numpy as np
+import pytest
+
+from outrider.rpc.errors import RequestError
+from outrider.wire import HASH_BYTES
+from protos.outrider.v1 import model_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
+from verifier_service.rounds import check_decode, check_open, check_proposal
+
+V = 100
+MODEL = model_pb2.ModelInfo(
+    vocab_size=V,
+    weights_fingerprint="f" * 64,
+    eos_token_ids=[0],
+    features=["decode", "resume"],
+    limits=model_pb2.Limits(max_gamma=4, max_support=8, max_sequence_tokens=50, max_stop_token_ids=2),
+)
+
+
+def opening() -> verifier_service_pb2.OpenSequence:
+    return verifier_service_pb2.OpenSequence(
+        prompt_token_ids=[1, 2, 3], max_new_tokens=10, sampling=sampling_pb2.SamplingParams(seed=7)
+    )
+
+
+def sparse(ids: list[int], weights: list[int]) -> speculation_pb2.TokenDistribution:
+    return speculation_pb2.TokenDistribution(
+        sparse=speculation_pb2.SparseDistribution(
+            token_ids=np.array(ids, "<u4").tobytes(), weights=np.array(weights, "<u2").tobytes()
+        )
+    )
+
+
+def proposal() -> speculation_pb2.Proposal:
+    return speculation_pb2.Proposal(
+        round=1,
+        base_length=3,
+        prefix_hash=b"\0" * HASH_BYTES,
+        token_ids=[5, 6],
+        distributions=[
+            sparse([4, 5, 9], [1, 2, 3]),
+            speculation_pb2.TokenDistribution(point_mass=speculation_pb2.PointMass()),
+        ],
+    )
+
+
+def test_a_sound_opening_passes() -> None:
+    checked = check_open(opening(), MODEL)
+    assert checked.prompt == [1, 2, 3]
+    assert checked.stop_token_ids == {0}
+    assert checked.seed == 7
+    assert checked.top_logprobs == -1
+
+
+def test_a_sound_proposal_passes() -> None:
+    checked = check_proposal(proposal(), MODEL)
+    assert checked.tokens == (5, 6)
+    assert checked.laws[0] is not None
+    assert checked.laws[0].probability(5) == pytest.approx(2 / 6)
+    assert checked.laws[1] is None
+
+
+def test_ignore_eos_leaves_the_requests_own_stop_ids() -> None:
+    message = opening()
+    message.ignore_eos = True
+    message.stop_token_ids.extend([9])
+    assert check_open(message, MODEL).stop_token_ids == {9}
+
+
+Change = Callable[[verifier_service_pb2.OpenSequence], object]
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "numbers"),
+    [
+        (lambda m: m.ClearField("prompt_token_ids"), "prompt_token_ids", ["empty"]),
+        (lambda m: m.prompt_token_ids.append(V), "prompt_token_ids", [f"[3] is {V}", str(V)]),
+        (lambda m: m.prompt_token_ids.append(2**32 - 1), "prompt_token_ids", [str(2**32 - 1)]),  # -1 on the wire
+        (lambda m: m.committed_token_ids.append(V + 1), "committed_token_ids", [str(V + 1)]),
+        (lambda m: m.committed_token_ids.append(0), "committed_token_ids", ["stop token 0"]),
+        (lambda m: m.committed_token_ids.extend([1] * 10), "max_new_tokens", ["10", "10 committed"]),
+        (lambda m: setattr(m, "max_new_tokens", 0), "max_new_tokens", ["0"]),
+        (lambda m: setattr(m, "max_new_tokens", 48), "max_new_tokens", ["3", "48", "51", "50"]),
+        (lambda m: setattr(m, "min_new_tokens", 11), "min_new_tokens", ["11", "10"]),
+        (lambda m: m.stop_token_ids.extend([1, 2, 3]), "stop_token_ids", ["3", "2"]),
+        (lambda m: m.stop_token_ids.append(V), "stop_token_ids", [str(V)]),
+        (lambda m: m.sampling.ClearField("seed"), "sampling.seed", ["not set"]),
+        (lambda m: setattr(m.sampling, "temperature", math.nan), "sampling.temperature", ["nan", "[0, 100]"]),
+        (lambda m: setattr(m.sampling, "temperature", math.inf), "sampling.temperature", ["inf"]),
+        (lambda m: setattr(m.sampling, "temperature", -0.5), "sampling.temperature", ["-0.5"]),
+        (lambda m: setattr(m.sampling, "top_p", 0.0), "sampling.top_p", ["0", "(0, 1]"]),
+        (lambda m: setattr(m.sampling, "top_p", 1.5), "sampling.top_p", ["1.5"]),
+        (lambda m: setattr(m.sampling, "top_k", 2**31), "sampling.top_k", [str(2**31)]),
+        (lambda m: setattr(m.sampling, "min_p", -0.1), "sampling.min_p", ["-0.1"]),
+        (lambda m: setattr(m.sampling, "min_p", math.nan), "sampling.min_p", ["nan"]),
+        (lambda m: setattr(m.sampling, "repetition_penalty", 0.0), "sampling.repetition_penalty", ["0", "(0, 100]"]),
+        (lambda m: setattr(m.sampling, "presence_penalty", math.inf), "sampling.presence_penalty", ["inf"]),
+        (lambda m: setattr(m.sampling, "frequency_penalty", 101.0), "sampling.frequency_penalty", ["101"]),
+        (lambda m: setattr(m.sampling, "lenience", 0.0), "sampling.lenience", ["0", "(0, 1]"]),
+        (lambda m: setattr(m.sampling, "rule", 99), "sampling.rule", ["99"]),
+        (lambda m: m.sampling.sigmoid.SetInParent(), "sampling.sigmoid", ["tokenwise"]),
+        (lambda m: m.sampling.logit_bias.add(token_id=V), "sampling.logit_bias", [str(V)]),
+        (lambda m: m.sampling.logit_bias.add(token_id=1, bias=math.nan), "sampling.logit_bias", ["nan"]),
+        (lambda m: m.sampling.banned_token_ids.append(V), "sampling.banned_token_ids", [str(V)]),
+        (lambda m: m.sampling.banned_token_ids.extend(range(V)), "sampling.banned_token_ids", [str(V)]),
+        (lambda m: setattr(m.logprobs, "top_n", 21), "logprobs.top_n", ["21", "20"]),
+        (lambda m: setattr(m, "request_id", "x" * 129), "request_id", ["129", "128"]),
+    ],
+)
+def test_an_unsound_opening_names_the_field_and_the_numbers(change: Change, field: str, numbers: list[str]) -> None:
+    message = opening()
+    change(message)
+    with pytest.raises(RequestError) as caught:
+        check_open(message, MODEL)
+    assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.metadata["field"] == field
+    assert not [number for number in numbers if number not in caught.value.message], caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m: m.required_features.append("trees"), "UNKNOWN_FEATURE"),
+        (lambda m: setattr(m, "weights_fingerprint", "0" * 64), "PAIR_MISMATCH"),
+    ],
+)
+def test_what_this_server_cannot_do_is_a_failed_precondition(change: Change, reason: str) -> None:
+    message = opening()
+    change(message)
+    with pytest.raises(RequestError) as caught:
+        check_open(message, MODEL)
+    assert caught.value.code is grpc.StatusCode.FAILED_PRECONDITION
+    assert caught.value.reason == reason
+
+
+def _replace_law(message: speculation_pb2.Proposal, law: speculation_pb2.TokenDistribution) -> None:
+    message.distributions[0].CopyFrom(law)
+
+
+LOGITS = speculation_pb2.TokenDistribution(logits=speculation_pb2.DenseLogits(values=b"\0" * 2 * V))
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "numbers"),
+    [
+        (lambda m: setattr(m, "round", 0), "proposal.round", ["0"]),
+        (lambda m: setattr(m, "base_length", 0), "proposal.base_length", ["0"]),
+        (lambda m: setattr(m, "prefix_hash", b"123"), "proposal.prefix_hash", ["3", "8"]),
+        (lambda m: m.token_ids.extend([1, 1, 1]), "proposal.token_ids", ["5", "4"]),
+        (lambda m: m.token_ids.__setitem__(1, V), "proposal.token_ids", [f"[1] is {V}"]),
+        (lambda m: m.distributions.pop(), "proposal.distributions", ["1", "2"]),
+        (lambda m: m.distributions[0].Clear(), "proposal.distributions[0].form", ["not set"]),
+        (lambda m: _replace_law(m, LOGITS), "proposal.distributions[0].form", ["sigmoid"]),
+        (lambda m: _replace_law(m, sparse([4, 5], [0, 0])), "proposal.distributions[0].sparse", ["0"]),
+        (lambda m: _replace_law(m, sparse([5, 4], [1, 1])), "proposal.distributions[0].sparse", ["4", "5"]),
+        (lambda m: _replace_law(m, sparse([5, 5], [1, 1])), "proposal.distributions[0].sparse", ["5"]),
+        (lambda m: _replace_law(m, sparse([5, V], [1, 1])), "proposal.distributions[0].sparse", [str(V)]),
+        (lambda m: _replace_law(m, sparse([4, 6], [1, 1])), "proposal.distributions[0].sparse", ["token 5", "2"]),
+        (lambda m: _replace_law(m, sparse([4, 5], [1])), "proposal.distributions[0].sparse", ["2", "1"]),
+        (lambda m: _replace_law(m, sparse([], [])), "proposal.distributions[0].sparse", ["0"]),
+        (lambda m: _replace_law(m, sparse(list(range(9)), [1] * 9)), "proposal.distributions[0].sparse", ["9", "8"]),
+        (
+            lambda m: setattr(m.distributions[0].sparse, "weights", b"\1\0\2"),
+            "proposal.distributions[0].sparse",
+            ["3"],
+        ),
+    ],
+)
+def test_an_unsound_proposal_names_the_field_and_the_numbers(
+    change: Callable[[speculation_pb2.Proposal], object], field: str, numbers: list[str]
+) -> None:
+    message = proposal()
+    change(message)
+    with pytest.raises(RequestError) as caught:
+        check_proposal(message, MODEL)
+    assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.metadata["field"] == field
+    assert not [number for number in numbers if number not in caught.value.message], caught.value.message
+
+
+def test_a_decode_of_nothing_is_refused() -> None:
+    message = verifier_service_pb2.Decode(round=1, base_length=3, prefix_hash=b"\0" * HASH_BYTES)
+    with pytest.raises(RequestError, match="num_tokens is 0"):
+        check_decode(message)

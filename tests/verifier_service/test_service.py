@@ -1,0 +1,340 @@
+"""The verifier as a process, spoken to with plain stubs: streams, limits, bad input, and what it leaves behind."""
+
+import signal
+from collections.abc import Callable, Iterator
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from outrider.cli.processes import ServiceProcess
+from outrider.rpc.errors import from_rpc_error
+from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
+from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
+from tests.verifier_service.streams import PROMPT, Stream, opening
+
+PLACES, WAITING = 4, 1
+TARGET = "models/demo/target"
+
+
+def start(*flags: str) -> ServiceProcess:
+    arguments = ["verifier_service", "--model", TARGET, "--listen", "127.0.0.1:0", "--threads", "1", *flags]
+    return ServiceProcess.start(arguments)
+
+
+@pytest.fixture(scope="module")
+def verifier() -> Iterator[ServiceProcess]:
+    process = start(
+        *("--max-sequences", str(PLACES), "--max-waiting", str(WAITING - 1), "--idle-timeout", "1.5"),
+        *("--dtype", "float32", "--max-message-bytes", str(1 << 16)),
+    )
+    try:
+        process.wait_healthy(60)
+        yield process
+    finally:
+        assert process.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def channel(verifier: ServiceProcess) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(verifier.address) as channel:
+        yield channel
+
+
+@pytest.fixture
+def alone(channel: grpc.Channel) -> list[int]:
+    """What the target writes after PROMPT by itself."""
+    return decoded(channel)
+
+
+def decoded(channel: grpc.Channel, tokens: int = 8) -> list[int]:
+    with Stream(channel) as stream:
+        stream.open()
+        stream.decode(1, PROMPT, tokens)
+        return [stream.verdict().token_ids[0] for _ in range(tokens)]
+
+
+def ends(stream: Stream) -> grpc.RpcError:
+    """Reads to the error that ends the call."""
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stream.call)
+    return caught.value
+
+
+# ------------------------------------------------------------------------------------------------------------- rounds
+
+
+def test_a_proposal_in_the_targets_own_words_is_accepted_whole(channel: grpc.Channel, alone: list[int]) -> None:
+    with Stream(channel) as stream:
+        stream.open()
+        stream.propose(1, PROMPT, alone[:4])
+        verdict = stream.verdict()
+        assert list(verdict.token_ids) == alone[:5]
+        assert (verdict.judged, verdict.accepted) == (4, 4)
+        assert verdict.timings.forward_us > 0
+        assert verdict.load.running >= 1
+        stream.propose(2, PROMPT + alone[:5], [alone[5], (alone[6] + 1) % 50, alone[7]], seen=1)
+        verdict = stream.verdict()
+        assert list(verdict.token_ids) == alone[5:7]
+        assert (verdict.judged, verdict.accepted) == (2, 1)
+
+
+def test_rounds_sent_ahead_are_answered_in_order_and_stale_where_overtaken(
+    channel: grpc.Channel, alone: list[int]
+) -> None:
+    with Stream(channel) as stream:
+        stream.open()
+        stream.propose(1, PROMPT, alone[:2])
+        stream.propose(2, PROMPT + alone[:3], alone[3:5])  # right guess of the first verdict
+        stream.propose(3, [*PROMPT, 1, 2, 3], [4])  # wrong guess
+        answers = [stream.verdict() for _ in range(3)]
+        assert [answer.round for answer in answers] == [1, 2, 3]
+        assert [answer.status for answer in answers] == [
+            speculation_pb2.VERDICT_STATUS_JUDGED,
+            speculation_pb2.VERDICT_STATUS_JUDGED,
+            speculation_pb2.VERDICT_STATUS_STALE,
+        ]
+        assert [*answers[0].token_ids, *answers[1].token_ids] == alone[:6]
+
+
+def test_a_resumed_sequence_goes_on_where_it_was(channel: grpc.Channel, alone: list[int]) -> None:
+    with Stream(channel) as stream:
+        message = opening()
+        message.committed_token_ids.extend(alone[:3])
+        stream.open(message)
+        stream.decode(1, PROMPT + alone[:3], 5)
+        assert [stream.verdict().token_ids[0] for _ in range(5)] == alone[3:]
+
+
+def test_a_prompt_longer_than_a_pass_is_prefilled_in_pieces(channel: grpc.Channel) -> None:
+    long = [2 + i % 40 for i in range(900)]  # the default pass takes 512
+    with Stream(channel) as stream:
+        stream.open(opening(long, max_new_tokens=3))
+        stream.decode(1, long, 3)
+        first = [stream.verdict() for _ in range(3)]
+    with Stream(channel) as stream:  # the same, its first token given away: only rounding may differ
+        message = opening(long, max_new_tokens=3)
+        message.committed_token_ids.append(first[0].token_ids[0])
+        stream.open(message)
+        stream.decode(1, [*long, first[0].token_ids[0]], 2)
+        assert [stream.verdict().token_ids[0] for _ in range(2)] == [v.token_ids[0] for v in first[1:]]
+    assert first[-1].finish_reason == sampling_pb2.FINISH_REASON_LENGTH
+
+
+def test_the_stream_ends_well_after_the_last_verdict_and_after_half_closing(channel: grpc.Channel) -> None:
+    with Stream(channel) as stream:
+        stream.open(opening(max_new_tokens=2))
+        stream.decode(1, PROMPT, 5)
+        assert stream.verdict().finish_reason == sampling_pb2.FINISH_REASON_UNSPECIFIED
+        assert stream.verdict().finish_reason == sampling_pb2.FINISH_REASON_LENGTH
+        with pytest.raises(StopIteration):
+            stream.take()
+    with Stream(channel) as stream:
+        stream.open()
+        stream.decode(1, PROMPT, 2)
+        stream.close_sending()
+        assert [len(stream.verdict().token_ids) for _ in range(2)] == [1, 1]
+        with pytest.raises(StopIteration):
+            stream.take()
+
+
+def test_logprobs_come_with_every_committed_token(channel: grpc.Channel) -> None:
+    with Stream(channel) as stream:
+        message = opening(temperature=1.0)
+        message.logprobs.top_n = 3
+        stream.open(message)
+        stream.decode(1, PROMPT, 1)
+        [position] = stream.verdict().logprobs
+    assert position.token.raw <= position.top[0].raw < 0
+    assert position.token.adjusted == pytest.approx(position.token.raw, abs=1e-4)  # temperature 1 adjusts nothing
+    assert [entry.raw for entry in position.top] == sorted((entry.raw for entry in position.top), reverse=True)
+
+
+# ---------------------------------------------------------------------------------------------------------- bad input
+
+
+def _unnamed(stream: Stream) -> None:
+    stream.open()
+    stream.send(verifier_service_pb2.VerifyRequest(sequence_id=stream.sequence_id))
+
+
+def _foreign(stream: Stream) -> None:
+    stream.open()
+    stream.sequence_id = "another"
+    stream.decode(1, PROMPT)
+
+
+def _opened_twice(stream: Stream) -> None:
+    stream.open()
+    stream.open()
+
+
+def _unknown_feature(stream: Stream) -> None:
+    message = opening()
+    message.required_features.append("telepathy")
+    stream.open(message)
+
+
+def _own_support(stream: Stream) -> None:
+    stream.open()
+    stream.send(
+        verifier_service_pb2.VerifyRequest(
+            sequence_id="s",
+            proposal=speculation_pb2.Proposal(
+                round=1,
+                base_length=4,
+                prefix_hash=b"\0" * 8,
+                token_ids=[9],
+                distributions=[
+                    speculation_pb2.TokenDistribution(
+                        sparse=speculation_pb2.SparseDistribution(token_ids=b"\1\0\0\0", weights=b"\1\0")
+                    )
+                ],
+            ),
+        )
+    )
+
+
+INVALID, FAILED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION
+
+
+@pytest.mark.parametrize(
+    ("act", "code", "reason", "says"),
+    [
+        (lambda s: s.decode(1, PROMPT), INVALID, "OUT_OF_ORDER", "must be OpenSequence"),
+        (lambda s: s.close_sending(), INVALID, "OUT_OF_ORDER", "before OpenSequence"),
+        (_opened_twice, INVALID, "OUT_OF_ORDER", "second OpenSequence"),
+        (_unnamed, INVALID, "INVALID_FIELD", "kind is not set"),
+        (_foreign, INVALID, "INVALID_FIELD", "'another'"),
+        (_unknown_feature, FAILED, "UNKNOWN_FEATURE", "telepathy"),
+        (_own_support, INVALID, "INVALID_FIELD", "not in its own support"),
+        (lambda s: s.open(opening([])), INVALID, "INVALID_FIELD", "prompt_token_ids is empty"),
+        (lambda s: s.open(opening([2048])), INVALID, "INVALID_FIELD", "is 2048"),
+        (lambda s: s.open(opening([1] * 1020)), INVALID, "INVALID_FIELD", "a sequence holds 1024"),
+        (lambda s: (s.open(), s.decode(1, [*PROMPT, 1])), INVALID, "WRONG_BASE", "base_length of round 1 is 5"),
+        (lambda s: (s.open(), s.decode(1, [9, 9, 9, 9])), INVALID, "WRONG_BASE", "prefix_hash"),
+        (lambda s: (s.open(), s.propose(1, PROMPT, [1] * 17)), INVALID, "INVALID_FIELD", "17"),
+    ],
+)
+def test_bad_input_ends_its_own_stream_with_a_clear_status(
+    channel: grpc.Channel,
+    alone: list[int],
+    act: Callable[[Stream], object],
+    code: grpc.StatusCode,
+    reason: str,
+    says: str,
+) -> None:
+    with Stream(channel, "bystander") as bystander, Stream(channel) as stream:
+        bystander.open()
+        bystander.decode(1, PROMPT, 4)
+        act(stream)
+        error = from_rpc_error(ends(stream))
+        assert (error.code, error.reason) == (code, reason)
+        assert says in error.message
+        assert [bystander.verdict().token_ids[0] for _ in range(4)] == alone[:4]
+
+
+def test_a_message_beyond_the_limit_is_refused(channel: grpc.Channel) -> None:
+    with Stream(channel) as stream:
+        stream.open(opening([1] * 70_000))
+        assert ends(stream).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_a_silent_stream_is_closed(channel: grpc.Channel) -> None:
+    with Stream(channel) as stream:
+        stream.open()
+        error = from_rpc_error(ends(stream))
+        assert (error.code, error.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "IDLE")
+
+
+# --------------------------------------------------------------------------------------------------------------- room
+
+
+def test_a_client_that_vanishes_leaves_its_place(channel: grpc.Channel) -> None:
+    for _ in range(3 * PLACES):
+        with Stream(channel) as stream:
+            stream.open()
+            stream.decode(1, PROMPT, 16)
+            stream.verdict()  # in the middle of it
+    with Stream(channel) as stream:
+        stream.open()
+        stream.decode(1, PROMPT)
+        assert stream.verdict().load.running == 1
+
+
+def test_sequences_wait_for_room_and_too_many_are_refused(channel: grpc.Channel, alone: list[int]) -> None:
+    streams = [Stream(channel, f"s{i}") for i in range(PLACES + 2)]
+    try:
+        for stream in streams[:PLACES]:
+            stream.open()
+            assert stream.take().WhichOneof("kind") == "opened"
+            stream.decode(1, PROMPT)
+            stream.verdict()
+        waiting, refused = streams[PLACES:]
+        waiting.open()
+        waiting.decode(1, PROMPT, 3)
+        assert waiting.take().WhichOneof("kind") == "opened"
+        assert waiting.take().notice.kind == verifier_service_pb2.NOTICE_KIND_QUEUED
+        refused.open()
+        error = from_rpc_error(ends(refused))
+        assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
+        streams[0].call.cancel()
+        assert [waiting.verdict().token_ids[0] for _ in range(3)] == alone[:3]
+    finally:
+        for stream in streams:
+            stream.__exit__(None, None, None)
+
+
+# --------------------------------------------------------------------------------------------------------------- life
+
+
+def test_health_reflection_and_the_model_are_served(channel: grpc.Channel) -> None:
+    health = health_pb2_grpc.HealthStub(channel)
+    for name in ("", "outrider.v1.VerifierService"):
+        status = health.Check(health_pb2.HealthCheckRequest(service=name)).status
+        assert status == health_pb2.HealthCheckResponse.SERVING
+    listing = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+        iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+    )
+    names = {service.name for service in next(listing).list_services_response.service}
+    assert {"outrider.v1.VerifierService", "grpc.health.v1.Health"} <= names
+    model = VerifierServiceStub(channel).GetModel(verifier_service_pb2.VerifierServiceGetModelRequest()).model
+    assert (model.vocab_size, model.context_length, model.dtype) == (2048, 1024, "float32")
+    assert model.limits.max_sequences == PLACES
+    assert len(model.weights_fingerprint) == len(model.vocabulary_fingerprint) == 64
+
+
+def test_sigterm_lets_running_sequences_finish() -> None:
+    process = start("--grace", "20")
+    try:
+        process.wait_healthy(60)
+        with grpc.insecure_channel(process.address) as channel, Stream(channel) as stream:
+            stream.open(opening(max_new_tokens=300))
+            stream.decode(1, PROMPT, 300)
+            stream.verdict()
+            process.process.send_signal(signal.SIGTERM)
+            replies = list(stream.call)
+            assert sum(reply.WhichOneof("kind") == "verdict" for reply in replies) == 299
+            assert [reply.notice.kind for reply in replies if reply.WhichOneof("kind") == "notice"] == [
+                verifier_service_pb2.NOTICE_KIND_DRAINING
+            ]
+        assert process.process.wait(20) == 0
+    finally:
+        process.stop()
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["--model", "models"], "models"),
+    ],
+)
+def test_what_cannot_serve_says_why_in_one_line(flags: list[str], says: str) -> None:
+    process = ServiceProcess.start(["verifier_service", "--listen", "127.0.0.1:0", *flags])
+    try:
+        assert process.process.wait(60) == 1
+        assert any(says in line for line in process.log_lines())
+    finally:
+        process.stop()
