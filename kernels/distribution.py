@@ -99,7 +99,8 @@ def _scaled(z: Tensor, temperature: float) -> Tensor:
 def _nucleus_cuts(z: Tensor, p: Tensor, top_p: float) -> Tensor:
     """Return the smallest logit inside the nucleus of each row, `[R, 1]`; `z` and `p` are `[R, V]`."""
     rows = zip(z.cpu().numpy(), p.cpu().numpy(), strict=True)
-    return torch.tensor([[_nucleus_cut(each, q, top_p)] for each, q in rows], dtype=z.dtype, device=z.device)
+    cuts = [_nucleus_cut(each, q, top_p) for each, q in rows]
+    return torch.tensor(cuts, dtype=z.dtype, device=z.device)[:, None]
 
 
 def _nucleus_cut(z: np.ndarray, p: np.ndarray, top_p: float) -> float:
