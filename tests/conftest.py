@@ -2,7 +2,7 @@
 
 import os
 
-from tests.services import draft_address, draft_process, verifier_address, verifier_process  # noqa: F401  # fixtures
+from tests.services import demo_pair, draft_address, draft_process, verifier_address, verifier_process  # noqa: F401  # fixtures
 
 # Before any test imports torch. Two OpenMP pools that spin on two cores make every timing a matter of luck.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

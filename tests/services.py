@@ -4,39 +4,42 @@ from collections.abc import Iterator
 
 import pytest
 
+from outrider.cli.pair import Pair, PairSettings, running_pair
 from outrider.cli.processes import ServiceProcess
 from tests.house.project import ROOT
 
 MODELS = ROOT / "models" / "demo"
-# Both load a small model; the rest is importing torch.
-HEALTHY_WITHIN_S = 60.0
+# Both load a small model; the rest is importing torch, on a machine that may be busy.
+HEALTHY_WITHIN_S = 90.0
 
 
 @pytest.fixture(scope="session")
-def verifier_process() -> Iterator[ServiceProcess]:
-    """The verifier service with the demo target, on a free port."""
-    arguments = ["verifier_service", "--model", str(MODELS / "target"), "--listen", "127.0.0.1:0", "--threads", "1"]
-    with ServiceProcess.start(arguments) as process:
-        yield process
+def demo_pair() -> Iterator[Pair]:
+    """The verifier service with the demo target and the draft service with the demo draft, both healthy."""
+    with running_pair(PairSettings(str(MODELS / "target"), str(MODELS / "draft"), threads=1)) as pair:
+        pair.wait_healthy(HEALTHY_WITHIN_S)
+        yield pair
 
 
 @pytest.fixture(scope="session")
-def draft_process(verifier_process: ServiceProcess) -> Iterator[ServiceProcess]:
-    """The draft service with the demo draft, on a free port, beside the verifier; both are healthy."""
-    arguments = ["draft_service", "--model", str(MODELS / "draft"), "--verifier", verifier_process.address]
-    with ServiceProcess.start([*arguments, "--listen", "127.0.0.1:0", "--threads", "1"]) as process:
-        verifier_process.wait_healthy(HEALTHY_WITHIN_S)
-        process.wait_healthy(HEALTHY_WITHIN_S)
-        yield process
+def verifier_process(demo_pair: Pair) -> ServiceProcess:
+    """The verifier's process."""
+    return demo_pair.verifier
 
 
 @pytest.fixture(scope="session")
-def verifier_address(draft_process: ServiceProcess, verifier_process: ServiceProcess) -> str:
+def draft_process(demo_pair: Pair) -> ServiceProcess:
+    """The draft service's process."""
+    return demo_pair.draft
+
+
+@pytest.fixture(scope="session")
+def verifier_address(demo_pair: Pair) -> str:
     """`HOST:PORT` of a healthy verifier service."""
-    return verifier_process.address
+    return demo_pair.verifier.address
 
 
 @pytest.fixture(scope="session")
-def draft_address(draft_process: ServiceProcess) -> str:
+def draft_address(demo_pair: Pair) -> str:
     """`HOST:PORT` of a healthy draft service."""
-    return draft_process.address
+    return demo_pair.draft.address

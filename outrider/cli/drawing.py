@@ -78,7 +78,7 @@ class TokenWriter:
 
     def _own(self, text: str) -> Text:
         if self._colour:
-            return Text(text, _TARGET)
+            return Text(text if text.strip(" ") else "·" * len(text), _TARGET)  # a space has no colour
         # The mark closes before a line ends, so that lines stay lines.
         head, newline, tail = text.partition("\n")
         return Text(f"{{+{head}+}}{newline}{tail}" if text else "")
@@ -109,12 +109,9 @@ def shares(text: str, token_texts: Sequence[str]) -> list[str]:
 
 def _visible(text: str) -> str:
     """A token that is shown and not written: its white space as signs."""
-    shown = text.replace("\n", "↵").replace("\t", "⇥")
-    return shown if shown.strip(" ") else "·" * len(shown)
+    return text.replace("\n", "↵").replace("\t", "⇥")
 
 
 def _marked(text: str) -> str:
-    """A token that is written, with a sign where its colour would otherwise not show."""
-    if "\n" in text:
-        return text.replace("\n", "↵\n", 1)
-    return text if text.strip(" ") else "·" * len(text)
+    """A token that is written: the end of a line gets a sign, since it could not be seen otherwise."""
+    return text.replace("\n", "↵\n", 1)

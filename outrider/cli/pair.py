@@ -6,6 +6,7 @@ It knows the flags of the two services, and that the draft goes first when they 
 from __future__ import annotations
 
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,36 +81,46 @@ OnLine = Callable[[str, str], None]
 def running_pair(settings: PairSettings, *, on_line: OnLine | None = None) -> Iterator[Pair]:
     """Starts both, and stops both however the block ends: SIGTERM, a wait, and SIGKILL where that did not do.
 
-    SIGTERM to this process interrupts the block as Ctrl-C does.
+    Both start at once, since what takes long is each one's imports; the pair is of use after `Pair.wait_healthy`.
 
     Args:
         settings: what to run.
         on_line: called with a service's name and each line it logs, from threads.
-
-    Raises:
-        ServiceError: one of them does not start.
     """
+    verifier_address = _fixed(settings.verifier_listen)
 
-    def start(module: str, *arguments: str) -> ServiceProcess:
-        return ServiceProcess.start(
+    def launch(module: str, *arguments: str) -> ServiceProcess:
+        return ServiceProcess.launch(
             [module, *arguments, *settings.flags()],
             env=service_environment(settings.threads),
             on_line=None if on_line is None else lambda line: on_line(module, line),
         )
 
     with (
-        _terminated_as_interrupted(),
-        start("verifier_service", "--model", settings.target, "--listen", settings.verifier_listen) as verifier,
-        start(
+        launch("verifier_service", "--model", settings.target, "--listen", verifier_address) as verifier,
+        launch(
             *("draft_service", "--model", settings.draft),
-            *("--verifier", verifier.address, "--listen", settings.draft_listen),
+            *("--verifier", verifier_address, "--listen", settings.draft_listen),
         ) as draft,
     ):
         yield Pair(verifier, draft)
 
 
+def _fixed(address: str) -> str:
+    """The address with a free port in place of 0, so that the draft can be told it before the verifier is up."""
+    host, _, port = address.rpartition(":")
+    if port != "0":
+        return address
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host.strip("[]"), 0))
+        return f"{host}:{probe.getsockname()[1]}"
+
+
 @contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
+def terminated_as_interrupted() -> Iterator[None]:
+    """Inside it SIGTERM does what Ctrl-C does, so that whatever is open is closed. For a main thread only."""
+
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 

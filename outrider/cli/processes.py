@@ -152,6 +152,8 @@ class ServiceProcess:
 
     def is_healthy(self, *, within: float) -> bool:
         """Whether it serves, or begins to within so many seconds."""
+        if not self._told.wait(within) or not self._address:
+            return False
         try:
             wait_for_health_blocking(self._address, "", within)
         except TimeoutError:

@@ -8,7 +8,7 @@ import threading
 import click
 
 from outrider.cli.options import address_option
-from outrider.cli.pair import PairSettings, running_pair
+from outrider.cli.pair import PairSettings, running_pair, terminated_as_interrupted
 from outrider.cli.report import fails_in_one_line
 
 _PREFIXES = {"verifier_service": "verifier | ", "draft_service": "draft    | "}
@@ -50,7 +50,7 @@ def serve_command(
             click.echo(_PREFIXES[name] + line)
 
     try:
-        with running_pair(settings, on_line=pass_through) as pair:
+        with terminated_as_interrupted(), running_pair(settings, on_line=pass_through) as pair:
             # A model from a hub may have to be fetched first: no limit, but for a service that ends.
             pair.wait_healthy(math.inf)
             click.echo(f'Serving. Try: outrider generate --draft {pair.address} "def add(a, b):"', err=True)

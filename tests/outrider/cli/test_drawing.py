@@ -69,7 +69,7 @@ def test_a_whole_proposal_is_followed_by_the_targets_own_token() -> None:
 def test_white_space_shows_where_its_mark_would_not() -> None:
     rounds = [_round(1, 0, ["\n\n"], 0)]
     drawn = _drawn([_chunk(["\n    "], [CORRECTION], rounds), _chunk(["  "], [TARGET], [_round(2, 1, [], 0)])])
-    assert drawn == "def f():[-↵↵-]{+↵+}\n    {+··+}\n"
+    assert drawn == "def f():[-↵↵-]{+↵+}\n    {+  +}\n"
 
 
 def test_brackets_in_the_text_are_text() -> None:

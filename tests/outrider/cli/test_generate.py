@@ -1,0 +1,82 @@
+"""`outrider generate` against a real pair: what it writes, and what it says when it is refused."""
+
+import json
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from outrider.cli import main
+from outrider.client import Client
+
+PROMPT = "def add(a, b):\n"
+GREEDY = ["--temperature", "0", "--max-new-tokens", "12", "--ignore-eos"]
+
+
+@pytest.fixture(scope="module")
+def expected(draft_address: str) -> Any:
+    """The same text by the client library."""
+    with Client(draft_address, timeout=60) as client:
+        return client.complete(PROMPT, temperature=0, max_new_tokens=12, ignore_eos=True)
+
+
+def _generate(address: str, *arguments: str, **options: Any) -> Result:
+    return CliRunner().invoke(main, ["generate", "--draft", address, *arguments], prog_name="outrider", **options)
+
+
+def test_text_goes_to_stdout(draft_address: str, expected: Any) -> None:
+    done = _generate(draft_address, *GREEDY, PROMPT)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout == expected.text + "\n"
+
+
+def test_the_prompt_may_come_from_standard_input(draft_address: str, expected: Any) -> None:
+    assert _generate(draft_address, *GREEDY, "-", input=PROMPT).stdout == expected.text + "\n"
+
+
+def test_json_is_one_object_with_what_others_rely_on(draft_address: str, expected: Any) -> None:
+    arguments = ["--top-k", "20", "--top-p", "0.9", "--seed", "7", "--gamma", "2", "--logprobs", "1", "--json"]
+    done = _generate(draft_address, *GREEDY, *arguments, PROMPT)
+    assert done.exit_code == 0
+    document = json.loads(done.stdout)
+    assert document["text"] == expected.text
+    assert document["token_ids"] == list(expected.token_ids)
+    assert document["finish_reason"] == "length"
+    assert document["seed"] == 7
+    assert len(document["statistics"]["num_accepted_tokens_per_pos"]) <= 2
+    assert document["usage"]["completion_tokens"] == 12
+    assert [entry["token"]["token_id"] for entry in document["logprobs"]] == list(expected.token_ids)
+
+
+def test_several_samples_are_told_apart(draft_address: str) -> None:
+    arguments = ["--n", "2", "--seed", "1", "--max-new-tokens", "6", "--ignore-eos"]
+    shown = _generate(draft_address, *arguments, PROMPT)
+    document = json.loads(_generate(draft_address, *arguments, "--json", PROMPT).stdout)
+    first, second = (sample["text"] for sample in document["samples"])
+    assert shown.stdout == f"--- 1 of 2 (length)\n{first}\n--- 2 of 2 (length)\n{second}\n"
+
+
+def test_a_stop_string_ends_the_text_before_it(draft_address: str, expected: Any) -> None:
+    middle = expected.text[4:6]
+    done = json.loads(_generate(draft_address, *GREEDY, "--stop", middle, "--json", PROMPT).stdout)
+    assert (done["finish_reason"], done["stop"]) == ("stop_string", middle)
+    assert done["text"] == expected.text[: expected.text.index(middle)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--top-p", "0"], "INVALID_ARGUMENT", "top_p"),
+        (["--max-new-tokens", "1000000"], "INVALID_ARGUMENT", "max_new_tokens"),
+        (["--stop-token-id", "-1"], "INVALID_ARGUMENT", "stop_token_ids"),
+        (["--chat"], "FAILED_PRECONDITION", "chat template"),
+    ],
+)
+def test_a_refusal_is_one_line_with_status_and_field(
+    draft_address: str, arguments: list[str], status: str, said: str
+) -> None:
+    refused = _generate(draft_address, *arguments, PROMPT)
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    (line,) = refused.stderr.splitlines()
+    assert line.startswith(f"outrider: {status}: ")
+    assert said in line
