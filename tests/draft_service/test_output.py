@@ -107,7 +107,7 @@ def test_text_is_the_references_however_it_is_cut(
     pieces: list[bytes], stops: list[str], min_tokens: int, groups: list[int]
 ) -> None:
     text = b"".join(pieces).decode()
-    ends, so_far = [], Bytes(pieces)
+    ends, so_far = list[int](), Bytes(pieces)
     for i in range(len(pieces)):
         ends.append((ends[-1] if ends else 0) + len(so_far.push([i])))
     expected = first_stop(ends, text, stops, min_tokens)

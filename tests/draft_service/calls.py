@@ -1,0 +1,142 @@
+"""Calls of `Generate` and `Propose` as a client makes them, for tests: plain stubs, no service code."""
+
+import queue
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import grpc
+
+from protos.outrider.v1 import draft_service_pb2, sampling_pb2
+from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
+
+TIMEOUT = 30.0
+PROMPT = "def read_lines(path, encoding=None):\n"
+
+
+def sampling(temperature: float = 0.0, **fields: Any) -> sampling_pb2.SamplingParams:
+    return sampling_pb2.SamplingParams(temperature=temperature, **fields)
+
+
+def request(
+    prompt: str | list[int] = PROMPT, *, temperature: float = 0.0, gamma: int | None = None, **fields: Any
+) -> draft_service_pb2.GenerateRequest:
+    """A request with some defaults: `sampling` and `speculation` may be given whole."""
+    fields.setdefault("sampling", sampling(temperature, seed=1))
+    if gamma is not None:
+        fields.setdefault("speculation", draft_service_pb2.SpeculationParams(gamma=gamma))
+    if "chat" not in fields:
+        if isinstance(prompt, str):
+            fields["text"] = prompt
+        else:
+            fields["token_ids"] = draft_service_pb2.TokenIds(ids=prompt)
+    return draft_service_pb2.GenerateRequest(**fields)
+
+
+@dataclass
+class Sample:
+    """One sample as its chunks made it."""
+
+    texts: list[str] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    origins: list[int] = field(default_factory=list)
+    logprobs: list[sampling_pb2.PositionLogprobs] = field(default_factory=list)
+    token_texts: list[str] = field(default_factory=list)
+    rounds: list[draft_service_pb2.RoundReport] = field(default_factory=list)
+    finished: draft_service_pb2.GenerateFinished | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def end(self) -> draft_service_pb2.GenerateFinished:
+        assert self.finished is not None
+        return self.finished
+
+    @property
+    def reason(self) -> str:
+        return sampling_pb2.FinishReason.Name(self.end.finish_reason).removeprefix("FINISH_REASON_")
+
+
+@dataclass
+class Result:
+    """A whole call."""
+
+    started: draft_service_pb2.GenerateStarted
+    samples: list[Sample]
+
+
+def generate(channel: grpc.Channel, message: draft_service_pb2.GenerateRequest, timeout: float = TIMEOUT) -> Result:
+    """Calls and reads to the end; the first response must be `started`."""
+    call = DraftServiceStub(channel).Generate(message, timeout=timeout)
+    first = next(call)
+    assert first.WhichOneof("event") == "started"
+    samples: dict[int, Sample] = {}
+    for response in call:
+        if response.WhichOneof("event") == "chunk":
+            chunk = response.chunk
+            sample = samples.setdefault(chunk.index, Sample())
+            assert sample.finished is None, "nothing comes after the end of a sample"
+            sample.texts.append(chunk.text)
+            sample.ids += chunk.token_ids
+            sample.origins += chunk.origins
+            sample.logprobs += chunk.logprobs
+            sample.token_texts += chunk.token_texts
+            sample.rounds += chunk.rounds
+        else:
+            assert response.WhichOneof("event") == "finished"
+            samples.setdefault(response.finished.index, Sample()).finished = response.finished
+    assert all(sample.finished for sample in samples.values())
+    return Result(first.started, [samples[index] for index in sorted(samples)])
+
+
+def write(channel: grpc.Channel, *arguments: Any, **fields: Any) -> Sample:
+    """The one sample of a request."""
+    (sample,) = generate(channel, request(*arguments, **fields)).samples
+    return sample
+
+
+class ProposeStream:
+    """One call of `Propose`; `with` it, `send` messages and `take` responses."""
+
+    def __init__(self, channel: grpc.Channel, sequence_id: str = "s") -> None:
+        self._sequence_id = sequence_id
+        self._outbox: queue.SimpleQueue[draft_service_pb2.ProposeRequest | None] = queue.SimpleQueue()
+        self.call = DraftServiceStub(channel).Propose(self._requests(), timeout=TIMEOUT)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._outbox.put(None)
+        self.call.cancel()
+
+    def _requests(self) -> Iterator[draft_service_pb2.ProposeRequest]:
+        while (message := self._outbox.get()) is not None:
+            yield message
+
+    def send(self, sequence_id: str | None = None, **kind: Any) -> None:
+        name = self._sequence_id if sequence_id is None else sequence_id
+        self._outbox.put(draft_service_pb2.ProposeRequest(sequence_id=name, **kind))
+
+    def open(self, prompt: list[int], temperature: float = 1.0, seed: int | None = 1, **fields: Any) -> None:
+        self.send(
+            open=draft_service_pb2.OpenDraft(
+                prompt_token_ids=prompt, sampling=sampling(temperature, seed=seed), **fields
+            )
+        )
+
+    def advance(self, number: int, base: int, committed: list[int], gamma: int = 4) -> None:
+        self.send(
+            advance=draft_service_pb2.Advance(
+                round=number, base_length=base, committed_token_ids=committed, gamma=gamma
+            )
+        )
+
+    def take(self) -> draft_service_pb2.ProposeResponse:
+        response: draft_service_pb2.ProposeResponse = next(self.call)
+        return response
+
+    def close_sending(self) -> None:
+        self._outbox.put(None)

@@ -1,0 +1,47 @@
+"""A pair of services of this folder's own: float32, few places, and a draft that is awkward on purpose."""
+
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from outrider.cli.processes import ServiceProcess
+from tests.draft_service.pairs import DEMO, write_awkward_draft
+
+PLACES, VERIFIER_PLACES = 6, 4
+HEALTHY_WITHIN_S = 60.0
+FLAGS = ("--listen", "127.0.0.1:0", "--dtype", "float32", "--threads", "1")
+
+
+@pytest.fixture(scope="session")
+def target_process() -> Iterator[ServiceProcess]:
+    """A verifier with the demo target, few places and no queue to speak of."""
+    places = ("--max-sequences", str(VERIFIER_PLACES), "--max-waiting", "0")
+    with ServiceProcess.start(["verifier_service", "--model", str(DEMO / "target"), *places, *FLAGS]) as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def pair_process(target_process: ServiceProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    """A draft service beside it."""
+    draft = write_awkward_draft(tmp_path_factory.mktemp("pair") / "draft")
+    limits = ("--max-sequences", str(PLACES), "--max-message-bytes", str(1 << 16), "--idle-timeout", "2")
+    arguments = ["draft_service", "--model", str(draft), "--verifier", target_process.address, *limits, *FLAGS]
+    with ServiceProcess.start(arguments) as process:
+        target_process.wait_healthy(HEALTHY_WITHIN_S)
+        process.wait_healthy(HEALTHY_WITHIN_S)
+        yield process
+
+
+@pytest.fixture(scope="session")
+def draft(pair_process: ServiceProcess) -> Iterator[grpc.Channel]:
+    """A channel to the draft service."""
+    with grpc.insecure_channel(pair_process.address) as channel:
+        yield channel
+
+
+@pytest.fixture(scope="session")
+def verifier(pair_process: ServiceProcess, target_process: ServiceProcess) -> Iterator[grpc.Channel]:
+    """A channel to the verifier."""
+    with grpc.insecure_channel(target_process.address) as channel:
+        yield channel

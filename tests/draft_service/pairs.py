@@ -1,0 +1,57 @@
+"""A demo pair made awkward on purpose, written to disk as any checkpoint is.
+
+The draft is the demo's, with a short context, a chat template, and one token whose embedding is not a number: whatever
+prompt holds it, the draft breaks. It knows nothing of services.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.house.project import ROOT
+
+DEMO = ROOT / "models" / "demo"
+DRAFT_CONTEXT = 160
+BREAKING_TOKEN = 1999
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'tool' %}{{ raise_exception('tools do not speak here') }}{% endif %}"
+    "{{ message.role }}: {{ message.content }}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def write_awkward_draft(folder: Path) -> Path:
+    """The draft; returns its folder."""
+    shutil.copytree(DEMO / "draft", folder)
+    config = _read(folder / "config.json")
+    _write(folder / "config.json", config | {"max_position_embeddings": DRAFT_CONTEXT, "tie_word_embeddings": False})
+    _write(folder / "tokenizer_config.json", _read(folder / "tokenizer_config.json") | {"chat_template": TEMPLATE})
+    weights = load_file(folder / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    weights.setdefault("lm_head.weight", embedding.clone())
+    embedding[BREAKING_TOKEN] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def write_foreign_draft(folder: Path) -> Path:
+    """A draft whose vocabulary is not the target's: two tokens have changed places. Returns its folder."""
+    shutil.copytree(DEMO / "draft", folder)
+    tokenizer = _read(folder / "tokenizer.json")
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = (next(token for token, number in vocabulary.items() if number == wanted) for wanted in (1, 2))
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    _write(folder / "tokenizer.json", tokenizer)
+    return folder
+
+
+def _read(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _write(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")

@@ -1,0 +1,288 @@
+"""`Generate` over gRPC, against real processes: the text is the target's, and it ends where it should."""
+
+import math
+
+import grpc
+import pytest
+import torch
+
+from kernels.distribution import SamplingLaw, probabilities
+from outrider.cli.processes import ServiceProcess
+from outrider.rpc.errors import from_rpc_error
+from protos.outrider.v1 import draft_service_pb2, sampling_pb2
+from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
+from tests.draft_service import oracle
+from tests.draft_service.calls import PROMPT, generate, request, sampling, write
+from tests.draft_service.pairs import BREAKING_TOKEN, DRAFT_CONTEXT
+
+IDS = oracle.encode(PROMPT)
+LIVELY = {"temperature": 1.0, "max_new_tokens": 40, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 5, 16])
+def test_greedy_text_is_the_targets_own_whatever_gamma(draft: grpc.Channel, gamma: int) -> None:
+    sample = write(draft, gamma=gamma, max_new_tokens=40, ignore_eos=True)
+    assert sample.ids == oracle.greedy(IDS, 40)
+    assert sample.text == oracle.decode(IDS + sample.ids)[len(PROMPT) :]
+    assert sample.reason == "LENGTH"
+    assert sample.end.statistics.num_drafts == 0 if gamma == 0 else sample.end.statistics.num_drafts > 0
+
+
+def test_response_says_what_was_understood(draft: grpc.Channel) -> None:
+    result = generate(draft, request(request_id="mine", max_new_tokens=9, sampling=sampling(0.0, seed=77)))
+    started = result.started
+    assert (started.request_id, started.seed, started.max_new_tokens) == ("mine", 77, 9)
+    assert list(started.prompt_token_ids) == IDS
+    stub = DraftServiceStub(draft)
+    models = stub.GetModel(draft_service_pb2.DraftServiceGetModelRequest())
+    assert started.weights_fingerprint == models.target.weights_fingerprint
+    assert started.rule == models.target.default_rule
+    assert models.model.vocabulary_fingerprint == models.target.vocabulary_fingerprint
+    assert models.model.limits.max_sequence_tokens == models.target.limits.max_sequence_tokens
+
+
+def test_statistics_agree_with_what_was_streamed(draft: grpc.Channel) -> None:
+    sample = write(draft, gamma=4, **LIVELY)
+    counts, usage = sample.end.statistics, sample.end.usage
+    drafted = sample.origins.count(draft_service_pb2.TOKEN_ORIGIN_DRAFT)
+    assert drafted == counts.num_accepted_tokens == sum(counts.num_accepted_tokens_per_pos)
+    assert counts.num_draft_tokens == sum(counts.num_draft_tokens_per_pos)
+    assert len(sample.ids) == 40 == drafted + counts.num_rounds
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(IDS), 40)
+    assert 0 < counts.alpha < 1
+    assert counts.mean_acceptance_length == pytest.approx(1 + counts.num_accepted_tokens / counts.num_drafts)
+    timings = sample.end.timings
+    assert 0 < timings.time_to_first_token_us < timings.total_us
+    assert 0 < timings.forward_us < timings.verdict_us < timings.total_us
+    assert 0 < timings.draft_us < timings.total_us
+
+
+def test_rounds_are_reported_as_they_went(draft: grpc.Channel) -> None:
+    speculation = draft_service_pb2.SpeculationParams(gamma=4, report_rounds=True)
+    sample = write(draft, speculation=speculation, **LIVELY)
+    at = 0
+    for number, report in enumerate(sample.rounds, start=1):
+        assert (report.round, report.output_length) == (number, at)
+        assert len(report.drafted_texts) == len(report.drafted_token_ids) <= 4
+        assert sample.ids[at : at + report.accepted] == list(report.drafted_token_ids[: report.accepted])
+        assert len(report.beta) == min(report.accepted + 1, len(report.drafted_token_ids))
+        own = sample.origins[at + report.accepted]
+        rejected = report.accepted < len(report.drafted_token_ids)
+        assert own == (draft_service_pb2.TOKEN_ORIGIN_CORRECTION if rejected else draft_service_pb2.TOKEN_ORIGIN_TARGET)
+        at += report.accepted + 1
+    assert at == len(sample.ids) == len(sample.token_texts)
+    assert write(draft, gamma=4, **LIVELY).ids == sample.ids, "reporting changes nothing"
+
+
+# ----------------------------------------------------------------------------------------------------------- the ends
+
+
+@pytest.mark.parametrize("gamma", [0, 5])
+def test_a_stop_token_ends_the_text_and_is_not_in_it(draft: grpc.Channel, gamma: int) -> None:
+    free = write(draft, gamma=gamma, **LIVELY)
+    stop = free.ids[25]
+    at = free.ids.index(stop)
+    sample = write(draft, gamma=gamma, stop_token_ids=[stop], **LIVELY)
+    assert sample.ids == free.ids[: at + 1]
+    assert sample.reason == "STOP_TOKEN"
+    assert sample.end.stop_token_id == stop
+    assert sample.text == oracle.decode(IDS + free.ids[:at])[len(PROMPT) :]
+
+
+def test_stop_tokens_wait_for_min_new_tokens(draft: grpc.Channel) -> None:
+    stop = oracle.greedy(IDS, 3)[2]
+    sample = write(draft, stop_token_ids=[stop], min_new_tokens=7, max_new_tokens=20, ignore_eos=True)
+    assert stop not in sample.ids[:7]
+    assert len(sample.ids) >= 7
+
+
+def test_the_models_own_end_ends_the_text_unless_ignored(draft: grpc.Channel) -> None:
+    forced = sampling(0.0, seed=1, logit_bias=[sampling_pb2.LogitBias(token_id=0, bias=100.0)])
+    assert write(draft, sampling=forced, max_new_tokens=5).ids == [0]
+    sample = write(draft, sampling=forced, max_new_tokens=5, ignore_eos=True)
+    assert (sample.ids, sample.text, sample.reason) == ([0] * 5, "", "LENGTH")
+    assert write(draft, sampling=forced, max_new_tokens=5, ignore_eos=True, keep_special_tokens=True).text == (
+        "<|endoftext|>" * 5
+    )
+
+
+@pytest.mark.parametrize("gamma", [0, 5])
+@pytest.mark.parametrize("length", [1, 3, 9])
+def test_a_stop_string_cuts_the_text_before_it(draft: grpc.Channel, gamma: int, length: int) -> None:
+    free = write(draft, gamma=gamma, **LIVELY)
+    middle = len(free.text) // 2
+    stop = free.text[middle : middle + length]
+    sample = write(draft, gamma=gamma, stop=["never to be seen", stop], **LIVELY)
+    expected = free.text[: free.text.index(stop)]
+    assert (sample.text, sample.reason, sample.end.stop) == (expected, "STOP_STRING", stop)
+    assert sample.ids == free.ids[: len(sample.ids)]
+    whole = oracle.decode(IDS + sample.ids)[len(PROMPT) :].rstrip("\ufffd")
+    longer = oracle.decode(IDS + free.ids[: len(sample.ids) + 1])[len(PROMPT) :]
+    assert len(whole) <= len(expected) <= len(longer)
+    assert sample.end.usage.completion_tokens == len(sample.ids)
+
+
+def test_what_may_become_a_stop_string_is_held_back_and_then_sent(draft: grpc.Channel) -> None:
+    free = write(draft, **LIVELY)
+    tail = free.text[-6:]
+    sample = write(draft, stop=[tail + "!"], **LIVELY)
+    assert sample.text == free.text
+    assert sample.ids == free.ids
+    assert sample.reason == "LENGTH"
+    assert len(sample.texts[-1]) >= len(tail)
+
+
+def test_stop_strings_wait_for_min_new_tokens(draft: grpc.Channel) -> None:
+    free = write(draft, **LIVELY)
+    stop = free.text[len(free.text) // 4]
+    sample = write(draft, stop=[stop], min_new_tokens=30, **LIVELY)
+    before = oracle.decode(IDS + free.ids[:29])[len(PROMPT) :].rstrip("\ufffd")
+    assert sample.text.startswith(before)
+    assert sample.text[len(before) :].find(stop) == -1
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 6, 7])
+def test_max_new_tokens_is_met_exactly(draft: grpc.Channel, tokens: int) -> None:
+    sample = write(draft, gamma=5, max_new_tokens=tokens, ignore_eos=True)
+    assert sample.ids == oracle.greedy(IDS, 7)[:tokens]
+    assert sample.reason == "LENGTH"
+
+
+def test_a_time_limit_ends_the_text_with_what_there_is(draft: grpc.Channel) -> None:
+    fields = {"temperature": 1.0, "max_new_tokens": 900, "ignore_eos": True}
+    message = request(**fields)
+    message.time_limit.FromMilliseconds(400)
+    result = generate(draft, message)
+    (sample,) = result.samples
+    assert sample.reason == "TIME_LIMIT"
+    assert 0 < len(sample.ids) < 900
+    assert sample.text == oracle.decode(IDS + sample.ids)[len(PROMPT) :]
+    assert sample.end.statistics.num_rounds > 0
+    assert sample.end.timings.total_us >= 390_000
+
+
+def test_the_deadline_is_an_error(draft: grpc.Channel) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        generate(draft, request(temperature=1.0, max_new_tokens=900, ignore_eos=True), timeout=0.5)
+    assert from_rpc_error(caught.value).code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+# ---------------------------------------------------------------------------------------------------- seeds and samples
+
+
+def test_a_seed_repeats_itself_and_another_does_not(draft: grpc.Channel) -> None:
+    def ids(seed: int | None) -> list[int]:
+        return write(draft, sampling=sampling(1.0, seed=seed), max_new_tokens=24, ignore_eos=True).ids
+
+    assert ids(5) == ids(5)
+    assert ids(5) != ids(6)
+    chosen = generate(draft, request(sampling=sampling(1.0), max_new_tokens=24, ignore_eos=True))
+    assert ids(chosen.started.seed) == chosen.samples[0].ids
+
+
+def test_samples_run_side_by_side_and_each_by_itself(draft: grpc.Channel) -> None:
+    fields = {"sampling": sampling(1.0, seed=8), "max_new_tokens": 24, "ignore_eos": True}
+    several = generate(draft, request(n=4, **fields)).samples
+    assert [sample.end.index for sample in several] == [0, 1, 2, 3]
+    assert len({tuple(sample.ids) for sample in several}) == 4
+    assert several[0].ids == write(draft, **fields).ids
+
+
+# ------------------------------------------------------------------------------------------------------------ logprobs
+
+
+@pytest.mark.parametrize("gamma", [0, 4])
+def test_logprobs_are_the_targets(draft: grpc.Channel, gamma: int) -> None:
+    law = sampling(0.8, seed=3, top_k=30, top_p=0.9)
+    logprobs = sampling_pb2.LogprobsParams(top_n=5)
+    sample = write(draft, gamma=gamma, sampling=law, logprobs=logprobs, max_new_tokens=24, ignore_eos=True)
+    assert len(sample.logprobs) == len(sample.ids) == 24
+    rows = oracle.logits(IDS + sample.ids)[len(IDS) - 1 : -1]
+    raw = torch.log_softmax(rows.double(), dim=-1)
+    adjusted = probabilities(rows, SamplingLaw(temperature=0.8, top_k=30, top_p=law.top_p), torch.float64).log()
+    for i, (token, at) in enumerate(zip(sample.ids, sample.logprobs, strict=True)):
+        assert at.token.token_id == token
+        assert at.token.raw == pytest.approx(raw[i, token].item(), abs=2e-3)
+        assert at.token.adjusted == pytest.approx(adjusted[i, token].item(), abs=2e-3)
+        assert len(at.top) == 5
+        best = raw[i].topk(5).values.tolist()
+        assert [entry.raw for entry in at.top] == pytest.approx(best, abs=2e-3)
+        for entry in at.top:
+            expected = adjusted[i, entry.token_id].item()
+            assert entry.adjusted == (-math.inf if expected == -math.inf else pytest.approx(expected, abs=2e-3))
+
+
+def test_no_logprobs_unless_asked(draft: grpc.Channel) -> None:
+    assert write(draft, max_new_tokens=4).logprobs == []
+
+
+# -------------------------------------------------------------------------------------------------------------- resume
+
+
+def test_a_resumed_request_goes_on_where_it_ended(draft: grpc.Channel) -> None:
+    whole = generate(draft, request(max_new_tokens=32, ignore_eos=True))
+    free = whole.samples[0]
+    for cut in (1, 11, 31):
+        message = request(
+            IDS,
+            max_new_tokens=32,
+            ignore_eos=True,
+            committed_token_ids=free.ids[:cut],
+            weights_fingerprint=whole.started.weights_fingerprint,
+            required_features=["resume"],
+        )
+        result = generate(draft, message)
+        (sample,) = result.samples
+        assert sample.ids == free.ids[cut:]
+        assert oracle.decode(IDS + free.ids[:cut])[len(PROMPT) :] + sample.text == free.text
+        assert sample.end.usage.completion_tokens == 32 - cut
+
+
+# ------------------------------------------------------------------------------------------------- what else it takes
+
+
+def test_penalties_and_bans_hold_for_drafted_tokens_too(draft: grpc.Channel) -> None:
+    law = sampling(0.0, seed=1, presence_penalty=100.0, banned_token_ids=[oracle.greedy(IDS, 1)[0]])
+    sample = write(draft, sampling=law, max_new_tokens=30, ignore_eos=True)
+    assert len(set(sample.ids)) == 30
+    assert oracle.greedy(IDS, 1)[0] not in sample.ids
+    alone = write(draft, sampling=law, gamma=0, max_new_tokens=30, ignore_eos=True)
+    assert alone.ids == sample.ids
+
+
+def test_a_conversation_follows_the_models_template(draft: grpc.Channel) -> None:
+    chat = draft_service_pb2.ChatPrompt(
+        messages=[
+            draft_service_pb2.ChatMessage(role="system", content="Be brief."),
+            draft_service_pb2.ChatMessage(role="user", content=""),
+        ]
+    )
+    result = generate(draft, request(chat=chat, max_new_tokens=4))
+    expected = oracle.encode("system: Be brief.\nuser: \nassistant:")
+    assert list(result.started.prompt_token_ids) == expected
+
+
+# --------------------------------------------------------------------------------------------- where the draft gives up
+
+
+def test_the_target_goes_on_where_the_drafts_context_ends(draft: grpc.Channel) -> None:
+    prompt = (IDS * 40)[: DRAFT_CONTEXT - 20]
+    sample = write(draft, prompt, gamma=5, max_new_tokens=40, ignore_eos=True)
+    assert sample.ids == oracle.greedy(prompt, 40)
+    counts = sample.end.statistics
+    assert 0 < counts.num_drafts < counts.num_rounds
+    drafted = counts.num_accepted_tokens + counts.num_drafts
+    assert drafted >= 20, "the draft works to the end of its context"
+
+    beyond = (IDS * 40)[: DRAFT_CONTEXT + 10]
+    sample = write(draft, beyond, gamma=5, max_new_tokens=8, ignore_eos=True)
+    assert sample.ids == oracle.greedy(beyond, 8)
+    assert sample.end.statistics.num_drafts == 0
+
+
+def test_the_target_goes_on_where_the_drafter_fails(draft: grpc.Channel, pair_process: ServiceProcess) -> None:
+    prompt = [*IDS, BREAKING_TOKEN, 7]
+    sample = write(draft, prompt, request_id="breaks", gamma=5, max_new_tokens=12, ignore_eos=True)
+    assert sample.ids == oracle.greedy(prompt, 12)
+    assert sample.end.statistics.num_drafts == 0
+    assert any("drafting failed" in line and "breaks" in line for line in pair_process.log_lines())

@@ -1,0 +1,103 @@
+"""`Propose` for clients that drive the loop themselves: with `Verify` by hand it writes what `Generate` writes."""
+
+import grpc
+import pytest
+
+from outrider.wire import PrefixHash, decode_sparse
+from protos.outrider.v1 import sampling_pb2, verifier_service_pb2
+from tests.draft_service import oracle
+from tests.draft_service.calls import PROMPT, ProposeStream, sampling, write
+from tests.draft_service.pairs import BREAKING_TOKEN, DRAFT_CONTEXT
+from tests.verifier_service.streams import Stream
+
+IDS = oracle.encode(PROMPT)
+SEED, GAMMA, TOKENS = 21, 4, 32
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_proposals_judged_by_hand_give_the_text_of_generate(
+    draft: grpc.Channel, verifier: grpc.Channel, temperature: float
+) -> None:
+    law = sampling(temperature, seed=SEED)
+    expected = write(draft, sampling=law, gamma=GAMMA, max_new_tokens=TOKENS, ignore_eos=True)
+    opening = verifier_service_pb2.OpenSequence(
+        prompt_token_ids=IDS, sampling=law, max_new_tokens=TOKENS, ignore_eos=True
+    )
+    tokens: list[int] = []
+    with ProposeStream(draft) as drafts, Stream(verifier) as judge:
+        drafts.open(IDS, temperature, seed=SEED)
+        assert drafts.take().opened.limits.max_gamma == 16
+        judge.open(opening)
+        committed: list[int] = []
+        base, number, finished = len(IDS), 0, False
+        while not finished:
+            number += 1
+            drafts.advance(number, base, committed, min(GAMMA, TOKENS - len(tokens) - 1))
+            proposal = drafts.take().proposal
+            base += len(committed)
+            assert (proposal.round, proposal.base_length) == (number, base)
+            assert proposal.prefix_hash == PrefixHash([*IDS, *tokens]).digest()
+            judge.send(verifier_service_pb2.VerifyRequest(sequence_id="s", proposal=proposal))
+            verdict = judge.verdict()
+            committed = list(verdict.token_ids)
+            tokens += committed
+            finished = verdict.finish_reason != sampling_pb2.FINISH_REASON_UNSPECIFIED
+    assert tokens == expected.ids
+
+
+def test_a_proposal_is_drawn_from_what_it_says(draft: grpc.Channel) -> None:
+    with ProposeStream(draft) as drafts:
+        drafts.open(IDS)
+        drafts.take()
+        drafts.advance(1, len(IDS), [], 8)
+        proposal = drafts.take().proposal
+        assert len(proposal.token_ids) == len(proposal.distributions) == 8
+        for token, distribution in zip(proposal.token_ids, proposal.distributions, strict=True):
+            ids, weights = decode_sparse(distribution.sparse)
+            assert token in ids
+            assert len(ids) == len(weights) <= 256
+        drafts.close_sending()
+        with pytest.raises(StopIteration):
+            drafts.take()
+        assert drafts.call.code() is grpc.StatusCode.OK
+
+
+def test_the_same_round_is_drawn_again_alike_and_the_next_one_afresh(draft: grpc.Channel) -> None:
+    """A resumed stream needs no state: base and seed say all (Law 2)."""
+
+    def proposals(committed: list[int], *advances: list[int]) -> list[list[int]]:
+        with ProposeStream(draft) as drafts:
+            drafts.open(IDS, committed_token_ids=committed)
+            drafts.take()
+            base, drafted = len(IDS) + len(committed), []
+            for number, more in enumerate(([], *advances), start=1):
+                drafts.advance(number, base, more, 6)
+                base += len(more)
+                drafted.append(list(drafts.take().proposal.token_ids))
+            return drafted
+
+    first, second = proposals([], [5, 6])
+    assert proposals([5, 6]) == [second]
+    assert proposals([]) == [first]
+
+
+def test_fewer_tokens_come_where_the_drafts_context_ends(draft: grpc.Channel) -> None:
+    prompt = (IDS * 40)[: DRAFT_CONTEXT - 2]
+    with ProposeStream(draft) as drafts:
+        drafts.open(prompt)
+        drafts.take()
+        drafts.advance(1, len(prompt), [], 8)
+        assert len(drafts.take().proposal.token_ids) == 3
+        drafts.advance(2, len(prompt), [1, 2, 3], 8)
+        assert len(drafts.take().proposal.token_ids) == 0
+
+
+def test_a_drafter_that_fails_ends_the_stream(draft: grpc.Channel) -> None:
+    with ProposeStream(draft) as drafts:
+        drafts.open([*IDS, BREAKING_TOKEN])
+        drafts.take()
+        drafts.advance(1, len(IDS) + 1, [], 4)
+        with pytest.raises(grpc.RpcError) as caught:
+            drafts.take()
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert "no numbers" in caught.value.details()
