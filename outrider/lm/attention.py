@@ -22,6 +22,10 @@ _BLOCK = 256  # rows of scores that share one mask: bounds it, and skips what th
 _attention = torch.nn.functional.scaled_dot_product_attention
 
 
+class NoPass(ValueError):
+    """A model with our attention was called without a pass."""
+
+
 def attend(query: Tensor, layer: int, batch: PackedBatch, scaling: float, window: int | None) -> Tensor:
     """Lets each row see its own sequence up to itself.
 
@@ -70,9 +74,7 @@ def _attend(
     attended, end = [], segment.start
     for block in query.split(max(1, _BLOCK // group)):
         end += block.shape[0]
-        attended.append(
-            _attend_block(block, keys.narrow(2, 0, end), values.narrow(2, 0, end), batch, scaling, window)
-        )
+        attended.append(_attend_block(block, keys.narrow(2, 0, end), values.narrow(2, 0, end), batch, scaling, window))
     return torch.cat(attended)
 
 
@@ -126,10 +128,10 @@ def packed_attention(
         `[1, T, heads, head_dim]`, and no weights.
 
     Raises:
-        ValueError: the call came from elsewhere, without a pass.
+        NoPass: the call came from elsewhere, without a pass.
     """
     if packed_batch is None:
-        raise ValueError("this model runs on packed passes only (outrider.lm.packed), not through its own forward")
+        raise NoPass("this model runs on packed passes only (outrider.lm.packed), not through its own forward")
     batch = packed_batch
     if scaling is None:
         scaling = float(query.shape[-1]) ** -0.5

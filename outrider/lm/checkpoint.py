@@ -4,7 +4,6 @@ It knows nothing of tokenizers, of slots or of what is done with logits.
 """
 
 import contextlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from outrider.lm.attention import NAME
 from outrider.lm.errors import CheckpointError
 from outrider.lm.fingerprint import weights_fingerprint
-from outrider.lm.probe import AttentionLayer, probe_attention
+from outrider.lm.probe import ELSEWHERE, AttentionLayer, probe_attention
 from outrider.lm.program import Program, TransformersProgram
 from outrider.lm.selfcheck import Reference, deviation, reference, tolerance
 from outrider.lm.snapshot import resolve_folder
@@ -94,12 +93,17 @@ def load_model(source: ModelSource) -> LoadedModel:
     """
     device = _device(source.device)
     folder = resolve_folder(source.name, source.revision, code=source.trust_remote_code)
+    with _quiet():
+        return _load(source, folder, device)
+
+
+def _load(source: ModelSource, folder: Path, device: torch.device) -> LoadedModel:
     config = _config(folder, source)
     dtype, dtype_reason = _dtype(source.dtype, config, device)
-    context_length = _context_length(config)
     fingerprint = weights_fingerprint(folder)
-    model = _load_weights(folder, source, dtype).to(device).eval().requires_grad_(False)
+    model = _load_weights(folder, source, config, dtype).to(device).eval().requires_grad_(False)
     layers = probe_attention(model)
+    context_length = _context_length(config)
     vocab_size = _vocab_size(model)
     expected = reference(model, vocab_size, context_length)
     distance = deviation(TransformersProgram(model), layers, expected, dtype, device)
@@ -142,8 +146,7 @@ def _config(folder: Path, source: ModelSource) -> Any:
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"'{source.name}' has no config.json")
     try:
-        with _quiet():
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
     except Exception as error:
         raise CheckpointError(f"cannot read the configuration of '{source.name}': {error}") from error
     remote = source.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
@@ -172,16 +175,20 @@ def _cpu_computes_bfloat16() -> bool:
     return any(check is not None and check() for check in checks)
 
 
-def _load_weights(folder: Path, source: ModelSource, dtype: torch.dtype) -> Any:
+def _load_weights(folder: Path, source: ModelSource, config: Any, dtype: torch.dtype) -> Any:
     try:
-        with _quiet():
-            model, report = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype=dtype,
-                attn_implementation=NAME,
-                trust_remote_code=source.trust_remote_code,
-                output_loading_info=True,
-            )
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=NAME,
+            trust_remote_code=source.trust_remote_code,
+            output_loading_info=True,
+        )
+    except KeyError as error:
+        if NAME not in str(error):
+            raise CheckpointError(f"cannot load '{source.name}': no {error}") from error
+        kind = ", ".join(getattr(config, "architectures", None) or [config.model_type])
+        raise CheckpointError(f"the attention of {kind} {ELSEWHERE}") from error
     except Exception as error:
         raise CheckpointError(f"cannot load '{source.name}': {type(error).__name__}: {error}") from error
     for problem in ("missing_keys", "mismatched_keys"):
@@ -226,14 +233,13 @@ def _eos_token_ids(model: Any) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars and no advice on standard output or error; refusals come as exceptions."""
+    """No progress bars and no advice from transformers; refusals come as exceptions."""
     level = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-            yield
+        yield
     finally:
         transformers_logging.set_verbosity(level)
         if bars:

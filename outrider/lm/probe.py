@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionMaskInterface
 
-from outrider.lm.attention import NAME, PROBE
+from outrider.lm.attention import NAME, PROBE, NoPass
 from outrider.lm.batch import CausalMasks, PackedBatch
 from outrider.lm.errors import CheckpointError
 
@@ -25,6 +25,8 @@ _UNSUPPORTED = {
     "head_mask": "a mask by attention head",
     "block_sequence_ids": "attention in both directions",
 }
+
+ELSEWHERE = "does not go through transformers' attention interface, so it cannot run packed sequences"
 
 _PROBE_TOKENS = 4
 
@@ -75,6 +77,8 @@ def probe_attention(model: Any) -> tuple[AttentionLayer, ...]:
         raise
     except Exception as error:
         kind = type(model).__name__
+        if isinstance(error, NoPass):
+            raise CheckpointError(f"{kind} does not hand keyword arguments down to its attention") from error
         raise CheckpointError(f"{kind} cannot run packed sequences: {type(error).__name__}: {error}") from error
     finally:
         model.set_attn_implementation(NAME)
@@ -126,7 +130,7 @@ class _Observer:
     def layers(self, model: Any) -> tuple[AttentionLayer, ...]:
         kind = type(model).__name__
         if not self._layers:
-            raise CheckpointError(f"the attention of {kind} does not go through transformers' attention interface")
+            raise CheckpointError(f"the attention of {kind} {ELSEWHERE}")
         count = getattr(model.config.get_text_config(), "num_hidden_layers", len(self._layers))
         if sorted(self._layers) != list(range(count)):
             raise CheckpointError(

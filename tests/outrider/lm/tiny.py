@@ -36,6 +36,8 @@ _SHAPE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
+_ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_SHAPE, num_key_value_heads=2),
     "llama-tied-mqa": lambda: LlamaConfig(**_SHAPE, num_key_value_heads=1, tie_word_embeddings=True),
@@ -79,8 +81,6 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "phi": lambda: PhiConfig(**_SHAPE),
 }
 """Architectures that run packed."""
-
-_ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 
 GATED = [name for name in CONFIGS if name.startswith(("llama", "qwen", "mistral"))]
 """Those the fused decoder computes."""
