@@ -88,7 +88,7 @@ class Stream:
 
     def take(self) -> verifier_service_pb2.VerifyResponse:
         """The next reply. Raises `grpc.RpcError` where the call failed, StopIteration where it ended."""
-        return next(self.call)  # type: ignore[no-any-return]
+        return next(self.call)
 
     def verdict(self) -> speculation_pb2.Verdict:
         """The next verdict, past `Opened` and notices."""
