@@ -21,13 +21,15 @@ from outrider.cli.drawing import TokenWriter
 from outrider.cli.options import law_options, request_of, temperature_option
 from outrider.cli.pair import Pair, PairSettings, running_pair, terminated_as_interrupted
 from outrider.cli.report import Failure, completion_document, fails_in_one_line, write_json
-from outrider.client import Chunk, Client, OutriderError
+from outrider.client import Chunk, Client, Unavailable
 from outrider.client.results import Collector
 
 MODELS = Path(__file__).resolve().parents[2] / "models" / "demo"
 # Where `prompts.jsonl` marks none as the default.
 FALLBACK_PROMPT = 'def mean(values):\n    """Return the arithmetic mean of a list of numbers."""\n'
 HEALTH_TIMEOUT_S = 300.0
+# A large process takes a moment to be gone after its connections are.
+_DEATH_S = 3.0
 
 
 @click.command("demo", short_help="See it work on the model pair in the repository.")
@@ -96,8 +98,9 @@ def demo_command(
                 status.start()
                 comparison = subject.compare(shown, repeats)
                 status.stop()
-        except OutriderError:
-            pair.check()  # a service that died says more than the call that met it
+        except Unavailable:
+            # A service that died says more than the call that met it, which may well be known first.
+            pair.check(within=_DEATH_S)
             raise
     if as_json:
         write_json({"prompt": text, **completion_document(shown), **asdict(comparison)})

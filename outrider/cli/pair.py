@@ -49,10 +49,15 @@ class Pair:
         """`HOST:PORT` of the draft service."""
         return self.draft.address
 
-    def check(self) -> None:
-        """Raises `ServiceError` where either has ended."""
-        for service in (self.verifier, self.draft):
-            service.check()
+    def check(self, within: float = 0.0) -> None:
+        """Raises `ServiceError` where either has ended, or ends within so many seconds."""
+        end = time.monotonic() + within
+        while True:
+            for service in (self.verifier, self.draft):
+                service.check()
+            if time.monotonic() >= end:
+                return
+            time.sleep(_LOOK_S)
 
     def wait_healthy(self, timeout: float) -> None:
         """Waits until both serve.
@@ -70,8 +75,7 @@ class Pair:
     def watch(self) -> None:
         """Returns never; raises `ServiceError` when either ends."""
         while True:
-            self.check()
-            time.sleep(_LOOK_S)
+            self.check(within=3600.0)
 
 
 OnLine = Callable[[str, str], None]

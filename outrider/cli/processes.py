@@ -199,7 +199,9 @@ class ServiceProcess:
     def _ended(self) -> ServiceError:
         self.process.wait()
         self._reader.join(timeout=5.0)
-        return self._error(f"ended with exit code {self.process.returncode}{self._reason()}")
+        code = self.process.returncode
+        how = f"ended with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+        return self._error(how + self._reason())
 
     def _reason(self) -> str:
         """What it said last in words of its own: services end with one such line."""

@@ -9,7 +9,8 @@ import click
 
 from outrider.cli.options import address_option
 from outrider.cli.pair import PairSettings, running_pair, terminated_as_interrupted
-from outrider.cli.report import fails_in_one_line
+from outrider.cli.processes import ServiceError
+from outrider.cli.report import Failure
 
 _PREFIXES = {"verifier_service": "verifier | ", "draft_service": "draft    | "}
 
@@ -26,7 +27,6 @@ _PREFIXES = {"verifier_service": "verifier | ", "draft_service": "draft    | "}
 @click.option(
     "--threads", type=click.IntRange(min=1), help="CPU threads of each service. Default: half of the processors."
 )
-@fails_in_one_line
 def serve_command(
     target: str,
     draft: str,
@@ -55,5 +55,7 @@ def serve_command(
             pair.wait_healthy(math.inf)
             click.echo(f'Serving. Try: outrider generate --draft {pair.address} "def add(a, b):"', err=True)
             pair.watch()
+    except ServiceError as error:
+        raise Failure(str(error)) from error  # its log was passed through already
     except KeyboardInterrupt:
         click.echo("Stopped.", err=True)

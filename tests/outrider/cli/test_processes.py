@@ -39,6 +39,14 @@ def test_a_service_that_ends_later_is_noticed() -> None:
             service.check()
 
 
+def test_a_service_that_is_killed_says_by_what() -> None:
+    with ServiceProcess.start([STAND_IN, "listen", "wait"]) as service:
+        service.process.kill()
+        service.process.wait()
+        with pytest.raises(ServiceError, match="was ended by SIGKILL"):
+            service.check()
+
+
 def test_a_service_that_says_nothing_is_given_up_and_stopped() -> None:
     with pytest.raises(ServiceError, match=r"did not listen within 0\.3 s"):
         ServiceProcess.start([STAND_IN, "wait"], timeout=0.3)

@@ -97,7 +97,7 @@ def test_serve_fails_in_one_line_where_a_model_is_missing(tmp_path: Path) -> Non
     command = Command("serve", "--target", str(missing), "--draft", str(MODELS / "draft"), "--listen", "127.0.0.1:0")
     code, _, err = command.ended()
     assert code == 1
-    last = err.splitlines()[-1]
+    (last,) = err.splitlines()
     assert last.startswith("outrider: verifier_service ended with exit code 1: ")
     assert str(missing) in last
     assert command.left_behind() == []
