@@ -1,0 +1,128 @@
+"""Outrider as a contender: a draft service and a verifier service as two processes on loopback, asked over gRPC.
+
+It knows the flags of the services and the client library, and nothing of what they do inside.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from benchmarks.contenders import Contender, Run, Task, check_length, digest
+from outrider.cli.processes import ServiceProcess, service_environment
+from outrider.client import Client, Completion
+
+# One text at a time is asked for; room for more would only be memory.
+_MAX_SEQUENCES = 2
+_START_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """How the two services run."""
+
+    target_dtype: str = "bfloat16"
+    target_threads: int = 1
+    draft_dtype: str = "bfloat16"
+    draft_threads: int = 1
+
+
+class RunningPair:
+    """Both services of one pair, and a client of theirs. Stops them when left as a context manager."""
+
+    def __init__(self, target: Path, draft: Path, how: Processes) -> None:
+        self.how = how
+        self._target, self._draft = target, draft
+        self._open = ExitStack()
+        self.client: Client
+
+    def __enter__(self) -> Self:
+        how = self.how
+        with ExitStack() as opening:
+            verifier = opening.enter_context(
+                _start("verifier_service", self._target, how.target_dtype, how.target_threads)
+            )
+            draft = opening.enter_context(
+                _start("draft_service", self._draft, how.draft_dtype, how.draft_threads, verifier=verifier.address)
+            )
+            for service in (verifier, draft):
+                service.wait_healthy(_START_TIMEOUT_S)
+            self.client = opening.enter_context(Client(draft.address))
+            self._open = opening.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops the services; may be called twice."""
+        self._open.close()
+
+
+def _start(module: str, model: Path, dtype: str, threads: int, verifier: str | None = None) -> ServiceProcess:
+    flags = {
+        "--model": str(model),
+        "--listen": "127.0.0.1:0",
+        "--device": "cpu",
+        "--dtype": dtype,
+        "--threads": str(threads),
+        "--max-sequences": str(_MAX_SEQUENCES),
+    }
+    if verifier is not None:
+        flags["--verifier"] = verifier
+    return ServiceProcess.start(
+        [module, *(part for flag in flags.items() for part in flag)], env=service_environment(threads)
+    )
+
+
+class OverGrpc(Contender):
+    """`Generate` of a running pair. With `gamma` 0 the target writes alone, by `Decode`."""
+
+    def __init__(self, pair: RunningPair, gamma: int) -> None:
+        self.gamma = gamma
+        self._pair = pair
+
+    def write(self, task: Task) -> Run:
+        begin = time.perf_counter()
+        completion = self._pair.client.complete(
+            list(task.token_ids),
+            max_new_tokens=task.new_tokens,
+            ignore_eos=True,
+            temperature=task.temperature,
+            seed=task.seed,
+            gamma=self.gamma,
+        )
+        seconds = time.perf_counter() - begin
+        check_length("Outrider", len(completion.token_ids), task)
+        told = completion.statistics
+        return Run(
+            seconds=seconds,
+            tokens=len(completion.token_ids),
+            rounds=told.num_rounds,
+            drafted=told.num_draft_tokens,
+            accepted=told.num_accepted_tokens,
+            alpha=told.alpha if told.num_draft_tokens else None,
+            digest=digest(completion.token_ids),
+            phases=phases(completion, seconds),
+        )
+
+    def settings(self) -> dict[str, Any]:
+        how = asdict(self._pair.how)
+        if self.gamma:
+            return how | {"gamma": self.gamma}
+        return {"dtype": how["target_dtype"], "threads": how["target_threads"]}
+
+
+def phases(completion: Completion, seconds: float) -> dict[str, float]:
+    """Where the time of one text went, from what the services say of it. Drafting and emitting may overlap."""
+    told = completion.timings
+    draft, verdict = told.draft_us / 1e6, told.verdict_us / 1e6
+    at_verifier = {"queue": told.queue_us / 1e6, "forward": told.forward_us / 1e6, "verify": told.verify_us / 1e6}
+    return (
+        {"draft": draft, "wire": verdict - sum(at_verifier.values())}
+        | at_verifier
+        | {"other": seconds - draft - verdict}
+    )
