@@ -152,7 +152,7 @@ def test_pieces_of_a_text_make_the_text(kind: str, prompt: str, text: str, seed:
     assert flushed == ""
     whole, before = tokenizer.decode(ids), tokenizer.decode(ids[:cut])
     assert "".join(pieces) == whole[len(before.rstrip(BROKEN)) :]
-    if not cut and kind in BYTES:
+    if not cut and kind in BYTES and "▁" not in text:  # which such a tokenizer reads as a space
         assert "".join(pieces) == text
 
 
@@ -234,11 +234,14 @@ def test_bytes_that_are_no_character_come_out_once_that_is_certain() -> None:
 def test_a_push_costs_the_same_however_long_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = make("byte-level")
     ids = tokenizer.encode("some words and 😀 then more of them ") * 60
-    longest = []
+    longest: list[int] = []
     decode = Tokenizer.decode
-    monkeypatch.setattr(
-        Tokenizer, "decode", lambda self, ids, skip=True: longest.append(len(ids)) or decode(self, ids, skip)
-    )
+
+    def counting(self: Tokenizer, ids: Sequence[int], skip_special: bool = True) -> str:
+        longest.append(len(ids))
+        return decode(self, ids, skip_special)
+
+    monkeypatch.setattr(Tokenizer, "decode", counting)
     detokenizer = IncrementalDetokenizer(tokenizer, ids)
     for index in ids:
         detokenizer.push([index])
