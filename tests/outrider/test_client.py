@@ -2,10 +2,10 @@
 
 import asyncio
 import doctest
+import json
 import math
 import time
 from collections.abc import Iterator
-from contextlib import aclosing
 from dataclasses import fields
 from typing import Any, Unpack
 
@@ -13,6 +13,7 @@ import grpc
 import pytest
 
 import outrider.client
+from outrider.cli.processes import ServiceProcess
 from outrider.client import (
     AcceptanceRule,
     AsyncClient,
@@ -372,15 +373,35 @@ async def test_many_calls_share_one_client(draft_address: str) -> None:
     assert [completion.token_ids for completion in together] == [alone.token_ids] * 4
 
 
-async def test_leaving_the_iterator_cancels_the_call(draft_address: str) -> None:
-    async with AsyncClient(draft_address) as client:
-        begin = time.monotonic()
-        async with aclosing(client.generate(PROMPT, max_new_tokens=400, ignore_eos=True)) as events:
-            async for event in events:
-                if isinstance(event, Chunk):
-                    break
-        assert time.monotonic() - begin < 5
+async def _how_it_ended(process: ServiceProcess, request_id: str) -> str:
+    """The status in the service's log line of a request; waits for it."""
+    async with asyncio.timeout(10):
+        while True:
+            for line in process.log_lines():
+                if request_id in line and "status" in (entry := json.loads(line)):
+                    return str(entry["status"])
+            await asyncio.sleep(0.05)
+
+
+async def test_leaving_the_iterator_cancels_the_call(draft_process: ServiceProcess) -> None:
+    async with AsyncClient(draft_process.address) as client:
+        events = client.generate(PROMPT, request_id="left early", max_new_tokens=400, ignore_eos=True)
+        async for event in events:
+            if isinstance(event, Chunk):
+                break
+        await events.aclose()
+        assert await _how_it_ended(draft_process, "left early") == "CANCELLED"
         assert (await client.complete(PROMPT, **greedy())).finish_reason is FinishReason.LENGTH
+
+
+async def test_cancelling_the_task_cancels_the_call(draft_process: ServiceProcess) -> None:
+    async with AsyncClient(draft_process.address) as client:
+        task = asyncio.create_task(client.complete(PROMPT, request_id="given up", max_new_tokens=400, ignore_eos=True))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await _how_it_ended(draft_process, "given up") == "CANCELLED"
 
 
 async def test_a_deadline_is_an_error_and_says_its_length(draft_address: str) -> None:
@@ -420,11 +441,12 @@ def test_the_target_alone_writes_the_same(client: Client) -> None:
     assert pair.statistics.num_rounds < alone.statistics.num_rounds
 
 
-def test_a_plain_loop_streams_and_may_be_left(client: Client) -> None:
-    events = client.generate(PROMPT, max_new_tokens=400, ignore_eos=True)
+async def test_a_plain_loop_streams_and_may_be_left(client: Client, draft_process: ServiceProcess) -> None:
+    events = client.generate(PROMPT, request_id="left plainly", max_new_tokens=400, ignore_eos=True)
     assert isinstance(next(events), Started)
     assert isinstance(next(events), Chunk)
     events.close()
+    assert await _how_it_ended(draft_process, "left plainly") == "CANCELLED"
     assert client.complete(PROMPT, **greedy()).finish_reason is FinishReason.LENGTH
 
 
