@@ -26,7 +26,7 @@ def test_format() -> None:
     _finds_nothing(sys.executable, "-m", "ruff", "format", "--diff", ".")
 
 
-@pytest.mark.timeout(300)  # a first run reads the types of torch and numpy too
+@pytest.mark.timeout(600)  # a first run reads the types of torch and numpy too
 def test_types() -> None:
     _finds_nothing(sys.executable, "-m", "mypy")
 
