@@ -55,8 +55,7 @@ class TokenWriter:
         line = Text()
         for text, origin in zip(shares(chunk.text, chunk.token_texts), chunk.origins, strict=True):
             rejected = self._rejected.pop(self._length, None)
-            # Where the text ends inside a proposal the rest of it was cut, not rejected.
-            if rejected is not None and origin is TokenOrigin.CORRECTION:
+            if rejected is not None:
                 line.append(self._struck(_visible(rejected)))
             line.append(self._accepted(text) if origin is TokenOrigin.DRAFT else self._own(_marked(text)))
             self._length += 1
