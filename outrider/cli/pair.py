@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from types import FrameType
 
 from outrider.cli.processes import ServiceError, ServiceProcess, service_environment
@@ -90,7 +91,12 @@ def running_pair(settings: PairSettings, *, on_line: OnLine | None = None) -> It
     Args:
         settings: what to run.
         on_line: called with a service's name and each line it logs, from threads.
+
+    Raises:
+        ServiceError: what services need is not installed here.
     """
+    if find_spec("torch") is None:
+        raise ServiceError("a client's installation runs no models: pip install 'outrider[service]'")
     verifier_address = _fixed(settings.verifier_listen)
 
     def launch(module: str, *arguments: str) -> ServiceProcess:
