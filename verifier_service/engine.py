@@ -166,7 +166,7 @@ class VerifierEngine(Engine[Message, TargetWork]):
                 )
                 continue
             timings = speculation_pb2.VerdictTimings(
-                queue_us=_micros(self.pass_started - round_.arrived),
+                queue_us=_micros(self.pass_started - sequence.owed_since(round_)),
                 forward_us=_micros(self.forward_seconds),
                 verify_us=_micros(verify_seconds),
                 pass_tokens=pass_tokens,

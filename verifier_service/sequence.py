@@ -3,6 +3,7 @@
 It knows nothing of passes, of other sequences or of the wire's streams.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ class TargetSequence:
     rounds: deque[Round] = field(default_factory=deque)
     tokens: list[int] = field(init=False)
     decoded: int = 0  # tokens the current Decode has written
+    judged_at: float = 0.0  # time.perf_counter() at its last verdict
     last_round: int = 0
     finished: bool = False
     half_closed: bool = False  # no more rounds will come
@@ -119,6 +121,10 @@ class TargetSequence:
             top_logprobs=self.opening.top_logprobs,
         )
 
+    def owed_since(self, round_: Round) -> float:
+        """Since when the next verdict of a round has been owed: its arrival, or the verdict before it of a Decode."""
+        return self.judged_at if self.decoded else round_.arrived
+
     def _is_base(self, round_: Round) -> bool:
         return round_.base_length == len(self.tokens) and round_.prefix_hash == self._hash.digest()
 
@@ -163,6 +169,7 @@ class TargetSequence:
         if self._adjuster is not None:
             for token in tokens:
                 self._adjuster.push(token)
+        self.judged_at = time.perf_counter()
         self.decoded += 1
         if self.decoded >= round_.decode:
             self.rounds.popleft()
