@@ -42,7 +42,7 @@ def deepen(source: Path, out: Path, factor: int) -> None:
     if not (source / WEIGHTS).is_file():
         raise CannotDeepen(f"{source} holds no {WEIGHTS}")
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    weights = deepened_weights(load_file(source / WEIGHTS), layers=config["num_hidden_layers"], factor=factor)
+    weights = deepened_weights(load_file(source / WEIGHTS), layers=_layers(config), factor=factor)
     out.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
         if file.is_file() and file.name not in (WEIGHTS, "config.json"):
@@ -55,11 +55,7 @@ def deepen(source: Path, out: Path, factor: int) -> None:
 
 def deepened_config(config: dict[str, object], factor: int) -> dict[str, object]:
     """The configuration of the deepened model."""
-    deep = dict(config)
-    layers = config["num_hidden_layers"]
-    if not isinstance(layers, int):
-        raise CannotDeepen(f"num_hidden_layers is {layers!r}; it must be a number")
-    deep["num_hidden_layers"] = layers * factor
+    deep = config | {"num_hidden_layers": _layers(config) * factor}
     kinds = config.get("layer_types")
     if isinstance(kinds, list):
         deep["layer_types"] = [kind for kind in kinds for _ in range(factor)]
@@ -88,6 +84,13 @@ def deepened_weights(weights: dict[str, torch.Tensor], *, layers: int, factor: i
             values = torch.zeros_like(tensor) if silent and copy else tensor.clone()
             deep[f"{found['before']}{place}.{found['after']}"] = values
     return deep
+
+
+def _layers(config: dict[str, object]) -> int:
+    layers = config.get("num_hidden_layers")
+    if not isinstance(layers, int):
+        raise CannotDeepen("the configuration has no num_hidden_layers; only layouts like Llama's can be deepened")
+    return layers
 
 
 def cached(source: Path, factor: int, folder: Path) -> Path:

@@ -29,7 +29,7 @@ from benchmarks.contenders import Contender
 from benchmarks.deepen import WEIGHTS, cached, digest_of
 from benchmarks.local import TransformersAlone, TransformersAssisted, unload
 from benchmarks.picture import draw
-from benchmarks.plan import FULL, QUICK, TEMPERATURES, Plan, Texts, read_prompts
+from benchmarks.plan import FULL, QUICK, TEMPERATURES, Part, Plan, Texts, read_prompts
 from benchmarks.record import Record
 from benchmarks.services import OverGrpc, RunningPair
 from benchmarks.summary import ASSISTED, PAIR, summarise
@@ -158,24 +158,33 @@ def _head(plan: Plan, pairs: Sequence[Models], arguments: Sequence[str]) -> dict
 def _measure(models: Models, plan: Plan, prompts: Sequence[str], record: Record, told: Told) -> None:
     tokenizer = AutoTokenizer.from_pretrained(models.target, local_files_only=True)
     texts = Texts(prompts, plan, lambda text: tokenizer(text)["input_ids"])
+    left = [part for part in texts.parts() if not record.has_run(**_keys(models, part))]
+    if not left:
+        return
     chosen = record.once("tuning", models.name, lambda: _tune(models, plan, texts, told))
     with ExitStack() as running:
         contenders = _contenders(models, Tuned.of(chosen["settings"]), running)
         for temperature, by_name in contenders.items():
             for contender in by_name.values():
                 contender.write(texts.warm_up(temperature))
-        for part in texts.parts():
-            temperature = part.task.temperature
-            keys: dict[str, Any] = {"pair": models.name, "temperature": f"{temperature:g}"}
-            keys |= {"repetition": part.repetition, "prompt": part.task.prompt}
-            if record.has_run(**keys):
-                continue
+        for part in left:
+            keys = _keys(models, part)
             runs = [
                 {**keys, "contender": name, "settings": contender.settings(), **contender.write(part.task).document()}
-                for name, contender in _in_turn(contenders[temperature], part.turn)
+                for name, contender in _in_turn(contenders[part.task.temperature], part.turn)
             ]
             record.add_runs(runs)
             told(_line(keys, runs))
+
+
+def _keys(models: Models, part: Part) -> dict[str, Any]:
+    """What names a part among all runs of the document."""
+    return {
+        "pair": models.name,
+        "temperature": f"{part.task.temperature:g}",
+        "repetition": part.repetition,
+        "prompt": part.task.prompt,
+    }
 
 
 def _tune(models: Models, plan: Plan, texts: Texts, told: Told) -> dict[str, Any]:
