@@ -97,7 +97,7 @@ def running_pair(settings: PairSettings, *, on_line: OnLine | None = None) -> It
     """
     if find_spec("torch") is None:
         raise ServiceError("a client's installation runs no models: pip install 'outrider[service]'")
-    verifier_address = _fixed(settings.verifier_listen)
+    verifier_address = fixed(settings.verifier_listen)
 
     def launch(module: str, *arguments: str) -> ServiceProcess:
         return ServiceProcess.launch(
@@ -116,7 +116,7 @@ def running_pair(settings: PairSettings, *, on_line: OnLine | None = None) -> It
         yield Pair(verifier, draft)
 
 
-def _fixed(address: str) -> str:
+def fixed(address: str) -> str:
     """The address with a free port in place of 0, so that the draft can be told it before the verifier is up."""
     host, _, port = address.rpartition(":")
     if port != "0":
