@@ -1,8 +1,6 @@
 """Two processes as one thing: the end of either is noticed, and a free port is one that both can be told."""
 
-import os
 import signal
-import time
 
 import pytest
 
@@ -48,6 +46,5 @@ def test_flags_are_passed_on_where_given() -> None:
 def test_sigterm_interrupts_as_ctrl_c_does() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt), terminated_as_interrupted():
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(5)
+        signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
