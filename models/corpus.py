@@ -1,0 +1,102 @@
+"""The training text: the running interpreter's standard library, in a fixed order, with a fixed held-out set.
+
+It knows files and characters, nothing of tokens or models. The text is under the PSF licence (PSF-2.0).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+END_OF_TEXT = "<|endoftext|>"
+
+# Generated tables and machine-specific files teach a language model nothing.
+SKIPPED_DIRECTORIES = frozenset({"site-packages", "__pycache__", "encodings", "pydoc_data", "lib-dynload", "_bundled"})
+SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
+SKIPPED_FILES = frozenset({"lib2to3/tests/data/py2_test_grammar.py", "stringprep.py", "html/entities.py"})
+TEST_DIRECTORIES = frozenset({"test", "tests", "idle_test"})
+MAX_CHARACTERS = 400_000
+MAX_NON_ASCII_SHARE = 0.01
+
+# One test module in four: they are as long as the rest of the library together, and far more monotonous.
+TESTS_KEPT_ONE_IN = 4
+HELD_OUT_ONE_IN = 32
+
+
+@dataclass(frozen=True)
+class Document:
+    """One module: its path below the standard library's directory (`/` between parts), and its text."""
+
+    name: str
+    text: str
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the module is kept from training (by hash of the name: about 3 %)."""
+        return name_hash(self.name) % HELD_OUT_ONE_IN == 0
+
+    @property
+    def is_test(self) -> bool:
+        """Whether the module belongs to a test suite."""
+        return is_test(self.name)
+
+
+def name_hash(name: str) -> int:
+    """A hash of a module's name that is the same on every machine and in every run."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+
+
+def is_test(name: str) -> bool:
+    """Whether a module lies in a directory of tests."""
+    return not TEST_DIRECTORIES.isdisjoint(name.split("/")[:-1])
+
+
+def standard_library() -> Path:
+    """The directory of the running interpreter's standard library."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def documents(root: Path | None = None) -> list[Document]:
+    """All documents below `root` (default: the standard library), ordered by the hash of their names."""
+    return sorted(_read_all(root or standard_library()), key=lambda document: name_hash(document.name))
+
+
+def training_documents(root: Path | None = None) -> list[Document]:
+    """The documents a model may learn from."""
+    return [document for document in documents(root) if not document.held_out]
+
+
+def held_out_documents(root: Path | None = None) -> list[Document]:
+    """The documents no model and no tokenizer of the pair has seen."""
+    return [document for document in documents(root) if document.held_out]
+
+
+def _read_all(root: Path) -> Iterator[Document]:
+    for path in root.rglob("*.py"):
+        name = path.relative_to(root).as_posix()
+        if not _wanted(name):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:  # some test modules are in other encodings on purpose
+            continue
+        if _readable(text):
+            yield Document(name, text)
+
+
+def _wanted(name: str) -> bool:
+    parts = name.split("/")
+    if not SKIPPED_DIRECTORIES.isdisjoint(parts) or name in SKIPPED_FILES:
+        return False
+    if any(part.startswith(SKIPPED_PREFIXES) for part in parts):
+        return False
+    return not is_test(name) or (name_hash(name) // HELD_OUT_ONE_IN) % TESTS_KEPT_ONE_IN == 0
+
+
+def _readable(text: str) -> bool:
+    if not text.strip() or len(text) > MAX_CHARACTERS or END_OF_TEXT in text:
+        return False
+    return sum(not character.isascii() for character in text) <= MAX_NON_ASCII_SHARE * len(text)

@@ -1,0 +1,171 @@
+"""Measure the pair: how often drafted tokens would be accepted in text that the target itself writes.
+
+At temperature 1 the acceptance rate is the mean of Σ min(p, q) over the positions of sampled text [L 3.1, 3.2]; at
+temperature 0 it is the share of positions of greedy text where both models name the same likeliest token. Everything
+runs in float32 on the shipped bfloat16 weights. It prints a table, then one JSON document.
+
+    python -m models.measure
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from models import ngram
+from models.corpus import Document, held_out_documents, training_documents
+from models.generation import Writer, steps
+from models.tokenizer import load_tokenizer, token_stream
+
+DEMO = Path(__file__).parent / "demo"
+PROMPT, NEW, ROWS = 48, 128, 96
+
+# A drafter as this file sees it: ids [B, L] to log-laws after each position, [B, L, V].
+Laws = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """One drafter's acceptance rate at one temperature, with the standard error over texts."""
+
+    drafter: str
+    temperature: float
+    alpha: float
+    standard_error: float
+    tokens: int
+
+
+def load(folder: Path) -> LlamaForCausalLM:
+    """The shipped weights, as they are, in float32."""
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def line_starts(documents: list[Document], tokenizer: PreTrainedTokenizerFast, count: int, length: int) -> Tensor:
+    """`[count, length]` ids: snippets that begin at a line's start, spread evenly over the documents."""
+    line_ends = {
+        id_ for token, id_ in tokenizer.get_vocab().items() if set(token) == {"Ċ"}
+    }  # byte 10, as BPE writes it
+    snippets = []
+    for document in documents:
+        ids = tokenizer.backend_tokenizer.encode(document.text).ids
+        begins = [0] + [index + 1 for index, id_ in enumerate(ids) if id_ in line_ends]
+        snippets += [ids[begin : begin + length] for begin in begins if begin + length <= len(ids)]
+    if len(snippets) < count:
+        raise ValueError(f"documents hold {len(snippets)} snippets of {length} tokens; {count} are asked for")
+    chosen = np.linspace(0, len(snippets) - 1, count).astype(int)
+    return torch.tensor([snippets[index] for index in chosen])
+
+
+def write_with_laws(
+    target: LlamaForCausalLM, prompts: Tensor, new_tokens: int, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Let the target go on: ids `[B, n + new_tokens]`, and the logits of every new token, `[B, new_tokens, V]`."""
+    generator = torch.Generator().manual_seed(20)
+    temperatures = torch.full((len(prompts),), temperature)
+    ids, logits = zip(*steps(target, prompts, new_tokens, temperatures, generator), strict=True)
+    return torch.cat(ids, dim=1), torch.cat([logits[0][:, -1:], *logits[1:-1]], dim=1)
+
+
+def network_laws(model: LlamaForCausalLM) -> Laws:
+    """Log-laws by a language model."""
+    return lambda ids: Writer(model, *ids.shape).extend(ids).log_softmax(dim=-1)
+
+
+def table_laws(table: np.ndarray) -> Laws:
+    """Log-laws by a table: `[V, V]` by the token before, or `[V]` whatever came before."""
+    logs = torch.from_numpy(np.log(table)).float()
+    return lambda ids: logs[ids] if logs.ndim == 2 else logs.expand(*ids.shape, -1)
+
+
+def acceptance(name: str, laws: Laws, ids: Tensor, logits: Tensor, temperature: float, end: int) -> Acceptance:
+    """The acceptance rate of one drafter on the target's text; what follows an end of text is left out."""
+    begin = ids.shape[1] - logits.shape[1]
+    new = ids[:, begin:]
+    alive = (torch.cumsum(new == end, dim=1) - (new == end).long()) == 0
+    scores = []
+    for row_ids, row_logits in zip(ids.split(8), logits.split(8), strict=True):
+        log_q = laws(row_ids)[:, begin - 1 : -1]
+        if temperature == 0:
+            scores.append((log_q.argmax(dim=-1) == row_logits.argmax(dim=-1)).float())
+        else:
+            scores.append(torch.minimum(row_logits.softmax(dim=-1), log_q.exp()).sum(dim=-1))
+    score = torch.cat(scores) * alive
+    alpha = float(score.sum() / alive.sum())
+    spread = (score.sum(dim=1) - alpha * alive.sum(dim=1)).square().sum().sqrt() / alive.sum()
+    return Acceptance(name, temperature, alpha, float(spread), int(alive.sum()))
+
+
+def bits_per_token(laws: Laws, stream: np.ndarray, length: int = 512) -> float:
+    """Mean loss in bits on `stream`, in windows of `length` ids without overlap."""
+    count = len(stream) // length
+    windows = torch.from_numpy(stream[: count * length].astype(np.int64)).view(count, length)
+    losses = [
+        functional.nll_loss(laws(rows)[:, :-1].flatten(0, 1), rows[:, 1:].flatten(), reduction="sum").item()
+        for rows in windows.split(8)
+    ]
+    return sum(losses) / (count * (length - 1)) / math.log(2)
+
+
+@torch.no_grad()
+def measure(target_folder: Path, draft_folder: Path, rows: int = ROWS) -> dict[str, object]:
+    """Measure everything the model card states; returns it as plain data."""
+    tokenizer = load_tokenizer(target_folder)
+    target, draft = load(target_folder), load(draft_folder)
+    held_out, training = held_out_documents(), training_documents()
+    stream, held_out_stream = token_stream(tokenizer, training), token_stream(tokenizer, held_out)
+    vocabulary = target.config.vocab_size
+    drafters: dict[str, Laws] = {
+        "draft": network_laws(draft),
+        "bigram": table_laws(ngram.bigram(stream, vocabulary)),
+        "unigram": table_laws(ngram.unigram(stream, vocabulary)),
+    }
+    prompts = line_starts(held_out, tokenizer, rows, PROMPT)
+    results = []
+    for temperature in (1.0, 0.0):
+        ids, logits = write_with_laws(target, prompts, NEW, temperature)
+        for name, laws in drafters.items():
+            results.append(acceptance(name, laws, ids, logits, temperature, tokenizer.eos_token_id))
+    loss = {
+        name: bits_per_token(laws, held_out_stream)
+        for name, laws in {"target": network_laws(target), **drafters}.items()
+    }
+    return {
+        "parameters": {"target": target.num_parameters(), "draft": draft.num_parameters()},
+        "training_tokens": len(stream),
+        "held_out_tokens": len(held_out_stream),
+        "held_out_bytes_per_token": sum(len(d.text.encode()) for d in held_out) / len(held_out_stream),
+        "held_out_bits_per_token": loss,
+        "acceptance": [asdict(result) for result in results],
+    }
+
+
+def main() -> None:
+    """Print the table, then the JSON document."""
+    parser = argparse.ArgumentParser(description="Measure the acceptance rate of the demo pair.")
+    parser.add_argument("--target", type=Path, default=DEMO / "target")
+    parser.add_argument("--draft", type=Path, default=DEMO / "draft")
+    parser.add_argument("--rows", type=int, default=ROWS, help=f"texts of {NEW} new tokens each (default {ROWS})")
+    arguments = parser.parse_args()
+    report = measure(arguments.target, arguments.draft, arguments.rows)
+    print(f"{'drafter':<10}{'T':>4}{'α':>8}{'±':>8}{'tokens':>9}")
+    for row in report["acceptance"]:  # type: ignore[attr-defined]
+        print(
+            f"{row['drafter']:<10}{row['temperature']:>4g}{row['alpha']:>8.3f}{row['standard_error']:>8.3f}{row['tokens']:>9,}"
+        )
+    for name, bits in report["held_out_bits_per_token"].items():  # type: ignore[attr-defined]
+        print(f"{name:<10}{bits:8.3f} bits per held-out token")
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()
