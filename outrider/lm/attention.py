@@ -1,15 +1,17 @@
 """Attention over packed sequences, plugged into transformers' public attention interface.
 
-It knows the layout of a pass (`outrider.lm.batch`), and nothing of what model calls it.
+It knows the layout of a pass (`outrider.lm.batch`), and nothing of what model calls it. `attend` and what it calls keep
+to what TorchScript can compile: see `outrider.lm.gated_layers`.
 """
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from outrider.lm.batch import PackedBatch, Segment
+from outrider.lm.batch import PackedBatch
 
 NAME = "outrider_packed"
 """What our attention is called in a model's configuration (`attn_implementation`)."""
@@ -17,86 +19,93 @@ NAME = "outrider_packed"
 PROBE = "outrider_probe"
 """Its name while a model is looked over, when the masks it asks for are taken down too."""
 
-_BLOCK = 256  # rows of scores that share one mask: bounds it, and skips what the first of them cannot see
-
-_attention = torch.nn.functional.scaled_dot_product_attention
-
 
 class NoPass(ValueError):
     """A model with our attention was called without a pass."""
 
 
-def attend(query: Tensor, layer: int, batch: PackedBatch, scaling: float, window: int | None) -> Tensor:
-    """Lets each row see its own sequence up to itself.
+def attend(
+    query: Tensor,
+    counts: list[int],
+    keys: list[list[Tensor]],
+    values: list[list[Tensor]],
+    masks: list[Tensor],
+    layer: int,
+    scaling: float,
+    window: int,
+) -> Tensor:
+    """Lets each row see its own sequence up to itself. Keys and values of all rows have been written before.
 
     Args:
         query: `[T, heads, head_dim]`, in the dtype of the pool.
-        layer: whose keys and values, already written.
-        batch: the pass.
+        counts: rows of each chunk.
+        keys: of each chunk and layer, `[kv_heads, 1, end, head_dim]`.
+        values: like `keys`.
+        masks: of each chunk, see `CausalMasks.for_rows`.
+        layer: which.
         scaling: of the scores.
-        window: how many positions a row sees, its own included; None is all.
+        window: how many positions a row sees, its own included; 0 is all.
 
     Returns:
-        `[T, heads, head_dim]`, in the dtype of the pool.
+        `[T, heads, head_dim]`, perhaps strided.
     """
-    segments = batch.segments
-    if len(segments) == 1:
-        return _attend(query, segments[0], layer, batch, scaling, window)
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    for segment in segments:
-        rows = query.narrow(0, segment.first, segment.count)
-        out.narrow(0, segment.first, segment.count).copy_(_attend(rows, segment, layer, batch, scaling, window))
+    if len(counts) == 1:
+        return _attend(query, keys[0][layer], values[0][layer], masks[0], scaling, window)
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    first = 0
+    for i, count in enumerate(counts):
+        rows = query.narrow(0, first, count)
+        attended = _attend(rows, keys[i][layer], values[i][layer], masks[i], scaling, window)
+        out.narrow(0, first, count).copy_(attended)
+        first += count
     return out
 
 
-def _attend(
-    query: Tensor, segment: Segment, layer: int, batch: PackedBatch, scaling: float, window: int | None
-) -> Tensor:
-    # query: [n, H, D] -> [n, H, D], perhaps strided
-    keys, values = segment.keys[layer], segment.values[layer]  # [KV, 1, end, D]
+def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float, window: int) -> Tensor:
+    # query: [n, H, D]; keys, values: [KV, 1, end, D] -> [n, H, D]
     n, heads, head_dim = query.shape
-    kv_heads = keys.shape[0]
+    kv_heads, end = keys.size(0), keys.size(2)
     group = heads // kv_heads
-    if window is not None and segment.end <= window:
-        window = None
     if n == 1:
-        if window is not None:
-            keys, values = _last(keys, window), _last(values, window)
+        if 0 < window < end:
+            keys, values = keys.narrow(2, end - window, window), values.narrow(2, end - window, window)
         # Query heads that share a KV head become rows of one head: no copy of keys, and one row needs no mask.
         packed = query.reshape(kv_heads, 1, group, head_dim)
-        return _attention(packed, keys, values, scale=scaling).view(1, heads, head_dim)
-    if segment.start == 0 and window is None:
+        return F.scaled_dot_product_attention(packed, keys, values, scale=scaling).view(1, heads, head_dim)
+    if mask.size(0) == 0:
         rows, keys, values = query.transpose(0, 1).unsqueeze(0), keys.transpose(0, 1), values.transpose(0, 1)
-        out = _attention(rows, keys, values, is_causal=True, scale=scaling, enable_gqa=group > 1)
+        out = F.scaled_dot_product_attention(rows, keys, values, is_causal=True, scale=scaling, enable_gqa=group > 1)
         return out.squeeze(0).transpose(0, 1)
-    if n * group <= _BLOCK:
-        return _attend_block(query, keys, values, batch, scaling, window)
-    attended, end = [], segment.start
-    for block in query.split(max(1, _BLOCK // group)):
-        end += block.shape[0]
-        attended.append(_attend_block(block, keys.narrow(2, 0, end), values.narrow(2, 0, end), batch, scaling, window))
-    return torch.cat(attended)
+    most = mask.size(0) // group
+    if n <= most:
+        return _attend_block(query, keys, values, mask, scaling, window)
+    blocks: list[Tensor] = []
+    for first in range(0, n, most):
+        count = min(most, n - first)
+        seen = end - n + first + count
+        block = query.narrow(0, first, count)
+        blocks.append(_attend_block(block, keys.narrow(2, 0, seen), values.narrow(2, 0, seen), mask, scaling, window))
+    return torch.cat(blocks)
 
 
-def _attend_block(
-    query: Tensor, keys: Tensor, values: Tensor, batch: PackedBatch, scaling: float, window: int | None
-) -> Tensor:
-    """The last n positions: query `[n, H, D]`, keys and values `[KV, 1, end, D]`."""
+def _attend_block(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float, window: int) -> Tensor:
+    """The last n positions, no more than the mask has: query `[n, H, D]`, keys and values `[KV, 1, end, D]`."""
     n, heads, head_dim = query.shape
-    kv_heads = keys.shape[0]
+    kv_heads, end = keys.size(0), keys.size(2)
     group = heads // kv_heads
-    if window is not None:
-        seen = min(keys.shape[2], window + n - 1)
-        keys, values = _last(keys, seen), _last(values, seen)
-    mask = batch.masks.get(n, keys.shape[2], group, window)
-    # [n, KV, g, D] -> [KV, 1, g·n, D]: as for one row; the mask is repeated g times.
-    packed = query.reshape(n, kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, 1, group * n, head_dim)
-    out = _attention(packed, keys, values, attn_mask=mask, scale=scaling)
+    if window > 0 and window + n - 1 < end:
+        seen = window + n - 1
+        keys, values = keys.narrow(2, end - seen, seen), values.narrow(2, end - seen, seen)
+        end = seen
+    most = mask.size(0) // group
+    if n < most:  # the last rows of a mask for more
+        mask = mask.view(group, most, -1).narrow(1, most - n, n).reshape(group * n, -1)
+    mask = mask.narrow(1, mask.size(1) - end, end)
+    # [n, KV, g, D] -> [KV, 1, g · n, D]: as for one row; the mask repeats its rows g times.
+    grouped = query.reshape(n, kv_heads, group, head_dim)
+    packed = grouped.permute(1, 2, 0, 3).reshape(kv_heads, 1, group * n, head_dim)
+    out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scaling)
     return out.reshape(heads, n, head_dim).transpose(0, 1)
-
-
-def _last(tensor: Tensor, length: int) -> Tensor:
-    return tensor.narrow(2, tensor.shape[2] - length, length) if tensor.shape[2] > length else tensor
 
 
 def packed_attention(
@@ -138,16 +147,15 @@ def packed_attention(
     if batch.observer is not None:
         return batch.observer.see(module, query, key, value, scaling, sliding_window, features), None
     layer: Any = module.layer_idx
-    for segment in batch.segments:
-        new_key, new_value = segment.new[layer].unbind(0)
-        if len(batch.segments) == 1:
-            new_key.copy_(key[0])
-            new_value.copy_(value[0])
-        else:
-            new_key.copy_(key[0].narrow(1, segment.first, segment.count))
-            new_value.copy_(value[0].narrow(1, segment.first, segment.count))
+    first = 0
+    for new, count in zip(batch.new, batch.counts, strict=True):
+        new[layer][0].copy_(key[0].narrow(1, first, count))
+        new[layer][1].copy_(value[0].narrow(1, first, count))
+        first += count
+    window = sliding_window or 0
+    masks = batch.masks_for(query.shape[1] // key.shape[1], window)
     rows = query[0].transpose(0, 1).to(batch.dtype)
-    out = attend(rows, layer, batch, scaling, sliding_window)
+    out = attend(rows, batch.counts, batch.keys, batch.values, masks, layer, scaling, window)
     return out.to(query.dtype).unsqueeze(0), None
 
 

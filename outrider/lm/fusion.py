@@ -16,7 +16,7 @@ from outrider.lm.checkpoint import LoadedModel
 from outrider.lm.errors import CheckpointError
 from outrider.lm.gated_decoder import GatedDecoder, is_gated_decoder
 from outrider.lm.linear import PackedModule, can_pack
-from outrider.lm.norm import RMSNorm, RMSNormModule
+from outrider.lm.norm import RMSNormModule
 from outrider.lm.program import Program, TransformersProgram
 from outrider.lm.selfcheck import deviation, tolerance
 
@@ -77,8 +77,9 @@ def _equivalent_norm(module: nn.Module, weight: Tensor) -> nn.Module | None:
     if weight.dim() != 1 or not isinstance(eps, float) or len(list(module.parameters())) != 1:
         return None
     original = copy.deepcopy(module).float()
-    x = torch.randn(3, 1, len(weight), generator=torch.Generator().manual_seed(0)).to(weight.device)
+    x = torch.randn(3, len(weight), generator=torch.Generator().manual_seed(0)).to(weight.device)
     for scale in (weight.detach(), 1.0 + weight.detach().float()):
-        if torch.allclose(RMSNorm(scale.float(), eps)(x), original(x), rtol=_NORM_TOLERANCE, atol=_NORM_TOLERANCE):
-            return RMSNormModule(RMSNorm(scale.to(weight.dtype), eps))
+        found = RMSNormModule(scale.float(), eps)(x)
+        if torch.allclose(found, original(x), rtol=_NORM_TOLERANCE, atol=_NORM_TOLERANCE):
+            return RMSNormModule(scale.to(weight.dtype), eps)
     return None

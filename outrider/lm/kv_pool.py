@@ -26,9 +26,9 @@ class SlotViews:
         new: `[2, kv_heads, end - start, head_dim]` each: keys and values of the positions from `start` on.
     """
 
-    keys: Sequence[Tensor]
-    values: Sequence[Tensor]
-    new: Sequence[Tensor]
+    keys: list[Tensor]
+    values: list[Tensor]
+    new: list[Tensor]
 
 
 class KVPool:
@@ -210,4 +210,4 @@ def _views(store: Tensor, slot: int, start: int, end: int) -> SlotViews:
     # store: [layers, 2, slots, kv_heads, max_length, head_dim]
     held = store.flatten(0, 1).select(1, slot).narrow(2, 0, end).unsqueeze(2).unbind(0)
     new = store.select(2, slot).narrow(3, start, end - start).unbind(0)
-    return SlotViews(held[0::2], held[1::2], new)
+    return SlotViews(list(held[0::2]), list(held[1::2]), list(new))

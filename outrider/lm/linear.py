@@ -1,26 +1,14 @@
 """Linear layers for few rows at a time: weights packed once into oneDNN's own layout where torch can, plain elsewhere.
 
 On a CPU torch's `linear` in bfloat16 lays the weights out anew at every call; with a handful of rows that costs as much
-as the product. It knows nothing of models.
+as the product. It knows nothing of models. `linear` and `linear_add` keep to what TorchScript can compile.
 """
 
 import platform
-from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-
-_NO_SCALARS: list[float] = []
-
-
-class Linear(Protocol):
-    """x Wᵀ + b."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """`[..., in]` to `[..., out]`."""
-
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """`residual + x Wᵀ + b` in one operation: `[..., out]`."""
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -34,48 +22,26 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype == torch.float32
 
 
-def make_linear(weight: Tensor, bias: Tensor | None) -> Linear:
-    """A linear layer of `weight` `[out, in]` and `bias` `[out]`."""
-    if can_pack(weight.dtype, weight.device):
-        return PackedLinear(weight, bias)
-    return PlainLinear(weight, bias)
+def pack(weight: Tensor) -> Tensor:
+    """A weight `[out, in]` in oneDNN's layout: opaque, for `linear` and `linear_add` alone."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
+    return packed
 
 
-class PlainLinear:
-    """As torch does it."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight = weight
-        self._transposed = weight.t()
-        self._bias = bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch._C._nn.linear(x, self._weight, self._bias)
-
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        if self._bias is not None:
-            return residual + torch._C._nn.linear(x, self._weight, self._bias)
-        flat = torch.addmm(residual.flatten(0, -2), x.flatten(0, -2), self._transposed)
-        return flat.view(residual.shape)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: bool) -> Tensor:
+    """The product x Wᵀ + b: `[..., in]` to `[..., out]`. `packed` says what `weight` is."""
+    if packed:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
 
 
-class PackedLinear:
-    """oneDNN's inner product over weights in its own layout, with the residual added before rounding."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
-        self._bias = None if bias is None else bias.detach()
-        # Bound here once: looking the overload up costs a microsecond a call.
-        self._linear = torch.ops.mkldnn._linear_pointwise.default._op
-        self._linear_add = torch.ops.mkldnn._linear_pointwise.binary._op
-
-    def __call__(self, x: Tensor) -> Tensor:
-        out: Tensor = self._linear(x, self._weight, self._bias, "none", _NO_SCALARS, "")
-        return out
-
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        out: Tensor = self._linear_add(x, residual, self._weight, self._bias, "add")
-        return out
+def linear_add(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, packed: bool) -> Tensor:
+    """The sum residual + x Wᵀ + b, rounded once where one operation can: `[T, 1, out]`."""
+    if packed:
+        return torch.ops.mkldnn._linear_pointwise(x, residual, weight, bias, "add")
+    if bias is None:
+        return torch.addmm(residual.flatten(0, 1), x.flatten(0, 1), weight.t()).view_as(residual)
+    return residual + F.linear(x, weight, bias)
 
 
 class PackedModule(nn.Module):
@@ -86,8 +52,9 @@ class PackedModule(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self._packed = PackedLinear(weight, bias)
+        self._packed = pack(weight)
+        self._bias = None if bias is None else bias.detach()
         self.weight = nn.Buffer(weight.new_zeros(1, 1).expand(weight.shape), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._packed(x)
+        return linear(x, self._packed, self._bias, True)

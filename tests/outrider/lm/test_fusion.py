@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
-from outrider.lm import fusion, linear
+from outrider.lm import fusion, gated_decoder
 from outrider.lm.batch import PackedBatch
 from outrider.lm.checkpoint import CheckpointError, LoadedModel
 from outrider.lm.gated_decoder import GatedDecoder
-from outrider.lm.linear import PackedModule, PlainLinear, can_pack, make_linear
-from outrider.lm.norm import RMSNorm, RMSNormModule
+from outrider.lm.linear import PackedModule, can_pack, linear, linear_add, pack
+from outrider.lm.norm import RMSNormModule, doubled, make_signs, rms_norm
 from outrider.lm.packed import Chunk, PackedModel
 from outrider.lm.program import Rows
 from outrider.lm.selfcheck import deviation
@@ -49,7 +49,7 @@ def test_fused_and_unfused_agree_in_float32(
     name: str, packs: bool, load: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not packs:
-        for module in (linear, fusion):
+        for module in (gated_decoder, fusion):
             monkeypatch.setattr(module, "can_pack", lambda dtype, device: False)
     fused, plain = (PackedModel.build(load(name), 3, 64, fuse=fuse) for fuse in (True, False))
     assert fused.fused
@@ -84,7 +84,7 @@ def test_two_pools_share_one_fused_model(load: Callable[..., LoadedModel]) -> No
 def test_a_fused_forward_that_differs_is_refused(
     load: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RMSNorm, "__call__", lambda self, x: x)
+    monkeypatch.setattr(gated_decoder, "linear", lambda x, weight, bias, packed: -linear(x, weight, bias, packed))
     with pytest.raises(CheckpointError, match="gives other logits than its own"):
         PackedModel.build(load("llama"), 1, 32)
 
@@ -107,29 +107,57 @@ def test_the_self_check_sees_what_is_wrong(load: Callable[..., LoadedModel]) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 40])
-@pytest.mark.parametrize("bias", [False, True])
-def test_packed_linear_layers_multiply_and_add(dtype: torch.dtype, rows: int, bias: bool) -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear_layers_multiply_and_add(dtype: torch.dtype, rows: int, biased: bool) -> None:
     torch.manual_seed(0)
-    weight, b = torch.randn(24, 16).to(dtype), torch.randn(24).to(dtype) if bias else None
+    weight, bias = torch.randn(24, 16).to(dtype), torch.randn(24).to(dtype) if biased else None
     x, residual = torch.randn(rows, 1, 16).to(dtype), torch.randn(rows, 1, 24).to(dtype)
-    wanted = x.double() @ weight.double().t() + (0 if b is None else b.double())
+    wanted = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
     tolerance = 1e-5 if dtype == torch.float32 else 0.1
-    for layer in (make_linear(weight, b), PlainLinear(weight, b)):
-        assert layer(x).dtype == dtype
-        assert torch.allclose(layer(x).double(), wanted, atol=tolerance)
+    packs = can_pack(dtype, weight.device)
+    for packed, held in [(False, weight), *([(True, pack(weight))] if packs else [])]:
+        found = linear(x, held, bias, packed)
+        assert found.dtype == dtype
+        assert torch.allclose(found.double(), wanted, atol=tolerance)
         kept = residual.clone()
-        assert torch.allclose(layer.add_to(residual, x).double(), wanted + residual.double(), atol=tolerance)
+        summed = linear_add(residual, x, held, bias, packed)
+        assert torch.allclose(summed.double(), wanted + residual.double(), atol=tolerance)
         assert torch.equal(residual, kept)
 
 
-@pytest.mark.parametrize("rows", [1, 7, 600])
-def test_the_doubled_norm_is_the_norm(rows: int) -> None:
+@pytest.mark.parametrize("small", [0, 1 << 20], ids=["torch's own", "doubled"])
+def test_both_forms_of_the_norm_are_the_norm(small: int) -> None:
     torch.manual_seed(0)
-    x, weight = torch.randn(rows, 1, 64) * 3, torch.randn(64)
+    x, weight = torch.randn(7, 1, 64) * 3, torch.randn(64)
     wanted = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
-    found = RMSNorm(weight, 1e-5)(x)
+    found = rms_norm(x, doubled(weight), make_signs(weight), 1e-5, small)
     assert found.shape == x.shape
     assert torch.allclose(found.double(), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama-biased", "qwen3", "mistral-sliding"])
+def test_compiled_or_not_the_layers_do_the_same(name: str, load: Callable[..., LoadedModel]) -> None:
+    model = PackedModel.build(load(name), 3, 64)
+    program = model.loaded.fused
+    assert isinstance(program, GatedDecoder)
+    assert isinstance(program._run, torch.jit.ScriptModule)
+    found = logits(model, 5)
+    for slot in range(3):
+        model.pool.free(slot)
+    program._run = program._layers
+    assert torch.equal(logits(model, 5), found)
+
+
+def test_where_nothing_compiles_the_layers_run_as_they_are(
+    load: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise RuntimeError("no TorchScript here")
+
+    monkeypatch.setattr(torch.jit, "script", refuse)
+    model = PackedModel.build(load("llama"), 1, 32)
+    assert isinstance(model.loaded.fused, GatedDecoder)
+    assert model.loaded.fused._run is model.loaded.fused._layers
 
 
 class ShiftedRMSNorm(LlamaRMSNorm):

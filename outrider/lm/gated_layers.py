@@ -1,0 +1,177 @@
+"""The layers of a gated decoder as one function, from residual stream to residual stream.
+
+TorchScript compiles it where it can: a pass is then one call that runs without the interpreter and its lock, a fifth
+faster for a single token, and other threads run meanwhile. So this file keeps to what TorchScript understands;
+uncompiled it does the same. It knows tensors only: how weights come here is for `outrider.lm.gated_decoder`.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from outrider.lm.attention import attend
+from outrider.lm.linear import linear, linear_add
+from outrider.lm.norm import SMALL, make_signs, rms_norm
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the layers of one decoder share.
+
+    Attributes:
+        heads: query heads, H.
+        kv_heads: heads of keys and of values, KV.
+        head_dim: size of each, D.
+        eps: of all norms.
+        packed: whether the weights of linear layers are packed (`outrider.lm.linear`).
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    packed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """Weights of one layer, linear ones `[out, in]` or packed, and what its attention asks for.
+
+    Attributes:
+        attention_norm: `[2, E]`, see `outrider.lm.norm.doubled`; likewise `mlp_norm`.
+        qkv: queries, keys and values in one, `[(H + KV + KV) · D, E]`; within the heads of queries and keys the pairs
+            that are rotated lie side by side.
+        head_norm: `[H + KV, 1, D]`, float32: norms of each query and key head, in that order too; None has none.
+        output: `[E, H · D]`.
+        gate_up: `[2 · I, E]`.
+        down: `[E, I]`.
+        scaling: of the scores.
+        window: positions a row sees; 0 is all.
+    """
+
+    attention_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    head_norm: Tensor | None
+    output: Tensor
+    output_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    scaling: float
+    window: int
+
+
+class GatedLayers(nn.Module):
+    """All layers of a decoder. Its attributes are lists by layer, as TorchScript wants them."""
+
+    attention_norm: list[Tensor]
+    qkv: list[Tensor]
+    qkv_bias: list[Tensor | None]
+    head_norm: list[Tensor | None]
+    output: list[Tensor]
+    output_bias: list[Tensor | None]
+    mlp_norm: list[Tensor]
+    gate_up: list[Tensor]
+    gate_up_bias: list[Tensor | None]
+    down: list[Tensor]
+    down_bias: list[Tensor | None]
+    scaling: list[float]
+    mask_kind: list[int]
+    windows: list[int]
+
+    def __init__(self, shape: Shape, layers: Sequence[LayerWeights]) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
+        self.eps, self.packed = shape.eps, shape.packed
+        self.attention_norm = [layer.attention_norm for layer in layers]
+        self.qkv = [layer.qkv for layer in layers]
+        self.qkv_bias = [layer.qkv_bias for layer in layers]
+        self.head_norm = [layer.head_norm for layer in layers]
+        self.output = [layer.output for layer in layers]
+        self.output_bias = [layer.output_bias for layer in layers]
+        self.mlp_norm = [layer.mlp_norm for layer in layers]
+        self.gate_up = [layer.gate_up for layer in layers]
+        self.gate_up_bias = [layer.gate_up_bias for layer in layers]
+        self.down = [layer.down for layer in layers]
+        self.down_bias = [layer.down_bias for layer in layers]
+        self.scaling = [layer.scaling for layer in layers]
+        self.windows = sorted({layer.window for layer in layers})
+        self.mask_kind = [self.windows.index(layer.window) for layer in layers]
+        norm = layers[0].attention_norm
+        self.small = SMALL if norm.device.type == "cpu" else 0
+        self.signs = make_signs(norm)
+        self.exact_signs = self.signs.float()
+        self.ones = torch.ones(2, shape.head_dim, device=norm.device)
+
+    def forward(
+        self,
+        x: Tensor,
+        rotation: Tensor,
+        counts: list[int],
+        keys: list[list[Tensor]],
+        values: list[list[Tensor]],
+        new: list[list[Tensor]],
+        masks: list[list[Tensor]],
+    ) -> Tensor:
+        """Runs all layers.
+
+        Args:
+            x: `[T, 1, E]`.
+            rotation: e^(i · angle) of each row, `[T, 1, D/2]`, complex64.
+            counts: rows of each chunk.
+            keys: of each chunk and layer, see `SlotViews`.
+            values: like `keys`.
+            new: like `keys`.
+            masks: for each of `windows`, of each chunk (`CausalMasks.for_rows`).
+
+        Returns:
+            `[T, 1, E]`.
+        """
+        T, heads, kv_heads, head_dim = x.size(0), self.heads, self.kv_heads, self.head_dim
+        rotated = heads + kv_heads
+        width = (rotated + kv_heads) * head_dim
+        pool_dtype = keys[0][0].dtype
+        for i in range(len(self.qkv)):
+            normed = rms_norm(x, self.attention_norm[i], self.signs, self.eps, self.small)
+            # [T, 1, width]: queries, keys, values side by side; positions and norms of heads in float32.
+            qkv = linear(normed, self.qkv[i], self.qkv_bias[i], self.packed).float()
+            head_norm = self.head_norm[i]
+            if head_norm is not None:
+                each = qkv.as_strided([T, rotated, 1, head_dim], [width, head_dim, head_dim, 1])
+                each.copy_(rms_norm(each, self.ones, self.exact_signs, self.eps, self.small) * head_norm)
+            pairs = qkv.as_strided([T, rotated, head_dim // 2, 2], [width, head_dim, 2, 1])
+            torch.view_as_complex(pairs).mul_(rotation)
+
+            at = heads * head_dim
+            for chunk, count in enumerate(counts):
+                kv = qkv.as_strided([2, kv_heads, count, head_dim], [kv_heads * head_dim, head_dim, width, 1], at)
+                new[chunk][i].copy_(kv)
+                at += count * width
+            query = qkv.as_strided([T, heads, head_dim], [width, head_dim, 1]).to(pool_dtype)
+            kind = self.mask_kind[i]
+            attended = attend(query, counts, keys, values, masks[kind], i, self.scaling[i], self.windows[kind])
+            attended = attended.to(x.dtype).reshape(T, 1, heads * head_dim)
+            x = linear_add(x, attended, self.output[i], self.output_bias[i], self.packed)
+
+            normed = rms_norm(x, self.mlp_norm[i], self.signs, self.eps, self.small)
+            gate, up = linear(normed, self.gate_up[i], self.gate_up_bias[i], self.packed).chunk(2, -1)
+            x = linear_add(x, F.silu(gate).mul_(up), self.down[i], self.down_bias[i], self.packed)
+        return x
+
+
+def compiled(layers: GatedLayers) -> Callable[..., Tensor]:
+    """The layers as TorchScript compiles them, or as they are where this torch cannot."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # it is what this torch has; without it all is the same
+        try:
+            script: Callable[..., Tensor] = torch.jit.script(layers)
+        except Exception:
+            return layers
+    return script
