@@ -1,27 +1,43 @@
 """Logs of the services: one JSON object a line, on standard output.
 
-It knows nothing of what is logged.
+Lines of Python's own logging (our gRPC frame writes those, and libraries do) come out in the same form. It knows
+nothing of what is logged.
 """
 
 import logging
 import sys
 
 import structlog
+from structlog.typing import Processor
 
 
 def configure_logging(service: str, level: str = "info") -> None:
-    """Sets structlog up for the process. Every line carries the service's name, a level and an ISO time in UTC."""
+    """Sets logging up for the process. Every line carries the service's name, a level and an ISO time in UTC."""
+    threshold = logging.getLevelNamesMapping()[level.upper()]
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.StackInfoRenderer(),
+        structlog.processors.format_exc_info,
+    ]
     structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.StackInfoRenderer(),
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        processors=[*shared, structlog.processors.JSONRenderer()],
+        wrapper_class=structlog.make_filtering_bound_logger(threshold),
         logger_factory=structlog.WriteLoggerFactory(file=sys.stdout),
         cache_logger_on_first_use=True,
     )
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name],
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                structlog.processors.JSONRenderer(),
+            ],
+        )
+    )
+    # Libraries' warnings are worth a line; what else they say is not.
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("outrider").setLevel(threshold)
     structlog.contextvars.bind_contextvars(service=service)
