@@ -47,7 +47,7 @@ def create_server(
         # Two servers on one port would share its connections in silence; the second shall fail instead.
         ("grpc.so_reuseport", 0),
         # Our clients ping every ten seconds, with or without calls. Twice as often is still no abuse.
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
         # And we ping them: a client that vanished without a word must not hold its KV cache for hours.
         ("grpc.keepalive_time_ms", 20_000),
