@@ -1,4 +1,4 @@
-"""Random batches of proposals, and the comparison of two implementations on them.
+"""Proposals by hand and by chance, and the comparison of two implementations on them.
 
 Two precisions may disagree where a uniform lies within rounding of an edge: then, and only then, the neighbour is
 allowed, and counted. It knows no implementation.
@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -121,3 +122,37 @@ def _is_neighbour(ruling: Ruling, oracle: Verify, rows: Tensor, proposal: Propos
 def _rows_of(b: int, logits: Tensor, proposals: Sequence[Proposed]) -> Tensor:
     start = sum(each.gamma + 1 for each in proposals[:b])
     return logits[start : start + proposals[b].gamma + 1]
+
+
+def logits_of(rows: Sequence[Sequence[float]]) -> Tensor:
+    """Return float32 logits of these probabilities."""
+    return torch.tensor(rows, dtype=torch.float64).log().float()
+
+
+def law_of(weights: dict[int, int]) -> SparseLaw:
+    """Return the law of these weights by token."""
+    return SparseLaw(
+        np.array(list(weights), dtype=np.int64), np.array(list(weights.values()), np.uint16), sum(weights.values())
+    )
+
+
+def proposed_of(
+    tokens: tuple[int, ...],
+    q: tuple[SparseLaw | None, ...],
+    accept: tuple[float, ...] | None = None,
+    resample: float = 0.5,
+    law: SamplingLaw | None = None,
+    lenience: float = 1.0,
+    top_logprobs: int = -1,
+) -> Proposed:
+    """Return a proposal whose uniforms are given: 0.5 unless told otherwise."""
+    return Proposed(
+        tokens=tokens,
+        q=q,
+        law=law or SamplingLaw(),
+        seed=0,
+        base_length=0,
+        lenience=lenience,
+        top_logprobs=top_logprobs,
+        uniforms=Uniforms((0.5,) * len(tokens) if accept is None else accept, resample),
+    )

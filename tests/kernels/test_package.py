@@ -7,7 +7,7 @@ import sys
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
-    """transformers looks for an optional package named `kernels` while it is being imported, and finds this one."""
+    """While it is being imported, transformers looks for an optional package named `kernels`, and finds this one."""
     code = "import sys, kernels; print(sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
