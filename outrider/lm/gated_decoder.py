@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from outrider.lm.batch import PackedBatch
-from outrider.lm.gated_layers import GatedLayers, LayerWeights, Shape, compiled
-from outrider.lm.linear import can_pack, linear, pack
-from outrider.lm.norm import doubled, rms_norm
+from outrider.lm.gated_layers import Frame, GatedLayers, LayerWeights, compiled
+from outrider.lm.linear import can_pack, pack
+from outrider.lm.norm import doubled
 from outrider.lm.probe import AttentionLayer
 from outrider.lm.program import Rows
 
@@ -56,33 +56,36 @@ class GatedDecoder:
 
     def __init__(self, model: Any, layers: Sequence[AttentionLayer]) -> None:
         base, first = model.model, layers[0]
-        self._embedding: Tensor = base.embed_tokens.weight.detach()
-        self._vocab_size: int = model.lm_head.weight.shape[0]
-        self._head_dim = first.head_dim
+        embedding: Tensor = base.embed_tokens.weight.detach()
+        self._device = embedding.device
+        self._packed = can_pack(embedding.dtype, embedding.device)
         self._group = first.heads // first.kv_heads
-        self._eps: float = base.norm.variance_epsilon
-        self._packed = can_pack(self._embedding.dtype, self._embedding.device)
+        self._half = first.head_dim // 2
         self._rotary = base.rotary_emb
         self._rotations = self._make_rotations(_FIRST_POSITIONS)
-        shape = Shape(first.heads, first.kv_heads, first.head_dim, self._eps, self._packed)
-        weights = [self._take(module, ask, shape) for module, ask in zip(base.layers, layers, strict=True)]
-        self._layers = GatedLayers(shape, weights)
+        weights = [self._take(module, ask) for module, ask in zip(base.layers, layers, strict=True)]
+        vocab_size = model.lm_head.weight.shape[0]
+        head, head_bias = self._merge(model.lm_head)
+        frame = Frame(
+            heads=first.heads,
+            kv_heads=first.kv_heads,
+            head_dim=first.head_dim,
+            eps=base.norm.variance_epsilon,
+            packed=self._packed,
+            embedding=embedding,
+            norm=doubled(base.norm.weight),
+            head=head,
+            head_bias=head_bias,
+            vocab_size=vocab_size,
+        )
+        self._layers = GatedLayers(frame, weights)
         self._run = compiled(self._layers)
-        self._norm = doubled(base.norm.weight)
-        self._head, self._head_bias = self._merge(model.lm_head)
 
     def __call__(self, token_ids: Tensor, batch: PackedBatch, rows: Rows) -> Tensor:
-        x = torch.embedding(self._embedding, token_ids).unsqueeze(1)  # [T, 1, E]
         masks = [batch.masks_for(self._group, window) for window in self._layers.windows]
-        x = self._run(x, self._rotation(batch), batch.counts, batch.keys, batch.values, batch.new, masks)
-        if isinstance(rows, int):
-            x = x.narrow(0, x.shape[0] - rows, rows)
-        elif rows is not None:
-            x = x.index_select(0, rows)
-        if not x.shape[0]:
-            return x.new_empty(0, self._vocab_size)
-        x = rms_norm(x, self._norm, self._layers.signs, self._eps, self._layers.small)
-        return linear(x, self._head, self._head_bias, self._packed).squeeze(1)
+        last, chosen = (batch.rows, rows) if rows is None or isinstance(rows, Tensor) else (rows, None)
+        rotation = self._rotation(batch)
+        return self._run(token_ids, rotation, batch.counts, batch.keys, batch.values, batch.new, masks, last, chosen)
 
     # ------------------------------------------------------------------------------------------------------- positions
 
@@ -96,20 +99,18 @@ class GatedDecoder:
         return self._rotations.index_select(0, batch.position_ids(self._rotations.device))
 
     def _make_rotations(self, length: int) -> Tensor:
-        device = self._embedding.device
-        probe = torch.zeros(1, device=device)  # its dtype says in which the angles are wanted
-        cos, sin = self._rotary(probe, position_ids=torch.arange(length, device=device).unsqueeze(0))
-        half = self._head_dim // 2
-        return torch.complex(cos[0, :, :half], sin[0, :, :half]).unsqueeze(1)
+        probe = torch.zeros(1, device=self._device)  # its dtype says in which the angles are wanted
+        cos, sin = self._rotary(probe, position_ids=torch.arange(length, device=self._device).unsqueeze(0))
+        return torch.complex(cos[0, :, : self._half], sin[0, :, : self._half]).unsqueeze(1)
 
     # --------------------------------------------------------------------------------------------------------- weights
 
-    def _take(self, module: Any, ask: AttentionLayer, shape: Shape) -> LayerWeights:
+    def _take(self, module: Any, ask: AttentionLayer) -> LayerWeights:
         attention, mlp = module.self_attn, module.mlp
-        pairs = torch.arange(shape.head_dim).view(2, -1).t().reshape(-1)  # 0, D/2, 1, D/2 + 1, …
+        pairs = torch.arange(ask.head_dim).view(2, -1).t().reshape(-1)  # 0, D/2, 1, D/2 + 1, …
         head_norm = None
         if hasattr(attention, "q_norm"):
-            norms = [attention.q_norm.weight] * shape.heads + [attention.k_norm.weight] * shape.kv_heads
+            norms = [attention.q_norm.weight] * ask.heads + [attention.k_norm.weight] * ask.kv_heads
             head_norm = torch.stack([norm.detach().float()[pairs.to(norm.device)] for norm in norms]).unsqueeze(1)
         qkv, qkv_bias = self._merge(attention.q_proj, attention.k_proj, attention.v_proj, order=(pairs, pairs, None))
         output, output_bias = self._merge(attention.o_proj)

@@ -1,4 +1,4 @@
-"""The layers of a gated decoder as one function, from residual stream to residual stream.
+"""A gated decoder as one function of tensors, from token ids to logits.
 
 TorchScript compiles it where it can: a pass is then one call that runs without the interpreter and its lock, a fifth
 faster for a single token, and other threads run meanwhile. So this file keeps to what TorchScript understands;
@@ -19,8 +19,8 @@ from outrider.lm.norm import SMALL, make_signs, rms_norm
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """What the layers of one decoder share.
+class Frame:
+    """What surrounds the layers, and what they share.
 
     Attributes:
         heads: query heads, H.
@@ -28,6 +28,11 @@ class Shape:
         head_dim: size of each, D.
         eps: of all norms.
         packed: whether the weights of linear layers are packed (`outrider.lm.linear`).
+        embedding: `[V, E]`.
+        norm: of the residual stream at its end, `[2, E]`, see `outrider.lm.norm.doubled`.
+        head: `[V, E]`, or packed.
+        head_bias: `[V]`.
+        vocab_size: V.
     """
 
     heads: int
@@ -35,6 +40,11 @@ class Shape:
     head_dim: int
     eps: float
     packed: bool
+    embedding: Tensor
+    norm: Tensor
+    head: Tensor
+    head_bias: Tensor | None
+    vocab_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +79,9 @@ class LayerWeights:
 
 
 class GatedLayers(nn.Module):
-    """All layers of a decoder. Its attributes are lists by layer, as TorchScript wants them."""
+    """All of a decoder. What differs by layer lies in lists, as TorchScript wants it."""
 
+    head_bias: Tensor | None
     attention_norm: list[Tensor]
     qkv: list[Tensor]
     qkv_bias: list[Tensor | None]
@@ -86,10 +97,13 @@ class GatedLayers(nn.Module):
     mask_kind: list[int]
     windows: list[int]
 
-    def __init__(self, shape: Shape, layers: Sequence[LayerWeights]) -> None:
+    def __init__(self, frame: Frame, layers: Sequence[LayerWeights]) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
-        self.eps, self.packed = shape.eps, shape.packed
+        self.heads, self.kv_heads, self.head_dim = frame.heads, frame.kv_heads, frame.head_dim
+        self.eps, self.packed = frame.eps, frame.packed
+        self.embedding, self.norm = frame.embedding, frame.norm
+        self.head, self.head_bias = frame.head, frame.head_bias
+        self.vocab_size = frame.vocab_size
         self.attention_norm = [layer.attention_norm for layer in layers]
         self.qkv = [layer.qkv for layer in layers]
         self.qkv_bias = [layer.qkv_bias for layer in layers]
@@ -104,36 +118,40 @@ class GatedLayers(nn.Module):
         self.scaling = [layer.scaling for layer in layers]
         self.windows = sorted({layer.window for layer in layers})
         self.mask_kind = [self.windows.index(layer.window) for layer in layers]
-        norm = layers[0].attention_norm
-        self.small = SMALL if norm.device.type == "cpu" else 0
-        self.signs = make_signs(norm)
+        self.small = SMALL if frame.norm.device.type == "cpu" else 0
+        self.signs = make_signs(frame.norm)
         self.exact_signs = self.signs.float()
-        self.ones = torch.ones(2, shape.head_dim, device=norm.device)
+        self.ones = torch.ones(2, frame.head_dim, device=frame.norm.device)
 
     def forward(
         self,
-        x: Tensor,
+        token_ids: Tensor,
         rotation: Tensor,
         counts: list[int],
         keys: list[list[Tensor]],
         values: list[list[Tensor]],
         new: list[list[Tensor]],
         masks: list[list[Tensor]],
+        last: int,
+        rows: Tensor | None,
     ) -> Tensor:
-        """Runs all layers.
+        """Runs a pass.
 
         Args:
-            x: `[T, 1, E]`.
+            token_ids: `[T]`.
             rotation: e^(i · angle) of each row, `[T, 1, D/2]`, complex64.
             counts: rows of each chunk.
             keys: of each chunk and layer, see `SlotViews`.
             values: like `keys`.
             new: like `keys`.
             masks: for each of `windows`, of each chunk (`CausalMasks.for_rows`).
+            last: how many rows at the end need logits, where `rows` is None.
+            rows: indices of those that do.
 
         Returns:
-            `[T, 1, E]`.
+            Logits `[R, V]`.
         """
+        x = torch.embedding(self.embedding, token_ids).unsqueeze(1)  # [T, 1, E]
         T, heads, kv_heads, head_dim = x.size(0), self.heads, self.kv_heads, self.head_dim
         rotated = heads + kv_heads
         width = (rotated + kv_heads) * head_dim
@@ -163,7 +181,14 @@ class GatedLayers(nn.Module):
             normed = rms_norm(x, self.mlp_norm[i], self.signs, self.eps, self.small)
             gate, up = linear(normed, self.gate_up[i], self.gate_up_bias[i], self.packed).chunk(2, -1)
             x = linear_add(x, F.silu(gate).mul_(up), self.down[i], self.down_bias[i], self.packed)
-        return x
+        if rows is not None:
+            x = x.index_select(0, rows)
+        elif last < T:
+            x = x.narrow(0, T - last, last)
+        if x.size(0) == 0:
+            return x.new_empty([0, self.vocab_size])
+        normed = rms_norm(x, self.norm, self.signs, self.eps, self.small)
+        return linear(normed, self.head, self.head_bias, self.packed).squeeze(1)
 
 
 def compiled(layers: GatedLayers) -> Callable[..., Tensor]:

@@ -3,12 +3,15 @@
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from outrider.lm.checkpoint import LoadedModel
+from outrider.lm.checkpoint import LoadedModel, ModelSource, load_model
+from outrider.lm.gated_decoder import GatedDecoder
 from outrider.lm.packed import Chunk, PackedModel
 from tests.outrider.lm import tiny
 from tests.outrider.lm.tiny import CONFIGS, VOCABULARY, Truth
@@ -159,6 +162,31 @@ def test_the_head_never_sees_rows_nobody_wants(load: Callable[..., LoadedModel])
     model.forward([Chunk(a, sequence(2, 10), 20, 8), Chunk(b, sequence(3, 20), 0, 20)])
     model.forward([Chunk(b, sequence(3, 20), 20, 20)])
     assert seen == [1, 2, 0]
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_long_prompt_over_a_large_vocabulary_makes_few_logits(fuse: bool, tmp_path: Path) -> None:
+    """No tensor of a pass is as large as the logits of all its rows would be."""
+    vocabulary, length, sizes = 20_000, 60, []
+    config = tiny.CONFIGS["llama"]()
+    config.vocab_size = vocabulary
+    loaded = load_model(ModelSource(str(tiny.save(config, tmp_path)), device="cpu"))
+    model = PackedModel.build(loaded, 1, 64, fuse=fuse)
+    if isinstance(loaded.fused, GatedDecoder):
+        loaded.fused._run = loaded.fused._layers  # the same uncompiled, so that each operation shows
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and not out._is_view():
+                sizes.append(out.numel())
+            return out
+
+    with Sizes():
+        logits = model.forward([Chunk(model.pool.allocate(), [7] * length, 0, length - 1)])
+    assert logits.shape == (1, vocabulary)
+    assert len(sizes) > 20
+    assert vocabulary <= max(sizes) < 2 * vocabulary
 
 
 def test_a_broken_pass_changes_no_length(load: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch) -> None:
