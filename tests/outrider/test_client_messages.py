@@ -1,0 +1,226 @@
+"""What the client library sends and what it reads, held against the contract. No service is asked."""
+
+import math
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from outrider.client import (
+    AcceptanceRule,
+    Chunk,
+    Finished,
+    FinishReason,
+    InvalidRequest,
+    Message,
+    Options,
+    Round,
+    Started,
+    Statistics,
+    Timings,
+    TokenLogprob,
+    TokenOrigin,
+    Usage,
+)
+from outrider.client.events import read
+from outrider.client.request import build
+from outrider.client.results import Collector
+from protos.outrider.v1 import draft_service_pb2 as pb
+from protos.outrider.v1 import sampling_pb2
+
+PROMPT = "def add(a, b):\n"
+
+
+# ------------------------------------------------------------------------------------------------- what it sends
+
+EVERY_OPTION: Options = {
+    "max_new_tokens": 9,
+    "min_new_tokens": 2,
+    "n": 3,
+    "time_limit": 1.5,
+    "temperature": 0.5,
+    "top_k": 20,
+    "top_p": 0.25,
+    "min_p": 0.125,
+    "seed": 2**64 - 1,
+    "repetition_penalty": 1.5,
+    "presence_penalty": -1.5,
+    "frequency_penalty": 2.5,
+    "logit_bias": {7: -4.0},
+    "banned_token_ids": [5, 6],
+    "rule": "block",
+    "lenience": 0.75,
+    "sigmoid_scales": (-1.0, 1.0),
+    "stop": ["\n\n", "END"],
+    "stop_token_ids": [3],
+    "ignore_eos": True,
+    "gamma": 0,
+    "report_rounds": True,
+    "logprobs": 0,
+    "keep_special_tokens": True,
+    "request_id": "me",
+    "required_features": ["tree"],
+    "committed_token_ids": [8, 9],
+    "weights_fingerprint": "ab",
+}
+
+
+def test_every_option_reaches_the_wire() -> None:
+    assert EVERY_OPTION.keys() == Options.__annotations__.keys()
+    request = build("x", EVERY_OPTION)
+    assert request == pb.GenerateRequest(
+        text="x",
+        request_id="me",
+        committed_token_ids=[8, 9],
+        sampling=sampling_pb2.SamplingParams(
+            temperature=0.5,
+            top_k=20,
+            top_p=0.25,
+            min_p=0.125,
+            seed=2**64 - 1,
+            repetition_penalty=1.5,
+            presence_penalty=-1.5,
+            frequency_penalty=2.5,
+            logit_bias=[sampling_pb2.LogitBias(token_id=7, bias=-4.0)],
+            banned_token_ids=[5, 6],
+            rule=sampling_pb2.ACCEPTANCE_RULE_BLOCK,
+            lenience=0.75,
+            sigmoid=sampling_pb2.SigmoidScales(alpha=-1.0, beta=1.0),
+        ),
+        max_new_tokens=9,
+        min_new_tokens=2,
+        stop_token_ids=[3],
+        stop=["\n\n", "END"],
+        ignore_eos=True,
+        n=3,
+        logprobs=sampling_pb2.LogprobsParams(top_n=0),
+        time_limit={"seconds": 1, "nanos": 500_000_000},
+        speculation=pb.SpeculationParams(gamma=0, report_rounds=True),
+        keep_special_tokens=True,
+        required_features=["tree"],
+        weights_fingerprint="ab",
+    )
+
+
+def test_every_field_of_a_request_can_be_set() -> None:
+    request = build("x", EVERY_OPTION)
+    unset = {field.name for field in request.DESCRIPTOR.fields} - {field.name for field, _ in request.ListFields()}
+    assert unset == {"token_ids", "chat"}
+    assert len(request.sampling.ListFields()) == len(request.sampling.DESCRIPTOR.fields)
+    assert len(request.speculation.ListFields()) == len(request.speculation.DESCRIPTOR.fields)
+
+
+def test_what_is_left_out_stays_unset() -> None:
+    assert build("x", {}) == pb.GenerateRequest(text="x")
+    assert build("x", {"seed": None, "stop": None}) == pb.GenerateRequest(text="x")
+
+
+def test_a_prompt_is_text_or_tokens_or_messages() -> None:
+    assert build("", {}).WhichOneof("prompt") == "text"
+    assert list(build([1, 2], {}).token_ids.ids) == [1, 2]
+    assert list(build(range(3), {}).token_ids.ids) == [0, 1, 2]
+    assert build([], {}).WhichOneof("prompt") == "token_ids"
+    chat = [pb.ChatMessage(role="system", content="s"), pb.ChatMessage(role="user", content="u")]
+    assert list(build([Message("system", "s"), Message("user", "u")], {}).chat.messages) == chat
+    mixed: list[Message | dict[str, str]] = [{"role": "system", "content": "s"}, Message("user", "u")]
+    assert list(build(mixed, {}).chat.messages) == chat
+
+
+@pytest.mark.parametrize(
+    ("field", "prompt", "options"),
+    [
+        ("prompt", [1, -1], {}),
+        ("prompt", [1, 2**32], {}),
+        ("prompt", [1, "two"], {}),
+        ("prompt", 7, {}),
+        ("prompt", [{"role": "user"}], {}),
+        ("prompt", "half a \ud800 character", {}),
+        ("max_new_tokens", "x", {"max_new_tokens": -1}),
+        ("max_new_tokens", "x", {"max_new_tokens": 1.5}),
+        ("seed", "x", {"seed": 2**64}),
+        ("temperature", "x", {"temperature": "hot"}),
+        ("rule", "x", {"rule": "best"}),
+        ("stop_token_ids", "x", {"stop_token_ids": [-1]}),
+        ("time_limit", "x", {"time_limit": math.inf}),
+        ("sigmoid_scales", "x", {"sigmoid_scales": 1.0}),
+    ],
+)
+def test_what_the_wire_cannot_carry_names_its_field(field: str, prompt: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        build(prompt, options)
+    assert caught.value.field == field
+    assert caught.value.message.startswith(f"{field}: ")
+
+
+def test_an_option_that_does_not_exist_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="max_tokens"):
+        build("x", {"max_tokens": 3})
+
+
+# ------------------------------------------------------------------------------------------------- what it reads
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (Started, pb.GenerateStarted),
+        (Chunk, pb.GenerateChunk),
+        (Finished, pb.GenerateFinished),
+        (Round, pb.RoundReport),
+        (Usage, pb.Usage),
+        (Statistics, pb.SpeculationStatistics),
+        (Timings, pb.GenerateTimings),
+        (TokenLogprob, sampling_pb2.TokenLogprob),
+    ],
+)
+def test_events_have_the_fields_of_their_messages(ours: Any, theirs: Any) -> None:
+    assert [field.name for field in fields(ours)] == [field.name for field in theirs.DESCRIPTOR.fields]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (FinishReason, sampling_pb2.FinishReason),
+        (AcceptanceRule, sampling_pb2.AcceptanceRule),
+        (TokenOrigin, pb.TokenOrigin),
+    ],
+)
+def test_enums_have_the_names_of_the_contract(ours: Any, theirs: Any) -> None:
+    prefix = theirs.DESCRIPTOR.values[0].name.removesuffix("UNSPECIFIED")
+    for value in theirs.DESCRIPTOR.values:
+        assert ours.of(value.number) == value.name.removeprefix(prefix).lower()
+        assert ours.of(value.number).number == value.number
+    assert len(ours) == len(theirs.DESCRIPTOR.values)
+    assert ours.of(99) is ours.UNSPECIFIED
+
+
+def test_numbers_read_as_they_were_written() -> None:
+    message = pb.GenerateResponse(
+        finished=pb.GenerateFinished(statistics={"alpha": 0.7, "num_draft_tokens_per_pos": [3, 2]})
+    )
+    event = read(message)
+    assert isinstance(event, Finished)
+    assert event.statistics.alpha == 0.7
+    assert event.statistics.num_draft_tokens_per_pos == (3, 2)
+    excluded = TokenLogprob.of(sampling_pb2.TokenLogprob(raw=-0.1, adjusted=-math.inf))
+    assert (excluded.raw, excluded.adjusted) == (-0.1, -math.inf)
+
+
+def test_an_event_of_a_newer_server_is_left_out() -> None:
+    assert read(pb.GenerateResponse()) is None
+
+
+def test_a_generation_that_is_not_whole_is_no_completion() -> None:
+    collector = Collector()
+    with pytest.raises(ValueError, match="not whole"):
+        collector.completion()
+    for response in (
+        pb.GenerateResponse(started=pb.GenerateStarted()),
+        pb.GenerateResponse(chunk=pb.GenerateChunk(index=1, text="x")),
+        pb.GenerateResponse(finished=pb.GenerateFinished(index=0)),
+    ):
+        event = read(response)
+        assert event is not None
+        collector.add(event)
+    with pytest.raises(ValueError, match=r"open \[1\]"):
+        collector.completion()
