@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 
 from benchmarks.summary import CONTENDERS, LABELS
 
-_COLOURS = dict(zip(CONTENDERS, ("#b7bdc6", "#7d8796", "#e3a857", "#2f6f9f"), strict=True))
+_COLOURS = dict(zip(CONTENDERS, ("#9aa3b0", "#5d6776", "#c98a2b", "#2f6f9f"), strict=True))
 _WIDTH = 0.2
 
 Json = dict[str, Any]
@@ -54,7 +54,9 @@ def _draw_panel(panel: Axes, document: Json, temperature: str) -> None:
             error_kw={"elinewidth": 0.8, "ecolor": "#333333"},
         )  # fmt: skip
         for (x, _), ratio in zip(bars, ratios, strict=True):
-            panel.annotate(f"{ratio:.2f}", (x, 0), (0, 3), textcoords="offset points", ha="center", fontsize=7)
+            panel.annotate(
+                f"{ratio:.2f}", (x, 0), (0, 4), textcoords="offset points", ha="center", fontsize=7, color="white"
+            )
     foretold = [
         (i + (CONTENDERS.index(name) - (len(CONTENDERS) - 1) / 2) * _WIDTH, each["predicted_ratio"])
         for i, pair in enumerate(pairs)

@@ -44,7 +44,7 @@ class Plan:
         return asdict(self)
 
 
-FULL = Plan(prompts=4, new_tokens=96, repetitions=5, calibration_tokens=48, factor=12)
+FULL = Plan(prompts=6, new_tokens=96, repetitions=3, calibration_tokens=48, factor=12)
 QUICK = Plan(prompts=2, new_tokens=16, repetitions=1, calibration_tokens=0, factor=1)
 
 
