@@ -1,0 +1,38 @@
+"""What the tests of this folder share: a nursery of services, and two tiny pairs in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.exactness.results import Recorder
+from tests.exactness.services import Nursery
+from tests.exactness.worlds import World
+
+
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """Where services come from."""
+    with Nursery(tmp_path_factory.mktemp("services")) as nursery:
+        yield nursery
+
+
+@pytest.fixture(scope="session")
+def attentive(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> World:
+    """A pair whose target attends to all that was written: its law differs from prefix to prefix."""
+    return World.begin(nursery, tmp_path_factory.mktemp("attentive"), seed=2, sharpness=2.0, markov=False)
+
+
+@pytest.fixture(scope="session")
+def markov(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> World:
+    """A pair whose target looks at the last token alone: each token of a long text is a sample of one table."""
+    return World.begin(nursery, tmp_path_factory.mktemp("markov"), seed=0, sharpness=2.0, markov=True)
+
+
+@pytest.fixture(scope="session")
+def recorder() -> Iterator[Recorder]:
+    """Where the slow tests put what they measured."""
+    recorder = Recorder()
+    yield recorder
+    recorder.write()

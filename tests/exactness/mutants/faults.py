@@ -1,0 +1,115 @@
+"""One deliberate fault each, made in the process that is about to become a service.
+
+Each of these has been in a released system, and each leaves text that looks right. A fault replaces a function where
+the service looks it up, so everything around it is the service's own code. Some are no faults at all but the conditions
+under which one shows (`zero_uniform`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from kernels import philox
+
+
+def shared_noise() -> None:
+    """The draft draws its tokens with the numbers that the verifier will accept them by."""
+    from draft_service.drafters import engine
+
+    _replace(engine, "uniform", _redirected({philox.Domain.DRAFT: philox.Domain.ACCEPT}))
+
+
+def shared_resampling() -> None:
+    """The verifier draws the next token with the number that it rejected the drafted one by."""
+    from kernels import ruling
+
+    _replace(ruling, "uniform", _redirected({philox.Domain.RESAMPLE: philox.Domain.ACCEPT}))
+
+
+def repeated_noise() -> None:
+    """The verifier's numbers do not depend on the round: every round of a sequence gets the same ones."""
+    from kernels import ruling
+
+    def uniform(seed: int, base_length: int, index: int, domain: philox.Domain, draw: int = 0) -> float:
+        return philox.uniform(seed, 0, index, domain, draw)
+
+    _replace(ruling, "uniform", uniform)
+
+
+def untruncated_q() -> None:
+    """The draft samples from q after top-k, top-p and the cut to q̂, and sends q as it was before them."""
+    import torch
+
+    from draft_service.drafters import engine
+    from kernels.sparse import SparseConfig, sparsify
+
+    honest = engine.__dict__["draw"]
+
+    def draw(logits: torch.Tensor, law: Any, config: SparseConfig, uniforms: Sequence[float]) -> Any:
+        tokens, laws = honest(logits, law, config, uniforms)
+        full = sparsify(torch.softmax(logits.float(), dim=-1), SparseConfig(keep_mass=1.0))
+        return tokens, [None if law is None else whole for law, whole in zip(laws, full, strict=True)]
+
+    _replace(engine, "draw", draw)
+
+
+def negative_residual() -> None:
+    """The residual is p - q̂ as it comes, without max(0, ·)."""
+    from kernels import verify_torch
+
+    def residual(p: np.ndarray, ids: np.ndarray, q: np.ndarray) -> np.ndarray:
+        rest = p.astype(np.float64)
+        rest[ids] -= q
+        return rest
+
+    _replace(verify_torch, "residual", residual)
+
+
+def zero_uniform() -> None:
+    """Every acceptance test draws exactly 0, as one in 2^53 may: no fault, but where `<=` shows."""
+    from kernels import ruling
+
+    def uniform(seed: int, base_length: int, index: int, domain: philox.Domain, draw: int = 0) -> float:
+        return 0.0 if domain == philox.Domain.ACCEPT else philox.uniform(seed, base_length, index, domain, draw)
+
+    _replace(ruling, "uniform", uniform)
+
+
+def zero_uniform_and_weak_inequality() -> None:
+    """As `zero_uniform`, and a drafted token stands where u · l · q̂ <= p."""
+    from kernels import verify_torch
+
+    zero_uniform()
+    _replace(verify_torch, "accepts", lambda u, lenience, q, p: q > 0 and u * lenience * q <= p)
+
+
+def _replace(module: ModuleType, name: str, value: Callable[..., Any]) -> None:
+    if not callable(module.__dict__.get(name)):
+        raise LookupError(f"{module.__name__} has no function {name}: the fault would change nothing")
+    setattr(module, name, value)
+
+
+def _redirected(domains: dict[philox.Domain, philox.Domain]) -> Callable[..., float]:
+    def uniform(seed: int, base_length: int, index: int, domain: philox.Domain, draw: int = 0) -> float:
+        return philox.uniform(seed, base_length, index, domains.get(domain, domain), draw)
+
+    return uniform
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    fault.__name__: fault
+    for fault in (
+        shared_noise,
+        shared_resampling,
+        repeated_noise,
+        untruncated_q,
+        negative_residual,
+        zero_uniform,
+        zero_uniform_and_weak_inequality,
+    )
+}
+"""By name."""

@@ -1,0 +1,112 @@
+"""Tiny pairs with random weights, written to disk as any checkpoint is, so that the services load them as any other.
+
+A Llama of 22 tokens: few enough to enumerate three of them, enough for top-k 20 to cut. Weights are drawn so large that
+laws differ much from prefix to prefix. The drafts are the target with another output layer, most of them bad on
+purpose. It knows nothing of services or laws.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+LETTERS = "abcdefghijklmnopqrstu"
+END = "<end>"
+VOCABULARY = len(LETTERS) + 1
+END_ID = len(LETTERS)
+CONTEXT = 2048
+WIDTH = 32
+
+HEADS: dict[str, Callable[[Tensor], Tensor]] = {
+    # Turned round, and flat enough that draft and target have some tokens in common after top-k and top-p.
+    "reversed": lambda head: -0.25 * head,
+    "uniform": torch.zeros_like,
+    # Logits thousands apart: whatever the temperature, one token gets all.
+    "point_mass": lambda head: 1000.0 * head,
+    # As good drafts are: the target's own order, too sure of it or not sure enough.
+    "sharpened": lambda head: 1.5 * head,
+    "flattened": lambda head: 0.5 * head,
+}
+"""What each draft makes of the target's output layer."""
+
+BAD_DRAFTS = ("reversed", "uniform", "point_mass")
+
+
+def write_target(folder: Path, *, seed: int, sharpness: float = 2.0, markov: bool = False) -> Path:
+    """Write a target and return its folder.
+
+    Args:
+        folder: where; made if it is not there.
+        seed: of the weights.
+        sharpness: about the standard deviation of the logits.
+        markov: zero the attention's output projections, so that the next token depends on the last one alone.
+    """
+    model = _model(seed, sharpness)
+    if markov:
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.self_attn.o_proj.weight.zero_()
+    return _save(model, folder)
+
+
+def write_draft(folder: Path, target: Path, kind: str) -> Path:
+    """Write the draft of one of the `HEADS` for a target and return its folder."""
+    model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(HEADS[kind](model.lm_head.weight))
+    return _save(model, folder)
+
+
+def _model(seed: int, sharpness: float) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=END_ID,
+        pad_token_id=END_ID,
+    )
+    model = LlamaForCausalLM(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 2:
+                weight.normal_(0.0, _deviation(name, weight, sharpness), generator=generator)
+    return model
+
+
+def _deviation(name: str, weight: Tensor, sharpness: float) -> float:
+    if "embed" in name:
+        return 1.0
+    scale = 1.0 / math.sqrt(weight.shape[1])
+    if "lm_head" in name:
+        return sharpness * scale
+    return 1.5 * scale if "o_proj" in name else scale
+
+
+def _save(model: LlamaForCausalLM, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+    return folder
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {letter: number for number, letter in enumerate((*LETTERS, END))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)

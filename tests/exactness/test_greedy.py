@@ -1,0 +1,131 @@
+"""Temperature 0, float32: through both services, token for token what transformers' own `generate` writes.
+
+50 prompts × 128 tokens on the demo pair, with proposals of 1 to 8 tokens. Passes of other widths add in another order,
+so two logits that are equal up to rounding may change places. Such a tie is counted and shown, never passed over: both
+candidates' logits are taken from transformers at that prefix and must be within `TIE_ULPS` of each other, and the text
+is compared from there on again, with `generate` going on after the token that was emitted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+
+from outrider.cli.pair import Pair, PairSettings, running_pair
+from outrider.client import AsyncClient, Completion
+from tests.services import HEALTHY_WITHIN_S, MODELS
+
+PROMPTS = 50
+PROMPT_TOKENS = 24
+NEW_TOKENS = 128
+GAMMAS = (1, 2, 3, 5, 8)
+TIE_ULPS = 8
+"""Float32 logits differ by this much between a pass of one width and another: a few units in the last place."""
+
+Ids = list[int]
+
+
+@pytest.fixture(scope="module")
+def starting_pair() -> Iterator[Pair]:
+    """The demo pair in float32, as two processes that are still loading."""
+    target, draft = str(MODELS / "target"), str(MODELS / "draft")
+    with running_pair(PairSettings(target, draft, device="cpu", dtype="float32", threads=1)) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.float32).eval()
+    assert isinstance(model, PreTrainedModel)
+    # Nothing of the checkpoint's own: 128 tokens, whatever they are.
+    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=True)
+    return model
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[Ids]:
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / "target")
+    lines = (MODELS / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:PROMPTS]
+    cut: list[Ids] = [tokenizer(json.loads(line)["text"]).input_ids[:PROMPT_TOKENS] for line in lines]
+    assert len(cut) == PROMPTS
+    return cut
+
+
+@torch.no_grad()
+def generate(model: PreTrainedModel, prompts: Sequence[Ids], new_tokens: int) -> list[Ids]:
+    """Return what transformers writes after each prompt; padded on the left to one batch."""
+    width = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    written: list[Ids] = model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens)[:, width:].tolist()
+    return written
+
+
+async def speculate(address: str, prompts: Sequence[Ids]) -> list[Completion]:
+    async with AsyncClient(address) as client:
+        asked = (
+            client.complete(
+                prompt, max_new_tokens=NEW_TOKENS, temperature=0, ignore_eos=True, gamma=GAMMAS[number % len(GAMMAS)]
+            )
+            for number, prompt in enumerate(prompts)
+        )
+        return await asyncio.gather(*asked)
+
+
+def divergence(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    """Return the first place at which two texts differ, or None."""
+    return next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
+
+
+@torch.no_grad()
+def gap_in_ulps(model: PreTrainedModel, prefix: Ids, first: int, second: int) -> float:
+    """Return how far apart two candidates' logits are after a prefix, in units in the last place of the larger one."""
+    logits = model(torch.tensor([prefix]), logits_to_keep=1).logits[0, -1].float().numpy()
+    return float(abs(logits[first] - logits[second]) / np.spacing(np.float32(max(abs(logits[[first, second]])))))
+
+
+def ties(model: PreTrainedModel, prompt: Ids, ours: Ids, theirs: Ids) -> list[str]:
+    """Return each place where the texts part at a tie, in words.
+
+    Fails where they part at anything else.
+    """
+    found: list[str] = []
+    while (at := divergence(ours, theirs)) is not None:
+        gap = gap_in_ulps(model, [*prompt, *ours[:at]], ours[at], theirs[at])
+        found.append(f"token {at}: {ours[at]} and {theirs[at]} are {gap:g} ulp apart")
+        assert gap <= TIE_ULPS, f"after {prompt} the texts part at no tie: {found[-1]}"
+        rest = len(ours) - at - 1
+        again = generate(model, [[*prompt, *ours[: at + 1]]], rest)[0] if rest else []
+        theirs = [*ours[: at + 1], *again]
+    return found
+
+
+def test_text_at_temperature_zero_is_what_transformers_generates(
+    starting_pair: Pair, target: PreTrainedModel, prompts: list[Ids]
+) -> None:
+    expected = generate(target, prompts, NEW_TOKENS)
+    starting_pair.wait_healthy(HEALTHY_WITHIN_S)
+    completions = asyncio.run(speculate(starting_pair.address, prompts))
+
+    drafted = sum(completion.statistics.num_draft_tokens for completion in completions)
+    accepted = sum(completion.statistics.num_accepted_tokens for completion in completions)
+    met = [
+        tie
+        for prompt, completion, text in zip(prompts, completions, expected, strict=True)
+        for tie in ties(target, prompt, list(completion.token_ids), text)
+    ]
+    tokens = sum(len(completion.token_ids) for completion in completions)
+    print(f"{tokens} tokens, {len(met)} ties; {accepted} of {drafted} drafted tokens accepted", *met, sep="\n")
+    assert tokens == PROMPTS * NEW_TOKENS
+    # The comparison is worth what speculation there was: drafts were accepted, and drafts were rejected.
+    assert PROMPTS < accepted < drafted
+    assert len(met) <= PROMPTS // 10

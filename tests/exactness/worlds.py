@@ -1,0 +1,124 @@
+"""A tiny pair at work: one target, a draft service for each bad draft, and the target's exact law beside them.
+
+It knows how to ask the services for texts and how to hold them against the law; not what follows from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from tests.exactness import chisquare, laws, pairs, sampling
+from tests.exactness.chisquare import Array, Fit
+from tests.exactness.laws import Filters
+from tests.exactness.services import Nursery, Service, wait_healthy
+
+FILTERS = Filters(temperature=1.0, top_k=20, top_p=0.9)
+
+
+@dataclass(frozen=True)
+class World:
+    """Services and the files behind them."""
+
+    target: Path
+    drafts: dict[str, Path]
+    verifier: Service
+    services: dict[str, Service]
+
+    @classmethod
+    def begin(cls, nursery: Nursery, folder: Path, *, seed: int, sharpness: float, markov: bool) -> World:
+        """Write a pair and start a verifier and a draft service of each kind."""
+        target = pairs.write_target(folder / "target", seed=seed, sharpness=sharpness, markov=markov)
+        drafts = {kind: pairs.write_draft(folder / kind, target, kind) for kind in pairs.BAD_DRAFTS}
+        verifier = nursery.verifier(target, flags=sampling.FLAGS)
+        services = {kind: nursery.draft(draft, verifier, flags=sampling.DRAFT_FLAGS) for kind, draft in drafts.items()}
+        wait_healthy(verifier, *services.values())
+        return cls(target, drafts, verifier, services)
+
+    def with_fault(self, nursery: Nursery, draft: Path, service: str, fault: str | None) -> Service:
+        """Start a draft service for this target, with a fault in it or in a verifier of its own; return it."""
+        verifier = self.verifier
+        if service == "verifier_service":
+            verifier = nursery.verifier(self.target, fault=fault, flags=sampling.FLAGS)
+        in_draft = fault if service == "draft_service" else None
+        front = nursery.draft(draft, verifier, fault=in_draft, flags=sampling.DRAFT_FLAGS)
+        wait_healthy(verifier, front)
+        return front
+
+
+@dataclass(frozen=True)
+class FirstTokens:
+    """The joint law of the first three tokens after a prompt.
+
+    There are hundreds of outcomes, and 27 classes of them: for each token, whether it is among the most probable third,
+    the middle or the rest of the law it was drawn from. A wrong acceptance or residual moves mass towards what the
+    draft likes or away from it, which is along these classes; over the outcomes themselves nothing can hide at all, but
+    it takes more counts to see.
+    """
+
+    law: Array
+    """`[V, V, V]`"""
+
+    @classmethod
+    def of(cls, target: Path, prompt: Sequence[int], filters: Filters = FILTERS) -> FirstTokens:
+        """Enumerate."""
+        return cls(laws.joint_law(laws.load(target), prompt, 3, filters))
+
+    @cached_property
+    def classes(self) -> Array:
+        """The class of each outcome, `[V, V, V]`."""
+        return laws.joint_classes(self.law)
+
+    @cached_property
+    def class_law(self) -> Array:
+        """The law of the classes, `[27]`."""
+        return np.bincount(self.classes.ravel(), self.law.ravel(), minlength=27)
+
+    def outcomes(self, tokens: Array) -> Fit:
+        """Test the first three of `tokens` `[N, 3 or more]` outcome by outcome."""
+        counts = np.bincount(np.ravel_multi_index(tuple(tokens[:, :3].T), self.law.shape), minlength=self.law.size)
+        return chisquare.goodness_of_fit(counts, self.law.ravel())
+
+    def by_class(self, tokens: Array) -> Fit:
+        """Test them class by class."""
+        return chisquare.goodness_of_fit(self.class_counts(tokens), self.class_law)
+
+    def class_counts(self, tokens: Array) -> Array:
+        """Return how often each class occurred, `[27]`."""
+        return np.bincount(self.classes[tuple(tokens[:, :3].T)], minlength=27)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The law of each next token where it depends on the last one alone."""
+
+    transitions: Array
+    """`[V, V]`"""
+
+    @classmethod
+    def of(cls, target: Path, filters: Filters = FILTERS) -> Chain:
+        """Compute it."""
+        return cls(laws.transition_law(laws.load(target), filters))
+
+    def counts(self, prompt: Sequence[int], tokens: Array) -> Array:
+        """Return how often each token followed each, `[V, V]`, in `tokens` `[N, length]` after `prompt`."""
+        before = np.concatenate([np.full((len(tokens), 1), prompt[-1]), tokens[:, :-1]], axis=1)
+        V = len(self.transitions)
+        return np.bincount((before * V + tokens).ravel(), minlength=V * V).reshape(V, V)
+
+    def outcomes(self, counts: Array) -> Fit:
+        """Test counts `[V, V]` token by token."""
+        return chisquare.table_fit(counts, self.transitions)
+
+    def by_class(self, counts: Array) -> Fit:
+        """Test them by rank class: three for each token before."""
+        classes = np.stack([laws.rank_classes(law) for law in self.transitions])
+        return chisquare.table_fit(_summed(counts, classes), _summed(self.transitions, classes))
+
+
+def _summed(table: Array, classes: Array) -> Array:
+    return np.stack([np.bincount(labels, row, minlength=3) for row, labels in zip(table, classes, strict=True)])
