@@ -51,7 +51,7 @@ class DraftApp(Service):
         settings = self._settings
         loaded, tokenizer = await in_thread(lambda: load(settings))
         self._link = VerifierLink(
-            settings.verifier, max_message_bytes=settings.max_message_bytes, timeout=settings.verifier_timeout
+            settings.verifier, max_message_bytes=settings.max_message_bytes, silence=settings.verifier_timeout
         )
         draft = model_info(loaded, tokenizer, settings)
         target = await self._link.match(draft)

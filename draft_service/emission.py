@@ -74,11 +74,7 @@ class Emitter:
         self._send(self._text.release(), timings)
 
     async def room(self) -> None:
-        """Waits while the client is too far behind.
-
-        Raises:
-            RequestError: DEADLINE_EXCEEDED, where it stays so.
-        """
+        """Waits while the client is too far behind."""
         await self._responses.room()
 
     def finish(

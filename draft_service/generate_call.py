@@ -5,7 +5,6 @@ It knows nothing of how a sample is written.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,8 @@ from draft_service.responses import Responses
 from draft_service.settings import DraftSettings
 from draft_service.validation import Generation, check_generate
 from outrider.lm.tokenizer import IncrementalDetokenizer
-from outrider.rpc.errors import RequestError
+from outrider.rpc.errors import RequestError, idle
+from outrider.sampling import RULE_TO_WIRE
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, verifier_service_pb2
 
 _log = structlog.get_logger()
@@ -40,15 +40,13 @@ class GenerateCall:
         self._settings = settings
         self._context = context
         self._arrived = time.perf_counter()
-        self._responses = Responses(slow_client_timeout=settings.slow_client_timeout)
+        self._responses = Responses()
         self._samples: list[Sample] = []
         self._emitters: list[Emitter] = []
         self._started = False
 
-    async def run(
-        self, message: draft_service_pb2.GenerateRequest
-    ) -> AsyncGenerator[draft_service_pb2.GenerateResponse, None]:
-        """The call's responses. Whatever way it ends, nothing of it is left, and one line is in the log.
+    async def run(self, message: draft_service_pb2.GenerateRequest) -> None:
+        """Serves the call. Whatever way it ends, nothing of it is left, and one line is in the log.
 
         Raises:
             RequestError: how the call ends, where it does not end well.
@@ -59,8 +57,7 @@ class GenerateCall:
             with self._places.take(request.samples):
                 producer = asyncio.create_task(self._produce(request))
                 try:
-                    async for response in self._responses:
-                        yield response
+                    await self._deliver()
                 finally:
                     producer.cancel()
                     await asyncio.gather(producer, return_exceptions=True)
@@ -73,6 +70,16 @@ class GenerateCall:
             raise
         finally:
             self._log(message, request, outcome)
+
+    async def _deliver(self) -> None:
+        """Writes responses until the last, or until the client has not read one for too long."""
+        limit = self._settings.slow_client_timeout
+        async for response in self._responses:
+            try:
+                async with asyncio.timeout(limit):
+                    await self._context.write(response)
+            except TimeoutError:
+                raise idle(f"the client left responses unread for {limit:g} s", seconds=limit) from None
 
     async def _check(self, message: draft_service_pb2.GenerateRequest) -> Generation:
         check = partial(
@@ -119,16 +126,17 @@ class GenerateCall:
         show = partial(self._pair.tokenizer.decode_token, skip_special=hides_special) if request.report_rounds else None
         return Emitter(self._responses, text, index=index, prompt_tokens=len(request.prompt), show_token=show)
 
-    def _on_open(self, request: Generation, opened: verifier_service_pb2.Opened) -> None:
+    def _on_open(self, request: Generation, opened: verifier_service_pb2.Opened | None) -> None:
         if self._started:
             return
         self._started = True
+        target = self._pair.target
         started = draft_service_pb2.GenerateStarted(
             request_id=request.request_id,
             prompt_token_ids=request.prompt,
             seed=request.seed,
-            weights_fingerprint=opened.weights_fingerprint,
-            rule=opened.rule,
+            weights_fingerprint=opened.weights_fingerprint if opened else target.weights_fingerprint,
+            rule=opened.rule if opened else RULE_TO_WIRE[request.sampling.rule],
             max_new_tokens=request.max_new_tokens,
         )
         self._responses.send(draft_service_pb2.GenerateResponse(started=started))

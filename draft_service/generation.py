@@ -15,7 +15,8 @@ from draft_service.drafters.base import Draft, Drafter, DraftError, Drafting, Dr
 from draft_service.emission import Emitter
 from draft_service.statistics import SpeculationCounts, Timings
 from draft_service.validation import Generation
-from draft_service.verifier_link import VerifierLink, VerifySequence
+from draft_service.verifier_link import VerifierLink
+from draft_service.verify_sequence import VerifySequence
 from outrider.wire import encode_distribution
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 
@@ -24,7 +25,7 @@ _log = structlog.get_logger()
 # While the verifier wants no proposals the target writes alone, this many tokens before it is asked again.
 DECODE_WHILE_CAPPED = 16
 
-OnOpen = Callable[[verifier_service_pb2.Opened], None]
+OnOpen = Callable[[verifier_service_pb2.Opened | None], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,8 @@ class Sample:
 
         Args:
             timeout: what is left of the client's deadline, in seconds.
-            on_open: told once, when the verifier has taken the sequence.
+            on_open: told before anything is emitted what the verifier said when it took the sequence; None where the
+                time limit came first.
 
         Raises:
             RequestError: the verifier refused, or is gone.
@@ -95,6 +97,8 @@ class Sample:
             if not clock.expired():
                 raise
             self.finish_reason = sampling_pb2.FINISH_REASON_TIME_LIMIT
+            if not target.is_open:
+                on_open(None)
 
     async def _write(self, target: VerifySequence, on_open: OnOpen) -> None:
         draft = self._begin_draft(target)  # the draft reads the prompt while the target does

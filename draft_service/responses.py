@@ -7,7 +7,6 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 
-from outrider.rpc.errors import idle
 from protos.outrider.v1.draft_service_pb2 import GenerateResponse
 
 MAX_BACKLOG = 64
@@ -19,8 +18,7 @@ class Responses:
     Writing never waits, so that what was released is never lost; who writes asks for `room` before it makes more.
     """
 
-    def __init__(self, *, slow_client_timeout: float) -> None:
-        self._timeout = slow_client_timeout
+    def __init__(self) -> None:
         self._queue: deque[GenerateResponse] = deque()
         self._ended = False
         self._error: BaseException | None = None
@@ -38,22 +36,10 @@ class Responses:
         self._more.set()
 
     async def room(self) -> None:
-        """Waits while the client is too far behind.
-
-        Raises:
-            RequestError: DEADLINE_EXCEEDED, where it stays so.
-        """
+        """Waits while the client is too far behind."""
         while len(self._queue) >= MAX_BACKLOG:
             self._fewer.clear()
-            try:
-                async with asyncio.timeout(self._timeout):
-                    await self._fewer.wait()
-            except TimeoutError:
-                raise idle(
-                    f"the client left {len(self._queue)} responses unread for {self._timeout:g} s",
-                    seconds=self._timeout,
-                    responses=len(self._queue),
-                ) from None
+            await self._fewer.wait()
 
     async def __aiter__(self) -> AsyncIterator[GenerateResponse]:
         while True:

@@ -27,13 +27,10 @@ class DraftService(draft_service_pb2_grpc.DraftServiceServicer):
         self._pair = pair
 
     @guarded
-    async def Generate(
+    async def Generate(  # type: ignore[override]  # stubs know generators alone; this one writes to its context
         self, request: draft_service_pb2.GenerateRequest, context: Any
-    ) -> AsyncGenerator[draft_service_pb2.GenerateResponse, None]:
-        call = GenerateCall(self._ready(), self._places, self._settings, context)
-        async with aclosing(call.run(request)) as responses:
-            async for response in responses:
-                yield response
+    ) -> None:
+        await GenerateCall(self._ready(), self._places, self._settings, context).run(request)
 
     @guarded
     async def Propose(

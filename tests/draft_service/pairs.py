@@ -7,6 +7,7 @@ prompt holds it, the draft breaks. It knows nothing of services.
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -49,9 +50,10 @@ def write_foreign_draft(folder: Path) -> Path:
     return folder
 
 
-def _read(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8"))
+def _read(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
 
 
-def _write(path: Path, content: dict) -> None:
+def _write(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")

@@ -1,6 +1,7 @@
 """Bad input over gRPC: the right status, a text that names field and numbers, and nothing left behind."""
 
 import math
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -9,6 +10,7 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
+from outrider.cli.processes import ServiceProcess
 from outrider.rpc.errors import RequestError, from_rpc_error
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
@@ -123,8 +125,8 @@ def test_an_oversized_message_is_refused(draft: grpc.Channel) -> None:
 
 
 def opening(**fields: Any) -> dict[str, Any]:
-    fields = {"prompt_token_ids": [1, 2], "sampling": sampling(1.0, seed=1)} | fields
-    return {"open": draft_service_pb2.OpenDraft(**fields)}
+    defaults: dict[str, Any] = {"prompt_token_ids": [1, 2], "sampling": sampling(1.0, seed=1)}
+    return {"open": draft_service_pb2.OpenDraft(**(defaults | fields))}
 
 
 def advance(number: int, base: int, committed: list[int], gamma: int = 2) -> dict[str, Any]:
@@ -161,8 +163,7 @@ def test_a_bad_propose_stream_ends_with_the_reason(
         for message in messages:
             stream.send(**message)
         with pytest.raises(grpc.RpcError) as caught:
-            while True:
-                stream.take()
+            list(stream.call)
     error = from_rpc_error(caught.value)
     assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, reason)
     for text in texts:
@@ -236,6 +237,24 @@ def test_vanished_clients_leave_nothing_behind(draft: grpc.Channel) -> None:
     everything_is_free(draft)
 
 
+def test_a_client_that_does_not_read_is_cut(draft: grpc.Channel, pair_process: ServiceProcess) -> None:
+    """The service of these tests waits 2 s, and the client takes next to nothing unread."""
+    narrow = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+    heavy: dict[str, Any] = {"logprobs": sampling_pb2.LogprobsParams(top_n=20), "temperature": 1.0}
+    with grpc.insecure_channel(pair_process.address, options=narrow) as channel:
+        call = DraftServiceStub(channel).Generate(request(max_new_tokens=900, ignore_eos=True, **heavy), timeout=20)
+        next(call)
+        end = time.monotonic() + 15
+        while not any("DEADLINE_EXCEEDED" in line for line in pair_process.log_lines()[-3:]):
+            assert time.monotonic() < end, "it is still served"
+            time.sleep(0.1)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+    error = from_rpc_error(caught.value)
+    assert (error.code, error.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "IDLE")
+    everything_is_free(draft)
+
+
 def test_a_bad_request_does_not_touch_its_neighbours(draft: grpc.Channel) -> None:
     expected = write(draft, max_new_tokens=30, ignore_eos=True).ids
     with ThreadPoolExecutor(2) as threads:
@@ -247,7 +266,18 @@ def test_a_bad_request_does_not_touch_its_neighbours(draft: grpc.Channel) -> Non
 
 
 def everything_is_free(draft: grpc.Channel) -> None:
-    """Every place of both sides' pools can be had at once, and drafting works in each."""
+    """Every place of both sides' pools can be had at once, and drafting works in each. Freeing takes a moment."""
+    end = time.monotonic() + 10
+    while True:
+        try:
+            return take_all(draft)
+        except grpc.RpcError as error:
+            assert from_rpc_error(error).reason == "OVERLOADED"  # noqa: PT017
+            assert time.monotonic() < end, "places are lost"
+            time.sleep(0.1)
+
+
+def take_all(draft: grpc.Channel) -> None:
     with fill(draft, PLACES - VERIFIER_PLACES), ThreadPoolExecutor(VERIFIER_PLACES) as threads:
         running = [
             threads.submit(write, draft, temperature=1.0, max_new_tokens=12, ignore_eos=True)

@@ -1,6 +1,7 @@
 """`Generate` over gRPC, against real processes: the text is the target's, and it ends where it should."""
 
 import math
+from typing import Any
 
 import grpc
 import pytest
@@ -16,7 +17,7 @@ from tests.draft_service.calls import PROMPT, generate, request, sampling, write
 from tests.draft_service.pairs import BREAKING_TOKEN, DRAFT_CONTEXT
 
 IDS = oracle.encode(PROMPT)
-LIVELY = {"temperature": 1.0, "max_new_tokens": 40, "ignore_eos": True}
+LIVELY: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 40, "ignore_eos": True}
 
 
 @pytest.mark.parametrize("gamma", [0, 1, 5, 16])
@@ -149,8 +150,7 @@ def test_max_new_tokens_is_met_exactly(draft: grpc.Channel, tokens: int) -> None
 
 
 def test_a_time_limit_ends_the_text_with_what_there_is(draft: grpc.Channel) -> None:
-    fields = {"temperature": 1.0, "max_new_tokens": 900, "ignore_eos": True}
-    message = request(**fields)
+    message = request(temperature=1.0, max_new_tokens=900, ignore_eos=True)
     message.time_limit.FromMilliseconds(400)
     result = generate(draft, message)
     (sample,) = result.samples
@@ -159,6 +159,16 @@ def test_a_time_limit_ends_the_text_with_what_there_is(draft: grpc.Channel) -> N
     assert sample.text == oracle.decode(IDS + sample.ids)[len(PROMPT) :]
     assert sample.end.statistics.num_rounds > 0
     assert sample.end.timings.total_us >= 390_000
+
+
+def test_a_time_limit_may_come_before_the_first_token(draft: grpc.Channel) -> None:
+    message = request(max_new_tokens=900)
+    message.time_limit.FromMicroseconds(1)
+    result = generate(draft, message)
+    (sample,) = result.samples
+    assert (sample.reason, sample.text, sample.ids) == ("TIME_LIMIT", "", [])
+    assert list(result.started.prompt_token_ids) == IDS
+    assert result.started.weights_fingerprint
 
 
 def test_the_deadline_is_an_error(draft: grpc.Channel) -> None:
@@ -181,7 +191,7 @@ def test_a_seed_repeats_itself_and_another_does_not(draft: grpc.Channel) -> None
 
 
 def test_samples_run_side_by_side_and_each_by_itself(draft: grpc.Channel) -> None:
-    fields = {"sampling": sampling(1.0, seed=8), "max_new_tokens": 24, "ignore_eos": True}
+    fields: dict[str, Any] = {"sampling": sampling(1.0, seed=8), "max_new_tokens": 24, "ignore_eos": True}
     several = generate(draft, request(n=4, **fields)).samples
     assert [sample.end.index for sample in several] == [0, 1, 2, 3]
     assert len({tuple(sample.ids) for sample in several}) == 4

@@ -3,6 +3,7 @@
 import signal
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import grpc
 import pytest
@@ -16,7 +17,7 @@ from tests.draft_service.conftest import FLAGS, HEALTHY_WITHIN_S
 from tests.draft_service.forwarder import Forwarder
 from tests.draft_service.pairs import DEMO, write_foreign_draft
 
-LONG = {"temperature": 1.0, "max_new_tokens": 900, "ignore_eos": True}
+LONG: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 900, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def mismatched(target_process: ServiceProcess, tmp_path_factory: pytest.TempPath
         yield process
 
 
-def refusal(channel: grpc.Channel, timeout: float = 5.0, **fields: object) -> tuple[RequestError, float]:
+def refusal(channel: grpc.Channel, timeout: float = 5.0, **fields: Any) -> tuple[RequestError, float]:
     """The error that a call ends with, and how long that took."""
     started = time.monotonic()
     with pytest.raises(grpc.RpcError) as caught:

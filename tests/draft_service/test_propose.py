@@ -100,4 +100,4 @@ def test_a_drafter_that_fails_ends_the_stream(draft: grpc.Channel) -> None:
         with pytest.raises(grpc.RpcError) as caught:
             drafts.take()
     assert caught.value.code() is grpc.StatusCode.INTERNAL
-    assert "no numbers" in caught.value.details()
+    assert "no numbers" in str(caught.value.details())

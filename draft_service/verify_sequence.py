@@ -1,0 +1,264 @@
+"""One `Verify` stream: rounds go out, verdicts come in, and what the verifier refuses becomes an error for the client.
+
+It knows nothing of drafts, nor of how the verifier was found.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+import structlog
+
+from outrider.rpc.errors import (
+    UNSPECIFIED,
+    RequestError,
+    failed_precondition,
+    from_rpc_error,
+    internal,
+    unavailable,
+)
+from outrider.wire import PrefixHash
+from protos.outrider.v1 import speculation_pb2, verifier_service_pb2
+
+_log = structlog.get_logger()
+
+# How long an end that should come at once is waited for.
+CLOSING_SECONDS = 1.0
+
+_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+_OF_A_ROUND = ("proposal", "decode", "sequence_id")
+
+
+class VerifySequence:
+    """A sequence at the verifier. Whoever holds it sends a round, reads its verdicts, and sends the next.
+
+    Attributes:
+        gamma_cap: the longest proposal the verifier wants now; None where it has not said.
+        length: tokens of the sequence: prompt, and everything committed.
+    """
+
+    def __init__(
+        self,
+        call: Any,
+        opening: verifier_service_pb2.OpenSequence,
+        *,
+        sequence_id: str,
+        fingerprint: str,
+        address: str,
+        silence: float,
+    ) -> None:
+        """`call` is a fresh call of `Verify`, `fingerprint` that of the target's weights as the pair was matched, and
+        `silence` how long the verifier may owe an answer, in seconds.
+        """
+        self.gamma_cap: int | None = None
+        self.length = len(opening.prompt_token_ids) + len(opening.committed_token_ids)
+        self._call = call
+        self._opening: verifier_service_pb2.OpenSequence | None = opening
+        self._opened: verifier_service_pb2.Opened | None = None
+        self._sequence_id = sequence_id
+        self._fingerprint = fingerprint
+        self._address = address
+        self._watch = _SilenceWatch(call, silence)
+        self._hash = PrefixHash(opening.prompt_token_ids)
+        self._hash.extend(opening.committed_token_ids)
+        self._round = 0
+        self._seen = 0  # the last round whose verdict was read
+        self._outstanding = 0  # verdicts that the verifier owes
+        self._ended = False  # by a verdict with a finish reason
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the verifier has taken the sequence."""
+        return self._opened is not None
+
+    async def begin(self) -> verifier_service_pb2.Opened:
+        """Sends the opening, and returns what the verifier says to it.
+
+        Raises:
+            RequestError: the verifier refuses it, is not there, or runs another model than it did.
+        """
+        assert self._opening is not None
+        await self._write(verifier_service_pb2.VerifyRequest(sequence_id=self._sequence_id, open=self._opening))
+        self._opening = None  # a prompt may be long, and it is not needed again
+        while self._opened is None:
+            self._note(await self._read())
+        if self._opened.weights_fingerprint != self._fingerprint:  # another model has taken its place since
+            raise failed_precondition(
+                "PAIR_MISMATCH",
+                f"the verifier at {self._address} runs weights {self._opened.weights_fingerprint[:16]}; the pair was "
+                f"matched with {self._fingerprint[:16]}: restart the draft service",
+            )
+        return self._opened
+
+    async def propose(
+        self, token_ids: Sequence[int], distributions: Sequence[speculation_pb2.TokenDistribution]
+    ) -> None:
+        """Sends a proposal; one verdict answers it.
+
+        Raises:
+            RequestError: the stream has ended.
+        """
+        self._round += 1
+        self._outstanding = 1
+        proposal = speculation_pb2.Proposal(
+            round=self._round,
+            base_length=self.length,
+            prefix_hash=self._hash.digest(),
+            token_ids=token_ids,
+            distributions=distributions,
+            seen_round=self._seen,
+        )
+        await self._write(verifier_service_pb2.VerifyRequest(sequence_id=self._sequence_id, proposal=proposal))
+
+    async def decode(self, tokens: int) -> None:
+        """Asks for `tokens` of the target's own; one verdict comes for each.
+
+        Raises:
+            RequestError: the stream has ended.
+        """
+        self._round += 1
+        self._outstanding = tokens
+        decode = verifier_service_pb2.Decode(
+            round=self._round,
+            base_length=self.length,
+            prefix_hash=self._hash.digest(),
+            num_tokens=tokens,
+            seen_round=self._seen,
+        )
+        await self._write(verifier_service_pb2.VerifyRequest(sequence_id=self._sequence_id, decode=decode))
+
+    async def verdict(self) -> speculation_pb2.Verdict:
+        """The next verdict. Its tokens count as committed from here on.
+
+        Raises:
+            RequestError: the verifier refused the round, or is gone.
+        """
+        while (response := await self._read()).WhichOneof("kind") != "verdict":
+            self._note(response)
+        verdict = response.verdict
+        if verdict.status != speculation_pb2.VERDICT_STATUS_JUDGED or verdict.base_length != self.length:
+            raise internal(
+                "INTERNAL",
+                f"verdict {verdict.round} has base {verdict.base_length}; the sequence has {self.length} tokens",
+            )
+        self.length += len(verdict.token_ids)
+        self._hash.extend(verdict.token_ids)
+        self._outstanding -= 1
+        self._seen = verdict.round
+        self._ended = bool(verdict.finish_reason)
+        return verdict
+
+    async def close(self) -> None:
+        """Ends the stream. Where nothing is owed it ends well, and the verifier sees that it does."""
+        if self._ended or (self._seen and not self._outstanding):
+            try:
+                async with asyncio.timeout(CLOSING_SECONDS):
+                    await self._call.done_writing()
+                    while await self._call.read() is not grpc.aio.EOF:
+                        pass
+            except (TimeoutError, grpc.RpcError, asyncio.InvalidStateError):
+                pass  # it is over all the same
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Ends the stream here and now, whatever it owes. Without effect on one that has ended."""
+        self._watch.stop()
+        self._call.cancel()
+
+    def _note(self, response: verifier_service_pb2.VerifyResponse) -> None:
+        match response.WhichOneof("kind"):
+            case "opened":
+                self._opened = response.opened
+            case "notice" if response.notice.kind == verifier_service_pb2.NOTICE_KIND_GAMMA_CAP:
+                self.gamma_cap = response.notice.gamma_cap
+
+    # --------------------------------------------------------------------------------------------- the call, guarded
+
+    async def _read(self) -> verifier_service_pb2.VerifyResponse:
+        self._watch.begin()
+        try:
+            response = await self._call.read()
+        except (grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError) as error:
+            raise await self._explain(error) from None
+        self._watch.end()
+        if response is grpc.aio.EOF:
+            raise await self._explain(asyncio.InvalidStateError())
+        message: verifier_service_pb2.VerifyResponse = response
+        return message
+
+    async def _write(self, message: verifier_service_pb2.VerifyRequest) -> None:
+        self._watch.begin()
+        try:
+            await self._call.write(message)
+        except (grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError) as error:
+            raise await self._explain(error) from None
+
+    async def _explain(self, error: BaseException) -> BaseException:
+        """What is to be raised for an error of the call's."""
+        if isinstance(error, grpc.RpcError):
+            return translate(error, self._address)
+        if isinstance(error, asyncio.CancelledError):
+            return self._watch.verdict(self._address) or error
+        if await self._call.code() is grpc.StatusCode.OK:
+            return internal("INTERNAL", "the verifier ended the stream before the sequence")
+        status = grpc.aio.AioRpcError(
+            await self._call.code(),
+            await self._call.initial_metadata(),
+            await self._call.trailing_metadata(),
+            details=await self._call.details(),
+        )
+        return translate(status, self._address)
+
+
+class _SilenceWatch:
+    """Cancels a call whose answer is owed for too long. One timer a call: a timeout for each answer costs far more."""
+
+    def __init__(self, call: Any, seconds: float) -> None:
+        self._call = call
+        self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        self._since: float | None = None
+        self._fired = False
+        self._timer = self._loop.call_later(seconds, self._look)
+
+    def begin(self) -> None:
+        """An answer is owed from now on."""
+        self._since = self._loop.time()
+
+    def end(self) -> None:
+        """It has come."""
+        self._since = None
+
+    def stop(self) -> None:
+        """Nothing is owed any more."""
+        self._timer.cancel()
+
+    def verdict(self, address: str) -> RequestError | None:
+        """The error, where it was this watch that cancelled the call."""
+        if not self._fired:
+            return None
+        return unavailable("NO_VERIFIER", f"the verifier at {address} was silent for {self._seconds:g} s")
+
+    def _look(self) -> None:
+        waited = 0.0 if self._since is None else self._loop.time() - self._since
+        if waited >= self._seconds:
+            self._fired = True
+            self._call.cancel()
+        else:
+            self._timer = self._loop.call_later(self._seconds - waited, self._look)
+
+
+def translate(error: grpc.RpcError, address: str) -> RequestError:
+    """A failed call as what the client is told: refusals of the verifier's as they are, and its absence as such.
+
+    The draft service makes the rounds, so a refusal of one is no fault of the client's.
+    """
+    told = from_rpc_error(error)
+    if told.reason == UNSPECIFIED and told.code in _GONE:
+        return unavailable("NO_VERIFIER", f"no verifier answers at {address}: {told.message}")
+    of_a_round = told.reason in ("WRONG_BASE", "OUT_OF_ORDER") or told.metadata.get("field", "").startswith(_OF_A_ROUND)
+    if told.code is grpc.StatusCode.INVALID_ARGUMENT and of_a_round:
+        _log.error("the verifier refused a round", verifier=address, reason=told.reason, text=told.message)
+        return internal("INTERNAL", "internal error; the server's log has the rest")
+    return told

@@ -1,0 +1,109 @@
+"""A stream to a verifier that says nothing, or that nobody holds: an error within bounds, never a hang."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from draft_service.verifier_link import VerifierLink
+from outrider.rpc.errors import RequestError, invalid_field, overloaded, to_status, wrong_base
+from outrider.rpc.server import bind, create_server
+from protos.outrider.v1 import verifier_service_pb2
+
+OPENING = verifier_service_pb2.OpenSequence(prompt_token_ids=[1, 2, 3])
+
+
+def silent(error: RequestError | None) -> grpc.GenericRpcHandler:
+    """A `Verify` that takes the opening, and then says nothing, or ends the call with an error."""
+
+    async def verify(_: Any, context: Any) -> None:
+        await context.read()
+        if error is not None:
+            await context.abort_with_status(to_status(error))
+        await asyncio.sleep(60)
+
+    handler = grpc.stream_stream_rpc_method_handler(
+        verify,
+        verifier_service_pb2.VerifyRequest.FromString,
+        verifier_service_pb2.VerifyResponse.SerializeToString,
+    )
+    return grpc.method_handlers_generic_handler("outrider.v1.VerifierService", {"Verify": handler})
+
+
+@asynccontextmanager
+async def peer(error: RequestError | None = None) -> AsyncIterator[str]:
+    server = create_server(max_message_bytes=1 << 20)
+    server.add_generic_rpc_handlers((silent(error),))
+    address = bind(server, "127.0.0.1:0")
+    await server.start()
+    try:
+        yield address
+    finally:
+        await server.stop(None)
+
+
+async def refusal(address: str, *, silence: float = 30.0, timeout: float | None = None) -> RequestError:
+    link = VerifierLink(address, max_message_bytes=1 << 20, silence=silence)
+    sequence = link.open(OPENING, sequence_id="s", timeout=timeout)
+    with pytest.raises(RequestError) as caught:
+        await sequence.begin()
+    sequence.cancel()
+    return caught.value
+
+
+async def test_a_silent_verifier_is_no_verifier() -> None:
+    async with peer() as address:
+        error = await refusal(address, silence=0.3)
+    assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_VERIFIER")
+    assert "0.3 s" in error.message
+    assert address in error.message
+
+
+async def test_an_address_that_takes_connections_and_says_nothing_is_no_verifier() -> None:
+    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        error = await refusal(f"127.0.0.1:{port}", silence=0.3)
+    assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_VERIFIER")
+
+
+async def test_a_port_where_nobody_listens_is_no_verifier_at_once() -> None:
+    started = time.monotonic()
+    error = await refusal("127.0.0.1:1", timeout=20.0)
+    assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_VERIFIER")
+    assert time.monotonic() - started < 10.0
+
+
+async def test_the_clients_deadline_holds_for_the_verifier_too() -> None:
+    async with peer() as address:
+        error = await refusal(address, timeout=0.3)
+    assert error.code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_refusals_pass_through_but_for_those_of_our_own_rounds() -> None:
+    async with peer(overloaded("no room", running=4)) as address:
+        error = await refusal(address)
+        assert (error.code, error.message) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "no room")
+        assert error.metadata["running"] == "4"
+    async with peer(invalid_field("sampling.rule", "sampling.rule is 9", given=9)) as address:
+        error = await refusal(address)
+        assert (error.code, error.metadata["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, "sampling.rule")
+    for ours in (invalid_field("proposal.token_ids", "proposal.token_ids is long"), wrong_base("wrong")):
+        async with peer(ours) as address:
+            error = await refusal(address)
+            assert (error.code, error.reason) == (grpc.StatusCode.INTERNAL, "INTERNAL")
+
+
+async def test_our_own_cancel_stays_a_cancel() -> None:
+    async with peer() as address:
+        link = VerifierLink(address, max_message_bytes=1 << 20, silence=30.0)
+        sequence = link.open(OPENING, sequence_id="s", timeout=None)
+        opening = asyncio.create_task(sequence.begin())
+        await asyncio.sleep(0.1)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
