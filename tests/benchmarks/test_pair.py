@@ -14,6 +14,7 @@ from benchmarks.tuning import Tuned
 ARGUMENTS = ("--quick", "--prompts", "1", "--new-tokens", "8")
 
 
+@pytest.mark.timeout(300)  # two services and transformers start, on whatever else the machine does
 def test_quick_measures_every_contender_and_says_so_in_one_json_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
