@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from draft_service.drafters.base import Draft, DraftError, DraftSequence
-from kernels.adjustments import Adjuster, RowAdjustment, apply
+from kernels.adjustments import Adjuster, apply
 from kernels.distribution import SamplingLaw
 from kernels.philox import Domain, uniform
 from kernels.sparse import SparseConfig, SparseLaw, draw
@@ -211,13 +211,11 @@ class DraftEngine(Engine[Ask | Close, DraftWork]):
                 self._end(item.sequence, error)
 
     def _draw(self, drawing: Sequence[ModelSequence], logits: torch.Tensor) -> Iterable[tuple[int, SparseLaw | None]]:
-        rows: list[RowAdjustment | None] = [
-            None if sequence.adjuster is None else sequence.adjuster.row() for sequence in drawing
-        ]
-        laws: SamplingLaw | list[SamplingLaw] = [sequence.law for sequence in drawing]
-        tokens, drawn = draw(
-            apply(logits[:, : self._vocab_size], rows), laws, self._config, [_uniform(sequence) for sequence in drawing]
-        )
+        z = logits[:, : self._vocab_size]
+        if any(sequence.adjuster is not None for sequence in drawing):
+            z = apply(z, [None if each.adjuster is None else each.adjuster.row() for each in drawing])
+        laws = [sequence.law for sequence in drawing]
+        tokens, drawn = draw(z, laws, self._config, [_uniform(sequence) for sequence in drawing])
         return zip(tokens, drawn, strict=True)
 
     def _end(self, sequence: ModelSequence, error: Exception) -> None:

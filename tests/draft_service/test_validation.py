@@ -1,0 +1,123 @@
+"""What a request becomes: defaults, seeds, and what the model's files decide. Errors over gRPC: `test_bad_input`."""
+
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+
+from draft_service.pair import Places
+from draft_service.validation import Generation, check_generate
+from outrider.lm.checkpoint import ModelSource
+from outrider.lm.tokenizer import Tokenizer, load_tokenizer
+from outrider.rpc.errors import RequestError
+from protos.outrider.v1 import draft_service_pb2, model_pb2, sampling_pb2
+from tests.draft_service.calls import request
+from tests.draft_service.pairs import DEMO
+
+LIMITS = model_pb2.Limits(
+    max_gamma=8,
+    max_sequence_tokens=300,
+    max_samples=4,
+    max_stop_strings=2,
+    max_stop_string_chars=9,
+    max_stop_token_ids=3,
+)
+RULES: dict[str, Any] = {
+    "rules": [sampling_pb2.ACCEPTANCE_RULE_TOKENWISE],
+    "default_rule": sampling_pb2.ACCEPTANCE_RULE_TOKENWISE,
+}
+DRAFT = model_pb2.ModelInfo(limits=LIMITS, features=["chat"], **RULES)
+TARGET = model_pb2.ModelInfo(vocab_size=2048, eos_token_ids=[0, 9], weights_fingerprint="f" * 64, **RULES)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(ModelSource(str(DEMO / "draft")))
+
+
+def check(tokenizer: Tokenizer, message: draft_service_pb2.GenerateRequest, gamma: int = 5) -> Generation:
+    return check_generate(message, tokenizer=tokenizer, draft=DRAFT, target=TARGET, default_gamma=gamma)
+
+
+def test_an_empty_request_takes_the_defaults(tokenizer: Tokenizer) -> None:
+    checked = check(tokenizer, draft_service_pb2.GenerateRequest(text="x = 1"))
+    assert (checked.max_new_tokens, checked.samples, checked.gamma) == (256, 1, 5)
+    assert checked.sampling.law.temperature == 1.0
+    assert (checked.top_logprobs, checked.time_limit) == (None, None)
+    assert checked.prompt == tokenizer.encode("x = 1")
+    assert 1 <= len(checked.request_id) <= 128
+
+
+def test_the_default_length_is_what_the_context_leaves(tokenizer: Tokenizer) -> None:
+    assert check(tokenizer, request([1] * 100)).max_new_tokens == 200
+    assert check(tokenizer, request([1] * 299)).max_new_tokens == 1
+
+
+def test_the_default_gamma_stays_within_the_verifiers_limit(tokenizer: Tokenizer) -> None:
+    assert check(tokenizer, request(), gamma=12).gamma == 8
+    assert check(tokenizer, request(gamma=0), gamma=12).gamma == 0
+
+
+def test_a_seed_is_chosen_afresh_where_none_is_given(tokenizer: Tokenizer) -> None:
+    message = draft_service_pb2.GenerateRequest(text="x")
+    seeds = {check(tokenizer, message).seed for _ in range(20)}
+    assert len(seeds) == 20
+    assert max(seeds) >= 2**32, "all 64 bits are used"
+
+
+def test_samples_have_seeds_of_their_own_that_repeat(tokenizer: Tokenizer) -> None:
+    checked = check(tokenizer, request(n=4))
+    seeds = [checked.seed_of(sample) for sample in range(4)]
+    assert seeds[0] == checked.seed == 1
+    assert len(set(seeds)) == 4
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert [replace(checked, seed=1).seed_of(sample) for sample in range(4)] == seeds
+    neighbours = [replace(checked, seed=2).seed_of(sample) for sample in range(4)]
+    assert not set(neighbours) & set(seeds)
+
+
+def test_stop_ids_kept_back_are_the_requests_and_the_targets(tokenizer: Tokenizer) -> None:
+    rules = check(tokenizer, request(stop_token_ids=[7, 5], min_new_tokens=4)).sampling.logit_rules
+    assert (rules.stop_token_ids, rules.min_new_tokens) == ((0, 5, 7, 9), 4)
+    ignoring = check(tokenizer, request(stop_token_ids=[7], ignore_eos=True)).sampling.logit_rules
+    assert ignoring.stop_token_ids == (7,)
+
+
+def test_limits_are_the_services_own(tokenizer: Tokenizer) -> None:
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("9; at most 8", {"gamma": 9}),
+        ("5; 1 to 4", {"n": 5}),
+        ("3 strings; at most 2", {"stop": ["a", "b", "c"]}),
+        ("10 characters; 1 to 9", {"stop": ["x" * 10]}),
+        ("4 ids; at most 3", {"stop_token_ids": [1, 2, 3, 4]}),
+        ("prompt of 100 tokens at most 200", {"prompt": [1] * 100, "max_new_tokens": 201}),
+    ]
+    for text, fields in cases:
+        with pytest.raises(RequestError, match=text):
+            check(tokenizer, request(**fields))
+
+
+def test_a_conversation_needs_a_template(tokenizer: Tokenizer) -> None:
+    """The demo's own tokenizer has none."""
+    said = draft_service_pb2.ChatMessage(role="user", content="hello")
+    with pytest.raises(RequestError) as caught:
+        check(tokenizer, request(chat=draft_service_pb2.ChatPrompt(messages=[said])))
+    assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "NO_CHAT_TEMPLATE")
+
+
+def test_a_fingerprint_must_be_the_targets(tokenizer: Tokenizer) -> None:
+    assert check(tokenizer, request(weights_fingerprint="f" * 64)).weights_fingerprint == "f" * 64
+    with pytest.raises(RequestError, match="PAIR_MISMATCH"):
+        check(tokenizer, request(weights_fingerprint="e" * 64))
+
+
+def test_places_are_taken_together_or_not_at_all() -> None:
+    places = Places(3)
+    with places.take(2):
+        with pytest.raises(RequestError, match="2 sequences asked for, and 1 of 3"), places.take(2):
+            pass
+        with places.take(1):
+            pass
+    with places.take(3):
+        pass
