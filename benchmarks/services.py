@@ -18,9 +18,6 @@ from outrider.client import Client, Completion
 # One text at a time is asked for; room for more would only be memory.
 _MAX_SEQUENCES = 2
 _START_TIMEOUT_S = 300.0
-# A pass is hundreds of parallel regions, microseconds apart: two threads that sleep between them are slower than one.
-# Spinning this long (a fraction of a millisecond) bridges the gaps and leaves the core free between passes.
-_SPIN = "100000"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +75,7 @@ def _start(module: str, model: Path, dtype: str, threads: int, verifier: str | N
         flags["--verifier"] = verifier
     return ServiceProcess.start(
         [module, *(part for flag in flags.items() for part in flag)],
-        env=service_environment(threads) | ({"GOMP_SPINCOUNT": _SPIN} if threads > 1 else {}),
+        env=service_environment(threads),
     )
 
 

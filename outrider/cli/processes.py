@@ -227,11 +227,14 @@ def service_environment(threads: int | None = None) -> dict[str, str]:
     """What a service that shares its machine with one other needs in its environment.
 
     Each gets `threads`, or half of the processors where neither that nor OMP_NUM_THREADS is given: two OpenMP pools of
-    full size that wait by spinning take turns at slowing each other down.
+    full size that wait by spinning take turns at slowing each other down. Waiting passively does not, but makes two
+    threads slower than one: a pool sleeps at the end of every operation, and a pass is hundreds of them. So they spin
+    for a fraction of a millisecond, which bridges the gap from one operation to the next and no more.
     """
     environment = {
         "PYTHONUNBUFFERED": "1",
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
+        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "100000"),
         "OMP_NUM_THREADS": str(threads or os.environ.get("OMP_NUM_THREADS") or max(1, _processors() // 2)),
     }
     root = Path(__file__).resolve().parents[2]
