@@ -99,7 +99,7 @@ class Texts:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The prompts of a file with one JSON object a line, each with its `prompt`.
+    """The prompts of a file with one JSON object a line, each with its `text`.
 
     Raises:
         OSError: the file cannot be read.
@@ -110,9 +110,9 @@ def read_prompts(path: Path) -> list[str]:
         if not line.strip():
             continue
         entry = json.loads(line)
-        if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
-            raise ValueError(f"line {number} of {path.name} has no prompt")
-        prompts.append(entry["prompt"])
+        if not isinstance(entry, dict) or not isinstance(entry.get("text"), str):
+            raise ValueError(f"line {number} of {path.name} has no text")
+        prompts.append(entry["text"])
     return prompts
 
 

@@ -19,7 +19,7 @@ def test_quick_measures_every_contender_and_says_so_in_one_json_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "def mean(values):"}\n{"prompt": "import os"}\n')
+    prompts.write_text('{"text": "def mean(values):"}\n{"text": "import os"}\n')
     output = tmp_path / "out.json"
     arguments = [*ARGUMENTS, "--prompts-file", str(prompts), "--output", str(output)]
     assert main(arguments) == 0

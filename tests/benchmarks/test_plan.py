@@ -47,8 +47,8 @@ def test_chosen_items_are_spread_over_all(count: int, expected: str) -> None:
 
 def test_a_line_without_a_prompt_is_named(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "x = "}\n\n{"text": "y"}\n')
-    with pytest.raises(ValueError, match=r"line 3 of prompts\.jsonl has no prompt"):
+    path.write_text('{"text": "x = "}\n\n{"prompt": "y"}\n')
+    with pytest.raises(ValueError, match=r"line 3 of prompts\.jsonl has no text"):
         read_prompts(path)
 
 
