@@ -51,10 +51,13 @@ class Tokenizer:
         # Straight to the library where nothing stands between: a tenth of the time for the few tokens of a round.
         plain = isinstance(tokenizer, TokenizersBackend) and type(tokenizer)._decode is TokenizersBackend._decode
         self._decode = tokenizer.backend_tokenizer.decode if plain else self._decode_slowly
+        # A token with text of its own, to stand before another. The first call also settles how the library pads and
+        # cuts, which it must not change while other threads use it.
+        self._anchor = list(tokenizer.encode("a", add_special_tokens=False))[-1:]
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with the special tokens that the tokenizer adds by default."""
-        return list(self._tokenizer.encode(text))
+        return list(self._tokenizer.encode(text, verbose=False))
 
     @property
     def has_chat_template(self) -> bool:
@@ -89,11 +92,6 @@ class Tokenizer:
         """The text of one token as it reads after others, its leading space included."""
         anchor = self._anchor
         return self.decode([*anchor, token], skip_special)[len(self.decode(anchor, skip_special)) :]
-
-    @cached_property
-    def _anchor(self) -> list[int]:
-        """A token with text of its own, to stand before another."""
-        return list(self._tokenizer.encode("a", add_special_tokens=False))[-1:]
 
     def vocabulary(self) -> dict[str, int]:
         """Token to id, added tokens included."""

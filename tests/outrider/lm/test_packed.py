@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GPT2LMHeadModel
+from transformers.modeling_outputs import CausalLMOutput
 
-from outrider.lm.checkpoint import LoadedModel, ModelSource, load_model
+from outrider.lm.checkpoint import CheckpointError, LoadedModel, ModelSource, load_model
 from outrider.lm.gated_decoder import GatedDecoder
 from outrider.lm.packed import Chunk, PackedModel
 from tests.outrider.lm import tiny
@@ -162,6 +164,42 @@ def test_the_head_never_sees_rows_nobody_wants(load: Callable[..., LoadedModel])
     model.forward([Chunk(a, sequence(2, 10), 20, 8), Chunk(b, sequence(3, 20), 0, 20)])
     model.forward([Chunk(b, sequence(3, 20), 20, 20)])
     assert seen == [1, 2, 0]
+
+
+def old_forward(scale: float) -> Callable[..., CausalLMOutput]:
+    """A forward as older architectures have it, without a choice of rows."""
+
+    def forward(self: Any, input_ids: Tensor, position_ids: Tensor | None = None, **options: Any) -> CausalLMOutput:
+        hidden = self.transformer(input_ids, position_ids=position_ids, **options).last_hidden_state
+        return CausalLMOutput(logits=self.lm_head(hidden) * scale)
+
+    return forward
+
+
+def test_without_a_choice_of_rows_the_head_is_applied_to_the_wanted_ones(
+    load: Callable[..., LoadedModel], checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    truth = Truth(checkpoint("gpt2"))
+    monkeypatch.setattr(GPT2LMHeadModel, "forward", old_forward(1.0))
+    loaded = load("gpt2")
+    seen: list[int] = []
+    loaded.model.lm_head.register_forward_hook(lambda module, args, out: seen.append(out.shape[-2]))
+    model = PackedModel.build(loaded, 2, 48, fuse=False)
+    a, b = model.pool.allocate(), model.pool.allocate()
+    tokens = sequence(81)
+    assert close(model.forward([Chunk(a, tokens[:9], 0, 7)]), truth(tokens)[7:9])
+    rows = model.forward([Chunk(b, tokens[:4], 0, 3), Chunk(a, tokens[9:12], 9, 1)])
+    assert close(rows, truth(tokens)[[3, 10, 11]])
+    assert close(model.forward([Chunk(a, tokens[12:], 12, 0)]), truth(tokens)[12:])
+    assert seen == [2, 3, 12]
+
+
+def test_logits_that_are_more_than_the_head_are_refused_without_a_choice_of_rows(
+    load: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GPT2LMHeadModel, "forward", old_forward(2.0))
+    with pytest.raises(CheckpointError, match="other logits than its own forward"):
+        load("gpt2")
 
 
 @pytest.mark.parametrize("fuse", [False, True])
