@@ -82,7 +82,7 @@ class Emitter:
     ) -> sampling_pb2.FinishReason:
         """Sends the rest and the end. A stop string comes before any other reason; returns the one that holds."""
         last = self._tokens[-1].token if self._tokens else None
-        self._send(self._text.finish(), timings)
+        self._send(self._text.finish(), timings, also_rounds=True)
         stopped_by = self._text.stopped_by
         if stopped_by is not None:
             reason = sampling_pb2.FINISH_REASON_STOP_STRING
@@ -102,8 +102,8 @@ class Emitter:
         self._responses.send(draft_service_pb2.GenerateResponse(finished=finished))
         return reason
 
-    def _send(self, released: Released, timings: Timings) -> None:
-        if not (released.text or released.tokens):
+    def _send(self, released: Released, timings: Timings, *, also_rounds: bool = False) -> None:
+        if not (released.text or released.tokens or (also_rounds and self._rounds)):
             return
         tokens = [self._tokens.popleft() for _ in range(released.tokens)]
         chunk = draft_service_pb2.GenerateChunk(

@@ -45,6 +45,9 @@ class _ModelDrafting(Drafting):
         if gamma == 0:
             future.set_result(Draft([], [], 0.0))
             return future
+        if not self._engine.alive:
+            future.set_exception(DraftError("the draft's engine has stopped"))
+            return future
         committed, self._committed = self._committed, []
         loop = self._loop
 

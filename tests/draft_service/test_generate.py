@@ -123,6 +123,14 @@ def test_a_stop_string_cuts_the_text_before_it(draft: grpc.Channel, gamma: int, 
     assert sample.end.usage.completion_tokens == len(sample.ids)
 
 
+def test_rounds_are_reported_to_the_last_also_where_a_stop_string_cuts_all_of_it(draft: grpc.Channel) -> None:
+    speculation = draft_service_pb2.SpeculationParams(gamma=4, report_rounds=True)
+    free = write(draft, speculation=speculation, **LIVELY)
+    sample = write(draft, speculation=speculation, stop=[free.text[len(free.texts[0]) :][:2]], **LIVELY)
+    assert sample.reason == "STOP_STRING"
+    assert len(sample.rounds) == sample.end.statistics.num_rounds
+
+
 def test_what_may_become_a_stop_string_is_held_back_and_then_sent(draft: grpc.Channel) -> None:
     free = write(draft, **LIVELY)
     tail = free.text[-6:]
