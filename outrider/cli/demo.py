@@ -25,7 +25,7 @@ from outrider.client import Chunk, Client, Unavailable
 from outrider.client.results import Collector
 
 MODELS = Path(__file__).resolve().parents[2] / "models" / "demo"
-# Where `prompts.jsonl` marks none as the default.
+# Where the models come without `prompts.jsonl`, whose first prompt is the demo's.
 FALLBACK_PROMPT = 'def mean(values):\n    """Return the arithmetic mean of a list of numbers."""\n'
 HEALTH_TIMEOUT_S = 300.0
 # A large process takes a moment to be gone after its connections are.
@@ -120,11 +120,10 @@ def _demo_model(name: str) -> str:
 
 def _default_prompt() -> str:
     try:
-        lines = (MODELS / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    except OSError:
+        first = (MODELS / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[0]
+    except (OSError, IndexError):
         return FALLBACK_PROMPT
-    entries = [json.loads(line) for line in lines if line.strip()]
-    return next((str(entry["text"]) for entry in entries if entry.get("default")), FALLBACK_PROMPT)
+    return str(json.loads(first)["text"])
 
 
 def _begin_drawing(out: Console, pair: Pair, client: Client, prompt: str) -> TokenWriter:
