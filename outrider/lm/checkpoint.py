@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -22,9 +22,7 @@ from outrider.lm.program import Program, TransformersProgram
 from outrider.lm.selfcheck import Reference, deviation, reference, tolerance
 from outrider.lm.snapshot import resolve_folder
 
-__all__ = ["CheckpointError", "DTypeName", "LoadedModel", "ModelSource", "load_model"]
-
-DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+__all__ = ["CheckpointError", "LoadedModel", "ModelSource", "load_model"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -36,8 +34,9 @@ class ModelSource:
     Attributes:
         name: a folder, or a hub id.
         revision: branch, tag or commit of a hub id.
-        dtype: of weights and activations. `auto` is the checkpoint's own, where the device computes in it well: on a
-            CPU without bfloat16 instructions, and for float16 on any CPU, float32.
+        dtype: of weights and activations: `float32`, `bfloat16`, `float16`, or `auto`, the checkpoint's own where the
+            device computes in it well. On a CPU without bfloat16 instructions, and for float16 on any CPU, that is
+            float32.
         device: `auto` (CUDA where there is one), `cpu`, `cuda` or `cuda:i`.
         trust_remote_code: run Python code that comes with the checkpoint.
     """
@@ -54,7 +53,8 @@ class LoadedModel:
     """A model ready to be driven by `outrider.lm.packed.PackedModel`.
 
     Attributes:
-        model: the transformers model, in eval mode, with our attention: it runs packed passes only.
+        model: the transformers model, in eval mode, with our attention: it runs packed passes only. Fusing it takes the
+            weights away from it.
         config: its configuration.
         device: where it lies.
         dtype: what it runs in.
