@@ -1,6 +1,6 @@
 """Tiny pairs with random weights, written to disk as any checkpoint is, so that the services load them as any other.
 
-A Llama of 22 tokens: few enough to enumerate three of them, enough for top-k 20 to cut. Weights are drawn so large that
+A Llama of 24 tokens: few enough to enumerate three of them, enough for top-k 20 to cut. Weights are drawn so large that
 laws differ much from prefix to prefix. The drafts are the target with another output layer, most of them bad on
 purpose. It knows nothing of services or laws.
 """
@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-LETTERS = "abcdefghijklmnopqrstu"
+LETTERS = "abcdefghijklmnopqrstuvw"
 END = "<end>"
 VOCABULARY = len(LETTERS) + 1
 END_ID = len(LETTERS)
@@ -38,7 +38,7 @@ HEADS: dict[str, Callable[[Tensor], Tensor]] = {
 BAD_DRAFTS = ("reversed", "uniform", "point_mass")
 
 
-def write_target(folder: Path, *, seed: int, sharpness: float = 2.0, markov: bool = False) -> Path:
+def write_target(folder: Path, *, seed: int, sharpness: float = 1.5, markov: bool = False) -> Path:
     """Write a target and return its folder.
 
     Args:

@@ -102,7 +102,7 @@ def _markdown(machine: dict[str, Any], rows: list[Row]) -> str:
         "# Exactness, measured",
         "",
         "Texts written through a draft and a verifier service over gRPC, against the exact law of the target alone,",
-        "by χ². Temperature 1, top-k 20, top-p 0.9, float32, 22 tokens, rule `tokenwise`; bad drafts.",
+        "by χ². Temperature 1, top-k 20, top-p 0.9, float32, 24 tokens, rule `tokenwise`; bad drafts.",
         "N counts tokens (long texts) or texts (first three tokens). *Outcomes* are the tokens after each token, or",
         "the triples; *classes* put each token into a third of the law that it was drawn from. *Detects* is the total",
         f"variation δ that so many notice at a level of {LEVEL:g} with a power of {POWER:g}, from λ = 4 N δ².",

@@ -26,6 +26,9 @@ FLAGS = ("--max-sequences", str(SEQUENCES))
 
 DRAFT_FLAGS = (*FLAGS, "--max-samples", str(SAMPLES_PER_REQUEST))
 
+TIMEOUT_S = 3600.0
+"""Of one request: long texts on a busy machine take their time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -70,7 +73,7 @@ def sample(
 
 async def _sample(address: str, prompt: Sequence[int], options: Options, seeds: Sequence[int]) -> Run:
     gate = asyncio.Semaphore(CALLS)
-    async with AsyncClient(address, retry=False) as client:
+    async with AsyncClient(address, timeout=TIMEOUT_S, retry=False) as client:
 
         async def one(seed: int) -> Completion:
             asked = options.copy()

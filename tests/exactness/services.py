@@ -55,7 +55,8 @@ class Nursery:
         self._started = 0
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.exactness.mutants.nursery"],
-            env={**os.environ, **service_environment(1)},
+            # macOS refuses to fork a process that has loaded certain frameworks, unless told not to.
+            env={**os.environ, **service_environment(1), "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import warnings
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -124,7 +125,9 @@ def test_text_at_temperature_zero_is_what_transformers_generates(
         for tie in ties(target, prompt, list(completion.token_ids), text)
     ]
     tokens = sum(len(completion.token_ids) for completion in completions)
-    print(f"{tokens} tokens, {len(met)} ties; {accepted} of {drafted} drafted tokens accepted", *met, sep="\n")
+    print(f"{tokens} tokens, {len(met)} ties; {accepted} of {drafted} drafted tokens accepted")
+    for tie in met:  # pytest lists warnings at the end, passed or not
+        warnings.warn(f"the greedy text parted at a tie: {tie}", stacklevel=1)
     assert tokens == PROMPTS * NEW_TOKENS
     # The comparison is worth what speculation there was: drafts were accepted, and drafts were rejected.
     assert PROMPTS < accepted < drafted

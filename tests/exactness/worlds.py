@@ -30,9 +30,9 @@ class World:
     services: dict[str, Service]
 
     @classmethod
-    def begin(cls, nursery: Nursery, folder: Path, *, seed: int, sharpness: float, markov: bool) -> World:
+    def begin(cls, nursery: Nursery, folder: Path, *, seed: int, markov: bool) -> World:
         """Write a pair and start a verifier and a draft service of each kind."""
-        target = pairs.write_target(folder / "target", seed=seed, sharpness=sharpness, markov=markov)
+        target = pairs.write_target(folder / "target", seed=seed, markov=markov)
         drafts = {kind: pairs.write_draft(folder / kind, target, kind) for kind in pairs.BAD_DRAFTS}
         verifier = nursery.verifier(target, flags=sampling.FLAGS)
         services = {kind: nursery.draft(draft, verifier, flags=sampling.DRAFT_FLAGS) for kind, draft in drafts.items()}
