@@ -141,12 +141,12 @@ class Sample:
     async def _send_round(self, target: VerifySequence, draft: Awaitable[Draft] | None) -> Round:
         drafted = await self._drafted(draft) if draft is not None else None
         if drafted is not None:
-            await target.propose(drafted.token_ids, [encode_distribution(law) for law in drafted.laws])
             self._sent = time.perf_counter()
+            await target.propose(drafted.token_ids, [encode_distribution(law) for law in drafted.laws])
             return Round(drafted.token_ids, 1)
         tokens = self._left if self._drafting is None else min(self._left, DECODE_WHILE_CAPPED)
-        await target.decode(tokens)
         self._sent = time.perf_counter()
+        await target.decode(tokens)
         return Round((), tokens)
 
     async def _drafted(self, draft: Awaitable[Draft]) -> Draft | None:

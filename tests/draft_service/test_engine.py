@@ -98,6 +98,16 @@ def test_drafts_are_the_models_own_over_many_rounds(
         tokens += committed
 
 
+def test_what_others_wrote_meanwhile_replaces_what_was_drafted(engine: DraftEngine, loaded: LoadedModel) -> None:
+    """The target has gone on alone for a while: several tokens that nobody drafted, some of them where drafts lie."""
+    fresh = PackedModel.build(loaded, max_sequences=1, max_length=96)
+    driver = Driver(engine, sequence())
+    drafted = driver.propose(6).token_ids
+    committed = [drafted[0], 12, 13, 14, 15]
+    again = driver.propose(4, committed)
+    assert again.token_ids == reference(fresh, [*PROMPT, *committed], driver.sequence.law, 3, 4)
+
+
 def test_a_cut_verdict_may_end_inside_what_was_drafted(engine: DraftEngine, loaded: LoadedModel) -> None:
     fresh = PackedModel.build(loaded, max_sequences=1, max_length=96)
     driver = Driver(engine, sequence())
