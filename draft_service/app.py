@@ -11,9 +11,10 @@ from draft_service.verifier_link import VerifierLink
 from kernels.sparse import SparseConfig
 from kernels.verify import SUPPORTED_RULES
 from outrider.lifecycle import Service, in_thread
-from outrider.lm.checkpoint import LoadedModel, ModelSource, load_model
+from outrider.lm.checkpoint import LoadedModel
 from outrider.lm.packed import PackedModel
-from outrider.lm.tokenizer import Tokenizer, load_tokenizer
+from outrider.lm.tokenizer import Tokenizer
+from outrider.loading import load, sequence_tokens
 from outrider.model_info import describe
 from outrider.sampling import RULE_TO_WIRE
 from protos.outrider.v1 import model_pb2
@@ -30,7 +31,6 @@ FEATURES = (
     "stop_strings",
     "time_limit",
 )
-DEFAULT_SEQUENCE_TOKENS = 8192
 
 
 class DraftApp(Service):
@@ -69,27 +69,11 @@ class DraftApp(Service):
             self._engine.stop()
 
 
-def load(settings: DraftSettings) -> tuple[LoadedModel, Tokenizer]:
-    """The model and its tokenizer. Takes as long as reading the weights does.
-
-    Raises:
-        CheckpointError: the model cannot be loaded or run.
-    """
-    source = ModelSource(
-        name=settings.model,
-        revision=settings.revision,
-        dtype=settings.dtype,
-        device=settings.device,
-        trust_remote_code=settings.trust_remote_code,
-    )
-    return load_model(source), load_tokenizer(source)
-
-
 def build_engine(
     loaded: LoadedModel, target: model_pb2.ModelInfo, limits: model_pb2.Limits, settings: DraftSettings
 ) -> DraftEngine:
     """The draft's engine, warmed up and not started."""
-    length = min(settings.max_sequence_tokens or DEFAULT_SEQUENCE_TOKENS, loaded.context_length)
+    length = sequence_tokens(settings, loaded)
     packed = PackedModel.build(loaded, max_sequences=settings.max_sequences, max_length=length)
     packed.warm_up((1, 2, 64))
     return DraftEngine(

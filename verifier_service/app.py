@@ -4,9 +4,8 @@ import grpc
 
 from kernels.verify import SUPPORTED_RULES
 from outrider.lifecycle import Service, in_thread
-from outrider.lm.checkpoint import ModelSource, load_model
 from outrider.lm.packed import PackedModel
-from outrider.lm.tokenizer import load_tokenizer
+from outrider.loading import load, sequence_tokens
 from outrider.model_info import describe
 from protos.outrider.v1 import model_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import add_VerifierServiceServicer_to_server
@@ -15,7 +14,6 @@ from verifier_service.rounds import DEFAULT_RULE, FEATURES
 from verifier_service.service import SERVICE_NAME, VerifierService
 from verifier_service.settings import VerifierSettings
 
-DEFAULT_SEQUENCE_TOKENS = 8192
 MAX_SUPPORT = 256
 MAX_OUTSTANDING = 8
 MAX_STOP_TOKEN_IDS = 64
@@ -55,19 +53,12 @@ def build_engine(settings: VerifierSettings) -> tuple[VerifierEngine, model_pb2.
     Raises:
         CheckpointError: the model cannot be loaded or run.
     """
-    source = ModelSource(
-        name=settings.model,
-        revision=settings.revision,
-        dtype=settings.dtype,
-        device=settings.device,
-        trust_remote_code=settings.trust_remote_code,
-    )
-    loaded = load_model(source)
-    tokens = min(settings.max_sequence_tokens or DEFAULT_SEQUENCE_TOKENS, loaded.context_length)
+    loaded, tokenizer = load(settings)
+    tokens = sequence_tokens(settings, loaded)
     packed = PackedModel.build(loaded, max_sequences=settings.max_sequences, max_length=tokens)
     model = describe(
         loaded,
-        load_tokenizer(source),
+        tokenizer,
         limits=model_pb2.Limits(
             max_gamma=settings.max_gamma,
             max_support=MAX_SUPPORT,
