@@ -71,8 +71,10 @@ class Nursery:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        assert self._process.stdout is not None
+        self._process.stdin.close()  # upon which it stops what it has started
         self._process.wait(START_TIMEOUT_S)
+        self._process.stdout.close()
 
     def verifier(self, model: Path, *, fault: str | None = None, flags: Sequence[str] = ()) -> Service:
         """Starts a verifier service and waits until it listens; it goes on loading."""

@@ -7,6 +7,7 @@ that refute at `REFUTED`, with room to spare.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,8 +52,9 @@ def draft(markov: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sound(nursery: Nursery, markov: World, draft: Path) -> Service:
-    return markov.with_fault(nursery, draft, "draft_service", None)
+def sound(nursery: Nursery, markov: World, draft: Path) -> Iterator[Service]:
+    with markov.with_fault(nursery, draft, "draft_service", None) as service:
+        yield service
 
 
 def _write(service: Service, filters: Filters, length: int) -> Run:
@@ -69,13 +71,12 @@ def _fits(run: Run, target: Path, filters: Filters) -> tuple[Fit, Fit]:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.fault)
 def test_a_fault_is_noticed(mutant: Mutant, nursery: Nursery, markov: World, draft: Path) -> None:
-    service = markov.with_fault(nursery, draft, mutant.service, mutant.fault)
-    run = _write(service, mutant.filters, mutant.length)
-    service.stop()
+    with markov.with_fault(nursery, draft, mutant.service, mutant.fault) as service:
+        run = _write(service, mutant.filters, mutant.length)
     assert min(fit.p_value for fit in _fits(run, markov.target, mutant.filters)) < REFUTED
 
 
-@pytest.mark.parametrize(("filters", "length"), {(mutant.filters, mutant.length) for mutant in MUTANTS})
+@pytest.mark.parametrize(("filters", "length"), dict.fromkeys((mutant.filters, mutant.length) for mutant in MUTANTS))
 def test_the_same_pair_without_fault_is_not(filters: Filters, length: int, sound: Service, markov: World) -> None:
     run = _write(sound, filters, length)
     assert min(fit.p_value for fit in _fits(run, markov.target, filters)) > SOUND
@@ -83,8 +84,8 @@ def test_the_same_pair_without_fault_is_not(filters: Filters, length: int, sound
 
 def test_a_uniform_of_zero_accepts_nothing_without_mass(nursery: Nursery, markov: World) -> None:
     """The edge where u = 0 and p = 0: a draft that proposes little else, and acceptance tests that all draw 0."""
-    service = markov.with_fault(nursery, markov.drafts["reversed"], "verifier_service", "zero_uniform")
-    run = _write(service, FILTERS, 24)
+    with markov.with_fault(nursery, markov.drafts["reversed"], "verifier_service", "zero_uniform") as service:
+        run = _write(service, FILTERS, 24)
     outcomes, _ = _fits(run, markov.target, FILTERS)
     assert outcomes.impossible == 0
     assert 0 < run.accepted < run.drafted / 2
@@ -92,6 +93,7 @@ def test_a_uniform_of_zero_accepts_nothing_without_mass(nursery: Nursery, markov
 
 def test_a_weak_inequality_is_noticed_there(nursery: Nursery, markov: World) -> None:
     fault = "zero_uniform_and_weak_inequality"
-    service = markov.with_fault(nursery, markov.drafts["reversed"], "verifier_service", fault)
-    outcomes, _ = _fits(_write(service, FILTERS, 24), markov.target, FILTERS)
+    with markov.with_fault(nursery, markov.drafts["reversed"], "verifier_service", fault) as service:
+        run = _write(service, FILTERS, 24)
+    outcomes, _ = _fits(run, markov.target, FILTERS)
     assert outcomes.impossible > 0

@@ -5,7 +5,8 @@ It knows how to ask the services for texts and how to hold them against the law;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -39,15 +40,19 @@ class World:
         wait_healthy(verifier, *services.values())
         return cls(target, drafts, verifier, services)
 
-    def with_fault(self, nursery: Nursery, draft: Path, service: str, fault: str | None) -> Service:
-        """Start a draft service for this target, with a fault in it or in a verifier of its own; return it."""
+    @contextmanager
+    def with_fault(self, nursery: Nursery, draft: Path, service: str, fault: str | None) -> Iterator[Service]:
+        """Start a draft service for this target, with a fault in it or in a verifier of its own; stop both after."""
         verifier = self.verifier
         if service == "verifier_service":
             verifier = nursery.verifier(self.target, fault=fault, flags=sampling.FLAGS)
         in_draft = fault if service == "draft_service" else None
         front = nursery.draft(draft, verifier, fault=in_draft, flags=sampling.DRAFT_FLAGS)
         wait_healthy(verifier, front)
-        return front
+        yield front
+        front.stop()
+        if verifier is not self.verifier:
+            verifier.stop()
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """One deliberate fault each, made in the process that is about to become a service.
 
-Each of these has been in a released system, and each leaves text that looks right. A fault replaces a function where
+Most of these have been in released systems, and each leaves text that looks right. A fault replaces a function where
 the service looks it up, so everything around it is the service's own code. Some are no faults at all but the conditions
 under which one shows (`zero_uniform`).
 """
