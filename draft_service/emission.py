@@ -48,30 +48,19 @@ class Emitter:
         self._index = index
         self._prompt_tokens = prompt_tokens
         self._show_token = show_token
+        self._verdicts: list[tuple[speculation_pb2.Verdict, Sequence[int]]] = []  # not read yet
         self._tokens: deque[_Token] = deque()
         self._rounds: list[draft_service_pb2.RoundReport] = []
 
-    def take(self, verdict: speculation_pb2.Verdict, drafted: Sequence[int]) -> bool:
-        """Takes in a verdict on the drafted tokens, and keeps what it committed until `send`.
+    def take(self, verdict: speculation_pb2.Verdict, drafted: Sequence[int]) -> None:
+        """Takes in a verdict on the drafted tokens. Costs nothing: `send` or `finish` makes text of it."""
+        self._verdicts.append((verdict, drafted))
 
-        True where a stop string ends the text; what the verdict commits after it is dropped.
-        """
-        if self._show_token is not None:
-            self._rounds.append(self._report(verdict, drafted, self._show_token))
-        own = _CORRECTION if verdict.accepted < len(drafted) else _TARGET
-        silent = len(verdict.token_ids) - (verdict.finish_reason == sampling_pb2.FINISH_REASON_STOP_TOKEN)
-        for i, token in enumerate(verdict.token_ids):
-            logprobs = verdict.logprobs[i] if verdict.logprobs else None
-            self._tokens.append(_Token(token, _DRAFT if i < verdict.accepted else own, logprobs))
-            if i == silent:
-                self._text.push_silent()
-            elif self._text.push(token):
-                return True
-        return False
-
-    def send(self, timings: Timings) -> None:
-        """Sends what may be sent now."""
+    def send(self, timings: Timings) -> bool:
+        """Sends what may be sent now. True where a stop string ends the text; the rest is dropped."""
+        self._read_verdicts()
         self._send(self._text.release(), timings)
+        return self._text.stopped_by is not None
 
     async def room(self) -> None:
         """Waits while the client is too far behind."""
@@ -81,6 +70,7 @@ class Emitter:
         self, reason: sampling_pb2.FinishReason, counts: SpeculationCounts, timings: Timings
     ) -> sampling_pb2.FinishReason:
         """Sends the rest and the end. A stop string comes before any other reason; returns the one that holds."""
+        self._read_verdicts()
         last = self._tokens[-1].token if self._tokens else None
         self._send(self._text.finish(), timings, also_rounds=True)
         stopped_by = self._text.stopped_by
@@ -101,6 +91,25 @@ class Emitter:
         )
         self._responses.send(draft_service_pb2.GenerateResponse(finished=finished))
         return reason
+
+    def _read_verdicts(self) -> None:
+        for verdict, drafted in self._verdicts:
+            if self._text.stopped_by is None:
+                self._read(verdict, drafted)
+        self._verdicts.clear()
+
+    def _read(self, verdict: speculation_pb2.Verdict, drafted: Sequence[int]) -> None:
+        if self._show_token is not None:
+            self._rounds.append(self._report(verdict, drafted, self._show_token))
+        own = _CORRECTION if verdict.accepted < len(drafted) else _TARGET
+        silent = len(verdict.token_ids) - (verdict.finish_reason == sampling_pb2.FINISH_REASON_STOP_TOKEN)
+        for i, token in enumerate(verdict.token_ids):
+            logprobs = verdict.logprobs[i] if verdict.logprobs else None
+            self._tokens.append(_Token(token, _DRAFT if i < verdict.accepted else own, logprobs))
+            if i == silent:
+                self._text.push_silent()
+            elif self._text.push(token):
+                return
 
     def _send(self, released: Released, timings: Timings, *, also_rounds: bool = False) -> None:
         if not (released.text or released.tokens or (also_rounds and self._rounds)):

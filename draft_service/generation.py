@@ -107,16 +107,21 @@ class Sample:
         on_open(opened)
         while not self.finish_reason:
             round_ = await self._send_round(target, draft)
-            for owed in reversed(range(round_.verdicts)):
+            await self._tell()  # now, while the target works: before, it would have held up the draft
+            owed = round_.verdicts
+            while owed and not self.finish_reason:
                 verdict = await self._next_verdict(target, round_)
-                if not owed and not self.finish_reason:
-                    draft = self._begin_draft(target)  # before the text goes out: the engine works meanwhile
-                if self._emitter.take(verdict, round_.drafted):
-                    self.finish_reason = sampling_pb2.FINISH_REASON_STOP_STRING
-                if self.finish_reason:
-                    break
-                self._emitter.send(self.timings)
-                await self._emitter.room()
+                owed -= 1
+                self._emitter.take(verdict, round_.drafted)
+                draft = None if owed or self.finish_reason else self._begin_draft(target)
+                if draft is None or self.timings.first_token is None:
+                    await self._tell()
+
+    async def _tell(self) -> None:
+        """Sends what the client may know and does not, and waits where it is too far behind."""
+        if self._emitter.send(self.timings):
+            self.finish_reason = sampling_pb2.FINISH_REASON_STOP_STRING
+        await self._emitter.room()
 
     # -------------------------------------------------------------------------------------------------------- a round
 

@@ -57,8 +57,21 @@ class Generation:
     weights_fingerprint: str
 
     def seed_of(self, sample: int) -> int:
-        """The seed of a sample: the request's own for the first, numbers derived from it for the others."""
-        return self.seed if sample == 0 else _split_mix(self.seed, sample)
+        """The seed of a sample."""
+        return derive_seed(self.seed, sample)
+
+
+def derive_seed(seed: int, sample: int) -> int:
+    """The seed of a sample: the request's own for the first, and for the others numbers that repeat and never meet.
+
+    Output number `sample` of SplitMix64 (Steele, Lea and Flood, 2014) begun at `seed`: distinct for distinct samples.
+    """
+    if sample == 0:
+        return seed
+    z = (seed + sample * 0x9E3779B97F4A7C15) & _MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return z ^ (z >> 31)
 
 
 def check_generate(
@@ -300,11 +313,3 @@ def _template_refusal(error: Exception) -> RequestError:
 
 def _with_stops(rules: LogitRules, stops: Sequence[int], min_new_tokens: int) -> LogitRules:
     return replace(rules, stop_token_ids=tuple(sorted(set(stops))), min_new_tokens=min_new_tokens)
-
-
-def _split_mix(seed: int, step: int) -> int:
-    """Output number `step` of SplitMix64 (Steele, Lea and Flood, 2014) begun at `seed`: distinct for distinct steps."""
-    z = (seed + step * 0x9E3779B97F4A7C15) & _MASK64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return z ^ (z >> 31)

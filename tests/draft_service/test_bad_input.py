@@ -12,7 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from outrider.cli.processes import ServiceProcess
 from outrider.rpc.errors import RequestError, from_rpc_error
-from protos.outrider.v1 import draft_service_pb2, sampling_pb2
+from protos.outrider.v1 import draft_service_pb2, sampling_pb2, verifier_service_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 from tests.draft_service import oracle
 from tests.draft_service.calls import PROMPT, ProposeStream, generate, request, sampling, write
@@ -218,7 +218,8 @@ def test_the_verifiers_refusal_reaches_the_client_as_it_is(draft: grpc.Channel, 
         for number in range(VERIFIER_PLACES + 1):  # one more waits; with it the queue is full
             stream = held.enter_context(Stream(verifier, sequence_id=str(number)))
             stream.open()
-            stream.take()
+            assert stream.take().WhichOneof("kind") == "opened"
+        assert stream.take().notice.kind == verifier_service_pb2.NOTICE_KIND_QUEUED
         error = refusal(draft, request(max_new_tokens=2))
         assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
         assert "wait for room" in error.message
