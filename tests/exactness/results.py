@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import re
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import describe
 from tests.exactness import chisquare
 from tests.exactness.chisquare import Fit
 from tests.exactness.sampling import Run
 
 VARIABLE = "OUTRIDER_EXACTNESS_RESULTS"
+NAME = "exactness-tokenwise"
 LEVEL = 1e-3
 POWER = 0.99
 
@@ -62,14 +61,6 @@ class Row:
             "seconds": round(self.seconds, 1),
         }
 
-    def as_markdown(self) -> str:
-        """The row for the table."""
-        share = self.run.accepted / self.run.drafted if self.run.drafted else 0.0
-        cells = [self.what, self.draft.replace("_", " "), self.gamma, f"{self.outcomes.n:,}", f"{share:.1%}"]
-        for fit, detects in ((self.outcomes, self.detects), (self.classes, self.class_detects)):
-            cells += [f"{fit.statistic:.1f} / {fit.df}", f"{fit.p_value:.2f}", f"{detects:.4f}"]
-        return "| " + " | ".join(cells) + " |"
-
     def __str__(self) -> str:
         return f"{self.run}\noutcomes: {self.outcomes}\nclasses:  {self.classes}"
 
@@ -89,34 +80,49 @@ class Recorder:
         folder = os.environ.get(VARIABLE)
         if not folder or not self.rows:
             return
-        machine = _machine()
-        path = Path(folder) / f"exactness-{_slug(machine['cpu'])}"
-        rows = [row.as_dict() for row in self.rows]
-        report = {"machine": machine, "level": LEVEL, "power": POWER, "rows": rows}
+        report = {
+            "machine": describe(),
+            "date": datetime.now(UTC).date().isoformat(),
+            "level": LEVEL,
+            "power": POWER,
+            "rows": [row.as_dict() for row in self.rows],
+        }
+        path = Path(folder) / NAME
         path.with_suffix(".json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        path.with_suffix(".md").write_text(_markdown(machine, self.rows), encoding="utf-8")
+        path.with_suffix(".md").write_text(as_markdown(report), encoding="utf-8")
 
 
-def _markdown(machine: dict[str, Any], rows: list[Row]) -> str:
+def as_markdown(report: dict[str, Any]) -> str:
+    """The report for people."""
+    machine, versions = report["machine"], report["machine"]["versions"]
     lines = [
         "# Exactness, measured",
         "",
-        "Texts written through a draft and a verifier service over gRPC, against the exact law of the target alone,",
-        "by χ². Temperature 1, top-k 20, top-p 0.9, float32, 24 tokens, rule `tokenwise`; bad drafts.",
-        "N counts tokens (long texts) or texts (first three tokens). *Outcomes* are the tokens after each token, or",
-        "the triples; *classes* put each token into a third of the law that it was drawn from. *Detects* is the total",
-        f"variation δ that so many notice at a level of {LEVEL:g} with a power of {POWER:g}, from λ = 4 N δ².",
+        "Texts written through a draft service and a verifier service over gRPC, against the exact law of the target",
+        "alone, by χ². Rule `tokenwise`, temperature 1, top-k 20, top-p 0.9, float32, a vocabulary of 24, drafts that",
+        "are bad on purpose. N counts texts (first three tokens) or tokens (long texts). *Outcomes* are triples, or the",
+        "tokens after each token; *classes* put each token into a third of the law it was drawn from. *Detects* is the",
+        f"total variation δ that N notices at a level of {report['level']:g} with a power of {report['power']:g}, from",
+        "λ = 4 N δ².",
         "",
-        "Again: `OUTRIDER_EXACTNESS_RESULTS=benchmarks/results python -m pytest -m slow tests/exactness`",
+        f"Again: `{VARIABLE}=benchmarks/results python -m pytest -m slow tests/exactness`",
         "",
         f"{machine['cpu']}, {machine['cores']} cores, {machine['system']}; Python {machine['python']}, "
-        f"torch {machine['torch']}, transformers {machine['transformers']}; {machine['date']}.",
+        f"torch {versions['torch']}, transformers {versions['transformers']}; {report['date']}.",
         "",
         "| what | draft | γ | N | accepted | outcomes: χ² / df | p | detects | classes: χ² / df | p | detects |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
-        *(row.as_markdown() for row in rows),
+        *map(_as_line, report["rows"]),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _as_line(row: dict[str, Any]) -> str:
+    cells = [row["what"], row["draft"].replace("_", " "), row["gamma"], f"{row['outcomes']['n']:,}"]
+    cells.append(f"{row['accepted'] / row['drafted']:.1%}" if row["drafted"] else "none drafted")
+    for fit in (row["outcomes"], row["classes"]):
+        cells += [f"{fit['chi2']:.1f} / {fit['df']}", f"{fit['p']:.2f}", f"{fit['detects_total_variation']:.4f}"]
+    return "| " + " | ".join(cells) + " |"
 
 
 def _fit(fit: Fit) -> dict[str, Any]:
@@ -131,29 +137,3 @@ def _fit(fit: Fit) -> dict[str, Any]:
 
 def _detects(fit: Fit) -> float:
     return chisquare.detectable(fit.df, fit.n, level=LEVEL, power=POWER)
-
-
-def _machine() -> dict[str, Any]:
-    return {
-        "cpu": _cpu(),
-        "cores": os.cpu_count(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "transformers": version("transformers"),
-        "outrider": version("outrider"),
-        "date": datetime.now(UTC).date().isoformat(),
-    }
-
-
-def _cpu() -> str:
-    path = Path("/proc/cpuinfo")
-    if path.is_file():
-        found = re.search(r"^model name\s*:\s*(.+)$", path.read_text(), re.MULTILINE)
-        if found:
-            return found.group(1).strip()
-    return platform.processor() or platform.machine()
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
