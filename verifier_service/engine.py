@@ -83,6 +83,11 @@ class VerifierEngine(Engine[Message, TargetWork]):
         self._waiting: deque[TargetSequence] = deque()
 
     @property
+    def full(self) -> bool:
+        """Whether a sequence that came now would wait. A reading for admission; any thread may take it."""
+        return len(self._running) >= self._model.limits.max_sequences
+
+    @property
     def waiting(self) -> int:
         """Sequences that wait for room. A reading for admission; any thread may take it."""
         return len(self._waiting)

@@ -79,7 +79,7 @@ class VerifyStream:
                 maximum=MAX_NAME_CHARS,
             )
         opening = check_open(message.open, self._model)
-        if self._engine.waiting > self._settings.max_waiting:
+        if self._engine.full and self._engine.waiting >= self._settings.max_waiting:
             raise overloaded(
                 f"{self._engine.waiting} sequences wait for room already; at most {self._settings.max_waiting}",
                 waiting=self._engine.waiting,

@@ -16,7 +16,7 @@ FLAGS = ("--listen", "127.0.0.1:0", "--dtype", "float32", "--threads", "1")
 @pytest.fixture(scope="session")
 def target_process() -> Iterator[ServiceProcess]:
     """A verifier with the demo target, few places and no queue to speak of."""
-    places = ("--max-sequences", str(VERIFIER_PLACES), "--max-waiting", "0")
+    places = ("--max-sequences", str(VERIFIER_PLACES), "--max-waiting", "1")
     with ServiceProcess.start(["verifier_service", "--model", str(DEMO / "target"), *places, *FLAGS]) as process:
         yield process
 
