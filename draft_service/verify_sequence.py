@@ -25,8 +25,17 @@ _log = structlog.get_logger()
 
 # How long an end that should come at once is waited for.
 CLOSING_SECONDS = 1.0
+# How often, and how far apart, a status that is on its way is looked for.
+STATUS_LOOKS, SECONDS_PER_LOOK = 50, 0.01
 
-_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+_NO_STATUS_YET = "Internal error from Core"
+# Without a reason these speak of the way to the verifier: what it refuses itself has one.
+_GONE = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
+)
 _OF_A_ROUND = ("proposal", "decode", "sequence_id")
 
 
@@ -196,10 +205,14 @@ class VerifySequence:
 
     async def _explain(self, error: BaseException) -> BaseException:
         """What is to be raised for an error of the call's."""
-        if isinstance(error, grpc.RpcError):
-            return translate(error, self._address)
         if isinstance(error, asyncio.CancelledError):
             return self._watch.verdict(self._address) or error
+        # A write that meets the end of the call fails before the call's status is there, and puts another in its place
+        # for a moment.
+        for _ in range(STATUS_LOOKS):
+            if await self._call.details() != _NO_STATUS_YET:
+                break
+            await asyncio.sleep(SECONDS_PER_LOOK)
         if await self._call.code() is grpc.StatusCode.OK:
             return internal("INTERNAL", "the verifier ended the stream before the sequence")
         status = grpc.aio.AioRpcError(

@@ -31,6 +31,13 @@ def decode(ids: list[int], *, skip_special: bool = True) -> str:
     return str(_tokenizer().decode(ids, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False))
 
 
+def byte_token(byte: int) -> int:
+    """The token of one byte that is no character by itself: byte-level BPE writes it as the Latin-1 character."""
+    token = int(_tokenizer().convert_tokens_to_ids(chr(byte)))
+    assert _tokenizer().decode([token]) == "\ufffd"
+    return token
+
+
 def logits(ids: list[int]) -> Tensor:
     """Logits after each token, `[T, V]`."""
     with torch.inference_mode():

@@ -30,6 +30,12 @@ def test_greedy_text_is_the_targets_own_whatever_gamma(draft: grpc.Channel, gamm
     assert sample.end.statistics.num_drafts == 0 if gamma == 0 else sample.end.statistics.num_drafts > 0
 
 
+def test_text_comes_as_it_is_written_also_where_the_target_writes_alone(draft: grpc.Channel) -> None:
+    """One verdict a token, and a chunk for each, but for tokens that end inside a character."""
+    sample = write(draft, gamma=0, max_new_tokens=24, ignore_eos=True)
+    assert len(sample.texts) >= 12
+
+
 def test_response_says_what_was_understood(draft: grpc.Channel) -> None:
     result = generate(draft, request(request_id="mine", max_new_tokens=9, sampling=sampling(0.0, seed=77)))
     started = result.started
@@ -257,6 +263,13 @@ def test_a_resumed_request_goes_on_where_it_ended(draft: grpc.Channel) -> None:
         assert sample.ids == free.ids[cut:]
         assert oracle.decode(IDS + free.ids[:cut])[len(PROMPT) :] + sample.text == free.text
         assert sample.end.usage.completion_tokens == 32 - cut
+
+
+def test_a_character_begun_before_a_resume_is_finished_after_it(draft: grpc.Channel) -> None:
+    first, second = (oracle.byte_token(byte) for byte in "é".encode())
+    law = sampling(0.0, seed=1, logit_bias=[sampling_pb2.LogitBias(token_id=second, bias=100.0)])
+    sample = write(draft, sampling=law, committed_token_ids=[first], max_new_tokens=2)
+    assert (sample.ids, sample.text) == ([second], "é")
 
 
 # ------------------------------------------------------------------------------------------------- what else it takes
