@@ -75,11 +75,13 @@ def build_engine(
     """The draft's engine, warmed up and not started."""
     length = sequence_tokens(settings, loaded)
     packed = PackedModel.build(loaded, max_sequences=settings.max_sequences, max_length=length)
+    config = SparseConfig(keep_mass=settings.keep_mass, max_support=limits.max_support)
     packed.warm_up((1, 2, 64))
+    packed.warm_up_writing(config)
     return DraftEngine(
         packed,
         vocab_size=target.vocab_size,
-        config=SparseConfig(keep_mass=settings.keep_mass, max_support=limits.max_support),
+        config=config,
         prefill_tokens=settings.prefill_tokens,
         threads=settings.threads,
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,20 +58,22 @@ def probabilities(logits: Tensor, law: SamplingLaw, dtype: torch.dtype = torch.f
 
     A row that is no law (see `bad_rows`) comes out as NaN throughout; its neighbours are not affected.
     """
-    # z: [R, V], the logits; s: [R, V], scaled and filtered. Thresholds are taken on z, which division cannot merge.
     z = logits.to(dtype)
     if law.is_greedy:
         return _point_mass(z)
-    s = _scaled(z, law.temperature)
-    if law.is_plain:
-        return torch.softmax(s, dim=-1)
+    return sampled_law(z, law.temperature, law.top_k, law.top_p, law.min_p)
 
-    if 0 < law.top_k < z.shape[-1]:
-        s = s.masked_fill(z < torch.topk(z, law.top_k).values[:, -1:], -math.inf)
-    if law.top_p < 1:
-        s = s.masked_fill(z < _nucleus_cuts(z, torch.softmax(s, dim=-1), law.top_p), -math.inf)
-    if law.min_p > 0:
-        s = s.masked_fill(s < s.amax(dim=-1, keepdim=True) + math.log(law.min_p), -math.inf)
+
+def sampled_law(z: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """`probabilities` at a temperature above 0, in the dtype of `z` `[R, V]`. TorchScript can compile it."""
+    # s: [R, V], scaled and filtered. Thresholds are taken on z, which division cannot merge.
+    s = _scaled(z, temperature)
+    if 0 < top_k < z.size(-1):
+        s = s.masked_fill(z < torch.topk(z, top_k)[0][:, -1:], -math.inf)
+    if top_p < 1:
+        s = s.masked_fill(z < _nucleus_cuts(z, torch.softmax(s, dim=-1), top_p), -math.inf)
+    if min_p > 0:
+        s = s.masked_fill(s < s.amax(dim=-1, keepdim=True) + math.log(min_p), -math.inf)
     return torch.softmax(s, dim=-1)
 
 
@@ -92,23 +93,23 @@ def _scaled(z: Tensor, temperature: float) -> Tensor:
     if temperature > 1:
         return z / temperature
     # Below 1 the quotient can overflow, unless the largest logit is zero first. A temperature that the dtype would
-    # round to zero counts as its smallest normal number.
-    return (z - z.amax(dim=-1, keepdim=True)).div_(max(temperature, torch.finfo(z.dtype).tiny))
+    # round to zero counts as about its smallest normal number.
+    tiny = 2.3e-308 if z.dtype == torch.float64 else 1.2e-38
+    return (z - z.amax(dim=-1, keepdim=True)).div_(max(temperature, tiny))
 
 
 def _nucleus_cuts(z: Tensor, p: Tensor, top_p: float) -> Tensor:
     """Return the smallest logit inside the nucleus of each row, `[R, 1]`; `z` and `p` are `[R, V]`."""
-    rows = zip(z.cpu().numpy(), p.cpu().numpy(), strict=True)
-    cuts = [_nucleus_cut(each, q, top_p) for each, q in rows]
-    return torch.tensor(cuts, dtype=z.dtype, device=z.device)[:, None]
+    cuts = [_nucleus_cut(z[row], p[row], top_p) for row in range(z.size(0))]
+    return torch.tensor(cuts, dtype=z.dtype, device=z.device).unsqueeze(1)
 
 
-def _nucleus_cut(z: np.ndarray, p: np.ndarray, top_p: float) -> float:
-    # All tokens below this bound together are less than half of what may go, so only the rest need sorting. z and p
-    # are sorted alike, as p never falls where z rises.
-    candidates = np.flatnonzero(p > (1.0 - top_p) / (2 * len(p)))
-    if len(candidates) == 0:  # a bad row, NaN throughout
+def _nucleus_cut(z: Tensor, p: Tensor, top_p: float) -> float:
+    # z, p: [V]. All tokens below this bound together are less than half of what may go, so only the rest need sorting.
+    # z and p are sorted alike, as p never falls where z rises.
+    candidates = torch.nonzero(p > (1.0 - top_p) / (2 * p.size(0))).squeeze(1)
+    if candidates.size(0) == 0:  # a bad row, NaN throughout
         return -math.inf
-    mass = np.sort(p[candidates])[::-1].astype(np.float64).cumsum()
-    best = np.sort(z[candidates])[::-1]
-    return float(best[min(int(mass.searchsorted(top_p)), len(best) - 1)])
+    mass = p[candidates].sort(descending=True)[0].double().cumsum(0)
+    best = z[candidates].sort(descending=True)[0]
+    return float(best[min(int(torch.searchsorted(mass, top_p)), best.size(0) - 1)])

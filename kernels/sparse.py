@@ -18,8 +18,7 @@ from kernels.distribution import SamplingLaw, probabilities
 MAX_SUPPORT = 256
 """The largest K. With 16-bit weights Σw stays below 2^24, which float32 holds exactly."""
 
-_MAX_WEIGHT = 65535
-_TWO_53 = 2.0**53
+# What TorchScript compiles sees no constants of a module: below they stand as numbers.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,9 +127,16 @@ def sample(law: SparseLaw, u: float) -> int:
 
     A uniform of 53 bits gives every token its exact probability up to 2^-53, and never one outside the support.
     """
-    target = (int(u * _TWO_53) * law.total) >> 53
-    cumulative = law.weights.cumsum(dtype=np.int64)
-    return int(law.ids[cumulative.searchsorted(target, side="right")])
+    return int(law.ids[place(torch.from_numpy(law.weights.astype(np.int64)), law.total, u)])
+
+
+def place(weights: Tensor, total: int, u: float) -> int:
+    """Return the place in `weights` `[K]` (int64, of sum `total`) that `sample` takes. TorchScript can compile it."""
+    bits = int(u * 2.0**53)
+    # (bits · total) >> 53, in two halves that 64 bits hold.
+    high, low = bits >> 27, bits & 0x7FFFFFF
+    target = (high * total + ((low * total) >> 27)) >> 26
+    return int(torch.searchsorted(weights.cumsum(0), target, right=True))
 
 
 def validate(ids: np.ndarray, weights: np.ndarray, vocab_size: int) -> SparseLaw:
@@ -176,36 +182,53 @@ def _argmax(logits: Tensor) -> list[int]:
 
 
 def _sparsify_rows(probs: Tensor, config: SparseConfig) -> list[SparseLaw | None]:
-    return [None if np.isnan(p[0]) else _sparsify_row(p, config) for p in probs.cpu().numpy()]
+    return [None if bool(p[0].isnan()) else _sparsify_row(p, config) for p in probs.cpu()]
 
 
-def _sparsify_row(p: np.ndarray, config: SparseConfig) -> SparseLaw:
-    ids = np.flatnonzero(p >= _least_candidate(p, config))
+def _sparsify_row(p: Tensor, config: SparseConfig) -> SparseLaw:
+    ids, weights = truncate(p, config.keep_mass, config.max_support)
+    return as_law(ids, weights)
+
+
+def as_law(ids: Tensor, weights: Tensor) -> SparseLaw:
+    """Return what `truncate` found as a law."""
+    integers = weights.numpy()
+    return SparseLaw(ids.numpy(), integers.astype(np.uint16), int(integers.sum()))
+
+
+def truncate(p: Tensor, keep_mass: float, max_support: int) -> tuple[Tensor, Tensor]:
+    """Return ids (ascending) and weights, int64 `[K]`, of q̂ for one law `p` `[V]`. TorchScript can compile it.
+
+    See `SparseConfig` and `sparsify`.
+    """
+    ids = torch.nonzero(p >= _least_candidate(p, keep_mass, max_support)).squeeze(1)
     kept = p[ids]
-    best = np.sort(kept)[::-1][: config.max_support].astype(np.float64)
-    size = min(int(best.cumsum().searchsorted(config.keep_mass)) + 1, len(best))
-    inside = kept >= best[size - 1]
-    ids, kept = ids[inside], kept[inside]
-    if len(ids) > size:  # more tokens equal to the last than there is room for: the lower ids stay
-        surplus = np.flatnonzero(kept == best[size - 1])[size - len(ids) :]
-        ids, kept = np.delete(ids, surplus), np.delete(kept, surplus)
+    best = kept.sort(descending=True)[0][:max_support].double()
+    size = min(int(torch.searchsorted(best.cumsum(0), keep_mass)) + 1, best.size(0))
+    last = best[size - 1]
+    inside = torch.nonzero(kept >= last).squeeze(1)
+    if inside.size(0) > size:  # more tokens equal to the last than there is room for: the lower ids stay
+        above = torch.nonzero(kept > last).squeeze(1)
+        equal = torch.nonzero(kept == last).squeeze(1)[: size - above.size(0)]
+        inside = torch.cat([above, equal]).sort()[0]
+    weights = (kept[inside].double() * (65535.0 / best[0])).round().long()
+    ids = ids[inside]
+    if int(weights.min()) == 0:
+        full = torch.nonzero(weights).squeeze(1)
+        ids, weights = ids[full], weights[full]
+    return ids, weights
 
-    weights = np.rint(kept * (_MAX_WEIGHT / best[0])).astype(np.uint16)
-    if not weights.all():
-        ids, weights = ids[weights > 0], weights[weights > 0]
-    return SparseLaw(ids, weights, int(weights.sum()))
 
-
-def _least_candidate(p: np.ndarray, config: SparseConfig) -> float:
+def _least_candidate(p: Tensor, keep_mass: float, max_support: int) -> float:
     """Return a probability below which no token of `p` `[V]` can be kept; it spares sorting the vocabulary."""
-    V = len(p)
+    V = p.size(0)
     # All tokens below the first bound together are less than half of what may go; those below the second have weight 0,
     # since the largest probability is at least 1/V.
-    least = max((1.0 - config.keep_mass) / 2, 0.25 / _MAX_WEIGHT) / V
-    stride = 2 * MAX_SUPPORT
+    least = max((1.0 - keep_mass) / 2, 0.25 / 65535) / V
+    stride = 512  # twice MAX_SUPPORT
     if 2 * stride > V:
         return least
     # Each column of this table holds a token as probable as its maximum, so `max_support` tokens are at least as
     # probable as the maximum of that rank.
-    peaks = p[: V - V % stride].reshape(-1, stride).max(axis=0)
-    return max(least, float(np.partition(peaks, -config.max_support)[-config.max_support]))
+    peaks = p[: V - V % stride].view(-1, stride).amax(0)
+    return max(least, float(torch.topk(peaks, max_support, sorted=False)[0].min()))

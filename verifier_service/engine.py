@@ -70,7 +70,7 @@ Message = Open | Submit | Read | HalfClose | Close | Drain
 Result = TypeVar("Result")
 
 
-class VerifierEngine(Engine[Message, TargetWork]):
+class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
     """All sequences of one target model."""
 
     def __init__(
@@ -141,7 +141,7 @@ class VerifierEngine(Engine[Message, TargetWork]):
         if self._waiting:
             self._admit(self._waiting.popleft())
 
-    # ------------------------------------------------------------------------------------- schedule, process, answer
+    # ------------------------------------------------------------------------------------- schedule, forward, process
 
     def schedule(self) -> list[TargetWork]:
         ready = [(sequence, _guard(sequence, sequence.next_round)) for sequence in self._running]
@@ -150,6 +150,9 @@ class VerifierEngine(Engine[Message, TargetWork]):
             served = {id(item.sequence) for item in work}
             self._running.sort(key=lambda sequence: id(sequence) in served)
         return work
+
+    def forward(self, work: Sequence[TargetWork]) -> torch.Tensor:
+        return self.packed.forward([item.chunk for item in work])
 
     def process(self, work: Sequence[TargetWork], logits: torch.Tensor) -> None:
         # logits: [Σ (γ + 1), V or more], for the work that has a round

@@ -1,7 +1,8 @@
 """The draft's engine: all sequences that have a proposal to draft take one step in one packed pass.
 
 It runs on a thread of its own (`outrider.lm.engine`): γ tokens are γ passes, with no way back to the event loop between
-them. It knows nothing of gRPC or of verdicts: it is told what was committed, and asked for tokens that may follow.
+them; a sequence that drafts alone takes them in one call. It knows nothing of gRPC or of verdicts: it is told what was
+committed, and asked for tokens that may follow.
 """
 
 import time
@@ -17,6 +18,7 @@ from kernels.philox import Domain, uniform
 from kernels.sparse import SparseConfig, SparseLaw, draw
 from outrider.lm.engine import Engine
 from outrider.lm.packed import Chunk, PackedModel
+from outrider.lm.writing import Sampling
 
 Done = Callable[[Draft | DraftError], None]
 
@@ -120,7 +122,11 @@ class DraftWork:
     draws: bool
 
 
-class DraftEngine(Engine[Ask | Close, DraftWork]):
+Drawn = list[tuple[int, SparseLaw | None]]
+"""Tokens and their laws."""
+
+
+class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
     """All sequences of one draft model."""
 
     def __init__(
@@ -173,7 +179,7 @@ class DraftEngine(Engine[Ask | Close, DraftWork]):
             self.packed.pool.free(sequence.slot)
             sequence.slot = None
 
-    # --------------------------------------------------------------------------------------- schedule, process, fail
+    # --------------------------------------------------------------------------------------- schedule, forward, process
 
     def schedule(self) -> list[DraftWork]:
         work, budget = [], self._prefill_tokens
@@ -190,32 +196,50 @@ class DraftEngine(Engine[Ask | Close, DraftWork]):
                 work.append(DraftWork(sequence, Chunk(sequence.slot, tokens, start, piece), False))
         return work
 
-    def process(self, work: Sequence[DraftWork], logits: torch.Tensor) -> None:
-        # logits: [B, V or more], one row for each sequence that draws
+    def forward(self, work: Sequence[DraftWork]) -> list[Drawn]:
+        """What each work has drawn: nothing, a token, or the whole proposal where it drafts alone."""
+        if len(work) == 1 and work[0].draws and work[0].sequence.adjuster is None and self.packed.can_write:
+            return [self._write(work[0])]
+        logits = self.packed.forward([item.chunk for item in work])
         drawing = [item.sequence for item in work if item.draws]
-        if not drawing:
-            return
-        for sequence, (token, law) in zip(drawing, self._draw(drawing, logits), strict=True):
+        drawn = iter(self._draw(drawing, logits) if drawing else ())
+        return [[next(drawn)] if item.draws else [] for item in work]
+
+    def process(self, work: Sequence[DraftWork], output: Sequence[Drawn]) -> None:
+        for item, drawn in zip(work, output, strict=True):
+            self._take(item.sequence, drawn)
+
+    def _take(self, sequence: ModelSequence, drawn: Drawn) -> None:
+        for token, law in drawn:
             if token < 0:
                 text = f"the draft's logits after {len(sequence.tokens)} tokens are no numbers"
                 self._end(sequence, DraftError(text, reason="BAD_LOGITS"))
-                continue
+                return
             sequence.add(token, law)
-            if sequence.drafted == sequence.gamma:
-                self._busy.remove(sequence)
-                sequence.finish()
+        if sequence.drafted == sequence.gamma:
+            self._busy.remove(sequence)
+            sequence.finish()
 
     def fail(self, work: Sequence[DraftWork], error: Exception) -> None:
         for item in work:
             if item.sequence in self._busy:
                 self._end(item.sequence, error)
 
+    def _write(self, work: DraftWork) -> Drawn:
+        sequence = work.sequence
+        places = range(sequence.drafted, sequence.gamma)
+        uniforms = [_uniform(sequence, place) for place in places]
+        sampling = Sampling(sequence.law, self._config, uniforms, self._vocab_size)
+        return list(zip(*self.packed.write(work.chunk, sampling), strict=True))
+
     def _draw(self, drawing: Sequence[ModelSequence], logits: torch.Tensor) -> Iterable[tuple[int, SparseLaw | None]]:
+        # logits: [B, V or more], one row for each sequence
         z = logits[:, : self._vocab_size]
         if any(sequence.adjuster is not None for sequence in drawing):
             z = apply(z, [None if each.adjuster is None else each.adjuster.row() for each in drawing])
         laws = [sequence.law for sequence in drawing]
-        tokens, drawn = draw(z, laws, self._config, [_uniform(sequence) for sequence in drawing])
+        uniforms = [_uniform(sequence, sequence.drafted) for sequence in drawing]
+        tokens, drawn = draw(z, laws, self._config, uniforms)
         return zip(tokens, drawn, strict=True)
 
     def _end(self, sequence: ModelSequence, error: Exception) -> None:
@@ -224,8 +248,8 @@ class DraftEngine(Engine[Ask | Close, DraftWork]):
         sequence.finish(error if isinstance(error, DraftError) else DraftError(f"{type(error).__name__}: {error}"))
 
 
-def _uniform(sequence: ModelSequence) -> float:
-    """The draw of the next token (Law 2): keyed by the round's base and the place in the proposal."""
+def _uniform(sequence: ModelSequence, place: int) -> float:
+    """The draw at a place of the proposal (Law 2): keyed by that and the round's base."""
     if sequence.law.is_greedy:
         return 0.0
-    return uniform(sequence.seed, sequence.base, sequence.drafted, Domain.DRAFT)
+    return uniform(sequence.seed, sequence.base, place, Domain.DRAFT)

@@ -2,7 +2,7 @@
 
 A pass is receive → schedule → forward → process. The core takes messages in and keeps the thread alive. It knows
 nothing of proposals, verdicts or drafts: a subclass says what a message means, what goes into a pass, and what becomes
-of its logits.
+of its output.
 """
 
 import queue
@@ -10,29 +10,22 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import structlog
 import torch
 
-from outrider.lm.packed import Chunk, PackedModel
+from outrider.lm.packed import PackedModel
 
 _log = structlog.get_logger()
 
 
-class HasChunk(Protocol):
-    """One sequence's share of a pass."""
-
-    @property
-    def chunk(self) -> Chunk:
-        """The tokens to run."""
-
-
 Message = TypeVar("Message")
-Work = TypeVar("Work", bound=HasChunk)
+Work = TypeVar("Work")
+Output = TypeVar("Output")
 
 
-class Engine(ABC, Generic[Message, Work]):
+class Engine(ABC, Generic[Message, Work, Output]):
     """A thread that runs one model. All methods below the line run on that thread alone, so none of them locks."""
 
     def __init__(self, packed: PackedModel, *, name: str, threads: int | None = None) -> None:
@@ -73,8 +66,12 @@ class Engine(ABC, Generic[Message, Work]):
         """What goes into the next pass; empty where nothing is ready, upon which the engine sleeps until a message."""
 
     @abstractmethod
-    def process(self, work: Sequence[Work], logits: torch.Tensor) -> None:
-        """Takes the logits `[R, V]` of the pass: for each work in order, the rows its chunk asked for."""
+    def forward(self, work: Sequence[Work]) -> Output:
+        """Runs the model."""
+
+    @abstractmethod
+    def process(self, work: Sequence[Work], output: Output) -> None:
+        """Takes what `forward` made of the same work."""
 
     @abstractmethod
     def fail(self, work: Sequence[Work], error: Exception) -> None:
@@ -95,9 +92,9 @@ class Engine(ABC, Generic[Message, Work]):
             return self._receive_all(wait=True)
         try:
             self.pass_started = time.perf_counter()
-            logits = self.packed.forward([item.chunk for item in work])
+            output = self.forward(work)
             self.forward_seconds = time.perf_counter() - self.pass_started
-            self.process(work, logits)
+            self.process(work, output)
         except Exception as error:  # a broken pass must not take the other sequences with it
             _log.exception("pass failed", sequences=len(work))
             self.fail(work, error)

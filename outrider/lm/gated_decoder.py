@@ -7,19 +7,22 @@ one complex product, for which the pairs (i, i + D/2) that they rotate are laid 
 It knows transformers' modules by name and the layout of a pass. It does not know how its weights were loaded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
+from kernels.sparse import SparseLaw
 from outrider.lm.batch import PackedBatch
 from outrider.lm.gated_layers import Frame, GatedLayers, LayerWeights, compiled
 from outrider.lm.linear import can_pack, pack
 from outrider.lm.norm import doubled
 from outrider.lm.probe import AttentionLayer
 from outrider.lm.program import Rows
+from outrider.lm.writing import Sampling, Writer
 
 FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 
@@ -79,13 +82,28 @@ class GatedDecoder:
             vocab_size=vocab_size,
         )
         self._layers = GatedLayers(frame, weights)
-        self._run = compiled(self._layers)
+        self._run: Callable[..., Tensor] = compiled(self._layers)
 
     def __call__(self, token_ids: Tensor, batch: PackedBatch, rows: Rows) -> Tensor:
         masks = [batch.masks_for(self._group, window) for window in self._layers.windows]
         last, chosen = (batch.rows, rows) if rows is None or isinstance(rows, Tensor) else (rows, None)
         rotation = self._rotation(batch)
         return self._run(token_ids, rotation, batch.counts, batch.keys, batch.values, batch.new, masks, last, chosen)
+
+    def write(
+        self, token_ids: Tensor, batch: PackedBatch, sampling: Sampling
+    ) -> tuple[list[int], list[SparseLaw | None]]:
+        """See `outrider.lm.program.WritingProgram`."""
+        count, windows = len(token_ids), self._layers.windows
+        length = batch.starts[0] + count
+        masks = [[batch.masks.for_rows(count, length, self._group, window)] for window in windows]
+        later = [[batch.masks.for_rows(1, length, self._group, window)] for window in windows]
+        views = (batch.keys[0], batch.values[0], batch.new[0])
+        return self._writer(token_ids, self._rotation(batch), views, masks, later, sampling)
+
+    @cached_property
+    def _writer(self) -> Writer:
+        return Writer(self._layers)
 
     # ------------------------------------------------------------------------------------------------------- positions
 

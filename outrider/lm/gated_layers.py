@@ -8,6 +8,7 @@ uncompiled it does the same. It knows tensors only: how weights come here is for
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -191,12 +192,12 @@ class GatedLayers(nn.Module):
         return linear(normed, self.head, self.head_bias, self.packed).squeeze(1)
 
 
-def compiled(layers: GatedLayers) -> Callable[..., Tensor]:
-    """The layers as TorchScript compiles them, or as they are where this torch cannot."""
+def compiled(module: nn.Module) -> Callable[..., Any]:
+    """The module as TorchScript compiles it, or as it is where this torch cannot."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # it is what this torch has; without it all is the same
         try:
-            script: Callable[..., Tensor] = torch.jit.script(layers)
+            script: Callable[..., Any] = torch.jit.script(module)
         except Exception:
-            return layers
+            return module
     return script

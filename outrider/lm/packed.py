@@ -10,12 +10,17 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from kernels.distribution import SamplingLaw
+from kernels.sparse import SparseConfig, SparseLaw
 from outrider.lm.batch import CausalMasks, pack
 from outrider.lm.checkpoint import LoadedModel
 from outrider.lm.fusion import fuse_model
 from outrider.lm.kv_pool import KVPool
-from outrider.lm.program import Program, Rows, TransformersProgram
+from outrider.lm.program import Program, Rows, TransformersProgram, WritingProgram
 from outrider.lm.selfcheck import make_pool
+from outrider.lm.writing import Sampling
+
+_RUNS_TO_COMPILE = 3  # TorchScript watches two runs before it compiles
 
 
 @dataclass(slots=True)
@@ -102,6 +107,39 @@ class PackedModel:
             self.pool.extend(chunk.slot, chunk.start + len(chunk.tokens))
         return logits
 
+    @property
+    def can_write(self) -> bool:
+        """Whether `write` is there: a fused model's program has it."""
+        return isinstance(self._program, WritingProgram)
+
+    @torch.inference_mode()
+    def write(self, chunk: Chunk, sampling: Sampling) -> tuple[list[int], list[SparseLaw | None]]:
+        """Runs a chunk, draws the next token, runs that, and so on, in one call: γ tokens, one for each uniform.
+
+        Each is the token that `kernels.sparse.draw` would draw. Afterwards the slot holds the chunk and the tokens
+        written but the last. If it raises, the slot has not changed its length.
+
+        Returns:
+            The tokens and the law of each, see `WritingProgram.write`.
+
+        Raises:
+            ValueError: the chunk or the tokens do not fit their slot, or a token is outside the vocabulary.
+        """
+        program = self._program
+        if not isinstance(program, WritingProgram):
+            raise ValueError(f"{self.loaded.name} runs unfused, and an unfused model cannot write")
+        self._check([chunk])
+        rows = len(chunk.tokens) + len(sampling.uniforms) - 1
+        if chunk.start + rows > self.pool.max_length:
+            raise ValueError(
+                f"slot {chunk.slot} holds {chunk.start} positions: {rows} more go beyond its {self.pool.max_length}"
+            )
+        token_ids = torch.tensor(chunk.tokens, device=self.loaded.device)
+        batch = pack([(chunk.slot, chunk.start, rows)], self.pool, self._masks)
+        tokens, laws = program.write(token_ids, batch, sampling)
+        self.pool.extend(chunk.slot, chunk.start + len(chunk.tokens) + len(tokens) - 1)
+        return tokens, laws
+
     def warm_up(self, widths: Iterable[int]) -> None:
         """Runs passes of these many tokens once: the first of a width costs several times the next.
 
@@ -115,6 +153,24 @@ class PackedModel:
                 if 2 * width <= self.pool.max_length:
                     self.forward([Chunk(slot, [0] * width, 0, 0)])
                     self.forward([Chunk(slot, [0] * width, width, 0)])
+        finally:
+            self.pool.free(slot)
+
+    def warm_up_writing(self, config: SparseConfig) -> None:
+        """Writes a few tokens, where the model can: the first calls are compiled.
+
+        Raises:
+            PoolExhausted: no slot is free.
+        """
+        if not self.can_write:
+            return
+        slot = self.pool.allocate()
+        uniforms = [0.5] * min(4, self.pool.max_length)
+        try:
+            for law in (SamplingLaw(temperature=0), SamplingLaw()):
+                for _ in range(_RUNS_TO_COMPILE):
+                    self.pool.rollback(slot, 0)
+                    self.write(Chunk(slot, [0], 0, 1), Sampling(law, config, uniforms, self.loaded.vocab_size))
         finally:
             self.pool.free(slot)
 

@@ -4,12 +4,14 @@ It knows the layout of a pass, and nothing of slots or of who asks.
 """
 
 import inspect
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from kernels.sparse import SparseLaw
 from outrider.lm.batch import PackedBatch
+from outrider.lm.writing import Sampling
 
 Rows = Tensor | int | None
 """Which rows of a pass need logits: their indices, the last n, or (None) all."""
@@ -28,6 +30,26 @@ class Program(Protocol):
 
         Returns:
             `[R, V]`, in the dtype of the model.
+        """
+
+
+@runtime_checkable
+class WritingProgram(Program, Protocol):
+    """One that can also write several tokens of one sequence in one call."""
+
+    def write(
+        self, token_ids: Tensor, batch: PackedBatch, sampling: Sampling
+    ) -> tuple[list[int], list[SparseLaw | None]]:
+        """Runs `token_ids` `[T]`, draws a token, runs that, and so on; the last token drawn is not run.
+
+        Args:
+            token_ids: what is to be run before the first token can be drawn.
+            batch: one chunk, of all T + γ - 1 rows that will be run.
+            sampling: how the γ tokens are drawn.
+
+        Returns:
+            The tokens and the law of each, None at temperature 0. A token of -1 says that the logits were no numbers,
+            and is the last.
         """
 
 

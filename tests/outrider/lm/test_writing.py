@@ -1,0 +1,121 @@
+"""Several tokens in one call are the tokens, and the laws, that one call each would have drawn."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kernels.distribution import SamplingLaw
+from kernels.sparse import SparseConfig, SparseLaw, draw
+from outrider.lm.checkpoint import LoadedModel
+from outrider.lm.gated_decoder import GatedDecoder
+from outrider.lm.packed import Chunk, PackedModel
+from outrider.lm.writing import Sampling, WritingLoop
+from tests.outrider.lm.tiny import GATED, VOCABULARY
+
+CONFIG = SparseConfig(keep_mass=0.97, max_support=40)
+KNOWN = VOCABULARY - 3  # the rest is padding
+LAWS = [
+    SamplingLaw(temperature=0),
+    SamplingLaw(),
+    SamplingLaw(temperature=0.6),
+    SamplingLaw(temperature=1.4, top_k=9),
+    SamplingLaw(top_p=0.8),
+    SamplingLaw(top_k=30, top_p=0.9, min_p=0.05),
+]
+
+
+def step_by_step(
+    model: PackedModel, slot: int, chunk: list[int], sampling: Sampling
+) -> tuple[list[int], list[SparseLaw | None]]:
+    tokens, laws = list[int](), list[SparseLaw | None]()
+    for u in sampling.uniforms:
+        logits = model.forward([Chunk(slot, chunk, model.pool.length(slot), len(chunk) - 1)])
+        chunk, law = draw(logits[:, : sampling.vocab_size], sampling.law, sampling.config, [u])
+        tokens += chunk
+        laws += law
+    return tokens, laws
+
+
+def triples(laws: list[SparseLaw | None]) -> list[tuple[list[int], list[int], int] | None]:
+    return [None if law is None else (law.ids.tolist(), law.weights.tolist(), law.total) for law in laws]
+
+
+@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize("first", [1, 2, 13])
+def test_written_tokens_are_those_drawn_step_by_step(name: str, first: int, load: Callable[..., LoadedModel]) -> None:
+    """Bit for bit, from the first token of a prompt or after one that the cache holds, for every law."""
+    model = PackedModel.build(load(name), max_sequences=2, max_length=48)
+    rng = random.Random(first)
+    prompt = rng.choices(range(VOCABULARY), k=5 + first)
+    one, other = model.pool.allocate(), model.pool.allocate()
+    for slot in (one, other):
+        model.forward([Chunk(slot, prompt[:5], 0, 4)])
+    for law in LAWS:
+        sampling = Sampling(law, CONFIG, [rng.random() for _ in range(6)], KNOWN)
+        tokens, laws = model.write(Chunk(one, prompt[5:], 5, first), sampling)
+        expected, expected_laws = step_by_step(model, other, prompt[5:], sampling)
+        assert tokens == expected
+        assert triples(laws) == triples(expected_laws)
+        assert model.pool.length(one) == model.pool.length(other) == 5 + first + 5
+        for slot in (one, other):
+            model.pool.rollback(slot, 5)
+
+
+def test_what_was_written_is_in_the_cache(load: Callable[..., LoadedModel]) -> None:
+    model = PackedModel.build(load("llama"), max_sequences=2, max_length=48)
+    slot, fresh = model.pool.allocate(), model.pool.allocate()
+    sampling = Sampling(SamplingLaw(), CONFIG, [0.2, 0.9, 0.5], KNOWN)
+    tokens, _ = model.write(Chunk(slot, [3, 1, 4], 0, 3), sampling)
+    after = model.forward([Chunk(slot, [tokens[-1], 7], 5, 0)])
+    whole = model.forward([Chunk(fresh, [3, 1, 4, *tokens, 7], 0, 5)])
+    assert torch.allclose(after, whole, atol=1e-5)
+
+
+def test_logits_that_are_no_numbers_end_the_writing(load: Callable[..., LoadedModel]) -> None:
+    loaded = load("llama")
+    model = PackedModel.build(loaded, max_sequences=1, max_length=48)
+    assert isinstance(loaded.fused, GatedDecoder)
+    slot = model.pool.allocate()
+    for law in (SamplingLaw(temperature=0), SamplingLaw()):
+        first, _ = model.write(Chunk(slot, [5], 0, 1), Sampling(law, CONFIG, [0.4], KNOWN))
+        model.pool.rollback(slot, 0)
+        embedding = loaded.fused._layers.embedding
+        kept = embedding[first[0]].clone()
+        embedding[first[0]] = float("nan")
+        tokens, laws = model.write(Chunk(slot, [5], 0, 1), Sampling(law, CONFIG, [0.4, 0.5, 0.6], KNOWN))
+        embedding[first[0]] = kept
+        model.pool.rollback(slot, 0)
+        assert tokens == [*first, -1]
+        assert len(laws) == 2
+        assert laws[-1] is None
+
+
+def test_compiled_or_not_the_loop_does_the_same(load: Callable[..., LoadedModel]) -> None:
+    loaded = load("qwen3")
+    model = PackedModel.build(loaded, max_sequences=1, max_length=48)
+    assert isinstance(loaded.fused, GatedDecoder)
+    slot = model.pool.allocate()
+    sampling = Sampling(SamplingLaw(top_p=0.9), CONFIG, [0.3, 0.6, 0.1, 0.8], KNOWN)
+    compiled = model.write(Chunk(slot, [9, 2], 0, 2), sampling)
+    assert isinstance(loaded.fused._writer._loop, torch.jit.ScriptModule)
+    model.pool.rollback(slot, 0)
+    loaded.fused._writer._loop = WritingLoop(loaded.fused._layers)
+    plain = model.write(Chunk(slot, [9, 2], 0, 2), sampling)
+    assert compiled[0] == plain[0]
+    assert triples(compiled[1]) == triples(plain[1])
+
+
+def test_what_cannot_be_written_is_refused(load: Callable[..., LoadedModel]) -> None:
+    model = PackedModel.build(load("llama"), max_sequences=1, max_length=8)
+    slot = model.pool.allocate()
+    sampling = Sampling(SamplingLaw(), CONFIG, [0.5] * 7, KNOWN)
+    with pytest.raises(ValueError, match="holds 0 positions: 9 more go beyond its 8"):
+        model.write(Chunk(slot, [1, 2, 3], 0, 3), sampling)
+    assert model.pool.length(slot) == 0
+    assert model.can_write
+    unfused = PackedModel.build(load("llama"), max_sequences=1, max_length=48, fuse=False)
+    assert not unfused.can_write
+    with pytest.raises(ValueError, match="cannot write"):
+        unfused.write(Chunk(unfused.pool.allocate(), [1], 0, 1), sampling)
