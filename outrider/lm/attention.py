@@ -97,15 +97,13 @@ def _attend_block(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sca
         seen = window + n - 1
         keys, values = keys.narrow(2, end - seen, seen), values.narrow(2, end - seen, seen)
         end = seen
-    most = mask.size(0) // group
-    if n < most:  # the last rows of a mask for more
-        mask = mask.view(group, most, -1).narrow(1, most - n, n).reshape(group * n, -1)
-    mask = mask.narrow(1, mask.size(1) - end, end)
-    # [n, KV, g, D] -> [KV, 1, g · n, D]: as for one row; the mask repeats its rows g times.
+    # The last n rows of the mask, each of which is there g times.
+    mask = mask.narrow(0, mask.size(0) - n * group, n * group).narrow(1, mask.size(1) - end, end)
+    # [n, KV, g, D] -> [KV, 1, n · g, D]: as for one row. With one KV head that is the query as it lies.
     grouped = query.reshape(n, kv_heads, group, head_dim)
-    packed = grouped.permute(1, 2, 0, 3).reshape(kv_heads, 1, group * n, head_dim)
+    packed = grouped.transpose(0, 1).reshape(kv_heads, 1, n * group, head_dim)
     out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scaling)
-    return out.reshape(heads, n, head_dim).transpose(0, 1)
+    return out.view(kv_heads, n, group, head_dim).transpose(0, 1).reshape(n, heads, head_dim)
 
 
 def packed_attention(

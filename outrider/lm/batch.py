@@ -40,11 +40,11 @@ class CausalMasks:
         Args:
             count: rows.
             length: positions, at least `count`.
-            group: how many times the rows are repeated, one block of rows after the other.
+            group: how many times each row is repeated.
             window: how many positions a row sees, its own included; 0 is all.
 
         Returns:
-            `[group · b, W]` with b = `count`, or less where that would be more than `BLOCK` rows, and W at least what
+            `[b · group, W]` with b = `count`, or less where that would be more than `BLOCK` rows, and W at least what
             the rows of a block see; `[0, 0]` for a single row, and for rows that are all of the sequence.
         """
         if count == 1 or (count == length and not 0 < window < length):
@@ -75,7 +75,7 @@ class CausalMasks:
         if window:
             unseen |= position <= row - window
         mask = torch.zeros(rows, width, dtype=self._dtype, device=self._device).masked_fill_(unseen, _NEVER)
-        return mask.repeat(group, 1)
+        return mask.repeat_interleave(group, 0)
 
 
 @dataclass(slots=True)

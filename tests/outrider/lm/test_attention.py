@@ -69,7 +69,7 @@ def test_a_mask_hides_the_future_and_what_left_the_window(count: int, length: in
     width = length if not window else min(length, window + count - 1)
     assert mask.shape[1] >= width
     for row in range(group * count):
-        position = length - count + row % count
+        position = length - count + row // group
         for back in range(1, width + 1):
             seen = length - back
             visible = seen <= position and (window == 0 or seen > position - window)
