@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.contenders import Task
 
 TEMPERATURES = (0.0, 1.0)
-CALIBRATION_PROMPTS = 2
+CALIBRATION_PROMPTS = 6
 _CALIBRATION_SEED = 1_000_000
 _WARM_UP_TOKENS = 16
 
@@ -44,7 +44,7 @@ class Plan:
         return asdict(self)
 
 
-FULL = Plan(prompts=6, new_tokens=96, repetitions=3, calibration_tokens=48, factor=12)
+FULL = Plan(prompts=12, new_tokens=96, repetitions=3, calibration_tokens=48, factor=12)
 QUICK = Plan(prompts=2, new_tokens=16, repetitions=1, calibration_tokens=0, factor=1)
 
 

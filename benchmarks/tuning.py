@@ -1,6 +1,7 @@
 """Find each contender's fastest settings on a short calibration: number format, threads, tokens per proposal.
 
-One thing after another, the later ones at the best of the earlier: a full grid would take longer than the benchmark. It
+One thing after another, the later ones at the best of the earlier: a full grid would take longer than the benchmark.
+What depends on the text, tokens per proposal above all, is tried on a few texts, and the best on more of them. It
 knows what can be set, and nothing of how a contender works or of what is reported.
 """
 
@@ -18,11 +19,13 @@ from benchmarks.services import OverGrpc, Processes, RunningPair
 
 DTYPES = ("bfloat16", "float32")
 THREADS = (1, 2)
-GAMMAS = (2, 3, 4, 5, 6, 8)
-FIRST_GAMMA = 4
-ASSISTANT_TOKENS = (3, 5, 8)
+GAMMAS = (2, 3, 4, 5, 6, 8, 10)
+FIRST_GAMMA = 5
+ASSISTANT_TOKENS = (3, 5, 8, 12)
 SCHEDULES = ("constant", "heuristic")
 THRESHOLDS = (0.0, 0.4)
+FEW_TEXTS = 2
+FINALISTS = 3
 
 Choice = TypeVar("Choice")
 
@@ -107,11 +110,8 @@ class Tuner:
         first = Assistance()
         how = _fastest({how: self._overall("assisted", assisted(how, first)) for how in _locals()})
         choices = [Assistance(*choice) for choice in product(ASSISTANT_TOKENS, SCHEDULES, THRESHOLDS)]
-        best = {
-            temperature: _fastest({each: self._rate("assisted", assisted(how, each), temperature) for each in choices})
-            for temperature in self._tasks
-        }
-        return how, best
+        contenders = {choice: assisted(how, choice) for choice in choices}
+        return how, {at: self._fastest_at("assisted", contenders, at) for at in self._tasks}
 
     # ------------------------------------------------------------------------------------------------------- services
 
@@ -129,30 +129,40 @@ class Tuner:
             pair[other] = self._overall("outrider pair", OverGrpc(running, FIRST_GAMMA))
         best = _fastest(pair)
         with RunningPair(self._target, self._draft, best) as running:
-            gamma = {
-                temperature: _fastest(
-                    {gamma: self._rate("outrider pair", OverGrpc(running, gamma), temperature) for gamma in GAMMAS}
-                )
-                for temperature in self._tasks
-            }
+            contenders = {gamma: OverGrpc(running, gamma) for gamma in GAMMAS}
+            gamma = {at: self._fastest_at("outrider pair", contenders, at) for at in self._tasks}
         return _fastest(alone), best, gamma
 
     # ------------------------------------------------------------------------------------------------------ measuring
 
+    def _fastest_at(self, name: str, contenders: Mapping[Choice, Contender], temperature: float) -> Choice:
+        """The fastest at one temperature: all on a few texts, then the best of them on all texts."""
+        tasks = self._tasks[temperature]
+        few = {choice: self._rate(name, each, temperature, tasks[:FEW_TEXTS]) for choice, each in contenders.items()}
+        if len(tasks) <= FEW_TEXTS:
+            return _fastest(few)
+        finalists = sorted(few, key=lambda choice: few[choice], reverse=True)[:FINALISTS]
+        return _fastest({choice: self._rate(name, contenders[choice], temperature, tasks) for choice in finalists})
+
     def _overall(self, name: str, contender: Contender) -> float:
-        """Tokens per second over all temperatures, each with the same weight."""
-        rates = [self._rate(name, contender, temperature) for temperature in self._tasks]
+        """Tokens per second over all temperatures, each with the same weight, on a few texts."""
+        rates = [self._rate(name, contender, at, tasks[:FEW_TEXTS]) for at, tasks in self._tasks.items()]
         return len(rates) / sum(1 / rate for rate in rates)
 
-    def _rate(self, name: str, contender: Contender, temperature: float) -> float:
+    def _rate(self, name: str, contender: Contender, temperature: float, tasks: Sequence[Task]) -> float:
         """Tokens per second at one temperature, after a warm-up."""
-        tasks = self._tasks[temperature]
         contender.write(replace(tasks[0], new_tokens=min(16, tasks[0].new_tokens)))
         runs = [contender.write(task) for task in tasks]
         rate = sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
         settings = contender.settings()
         self.tried.append(
-            {"contender": name, "temperature": temperature, "settings": settings, "tokens_per_second": round(rate, 2)}
+            {
+                "contender": name,
+                "temperature": temperature,
+                "settings": settings,
+                "texts": len(tasks),
+                "tokens_per_second": round(rate, 2),
+            }
         )
         told = ", ".join(f"{key} {value}" for key, value in settings.items())
         self._told(f"{name}, T={temperature:g}, {told}: {rate:.1f} tokens/s")
