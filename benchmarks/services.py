@@ -6,13 +6,15 @@ It knows the flags of the services and the client library, and nothing of what t
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.contenders import Contender, Run, Task, check_length, digest
-from outrider.cli.processes import ServiceProcess, service_environment
+from outrider.cli.processes import ServiceProcess
+from outrider.cli.sharing import halves, service_environment
 from outrider.client import Client, Completion
 
 # One text at a time is asked for; room for more would only be memory.
@@ -22,12 +24,13 @@ _START_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """How the two services run."""
+    """How the two services run; `apart`: each on its own half of the processors, as `outrider serve` starts them."""
 
     target_dtype: str = "bfloat16"
     target_threads: int = 1
     draft_dtype: str = "bfloat16"
     draft_threads: int = 1
+    apart: bool = False
 
 
 class RunningPair:
@@ -41,12 +44,14 @@ class RunningPair:
 
     def __enter__(self) -> Self:
         how = self.how
+        cores = halves(max(how.target_threads, how.draft_threads)) if how.apart else None
+        first, second = cores or (None, None)
         with ExitStack() as opening:
             verifier = opening.enter_context(
-                _start("verifier_service", self._target, how.target_dtype, how.target_threads)
+                _start("verifier_service", self._target, how.target_dtype, how.target_threads, first)
             )
             draft = opening.enter_context(
-                _start("draft_service", self._draft, how.draft_dtype, how.draft_threads, verifier=verifier.address)
+                _start("draft_service", self._draft, how.draft_dtype, how.draft_threads, second, verifier.address)
             )
             for service in (verifier, draft):
                 service.wait_healthy(_START_TIMEOUT_S)
@@ -62,7 +67,9 @@ class RunningPair:
         self._open.close()
 
 
-def _start(module: str, model: Path, dtype: str, threads: int, verifier: str | None = None) -> ServiceProcess:
+def _start(
+    module: str, model: Path, dtype: str, threads: int, cores: Collection[int] | None, verifier: str | None = None
+) -> ServiceProcess:
     flags = {
         "--model": str(model),
         "--listen": "127.0.0.1:0",
@@ -76,6 +83,7 @@ def _start(module: str, model: Path, dtype: str, threads: int, verifier: str | N
     return ServiceProcess.start(
         [module, *(part for flag in flags.items() for part in flag)],
         env=service_environment(threads),
+        cores=cores,
     )
 
 

@@ -124,9 +124,9 @@ class Tuner:
                 alone[how] = self._overall("outrider alone", OverGrpc(running, 0))
                 pair[how] = self._overall("outrider pair", OverGrpc(running, FIRST_GAMMA))
         best = _fastest(pair)
-        other = replace(best, draft_dtype="float32")
-        with RunningPair(self._target, self._draft, other) as running:
-            pair[other] = self._overall("outrider pair", OverGrpc(running, FIRST_GAMMA))
+        for other in (replace(best, draft_dtype="float32"), replace(best, target_threads=1, apart=True)):
+            with RunningPair(self._target, self._draft, other) as running:
+                pair[other] = self._overall("outrider pair", OverGrpc(running, FIRST_GAMMA))
         best = _fastest(pair)
         with RunningPair(self._target, self._draft, best) as running:
             contenders = {gamma: OverGrpc(running, gamma) for gamma in GAMMAS}

@@ -221,10 +221,9 @@ def _check_law(
         ids, weights = decode_sparse(message.sparse)
         if len(ids) > model.limits.max_support:
             raise ValueError(f"the support has {len(ids)} tokens; at most {model.limits.max_support}")
-        validate(ids, weights, model.vocab_size)
+        law = validate(ids, weights, model.vocab_size)
     except ValueError as error:
         raise invalid_field(f"{field_name}.sparse", f"{field_name}.sparse: {error}") from None
-    law = SparseLaw(ids=ids, weights=weights, total=int(weights.sum(dtype="int64")))
     if law.probability(token) <= 0.0:
         raise invalid_field(
             f"{field_name}.sparse",

@@ -8,13 +8,14 @@ from __future__ import annotations
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import FrameType
 
-from outrider.cli.processes import ServiceError, ServiceProcess, service_environment
+from outrider.cli.processes import ServiceError, ServiceProcess
+from outrider.cli.sharing import halves, service_environment
 
 # Between two looks at processes that should go on running.
 _LOOK_S = 0.2
@@ -98,19 +99,23 @@ def running_pair(settings: PairSettings, *, on_line: OnLine | None = None) -> It
     if find_spec("torch") is None:
         raise ServiceError("a client's installation runs no models: pip install 'outrider[service]'")
     verifier_address = fixed(settings.verifier_listen)
+    environment = service_environment(settings.threads)
+    first, second = halves(int(environment["OMP_NUM_THREADS"])) or (None, None)
 
-    def launch(module: str, *arguments: str) -> ServiceProcess:
+    def launch(module: str, cores: Collection[int] | None, *arguments: str) -> ServiceProcess:
         return ServiceProcess.launch(
             [module, *arguments, *settings.flags()],
-            env=service_environment(settings.threads),
+            env=environment,
+            cores=cores,
             on_line=None if on_line is None else lambda line: on_line(module, line),
         )
 
     with (
-        launch("verifier_service", "--model", settings.target, "--listen", verifier_address) as verifier,
+        launch("verifier_service", first, "--model", settings.target, "--listen", verifier_address) as verifier,
         launch(
-            *("draft_service", "--model", settings.draft),
-            *("--verifier", verifier_address, "--listen", settings.draft_listen),
+            "draft_service",
+            second,
+            *("--model", settings.draft, "--verifier", verifier_address, "--listen", settings.draft_listen),
         ) as draft,
     ):
         yield Pair(verifier, draft)

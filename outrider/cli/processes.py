@@ -14,11 +14,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
+from outrider.cli.sharing import keep_on, service_environment
 from outrider.rpc.channel import wait_for_health_blocking
 
 # Log lines kept of one process.
@@ -59,6 +59,7 @@ class ServiceProcess:
         *,
         env: Mapping[str, str] | None = None,
         on_line: Callable[[str], None] | None = None,
+        cores: Collection[int] | None = None,
         timeout: float = START_TIMEOUT_S,
     ) -> Self:
         """Runs `python -m ARGUMENTS...` and returns once it listens.
@@ -67,12 +68,13 @@ class ServiceProcess:
             arguments: the module, then its flags: `["verifier_service", "--model", DIR, "--listen", "127.0.0.1:0"]`.
             env: variables on top of this process's own and of `service_environment()`.
             on_line: called with each log line, from a thread.
+            cores: the processors it may run on, where this system can say so.
             timeout: seconds until it must listen.
 
         Raises:
             ServiceError: it ended, or said nothing of an address in time.
         """
-        service = cls.launch(arguments, env=env, on_line=on_line)
+        service = cls.launch(arguments, env=env, on_line=on_line, cores=cores)
         try:
             service.wait_listening(timeout)
         except BaseException:
@@ -87,6 +89,7 @@ class ServiceProcess:
         *,
         env: Mapping[str, str] | None = None,
         on_line: Callable[[str], None] | None = None,
+        cores: Collection[int] | None = None,
     ) -> Self:
         """As `start`, but returns at once."""
         process = subprocess.Popen(
@@ -101,6 +104,8 @@ class ServiceProcess:
             # A terminal's Ctrl-C goes to every process of its group: services of ours are stopped by us, in order.
             start_new_session=True,
         )
+        if cores:
+            keep_on(process.pid, cores)
         return cls(arguments[0], process, on_line)
 
     def __enter__(self) -> Self:
@@ -221,30 +226,3 @@ def _address_in(line: str) -> str:
     except ValueError:
         return ""
     return str(entry.get("address", "")) if entry.get("event") == "listening" else ""
-
-
-def service_environment(threads: int | None = None) -> dict[str, str]:
-    """What a service that shares its machine with one other needs in its environment.
-
-    Each gets `threads`, or half of the processors where neither that nor OMP_NUM_THREADS is given: two OpenMP pools of
-    full size that wait by spinning take turns at slowing each other down. Waiting passively does not, but makes two
-    threads slower than one: a pool sleeps at the end of every operation, and a pass is hundreds of them. So they spin
-    for a fraction of a millisecond, which bridges the gap from one operation to the next and no more.
-    """
-    environment = {
-        "PYTHONUNBUFFERED": "1",
-        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
-        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "100000"),
-        "OMP_NUM_THREADS": str(threads or os.environ.get("OMP_NUM_THREADS") or max(1, _processors() // 2)),
-    }
-    root = Path(__file__).resolve().parents[2]
-    if (root / "pyproject.toml").is_file():  # a source tree, which need not be installed
-        paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment["PYTHONPATH"] = os.pathsep.join(paths)
-    return environment
-
-
-def _processors() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

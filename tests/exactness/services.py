@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from outrider.cli.processes import service_environment
+from outrider.cli.sharing import service_environment
 from outrider.rpc.channel import wait_for_health_blocking
 
 START_TIMEOUT_S = 60.0

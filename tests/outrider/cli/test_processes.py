@@ -1,11 +1,10 @@
 """A service's process is learnt of, watched and stopped; what it says last is what its failure says."""
 
-import os
 import time
 
 import pytest
 
-from outrider.cli.processes import ServiceError, ServiceProcess, service_environment
+from outrider.cli.processes import ServiceError, ServiceProcess
 
 STAND_IN = "tests.outrider.cli.stand_in"
 
@@ -66,15 +65,3 @@ def test_a_service_deaf_to_sigterm_is_killed() -> None:
     assert service.stop(timeout=0.2) == -9
     assert time.monotonic() - begin < 5
     assert service.stop() == -9
-
-
-def test_two_services_share_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
-        monkeypatch.delenv(name, raising=False)
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    assert service_environment()["OMP_NUM_THREADS"] == str(max(1, processors // 2))
-    assert service_environment()["OMP_WAIT_POLICY"] == "PASSIVE"
-    assert service_environment(threads=7)["OMP_NUM_THREADS"] == "7"
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert service_environment()["OMP_NUM_THREADS"] == "3"
-    assert service_environment(threads=7)["OMP_NUM_THREADS"] == "7"
