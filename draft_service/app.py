@@ -9,14 +9,13 @@ from draft_service.service import SERVICE_NAME, DraftService
 from draft_service.settings import DraftSettings
 from draft_service.verifier_link import VerifierLink
 from kernels.sparse import SparseConfig
-from kernels.verify import SUPPORTED_RULES
 from outrider.lifecycle import Service, in_thread
 from outrider.lm.checkpoint import LoadedModel
 from outrider.lm.packed import PackedModel
 from outrider.lm.tokenizer import Tokenizer
 from outrider.loading import load, sequence_tokens
 from outrider.model_info import describe
-from outrider.sampling import RULE_TO_WIRE
+from outrider.sampling import DEFAULT_RULE, OFFERED_RULES, RULE_TO_WIRE
 from protos.outrider.v1 import model_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import add_DraftServiceServicer_to_server
 
@@ -102,8 +101,8 @@ def model_info(loaded: LoadedModel, tokenizer: Tokenizer, settings: DraftSetting
             max_stop_strings=settings.max_stop_strings,
             max_stop_string_chars=settings.max_stop_string_chars,
         ),
-        rules=sorted(SUPPORTED_RULES, key=lambda rule: rule.value),
-        default_rule=min(SUPPORTED_RULES, key=lambda rule: rule.value),
+        rules=sorted(OFFERED_RULES, key=lambda rule: rule.value),
+        default_rule=DEFAULT_RULE,
         features=FEATURES,
     )
 
@@ -115,6 +114,6 @@ def limit_by(draft: model_pb2.ModelInfo, target: model_pb2.ModelInfo) -> None:
     limits.max_support = min(limits.max_support, bound.max_support)
     limits.max_sequence_tokens = bound.max_sequence_tokens
     limits.max_stop_token_ids = bound.max_stop_token_ids
-    known = {RULE_TO_WIRE[rule] for rule in SUPPORTED_RULES}
+    known = {RULE_TO_WIRE[rule] for rule in OFFERED_RULES}
     draft.rules[:] = [rule for rule in target.rules if rule in known]
     draft.default_rule = target.default_rule

@@ -32,6 +32,7 @@ class Domain(IntEnum):
     DRAFT = 0
     ACCEPT = 1
     RESAMPLE = 2
+    COUPLED = 3  # keys the noise of `noise`; its counter holds an absolute position in place of base_length
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:

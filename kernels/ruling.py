@@ -18,8 +18,8 @@ class Rule(enum.Enum):
     """How a proposal is judged."""
 
     TOKENWISE = "tokenwise"  # [L Alg. 1]
-    BLOCK = "block"
-    COUPLED = "coupled"
+    BLOCK = "block"  # Sun et al., "Block verification accelerates speculative decoding", 2024
+    COUPLED = "coupled"  # draft and target share their noise
     SIGMOID = "sigmoid"  # [W 3.2.2], lossy
 
 
@@ -49,15 +49,16 @@ class Proposed:
 
     Attributes:
         tokens: the γ ≥ 0 drafted tokens.
-        q: the law each was sampled from, `[γ]`; None is a point mass on the token.
+        q: the law each was sampled from, `[γ]`; None is a point mass on the token. Empty under `coupled`.
         law: how the target's logits become p.
         seed: key of the draws.
-        base_length: committed tokens (prompt included) when the round began; part of every draw's counter.
+        base_length: committed tokens (prompt included) when the round began; part of every draw's counter, and the
+            absolute position of the first drafted token.
         rule: how the proposal is judged.
         lenience: l of [L A.5], in (0, 1]; 1 is exact.
         adjustments: what changes in the target's rows, `[γ+1]`, or nothing.
         top_logprobs: -1 for no log-probabilities, 0 for those of the emitted tokens, N for the N best as well.
-        uniforms: the draws to use; by default those of (seed, base_length).
+        uniforms: the draws to use; by default those of (seed, base_length). `coupled` draws none.
     """
 
     tokens: tuple[int, ...]
@@ -118,8 +119,9 @@ class Ruling:
         status: see `Status`.
         accepted: how many drafted tokens stand.
         next_token: the token after them, drawn by the verifier; -1 under BAD_LOGITS.
-        beta: the chance each drafted token had of being accepted, Σ min(p/l, q̂) [L 3.5, A.5], for the rows up to the
-            one that stopped the round: `[min(accepted + 1, γ)]`.
+        beta: Σ min(p/l, q̂) [L 3.5, A.5] of each drafted token, which is its chance of being accepted under
+            `tokenwise`, for the rows up to the one that stopped the round: `[min(accepted + 1, γ)]`. Empty under
+            `coupled`, where no q̂ is known.
         logprobs: one entry for each emitted token, `[accepted + 1]`, where asked for.
     """
 

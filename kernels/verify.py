@@ -36,8 +36,8 @@ class _Implementation:
 
 
 _IMPLEMENTATIONS = {
-    "reference": _Implementation(verify_reference.verify, frozenset({Rule.TOKENWISE})),
-    "torch": _Implementation(verify_torch.verify, frozenset({Rule.TOKENWISE})),
+    "reference": _Implementation(verify_reference.verify, verify_reference.RULES),
+    "torch": _Implementation(verify_torch.verify, verify_torch.RULES),
 }
 _BY_DEVICE = {"cpu": "torch"}
 _ANYWHERE = "torch"
@@ -83,12 +83,19 @@ def verify(logits: Tensor, proposals: Sequence[Proposed], implementation: str | 
 
 def _refuse_misfit(number: int, proposal: Proposed) -> None:
     gamma = len(proposal.tokens)
-    if len(proposal.q) != gamma:
+    if proposal.rule is Rule.COUPLED:
+        if proposal.q:
+            raise ValueError(f"proposal {number} has {len(proposal.q)} draft laws; the rule coupled takes none")
+    elif len(proposal.q) != gamma:
         raise ValueError(f"proposal {number} has {gamma} tokens and {len(proposal.q)} draft laws")
     if proposal.adjustments and len(proposal.adjustments) != gamma + 1:
         raise ValueError(f"proposal {number} has {len(proposal.adjustments)} adjustments for {gamma + 1} rows")
     if not 0 < proposal.lenience <= 1:
         raise ValueError(f"lenience of proposal {number} is {proposal.lenience}; it must be above 0 and at most 1")
+    if proposal.lenience < 1 and proposal.rule in (Rule.BLOCK, Rule.COUPLED):
+        raise ValueError(
+            f"lenience of proposal {number} is {proposal.lenience}; it must be 1 under {proposal.rule.value}"
+        )
     if proposal.top_logprobs < -1:
         raise ValueError(f"top_logprobs of proposal {number} is {proposal.top_logprobs}; it must be at least -1")
     if proposal.uniforms is not None and len(proposal.uniforms.accept) < gamma:

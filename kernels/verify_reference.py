@@ -1,13 +1,14 @@
-"""Speculative verification in float64, row by row, as the paper writes it: the oracle [L Alg. 1].
+"""Speculative verification in float64, row by row, as the papers write it: the oracle [L Alg. 1].
 
 Made to be read and compared with, not to be fast. It shares no arithmetic with the other implementations, save that of
-`adjustments`: adjusted logits are what a rule is given.
+`adjustments` and `noise`: adjusted logits and the words of the noise are what a rule is given.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,11 +17,12 @@ from torch import Tensor
 from kernels.adjustments import apply
 from kernels.distribution import SamplingLaw
 from kernels.logprobs import token_logprobs
-from kernels.ruling import BAD_LOGITS, Proposed, Ruling, Status, TokenLogprobs
+from kernels.noise import gumbel
+from kernels.ruling import BAD_LOGITS, Proposed, Rule, Ruling, Status
 from kernels.sparse import SparseLaw
 
 _ROUNDING = 1e-12
-"""A residual of less mass than this is rounding: p = q̂."""
+"""A residual of less mass than this, of the mass it is taken from, is rounding: p = q̂."""
 
 
 def verify(logits: Tensor, proposals: Sequence[Proposed]) -> list[Ruling]:
@@ -68,44 +70,149 @@ def residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     return rest
 
 
+def block_step(P: float, p: float, q: float) -> float:
+    """Return P_i = min(1, P_{i-1} · p(x_i)/q(x_i)); 0 where the token could not have been drafted."""
+    return min(1.0, P * p / q) if q > 0 else 0.0
+
+
+def block_reach(P: float, p: np.ndarray, q: np.ndarray) -> float:
+    """Return h_i = Z/(Z + 1 - P) with Z = Σ max(P · p - q, 0), p and q `[V]` being the laws of the token after.
+
+    It is 0 where both Z and 1 - P are: p is q there, and a later place accepts.
+    """
+    Z = float(residual(P * p, q).sum())
+    return Z / (Z + (1 - P)) if Z > 0 else 0.0
+
+
+class _NoLaw(Exception):
+    """A row that is needed has a NaN, a +inf, or nothing but -inf."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Laws:
+    """p and q of one sequence, row by row; `z` holds the adjusted logits, `[γ+1, V]`."""
+
+    z: np.ndarray
+    proposal: Proposed
+
+    @property
+    def vocab_size(self) -> int:
+        return self.z.shape[1]
+
+    def p(self, i: int) -> np.ndarray:
+        if _is_bad(self.z[i]):
+            raise _NoLaw
+        return standardise(self.z[i], self.proposal.law)
+
+    def q(self, i: int) -> np.ndarray:
+        return _draft_law(self.proposal.q[i], self.proposal.tokens[i], self.vocab_size)
+
+    def at_draft(self, i: int) -> tuple[float, float]:
+        """Return p(x) and q(x) of the drafted token x at `i`; 0 outside the vocabulary."""
+        x = self.proposal.tokens[i]
+        return (float(self.p(i)[x]), float(self.q(i)[x])) if 0 <= x < self.vocab_size else (0.0, 0.0)
+
+    def beta(self, rows: int) -> tuple[float, ...]:
+        """Return Σ min(p/l, q) of the first `rows` drafted tokens."""
+        return tuple(float(np.minimum(self.p(i) / self.proposal.lenience, self.q(i)).sum()) for i in range(rows))
+
+
 def _judge(raw: Tensor, proposal: Proposed) -> Ruling:
     # raw: [γ+1, V]
-    adjusted = apply(raw, proposal.adjustments).to(torch.float64).numpy()
-    V = adjusted.shape[1]
-    beta: list[float] = []
+    laws = _Laws(apply(raw, proposal.adjustments).to(torch.float64).numpy(), proposal)
+    try:
+        ruling = _greedily(laws) if proposal.law.is_greedy else _RULES[proposal.rule](laws)
+    except _NoLaw:
+        return BAD_LOGITS
+    if proposal.top_logprobs < 0:
+        return ruling
+    emitted = (*proposal.tokens[: ruling.accepted], ruling.next_token)
+    p = torch.from_numpy(np.stack([laws.p(i) for i in range(len(emitted))]))
+    return replace(ruling, logprobs=token_logprobs(raw[: len(emitted)], p, emitted, proposal.top_logprobs))
+
+
+def _tokenwise(laws: _Laws) -> Ruling:
+    """Accept until the first failure [L Alg. 1]."""
+    proposal = laws.proposal
     accepted = 0
-    for i, x in enumerate(proposal.tokens):
-        if _is_bad(adjusted[i]):
-            return BAD_LOGITS
-        p, q = standardise(adjusted[i], proposal.law), _draft_law(proposal.q[i], x, V)
-        if proposal.law.temperature == 0:
-            lenient = _greedy_choices(adjusted[i], proposal.lenience)
-            beta.append(float(q[lenient].sum()))
-            stands = 0 <= x < V and bool(lenient[x])
-        else:
-            beta.append(float(np.minimum(p / proposal.lenience, q).sum()))
-            stands = 0 <= x < V and accepts(proposal.accept_uniform(i), proposal.lenience, q[x], p[x])
-        if not stands:
+    while accepted < proposal.gamma:
+        p, q = laws.at_draft(accepted)
+        if not accepts(proposal.accept_uniform(accepted), proposal.lenience, q, p):
             break
         accepted += 1
-    if _is_bad(adjusted[accepted]):
-        return BAD_LOGITS
+    return _resampled(laws, accepted, 1.0)
 
-    next_law = p = standardise(adjusted[accepted], proposal.law)
-    status = Status.OK
-    if accepted < proposal.gamma and proposal.law.temperature > 0:
-        rest = residual(p, _draft_law(proposal.q[accepted], proposal.tokens[accepted], V))
-        if rest.sum() > _ROUNDING:
-            next_law = rest
-        else:
-            status = Status.ZERO_RESIDUAL
-    next_token = _inverse_cdf(next_law, proposal.resample_uniform(accepted))
-    emitted = (*proposal.tokens[:accepted], next_token)
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    if proposal.top_logprobs >= 0:
-        laws = np.stack([standardise(row, proposal.law) for row in adjusted[: accepted + 1]])
-        logprobs = token_logprobs(raw[: accepted + 1], torch.from_numpy(laws), emitted, proposal.top_logprobs)
-    return Ruling(status, accepted, next_token, tuple(beta), logprobs)
+
+def _block(laws: _Laws) -> Ruling:
+    """Accept up to the last success; P is the weight that the block so far may keep (Sun et al. 2024, Alg. 2)."""
+    proposal = laws.proposal
+    P = P_tau = 1.0
+    tau = 0
+    for i in range(1, proposal.gamma + 1):
+        p, q = laws.at_draft(i - 1)
+        P = block_step(P, p, q)
+        if P == 0:
+            break
+        h = P if i == proposal.gamma else block_reach(P, laws.p(i), laws.q(i))
+        if proposal.accept_uniform(i - 1) < h:
+            tau, P_tau = i, P
+    return _resampled(laws, tau, P_tau)
+
+
+def _coupled(laws: _Laws) -> Ruling:
+    """Accept while the target, with the noise that the draft had too, takes the same token."""
+    proposal = laws.proposal
+    for i in range(proposal.gamma + 1):
+        y = coupled_choice(laws.p(i), proposal.seed, proposal.base_length + i)
+        if i == proposal.gamma or y != proposal.tokens[i]:
+            break
+    return Ruling(Status.OK, i, y)
+
+
+def coupled_choice(p: np.ndarray, seed: int, position: int) -> int:
+    """Return argmax(log p + g), p `[V]`, with the Gumbel noise of an absolute position."""
+    with np.errstate(divide="ignore"):
+        return int((np.log(p) + gumbel(seed, [position], len(p), torch.float64)[0].numpy()).argmax())
+
+
+def _greedily(laws: _Laws) -> Ruling:
+    """Accept the most probable tokens, or nearly those, as lenience allows [L A.5]; the same under every rule."""
+    proposal = laws.proposal
+    beta: list[float] = []
+    for accepted in range(proposal.gamma + 1):
+        best = int(laws.p(accepted).argmax())
+        if accepted == proposal.gamma:
+            break
+        x = proposal.tokens[accepted]
+        stands = _greedy_choices(laws.z[accepted], proposal.lenience)
+        if proposal.rule is not Rule.COUPLED:
+            beta.append(float(laws.q(accepted)[stands].sum()))
+        if not (0 <= x < laws.vocab_size and stands[x]):
+            break
+    return Ruling(Status.OK, accepted, best, tuple(beta))
+
+
+def _resampled(laws: _Laws, accepted: int, P: float) -> Ruling:
+    """Draw the next token: from p after the last drafted one, from norm(max(0, P · p - q)) before."""
+    proposal = laws.proposal
+    p, u = laws.p(accepted), proposal.resample_uniform(accepted)
+    beta = laws.beta(min(accepted + 1, proposal.gamma))
+    if accepted == proposal.gamma:
+        return Ruling(Status.OK, accepted, _inverse_cdf(p, u), beta)
+    rest = residual(P * p, laws.q(accepted))
+    if rest.sum() > _ROUNDING * P:
+        return Ruling(Status.OK, accepted, _inverse_cdf(rest, u), beta)
+    return Ruling(Status.ZERO_RESIDUAL, accepted, _inverse_cdf(p, u), beta)
+
+
+_RULES: dict[Rule, Callable[[_Laws], Ruling]] = {
+    Rule.TOKENWISE: _tokenwise,
+    Rule.BLOCK: _block,
+    Rule.COUPLED: _coupled,
+}
+
+RULES = frozenset(_RULES)
+"""What this implementation judges by."""
 
 
 def _draft_law(law: SparseLaw | None, token: int, V: int) -> np.ndarray:

@@ -18,10 +18,14 @@ from torch import Tensor
 from kernels.adjustments import apply
 from kernels.distribution import probabilities
 from kernels.logprobs import token_logprobs
-from kernels.ruling import BAD_LOGITS, Proposed, Ruling, Status, TokenLogprobs
+from kernels.noise import gumbel
+from kernels.ruling import BAD_LOGITS, Proposed, Rule, Ruling, Status, TokenLogprobs
+
+RULES = frozenset({Rule.TOKENWISE, Rule.BLOCK, Rule.COUPLED})
+"""What this implementation judges by."""
 
 _ROUNDING = 1e-6
-"""A residual of less mass than this is what float32 rounding leaves of p = q̂."""
+"""A residual of less mass than this, of the mass it is taken from, is what float32 rounding leaves of p = q̂."""
 
 
 def verify(logits: Tensor, proposals: Sequence[Proposed]) -> list[Ruling]:
@@ -49,6 +53,8 @@ def accepts(u: float, lenience: float, q: float, p: float) -> bool:
 
 def residual(p: np.ndarray, ids: np.ndarray, q: np.ndarray) -> np.ndarray:
     """Return max(0, p - q̂) of one row, float64 `[V]`, not normalised [L 2.3]; `ids` and `q` `[K]` are q̂'s support.
+
+    Under `block`, `p` is what the block may still keep of it, P · p.
 
     Lenience leaves it as it is; `verify_reference.residual` says why.
     """
@@ -94,7 +100,12 @@ class _Drafts:
     beta: list[float]  # Σ min(p/l, q̂)
     ids: np.ndarray  # [S], all supports in a row
     weights: np.ndarray  # [S], q̂ at them
+    masses: np.ndarray  # [S], p at them
     ends: list[int]  # [N + 1], where each support begins, and the end
+
+    def support(self, draft: int) -> slice:
+        """Return where the support of a draft lies in the flat arrays."""
+        return slice(self.ends[draft], self.ends[draft + 1])
 
 
 def _gather(rows: np.ndarray, proposals: Sequence[Proposed]) -> _Drafts:
@@ -108,7 +119,8 @@ def _gather(rows: np.ndarray, proposals: Sequence[Proposed]) -> _Drafts:
     leniences: list[float] = []
     row = 0
     for proposal in proposals:
-        for token, law in zip(proposal.tokens, proposal.q, strict=True):
+        laws = (None,) * len(proposal.tokens) if proposal.rule is Rule.COUPLED else proposal.q
+        for token, law in zip(proposal.tokens, laws, strict=True):
             token = token if 0 <= token < V else -1
             tokens.append(token)
             at.append(row)
@@ -120,7 +132,7 @@ def _gather(rows: np.ndarray, proposals: Sequence[Proposed]) -> _Drafts:
         row += 1
     N = len(tokens)
     if N == 0:
-        return _Drafts([], [], [], _NO_IDS, _NO_IDS, [0])
+        return _Drafts([], [], [], _NO_IDS, _NO_IDS, _NO_IDS, [0])
 
     sizes = [len(each) for each in ids]
     draft = np.arange(N).repeat(sizes)
@@ -139,6 +151,7 @@ def _gather(rows: np.ndarray, proposals: Sequence[Proposed]) -> _Drafts:
         beta=np.bincount(draft, np.minimum(scaled, q), minlength=N).tolist(),
         ids=flat,
         weights=q,
+        masses=p,
         ends=draft.searchsorted(np.arange(N + 1)).tolist(),
     )
 
@@ -147,29 +160,90 @@ _UNIT_WEIGHT = np.ones(1, dtype=np.uint16)
 _NO_IDS = np.empty(0, dtype=np.int64)
 
 
+def block_step(P: float, p: float, q: float) -> float:
+    """Return P_i = min(1, P_{i-1} · p(x_i)/q̂(x_i)); 0 where the token could not have been drafted."""
+    return min(1.0, P * p / q) if q > 0 else 0.0
+
+
+def block_reach(P: float, p: np.ndarray, q: np.ndarray) -> float:
+    """Return h_i = Z/(Z + 1 - P) with Z = Σ max(P · p - q̂, 0), where p and q̂ `[K]` are given on q̂'s support alone.
+
+    The rest of the vocabulary is in P, what p sums to in all: Z = P - Σ min(P · p, q̂).
+    """
+    Z = P - float(np.minimum(P * p, q).sum())
+    return Z / (Z + (1 - P)) if Z > 0 else 0.0
+
+
 def _walk(rows: np.ndarray, drafts: _Drafts, start: int, number: int, proposal: Proposed) -> Ruling:
-    """Walk the acceptance tests of one proposal, whose rows begin at `start`, to its next token [L Alg. 1]."""
-    gamma = len(proposal.tokens)
-    draft = start - number
+    """Judge one proposal, whose rows begin at `start`, above temperature 0."""
+    if proposal.rule is Rule.COUPLED:
+        return _walk_coupled(rows, start, proposal)
+    walk = _walk_block if proposal.rule is Rule.BLOCK else _walk_tokenwise
+    accepted, P = walk(rows, drafts, start, start - number, proposal)
+    if accepted < 0 or math.isnan(rows[start + accepted, 0]):
+        return BAD_LOGITS
+    return _resampled(rows[start + accepted], drafts, start - number, accepted, P, proposal)
+
+
+def _walk_tokenwise(rows: np.ndarray, drafts: _Drafts, start: int, draft: int, proposal: Proposed) -> tuple[int, float]:
+    """Return how many are accepted, until the first failure [L Alg. 1], and 1; -1 where a row is bad."""
     accepted = 0
-    while accepted < gamma:
+    while accepted < len(proposal.tokens):
         p, q = drafts.p[draft + accepted], drafts.q[draft + accepted]
         if math.isnan(rows[start + accepted, 0]):  # a bad row is NaN throughout
-            return BAD_LOGITS
+            return -1, 1.0
         if not accepts(proposal.accept_uniform(accepted), proposal.lenience, q, p):
             break
         accepted += 1
-    row = rows[start + accepted]
-    if math.isnan(row[0]):
-        return BAD_LOGITS
+    return accepted, 1.0
 
+
+def _walk_block(rows: np.ndarray, drafts: _Drafts, start: int, draft: int, proposal: Proposed) -> tuple[int, float]:
+    """Return τ, the last success, and P_τ; τ is -1 where a row is bad."""
+    gamma = len(proposal.tokens)
+    P = P_tau = 1.0
+    tau = 0
+    for i in range(1, gamma + 1):
+        if math.isnan(rows[start + i - 1, 0]):
+            return -1, 1.0
+        P = block_step(P, drafts.p[draft + i - 1], drafts.q[draft + i - 1])
+        if P == 0:
+            break
+        h = P
+        if i < gamma:
+            if math.isnan(rows[start + i, 0]):
+                return -1, 1.0
+            support = drafts.support(draft + i)
+            h = block_reach(P, drafts.masses[support], drafts.weights[support])
+        if proposal.accept_uniform(i - 1) < h:
+            tau, P_tau = i, P
+    return tau, P_tau
+
+
+def _walk_coupled(rows: np.ndarray, start: int, proposal: Proposed) -> Ruling:
+    """Accept while argmax(log p + g) is the drafted token; the first that differs comes next."""
+    gamma = len(proposal.tokens)
+    for i in range(gamma + 1):
+        row = rows[start + i]
+        if math.isnan(row[0]):
+            return BAD_LOGITS
+        noise = gumbel(proposal.seed, [proposal.base_length + i], len(row))[0]
+        best = int(noise.add_(torch.from_numpy(row).log()).argmax())
+        if i == gamma or best != proposal.tokens[i]:
+            break
+    return Ruling(Status.OK, i, best)
+
+
+def _resampled(row: np.ndarray, drafts: _Drafts, draft: int, accepted: int, P: float, proposal: Proposed) -> Ruling:
+    """Draw the next token from the stopping `row` `[V]`: from p after the last draft, else from max(0, P · p - q̂)."""
+    gamma = len(proposal.tokens)
     beta = tuple(drafts.beta[draft : draft + min(accepted + 1, gamma)])
     u = proposal.resample_uniform(accepted)
     if accepted == gamma:
         return Ruling(Status.OK, accepted, _inverse_cdf(row, u), beta)
-    support = slice(drafts.ends[draft + accepted], drafts.ends[draft + accepted + 1])
-    rest = residual(row, drafts.ids[support], drafts.weights[support])
-    if rest.sum() > _ROUNDING:
+    support = drafts.support(draft + accepted)
+    rest = residual(row if P == 1 else P * row, drafts.ids[support], drafts.weights[support])
+    if rest.sum() > _ROUNDING * P:
         return Ruling(Status.OK, accepted, _inverse_cdf(rest, u), beta)
     return Ruling(Status.ZERO_RESIDUAL, accepted, _inverse_cdf(row, u), beta)
 
@@ -207,11 +281,10 @@ def _walk_greedily(rows: np.ndarray, best: list[int], top: list[float], proposal
         if not math.isfinite(top[i]):
             return BAD_LOGITS
         stands = _standing(rows[i], best[i], top[i], proposal.lenience)
-        law = proposal.q[i]
-        if law is None:
-            beta.append(float(_is_in(token, stands)))
-        else:
-            beta.append(sum(law.probability(int(choice)) for choice in stands))
+        if proposal.rule is not Rule.COUPLED:  # where no q̂ is known there is no chance to state
+            law = proposal.q[i]
+            in_law = [choice == token if law is None else law.probability(int(choice)) for choice in stands]
+            beta.append(float(sum(in_law)))
         if not _is_in(token, stands):
             break
         accepted += 1

@@ -14,6 +14,13 @@ from kernels.verify import Rule
 from outrider.rpc.errors import invalid_field
 from protos.outrider.v1 import sampling_pb2
 
+OFFERED_RULES = frozenset({Rule.TOKENWISE, Rule.BLOCK})
+"""What both services offer: the rules that they can judge by (`kernels.verify.SUPPORTED_RULES`) and draft for, end to
+end. For `coupled` the draft does not yet take part in the noise."""
+
+DEFAULT_RULE = Rule.TOKENWISE
+"""How proposals are judged where a request names no rule."""
+
 MAX_TOKEN_LIST = 1024
 MAX_TOP_LOGPROBS = 20
 

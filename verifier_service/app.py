@@ -2,15 +2,15 @@
 
 import grpc
 
-from kernels.verify import SUPPORTED_RULES
 from outrider.lifecycle import Service, in_thread
 from outrider.lm.packed import PackedModel
 from outrider.loading import load, sequence_tokens
 from outrider.model_info import describe
+from outrider.sampling import DEFAULT_RULE, OFFERED_RULES
 from protos.outrider.v1 import model_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import add_VerifierServiceServicer_to_server
 from verifier_service.engine import Drain, VerifierEngine
-from verifier_service.rounds import DEFAULT_RULE, FEATURES
+from verifier_service.rounds import FEATURES
 from verifier_service.service import SERVICE_NAME, VerifierService
 from verifier_service.settings import VerifierSettings
 
@@ -68,7 +68,7 @@ def build_engine(settings: VerifierSettings) -> tuple[VerifierEngine, model_pb2.
             max_outstanding=MAX_OUTSTANDING,
             max_stop_token_ids=MAX_STOP_TOKEN_IDS,
         ),
-        rules=sorted(SUPPORTED_RULES, key=lambda rule: rule.value),
+        rules=sorted(OFFERED_RULES, key=lambda rule: rule.value),
         default_rule=DEFAULT_RULE,
         features=FEATURES,
     )

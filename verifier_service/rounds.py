@@ -9,15 +9,21 @@ from dataclasses import dataclass, field, replace
 
 from kernels.adjustments import LogitRules
 from kernels.sparse import SparseLaw, validate
-from kernels.verify import SUPPORTED_RULES, Rule
+from kernels.verify import Rule
 from outrider.model_info import check_features
 from outrider.rpc.errors import RequestError, failed_precondition, invalid_field
-from outrider.sampling import Sampling, check_logprobs, check_sampling, check_token_ids
+from outrider.sampling import (
+    DEFAULT_RULE,
+    OFFERED_RULES,
+    Sampling,
+    check_logprobs,
+    check_sampling,
+    check_token_ids,
+)
 from outrider.wire import HASH_BYTES, decode_sparse
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 
 FEATURES = ("decode", "logprobs", "penalties", "resume")
-DEFAULT_RULE = Rule.TOKENWISE
 MAX_NAME_CHARS = 128
 
 
@@ -79,7 +85,7 @@ def check_open(message: verifier_service_pb2.OpenSequence, model: model_pb2.Mode
     committed = check_token_ids("committed_token_ids", message.committed_token_ids, model.vocab_size)
     _check_lengths(message, len(prompt), len(committed), model.limits.max_sequence_tokens)
     sampling = check_sampling(
-        message.sampling, vocab_size=model.vocab_size, rules=SUPPORTED_RULES, default_rule=DEFAULT_RULE
+        message.sampling, vocab_size=model.vocab_size, rules=OFFERED_RULES, default_rule=DEFAULT_RULE
     )
     if sampling.seed is None:
         raise invalid_field("sampling.seed", "sampling.seed is not set; OpenSequence requires it")

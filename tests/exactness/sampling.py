@@ -52,7 +52,15 @@ class Run:
 
 
 def sample(
-    address: str, prompt: Sequence[int], *, length: int, samples: int, filters: Filters, gamma: int, seed: int
+    address: str,
+    prompt: Sequence[int],
+    *,
+    length: int,
+    samples: int,
+    filters: Filters,
+    gamma: int,
+    seed: int,
+    rule: str = "tokenwise",
 ) -> Run:
     """Write `samples` texts of `length` tokens after `prompt`; equal arguments give equal texts.
 
@@ -65,6 +73,7 @@ def sample(
         top_k=filters.top_k,
         top_p=filters.top_p,
         gamma=gamma,
+        rule=rule,
         n=SAMPLES_PER_REQUEST,
     )
     requests = -(-samples // SAMPLES_PER_REQUEST)

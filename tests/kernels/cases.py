@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.adjustments import Adjuster, LogitRules
 from kernels.distribution import SamplingLaw
-from kernels.ruling import Proposed, Ruling, Uniforms
+from kernels.ruling import Proposed, Rule, Ruling, Uniforms
 from kernels.sparse import SparseConfig, SparseLaw, sample, sparsify
 
 Verify = Callable[[Tensor, Sequence[Proposed]], list[Ruling]]
@@ -38,7 +38,7 @@ _NEAR = 1e-5  # relative, in the uniforms: what a float32 softmax leaves open
 
 
 def random_batch(seed: int, V: int, size: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, list[Proposed]]:
-    """Return logits and `size` proposals: γ of 0 to 8, K of 1 to 256, laws, lenience and adjustments mixed."""
+    """Return logits and `size` proposals: γ of 0 to 8, K of 1 to 256, rules, laws, lenience and adjustments mixed."""
     source = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     rows, proposals = [], []
@@ -59,6 +59,14 @@ def _random_proposal(source: random.Random, generator: torch.Generator, z: Tenso
     tokens = [
         int(row.argmax()) if law is None else sample(law, source.random()) for row, law in zip(noisy, laws, strict=True)
     ]
+    rule = source.choice((Rule.TOKENWISE, Rule.TOKENWISE, Rule.BLOCK, Rule.COUPLED))
+    if rule is Rule.COUPLED:
+        # Most agree with the target, so that the walk goes on.
+        tokens = [
+            int(row.float().argmax()) if source.random() < 0.7 else token
+            for row, token in zip(z[:gamma], tokens, strict=True)
+        ]
+        laws = []
     adjuster = Adjuster(_RULES, [source.randrange(V) for _ in range(5)], V) if V > 1 and source.random() < 0.3 else None
     return Proposed(
         tokens=tuple(tokens),
@@ -66,7 +74,8 @@ def _random_proposal(source: random.Random, generator: torch.Generator, z: Tenso
         law=source.choice(LAWS),
         seed=source.getrandbits(64),
         base_length=source.randrange(1000),
-        lenience=source.choice((1.0, 1.0, 0.5)),
+        rule=rule,
+        lenience=source.choice((1.0, 1.0, 0.5)) if rule is Rule.TOKENWISE else 1.0,
         adjustments=_adjustments(adjuster, tokens) if adjuster else (),
         top_logprobs=source.choice((-1, -1, 0, 3)),
     )
@@ -107,7 +116,9 @@ def _assert_same_logprobs(ruling: Ruling, expected: Ruling) -> None:
 
 
 def _is_neighbour(ruling: Ruling, oracle: Verify, rows: Tensor, proposal: Proposed) -> bool:
-    """Say whether the ruling is the oracle's for uniforms a little lower or higher."""
+    """Say whether the ruling is the oracle's for uniforms a little lower or higher, or for noise that is."""
+    if proposal.rule is Rule.COUPLED:
+        return _is_near_tie(ruling, oracle, rows, proposal)
     around = []
     for factor in (1 - _NEAR, 1 + _NEAR):
         accept = tuple(min(proposal.accept_uniform(i) * factor, 1 - 2**-53) for i in range(proposal.gamma))
@@ -117,6 +128,19 @@ def _is_neighbour(ruling: Ruling, oracle: Verify, rows: Tensor, proposal: Propos
             around.append(moved)
     alike = [each.next_token for each in around if each.accepted == ruling.accepted]
     return bool(alike) and min(alike) <= ruling.next_token <= max(alike)
+
+
+def _is_near_tie(ruling: Ruling, oracle: Verify, rows: Tensor, proposal: Proposed) -> bool:
+    """Say whether the oracle would have taken the same token where the two first differ, had its logit been higher."""
+    (expected,) = oracle(rows, [proposal])
+    place = min(ruling.accepted, expected.accepted)
+    preferred = proposal.tokens[place] if ruling.accepted > place else ruling.next_token
+    raised = rows.to(torch.float64, copy=True)
+    raised[place, preferred] += _NEAR * max(1.0, proposal.law.temperature)
+    (moved,) = oracle(raised, [proposal])
+    return (
+        moved.accepted > place if ruling.accepted > place else (moved.accepted, moved.next_token) == (place, preferred)
+    )
 
 
 def _rows_of(b: int, logits: Tensor, proposals: Sequence[Proposed]) -> Tensor:
@@ -144,6 +168,7 @@ def proposed_of(
     law: SamplingLaw | None = None,
     lenience: float = 1.0,
     top_logprobs: int = -1,
+    rule: Rule = Rule.TOKENWISE,
 ) -> Proposed:
     """Return a proposal whose uniforms are given: 0.5 unless told otherwise."""
     return Proposed(
@@ -152,6 +177,7 @@ def proposed_of(
         law=law or SamplingLaw(),
         seed=0,
         base_length=0,
+        rule=rule,
         lenience=lenience,
         top_logprobs=top_logprobs,
         uniforms=Uniforms((0.5,) * len(tokens) if accept is None else accept, resample),

@@ -1,7 +1,8 @@
 """The exact law of what verification emits, taken from a `verify` as a black box, and the worlds to take it in.
 
-Acceptance is an interval of the uniform and the next token rises with its uniform, so bisection finds every edge, and
-with them the joint law of (accepted, tokens) to the last bits. It knows no rule and no implementation.
+Each acceptance test passes below an edge of its uniform, and the next token rises with its own, so bisection finds
+every edge, and with them the joint law of (accepted, tokens) to the last bits. It knows no rule that draws from shared
+noise, and no implementation.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.distribution import SamplingLaw
-from kernels.ruling import Proposed, Ruling, Uniforms
+from kernels.ruling import Proposed, Rule, Ruling, Uniforms
 from kernels.sparse import SparseConfig, SparseLaw, sparsify
 
 Verify = Callable[[Tensor, Sequence[Proposed]], list[Ruling]]
@@ -22,7 +23,8 @@ Verify = Callable[[Tensor, Sequence[Proposed]], list[Ruling]]
 V = 4
 _EXACT = 44  # bisections: an edge to 1e-13
 ROUGH = 14  # enough to see a wrong law
-_TINY = 1e-9
+_TINY = 2e-13  # of a cell's area: the bisection's own error
+_LAST = 1 - 2**-53
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,13 @@ class World:
         logits: the target's logits after no, one and two tokens: `[4]`, `[4, 4]`, `[4, 4, 4]`.
         q: the draft's law of the first token, and of the second after each first.
         lenience: l of [L A.5].
+        rule: how proposals are judged.
     """
 
     logits: tuple[Tensor, Tensor, Tensor]
     q: tuple[SparseLaw, tuple[SparseLaw, ...]]
     lenience: float = 1.0
+    rule: Rule = Rule.TOKENWISE
 
     @property
     def target(self) -> np.ndarray:
@@ -55,13 +59,20 @@ class World:
             law=SamplingLaw(),
             seed=0,
             base_length=0,
+            rule=self.rule,
             lenience=self.lenience,
             uniforms=Uniforms(accept, resample),
         )
         return rows, proposed
 
 
-def random_world(seed: int, sharpness: float = 1.5, config: SparseConfig | None = None, lenience: float = 1.0) -> World:
+def random_world(
+    seed: int,
+    sharpness: float = 1.5,
+    config: SparseConfig | None = None,
+    lenience: float = 1.0,
+    rule: Rule = Rule.TOKENWISE,
+) -> World:
     """Return a world of random logits, float64; the draft's are the target's in reverse, with noise."""
     source = torch.Generator().manual_seed(seed)
 
@@ -69,7 +80,7 @@ def random_world(seed: int, sharpness: float = 1.5, config: SparseConfig | None 
         return torch.randn(*shape, V, generator=source, dtype=torch.float64) * sharpness
 
     logits = (gaussian(), gaussian(V), gaussian(V, V))
-    return World(logits, draft_laws(logits, gaussian(V + 1), config or SparseConfig(keep_mass=1.0)), lenience)
+    return World(logits, draft_laws(logits, gaussian(V + 1), config or SparseConfig(keep_mass=1.0)), lenience, rule)
 
 
 def draft_laws(
@@ -92,19 +103,29 @@ def emitted_law(
     doubles the precision of every edge.
     """
     drafts = [(x1, x2) for x1 in range(V) for x2 in range(V)]
-    edges = _acceptance(verify, world, drafts, bisections)
     p2, p3 = (torch.softmax(each, -1).numpy() for each in world.logits[1:])
     q1, q2 = drawn_from or world.q
     law = np.zeros((V, V, V))
     # One draft after another, so that what is asked at once stays small.
-    for (x1, x2), (first, second) in zip(drafts, edges, strict=True):
+    for (x1, x2), cells in zip(drafts, _cells(verify, world, drafts, bisections), strict=True):
         weight = q1.probability(x1) * q2[x1].probability(x2)
         if weight == 0:
             continue
-        next_laws = _next_laws(verify, world, (x1, x2), (first, second), bisections)
-        law += weight * (1 - first) * next_laws[0][:, None, None] * p2[:, :, None] * p3
-        law[x1] += weight * first * (1 - second) * next_laws[1][:, None] * p3[x1]
-        law[x1, x2] += weight * first * second * next_laws[2]
+        next_laws = _next_laws(verify, world, (x1, x2), cells, bisections)
+        chances = [sum(cell.chance for cell in cells if cell.accepted == accepted) for accepted in range(3)]
+        law += weight * chances[0] * next_laws[0][:, None, None] * p2[:, :, None] * p3
+        law[x1] += weight * chances[1] * next_laws[1][:, None] * p3[x1]
+        law[x1, x2] += weight * chances[2] * next_laws[2]
+    return law
+
+
+def accepted_law(verify: Verify, world: World, bisections: int = _EXACT) -> np.ndarray:
+    """Return the law of how many of the two drafts are accepted, `[3]`."""
+    drafts = [(x1, x2) for x1 in range(V) for x2 in range(V)]
+    law = np.zeros(3)
+    for (x1, x2), cells in zip(drafts, _cells(verify, world, drafts, bisections), strict=True):
+        for cell in cells:
+            law[cell.accepted] += world.q[0].probability(x1) * world.q[1][x1].probability(x2) * cell.chance
     return law
 
 
@@ -113,28 +134,50 @@ def total_variation(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.abs(a - b).sum() / 2)
 
 
-def _acceptance(
-    verify: Verify, world: World, drafts: list[tuple[int, int]], bisections: int
-) -> list[tuple[float, float]]:
-    """Return, for each pair of drafts, the chance that the first and that then the second is accepted."""
+@dataclass(frozen=True)
+class _Cell:
+    """Acceptance uniforms that are judged alike: a rectangle of this area, a point inside it, and the outcome."""
 
-    def edges_of(place: int) -> list[float]:
-        def ask(b: int, u: float) -> tuple[Tensor, Proposed]:
-            return world.proposal(*drafts[b], (u, 0.0) if place == 0 else (0.0, u), 0.5)
+    chance: float
+    inside: tuple[float, float]
+    accepted: int
 
-        return _bisect(verify, len(drafts), ask, lambda _, ruling: ruling.accepted > place, bisections)
 
-    return list(zip(edges_of(0), edges_of(1), strict=True))
+def _cells(verify: Verify, world: World, drafts: list[tuple[int, int]], bisections: int) -> list[list[_Cell]]:
+    """Return, for each pair of drafts, the four cells that the edges of both uniforms make of the unit square."""
+
+    def edges_of(ask: Callable[[float], tuple[float, float]], place: int) -> list[float]:
+        return _bisect(
+            verify,
+            len(drafts),
+            lambda b, u: world.proposal(*drafts[b], ask(u), 0.5),
+            lambda _, ruling: ruling.accepted > place,
+            bisections,
+        )
+
+    # The first test decides where the second fails; the second where the first passes.
+    edges = zip(edges_of(lambda u: (u, _LAST), 0), edges_of(lambda u: (0.0, u), 1), strict=True)
+    points = [
+        (draft, a_width * b_width, (a, b))
+        for draft, (first, second) in zip(drafts, edges, strict=True)
+        for a_width, a in ((first, first / 2), (1 - first, (1 + first) / 2))
+        for b_width, b in ((second, second / 2), (1 - second, (1 + second) / 2))
+    ]
+    asked = [world.proposal(*draft, inside, 0.5) for draft, _, inside in points]
+    rulings = verify(torch.cat([rows for rows, _ in asked]), [proposed for _, proposed in asked])
+    cells = [
+        _Cell(chance, inside, ruling.accepted) for (_, chance, inside), ruling in zip(points, rulings, strict=True)
+    ]
+    return [cells[i : i + 4] for i in range(0, len(cells), 4)]
 
 
 def _next_laws(
-    verify: Verify, world: World, draft: tuple[int, int], edges: tuple[float, float], bisections: int
+    verify: Verify, world: World, draft: tuple[int, int], cells: list[_Cell], bisections: int
 ) -> list[np.ndarray]:
     """Return the law of the next token after no, one and two accepted drafts, each `[4]`; zeros where none can be."""
-    first, second = ((1 + edge) / 2 for edge in edges)  # a uniform past the edge: a rejection
-    ways = [(first, 0.0), (0.0, second), (0.0, 0.0)]
-    possible = [edges[0] < 1 - _TINY, edges[0] > 0 and edges[1] < 1 - _TINY, edges[0] > 0 and edges[1] > 0]
-    cases = [(accepted, k) for accepted in range(3) if possible[accepted] for k in range(V - 1)]
+    likely = sorted((cell for cell in cells if cell.chance > _TINY), key=lambda cell: cell.chance)
+    ways = {cell.accepted: cell.inside for cell in likely}
+    cases = [(accepted, k) for accepted in ways for k in range(V - 1)]
     found = _bisect(
         verify,
         len(cases),
@@ -143,7 +186,7 @@ def _next_laws(
         bisections,
     )
     laws = [np.zeros(V) for _ in range(3)]
-    for accepted in {each for each, _ in cases}:
+    for accepted in ways:
         cdf = [edge for edge, (each, _) in zip(found, cases, strict=True) if each == accepted]
         laws[accepted] = np.diff([0.0, *cdf, 1.0])
     return laws

@@ -5,12 +5,16 @@ Each stands in for the function of the same name; a test patches it in and asser
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
+from torch import Tensor
 
 from kernels import philox
 from kernels.philox import Domain
+from kernels.ruling import Proposed, Ruling, Uniforms
+from tests.kernels.cases import Verify
 
 
 def accepts_equality(u: float, lenience: float, q: float, p: float) -> bool:
@@ -26,6 +30,33 @@ def accepts_without_q(u: float, lenience: float, q: float, p: float) -> bool:
 def shared_noise(seed: int, base_length: int, index: int, domain: Domain, draw: int = 0) -> float:
     """Draw acceptance and resampling from the numbers that drafting used."""
     return philox.uniform(seed, base_length, index, Domain.DRAFT, draw)
+
+
+def by_absolute_position(seed: int, base_length: int, index: int, domain: Domain, draw: int = 0) -> float:
+    """Draw by absolute position, with the round left out: numbers of a rejected draft come again in the next round."""
+    return philox.uniform(seed, base_length + index, 0, domain, draw)
+
+
+WRONG_BLOCKS: dict[str, tuple[str, Callable[..., float]]] = {
+    "forgetful": ("block_step", lambda P, p, q: min(1.0, p / q)),
+    "reach of the token alone": ("block_reach", lambda P, p, q: P),
+    "reach without the complement": ("block_reach", lambda P, p, q: max(0.0, P - float(np.minimum(P * p, q).sum()))),
+}
+"""For each wrong way, the function of the paths that it stands in for."""
+
+
+def stopping_at_the_first_failure(verify: Verify) -> Verify:
+    """Return a `verify` of two drafts that accepts the second only where it also accepts the first alone."""
+
+    def wrong(logits: Tensor, proposals: Sequence[Proposed]) -> list[Ruling]:
+        alone = [
+            replace(each, uniforms=Uniforms((each.accept_uniform(0), 1 - 2**-53), each.resample_uniform(0)))
+            for each in proposals
+        ]
+        both = zip(verify(logits, proposals), verify(logits, alone), strict=True)
+        return [ruling if first.accepted > 0 else first for ruling, first in both]
+
+    return wrong
 
 
 def _dense(ids: np.ndarray, q: np.ndarray, V: int) -> np.ndarray:

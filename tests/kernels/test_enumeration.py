@@ -7,36 +7,47 @@ import pytest
 import torch
 
 from kernels import verify_reference, verify_torch
+from kernels.ruling import Rule
 from kernels.sparse import SparseConfig
-from tests.kernels.laws import ROUGH, Verify, World, emitted_law, random_world, total_variation
-from tests.kernels.mutants import WRONG_RESIDUALS, accepts_without_q, wrong_residual
+from tests.kernels.laws import ROUGH, Verify, World, accepted_law, emitted_law, random_world, total_variation
+from tests.kernels.mutants import (
+    WRONG_BLOCKS,
+    WRONG_RESIDUALS,
+    accepts_without_q,
+    stopping_at_the_first_failure,
+    wrong_residual,
+)
 
 MODULES = {"reference": verify_reference, "torch": verify_torch}
 PATHS: dict[str, tuple[Verify, float]] = {
     "reference": (verify_reference.verify, 1e-12),
     "torch": (verify_torch.verify, 2e-6),  # a float32 softmax
 }
+RULES = (Rule.TOKENWISE, Rule.BLOCK)  # those that draw uniforms; `test_coupled` has the other
 
 
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("seed", [1, 2])
-def test_the_emitted_law_is_the_targets(path: str, seed: int) -> None:
+def test_the_emitted_law_is_the_targets(path: str, rule: Rule, seed: int) -> None:
     verify, bound = PATHS[path]
-    world = random_world(seed)
+    world = random_world(seed, rule=rule)
     assert total_variation(emitted_law(verify, world), world.target) < bound
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_truncated_draft_leaves_the_law_alone(path: str) -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_a_truncated_draft_leaves_the_law_alone(path: str, rule: Rule) -> None:
     verify, bound = PATHS[path]
-    world = random_world(3, config=SparseConfig(max_support=2))
+    world = random_world(3, config=SparseConfig(max_support=2), rule=rule)
     assert total_variation(emitted_law(verify, world), world.target) < bound
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_laws_with_zeros_and_disjoint_supports_come_out_exact(path: str) -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_laws_with_zeros_and_disjoint_supports_come_out_exact(path: str, rule: Rule) -> None:
     verify, bound = PATHS[path]
-    world = _with_zeros(random_world(4))
+    world = _with_zeros(random_world(4, rule=rule))
     assert world.q[0].probability(1) > 0  # the disjoint laws are reached
     law = emitted_law(verify, world)
     assert total_variation(law, world.target) < bound
@@ -81,10 +92,35 @@ def test_an_acceptance_test_without_q_is_seen(path: str, monkeypatch: pytest.Mon
     assert total_variation(emitted_law(PATHS[path][0], world, bisections=ROUGH), world.target) > 0.01
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", WRONG_BLOCKS)
+def test_a_wrong_block_rule_is_seen(path: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, wrong = WRONG_BLOCKS[kind]
+    monkeypatch.setattr(MODULES[path], name, wrong)
+    world = random_world(1, rule=Rule.BLOCK)
+    assert total_variation(emitted_law(PATHS[path][0], world, bisections=ROUGH), world.target) > 2e-3
+
+
+def test_a_block_that_stops_at_its_first_failure_is_seen() -> None:
+    verify = stopping_at_the_first_failure(verify_reference.verify)
+    world = random_world(1, rule=Rule.BLOCK)
+    assert total_variation(emitted_law(verify, world, bisections=ROUGH), world.target) > 0.01
+
+
+def test_block_accepts_no_fewer_tokens_than_tokenwise() -> None:
+    """Sun et al. 2024, Theorem 2; and here some more."""
+    for seed in (1, 2, 5):
+        by_rule = [
+            accepted_law(verify_reference.verify, random_world(seed, rule=rule), bisections=30) @ np.arange(3)
+            for rule in (Rule.TOKENWISE, Rule.BLOCK)
+        ]
+        assert by_rule[1] > by_rule[0] + 1e-3
+
+
 def _with_zeros(world: World) -> World:
     """Return the world with p(0) = 0 at the start, and after token 1 a target whose support the draft never meets."""
     first, second = world.logits[0].clone(), world.logits[1].clone()
     q = random_world(4, config=SparseConfig(max_support=2)).q
     first[0] = -torch.inf
     second[1][torch.from_numpy(q[1][1].ids)] = -torch.inf
-    return World((first, second, world.logits[2]), q)
+    return World((first, second, world.logits[2]), q, rule=world.rule)

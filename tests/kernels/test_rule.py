@@ -1,4 +1,4 @@
-"""The rule `tokenwise`, edge by edge, for the oracle and the fast path alike."""
+"""The rule `tokenwise`, greed and bad rows, edge by edge, for the oracle and the fast path alike."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from kernels import verify_reference, verify_torch
 from kernels.adjustments import Adjuster, LogitRules
 from kernels.distribution import SamplingLaw
-from kernels.verify import Status, Uniforms, verify
+from kernels.verify import Rule, Status, Uniforms, verify
 from tests.kernels.cases import law_of, logits_of, proposed_of
 from tests.kernels.mutants import accepts_equality
 
@@ -155,10 +155,12 @@ def test_lenience_loosens_the_test_and_beta_alone(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_greed_accepts_the_argmax_alone_whatever_the_draft_believed(path: str) -> None:
+@pytest.mark.parametrize("rule", [Rule.TOKENWISE, Rule.BLOCK])
+def test_greed_accepts_the_argmax_alone_whatever_the_draft_believed(path: str, rule: Rule) -> None:
     z = logits_of([[0.2, 0.5, 0.3]] * 3)
     for q in (None, law_of({1: 1, 2: 9})):
-        (ruling,) = verify(z, [proposed_of(tokens=(1, 2), q=(q, q), accept=(JUST_BELOW_1, 0.0), law=GREEDY)], path)
+        proposed = proposed_of(tokens=(1, 2), q=(q, q), accept=(JUST_BELOW_1, 0.0), law=GREEDY, rule=rule)
+        (ruling,) = verify(z, [proposed], path)
         assert (ruling.accepted, ruling.next_token) == (1, 1)
         assert ruling.beta == pytest.approx((1.0, 0.0) if q is None else (0.1, 0.1))
 

@@ -168,7 +168,7 @@ def test_the_best_of_equals_come_in_order_of_id() -> None:
 
 def test_the_door_picks_by_device() -> None:
     assert implementation_for(torch.device("cpu")) == "torch"
-    assert {Rule.TOKENWISE} <= SUPPORTED_RULES
+    assert {Rule.TOKENWISE, Rule.BLOCK, Rule.COUPLED} == SUPPORTED_RULES
 
 
 @pytest.mark.parametrize("rule", [rule for rule in Rule if rule not in SUPPORTED_RULES])
@@ -186,6 +186,10 @@ def test_a_rule_that_is_not_served_is_refused(rule: Rule) -> None:
         ({"lenience": 0.0}, 2, "lenience of proposal 0 is 0.0"),
         ({"lenience": math.nan}, 2, "lenience of proposal 0 is nan"),
         ({"lenience": 1.5}, 2, "lenience of proposal 0 is 1.5"),
+        ({"lenience": 0.9, "rule": Rule.BLOCK}, 2, "lenience of proposal 0 is 0.9; it must be 1 under block"),
+        ({"lenience": 0.9, "rule": Rule.COUPLED, "q": ()}, 2, "it must be 1 under coupled"),
+        ({"rule": Rule.COUPLED}, 2, "1 draft laws; the rule coupled takes none"),
+        ({"rule": Rule.BLOCK, "q": ()}, 2, "1 tokens and 0 draft laws"),
         ({"top_logprobs": -2}, 2, "top_logprobs of proposal 0 is -2"),
         ({"uniforms": Uniforms((), 0.5)}, 2, "0 uniforms for 1 tokens"),
     ],

@@ -20,6 +20,7 @@ MODEL = model_pb2.ModelInfo(
     features=["decode", "resume"],
     limits=model_pb2.Limits(max_gamma=4, max_support=8, max_sequence_tokens=50, max_stop_token_ids=2),
 )
+BLOCK_AT_HALF = sampling_pb2.SamplingParams(rule=sampling_pb2.ACCEPTANCE_RULE_BLOCK, lenience=0.5)
 
 
 def opening() -> verifier_service_pb2.OpenSequence:
@@ -103,6 +104,8 @@ Change = Callable[[verifier_service_pb2.OpenSequence], object]
         (lambda m: setattr(m.sampling, "frequency_penalty", 101.0), "sampling.frequency_penalty", ["101"]),
         (lambda m: setattr(m.sampling, "lenience", 0.0), "sampling.lenience", ["0", "(0, 1]"]),
         (lambda m: setattr(m.sampling, "rule", 99), "sampling.rule", ["99"]),
+        (lambda m: setattr(m.sampling, "rule", 3), "sampling.rule", ["coupled", "block, tokenwise"]),
+        (lambda m: m.sampling.MergeFrom(BLOCK_AT_HALF), "sampling.lenience", ["0.5", "block"]),
         (lambda m: m.sampling.sigmoid.SetInParent(), "sampling.sigmoid", ["tokenwise"]),
         (lambda m: m.sampling.logit_bias.add(token_id=V), "sampling.logit_bias", [str(V)]),
         (lambda m: m.sampling.logit_bias.add(token_id=1, bias=math.nan), "sampling.logit_bias", ["nan"]),
