@@ -235,7 +235,7 @@ def test_vanished_clients_leave_nothing_behind(draft: grpc.Channel) -> None:
             next(call)
         for call in calls:
             call.cancel()
-    everything_is_free(draft)
+        everything_is_free(draft)
 
 
 def test_a_client_that_does_not_read_is_cut(draft: grpc.Channel, pair_process: ServiceProcess) -> None:
