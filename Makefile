@@ -19,6 +19,8 @@ TORCH_INDEX ?=
 PIP_ARGS ?=
 DEMO_ARGS ?=
 TEST_ARGS ?=
+# Processes that share the tests, a file at a time; 0: all in one.
+TEST_WORKERS ?= 2
 BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -48,7 +50,7 @@ demo: $(SERVICE)
 	@$(BIN)/outrider demo $(DEMO_ARGS)
 
 test: $(DEV)
-	@$(BIN)/python -m pytest $(TEST_ARGS)
+	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(TEST_ARGS)
 
 bench: $(BENCH)
 	@$(BIN)/python -m benchmarks.pair $(BENCH_ARGS)

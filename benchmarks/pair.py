@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(stderr=True, highlight=False)
 
     def told(line: str) -> None:
-        console.print(line, style="dim", markup=False)
+        console.print(line, style="dim", markup=False, soft_wrap=True)
 
     plan = _plan(given)
     try:

@@ -223,6 +223,7 @@ def test_the_verifiers_refusal_reaches_the_client_as_it_is(draft: grpc.Channel, 
         error = refusal(draft, request(max_new_tokens=2))
         assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
         assert "wait for room" in error.message
+    everything_is_free(draft)
 
 
 def test_vanished_clients_leave_nothing_behind(draft: grpc.Channel) -> None:
