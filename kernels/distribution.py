@@ -100,7 +100,8 @@ def _scaled(z: Tensor, temperature: float) -> Tensor:
 
 def _nucleus_cuts(z: Tensor, p: Tensor, top_p: float) -> Tensor:
     """Return the smallest logit inside the nucleus of each row, `[R, 1]`; `z` and `p` are `[R, V]`."""
-    cuts = [_nucleus_cut(z[row], p[row], top_p) for row in range(z.size(0))]
+    rows, laws = z.cpu(), p.cpu()
+    cuts = [_nucleus_cut(rows[row], laws[row], top_p) for row in range(z.size(0))]
     return torch.tensor(cuts, dtype=z.dtype, device=z.device).unsqueeze(1)
 
 

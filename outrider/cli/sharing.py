@@ -5,6 +5,7 @@ It knows nothing of what the services do, nor of how they are started.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Collection
 from pathlib import Path
@@ -16,7 +17,7 @@ def service_environment(threads: int | None = None) -> dict[str, str]:
     Each gets `threads`, or half of the processors where neither that nor OMP_NUM_THREADS is given: two OpenMP pools of
     full size that wait by spinning take turns at slowing each other down. Waiting passively does not, but makes two
     threads slower than one: a pool sleeps at the end of every operation, and a pass is hundreds of them. So they spin
-    for some tens of microseconds, which bridges the gap from one operation to the next and no more.
+    for a moment, which bridges the gap from one operation to the next and no more.
     """
     environment = {
         "PYTHONUNBUFFERED": "1",
@@ -52,6 +53,10 @@ def processors() -> frozenset[int]:
 
 
 def keep_on(process_id: int, cores: Collection[int]) -> None:
-    """Keeps a process that has just begun, and whatever threads it makes, on those processors; else does nothing."""
+    """Keeps a process that has just begun, and whatever threads it makes, on those processors.
+
+    Does nothing where the system cannot or must not do it, or the process has ended: it runs as well elsewhere.
+    """
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(process_id, cores)
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(process_id, cores)

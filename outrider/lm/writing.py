@@ -98,7 +98,7 @@ class WritingLoop(nn.Module):
                 1,
                 None,
             )
-            z = logits.narrow(1, 0, vocab_size).float()
+            z = logits.narrow(1, 0, vocab_size).float().cpu()  # to draw is many small steps: one copy, not one for each
             token = -1
             if temperature == 0:
                 best = z.argmax()

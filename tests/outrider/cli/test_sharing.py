@@ -47,3 +47,9 @@ def test_a_process_stays_where_it_is_put() -> None:
         keep_on(process.pid, {core})
         said, _ = process.communicate(b"go\n", timeout=20)
     assert said.decode().strip() == str({core})
+
+
+def test_a_process_that_has_ended_is_left_alone() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait(timeout=20)
+        keep_on(process.pid, processors())
