@@ -9,9 +9,14 @@ import enum
 from dataclasses import dataclass
 
 from kernels.adjustments import RowAdjustment
+from kernels.dense import DenseLaw, DraftLogits, SigmoidScales
 from kernels.distribution import SamplingLaw
 from kernels.philox import Domain, uniform
 from kernels.sparse import SparseLaw
+
+
+DraftLaw = SparseLaw | DenseLaw | DraftLogits | None
+"""What a drafted token was sampled from; None is a point mass on it. `DraftLogits` go with the rule `sigmoid` alone."""
 
 
 class Rule(enum.Enum):
@@ -49,7 +54,7 @@ class Proposed:
 
     Attributes:
         tokens: the γ ≥ 0 drafted tokens.
-        q: the law each was sampled from, `[γ]`; None is a point mass on the token. Empty under `coupled`.
+        q: the law each was sampled from, `[γ]`. Empty under `coupled`; `DraftLogits` under `sigmoid`.
         law: how the target's logits become p.
         seed: key of the draws.
         base_length: committed tokens (prompt included) when the round began; part of every draw's counter, and the
@@ -59,10 +64,11 @@ class Proposed:
         adjustments: what changes in the target's rows, `[γ+1]`, or nothing.
         top_logprobs: -1 for no log-probabilities, 0 for those of the emitted tokens, N for the N best as well.
         uniforms: the draws to use; by default those of (seed, base_length). `coupled` draws none.
+        sigmoid: the scales of the rule `sigmoid`, which needs them.
     """
 
     tokens: tuple[int, ...]
-    q: tuple[SparseLaw | None, ...]
+    q: tuple[DraftLaw, ...]
     law: SamplingLaw
     seed: int
     base_length: int
@@ -71,6 +77,7 @@ class Proposed:
     adjustments: tuple[RowAdjustment | None, ...] = ()
     top_logprobs: int = -1
     uniforms: Uniforms | None = None
+    sigmoid: SigmoidScales | None = None
 
     @property
     def gamma(self) -> int:
@@ -121,7 +128,7 @@ class Ruling:
         next_token: the token after them, drawn by the verifier; -1 under BAD_LOGITS.
         beta: Σ min(p/l, q̂) [L 3.5, A.5] of each drafted token, which is its chance of being accepted under
             `tokenwise`, for the rows up to the one that stopped the round: `[min(accepted + 1, γ)]`. Empty under
-            `coupled`, where no q̂ is known.
+            `coupled` and `sigmoid`, where no q̂ is known.
         logprobs: one entry for each emitted token, `[accepted + 1]`, where asked for.
     """
 
