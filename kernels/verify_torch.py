@@ -82,7 +82,7 @@ def _rule_on(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> list[Ruli
     for proposal in proposals:
         ruling = _walk(rows, drafts, start, len(rulings), proposal)
         if proposal.top_logprobs >= 0 and ruling.status is not Status.BAD_LOGITS:
-            ruling = _with_logprobs(ruling, proposal, raw[start:], p[start:])
+            ruling = with_logprobs(ruling, proposal, raw[start:], p[start:])
         rulings.append(ruling)
         start += len(proposal.tokens) + 1
     return rulings
@@ -267,7 +267,7 @@ def _rule_greedily(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> lis
         end = start + len(proposal.tokens)
         ruling = _walk_greedily(rows[start : end + 1], best_ids[start : end + 1], top[start : end + 1], proposal)
         if proposal.top_logprobs >= 0 and ruling.status is not Status.BAD_LOGITS:
-            ruling = _with_logprobs(ruling, proposal, raw[start:], probabilities(z[start : end + 1], proposal.law))
+            ruling = with_logprobs(ruling, proposal, raw[start:], probabilities(z[start : end + 1], proposal.law))
         rulings.append(ruling)
         start = end + 1
     return rulings
@@ -307,7 +307,7 @@ def _is_in(token: int, stands: Sequence[int]) -> bool:
     return token in stands
 
 
-def _with_logprobs(ruling: Ruling, proposal: Proposed, raw: Tensor, law: Tensor) -> Ruling:
+def with_logprobs(ruling: Ruling, proposal: Proposed, raw: Tensor, law: Tensor) -> Ruling:
     emitted = (*proposal.tokens[: ruling.accepted], ruling.next_token)
     rows = slice(0, len(emitted))
     logprobs: tuple[TokenLogprobs, ...] = token_logprobs(raw[rows], law[rows], emitted, proposal.top_logprobs)
