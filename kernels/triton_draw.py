@@ -20,7 +20,7 @@ from kernels.triton_rows import LOG2_E, load_at, load_tile
 TARGET, SPARSE, DENSE, SIGMOID = (tl.constexpr(i) for i in range(4))
 
 _CELLS = tl.constexpr(64)  # tokens in a strip
-_CHUNK = tl.constexpr(16)  # places of a support that are spread over cells at once
+_CHUNK = tl.constexpr(64)  # places of a support that are spread over cells at once, at most
 _ROUNDING = tl.constexpr(1e-6)  # of a residual, below which float32 cannot tell p from q̂
 _EXCLUDED = tl.constexpr(EXCLUDED)
 
@@ -109,14 +109,15 @@ def _weights(z, ids, V, law, draft, kind, kept):
 
 @triton.jit
 def _taken(rows, law, draft, kept, origin, width, N: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr,
-           ADJUSTED: tl.constexpr, FILTERED: tl.constexpr):  # fmt: skip
+           ADJUSTED: tl.constexpr):  # fmt: skip
     """Return Σ min(kept · p, q̂) over the support in each of N cells of `width` tokens from `origin` on, float64."""
     taken = tl.zeros([N], tl.float64)
-    for first in tl.static_range(0, K, _CHUNK):
-        k = first + tl.arange(0, _CHUNK)
+    CHUNK: tl.constexpr = min(K, _CHUNK)
+    for first in tl.static_range(0, K, CHUNK):
+        k = first + tl.arange(0, CHUNK)
         there = k < draft.size
         ids = tl.load(draft.ids + k, mask=there, other=-1)
-        z = load_at(rows, tl.zeros_like(ids) + law.row, ids, there, TILE, ADJUSTED, FILTERED)
+        z = load_at(rows, tl.zeros_like(ids) + law.row, ids, there, TILE, ADJUSTED, True)
         p = probability(z, law.peak, law.mass, law.scale).to(tl.float64)
         share = tl.minimum(p * kept, tl.load(draft.q + k, mask=there, other=0.0).to(tl.float64))
         cell = tl.where(ids >= origin, (ids - origin) // width, N)
@@ -136,7 +137,7 @@ def _choose(weights, target, N: tl.constexpr):
 
 @triton.jit
 def draw(rows, stats, law, draft, kind, kept, u, TILE: tl.constexpr, TILES: tl.constexpr, K: tl.constexpr,
-         ADJUSTED: tl.constexpr, FILTERED: tl.constexpr, WITH_DENSE: tl.constexpr):  # fmt: skip
+         ADJUSTED: tl.constexpr, WITH_DENSE: tl.constexpr):  # fmt: skip
     """Draw a token.
 
     Args:
@@ -159,13 +160,13 @@ def draw(rows, stats, law, draft, kind, kept, u, TILE: tl.constexpr, TILES: tl.c
     plain = (mass * probability(peak, law.peak, law.mass, law.scale)).to(tl.float64)
     weights = plain
     if kind == SPARSE:
-        taken = _taken(rows, law, draft, kept, 0, TILE, TILES, K, TILE, ADJUSTED, FILTERED)
+        taken = _taken(rows, law, draft, kept, 0, TILE, TILES, K, TILE, ADJUSTED)
         weights = tl.maximum(plain * kept - taken, 0.0)
     if WITH_DENSE:
         if kind >= DENSE:
             for tile in range(rows.n_tiles):
                 ids = tile * TILE + tl.arange(0, TILE)
-                z = load_tile(rows, law.row, tile, ids, TILE, ADJUSTED, FILTERED)
+                z = load_tile(rows, law.row, tile, ids, TILE, ADJUSTED, True)
                 weight = tl.sum(_weights(z, ids, rows.V, law, draft, kind, kept), 0)
                 weights = tl.where(tiles == tile, weight, weights)
     total = tl.sum(weights, 0)
@@ -183,10 +184,10 @@ def draw(rows, stats, law, draft, kind, kept, u, TILE: tl.constexpr, TILES: tl.c
     STRIPS: tl.constexpr = TILE // _CELLS
     while tried < rows.n_tiles:
         ids = tile * TILE + tl.arange(0, STRIPS)[:, None] * _CELLS + tl.arange(0, _CELLS)[None, :]
-        z = load_tile(rows, law.row, tile, ids, TILE, ADJUSTED, FILTERED)
+        z = load_tile(rows, law.row, tile, ids, TILE, ADJUSTED, True)
         strips = tl.sum(_weights(z, ids, rows.V, law, draft, kind, kept), 1)
         if kind == SPARSE:
-            taken = _taken(rows, law, draft, kept, tile * TILE, _CELLS, STRIPS, K, TILE, ADJUSTED, FILTERED)
+            taken = _taken(rows, law, draft, kept, tile * TILE, _CELLS, STRIPS, K, TILE, ADJUSTED)
             strips = tl.where(taken < strips * (1 - 1e-12), strips - taken, 0.0)
         if tl.max(strips, 0) > 0:
             strip, left = _choose(strips, left, STRIPS)
@@ -197,10 +198,10 @@ def draw(rows, stats, law, draft, kind, kept, u, TILE: tl.constexpr, TILES: tl.c
             tried += 1
 
     ids = tile * TILE + strip * _CELLS + tl.arange(0, _CELLS)
-    z = load_at(rows, tl.zeros_like(ids) + law.row, ids, ids < rows.V, TILE, ADJUSTED, FILTERED)
+    z = load_at(rows, tl.zeros_like(ids) + law.row, ids, ids < rows.V, TILE, ADJUSTED, True)
     cells = _weights(z, ids, rows.V, law, draft, kind, kept)
     if kind == SPARSE:
-        taken = _taken(rows, law, draft, kept, tile * TILE + strip * _CELLS, 1, _CELLS, K, TILE, ADJUSTED, FILTERED)
+        taken = _taken(rows, law, draft, kept, tile * TILE + strip * _CELLS, 1, _CELLS, K, TILE, ADJUSTED)
         cells = tl.maximum(cells - taken, 0.0)
     cell, _ = _choose(cells, left, _CELLS)
     return tile * TILE + strip * _CELLS + cell, none

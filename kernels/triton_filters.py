@@ -89,6 +89,5 @@ def filter_row(rows, stats, row, terms, top_k, top_p, least_bits, TILE: tl.const
             z = load_tile(rows, row, tile, ids, TILE, ADJUSTED, False)
             z = tl.where(z < least, -float("inf"), z)
             position = terms.base_length + row - terms.first_row
-            store_stats(
-                stats, row * rows.n_tiles + tile, tile_stats(z, ids, terms.scale, wanted, terms.seed, position)
-            )
+            found = tile_stats(z, ids, terms.scale, wanted, terms.seed, position, True)
+            store_stats(stats, row * rows.n_tiles + tile, found)

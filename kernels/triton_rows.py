@@ -82,10 +82,10 @@ def _changed(z, divisor, bias):
 
 
 @triton.jit
-def load_tile(rows, row, tile, ids, TILE: tl.constexpr, ADJUSTED: tl.constexpr, FILTERED: tl.constexpr):
+def load_tile(rows, row, tile, ids, TILE: tl.constexpr, ADJUSTED: tl.constexpr, CUT: tl.constexpr):
     """Return the logits of one tile as its rule sees them, float32, in the shape of `ids`; -inf past the row's end.
 
-    `ids` are the tokens to read, all of them within the tile.
+    `ids` are the tokens to read, all of them within the tile. Without CUT the row's filters are not applied.
     """
     start = rows.logits + row.to(tl.int64) * rows.stride
     if (tile + 1) * TILE <= rows.V:  # no mask, so that the loads are wide
@@ -99,13 +99,13 @@ def load_tile(rows, row, tile, ids, TILE: tl.constexpr, ADJUSTED: tl.constexpr, 
             for n in range(tl.load(at), tl.load(at + 1)):
                 changed = _changed(z, tl.load(rows.change_divisors + n), tl.load(rows.change_biases + n))
                 z = tl.where(ids == tl.load(rows.change_ids + n), changed, z)
-    if FILTERED:
+    if CUT:
         z = tl.where(z < tl.load(rows.cuts + row), -float("inf"), z)
     return z
 
 
 @triton.jit
-def load_at(rows, row, ids, wanted, TILE: tl.constexpr, ADJUSTED: tl.constexpr, FILTERED: tl.constexpr):
+def load_at(rows, row, ids, wanted, TILE: tl.constexpr, ADJUSTED: tl.constexpr, CUT: tl.constexpr):
     """Return logits at single places as their rules see them, float32, in the shape of `ids`; -inf where not `wanted`.
 
     `row` has the shape of `ids`.
@@ -118,7 +118,7 @@ def load_at(rows, row, ids, wanted, TILE: tl.constexpr, ADJUSTED: tl.constexpr, 
         low = tl.load(at, mask=there, other=0)
         end = tl.load(at + 1, mask=there, other=0)
         high = end
-        for _ in tl.static_range(13):  # a tile holds 4,096 changes at most
+        for _ in range(13):  # a tile holds 4,096 changes at most
             open_ = low < high
             middle = (low + high) // 2
             above = open_ & (tl.load(rows.change_ids + middle, mask=open_, other=0) < ids)
@@ -129,7 +129,7 @@ def load_at(rows, row, ids, wanted, TILE: tl.constexpr, ADJUSTED: tl.constexpr, 
         divisor = tl.load(rows.change_divisors + low, mask=found, other=1.0)
         bias = tl.load(rows.change_biases + low, mask=found, other=0.0)
         z = tl.where(found, _changed(z, divisor, bias), z)
-    if FILTERED:
+    if CUT:
         z = tl.where(z < tl.load(rows.cuts + row, mask=wanted, other=-float("inf")), -float("inf"), z)
     return z
 
@@ -179,7 +179,7 @@ def _exponentials(seed, position, ids):
 
 
 @triton.jit
-def tile_stats(z, ids, scale, wanted, seed, position):
+def tile_stats(z, ids, scale, wanted, seed, position, WITH_RACE: tl.constexpr):
     """Return what one tile says of its row.
 
     Args:
@@ -189,6 +189,7 @@ def tile_stats(z, ids, scale, wanted, seed, position):
         wanted: NOTHING more than the law; or ARGMAX; or RACE, the winner with the noise of (seed, position).
         seed: see `wanted`.
         position: see `wanted`.
+        WITH_RACE: False promises that no row of the batch wants a RACE, which saves registers.
 
     Returns:
         The largest logit; the sum of exp((z - largest) / temperature), NaN where a logit is NaN or +inf; the token that
@@ -203,11 +204,12 @@ def tile_stats(z, ids, scale, wanted, seed, position):
     lead = 0.0
     if wanted == ARGMAX:
         best = first + tl.argmax(fine, 0, tie_break_left=True)
-    if wanted == RACE:
-        race = e / _exponentials(seed, position, ids)
-        race = tl.where(race == race, race, 0.0)
-        best = first + tl.argmax(race, 0, tie_break_left=True)
-        lead = tl.log2(tl.max(race, 0))
+    if WITH_RACE:
+        if wanted == RACE:
+            race = e / _exponentials(seed, position, ids)
+            race = tl.where(race == race, race, 0.0)
+            best = first + tl.argmax(race, 0, tie_break_left=True)
+            lead = tl.log2(tl.max(race, 0))
     return peak, mass, best, lead
 
 

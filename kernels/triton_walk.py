@@ -1,6 +1,7 @@
-"""Device functions that walk a proposal's tests: how many drafted tokens stand, under each rule.
+"""Device functions that walk a proposal's tests: how many drafted tokens stand. One walk for each rule.
 
-A few drafts are looked at together, so that their loads overlap. Knows nothing of how the next token is drawn.
+A few drafts are looked at together, a group, so that their loads overlap. Each walk returns how many are accepted, and
+the caller checks the row after them. Knows nothing of how the next token is drawn.
 """
 
 from __future__ import annotations
@@ -119,13 +120,62 @@ def is_law(mass):
     return (mass > 0) & (mass < float("inf"))
 
 
+# -------------------------------------------------------------------------------------------------------------- groups
+
+
+class Group(NamedTuple):
+    """Some drafts of one proposal, `[G]` each: their places, rows and tokens, and their rows as `row_laws` has them."""
+
+    i: Any
+    inside: Any
+    row: Any
+    draft: Any
+    token: Any
+    known: Any
+    peak: Any
+    mass: Any
+    best: Any
+    dense_row: Any
+
+
+class Supports(NamedTuple):
+    """The supports of a group's drafts, `[G, K]`: tokens, q̂, and the target's logits."""
+
+    ids: Any
+    q: Any
+    z: Any
+
+
 @triton.jit
-def _tests(drafts, terms, i, wanted):
-    """Return the draws that test the drafts at `i`, float64."""
+def _group(rows, stats, terms, drafts, start, TILES: tl.constexpr):
+    i = start + tl.arange(0, _GROUP)
+    inside = i < terms.gamma
+    row = terms.first_row + i
+    draft = terms.first_draft + i
+    token = tl.load(drafts.ints + draft * DRAFT_INTS + TOKEN, mask=inside, other=-1)
+    dense_row = tl.load(drafts.ints + draft * DRAFT_INTS + DENSE_ROW, mask=inside, other=-1)
+    peak, mass, best = row_laws(rows, stats, row, inside, terms.scale, TILES)
+    return Group(i, inside, row, draft, token, inside & (token >= 0), peak, mass, best, dense_row)
+
+
+@triton.jit
+def _supports(rows, drafts, group, K: tl.constexpr, TILE: tl.constexpr, ADJUSTED: tl.constexpr):  # fmt: skip
+    k = tl.arange(0, K)[None, :]
+    size = tl.load(drafts.ints + group.draft * DRAFT_INTS + SUPPORT_SIZE, mask=group.inside, other=0)
+    place = tl.load(drafts.ints + group.draft * DRAFT_INTS + SUPPORT, mask=group.inside, other=0)[:, None] + k
+    there = k < size[:, None]
+    ids = tl.load(drafts.support_ids + place, mask=there, other=-1)
+    q = tl.load(drafts.support_q + place, mask=there, other=0.0)
+    return Supports(ids, q, load_at(rows, tl.zeros_like(ids) + group.row[:, None], ids, there, TILE, ADJUSTED, True))
+
+
+@triton.jit
+def _tests(drafts, terms, group):
+    """Return the draws that test a group's drafts, float64."""
     if terms.given >= 0:
-        u = tl.load(drafts.uniforms + terms.given + i, mask=wanted, other=0.0)
+        u = tl.load(drafts.uniforms + terms.given + group.i, mask=group.inside, other=0.0)
     else:
-        u = accept_uniforms(terms.seed, terms.base_length, i)
+        u = accept_uniforms(terms.seed, terms.base_length, group.i)
     return u
 
 
@@ -136,130 +186,170 @@ def _pick(values, place):
 
 
 @triton.jit
-def _dense_overlap(rows, row, q, law, share, best, lenience, GREEDILY: tl.constexpr, TILE: tl.constexpr,
-                   ADJUSTED: tl.constexpr, FILTERED: tl.constexpr):  # fmt: skip
-    """Return Σ min(share · p, q̂) over the vocabulary, or what q̂ gives to the tokens that stand at temperature 0."""
-    overlap = tl.zeros_like(share)
-    for tile in range(rows.n_tiles):
-        ids = tile * TILE + tl.arange(0, TILE)
-        z = load_tile(rows, row, tile, ids, TILE, ADJUSTED, FILTERED)
-        here = tl.load(q + ids, mask=ids < rows.V, other=0.0).to(tl.float64)
-        if GREEDILY:
-            here = tl.where(_stands(z, ids, law[0], best, lenience), here, 0.0)
-        else:
-            here = tl.minimum(probability(z, law[0], law[1], law[2]) * share, here)
-        overlap += tl.sum(here, 0)
+def _until_failure(stands, group, gamma):
+    """Return how many drafts stand before the first that does not; γ where none fails in this group."""
+    return tl.min(tl.where(group.inside & ~stands, group.i, gamma), 0)
+
+
+@triton.jit
+def _p_and_q(rows, terms, drafts, group, TILE: tl.constexpr, ADJUSTED: tl.constexpr,
+             WITH_DENSE: tl.constexpr):  # fmt: skip
+    """Return p and q̂ of a group's drafted tokens, float32; or p̂ and q̂ of the rule `sigmoid`."""
+    z = load_at(rows, group.row, group.token, group.known, TILE, ADJUSTED, True)
+    p = probability(z, group.peak, group.mass, terms.scale)
+    q = tl.load(drafts.q + group.draft, mask=group.inside, other=0.0)
+    if WITH_DENSE:
+        there = group.known & (group.dense_row >= 0)
+        at = drafts.dense + group.dense_row.to(tl.int64) * rows.V + group.token
+        q = tl.where(there, tl.load(at, mask=there, other=0.0), q)
+        if terms.rule == SIGMOID:
+            p = sigmoid(z * (terms.scale / LOG2_E), terms.lowest, terms.inverse_span)
+            q = draft_sigmoid(q, terms.lowest, terms.inverse_span)
+    return tl.where(group.known, p, 0.0), q
+
+
+@triton.jit
+def _overlaps(supports, group, scale, share):
+    """Return Σ min(share · p, q̂) over each support, float64 `[G]`."""
+    p = probability(supports.z, group.peak[:, None], group.mass[:, None], scale).to(tl.float64)
+    return tl.sum(tl.minimum(p * share, supports.q.to(tl.float64)), 1)
+
+
+@triton.jit
+def _dense_overlap(rows, terms, drafts, group, j, share, TILE: tl.constexpr, ADJUSTED: tl.constexpr):  # fmt: skip
+    """Return Σ min(share · p, q̂) over the vocabulary, float64, for the draft at `j` of a group; 0 if q̂ is sparse.
+
+    At temperature 0 it is what q̂ gives to the tokens that stand.
+    """
+    overlap = share * 0
+    number = _pick(group.dense_row, j)
+    if number >= 0:
+        q = drafts.dense + number.to(tl.int64) * rows.V
+        peak = _pick(group.peak, j)
+        mass = _pick(group.mass, j)
+        best = _pick(group.best, j)
+        row = terms.first_row + _pick(group.i, j)
+        for tile in range(rows.n_tiles):
+            ids = tile * TILE + tl.arange(0, TILE)
+            z = load_tile(rows, row, tile, ids, TILE, ADJUSTED, True)
+            common = tl.load(q + ids, mask=ids < rows.V, other=0.0).to(tl.float64)
+            if terms.rule == GREEDY:
+                common = tl.where(_stands(z, ids, peak, best, terms.lenience), common, 0.0)
+            else:
+                common = tl.minimum(probability(z, peak, mass, terms.scale).to(tl.float64) * share, common)
+            overlap += tl.sum(common, 0)
     return overlap
 
 
 @triton.jit
-def _stands(z, ids, peak, best, lenience):
-    """Say which tokens stand at temperature 0: the argmax, and p(x) ≥ l · max p where l < 1 [L A.5]."""
-    near = tl.exp2((z - peak) * LOG2_E).to(tl.float64) >= lenience
-    return tl.where(lenience == 1, ids == best, near)
+def _store_beta(rows, terms, drafts, group, overlaps, share, beta, TILE: tl.constexpr, ADJUSTED: tl.constexpr, WITH_DENSE: tl.constexpr):  # fmt: skip
+    if WITH_DENSE:
+        for j in range(_GROUP):
+            more = _dense_overlap(rows, terms, drafts, group, j, share, TILE, ADJUSTED)
+            overlaps += tl.where(tl.arange(0, _GROUP) == j, more, 0.0)
+    tl.store(beta + group.draft, overlaps.to(tl.float32), mask=group.inside)
+
+
+# --------------------------------------------------------------------------------------------------------------- walks
 
 
 @triton.jit
-def walk(rows, stats, terms, drafts, beta, TILE: tl.constexpr, TILES: tl.constexpr, K: tl.constexpr,
-         ADJUSTED: tl.constexpr, FILTERED: tl.constexpr, WITH_DENSE: tl.constexpr):  # fmt: skip
-    """Judge the drafted tokens of one proposal, and write β of those that were looked at.
+def walk_tokenwise(rows, stats, terms, drafts, beta, TILE: tl.constexpr, TILES: tl.constexpr, K: tl.constexpr,
+                   ADJUSTED: tl.constexpr, WITH_DENSE: tl.constexpr):  # fmt: skip
+    """Accept while u · l · q̂ < p [L Alg. 1, A.5]; under `sigmoid` the same of p̂ and q̂ [W 3.2.2]. Writes β."""
+    accepted = tl.zeros_like(terms.gamma)
+    start = tl.zeros_like(terms.gamma)
+    while start < terms.gamma:
+        group = _group(rows, stats, terms, drafts, start, TILES)
+        p, q = _p_and_q(rows, terms, drafts, group, TILE, ADJUSTED, WITH_DENSE)
+        stands = (q > 0) & (_tests(drafts, terms, group) * terms.lenience * q < p) & is_law(group.mass)
+        accepted = _until_failure(stands, group, terms.gamma)
+        if terms.rule == TOKENWISE:
+            share = 1.0 / terms.lenience
+            supports = _supports(rows, drafts, group, K, TILE, ADJUSTED)
+            overlaps = _overlaps(supports, group, terms.scale, share)
+            _store_beta(rows, terms, drafts, group, overlaps, share, beta, TILE, ADJUSTED, WITH_DENSE)
+        start = tl.where(accepted < terms.gamma, terms.gamma, start + _GROUP)
+    return accepted
+
+
+@triton.jit
+def walk_block(rows, stats, terms, drafts, beta, TILE: tl.constexpr, TILES: tl.constexpr, K: tl.constexpr,
+               ADJUSTED: tl.constexpr, WITH_DENSE: tl.constexpr):  # fmt: skip
+    """Accept up to the last success (Sun et al. 2024, Alg. 2). Writes β.
 
     Returns:
-        How many are accepted; P there (1 under all rules but `block`), float64; and whether a row that was needed on
-        the way is no law (the row after the last accepted one is the caller's to check).
+        τ; P_τ, float64; and whether a row on the way is no law.
     """
-    gamma = terms.gamma
-    accepted = tl.zeros_like(gamma)
-    bad = tl.zeros_like(gamma)
-    P = tl.zeros_like(terms.lenience) + 1.0
+    tau = tl.zeros_like(terms.gamma)
+    bad = terms.gamma < 0
+    P = terms.lenience * 0 + 1.0
     kept = P
     u_before = P
-    start = tl.zeros_like(gamma)
-    while start < gamma:
-        i = start + tl.arange(0, _GROUP)
-        inside = i < gamma
-        row = terms.first_row + i
-        peak, mass, best = row_laws(rows, stats, row, inside, terms.scale, TILES)
-        draft = terms.first_draft + i
-        token = tl.load(drafts.ints + draft * DRAFT_INTS + TOKEN, mask=inside, other=-1)
-        known = inside & (token >= 0)
-        z = load_at(rows, row, token, known, TILE, ADJUSTED, FILTERED)
-
-        if terms.rule == COUPLED:
-            stands = best == token
-        else:
-            if WITH_DENSE:
-                dense_row = tl.load(drafts.ints + draft * DRAFT_INTS + DENSE_ROW, mask=inside, other=-1)
-            # [G, K]: the supports
-            k = tl.arange(0, K)[None, :]
-            size = tl.load(drafts.ints + draft * DRAFT_INTS + SUPPORT_SIZE, mask=inside, other=0)
-            place = tl.load(drafts.ints + draft * DRAFT_INTS + SUPPORT, mask=inside, other=0)[:, None] + k
-            there = k < size[:, None]
-            ids = tl.load(drafts.support_ids + place, mask=there, other=-1)
-            q = tl.load(drafts.support_q + place, mask=there, other=0.0)
-            z_k = load_at(rows, tl.zeros_like(ids) + row[:, None], ids, there, TILE, ADJUSTED, FILTERED)
-            if terms.rule == GREEDY:
-                stands = _stands(z, token, peak, best, terms.lenience) & known
-                overlap = tl.sum(tl.where(_stands(z_k, ids, peak[:, None], best[:, None], terms.lenience), q, 0.0), 1)
-            else:
-                p_k = probability(z_k, peak[:, None], mass[:, None], terms.scale)
-                overlap = tl.sum(tl.minimum((p_k / terms.lenience).to(tl.float32), q), 1)
-                p_x = tl.where(known, probability(z, peak, mass, terms.scale), 0.0)
-                q_x = tl.load(drafts.q + draft, mask=inside, other=0.0)
-                if WITH_DENSE:
-                    from_row = known & (dense_row >= 0)
-                    at = dense_row.to(tl.int64) * rows.V + token
-                    q_x = tl.where(from_row, tl.load(drafts.dense + at, mask=from_row, other=0.0), q_x)
-                if terms.rule == SIGMOID:
-                    p_x = tl.where(known, sigmoid(z * (terms.scale / LOG2_E), terms.lowest, terms.inverse_span), 0.0)
-                    q_x = draft_sigmoid(q_x, terms.lowest, terms.inverse_span)
-                u = _tests(drafts, terms, i, inside)
-                stands = (q_x > 0) & (u * terms.lenience * q_x < p_x)
-            if WITH_DENSE:
-                if terms.rule != SIGMOID:
-                    for j in tl.static_range(_GROUP):
-                        number = _pick(dense_row, j)
-                        if (number >= 0) & (start + j < gamma):
-                            q_row = drafts.dense + number.to(tl.int64) * rows.V
-                            law = (_pick(peak, j), _pick(mass, j), terms.scale)
-                            at = terms.first_row + start + j
-                            if terms.rule == GREEDY:
-                                more = _dense_overlap(rows, at, q_row, law, kept, _pick(best, j), terms.lenience, True,
-                                                      TILE, ADJUSTED, FILTERED)  # fmt: skip
-                            else:
-                                more = _dense_overlap(rows, at, q_row, law, 1.0 / terms.lenience, 0, terms.lenience,
-                                                      False, TILE, ADJUSTED, FILTERED)  # fmt: skip
-                            overlap += tl.where(tl.arange(0, _GROUP) == j, more, 0.0).to(tl.float32)
-            tl.store(beta + draft, overlap, mask=inside)
-
-        if terms.rule == BLOCK:
-            # One after the other: h needs the row after, so each is tested when that row is at hand (Sun et al. 2024).
-            for j in tl.static_range(_GROUP):
-                if (start + j < gamma) & (P > 0) & (bad == 0):
-                    mass_j = _pick(mass, j)
-                    bad = (~is_law(mass_j)).to(tl.int32)
-                    if start + j > 0:
-                        Z = P - _pick(tl.sum(tl.minimum(p_k * P, q.to(tl.float64)), 1), j)
-                        if WITH_DENSE:
-                            number = _pick(dense_row, j)
-                            if number >= 0:
-                                Z -= _dense_overlap(
-                                    rows, terms.first_row + start + j, drafts.dense + number.to(tl.int64) * rows.V,
-                                    (_pick(peak, j), mass_j, terms.scale), P, 0, terms.lenience, False,
-                                    TILE, ADJUSTED, FILTERED,
-                                )  # fmt: skip
-                        if (Z > 0) & (u_before * (Z + (1 - P)) < Z):
-                            accepted = start + j
-                            kept = P
-                    p_j = _pick(p_x, j).to(tl.float64)
-                    q_j = _pick(q_x, j).to(tl.float64)
-                    P = tl.where(q_j > 0, tl.minimum(P * p_j / tl.where(q_j > 0, q_j, 1.0), 1.0), 0.0)
-                    u_before = _pick(u, j)
-            start = tl.where((P > 0) & (bad == 0), start + _GROUP, gamma)
-        else:
-            accepted = tl.min(tl.where(inside & ~(stands & is_law(mass)), i, gamma), 0)
-            start = tl.where(accepted < gamma, gamma, start + _GROUP)
-    if (terms.rule == BLOCK) & (bad == 0) & (u_before < P):
-        accepted = gamma
+    start = tl.zeros_like(terms.gamma)
+    while start < terms.gamma:
+        group = _group(rows, stats, terms, drafts, start, TILES)
+        p, q = _p_and_q(rows, terms, drafts, group, TILE, ADJUSTED, WITH_DENSE)
+        u = _tests(drafts, terms, group)
+        supports = _supports(rows, drafts, group, K, TILE, ADJUSTED)
+        whole = terms.lenience * 0 + 1.0
+        overlaps = _overlaps(supports, group, terms.scale, whole)
+        _store_beta(rows, terms, drafts, group, overlaps, whole, beta, TILE, ADJUSTED, WITH_DENSE)
+        for j in range(_GROUP):
+            if (start + j < terms.gamma) & (P > 0) & ~bad:
+                bad = ~is_law(_pick(group.mass, j))
+                if start + j > 0:  # h of the token before: the row after it is at hand now
+                    Z = P - _pick(_overlaps(supports, group, terms.scale, P), j)
+                    if WITH_DENSE:
+                        Z -= _dense_overlap(rows, terms, drafts, group, j, P, TILE, ADJUSTED)
+                    if (Z > 0) & (u_before * (Z + (1.0 - P)) < Z):
+                        tau = start + j
+                        kept = P
+                p_j = _pick(p, j).to(tl.float64)
+                q_j = _pick(q, j).to(tl.float64)
+                P = tl.where(q_j > 0, tl.minimum(P * p_j / tl.where(q_j > 0, q_j, 1.0), 1.0), 0.0)
+                u_before = _pick(u, j)
+        start = tl.where((P > 0) & ~bad, start + _GROUP, terms.gamma)
+    if u_before < P:  # h is P after the last token; where none was drafted, u_before is 1
+        tau = terms.gamma
         kept = P
-    return accepted, kept, bad
+    return tau, kept, bad
+
+
+@triton.jit
+def walk_coupled(rows, stats, terms, drafts, TILES: tl.constexpr):
+    """Accept while the target, with the noise that the draft had too, takes the same token."""
+    accepted = tl.zeros_like(terms.gamma)
+    start = tl.zeros_like(terms.gamma)
+    while start < terms.gamma:
+        group = _group(rows, stats, terms, drafts, start, TILES)
+        accepted = _until_failure((group.best == group.token) & is_law(group.mass), group, terms.gamma)
+        start = tl.where(accepted < terms.gamma, terms.gamma, start + _GROUP)
+    return accepted
+
+
+@triton.jit
+def walk_greedily(rows, stats, terms, drafts, beta, TILE: tl.constexpr, TILES: tl.constexpr, K: tl.constexpr,
+                  ADJUSTED: tl.constexpr, WITH_DENSE: tl.constexpr):  # fmt: skip
+    """Accept the most probable tokens, or nearly those, as lenience allows [L A.5]. Writes β."""
+    accepted = tl.zeros_like(terms.gamma)
+    start = tl.zeros_like(terms.gamma)
+    while start < terms.gamma:
+        group = _group(rows, stats, terms, drafts, start, TILES)
+        z = load_at(rows, group.row, group.token, group.known, TILE, ADJUSTED, True)
+        stands = _stands(z, group.token, group.peak, group.best, terms.lenience) & group.known & is_law(group.mass)
+        accepted = _until_failure(stands, group, terms.gamma)
+        supports = _supports(rows, drafts, group, K, TILE, ADJUSTED)
+        standing = _stands(supports.z, supports.ids, group.peak[:, None], group.best[:, None], terms.lenience)
+        overlaps = tl.sum(tl.where(standing, supports.q, 0.0).to(tl.float64), 1)
+        share = terms.lenience * 0 + 1.0
+        _store_beta(rows, terms, drafts, group, overlaps, share, beta, TILE, ADJUSTED, WITH_DENSE)
+        start = tl.where(accepted < terms.gamma, terms.gamma, start + _GROUP)
+    return accepted
+
+
+@triton.jit
+def _stands(z, ids, peak, best, lenience):
+    """Say which tokens stand at temperature 0: the argmax, and p(x) ≥ l · max p where l < 1."""
+    near = tl.exp2((z - peak) * LOG2_E).to(tl.float64) >= lenience
+    return tl.where(lenience == 1, ids == best, near)

@@ -51,6 +51,7 @@ class Batch:
         change_divisors: see `change_ids`.
         change_biases: see `change_ids`.
         max_support: the largest support.
+        has_races: whether any proposal is `coupled` above temperature 0.
     """
 
     ints: Tensor
@@ -69,6 +70,7 @@ class Batch:
     change_divisors: Tensor
     change_biases: Tensor
     max_support: int
+    has_races: bool
 
 
 def pack(proposals: Sequence[Proposed], V: int, tile: int, device: torch.device) -> Batch:
@@ -80,7 +82,12 @@ def pack(proposals: Sequence[Proposed], V: int, tile: int, device: torch.device)
         **supports.arrays,
         **_changes(proposals, V, tile),
     }
-    return Batch(**_upload(arrays, device), dense=_dense(proposals, V, device), max_support=supports.largest)
+    return Batch(
+        **_upload(arrays, device),
+        dense=_dense(proposals, V, device),
+        max_support=supports.largest,
+        has_races=any(each.rule is Rule.COUPLED and not each.law.is_greedy for each in proposals),
+    )
 
 
 def _sequences(proposals: Sequence[Proposed]) -> dict[str, np.ndarray]:

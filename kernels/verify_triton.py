@@ -38,6 +38,7 @@ from kernels.triton_rows import (
     tile_stats,
 )
 from kernels.triton_walk import (
+    BLOCK,
     COUPLED,
     DENSE_ROW,
     DRAFT_INTS,
@@ -50,8 +51,12 @@ from kernels.triton_walk import (
     load_filters,
     load_terms,
     row_laws,
-    walk,
+    walk_block,
+    walk_coupled,
+    walk_greedily,
+    walk_tokenwise,
 )
+from kernels.sparse import MAX_SUPPORT
 from kernels.verify_pack import Batch, pack
 from kernels.verify_torch import with_logprobs
 
@@ -69,23 +74,25 @@ _OUTCOME = tl.constexpr(3)  # status, accepted, next token
 @triton.jit
 def stats_kernel(
     logits, row_stride, V, n_tiles, row_sequence, ints, floats,
-    adjusted, tile_starts, change_ids, change_divisors, change_biases,
+    adjusted, tile_starts, change_ids, change_divisors, change_biases, cuts,
     peaks, masses, bests, leads,
-    TILE: tl.constexpr, ADJUSTED: tl.constexpr,
+    TILE: tl.constexpr, ADJUSTED: tl.constexpr, WITH_RACE: tl.constexpr,
 ):  # fmt: skip
-    """Write what each tile says of its row, `[R, n_tiles]`. Grid: R · n_tiles."""
+    """Write what each tile says of its row, `[R, n_tiles]`, and that nothing is cut yet. Grid: R · n_tiles."""
     row = tl.program_id(0) // n_tiles
     tile = tl.program_id(0) % n_tiles
     rows = Rows(
-        logits, row_stride, V, n_tiles, adjusted, tile_starts, change_ids, change_divisors, change_biases, peaks
+        logits, row_stride, V, n_tiles, adjusted, tile_starts, change_ids, change_divisors, change_biases, cuts
     )
     terms = load_terms(ints, floats, tl.load(row_sequence + row))
     wanted = tl.where(terms.rule == GREEDY, ARGMAX, tl.where(terms.rule == COUPLED, RACE, NOTHING))
     ids = tile * TILE + tl.arange(0, TILE)
     z = load_tile(rows, row, tile, ids, TILE, ADJUSTED, False)
     position = terms.base_length + row - terms.first_row
-    found = tile_stats(z, ids, terms.scale, wanted, terms.seed, position)
+    found = tile_stats(z, ids, terms.scale, wanted, terms.seed, position, WITH_RACE)
     store_stats(TileStats(peaks, masses, bests, leads), tl.program_id(0), found)
+    if tile == 0:
+        tl.store(cuts + row, -float("inf"))
 
 
 @triton.jit
@@ -116,7 +123,7 @@ def ruling_kernel(
     draft_ints, draft_q, support_ids, support_q, dense, uniforms,
     outcomes, beta,
     TILE: tl.constexpr, TILES: tl.constexpr, K: tl.constexpr,
-    ADJUSTED: tl.constexpr, FILTERED: tl.constexpr, WITH_DENSE: tl.constexpr,
+    ADJUSTED: tl.constexpr, WITH_DENSE: tl.constexpr,
 ):  # fmt: skip
     """Judge one proposal, and write its outcome `[B, 3]` and β `[N]`. Grid: B."""
     b = tl.program_id(0)
@@ -126,14 +133,25 @@ def ruling_kernel(
     stats = TileStats(peaks, masses, bests, leads)
     drafts = Drafts(draft_ints, draft_q, support_ids, support_q, dense, uniforms)
     terms = load_terms(ints, floats, b)
-    accepted, kept, bad = walk(rows, stats, terms, drafts, beta, TILE, TILES, K, ADJUSTED, FILTERED, WITH_DENSE)
+    kept = terms.lenience * 0 + 1.0
+    bad = b < 0
+    if terms.rule == GREEDY:
+        accepted = walk_greedily(rows, stats, terms, drafts, beta, TILE, TILES, K, ADJUSTED, WITH_DENSE)
+    elif terms.rule == COUPLED:
+        accepted = walk_coupled(rows, stats, terms, drafts, TILES)
+    elif terms.rule == BLOCK:
+        accepted, kept, bad = walk_block(
+            rows, stats, terms, drafts, beta, TILE, TILES, K, ADJUSTED, WITH_DENSE
+        )
+    else:
+        accepted = walk_tokenwise(rows, stats, terms, drafts, beta, TILE, TILES, K, ADJUSTED, WITH_DENSE)
 
     row = terms.first_row + accepted
     peak, mass, best = row_laws(rows, stats, row + tl.arange(0, 1), tl.arange(0, 1) == 0, terms.scale, TILES)
     law = Law(row, tl.max(peak, 0), tl.max(mass, 0), terms.scale)
     token = tl.max(best, 0)
     status = tl.zeros_like(accepted) + _STATUS_OK
-    if (bad != 0) | ~is_law(law.mass):
+    if bad | ~is_law(law.mass):
         status = tl.zeros_like(accepted) + _STATUS_BAD_LOGITS
     elif (terms.rule != GREEDY) & (terms.rule != COUPLED):
         u = tl.max(resample_uniforms(terms.seed, terms.base_length, accepted + tl.arange(0, 1)), 0)
@@ -152,7 +170,7 @@ def ruling_kernel(
         )  # fmt: skip
         kept = tl.where(rejected, kept, 1.0)
         token, none = draw(
-            rows, stats, law, draft, kind, kept, u, TILE, TILES, K, ADJUSTED, FILTERED, WITH_DENSE
+            rows, stats, law, draft, kind, kept, u, TILE, TILES, K, ADJUSTED, WITH_DENSE
         )
         status = tl.where(none, _STATUS_ZERO_RESIDUAL, _STATUS_OK)
     tl.store(outcomes + b * _OUTCOME, status)
@@ -172,7 +190,7 @@ class Launch:
         proposals: the B proposals.
         batch: their arrays.
         stats: room for what the tiles say: peaks, masses, bests and leads, `[R, n_tiles]` each.
-        cuts: float32 `[R]`, -inf where no filter cuts.
+        cuts: room for where filters cut, float32 `[R]`.
         results: int32 `[3 · B + N]`: outcomes, then β as the bits of float32.
     """
 
@@ -192,16 +210,15 @@ class Launch:
         tiles = max(16, triton.next_power_of_2(n_tiles))
         B, N = len(batch.ints), len(batch.draft_q)
         adjusted = len(batch.change_ids) > 0
-        filtered = len(batch.filtered_rows) > 0
         where = (self.logits, self.logits.stride(0), V, n_tiles)
         changes = (
             batch.adjusted, batch.tile_starts, batch.change_ids, batch.change_divisors, batch.change_biases
         )  # fmt: skip
         stats_kernel[(R * n_tiles,)](
-            *where, batch.row_sequence, batch.ints, batch.floats, *changes, *self.stats,
-            TILE=tile, ADJUSTED=adjusted, num_warps=4,
+            *where, batch.row_sequence, batch.ints, batch.floats, *changes, self.cuts, *self.stats,
+            TILE=tile, ADJUSTED=adjusted, WITH_RACE=batch.has_races, num_warps=tile // 512,
         )  # fmt: skip
-        if filtered:
+        if len(batch.filtered_rows) > 0:
             filter_kernel[(len(batch.filtered_rows),)](
                 *where, batch.row_sequence, batch.ints, batch.floats, batch.filtered_rows, *changes, self.cuts,
                 *self.stats, TILE=tile, TILES=tiles, ADJUSTED=adjusted, num_warps=8,
@@ -210,8 +227,8 @@ class Launch:
             *where, batch.ints, batch.floats, *changes, self.cuts, *self.stats,
             batch.draft_ints, batch.draft_q, batch.support_ids, batch.support_q, batch.dense, batch.uniforms,
             self.results[: 3 * B], self.results[3 * B : 3 * B + N].view(torch.float32),
-            TILE=tile, TILES=tiles, K=max(16, triton.next_power_of_2(batch.max_support)),
-            ADJUSTED=adjusted, FILTERED=filtered, WITH_DENSE=len(batch.dense) > 0, num_warps=8,
+            TILE=tile, TILES=tiles, K=16 if batch.max_support <= 16 else MAX_SUPPORT,
+            ADJUSTED=adjusted, WITH_DENSE=len(batch.dense) > 0, num_warps=8,
         )  # fmt: skip
 
     def rulings(self) -> list[Ruling]:
@@ -249,7 +266,7 @@ def prepare(logits: Tensor, proposals: Sequence[Proposed]) -> Launch:
         torch.empty(shape, dtype=torch.int32, device=logits.device),
         torch.empty(shape, dtype=torch.float32, device=logits.device),
     )
-    cuts = torch.full((R,), -torch.inf, dtype=torch.float32, device=logits.device)
+    cuts = torch.empty(R, dtype=torch.float32, device=logits.device)
     results = torch.empty(3 * len(proposals) + len(batch.draft_q), dtype=torch.int32, device=logits.device)
     return Launch(logits, proposals, batch, stats, cuts, results)
 
