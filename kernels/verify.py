@@ -13,13 +13,19 @@ import torch
 from torch import Tensor
 
 from kernels import verify_reference, verify_torch
-from kernels.ruling import Proposed, Rule, Ruling, Status, TokenLogprobs, Uniforms, UnsupportedRule
+from kernels.dense import DenseLaw, DraftLogits, SigmoidScales
+from kernels.ruling import DraftLaw, Proposed, Rule, Ruling, Status, TokenLogprobs, Uniforms, UnsupportedRule
+from kernels.sparse import SparseLaw
 
 __all__ = [
     "SUPPORTED_RULES",
+    "DenseLaw",
+    "DraftLaw",
+    "DraftLogits",
     "Proposed",
     "Rule",
     "Ruling",
+    "SigmoidScales",
     "Status",
     "TokenLogprobs",
     "Uniforms",
@@ -78,6 +84,8 @@ def verify(logits: Tensor, proposals: Sequence[Proposed], implementation: str | 
     R = sum(len(proposal.tokens) + 1 for proposal in proposals)
     if logits.ndim != 2 or logits.shape[0] != R or (R and logits.shape[1] == 0):
         raise ValueError(f"logits have shape {tuple(logits.shape)}; the proposals need [{R}, V]")
+    for number, proposal in enumerate(proposals):
+        _refuse_forms(number, proposal, logits.shape[1])
     return chosen.run(logits, proposals) if proposals else []
 
 
@@ -100,3 +108,38 @@ def _refuse_misfit(number: int, proposal: Proposed) -> None:
         raise ValueError(f"top_logprobs of proposal {number} is {proposal.top_logprobs}; it must be at least -1")
     if proposal.uniforms is not None and len(proposal.uniforms.accept) < gamma:
         raise ValueError(f"proposal {number} has {len(proposal.uniforms.accept)} uniforms for {gamma} tokens")
+
+
+def _refuse_forms(number: int, proposal: Proposed, V: int) -> None:
+    """Refuse draft laws of the wrong form or length, and scales that are missing or not asked for."""
+    is_sigmoid = proposal.rule is Rule.SIGMOID
+    if is_sigmoid and proposal.sigmoid is None:
+        raise ValueError(f"sigmoid of proposal {number} is None; the rule sigmoid needs scales")
+    if not is_sigmoid and proposal.sigmoid is not None:
+        raise ValueError(f"proposal {number} has sigmoid scales; the rule {proposal.rule.value} takes none")
+    for i, law in enumerate(proposal.q):
+        # At temperature 0 no rule asks what the draft believed, and a draft has no scale for its logits.
+        if is_sigmoid and not (isinstance(law, DraftLogits) or (law is None and proposal.law.is_greedy)):
+            raise ValueError(f"q[{i}] of proposal {number} is {_form(law)}; the rule sigmoid takes draft logits alone")
+        if not is_sigmoid and isinstance(law, DraftLogits):
+            raise ValueError(
+                f"q[{i}] of proposal {number} is draft logits, which the rule {proposal.rule.value} does not take"
+            )
+        shape = _dense_shape(law)
+        if shape is not None and shape != (V,):
+            raise ValueError(f"q[{i}] of proposal {number} has shape {shape}; the vocabulary has {V} tokens")
+
+
+def _dense_shape(law: DraftLaw) -> tuple[int, ...] | None:
+    match law:
+        case DenseLaw():
+            return tuple(law.probabilities.shape)
+        case DraftLogits():
+            return tuple(law.values.shape)
+        case _:
+            return None
+
+
+def _form(law: DraftLaw) -> str:
+    names = {SparseLaw: "a sparse law", DenseLaw: "a dense law", DraftLogits: "draft logits"}
+    return names.get(type(law), "a point mass")
