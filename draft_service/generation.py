@@ -17,6 +17,7 @@ from draft_service.statistics import SpeculationCounts, Timings
 from draft_service.validation import Generation
 from draft_service.verifier_link import VerifierLink
 from draft_service.verify_sequence import VerifySequence
+from outrider.sampling import RULE_TO_WIRE
 from outrider.wire import encode_distribution
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 
@@ -74,7 +75,7 @@ class Sample:
             RequestError: the verifier refused, or is gone.
         """
         request = self._request
-        target = link.open(self._opening(), sequence_id=f"{request.request_id}/{self._index}", timeout=timeout)
+        target = link.open(self.opening(), sequence_id=f"{request.request_id}/{self._index}", timeout=timeout)
         try:
             if request.gamma:
                 self._drafting = drafter.open(self._draft_sequence())
@@ -188,7 +189,8 @@ class Sample:
 
     # -------------------------------------------------------------------------------------------- opening and closing
 
-    def _opening(self) -> verifier_service_pb2.OpenSequence:
+    def opening(self) -> verifier_service_pb2.OpenSequence:
+        """What the verifier is told of the sequence. Whatever the request left open is said here."""
         request = self._request
         opening = verifier_service_pb2.OpenSequence(
             prompt_token_ids=request.prompt,
@@ -203,6 +205,7 @@ class Sample:
             request_id=request.request_id,
         )
         opening.sampling.seed = request.seed_of(self._index)
+        opening.sampling.rule = RULE_TO_WIRE[request.sampling.rule]  # the draft's choice, whatever is the verifier's
         if request.top_logprobs is not None:
             opening.logprobs.top_n = request.top_logprobs
         return opening

@@ -31,6 +31,7 @@ __all__ = [
     "Uniforms",
     "UnsupportedRule",
     "implementation_for",
+    "implementations",
     "verify",
 ]
 
@@ -55,6 +56,11 @@ SUPPORTED_RULES: frozenset[Rule] = frozenset.intersection(*(each.rules for each 
 def implementation_for(device: torch.device) -> str:
     """Return the name of the implementation that `verify` picks for logits on `device`."""
     return _BY_DEVICE.get(device.type, _ANYWHERE)
+
+
+def implementations() -> tuple[str, ...]:
+    """Return the names that `verify` takes."""
+    return tuple(_IMPLEMENTATIONS)
 
 
 def verify(logits: Tensor, proposals: Sequence[Proposed], implementation: str | None = None) -> list[Ruling]:
