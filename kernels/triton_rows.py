@@ -1,4 +1,4 @@
-"""Device functions of the verification kernels: a row's logits as a rule sees them, what a tile says of them, and noise.
+"""Device functions of the verification kernels: logits as a rule sees them, what a tile says of them, random numbers.
 
 A row is cut into tiles whose size is a function of V alone, so that no result depends on the batch. Knows nothing of
 proposals and rules; `verify_triton` and `filters_triton` put these together.
@@ -175,7 +175,7 @@ def _exponentials(seed, position, ids):
     return tl.where(v < 0.1, series, -tl.log(1.0 - v))
 
 
-# ------------------------------------------------------------------------------------------------------ what a tile says
+# ----------------------------------------------------------------------------------------------------- what a tile says
 
 
 @triton.jit

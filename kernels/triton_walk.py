@@ -242,7 +242,9 @@ def _dense_overlap(rows, terms, drafts, group, j, share, TILE: tl.constexpr, ADJ
 
 
 @triton.jit
-def _store_beta(rows, terms, drafts, group, overlaps, share, beta, TILE: tl.constexpr, ADJUSTED: tl.constexpr, WITH_DENSE: tl.constexpr):  # fmt: skip
+def _store_beta(rows, terms, drafts, group, overlaps, share, beta, TILE: tl.constexpr,
+                ADJUSTED: tl.constexpr, WITH_DENSE: tl.constexpr):  # fmt: skip
+    """Write β of a group: what its supports have in common with p, and what its rows over the vocabulary have."""
     if WITH_DENSE:
         for j in range(_GROUP):
             more = _dense_overlap(rows, terms, drafts, group, j, share, TILE, ADJUSTED)

@@ -92,7 +92,8 @@ def pack(proposals: Sequence[Proposed], V: int, tile: int, device: torch.device)
 
 def _sequences(proposals: Sequence[Proposed]) -> dict[str, np.ndarray]:
     first_rows = accumulate((len(each.tokens) + 1 for each in proposals), initial=0)
-    ints, floats, uniforms = [], [], []
+    ints, floats = [], []
+    uniforms: list[float] = []
     for each, first_row in zip(proposals, first_rows, strict=False):
         law, greedy = each.law, each.law.temperature == 0
         given = -1

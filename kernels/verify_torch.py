@@ -19,9 +19,9 @@ from kernels.adjustments import apply
 from kernels.dense import DenseLaw, DraftLogits
 from kernels.distribution import bad_rows, probabilities
 from kernels.drafts import Drafts, gather
-from kernels.logprobs import token_logprobs
+from kernels.logprobs import with_logprobs
 from kernels.noise import gumbel
-from kernels.ruling import BAD_LOGITS, DraftLaw, Proposed, Rule, Ruling, Status, TokenLogprobs
+from kernels.ruling import BAD_LOGITS, DraftLaw, Proposed, Rule, Ruling, Status
 from kernels.sigmoid import Scores
 from kernels.sparse import SparseLaw
 
@@ -192,7 +192,7 @@ def _rule_by_sigmoid(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> l
         ruling = _walk_sigmoid(z[start:end], bad[start:end], proposal)
         if proposal.top_logprobs >= 0 and ruling.status is not Status.BAD_LOGITS:
             emitted = slice(start, start + ruling.accepted + 1)
-            ruling = _with_logprobs(ruling, proposal, raw[emitted], probabilities(z[emitted], proposal.law))
+            ruling = with_logprobs(ruling, proposal, raw[emitted], probabilities(z[emitted], proposal.law))
         rulings.append(ruling)
         start = end
     return rulings
@@ -294,10 +294,3 @@ def _standing(row: np.ndarray, best: int, top: float, lenience: float) -> Sequen
 
 def _is_in(token: int, stands: Sequence[int]) -> bool:
     return token in stands
-
-
-def with_logprobs(ruling: Ruling, proposal: Proposed, raw: Tensor, law: Tensor) -> Ruling:
-    emitted = (*proposal.tokens[: ruling.accepted], ruling.next_token)
-    rows = slice(0, len(emitted))
-    logprobs: tuple[TokenLogprobs, ...] = token_logprobs(raw[rows], law[rows], emitted, proposal.top_logprobs)
-    return Ruling(ruling.status, ruling.accepted, ruling.next_token, ruling.beta, logprobs)

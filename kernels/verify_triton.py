@@ -13,7 +13,7 @@ of how proposals become arrays: that is `verify_pack`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,7 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.adjustments import apply
+from kernels.distribution import probabilities
+from kernels.logprobs import with_logprobs
 from kernels.ruling import BAD_LOGITS, Proposed, Rule, Ruling, Status
+from kernels.sparse import MAX_SUPPORT
 from kernels.triton_draw import DENSE, SPARSE, TARGET, Draft, Law, draw
 from kernels.triton_draw import SIGMOID as SIGMOID_REST
 from kernels.triton_filters import filter_row
@@ -56,9 +60,7 @@ from kernels.triton_walk import (
     walk_greedily,
     walk_tokenwise,
 )
-from kernels.sparse import MAX_SUPPORT
 from kernels.verify_pack import Batch, pack
-from kernels.verify_torch import with_logprobs
 
 RULES = frozenset(Rule)
 """What this implementation judges by."""
@@ -81,9 +83,7 @@ def stats_kernel(
     """Write what each tile says of its row, `[R, n_tiles]`, and that nothing is cut yet. Grid: R · n_tiles."""
     row = tl.program_id(0) // n_tiles
     tile = tl.program_id(0) % n_tiles
-    rows = Rows(
-        logits, row_stride, V, n_tiles, adjusted, tile_starts, change_ids, change_divisors, change_biases, cuts
-    )
+    rows = Rows(logits, row_stride, V, n_tiles, adjusted, tile_starts, change_ids, change_divisors, change_biases, cuts)
     terms = load_terms(ints, floats, tl.load(row_sequence + row))
     wanted = tl.where(terms.rule == GREEDY, ARGMAX, tl.where(terms.rule == COUPLED, RACE, NOTHING))
     ids = tile * TILE + tl.arange(0, TILE)
@@ -104,9 +104,7 @@ def filter_kernel(
 ):  # fmt: skip
     """Cut the rows that have filters, and write their tiles anew. Grid: such rows."""
     row = tl.load(filtered_rows + tl.program_id(0))
-    rows = Rows(
-        logits, row_stride, V, n_tiles, adjusted, tile_starts, change_ids, change_divisors, change_biases, cuts
-    )
+    rows = Rows(logits, row_stride, V, n_tiles, adjusted, tile_starts, change_ids, change_divisors, change_biases, cuts)
     b = tl.load(row_sequence + row)
     top_k, top_p, least_bits = load_filters(floats, b)
     filter_row(
@@ -127,9 +125,7 @@ def ruling_kernel(
 ):  # fmt: skip
     """Judge one proposal, and write its outcome `[B, 3]` and β `[N]`. Grid: B."""
     b = tl.program_id(0)
-    rows = Rows(
-        logits, row_stride, V, n_tiles, adjusted, tile_starts, change_ids, change_divisors, change_biases, cuts
-    )
+    rows = Rows(logits, row_stride, V, n_tiles, adjusted, tile_starts, change_ids, change_divisors, change_biases, cuts)
     stats = TileStats(peaks, masses, bests, leads)
     drafts = Drafts(draft_ints, draft_q, support_ids, support_q, dense, uniforms)
     terms = load_terms(ints, floats, b)
@@ -140,9 +136,7 @@ def ruling_kernel(
     elif terms.rule == COUPLED:
         accepted = walk_coupled(rows, stats, terms, drafts, TILES)
     elif terms.rule == BLOCK:
-        accepted, kept, bad = walk_block(
-            rows, stats, terms, drafts, beta, TILE, TILES, K, ADJUSTED, WITH_DENSE
-        )
+        accepted, kept, bad = walk_block(rows, stats, terms, drafts, beta, TILE, TILES, K, ADJUSTED, WITH_DENSE)
     else:
         accepted = walk_tokenwise(rows, stats, terms, drafts, beta, TILE, TILES, K, ADJUSTED, WITH_DENSE)
 
@@ -169,9 +163,7 @@ def ruling_kernel(
             terms.lowest, terms.inverse_span,
         )  # fmt: skip
         kept = tl.where(rejected, kept, 1.0)
-        token, none = draw(
-            rows, stats, law, draft, kind, kept, u, TILE, TILES, K, ADJUSTED, WITH_DENSE
-        )
+        token, none = draw(rows, stats, law, draft, kind, kept, u, TILE, TILES, K, ADJUSTED, WITH_DENSE)
         status = tl.where(none, _STATUS_ZERO_RESIDUAL, _STATUS_OK)
     tl.store(outcomes + b * _OUTCOME, status)
     tl.store(outcomes + b * _OUTCOME + 1, accepted)
@@ -244,10 +236,17 @@ class Launch:
             if _STATUSES[status] is not Status.BAD_LOGITS:
                 ruling = Ruling(_STATUSES[status], accepted, token, _beta_of(proposal, accepted, beta[first_row - b :]))
                 if proposal.top_logprobs >= 0:
-                    ruling = with_logprobs(ruling, proposal, self.logits[first_row:])
+                    ruling = self._with_logprobs(ruling, proposal, first_row)
             rulings.append(ruling)
             first_row += len(proposal.tokens) + 1
         return rulings
+
+    def _with_logprobs(self, ruling: Ruling, proposal: Proposed, first_row: int) -> Ruling:
+        """Read the emitted rows again: few requests ask for this, so the kernels do without it."""
+        count = ruling.accepted + 1
+        raw = self.logits[first_row : first_row + count]
+        z = apply(raw, proposal.adjustments[:count])
+        return with_logprobs(ruling, proposal, raw, probabilities(z, proposal.law))
 
 
 def prepare(logits: Tensor, proposals: Sequence[Proposed]) -> Launch:
