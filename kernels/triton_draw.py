@@ -127,7 +127,7 @@ def _taken(rows, law, draft, kept, origin, width, N: tl.constexpr, K: tl.constex
 
 @triton.jit
 def _choose(weights, target, N: tl.constexpr):
-    """Return the first place whose cumulative weight is above `target`, and what is left of it; never one of no weight."""
+    """Return the first place whose cumulative weight is above `target`, none of weight 0, and what is left of it."""
     at = tl.arange(0, N)
     cumulative = tl.cumsum(weights, 0)
     last = tl.max(tl.where(weights > 0, at, 0), 0)

@@ -65,6 +65,10 @@ from kernels.verify_pack import Batch, pack
 RULES = frozenset(Rule)
 """What this implementation judges by."""
 
+FILTER_OPTIONS = {"num_warps": 8}
+RULING_OPTIONS = {"num_warps": 8, "maxnreg": 255}  # left to itself, the assembler spills to stay below 128
+"""How the kernels are compiled; see `stats_options`."""
+
 _STATUS_OK, _STATUS_ZERO_RESIDUAL, _STATUS_BAD_LOGITS = (tl.constexpr(i) for i in range(3))
 _STATUSES = (Status.OK, Status.ZERO_RESIDUAL, Status.BAD_LOGITS)
 _OUTCOME = tl.constexpr(3)  # status, accepted, next token
@@ -173,6 +177,11 @@ def ruling_kernel(
 # --------------------------------------------------------------------------------------------------------------- launch
 
 
+def stats_options(tile: int) -> dict[str, int]:
+    """Return how the first kernel is compiled: sixteen logits a thread, two loads of 128 bits in bfloat16."""
+    return {"num_warps": tile // 512}
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """A batch, ready to run: inputs and outputs on the device.
@@ -208,19 +217,19 @@ class Launch:
         )  # fmt: skip
         stats_kernel[(R * n_tiles,)](
             *where, batch.row_sequence, batch.ints, batch.floats, *changes, self.cuts, *self.stats,
-            TILE=tile, ADJUSTED=adjusted, WITH_RACE=batch.has_races, num_warps=tile // 512,
+            TILE=tile, ADJUSTED=adjusted, WITH_RACE=batch.has_races, **stats_options(tile),
         )  # fmt: skip
         if len(batch.filtered_rows) > 0:
             filter_kernel[(len(batch.filtered_rows),)](
                 *where, batch.row_sequence, batch.ints, batch.floats, batch.filtered_rows, *changes, self.cuts,
-                *self.stats, TILE=tile, TILES=tiles, ADJUSTED=adjusted, num_warps=8,
+                *self.stats, TILE=tile, TILES=tiles, ADJUSTED=adjusted, **FILTER_OPTIONS,
             )  # fmt: skip
         ruling_kernel[(B,)](
             *where, batch.ints, batch.floats, *changes, self.cuts, *self.stats,
             batch.draft_ints, batch.draft_q, batch.support_ids, batch.support_q, batch.dense, batch.uniforms,
             self.results[: 3 * B], self.results[3 * B : 3 * B + N].view(torch.float32),
             TILE=tile, TILES=tiles, K=16 if batch.max_support <= 16 else MAX_SUPPORT,
-            ADJUSTED=adjusted, WITH_DENSE=len(batch.dense) > 0, num_warps=8,
+            ADJUSTED=adjusted, WITH_DENSE=len(batch.dense) > 0, **RULING_OPTIONS,
         )  # fmt: skip
 
     def rulings(self) -> list[Ruling]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
-import kernels.verify as verify_module
 from kernels import ruling as ruling_module
 from kernels import verify_reference, verify_torch
 from kernels.adjustments import Adjuster, LogitRules, RowAdjustment
@@ -25,11 +25,10 @@ from kernels.verify import (
     Uniforms,
     UnsupportedRule,
     implementation_for,
-    verify,
 )
 from tests.kernels.cases import differing, law_of, logits_of, proposed_of, random_batch
+from tests.kernels.paths import HOST, PATHS, verify
 
-PATHS = ("torch", "reference")
 GREEDY = SamplingLaw(temperature=0)
 SCALES = SigmoidScales(-10, 10)
 LOGITS = DraftLogits(torch.zeros(2).half())
@@ -80,7 +79,7 @@ def test_rows_may_be_strided() -> None:
 # ---------------------------------------------------------------------------------------------- draws, adjustments
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", HOST)
 def test_the_draws_are_those_of_the_round(path: str) -> None:
     """Acceptance at i draws (base_length, i, ACCEPT); the next token draws (base_length, accepted, RESAMPLE)."""
     z = logits_of([[0.25] * 4] * 3)
@@ -174,13 +173,14 @@ def test_the_best_of_equals_come_in_order_of_id() -> None:
 
 def test_the_door_picks_by_device() -> None:
     assert implementation_for(torch.device("cpu")) == "torch"
+    assert implementation_for(torch.device("cuda:1")) == ("triton" if find_spec("triton") else "torch")
+    assert implementation_for(torch.device("mps")) == "torch"
     assert set(Rule) == SUPPORTED_RULES
 
 
 @pytest.mark.parametrize("rule", list(Rule))
 def test_a_rule_that_is_not_served_is_refused(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
-    less = replace(verify_module._IMPLEMENTATIONS["torch"], rules=SUPPORTED_RULES - {rule})
-    monkeypatch.setitem(verify_module._IMPLEMENTATIONS, "torch", less)
+    monkeypatch.setattr(verify_torch, "RULES", SUPPORTED_RULES - {rule})
     with pytest.raises(UnsupportedRule, match=rule.value):
         verify(torch.zeros(1, 3), [replace(proposed_of(tokens=(), q=()), rule=rule)])
 
