@@ -1,6 +1,6 @@
 """Which implementation of `verify` runs, and why: what a device can run, and what was asked for.
 
-It runs none of them, and imports none that may not be installed.
+It knows nothing of what they do; `rehearse` has one judge a proposal before anything depends on it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from importlib.util import find_spec
 
 import torch
 
-from kernels.verify import implementation_for, implementations
+from kernels.distribution import SamplingLaw
+from kernels.verify import Proposed, implementation_for, implementations, verify
 
 AUTO = "auto"
+_FEW = 256
 
 
 class PathUnavailable(ValueError):
@@ -46,6 +48,22 @@ def choose(asked: str, device: torch.device) -> VerifyPath:
     if why is not None:
         raise PathUnavailable(f"{asked} cannot judge on {device}: {why}")
     return VerifyPath(asked, "asked for")
+
+
+def rehearse(name: str, device: torch.device, V: int = _FEW, dtype: torch.dtype = torch.float32) -> None:
+    """Have the implementation judge one drafted token over `V` logits on `device`: what it lacks shows now.
+
+    A kernel is compiled at its first use, which needs more than its package: a driver, a C compiler.
+
+    Raises:
+        PathUnavailable: it failed; with its own words.
+    """
+    proposed = Proposed(tokens=(0,), q=(None,), law=SamplingLaw(), seed=0, base_length=1)
+    try:
+        verify(torch.zeros(2, V, dtype=dtype, device=device), [proposed], name)
+    except Exception as error:
+        words = (str(error).splitlines() or [""])[0]
+        raise PathUnavailable(f"{name} cannot judge on {device}: {type(error).__name__}: {words}") from error
 
 
 def obstacle(name: str, device: torch.device, built: Collection[str]) -> str | None:

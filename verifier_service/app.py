@@ -3,7 +3,7 @@
 import grpc
 import structlog
 
-from kernels.paths import PathUnavailable, VerifyPath, choose
+from kernels.paths import PathUnavailable, VerifyPath, choose, rehearse
 from outrider.lifecycle import Service, in_thread
 from outrider.lm.checkpoint import find_device
 from outrider.lm.packed import PackedModel
@@ -67,16 +67,19 @@ class VerifierApp(Service):
 
 
 def find_path(settings: VerifierSettings) -> VerifyPath:
-    """How proposals will be judged, before anything is loaded.
+    """How proposals will be judged, tried before anything is loaded.
 
     Raises:
         SettingsError: not in the way that was asked for.
         CheckpointError: there is no such device.
     """
+    device = find_device(settings.device)
     try:
-        return choose(settings.verify_path, find_device(settings.device))
+        path = choose(settings.verify_path, device)
+        rehearse(path.name, device)
     except PathUnavailable as error:
-        raise SettingsError(f"--verify-path: {error}") from error
+        raise SettingsError(f"--verify-path {settings.verify_path}: {error}") from error
+    return path
 
 
 def build_engine(
@@ -115,4 +118,5 @@ def build_engine(
         observer=observer,
     )
     packed.warm_up([1, settings.max_gamma + 1])
+    rehearse(path.name, loaded.device, model.vocab_size, loaded.dtype)  # compiled now, for logits of this size
     return engine, model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.paths import PathUnavailable, choose, obstacle
+from kernels.paths import PathUnavailable, choose, obstacle, rehearse
 from kernels.verify import implementation_for, implementations
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:1")
@@ -45,3 +45,15 @@ def test_what_a_build_does_not_have_is_refused() -> None:
     assert obstacle("reference", CPU, ("torch",)) == "this build has torch"
     with pytest.raises(PathUnavailable, match=f"^nonsense cannot judge on cpu: this build has {implementations()[0]}"):
         choose("nonsense", CPU)
+
+
+@pytest.mark.parametrize("name", ["torch", "reference"])
+def test_a_rehearsal_passes_where_the_path_runs(name: str) -> None:
+    rehearse(name, CPU, 300, torch.bfloat16)
+
+
+def test_a_rehearsal_tells_what_went_wrong() -> None:
+    with pytest.raises(
+        PathUnavailable, match=r"^nonsense cannot judge on cpu: ValueError: implementation is 'nonsense'"
+    ):
+        rehearse("nonsense", CPU)

@@ -12,6 +12,7 @@ from kernels.distribution import SamplingLaw
 from kernels.paths import VerifyPath
 from kernels.verify import Rule, implementations, verify
 from outrider.lm.checkpoint import find_device
+from outrider.settings import SettingsError
 from tests.house.project import ROOT
 from tests.verifier_service.streams import PROMPT
 from tests.verifier_service.test_sequence import a_round, make
@@ -51,7 +52,7 @@ def test_a_path_that_cannot_run_is_one_line_and_exit_code_2() -> None:
     )
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        "verifier_service: --verify-path: triton cannot judge on cpu: it needs a CUDA device, "
+        "verifier_service: --verify-path triton: triton cannot judge on cpu: it needs a CUDA device, "
         "or TRITON_INTERPRET=1 in the environment to interpret it, slowly"
     ]
     assert "listening" not in done.stdout
@@ -70,6 +71,19 @@ def test_auto_is_the_fastest_on_the_device() -> None:
     settings = VerifierSettings.from_command_line(["--model", "m", "--device", "cpu"], program="verifier_service")
     assert find_device(settings.device).type == "cpu"
     assert find_path(settings).name == "torch"
+
+
+def test_a_path_that_fails_its_rehearsal_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: Any) -> Any:
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
+
+    monkeypatch.setattr("kernels.paths.verify", broken)
+    settings = VerifierSettings.from_command_line(["--model", "m", "--device", "cpu"], program="verifier_service")
+    with pytest.raises(SettingsError) as caught:
+        find_path(settings)
+    assert str(caught.value) == (
+        "--verify-path auto: torch cannot judge on cpu: RuntimeError: Failed to find C compiler."
+    )
 
 
 @pytest.mark.parametrize("name", ["torch", "reference"])
