@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
+import numpy as np
 import torch
 
+from kernels.adjustments import RowAdjustment
+from kernels.dense import DraftLogits, SigmoidScales
 from kernels.distribution import SamplingLaw
-from kernels.verify import Proposed, implementation_for, implementations, verify
+from kernels.sparse import MAX_SUPPORT, SparseLaw
+from kernels.verify import Proposed, Rule, implementation_for, implementations, verify
 
 AUTO = "auto"
 _FEW = 256
@@ -50,8 +54,8 @@ def choose(asked: str, device: torch.device) -> VerifyPath:
     return VerifyPath(asked, "asked for")
 
 
-def rehearse(name: str, device: torch.device, V: int = _FEW, dtype: torch.dtype = torch.float32) -> None:
-    """Have the implementation judge one drafted token over `V` logits on `device`: what it lacks shows now.
+def rehearse(name: str, device: torch.device) -> None:
+    """Have the implementation judge one drafted token of a few logits on `device`: what it lacks shows now.
 
     A kernel is compiled at its first use, which needs more than its package: a driver, a C compiler.
 
@@ -60,10 +64,36 @@ def rehearse(name: str, device: torch.device, V: int = _FEW, dtype: torch.dtype 
     """
     proposed = Proposed(tokens=(0,), q=(None,), law=SamplingLaw(), seed=0, base_length=1)
     try:
-        verify(torch.zeros(2, V, dtype=dtype, device=device), [proposed], name)
+        verify(torch.zeros(2, _FEW, device=device), [proposed], name)
     except Exception as error:
         words = (str(error).splitlines() or [""])[0]
         raise PathUnavailable(f"{name} cannot judge on {device}: {type(error).__name__}: {words}") from error
+
+
+def warm_up(name: str, device: torch.device, dtype: torch.dtype, V: int, width: int) -> None:
+    """Have the implementation judge every form of proposal, so that no request waits for what is compiled at first use.
+
+    Kernels are compiled for the size and the distance of the rows, and for what a batch holds: changes to the logits,
+    filters, large supports, shared noise, rows over the vocabulary.
+
+    Args:
+        name: the implementation.
+        device: where the logits lie.
+        dtype: theirs.
+        V: tokens that may be written.
+        width: logits of a row, V or more.
+    """
+    logits = torch.zeros(4, width, dtype=dtype, device=device)[:, :V]
+    change = RowAdjustment(np.zeros(1, np.int64), np.ones(1, np.float32), np.ones(1, np.float32))
+    few = Proposed((0,), (None,), SamplingLaw(top_k=1), 0, 1)
+    ids = np.arange(min(V, MAX_SUPPORT))
+    many = replace(few, q=(SparseLaw(ids, np.ones(len(ids), np.uint16), len(ids)),), law=SamplingLaw())
+    coupled = replace(few, q=(), rule=Rule.COUPLED)
+    sigmoid = replace(few, q=(DraftLogits(torch.zeros(V).half()),), rule=Rule.SIGMOID, sigmoid=SigmoidScales(-1, 1))
+    for changes in ((), (change, None)):
+        for batch in ((few,), (many, coupled), (sigmoid,)):
+            proposals = [replace(each, adjustments=changes) for each in batch]
+            verify(logits[: 2 * len(batch)], proposals, name)
 
 
 def obstacle(name: str, device: torch.device, built: Collection[str]) -> str | None:

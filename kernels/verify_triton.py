@@ -192,7 +192,8 @@ class Launch:
         batch: their arrays.
         stats: room for what the tiles say: peaks, masses, bests and leads, `[R, n_tiles]` each.
         cuts: room for where filters cut, float32 `[R]`.
-        results: int32 `[3 · B + N]`: outcomes, then β as the bits of float32.
+        results: room for what comes back, in one piece: int32 `[_beta_room(N) + 3 · B]`, β as the bits of float32, then
+            statuses, accepted counts and next tokens.
     """
 
     logits: Tensor
@@ -227,17 +228,17 @@ class Launch:
         ruling_kernel[(B,)](
             *where, batch.ints, batch.floats, *changes, self.cuts, *self.stats,
             batch.draft_ints, batch.draft_q, batch.support_ids, batch.support_q, batch.dense, batch.uniforms,
-            self.results[: 3 * B], self.results[3 * B : 3 * B + N].view(torch.float32),
+            self.results[_beta_room(N) :], self.results[:N].view(torch.float32),
             TILE=tile, TILES=tiles, K=16 if batch.max_support <= 16 else MAX_SUPPORT,
             ADJUSTED=adjusted, WITH_DENSE=len(batch.dense) > 0, **RULING_OPTIONS,
         )  # fmt: skip
 
     def rulings(self) -> list[Ruling]:
         """Wait for the last run, and return what it found, after one copy from the device."""
-        B = len(self.proposals)
+        N = len(self.batch.draft_q)
         results = self.results.cpu()
-        outcomes = results[: 3 * B].view(B, 3).tolist()
-        beta = results[3 * B :].view(torch.float32).numpy()
+        beta = results[:N].view(torch.float32).numpy()
+        outcomes = results[_beta_room(N) :].view(-1, 3).tolist()
         rulings = []
         first_row = 0
         for b, (proposal, (status, accepted, token)) in enumerate(zip(self.proposals, outcomes, strict=True)):
@@ -275,7 +276,8 @@ def prepare(logits: Tensor, proposals: Sequence[Proposed]) -> Launch:
         torch.empty(shape, dtype=torch.float32, device=logits.device),
     )
     cuts = torch.empty(R, dtype=torch.float32, device=logits.device)
-    results = torch.empty(3 * len(proposals) + len(batch.draft_q), dtype=torch.int32, device=logits.device)
+    room = _beta_room(len(batch.draft_q)) + 3 * len(proposals)
+    results = torch.empty(room, dtype=torch.int32, device=logits.device)
     return Launch(logits, proposals, batch, stats, cuts, results)
 
 
@@ -284,6 +286,11 @@ def verify(logits: Tensor, proposals: Sequence[Proposed]) -> list[Ruling]:
     launch = prepare(logits, proposals)
     launch.run()
     return launch.rulings()
+
+
+def _beta_room(N: int) -> int:
+    """Return how many words β takes, so that what follows is aligned to 16 bytes: kernels are compiled for that."""
+    return -(-N // 4) * 4
 
 
 def _beta_of(proposal: Proposed, accepted: int, beta: np.ndarray) -> tuple[float, ...]:

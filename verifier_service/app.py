@@ -3,7 +3,7 @@
 import grpc
 import structlog
 
-from kernels.paths import PathUnavailable, VerifyPath, choose, rehearse
+from kernels.paths import PathUnavailable, VerifyPath, choose, rehearse, warm_up
 from outrider.lifecycle import Service, in_thread
 from outrider.lm.checkpoint import find_device
 from outrider.lm.packed import PackedModel
@@ -118,5 +118,5 @@ def build_engine(
         observer=observer,
     )
     packed.warm_up([1, settings.max_gamma + 1])
-    rehearse(path.name, loaded.device, model.vocab_size, loaded.dtype)  # compiled now, for logits of this size
+    warm_up(path.name, loaded.device, loaded.dtype, model.vocab_size, loaded.vocab_size)
     return engine, model

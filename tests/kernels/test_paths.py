@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.paths import PathUnavailable, choose, obstacle, rehearse
+from kernels.paths import PathUnavailable, choose, obstacle, rehearse, warm_up
 from kernels.verify import implementation_for, implementations
+from tests.kernels.paths import IS_INTERPRETED, PATHS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:1")
 ALL = ("reference", "torch", "triton")
@@ -47,9 +48,11 @@ def test_what_a_build_does_not_have_is_refused() -> None:
         choose("nonsense", CPU)
 
 
-@pytest.mark.parametrize("name", ["torch", "reference"])
-def test_a_rehearsal_passes_where_the_path_runs(name: str) -> None:
-    rehearse(name, CPU, 300, torch.bfloat16)
+@pytest.mark.parametrize("path", PATHS)
+def test_a_rehearsal_and_a_warm_up_pass_where_the_path_runs(path: str) -> None:
+    device = torch.device("cuda") if path == "triton" and not IS_INTERPRETED else CPU
+    rehearse(path, device)
+    warm_up(path, device, torch.bfloat16, 300, 304)
 
 
 def test_a_rehearsal_tells_what_went_wrong() -> None:
