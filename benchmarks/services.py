@@ -102,6 +102,7 @@ class OverGrpc(Contender):
             ignore_eos=True,
             temperature=task.temperature,
             seed=task.seed,
+            rule="tokenwise",
             gamma=self.gamma,
         )
         seconds = time.perf_counter() - begin

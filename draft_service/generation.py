@@ -17,6 +17,7 @@ from draft_service.statistics import SpeculationCounts, Timings
 from draft_service.validation import Generation
 from draft_service.verifier_link import VerifierLink
 from draft_service.verify_sequence import VerifySequence
+from outrider.sampling import RULE_TO_WIRE
 from outrider.wire import encode_distribution
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 
@@ -193,7 +194,7 @@ class Sample:
         opening = verifier_service_pb2.OpenSequence(
             prompt_token_ids=request.prompt,
             committed_token_ids=request.committed,
-            sampling=request.params,
+            sampling=request.params,  # with the rule and the seed below, which are ours to choose
             max_new_tokens=request.max_new_tokens,
             min_new_tokens=request.min_new_tokens,
             stop_token_ids=request.stop_token_ids,
@@ -202,6 +203,7 @@ class Sample:
             weights_fingerprint=request.weights_fingerprint,
             request_id=request.request_id,
         )
+        opening.sampling.rule = RULE_TO_WIRE[request.sampling.rule]
         opening.sampling.seed = request.seed_of(self._index)
         if request.top_logprobs is not None:
             opening.logprobs.top_n = request.top_logprobs
@@ -214,6 +216,7 @@ class Sample:
             law=self._request.sampling.law,
             logit_rules=self._request.sampling.logit_rules,
             seed=self._request.seed_of(self._index),
+            rule=self._request.sampling.rule,
         )
 
     def _stop_drafting(self) -> None:

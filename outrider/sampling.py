@@ -5,7 +5,7 @@ the size of the vocabulary.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from kernels.adjustments import LogitRules
@@ -14,9 +14,9 @@ from kernels.verify import Rule
 from outrider.rpc.errors import invalid_field
 from protos.outrider.v1 import sampling_pb2
 
-OFFERED_RULES = frozenset({Rule.TOKENWISE, Rule.BLOCK})
+OFFERED_RULES = frozenset({Rule.TOKENWISE, Rule.BLOCK, Rule.COUPLED})
 """What both services offer: the rules that they can judge by (`kernels.verify.SUPPORTED_RULES`) and draft for, end to
-end. For `coupled` the draft does not yet take part in the noise."""
+end."""
 
 DEFAULT_RULE = Rule.TOKENWISE
 """How proposals are judged where a request names no rule."""
@@ -80,6 +80,19 @@ def check_sampling(
         lenience=_check_lenience(params, rule),
         seed=params.seed if params.HasField("seed") else None,
     )
+
+
+def implied_rule(params: sampling_pb2.SamplingParams, *, rules: Container[Rule], default_rule: Rule) -> Rule:
+    """The rule of a request to the draft service that names none; `rules` are those that may be chosen.
+
+    A seed promises the text itself, and only `coupled` keeps that whatever is drafted (Law 7). It has no lenience:
+    a lenient request is judged token by token. All others take `default_rule`.
+    """
+    if params.HasField("lenience") and params.lenience < 1.0:
+        return Rule.TOKENWISE
+    if params.HasField("seed") and Rule.COUPLED in rules:
+        return Rule.COUPLED
+    return default_rule
 
 
 def check_token_ids(field: str, ids: Iterable[int], vocab_size: int) -> list[int]:
