@@ -160,7 +160,7 @@ def test_padding_is_never_drafted(loaded: LoadedModel) -> None:
 
 @pytest.mark.parametrize("adjusted", [PLAIN, LogitRules(presence_penalty=1.0)], ids=["plain", "adjusted"])
 def test_neighbours_change_nothing(engine: DraftEngine, adjusted: LogitRules) -> None:
-    """Four at once, of different rules and temperatures, draft what each drafts alone, be it in one call or by steps."""
+    """Four at once, of different rules and temperatures, draft what each drafts alone, in one call or by steps."""
     kinds = [(1.0, Rule.COUPLED), (1.0, Rule.TOKENWISE), (0.7, Rule.COUPLED), (0.0, Rule.COUPLED)]
 
     def drivers() -> list[Driver]:

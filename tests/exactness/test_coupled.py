@@ -2,9 +2,9 @@
 
 The text is written out once more by transformers in float64 with the noise of each position; then the services must
 write the same tokens with every γ, with drafts that are bad on purpose, alone and in company, from the middle on, and
-with no draft at all. Equality leaves nothing to chance, so the law of many seeds needs but one test of its own. How much
-is accepted is held against its closed form, Σ_i 1/Σ_j max(p_j/p_i, q_j/q_i), since noise that draft and target did not
-share would show in nothing else.
+with no draft at all. Equality leaves nothing to chance, so the law over many seeds needs but one test of its own. How
+much is accepted is held against its closed form, Σ_i 1/Σ_j max(p_j/p_i, q_j/q_i), since noise that draft and target did
+not share would show in nothing else.
 """
 
 from __future__ import annotations
