@@ -102,7 +102,7 @@ class OverGrpc(Contender):
             ignore_eos=True,
             temperature=task.temperature,
             seed=task.seed,
-            rule="tokenwise",
+            rule="tokenwise",  # named, since a seed alone asks for `coupled`
             gamma=self.gamma,
         )
         seconds = time.perf_counter() - begin
