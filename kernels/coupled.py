@@ -41,7 +41,8 @@ def rows_at_once(V: int) -> int:
 def choose(p: Tensor, noise: Tensor) -> int:
     """Return argmax(log p + g) of one law `p` `[V]`, with its row of `noise_of`. TorchScript can compile it.
 
-    g is -log(e), so the winner is whose e/p is least, or p/-e: one logarithm a token, and a p of 0 never wins.
+    g is -log(e), so the token of least e/p wins, which is that of least p/(-e): one logarithm a token. One of p = 0
+    never does.
     """
     return int((p / noise.log1p()).argmin())
 

@@ -158,6 +158,23 @@ def test_padding_is_never_drafted(loaded: LoadedModel) -> None:
     assert max(drafted) < end
 
 
+@pytest.mark.parametrize("rule", [Rule.TOKENWISE, Rule.COUPLED])
+def test_a_target_may_know_more_tokens_than_the_draft_has(loaded: LoadedModel, rule: Rule) -> None:
+    """It drafts what it has, in one call as by steps."""
+    packed = PackedModel.build(loaded, max_sequences=2, max_length=96)
+    vocab_size = loaded.vocab_size + 7
+    wide = DraftEngine(packed, vocab_size=vocab_size, config=CONFIG, prefill_tokens=16, threads=1)
+    wide.start()
+    lone = Driver(wide, sequence(rule=rule), vocab_size=vocab_size)
+    alone = lone.propose(6).token_ids
+    lone.close()
+    both = [Driver(wide, sequence(rule=rule), vocab_size=vocab_size) for _ in range(2)]
+    for driver in both:
+        driver.ask(6)
+    assert [driver.answer().token_ids for driver in both] == [alone] * 2
+    wide.stop()
+
+
 @pytest.mark.parametrize("adjusted", [PLAIN, LogitRules(presence_penalty=1.0)], ids=["plain", "adjusted"])
 def test_neighbours_change_nothing(engine: DraftEngine, adjusted: LogitRules) -> None:
     """Four at once, of different rules and temperatures, draft what each drafts alone, in one call or by steps."""
