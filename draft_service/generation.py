@@ -195,7 +195,7 @@ class Sample:
         opening = verifier_service_pb2.OpenSequence(
             prompt_token_ids=request.prompt,
             committed_token_ids=request.committed,
-            sampling=request.params,
+            sampling=request.params,  # with the rule and the seed below, which are ours to choose
             max_new_tokens=request.max_new_tokens,
             min_new_tokens=request.min_new_tokens,
             stop_token_ids=request.stop_token_ids,
@@ -204,6 +204,7 @@ class Sample:
             weights_fingerprint=request.weights_fingerprint,
             request_id=request.request_id,
         )
+        opening.sampling.rule = RULE_TO_WIRE[request.sampling.rule]
         opening.sampling.seed = request.seed_of(self._index)
         opening.sampling.rule = RULE_TO_WIRE[request.sampling.rule]  # the draft's choice, whatever is the verifier's
         if request.top_logprobs is not None:
@@ -217,6 +218,7 @@ class Sample:
             law=self._request.sampling.law,
             logit_rules=self._request.sampling.logit_rules,
             seed=self._request.seed_of(self._index),
+            rule=self._request.sampling.rule,
         )
 
     def _stop_drafting(self) -> None:

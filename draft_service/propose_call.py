@@ -18,7 +18,7 @@ from draft_service.settings import DraftSettings
 from draft_service.validation import check_gamma, check_law, check_name
 from outrider.model_info import check_features
 from outrider.rpc.errors import RequestError, idle, internal, invalid_field, out_of_order, wrong_base
-from outrider.sampling import check_token_ids
+from outrider.sampling import RULE_TO_WIRE, check_token_ids
 from outrider.wire import PrefixHash, encode_distribution
 from protos.outrider.v1 import draft_service_pb2, model_pb2, speculation_pb2
 
@@ -78,7 +78,8 @@ class ProposeCall:
             drafting = self._pair.drafter.open(sequence)
             progress = _Progress(sequence)
             try:
-                yield self._response(opened=draft_service_pb2.DraftOpened(limits=self._limits))
+                opened = draft_service_pb2.DraftOpened(limits=self._limits, rule=RULE_TO_WIRE[sequence.rule])
+                yield self._response(opened=opened)
                 while (message := await self._next()) is not None:
                     advance = self._check(message)
                     progress.check(advance, self._limits, self._pair.target.vocab_size)
@@ -202,5 +203,10 @@ def check_open(message: draft_service_pb2.OpenDraft, pair: Pair) -> DraftSequenc
             maximum=room,
         )
     return DraftSequence(
-        prompt=prompt, committed=committed, law=sampling.law, logit_rules=sampling.logit_rules, seed=sampling.seed
+        prompt=prompt,
+        committed=committed,
+        law=sampling.law,
+        logit_rules=sampling.logit_rules,
+        seed=sampling.seed,
+        rule=sampling.rule,
     )

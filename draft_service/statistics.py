@@ -32,8 +32,12 @@ class SpeculationCounts:
         for position in range(drafted):
             self.drafted_per_position[position] += 1
             self.accepted_per_position[position] += position < verdict.accepted
-        self._beta_sum += sum(verdict.beta)
-        self._beta_count += len(verdict.beta)
+        if verdict.beta:
+            self._beta_sum += sum(verdict.beta)
+            self._beta_count += len(verdict.beta)
+        else:  # a rule under which no chance is known: each judged token counts as what became of it
+            self._beta_sum += verdict.accepted
+            self._beta_count += verdict.judged
 
     @property
     def num_draft_tokens(self) -> int:
@@ -47,7 +51,7 @@ class SpeculationCounts:
 
     @property
     def alpha(self) -> float:
-        """Mean chance of acceptance over judged positions [L 3.2]; 0 where nothing was drafted."""
+        """Mean chance of acceptance over judged positions [L 3.2], or their accepted share; 0 where none was judged."""
         return self._beta_sum / self._beta_count if self._beta_count else 0.0
 
     def to_message(self) -> draft_service_pb2.SpeculationStatistics:

@@ -11,7 +11,15 @@ from kernels.adjustments import LogitRules
 from outrider.lm.tokenizer import Tokenizer
 from outrider.model_info import check_features
 from outrider.rpc.errors import RequestError, failed_precondition, invalid_field
-from outrider.sampling import RULE_TO_WIRE, Sampling, check_logprobs, check_sampling, check_token_ids
+from outrider.sampling import (
+    OFFERED_RULES,
+    RULE_TO_WIRE,
+    Sampling,
+    check_logprobs,
+    check_sampling,
+    check_token_ids,
+    implied_rule,
+)
 from protos.outrider.v1 import draft_service_pb2, model_pb2, sampling_pb2
 
 MAX_NAME_CHARS = 128
@@ -29,7 +37,7 @@ class Generation:
         prompt: the prompt as tokens, at least one.
         committed: output that was delivered before.
         sampling: what the draft works with; its logit rules hold the stop ids that `min_new_tokens` keeps back.
-        params: the same as the client sent it, for the target.
+        params: the same as the client sent it, for the target; `sampling` has the rule where it is left open here.
         seed: of the first sample.
         stop_token_ids: those of the request, without the model's own.
         top_logprobs: None where no log-probabilities were asked for.
@@ -91,7 +99,7 @@ def check_generate(
     check_features(message.required_features, draft.features)
     check_fingerprint(message.weights_fingerprint, target)
     check_name("request_id", message.request_id)
-    sampling = check_law(message.sampling, target)
+    sampling = check_law(message.sampling, target, seed_decides=True)
     top_logprobs = check_logprobs(message.logprobs) if message.HasField("logprobs") else None
     samples = _check_samples(message, limits)
     gamma = _check_gamma(message.speculation, limits, default_gamma)
@@ -127,14 +135,22 @@ def check_generate(
 # --------------------------------------------------------------------------------------- checks that Propose shares
 
 
-def check_law(params: sampling_pb2.SamplingParams, target: model_pb2.ModelInfo) -> Sampling:
+def check_law(
+    params: sampling_pb2.SamplingParams, target: model_pb2.ModelInfo, *, seed_decides: bool = False
+) -> Sampling:
     """Checks sampling parameters against the target that will judge by them.
+
+    Where they name no rule it is the target's default; or with `seed_decides` what `implied_rule` says, and then the
+    target has to be told.
 
     Raises:
         RequestError: INVALID_ARGUMENT.
     """
-    rules = [_RULES[number] for number in target.rules if number in _RULES]
-    return check_sampling(params, vocab_size=target.vocab_size, rules=rules, default_rule=_RULES[target.default_rule])
+    rules = [_RULES[number] for number in target.rules if _RULES.get(number) in OFFERED_RULES]
+    default_rule = _RULES[target.default_rule]
+    if seed_decides:
+        default_rule = implied_rule(params, rules=rules, default_rule=default_rule)
+    return check_sampling(params, vocab_size=target.vocab_size, rules=rules, default_rule=default_rule)
 
 
 def check_name(field: str, name: str, *, required: bool = False) -> None:

@@ -19,7 +19,7 @@ from outrider.rpc.errors import (
     unavailable,
 )
 from outrider.wire import PrefixHash
-from protos.outrider.v1 import speculation_pb2, verifier_service_pb2
+from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 
 _log = structlog.get_logger()
 
@@ -85,9 +85,11 @@ class VerifySequence:
         """Sends the opening, and returns what the verifier says to it.
 
         Raises:
-            RequestError: the verifier refuses it, is not there, or runs another model than it did.
+            RequestError: the verifier refuses it, is not there, runs another model than it did, or judges by another
+                rule than the one that proposals will be made for.
         """
         assert self._opening is not None
+        rule = self._opening.sampling.rule
         await self._write(verifier_service_pb2.VerifyRequest(sequence_id=self._sequence_id, open=self._opening))
         self._opening = None  # a prompt may be long, and it is not needed again
         while self._opened is None:
@@ -98,6 +100,9 @@ class VerifySequence:
                 f"the verifier at {self._address} runs weights {self._opened.weights_fingerprint[:16]}; the pair was "
                 f"matched with {self._fingerprint[:16]}: restart the draft service",
             )
+        if rule and self._opened.rule != rule:
+            asked, taken = (sampling_pb2.AcceptanceRule.Name(each) for each in (rule, self._opened.rule))
+            raise internal("INTERNAL", f"the verifier at {self._address} judges by {taken}; {asked} was asked for")
         return self._opened
 
     async def propose(

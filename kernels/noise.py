@@ -46,22 +46,30 @@ def row_key(seed: int, position: int) -> tuple[int, int, int]:
 def words(keys: Sequence[tuple[int, int, int]], V: int, device: torch.device | None = None) -> Tensor:
     """Return one 32-bit word a token for each of `keys` `[R]`, as int64 `[R, V]`. No word occurs twice in a row."""
     key = torch.tensor(keys, dtype=torch.int64, device=device).view(-1, 3, 1)
-    x = (torch.arange(V, dtype=torch.int64, device=device) * SPREAD + key[:, 0]) & _MASK32
-    x = ((x ^ (x >> 16)) * FIRST_MULTIPLIER) & _MASK32
-    x = ((x ^ (x >> 15)) + key[:, 1]) & _MASK32
-    x = (x * SECOND_MULTIPLIER) & _MASK32
-    return (x ^ (x >> 15)) ^ key[:, 2]
+    x = torch.arange(V, dtype=torch.int64, device=device).mul_(SPREAD) + key[:, 0]
+    # In place, since for a large vocabulary most of the time would go into fresh memory.
+    x.bitwise_and_(_MASK32)
+    x.bitwise_xor_(x >> 16).mul_(FIRST_MULTIPLIER).bitwise_and_(_MASK32)
+    x.bitwise_xor_(x >> 15).add_(key[:, 1]).bitwise_and_(_MASK32)
+    x.mul_(SECOND_MULTIPLIER).bitwise_and_(_MASK32)
+    return x.bitwise_xor_(x >> 15).bitwise_xor_(key[:, 2])
+
+
+def unit(words: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return -v of each word, with v = (word + ½) / 2^32 uniform in (0, 1), in `dtype`.
+
+    Each step is correctly rounded, so that a row is the same whatever it is computed with.
+    """
+    u = words.to(dtype).add_(0.5).mul_(-_UNIT_32)
+    return u.clamp_(min=2.0**-24 - 1) if dtype == torch.float32 else u  # the largest words round to v = 1
 
 
 def exponential(words: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the exponential variable of mean 1 of each word, in `dtype`.
 
-    The least values decide who wins a race, so they are the finest: e = -log(1 - v) with v = (word + ½) / 2^32.
+    The least values decide who wins a race, so they are the finest: e = -log(1 - v), with v of `unit`.
     """
-    v = (words.to(dtype) + 0.5) * _UNIT_32
-    if dtype == torch.float32:  # the largest words round to v = 1
-        v = v.clamp_(max=1 - 2.0**-24)
-    return torch.log1p(v.neg_()).neg_()
+    return unit(words, dtype).log1p_().neg_()
 
 
 def gumbel(seed: int, positions: Sequence[int], V: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from kernels.adjustments import apply
+from kernels.coupled import choose_each, noise_of, rows_at_once
 from kernels.dense import DenseLaw, DraftLogits
 from kernels.distribution import bad_rows, probabilities
 from kernels.drafts import Drafts, gather
 from kernels.logprobs import with_logprobs
-from kernels.noise import gumbel
 from kernels.ruling import BAD_LOGITS, DraftLaw, Proposed, Rule, Ruling, Status
 from kernels.sigmoid import Scores
 from kernels.sparse import SparseLaw
@@ -156,16 +156,19 @@ def _walk_block(rows: np.ndarray, drafts: Drafts, start: int, draft: int, propos
 
 def _walk_coupled(rows: np.ndarray, start: int, proposal: Proposed) -> Ruling:
     """Accept while argmax(log p + g) is the drafted token; the first that differs comes next."""
-    gamma = len(proposal.tokens)
+    gamma, V = len(proposal.tokens), rows.shape[1]
+    step = rows_at_once(V)
+    best: list[int] = []
     for i in range(gamma + 1):
-        row = rows[start + i]
-        if math.isnan(row[0]):
+        if i == len(best):  # some rows at once: most walks go on for a few
+            law = rows[start + i : start + min(i + step, gamma + 1)]
+            places = [(proposal.seed, proposal.base_length + i + k) for k in range(len(law))]
+            best += choose_each(torch.from_numpy(law), noise_of(places, V))
+        if math.isnan(rows[start + i, 0]):
             return BAD_LOGITS
-        noise = gumbel(proposal.seed, [proposal.base_length + i], len(row))[0]
-        best = int(noise.add_(torch.from_numpy(row).log()).argmax())
-        if i == gamma or best != proposal.tokens[i]:
+        if i == gamma or best[i] != proposal.tokens[i]:
             break
-    return Ruling(Status.OK, i, best)
+    return Ruling(Status.OK, i, best[i])
 
 
 def _resampled(row: np.ndarray, drafts: Drafts, draft: int, accepted: int, P: float, proposal: Proposed) -> Ruling:

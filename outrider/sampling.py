@@ -5,7 +5,7 @@ the size of the vocabulary.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from kernels.adjustments import LogitRules
@@ -14,13 +14,13 @@ from kernels.verify import Rule
 from outrider.rpc.errors import invalid_field
 from protos.outrider.v1 import sampling_pb2
 
-OFFERED_RULES = frozenset({Rule.TOKENWISE, Rule.BLOCK})
+OFFERED_RULES = frozenset({Rule.TOKENWISE, Rule.BLOCK, Rule.COUPLED})
 """What both services offer: the rules that they can judge by (`kernels.verify.SUPPORTED_RULES`) and draft for, end to
-end. For `coupled` the draft does not yet take part in the noise."""
+end."""
 
 DEFAULT_RULE = Rule.BLOCK
-"""How proposals are judged where a request names no rule; see `default_rule`. On the demo pair it accepts more tokens a
-round than `tokenwise` (`benchmarks/results/rules.json`); at temperature 0 all rules do the same."""
+"""How proposals are judged where a request names no rule and nothing else in it decides. It accepts more tokens a round
+than `tokenwise` on the demo pair (`benchmarks/results/rules.json`); at temperature 0 all exact rules do the same."""
 
 MAX_TOKEN_LIST = 1024
 MAX_TOP_LOGPROBS = 20
@@ -83,6 +83,15 @@ def check_sampling(
     )
 
 
+def implied_rule(params: sampling_pb2.SamplingParams, *, rules: Container[Rule], default_rule: Rule) -> Rule:
+    """The rule of a request to the draft service that names none; `rules` are those that may be chosen.
+
+    A seed promises the text itself, and only `coupled` keeps that whatever is drafted (Law 7). All others take
+    `default_rule`. Where the request is lenient `check_sampling` puts `tokenwise` in either's place.
+    """
+    return Rule.COUPLED if params.HasField("seed") and Rule.COUPLED in rules else default_rule
+
+
 def check_token_ids(field: str, ids: Iterable[int], vocab_size: int) -> list[int]:
     """The ids as a list, each below `vocab_size`.
 
@@ -126,14 +135,9 @@ def _within(name: str, value: float, low: float, high: float, *, open_below: boo
     return value
 
 
-def default_rule(params: sampling_pb2.SamplingParams, default: Rule) -> Rule:
-    """The rule of a request that names none: the server's, but `tokenwise` where its lenience goes with no other."""
-    return Rule.TOKENWISE if params.HasField("lenience") and params.lenience < 1 else default
-
-
 def _check_rule(params: sampling_pb2.SamplingParams, rules: tuple[Rule, ...], default: Rule) -> Rule:
     if params.rule == sampling_pb2.ACCEPTANCE_RULE_UNSPECIFIED:
-        rule = default_rule(params, default)
+        rule = Rule.TOKENWISE if params.HasField("lenience") and params.lenience < 1 else default
     elif params.rule in _RULES:
         rule = _RULES[params.rule]
     else:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kernels.adjustments import LogitRules
 from kernels.distribution import SamplingLaw
 from kernels.sparse import SparseLaw
+from kernels.verify import Rule
 
 
 class DraftError(Exception):
@@ -30,6 +31,7 @@ class DraftSequence:
         law: what the target's logits are sampled by; a drafter that has logits does best to draw by it too.
         logit_rules: what changes those logits before.
         seed: key of the draws (Law 2).
+        rule: how proposals will be judged; under `coupled` the drafts are chosen by the noise that the target has too.
     """
 
     prompt: Sequence[int]
@@ -37,6 +39,7 @@ class DraftSequence:
     law: SamplingLaw
     logit_rules: LogitRules
     seed: int
+    rule: Rule = Rule.TOKENWISE
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ class Draft:
 
     Attributes:
         token_ids: the drafted tokens, in order.
-        laws: what each was sampled from, bit for bit (Law 1); None is the point mass.
+        laws: what each was sampled from, bit for bit (Law 1); None is the point mass. Empty under `coupled`.
         seconds: what it took, waiting for other sequences included.
     """
 

@@ -6,16 +6,18 @@ committed, and asked for tokens that may follow.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from draft_service.drafters.base import Draft, DraftError, DraftSequence
+from kernels import coupled
 from kernels.adjustments import Adjuster, apply
 from kernels.distribution import SamplingLaw
 from kernels.philox import Domain, uniform
 from kernels.sparse import SparseConfig, SparseLaw, draw
+from kernels.verify import Rule
 from outrider.lm.engine import Engine
 from outrider.lm.packed import Chunk, PackedModel
 from outrider.lm.writing import Sampling
@@ -30,6 +32,7 @@ class ModelSequence:
     Law 5: from an `Ask` on the cache holds a prefix of `tokens` without the last, which is run to draft the first one.
 
     Attributes:
+        rule: how the proposals are judged.
         tokens: prompt, committed tokens, and those drafted in the round under way.
         base: how many of them are committed.
         gamma: how many to draft in the round under way; 0 between rounds.
@@ -40,6 +43,7 @@ class ModelSequence:
 
     law: SamplingLaw
     seed: int
+    rule: Rule
     tokens: list[int]
     base: int
     adjuster: Adjuster | None
@@ -59,7 +63,12 @@ class ModelSequence:
             for token in sequence.committed:
                 adjuster.push(token)
         tokens = [*sequence.prompt, *sequence.committed]
-        return ModelSequence(sequence.law, sequence.seed, tokens, len(tokens), adjuster)
+        return ModelSequence(sequence.law, sequence.seed, sequence.rule, tokens, len(tokens), adjuster)
+
+    @property
+    def shares_noise(self) -> bool:
+        """Whether its tokens are chosen by the noise of their positions, and not drawn by uniforms of the round."""
+        return self.rule is Rule.COUPLED and not self.law.is_greedy
 
     @property
     def drafted(self) -> int:
@@ -93,7 +102,8 @@ class ModelSequence:
         """Ends the round and hands out its result."""
         done, self.done, self.gamma = self.done, None, 0
         if done is not None:
-            done(error or Draft(self.tokens[self.base :], self.laws, time.perf_counter() - self.asked))
+            laws = [] if self.rule is Rule.COUPLED else self.laws
+            done(error or Draft(self.tokens[self.base :], laws, time.perf_counter() - self.asked))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +150,7 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
     ) -> None:
         """`vocab_size` is the target's: ids from there on are padding, and never drafted."""
         super().__init__(packed, name="draft-engine", threads=threads)
-        self._vocab_size = vocab_size
+        self._vocab_size = min(vocab_size, packed.loaded.vocab_size)  # a draft may lack rows that the target has
         self._config = config
         self._prefill_tokens = prefill_tokens
         self._busy: list[ModelSequence] = []  # those with a round under way, those longest unserved first
@@ -229,18 +239,33 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
         sequence = work.sequence
         places = range(sequence.drafted, sequence.gamma)
         uniforms = [_uniform(sequence, place) for place in places]
-        sampling = Sampling(sequence.law, self._config, uniforms, self._vocab_size)
+        noise = None
+        if sequence.shares_noise:
+            noise = coupled.noise_of([(sequence.seed, sequence.base + place) for place in places], self._vocab_size)
+        sampling = Sampling(sequence.law, self._config, uniforms, self._vocab_size, noise)
         return list(zip(*self.packed.write(work.chunk, sampling), strict=True))
 
-    def _draw(self, drawing: Sequence[ModelSequence], logits: torch.Tensor) -> Iterable[tuple[int, SparseLaw | None]]:
+    def _draw(self, drawing: Sequence[ModelSequence], logits: torch.Tensor) -> Drawn:
         # logits: [B, V or more], one row for each sequence
         z = logits[:, : self._vocab_size]
         if any(sequence.adjuster is not None for sequence in drawing):
             z = apply(z, [None if each.adjuster is None else each.adjuster.row() for each in drawing])
+        drawn: dict[int, tuple[int, SparseLaw | None]] = {}
+        for by_noise, how in ((False, self._by_uniforms), (True, self._by_noise)):
+            rows = [row for row, sequence in enumerate(drawing) if sequence.shares_noise is by_noise]
+            if rows:
+                some = z if len(rows) == len(drawing) else z[rows]
+                drawn.update(zip(rows, how([drawing[row] for row in rows], some), strict=True))
+        return [drawn[row] for row in range(len(drawing))]
+
+    def _by_uniforms(self, drawing: Sequence[ModelSequence], z: torch.Tensor) -> Drawn:
         laws = [sequence.law for sequence in drawing]
         uniforms = [_uniform(sequence, sequence.drafted) for sequence in drawing]
-        tokens, drawn = draw(z, laws, self._config, uniforms)
-        return zip(tokens, drawn, strict=True)
+        return list(zip(*draw(z, laws, self._config, uniforms), strict=True))
+
+    def _by_noise(self, drawing: Sequence[ModelSequence], z: torch.Tensor) -> Drawn:
+        noise = coupled.noise_of([(each.seed, len(each.tokens)) for each in drawing], self._vocab_size)
+        return [(token, None) for token in coupled.draw(z, [each.law for each in drawing], noise)]
 
     def _end(self, sequence: ModelSequence, error: Exception) -> None:
         if sequence in self._busy:
@@ -250,6 +275,6 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
 
 def _uniform(sequence: ModelSequence, place: int) -> float:
     """The draw at a place of the proposal (Law 2): keyed by that and the round's base."""
-    if sequence.law.is_greedy:
+    if sequence.law.is_greedy or sequence.shares_noise:
         return 0.0
     return uniform(sequence.seed, sequence.base, place, Domain.DRAFT)

@@ -21,7 +21,7 @@ from outrider.cli.drawing import TokenWriter
 from outrider.cli.options import law_options, request_of, temperature_option
 from outrider.cli.pair import Pair, PairSettings, running_pair, terminated_as_interrupted
 from outrider.cli.report import Failure, completion_document, fails_in_one_line, write_json
-from outrider.client import Chunk, Client, Unavailable
+from outrider.client import AcceptanceRule, Chunk, Client, Unavailable
 from outrider.client.results import Collector
 
 MODELS = Path(__file__).resolve().parents[2] / "models" / "demo"
@@ -105,7 +105,8 @@ def demo_command(
     if as_json:
         write_json({"prompt": text, **completion_document(shown), **asdict(comparison)})
     else:
-        draw_comparison(out, comparison, greedy=options.get("temperature") == 0)
+        promised = options.get("temperature") == 0 or shown.started.rule is AcceptanceRule.COUPLED
+        draw_comparison(out, comparison, promised=promised)
 
 
 def _demo_model(name: str) -> str:
@@ -146,8 +147,8 @@ def _short(name: str) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else name
 
 
-def draw_comparison(out: Console, comparison: Comparison, *, greedy: bool) -> None:
-    """Draws the two ways as a table of 76 columns, and says whether their texts are equal where they should be."""
+def draw_comparison(out: Console, comparison: Comparison, *, promised: bool) -> None:
+    """Draws the two ways as a table of 76 columns, and says whether their texts are equal, where that is promised."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("", no_wrap=True)
     for heading in ("tokens", "rounds", "α", "mean acceptance\nlength", "tokens/s", "ratio"):
@@ -170,7 +171,7 @@ def draw_comparison(out: Console, comparison: Comparison, *, greedy: bool) -> No
     out.print()
     if comparison.first_difference is None:
         out.print("Both wrote the same text, token for token.")
-    elif greedy:
+    elif promised:
         out.print(f"The texts part at token {comparison.first_difference + 1}: a near-tie that rounding decided.")
 
 

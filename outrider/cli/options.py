@@ -45,8 +45,14 @@ _LAW = (
     click.option("--top-k", type=int, help="Keep the K most probable tokens. Default: all."),
     click.option("--top-p", type=float, help="Keep the most probable tokens up to this mass, in (0, 1]. Default: 1."),
     click.option("--min-p", type=float, help="Drop tokens below this share of the most probable one. Default: 0."),
-    click.option("--seed", type=int, help="Keys every random draw. Default: the service chooses, and reports it."),
-    click.option("--rule", type=click.Choice(_RULES), help="How proposals are judged; sigmoid is lossy."),
+    click.option(
+        "--seed", type=int, help="The same seed is the same text (rule coupled). Default: chosen, and reported."
+    ),
+    click.option(
+        "--rule",
+        type=click.Choice(_RULES),
+        help="How proposals are judged; sigmoid is lossy. Default: coupled with --seed, else the service's.",
+    ),
     click.option("--gamma", type=int, help="Tokens per proposal; 0: the target alone. Default: the service chooses."),
 )
 

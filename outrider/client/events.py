@@ -173,7 +173,10 @@ class Usage(_Mirror):
 
 @dataclass(frozen=True, slots=True)
 class Statistics(_Mirror):
-    """How speculation went for one sample. `alpha` is the mean of β over judged positions."""
+    """How speculation went for one sample.
+
+    `alpha` is the mean of β over judged positions; under `coupled`, which knows no β, the accepted share of them.
+    """
 
     num_drafts: int
     num_draft_tokens: int

@@ -40,13 +40,13 @@ class Options(TypedDict, total=False):
     top_k: int
     top_p: float
     min_p: float
-    seed: int
+    seed: int  # the same seed is the same text, unless a rule is named; see `rule`
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[int, float]
     banned_token_ids: Sequence[int]
-    rule: AcceptanceRule | str
+    rule: AcceptanceRule | str  # left out: `coupled` where a seed is given, otherwise the service's default
     lenience: float  # below 1 is lossy
     sigmoid_scales: tuple[float, float]  # alpha and beta, for the lossy rule `sigmoid` only
     # The end

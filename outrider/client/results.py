@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from outrider.client.events import (
+    AcceptanceRule,
     Chunk,
     Event,
     Finished,
@@ -80,6 +81,10 @@ class Completion:
     @property
     def seed(self) -> int:
         return self.started.seed
+
+    @property
+    def rule(self) -> AcceptanceRule:
+        return self.started.rule
 
 
 @dataclass(slots=True)

@@ -116,8 +116,9 @@ class PackedModel:
     def write(self, chunk: Chunk, sampling: Sampling) -> tuple[list[int], list[SparseLaw | None]]:
         """Runs a chunk, draws the next token, runs that, and so on, in one call: γ tokens, one for each uniform.
 
-        Each is the token that `kernels.sparse.draw` would draw. Afterwards the slot holds the chunk and the tokens
-        written but the last. If it raises, the slot has not changed its length.
+        Each is the token that `kernels.sparse.draw` would draw, or `kernels.coupled.draw` where there is noise.
+        Afterwards the slot holds the chunk and the tokens written but the last. If it raises, the slot has not changed
+        its length.
 
         Returns:
             The tokens and the law of each, see `WritingProgram.write`.
@@ -167,10 +168,11 @@ class PackedModel:
         slot = self.pool.allocate()
         uniforms = [0.5] * min(4, self.pool.max_length)
         try:
-            for law in (SamplingLaw(temperature=0), SamplingLaw()):
+            for law, by_noise in ((SamplingLaw(temperature=0), False), (SamplingLaw(), False), (SamplingLaw(), True)):
+                noise = torch.full((len(uniforms), self.loaded.vocab_size), -0.5) if by_noise else None
                 for _ in range(_RUNS_TO_COMPILE):
                     self.pool.rollback(slot, 0)
-                    self.write(Chunk(slot, [0], 0, 1), Sampling(law, config, uniforms, self.loaded.vocab_size))
+                    self.write(Chunk(slot, [0], 0, 1), Sampling(law, config, uniforms, self.loaded.vocab_size, noise))
         finally:
             self.pool.free(slot)
 

@@ -2,7 +2,7 @@
 
 TorchScript compiles the loop with the layers and the draw in it: between two tokens there is then no interpreter, whose
 work costs a small model a third of its time. It knows a model's layers and how a token is drawn. It does not know what
-the tokens are for, nor where the uniforms come from.
+the tokens are for, nor where uniforms and noise come from.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from kernels.coupled import choose
 from kernels.distribution import SamplingLaw, sampled_law
 from kernels.sparse import SparseConfig, SparseLaw, as_law, place, truncate
 from outrider.lm.gated_layers import GatedLayers, compiled
@@ -23,14 +24,16 @@ class Sampling:
     Attributes:
         law: how logits become a law.
         config: how much of it is kept (`kernels.sparse`).
-        uniforms: one for each token to write, in [0, 1); not used at temperature 0.
+        uniforms: one for each token to write, in [0, 1); not used at temperature 0, nor where there is noise.
         vocab_size: ids from there on are padding, and never drawn.
+        noise: what `kernels.coupled` chooses the tokens by, `[γ, vocab_size]`; None draws by the uniforms.
     """
 
     law: SamplingLaw
     config: SparseConfig
     uniforms: Sequence[float]
     vocab_size: int
+    noise: Tensor | None = None
 
 
 class WritingLoop(nn.Module):
@@ -50,6 +53,7 @@ class WritingLoop(nn.Module):
         masks: list[list[Tensor]],
         later_masks: list[list[Tensor]],
         uniforms: list[float],
+        noise: Tensor,
         vocab_size: int,
         temperature: float,
         top_k: int,
@@ -69,13 +73,14 @@ class WritingLoop(nn.Module):
             masks: what `token_ids` need, see `GatedLayers.forward`.
             later_masks: what a single token needs.
             uniforms: γ of them.
+            noise: `[γ, vocab_size]`, or of no rows where the uniforms are to be used.
             vocab_size: columns of the logits to draw from.
             temperature: with `top_k`, `top_p` and `min_p`, see `SamplingLaw`.
             keep_mass: with `max_support`, see `SparseConfig`.
 
         Returns:
-            The tokens, and the ids and weights of the law of each (none at temperature 0). A token of -1 says that the
-            logits were no numbers, and is the last.
+            The tokens, and the ids and weights of the law of each (none at temperature 0, nor with noise). A token of
+            -1 says that the logits were no numbers, and is the last.
         """
         tokens: list[int] = []
         ids: list[Tensor] = []
@@ -106,7 +111,11 @@ class WritingLoop(nn.Module):
                     token = int(best)
             else:
                 p = sampled_law(z, temperature, top_k, top_p, min_p).squeeze(0)
-                if not bool(p[0].isnan()):
+                if bool(p[0].isnan()):
+                    pass
+                elif noise.size(0) > 0:
+                    token = choose(p, noise[len(tokens)])
+                else:
                     support, integers = truncate(p, keep_mass, max_support)
                     token = int(support[place(integers, int(integers.sum()), u)])
                     ids.append(support)
@@ -134,7 +143,7 @@ class Writer:
         later_masks: list[list[Tensor]],
         sampling: Sampling,
     ) -> tuple[list[int], list[SparseLaw | None]]:
-        """See `WritingLoop.forward`; the law of each token, None at temperature 0."""
+        """See `WritingLoop.forward`; the law of each token, None at temperature 0 and with noise."""
         law, config = sampling.law, sampling.config
         tokens, ids, weights = self._loop(
             token_ids,
@@ -143,6 +152,7 @@ class Writer:
             masks,
             later_masks,
             list(sampling.uniforms),
+            torch.empty(0, 0) if sampling.noise is None else sampling.noise,
             sampling.vocab_size,
             law.temperature,
             law.top_k,
@@ -151,7 +161,7 @@ class Writer:
             config.keep_mass,
             config.max_support,
         )
-        if law.is_greedy:
+        if law.is_greedy or sampling.noise is not None:
             return tokens, [None] * len(tokens)
         laws: list[SparseLaw | None] = [as_law(*each) for each in zip(ids, weights, strict=True)]
         return tokens, laws + [None] * (len(tokens) - len(laws))

@@ -14,6 +14,13 @@ TIMEOUT = 30.0
 PROMPT = "def read_lines(path, encoding=None):\n"
 
 
+TOKENWISE, BLOCK, COUPLED = (
+    sampling_pb2.ACCEPTANCE_RULE_TOKENWISE,
+    sampling_pb2.ACCEPTANCE_RULE_BLOCK,
+    sampling_pb2.ACCEPTANCE_RULE_COUPLED,
+)
+
+
 def sampling(temperature: float = 0.0, **fields: Any) -> sampling_pb2.SamplingParams:
     return sampling_pb2.SamplingParams(temperature=temperature, **fields)
 
@@ -22,7 +29,7 @@ def request(
     prompt: str | list[int] = PROMPT, *, temperature: float = 0.0, gamma: int | None = None, **fields: Any
 ) -> draft_service_pb2.GenerateRequest:
     """A request with some defaults: `sampling` and `speculation` may be given whole."""
-    fields.setdefault("sampling", sampling(temperature, seed=1))
+    fields.setdefault("sampling", sampling(temperature, seed=1, rule=TOKENWISE))
     if gamma is not None:
         fields.setdefault("speculation", draft_service_pb2.SpeculationParams(gamma=gamma))
     if "chat" not in fields:
@@ -121,11 +128,8 @@ class ProposeStream:
         self._outbox.put(draft_service_pb2.ProposeRequest(sequence_id=name, **kind))
 
     def open(self, prompt: list[int], temperature: float = 1.0, seed: int | None = 1, **fields: Any) -> None:
-        self.send(
-            open=draft_service_pb2.OpenDraft(
-                prompt_token_ids=prompt, sampling=sampling(temperature, seed=seed), **fields
-            )
-        )
+        fields.setdefault("sampling", sampling(temperature, seed=seed))
+        self.send(open=draft_service_pb2.OpenDraft(prompt_token_ids=prompt, **fields))
 
     def advance(self, number: int, base: int, committed: list[int], gamma: int = 4) -> None:
         self.send(

@@ -2,6 +2,7 @@
 
 import queue
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ from kernels.adjustments import LogitRules
 from kernels.distribution import SamplingLaw, probabilities
 from kernels.philox import Domain, uniform
 from kernels.sparse import SparseConfig, sample, sparsify
+from kernels.verify import Rule
+from kernels.verify_reference import coupled_choice, standardise
 from outrider.lm.checkpoint import LoadedModel, ModelSource, load_model
 from outrider.lm.packed import Chunk, PackedModel
 
@@ -63,12 +66,19 @@ class Driver:
 
 
 def sequence(
-    temperature: float = 1.0, *, prompt: list[int] | None = None, rules: LogitRules = PLAIN, seed: int = 3
+    temperature: float = 1.0,
+    *,
+    prompt: list[int] | None = None,
+    rules: LogitRules = PLAIN,
+    seed: int = 3,
+    rule: Rule = Rule.TOKENWISE,
 ) -> DraftSequence:
-    return DraftSequence(prompt or PROMPT, [], SamplingLaw(temperature=temperature, top_p=0.95), rules, seed)
+    return DraftSequence(prompt or PROMPT, [], SamplingLaw(temperature=temperature, top_p=0.95), rules, seed, rule)
 
 
-def reference(packed: PackedModel, tokens: list[int], law: SamplingLaw, seed: int, gamma: int) -> list[int]:
+def reference(
+    packed: PackedModel, tokens: list[int], law: SamplingLaw, seed: int, gamma: int, rule: Rule = Rule.TOKENWISE
+) -> list[int]:
     """γ tokens drafted one by one, the whole prefix read anew for each."""
     base = len(tokens)
     for index in range(gamma):
@@ -77,23 +87,27 @@ def reference(packed: PackedModel, tokens: list[int], law: SamplingLaw, seed: in
         packed.pool.free(slot)
         if law.is_greedy:
             tokens = [*tokens, int(logits.argmax())]
+        elif rule is Rule.COUPLED:
+            tokens = [*tokens, coupled_choice(standardise(logits[0].double().numpy(), law), seed, len(tokens))]
         else:
             (q,) = sparsify(probabilities(logits, law), CONFIG)
             tokens = [*tokens, sample(q, uniform(seed, base, index, Domain.DRAFT))]
     return tokens[base:]
 
 
+@pytest.mark.parametrize("rule", [Rule.TOKENWISE, Rule.COUPLED])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafts_are_the_models_own_over_many_rounds(
-    engine: DraftEngine, loaded: LoadedModel, temperature: float
+    engine: DraftEngine, loaded: LoadedModel, temperature: float, rule: Rule
 ) -> None:
     """Verdicts that accept all, some and none of a proposal: each next draft is what a fresh reading gives."""
     fresh = PackedModel.build(loaded, max_sequences=1, max_length=96)
-    told = sequence(temperature)
+    told = sequence(temperature, rule=rule)
     driver, tokens, committed = Driver(engine, told), list(PROMPT), list[int]()
     for accepted in (5, 0, 2, 5, 5, 1, 4):
         draft = driver.propose(5, committed)
-        assert draft.token_ids == reference(fresh, tokens, told.law, told.seed, 5)
+        assert draft.token_ids == reference(fresh, tokens, told.law, told.seed, 5, rule)
+        assert len(draft.laws) == (0 if rule is Rule.COUPLED else 5)
         committed = [*draft.token_ids[:accepted], 11 + accepted]
         tokens += committed
 
@@ -144,18 +158,56 @@ def test_padding_is_never_drafted(loaded: LoadedModel) -> None:
     assert max(drafted) < end
 
 
-def test_neighbours_change_nothing(engine: DraftEngine) -> None:
+@pytest.mark.parametrize("rule", [Rule.TOKENWISE, Rule.COUPLED])
+def test_a_target_may_know_more_tokens_than_the_draft_has(loaded: LoadedModel, rule: Rule) -> None:
+    """It drafts what it has, in one call as by steps."""
+    packed = PackedModel.build(loaded, max_sequences=2, max_length=96)
+    vocab_size = loaded.vocab_size + 7
+    wide = DraftEngine(packed, vocab_size=vocab_size, config=CONFIG, prefill_tokens=16, threads=1)
+    wide.start()
+    lone = Driver(wide, sequence(rule=rule), vocab_size=vocab_size)
+    alone = lone.propose(6).token_ids
+    lone.close()
+    both = [Driver(wide, sequence(rule=rule), vocab_size=vocab_size) for _ in range(2)]
+    for driver in both:
+        driver.ask(6)
+    assert [driver.answer().token_ids for driver in both] == [alone] * 2
+    wide.stop()
+
+
+@pytest.mark.parametrize("adjusted", [PLAIN, LogitRules(presence_penalty=1.0)], ids=["plain", "adjusted"])
+def test_neighbours_change_nothing(engine: DraftEngine, adjusted: LogitRules) -> None:
+    """Four at once, of different rules and temperatures, draft what each drafts alone, in one call or by steps."""
+    kinds = [(1.0, Rule.COUPLED), (1.0, Rule.TOKENWISE), (0.7, Rule.COUPLED), (0.0, Rule.COUPLED)]
+
     def drivers() -> list[Driver]:
-        return [Driver(engine, sequence(seed=seed, prompt=PROMPT[seed:])) for seed in range(4)]
+        told = [
+            sequence(temperature, seed=seed, prompt=PROMPT[seed:], rule=rule, rules=adjusted)
+            for seed, (temperature, rule) in enumerate(kinds)
+        ]
+        return [Driver(engine, each) for each in told]
 
     alone = []
     for driver in drivers():
-        alone.append(driver.propose(6).token_ids)
+        alone.append(driver.propose(6))
         driver.close()
     together = drivers()
     for driver in together:
         driver.ask(6)
-    assert [driver.answer().token_ids for driver in together] == alone
+    drafts = [driver.answer() for driver in together]
+    assert [draft.token_ids for draft in drafts] == [draft.token_ids for draft in alone]
+    assert [len(draft.laws) for draft in (*alone, *drafts)] == [0, 6, 0, 0] * 2
+
+
+def test_under_coupled_drafts_depend_on_the_position_and_not_on_the_round(engine: DraftEngine) -> None:
+    """What is committed as drafted is drafted on as if no round had ended there."""
+    whole = Driver(engine, sequence(rule=Rule.COUPLED)).propose(8).token_ids
+    driver = Driver(engine, sequence(rule=Rule.COUPLED))
+    first = driver.propose(3).token_ids
+    second = driver.propose(3, first).token_ids
+    assert [*first, *second, *driver.propose(2, second).token_ids] == whole
+    fresh = replace(sequence(rule=Rule.COUPLED), committed=whole[:5])
+    assert Driver(engine, fresh).propose(3).token_ids == whole[5:]
 
 
 def test_penalties_and_bans_count_drafted_tokens(engine: DraftEngine) -> None:

@@ -14,7 +14,7 @@ from outrider.rpc.errors import from_rpc_error
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 from tests.draft_service import oracle
-from tests.draft_service.calls import PROMPT, generate, request, sampling, write
+from tests.draft_service.calls import COUPLED, PROMPT, TOKENWISE, generate, request, sampling, write
 from tests.draft_service.pairs import BREAKING_TOKEN, DRAFT_CONTEXT
 
 IDS = oracle.encode(PROMPT)
@@ -44,7 +44,8 @@ def test_response_says_what_was_understood(draft: grpc.Channel) -> None:
     stub = DraftServiceStub(draft)
     models = stub.GetModel(draft_service_pb2.DraftServiceGetModelRequest())
     assert started.weights_fingerprint == models.target.weights_fingerprint
-    assert started.rule == models.target.default_rule
+    assert started.rule == COUPLED, "a seed, and no rule"
+    assert generate(draft, request(max_new_tokens=1, sampling=sampling())).started.rule == models.target.default_rule
     assert models.model.vocabulary_fingerprint == models.target.vocabulary_fingerprint
     assert models.model.limits.max_sequence_tokens == models.target.limits.max_sequence_tokens
 
@@ -72,21 +73,24 @@ def test_statistics_agree_with_what_was_streamed(draft: grpc.Channel) -> None:
     assert 0 < timings.draft_us < timings.total_us
 
 
-def test_rounds_are_reported_as_they_went(draft: grpc.Channel) -> None:
+@pytest.mark.parametrize("rule", [TOKENWISE, COUPLED])
+def test_rounds_are_reported_as_they_went(draft: grpc.Channel, rule: sampling_pb2.AcceptanceRule) -> None:
     speculation = draft_service_pb2.SpeculationParams(gamma=4, report_rounds=True)
-    sample = write(draft, speculation=speculation, **LIVELY)
+    fields = LIVELY | {"sampling": sampling(1.0, seed=1, rule=rule)}
+    sample = write(draft, speculation=speculation, **fields)
     at = 0
     for number, report in enumerate(sample.rounds, start=1):
         assert (report.round, report.output_length) == (number, at)
         assert len(report.drafted_texts) == len(report.drafted_token_ids) <= 4
         assert sample.ids[at : at + report.accepted] == list(report.drafted_token_ids[: report.accepted])
-        assert len(report.beta) == min(report.accepted + 1, len(report.drafted_token_ids))
+        judged = min(report.accepted + 1, len(report.drafted_token_ids))
+        assert len(report.beta) == (0 if rule == COUPLED else judged)
         own = sample.origins[at + report.accepted]
         rejected = report.accepted < len(report.drafted_token_ids)
         assert own == (draft_service_pb2.TOKEN_ORIGIN_CORRECTION if rejected else draft_service_pb2.TOKEN_ORIGIN_TARGET)
         at += report.accepted + 1
     assert at == len(sample.ids) == len(sample.token_texts)
-    assert write(draft, gamma=4, **LIVELY).ids == sample.ids, "reporting changes nothing"
+    assert write(draft, gamma=4, **fields).ids == sample.ids, "reporting changes nothing"
 
 
 # ----------------------------------------------------------------------------------------------------------- the ends
@@ -203,13 +207,14 @@ def test_the_deadline_is_an_error(draft: grpc.Channel) -> None:
 
 
 def test_a_seed_repeats_itself_and_another_does_not(draft: grpc.Channel) -> None:
-    def ids(seed: int | None) -> list[int]:
-        return write(draft, sampling=sampling(1.0, seed=seed), max_new_tokens=24, ignore_eos=True).ids
+    def ids(seed: int | None, rule: sampling_pb2.AcceptanceRule) -> list[int]:
+        return write(draft, sampling=sampling(1.0, seed=seed, rule=rule), max_new_tokens=24, ignore_eos=True).ids
 
-    assert ids(5) == ids(5)
-    assert ids(5) != ids(6)
+    for rule in (TOKENWISE, COUPLED):
+        assert ids(5, rule) == ids(5, rule)
+        assert ids(5, rule) != ids(6, rule)
     chosen = generate(draft, request(sampling=sampling(1.0), max_new_tokens=24, ignore_eos=True))
-    assert ids(chosen.started.seed) == chosen.samples[0].ids
+    assert ids(chosen.started.seed, chosen.started.rule) == chosen.samples[0].ids
 
 
 def test_samples_run_side_by_side_and_each_by_itself(draft: grpc.Channel) -> None:

@@ -4,9 +4,10 @@ import grpc
 import pytest
 
 from outrider.wire import PrefixHash, decode_sparse
-from protos.outrider.v1 import sampling_pb2, verifier_service_pb2
+from protos.outrider.v1 import draft_service_pb2, sampling_pb2, verifier_service_pb2
+from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 from tests.draft_service import oracle
-from tests.draft_service.calls import PROMPT, ProposeStream, sampling, write
+from tests.draft_service.calls import BLOCK, COUPLED, PROMPT, TOKENWISE, ProposeStream, sampling, write
 from tests.draft_service.pairs import BREAKING_TOKEN, DRAFT_CONTEXT
 from tests.verifier_service.streams import Stream
 
@@ -14,19 +15,21 @@ IDS = oracle.encode(PROMPT)
 SEED, GAMMA, TOKENS = 21, 4, 32
 
 
+@pytest.mark.parametrize("rule", [TOKENWISE, BLOCK, COUPLED])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_proposals_judged_by_hand_give_the_text_of_generate(
-    draft: grpc.Channel, verifier: grpc.Channel, temperature: float
+    draft: grpc.Channel, verifier: grpc.Channel, temperature: float, rule: sampling_pb2.AcceptanceRule
 ) -> None:
-    law = sampling(temperature, seed=SEED)
+    law = sampling(temperature, seed=SEED, rule=rule)
     expected = write(draft, sampling=law, gamma=GAMMA, max_new_tokens=TOKENS, ignore_eos=True)
     opening = verifier_service_pb2.OpenSequence(
         prompt_token_ids=IDS, sampling=law, max_new_tokens=TOKENS, ignore_eos=True
     )
     tokens: list[int] = []
     with ProposeStream(draft) as drafts, Stream(verifier) as judge:
-        drafts.open(IDS, temperature, seed=SEED)
-        assert drafts.take().opened.limits.max_gamma == 16
+        drafts.open(IDS, sampling=law)
+        opened = drafts.take().opened
+        assert (opened.limits.max_gamma, opened.rule) == (16, rule)
         judge.open(opening)
         committed: list[int] = []
         base, number, finished = len(IDS), 0, False
@@ -36,6 +39,7 @@ def test_proposals_judged_by_hand_give_the_text_of_generate(
             proposal = drafts.take().proposal
             base += len(committed)
             assert (proposal.round, proposal.base_length) == (number, base)
+            assert len(proposal.distributions) == (0 if rule == COUPLED else len(proposal.token_ids))
             assert proposal.prefix_hash == PrefixHash([*IDS, *tokens]).digest()
             judge.send(verifier_service_pb2.VerifyRequest(sequence_id="s", proposal=proposal))
             verdict = judge.verdict()
@@ -43,6 +47,14 @@ def test_proposals_judged_by_hand_give_the_text_of_generate(
             tokens += committed
             finished = verdict.finish_reason != sampling_pb2.FINISH_REASON_UNSPECIFIED
     assert tokens == expected.ids
+
+
+def test_without_a_rule_it_is_the_verifiers_default_that_is_drafted_for(draft: grpc.Channel) -> None:
+    """Also with a seed: the verifier, given the same parameters, would choose so too, and cannot be told otherwise."""
+    with ProposeStream(draft) as drafts:
+        drafts.open(IDS, seed=SEED)
+        models = DraftServiceStub(draft).GetModel(draft_service_pb2.DraftServiceGetModelRequest())
+        assert drafts.take().opened.rule == models.target.default_rule
 
 
 def test_a_proposal_is_drawn_from_what_it_says(draft: grpc.Channel) -> None:

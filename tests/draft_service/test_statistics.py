@@ -8,8 +8,9 @@ from draft_service.statistics import SpeculationCounts, Timings
 from protos.outrider.v1 import speculation_pb2
 
 
-def verdict(accepted: int, beta: list[float]) -> speculation_pb2.Verdict:
+def verdict(accepted: int, beta: list[float], judged: int = 0) -> speculation_pb2.Verdict:
     return speculation_pb2.Verdict(
+        judged=judged,
         accepted=accepted,
         beta=beta,
         timings=speculation_pb2.VerdictTimings(queue_us=10, forward_us=200, verify_us=30),
@@ -37,6 +38,17 @@ def test_nothing_drafted_makes_no_division_by_zero() -> None:
     counts.add(0, verdict(0, []))
     message = counts.to_message()
     assert (message.num_rounds, message.num_drafts, message.alpha, message.draft_acceptance_rate) == (1, 0, 0.0, 0.0)
+
+
+def test_where_no_chance_is_known_alpha_is_the_accepted_share_of_what_was_judged() -> None:
+    counts = SpeculationCounts()
+    counts.add(4, verdict(4, [], judged=4))
+    counts.add(4, verdict(1, [], judged=2))
+    counts.add(4, verdict(0, [], judged=1))
+    counts.add(0, verdict(0, []))
+    message = counts.to_message()
+    assert message.alpha == pytest.approx(5 / 7)
+    assert message.draft_acceptance_rate == pytest.approx(5 / 12)
 
 
 def test_timings_add_up_over_rounds() -> None:

@@ -6,14 +6,17 @@ from typing import Any, cast
 import grpc
 import pytest
 
+from draft_service import validation
 from draft_service.generation import Sample
 from draft_service.pair import Places
 from draft_service.validation import Generation, check_generate
+from kernels.verify import Rule
 from outrider.lm.checkpoint import ModelSource
 from outrider.lm.tokenizer import Tokenizer, load_tokenizer
 from outrider.rpc.errors import RequestError
+from outrider.sampling import RULE_TO_WIRE
 from protos.outrider.v1 import draft_service_pb2, model_pb2, sampling_pb2
-from tests.draft_service.calls import request
+from tests.draft_service.calls import BLOCK, COUPLED, TOKENWISE, request, sampling
 from tests.draft_service.pairs import DEMO
 
 LIMITS = model_pb2.Limits(
@@ -25,8 +28,8 @@ LIMITS = model_pb2.Limits(
     max_stop_token_ids=3,
 )
 RULES: dict[str, Any] = {
-    "rules": [sampling_pb2.ACCEPTANCE_RULE_TOKENWISE],
-    "default_rule": sampling_pb2.ACCEPTANCE_RULE_TOKENWISE,
+    "rules": [TOKENWISE, BLOCK, COUPLED],
+    "default_rule": TOKENWISE,
 }
 DRAFT = model_pb2.ModelInfo(limits=LIMITS, features=["chat"], **RULES)
 TARGET = model_pb2.ModelInfo(vocab_size=2048, eos_token_ids=[0, 9], weights_fingerprint="f" * 64, **RULES)
@@ -37,8 +40,15 @@ def tokenizer() -> Tokenizer:
     return load_tokenizer(ModelSource(str(DEMO / "draft")))
 
 
-def check(tokenizer: Tokenizer, message: draft_service_pb2.GenerateRequest, gamma: int = 5) -> Generation:
-    return check_generate(message, tokenizer=tokenizer, draft=DRAFT, target=TARGET, default_gamma=gamma)
+def check(
+    tokenizer: Tokenizer, message: draft_service_pb2.GenerateRequest, gamma: int = 5, **of_target: Any
+) -> Generation:
+    target = model_pb2.ModelInfo()
+    target.CopyFrom(TARGET)
+    for name in of_target:
+        target.ClearField(name)
+    target.MergeFrom(model_pb2.ModelInfo(**of_target))
+    return check_generate(message, tokenizer=tokenizer, draft=DRAFT, target=target, default_gamma=gamma)
 
 
 def test_an_empty_request_takes_the_defaults(tokenizer: Tokenizer) -> None:
@@ -70,6 +80,44 @@ def test_a_seed_is_chosen_afresh_where_none_is_given(tokenizer: Tokenizer) -> No
     seeds = {check(tokenizer, message).seed for _ in range(20)}
     assert len(seeds) == 20
     assert max(seeds) >= 2**32, "all 64 bits are used"
+
+
+@pytest.mark.parametrize(
+    ("fields", "rule"),
+    [
+        ({}, BLOCK),
+        ({"seed": 0}, COUPLED),
+        ({"seed": 1, "lenience": 1.0}, COUPLED),
+        ({"seed": 1, "lenience": 0.9}, TOKENWISE),
+        ({"lenience": 0.9}, TOKENWISE),
+        ({"seed": 1, "rule": TOKENWISE}, TOKENWISE),
+        ({"seed": 1, "rule": BLOCK}, BLOCK),
+        ({"rule": COUPLED}, COUPLED),
+    ],
+)
+def test_a_seed_without_a_rule_is_judged_by_coupled(
+    tokenizer: Tokenizer, fields: dict[str, Any], rule: sampling_pb2.AcceptanceRule
+) -> None:
+    """Law 7. `BLOCK` stands for whatever the verifier's default is."""
+    message = request(sampling=sampling(1.0, **fields))
+    assert RULE_TO_WIRE[check(tokenizer, message, default_rule=BLOCK).sampling.rule] == rule
+
+
+def test_a_seed_takes_the_default_where_the_target_does_not_judge_by_coupled(tokenizer: Tokenizer) -> None:
+    message = request(sampling=sampling(1.0, seed=1))
+    assert RULE_TO_WIRE[check(tokenizer, message, rules=[TOKENWISE]).sampling.rule] == TOKENWISE
+    message.sampling.rule = COUPLED
+    with pytest.raises(RequestError, match="rule coupled is not offered"):
+        check(tokenizer, message, rules=[TOKENWISE])
+
+
+def test_a_rule_of_the_target_that_this_service_does_not_draft_for_is_refused(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validation, "OFFERED_RULES", frozenset({Rule.TOKENWISE}))
+    with pytest.raises(RequestError, match="rule block is not offered by this server; it offers tokenwise"):
+        check(tokenizer, request(sampling=sampling(1.0, rule=BLOCK)))
+    assert RULE_TO_WIRE[check(tokenizer, request(sampling=sampling(1.0, seed=1))).sampling.rule] == TOKENWISE
 
 
 def test_samples_have_seeds_of_their_own_that_repeat(tokenizer: Tokenizer) -> None:

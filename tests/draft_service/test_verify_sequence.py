@@ -12,16 +12,20 @@ import pytest
 from draft_service.verifier_link import VerifierLink
 from outrider.rpc.errors import RequestError, invalid_field, overloaded, to_status, wrong_base
 from outrider.rpc.server import bind, create_server
-from protos.outrider.v1 import verifier_service_pb2
+from protos.outrider.v1 import sampling_pb2, verifier_service_pb2
 
-OPENING = verifier_service_pb2.OpenSequence(prompt_token_ids=[1, 2, 3])
+OPENING = verifier_service_pb2.OpenSequence(
+    prompt_token_ids=[1, 2, 3], sampling=sampling_pb2.SamplingParams(rule=sampling_pb2.ACCEPTANCE_RULE_COUPLED)
+)
 
 
-def silent(error: RequestError | None) -> grpc.GenericRpcHandler:
-    """A `Verify` that takes the opening, and then says nothing, or ends the call with an error."""
+def silent(error: RequestError | None, opened: verifier_service_pb2.Opened | None) -> grpc.GenericRpcHandler:
+    """A `Verify` that takes the opening, and then says that it did, or nothing, or ends the call with an error."""
 
     async def verify(_: Any, context: Any) -> None:
         await context.read()
+        if opened is not None:
+            await context.write(verifier_service_pb2.VerifyResponse(sequence_id="s", opened=opened))
         if error is not None:
             await context.abort_with_status(to_status(error))
         await asyncio.sleep(60)
@@ -35,9 +39,11 @@ def silent(error: RequestError | None) -> grpc.GenericRpcHandler:
 
 
 @asynccontextmanager
-async def peer(error: RequestError | None = None) -> AsyncIterator[str]:
+async def peer(
+    error: RequestError | None = None, opened: verifier_service_pb2.Opened | None = None
+) -> AsyncIterator[str]:
     server = create_server(max_message_bytes=1 << 20)
-    server.add_generic_rpc_handlers((silent(error),))
+    server.add_generic_rpc_handlers((silent(error, opened),))
     address = bind(server, "127.0.0.1:0")
     await server.start()
     try:
@@ -96,6 +102,19 @@ async def test_refusals_pass_through_but_for_those_of_our_own_rounds() -> None:
         async with peer(ours) as address:
             error = await refusal(address)
             assert (error.code, error.reason) == (grpc.StatusCode.INTERNAL, "INTERNAL")
+
+
+async def test_a_verifier_that_judges_by_another_rule_than_was_asked_for_is_not_written_to() -> None:
+    opened = verifier_service_pb2.Opened(rule=sampling_pb2.ACCEPTANCE_RULE_TOKENWISE)
+    async with peer(opened=opened) as address:
+        error = await refusal(address)
+    assert error.code is grpc.StatusCode.INTERNAL
+    assert "judges by ACCEPTANCE_RULE_TOKENWISE; ACCEPTANCE_RULE_COUPLED was asked for" in error.message
+    async with peer(opened=verifier_service_pb2.Opened(rule=sampling_pb2.ACCEPTANCE_RULE_COUPLED)) as address:
+        link = VerifierLink(address, max_message_bytes=1 << 20, silence=30.0)
+        sequence = link.open(OPENING, sequence_id="s", timeout=None)
+        assert (await sequence.begin()).rule == sampling_pb2.ACCEPTANCE_RULE_COUPLED
+        sequence.cancel()
 
 
 async def test_our_own_cancel_stays_a_cancel() -> None:

@@ -1,7 +1,7 @@
 """Law 7: what a request writes does not depend on who else is served, on what was served before, or on γ.
 
 γ is compared in `test_first_tokens`, by law. Here the tokens themselves are: a seed, a prompt and a γ give the same
-text alone and among fifteen others.
+text alone and among fifteen others. Under `coupled` the γ is not needed for it, nor the draft: `test_coupled`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ALONE = 5
 LENGTH = 32
 
 
-def _options(number: int, temperature: float) -> Options:
+def _options(number: int, temperature: float, rule: str) -> Options:
     return Options(
         max_new_tokens=LENGTH,
         ignore_eos=True,
@@ -27,6 +27,7 @@ def _options(number: int, temperature: float) -> Options:
         top_p=0.9,
         seed=1000 + number,
         gamma=4,
+        rule=rule,
     )
 
 
@@ -34,22 +35,24 @@ def _prompt(number: int) -> list[int]:
     return [(7 * number + place) % 21 for place in range(1 + number % 5)]
 
 
-async def _texts(address: str, temperature: float, numbers: range, *, together: bool) -> list[tuple[int, ...]]:
+async def _texts(
+    address: str, temperature: float, rule: str, numbers: range, *, together: bool
+) -> list[tuple[int, ...]]:
     async with AsyncClient(address) as client:
-        asked = [client.complete(_prompt(number), **_options(number, temperature)) for number in numbers]
+        asked = [client.complete(_prompt(number), **_options(number, temperature, rule)) for number in numbers]
         done = await asyncio.gather(*asked) if together else [await each for each in asked]
     return [completion.token_ids for completion in done]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_tokens_are_the_same_alone_and_in_company(temperature: float, attentive: World) -> None:
+@pytest.mark.parametrize(("temperature", "rule"), [(0.0, "tokenwise"), (1.0, "tokenwise"), (1.0, "block")])
+def test_tokens_are_the_same_alone_and_in_company(temperature: float, rule: str, attentive: World) -> None:
     """At temperature 1 one text of the five may differ: a pass of another width rounds otherwise, and where a uniform
     lies within 1e-7 of a cell's edge the neighbour is drawn (one text in some thousands). Noise or a cache that knew
     its neighbours would change nearly all of them.
     """
     address = attentive.services["uniform"].address
-    alone = asyncio.run(_texts(address, temperature, range(ALONE), together=False))
-    together = asyncio.run(_texts(address, temperature, range(REQUESTS), together=True))
+    alone = asyncio.run(_texts(address, temperature, rule, range(ALONE), together=False))
+    together = asyncio.run(_texts(address, temperature, rule, range(REQUESTS), together=True))
     equal = sum(a == b for a, b in zip(alone, together[:ALONE], strict=True))
     print(f"{equal} of {ALONE} texts equal")
     assert all(len(text) == LENGTH for text in together)

@@ -13,6 +13,7 @@ import pytest
 import outrider.client
 from outrider.cli.processes import ServiceProcess
 from outrider.client import (
+    AcceptanceRule,
     AsyncClient,
     Chunk,
     Client,
@@ -153,7 +154,7 @@ async def test_text_tokens_and_seed_say_the_same_prompt(draft_address: str) -> N
         sampled = await client.complete(PROMPT, seed=7, max_new_tokens=12)
         again = await client.complete(PROMPT, seed=7, max_new_tokens=12)
     assert by_tokens.token_ids == by_text.token_ids
-    assert sampled.seed == 7
+    assert (sampled.seed, sampled.rule) == (7, AcceptanceRule.COUPLED)
     assert again.token_ids == sampled.token_ids
 
 

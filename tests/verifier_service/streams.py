@@ -16,13 +16,18 @@ PROMPT = [5, 6, 7, 8]
 
 
 def opening(
-    prompt: list[int] | None = None, *, max_new_tokens: int = 16, temperature: float = 0.0, seed: int = 1
+    prompt: list[int] | None = None,
+    *,
+    max_new_tokens: int = 16,
+    temperature: float = 0.0,
+    seed: int = 1,
+    rule: sampling_pb2.AcceptanceRule = sampling_pb2.ACCEPTANCE_RULE_UNSPECIFIED,
 ) -> verifier_service_pb2.OpenSequence:
     return verifier_service_pb2.OpenSequence(
         prompt_token_ids=PROMPT if prompt is None else prompt,
         max_new_tokens=max_new_tokens,
         ignore_eos=True,
-        sampling=sampling_pb2.SamplingParams(temperature=temperature, seed=seed),
+        sampling=sampling_pb2.SamplingParams(temperature=temperature, seed=seed, rule=rule),
     )
 
 
@@ -70,7 +75,10 @@ class Stream:
             )
         )
 
-    def propose(self, number: int, prefix: list[int], tokens: list[int], seen: int = 0) -> None:
+    def propose(
+        self, number: int, prefix: list[int], tokens: list[int], seen: int = 0, *, tells_laws: bool = True
+    ) -> None:
+        """Proposes tokens as point masses, or without distributions."""
         point = speculation_pb2.TokenDistribution(point_mass=speculation_pb2.PointMass())
         self.send(
             verifier_service_pb2.VerifyRequest(
@@ -80,7 +88,7 @@ class Stream:
                     base_length=len(prefix),
                     prefix_hash=PrefixHash(prefix).digest(),
                     token_ids=tokens,
-                    distributions=[point] * len(tokens),
+                    distributions=[point] * len(tokens) if tells_laws else [],
                     seen_round=seen,
                 ),
             )

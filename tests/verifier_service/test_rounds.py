@@ -7,6 +7,7 @@ import grpc
 import numpy as np
 import pytest
 
+from kernels.verify import Rule
 from outrider.rpc.errors import RequestError
 from outrider.wire import HASH_BYTES
 from protos.outrider.v1 import model_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
@@ -20,6 +21,7 @@ MODEL = model_pb2.ModelInfo(
     features=["decode", "resume"],
     limits=model_pb2.Limits(max_gamma=4, max_support=8, max_sequence_tokens=50, max_stop_token_ids=2),
 )
+COUPLED_AT_HALF = sampling_pb2.SamplingParams(rule=sampling_pb2.ACCEPTANCE_RULE_COUPLED, lenience=0.5)
 BLOCK_AT_HALF = sampling_pb2.SamplingParams(rule=sampling_pb2.ACCEPTANCE_RULE_BLOCK, lenience=0.5)
 
 
@@ -104,8 +106,9 @@ Change = Callable[[verifier_service_pb2.OpenSequence], object]
         (lambda m: setattr(m.sampling, "frequency_penalty", 101.0), "sampling.frequency_penalty", ["101"]),
         (lambda m: setattr(m.sampling, "lenience", 0.0), "sampling.lenience", ["0", "(0, 1]"]),
         (lambda m: setattr(m.sampling, "rule", 99), "sampling.rule", ["99"]),
-        (lambda m: setattr(m.sampling, "rule", 3), "sampling.rule", ["coupled", "block, tokenwise"]),
+        (lambda m: setattr(m.sampling, "rule", 4), "sampling.rule", ["sigmoid", "block, coupled, tokenwise"]),
         (lambda m: m.sampling.MergeFrom(BLOCK_AT_HALF), "sampling.lenience", ["0.5", "block"]),
+        (lambda m: m.sampling.MergeFrom(COUPLED_AT_HALF), "sampling.lenience", ["0.5", "coupled"]),
         (lambda m: m.sampling.sigmoid.SetInParent(), "sampling.sigmoid", ["block"]),
         (lambda m: m.sampling.logit_bias.add(token_id=V), "sampling.logit_bias", [str(V)]),
         (lambda m: m.sampling.logit_bias.add(token_id=1, bias=math.nan), "sampling.logit_bias", ["nan"]),
@@ -184,6 +187,18 @@ def test_an_unsound_proposal_names_the_field_and_the_numbers(
     assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
     assert caught.value.metadata["field"] == field
     assert not [number for number in numbers if number not in caught.value.message], caught.value.message
+
+
+def test_under_coupled_a_proposal_has_no_distributions() -> None:
+    message = proposal()
+    with pytest.raises(RequestError) as caught:
+        check_proposal(message, MODEL, rule=Rule.COUPLED)
+    assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.metadata["field"] == "proposal.distributions"
+    assert "2 entries for 2 token_ids; the rule coupled takes 0" in caught.value.message
+    message.ClearField("distributions")
+    checked = check_proposal(message, MODEL, rule=Rule.COUPLED)
+    assert (checked.tokens, checked.laws) == ((5, 6), ())
 
 
 def test_a_decode_of_nothing_is_refused() -> None:

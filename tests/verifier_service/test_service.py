@@ -15,6 +15,7 @@ from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
 from tests.verifier_service.streams import PROMPT, Stream, opening
 
 PLACES, WAITING = 4, 1
+COUPLED = sampling_pb2.ACCEPTANCE_RULE_COUPLED
 TARGET = "models/demo/target"
 
 
@@ -78,6 +79,25 @@ def test_a_proposal_in_the_targets_own_words_is_accepted_whole(channel: grpc.Cha
         verdict = stream.verdict()
         assert list(verdict.token_ids) == alone[5:7]
         assert (verdict.judged, verdict.accepted) == (2, 1)
+
+
+def test_under_coupled_the_text_is_the_seeds_and_proposals_are_bare(channel: grpc.Channel) -> None:
+    """With drafts that are right, wrong or cut short, and with none: the same tokens, and no chance of acceptance."""
+    message = opening(temperature=1.0, seed=9, rule=COUPLED)
+    with Stream(channel) as stream:
+        stream.open(message)
+        assert stream.take().opened.rule == COUPLED
+        stream.decode(1, PROMPT, 8)
+        text = [stream.verdict().token_ids[0] for _ in range(8)]
+    with Stream(channel) as stream:
+        stream.open(message)
+        for number, (at, drafted, accepted) in enumerate(
+            ((0, text[:3], 3), (4, [text[4], text[5] + 1, text[6]], 1), (6, [], 0), (7, [text[7] + 1], 0)), start=1
+        ):
+            stream.propose(number, PROMPT + text[:at], drafted, seen=number - 1, tells_laws=False)
+            verdict = stream.verdict()
+            assert list(verdict.token_ids) == text[at : at + accepted + 1]
+            assert (verdict.accepted, list(verdict.beta)) == (accepted, [])
 
 
 def test_rounds_sent_ahead_are_answered_in_order_and_stale_where_overtaken(
@@ -215,6 +235,13 @@ INVALID, FAILED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECO
         (lambda s: (s.open(), s.decode(1, [*PROMPT, 1])), INVALID, "WRONG_BASE", "base_length of round 1 is 5"),
         (lambda s: (s.open(), s.decode(1, [9, 9, 9, 9])), INVALID, "WRONG_BASE", "prefix_hash"),
         (lambda s: (s.open(), s.propose(1, PROMPT, [1] * 17)), INVALID, "INVALID_FIELD", "17"),
+        (lambda s: (s.open(), s.propose(1, PROMPT, [1, 2], tells_laws=False)), INVALID, "INVALID_FIELD", "takes 2"),
+        (
+            lambda s: (s.open(opening(rule=COUPLED)), s.propose(1, PROMPT, [1, 2])),
+            INVALID,
+            "INVALID_FIELD",
+            "2 entries for 2 token_ids; the rule coupled takes 0",
+        ),
     ],
 )
 def test_bad_input_ends_its_own_stream_with_a_clear_status(

@@ -255,10 +255,12 @@ class ProposeRequest(_message.Message):
     def __init__(self, sequence_id: _Optional[str] = ..., open: _Optional[_Union[OpenDraft, _Mapping]] = ..., advance: _Optional[_Union[Advance, _Mapping]] = ...) -> None: ...
 
 class DraftOpened(_message.Message):
-    __slots__ = ("limits",)
+    __slots__ = ("limits", "rule")
     LIMITS_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
     limits: _model_pb2.Limits
-    def __init__(self, limits: _Optional[_Union[_model_pb2.Limits, _Mapping]] = ...) -> None: ...
+    rule: _sampling_pb2.AcceptanceRule
+    def __init__(self, limits: _Optional[_Union[_model_pb2.Limits, _Mapping]] = ..., rule: _Optional[_Union[_sampling_pb2.AcceptanceRule, str]] = ...) -> None: ...
 
 class ProposeResponse(_message.Message):
     __slots__ = ("sequence_id", "opened", "proposal")

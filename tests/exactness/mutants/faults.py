@@ -7,6 +7,7 @@ under which one shows (`zero_uniform`).
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -87,6 +88,27 @@ def zero_uniform_and_weak_inequality() -> None:
     _replace(verify_torch, "accepts", lambda u, lenience, q, p: q > 0 and u * lenience * q <= p)
 
 
+def noise_of_the_next_position() -> None:
+    """Under `coupled` the draft chooses by the noise of the token after the one it drafts."""
+    _displace_noise("kernels.coupled", lambda places: [(seed, position + 1) for seed, position in places])
+
+
+def noise_of_another_seed() -> None:
+    """Under `coupled` the draft has noise of its own."""
+    _displace_noise("kernels.coupled", lambda places: [(seed ^ 1, position) for seed, position in places])
+
+
+def noise_of_the_round() -> None:
+    """Under `coupled` the verifier judges every token of a round by the noise of the first."""
+    _displace_noise("kernels.verify_torch", lambda places: [places[0]] * len(places))
+
+
+def _displace_noise(name: str, displaced: Callable[[Sequence[tuple[int, int]]], Sequence[tuple[int, int]]]) -> None:
+    module = importlib.import_module(name)
+    honest = module.__dict__["noise_of"]
+    _replace(module, "noise_of", lambda places, V: honest(displaced(places), V))
+
+
 def _replace(module: ModuleType, name: str, value: Callable[..., Any]) -> None:
     if not callable(module.__dict__.get(name)):
         raise LookupError(f"{module.__name__} has no function {name}: the fault would change nothing")
@@ -110,6 +132,9 @@ FAULTS: dict[str, Callable[[], None]] = {
         negative_residual,
         zero_uniform,
         zero_uniform_and_weak_inequality,
+        noise_of_the_next_position,
+        noise_of_another_seed,
+        noise_of_the_round,
     )
 }
 """By name."""

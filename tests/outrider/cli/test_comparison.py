@@ -37,9 +37,9 @@ def test_both_ways_write_the_same_text_and_the_drawing_holds_it(draft_address: s
     assert kept.replace("{+", "").replace("+}", "").replace("↵\n", "\n") == shown.text
 
 
-def _table(comparison: Comparison, *, greedy: bool = True) -> str:
+def _table(comparison: Comparison, *, promised: bool = True) -> str:
     out = StringIO()
-    draw_comparison(Console(file=out, width=80), comparison, greedy=greedy)
+    draw_comparison(Console(file=out, width=80), comparison, promised=promised)
     return out.getvalue()
 
 
@@ -59,4 +59,4 @@ def test_the_table_fits_eighty_columns_and_says_all() -> None:
 def test_texts_that_part_are_not_called_the_same() -> None:
     parted = Comparison(PAIR, ALONE, 2.1, 3, 7)
     assert "part at token 8" in _table(parted)
-    assert "text" not in _table(parted, greedy=False)
+    assert "text" not in _table(parted, promised=False)

@@ -42,7 +42,7 @@ def test_json_is_one_object_with_what_others_rely_on(draft_address: str, expecte
     assert document["text"] == expected.text
     assert document["token_ids"] == list(expected.token_ids)
     assert document["finish_reason"] == "length"
-    assert document["seed"] == 7
+    assert (document["seed"], document["rule"]) == (7, "coupled")
     assert len(document["statistics"]["num_accepted_tokens_per_pos"]) <= 2
     assert document["usage"]["completion_tokens"] == 12
     assert [entry["token"]["token_id"] for entry in document["logprobs"]] == list(expected.token_ids)
@@ -54,6 +54,13 @@ def test_several_samples_are_told_apart(draft_address: str) -> None:
     document = json.loads(_generate(draft_address, *arguments, "--json", PROMPT).stdout)
     first, second = (sample["text"] for sample in document["samples"])
     assert shown.stdout == f"--- 1 of 2 (length)\n{first}\n--- 2 of 2 (length)\n{second}\n"
+
+
+def test_a_seed_writes_its_text_with_and_without_a_draft(draft_address: str) -> None:
+    arguments = ["--seed", "5", "--max-new-tokens", "16", "--ignore-eos", PROMPT]
+    drafted, bare = (_generate(draft_address, "--gamma", gamma, *arguments) for gamma in ("5", "0"))
+    assert drafted.stdout == bare.stdout
+    assert drafted.stdout != _generate(draft_address, "--rule", "tokenwise", *arguments).stdout
 
 
 def test_a_stop_string_ends_the_text_before_it(draft_address: str, expected: Any) -> None:

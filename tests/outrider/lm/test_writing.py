@@ -2,10 +2,12 @@
 
 import random
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
 
+from kernels import coupled
 from kernels.distribution import SamplingLaw
 from kernels.sparse import SparseConfig, SparseLaw, draw
 from outrider.lm.checkpoint import LoadedModel
@@ -30,9 +32,14 @@ def step_by_step(
     model: PackedModel, slot: int, chunk: list[int], sampling: Sampling
 ) -> tuple[list[int], list[SparseLaw | None]]:
     tokens, laws = list[int](), list[SparseLaw | None]()
-    for u in sampling.uniforms:
+    for place, u in enumerate(sampling.uniforms):
         logits = model.forward([Chunk(slot, chunk, model.pool.length(slot), len(chunk) - 1)])
-        chunk, law = draw(logits[:, : sampling.vocab_size], sampling.law, sampling.config, [u])
+        logits = logits[:, : sampling.vocab_size]
+        law: list[SparseLaw | None] = [None]
+        if sampling.noise is None:
+            chunk, law = draw(logits, sampling.law, sampling.config, [u])
+        else:
+            chunk = coupled.draw(logits, [sampling.law], sampling.noise[place : place + 1])
         tokens += chunk
         laws += law
     return tokens, laws
@@ -42,25 +49,42 @@ def triples(laws: list[SparseLaw | None]) -> list[tuple[list[int], list[int], in
     return [None if law is None else (law.ids.tolist(), law.weights.tolist(), law.total) for law in laws]
 
 
+def noise(seed: int, at: int, gamma: int) -> torch.Tensor:
+    return coupled.noise_of([(seed, at + place) for place in range(gamma)], KNOWN)
+
+
 @pytest.mark.parametrize("name", GATED)
 @pytest.mark.parametrize("first", [1, 2, 13])
 def test_written_tokens_are_those_drawn_step_by_step(name: str, first: int, load: Callable[..., LoadedModel]) -> None:
-    """Bit for bit, from the first token of a prompt or after one that the cache holds, for every law."""
+    """Bit for bit, after a prompt that the cache holds most of, for every law, by uniforms and by shared noise."""
     model = PackedModel.build(load(name), max_sequences=2, max_length=48)
     rng = random.Random(first)
     prompt = rng.choices(range(VOCABULARY), k=5 + first)
     one, other = model.pool.allocate(), model.pool.allocate()
     for slot in (one, other):
         model.forward([Chunk(slot, prompt[:5], 0, 4)])
-    for law in LAWS:
-        sampling = Sampling(law, CONFIG, [rng.random() for _ in range(6)], KNOWN)
+    for law, by_noise in product(LAWS, (False, True)):
+        sampling = Sampling(
+            law, CONFIG, [rng.random() for _ in range(6)], KNOWN, noise(first, 5 + first, 6) if by_noise else None
+        )
         tokens, laws = model.write(Chunk(one, prompt[5:], 5, first), sampling)
         expected, expected_laws = step_by_step(model, other, prompt[5:], sampling)
         assert tokens == expected
         assert triples(laws) == triples(expected_laws)
+        if by_noise:
+            assert laws == [None] * 6
         assert model.pool.length(one) == model.pool.length(other) == 5 + first + 5
         for slot in (one, other):
             model.pool.rollback(slot, 5)
+
+
+def test_each_token_is_chosen_by_the_noise_of_its_own_place(load: Callable[..., LoadedModel]) -> None:
+    """A flat law, so that each token is the noise's own: where it is least."""
+    model = PackedModel.build(load("llama"), max_sequences=1, max_length=48)
+    slot, by = model.pool.allocate(), noise(8, 3, 6)
+    law = SamplingLaw(temperature=100.0)
+    tokens, _ = model.write(Chunk(slot, [3, 1, 4], 0, 3), Sampling(law, CONFIG, [0.0] * 6, KNOWN, by))
+    assert tokens == by.argmax(-1).tolist()
 
 
 def test_what_was_written_is_in_the_cache(load: Callable[..., LoadedModel]) -> None:
@@ -78,13 +102,13 @@ def test_logits_that_are_no_numbers_end_the_writing(load: Callable[..., LoadedMo
     model = PackedModel.build(loaded, max_sequences=1, max_length=48)
     assert isinstance(loaded.fused, GatedDecoder)
     slot = model.pool.allocate()
-    for law in (SamplingLaw(temperature=0), SamplingLaw()):
-        first, _ = model.write(Chunk(slot, [5], 0, 1), Sampling(law, CONFIG, [0.4], KNOWN))
+    for law, by in ((SamplingLaw(temperature=0), None), (SamplingLaw(), None), (SamplingLaw(), noise(1, 1, 3))):
+        first, _ = model.write(Chunk(slot, [5], 0, 1), Sampling(law, CONFIG, [0.4], KNOWN, by))
         model.pool.rollback(slot, 0)
         embedding = loaded.fused._layers.embedding
         kept = embedding[first[0]].clone()
         embedding[first[0]] = float("nan")
-        tokens, laws = model.write(Chunk(slot, [5], 0, 1), Sampling(law, CONFIG, [0.4, 0.5, 0.6], KNOWN))
+        tokens, laws = model.write(Chunk(slot, [5], 0, 1), Sampling(law, CONFIG, [0.4, 0.5, 0.6], KNOWN, by))
         embedding[first[0]] = kept
         model.pool.rollback(slot, 0)
         assert tokens == [*first, -1]
@@ -92,12 +116,13 @@ def test_logits_that_are_no_numbers_end_the_writing(load: Callable[..., LoadedMo
         assert laws[-1] is None
 
 
-def test_compiled_or_not_the_loop_does_the_same(load: Callable[..., LoadedModel]) -> None:
+@pytest.mark.parametrize("by", [None, noise(2, 2, 4)], ids=["uniforms", "noise"])
+def test_compiled_or_not_the_loop_does_the_same(load: Callable[..., LoadedModel], by: torch.Tensor | None) -> None:
     loaded = load("qwen3")
     model = PackedModel.build(loaded, max_sequences=1, max_length=48)
     assert isinstance(loaded.fused, GatedDecoder)
     slot = model.pool.allocate()
-    sampling = Sampling(SamplingLaw(top_p=0.9), CONFIG, [0.3, 0.6, 0.1, 0.8], KNOWN)
+    sampling = Sampling(SamplingLaw(top_p=0.9), CONFIG, [0.3, 0.6, 0.1, 0.8], KNOWN, by)
     compiled = model.write(Chunk(slot, [9, 2], 0, 2), sampling)
     assert isinstance(loaded.fused._writer._loop, torch.jit.ScriptModule)
     model.pool.rollback(slot, 0)
