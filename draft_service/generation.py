@@ -204,7 +204,6 @@ class Sample:
             weights_fingerprint=request.weights_fingerprint,
             request_id=request.request_id,
         )
-        opening.sampling.rule = RULE_TO_WIRE[request.sampling.rule]
         opening.sampling.seed = request.seed_of(self._index)
         opening.sampling.rule = RULE_TO_WIRE[request.sampling.rule]  # the draft's choice, whatever is the verifier's
         if request.top_logprobs is not None:
