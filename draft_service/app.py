@@ -38,6 +38,7 @@ class DraftApp(Service):
     name = SERVICE_NAME
 
     def __init__(self, settings: DraftSettings) -> None:
+        super().__init__()
         self._settings = settings
         self._servicer = DraftService(settings)
         self._link: VerifierLink | None = None
@@ -58,6 +59,9 @@ class DraftApp(Service):
         self._engine = await in_thread(lambda: build_engine(loaded, target, draft.limits, settings))
         self._engine.start()
         drafter = ModelDrafter(self._engine, vocab_size=target.vocab_size)
+        self.metrics.describe(
+            service="draft_service", version=draft.server_version, model=draft.name, device=draft.device
+        )
         self._servicer.attach(Pair(drafter, self._link, tokenizer, draft, target))
 
     async def drain(self) -> None:

@@ -75,7 +75,7 @@ class Sample:
             RequestError: the verifier refused, or is gone.
         """
         request = self._request
-        target = link.open(self._opening(), sequence_id=f"{request.request_id}/{self._index}", timeout=timeout)
+        target = link.open(self.opening(), sequence_id=f"{request.request_id}/{self._index}", timeout=timeout)
         try:
             if request.gamma:
                 self._drafting = drafter.open(self._draft_sequence())
@@ -189,7 +189,8 @@ class Sample:
 
     # -------------------------------------------------------------------------------------------- opening and closing
 
-    def _opening(self) -> verifier_service_pb2.OpenSequence:
+    def opening(self) -> verifier_service_pb2.OpenSequence:
+        """What the verifier is told of the sequence. Whatever the request left open is said here."""
         request = self._request
         opening = verifier_service_pb2.OpenSequence(
             prompt_token_ids=request.prompt,
@@ -203,8 +204,8 @@ class Sample:
             weights_fingerprint=request.weights_fingerprint,
             request_id=request.request_id,
         )
-        opening.sampling.rule = RULE_TO_WIRE[request.sampling.rule]
         opening.sampling.seed = request.seed_of(self._index)
+        opening.sampling.rule = RULE_TO_WIRE[request.sampling.rule]  # the draft's choice, whatever is the verifier's
         if request.top_logprobs is not None:
             opening.logprobs.top_n = request.top_logprobs
         return opening

@@ -50,7 +50,12 @@ class SamplingLaw:
     @property
     def is_plain(self) -> bool:
         """Whether the law is a softmax with nothing filtered out."""
-        return self.temperature > 0 and self.top_k == 0 and self.top_p == 1 and self.min_p == 0
+        return self.temperature > 0 and self.has_no_filters
+
+    @property
+    def has_no_filters(self) -> bool:
+        """Whether every token keeps its chance: top-k, top-p and min-p are off."""
+        return self.top_k == 0 and self.top_p == 1 and self.min_p == 0
 
 
 def probabilities(logits: Tensor, law: SamplingLaw, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -66,6 +71,18 @@ def probabilities(logits: Tensor, law: SamplingLaw, dtype: torch.dtype = torch.f
 
 def sampled_law(z: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
     """`probabilities` at a temperature above 0, in the dtype of `z` `[R, V]`. TorchScript can compile it."""
+    return torch.softmax(_filtered(z, temperature, top_k, top_p, min_p), dim=-1)
+
+
+def kept(z: Tensor, law: SamplingLaw) -> Tensor:
+    """Return which tokens the filters of `law` leave in each row of `z` `[R, V]`, bool `[R, V]`.
+
+    The temperature is above 0. What stands in bad rows has no meaning.
+    """
+    return _filtered(z.float(), law.temperature, law.top_k, law.top_p, law.min_p) > -math.inf
+
+
+def _filtered(z: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
     # s: [R, V], scaled and filtered. Thresholds are taken on z, which division cannot merge.
     s = _scaled(z, temperature)
     if 0 < top_k < z.size(-1):
@@ -74,7 +91,7 @@ def sampled_law(z: Tensor, temperature: float, top_k: int, top_p: float, min_p: 
         s = s.masked_fill(z < _nucleus_cuts(z, torch.softmax(s, dim=-1), top_p), -math.inf)
     if min_p > 0:
         s = s.masked_fill(s < s.amax(dim=-1, keepdim=True) + math.log(min_p), -math.inf)
-    return torch.softmax(s, dim=-1)
+    return s
 
 
 def bad_rows(logits: Tensor) -> Tensor:

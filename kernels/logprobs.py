@@ -6,45 +6,66 @@ Knows nothing of how the tokens came about.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.ruling import TokenLogprobs
+from kernels.ruling import Proposed, Ruling, TokenLogprobs
+
+
+def with_logprobs(ruling: Ruling, proposal: Proposed, raw: Tensor, law: Tensor) -> Ruling:
+    """Return the ruling with the log-probabilities that its proposal asks for.
+
+    Args:
+        ruling: of `proposal`; its tokens are sound.
+        proposal: with `top_logprobs` of at least 0.
+        raw: the target's untouched logits from the proposal's first row on, `[accepted + 1 or more, V]`.
+        law: p of the same rows.
+    """
+    emitted = (*proposal.tokens[: ruling.accepted], ruling.next_token)
+    rows = slice(0, len(emitted))
+    return replace(ruling, logprobs=token_logprobs(raw[rows], law[rows], emitted, proposal.top_logprobs))
 
 
 def token_logprobs(raw: Tensor, law: Tensor, tokens: Sequence[int], top: int) -> tuple[TokenLogprobs, ...]:
     """Describe `tokens` `[m]`, each emitted at its row.
 
     Args:
-        raw: the target's untouched logits, `[m, V]`.
+        raw: the target's untouched logits, `[m, V]`, on any device.
         law: p of the same rows, `[m, V]`; its dtype is computed in.
         tokens: the emitted tokens.
         top: how many of the best to add, by raw logit; lower ids first among equals.
     """
-    raw_log = torch.log_softmax(raw.to(law.dtype), dim=-1).numpy()
-    law_log = law.log().numpy()
+    raw_log = torch.log_softmax(raw.to(law.dtype), dim=-1)
+    law_log = law.log()
+    # [m, 1 + top]: the emitted token, then the best
+    ids = torch.cat((torch.tensor(tokens, device=raw.device).unsqueeze(1), _best(raw_log, top)), dim=1)
+    columns = zip(ids.tolist(), raw_log.gather(1, ids).tolist(), law_log.gather(1, ids).tolist(), strict=True)
     return tuple(
-        _describe(raw_row, law_row, token, top)
-        for raw_row, law_row, token in zip(raw_log, law_log, tokens, strict=True)
+        TokenLogprobs(
+            token=row_ids[0],
+            raw=row_raw[0],
+            adjusted=row_law[0],
+            top_ids=tuple(row_ids[1:]),
+            top_raw=tuple(row_raw[1:]),
+            top_adjusted=tuple(row_law[1:]),
+        )
+        for row_ids, row_raw, row_law in columns
     )
 
 
-def _describe(raw: np.ndarray, law: np.ndarray, token: int, top: int) -> TokenLogprobs:
-    best = _best(raw, top)
-    return TokenLogprobs(
-        token=token,
-        raw=float(raw[token]),
-        adjusted=float(law[token]),
-        top_ids=tuple(best.tolist()),
-        top_raw=tuple(raw[best].tolist()),
-        top_adjusted=tuple(law[best].tolist()),
-    )
+def _best(rows: Tensor, count: int) -> Tensor:
+    """Return the ids of the `count` largest of each row `[m, V]`, best first, lower ids first among equals."""
+    count = min(count, rows.shape[1])
+    if rows.device.type != "cpu":
+        return rows.sort(dim=1, descending=True, stable=True)[1][:, :count]
+    best = [_best_of_row(row, count) for row in rows.numpy()]
+    return torch.from_numpy(np.stack(best))
 
 
-def _best(row: np.ndarray, count: int) -> np.ndarray:
-    count = min(count, len(row))
+def _best_of_row(row: np.ndarray, count: int) -> np.ndarray:
     if count == 0:
         return np.empty(0, dtype=np.int64)
     least = np.partition(row, len(row) - count)[len(row) - count]

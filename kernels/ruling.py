@@ -14,7 +14,6 @@ from kernels.distribution import SamplingLaw
 from kernels.philox import Domain, uniform
 from kernels.sparse import SparseLaw
 
-
 DraftLaw = SparseLaw | DenseLaw | DraftLogits | None
 """What a drafted token was sampled from; None is a point mass on it. `DraftLogits` go with the rule `sigmoid` alone."""
 

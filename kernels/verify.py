@@ -1,54 +1,67 @@
 """The one door to verification: checks the shapes, picks an implementation, and rules on a batch of proposals.
 
-An implementation is a function of (logits, proposals) with the rules that it judges by; `_IMPLEMENTATIONS` names them
-and `_BY_DEVICE` says which serves where. Knows nothing of sequences beyond their proposals.
+An implementation is a module with `verify(logits, proposals)` and the `RULES` that it judges by; `_MODULES` names them.
+Knows nothing of sequences beyond their proposals.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from kernels import verify_reference, verify_torch
-from kernels.ruling import Proposed, Rule, Ruling, Status, TokenLogprobs, Uniforms, UnsupportedRule
+from kernels.dense import DenseLaw, DraftLogits, SigmoidScales
+from kernels.ruling import DraftLaw, Proposed, Rule, Ruling, Status, TokenLogprobs, Uniforms, UnsupportedRule
+from kernels.sparse import SparseLaw
 
 __all__ = [
     "SUPPORTED_RULES",
+    "DenseLaw",
+    "DraftLaw",
+    "DraftLogits",
     "Proposed",
     "Rule",
     "Ruling",
+    "SigmoidScales",
     "Status",
     "TokenLogprobs",
     "Uniforms",
     "UnsupportedRule",
     "implementation_for",
+    "implementations",
     "verify",
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Implementation:
-    run: Callable[[Tensor, Sequence[Proposed]], list[Ruling]]
-    rules: frozenset[Rule]
+class _Implementation(Protocol):
+    RULES: frozenset[Rule]
+
+    def verify(self, logits: Tensor, proposals: Sequence[Proposed]) -> list[Ruling]: ...
 
 
-_IMPLEMENTATIONS = {
-    "reference": _Implementation(verify_reference.verify, verify_reference.RULES),
-    "torch": _Implementation(verify_torch.verify, verify_torch.RULES),
+_MODULES = {
+    "reference": "kernels.verify_reference",
+    "torch": "kernels.verify_torch",
+    "triton": "kernels.verify_triton",  # imported where it is asked for alone: triton need not be installed
 }
-_BY_DEVICE = {"cpu": "torch"}
-_ANYWHERE = "torch"
 
-SUPPORTED_RULES: frozenset[Rule] = frozenset.intersection(*(each.rules for each in _IMPLEMENTATIONS.values()))
+SUPPORTED_RULES: frozenset[Rule] = verify_reference.RULES & verify_torch.RULES
 """The rules that every implementation judges by."""
 
 
 def implementation_for(device: torch.device) -> str:
     """Return the name of the implementation that `verify` picks for logits on `device`."""
-    return _BY_DEVICE.get(device.type, _ANYWHERE)
+    return "triton" if device.type == "cuda" and find_spec("triton") is not None else "torch"
+
+
+def implementations() -> tuple[str, ...]:
+    """Return the names that `verify` takes."""
+    return tuple(_MODULES)
 
 
 def verify(logits: Tensor, proposals: Sequence[Proposed], implementation: str | None = None) -> list[Ruling]:
@@ -57,7 +70,7 @@ def verify(logits: Tensor, proposals: Sequence[Proposed], implementation: str | 
     Args:
         logits: `[R, V]` with R = Σ(γ_b + 1), the rows of each proposal in order, one proposal after the other.
         proposals: any mixture of laws, rules and lengths.
-        implementation: "torch" or "reference" (float64, slow); by default the fastest on the logits' device.
+        implementation: "torch", "triton" or "reference" (float64, slow); by default the fastest on the logits' device.
 
     Returns:
         One ruling a proposal. Rows that are no law spoil the ruling of the sequence that needed them, and no other.
@@ -67,18 +80,20 @@ def verify(logits: Tensor, proposals: Sequence[Proposed], implementation: str | 
         UnsupportedRule: the implementation does not judge by a rule that a proposal names.
     """
     name = implementation or implementation_for(logits.device)
-    if name not in _IMPLEMENTATIONS:
-        raise ValueError(f"implementation is {name!r}; there are {', '.join(_IMPLEMENTATIONS)}")
-    chosen = _IMPLEMENTATIONS[name]
+    if name not in _MODULES:
+        raise ValueError(f"implementation is {name!r}; there are {', '.join(_MODULES)}")
+    chosen = cast(_Implementation, import_module(_MODULES[name]))
     for number, proposal in enumerate(proposals):
         _refuse_misfit(number, proposal)
-        if proposal.rule not in chosen.rules:
-            offered = ", ".join(sorted(rule.value for rule in chosen.rules))
+        if proposal.rule not in chosen.RULES:
+            offered = ", ".join(sorted(rule.value for rule in chosen.RULES))
             raise UnsupportedRule(f"{name} does not judge by {proposal.rule.value}; it judges by {offered}")
     R = sum(len(proposal.tokens) + 1 for proposal in proposals)
     if logits.ndim != 2 or logits.shape[0] != R or (R and logits.shape[1] == 0):
         raise ValueError(f"logits have shape {tuple(logits.shape)}; the proposals need [{R}, V]")
-    return chosen.run(logits, proposals) if proposals else []
+    for number, proposal in enumerate(proposals):
+        _refuse_forms(number, proposal, logits.shape[1])
+    return chosen.verify(logits, proposals) if proposals else []
 
 
 def _refuse_misfit(number: int, proposal: Proposed) -> None:
@@ -100,3 +115,38 @@ def _refuse_misfit(number: int, proposal: Proposed) -> None:
         raise ValueError(f"top_logprobs of proposal {number} is {proposal.top_logprobs}; it must be at least -1")
     if proposal.uniforms is not None and len(proposal.uniforms.accept) < gamma:
         raise ValueError(f"proposal {number} has {len(proposal.uniforms.accept)} uniforms for {gamma} tokens")
+
+
+def _refuse_forms(number: int, proposal: Proposed, V: int) -> None:
+    """Refuse draft laws of the wrong form or length, and scales that are missing or not asked for."""
+    is_sigmoid = proposal.rule is Rule.SIGMOID
+    if is_sigmoid and proposal.sigmoid is None:
+        raise ValueError(f"sigmoid of proposal {number} is None; the rule sigmoid needs scales")
+    if not is_sigmoid and proposal.sigmoid is not None:
+        raise ValueError(f"proposal {number} has sigmoid scales; the rule {proposal.rule.value} takes none")
+    for i, law in enumerate(proposal.q):
+        # At temperature 0 no rule asks what the draft believed, and a draft has no scale for its logits.
+        if is_sigmoid and not (isinstance(law, DraftLogits) or (law is None and proposal.law.is_greedy)):
+            raise ValueError(f"q[{i}] of proposal {number} is {_form(law)}; the rule sigmoid takes draft logits alone")
+        if not is_sigmoid and isinstance(law, DraftLogits):
+            raise ValueError(
+                f"q[{i}] of proposal {number} is draft logits, which the rule {proposal.rule.value} does not take"
+            )
+        shape = _dense_shape(law)
+        if shape is not None and shape != (V,):
+            raise ValueError(f"q[{i}] of proposal {number} has shape {shape}; the vocabulary has {V} tokens")
+
+
+def _dense_shape(law: DraftLaw) -> tuple[int, ...] | None:
+    match law:
+        case DenseLaw():
+            return tuple(law.probabilities.shape)
+        case DraftLogits():
+            return tuple(law.values.shape)
+        case _:
+            return None
+
+
+def _form(law: DraftLaw) -> str:
+    names = {SparseLaw: "a sparse law", DenseLaw: "a dense law", DraftLogits: "draft logits"}
+    return names.get(type(law), "a point mass")

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from kernels.adjustments import apply
+from kernels.dense import EXCLUDED, DenseLaw, DraftLogits, SigmoidScales
 from kernels.distribution import SamplingLaw
 from kernels.logprobs import token_logprobs
 from kernels.noise import gumbel
-from kernels.ruling import BAD_LOGITS, Proposed, Rule, Ruling, Status
+from kernels.ruling import BAD_LOGITS, DraftLaw, Proposed, Rule, Ruling, Status
 from kernels.sparse import SparseLaw
 
 _ROUNDING = 1e-12
@@ -40,6 +41,11 @@ def standardise(z: np.ndarray, law: SamplingLaw) -> np.ndarray:
     """Return the law of one row of logits `[V]`: temperature, top-k, top-p, min-p, in that order [L 2.2]."""
     if law.temperature == 0:
         return _point_mass(int(z.argmax()), len(z))
+    return _softmax(np.where(filtered(z, law), z, -math.inf), law.temperature)
+
+
+def filtered(z: np.ndarray, law: SamplingLaw) -> np.ndarray:
+    """Return which tokens top-k, top-p and min-p leave of one row, bool `[V]`; the temperature is above 0."""
     keep = np.full(len(z), True)
     if 0 < law.top_k < len(z):
         keep &= z >= np.sort(z)[-law.top_k]
@@ -51,7 +57,7 @@ def standardise(z: np.ndarray, law: SamplingLaw) -> np.ndarray:
         keep &= z >= z[last]
     if law.min_p > 0:
         keep &= p >= law.min_p * p.max()
-    return _softmax(np.where(keep, z, -math.inf), law.temperature)
+    return keep
 
 
 def accepts(u: float, lenience: float, q: float, p: float) -> bool:
@@ -84,6 +90,12 @@ def block_reach(P: float, p: np.ndarray, q: np.ndarray) -> float:
     return Z / (Z + (1 - P)) if Z > 0 else 0.0
 
 
+def squashed(z: np.ndarray, scales: SigmoidScales) -> np.ndarray:
+    """Return 1 / (1 + exp(-(z - α) / (β - α))) of each logit [W 3.2.2, Eq. 5], which stands in for softmax there."""
+    with np.errstate(over="ignore"):  # far below α it is 0
+        return np.asarray(1 / (1 + np.exp(-(z - scales.alpha) / (scales.beta - scales.alpha))))
+
+
 class _NoLaw(Exception):
     """A row that is needed has a NaN, a +inf, or nothing but -inf."""
 
@@ -111,6 +123,17 @@ class _Laws:
         """Return p(x) and q(x) of the drafted token x at `i`; 0 outside the vocabulary."""
         x = self.proposal.tokens[i]
         return (float(self.p(i)[x]), float(self.q(i)[x])) if 0 <= x < self.vocab_size else (0.0, 0.0)
+
+    def scores(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return p̂ and q̂ of the rule `sigmoid`, `[V]` each; 0 where the filters of either exclude a token."""
+        z, law, draft, scales = self.z[i], self.proposal.law, self.proposal.q[i], self.proposal.sigmoid
+        if _is_bad(z):
+            raise _NoLaw
+        assert isinstance(draft, DraftLogits)
+        assert scales is not None
+        v = draft.values.cpu().to(torch.float64).numpy()
+        p = np.where(filtered(z, law), squashed(z / law.temperature, scales), 0.0)
+        return p, np.where(v == EXCLUDED, 0.0, squashed(v, scales))
 
     def beta(self, rows: int) -> tuple[float, ...]:
         """Return Σ min(p/l, q) of the first `rows` drafted tokens."""
@@ -175,6 +198,27 @@ def coupled_choice(p: np.ndarray, seed: int, position: int) -> int:
         return int((np.log(p) + gumbel(seed, [position], len(p), torch.float64)[0].numpy()).argmax())
 
 
+def _sigmoid(laws: _Laws) -> Ruling:
+    """Judge by p̂ and q̂, which are no laws, until the first failure [W 3.2.2]. Lossy.
+
+    After the last drafted token the next one is drawn from p. The code released with [W] has the raw logits there in
+    place of a law, which seems to be a slip.
+    """
+    proposal = laws.proposal
+    for i in range(proposal.gamma):
+        x = proposal.tokens[i]
+        p_hat, q_hat = laws.scores(i)
+        inside = 0 <= x < laws.vocab_size
+        if inside and accepts(proposal.accept_uniform(i), proposal.lenience, q_hat[x], p_hat[x]):
+            continue
+        rest, u = residual(p_hat, q_hat), proposal.resample_uniform(i)
+        if rest.any():
+            return Ruling(Status.OK, i, _inverse_cdf(rest, u))
+        return Ruling(Status.ZERO_RESIDUAL, i, _inverse_cdf(laws.p(i), u))
+    last = proposal.gamma
+    return Ruling(Status.OK, last, _inverse_cdf(laws.p(last), proposal.resample_uniform(last)))
+
+
 def _greedily(laws: _Laws) -> Ruling:
     """Accept the most probable tokens, or nearly those, as lenience allows [L A.5]; the same under every rule."""
     proposal = laws.proposal
@@ -185,7 +229,7 @@ def _greedily(laws: _Laws) -> Ruling:
             break
         x = proposal.tokens[accepted]
         stands = _greedy_choices(laws.z[accepted], proposal.lenience)
-        if proposal.rule is not Rule.COUPLED:
+        if proposal.rule not in (Rule.COUPLED, Rule.SIGMOID):
             beta.append(float(laws.q(accepted)[stands].sum()))
         if not (0 <= x < laws.vocab_size and stands[x]):
             break
@@ -209,15 +253,19 @@ _RULES: dict[Rule, Callable[[_Laws], Ruling]] = {
     Rule.TOKENWISE: _tokenwise,
     Rule.BLOCK: _block,
     Rule.COUPLED: _coupled,
+    Rule.SIGMOID: _sigmoid,
 }
 
 RULES = frozenset(_RULES)
 """What this implementation judges by."""
 
 
-def _draft_law(law: SparseLaw | None, token: int, V: int) -> np.ndarray:
+def _draft_law(law: DraftLaw, token: int, V: int) -> np.ndarray:
     if law is None:
         return _point_mass(token, V)
+    if isinstance(law, DenseLaw):
+        return np.asarray(law.probabilities.cpu().to(torch.float64).numpy())
+    assert isinstance(law, SparseLaw)  # the door lets logits through to the rule sigmoid alone
     q = np.zeros(V)
     for x, weight in zip(law.ids.tolist(), law.weights.tolist(), strict=True):
         if 0 <= x < V:

@@ -1,15 +1,15 @@
 """Verification on the host: a float32 softmax over all rows, then little work on what the proposals touch.
 
 Rows of the same law are taken together. Past the softmax only the drafts' supports and the one stopping row of each
-sequence are read: with sparse q̂ the residual differs from p at K places at most. Logits on another device are copied
-here. Knows nothing of devices' kernels or of sequences beyond their proposals.
+sequence are read: with sparse q̂ the residual differs from p at K places at most. The rule `sigmoid` takes a softmax of
+the row after the last draft alone. Logits on another device are copied here. Knows nothing of devices' kernels or of
+sequences beyond their proposals.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,11 +17,15 @@ from torch import Tensor
 
 from kernels.adjustments import apply
 from kernels.coupled import choose_each, noise_of, rows_at_once
-from kernels.distribution import probabilities
-from kernels.logprobs import token_logprobs
-from kernels.ruling import BAD_LOGITS, Proposed, Rule, Ruling, Status, TokenLogprobs
+from kernels.dense import DenseLaw, DraftLogits
+from kernels.distribution import bad_rows, probabilities
+from kernels.drafts import Drafts, gather
+from kernels.logprobs import with_logprobs
+from kernels.ruling import BAD_LOGITS, DraftLaw, Proposed, Rule, Ruling, Status
+from kernels.sigmoid import Scores
+from kernels.sparse import SparseLaw
 
-RULES = frozenset({Rule.TOKENWISE, Rule.BLOCK, Rule.COUPLED})
+RULES = frozenset({Rule.TOKENWISE, Rule.BLOCK, Rule.COUPLED, Rule.SIGMOID})
 """What this implementation judges by."""
 
 _ROUNDING = 1e-6
@@ -32,14 +36,14 @@ def verify(logits: Tensor, proposals: Sequence[Proposed]) -> list[Ruling]:
     """Rule on each proposal; `logits` `[R, V]`, rows in order. See `kernels.verify.verify`."""
     raw = logits.cpu()
     z = _adjusted(raw, proposals)
-    first = proposals[0].law
-    if all(proposal.law == first for proposal in proposals):
+    kinds = [(proposal.law, proposal.rule is Rule.SIGMOID) for proposal in proposals]
+    if len(set(kinds)) == 1:
         return _rule_on(raw, z, proposals)
 
     starts = np.cumsum([0, *(len(proposal.tokens) + 1 for proposal in proposals)]).tolist()
     rulings: list[Ruling | None] = [None] * len(proposals)
-    for law in dict.fromkeys(proposal.law for proposal in proposals):
-        members = [b for b, proposal in enumerate(proposals) if proposal.law == law]
+    for kind in dict.fromkeys(kinds):
+        members = [b for b, each in enumerate(kinds) if each == kind]
         rows = [row for b in members for row in range(starts[b], starts[b + 1])]
         for b, ruling in zip(members, _rule_on(raw[rows], z[rows], [proposals[b] for b in members]), strict=True):
             rulings[b] = ruling
@@ -51,7 +55,7 @@ def accepts(u: float, lenience: float, q: float, p: float) -> bool:
     return q > 0 and u * lenience * q < p
 
 
-def residual(p: np.ndarray, ids: np.ndarray, q: np.ndarray) -> np.ndarray:
+def residual(p: np.ndarray, ids: np.ndarray | slice, q: np.ndarray) -> np.ndarray:
     """Return max(0, p - q̂) of one row, float64 `[V]`, not normalised [L 2.3]; `ids` and `q` `[K]` are q̂'s support.
 
     Under `block`, `p` is what the block may still keep of it, P · p.
@@ -71,93 +75,23 @@ def _adjusted(raw: Tensor, proposals: Sequence[Proposed]) -> Tensor:
 
 
 def _rule_on(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> list[Ruling]:
-    """Rule on proposals of one law; `raw` and the adjusted `z` hold their rows, `[n, V]`."""
+    """Rule on proposals of one law, by `sigmoid` or not; `raw` and the adjusted `z` hold their rows, `[n, V]`."""
     if proposals[0].law.is_greedy:
         return _rule_greedily(raw, z, proposals)
+    if proposals[0].rule is Rule.SIGMOID:
+        return _rule_by_sigmoid(raw, z, proposals)
     p = probabilities(z, proposals[0].law)
     rows = p.numpy()
-    drafts = _gather(rows, proposals)
+    drafts = gather(rows, proposals)
     rulings: list[Ruling] = []
     start = 0
     for proposal in proposals:
         ruling = _walk(rows, drafts, start, len(rulings), proposal)
         if proposal.top_logprobs >= 0 and ruling.status is not Status.BAD_LOGITS:
-            ruling = _with_logprobs(ruling, proposal, raw[start:], p[start:])
+            ruling = with_logprobs(ruling, proposal, raw[start:], p[start:])
         rulings.append(ruling)
         start += len(proposal.tokens) + 1
     return rulings
-
-
-@dataclass(frozen=True, slots=True)
-class _Drafts:
-    """The drafted tokens of several proposals, flat `[N]`, and the support of each one's q̂.
-
-    The draft at row r of proposal b is number r - b: each proposal before it has one row more than it has drafts.
-    """
-
-    p: list[float]  # p(x)
-    q: list[float]  # q̂(x)
-    beta: list[float]  # Σ min(p/l, q̂)
-    ids: np.ndarray  # [S], all supports in a row
-    weights: np.ndarray  # [S], q̂ at them
-    masses: np.ndarray  # [S], p at them
-    ends: list[int]  # [N + 1], where each support begins, and the end
-
-    def support(self, draft: int) -> slice:
-        """Return where the support of a draft lies in the flat arrays."""
-        return slice(self.ends[draft], self.ends[draft + 1])
-
-
-def _gather(rows: np.ndarray, proposals: Sequence[Proposed]) -> _Drafts:
-    # rows: [n, V]
-    V = rows.shape[1]
-    tokens: list[int] = []
-    at: list[int] = []
-    ids: list[np.ndarray] = []
-    weights: list[np.ndarray] = []
-    totals: list[int] = []
-    leniences: list[float] = []
-    row = 0
-    for proposal in proposals:
-        laws = (None,) * len(proposal.tokens) if proposal.rule is Rule.COUPLED else proposal.q
-        for token, law in zip(proposal.tokens, laws, strict=True):
-            token = token if 0 <= token < V else -1
-            tokens.append(token)
-            at.append(row)
-            row += 1
-            leniences.append(proposal.lenience)
-            ids.append(np.array((token,), dtype=np.int64) if law is None else law.ids)
-            weights.append(_UNIT_WEIGHT if law is None else law.weights)
-            totals.append(1 if law is None else law.total)
-        row += 1
-    N = len(tokens)
-    if N == 0:
-        return _Drafts([], [], [], _NO_IDS, _NO_IDS, _NO_IDS, [0])
-
-    sizes = [len(each) for each in ids]
-    draft = np.arange(N).repeat(sizes)
-    flat = np.concatenate(ids, dtype=np.int64)
-    q = np.concatenate(weights) / np.array(totals, dtype=np.float64).repeat(sizes)
-    foreign = flat.view(np.uint64) >= V  # negative ids too
-    if foreign.any():
-        draft, flat, q = draft[~foreign], flat[~foreign], q[~foreign]
-    where, drafted = np.array(at), np.array(tokens)
-    p = rows[where[draft], flat].astype(np.float64)
-    scaled = p if min(leniences) == 1 else p / np.array(leniences)[draft]
-    hit = flat == drafted[draft]
-    return _Drafts(
-        p=rows[where, drafted].tolist(),
-        q=np.bincount(draft[hit], q[hit], minlength=N).tolist(),
-        beta=np.bincount(draft, np.minimum(scaled, q), minlength=N).tolist(),
-        ids=flat,
-        weights=q,
-        masses=p,
-        ends=draft.searchsorted(np.arange(N + 1)).tolist(),
-    )
-
-
-_UNIT_WEIGHT = np.ones(1, dtype=np.uint16)
-_NO_IDS = np.empty(0, dtype=np.int64)
 
 
 def block_step(P: float, p: float, q: float) -> float:
@@ -174,7 +108,7 @@ def block_reach(P: float, p: np.ndarray, q: np.ndarray) -> float:
     return Z / (Z + (1 - P)) if Z > 0 else 0.0
 
 
-def _walk(rows: np.ndarray, drafts: _Drafts, start: int, number: int, proposal: Proposed) -> Ruling:
+def _walk(rows: np.ndarray, drafts: Drafts, start: int, number: int, proposal: Proposed) -> Ruling:
     """Judge one proposal, whose rows begin at `start`, above temperature 0."""
     if proposal.rule is Rule.COUPLED:
         return _walk_coupled(rows, start, proposal)
@@ -185,7 +119,7 @@ def _walk(rows: np.ndarray, drafts: _Drafts, start: int, number: int, proposal: 
     return _resampled(rows[start + accepted], drafts, start - number, accepted, P, proposal)
 
 
-def _walk_tokenwise(rows: np.ndarray, drafts: _Drafts, start: int, draft: int, proposal: Proposed) -> tuple[int, float]:
+def _walk_tokenwise(rows: np.ndarray, drafts: Drafts, start: int, draft: int, proposal: Proposed) -> tuple[int, float]:
     """Return how many are accepted, until the first failure [L Alg. 1], and 1; -1 where a row is bad."""
     accepted = 0
     while accepted < len(proposal.tokens):
@@ -198,7 +132,7 @@ def _walk_tokenwise(rows: np.ndarray, drafts: _Drafts, start: int, draft: int, p
     return accepted, 1.0
 
 
-def _walk_block(rows: np.ndarray, drafts: _Drafts, start: int, draft: int, proposal: Proposed) -> tuple[int, float]:
+def _walk_block(rows: np.ndarray, drafts: Drafts, start: int, draft: int, proposal: Proposed) -> tuple[int, float]:
     """Return τ, the last success, and P_τ; τ is -1 where a row is bad."""
     gamma = len(proposal.tokens)
     P = P_tau = 1.0
@@ -237,7 +171,7 @@ def _walk_coupled(rows: np.ndarray, start: int, proposal: Proposed) -> Ruling:
     return Ruling(Status.OK, i, best[i])
 
 
-def _resampled(row: np.ndarray, drafts: _Drafts, draft: int, accepted: int, P: float, proposal: Proposed) -> Ruling:
+def _resampled(row: np.ndarray, drafts: Drafts, draft: int, accepted: int, P: float, proposal: Proposed) -> Ruling:
     """Draw the next token from the stopping `row` `[V]`: from p after the last draft, else from max(0, P · p - q̂)."""
     gamma = len(proposal.tokens)
     beta = tuple(drafts.beta[draft : draft + min(accepted + 1, gamma)])
@@ -249,6 +183,52 @@ def _resampled(row: np.ndarray, drafts: _Drafts, draft: int, accepted: int, P: f
     if rest.sum() > _ROUNDING * P:
         return Ruling(Status.OK, accepted, _inverse_cdf(rest, u), beta)
     return Ruling(Status.ZERO_RESIDUAL, accepted, _inverse_cdf(row, u), beta)
+
+
+def _rule_by_sigmoid(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> list[Ruling]:
+    """Rule by σ of scaled logits, above temperature 0 [W 3.2.2]. Lossy."""
+    bad = bad_rows(z).tolist()
+    rulings: list[Ruling] = []
+    start = 0
+    for proposal in proposals:
+        end = start + len(proposal.tokens) + 1
+        ruling = _walk_sigmoid(z[start:end], bad[start:end], proposal)
+        if proposal.top_logprobs >= 0 and ruling.status is not Status.BAD_LOGITS:
+            emitted = slice(start, start + ruling.accepted + 1)
+            ruling = with_logprobs(ruling, proposal, raw[emitted], probabilities(z[emitted], proposal.law))
+        rulings.append(ruling)
+        start = end
+    return rulings
+
+
+def _walk_sigmoid(z: Tensor, bad: Sequence[bool], proposal: Proposed) -> Ruling:
+    """Accept until the first failure, and draw from norm(max(0, p̂ - q̂)) there.
+
+    Where all are accepted the next token comes from the target's own law, the softmax of the last row. The code
+    released with [W] takes the raw logits there in place of a law, which seems to be a slip.
+    """
+    # z: [γ+1, V]
+    assert proposal.sigmoid is not None  # the door sees to it, and to the form of each q
+    gamma = len(proposal.tokens)
+    drafts = [law for law in proposal.q if isinstance(law, DraftLogits)]
+    scores = Scores(z[:gamma], proposal.law, drafts, proposal.sigmoid)
+    for i, token in enumerate(proposal.tokens):
+        if bad[i]:
+            return BAD_LOGITS
+        p, q = scores.at(i, token)
+        if accepts(proposal.accept_uniform(i), proposal.lenience, q, p):
+            continue
+        u = proposal.resample_uniform(i)
+        p_row, q_row = scores.rows(i)
+        rest = residual(p_row, slice(None), q_row)
+        if rest.any():
+            return Ruling(Status.OK, i, _inverse_cdf(rest, u))
+        law = probabilities(z[i : i + 1], proposal.law)[0].numpy()
+        return Ruling(Status.ZERO_RESIDUAL, i, _inverse_cdf(law, u))
+    if bad[gamma]:
+        return BAD_LOGITS
+    law = probabilities(z[gamma:], proposal.law)[0].numpy()
+    return Ruling(Status.OK, gamma, _inverse_cdf(law, proposal.resample_uniform(gamma)))
 
 
 def _inverse_cdf(weights: np.ndarray, u: float) -> int:
@@ -270,7 +250,7 @@ def _rule_greedily(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> lis
         end = start + len(proposal.tokens)
         ruling = _walk_greedily(rows[start : end + 1], best_ids[start : end + 1], top[start : end + 1], proposal)
         if proposal.top_logprobs >= 0 and ruling.status is not Status.BAD_LOGITS:
-            ruling = _with_logprobs(ruling, proposal, raw[start:], probabilities(z[start : end + 1], proposal.law))
+            ruling = with_logprobs(ruling, proposal, raw[start:], probabilities(z[start : end + 1], proposal.law))
         rulings.append(ruling)
         start = end + 1
     return rulings
@@ -284,16 +264,25 @@ def _walk_greedily(rows: np.ndarray, best: list[int], top: list[float], proposal
         if not math.isfinite(top[i]):
             return BAD_LOGITS
         stands = _standing(rows[i], best[i], top[i], proposal.lenience)
-        if proposal.rule is not Rule.COUPLED:  # where no q̂ is known there is no chance to state
-            law = proposal.q[i]
-            in_law = [choice == token if law is None else law.probability(int(choice)) for choice in stands]
-            beta.append(float(sum(in_law)))
+        if proposal.rule not in (Rule.COUPLED, Rule.SIGMOID):  # where no q̂ is known there is no chance to state
+            beta.append(float(sum(_chance(proposal.q[i], token, int(choice)) for choice in stands)))
         if not _is_in(token, stands):
             break
         accepted += 1
     if not math.isfinite(top[accepted]):
         return BAD_LOGITS
     return Ruling(Status.OK, accepted, best[accepted], tuple(beta))
+
+
+def _chance(law: DraftLaw, token: int, choice: int) -> float:
+    """Return q̂(choice); a point mass is on `token`."""
+    match law:
+        case SparseLaw():
+            return law.probability(choice)
+        case DenseLaw():
+            return float(law.probabilities[choice])
+        case _:
+            return float(choice == token)
 
 
 def _standing(row: np.ndarray, best: int, top: float, lenience: float) -> Sequence[int]:
@@ -308,10 +297,3 @@ def _standing(row: np.ndarray, best: int, top: float, lenience: float) -> Sequen
 
 def _is_in(token: int, stands: Sequence[int]) -> bool:
     return token in stands
-
-
-def _with_logprobs(ruling: Ruling, proposal: Proposed, raw: Tensor, law: Tensor) -> Ruling:
-    emitted = (*proposal.tokens[: ruling.accepted], ruling.next_token)
-    rows = slice(0, len(emitted))
-    logprobs: tuple[TokenLogprobs, ...] = token_logprobs(raw[rows], law[rows], emitted, proposal.top_logprobs)
-    return Ruling(ruling.status, ruling.accepted, ruling.next_token, ruling.beta, logprobs)

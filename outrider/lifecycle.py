@@ -8,6 +8,7 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import grpc
@@ -15,9 +16,10 @@ import structlog
 
 from outrider.lm.environment import ForeignKernelsError, check_environment
 from outrider.lm.errors import CheckpointError
+from outrider.metrics import Metrics, exposed
 from outrider.rpc.errors import RequestError
 from outrider.rpc.server import HealthState, StartupError, bind, create_server, enable_reflection, serve_until_signal
-from outrider.settings import ServiceSettings
+from outrider.settings import ServiceSettings, SettingsError
 from outrider.telemetry import configure_logging
 
 _log = structlog.get_logger()
@@ -30,9 +32,16 @@ SWITCH_INTERVAL = 0.0005
 
 
 class Service(ABC):
-    """A service, as its life sees it."""
+    """A service, as its life sees it.
+
+    Attributes:
+        metrics: what it shows of itself, where the settings say so.
+    """
 
     name: str
+
+    def __init__(self) -> None:
+        self.metrics = Metrics()
 
     @abstractmethod
     def register(self, server: grpc.aio.Server) -> None:
@@ -61,6 +70,14 @@ async def live(service: Service, settings: ServiceSettings) -> None:
     Raises:
         StartupError, CheckpointError, RequestError: it cannot serve.
     """
+    with ExitStack() as running:
+        if settings.metrics_listen is not None:
+            shown = running.enter_context(exposed(service.metrics, settings.metrics_listen))
+            _log.info("metrics", address=f"http://{shown}/metrics")
+        await _serve(service, settings)
+
+
+async def _serve(service: Service, settings: ServiceSettings) -> None:
     server = create_server(max_message_bytes=settings.max_message_bytes)
     health = HealthState(server, [service.name])
     service.register(server)
@@ -119,17 +136,19 @@ async def in_thread(function: Callable[[], Result]) -> Result:
 
 
 def run(program: str, settings: ServiceSettings, make: Callable[[], Service]) -> int:
-    """Runs a service as a process and returns its exit code: 0 after a signal, 1 where it cannot serve."""
+    """Runs a service as a process and returns its exit code: 0 after a signal, 1 where it cannot serve, 2 where a
+    setting cannot be met on this machine.
+    """
     configure_logging(program, settings.log_level)
     sys.setswitchinterval(SWITCH_INTERVAL)
     try:
         check_environment()
         _run_loop(live(make(), settings))
-    except (StartupError, CheckpointError, ForeignKernelsError, RequestError) as error:
+    except (StartupError, CheckpointError, ForeignKernelsError, RequestError, SettingsError) as error:
         message = error.message if isinstance(error, RequestError) else str(error)
         _log.error("cannot serve", reason=message)
         print(f"{program}: {message}", file=sys.stderr)  # noqa: T201  # the one line an operator looks for
-        return 1
+        return 2 if isinstance(error, SettingsError) else 1
     return 0
 
 

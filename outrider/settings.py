@@ -19,6 +19,10 @@ def _host_and_port(value: str) -> str:
 Address = Annotated[str, AfterValidator(_host_and_port)]
 
 
+class SettingsError(Exception):
+    """A setting that this machine cannot meet; the text is one line that names the flag."""
+
+
 class ServiceSettings(BaseSettings):
     """What either service is told at its start."""
 
@@ -48,6 +52,9 @@ class ServiceSettings(BaseSettings):
     listen: Address = Field("127.0.0.1:0", description="HOST:PORT to listen at; port 0 takes a free one")
     max_message_bytes: int = Field(16 << 20, ge=1 << 16, description="largest message taken")
     grace: float = Field(30.0, ge=0, description="seconds that running requests get to finish after SIGTERM")
+    metrics_listen: Address | None = Field(
+        None, description="HOST:PORT of Prometheus metrics over HTTP; port 0 takes a free one; default: none"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log line written")
 
     @classmethod

@@ -8,6 +8,9 @@ from tests.services import demo_pair, draft_address, draft_process, verifier_add
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Where there is no GPU, Triton's kernels are interpreted; it must be known before anything imports triton.
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 # Everything a test loads lies in the repository: a test that asks a hub is wrong, and fails at once.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"

@@ -1,18 +1,25 @@
 """The verifier service as a whole: loads the target, and hands its parts to each other."""
 
 import grpc
+import structlog
 
+from kernels.paths import PathUnavailable, VerifyPath, choose, rehearse
 from outrider.lifecycle import Service, in_thread
+from outrider.lm.checkpoint import find_device
 from outrider.lm.packed import PackedModel
 from outrider.loading import load, sequence_tokens
 from outrider.model_info import describe
 from outrider.sampling import DEFAULT_RULE, OFFERED_RULES
+from outrider.settings import SettingsError
 from protos.outrider.v1 import model_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import add_VerifierServiceServicer_to_server
-from verifier_service.engine import Drain, VerifierEngine
+from verifier_service.engine import Drain, Observer, VerifierEngine
+from verifier_service.metrics import SpeculationMetrics
 from verifier_service.rounds import FEATURES
 from verifier_service.service import SERVICE_NAME, VerifierService
 from verifier_service.settings import VerifierSettings
+
+_log = structlog.get_logger()
 
 MAX_SUPPORT = 256
 MAX_OUTSTANDING = 8
@@ -25,7 +32,10 @@ class VerifierApp(Service):
     name = SERVICE_NAME
 
     def __init__(self, settings: VerifierSettings) -> None:
+        """Raises `SettingsError` where the path of verification that was asked for cannot run here."""
+        super().__init__()
         self._settings = settings
+        self._path = find_path(settings)
         self._servicer = VerifierService(settings)
         self._engine: VerifierEngine | None = None
 
@@ -33,7 +43,16 @@ class VerifierApp(Service):
         add_VerifierServiceServicer_to_server(self._servicer, server)
 
     async def load(self) -> None:
-        engine, model = await in_thread(lambda: build_engine(self._settings))
+        observer = SpeculationMetrics(self.metrics, self._path.name)
+        engine, model = await in_thread(lambda: build_engine(self._settings, self._path, observer))
+        self.metrics.describe(
+            service="verifier_service",
+            version=model.server_version,
+            model=model.name,
+            device=model.device,
+            verify_path=self._path.name,
+        )
+        _log.info("verifying", verify_path=self._path.name, reason=self._path.reason, device=model.device)
         engine.start()
         self._engine = engine
         self._servicer.attach(engine, model)
@@ -47,7 +66,25 @@ class VerifierApp(Service):
             self._engine.stop()
 
 
-def build_engine(settings: VerifierSettings) -> tuple[VerifierEngine, model_pb2.ModelInfo]:
+def find_path(settings: VerifierSettings) -> VerifyPath:
+    """How proposals will be judged, tried before anything is loaded.
+
+    Raises:
+        SettingsError: not in the way that was asked for.
+        CheckpointError: there is no such device.
+    """
+    device = find_device(settings.device)
+    try:
+        path = choose(settings.verify_path, device)
+        rehearse(path.name, device)
+    except PathUnavailable as error:
+        raise SettingsError(f"--verify-path {settings.verify_path}: {error}") from error
+    return path
+
+
+def build_engine(
+    settings: VerifierSettings, path: VerifyPath, observer: Observer
+) -> tuple[VerifierEngine, model_pb2.ModelInfo]:
     """Loads the model and warms it up. Takes as long as reading the weights does.
 
     Raises:
@@ -72,6 +109,14 @@ def build_engine(settings: VerifierSettings) -> tuple[VerifierEngine, model_pb2.
         default_rule=DEFAULT_RULE,
         features=FEATURES,
     )
-    engine = VerifierEngine(packed, model, pass_tokens=settings.pass_tokens, threads=settings.threads)
+    engine = VerifierEngine(
+        packed,
+        model,
+        pass_tokens=settings.pass_tokens,
+        threads=settings.threads,
+        verify_path=path.name,
+        observer=observer,
+    )
     packed.warm_up([1, settings.max_gamma + 1])
+    rehearse(path.name, loaded.device, model.vocab_size, loaded.dtype)  # compiled now, for logits of this size
     return engine, model

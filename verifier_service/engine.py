@@ -8,11 +8,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
-from kernels.verify import verify
+from kernels.verify import Rule, verify
 from outrider.lm.engine import Engine
 from outrider.lm.errors import PoolExhausted
 from outrider.lm.packed import PackedModel
@@ -70,15 +70,35 @@ Message = Open | Submit | Read | HalfClose | Close | Drain
 Result = TypeVar("Result")
 
 
+class Observer(Protocol):
+    """Who is told what was judged. Called on the engine's thread, so it must be quick, and must not raise."""
+
+    def verified(self, seconds: float) -> None:
+        """One call of `verify` took so long."""
+
+    def judged(self, rule: Rule, drafted: int, accepted: int) -> None:
+        """A round of `drafted` tokens was judged, and `accepted` of them are in the text."""
+
+
 class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
     """All sequences of one target model."""
 
     def __init__(
-        self, packed: PackedModel, model: model_pb2.ModelInfo, *, pass_tokens: int, threads: int | None = None
+        self,
+        packed: PackedModel,
+        model: model_pb2.ModelInfo,
+        *,
+        pass_tokens: int,
+        threads: int | None = None,
+        verify_path: str | None = None,
+        observer: Observer | None = None,
     ) -> None:
+        """`verify_path` names an implementation of `kernels.verify`; None takes the fastest on the device."""
         super().__init__(packed, name="verifier-engine", threads=threads)
         self._model = model
         self._pass_tokens = pass_tokens
+        self._verify_path = verify_path
+        self._observer = observer
         self._running: list[TargetSequence] = []
         self._waiting: deque[TargetSequence] = deque()
 
@@ -161,13 +181,14 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
             return
         started = time.perf_counter()
         # Columns beyond the tokenizer's ids are padding: no text uses them.
-        rulings = verify(
-            logits[:, : self._model.vocab_size], [sequence.proposed(round_) for sequence, round_ in judged]
-        )
+        proposals = [sequence.proposed(round_) for sequence, round_ in judged]
+        rulings = verify(logits[:, : self._model.vocab_size], proposals, self._verify_path)
         verify_seconds = time.perf_counter() - started
+        if self._observer is not None:
+            self._observer.verified(verify_seconds)
         load = self._load()
         pass_tokens = sum(len(item.chunk.tokens) for item in work)
-        for (sequence, round_), ruling in zip(judged, rulings, strict=True):
+        for (sequence, round_), proposed, ruling in zip(judged, proposals, rulings, strict=True):
             if not is_sound(ruling):
                 sequence.end(
                     internal("BAD_LOGITS", f"the target's logits after {len(sequence.tokens)} tokens are no numbers")
@@ -180,7 +201,9 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
                 pass_tokens=pass_tokens,
                 pass_sequences=len(work),
             )
-            sequence.commit(round_, ruling, timings, load)
+            verdict = sequence.commit(round_, ruling, timings, load)
+            if self._observer is not None:
+                self._observer.judged(proposed.rule, len(proposed.tokens), verdict.accepted)
             self._roll_back(sequence)
 
     def fail(self, work: Sequence[TargetWork], error: Exception) -> None:

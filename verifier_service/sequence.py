@@ -160,7 +160,7 @@ class TargetSequence:
         ruling: Ruling,
         timings: speculation_pb2.VerdictTimings,
         load: speculation_pb2.VerifierLoad,
-    ) -> None:
+    ) -> speculation_pb2.Verdict:
         """Takes in a ruling: commits its tokens, cut where the sequence ends, and answers with the verdict."""
         base, drafted = len(self.tokens), self.drafted(round_)
         tokens, reason = self._cut([*drafted[: ruling.accepted], ruling.next_token])
@@ -176,25 +176,25 @@ class TargetSequence:
             self.last_round = round_.number
             self.decoded = 0
         self.finished = reason != sampling_pb2.FINISH_REASON_UNSPECIFIED
-        self._reply(
-            speculation_pb2.Verdict(
-                round=round_.number,
-                base_length=base,
-                status=speculation_pb2.VERDICT_STATUS_JUDGED,
-                judged=min(ruling.accepted + 1, len(drafted)),
-                accepted=min(ruling.accepted, len(tokens)),
-                token_ids=tokens,
-                beta=ruling.beta,
-                logprobs=encode_logprobs(ruling.logprobs[: len(tokens)]),
-                finish_reason=reason,
-                timings=timings,
-                load=load,
-            )
+        verdict = speculation_pb2.Verdict(
+            round=round_.number,
+            base_length=base,
+            status=speculation_pb2.VERDICT_STATUS_JUDGED,
+            judged=min(ruling.accepted + 1, len(drafted)),
+            accepted=min(ruling.accepted, len(tokens)),
+            token_ids=tokens,
+            beta=ruling.beta,
+            logprobs=encode_logprobs(ruling.logprobs[: len(tokens)]),
+            finish_reason=reason,
+            timings=timings,
+            load=load,
         )
+        self._reply(verdict)
         if self.finished:
             self.deliver(None)
         else:
             self._end_if_done()
+        return verdict
 
     def _end_if_done(self) -> None:
         if self.half_closed and not self.rounds and not self.finished:

@@ -1,5 +1,7 @@
 """Settings of the verifier service, beside those that both services share."""
 
+from typing import Literal
+
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
@@ -15,5 +17,9 @@ class VerifierSettings(ServiceSettings):
     max_gamma: int = Field(16, ge=1, le=256, description="tokens of one proposal at most")
     max_waiting: int = Field(64, ge=0, description="sequences that may wait for room; more are refused")
     pass_tokens: int = Field(512, ge=1, description="prompt tokens of one pass at most; longer prompts take several")
+    verify_path: Literal["auto", "torch", "triton", "reference"] = Field(
+        "auto",
+        description="what judges proposals; auto: the fastest on the device; reference is float64, for comparison",
+    )
     idle_timeout: float = Field(60.0, gt=0, description="seconds after which a silent stream is closed")
     slow_client_timeout: float = Field(30.0, gt=0, description="seconds a client may leave 64 verdicts unread")

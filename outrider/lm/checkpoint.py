@@ -91,7 +91,7 @@ def load_model(source: ModelSource) -> LoadedModel:
         CheckpointError: it cannot be found, is no causal language model, its weights are incomplete, or it needs
             something the packed attention does not do. The text is one line.
     """
-    device = _device(source.device)
+    device = find_device(source.device)
     folder = resolve_folder(source.name, source.revision, code=source.trust_remote_code)
     with _quiet():
         return _load(source, folder, device)
@@ -128,7 +128,12 @@ def _load(source: ModelSource, folder: Path, device: torch.device) -> LoadedMode
     )
 
 
-def _device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
+    """The device of a name: `auto` (CUDA where there is one), `cpu`, `cuda` or `cuda:i`.
+
+    Raises:
+        CheckpointError: there is no such device.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

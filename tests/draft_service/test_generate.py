@@ -50,6 +50,13 @@ def test_response_says_what_was_understood(draft: grpc.Channel) -> None:
     assert models.model.limits.max_sequence_tokens == models.target.limits.max_sequence_tokens
 
 
+def test_a_lenient_request_is_judged_token_by_token(draft: grpc.Channel) -> None:
+    lenient = generate(draft, request(max_new_tokens=2, sampling=sampling(1.0, lenience=0.5)))
+    assert lenient.started.rule == sampling_pb2.ACCEPTANCE_RULE_TOKENWISE
+    exact = generate(draft, request(max_new_tokens=2, sampling=sampling(1.0)))
+    assert exact.started.rule == sampling_pb2.ACCEPTANCE_RULE_BLOCK
+
+
 def test_statistics_agree_with_what_was_streamed(draft: grpc.Channel) -> None:
     sample = write(draft, gamma=4, **LIVELY)
     counts, usage = sample.end.statistics, sample.end.usage

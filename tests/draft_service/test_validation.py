@@ -1,12 +1,13 @@
 """What a request becomes: defaults, seeds, and what the model's files decide. Errors over gRPC: `test_bad_input`."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
 
 from draft_service import validation
+from draft_service.generation import Sample
 from draft_service.pair import Places
 from draft_service.validation import Generation, check_generate
 from kernels.verify import Rule
@@ -67,6 +68,11 @@ def test_the_default_length_is_what_the_context_leaves(tokenizer: Tokenizer) -> 
 def test_the_default_gamma_stays_within_the_verifiers_limit(tokenizer: Tokenizer) -> None:
     assert check(tokenizer, request(), gamma=12).gamma == 8
     assert check(tokenizer, request(gamma=0), gamma=12).gamma == 0
+
+
+def test_the_rule_is_named_to_the_verifier_whatever_its_default(tokenizer: Tokenizer) -> None:
+    sample = Sample(check(tokenizer, draft_service_pb2.GenerateRequest(text="x")), 0, cast("Any", None), arrived=0.0)
+    assert sample.opening().sampling.rule == sampling_pb2.ACCEPTANCE_RULE_TOKENWISE
 
 
 def test_a_seed_is_chosen_afresh_where_none_is_given(tokenizer: Tokenizer) -> None:

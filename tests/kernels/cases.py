@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from kernels.adjustments import Adjuster, LogitRules
-from kernels.distribution import SamplingLaw
-from kernels.ruling import Proposed, Rule, Ruling, Uniforms
+from kernels.dense import EXCLUDED, DenseLaw, SigmoidScales
+from kernels.distribution import SamplingLaw, probabilities
+from kernels.ruling import DraftLaw, Proposed, Rule, Ruling, Uniforms
+from kernels.sigmoid import draft_logits
 from kernels.sparse import SparseConfig, SparseLaw, sample, sparsify
 
 Verify = Callable[[Tensor, Sequence[Proposed]], list[Ruling]]
@@ -34,11 +36,19 @@ LAWS = (
     SamplingLaw(top_k=1),
 )
 _RULES = LogitRules(repetition_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.1, banned_tokens=(0,))
+_SCALES = (
+    SigmoidScales(-10, 10),
+    SigmoidScales(-1e3, 1e3),
+    SigmoidScales(-1e4, 1e4),
+    SigmoidScales(-1e5, 1e5),
+    SigmoidScales(-0.5, 0.5),
+    SigmoidScales(1.0, 2.5),
+)
 _NEAR = 1e-5  # relative, in the uniforms: what a float32 softmax leaves open
 
 
 def random_batch(seed: int, V: int, size: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, list[Proposed]]:
-    """Return logits and `size` proposals: γ of 0 to 8, K of 1 to 256, rules, laws, lenience and adjustments mixed."""
+    """Return logits and `size` proposals, with γ of 0 to 8, forms of q, rules, laws, lenience and adjustments mixed."""
     source = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     rows, proposals = [], []
@@ -53,32 +63,65 @@ def random_batch(seed: int, V: int, size: int, dtype: torch.dtype = torch.float3
 def _random_proposal(source: random.Random, generator: torch.Generator, z: Tensor) -> Proposed:
     # z: [γ+1, V]
     gamma, V = len(z) - 1, z.shape[1]
-    noisy = torch.softmax(z[:gamma].float() + torch.randn(gamma, V, generator=generator) * 0.7, -1)
-    config = SparseConfig(keep_mass=1.0, max_support=source.choice((1, 2, 16, 256)))
-    laws: list[SparseLaw | None] = [None if source.random() < 0.1 else law for law in sparsify(noisy, config)]
-    tokens = [
-        int(row.argmax()) if law is None else sample(law, source.random()) for row, law in zip(noisy, laws, strict=True)
-    ]
-    rule = source.choice((Rule.TOKENWISE, Rule.TOKENWISE, Rule.BLOCK, Rule.COUPLED))
+    noisy = z[:gamma].float() + torch.randn(gamma, V, generator=generator) * 0.7
+    rule = source.choice((Rule.TOKENWISE, Rule.TOKENWISE, Rule.BLOCK, Rule.COUPLED, Rule.SIGMOID))
+    law = source.choice(LAWS)
+    drafts: list[tuple[int, DraftLaw]]
+    if rule is Rule.SIGMOID:
+        drafts = _drafted_logits(source, noisy, law)
+    else:
+        drafts = _drafted_laws(source, torch.softmax(noisy, -1))
+    tokens = [token for token, _ in drafts]
     if rule is Rule.COUPLED:
         # Most agree with the target, so that the walk goes on.
         tokens = [
             int(row.float().argmax()) if source.random() < 0.7 else token
             for row, token in zip(z[:gamma], tokens, strict=True)
         ]
-        laws = []
     adjuster = Adjuster(_RULES, [source.randrange(V) for _ in range(5)], V) if V > 1 and source.random() < 0.3 else None
     return Proposed(
         tokens=tuple(tokens),
-        q=tuple(laws),
-        law=source.choice(LAWS),
+        q=() if rule is Rule.COUPLED else tuple(said for _, said in drafts),
+        law=law,
         seed=source.getrandbits(64),
         base_length=source.randrange(1000),
         rule=rule,
-        lenience=source.choice((1.0, 1.0, 0.5)) if rule is Rule.TOKENWISE else 1.0,
+        lenience=source.choice((1.0, 1.0, 0.5)) if rule in (Rule.TOKENWISE, Rule.SIGMOID) else 1.0,
         adjustments=_adjustments(adjuster, tokens) if adjuster else (),
         top_logprobs=source.choice((-1, -1, 0, 3)),
+        sigmoid=source.choice(_SCALES) if rule is Rule.SIGMOID else None,
     )
+
+
+def _drafted_laws(source: random.Random, q: Tensor) -> list[tuple[int, DraftLaw]]:
+    """Return a token of each row of `q` `[γ, V]`, and what it was drawn from: a point mass, a sparse or a dense law."""
+    config = SparseConfig(keep_mass=1.0, max_support=source.choice((1, 2, 16, 256)))
+    drafts: list[tuple[int, DraftLaw]] = []
+    for row, law in zip(q, sparsify(q, config), strict=True):
+        form = source.choice(("sparse",) * 6 + ("dense",) * 3 + ("point",))
+        if form == "point":
+            drafts.append((int(row.argmax()), None))
+        elif form == "dense":
+            drafts.append((_drawn(row, source.random()), DenseLaw(row)))
+        else:
+            drafts.append((sample(law, source.random()), law))
+    return drafts
+
+
+def _drafted_logits(source: random.Random, z: Tensor, law: SamplingLaw) -> list[tuple[int, DraftLaw]]:
+    """Return a token of each row of the draft's logits `z` `[γ, V]`, and what the rule `sigmoid` is told of it."""
+    if law.is_greedy:
+        return [(int(row.argmax()), None) for row in z]
+    tokens = [_drawn(row, source.random()) for row in probabilities(z, law)]
+    said = draft_logits(z, law)
+    if said and source.random() < 0.2:  # and a draft that could not have drawn its token
+        said[0].values[tokens[0]] = EXCLUDED
+    return list(zip(tokens, said, strict=True))
+
+
+def _drawn(p: Tensor, u: float) -> int:
+    cdf = p.double().cumsum(0)
+    return int(torch.searchsorted(cdf, u * cdf[-1], right=True))
 
 
 def _adjustments(adjuster: Adjuster, tokens: list[int]) -> tuple:  # type: ignore[type-arg]
@@ -162,13 +205,14 @@ def law_of(weights: dict[int, int]) -> SparseLaw:
 
 def proposed_of(
     tokens: tuple[int, ...],
-    q: tuple[SparseLaw | None, ...],
+    q: tuple[DraftLaw, ...],
     accept: tuple[float, ...] | None = None,
     resample: float = 0.5,
     law: SamplingLaw | None = None,
     lenience: float = 1.0,
     top_logprobs: int = -1,
     rule: Rule = Rule.TOKENWISE,
+    sigmoid: SigmoidScales | None = None,
 ) -> Proposed:
     """Return a proposal whose uniforms are given: 0.5 unless told otherwise."""
     return Proposed(
@@ -181,4 +225,5 @@ def proposed_of(
         lenience=lenience,
         top_logprobs=top_logprobs,
         uniforms=Uniforms((0.5,) * len(tokens) if accept is None else accept, resample),
+        sigmoid=sigmoid,
     )

@@ -8,17 +8,20 @@ noise, and no implementation.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.dense import DenseLaw, DraftLogits, SigmoidScales
 from kernels.distribution import SamplingLaw
 from kernels.ruling import Proposed, Rule, Ruling, Uniforms
 from kernels.sparse import SparseConfig, SparseLaw, sparsify
 
 Verify = Callable[[Tensor, Sequence[Proposed]], list[Ruling]]
+Law = SparseLaw | DenseLaw
+Draft = tuple[Law, Sequence[Law]]
 
 V = 4
 _EXACT = 44  # bisections: an edge to 1e-13
@@ -36,12 +39,18 @@ class World:
         q: the draft's law of the first token, and of the second after each first.
         lenience: l of [L A.5].
         rule: how proposals are judged.
+        draft_logits: what proposals say of them under `sigmoid`, in place of q.
+        sigmoid: its scales.
+        law: how the target's logits become p.
     """
 
     logits: tuple[Tensor, Tensor, Tensor]
-    q: tuple[SparseLaw, tuple[SparseLaw, ...]]
+    q: Draft
     lenience: float = 1.0
     rule: Rule = Rule.TOKENWISE
+    draft_logits: tuple[DraftLogits, Sequence[DraftLogits]] | None = None
+    sigmoid: SigmoidScales | None = None
+    law: SamplingLaw = field(default_factory=SamplingLaw)
 
     @property
     def target(self) -> np.ndarray:
@@ -53,15 +62,17 @@ class World:
     def proposal(self, x1: int, x2: int, accept: tuple[float, float], resample: float) -> tuple[Tensor, Proposed]:
         """Return the target's rows `[3, 4]` and the proposal of x1 and x2 with these uniforms."""
         rows = torch.stack((self.logits[0], self.logits[1][x1], self.logits[2][x1, x2]))
+        said = self.draft_logits or self.q
         proposed = Proposed(
             tokens=(x1, x2),
-            q=(self.q[0], self.q[1][x1]),
-            law=SamplingLaw(),
+            q=(said[0], said[1][x1]),
+            law=self.law,
             seed=0,
             base_length=0,
             rule=self.rule,
             lenience=self.lenience,
             uniforms=Uniforms(accept, resample),
+            sigmoid=self.sigmoid,
         )
         return rows, proposed
 
@@ -91,10 +102,17 @@ def draft_laws(
     return first, tuple(second)
 
 
+def in_dyads(law: Law) -> DenseLaw:
+    """Return nearly the same law over all tokens, in multiples of 2^-20: float32 holds them and their sum exactly."""
+    parts = np.array([round(chance_of(law, x) * 2**20) for x in range(V)])
+    parts[parts.argmax()] += 2**20 - parts.sum()
+    return DenseLaw(torch.from_numpy(parts / 2**20).float())
+
+
 def emitted_law(
     verify: Verify,
     world: World,
-    drawn_from: tuple[SparseLaw, tuple[SparseLaw, ...]] | None = None,
+    drawn_from: Draft | None = None,
     bisections: int = _EXACT,
 ) -> np.ndarray:
     """Return the law of the first three tokens, `[4, 4, 4]`, where a round that emits fewer goes on as the target does.
@@ -102,21 +120,33 @@ def emitted_law(
     `drawn_from` is what the drafts are sampled from, if not what the proposals say. Each of the `bisections`
     doubles the precision of every edge.
     """
-    drafts = [(x1, x2) for x1 in range(V) for x2 in range(V)]
     p2, p3 = (torch.softmax(each, -1).numpy() for each in world.logits[1:])
+    none, one, both = joint_law(verify, world, drawn_from, bisections)
+    law: np.ndarray = none[:, :1, :1] * p2[:, :, None] * p3 + one[:, :, :1] * p3 + both
+    return law
+
+
+def joint_law(verify: Verify, world: World, drawn_from: Draft | None = None, bisections: int = _EXACT) -> np.ndarray:
+    """Return the law of (accepted, tokens) of one round, `[3, 4, 4, 4]`; the rest of a shorter round stands at 0."""
+    drafts = [(x1, x2) for x1 in range(V) for x2 in range(V)]
     q1, q2 = drawn_from or world.q
-    law = np.zeros((V, V, V))
+    joint = np.zeros((3, V, V, V))
     # One draft after another, so that what is asked at once stays small.
     for (x1, x2), cells in zip(drafts, _cells(verify, world, drafts, bisections), strict=True):
-        weight = q1.probability(x1) * q2[x1].probability(x2)
+        weight = chance_of(q1, x1) * chance_of(q2[x1], x2)
         if weight == 0:
             continue
         next_laws = _next_laws(verify, world, (x1, x2), cells, bisections)
         chances = [sum(cell.chance for cell in cells if cell.accepted == accepted) for accepted in range(3)]
-        law += weight * chances[0] * next_laws[0][:, None, None] * p2[:, :, None] * p3
-        law[x1] += weight * chances[1] * next_laws[1][:, None] * p3[x1]
-        law[x1, x2] += weight * chances[2] * next_laws[2]
-    return law
+        joint[0, :, 0, 0] += weight * chances[0] * next_laws[0]
+        joint[1, x1, :, 0] += weight * chances[1] * next_laws[1]
+        joint[2, x1, x2] += weight * chances[2] * next_laws[2]
+    return joint
+
+
+def chance_of(law: Law, token: int) -> float:
+    """Return q̂(token)."""
+    return law.probability(token) if isinstance(law, SparseLaw) else float(law.probabilities[token])
 
 
 def accepted_law(verify: Verify, world: World, bisections: int = _EXACT) -> np.ndarray:
@@ -125,7 +155,7 @@ def accepted_law(verify: Verify, world: World, bisections: int = _EXACT) -> np.n
     law = np.zeros(3)
     for (x1, x2), cells in zip(drafts, _cells(verify, world, drafts, bisections), strict=True):
         for cell in cells:
-            law[cell.accepted] += world.q[0].probability(x1) * world.q[1][x1].probability(x2) * cell.chance
+            law[cell.accepted] += chance_of(world.q[0], x1) * chance_of(world.q[1][x1], x2) * cell.chance
     return law
 
 

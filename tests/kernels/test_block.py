@@ -1,4 +1,4 @@
-"""The rule `block`, edge by edge, for the oracle and the fast path alike. Its law: `test_enumeration`."""
+"""The rule `block`, edge by edge, for every implementation alike. Its law: `test_enumeration`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from kernels.ruling import Proposed
-from kernels.verify import Rule, Status, Uniforms, verify
+from kernels.verify import Rule, Status, Uniforms
 from tests.kernels.cases import law_of, logits_of, proposed_of
+from tests.kernels.paths import HOST, PATHS, verify
 
-PATHS = ("torch", "reference")
 LAST = 1 - 2**-53
 EVEN = law_of({0: 1, 1: 1, 2: 1, 3: 1})
 HALF = law_of({0: 1, 1: 1})
@@ -22,7 +22,7 @@ def _block(tokens: tuple[int, ...], q: tuple, accept: tuple[float, ...], resampl
     return proposed_of(tokens=tokens, q=q, accept=accept, resample=resample, rule=Rule.BLOCK)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", HOST)
 def test_one_draft_is_judged_as_tokenwise_judges_it(path: str) -> None:
     z = logits_of([[0.1, 0.2, 0.3, 0.4], [0.25] * 4])
     for token in range(4):

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
 
 from kernels import verify_reference, verify_torch
+from kernels.dense import DenseLaw
 from kernels.ruling import Rule
 from kernels.sparse import SparseConfig
-from tests.kernels.laws import ROUGH, Verify, World, accepted_law, emitted_law, random_world, total_variation
+from tests.kernels.cases import law_of, proposed_of
+from tests.kernels.laws import (
+    ROUGH,
+    Verify,
+    World,
+    accepted_law,
+    chance_of,
+    emitted_law,
+    in_dyads,
+    random_world,
+    total_variation,
+)
 from tests.kernels.mutants import (
     WRONG_BLOCKS,
     WRONG_RESIDUALS,
@@ -23,7 +38,10 @@ PATHS: dict[str, tuple[Verify, float]] = {
     "reference": (verify_reference.verify, 1e-12),
     "torch": (verify_torch.verify, 2e-6),  # a float32 softmax
 }
-RULES = (Rule.TOKENWISE, Rule.BLOCK)  # those that draw uniforms; `test_coupled` has the other
+RULES = (
+    Rule.TOKENWISE,
+    Rule.BLOCK,
+)  # the exact ones that draw uniforms; `test_coupled` and `test_sigmoid` have the others
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -45,10 +63,36 @@ def test_a_truncated_draft_leaves_the_law_alone(path: str, rule: Rule) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("rule", RULES)
+def test_a_dense_draft_and_a_mixture_of_forms_leave_the_law_alone(path: str, rule: Rule) -> None:
+    verify, bound = PATHS[path]
+    world = random_world(7, rule=rule)
+    first, second = world.q
+    dense = replace(world, q=(in_dyads(first), tuple(in_dyads(each) for each in second)))
+    assert total_variation(emitted_law(verify, dense), world.target) < bound
+    mixed = replace(world, q=(in_dyads(first), (*second[:2], *(in_dyads(each) for each in second[2:]))))
+    assert total_variation(emitted_law(verify, mixed), world.target) < bound
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_dense_law_is_judged_as_the_sparse_one_that_says_the_same(path: str, rule: Rule) -> None:
+    verify, _ = PATHS[path]
+    laws = [law_of({0: 4, 1: 3, 2: 1}), law_of({0: 1, 3: 1})]
+    dense = [DenseLaw(torch.tensor(row)) for row in ([0.5, 0.375, 0.125, 0.0], [0.5, 0.0, 0.0, 0.5])]
+    z = random_world(8).logits[2][0, :3]
+    for u in product((0.0, 0.3, 0.6, 0.9), (0.1, 0.5, 0.95), (0.01, 0.4, 0.99)):
+        asked = [proposed_of((0, 3), tuple(q), u[:2], u[2], rule=rule) for q in (laws, dense)]
+        sparse, same = verify(torch.cat((z, z)), asked)
+        assert (sparse.accepted, sparse.next_token, sparse.status) == (same.accepted, same.next_token, same.status)
+        assert sparse.beta == pytest.approx(same.beta, abs=1e-12)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("rule", RULES)
 def test_laws_with_zeros_and_disjoint_supports_come_out_exact(path: str, rule: Rule) -> None:
     verify, bound = PATHS[path]
     world = _with_zeros(random_world(4, rule=rule))
-    assert world.q[0].probability(1) > 0  # the disjoint laws are reached
+    assert chance_of(world.q[0], 1) > 0  # the disjoint laws are reached
     law = emitted_law(verify, world)
     assert total_variation(law, world.target) < bound
     assert (law[world.target == 0] == 0).all()
@@ -62,7 +106,7 @@ def test_lenience_keeps_every_token_below_its_bound(path: str, lenience: float) 
     world = random_world(5, lenience=lenience)
     first = emitted_law(verify, world).sum(axis=(1, 2))
     p = world.target.sum(axis=(1, 2))
-    q = np.array([world.q[0].probability(x) for x in range(4)])
+    q = np.array([chance_of(world.q[0], x) for x in range(4)])
     assert (first <= p / lenience + bound).all()
     forced = np.maximum(np.minimum(q, p / lenience) - p, 0)
     assert forced.sum() > 0.05
@@ -122,5 +166,5 @@ def _with_zeros(world: World) -> World:
     first, second = world.logits[0].clone(), world.logits[1].clone()
     q = random_world(4, config=SparseConfig(max_support=2)).q
     first[0] = -torch.inf
-    second[1][torch.from_numpy(q[1][1].ids)] = -torch.inf
+    second[1][torch.tensor([chance_of(q[1][1], x) > 0 for x in range(4)])] = -torch.inf
     return World((first, second, world.logits[2]), q, rule=world.rule)

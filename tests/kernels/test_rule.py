@@ -1,4 +1,4 @@
-"""The rule `tokenwise`, greed and bad rows, edge by edge, for the oracle and the fast path alike."""
+"""The rule `tokenwise`, greed and bad rows, edge by edge, for every implementation alike."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from kernels import verify_reference, verify_torch
 from kernels.adjustments import Adjuster, LogitRules
 from kernels.distribution import SamplingLaw
-from kernels.verify import Rule, Status, Uniforms, verify
+from kernels.verify import Rule, Status, Uniforms
 from tests.kernels.cases import law_of, logits_of, proposed_of
 from tests.kernels.mutants import accepts_equality
+from tests.kernels.paths import HOST, PATHS, verify
 
-PATHS = ("torch", "reference")
 MODULES = {"reference": verify_reference, "torch": verify_torch}
 GREEDY = SamplingLaw(temperature=0)
 JUST_BELOW_1 = 1 - 2**-53
@@ -29,7 +29,7 @@ def test_a_token_of_probability_zero_is_rejected_at_u_zero(path: str) -> None:
     assert _rejects_impossible_token(path)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", HOST)
 def test_a_test_with_equality_would_be_seen(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODULES[path], "accepts", accepts_equality)
     assert not _rejects_impossible_token(path)

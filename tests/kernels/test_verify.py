@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import pairwise
 
 import numpy as np
@@ -17,16 +18,20 @@ from kernels.distribution import SamplingLaw
 from kernels.philox import Domain, uniform
 from kernels.verify import (
     SUPPORTED_RULES,
+    DenseLaw,
+    DraftLogits,
     Rule,
+    SigmoidScales,
     Uniforms,
     UnsupportedRule,
     implementation_for,
-    verify,
 )
 from tests.kernels.cases import differing, law_of, logits_of, proposed_of, random_batch
+from tests.kernels.paths import HOST, PATHS, verify
 
-PATHS = ("torch", "reference")
 GREEDY = SamplingLaw(temperature=0)
+SCALES = SigmoidScales(-10, 10)
+LOGITS = DraftLogits(torch.zeros(2).half())
 
 
 # ------------------------------------------------------------------------------------------- the path and the oracle
@@ -74,7 +79,7 @@ def test_rows_may_be_strided() -> None:
 # ---------------------------------------------------------------------------------------------- draws, adjustments
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", HOST)
 def test_the_draws_are_those_of_the_round(path: str) -> None:
     """Acceptance at i draws (base_length, i, ACCEPT); the next token draws (base_length, accepted, RESAMPLE)."""
     z = logits_of([[0.25] * 4] * 3)
@@ -168,11 +173,14 @@ def test_the_best_of_equals_come_in_order_of_id() -> None:
 
 def test_the_door_picks_by_device() -> None:
     assert implementation_for(torch.device("cpu")) == "torch"
-    assert {Rule.TOKENWISE, Rule.BLOCK, Rule.COUPLED} == SUPPORTED_RULES
+    assert implementation_for(torch.device("cuda:1")) == ("triton" if find_spec("triton") else "torch")
+    assert implementation_for(torch.device("mps")) == "torch"
+    assert set(Rule) == SUPPORTED_RULES
 
 
-@pytest.mark.parametrize("rule", [rule for rule in Rule if rule not in SUPPORTED_RULES])
-def test_a_rule_that_is_not_served_is_refused(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", list(Rule))
+def test_a_rule_that_is_not_served_is_refused(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify_torch, "RULES", SUPPORTED_RULES - {rule})
     with pytest.raises(UnsupportedRule, match=rule.value):
         verify(torch.zeros(1, 3), [replace(proposed_of(tokens=(), q=()), rule=rule)])
 
@@ -192,6 +200,20 @@ def test_a_rule_that_is_not_served_is_refused(rule: Rule) -> None:
         ({"rule": Rule.BLOCK, "q": ()}, 2, "1 tokens and 0 draft laws"),
         ({"top_logprobs": -2}, 2, "top_logprobs of proposal 0 is -2"),
         ({"uniforms": Uniforms((), 0.5)}, 2, "0 uniforms for 1 tokens"),
+        ({"q": (DenseLaw(torch.ones(3) / 3),)}, 2, r"q\[0\] of proposal 0 has shape \(3,\); the vocabulary has 2"),
+        ({"q": (LOGITS,)}, 2, r"q\[0\] of proposal 0 is draft logits, which the rule tokenwise does not take"),
+        ({"q": (LOGITS,), "rule": Rule.BLOCK}, 2, "which the rule block does not take"),
+        ({"sigmoid": SCALES}, 2, "proposal 0 has sigmoid scales; the rule tokenwise takes none"),
+        ({"q": (LOGITS,), "rule": Rule.SIGMOID}, 2, "sigmoid of proposal 0 is None; the rule sigmoid needs scales"),
+        ({"rule": Rule.SIGMOID, "sigmoid": SCALES}, 2, r"q\[0\] of proposal 0 is a point mass"),
+        (
+            {"rule": Rule.SIGMOID, "sigmoid": SCALES, "q": (law_of({0: 1}),)},
+            2,
+            "is a sparse law; .* draft logits alone",
+        ),
+        ({"rule": Rule.SIGMOID, "sigmoid": SCALES, "q": (DenseLaw(torch.ones(2) / 2),)}, 2, "is a dense law"),
+        ({"rule": Rule.SIGMOID, "sigmoid": SCALES, "q": (DraftLogits(torch.zeros(3)),)}, 2, r"has shape \(3,\)"),
+        ({"rule": Rule.SIGMOID, "sigmoid": SCALES, "q": ()}, 2, "1 tokens and 0 draft laws"),
     ],
 )
 def test_what_does_not_fit_is_named(change: dict[str, object], rows: int, named: str) -> None:

@@ -109,7 +109,7 @@ Change = Callable[[verifier_service_pb2.OpenSequence], object]
         (lambda m: setattr(m.sampling, "rule", 4), "sampling.rule", ["sigmoid", "block, coupled, tokenwise"]),
         (lambda m: m.sampling.MergeFrom(BLOCK_AT_HALF), "sampling.lenience", ["0.5", "block"]),
         (lambda m: m.sampling.MergeFrom(COUPLED_AT_HALF), "sampling.lenience", ["0.5", "coupled"]),
-        (lambda m: m.sampling.sigmoid.SetInParent(), "sampling.sigmoid", ["tokenwise"]),
+        (lambda m: m.sampling.sigmoid.SetInParent(), "sampling.sigmoid", ["block"]),
         (lambda m: m.sampling.logit_bias.add(token_id=V), "sampling.logit_bias", [str(V)]),
         (lambda m: m.sampling.logit_bias.add(token_id=1, bias=math.nan), "sampling.logit_bias", ["nan"]),
         (lambda m: m.sampling.banned_token_ids.append(V), "sampling.banned_token_ids", [str(V)]),

@@ -1,0 +1,209 @@
+"""How long a piece of work takes on a device: events on a GPU, the processor's clock elsewhere.
+
+Work is a function without arguments that queues what it does. It knows nothing of what the work is.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+
+Work = Callable[[], Any]
+
+LEAST_REPEATS = 5
+_SECONDS = 0.15  # of one measurement, once it has its least repeats
+_COPY_BYTES = 1 << 30
+_HIDING_CYCLES = 400_000  # about a quarter of a millisecond: what it takes to queue a graph behind it
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Microseconds of one run, over `repeats` runs: the median, and where the middle four fifths lie."""
+
+    median: float
+    low: float
+    high: float
+    repeats: int
+
+    @classmethod
+    def of(cls, microseconds: list[float]) -> Times:
+        """Those of at least two runs."""
+        tenths = quantiles(microseconds, n=10, method="inclusive")
+        return cls(median(microseconds), tenths[0], tenths[-1], len(microseconds))
+
+
+class Clock(ABC):
+    """Times work on one device."""
+
+    def __init__(self, device: torch.device, repeats: int) -> None:
+        self.device = device
+        self._repeats = repeats
+
+    def times(self, work: Work, *, cold: bool, launched: bool = True) -> Times:
+        """How long `work` takes, after two runs that do not count.
+
+        Args:
+            work: what is timed.
+            cold: whether caches are emptied before each run.
+            launched: whether the time to launch it counts, as it does for a caller whose device is idle. A graph that
+                was captured has none of its own worth the name; with False it is queued before the clock starts.
+        """
+        for _ in range(2):
+            work()
+        self.wait()
+        found: list[float] = []
+        end = time.perf_counter() + _SECONDS
+        while len(found) < LEAST_REPEATS or (len(found) < self._repeats and time.perf_counter() < end):
+            if cold:
+                self.empty_caches()
+            found.append(self._one(work, launched))
+        return Times.of(found)
+
+    def wall(self, work: Work) -> Times:
+        """How long a caller waits for `work` and its results."""
+        work()
+        self.wait()
+        found: list[float] = []
+        end = time.perf_counter() + _SECONDS
+        while len(found) < LEAST_REPEATS or (len(found) < self._repeats and time.perf_counter() < end):
+            begin = time.perf_counter()
+            work()
+            self.wait()
+            found.append(1e6 * (time.perf_counter() - begin))
+        return Times.of(found)
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Waits until the device has done what is queued."""
+
+    @abstractmethod
+    def empty_caches(self) -> None:
+        """Writes more than the last cache holds."""
+
+    @abstractmethod
+    def captured(self, work: Work) -> Work | None:
+        """The same work as a CUDA graph; None where the device has none."""
+
+    @abstractmethod
+    def peak_bytes(self, work: Work) -> int | None:
+        """The most memory that one run takes beside what is there already; None where the device does not tell."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """The device, as JSON."""
+
+    def copy_bandwidth(self) -> float:
+        """Bytes a second that a plain copy moves, read and written bytes together."""
+        source = torch.zeros(self._copy_bytes, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        best = self.times(lambda: target.copy_(source), cold=False, launched=False)
+        return 2 * self._copy_bytes / (best.median * 1e-6)
+
+    @abstractmethod
+    def _one(self, work: Work, launched: bool) -> float:
+        """Microseconds of one run."""
+
+    @property
+    @abstractmethod
+    def _copy_bytes(self) -> int: ...
+
+
+class CpuClock(Clock):
+    """The processor's own."""
+
+    _copy_bytes = 1 << 26
+
+    def __init__(self, device: torch.device, repeats: int) -> None:
+        super().__init__(device, repeats)
+        self._flushed = torch.zeros(1 << 25, dtype=torch.uint8)
+
+    def wait(self) -> None:
+        """Nothing is ever queued."""
+
+    def empty_caches(self) -> None:
+        self._flushed.add_(1)
+
+    def captured(self, work: Work) -> Work | None:
+        return None
+
+    def peak_bytes(self, work: Work) -> int | None:
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": "cpu"}
+
+    def _one(self, work: Work, launched: bool) -> float:
+        begin = time.perf_counter()
+        work()
+        return 1e6 * (time.perf_counter() - begin)
+
+
+class CudaClock(Clock):
+    """Events on the current stream."""
+
+    _copy_bytes = _COPY_BYTES
+
+    def __init__(self, device: torch.device, repeats: int) -> None:
+        super().__init__(device, repeats)
+        found = torch.cuda.get_device_properties(device)
+        self._flushed = torch.empty(max(4 * found.L2_cache_size, 1 << 28), dtype=torch.uint8, device=device)
+
+    def wait(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def empty_caches(self) -> None:
+        self._flushed.zero_()
+
+    def captured(self, work: Work) -> Work | None:
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            work()
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        return graph.replay
+
+    def peak_bytes(self, work: Work) -> int | None:
+        self.wait()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        kept = work()  # what it returns lives until the peak is read
+        self.wait()
+        peak = torch.cuda.max_memory_allocated(self.device) - before
+        del kept
+        return peak
+
+    def describe(self) -> dict[str, Any]:
+        found = torch.cuda.get_device_properties(self.device)
+        return {
+            "name": found.name,
+            "memory_gib": round(found.total_memory / 2**30, 1),
+            "l2_mib": round(found.L2_cache_size / 2**20, 1),
+            "multiprocessors": found.multi_processor_count,
+            "cuda": torch.version.cuda,
+        }
+
+    def _one(self, work: Work, launched: bool) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        if launched:
+            self.wait()
+        else:
+            torch.cuda._sleep(_HIDING_CYCLES)
+        start.record()
+        work()
+        end.record()
+        self.wait()
+        return 1e3 * float(start.elapsed_time(end))
+
+
+def clock_of(device: torch.device, repeats: int) -> Clock:
+    """The clock of a device."""
+    return CudaClock(device, repeats) if device.type == "cuda" else CpuClock(device, repeats)

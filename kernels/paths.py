@@ -1,0 +1,80 @@
+"""Which implementation of `verify` runs, and why: what a device can run, and what was asked for.
+
+It knows nothing of what they do; `rehearse` has one judge a proposal before anything depends on it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+
+from kernels.distribution import SamplingLaw
+from kernels.verify import Proposed, implementation_for, implementations, verify
+
+AUTO = "auto"
+_FEW = 256
+
+
+class PathUnavailable(ValueError):
+    """The implementation that was asked for cannot run on the device; the text is one line that says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyPath:
+    """A choice.
+
+    Attributes:
+        name: as `kernels.verify.verify` takes it.
+        reason: why this one, for people.
+    """
+
+    name: str
+    reason: str
+
+
+def choose(asked: str, device: torch.device) -> VerifyPath:
+    """Return the implementation that judges logits on `device`: the one asked for, or by `auto` the fastest.
+
+    Raises:
+        PathUnavailable: the one asked for cannot run there.
+    """
+    if asked == AUTO:
+        return VerifyPath(implementation_for(device), f"the fastest here for {device.type}")
+    why = obstacle(asked, device, implementations())
+    if why is not None:
+        raise PathUnavailable(f"{asked} cannot judge on {device}: {why}")
+    return VerifyPath(asked, "asked for")
+
+
+def rehearse(name: str, device: torch.device, V: int = _FEW, dtype: torch.dtype = torch.float32) -> None:
+    """Have the implementation judge one drafted token over `V` logits on `device`: what it lacks shows now.
+
+    A kernel is compiled at its first use, which needs more than its package: a driver, a C compiler.
+
+    Raises:
+        PathUnavailable: it failed; with its own words.
+    """
+    proposed = Proposed(tokens=(0,), q=(None,), law=SamplingLaw(), seed=0, base_length=1)
+    try:
+        verify(torch.zeros(2, V, dtype=dtype, device=device), [proposed], name)
+    except Exception as error:
+        words = (str(error).splitlines() or [""])[0]
+        raise PathUnavailable(f"{name} cannot judge on {device}: {type(error).__name__}: {words}") from error
+
+
+def obstacle(name: str, device: torch.device, built: Collection[str]) -> str | None:
+    """Return why the implementation `name` cannot run on `device`; None where it can. `built` names those there are."""
+    if name == "triton":
+        if device.type not in ("cpu", "cuda"):
+            return "it needs a CUDA device"
+        if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            return "it needs a CUDA device, or TRITON_INTERPRET=1 in the environment to interpret it, slowly"
+        if find_spec("triton") is None:
+            return "triton is not installed"
+    if name not in built:
+        return f"this build has {', '.join(built)}"
+    return None

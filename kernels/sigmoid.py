@@ -1,0 +1,74 @@
+"""The approximate rule of [W 3.2.2], labelled lossy: σ of scaled logits in place of softmax, on the host.
+
+    p̂ = σ((z - α) / (β - α)) of the target's logits after the temperature, 0 where its filters exclude a token;
+    q̂ = the same of the draft's logits, which come with temperature and filters applied.
+
+Neither sums to 1, and each element needs itself alone: no row is normalised. Judged by p̂ and q̂ the text does not
+follow the target's law: docs/sigmoid.md says how far off it is. The difference of two values this close would drown in
+float32, so all is float64 here; in fewer bits take p̂ - q̂ = p̂ · (1 - q̂) · -expm1((v - z) / (β - α)).
+
+Knows nothing of proposals; `verify_torch` walks them. The oracle's words for the same are in `verify_reference`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from kernels.dense import EXCLUDED, DraftLogits, SigmoidScales
+from kernels.distribution import SamplingLaw, kept
+
+_LARGEST = 65504.0
+_LEAST_KEPT = -65472.0  # the neighbour of EXCLUDED
+
+
+def draft_logits(z: Tensor, law: SamplingLaw) -> list[DraftLogits]:
+    """Return what a draft says of each row of `z` `[B, V]` under the rule: z / temperature, filters made, in 16 bits.
+
+    Logits that 16 bits cannot hold are cut to those they can. A row that is no law has no meaning here.
+
+    Raises:
+        ValueError: the temperature is 0, where there is no scale for logits.
+    """
+    if law.is_greedy:
+        raise ValueError("temperature is 0; logits divided by it are none")
+    v = (z.double() / law.temperature).clamp(_LEAST_KEPT, _LARGEST).half()
+    v = v.masked_fill(~kept(z, law) | (z == -math.inf), EXCLUDED)
+    return [DraftLogits(row) for row in v]
+
+
+class Scores:
+    """p̂ and q̂ of one proposal above temperature 0, computed where they are asked for."""
+
+    def __init__(self, z: Tensor, law: SamplingLaw, drafts: Sequence[DraftLogits], scales: SigmoidScales) -> None:
+        """Take the target's adjusted logits `z` `[n, V]` of the first n places, its law, and the draft's logits."""
+        self._z = z
+        self._temperature = law.temperature
+        self._kept = None if law.has_no_filters else kept(z, law)
+        self._drafts = drafts
+        self._scales = scales
+
+    def at(self, i: int, token: int) -> tuple[float, float]:
+        """Return p̂ and q̂ of the drafted token at place `i`; 0 outside the vocabulary."""
+        if not 0 <= token < self._z.shape[1]:
+            return 0.0, 0.0
+        p, q = self._at(i, slice(token, token + 1))
+        return float(p), float(q)
+
+    def rows(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return p̂ and q̂ of every token at place `i`, float64 `[V]` each."""
+        p, q = self._at(i, slice(None))
+        return p.numpy(), q.numpy()
+
+    def _at(self, i: int, tokens: slice) -> tuple[Tensor, Tensor]:
+        p = self._sigmoid(self._z[i, tokens].double() / self._temperature)
+        if self._kept is not None:
+            p.masked_fill_(~self._kept[i, tokens], 0.0)
+        v = self._drafts[i].values[tokens].cpu()
+        return p, self._sigmoid(v.double()).masked_fill_(v == EXCLUDED, 0.0)
+
+    def _sigmoid(self, z: Tensor) -> Tensor:
+        return z.sub(self._scales.alpha).div_(self._scales.beta - self._scales.alpha).sigmoid_()

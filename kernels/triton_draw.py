@@ -1,0 +1,207 @@
+"""Device functions that draw one token from one row, by inverse CDF on three levels: tile, strip, cell.
+
+What is drawn from is the target's law, or what a rejected draft leaves of it. A sparse q̂ takes mass at a few places
+only, so the tiles' masses are known from the statistics and one tile is read again. Knows nothing of rules and of why
+a row is drawn from.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from kernels.dense import EXCLUDED
+from kernels.triton_rows import LOG2_E, load_at, load_tile
+
+# What a token is drawn from: the target's law, or the rest of it above a sparse law, above a dense one, or above the
+# draft's sigmoids.
+TARGET, SPARSE, DENSE, SIGMOID = (tl.constexpr(i) for i in range(4))
+
+_CELLS = tl.constexpr(64)  # tokens in a strip
+_CHUNK = tl.constexpr(64)  # places of a support that are spread over cells at once, at most
+_ROUNDING = tl.constexpr(1e-6)  # of a residual, below which float32 cannot tell p from q̂
+_EXCLUDED = tl.constexpr(EXCLUDED)
+
+
+class Law(NamedTuple):
+    """p of one row: p(x) = 2^((z(x) - peak) · scale) / mass.
+
+    Attributes:
+        row: its number.
+        peak: its largest logit.
+        mass: the sum of 2^((z - peak) · scale).
+        scale: log2(e) / temperature.
+    """
+
+    row: Any
+    peak: Any
+    mass: Any
+    scale: Any
+
+
+class Draft(NamedTuple):
+    """One drafted token's law; pointers to its support, and to a row over the vocabulary where there is one.
+
+    Attributes:
+        ids: of the support, ascending, `[size]`.
+        q: q̂ at them.
+        size: of the support.
+        dense: q̂ or the draft's logits, float32 `[V]`.
+        lowest: the lower scale of the sigmoids, alpha.
+        inverse_span: 1 / (beta - alpha).
+    """
+
+    ids: Any
+    q: Any
+    size: Any
+    dense: Any
+    lowest: Any
+    inverse_span: Any
+
+
+@triton.jit
+def probability(z, peak, mass, scale):
+    """Return p of logits of one row, or of rows whose peaks and masses broadcast with them."""
+    return tl.exp2((z - peak) * scale) / mass
+
+
+@triton.jit
+def sigmoid(z, lowest, inverse_span):
+    """Return p̂ = σ((z - alpha) / (beta - alpha)) [W 3.2.2]."""
+    return 1.0 / (1.0 + tl.exp2((lowest - z) * inverse_span * LOG2_E))
+
+
+@triton.jit
+def draft_sigmoid(v, lowest, inverse_span):
+    """Return q̂ of the draft's logits under the rule `sigmoid`; 0 where its filters leave no chance."""
+    return tl.where(v > _EXCLUDED, sigmoid(v, lowest, inverse_span), 0.0)
+
+
+@triton.jit
+def _sigmoid_rest(z, v, lowest, inverse_span):
+    """Return max(0, p̂ - q̂). Wide scales bring both near ½, where float32 loses their difference; so it is a product."""
+    p = sigmoid(z, lowest, inverse_span)
+    d = (z - v) * inverse_span
+    # 1 - exp(-d), by its series where d is small
+    series = d * (1 - d * (1 / 2 - d * (1 / 6 - d * (1 / 24 - d * (1 / 120 - d / 720)))))
+    grown = tl.where(tl.abs(d) < 0.1, series, 1.0 - tl.exp2(-d * LOG2_E))
+    rest = p * (1.0 - sigmoid(v, lowest, inverse_span)) * grown
+    return tl.where(v > _EXCLUDED, tl.where(d > 0, rest, 0.0), p)
+
+
+@triton.jit
+def _weights(z, ids, V, law, draft, kind, kept):
+    """Return what may be drawn of each token, float64; a sparse law's share is still in it."""
+    weights = probability(z, law.peak, law.mass, law.scale).to(tl.float64) * kept
+    if kind >= DENSE:
+        there = draft.dense + ids
+        if kind == DENSE:
+            weights = tl.maximum(weights - tl.load(there, mask=ids < V, other=0.0), 0.0)
+        else:
+            v = tl.load(there, mask=ids < V, other=_EXCLUDED)
+            inverse_temperature = law.scale * (1 / LOG2_E)
+            weights = _sigmoid_rest(z * inverse_temperature, v, draft.lowest, draft.inverse_span).to(tl.float64)
+            weights = tl.where(z > -float("inf"), weights, 0.0)
+    return weights
+
+
+@triton.jit
+def _taken(rows, law, draft, kept, origin, width, N: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr,
+           ADJUSTED: tl.constexpr):  # fmt: skip
+    """Return Σ min(kept · p, q̂) over the support in each of N cells of `width` tokens from `origin` on, float64."""
+    taken = tl.zeros([N], tl.float64)
+    CHUNK: tl.constexpr = min(K, _CHUNK)
+    for first in tl.static_range(0, K, CHUNK):
+        k = first + tl.arange(0, CHUNK)
+        there = k < draft.size
+        ids = tl.load(draft.ids + k, mask=there, other=-1)
+        z = load_at(rows, tl.zeros_like(ids) + law.row, ids, there, TILE, ADJUSTED, True)
+        p = probability(z, law.peak, law.mass, law.scale).to(tl.float64)
+        share = tl.minimum(p * kept, tl.load(draft.q + k, mask=there, other=0.0).to(tl.float64))
+        cell = tl.where(ids >= origin, (ids - origin) // width, N)
+        taken += tl.sum(tl.where(cell[:, None] == tl.arange(0, N)[None, :], share[:, None], 0.0), 0)
+    return taken
+
+
+@triton.jit
+def _choose(weights, target, N: tl.constexpr):
+    """Return the first place whose cumulative weight is above `target`, none of weight 0, and what is left of it."""
+    at = tl.arange(0, N)
+    cumulative = tl.cumsum(weights, 0)
+    last = tl.max(tl.where(weights > 0, at, 0), 0)
+    place = tl.minimum(tl.min(tl.where((weights > 0) & (cumulative > target), at, N), 0), last)
+    return place, target - tl.sum(tl.where(at < place, weights, 0.0), 0)
+
+
+@triton.jit
+def draw(rows, stats, law, draft, kind, kept, u, TILE: tl.constexpr, TILES: tl.constexpr, K: tl.constexpr,
+         ADJUSTED: tl.constexpr, WITH_DENSE: tl.constexpr):  # fmt: skip
+    """Draw a token.
+
+    Args:
+        rows: the logits.
+        stats: what the tiles say.
+        law: the row.
+        draft: the law of its rejected token.
+        kind: TARGET, to draw from p; or above which q̂: SPARSE, DENSE or SIGMOID.
+        kept: P, the share of p that may be drawn (1 under all rules but `block`), float64.
+        u: the draw, in [0, 1), float64.
+
+    Returns:
+        The token, and whether there was no residual up to rounding, so that it was drawn from p.
+    """
+    tiles = tl.arange(0, TILES)
+    there = tiles < rows.n_tiles
+    at = law.row * rows.n_tiles + tiles
+    peak = tl.load(stats.peaks + at, mask=there, other=-float("inf"))
+    mass = tl.load(stats.masses + at, mask=there, other=0.0)
+    plain = (mass * probability(peak, law.peak, law.mass, law.scale)).to(tl.float64)
+    weights = plain
+    if kind == SPARSE:
+        taken = _taken(rows, law, draft, kept, 0, TILE, TILES, K, TILE, ADJUSTED)
+        weights = tl.maximum(plain * kept - taken, 0.0)
+    if WITH_DENSE:
+        if kind >= DENSE:
+            for tile in range(rows.n_tiles):
+                ids = tile * TILE + tl.arange(0, TILE)
+                z = load_tile(rows, law.row, tile, ids, TILE, ADJUSTED, True)
+                weight = tl.sum(_weights(z, ids, rows.V, law, draft, kind, kept), 0)
+                weights = tl.where(tiles == tile, weight, weights)
+    total = tl.sum(weights, 0)
+    none = (kind != TARGET) & (total <= tl.where(kind == SIGMOID, 0.0, kept * _ROUNDING))
+    if none:
+        kind = tl.zeros_like(kind) + TARGET
+        kept = tl.zeros_like(kept) + 1.0
+        weights = plain
+        total = tl.sum(plain, 0)
+
+    tile, left = _choose(weights, u * total, TILES)
+    # A tile's mass may be rounding alone, with no cell to it: then the next tile is taken.
+    strip = tl.zeros_like(tile)
+    tried = tl.zeros_like(tile)
+    STRIPS: tl.constexpr = TILE // _CELLS
+    while tried < rows.n_tiles:
+        ids = tile * TILE + tl.arange(0, STRIPS)[:, None] * _CELLS + tl.arange(0, _CELLS)[None, :]
+        z = load_tile(rows, law.row, tile, ids, TILE, ADJUSTED, True)
+        strips = tl.sum(_weights(z, ids, rows.V, law, draft, kind, kept), 1)
+        if kind == SPARSE:
+            taken = _taken(rows, law, draft, kept, tile * TILE, _CELLS, STRIPS, K, TILE, ADJUSTED)
+            strips = tl.where(taken < strips * (1 - 1e-12), strips - taken, 0.0)
+        if tl.max(strips, 0) > 0:
+            strip, left = _choose(strips, left, STRIPS)
+            tried = tl.zeros_like(tile) + rows.n_tiles
+        else:
+            tile = (tile + 1) % rows.n_tiles
+            left = tl.zeros_like(left)
+            tried += 1
+
+    ids = tile * TILE + strip * _CELLS + tl.arange(0, _CELLS)
+    z = load_at(rows, tl.zeros_like(ids) + law.row, ids, ids < rows.V, TILE, ADJUSTED, True)
+    cells = _weights(z, ids, rows.V, law, draft, kind, kept)
+    if kind == SPARSE:
+        taken = _taken(rows, law, draft, kept, tile * TILE + strip * _CELLS, 1, _CELLS, K, TILE, ADJUSTED)
+        cells = tl.maximum(cells - taken, 0.0)
+    cell, _ = _choose(cells, left, _CELLS)
+    return tile * TILE + strip * _CELLS + cell, none

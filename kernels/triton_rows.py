@@ -1,0 +1,222 @@
+"""Device functions of the verification kernels: logits as a rule sees them, what a tile says of them, random numbers.
+
+A row is cut into tiles whose size is a function of V alone, so that no result depends on the batch. Knows nothing of
+proposals and rules; `verify_triton` and `filters_triton` put these together.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from kernels.noise import FIRST_MULTIPLIER, SECOND_MULTIPLIER, SPREAD
+from kernels.philox import Domain
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+# What a row's tiles must tell besides its law.
+NOTHING = tl.constexpr(0)
+ARGMAX = tl.constexpr(1)
+RACE = tl.constexpr(2)
+
+_ACCEPT = tl.constexpr(int(Domain.ACCEPT))
+_RESAMPLE = tl.constexpr(int(Domain.RESAMPLE))
+_COUPLED = tl.constexpr(int(Domain.COUPLED))
+_SPREAD = tl.constexpr(SPREAD)
+_FIRST = tl.constexpr(FIRST_MULTIPLIER)
+_SECOND = tl.constexpr(SECOND_MULTIPLIER)
+
+
+def tile_size(V: int) -> int:
+    """Return how many logits one program reads; a row of up to 2^18 has 64 tiles at most."""
+    if V <= 1 << 15:
+        return 1024
+    return 2048 if V <= 1 << 17 else 4096
+
+
+class Rows(NamedTuple):
+    """The target's logits, the changes to them, and where filters cut them; pointers and numbers of a kernel.
+
+    Attributes:
+        logits: `[R, V]` with any row stride.
+        stride: of the rows, in elements.
+        V: tokens in a row.
+        n_tiles: tiles in a row.
+        adjusted: for each row the number of its list of changes, -1 for none, `[R]`.
+        tile_starts: where each tile's changes begin, `[lists, n_tiles + 1]`.
+        change_ids: ascending within a row; with the divisors and biases of `adjustments.RowAdjustment`.
+        change_divisors: see `change_ids`.
+        change_biases: see `change_ids`.
+        cuts: for each row the least logit that its filters keep, `[R]`.
+    """
+
+    logits: Any
+    stride: Any
+    V: Any
+    n_tiles: Any
+    adjusted: Any
+    tile_starts: Any
+    change_ids: Any
+    change_divisors: Any
+    change_biases: Any
+    cuts: Any
+
+
+class TileStats(NamedTuple):
+    """Pointers to what each tile says of its row, `[R, n_tiles]`; see `tile_stats`."""
+
+    peaks: Any
+    masses: Any
+    bests: Any
+    leads: Any
+
+
+# ------------------------------------------------------------------------------------------------------------- logits
+
+
+@triton.jit
+def _changed(z, divisor, bias):
+    return tl.where(z > 0, z / divisor, z * divisor) + bias
+
+
+@triton.jit
+def load_tile(rows, row, tile, ids, TILE: tl.constexpr, ADJUSTED: tl.constexpr, CUT: tl.constexpr):
+    """Return the logits of one tile as its rule sees them, float32, in the shape of `ids`; -inf past the row's end.
+
+    `ids` are the tokens to read, all of them within the tile. Without CUT the row's filters are not applied.
+    """
+    start = rows.logits + row.to(tl.int64) * rows.stride
+    if (tile + 1) * TILE <= rows.V:  # no mask, so that the loads are wide
+        z = tl.load(start + ids).to(tl.float32)
+    else:
+        z = tl.load(start + ids, mask=ids < rows.V, other=-float("inf")).to(tl.float32)
+    if ADJUSTED:
+        changes = tl.load(rows.adjusted + row)
+        if changes >= 0:
+            at = rows.tile_starts + changes * (rows.n_tiles + 1) + tile
+            for n in range(tl.load(at), tl.load(at + 1)):
+                changed = _changed(z, tl.load(rows.change_divisors + n), tl.load(rows.change_biases + n))
+                z = tl.where(ids == tl.load(rows.change_ids + n), changed, z)
+    if CUT:
+        z = tl.where(z < tl.load(rows.cuts + row), -float("inf"), z)
+    return z
+
+
+@triton.jit
+def load_at(rows, row, ids, wanted, TILE: tl.constexpr, ADJUSTED: tl.constexpr, CUT: tl.constexpr):
+    """Return logits at single places as their rules see them, float32, in the shape of `ids`; -inf where not `wanted`.
+
+    `row` has the shape of `ids`.
+    """
+    z = tl.load(rows.logits + row.to(tl.int64) * rows.stride + ids, mask=wanted, other=-float("inf")).to(tl.float32)
+    if ADJUSTED:
+        changes = tl.load(rows.adjusted + row, mask=wanted, other=-1)
+        there = changes >= 0
+        at = rows.tile_starts + changes * (rows.n_tiles + 1) + ids // TILE
+        low = tl.load(at, mask=there, other=0)
+        end = tl.load(at + 1, mask=there, other=0)
+        high = end
+        for _ in range(13):  # a tile holds 4,096 changes at most
+            open_ = low < high
+            middle = (low + high) // 2
+            above = open_ & (tl.load(rows.change_ids + middle, mask=open_, other=0) < ids)
+            low = tl.where(above, middle + 1, low)
+            high = tl.where(above, high, middle)
+        found = low < end
+        found = found & (tl.load(rows.change_ids + low, mask=found, other=-1) == ids)
+        divisor = tl.load(rows.change_divisors + low, mask=found, other=1.0)
+        bias = tl.load(rows.change_biases + low, mask=found, other=0.0)
+        z = tl.where(found, _changed(z, divisor, bias), z)
+    if CUT:
+        z = tl.where(z < tl.load(rows.cuts + row, mask=wanted, other=-float("inf")), -float("inf"), z)
+    return z
+
+
+# -------------------------------------------------------------------------------------------------------- what is drawn
+
+
+@triton.jit
+def _uniforms(seed, base_length, index, domain: tl.constexpr):
+    """Return `kernels.philox.uniform` of these, float64, in the shape of `index`."""
+    index = index.to(tl.uint32)
+    zero = index ^ index
+    high, low, _, _ = tl.philox(seed, zero + base_length.to(tl.uint32), index, zero + domain, zero)
+    bits = (high.to(tl.int64) << 21) | (low.to(tl.int64) >> 11)
+    return bits.to(tl.float64) * (1.0 / 9007199254740992.0)
+
+
+@triton.jit
+def accept_uniforms(seed, base_length, index):
+    """Return the draws that test the drafted tokens at `index`."""
+    return _uniforms(seed, base_length, index, _ACCEPT)
+
+
+@triton.jit
+def resample_uniforms(seed, base_length, index):
+    """Return the draws of the next token, were it to stand at `index` of the round."""
+    return _uniforms(seed, base_length, index, _RESAMPLE)
+
+
+@triton.jit
+def _exponentials(seed, position, ids):
+    """Return the exponential variables of `kernels.noise` at one position, float32, in the shape of `ids`."""
+    position = position.to(tl.uint32)
+    zero = position ^ position
+    key0, key1, key2, _ = tl.philox(seed, position, zero, zero + _COUPLED, zero)
+    x = ids.to(tl.uint32) * _SPREAD + key0
+    x = (x ^ (x >> 16)) * _FIRST
+    x = ((x ^ (x >> 15)) + key1) * _SECOND
+    x = (x ^ (x >> 15)) ^ key2
+    v = tl.minimum((x.to(tl.float32) + 0.5) * (1.0 / 4294967296.0), 1.0 - 1.0 / 16777216.0)
+    # -log(1 - v); where v is small, 1 - v has lost what decides the race, so its series is summed.
+    series = v * (1 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4 + v * (1 / 5 + v * (1 / 6 + v / 7))))))
+    return tl.where(v < 0.1, series, -tl.log(1.0 - v))
+
+
+# ----------------------------------------------------------------------------------------------------- what a tile says
+
+
+@triton.jit
+def tile_stats(z, ids, scale, wanted, seed, position, WITH_RACE: tl.constexpr):
+    """Return what one tile says of its row.
+
+    Args:
+        z: its logits, float32 `[TILE]`.
+        ids: their tokens.
+        scale: log2(e) / temperature.
+        wanted: NOTHING more than the law; or ARGMAX; or RACE, the winner with the noise of (seed, position).
+        seed: see `wanted`.
+        position: see `wanted`.
+        WITH_RACE: False promises that no row of the batch wants a RACE, which saves registers.
+
+    Returns:
+        The largest logit; the sum of exp((z - largest) / temperature), NaN where a logit is NaN or +inf; the token that
+        wins the tile, and by how many bits it lies above the tile's largest logit.
+    """
+    fine = tl.where(z == z, z, -float("inf"))
+    peak = tl.max(fine, 0)
+    e = tl.exp2((z - tl.where(peak == -float("inf"), 0.0, peak)) * scale)
+    mass = tl.sum(e, 0)
+    first = tl.min(ids, 0)
+    best = first
+    lead = 0.0
+    if wanted == ARGMAX:
+        best = first + tl.argmax(fine, 0, tie_break_left=True)
+    if WITH_RACE:
+        if wanted == RACE:
+            race = e / _exponentials(seed, position, ids)
+            race = tl.where(race == race, race, 0.0)
+            best = first + tl.argmax(race, 0, tie_break_left=True)
+            lead = tl.log2(tl.max(race, 0))
+    return peak, mass, best, lead
+
+
+@triton.jit
+def store_stats(stats, at, found):
+    """Write what `tile_stats` found."""
+    tl.store(stats.peaks + at, found[0])
+    tl.store(stats.masses + at, found[1])
+    tl.store(stats.bests + at, found[2])
+    tl.store(stats.leads + at, found[3])

@@ -1,0 +1,357 @@
+"""Device functions that walk a proposal's tests: how many drafted tokens stand. One walk for each rule.
+
+A few drafts are looked at together, a group, so that their loads overlap. Each walk returns how many are accepted, and
+the caller checks the row after them. Knows nothing of how the next token is drawn.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from kernels.triton_draw import draft_sigmoid, probability, sigmoid
+from kernels.triton_rows import LOG2_E, accept_uniforms, load_at, load_tile
+
+TOKENWISE, BLOCK, COUPLED, SIGMOID, GREEDY = (tl.constexpr(i) for i in range(5))
+
+# Columns of `Drafts.ints`.
+TOKEN, SUPPORT, SUPPORT_SIZE, DENSE_ROW = (tl.constexpr(i) for i in range(4))
+DRAFT_INTS = tl.constexpr(4)
+
+_GROUP = tl.constexpr(8)
+
+
+class Terms(NamedTuple):
+    """What one proposal is judged by.
+
+    Attributes:
+        rule: TOKENWISE, BLOCK, COUPLED, SIGMOID, or GREEDY under any of them.
+        first_row: the first of its rows.
+        first_draft: the first of its drafts.
+        gamma: how many tokens were drafted.
+        seed: key of the draws.
+        base_length: counter of the draws.
+        given: where its given uniforms begin; -1 where it draws.
+        scale: log2(e) / temperature.
+        lenience: l of [L A.5], float64.
+        lowest: alpha of the rule `sigmoid`.
+        inverse_span: 1 / (beta - alpha).
+    """
+
+    rule: Any
+    first_row: Any
+    first_draft: Any
+    gamma: Any
+    seed: Any
+    base_length: Any
+    given: Any
+    scale: Any
+    lenience: Any
+    lowest: Any
+    inverse_span: Any
+
+
+class Drafts(NamedTuple):
+    """Pointers to all drafts: their numbers `[N, 4]`, q̂ of each token `[N]`, supports, and rows over the vocabulary."""
+
+    ints: Any
+    q: Any
+    support_ids: Any
+    support_q: Any
+    dense: Any
+    uniforms: Any
+
+
+@triton.jit
+def load_terms(ints, floats, b):
+    """Return what proposal `b` is judged by; the columns are those of `verify_pack.Batch`."""
+    i = ints + b * 6
+    f = floats + b * 7
+    first_row = tl.load(i).to(tl.int32)
+    return Terms(
+        tl.load(i + 2).to(tl.int32),
+        first_row,
+        first_row - b,  # each proposal before has a row more than it has drafts
+        tl.load(i + 1).to(tl.int32),
+        tl.load(i + 3),
+        tl.load(i + 4),
+        tl.load(i + 5).to(tl.int32),
+        tl.load(f).to(tl.float32),
+        tl.load(f + 1),
+        tl.load(f + 2).to(tl.float32),
+        tl.load(f + 3).to(tl.float32),
+    )
+
+
+@triton.jit
+def load_filters(floats, b):
+    """Return top-k, top-p and log2 of min-p of proposal `b`."""
+    f = floats + b * 7
+    return tl.load(f + 4).to(tl.int32), tl.load(f + 5), tl.load(f + 6).to(tl.float32)
+
+
+@triton.jit
+def row_laws(rows, stats, row, wanted, scale, TILES: tl.constexpr):
+    """Put the tiles of several rows together: for each the largest logit, the mass above it, and the best token.
+
+    `row` is `[G]`. A mass that is no positive number says that the row is no law.
+    """
+    tiles = tl.arange(0, TILES)[None, :]
+    at = row[:, None] * rows.n_tiles + tiles
+    there = wanted[:, None] & (tiles < rows.n_tiles)
+    peak = tl.load(stats.peaks + at, mask=there, other=-float("inf"))
+    mass = tl.load(stats.masses + at, mask=there, other=0.0)
+    lead = tl.load(stats.leads + at, mask=there, other=0.0)
+    largest = tl.max(peak, 1)
+    level = tl.where(largest == -float("inf"), 0.0, largest)
+    above = (peak - level[:, None]) * scale
+    total = tl.sum(mass * tl.exp2(above), 1)
+    ahead = above + lead
+    first = tl.argmax(tl.where(ahead == ahead, ahead, -float("inf")), 1, tie_break_left=True)
+    best = tl.load(stats.bests + row * rows.n_tiles + first, mask=wanted, other=-1)
+    return level, total, best
+
+
+@triton.jit
+def is_law(mass):
+    """Say whether rows of these masses are laws: NaN, +inf and 0 are none."""
+    return (mass > 0) & (mass < float("inf"))
+
+
+# -------------------------------------------------------------------------------------------------------------- groups
+
+
+class Group(NamedTuple):
+    """Some drafts of one proposal, `[G]` each: their places, rows and tokens, and their rows as `row_laws` has them."""
+
+    i: Any
+    inside: Any
+    row: Any
+    draft: Any
+    token: Any
+    known: Any
+    peak: Any
+    mass: Any
+    best: Any
+    dense_row: Any
+
+
+class Supports(NamedTuple):
+    """The supports of a group's drafts, `[G, K]`: tokens, q̂, and the target's logits."""
+
+    ids: Any
+    q: Any
+    z: Any
+
+
+@triton.jit
+def _group(rows, stats, terms, drafts, start, TILES: tl.constexpr):
+    i = start + tl.arange(0, _GROUP)
+    inside = i < terms.gamma
+    row = terms.first_row + i
+    draft = terms.first_draft + i
+    token = tl.load(drafts.ints + draft * DRAFT_INTS + TOKEN, mask=inside, other=-1)
+    dense_row = tl.load(drafts.ints + draft * DRAFT_INTS + DENSE_ROW, mask=inside, other=-1)
+    peak, mass, best = row_laws(rows, stats, row, inside, terms.scale, TILES)
+    return Group(i, inside, row, draft, token, inside & (token >= 0), peak, mass, best, dense_row)
+
+
+@triton.jit
+def _supports(rows, drafts, group, K: tl.constexpr, TILE: tl.constexpr, ADJUSTED: tl.constexpr):  # fmt: skip
+    k = tl.arange(0, K)[None, :]
+    size = tl.load(drafts.ints + group.draft * DRAFT_INTS + SUPPORT_SIZE, mask=group.inside, other=0)
+    place = tl.load(drafts.ints + group.draft * DRAFT_INTS + SUPPORT, mask=group.inside, other=0)[:, None] + k
+    there = k < size[:, None]
+    ids = tl.load(drafts.support_ids + place, mask=there, other=-1)
+    q = tl.load(drafts.support_q + place, mask=there, other=0.0)
+    return Supports(ids, q, load_at(rows, tl.zeros_like(ids) + group.row[:, None], ids, there, TILE, ADJUSTED, True))
+
+
+@triton.jit
+def _tests(drafts, terms, group):
+    """Return the draws that test a group's drafts, float64."""
+    if terms.given >= 0:
+        u = tl.load(drafts.uniforms + terms.given + group.i, mask=group.inside, other=0.0)
+    else:
+        u = accept_uniforms(terms.seed, terms.base_length, group.i)
+    return u
+
+
+@triton.jit
+def _pick(values, place):
+    """Return `values[place]` of a vector `[G]`."""
+    return tl.sum(tl.where(tl.arange(0, _GROUP) == place, values, 0), 0)
+
+
+@triton.jit
+def _until_failure(stands, group, gamma):
+    """Return how many drafts stand before the first that does not; γ where none fails in this group."""
+    return tl.min(tl.where(group.inside & ~stands, group.i, gamma), 0)
+
+
+@triton.jit
+def _p_and_q(rows, terms, drafts, group, TILE: tl.constexpr, ADJUSTED: tl.constexpr,
+             WITH_DENSE: tl.constexpr):  # fmt: skip
+    """Return p and q̂ of a group's drafted tokens, float32; or p̂ and q̂ of the rule `sigmoid`."""
+    z = load_at(rows, group.row, group.token, group.known, TILE, ADJUSTED, True)
+    p = probability(z, group.peak, group.mass, terms.scale)
+    q = tl.load(drafts.q + group.draft, mask=group.inside, other=0.0)
+    if WITH_DENSE:
+        there = group.known & (group.dense_row >= 0)
+        at = drafts.dense + group.dense_row.to(tl.int64) * rows.V + group.token
+        q = tl.where(there, tl.load(at, mask=there, other=0.0), q)
+        if terms.rule == SIGMOID:
+            p = sigmoid(z * (terms.scale / LOG2_E), terms.lowest, terms.inverse_span)
+            q = draft_sigmoid(q, terms.lowest, terms.inverse_span)
+    return tl.where(group.known, p, 0.0), q
+
+
+@triton.jit
+def _overlaps(supports, group, scale, share):
+    """Return Σ min(share · p, q̂) over each support, float64 `[G]`."""
+    p = probability(supports.z, group.peak[:, None], group.mass[:, None], scale).to(tl.float64)
+    return tl.sum(tl.minimum(p * share, supports.q.to(tl.float64)), 1)
+
+
+@triton.jit
+def _dense_overlap(rows, terms, drafts, group, j, share, TILE: tl.constexpr, ADJUSTED: tl.constexpr):  # fmt: skip
+    """Return Σ min(share · p, q̂) over the vocabulary, float64, for the draft at `j` of a group; 0 if q̂ is sparse.
+
+    At temperature 0 it is what q̂ gives to the tokens that stand.
+    """
+    overlap = share * 0
+    number = _pick(group.dense_row, j)
+    if number >= 0:
+        q = drafts.dense + number.to(tl.int64) * rows.V
+        peak = _pick(group.peak, j)
+        mass = _pick(group.mass, j)
+        best = _pick(group.best, j)
+        row = terms.first_row + _pick(group.i, j)
+        for tile in range(rows.n_tiles):
+            ids = tile * TILE + tl.arange(0, TILE)
+            z = load_tile(rows, row, tile, ids, TILE, ADJUSTED, True)
+            common = tl.load(q + ids, mask=ids < rows.V, other=0.0).to(tl.float64)
+            if terms.rule == GREEDY:
+                common = tl.where(_stands(z, ids, peak, best, terms.lenience), common, 0.0)
+            else:
+                common = tl.minimum(probability(z, peak, mass, terms.scale).to(tl.float64) * share, common)
+            overlap += tl.sum(common, 0)
+    return overlap
+
+
+@triton.jit
+def _store_beta(rows, terms, drafts, group, overlaps, share, beta, TILE: tl.constexpr,
+                ADJUSTED: tl.constexpr, WITH_DENSE: tl.constexpr):  # fmt: skip
+    """Write β of a group: what its supports have in common with p, and what its rows over the vocabulary have."""
+    if WITH_DENSE:
+        for j in range(_GROUP):
+            more = _dense_overlap(rows, terms, drafts, group, j, share, TILE, ADJUSTED)
+            overlaps += tl.where(tl.arange(0, _GROUP) == j, more, 0.0)
+    tl.store(beta + group.draft, overlaps.to(tl.float32), mask=group.inside)
+
+
+# --------------------------------------------------------------------------------------------------------------- walks
+
+
+@triton.jit
+def walk_tokenwise(rows, stats, terms, drafts, beta, TILE: tl.constexpr, TILES: tl.constexpr, K: tl.constexpr,
+                   ADJUSTED: tl.constexpr, WITH_DENSE: tl.constexpr):  # fmt: skip
+    """Accept while u · l · q̂ < p [L Alg. 1, A.5]; under `sigmoid` the same of p̂ and q̂ [W 3.2.2]. Writes β."""
+    accepted = tl.zeros_like(terms.gamma)
+    start = tl.zeros_like(terms.gamma)
+    while start < terms.gamma:
+        group = _group(rows, stats, terms, drafts, start, TILES)
+        p, q = _p_and_q(rows, terms, drafts, group, TILE, ADJUSTED, WITH_DENSE)
+        stands = (q > 0) & (_tests(drafts, terms, group) * terms.lenience * q < p) & is_law(group.mass)
+        accepted = _until_failure(stands, group, terms.gamma)
+        if terms.rule == TOKENWISE:
+            share = 1.0 / terms.lenience
+            supports = _supports(rows, drafts, group, K, TILE, ADJUSTED)
+            overlaps = _overlaps(supports, group, terms.scale, share)
+            _store_beta(rows, terms, drafts, group, overlaps, share, beta, TILE, ADJUSTED, WITH_DENSE)
+        start = tl.where(accepted < terms.gamma, terms.gamma, start + _GROUP)
+    return accepted
+
+
+@triton.jit
+def walk_block(rows, stats, terms, drafts, beta, TILE: tl.constexpr, TILES: tl.constexpr, K: tl.constexpr,
+               ADJUSTED: tl.constexpr, WITH_DENSE: tl.constexpr):  # fmt: skip
+    """Accept up to the last success (Sun et al. 2024, Alg. 2). Writes β.
+
+    Returns:
+        τ; P_τ, float64; and whether a row on the way is no law.
+    """
+    tau = tl.zeros_like(terms.gamma)
+    bad = terms.gamma < 0
+    P = terms.lenience * 0 + 1.0
+    kept = P
+    u_before = P
+    start = tl.zeros_like(terms.gamma)
+    while start < terms.gamma:
+        group = _group(rows, stats, terms, drafts, start, TILES)
+        p, q = _p_and_q(rows, terms, drafts, group, TILE, ADJUSTED, WITH_DENSE)
+        u = _tests(drafts, terms, group)
+        supports = _supports(rows, drafts, group, K, TILE, ADJUSTED)
+        whole = terms.lenience * 0 + 1.0
+        overlaps = _overlaps(supports, group, terms.scale, whole)
+        _store_beta(rows, terms, drafts, group, overlaps, whole, beta, TILE, ADJUSTED, WITH_DENSE)
+        for j in range(_GROUP):
+            if (start + j < terms.gamma) & (P > 0) & ~bad:
+                bad = ~is_law(_pick(group.mass, j))
+                if start + j > 0:  # h of the token before: the row after it is at hand now
+                    Z = P - _pick(_overlaps(supports, group, terms.scale, P), j)
+                    if WITH_DENSE:
+                        Z -= _dense_overlap(rows, terms, drafts, group, j, P, TILE, ADJUSTED)
+                    if (Z > 0) & (u_before * (Z + (1.0 - P)) < Z):
+                        tau = start + j
+                        kept = P
+                p_j = _pick(p, j).to(tl.float64)
+                q_j = _pick(q, j).to(tl.float64)
+                P = tl.where(q_j > 0, tl.minimum(P * p_j / tl.where(q_j > 0, q_j, 1.0), 1.0), 0.0)
+                u_before = _pick(u, j)
+        start = tl.where((P > 0) & ~bad, start + _GROUP, terms.gamma)
+    if u_before < P:  # h is P after the last token; where none was drafted, u_before is 1
+        tau = terms.gamma
+        kept = P
+    return tau, kept, bad
+
+
+@triton.jit
+def walk_coupled(rows, stats, terms, drafts, TILES: tl.constexpr):
+    """Accept while the target, with the noise that the draft had too, takes the same token."""
+    accepted = tl.zeros_like(terms.gamma)
+    start = tl.zeros_like(terms.gamma)
+    while start < terms.gamma:
+        group = _group(rows, stats, terms, drafts, start, TILES)
+        accepted = _until_failure((group.best == group.token) & is_law(group.mass), group, terms.gamma)
+        start = tl.where(accepted < terms.gamma, terms.gamma, start + _GROUP)
+    return accepted
+
+
+@triton.jit
+def walk_greedily(rows, stats, terms, drafts, beta, TILE: tl.constexpr, TILES: tl.constexpr, K: tl.constexpr,
+                  ADJUSTED: tl.constexpr, WITH_DENSE: tl.constexpr):  # fmt: skip
+    """Accept the most probable tokens, or nearly those, as lenience allows [L A.5]. Writes β."""
+    accepted = tl.zeros_like(terms.gamma)
+    start = tl.zeros_like(terms.gamma)
+    while start < terms.gamma:
+        group = _group(rows, stats, terms, drafts, start, TILES)
+        z = load_at(rows, group.row, group.token, group.known, TILE, ADJUSTED, True)
+        stands = _stands(z, group.token, group.peak, group.best, terms.lenience) & group.known & is_law(group.mass)
+        accepted = _until_failure(stands, group, terms.gamma)
+        supports = _supports(rows, drafts, group, K, TILE, ADJUSTED)
+        standing = _stands(supports.z, supports.ids, group.peak[:, None], group.best[:, None], terms.lenience)
+        overlaps = tl.sum(tl.where(standing, supports.q, 0.0).to(tl.float64), 1)
+        share = terms.lenience * 0 + 1.0
+        _store_beta(rows, terms, drafts, group, overlaps, share, beta, TILE, ADJUSTED, WITH_DENSE)
+        start = tl.where(accepted < terms.gamma, terms.gamma, start + _GROUP)
+    return accepted
+
+
+@triton.jit
+def _stands(z, ids, peak, best, lenience):
+    """Say which tokens stand at temperature 0: the argmax, and p(x) ≥ l · max p where l < 1."""
+    near = tl.exp2((z - peak) * LOG2_E).to(tl.float64) >= lenience
+    return tl.where(lenience == 1, ids == best, near)

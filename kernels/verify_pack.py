@@ -1,0 +1,234 @@
+"""Proposals as flat arrays, in one copy to the device: what the kernels of `verify_triton` read.
+
+Knows no arithmetic of verification and no kernel; the order of the columns is all that both sides must agree on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.adjustments import RowAdjustment
+from kernels.dense import DenseLaw, DraftLogits
+from kernels.ruling import Proposed, Rule
+from kernels.sparse import SparseLaw
+
+RULE_NUMBERS = {Rule.TOKENWISE: 0, Rule.BLOCK: 1, Rule.COUPLED: 2, Rule.SIGMOID: 3}
+"""How the kernels tell rules apart; temperature 0 is `GREEDY_NUMBER` under any of them."""
+
+GREEDY_NUMBER = 4
+
+_TINY = 1.2e-38
+"""A temperature that float32 would round to zero counts as about its smallest normal number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """B proposals of N drafted tokens in all, over R rows; tensors on the logits' device.
+
+    Attributes:
+        ints: int64 `[B, 6]`: first row, γ, rule, seed, base_length, and where given uniforms begin (-1: none).
+        floats: float64 `[B, 7]`: log2(e) / temperature, lenience, alpha, 1 / (beta - alpha), top-k (0: off), top-p,
+            log2 of min-p.
+        row_sequence: int32 `[R]`.
+        filtered_rows: int32 `[F]`, the rows with top-k, top-p or min-p.
+        draft_ints: int32 `[N, 4]`: token (-1 outside the vocabulary), first of the support, its size, row of `dense`
+            (-1: none).
+        draft_q: float32 `[N]`, q̂ of the token; not set where a row of `dense` has it.
+        support_ids: int32 `[S]`, ascending within a draft.
+        support_q: float32 `[S]`.
+        dense: float32 `[D, V]`, q̂ or the draft's logits.
+        uniforms: float64 `[U]`: γ tests and the next token's draw of each proposal that gives its own.
+        adjusted: int32 `[R]`, which list of changes is the row's; -1 for none.
+        tile_starts: int32 `[lists, n_tiles + 1]`, where each tile's changes begin.
+        change_ids: int32 `[C]`, with float32 `change_divisors` and `change_biases`.
+        change_divisors: see `change_ids`.
+        change_biases: see `change_ids`.
+        max_support: the largest support.
+        has_races: whether any proposal is `coupled` above temperature 0.
+    """
+
+    ints: Tensor
+    floats: Tensor
+    row_sequence: Tensor
+    filtered_rows: Tensor
+    draft_ints: Tensor
+    draft_q: Tensor
+    support_ids: Tensor
+    support_q: Tensor
+    dense: Tensor
+    uniforms: Tensor
+    adjusted: Tensor
+    tile_starts: Tensor
+    change_ids: Tensor
+    change_divisors: Tensor
+    change_biases: Tensor
+    max_support: int
+    has_races: bool
+
+
+def pack(proposals: Sequence[Proposed], V: int, tile: int, device: torch.device) -> Batch:
+    """Return the proposals as arrays on `device`, for rows of `V` logits in tiles of `tile`."""
+    supports = _supports(proposals, V)
+    arrays = {
+        **_sequences(proposals),
+        **_rows(proposals),
+        **supports.arrays,
+        **_changes(proposals, V, tile),
+    }
+    return Batch(
+        **_upload(arrays, device),
+        dense=_dense(proposals, V, device),
+        max_support=supports.largest,
+        has_races=any(each.rule is Rule.COUPLED and not each.law.is_greedy for each in proposals),
+    )
+
+
+def _sequences(proposals: Sequence[Proposed]) -> dict[str, np.ndarray]:
+    first_rows = accumulate((len(each.tokens) + 1 for each in proposals), initial=0)
+    ints, floats = [], []
+    uniforms: list[float] = []
+    for each, first_row in zip(proposals, first_rows, strict=False):
+        law, greedy = each.law, each.law.temperature == 0
+        given = -1
+        if each.uniforms is not None:
+            given = len(uniforms)
+            uniforms += [*each.uniforms.accept[: len(each.tokens)], each.uniforms.resample]
+        seed = each.seed - 2**64 if each.seed >= 2**63 else each.seed
+        rule = GREEDY_NUMBER if greedy else RULE_NUMBERS[each.rule]
+        ints.append((first_row, len(each.tokens), rule, seed, each.base_length, given))
+        scale = math.log2(math.e) / (1.0 if greedy else max(law.temperature, _TINY))
+        scales = each.sigmoid
+        lowest, span = (scales.alpha, scales.beta - scales.alpha) if scales is not None else (0.0, 1.0)
+        least = math.log2(law.min_p) if law.min_p > 0 else -math.inf
+        floats.append((scale, each.lenience, lowest, 1 / span, law.top_k, law.top_p, least))
+    return {
+        "ints": np.array(ints, np.int64),
+        "floats": np.array(floats, np.float64),
+        "uniforms": np.array(uniforms, np.float64),
+    }
+
+
+def _rows(proposals: Sequence[Proposed]) -> dict[str, np.ndarray]:
+    lengths = [len(each.tokens) + 1 for each in proposals]
+    filtered = np.array([not (each.law.is_plain or each.law.is_greedy) for each in proposals]).repeat(lengths)
+    return {
+        "row_sequence": np.arange(len(proposals), dtype=np.int32).repeat(lengths),
+        "filtered_rows": np.flatnonzero(filtered).astype(np.int32),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Supports:
+    arrays: dict[str, np.ndarray]
+    largest: int
+
+
+def _supports(proposals: Sequence[Proposed], V: int) -> _Supports:
+    tokens: list[int] = []
+    ids: list[np.ndarray] = []
+    weights: list[np.ndarray] = []
+    totals: list[int] = []
+    dense_rows: list[int] = []
+    dense = 0
+    for each in proposals:
+        for i, token in enumerate(each.tokens):
+            tokens.append(token if 0 <= token < V else -1)
+            law = each.q[i] if each.q else None
+            dense_rows.append(-1)
+            totals.append(1)
+            if isinstance(law, SparseLaw):
+                ids.append(law.ids)
+                weights.append(law.weights)
+                totals[-1] = law.total
+            elif law is None and each.rule is not Rule.COUPLED:
+                ids.append(np.array((token if 0 <= token < V else -1,)))
+                weights.append(_ONE)
+            else:
+                ids.append(_NONE)
+                weights.append(_NONE)
+                if law is not None:
+                    dense_rows[-1] = dense
+                    dense += 1
+    N = len(tokens)
+    sizes = np.array([len(each) for each in ids], np.int64)
+    draft = np.arange(N).repeat(sizes)
+    flat = np.concatenate(ids, dtype=np.int64) if N else np.empty(0, np.int64)
+    q = np.concatenate(weights) / np.array(totals, np.float64).repeat(sizes) if N else np.empty(0)
+    within = (flat >= 0) & (flat < V)
+    if not within.all():
+        draft, flat, q = draft[within], flat[within], q[within]
+        sizes = np.bincount(draft, minlength=N)
+    hit = flat == np.array(tokens, np.int64)[draft]
+    ends = sizes.cumsum()
+    arrays = {
+        "draft_ints": np.stack((tokens, ends - sizes, sizes, dense_rows), axis=1).astype(np.int32).reshape(N, 4),
+        "draft_q": np.bincount(draft[hit], q[hit], minlength=N).astype(np.float32),
+        "support_ids": flat.astype(np.int32),
+        "support_q": q.astype(np.float32),
+    }
+    return _Supports(arrays, int(sizes.max(initial=0)))
+
+
+_ONE = np.ones(1, np.uint16)
+_NONE = np.empty(0, np.uint16)
+
+
+def _dense(proposals: Sequence[Proposed], V: int, device: torch.device) -> Tensor:
+    rows = [
+        law.probabilities if isinstance(law, DenseLaw) else law.values
+        for each in proposals
+        for law in each.q
+        if isinstance(law, DenseLaw | DraftLogits)
+    ]
+    if not rows:
+        return torch.empty(0, V, device=device)
+    return torch.stack([row.to(device, torch.float32, non_blocking=True) for row in rows])
+
+
+def _changes(proposals: Sequence[Proposed], V: int, tile: int) -> dict[str, np.ndarray]:
+    lists: list[RowAdjustment] = []
+    adjusted: list[int] = []
+    for each in proposals:
+        for row in each.adjustments or (None,) * (len(each.tokens) + 1):
+            adjusted.append(-1)
+            if row is not None and len(row.ids):
+                adjusted[-1] = len(lists)
+                lists.append(row)
+    edges = np.arange(-(-V // tile) + 1) * tile
+    begins = list(accumulate((len(row.ids) for row in lists), initial=0))
+    starts = [begin + np.searchsorted(row.ids, edges) for begin, row in zip(begins, lists, strict=False)]
+    return {
+        "adjusted": np.array(adjusted, np.int32),
+        "tile_starts": np.array(starts, np.int32).reshape(len(lists), len(edges)),
+        "change_ids": _flat([row.ids for row in lists], np.int32),
+        "change_divisors": _flat([row.repetition for row in lists], np.float32),
+        "change_biases": _flat([row.bias for row in lists], np.float32),
+    }
+
+
+def _flat(arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+    return np.concatenate(arrays).astype(dtype) if arrays else np.empty(0, dtype)
+
+
+def _upload(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+    """Return the arrays on `device`, after one copy of them all."""
+    ends = list(accumulate((-(-array.nbytes // 16) * 16 for array in arrays.values()), initial=0))
+    buffer = torch.empty(max(ends[-1], 16), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    staged = buffer.numpy()
+    for start, array in zip(ends, arrays.values(), strict=False):
+        staged[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    there = buffer.to(device, non_blocking=True)
+    return {
+        name: there[start : start + array.nbytes].view(_TORCH[array.dtype.type]).view(array.shape)
+        for (name, array), start in zip(arrays.items(), ends, strict=False)
+    }
+
+
+_TORCH = {np.int64: torch.int64, np.int32: torch.int32, np.float64: torch.float64, np.float32: torch.float32}

@@ -1,0 +1,292 @@
+"""The fused verification kernel: two launches over the target's logits judge a ragged batch of proposals.
+
+1. *Stats*, a program for each tile of each row: its largest logit and the sum of exponentials above it (and its argmax,
+   or the winner of its race with the shared noise). The logits are read here, once.
+2. *Ruling*, a program for each proposal: puts its rows together in fixed order, walks the tests (`triton_walk`), and
+   draws the next token from the one row that needs it (`triton_draw`).
+
+Rows with top-k, top-p or min-p take a launch between the two (`triton_filters`). Nothing waits for the host, so the
+launches may be captured in a CUDA graph. The order of every sum depends on V alone, never on the batch. Knows nothing
+of how proposals become arrays: that is `verify_pack`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.adjustments import apply
+from kernels.distribution import probabilities
+from kernels.logprobs import with_logprobs
+from kernels.ruling import BAD_LOGITS, Proposed, Rule, Ruling, Status
+from kernels.sparse import MAX_SUPPORT
+from kernels.triton_draw import DENSE, SPARSE, TARGET, Draft, Law, draw
+from kernels.triton_draw import SIGMOID as SIGMOID_REST
+from kernels.triton_filters import filter_row
+from kernels.triton_rows import (
+    ARGMAX,
+    NOTHING,
+    RACE,
+    Rows,
+    TileStats,
+    load_tile,
+    resample_uniforms,
+    store_stats,
+    tile_size,
+    tile_stats,
+)
+from kernels.triton_walk import (
+    BLOCK,
+    COUPLED,
+    DENSE_ROW,
+    DRAFT_INTS,
+    GREEDY,
+    SIGMOID,
+    SUPPORT,
+    SUPPORT_SIZE,
+    Drafts,
+    is_law,
+    load_filters,
+    load_terms,
+    row_laws,
+    walk_block,
+    walk_coupled,
+    walk_greedily,
+    walk_tokenwise,
+)
+from kernels.verify_pack import Batch, pack
+
+RULES = frozenset(Rule)
+"""What this implementation judges by."""
+
+FILTER_OPTIONS = {"num_warps": 8}
+RULING_OPTIONS = {"num_warps": 8, "maxnreg": 255}  # left to itself, the assembler spills to stay below 128
+"""How the kernels are compiled; see `stats_options`."""
+
+_STATUS_OK, _STATUS_ZERO_RESIDUAL, _STATUS_BAD_LOGITS = (tl.constexpr(i) for i in range(3))
+_STATUSES = (Status.OK, Status.ZERO_RESIDUAL, Status.BAD_LOGITS)
+_OUTCOME = tl.constexpr(3)  # status, accepted, next token
+
+
+# -------------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def stats_kernel(
+    logits, row_stride, V, n_tiles, row_sequence, ints, floats,
+    adjusted, tile_starts, change_ids, change_divisors, change_biases, cuts,
+    peaks, masses, bests, leads,
+    TILE: tl.constexpr, ADJUSTED: tl.constexpr, WITH_RACE: tl.constexpr,
+):  # fmt: skip
+    """Write what each tile says of its row, `[R, n_tiles]`, and that nothing is cut yet. Grid: R · n_tiles."""
+    row = tl.program_id(0) // n_tiles
+    tile = tl.program_id(0) % n_tiles
+    rows = Rows(logits, row_stride, V, n_tiles, adjusted, tile_starts, change_ids, change_divisors, change_biases, cuts)
+    terms = load_terms(ints, floats, tl.load(row_sequence + row))
+    wanted = tl.where(terms.rule == GREEDY, ARGMAX, tl.where(terms.rule == COUPLED, RACE, NOTHING))
+    ids = tile * TILE + tl.arange(0, TILE)
+    z = load_tile(rows, row, tile, ids, TILE, ADJUSTED, False)
+    position = terms.base_length + row - terms.first_row
+    found = tile_stats(z, ids, terms.scale, wanted, terms.seed, position, WITH_RACE)
+    store_stats(TileStats(peaks, masses, bests, leads), tl.program_id(0), found)
+    if tile == 0:
+        tl.store(cuts + row, -float("inf"))
+
+
+@triton.jit
+def filter_kernel(
+    logits, row_stride, V, n_tiles, row_sequence, ints, floats, filtered_rows,
+    adjusted, tile_starts, change_ids, change_divisors, change_biases, cuts,
+    peaks, masses, bests, leads,
+    TILE: tl.constexpr, TILES: tl.constexpr, ADJUSTED: tl.constexpr,
+):  # fmt: skip
+    """Cut the rows that have filters, and write their tiles anew. Grid: such rows."""
+    row = tl.load(filtered_rows + tl.program_id(0))
+    rows = Rows(logits, row_stride, V, n_tiles, adjusted, tile_starts, change_ids, change_divisors, change_biases, cuts)
+    b = tl.load(row_sequence + row)
+    top_k, top_p, least_bits = load_filters(floats, b)
+    filter_row(
+        rows, TileStats(peaks, masses, bests, leads), row, load_terms(ints, floats, b), top_k, top_p, least_bits,
+        TILE, TILES, ADJUSTED,
+    )  # fmt: skip
+
+
+@triton.jit
+def ruling_kernel(
+    logits, row_stride, V, n_tiles, ints, floats,
+    adjusted, tile_starts, change_ids, change_divisors, change_biases, cuts,
+    peaks, masses, bests, leads,
+    draft_ints, draft_q, support_ids, support_q, dense, uniforms,
+    outcomes, beta,
+    TILE: tl.constexpr, TILES: tl.constexpr, K: tl.constexpr,
+    ADJUSTED: tl.constexpr, WITH_DENSE: tl.constexpr,
+):  # fmt: skip
+    """Judge one proposal, and write its outcome `[B, 3]` and β `[N]`. Grid: B."""
+    b = tl.program_id(0)
+    rows = Rows(logits, row_stride, V, n_tiles, adjusted, tile_starts, change_ids, change_divisors, change_biases, cuts)
+    stats = TileStats(peaks, masses, bests, leads)
+    drafts = Drafts(draft_ints, draft_q, support_ids, support_q, dense, uniforms)
+    terms = load_terms(ints, floats, b)
+    kept = terms.lenience * 0 + 1.0
+    bad = b < 0
+    if terms.rule == GREEDY:
+        accepted = walk_greedily(rows, stats, terms, drafts, beta, TILE, TILES, K, ADJUSTED, WITH_DENSE)
+    elif terms.rule == COUPLED:
+        accepted = walk_coupled(rows, stats, terms, drafts, TILES)
+    elif terms.rule == BLOCK:
+        accepted, kept, bad = walk_block(rows, stats, terms, drafts, beta, TILE, TILES, K, ADJUSTED, WITH_DENSE)
+    else:
+        accepted = walk_tokenwise(rows, stats, terms, drafts, beta, TILE, TILES, K, ADJUSTED, WITH_DENSE)
+
+    row = terms.first_row + accepted
+    peak, mass, best = row_laws(rows, stats, row + tl.arange(0, 1), tl.arange(0, 1) == 0, terms.scale, TILES)
+    law = Law(row, tl.max(peak, 0), tl.max(mass, 0), terms.scale)
+    token = tl.max(best, 0)
+    status = tl.zeros_like(accepted) + _STATUS_OK
+    if bad | ~is_law(law.mass):
+        status = tl.zeros_like(accepted) + _STATUS_BAD_LOGITS
+    elif (terms.rule != GREEDY) & (terms.rule != COUPLED):
+        u = tl.max(resample_uniforms(terms.seed, terms.base_length, accepted + tl.arange(0, 1)), 0)
+        if terms.given >= 0:
+            u = tl.load(uniforms + terms.given + terms.gamma)
+        at = draft_ints + (terms.first_draft + accepted) * DRAFT_INTS
+        rejected = accepted < terms.gamma
+        support = tl.load(at + SUPPORT, mask=rejected, other=0)
+        size = tl.load(at + SUPPORT_SIZE, mask=rejected, other=0)
+        dense_row = tl.load(at + DENSE_ROW, mask=rejected, other=-1)
+        kind = tl.where(dense_row < 0, SPARSE, tl.where(terms.rule == SIGMOID, SIGMOID_REST, DENSE))
+        kind = tl.where(rejected, kind, TARGET)
+        draft = Draft(
+            support_ids + support, support_q + support, size, dense + dense_row.to(tl.int64) * V,
+            terms.lowest, terms.inverse_span,
+        )  # fmt: skip
+        kept = tl.where(rejected, kept, 1.0)
+        token, none = draw(rows, stats, law, draft, kind, kept, u, TILE, TILES, K, ADJUSTED, WITH_DENSE)
+        status = tl.where(none, _STATUS_ZERO_RESIDUAL, _STATUS_OK)
+    tl.store(outcomes + b * _OUTCOME, status)
+    tl.store(outcomes + b * _OUTCOME + 1, accepted)
+    tl.store(outcomes + b * _OUTCOME + 2, token)
+
+
+# --------------------------------------------------------------------------------------------------------------- launch
+
+
+def stats_options(tile: int) -> dict[str, int]:
+    """Return how the first kernel is compiled: sixteen logits a thread, two loads of 128 bits in bfloat16."""
+    return {"num_warps": tile // 512}
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A batch, ready to run: inputs and outputs on the device.
+
+    Attributes:
+        logits: `[R, V]`, with columns side by side; read at every run, so they may be overwritten in between.
+        proposals: the B proposals.
+        batch: their arrays.
+        stats: room for what the tiles say: peaks, masses, bests and leads, `[R, n_tiles]` each.
+        cuts: room for where filters cut, float32 `[R]`.
+        results: int32 `[3 · B + N]`: outcomes, then β as the bits of float32.
+    """
+
+    logits: Tensor
+    proposals: Sequence[Proposed]
+    batch: Batch
+    stats: tuple[Tensor, Tensor, Tensor, Tensor]
+    cuts: Tensor
+    results: Tensor
+
+    def run(self) -> None:
+        """Queue the kernels: no host sync, and the same launches each time, so that a CUDA graph may hold them."""
+        R, V = self.logits.shape
+        batch = self.batch
+        tile = tile_size(V)
+        n_tiles = -(-V // tile)
+        tiles = max(16, triton.next_power_of_2(n_tiles))
+        B, N = len(batch.ints), len(batch.draft_q)
+        adjusted = len(batch.change_ids) > 0
+        where = (self.logits, self.logits.stride(0), V, n_tiles)
+        changes = (
+            batch.adjusted, batch.tile_starts, batch.change_ids, batch.change_divisors, batch.change_biases
+        )  # fmt: skip
+        stats_kernel[(R * n_tiles,)](
+            *where, batch.row_sequence, batch.ints, batch.floats, *changes, self.cuts, *self.stats,
+            TILE=tile, ADJUSTED=adjusted, WITH_RACE=batch.has_races, **stats_options(tile),
+        )  # fmt: skip
+        if len(batch.filtered_rows) > 0:
+            filter_kernel[(len(batch.filtered_rows),)](
+                *where, batch.row_sequence, batch.ints, batch.floats, batch.filtered_rows, *changes, self.cuts,
+                *self.stats, TILE=tile, TILES=tiles, ADJUSTED=adjusted, **FILTER_OPTIONS,
+            )  # fmt: skip
+        ruling_kernel[(B,)](
+            *where, batch.ints, batch.floats, *changes, self.cuts, *self.stats,
+            batch.draft_ints, batch.draft_q, batch.support_ids, batch.support_q, batch.dense, batch.uniforms,
+            self.results[: 3 * B], self.results[3 * B : 3 * B + N].view(torch.float32),
+            TILE=tile, TILES=tiles, K=16 if batch.max_support <= 16 else MAX_SUPPORT,
+            ADJUSTED=adjusted, WITH_DENSE=len(batch.dense) > 0, **RULING_OPTIONS,
+        )  # fmt: skip
+
+    def rulings(self) -> list[Ruling]:
+        """Wait for the last run, and return what it found, after one copy from the device."""
+        B = len(self.proposals)
+        results = self.results.cpu()
+        outcomes = results[: 3 * B].view(B, 3).tolist()
+        beta = results[3 * B :].view(torch.float32).numpy()
+        rulings = []
+        first_row = 0
+        for b, (proposal, (status, accepted, token)) in enumerate(zip(self.proposals, outcomes, strict=True)):
+            ruling = BAD_LOGITS
+            if _STATUSES[status] is not Status.BAD_LOGITS:
+                ruling = Ruling(_STATUSES[status], accepted, token, _beta_of(proposal, accepted, beta[first_row - b :]))
+                if proposal.top_logprobs >= 0:
+                    ruling = self._with_logprobs(ruling, proposal, first_row)
+            rulings.append(ruling)
+            first_row += len(proposal.tokens) + 1
+        return rulings
+
+    def _with_logprobs(self, ruling: Ruling, proposal: Proposed, first_row: int) -> Ruling:
+        """Read the emitted rows again: few requests ask for this, so the kernels do without it."""
+        count = ruling.accepted + 1
+        raw = self.logits[first_row : first_row + count]
+        z = apply(raw, proposal.adjustments[:count])
+        return with_logprobs(ruling, proposal, raw, probabilities(z, proposal.law))
+
+
+def prepare(logits: Tensor, proposals: Sequence[Proposed]) -> Launch:
+    """Pack the proposals, copy them to the logits' device, and set room aside for the results."""
+    if logits.dtype == torch.float64:
+        logits = logits.float()
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    R, V = logits.shape
+    tile = tile_size(V)
+    batch = pack(proposals, V, tile, logits.device)
+    shape = (R, -(-V // tile))
+    stats = (
+        torch.empty(shape, dtype=torch.float32, device=logits.device),
+        torch.empty(shape, dtype=torch.float32, device=logits.device),
+        torch.empty(shape, dtype=torch.int32, device=logits.device),
+        torch.empty(shape, dtype=torch.float32, device=logits.device),
+    )
+    cuts = torch.empty(R, dtype=torch.float32, device=logits.device)
+    results = torch.empty(3 * len(proposals) + len(batch.draft_q), dtype=torch.int32, device=logits.device)
+    return Launch(logits, proposals, batch, stats, cuts, results)
+
+
+def verify(logits: Tensor, proposals: Sequence[Proposed]) -> list[Ruling]:
+    """Rule on each proposal; `logits` `[R, V]`, rows in order. See `kernels.verify.verify`."""
+    launch = prepare(logits, proposals)
+    launch.run()
+    return launch.rulings()
+
+
+def _beta_of(proposal: Proposed, accepted: int, beta: np.ndarray) -> tuple[float, ...]:
+    if proposal.rule in (Rule.COUPLED, Rule.SIGMOID):
+        return ()
+    return tuple(beta[: min(accepted + 1, len(proposal.tokens))].tolist())

@@ -1,0 +1,77 @@
+"""What a rule accepts in expectation, by formula, is what the oracle accepts on average over its uniforms."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from benchmarks.acceptance import EXPECTED, Drafted, estimate
+from kernels.distribution import SamplingLaw
+from kernels.ruling import Proposed, Rule, Uniforms
+from kernels.sparse import SparseConfig, sparsify
+from kernels.verify_reference import verify
+
+V, GAMMA = 6, 3
+LAW = SamplingLaw()
+ALMOST_1 = 1 - 2**-50
+
+
+@pytest.mark.parametrize("rule", EXPECTED)
+@pytest.mark.parametrize("seed", range(6))
+def test_it_is_the_oracles_mean_over_all_uniforms(rule: str, seed: int) -> None:
+    source = torch.Generator().manual_seed(seed)
+    logits = torch.randn(GAMMA + 1, V, generator=source, dtype=torch.float64)
+    laws = sparsify(torch.softmax(1.5 * torch.randn(GAMMA, V, generator=source), dim=-1), SparseConfig(max_support=5))
+    tokens = tuple(int(law.ids[torch.randint(len(law.ids), (1,), generator=source)]) for law in laws)
+    p = torch.softmax(logits, dim=-1).numpy()
+    path = [
+        Drafted(float(p[i, x]), law.probability(x), p[i][law.ids], law.weights / law.total)
+        for i, (x, law) in enumerate(zip(tokens, laws, strict=True))
+    ]
+
+    def accepted(*u: float) -> int:
+        return verify(logits, [Proposed(tokens, tuple(laws), LAW, 0, 1, Rule(rule), uniforms=Uniforms(u, 0.5))])[
+            0
+        ].accepted
+
+    assert EXPECTED[rule](path) == pytest.approx(mean_over_the_cube(accepted), abs=1e-9)
+
+
+def mean_over_the_cube(accepted: Callable[..., int]) -> float:
+    """The mean of a function of GAMMA uniforms that has at most one step along each of them."""
+    cuts = [sorted({0.0, *steps(accepted, axis), 1.0}) for axis in range(GAMMA)]
+    cells = itertools.product(*(itertools.pairwise(along) for along in cuts))
+    return sum(
+        math.prod(high - low for low, high in cell) * accepted(*((low + high) / 2 for low, high in cell))
+        for cell in cells
+    )
+
+
+def steps(accepted: Callable[..., int], axis: int) -> Iterator[float]:
+    """Where the function steps along an axis; each shows where the others are all lowest, or all highest."""
+    for others in (0.0, ALMOST_1):
+        at = [others] * GAMMA
+
+        def along(u: float, at: list[float] = at) -> int:
+            return accepted(*at[:axis], u, *at[axis + 1 :])
+
+        low, high = 0.0, ALMOST_1
+        if along(low) == along(high):
+            continue
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (middle, high) if along(middle) == along(0.0) else (low, middle)
+        yield high
+
+
+def test_an_estimate_has_its_interval_and_what_it_tells_from_0() -> None:
+    found = estimate([1.0, 3.0, 2.0, 2.0])
+    error = (2 / 3) ** 0.5 / 2
+    assert found["mean"] == 2
+    assert found["interval"] == pytest.approx([2 - 1.96 * error, 2 + 1.96 * error])
+    assert found["detectable"] == pytest.approx((1.96 + 1.645) * error)
+    assert estimate([5.0]) == {"mean": 5.0, "interval": None, "detectable": None}

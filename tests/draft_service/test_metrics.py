@@ -1,0 +1,129 @@
+"""Metrics of both services as processes, scraped over HTTP, against what the requests report of themselves."""
+
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from urllib.request import urlopen
+
+import grpc
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from outrider.cli.processes import ServiceProcess
+from protos.outrider.v1 import sampling_pb2
+from tests.draft_service.calls import sampling, write
+from tests.draft_service.conftest import FLAGS, HEALTHY_WITHIN_S
+from tests.draft_service.pairs import DEMO
+
+RULES = {"tokenwise": sampling_pb2.ACCEPTANCE_RULE_TOKENWISE, "block": sampling_pb2.ACCEPTANCE_RULE_BLOCK}
+WITHIN_S = 5.0  # a verdict is on its way a moment before it is counted
+PREFIX = "outrider_spec_decode_"
+
+Samples = dict[str, dict[tuple[tuple[str, str], ...], float]]
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A pair, and where its metrics are."""
+
+    channel: grpc.Channel
+    verifier: ServiceProcess
+    draft: ServiceProcess
+
+
+@pytest.fixture(scope="module")
+def watched() -> Iterator[Watched]:
+    """A pair that judges in float64, so that the path in use is not the one that any device would pick."""
+    watching = ("--metrics-listen", "127.0.0.1:0")
+    target = ["verifier_service", "--model", str(DEMO / "target"), "--verify-path", "reference", *watching, *FLAGS]
+    with ServiceProcess.start(target) as verifier:
+        arguments = ["draft_service", "--model", str(DEMO / "draft"), "--verifier", verifier.address]
+        with ServiceProcess.start([*arguments, *watching, *FLAGS]) as draft:
+            verifier.wait_healthy(HEALTHY_WITHIN_S)
+            draft.wait_healthy(HEALTHY_WITHIN_S)
+            with grpc.insecure_channel(draft.address) as channel:
+                yield Watched(channel, verifier, draft)
+
+
+def logged(service: ServiceProcess, event: str) -> dict[str, str]:
+    """The line of the log with this event."""
+    lines = [json.loads(line) for line in service.log_lines() if line.startswith("{")]
+    (found,) = [line for line in lines if line["event"] == event]
+    return dict(found)
+
+
+def scrape(service: ServiceProcess) -> Samples:
+    with urlopen(logged(service, "metrics")["address"], timeout=10) as response:
+        text = response.read().decode()
+    samples: Samples = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            samples.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
+    return samples
+
+
+def counters(service: ServiceProcess) -> Samples:
+    return {name: found for name, found in scrape(service).items() if name.startswith(PREFIX)}
+
+
+def test_counters_are_the_requests_own_statistics(watched: Watched) -> None:
+    assert counters(watched.verifier) == {}
+    expected: Samples = {}
+    rounds = 0
+    for rule, number in RULES.items():
+        totals: Counter[str] = Counter()
+        accepted: Counter[str] = Counter()
+        for seed in (1, 2):
+            sample = write(
+                watched.channel,
+                gamma=4,
+                max_new_tokens=24,
+                ignore_eos=True,
+                sampling=sampling(1.0, seed=seed, rule=number),
+            )
+            told = sample.end.statistics
+            totals["num_drafts"] += told.num_drafts
+            totals["num_draft_tokens"] += told.num_draft_tokens
+            totals["num_accepted_tokens"] += told.num_accepted_tokens
+            accepted.update({str(i): count for i, count in enumerate(told.num_accepted_tokens_per_pos) if count})
+            rounds += told.num_rounds
+        assert 0 < totals["num_accepted_tokens"] < totals["num_draft_tokens"]
+        assert len(accepted) > 1
+        for name, value in totals.items():
+            expected.setdefault(f"{PREFIX}{name}_total", {})[("rule", rule),] = value
+        per_position = expected.setdefault(f"{PREFIX}num_accepted_tokens_per_pos_total", {})
+        per_position.update({(("position", at), ("rule", rule)): count for at, count in accepted.items()})
+    end = time.monotonic() + WITHIN_S
+    while (found := counters(watched.verifier)) != expected and time.monotonic() < end:
+        time.sleep(0.05)
+    assert found == expected
+    assert scrape(watched.verifier)["outrider_verify_seconds_count"] == {(("path", "reference"),): rounds}
+    (seconds,) = scrape(watched.verifier)["outrider_verify_seconds_sum"].values()
+    assert 0 < seconds < 60
+
+
+def test_a_target_that_writes_alone_drafts_nothing(watched: Watched) -> None:
+    before = counters(watched.verifier)
+    (calls,) = scrape(watched.verifier)["outrider_verify_seconds_count"].values() or (0,)
+    write(watched.channel, gamma=0, max_new_tokens=3, ignore_eos=True)
+    (after,) = scrape(watched.verifier)["outrider_verify_seconds_count"].values()
+    assert after == calls + 3
+    assert counters(watched.verifier) == before
+
+
+def test_both_services_say_what_they_run(watched: Watched) -> None:
+    (target,) = scrape(watched.verifier)["outrider_service_info"]
+    assert {("service", "verifier_service"), ("device", "cpu"), ("verify_path", "reference")} < set(target)
+    assert dict(target)["model"].endswith("target")
+    assert re.match(r"\d+\.\d+", dict(target)["version"])
+    (draft,) = scrape(watched.draft)["outrider_service_info"]
+    assert {("service", "draft_service"), ("device", "cpu")} < set(draft)
+    assert "verify_path" not in dict(draft)
+
+
+def test_the_log_names_the_path_and_why(watched: Watched) -> None:
+    line = logged(watched.verifier, "verifying")
+    assert (line["verify_path"], line["reason"], line["device"]) == ("reference", "asked for", "cpu")

@@ -1,0 +1,89 @@
+"""Compile the verification kernels for GPUs that are not here, and print what the machine code is like, as JSON.
+
+Run by `test_compiled` in a process of its own, since a process that interprets kernels cannot compile them. It knows
+nothing of what is to be expected.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from triton import compile as compile_for
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels import verify_triton
+from kernels.verify_triton import FILTER_OPTIONS, RULING_OPTIONS, stats_options
+
+_TYPES = {
+    "logits": "*bf16", "row_stride": "i64", "V": "i32", "n_tiles": "i32", "row_sequence": "*i32",
+    "ints": "*i64", "floats": "*fp64", "filtered_rows": "*i32",
+    "adjusted": "*i32", "tile_starts": "*i32", "change_ids": "*i32", "change_divisors": "*fp32",
+    "change_biases": "*fp32", "cuts": "*fp32",
+    "peaks": "*fp32", "masses": "*fp32", "bests": "*i32", "leads": "*fp32",
+    "draft_ints": "*i32", "draft_q": "*fp32", "support_ids": "*i32", "support_q": "*fp32", "dense": "*fp32",
+    "uniforms": "*fp64", "outcomes": "*i32", "beta": "*fp32",
+}  # fmt: skip
+_ALIGNED = [["tt.divisibility", 16]]  # pointers, as torch allocates, and the stride of rows padded to 16
+
+
+def variants() -> Iterator[tuple[str, dict[str, int], dict[str, Any]]]:
+    """Yield kernels by name, options, and constants: as a verifier launches them over 128,000 and 152,000 tokens."""
+    for tile in (2048, 4096):
+        sizes = {"TILE": tile, "ADJUSTED": False}
+        yield "stats_kernel", stats_options(tile), {**sizes, "WITH_RACE": False}
+    yield "stats_kernel", stats_options(tile), {**sizes, "ADJUSTED": True, "WITH_RACE": True}
+    yield "filter_kernel", FILTER_OPTIONS, {**sizes, "TILES": 64}
+    for K in (16, 256):
+        yield "ruling_kernel", RULING_OPTIONS, {**sizes, "TILES": 64, "K": K, "WITH_DENSE": False}
+
+
+def describe(name: str, options: dict[str, int], constants: dict[str, Any], architecture: int) -> dict[str, Any]:
+    """Return what the machine code of one kernel for one architecture is like."""
+    kernel = getattr(verify_triton, name)
+    names = kernel.arg_names
+    source = ASTSource(
+        fn=kernel,
+        signature={each: "constexpr" if each in constants else _TYPES[each] for each in names},
+        constexprs=constants,
+        attrs={
+            (i,): _ALIGNED
+            for i, each in enumerate(names)
+            if each == "row_stride" or _TYPES.get(each, "").startswith("*")
+        },
+    )
+    compiled = compile_for(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder) / "kernel.cubin"
+        binary.write_bytes(compiled.asm["cubin"])
+        code = _dump("--dump-sass", binary)
+        resources = _dump("--dump-resource-usage", binary)
+    registers = re.search(r"REG:(\d+)", resources)
+    return {
+        "kernel": name,
+        "architecture": architecture,
+        "constants": constants,
+        "registers": int(registers[1]) if registers else None,
+        "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
+        "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.MULTILINE)),
+        "wide_loads": len(re.findall(r"\bLDG\.[A-Z.]*128", code)),
+    }
+
+
+def _dump(what: str, binary: Path) -> str:
+    return subprocess.run(
+        [knobs.nvidia.cuobjdump.path, what, str(binary)], capture_output=True, text=True, check=True
+    ).stdout
+
+
+if __name__ == "__main__":
+    architectures = [int(each) for each in sys.argv[1:]]
+    print(json.dumps([describe(*variant, each) for each in architectures for variant in variants()]))

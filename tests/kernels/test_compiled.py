@@ -1,0 +1,55 @@
+"""The kernels, compiled ahead of time for sm_80 and sm_90: nothing is spilled, logits are read 128 bits at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton has no build for this platform")
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compiled", "80", "90"],
+        env=environment,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return list(json.loads(run.stdout.splitlines()[-1]))
+
+
+@pytest.mark.timeout(300)
+def test_nothing_is_spilled(compiled: list[dict[str, Any]]) -> None:
+    assert {each["architecture"] for each in compiled} == {80, 90}
+    assert all(each["instructions"] > 100 for each in compiled)
+    assert [each for each in compiled if each["spills"]] == []
+
+
+def test_logits_are_read_128_bits_at_a_time(compiled: list[dict[str, Any]]) -> None:
+    """A full tile of bfloat16 takes two such loads of each thread, sixteen logits."""
+    stats = [each for each in compiled if each["kernel"] == "stats_kernel"]
+    assert len(stats) == 6
+    assert [each for each in stats if each["wide_loads"] < 2] == []
+
+
+def test_the_statistics_leave_room_for_four_programs_on_a_multiprocessor(compiled: list[dict[str, Any]]) -> None:
+    """Of 256 threads each, in 65,536 registers: 64 a thread at most, where no changes and races are compiled in."""
+    plain = [
+        each
+        for each in compiled
+        if (each["kernel"], each["architecture"], each["constants"]["ADJUSTED"]) == ("stats_kernel", 90, False)
+    ]
+    assert len(plain) == 2
+    assert max(each["registers"] for each in plain) <= 64

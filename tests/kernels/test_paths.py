@@ -1,0 +1,59 @@
+"""Which implementation judges is chosen once, and one that cannot run is refused with its reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.paths import PathUnavailable, choose, obstacle, rehearse
+from kernels.verify import implementation_for, implementations
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda:1")
+ALL = ("reference", "torch", "triton")
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_auto_is_what_verify_picks_by_itself(device: torch.device) -> None:
+    chosen = choose("auto", device)
+    assert chosen.name == implementation_for(device)
+    assert device.type in chosen.reason
+
+
+@pytest.mark.parametrize("name", ["torch", "reference"])
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_what_runs_anywhere_may_be_asked_for_anywhere(name: str, device: torch.device) -> None:
+    assert choose(name, device).name == name
+    assert choose(name, device).reason == "asked for"
+
+
+def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(PathUnavailable, match=r"^triton cannot judge on cpu: it needs a CUDA device, or TRITON_INT"):
+        choose("triton", CPU)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    pytest.importorskip("triton")
+    assert obstacle("triton", CPU, ALL) is None
+
+
+def test_triton_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernels.paths.find_spec", lambda name: None)
+    assert obstacle("triton", CUDA, ALL) == "triton is not installed"
+    assert obstacle("torch", CUDA, ALL) is None
+
+
+def test_what_a_build_does_not_have_is_refused() -> None:
+    assert obstacle("reference", CPU, ("torch",)) == "this build has torch"
+    with pytest.raises(PathUnavailable, match=f"^nonsense cannot judge on cpu: this build has {implementations()[0]}"):
+        choose("nonsense", CPU)
+
+
+@pytest.mark.parametrize("name", ["torch", "reference"])
+def test_a_rehearsal_passes_where_the_path_runs(name: str) -> None:
+    rehearse(name, CPU, 300, torch.bfloat16)
+
+
+def test_a_rehearsal_tells_what_went_wrong() -> None:
+    with pytest.raises(
+        PathUnavailable, match=r"^nonsense cannot judge on cpu: ValueError: implementation is 'nonsense'"
+    ):
+        rehearse("nonsense", CPU)

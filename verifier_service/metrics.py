@@ -1,0 +1,46 @@
+"""What the verifier counts, under the names that the field uses. The engine feeds it (`engine.Observer`)."""
+
+from prometheus_client import Counter, Histogram
+
+from kernels.verify import Rule
+from outrider.metrics import Metrics
+
+# From what a kernel takes to what a float64 oracle does, each about twice the one before.
+_SECONDS = (10e-6, 20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0)
+
+
+class SpeculationMetrics:
+    """Counts judged proposals by rule, and the time of verification by path. One thread feeds it."""
+
+    def __init__(self, metrics: Metrics, verify_path: str) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"outrider_spec_decode_{name}", text, ("rule", *labels), registry=metrics.registry)
+
+        self._drafts = counter("num_drafts", "Proposals of at least one token that were judged.")
+        self._draft_tokens = counter("num_draft_tokens", "Drafted tokens in them.")
+        self._accepted = counter("num_accepted_tokens", "Drafted tokens that were accepted.")
+        self._accepted_at = counter(
+            "num_accepted_tokens_per_pos", "Accepted tokens by place in the proposal, from 0.", "position"
+        )
+        self._seconds = Histogram(
+            "outrider_verify_seconds",
+            "Time of one call of verification, for all sequences of a pass.",
+            ("path",),
+            buckets=_SECONDS,
+            registry=metrics.registry,
+        ).labels(verify_path)
+
+    def verified(self, seconds: float) -> None:
+        """One call of verification took so long."""
+        self._seconds.observe(seconds)
+
+    def judged(self, rule: Rule, drafted: int, accepted: int) -> None:
+        """A proposal of `drafted` tokens was judged, and `accepted` of them are in the text."""
+        if not drafted:
+            return
+        name = rule.value
+        self._drafts.labels(name).inc()
+        self._draft_tokens.labels(name).inc(drafted)
+        self._accepted.labels(name).inc(accepted)
+        for position in range(accepted):
+            self._accepted_at.labels(name, str(position)).inc()
