@@ -18,7 +18,7 @@ from outrider.sampling import (
     check_logprobs,
     check_sampling,
     check_token_ids,
-    implied_rule,
+    promised_rule,
 )
 from protos.outrider.v1 import draft_service_pb2, model_pb2, sampling_pb2
 
@@ -140,7 +140,7 @@ def check_law(
 ) -> Sampling:
     """Checks sampling parameters against the target that will judge by them.
 
-    Where they name no rule it is the target's default; or with `seed_decides` what `implied_rule` says, and then the
+    Where they name no rule it is the target's default; or with `seed_decides` what `promised_rule` says, and then the
     target has to be told.
 
     Raises:
@@ -149,7 +149,7 @@ def check_law(
     rules = [_RULES[number] for number in target.rules if _RULES.get(number) in OFFERED_RULES]
     default_rule = _RULES[target.default_rule]
     if seed_decides:
-        default_rule = implied_rule(params, rules=rules, default_rule=default_rule)
+        default_rule = promised_rule(params, rules=rules, default=default_rule)
     return check_sampling(params, vocab_size=target.vocab_size, rules=rules, default_rule=default_rule)
 
 

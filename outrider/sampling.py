@@ -83,13 +83,13 @@ def check_sampling(
     )
 
 
-def implied_rule(params: sampling_pb2.SamplingParams, *, rules: Container[Rule], default_rule: Rule) -> Rule:
-    """The rule of a request to the draft service that names none; `rules` are those that may be chosen.
+def promised_rule(params: sampling_pb2.SamplingParams, *, rules: Container[Rule], default: Rule) -> Rule:
+    """The default rule of a request to the draft service, of those in `rules`; `default` is the target's.
 
-    A seed promises the text itself, and only `coupled` keeps that whatever is drafted (Law 7). All others take
-    `default_rule`. Where the request is lenient `check_sampling` puts `tokenwise` in either's place.
+    A seed promises the text itself, and only `coupled` keeps that whatever is drafted (Law 7).
+    Where the request is lenient `check_sampling` puts `tokenwise` in either's place.
     """
-    return Rule.COUPLED if params.HasField("seed") and Rule.COUPLED in rules else default_rule
+    return Rule.COUPLED if params.HasField("seed") and Rule.COUPLED in rules else default
 
 
 def check_token_ids(field: str, ids: Iterable[int], vocab_size: int) -> list[int]:
