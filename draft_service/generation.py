@@ -214,6 +214,7 @@ class Sample:
             law=self._request.sampling.law,
             logit_rules=self._request.sampling.logit_rules,
             seed=self._request.seed_of(self._index),
+            rule=self._request.sampling.rule,
         )
 
     def _stop_drafting(self) -> None:

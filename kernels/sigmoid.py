@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from torch import Tensor
+from torch.nn import functional
 
 from kernels.dense import EXCLUDED, DraftLogits, SigmoidScales
 from kernels.distribution import SamplingLaw, kept
@@ -25,10 +26,12 @@ _LARGEST = 65504.0
 _LEAST_KEPT = -65472.0  # the neighbour of EXCLUDED
 
 
-def draft_logits(z: Tensor, law: SamplingLaw) -> list[DraftLogits]:
+def draft_logits(z: Tensor, law: SamplingLaw, vocab_size: int | None = None) -> list[DraftLogits]:
     """Return what a draft says of each row of `z` `[B, V]` under the rule: z / temperature, filters made, in 16 bits.
 
-    Logits that 16 bits cannot hold are cut to those they can. A row that is no law has no meaning here.
+    Logits that 16 bits cannot hold are cut to those they can. Where the target's vocabulary of `vocab_size` is larger
+    than V, the draft could not have drawn the rest. A row that is no law has no meaning here. What is returned lies on
+    the host.
 
     Raises:
         ValueError: the temperature is 0, where there is no scale for logits.
@@ -37,7 +40,8 @@ def draft_logits(z: Tensor, law: SamplingLaw) -> list[DraftLogits]:
         raise ValueError("temperature is 0; logits divided by it are none")
     v = (z.double() / law.temperature).clamp(_LEAST_KEPT, _LARGEST).half()
     v = v.masked_fill(~kept(z, law) | (z == -math.inf), EXCLUDED)
-    return [DraftLogits(row) for row in v]
+    missing = 0 if vocab_size is None else vocab_size - v.shape[1]
+    return [DraftLogits(row) for row in functional.pad(v, (0, missing), value=EXCLUDED).cpu()]
 
 
 class Scores:

@@ -13,13 +13,16 @@ import torch
 
 from draft_service.drafters.base import Draft, DraftError, DraftSequence
 from kernels.adjustments import Adjuster, apply
+from kernels.dense import DraftLogits
 from kernels.distribution import SamplingLaw
 from kernels.philox import Domain, uniform
+from kernels.sigmoid import draft_logits
 from kernels.sparse import SparseConfig, SparseLaw, draw
 from outrider.lm.engine import Engine
 from outrider.lm.packed import Chunk, PackedModel
 from outrider.lm.writing import Sampling
 
+TokenLaw = SparseLaw | DraftLogits | None
 Done = Callable[[Draft | DraftError], None]
 
 
@@ -32,8 +35,9 @@ class ModelSequence:
     Attributes:
         tokens: prompt, committed tokens, and those drafted in the round under way.
         base: how many of them are committed.
+        tells_logits: whether the logits of each drafted token are told, and not its law.
         gamma: how many to draft in the round under way; 0 between rounds.
-        laws: what the drafted ones were sampled from.
+        laws: what is told of the drafted ones: what they were sampled from, or the logits (`tells_logits`).
         done: takes the round's result; any thread may call it.
         slot: its place in the KV pool; None before its first pass and after its end.
     """
@@ -43,9 +47,10 @@ class ModelSequence:
     tokens: list[int]
     base: int
     adjuster: Adjuster | None
+    tells_logits: bool = False
     slot: int | None = None
     gamma: int = 0
-    laws: list[SparseLaw | None] = field(default_factory=list)
+    laws: list[TokenLaw] = field(default_factory=list)
     done: Done | None = None
     asked: float = 0.0
     closed: bool = False
@@ -59,7 +64,12 @@ class ModelSequence:
             for token in sequence.committed:
                 adjuster.push(token)
         tokens = [*sequence.prompt, *sequence.committed]
-        return ModelSequence(sequence.law, sequence.seed, tokens, len(tokens), adjuster)
+        return ModelSequence(sequence.law, sequence.seed, tokens, len(tokens), adjuster, sequence.needs_logits)
+
+    @property
+    def may_be_written(self) -> bool:
+        """Whether its tokens can be drawn in one call: there, logits are neither adjusted nor kept."""
+        return self.adjuster is None and not self.tells_logits
 
     @property
     def drafted(self) -> int:
@@ -82,7 +92,7 @@ class ModelSequence:
         self.laws = []
         return kept
 
-    def add(self, token: int, law: SparseLaw | None) -> None:
+    def add(self, token: int, law: TokenLaw) -> None:
         """Takes in a drafted token."""
         self.tokens.append(token)
         self.laws.append(law)
@@ -122,7 +132,7 @@ class DraftWork:
     draws: bool
 
 
-Drawn = list[tuple[int, SparseLaw | None]]
+Drawn = list[tuple[int, TokenLaw]]
 """Tokens and their laws."""
 
 
@@ -198,7 +208,7 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
 
     def forward(self, work: Sequence[DraftWork]) -> list[Drawn]:
         """What each work has drawn: nothing, a token, or the whole proposal where it drafts alone."""
-        if len(work) == 1 and work[0].draws and work[0].sequence.adjuster is None and self.packed.can_write:
+        if len(work) == 1 and work[0].draws and work[0].sequence.may_be_written and self.packed.can_write:
             return [self._write(work[0])]
         logits = self.packed.forward([item.chunk for item in work])
         drawing = [item.sequence for item in work if item.draws]
@@ -230,9 +240,10 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
         places = range(sequence.drafted, sequence.gamma)
         uniforms = [_uniform(sequence, place) for place in places]
         sampling = Sampling(sequence.law, self._config, uniforms, self._vocab_size)
-        return list(zip(*self.packed.write(work.chunk, sampling), strict=True))
+        tokens, laws = self.packed.write(work.chunk, sampling)
+        return list(zip(tokens, laws, strict=True))
 
-    def _draw(self, drawing: Sequence[ModelSequence], logits: torch.Tensor) -> Iterable[tuple[int, SparseLaw | None]]:
+    def _draw(self, drawing: Sequence[ModelSequence], logits: torch.Tensor) -> Iterable[tuple[int, TokenLaw]]:
         # logits: [B, V or more], one row for each sequence
         z = logits[:, : self._vocab_size]
         if any(sequence.adjuster is not None for sequence in drawing):
@@ -240,7 +251,11 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
         laws = [sequence.law for sequence in drawing]
         uniforms = [_uniform(sequence, sequence.drafted) for sequence in drawing]
         tokens, drawn = draw(z, laws, self._config, uniforms)
-        return zip(tokens, drawn, strict=True)
+        told = [
+            draft_logits(z[row : row + 1], sequence.law, self._vocab_size)[0] if sequence.tells_logits else law
+            for row, (sequence, law) in enumerate(zip(drawing, drawn, strict=True))
+        ]
+        return zip(tokens, told, strict=True)
 
     def _end(self, sequence: ModelSequence, error: Exception) -> None:
         if sequence in self._busy:

@@ -47,6 +47,9 @@ _LAW = (
     click.option("--min-p", type=float, help="Drop tokens below this share of the most probable one. Default: 0."),
     click.option("--seed", type=int, help="Keys every random draw. Default: the service chooses, and reports it."),
     click.option("--rule", type=click.Choice(_RULES), help="How proposals are judged; sigmoid is lossy."),
+    click.option(
+        "--sigmoid-scales", metavar="ALPHA BETA", type=float, nargs=2, help="With --rule sigmoid, which needs them."
+    ),
     click.option("--gamma", type=int, help="Tokens per proposal; 0: the target alone. Default: the service chooses."),
 )
 

@@ -81,6 +81,11 @@ class Completion:
     def seed(self) -> int:
         return self.started.seed
 
+    @property
+    def lossy(self) -> bool:
+        """Whether the text does not follow the target's law: the rule `sigmoid`, or lenience below 1."""
+        return self.started.lossy
+
 
 @dataclass(slots=True)
 class Collector:
