@@ -20,6 +20,7 @@ from tests.verifier_service.streams import Stream
 RULE = sampling_pb2.ACCEPTANCE_RULE_SIGMOID
 IDS = oracle.encode(PROMPT)
 STEEP = SigmoidScales(8.0, 10.0)  # acceptance is then well off 0 and 1
+STEEPER = SigmoidScales(20.0, 21.0)
 PAPERS = SigmoidScales(-1e4, 1e4)
 TOKENS, SEED = 64, 5
 
@@ -60,7 +61,7 @@ def _replayed(sample: Sample, law: SamplingLaw, scales: SigmoidScales) -> list[t
 
 
 @pytest.mark.parametrize(
-    ("scales", "temperature", "top_k"), [(STEEP, 1.0, 0), (STEEP, 0.7, 20), (PAPERS, 1.0, 0)], ids=str
+    ("scales", "temperature", "top_k"), [(STEEP, 1.0, 0), (STEEPER, 0.7, 20), (PAPERS, 1.0, 0)], ids=str
 )
 def test_each_verdict_is_the_oracles(
     draft: grpc.Channel, scales: SigmoidScales, temperature: float, top_k: int
