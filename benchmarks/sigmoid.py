@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import machine
-from benchmarks.sigmoid_laws import PRECISIONS, SERVICES, Places, by_sigmoid, by_tokenwise, total_variation
+from benchmarks.sigmoid_laws import PRECISIONS, SERVICES, Places, Precision, by_sigmoid, by_tokenwise, total_variation
 from benchmarks.sigmoid_picture import draw
 from benchmarks.sigmoid_rounds import Case, Texts, Way, accepted, drawn_from, rounds, synthetic, timed, write
 from benchmarks.sigmoid_tables import tables
@@ -34,6 +34,7 @@ DEMO = ROOT / "models" / "demo"
 RESULTS = Path(__file__).parent / "results"
 PAPERS = (1e1, 1e3, 1e4, 1e5)  # ± of [W Tables 2 and 7]
 SWEEP = [round(10 ** (k / 4), 6) for k in range(-4, 21)]
+ONE_APART = range(-10, 31, 2)  # α of the other sweep, in which β is α + 1
 PROMPT_TOKENS, GAMMA, LARGE = 16, 5, 151_936
 
 Json = dict[str, Any]
@@ -50,7 +51,7 @@ def _means(places: Places) -> Json:
 
 
 def _number(value: float) -> float | None:
-    return round(value, 6) if math.isfinite(value) else None
+    return round(value, 9) if math.isfinite(value) else None
 
 
 def _joined(parts: list[Places]) -> Places:
@@ -62,8 +63,8 @@ def measure_laws(z: Tensor, v: Tensor) -> Json:
     """Acceptance and distances at places of target logits `z` and draft logits `v`, `[N, V]`."""
     pieces = [(a, b, drawn_from(b)) for a, b in zip(z.split(256), v.split(256), strict=True)]
 
-    def by(scale: float, precision: Any) -> Json:
-        return _means(_joined([by_sigmoid(a, b, q, _around(scale), precision) for a, b, q in pieces]))
+    def by(scales: SigmoidScales, precision: Precision) -> Json:
+        return _means(_joined([by_sigmoid(a, b, q, scales, precision) for a, b, q in pieces]))
 
     apart = torch.cat([total_variation(torch.softmax(a.double(), -1), q) for a, _, q in pieces])
     whole = torch.cat([torch.minimum(torch.softmax(a, -1), torch.softmax(b, -1)).sum(-1) for a, b, _ in pieces])
@@ -74,9 +75,11 @@ def measure_laws(z: Tensor, v: Tensor) -> Json:
         "acceptance_of_whole_draft": round(float(whole.mean()), 6),
         "tokenwise": _means(_joined([by_tokenwise(a, q) for a, _, q in pieces])),
         "sigmoid": {
-            precision.name: {f"{scale:g}": by(scale, precision) for scale in PAPERS} for precision in PRECISIONS
+            precision.name: {f"{scale:g}": by(_around(scale), precision) for scale in PAPERS}
+            for precision in PRECISIONS
         },
-        "sweep": {f"{scale:g}": by(scale, SERVICES) for scale in SWEEP},
+        "around_zero": {f"{scale:g}": by(_around(scale), SERVICES) for scale in SWEEP},
+        "one_apart": {f"{at}": by(SigmoidScales(at, at + 1), SERVICES) for at in ONE_APART},
     }
 
 

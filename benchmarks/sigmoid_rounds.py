@@ -5,6 +5,7 @@ It knows the pair's models and `kernels.verify`, and nothing of services.
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Sequence
@@ -150,18 +151,18 @@ class Way:
 
 
 def timed(cases: Sequence[Case], ways: Sequence[Way], repeats: int) -> dict[str, dict[str, float]]:
-    """Time one round a call under each way, in turns, each turn beginning with another.
+    """Time one round a call under each way, in turns of an order that chance gives.
 
     Returns:
         For each way its time over that of the first way on the same round in the same turn: median and quartiles.
     """
     asked = [[case.proposed(way.rule, way.scales, dense=way.dense) for way in ways] for case in cases]
     ratios: list[list[float]] = [[] for _ in ways]
+    order = random.Random(7)
     for turn in range(-1, repeats):  # the first one warms up
         for number, case in enumerate(cases):
             seconds = [0.0] * len(ways)
-            for step in range(len(ways)):
-                at = (step + number + turn) % len(ways)
+            for at in order.sample(range(len(ways)), len(ways)):
                 began = time.perf_counter()
                 verify(case.target, [asked[number][at]])
                 seconds[at] = time.perf_counter() - began

@@ -18,6 +18,12 @@ def tables(document: Json) -> dict[str, str]:
     }
 
 
+def bytes_of_a_token(found: Json) -> str:
+    """What a drafted token takes on the wire, in words."""
+    logits, sparse = f"{found['logits']:,}", f"{found['sparse_mean']:,.0f}"
+    return f"{logits} of logits for each drafted token, where a sparse law takes {sparse} in the mean"
+
+
 def _laws(laws: Json) -> str:
     exact, apart = laws["tokenwise"], laws["target_from_draft"]
     rows = [["`tokenwise`, `block`", _share(exact["acceptance"]), "0", _distance(apart)]]
@@ -81,11 +87,13 @@ def _scale(scale: str) -> str:
 def _share(value: float | None) -> str:
     if value is None:
         return "no number"
-    return f"{100 * value:.2f} %" if value < 0.9999 else f"{100 * value:.3f} %"
+    if value == 1:
+        return "100 %"
+    return f"{100 * value:.2f} %" if value < 0.9999 else f"{100 * value:.5f} %"
 
 
 def _distance(value: float | None) -> str:
-    return "no number" if value is None else f"{value:.4f}"
+    return "no number" if value is None else f"{value:.5f}"
 
 
 def _count(value: float | None) -> str:
