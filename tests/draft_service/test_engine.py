@@ -145,6 +145,27 @@ def test_under_sigmoid_the_same_tokens_come_with_the_models_logits(engine: Draft
         assert logits.values[inside].float() == pytest.approx(row[inside], abs=0.02)  # 16 bits of logits up to 32
 
 
+def test_sequences_under_different_rules_draft_side_by_side(engine: DraftEngine) -> None:
+    """Three of them share their passes; each is told what it would be told alone, up to the rounding of a pass."""
+    law = SamplingLaw(temperature=0.8)
+    kinds = [
+        replace(sequence(prompt=[*PROMPT, 8 + number], seed=number), rule=rule, law=law)
+        for number, rule in enumerate((Rule.SIGMOID, Rule.TOKENWISE, Rule.SIGMOID))
+    ]
+    drivers = [Driver(engine, told) for told in kinds]
+    for driver in drivers:
+        driver.ask(4)
+    together = [driver.answer() for driver in drivers]
+    alone = [Driver(engine, told).propose(4) for told in kinds]
+    assert [draft.token_ids for draft in together] == [draft.token_ids for draft in alone]
+    assert all(isinstance(law, SparseLaw) for law in together[1].laws)
+    for number in (0, 2):
+        for mine, own in zip(together[number].laws, alone[number].laws, strict=True):
+            assert isinstance(mine, DraftLogits)
+            assert isinstance(own, DraftLogits)
+            assert mine.values.float() == pytest.approx(own.values.float(), abs=0.02)
+
+
 def test_a_draft_of_fewer_ids_excludes_the_rest(loaded: LoadedModel) -> None:
     packed = PackedModel.build(loaded, max_sequences=1, max_length=96)
     columns = loaded.vocab_size
