@@ -156,6 +156,8 @@ def test_sequences_under_different_rules_draft_side_by_side(engine: DraftEngine)
     for driver in drivers:
         driver.ask(4)
     together = [driver.answer() for driver in drivers]
+    for driver in drivers:
+        driver.close()
     alone = [Driver(engine, told).propose(4) for told in kinds]
     assert [draft.token_ids for draft in together] == [draft.token_ids for draft in alone]
     assert all(isinstance(law, SparseLaw) for law in together[1].laws)
