@@ -77,10 +77,17 @@ def test_a_small_run_measures_and_draws_all_of_it(tmp_path: Path, monkeypatch: p
     texts = write(target, draft, prompts, 16, end=0)
     z, v = texts.places
     with torch.no_grad():  # each place's logits are those that a fresh reading of the text gives
-        fresh = target(input_ids=texts.ids).logits[:, 3:-1][texts.alive]
-    assert torch.allclose(z, fresh, atol=1e-3)
-    assert z.shape == v.shape
-    found = sigmoid.measure(texts, rounds(target, draft, texts, sigmoid.GAMMA, every=4), repeats=1)
+        for model, logits in ((target, z), (draft, v)):
+            fresh = model(input_ids=texts.ids).logits[:, 3:-1][texts.alive]
+            assert torch.allclose(logits, fresh, atol=1e-3)
+    cases = rounds(target, draft, texts, sigmoid.GAMMA, every=4)
+    case = cases[-1]
+    tokens = torch.tensor([[*texts.ids[case.seed, : case.base_length].tolist(), *case.tokens]])
+    with torch.no_grad():
+        for model, logits in ((target, case.target), (draft, case.draft)):
+            fresh = model(input_ids=tokens).logits[0, case.base_length - 1 :][: len(logits)]
+            assert torch.allclose(logits, fresh, atol=1e-3)
+    found = sigmoid.measure(texts, cases, repeats=1)
     laws = found["laws"]
     assert laws["tokenwise"]["from_target"] < 1e-9
     assert laws["sigmoid"]["as served"]["10000"]["acceptance"] > 0.999
