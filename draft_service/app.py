@@ -120,4 +120,5 @@ def limit_by(draft: model_pb2.ModelInfo, target: model_pb2.ModelInfo) -> None:
     limits.max_stop_token_ids = bound.max_stop_token_ids
     known = {RULE_TO_WIRE[rule] for rule in OFFERED_RULES}
     draft.rules[:] = [rule for rule in target.rules if rule in known]
+    draft.lossy_rules[:] = [rule for rule in draft.lossy_rules if rule in draft.rules]
     draft.default_rule = target.default_rule

@@ -138,6 +138,7 @@ class GenerateCall:
             weights_fingerprint=opened.weights_fingerprint if opened else target.weights_fingerprint,
             rule=opened.rule if opened else RULE_TO_WIRE[request.sampling.rule],
             max_new_tokens=request.max_new_tokens,
+            lossy=request.sampling.is_lossy,
         )
         self._responses.send(draft_service_pb2.GenerateResponse(started=started))
 

@@ -15,7 +15,7 @@ import structlog
 from draft_service.drafters.base import Draft, DraftError, Drafting, DraftSequence
 from draft_service.pair import Pair, Places
 from draft_service.settings import DraftSettings
-from draft_service.validation import check_gamma, check_law, check_name
+from draft_service.validation import check_gamma, check_law, check_message_size, check_name
 from outrider.model_info import check_features
 from outrider.rpc.errors import RequestError, idle, internal, invalid_field, out_of_order, wrong_base
 from outrider.sampling import RULE_TO_WIRE, check_token_ids
@@ -83,6 +83,8 @@ class ProposeCall:
                 while (message := await self._next()) is not None:
                     advance = self._check(message)
                     progress.check(advance, self._limits, self._pair.target.vocab_size)
+                    if sequence.needs_logits:
+                        check_message_size("advance.gamma", advance.gamma, self._pair.draft, self._pair.target)
                     draft = await _propose(drafting, advance)
                     self._proposals += 1
                     self._tokens += len(draft.token_ids)

@@ -20,6 +20,7 @@ from outrider.sampling import (
     check_token_ids,
     promised_rule,
 )
+from outrider.wire import bytes_with_logits, most_logits
 from protos.outrider.v1 import draft_service_pb2, model_pb2, sampling_pb2
 
 MAX_NAME_CHARS = 128
@@ -102,7 +103,11 @@ def check_generate(
     sampling = check_law(message.sampling, target, seed_decides=True)
     top_logprobs = check_logprobs(message.logprobs) if message.HasField("logprobs") else None
     samples = _check_samples(message, limits)
+    if sampling.needs_logits and not message.speculation.HasField("gamma"):
+        default_gamma = min(default_gamma, max(1, most_logits(message_limit(draft, target), target.vocab_size)))
     gamma = _check_gamma(message.speculation, limits, default_gamma)
+    if sampling.needs_logits:
+        check_message_size("speculation.gamma", gamma, draft, target)
     time_limit = _check_time_limit(message)
     stop_token_ids = _check_stop_token_ids(message, limits, target.vocab_size)
     stop = _check_stop(message.stop, limits)
@@ -177,6 +182,31 @@ def check_gamma(field: str, gamma: int, limits: model_pb2.Limits) -> int:
             field, f"{field} is {gamma}; at most {limits.max_gamma}", given=gamma, maximum=limits.max_gamma
         )
     return gamma
+
+
+def message_limit(draft: model_pb2.ModelInfo, target: model_pb2.ModelInfo) -> int:
+    """The largest message that goes from the draft to the target, in bytes."""
+    return min(draft.limits.max_message_bytes, target.limits.max_message_bytes)
+
+
+def check_message_size(field: str, gamma: int, draft: model_pb2.ModelInfo, target: model_pb2.ModelInfo) -> None:
+    """Checks that a proposal of `gamma` tokens with the draft's logits fits into a message.
+
+    Raises:
+        RequestError: INVALID_ARGUMENT, where it does not.
+    """
+    limit, needed = message_limit(draft, target), bytes_with_logits(gamma, target.vocab_size)
+    if gamma and needed > limit:
+        most = most_logits(limit, target.vocab_size)
+        raise invalid_field(
+            field,
+            f"{field} is {gamma}: under the rule sigmoid a proposal holds {gamma} times {target.vocab_size} logits, up "
+            f"to {needed} bytes; a message holds at most {limit}, which is enough for {most}",
+            given=gamma,
+            maximum=most,
+            message_bytes=needed,
+            max_message_bytes=limit,
+        )
 
 
 def check_fingerprint(asked: str, target: model_pb2.ModelInfo) -> None:

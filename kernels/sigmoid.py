@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from torch import Tensor
+from torch.nn import functional
 
 from kernels.dense import EXCLUDED, DraftLogits, SigmoidScales
 from kernels.distribution import SamplingLaw, kept
@@ -25,10 +26,12 @@ _LARGEST = 65504.0
 _LEAST_KEPT = -65472.0  # the neighbour of EXCLUDED
 
 
-def draft_logits(z: Tensor, law: SamplingLaw) -> list[DraftLogits]:
+def draft_logits(z: Tensor, law: SamplingLaw, vocab_size: int | None = None) -> list[DraftLogits]:
     """Return what a draft says of each row of `z` `[B, V]` under the rule: z / temperature, filters made, in 16 bits.
 
-    Logits that 16 bits cannot hold are cut to those they can. A row that is no law has no meaning here.
+    Logits that 16 bits cannot hold are cut to those they can. Where the target's vocabulary of `vocab_size` is larger
+    than V, the draft could not have drawn the rest. A row that is no law has no meaning here. What is returned lies on
+    the host.
 
     Raises:
         ValueError: the temperature is 0, where there is no scale for logits.
@@ -37,7 +40,8 @@ def draft_logits(z: Tensor, law: SamplingLaw) -> list[DraftLogits]:
         raise ValueError("temperature is 0; logits divided by it are none")
     v = (z.double() / law.temperature).clamp(_LEAST_KEPT, _LARGEST).half()
     v = v.masked_fill(~kept(z, law) | (z == -math.inf), EXCLUDED)
-    return [DraftLogits(row) for row in v]
+    missing = 0 if vocab_size is None else vocab_size - v.shape[1]
+    return [DraftLogits(row) for row in functional.pad(v, (0, missing), value=EXCLUDED).cpu()]
 
 
 class Scores:
@@ -49,26 +53,32 @@ class Scores:
         self._temperature = law.temperature
         self._kept = None if law.has_no_filters else kept(z, law)
         self._drafts = drafts
-        self._scales = scales
+        self._alpha, self._width = scales.alpha, scales.beta - scales.alpha
 
     def at(self, i: int, token: int) -> tuple[float, float]:
         """Return p̂ and q̂ of the drafted token at place `i`; 0 outside the vocabulary."""
         if not 0 <= token < self._z.shape[1]:
             return 0.0, 0.0
-        p, q = self._at(i, slice(token, token + 1))
-        return float(p), float(q)
+        z, v = float(self._z[i, token]), float(self._drafts[i].values[token])
+        p = _sigmoid((z / self._temperature - self._alpha) / self._width)
+        if self._kept is not None and not self._kept[i, token]:
+            p = 0.0
+        return p, 0.0 if v == EXCLUDED else _sigmoid((v - self._alpha) / self._width)
 
     def rows(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """Return p̂ and q̂ of every token at place `i`, float64 `[V]` each."""
-        p, q = self._at(i, slice(None))
-        return p.numpy(), q.numpy()
-
-    def _at(self, i: int, tokens: slice) -> tuple[Tensor, Tensor]:
-        p = self._sigmoid(self._z[i, tokens].double() / self._temperature)
+        p = self._sigmoids(self._z[i].double() / self._temperature)
         if self._kept is not None:
-            p.masked_fill_(~self._kept[i, tokens], 0.0)
-        v = self._drafts[i].values[tokens].cpu()
-        return p, self._sigmoid(v.double()).masked_fill_(v == EXCLUDED, 0.0)
+            p.masked_fill_(~self._kept[i], 0.0)
+        v = self._drafts[i].values.cpu()
+        return p.numpy(), self._sigmoids(v.double()).masked_fill_(v == EXCLUDED, 0.0).numpy()
 
-    def _sigmoid(self, z: Tensor) -> Tensor:
-        return z.sub(self._scales.alpha).div_(self._scales.beta - self._scales.alpha).sigmoid_()
+    def _sigmoids(self, z: Tensor) -> Tensor:
+        return z.sub(self._alpha).div_(self._width).sigmoid_()
+
+
+def _sigmoid(x: float) -> float:
+    if x >= 0:
+        return 1 / (1 + math.exp(-x))
+    e = math.exp(x)
+    return e / (1 + e)

@@ -104,7 +104,7 @@ def block_reach(P: float, p: np.ndarray, q: np.ndarray) -> float:
 
     The rest of the vocabulary is in P, what p sums to in all: Z = P - Σ min(P · p, q̂).
     """
-    Z = P - float(np.minimum(P * p, q).sum())
+    Z = P - float(np.minimum(P * p, q).sum(dtype=np.float64))
     return Z / (Z + (1 - P)) if Z > 0 else 0.0
 
 
@@ -147,8 +147,8 @@ def _walk_block(rows: np.ndarray, drafts: Drafts, start: int, draft: int, propos
         if i < gamma:
             if math.isnan(rows[start + i, 0]):
                 return -1, 1.0
-            support = drafts.support(draft + i)
-            h = block_reach(P, drafts.masses[support], drafts.weights[support])
+            _, q, p = drafts.support(draft + i)
+            h = block_reach(P, p, q)
         if proposal.accept_uniform(i - 1) < h:
             tau, P_tau = i, P
     return tau, P_tau
@@ -178,8 +178,8 @@ def _resampled(row: np.ndarray, drafts: Drafts, draft: int, accepted: int, P: fl
     u = proposal.resample_uniform(accepted)
     if accepted == gamma:
         return Ruling(Status.OK, accepted, _inverse_cdf(row, u), beta)
-    support = drafts.support(draft + accepted)
-    rest = residual(row if P == 1 else P * row, drafts.ids[support], drafts.weights[support])
+    ids, q, _ = drafts.support(draft + accepted)
+    rest = residual(row if P == 1 else P * row, ids, q)
     if rest.sum() > _ROUNDING * P:
         return Ruling(Status.OK, accepted, _inverse_cdf(rest, u), beta)
     return Ruling(Status.ZERO_RESIDUAL, accepted, _inverse_cdf(row, u), beta)

@@ -10,7 +10,7 @@ from kernels.verify import Rule
 from outrider.lm.checkpoint import LoadedModel
 from outrider.lm.tokenizer import Tokenizer
 from outrider.rpc.errors import RequestError, failed_precondition
-from outrider.sampling import RULE_TO_WIRE
+from outrider.sampling import LOSSY_RULES, RULE_TO_WIRE
 from protos.outrider.v1 import model_pb2
 
 PROTOCOL_VERSION = 1
@@ -27,6 +27,7 @@ def describe(
     features: Iterable[str],
 ) -> model_pb2.ModelInfo:
     """The `ModelInfo` of a loaded model."""
+    rules = list(rules)
     return model_pb2.ModelInfo(
         name=loaded.name,
         weights_fingerprint=loaded.weights_fingerprint,
@@ -45,6 +46,7 @@ def describe(
         device=str(loaded.device),
         server_version=_server_version(),
         has_chat_template=tokenizer.has_chat_template,
+        lossy_rules=[RULE_TO_WIRE[rule] for rule in rules if rule in LOSSY_RULES],
     )
 
 

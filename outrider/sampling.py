@@ -10,13 +10,16 @@ from dataclasses import dataclass
 
 from kernels.adjustments import LogitRules
 from kernels.distribution import SamplingLaw
-from kernels.verify import Rule
+from kernels.verify import Rule, SigmoidScales
 from outrider.rpc.errors import invalid_field
 from protos.outrider.v1 import sampling_pb2
 
-OFFERED_RULES = frozenset({Rule.TOKENWISE, Rule.BLOCK, Rule.COUPLED})
+OFFERED_RULES = frozenset({Rule.TOKENWISE, Rule.BLOCK, Rule.COUPLED, Rule.SIGMOID})
 """What both services offer: the rules that they can judge by (`kernels.verify.SUPPORTED_RULES`) and draft for, end to
 end."""
+
+LOSSY_RULES = frozenset({Rule.SIGMOID})
+"""The rules that do not keep the target's law."""
 
 DEFAULT_RULE = Rule.BLOCK
 """How proposals are judged where a request names no rule and nothing else in it decides. It accepts more tokens a round
@@ -44,6 +47,7 @@ class Sampling:
         rule: how proposals are judged.
         lenience: l of [L A.5]; 1 is exact.
         seed: key of the random draws, or None where the request left the choice to the service.
+        sigmoid: the scales of the rule `sigmoid`; None under any other.
     """
 
     law: SamplingLaw
@@ -51,6 +55,17 @@ class Sampling:
     rule: Rule
     lenience: float
     seed: int | None
+    sigmoid: SigmoidScales | None = None
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether the rule asks for the draft's logits over the whole vocabulary."""
+        return self.rule is Rule.SIGMOID and not self.law.is_greedy
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether the text does not follow the target's law. At temperature 0 every rule takes its argmax."""
+        return self.lenience < 1 or (self.rule in LOSSY_RULES and not self.law.is_greedy)
 
 
 def check_sampling(
@@ -79,6 +94,7 @@ def check_sampling(
         ),
         rule=rule,
         lenience=_check_lenience(params, rule),
+        sigmoid=_check_sigmoid(params.sigmoid) if rule is Rule.SIGMOID else None,
         seed=params.seed if params.HasField("seed") else None,
     )
 
@@ -149,7 +165,25 @@ def _check_rule(params: sampling_pb2.SamplingParams, rules: tuple[Rule, ...], de
         )
     if params.HasField("sigmoid") and rule is not Rule.SIGMOID:
         raise invalid_field("sampling.sigmoid", f"sigmoid scales do not go with the rule {rule.value}")
+    if rule is Rule.SIGMOID and not params.HasField("sigmoid"):
+        raise invalid_field("sampling.sigmoid", "sigmoid is not set; the rule sigmoid needs its scales, alpha and beta")
     return rule
+
+
+def _check_sigmoid(scales: sampling_pb2.SigmoidScales) -> SigmoidScales:
+    for name, value in (("alpha", scales.alpha), ("beta", scales.beta)):
+        if not math.isfinite(value):
+            raise invalid_field(
+                f"sampling.sigmoid.{name}", f"sigmoid.{name} is {value:g}; it must be finite", given=value
+            )
+    if not scales.alpha < scales.beta:
+        raise invalid_field(
+            "sampling.sigmoid.alpha",
+            f"sigmoid.alpha is {scales.alpha:g} and sigmoid.beta is {scales.beta:g}; alpha must be below beta",
+            alpha=scales.alpha,
+            beta=scales.beta,
+        )
+    return SigmoidScales(scales.alpha, scales.beta)
 
 
 def _check_lenience(params: sampling_pb2.SamplingParams, rule: Rule) -> float:

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field, replace
 
 from kernels.adjustments import LogitRules
+from kernels.dense import EXCLUDED, DraftLogits
 from kernels.sparse import SparseLaw, validate
 from kernels.verify import Rule
 from outrider.model_info import check_features
@@ -20,7 +21,7 @@ from outrider.sampling import (
     check_sampling,
     check_token_ids,
 )
-from outrider.wire import HASH_BYTES, decode_sparse
+from outrider.wire import HASH_BYTES, decode_logits, decode_sparse
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 
 FEATURES = ("decode", "logprobs", "penalties", "resume")
@@ -48,7 +49,7 @@ class Round:
 
     Attributes:
         tokens: the drafted ones, `[γ]`; empty for a Decode.
-        laws: what each was drawn from, `[γ]`; None is the point mass.
+        laws: what each was drawn from, `[γ]`, or the draft's logits there; None is the point mass.
         decode: tokens the target writes alone; 0 for a proposal.
         arrived: `time.perf_counter()` at its arrival.
     """
@@ -58,7 +59,7 @@ class Round:
     prefix_hash: bytes
     seen_round: int
     tokens: tuple[int, ...] = ()
-    laws: tuple[SparseLaw | None, ...] = ()
+    laws: tuple[SparseLaw | DraftLogits | None, ...] = ()
     decode: int = 0
     arrived: float = field(default_factory=time.perf_counter)
 
@@ -111,9 +112,13 @@ def check_open(message: verifier_service_pb2.OpenSequence, model: model_pb2.Mode
 
 
 def check_proposal(
-    message: speculation_pb2.Proposal, model: model_pb2.ModelInfo, *, rule: Rule = DEFAULT_RULE
+    message: speculation_pb2.Proposal,
+    model: model_pb2.ModelInfo,
+    *,
+    rule: Rule = DEFAULT_RULE,
+    is_greedy: bool = False,
 ) -> Round:
-    """Checks every field of a proposal that can be checked without the sequence.
+    """Checks every field of a proposal that can be checked without the sequence, save its rule and temperature.
 
     Raises:
         RequestError: INVALID_ARGUMENT naming the field and the numbers.
@@ -133,7 +138,9 @@ def check_proposal(
             expected=expected,
         )
     laws = tuple(
-        _check_law(f"proposal.distributions[{i}]", distribution, tokens[i], model)
+        _check_logits(f"proposal.distributions[{i}]", distribution, tokens[i], model, is_greedy=is_greedy)
+        if rule is Rule.SIGMOID
+        else _check_law(f"proposal.distributions[{i}]", distribution, tokens[i], model)
         for i, distribution in enumerate(message.distributions)
     )
     return Round(
@@ -237,6 +244,33 @@ def _check_law(
             given=token,
         )
     return law
+
+
+def _check_logits(
+    field_name: str,
+    message: speculation_pb2.TokenDistribution,
+    token: int,
+    model: model_pb2.ModelInfo,
+    *,
+    is_greedy: bool,
+) -> DraftLogits | None:
+    form = message.WhichOneof("form")
+    if form == "point_mass" and is_greedy:
+        return None
+    if form != "logits":
+        said = "is not set" if form is None else f"is {form}"
+        raise invalid_field(f"{field_name}.form", f"{field_name}.form {said}; the rule sigmoid takes logits")
+    try:
+        logits = decode_logits(message.logits, model.vocab_size)
+    except ValueError as error:
+        raise invalid_field(f"{field_name}.logits", f"{field_name}.logits: {error}") from None
+    if logits.values[token] == EXCLUDED:
+        raise invalid_field(
+            f"{field_name}.logits",
+            f"{field_name}.logits: the drafted token {token} has the logit {EXCLUDED:g}, which excludes it",
+            given=token,
+        )
+    return logits
 
 
 def _beyond(name: str, given: int, maximum: int, unit: str) -> RequestError:

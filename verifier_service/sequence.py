@@ -117,6 +117,7 @@ class TargetSequence:
             base_length=len(self.tokens),
             rule=self.opening.sampling.rule,
             lenience=self.opening.sampling.lenience,
+            sigmoid=self.opening.sampling.sigmoid,
             adjustments=self._adjustments(tokens),
             top_logprobs=self.opening.top_logprobs,
         )

@@ -11,9 +11,8 @@ from typing import Any, cast
 import grpc
 import structlog
 
-from kernels.verify import Rule
 from outrider.rpc.errors import RequestError, idle, invalid_field, out_of_order, overloaded
-from outrider.sampling import RULE_TO_WIRE
+from outrider.sampling import RULE_TO_WIRE, Sampling
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service.engine import Close, HalfClose, Open, Read, Submit, VerifierEngine
 from verifier_service.rounds import MAX_NAME_CHARS, Round, check_decode, check_open, check_proposal
@@ -103,7 +102,7 @@ class VerifyStream:
 
     async def _read(self, sequence: TargetSequence) -> None:
         """Checks each message and hands it to the engine; what is wrong ends the stream."""
-        rule = sequence.opening.sampling.rule
+        sampling = sequence.opening.sampling
         outstanding_limit = self._model.limits.max_outstanding
         try:
             while (message := await self._next()) is not None:
@@ -117,15 +116,17 @@ class VerifyStream:
                         f"{len(sequence.rounds)} rounds are outstanding on the stream; at most {outstanding_limit}",
                         maximum=outstanding_limit,
                     )
-                self._engine.post(Submit(sequence, self._check(message, rule)))
+                self._engine.post(Submit(sequence, self._check(message, sampling)))
             self._engine.post(HalfClose(sequence))
         except RequestError as error:
             self._outbox.put_nowait(error)
 
-    def _check(self, message: verifier_service_pb2.VerifyRequest, rule: Rule) -> Round:
+    def _check(self, message: verifier_service_pb2.VerifyRequest, sampling: Sampling) -> Round:
         match message.WhichOneof("kind"):
             case "proposal":
-                return check_proposal(message.proposal, self._model, rule=rule)
+                return check_proposal(
+                    message.proposal, self._model, rule=sampling.rule, is_greedy=sampling.law.is_greedy
+                )
             case "decode":
                 return check_decode(message.decode)
             case "open":

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
 from kernels.adjustments import LogitRules
+from kernels.dense import DraftLogits
 from kernels.distribution import SamplingLaw
 from kernels.sparse import SparseLaw
 from kernels.verify import Rule
@@ -31,7 +32,8 @@ class DraftSequence:
         law: what the target's logits are sampled by; a drafter that has logits does best to draw by it too.
         logit_rules: what changes those logits before.
         seed: key of the draws (Law 2).
-        rule: how proposals will be judged; under `coupled` the drafts are chosen by the noise that the target has too.
+        rule: how proposals are judged, which says what is to be told of each token; under `coupled` the drafts are
+            chosen by the noise that the target has too.
     """
 
     prompt: Sequence[int]
@@ -41,6 +43,11 @@ class DraftSequence:
     seed: int
     rule: Rule = Rule.TOKENWISE
 
+    @property
+    def needs_logits(self) -> bool:
+        """Whether the rule asks for the logits of each drafted token, and not for its law."""
+        return self.rule is Rule.SIGMOID and not self.law.is_greedy
+
 
 @dataclass(frozen=True, slots=True)
 class Draft:
@@ -48,12 +55,13 @@ class Draft:
 
     Attributes:
         token_ids: the drafted tokens, in order.
-        laws: what each was sampled from, bit for bit (Law 1); None is the point mass. Empty under `coupled`.
+        laws: what each was sampled from, bit for bit (Law 1); None is the point mass. Empty under `coupled`. Under the
+            rule `sigmoid` the logits, above temperature 0: that rule asks for them, and not for the law.
         seconds: what it took, waiting for other sequences included.
     """
 
     token_ids: list[int]
-    laws: list[SparseLaw | None]
+    laws: list[SparseLaw | DraftLogits | None]
     seconds: float
 
 

@@ -14,14 +14,17 @@ import torch
 from draft_service.drafters.base import Draft, DraftError, DraftSequence
 from kernels import coupled
 from kernels.adjustments import Adjuster, apply
+from kernels.dense import DraftLogits
 from kernels.distribution import SamplingLaw
 from kernels.philox import Domain, uniform
+from kernels.sigmoid import draft_logits
 from kernels.sparse import SparseConfig, SparseLaw, draw
 from kernels.verify import Rule
 from outrider.lm.engine import Engine
 from outrider.lm.packed import Chunk, PackedModel
 from outrider.lm.writing import Sampling
 
+TokenLaw = SparseLaw | DraftLogits | None
 Done = Callable[[Draft | DraftError], None]
 
 
@@ -35,8 +38,9 @@ class ModelSequence:
         rule: how the proposals are judged.
         tokens: prompt, committed tokens, and those drafted in the round under way.
         base: how many of them are committed.
+        tells_logits: whether the logits of each drafted token are told, and not its law.
         gamma: how many to draft in the round under way; 0 between rounds.
-        laws: what the drafted ones were sampled from.
+        laws: what is told of the drafted ones: what they were sampled from, or the logits (`tells_logits`).
         done: takes the round's result; any thread may call it.
         slot: its place in the KV pool; None before its first pass and after its end.
     """
@@ -47,9 +51,10 @@ class ModelSequence:
     tokens: list[int]
     base: int
     adjuster: Adjuster | None
+    tells_logits: bool = False
     slot: int | None = None
     gamma: int = 0
-    laws: list[SparseLaw | None] = field(default_factory=list)
+    laws: list[TokenLaw] = field(default_factory=list)
     done: Done | None = None
     asked: float = 0.0
     closed: bool = False
@@ -63,12 +68,19 @@ class ModelSequence:
             for token in sequence.committed:
                 adjuster.push(token)
         tokens = [*sequence.prompt, *sequence.committed]
-        return ModelSequence(sequence.law, sequence.seed, sequence.rule, tokens, len(tokens), adjuster)
+        return ModelSequence(
+            sequence.law, sequence.seed, sequence.rule, tokens, len(tokens), adjuster, sequence.needs_logits
+        )
 
     @property
     def shares_noise(self) -> bool:
         """Whether its tokens are chosen by the noise of their positions, and not drawn by uniforms of the round."""
         return self.rule is Rule.COUPLED and not self.law.is_greedy
+
+    @property
+    def may_be_written(self) -> bool:
+        """Whether its tokens can be drawn in one call: there, logits are neither adjusted nor kept."""
+        return self.adjuster is None and not self.tells_logits
 
     @property
     def drafted(self) -> int:
@@ -91,7 +103,7 @@ class ModelSequence:
         self.laws = []
         return kept
 
-    def add(self, token: int, law: SparseLaw | None) -> None:
+    def add(self, token: int, law: TokenLaw) -> None:
         """Takes in a drafted token."""
         self.tokens.append(token)
         self.laws.append(law)
@@ -132,7 +144,7 @@ class DraftWork:
     draws: bool
 
 
-Drawn = list[tuple[int, SparseLaw | None]]
+Drawn = list[tuple[int, TokenLaw]]
 """Tokens and their laws."""
 
 
@@ -208,7 +220,7 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
 
     def forward(self, work: Sequence[DraftWork]) -> list[Drawn]:
         """What each work has drawn: nothing, a token, or the whole proposal where it drafts alone."""
-        if len(work) == 1 and work[0].draws and work[0].sequence.adjuster is None and self.packed.can_write:
+        if len(work) == 1 and work[0].draws and work[0].sequence.may_be_written and self.packed.can_write:
             return [self._write(work[0])]
         logits = self.packed.forward([item.chunk for item in work])
         drawing = [item.sequence for item in work if item.draws]
@@ -250,7 +262,7 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
         z = logits[:, : self._vocab_size]
         if any(sequence.adjuster is not None for sequence in drawing):
             z = apply(z, [None if each.adjuster is None else each.adjuster.row() for each in drawing])
-        drawn: dict[int, tuple[int, SparseLaw | None]] = {}
+        drawn: dict[int, tuple[int, TokenLaw]] = {}
         for by_noise, how in ((False, self._by_uniforms), (True, self._by_noise)):
             rows = [row for row, sequence in enumerate(drawing) if sequence.shares_noise is by_noise]
             if rows:
@@ -261,7 +273,12 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
     def _by_uniforms(self, drawing: Sequence[ModelSequence], z: torch.Tensor) -> Drawn:
         laws = [sequence.law for sequence in drawing]
         uniforms = [_uniform(sequence, sequence.drafted) for sequence in drawing]
-        return list(zip(*draw(z, laws, self._config, uniforms), strict=True))
+        tokens, drawn = draw(z, laws, self._config, uniforms)
+        told = [
+            draft_logits(z[row : row + 1], sequence.law, self._vocab_size)[0] if sequence.tells_logits else law
+            for row, (sequence, law) in enumerate(zip(drawing, drawn, strict=True))
+        ]
+        return list(zip(tokens, told, strict=True))
 
     def _by_noise(self, drawing: Sequence[ModelSequence], z: torch.Tensor) -> Drawn:
         noise = coupled.noise_of([(each.seed, len(each.tokens)) for each in drawing], self._vocab_size)

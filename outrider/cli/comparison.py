@@ -95,7 +95,7 @@ def _cost(runs: list[tuple[Completion, float]]) -> Cost:
     return Cost(
         tokens=last.usage.completion_tokens,
         rounds=last.statistics.num_rounds,
-        alpha=last.statistics.alpha if drafted else None,
+        alpha=last.statistics.alpha or None,  # 0 where nothing was drafted, or the rule knows no β
         mean_acceptance_length=last.statistics.mean_acceptance_length if drafted else None,
         tokens_per_second=statistics.median(done.usage.completion_tokens / seconds for done, seconds in runs),
     )

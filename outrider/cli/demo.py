@@ -20,7 +20,7 @@ from outrider.cli.comparison import Comparison, Subject
 from outrider.cli.drawing import TokenWriter
 from outrider.cli.options import law_options, request_of, temperature_option
 from outrider.cli.pair import Pair, PairSettings, running_pair, terminated_as_interrupted
-from outrider.cli.report import Failure, completion_document, fails_in_one_line, write_json
+from outrider.cli.report import Failure, completion_document, fails_in_one_line, warn_of_loss, write_json
 from outrider.client import AcceptanceRule, Chunk, Client, Unavailable
 from outrider.client.results import Collector
 
@@ -107,6 +107,7 @@ def demo_command(
     else:
         promised = options.get("temperature") == 0 or shown.started.rule is AcceptanceRule.COUPLED
         draw_comparison(out, comparison, promised=promised)
+        warn_of_loss(shown.started)
 
 
 def _demo_model(name: str) -> str:

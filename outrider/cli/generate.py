@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from outrider.cli.options import address_option, request_of, request_options, temperature_option
-from outrider.cli.report import completion_document, fails_in_one_line, write_json
-from outrider.client import Chunk, Client, Message, Options, Prompt
+from outrider.cli.report import completion_document, fails_in_one_line, warn_of_loss, write_json
+from outrider.client import Chunk, Client, Message, Options, Prompt, Started
 
 
 @click.command("generate", short_help="Text from a draft service that runs already.")
@@ -30,8 +30,9 @@ def generate_command(
 ) -> None:
     r"""Continue PROMPT with a draft service; `-` reads the prompt from standard input.
 
-    Text goes to stdout as it comes. What is not given is left to the service, whose neutral choice is the target's own
-    law. Exit code 0, or 1 with one line on stderr that names the status, or 2 for wrong usage.
+    Text goes to stdout as it comes, and a line to stderr where it is lossy. What is not given is left to the service,
+    whose neutral choice is the target's own law. Exit code 0, or 1 with one line on stderr that names the status, or 2
+    for wrong usage.
 
     \b
     outrider generate --temperature 0 "def add(a, b):"
@@ -62,6 +63,8 @@ def _prompt(text: str, chat: bool, system: str | None) -> Prompt:
 
 def _stream(client: Client, prompt: Prompt, options: Options) -> None:
     for event in client.generate(prompt, **options):
+        if isinstance(event, Started):
+            warn_of_loss(event)
         if isinstance(event, Chunk) and event.text:
             click.echo(event.text, nl=False)
             sys.stdout.flush()
@@ -70,6 +73,7 @@ def _stream(client: Client, prompt: Prompt, options: Options) -> None:
 
 def _print_samples(client: Client, prompt: Prompt, options: Options) -> None:
     completion = client.complete(prompt, **options)
+    warn_of_loss(completion.started)
     for sample in completion.samples:
         click.echo(f"--- {sample.index + 1} of {len(completion.samples)} ({sample.finish_reason})")
         click.echo(sample.text)

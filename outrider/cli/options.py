@@ -53,6 +53,9 @@ _LAW = (
         type=click.Choice(_RULES),
         help="How proposals are judged; sigmoid is lossy. Default: coupled with --seed, else the service's.",
     ),
+    click.option(
+        "--sigmoid-scales", metavar="ALPHA BETA", type=float, nargs=2, help="With --rule sigmoid, which needs them."
+    ),
     click.option("--gamma", type=int, help="Tokens per proposal; 0: the target alone. Default: the service chooses."),
 )
 

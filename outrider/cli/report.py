@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import click
 
 from outrider.cli.processes import ServiceError
-from outrider.client import Completion, OutriderError, Sample
+from outrider.client import Completion, OutriderError, Sample, Started
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -41,6 +41,12 @@ def fails_in_one_line(command: Command) -> Command:
             raise Failure(str(error)) from error
 
     return cast("Command", run)
+
+
+def warn_of_loss(started: Started) -> None:
+    """Says on stderr that a text is lossy, where it is."""
+    if started.lossy:
+        click.echo(f"outrider: lossy: this text does not follow the target's law (rule {started.rule})", err=True)
 
 
 def show_log(lines: Iterable[str]) -> None:
@@ -73,6 +79,7 @@ def completion_document(completion: Completion) -> dict[str, Any]:
         "request_id": started.request_id,
         "seed": started.seed,
         "rule": started.rule,
+        "lossy": started.lossy,
         "weights_fingerprint": started.weights_fingerprint,
     }
     if len(completion.samples) > 1:

@@ -91,6 +91,7 @@ class Started(_Mirror):
     weights_fingerprint: str
     rule: AcceptanceRule
     max_new_tokens: int
+    lossy: bool  # the text does not follow the target's law
 
     @classmethod
     def of(cls, message: Any) -> Self:
@@ -101,6 +102,7 @@ class Started(_Mirror):
             weights_fingerprint=message.weights_fingerprint,
             rule=AcceptanceRule.of(message.rule),
             max_new_tokens=message.max_new_tokens,
+            lossy=message.lossy,
         )
 
 

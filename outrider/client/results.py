@@ -86,6 +86,11 @@ class Completion:
     def rule(self) -> AcceptanceRule:
         return self.started.rule
 
+    @property
+    def lossy(self) -> bool:
+        """Whether the text does not follow the target's law: the rule `sigmoid`, or lenience below 1."""
+        return self.started.lossy
+
 
 @dataclass(slots=True)
 class Collector:

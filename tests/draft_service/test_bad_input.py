@@ -22,6 +22,7 @@ from tests.verifier_service.streams import Stream
 CONTEXT, VOCABULARY = 1024, 2048
 IDS = oracle.encode(PROMPT)
 NAN, INF = math.nan, math.inf
+SIGMOID, SCALES = sampling_pb2.ACCEPTANCE_RULE_SIGMOID, sampling_pb2.SigmoidScales(alpha=-10, beta=10)
 
 
 def refusal(draft: grpc.Channel, message: draft_service_pb2.GenerateRequest) -> RequestError:
@@ -85,6 +86,11 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("sampling.banned_token_ids", law(banned_token_ids=[3000]), ("3000", "2048")),
     ("sampling.lenience", law(lenience=1.5), ("1.5",)),
     ("sampling.rule", law(rule=99), ("99",)),
+    ("sampling.sigmoid", law(rule=SIGMOID), ("not set", "alpha and beta")),
+    ("sampling.sigmoid", law(sigmoid=SCALES), ("tokenwise",)),
+    ("sampling.sigmoid.alpha", law(rule=SIGMOID, sigmoid=sampling_pb2.SigmoidScales(alpha=2, beta=1)), ("2", "1")),
+    ("sampling.sigmoid.beta", law(rule=SIGMOID, sigmoid=sampling_pb2.SigmoidScales(beta=NAN)), ("nan",)),
+    ("speculation.gamma", speculation(16) | law(rule=SIGMOID, sigmoid=SCALES), ("16", "67072", "65536", "15")),
 ]
 
 

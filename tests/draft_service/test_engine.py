@@ -7,13 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from draft_service.drafters.base import Draft, DraftError, DraftSequence
 from draft_service.drafters.engine import Ask, Close, DraftEngine, ModelSequence
 from kernels.adjustments import LogitRules
+from kernels.dense import EXCLUDED, DraftLogits
 from kernels.distribution import SamplingLaw, probabilities
 from kernels.philox import Domain, uniform
-from kernels.sparse import SparseConfig, sample, sparsify
+from kernels.sparse import SparseConfig, SparseLaw, sample, sparsify
 from kernels.verify import Rule
 from kernels.verify_reference import coupled_choice, standardise
 from outrider.lm.checkpoint import LoadedModel, ModelSource, load_model
@@ -133,10 +135,67 @@ def test_a_cut_verdict_may_end_inside_what_was_drafted(engine: DraftEngine, load
 def test_what_is_sent_is_what_was_sampled_from(engine: DraftEngine) -> None:
     draft = Driver(engine, sequence()).propose(8)
     for index, (token, law) in enumerate(zip(draft.token_ids, draft.laws, strict=True)):
-        assert law is not None
+        assert isinstance(law, SparseLaw)
         assert token == sample(law, uniform(3, len(PROMPT), index, Domain.DRAFT))
         assert 1 <= len(law.ids) <= CONFIG.max_support
         assert law.total == int(law.weights.sum(dtype=np.int64))
+
+
+def test_under_sigmoid_the_same_tokens_come_with_the_models_logits(engine: DraftEngine, loaded: LoadedModel) -> None:
+    fresh = PackedModel.build(loaded, max_sequences=1, max_length=96)
+    told = replace(sequence(), rule=Rule.SIGMOID, law=SamplingLaw(temperature=0.8, top_k=30))
+    draft = Driver(engine, told).propose(6)
+    assert draft.token_ids == Driver(engine, replace(told, rule=Rule.TOKENWISE)).propose(6).token_ids
+    slot = fresh.pool.allocate()
+    z = fresh.forward([Chunk(slot, [*PROMPT, *draft.token_ids[:-1]], 0, len(PROMPT) - 1)])[:, :VOCABULARY] / 0.8
+    for row, token, logits in zip(z, draft.token_ids, draft.laws, strict=True):
+        assert isinstance(logits, DraftLogits)
+        assert (logits.values.dtype, logits.values.shape) == (torch.float16, (VOCABULARY,))
+        inside = logits.values != EXCLUDED
+        assert inside[token]
+        assert inside.nonzero().flatten().tolist() == sorted(row.topk(30).indices.tolist())
+        assert logits.values[inside].float() == pytest.approx(row[inside], abs=0.02)  # 16 bits of logits up to 32
+
+
+def test_sequences_under_different_rules_draft_side_by_side(engine: DraftEngine) -> None:
+    """Three of them share their passes; each is told what it would be told alone, up to the rounding of a pass."""
+    law = SamplingLaw(temperature=0.8)
+    kinds = [
+        replace(sequence(prompt=[*PROMPT, 8 + number], seed=number), rule=rule, law=law)
+        for number, rule in enumerate((Rule.SIGMOID, Rule.TOKENWISE, Rule.SIGMOID))
+    ]
+    drivers = [Driver(engine, told) for told in kinds]
+    for driver in drivers:
+        driver.ask(4)
+    together = [driver.answer() for driver in drivers]
+    for driver in drivers:
+        driver.close()
+    alone = [Driver(engine, told).propose(4) for told in kinds]
+    assert [draft.token_ids for draft in together] == [draft.token_ids for draft in alone]
+    assert all(isinstance(law, SparseLaw) for law in together[1].laws)
+    for number in (0, 2):
+        for mine, own in zip(together[number].laws, alone[number].laws, strict=True):
+            assert isinstance(mine, DraftLogits)
+            assert isinstance(own, DraftLogits)
+            assert mine.values.float() == pytest.approx(own.values.float(), abs=0.02)
+
+
+def test_a_draft_of_fewer_ids_excludes_the_rest(loaded: LoadedModel) -> None:
+    packed = PackedModel.build(loaded, max_sequences=1, max_length=96)
+    columns = loaded.vocab_size
+    engine = DraftEngine(packed, vocab_size=columns + 7, config=CONFIG, prefill_tokens=16, threads=1)
+    engine.start()
+    try:
+        told = replace(sequence(), rule=Rule.SIGMOID, law=SamplingLaw())
+        (logits,) = Driver(engine, told, vocab_size=columns + 7).propose(1).laws
+    finally:
+        engine.stop()
+    assert isinstance(logits, DraftLogits)
+    assert (logits.values == EXCLUDED).tolist() == [False] * columns + [True] * 7
+
+
+def test_under_sigmoid_greedy_drafts_are_point_masses_too(engine: DraftEngine) -> None:
+    assert Driver(engine, replace(sequence(0.0), rule=Rule.SIGMOID)).propose(2).laws == [None] * 2
 
 
 def test_greedy_drafts_are_point_masses(engine: DraftEngine) -> None:

@@ -15,6 +15,7 @@ from outrider.lm.checkpoint import ModelSource
 from outrider.lm.tokenizer import Tokenizer, load_tokenizer
 from outrider.rpc.errors import RequestError
 from outrider.sampling import RULE_TO_WIRE
+from outrider.wire import bytes_with_logits
 from protos.outrider.v1 import draft_service_pb2, model_pb2, sampling_pb2
 from tests.draft_service.calls import BLOCK, COUPLED, TOKENWISE, request, sampling
 from tests.draft_service.pairs import DEMO
@@ -73,6 +74,33 @@ def test_the_default_gamma_stays_within_the_verifiers_limit(tokenizer: Tokenizer
 def test_the_rule_is_named_to_the_verifier_whatever_its_default(tokenizer: Tokenizer) -> None:
     sample = Sample(check(tokenizer, draft_service_pb2.GenerateRequest(text="x")), 0, cast("Any", None), arrived=0.0)
     assert sample.opening().sampling.rule == sampling_pb2.ACCEPTANCE_RULE_TOKENWISE
+
+
+def _by_sigmoid(max_bytes: int, **fields: Any) -> tuple[draft_service_pb2.GenerateRequest, dict[str, Any]]:
+    """A request by the rule `sigmoid`, and a pair of which the target takes messages of this size."""
+    scales = sampling_pb2.SigmoidScales(alpha=-1, beta=1)
+    params = sampling(1.0, rule=sampling_pb2.ACCEPTANCE_RULE_SIGMOID, sigmoid=scales)
+    draft, target = model_pb2.ModelInfo(), model_pb2.ModelInfo()
+    draft.CopyFrom(DRAFT)
+    target.CopyFrom(TARGET)
+    draft.limits.max_message_bytes = 1 << 20
+    target.limits.max_message_bytes = max_bytes
+    target.rules.append(sampling_pb2.ACCEPTANCE_RULE_SIGMOID)
+    return request(sampling=params, **fields), {"draft": draft, "target": target}
+
+
+def test_under_sigmoid_gamma_stays_within_what_a_message_holds(tokenizer: Tokenizer) -> None:
+    room = bytes_with_logits(3, TARGET.vocab_size)
+    for size, given, expected in ((room, None, 3), (room + 5000, None, 4), (room, 3, 3), (room, 0, 0), (500, 0, 0)):
+        message, pair = _by_sigmoid(size, gamma=given)
+        assert check_generate(message, tokenizer=tokenizer, default_gamma=5, **pair).gamma == expected
+    for size, given, numbers in ((room, 4, ("is 4: ", str(room), "for 3")), (500, None, ("is 1: ", "500", "for 0"))):
+        message, pair = _by_sigmoid(size, gamma=given)
+        with pytest.raises(RequestError) as caught:
+            check_generate(message, tokenizer=tokenizer, default_gamma=5, **pair)
+        assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+        assert caught.value.metadata["field"] == "speculation.gamma"
+        assert not [number for number in numbers if number not in caught.value.message], caught.value.message
 
 
 def test_a_seed_is_chosen_afresh_where_none_is_given(tokenizer: Tokenizer) -> None:

@@ -103,6 +103,18 @@ def test_what_the_draft_excluded_has_no_share_in_the_draft(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
+def test_an_excluded_token_has_no_share_though_the_scales_be_wide(path: str) -> None:
+    """With these scales the mark of exclusion, read as a logit, would come to a score of 0.48."""
+    scales = SigmoidScales(-6e4, 0.0)
+    whole, part = _sigma(0.0, scales), _sigma(0.0, scales) - _sigma(-6e4, scales)
+    edge = whole / (whole + part)
+    for u, expected in ((edge - 1e-6, 1), (edge + 1e-6, 2)):
+        proposed = _proposed((-1,), (_logits(0.0, EXCLUDED, -6e4),), (0.5,), u, scales=scales)
+        (ruling,) = verify(torch.zeros(2, 3), [proposed], path)
+        assert (ruling.accepted, ruling.next_token) == (0, expected)
+
+
+@pytest.mark.parametrize("path", PATHS)
 def test_banned_tokens_have_no_score(path: str) -> None:
     z = torch.tensor([[1.0, -math.inf, 1.0], [0.0, 0.0, 0.0]])
     (ruling,) = verify(z, [_proposed((1,), (_logits(0.0, 5.0, 1.0),), (0.0,), 0.5)], path)

@@ -7,9 +7,11 @@ import grpc
 import numpy as np
 import pytest
 
+from kernels.dense import EXCLUDED, DraftLogits, SigmoidScales
+from kernels.sparse import SparseLaw
 from kernels.verify import Rule
 from outrider.rpc.errors import RequestError
-from outrider.wire import HASH_BYTES
+from outrider.wire import HASH_BYTES, bytes_with_logits, encode_distribution, most_logits
 from protos.outrider.v1 import model_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service.rounds import check_decode, check_open, check_proposal
 
@@ -23,6 +25,12 @@ MODEL = model_pb2.ModelInfo(
 )
 COUPLED_AT_HALF = sampling_pb2.SamplingParams(rule=sampling_pb2.ACCEPTANCE_RULE_COUPLED, lenience=0.5)
 BLOCK_AT_HALF = sampling_pb2.SamplingParams(rule=sampling_pb2.ACCEPTANCE_RULE_BLOCK, lenience=0.5)
+
+
+def _by_sigmoid(alpha: float, beta: float) -> sampling_pb2.SamplingParams:
+    return sampling_pb2.SamplingParams(
+        rule=sampling_pb2.ACCEPTANCE_RULE_SIGMOID, sigmoid=sampling_pb2.SigmoidScales(alpha=alpha, beta=beta)
+    )
 
 
 def opening() -> verifier_service_pb2.OpenSequence:
@@ -63,7 +71,7 @@ def test_a_sound_opening_passes() -> None:
 def test_a_sound_proposal_passes() -> None:
     checked = check_proposal(proposal(), MODEL)
     assert checked.tokens == (5, 6)
-    assert checked.laws[0] is not None
+    assert isinstance(checked.laws[0], SparseLaw)
     assert checked.laws[0].probability(5) == pytest.approx(2 / 6)
     assert checked.laws[1] is None
 
@@ -106,10 +114,14 @@ Change = Callable[[verifier_service_pb2.OpenSequence], object]
         (lambda m: setattr(m.sampling, "frequency_penalty", 101.0), "sampling.frequency_penalty", ["101"]),
         (lambda m: setattr(m.sampling, "lenience", 0.0), "sampling.lenience", ["0", "(0, 1]"]),
         (lambda m: setattr(m.sampling, "rule", 99), "sampling.rule", ["99"]),
-        (lambda m: setattr(m.sampling, "rule", 4), "sampling.rule", ["sigmoid", "block, coupled, tokenwise"]),
         (lambda m: m.sampling.MergeFrom(BLOCK_AT_HALF), "sampling.lenience", ["0.5", "block"]),
         (lambda m: m.sampling.MergeFrom(COUPLED_AT_HALF), "sampling.lenience", ["0.5", "coupled"]),
         (lambda m: m.sampling.sigmoid.SetInParent(), "sampling.sigmoid", ["block"]),
+        (lambda m: setattr(m.sampling, "rule", 4), "sampling.sigmoid", ["not set", "alpha and beta"]),
+        (lambda m: m.sampling.MergeFrom(_by_sigmoid(5, 5)), "sampling.sigmoid.alpha", ["5", "below beta"]),
+        (lambda m: m.sampling.MergeFrom(_by_sigmoid(1e4, -1e4)), "sampling.sigmoid.alpha", ["10000", "-10000"]),
+        (lambda m: m.sampling.MergeFrom(_by_sigmoid(math.nan, 1)), "sampling.sigmoid.alpha", ["nan"]),
+        (lambda m: m.sampling.MergeFrom(_by_sigmoid(0, math.inf)), "sampling.sigmoid.beta", ["inf"]),
         (lambda m: m.sampling.logit_bias.add(token_id=V), "sampling.logit_bias", [str(V)]),
         (lambda m: m.sampling.logit_bias.add(token_id=1, bias=math.nan), "sampling.logit_bias", ["nan"]),
         (lambda m: m.sampling.banned_token_ids.append(V), "sampling.banned_token_ids", [str(V)]),
@@ -205,3 +217,79 @@ def test_a_decode_of_nothing_is_refused() -> None:
     message = verifier_service_pb2.Decode(round=1, base_length=3, prefix_hash=b"\0" * HASH_BYTES)
     with pytest.raises(RequestError, match="num_tokens is 0"):
         check_decode(message)
+
+
+# ------------------------------------------------------------------------------------------------------------- sigmoid
+
+
+def _with_logits(values: np.ndarray | bytes, gamma: int = 2) -> speculation_pb2.Proposal:
+    raw = values if isinstance(values, bytes) else values.astype("<f2").tobytes()
+    law = speculation_pb2.TokenDistribution(logits=speculation_pb2.DenseLogits(values=raw))
+    message = proposal()
+    message.ClearField("distributions")
+    message.distributions.extend([law] * gamma)
+    return message
+
+
+def _changed(at: int, value: float) -> np.ndarray:
+    logits = np.linspace(-9, 9, V)
+    logits[at] = value
+    return logits
+
+
+def test_scales_and_logits_come_as_they_were_sent() -> None:
+    message = opening()
+    message.sampling.MergeFrom(_by_sigmoid(-10, 1e3))
+    assert check_open(message, MODEL).sampling.sigmoid == SigmoidScales(-10, 1e3)
+    sent = _changed(3, EXCLUDED)
+    for law in check_proposal(_with_logits(sent), MODEL, rule=Rule.SIGMOID).laws:
+        assert isinstance(law, DraftLogits)
+        assert law.values.tolist() == sent.astype(np.float16).tolist()
+        assert encode_distribution(law).logits.values == sent.astype("<f2").tobytes()
+
+
+@pytest.mark.parametrize(
+    ("message", "field", "numbers"),
+    [
+        (_with_logits(np.zeros(V - 1)), "logits", [str(2 * V - 2), str(2 * V), str(V)]),
+        (_with_logits(np.zeros(V + 1)), "logits", [str(2 * V + 2), str(2 * V)]),
+        (_with_logits(b"\0" * (2 * V - 1)), "logits", [str(2 * V - 1)]),
+        (_with_logits(b""), "logits", ["0 bytes"]),
+        (_with_logits(_changed(17, math.nan)), "logits", ["token 17", "nan"]),
+        (_with_logits(_changed(99, math.inf)), "logits", ["token 99", "inf"]),
+        (_with_logits(_changed(0, -math.inf)), "logits", ["token 0", "-inf"]),
+        (_with_logits(_changed(5, EXCLUDED)), "logits", ["token 5", "-65504"]),
+        (proposal(), "form", ["sparse", "sigmoid"]),
+    ],
+    ids=str,
+)
+def test_unsound_logits_name_the_field_and_the_numbers(
+    message: speculation_pb2.Proposal, field: str, numbers: list[str]
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        check_proposal(message, MODEL, rule=Rule.SIGMOID)
+    assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.metadata["field"] == f"proposal.distributions[0].{field}"
+    assert not [number for number in numbers if number not in caught.value.message], caught.value.message
+
+
+def test_a_point_mass_goes_with_sigmoid_at_temperature_zero_alone() -> None:
+    message = proposal()
+    message.distributions[0].CopyFrom(message.distributions[1])
+    assert check_proposal(message, MODEL, rule=Rule.SIGMOID, is_greedy=True).laws == (None, None)
+    with pytest.raises(RequestError, match="is point_mass; the rule sigmoid takes logits"):
+        check_proposal(message, MODEL, rule=Rule.SIGMOID)
+
+
+@pytest.mark.parametrize("gamma", [1, 4])
+@pytest.mark.parametrize("size", [3, 2048, 152_064])
+def test_a_message_with_logits_is_no_larger_than_it_was_said_to_be(gamma: int, size: int) -> None:
+    law = speculation_pb2.TokenDistribution(logits=speculation_pb2.DenseLogits(values=bytes(2 * size)))
+    message = proposal()
+    message.ClearField("distributions")
+    message.distributions.extend([law] * gamma)
+    message.token_ids[:] = [2**32 - 1] * gamma
+    request = verifier_service_pb2.VerifyRequest(sequence_id="γ" * 128, proposal=message)
+    bound = bytes_with_logits(gamma, size)
+    assert request.ByteSize() <= bound <= request.ByteSize() + 1100
+    assert (most_logits(bound, size), most_logits(bound - 1, size), most_logits(5, size)) == (gamma, gamma - 1, 0)

@@ -62,7 +62,7 @@ class Limits(_message.Message):
     def __init__(self, max_gamma: _Optional[int] = ..., max_support: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., max_outstanding: _Optional[int] = ..., max_samples: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_chars: _Optional[int] = ..., max_stop_token_ids: _Optional[int] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "weights_fingerprint", "vocabulary_fingerprint", "vocab_size", "logits_size", "context_length", "eos_token_ids", "protocol_version", "features", "rules", "default_rule", "noise_version", "limits", "dtype", "device", "server_version", "has_chat_template")
+    __slots__ = ("name", "weights_fingerprint", "vocabulary_fingerprint", "vocab_size", "logits_size", "context_length", "eos_token_ids", "protocol_version", "features", "rules", "default_rule", "noise_version", "limits", "dtype", "device", "server_version", "has_chat_template", "lossy_rules")
     NAME_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +80,7 @@ class ModelInfo(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    LOSSY_RULES_FIELD_NUMBER: _ClassVar[int]
     name: str
     weights_fingerprint: str
     vocabulary_fingerprint: str
@@ -97,4 +98,5 @@ class ModelInfo(_message.Message):
     device: str
     server_version: str
     has_chat_template: bool
-    def __init__(self, name: _Optional[str] = ..., weights_fingerprint: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., logits_size: _Optional[int] = ..., context_length: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., rules: _Optional[_Iterable[_Union[_sampling_pb2.AcceptanceRule, str]]] = ..., default_rule: _Optional[_Union[_sampling_pb2.AcceptanceRule, str]] = ..., noise_version: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., server_version: _Optional[str] = ..., has_chat_template: _Optional[bool] = ...) -> None: ...
+    lossy_rules: _containers.RepeatedScalarFieldContainer[_sampling_pb2.AcceptanceRule]
+    def __init__(self, name: _Optional[str] = ..., weights_fingerprint: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., logits_size: _Optional[int] = ..., context_length: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., rules: _Optional[_Iterable[_Union[_sampling_pb2.AcceptanceRule, str]]] = ..., default_rule: _Optional[_Union[_sampling_pb2.AcceptanceRule, str]] = ..., noise_version: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., server_version: _Optional[str] = ..., has_chat_template: _Optional[bool] = ..., lossy_rules: _Optional[_Iterable[_Union[_sampling_pb2.AcceptanceRule, str]]] = ...) -> None: ...

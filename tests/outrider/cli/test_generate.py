@@ -63,6 +63,30 @@ def test_a_seed_writes_its_text_with_and_without_a_draft(draft_address: str) -> 
     assert drafted.stdout != _generate(draft_address, "--rule", "tokenwise", *arguments).stdout
 
 
+SIGMOID = ["--rule", "sigmoid", "--sigmoid-scales", "-10", "10", "--seed", "3", "--max-new-tokens", "8"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [(SIGMOID, "sigmoid"), ([*SIGMOID, "--n", "2"], "sigmoid"), (["--lenience", "0.5", "--seed", "3"], "tokenwise")],
+)
+def test_a_lossy_text_is_labelled(draft_address: str, arguments: list[str], rule: str) -> None:
+    done = _generate(draft_address, *arguments, "--max-new-tokens", "8", PROMPT)
+    assert done.exit_code == 0
+    assert done.stderr == f"outrider: lossy: this text does not follow the target's law (rule {rule})\n"
+    document = json.loads(_generate(draft_address, *arguments, "--max-new-tokens", "8", "--json", PROMPT).stdout)
+    assert document["lossy"] is True
+    assert document["rule"] == rule
+    assert document["text"] in done.stdout
+
+
+def test_an_exact_text_is_not_labelled(draft_address: str) -> None:
+    exact = ["--rule", "block", "--seed", "3", "--max-new-tokens", "4"]
+    for arguments in (exact, [*SIGMOID, "--temperature", "0"]):
+        assert _generate(draft_address, *arguments, PROMPT).stderr == ""
+        assert json.loads(_generate(draft_address, *arguments, "--json", PROMPT).stdout)["lossy"] is False
+
+
 def test_a_stop_string_ends_the_text_before_it(draft_address: str, expected: Any) -> None:
     middle = expected.text[4:6]
     done = json.loads(_generate(draft_address, *GREEDY, "--stop", middle, "--json", PROMPT).stdout)
@@ -76,6 +100,8 @@ def test_a_stop_string_ends_the_text_before_it(draft_address: str, expected: Any
         (["--top-p", "0"], "INVALID_ARGUMENT", "top_p"),
         (["--max-new-tokens", "1000000"], "INVALID_ARGUMENT", "max_new_tokens"),
         (["--stop-token-id", "-1"], "INVALID_ARGUMENT", "stop_token_ids"),
+        (["--rule", "sigmoid"], "INVALID_ARGUMENT", "sampling.sigmoid"),
+        (["--sigmoid-scales", "-1", "1"], "INVALID_ARGUMENT", "sampling.sigmoid"),
         (["--chat"], "FAILED_PRECONDITION", "chat template"),
     ],
 )

@@ -1,0 +1,108 @@
+"""The benchmark of the rule `sigmoid`: its formulas are the kernels' rule, and its page shows its results."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import sigmoid
+from benchmarks.sigmoid_laws import FLOAT16, FLOAT32, PRECISIONS, SERVICES, Precision, by_sigmoid, by_tokenwise
+from benchmarks.sigmoid_picture import draw
+from benchmarks.sigmoid_rounds import rounds, write
+from benchmarks.sigmoid_tables import bytes_of_a_token, tables
+from kernels import verify_reference
+from kernels.dense import DraftLogits, SigmoidScales
+from kernels.verify import Rule
+from models.measure import load
+from tests.house.project import ROOT
+from tests.kernels.laws import ROUGH, chance_of, in_dyads, joint_law, random_world, total_variation
+
+DEMO = ROOT / "models" / "demo"
+EXACT = Precision("exact", torch.float64, torch.float64, torch.float64)
+
+
+@pytest.mark.parametrize("scales", [SigmoidScales(-1.0, 1.0), SigmoidScales(-10.0, 10.0), SigmoidScales(4.0, 5.0)])
+def test_the_formulas_are_the_rule_of_the_kernels(scales: SigmoidScales) -> None:
+    """The first of two drafted tokens, by bisection of the oracle and by formula."""
+    world = random_world(12, rule=Rule.SIGMOID)
+    v = torch.randn(5, 4, generator=torch.Generator().manual_seed(4)).half()
+    q = in_dyads(world.q[0]), [in_dyads(each) for each in world.q[1]]
+    said = DraftLogits(v[0]), [DraftLogits(row) for row in v[1:]]
+    joint = joint_law(
+        verify_reference.verify, replace(world, q=q, draft_logits=said, sigmoid=scales), bisections=2 * ROUGH
+    )
+    first = joint[0, :, 0, 0] + joint[1].sum(axis=(1, 2)) + joint[2].sum(axis=(1, 2))
+    p, drafted = torch.softmax(world.logits[0], -1).numpy(), [chance_of(q[0], x) for x in range(4)]
+    (acceptance,), (far,), (near,) = (
+        getattr(by_sigmoid(world.logits[0][None], v[:1], torch.tensor([drafted]), scales, EXACT), name).tolist()
+        for name in ("acceptance", "from_target", "from_draft")
+    )
+    assert acceptance == pytest.approx(joint[1:].sum(), abs=1e-7)
+    assert far == pytest.approx(total_variation(first, p), abs=1e-7)
+    assert near == pytest.approx(total_variation(first, torch.tensor(drafted).numpy()), abs=1e-7)
+
+
+def test_the_exact_rule_writes_the_targets_law_by_the_same_formula() -> None:
+    z, v = torch.randn(2, 50, 30, generator=torch.Generator().manual_seed(1)) * 3
+    places = by_tokenwise(z, torch.softmax(v.double(), -1))
+    assert places.from_target.max() < 1e-12
+    overlap = torch.minimum(torch.softmax(z.double(), -1), torch.softmax(v.double(), -1)).sum(-1)
+    assert torch.allclose(places.acceptance, overlap)
+    assert places.from_draft.min() > 0.01
+
+
+def test_sixteen_bits_have_no_room_for_the_largest_scales() -> None:
+    z, v = torch.randn(2, 5, 300, generator=torch.Generator().manual_seed(1)) * 3
+    q = torch.softmax(v.double(), -1)
+    found = {
+        (precision.name, scale): by_sigmoid(z, v, q, SigmoidScales(-scale, scale), precision)
+        for precision in PRECISIONS
+        for scale in (1e4, 1e5)
+    }
+    assert found[FLOAT16.name, 1e5].acceptance.isnan().all()
+    assert found[FLOAT16.name, 1e4].distinct.max() <= 3
+    for precision in (SERVICES, FLOAT32):
+        assert found[precision.name, 1e5].acceptance.min() > 0.999
+        assert found[precision.name, 1e4].distinct.min() > 200
+
+
+def test_a_small_run_measures_and_draws_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sigmoid, "LARGE", 3000)
+    monkeypatch.setattr(sigmoid, "SWEEP", [1.0, 100.0])
+    monkeypatch.setattr(sigmoid, "ONE_APART", [0, 10])
+    target, draft = load(DEMO / "target"), load(DEMO / "draft")
+    prompts = torch.tensor([[5, 17, 300, 42], [7, 7, 9, 1999]])
+    texts = write(target, draft, prompts, 16, end=0)
+    z, v = texts.places
+    with torch.no_grad():  # each place's logits are those that a fresh reading of the text gives
+        for model, logits in ((target, z), (draft, v)):
+            fresh = model(input_ids=texts.ids).logits[:, 3:-1][texts.alive]
+            assert torch.allclose(logits, fresh, atol=1e-3)
+    cases = rounds(target, draft, texts, sigmoid.GAMMA, every=4)
+    case = cases[-1]
+    tokens = torch.tensor([[*texts.ids[case.seed, : case.base_length].tolist(), *case.tokens]])
+    with torch.no_grad():
+        for model, logits in ((target, case.target), (draft, case.draft)):
+            fresh = model(input_ids=tokens).logits[0, case.base_length - 1 :][: len(logits)]
+            assert torch.allclose(logits, fresh, atol=1e-3)
+    found = sigmoid.measure(texts, cases, repeats=1)
+    laws = found["laws"]
+    assert laws["tokenwise"]["from_target"] < 1e-9
+    assert laws["sigmoid"]["as served"]["10000"]["acceptance"] > 0.999
+    assert (
+        1 <= found["rounds"]["by_rule"]["tokenwise"]["tokens"] <= found["rounds"]["by_rule"]["sigmoid ±10000"]["tokens"]
+    )
+    assert found["speed"]["by_vocabulary"]["3000"]["tokenwise"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+    assert all(table.count("\n") >= 4 for table in tables(found).values())
+    draw(found, tmp_path / "sigmoid.png")
+    assert (tmp_path / "sigmoid.png").stat().st_size > 10_000
+
+
+def test_the_page_shows_the_results() -> None:
+    document = json.loads((ROOT / "benchmarks" / "results" / "sigmoid.json").read_text(encoding="utf-8"))
+    page = (ROOT / "docs" / "sigmoid.md").read_text(encoding="utf-8")
+    for name, table in tables(document).items():
+        assert table in page, f"the table {name} of docs/sigmoid.md is not that of results/sigmoid.json"
+    assert bytes_of_a_token(document["bytes"]) in " ".join(page.split())
