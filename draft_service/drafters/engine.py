@@ -162,6 +162,7 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
     ) -> None:
         """`vocab_size` is the target's: ids from there on are padding, and never drafted."""
         super().__init__(packed, name="draft-engine", threads=threads)
+        self._target_size = vocab_size
         self._vocab_size = min(vocab_size, packed.loaded.vocab_size)  # a draft may lack rows that the target has
         self._config = config
         self._prefill_tokens = prefill_tokens
@@ -275,7 +276,7 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
         uniforms = [_uniform(sequence, sequence.drafted) for sequence in drawing]
         tokens, drawn = draw(z, laws, self._config, uniforms)
         told = [
-            draft_logits(z[row : row + 1], sequence.law, self._vocab_size)[0] if sequence.tells_logits else law
+            draft_logits(z[row : row + 1], sequence.law, self._target_size)[0] if sequence.tells_logits else law
             for row, (sequence, law) in enumerate(zip(drawing, drawn, strict=True))
         ]
         return list(zip(tokens, told, strict=True))
