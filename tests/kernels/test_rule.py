@@ -117,6 +117,13 @@ def test_the_ends_of_the_uniform_never_draw_an_impossible_token(path: str, resam
 
 
 @pytest.mark.parametrize("path", PATHS)
+def test_a_uniform_on_an_edge_takes_the_later_token(path: str) -> None:
+    z = torch.zeros(3, 4)
+    proposals = [proposed_of(tokens=(), q=(), resample=u) for u in (0.25, 0.5, 0.75)]
+    assert [each.next_token for each in verify(z, proposals, path)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("path", PATHS)
 def test_the_residual_is_drawn_from_after_a_rejection(path: str) -> None:
     # p - q̂ is positive at tokens 2 and 3 alone, by 0.1 and 0.3.
     z = logits_of([[0.1, 0.2, 0.3, 0.4], [0.25] * 4])
