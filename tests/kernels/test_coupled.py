@@ -18,10 +18,10 @@ from kernels import coupled, noise, verify_reference, verify_torch
 from kernels.distribution import SamplingLaw
 from kernels.noise import exponential, gumbel, row_key, words
 from kernels.ruling import Proposed
-from kernels.verify import Rule, Status, verify
+from kernels.verify import Rule, Status
 from tests.kernels.cases import LAWS, logits_of
+from tests.kernels.paths import HOST, PATHS, verify
 
-PATHS = ("torch", "reference")
 LEVEL = 1e-6
 V = 4
 
@@ -30,7 +30,7 @@ def _coupled(tokens: tuple[int, ...], seed: int, base_length: int, law: Sampling
     return Proposed(tokens, (), law or SamplingLaw(), seed, base_length, rule=Rule.COUPLED)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", HOST)
 @pytest.mark.parametrize("law", LAWS)
 def test_the_text_does_not_depend_on_the_drafts(path: str, law: SamplingLaw) -> None:
     """A chain of which each token depends on the last, written with any drafts of any length, or with none."""
@@ -101,7 +101,7 @@ def test_the_draft_chooses_as_the_oracle_would_by_its_law() -> None:
         assert token == verify_reference.coupled_choice(q, seed, position)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", HOST)
 @pytest.mark.parametrize("law", LAWS)
 def test_a_draft_that_is_the_target_is_accepted_whole(path: str, law: SamplingLaw) -> None:
     z = torch.randn(9, 500, generator=torch.Generator().manual_seed(6)) * 2
@@ -213,7 +213,7 @@ def test_the_joint_law_of_accepted_and_tokens_is_as_enumerated() -> None:
     assert fit.pvalue > LEVEL
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", HOST)
 def test_noise_keyed_by_the_round_would_be_seen(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With every position of a round drawing the noise of its base, the text would depend on where rounds begin."""
 

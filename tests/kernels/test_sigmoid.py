@@ -18,10 +18,11 @@ from kernels.distribution import SamplingLaw
 from kernels.ruling import Proposed
 from kernels.sigmoid import draft_logits
 from kernels.sparse import SparseConfig
-from kernels.verify import Rule, Status, verify
+from kernels.verify import Rule, Status
 from tests.kernels.cases import proposed_of
 from tests.kernels.laws import World, chance_of, in_dyads, joint_law, random_world, total_variation
-from tests.kernels.test_enumeration import PATHS
+from tests.kernels.paths import HOST, PATHS, verify
+from tests.kernels.test_enumeration import PATHS as ENUMERATED
 
 LAST = 1 - 2**-53
 SCALES = SigmoidScales(-1.0, 3.0)
@@ -50,7 +51,7 @@ def _sigma(z: float, scales: SigmoidScales = SCALES) -> float:
 # --------------------------------------------------------------------------------------------------- acceptance
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", HOST)
 @pytest.mark.parametrize("lenience", [1.0, 0.8])
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 4.0])
 @pytest.mark.parametrize("scales", [SCALES, SigmoidScales(2.0, 2.25), *SCALES_OF_W])
@@ -210,7 +211,7 @@ def test_draft_logits_are_scaled_filtered_and_in_sixteen_bits() -> None:
 # ------------------------------------------------------------------------------------------------------------ its law
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", ENUMERATED)
 @pytest.mark.parametrize("scales", [SigmoidScales(-1.0, 1.0), SigmoidScales(-10, 10), SigmoidScales(-1e4, 1e4)])
 @pytest.mark.parametrize(
     ("lenience", "law"),
@@ -220,7 +221,7 @@ def test_draft_logits_are_scaled_filtered_and_in_sixteen_bits() -> None:
 def test_the_joint_law_of_accepted_and_tokens_is_as_the_formula_says(
     path: str, scales: SigmoidScales, lenience: float, law: SamplingLaw
 ) -> None:
-    verify_by, bound = PATHS[path]
+    verify_by, bound = ENUMERATED[path]
     world = _world(11, scales, lenience, law)
     expected = _formula(world)
     assert expected.sum() == pytest.approx(1, abs=1e-12)
