@@ -32,16 +32,15 @@ from tests.kernels.mutants import (
     stopping_at_the_first_failure,
     wrong_residual,
 )
+from tests.kernels.paths import verify_by_triton
 
 MODULES = {"reference": verify_reference, "torch": verify_torch}
 PATHS: dict[str, tuple[Verify, float]] = {
     "reference": (verify_reference.verify, 1e-12),
     "torch": (verify_torch.verify, 2e-6),  # a float32 softmax
 }
-RULES = (
-    Rule.TOKENWISE,
-    Rule.BLOCK,
-)  # the exact ones that draw uniforms; `test_coupled` and `test_sigmoid` have the others
+RULES = (Rule.TOKENWISE, Rule.BLOCK)
+"""The exact ones that draw uniforms; `test_coupled` and `test_sigmoid` have the others."""
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -51,6 +50,13 @@ def test_the_emitted_law_is_the_targets(path: str, rule: Rule, seed: int) -> Non
     verify, bound = PATHS[path]
     world = random_world(seed, rule=rule)
     assert total_variation(emitted_law(verify, world), world.target) < bound
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", RULES)
+def test_the_law_emitted_by_the_compiled_kernels_is_the_targets(rule: Rule) -> None:
+    world = random_world(1, rule=rule)
+    assert total_variation(emitted_law(verify_by_triton, world), world.target) < 4e-6
 
 
 @pytest.mark.parametrize("path", PATHS)

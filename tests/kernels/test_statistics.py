@@ -17,8 +17,9 @@ from kernels import ruling
 from kernels.distribution import SamplingLaw, probabilities
 from kernels.philox import Domain, uniforms
 from kernels.sparse import SparseConfig, SparseLaw, sample, sparsify
-from kernels.verify import Proposed, Rule, verify
+from kernels.verify import Proposed, Rule
 from tests.kernels.mutants import by_absolute_position, shared_noise
+from tests.kernels.paths import verify
 
 V = 16
 LEVEL = 1e-6  # seeds are fixed: a failure is a defect and no bad luck
@@ -35,15 +36,24 @@ class Run:
     beta: float
 
 
-def _run(config: SparseConfig, n: int, sequences: int = 64, gamma: int = 3, rule: Rule = Rule.TOKENWISE) -> Run:
+def _run(
+    config: SparseConfig,
+    n: int,
+    sequences: int = 64,
+    gamma: int = 3,
+    rule: Rule = Rule.TOKENWISE,
+    path: str | None = None,
+) -> Run:
     """Generate `n` tokens a sequence, each on a seed of its own that draft and verifier share."""
     z = _logits()
     reversed_ranks = z.sort().values[z.argsort(descending=True).argsort()]
     (q,) = sparsify(probabilities(reversed_ranks[None], SamplingLaw()), config)
-    return _run_with(z, q, n, sequences, gamma, rule)
+    return _run_with(z, q, n, sequences, gamma, rule, path)
 
 
-def _run_with(z: torch.Tensor, q: SparseLaw, n: int, sequences: int, gamma: int, rule: Rule) -> Run:
+def _run_with(
+    z: torch.Tensor, q: SparseLaw, n: int, sequences: int, gamma: int, rule: Rule, path: str | None = None
+) -> Run:
     # z: [V]; each token has the same target, and its draft the same law.
     seeds = torch.arange(1000, 1000 + sequences)
     logits = z.expand(sequences * (gamma + 1), len(z))
@@ -56,7 +66,7 @@ def _run_with(z: torch.Tensor, q: SparseLaw, n: int, sequences: int, gamma: int,
             replace(_proposal(q, row, int(seed), int(length)), rule=rule)
             for row, seed, length in zip(draws, seeds, lengths, strict=True)
         ]
-        for tokens, proposal, each in zip(emitted, proposals, verify(logits, proposals), strict=True):
+        for tokens, proposal, each in zip(emitted, proposals, verify(logits, proposals, path), strict=True):
             tokens.extend((*proposal.tokens[: each.accepted], each.next_token))
             first_accepted += each.accepted > 0
             rounds += 1
@@ -120,6 +130,15 @@ def test_every_emitted_token_has_the_targets_law(config: SparseConfig, n: int) -
 def test_block_keeps_the_law_over_several_rounds() -> None:
     """26,880 tokens: at level 1e-6, a total variation of 0.03 is seen 999 times in 1,000."""
     run = _run(SparseConfig(keep_mass=1.0), n=420, rule=Rule.BLOCK)
+    assert _single(run) > LEVEL
+    assert _pairs(run) > LEVEL
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", [Rule.TOKENWISE, Rule.BLOCK])
+def test_the_compiled_kernels_keep_the_law_too(rule: Rule) -> None:
+    """262,144 tokens: at level 1e-6, a total variation of 0.01 is seen 999 times in 1,000."""
+    run = _run(SparseConfig(keep_mass=1.0), n=256, sequences=1024, rule=rule, path="triton")
     assert _single(run) > LEVEL
     assert _pairs(run) > LEVEL
 
