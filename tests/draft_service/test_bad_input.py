@@ -87,7 +87,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("sampling.lenience", law(lenience=1.5), ("1.5",)),
     ("sampling.rule", law(rule=99), ("99",)),
     ("sampling.sigmoid", law(rule=SIGMOID), ("not set", "alpha and beta")),
-    ("sampling.sigmoid", law(sigmoid=SCALES), ("tokenwise",)),
+    ("sampling.sigmoid", law(sigmoid=SCALES), ("block",)),
     ("sampling.sigmoid.alpha", law(rule=SIGMOID, sigmoid=sampling_pb2.SigmoidScales(alpha=2, beta=1)), ("2", "1")),
     ("sampling.sigmoid.beta", law(rule=SIGMOID, sigmoid=sampling_pb2.SigmoidScales(beta=NAN)), ("nan",)),
     ("speculation.gamma", speculation(16) | law(rule=SIGMOID, sigmoid=SCALES), ("16", "67072", "65536", "15")),
