@@ -160,7 +160,7 @@ def resample_uniforms(seed, base_length, index):
 
 
 @triton.jit
-def _exponentials(seed, position, ids):
+def exponentials(seed, position, ids):
     """Return the exponential variables of `kernels.noise` at one position, float32, in the shape of `ids`."""
     position = position.to(tl.uint32)
     zero = position ^ position
@@ -206,7 +206,7 @@ def tile_stats(z, ids, scale, wanted, seed, position, WITH_RACE: tl.constexpr):
         best = first + tl.argmax(fine, 0, tie_break_left=True)
     if WITH_RACE:
         if wanted == RACE:
-            race = e / _exponentials(seed, position, ids)
+            race = e / exponentials(seed, position, ids)
             race = tl.where(race == race, race, 0.0)
             best = first + tl.argmax(race, 0, tie_break_left=True)
             lead = tl.log2(tl.max(race, 0))

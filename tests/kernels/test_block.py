@@ -106,6 +106,16 @@ def test_a_point_mass_is_a_law_like_any(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
+def test_after_a_success_what_the_block_may_keep_is_drawn_from(path: str) -> None:
+    z = logits_of([[0.25, 0.75, 0.0, 0.0], [0.4, 0.3, 0.2, 0.1], [0.25] * 4])
+    # P_1 = 0.5, and P_1 · p exceeds q̂ at token 1 alone, by 0.05: h_1 = 0.05/0.55. All of p exceeds it at 2 too.
+    laws = (HALF, law_of({0: 13, 1: 2, 2: 3, 3: 2}))
+    for resample in (0.0, 0.9, LAST):
+        (ruling,) = verify(z, [_block((0, 0), laws, (0.09, LAST), resample)], path)
+        assert (ruling.accepted, ruling.next_token) == (1, 1)
+
+
+@pytest.mark.parametrize("path", PATHS)
 def test_a_bad_row_counts_while_the_block_can_still_grow(path: str) -> None:
     z = logits_of([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.3, 0.3, 0.4]])
     z[1, 0] = math.nan

@@ -73,6 +73,20 @@ def test_a_token_stands_below_the_ratio_of_sigmoids(
 
 
 @pytest.mark.parametrize("path", PATHS)
+def test_the_temperature_divides_the_targets_logits_alone(path: str) -> None:
+    """In the test and in what is left after a failure, at a precision that float32 has."""
+    rows, draft, law = torch.tensor([[-2.0, 0.5, 1.0]] * 2), _logits(-9.0, 1.5, 1.0), SamplingLaw(temperature=0.5)
+    p, q = [_sigma(z / 0.5) for z in (-2.0, 0.5, 1.0)], [_sigma(v) for v in (-9.0, 1.5, 1.0)]
+    for u, accepted in ((p[1] / q[1] - 1e-6, 1), (p[1] / q[1] + 1e-6, 0)):
+        (ruling,) = verify(rows, [_proposed((1,), (draft,), (u,), law=law)], path)
+        assert ruling.accepted == accepted
+    edge = (p[0] - q[0]) / (p[0] - q[0] + p[2] - q[2])
+    for u, expected in ((edge - 1e-6, 0), (edge + 1e-6, 2)):
+        (ruling,) = verify(rows, [_proposed((1,), (draft,), (LAST,), u, law)], path)
+        assert (ruling.accepted, ruling.next_token) == (0, expected)
+
+
+@pytest.mark.parametrize("path", PATHS)
 def test_the_test_is_strict(path: str) -> None:
     """σ is 1/2 at α and 1 far above β, in any precision: u · 1 < 1/2 and no more."""
     z = torch.tensor([[0.0, 0.0], [0.0, 0.0]])
