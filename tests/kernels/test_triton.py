@@ -149,6 +149,22 @@ def test_ties_at_the_cuts_share_their_fate() -> None:
     assert set(drawn[4:8]) == {3, TILE + 4}
 
 
+@pytest.mark.parametrize("lenience", [1.0, 0.5])
+def test_the_largest_logit_may_lie_in_any_tile(lenience: float) -> None:
+    """At temperature 0; of equals in several tiles the lowest id."""
+    V = 2 * TILE + 9
+    z = torch.randn(4, V, generator=torch.Generator().manual_seed(8))
+    best = [TILE + 7, 2 * TILE + 8, TILE - 1, TILE]
+    for row, token in enumerate(best):
+        z[row, token] = 9.0
+    z[2, [TILE, 2 * TILE]] = 9.0
+    greedy = proposed_of(tuple(best[:3]), (None, None, None), law=SamplingLaw(temperature=0), lenience=lenience)
+    (ruling,) = verify_by_triton(z, [greedy])
+    assert (ruling.accepted, ruling.next_token, ruling.beta) == (3, best[3], (1.0, 1.0, 1.0))
+    (other,) = verify_by_triton(z, [replace(greedy, tokens=(best[0], best[1] - 1, 0))])
+    assert (other.accepted, other.next_token) == (1, best[1])
+
+
 def test_many_changes_of_a_row_lie_in_every_tile() -> None:
     """A repetition penalty on a third of the vocabulary, bans on both sides of an edge, and biases."""
     V = 2 * TILE + 5
