@@ -31,8 +31,6 @@ def markov(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 @pytest.fixture(scope="session")
-def recorder() -> Iterator[Recorder]:
+def recorder() -> Recorder:
     """Where the slow tests put what they measured."""
-    recorder = Recorder()
-    yield recorder
-    recorder.write()
+    return Recorder()

@@ -142,7 +142,9 @@ def _row(draft: str, runs: Sequence[Run], law: FirstTokens, seconds: float) -> R
         accepted=sum(run.accepted for run in runs),
     )
     gammas = ", ".join(map(str, LENGTHS))
-    return Row("first three tokens", draft, gammas, whole, law.outcomes(tokens), law.by_class(tokens), seconds)
+    return Row(
+        "first three tokens", "tokenwise", draft, gammas, whole, law.outcomes(tokens), law.by_class(tokens), seconds
+    )
 
 
 def _first_three(runs: Iterable[Run]) -> Array:

@@ -33,11 +33,18 @@ def chain(markov: World) -> Chain:
     return Chain.of(markov.target)
 
 
-def _write(markov: World, kind: str, *, length: int, samples: int) -> Run:
+def _write(markov: World, kind: str, *, length: int, samples: int, rule: str = "tokenwise") -> Run:
     # Seeds of their own for each draft: texts of one seed share the verifier's draws, and are no independent samples.
     seed = 20 + BAD_DRAFTS.index(kind)
     return sampling.sample(
-        markov.services[kind].address, PROMPT, length=length, samples=samples, filters=FILTERS, gamma=GAMMA, seed=seed
+        markov.services[kind].address,
+        PROMPT,
+        length=length,
+        samples=samples,
+        filters=FILTERS,
+        gamma=GAMMA,
+        seed=seed,
+        rule=rule,
     )
 
 
@@ -52,15 +59,16 @@ def test_every_token_of_long_texts_follows_the_targets_law(markov: World, chain:
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
+@pytest.mark.parametrize("rule", ["block", "tokenwise"])
 @pytest.mark.parametrize("kind", BAD_DRAFTS)
 def test_every_token_of_350_000_follows_the_targets_law(
-    kind: str, markov: World, chain: Chain, recorder: Recorder
+    kind: str, rule: str, markov: World, chain: Chain, recorder: Recorder
 ) -> None:
     started = time.monotonic()
-    run = _write(markov, kind, length=1420, samples=256)
+    run = _write(markov, kind, length=1420, samples=256, rule=rule)
     counts = chain.counts(PROMPT, run.tokens)
     outcomes, classes = chain.outcomes(counts), chain.by_class(counts)
-    row = Row("long texts, Markov target", kind, f"{GAMMA}", run, outcomes, classes, time.monotonic() - started)
+    row = Row("long texts, Markov target", rule, kind, f"{GAMMA}", run, outcomes, classes, time.monotonic() - started)
     recorder.add(row)
     print(row)
     assert run.tokens.size >= 350_000
