@@ -41,9 +41,11 @@ def variants() -> Iterator[tuple[str, dict[str, int], dict[str, Any]]]:
         sizes = {"TILE": tile, "ADJUSTED": False}
         yield "stats_kernel", stats_options(tile), {**sizes, "WITH_RACE": False}
     yield "stats_kernel", stats_options(tile), {**sizes, "ADJUSTED": True, "WITH_RACE": True}
-    yield "filter_kernel", FILTER_OPTIONS, {**sizes, "TILES": 64}
+    for adjusted in (False, True):
+        yield "filter_kernel", FILTER_OPTIONS, {**sizes, "TILES": 64, "ADJUSTED": adjusted}
     for K in (16, 256):
         yield "ruling_kernel", RULING_OPTIONS, {**sizes, "TILES": 64, "K": K, "WITH_DENSE": False}
+    yield "ruling_kernel", RULING_OPTIONS, {**sizes, "TILES": 64, "K": 16, "ADJUSTED": True, "WITH_DENSE": False}
 
 
 def describe(name: str, options: dict[str, int], constants: dict[str, Any], architecture: int) -> dict[str, Any]:
