@@ -7,6 +7,7 @@ Knows nothing of sequences beyond their proposals.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Protocol, cast
@@ -82,7 +83,7 @@ def verify(logits: Tensor, proposals: Sequence[Proposed], implementation: str | 
     name = implementation or implementation_for(logits.device)
     if name not in _MODULES:
         raise ValueError(f"implementation is {name!r}; there are {', '.join(_MODULES)}")
-    chosen = cast(_Implementation, import_module(_MODULES[name]))
+    chosen = _load(name)
     for number, proposal in enumerate(proposals):
         _refuse_misfit(number, proposal)
         if proposal.rule not in chosen.RULES:
@@ -94,6 +95,11 @@ def verify(logits: Tensor, proposals: Sequence[Proposed], implementation: str | 
     for number, proposal in enumerate(proposals):
         _refuse_forms(number, proposal, logits.shape[1])
     return chosen.verify(logits, proposals) if proposals else []
+
+
+@cache
+def _load(name: str) -> _Implementation:
+    return cast(_Implementation, import_module(_MODULES[name]))
 
 
 def _refuse_misfit(number: int, proposal: Proposed) -> None:
