@@ -80,7 +80,9 @@ def _start(
         "--threads": str(threads),
         "--max-sequences": str(_MAX_SEQUENCES),
     }
-    if verifier is not None:
+    if verifier is None:
+        flags["--prefix-cache-mb"] = "0"  # prompts come again and again, and other contenders run them each time
+    else:
         flags["--verifier"] = verifier
     return ServiceProcess.start(
         [module, *(part for flag in flags.items() for part in flag)],

@@ -202,6 +202,7 @@ class Sample:
             ignore_eos=request.ignore_eos,
             required_features=_needed(request),
             weights_fingerprint=request.weights_fingerprint,
+            cache_salt=request.cache_salt,
             request_id=request.request_id,
         )
         opening.sampling.seed = request.seed_of(self._index)

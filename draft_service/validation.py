@@ -64,6 +64,7 @@ class Generation:
     report_rounds: bool
     keep_special_tokens: bool
     weights_fingerprint: str
+    cache_salt: str
 
     def seed_of(self, sample: int) -> int:
         """The seed of a sample."""
@@ -100,6 +101,7 @@ def check_generate(
     check_features(message.required_features, draft.features)
     check_fingerprint(message.weights_fingerprint, target)
     check_name("request_id", message.request_id)
+    check_name("cache_salt", message.cache_salt)
     sampling = check_law(message.sampling, target, seed_decides=True)
     top_logprobs = check_logprobs(message.logprobs) if message.HasField("logprobs") else None
     samples = _check_samples(message, limits)
@@ -134,6 +136,7 @@ def check_generate(
         report_rounds=message.speculation.report_rounds,
         keep_special_tokens=message.keep_special_tokens,
         weights_fingerprint=message.weights_fingerprint,
+        cache_salt=message.cache_salt,
     )
 
 

@@ -116,6 +116,7 @@ def build_engine(
         threads=settings.threads,
         verify_path=path.name,
         observer=observer,
+        prefix_cache_bytes=settings.prefix_cache_mb << 20,
     )
     packed.warm_up([1, settings.max_gamma + 1])
     warm_up(path.name, loaded.device, loaded.dtype, model.vocab_size, loaded.vocab_size)

@@ -16,6 +16,7 @@ from kernels.verify import Rule, verify
 from outrider.lm.engine import Engine
 from outrider.lm.errors import PoolExhausted
 from outrider.lm.packed import PackedModel
+from outrider.lm.prefix_cache import Prefix, PrefixCache
 from outrider.rpc.errors import RequestError, internal
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service import scheduler
@@ -79,6 +80,9 @@ class Observer(Protocol):
     def judged(self, rule: Rule, drafted: int, accepted: int) -> None:
         """A round of `drafted` tokens was judged, and `accepted` of them are in the text."""
 
+    def begun(self, tokens: int, cached: int) -> None:
+        """A sequence got its place; `cached` of its `tokens` need not be run."""
+
 
 class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
     """All sequences of one target model."""
@@ -92,6 +96,7 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
         threads: int | None = None,
         verify_path: str | None = None,
         observer: Observer | None = None,
+        prefix_cache_bytes: int = 0,
     ) -> None:
         """`verify_path` names an implementation of `kernels.verify`; None takes the fastest on the device."""
         super().__init__(packed, name="verifier-engine", threads=threads)
@@ -99,6 +104,7 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
         self._pass_tokens = pass_tokens
         self._verify_path = verify_path
         self._observer = observer
+        self.prefixes = PrefixCache(packed.pool, capacity=prefix_cache_bytes)
         self._running: list[TargetSequence] = []
         self._waiting: deque[TargetSequence] = deque()
 
@@ -148,6 +154,7 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
             )
         else:
             self._running.append(sequence)
+            self._restore_prefix(sequence, sequence.slot)
 
     def _close(self, sequence: TargetSequence) -> None:
         sequence.finished = True
@@ -156,10 +163,18 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
         if sequence.slot is None:
             return
         self._running.remove(sequence)
+        if not sequence.failed:
+            self.prefixes.keep(sequence.slot, sequence.tokens, sequence.opening.cache_salt)
         self.packed.pool.free(sequence.slot)
         sequence.slot = None
         if self._waiting:
             self._admit(self._waiting.popleft())
+
+    def _restore_prefix(self, sequence: TargetSequence, slot: int) -> None:
+        self.prefixes.restore(slot, sequence.prefix)
+        if self._observer is not None:
+            self._observer.begun(len(sequence.tokens), sequence.prefix.length)
+        sequence.prefix = Prefix()
 
     # ------------------------------------------------------------------------------------- schedule, forward, process
 
@@ -214,6 +229,9 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
         """Law 5: the cache keeps the committed tokens but the last; rejected ones leave it."""
         if sequence.slot is not None:
             self.packed.pool.rollback(sequence.slot, len(sequence.tokens) - 1)
+            if not sequence.prefix_kept:  # now: what begins alike may come while this one goes on
+                self.prefixes.keep(sequence.slot, sequence.tokens, sequence.opening.cache_salt)
+                sequence.prefix_kept = True
 
     def _load(self) -> speculation_pb2.VerifierLoad:
         return speculation_pb2.VerifierLoad(

@@ -22,6 +22,13 @@ class SpeculationMetrics:
         self._accepted_at = counter(
             "num_accepted_tokens_per_pos", "Accepted tokens by place in the proposal, from 0.", "position"
         )
+        self._queried, self._hit = (
+            Counter(f"outrider_prefix_cache_{name}", text, registry=metrics.registry)
+            for name, text in (
+                ("queries", "Prompt and committed tokens that were looked for in the prefix cache."),
+                ("hits", "Those of them that were found, and not run again."),
+            )
+        )
         self._seconds = Histogram(
             "outrider_verify_seconds",
             "Time of one call of verification, for all sequences of a pass.",
@@ -33,6 +40,11 @@ class SpeculationMetrics:
     def verified(self, seconds: float) -> None:
         """One call of verification took so long."""
         self._seconds.observe(seconds)
+
+    def begun(self, tokens: int, cached: int) -> None:
+        """A sequence got its place; `cached` of its `tokens` need not be run."""
+        self._queried.inc(tokens)
+        self._hit.inc(cached)
 
     def judged(self, rule: Rule, drafted: int, accepted: int) -> None:
         """A proposal of `drafted` tokens was judged, and `accepted` of them are in the text."""

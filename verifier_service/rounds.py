@@ -33,6 +33,7 @@ class Opening:
     """A checked `OpenSequence`."""
 
     request_id: str
+    cache_salt: str
     prompt: list[int]
     committed: list[int]
     sampling: Sampling
@@ -78,8 +79,9 @@ def check_open(message: verifier_service_pb2.OpenSequence, model: model_pb2.Mode
             f"{model.weights_fingerprint[:16]}",
             field="weights_fingerprint",
         )
-    if len(message.request_id) > MAX_NAME_CHARS:
-        raise _beyond("request_id", len(message.request_id), MAX_NAME_CHARS, "characters")
+    for name, text in (("request_id", message.request_id), ("cache_salt", message.cache_salt)):
+        if len(text) > MAX_NAME_CHARS:
+            raise _beyond(name, len(text), MAX_NAME_CHARS, "characters")
     prompt = check_token_ids("prompt_token_ids", message.prompt_token_ids, model.vocab_size)
     if not prompt:
         raise invalid_field("prompt_token_ids", "prompt_token_ids is empty; at least 1 token is needed", given=0)
@@ -98,6 +100,7 @@ def check_open(message: verifier_service_pb2.OpenSequence, model: model_pb2.Mode
         )
     return Opening(
         request_id=message.request_id,
+        cache_salt=message.cache_salt,
         prompt=prompt,
         committed=committed,
         sampling=sampling,

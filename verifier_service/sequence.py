@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from kernels.adjustments import Adjuster, RowAdjustment
 from kernels.verify import Proposed, Ruling, Status
+from outrider.lm.prefix_cache import Prefix
 from outrider.rpc.errors import RequestError, out_of_order, wrong_base
 from outrider.wire import PrefixHash, encode_logprobs
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
@@ -26,6 +27,7 @@ class TargetSequence:
 
     Attributes:
         deliver: hands a reply to the sequence's stream; any thread may call it.
+        prefix: what is known of its first tokens, until it has a slot.
         slot: its place in the KV pool, or None while it waits for room.
         backlog: replies that its client has not read yet.
     """
@@ -34,6 +36,7 @@ class TargetSequence:
     opening: Opening
     vocab_size: int
     deliver: Callable[[Reply], None]
+    prefix: Prefix = field(default_factory=Prefix)
     slot: int | None = None
     backlog: int = 0
     rounds: deque[Round] = field(default_factory=deque)
@@ -43,6 +46,8 @@ class TargetSequence:
     last_round: int = 0
     finished: bool = False
     half_closed: bool = False  # no more rounds will come
+    failed: bool = False  # it ended with an error: its keys and values may be no numbers
+    prefix_kept: bool = False  # its first tokens are known to the prefix cache
     _hash: PrefixHash = field(init=False)
     _adjuster: Adjuster | None = field(init=False)
 
@@ -214,7 +219,7 @@ class TargetSequence:
 
     def end(self, error: RequestError) -> None:
         """Ends the sequence with an error."""
-        self.finished = True
+        self.finished = self.failed = True
         self.deliver(error)
 
     def notify(self, notice: verifier_service_pb2.Notice) -> None:

@@ -21,5 +21,8 @@ class VerifierSettings(ServiceSettings):
         "auto",
         description="what judges proposals; auto: the fastest on the device; reference is float64, for comparison",
     )
+    prefix_cache_mb: int = Field(
+        256, ge=0, description="MiB of keys and values kept for prompts that begin alike; 0 keeps none"
+    )
     idle_timeout: float = Field(60.0, gt=0, description="seconds after which a silent stream is closed")
     slow_client_timeout: float = Field(30.0, gt=0, description="seconds a client may leave 64 verdicts unread")

@@ -85,10 +85,12 @@ class VerifyStream:
                 maximum=self._settings.max_waiting,
             )
         sequence = TargetSequence(message.sequence_id, opening, self._model.vocab_size, self._deliver)
+        sequence.prefix = self._engine.prefixes.find(sequence.tokens, opening.cache_salt)
         self._outbox.put_nowait(
             verifier_service_pb2.VerifyResponse(
                 sequence_id=message.sequence_id,
                 opened=verifier_service_pb2.Opened(
+                    cached_tokens=sequence.prefix.length,
                     limits=self._model.limits,
                     rules=self._model.rules,
                     rule=RULE_TO_WIRE[opening.sampling.rule],

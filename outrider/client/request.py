@@ -63,6 +63,7 @@ class Options(TypedDict, total=False):
     # To go on where another call ended
     committed_token_ids: Sequence[int]
     weights_fingerprint: str
+    cache_salt: str
 
 
 Setter: TypeAlias = Callable[[draft_service_pb2.GenerateRequest, Any], None]
@@ -189,4 +190,5 @@ _SETTERS: dict[str, Setter] = {
     "required_features": _repeated("required_features"),
     "committed_token_ids": _repeated("committed_token_ids"),
     "weights_fingerprint": _field("weights_fingerprint"),
+    "cache_salt": _field("cache_salt"),
 }

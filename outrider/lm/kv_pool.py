@@ -176,6 +176,30 @@ class KVPool:
                 keys[layer], values[layer], new[layer] = part.keys[i], part.values[i], part.new[i]
         return SlotViews(keys, values, new)
 
+    def read(self, slot: int, start: int, end: int) -> tuple[Tensor, ...]:
+        """Copies of the keys and values of some positions, for `write`.
+
+        Raises:
+            ValueError: the slot is not taken, or does not hold them.
+        """
+        if not 0 <= start <= end <= self.length(slot):
+            raise ValueError(f"slot {slot} holds {self.length(slot)} positions, not {start} to {end}")
+        return tuple(store[:, :, slot, :, start:end].clone() for store in self._stores)
+
+    def write(self, slot: int, start: int, tensors: Sequence[Tensor]) -> None:
+        """Puts back what `read` gave, at positions from `start` on; `extend` then says that they are there.
+
+        Raises:
+            ValueError: the slot is not taken, or has no such room.
+        """
+        end = start + tensors[0].shape[-2]
+        if not self.length(slot) <= start <= end <= self.max_length:
+            raise ValueError(
+                f"slot {slot} holds {self.length(slot)} positions of {self.max_length}: {start} to {end} cannot be put"
+            )
+        for store, part in zip(self._stores, tensors, strict=True):
+            store[:, :, slot, :, start:end].copy_(part)
+
     @property
     def memory_bytes(self) -> int:
         """Bytes reserved; on a CPU those of positions never written are not taken."""

@@ -62,6 +62,7 @@ EVERY_OPTION: Options = {
     "required_features": ["tree"],
     "committed_token_ids": [8, 9],
     "weights_fingerprint": "ab",
+    "cache_salt": "a tenant",
 }
 
 
@@ -99,6 +100,7 @@ def test_every_option_reaches_the_wire() -> None:
         keep_special_tokens=True,
         required_features=["tree"],
         weights_fingerprint="ab",
+        cache_salt="a tenant",
     )
 
 

@@ -26,6 +26,7 @@ def make(
     sampling = Sampling(law=SamplingLaw(), logit_rules=rules, rule=Rule.TOKENWISE, lenience=1.0, seed=1)
     opening = Opening(
         request_id="r",
+        cache_salt="",
         prompt=list(PROMPT),
         committed=list(committed),
         sampling=sampling,

@@ -35,6 +35,9 @@ class Tally:
     def verified(self, seconds: float) -> None:
         self.seconds.append(seconds)
 
+    def begun(self, tokens: int, cached: int) -> None:
+        assert cached == 0
+
     def judged(self, rule: Rule, drafted: int, accepted: int) -> None:
         self.rounds.append((rule, drafted, accepted))
 
