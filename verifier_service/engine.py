@@ -15,10 +15,11 @@ import torch
 from kernels.verify import Rule, verify
 from outrider.lm.engine import Engine
 from outrider.lm.errors import PoolExhausted
-from outrider.lm.packed import PackedModel
+from outrider.lm.packed import Chunk, PackedModel
 from outrider.rpc.errors import RequestError, internal
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service import scheduler
+from verifier_service.pass_cost import PassCost
 from verifier_service.rounds import Round
 from verifier_service.scheduler import TargetWork
 from verifier_service.sequence import TargetSequence, is_sound
@@ -69,6 +70,9 @@ class Drain:
 Message = Open | Submit | Read | HalfClose | Close | Drain
 Result = TypeVar("Result")
 
+# How often a pass of each width is tried before the first message: the first costs several times the next.
+TRIALS = 3
+
 
 class Observer(Protocol):
     """Who is told what was judged. Called on the engine's thread, so it must be quick, and must not raise."""
@@ -99,6 +103,7 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
         self._pass_tokens = pass_tokens
         self._verify_path = verify_path
         self._observer = observer
+        self._cost: PassCost  # from `prepare` on
         self._running: list[TargetSequence] = []
         self._waiting: deque[TargetSequence] = deque()
 
@@ -111,6 +116,22 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
     def waiting(self) -> int:
         """Sequences that wait for room. A reading for admission; any thread may take it."""
         return len(self._waiting)
+
+    def prepare(self) -> None:
+        """Times passes of several widths: on this thread, as those that serve will run."""
+        longest = self._model.limits.max_gamma + 1
+        widths = [width for width in (1, longest, 4 * longest) if width <= self.packed.pool.max_length]
+        self._cost = PassCost([(width, self._trial(width)) for width in widths for _ in range(TRIALS)])
+
+    def _trial(self, width: int) -> float:
+        """Seconds of a pass over so many tokens of one sequence."""
+        slot = self.packed.pool.allocate()
+        try:
+            started = time.perf_counter()
+            self.packed.forward([Chunk(slot, [0] * width, 0, 0)])
+            return time.perf_counter() - started
+        finally:
+            self.packed.pool.free(slot)
 
     # ------------------------------------------------------------------------------------------------------- receive
 
@@ -186,8 +207,10 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
         verify_seconds = time.perf_counter() - started
         if self._observer is not None:
             self._observer.verified(verify_seconds)
-        load = self._load()
         pass_tokens = sum(len(item.chunk.tokens) for item in work)
+        if all(item.chunk.logits_from == 0 for item in work):  # prompts cost other than rounds, and γ does not ask
+            self._cost.add(pass_tokens, self.forward_seconds + verify_seconds)
+        load = self._load()
         for (sequence, round_), proposed, ruling in zip(judged, proposals, rulings, strict=True):
             if not is_sound(ruling):
                 sequence.end(
@@ -220,6 +243,8 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
             running=len(self._running),
             waiting=len(self._waiting),
             kv_usage=len(self._running) / self._model.limits.max_sequences,
+            pass_fixed_us=self._cost.line.fixed * 1e6,
+            pass_token_us=self._cost.line.per_token * 1e6,
         )
 
 

@@ -57,6 +57,9 @@ class Engine(ABC, Generic[Message, Work, Output]):
 
     # ---------------------------------------------------------------------------------------- on the engine's thread
 
+    def prepare(self) -> None:
+        """Called once, before the first message. Does nothing where a subclass has nothing to prepare."""
+
     @abstractmethod
     def receive(self, message: Message) -> None:
         """Takes in one message. Must not raise for what a client sent: that was checked before."""
@@ -81,6 +84,7 @@ class Engine(ABC, Generic[Message, Work, Output]):
         if self._threads is not None:
             torch.set_num_threads(self._threads)
         with torch.inference_mode():
+            self.prepare()
             while self._step():
                 pass
 

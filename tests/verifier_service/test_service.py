@@ -1,6 +1,7 @@
 """The verifier as a process, spoken to with plain stubs: streams, limits, bad input, and what it leaves behind."""
 
 import signal
+import statistics
 from collections.abc import Callable, Iterator
 
 import grpc
@@ -157,6 +158,23 @@ def test_the_stream_ends_well_after_the_last_verdict_and_after_half_closing(chan
         assert [len(stream.verdict().token_ids) for _ in range(2)] == [1, 1]
         with pytest.raises(StopIteration):
             stream.take()
+
+
+def test_verdicts_tell_what_a_pass_costs(channel: grpc.Channel) -> None:
+    """The line they tell speaks of passes as their own timings do; no width is far from what it foretells."""
+    with Stream(channel) as stream:
+        stream.open(opening(max_new_tokens=400, rule=COUPLED))
+        prefix, ratios = list(PROMPT), []
+        for number in range(1, 41):
+            stream.propose(number, prefix, [7] * (number % 3 * 6), seen=number - 1, tells_laws=False)
+            verdict = stream.verdict()
+            prefix += verdict.token_ids
+            load, timings = verdict.load, verdict.timings
+            assert load.pass_fixed_us >= 0
+            assert load.pass_token_us >= 0
+            foretold = load.pass_fixed_us + load.pass_token_us * timings.pass_tokens
+            ratios.append((timings.forward_us + timings.verify_us) / foretold)
+    assert 0.4 < statistics.median(ratios[10:]) < 2.5
 
 
 def test_logprobs_come_with_every_committed_token(channel: grpc.Channel) -> None:
