@@ -19,6 +19,7 @@ from outrider.lm.packed import Chunk, PackedModel
 from outrider.rpc.errors import RequestError, internal
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service import scheduler
+from verifier_service.linger import seconds_to_linger
 from verifier_service.pass_cost import PassCost
 from verifier_service.rounds import Round
 from verifier_service.scheduler import TargetWork
@@ -93,35 +94,29 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
         model: model_pb2.ModelInfo,
         *,
         pass_tokens: int,
+        max_linger: float = 0.0,
         threads: int | None = None,
         verify_path: str | None = None,
         observer: Observer | None = None,
     ) -> None:
-        """`verify_path` names an implementation of `kernels.verify`; None takes the fastest on the device."""
+        """`max_linger` is how long a pass may be held back for sequences about to answer, in seconds.
+        `verify_path` names an implementation of `kernels.verify`; None takes the fastest on the device.
+        """
         super().__init__(packed, name="verifier-engine", threads=threads)
         self._model = model
         self._pass_tokens = pass_tokens
+        self._max_linger = max_linger
         self._verify_path = verify_path
         self._observer = observer
-        self._cost: PassCost  # from `prepare` on
+        self.cost: PassCost  # of the passes so far; from `prepare` on
         self._running: list[TargetSequence] = []
         self._waiting: deque[TargetSequence] = deque()
-
-    @property
-    def full(self) -> bool:
-        """Whether a sequence that came now would wait. A reading for admission; any thread may take it."""
-        return len(self._running) >= self._model.limits.max_sequences
-
-    @property
-    def waiting(self) -> int:
-        """Sequences that wait for room. A reading for admission; any thread may take it."""
-        return len(self._waiting)
 
     def prepare(self) -> None:
         """Times passes of several widths: on this thread, as those that serve will run."""
         longest = self._model.limits.max_gamma + 1
         widths = [width for width in (1, longest, 4 * longest) if width <= self.packed.pool.max_length]
-        self._cost = PassCost([(width, self._trial(width)) for width in widths for _ in range(TRIALS)])
+        self.cost = PassCost([(width, self._trial(width)) for width in widths for _ in range(TRIALS)])
 
     def _trial(self, width: int) -> float:
         """Seconds of a pass over so many tokens of one sequence."""
@@ -182,7 +177,15 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
         if self._waiting:
             self._admit(self._waiting.popleft())
 
-    # ------------------------------------------------------------------------------------- schedule, forward, process
+    # ----------------------------------------------------------------------------- linger, schedule, forward, process
+
+    def linger(self) -> float:
+        arrived = [sequence.owed_since(sequence.rounds[0]) for sequence in self._running if sequence.rounds]
+        if not arrived or not self._max_linger:
+            return 0.0
+        due = [at for sequence in self._running if (at := sequence.due()) is not None]
+        since = max(self.pass_ended, min(arrived))
+        return seconds_to_linger(time.perf_counter(), since, due, min(self._max_linger, self.cost.line.fixed))
 
     def schedule(self) -> list[TargetWork]:
         ready = [(sequence, _guard(sequence, sequence.next_round)) for sequence in self._running]
@@ -209,7 +212,7 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
             self._observer.verified(verify_seconds)
         pass_tokens = sum(len(item.chunk.tokens) for item in work)
         if all(item.chunk.logits_from == 0 for item in work):  # prompts cost other than rounds, and γ does not ask
-            self._cost.add(pass_tokens, self.forward_seconds + verify_seconds)
+            self.cost.add(pass_tokens, self.forward_seconds + verify_seconds)
         load = self._load()
         for (sequence, round_), proposed, ruling in zip(judged, proposals, rulings, strict=True):
             if not is_sound(ruling):
@@ -243,8 +246,8 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
             running=len(self._running),
             waiting=len(self._waiting),
             kv_usage=len(self._running) / self._model.limits.max_sequences,
-            pass_fixed_us=self._cost.line.fixed * 1e6,
-            pass_token_us=self._cost.line.per_token * 1e6,
+            pass_fixed_us=self.cost.line.fixed * 1e6,
+            pass_token_us=self.cost.line.per_token * 1e6,
         )
 
 
