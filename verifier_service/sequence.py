@@ -80,7 +80,7 @@ class TargetSequence:
     def due(self) -> float | None:
         """By when its next round should be here; None where none is owed, or nothing is known of how long it takes."""
         latest = self.turnaround.latest()
-        if latest is None or self.rounds or self.finished or self.half_closed:
+        if latest is None or self.rounds or self.finished:
             return None
         return self.judged_at + latest
 
