@@ -44,6 +44,7 @@ class VerifySequence:
 
     Attributes:
         gamma_cap: the longest proposal the verifier wants now; None where it has not said.
+        load: how busy the verifier was at the last verdict, and what its passes cost; None before the first.
         length: tokens of the sequence: prompt, and everything committed.
     """
 
@@ -61,6 +62,7 @@ class VerifySequence:
         `silence` how long the verifier may owe an answer, in seconds.
         """
         self.gamma_cap: int | None = None
+        self.load: speculation_pb2.VerifierLoad | None = None
         self.length = len(opening.prompt_token_ids) + len(opening.committed_token_ids)
         self._call = call
         self._opening: verifier_service_pb2.OpenSequence | None = opening
@@ -160,6 +162,7 @@ class VerifySequence:
         self._hash.extend(verdict.token_ids)
         self._outstanding -= 1
         self._seen = verdict.round
+        self.load = verdict.load
         self._ended = bool(verdict.finish_reason)
         return verdict
 

@@ -113,6 +113,7 @@ def build_engine(
         packed,
         model,
         pass_tokens=settings.pass_tokens,
+        max_linger=settings.max_linger / 1e3,
         threads=settings.threads,
         verify_path=path.name,
         observer=observer,

@@ -15,11 +15,13 @@ import torch
 from kernels.verify import Rule, verify
 from outrider.lm.engine import Engine
 from outrider.lm.errors import PoolExhausted
-from outrider.lm.packed import PackedModel
+from outrider.lm.packed import Chunk, PackedModel
 from outrider.lm.prefix_cache import Prefix, PrefixCache
 from outrider.rpc.errors import RequestError, internal
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service import scheduler
+from verifier_service.linger import seconds_to_linger
+from verifier_service.pass_cost import PassCost
 from verifier_service.rounds import Round
 from verifier_service.scheduler import TargetWork
 from verifier_service.sequence import TargetSequence, is_sound
@@ -70,6 +72,9 @@ class Drain:
 Message = Open | Submit | Read | HalfClose | Close | Drain
 Result = TypeVar("Result")
 
+# How often a pass of each width is tried before the first message: the first costs several times the next.
+TRIALS = 3
+
 
 class Observer(Protocol):
     """Who is told what was judged. Called on the engine's thread, so it must be quick, and must not raise."""
@@ -93,30 +98,41 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
         model: model_pb2.ModelInfo,
         *,
         pass_tokens: int,
+        max_linger: float = 0.0,
         threads: int | None = None,
         verify_path: str | None = None,
         observer: Observer | None = None,
         prefix_cache_bytes: int = 0,
     ) -> None:
-        """`verify_path` names an implementation of `kernels.verify`; None takes the fastest on the device."""
+        """`max_linger` is how long a pass may be held back for sequences about to answer, in seconds.
+        `verify_path` names an implementation of `kernels.verify`; None takes the fastest on the device.
+        """
         super().__init__(packed, name="verifier-engine", threads=threads)
         self._model = model
         self._pass_tokens = pass_tokens
+        self._max_linger = max_linger
         self._verify_path = verify_path
         self._observer = observer
         self.prefixes = PrefixCache(packed.pool, capacity=prefix_cache_bytes)
+        self.cost: PassCost  # of the passes so far; from `prepare` on
         self._running: list[TargetSequence] = []
         self._waiting: deque[TargetSequence] = deque()
 
-    @property
-    def full(self) -> bool:
-        """Whether a sequence that came now would wait. A reading for admission; any thread may take it."""
-        return len(self._running) >= self._model.limits.max_sequences
+    def prepare(self) -> None:
+        """Times passes of several widths: on this thread, as those that serve will run."""
+        longest = self._model.limits.max_gamma + 1
+        widths = [width for width in (1, longest, 4 * longest) if width <= self.packed.pool.max_length]
+        self.cost = PassCost([(width, self._trial(width)) for width in widths for _ in range(TRIALS)])
 
-    @property
-    def waiting(self) -> int:
-        """Sequences that wait for room. A reading for admission; any thread may take it."""
-        return len(self._waiting)
+    def _trial(self, width: int) -> float:
+        """Seconds of a pass over so many tokens of one sequence."""
+        slot = self.packed.pool.allocate()
+        try:
+            started = time.perf_counter()
+            self.packed.forward([Chunk(slot, [0] * width, 0, 0)])
+            return time.perf_counter() - started
+        finally:
+            self.packed.pool.free(slot)
 
     # ------------------------------------------------------------------------------------------------------- receive
 
@@ -176,7 +192,15 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
             self._observer.begun(len(sequence.tokens), sequence.prefix.length)
         sequence.prefix = Prefix()
 
-    # ------------------------------------------------------------------------------------- schedule, forward, process
+    # ----------------------------------------------------------------------------- linger, schedule, forward, process
+
+    def linger(self) -> float:
+        arrived = [sequence.owed_since(sequence.rounds[0]) for sequence in self._running if sequence.rounds]
+        if not arrived or not self._max_linger:
+            return 0.0
+        due = [at for sequence in self._running if (at := sequence.due()) is not None]
+        since = max(self.pass_ended, min(arrived))
+        return seconds_to_linger(time.perf_counter(), since, due, min(self._max_linger, self.cost.line.fixed))
 
     def schedule(self) -> list[TargetWork]:
         ready = [(sequence, _guard(sequence, sequence.next_round)) for sequence in self._running]
@@ -201,8 +225,10 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
         verify_seconds = time.perf_counter() - started
         if self._observer is not None:
             self._observer.verified(verify_seconds)
-        load = self._load()
         pass_tokens = sum(len(item.chunk.tokens) for item in work)
+        if all(item.chunk.logits_from == 0 for item in work):  # prompts cost other than rounds, and γ does not ask
+            self.cost.add(pass_tokens, self.forward_seconds + verify_seconds)
+        load = self._load()
         for (sequence, round_), proposed, ruling in zip(judged, proposals, rulings, strict=True):
             if not is_sound(ruling):
                 sequence.end(
@@ -238,6 +264,8 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
             running=len(self._running),
             waiting=len(self._waiting),
             kv_usage=len(self._running) / self._model.limits.max_sequences,
+            pass_fixed_us=self.cost.line.fixed * 1e6,
+            pass_token_us=self.cost.line.per_token * 1e6,
         )
 
 

@@ -14,6 +14,7 @@ from outrider.lm.prefix_cache import Prefix
 from outrider.rpc.errors import RequestError, out_of_order, wrong_base
 from outrider.wire import PrefixHash, encode_logprobs
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
+from verifier_service.linger import Turnaround
 from verifier_service.rounds import Opening, Round
 
 Reply = verifier_service_pb2.VerifyResponse | RequestError | None  # None: the stream ends well
@@ -43,6 +44,7 @@ class TargetSequence:
     tokens: list[int] = field(init=False)
     decoded: int = 0  # tokens the current Decode has written
     judged_at: float = 0.0  # time.perf_counter() at its last verdict
+    turnaround: Turnaround = field(default_factory=Turnaround)
     last_round: int = 0
     finished: bool = False
     half_closed: bool = False  # no more rounds will come
@@ -76,7 +78,16 @@ class TargetSequence:
         newest = self.rounds[-1].number if self.rounds else self.last_round
         if round_.number <= newest:
             raise out_of_order(f"round {round_.number} came after round {newest}; rounds must grow")
+        if self.judged_at and not self.rounds:
+            self.turnaround.add(max(0.0, round_.arrived - self.judged_at))  # below 0 where it was sent ahead
         self.rounds.append(round_)
+
+    def due(self) -> float | None:
+        """By when its next round should be here; None where none is owed, or nothing is known of how long it takes."""
+        latest = self.turnaround.latest()
+        if latest is None or self.rounds or self.finished:
+            return None
+        return self.judged_at + latest
 
     def half_close(self) -> None:
         """No more rounds will come: ends well once those outstanding are answered."""

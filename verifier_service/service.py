@@ -7,6 +7,7 @@ import grpc
 
 from outrider.rpc.errors import guarded, unavailable
 from protos.outrider.v1 import model_pb2, verifier_service_pb2, verifier_service_pb2_grpc
+from verifier_service.admission import Admission
 from verifier_service.engine import VerifierEngine
 from verifier_service.settings import VerifierSettings
 from verifier_service.stream import VerifyStream
@@ -19,6 +20,7 @@ class VerifierService(verifier_service_pb2_grpc.VerifierServiceServicer):
 
     def __init__(self, settings: VerifierSettings) -> None:
         self._settings = settings
+        self._admission = Admission(settings.max_sequences, settings.max_waiting)
         self._engine: VerifierEngine | None = None
         self._model = model_pb2.ModelInfo()
 
@@ -31,7 +33,7 @@ class VerifierService(verifier_service_pb2_grpc.VerifierServiceServicer):
     async def Verify(  # type: ignore[override]
         self, request_iterator: AsyncIterator[verifier_service_pb2.VerifyRequest], context: Any
     ) -> None:
-        await VerifyStream(self._ready(), self._model, self._settings, context).run()
+        await VerifyStream(self._ready(), self._model, self._settings, self._admission, context).run()
 
     @guarded
     async def GetModel(

@@ -17,6 +17,13 @@ class VerifierSettings(ServiceSettings):
     max_gamma: int = Field(16, ge=1, le=256, description="tokens of one proposal at most")
     max_waiting: int = Field(64, ge=0, description="sequences that may wait for room; more are refused")
     pass_tokens: int = Field(512, ge=1, description="prompt tokens of one pass at most; longer prompts take several")
+    max_linger: float = Field(
+        20.0,
+        ge=0,
+        le=1000,
+        description="milliseconds that a pass waits at most for sequences about to answer, and never longer than its "
+        "own fixed cost; 0: none",
+    )
     verify_path: Literal["auto", "torch", "triton", "reference"] = Field(
         "auto",
         description="what judges proposals; auto: the fastest on the device; reference is float64, for comparison",

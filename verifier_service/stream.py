@@ -14,6 +14,7 @@ import structlog
 from outrider.rpc.errors import RequestError, idle, invalid_field, out_of_order, overloaded
 from outrider.sampling import RULE_TO_WIRE, Sampling
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
+from verifier_service.admission import Admission
 from verifier_service.engine import Close, HalfClose, Open, Read, Submit, VerifierEngine
 from verifier_service.rounds import MAX_NAME_CHARS, Round, check_decode, check_open, check_proposal
 from verifier_service.sequence import Reply, TargetSequence
@@ -29,11 +30,17 @@ class VerifyStream:
     """One call of `Verify`, from its first message to its end."""
 
     def __init__(
-        self, engine: VerifierEngine, model: model_pb2.ModelInfo, settings: VerifierSettings, context: Context
+        self,
+        engine: VerifierEngine,
+        model: model_pb2.ModelInfo,
+        settings: VerifierSettings,
+        admission: Admission,
+        context: Context,
     ) -> None:
         self._engine = engine
         self._model = model
         self._settings = settings
+        self._admission = admission
         self._context = context
         self._outbox: asyncio.Queue[Reply] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
@@ -46,7 +53,25 @@ class VerifyStream:
         Raises:
             RequestError: how the call ends, where it does not end well.
         """
-        sequence = await self._open()
+        message = await self._opening()
+        opening = check_open(message.open, self._model)
+        with self._admission.enter():
+            await self._serve(TargetSequence(message.sequence_id, opening, self._model.vocab_size, self._deliver))
+
+    async def _serve(self, sequence: TargetSequence) -> None:
+        sequence.prefix = self._engine.prefixes.find(sequence.tokens, sequence.opening.cache_salt)
+        self._outbox.put_nowait(
+            verifier_service_pb2.VerifyResponse(
+                sequence_id=sequence.sequence_id,
+                opened=verifier_service_pb2.Opened(
+                    cached_tokens=sequence.prefix.length,
+                    limits=self._model.limits,
+                    rules=self._model.rules,
+                    rule=RULE_TO_WIRE[sequence.opening.sampling.rule],
+                    weights_fingerprint=self._model.weights_fingerprint,
+                ),
+            )
+        )
         self._engine.post(Open(sequence))
         helpers = [asyncio.create_task(self._read(sequence)), asyncio.create_task(self._watch(sequence))]
         outcome = "CANCELLED"
@@ -64,7 +89,8 @@ class VerifyStream:
 
     # ------------------------------------------------------------------------------------------------------- opening
 
-    async def _open(self) -> TargetSequence:
+    async def _opening(self) -> verifier_service_pb2.VerifyRequest:
+        """The first message, which opens a sequence and names it."""
         message = await self._next()
         if message is None:
             raise out_of_order("the stream ended before OpenSequence")
@@ -77,28 +103,7 @@ class VerifyStream:
                 given=len(message.sequence_id),
                 maximum=MAX_NAME_CHARS,
             )
-        opening = check_open(message.open, self._model)
-        if self._engine.full and self._engine.waiting >= self._settings.max_waiting:
-            raise overloaded(
-                f"{self._engine.waiting} sequences wait for room already; at most {self._settings.max_waiting}",
-                waiting=self._engine.waiting,
-                maximum=self._settings.max_waiting,
-            )
-        sequence = TargetSequence(message.sequence_id, opening, self._model.vocab_size, self._deliver)
-        sequence.prefix = self._engine.prefixes.find(sequence.tokens, opening.cache_salt)
-        self._outbox.put_nowait(
-            verifier_service_pb2.VerifyResponse(
-                sequence_id=message.sequence_id,
-                opened=verifier_service_pb2.Opened(
-                    cached_tokens=sequence.prefix.length,
-                    limits=self._model.limits,
-                    rules=self._model.rules,
-                    rule=RULE_TO_WIRE[opening.sampling.rule],
-                    weights_fingerprint=self._model.weights_fingerprint,
-                ),
-            )
-        )
-        return sequence
+        return message
 
     # ------------------------------------------------------------------------------------------------------- reading
 

@@ -11,15 +11,25 @@ class OutriderError(Exception):
     """A request failed.
 
     `code` is the gRPC status code; `reason` a name of `ErrorReason` without its prefix (UNSPECIFIED where no server of
-    ours spoke); `metadata` holds the numbers, and `field` the field they belong to, or None.
+    ours spoke); `metadata` holds the numbers, and `field` the field they belong to, or None. `retry_after` is when the
+    server thinks another try worth it, in seconds; None where it did not say.
     """
 
-    def __init__(self, message: str, *, code: grpc.StatusCode, reason: str, metadata: dict[str, str] | None = None):
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: grpc.StatusCode,
+        reason: str,
+        metadata: dict[str, str] | None = None,
+        retry_after: float | None = None,
+    ):
         super().__init__(message)
         self.message = message
         self.code = code
         self.reason = reason
         self.metadata = dict(metadata or {})
+        self.retry_after = retry_after
 
     @property
     def field(self) -> str | None:
@@ -80,4 +90,4 @@ def typed(error: grpc.RpcError | RequestError, timeout: float | None = None) -> 
     message = told.message
     if kind is DeadlineExceeded and told.reason == UNSPECIFIED and timeout is not None:
         message = f"the call did not end within its timeout of {timeout:g} s"
-    return kind(message, code=told.code, reason=told.reason, metadata=told.metadata)
+    return kind(message, code=told.code, reason=told.reason, metadata=told.metadata, retry_after=told.retry_after)

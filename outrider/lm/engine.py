@@ -1,8 +1,8 @@
 """The engine core both services drive: one thread that owns a model and runs it, pass after pass.
 
-A pass is receive → schedule → forward → process. The core takes messages in and keeps the thread alive. It knows
-nothing of proposals, verdicts or drafts: a subclass says what a message means, what goes into a pass, and what becomes
-of its output.
+A pass is receive → linger → schedule → forward → process. The core takes messages in and keeps the thread alive. It
+knows nothing of proposals, verdicts or drafts: a subclass says what a message means, what goes into a pass, and what
+becomes of its output.
 """
 
 import queue
@@ -34,6 +34,7 @@ class Engine(ABC, Generic[Message, Work, Output]):
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.pass_started = 0.0  # time.perf_counter() at the start of the last pass
+        self.pass_ended = 0.0  # the same at its end
         self.forward_seconds = 0.0  # how long its forward took
 
     def start(self) -> None:
@@ -57,9 +58,16 @@ class Engine(ABC, Generic[Message, Work, Output]):
 
     # ---------------------------------------------------------------------------------------- on the engine's thread
 
+    def prepare(self) -> None:
+        """Called once, before the first message. Does nothing where a subclass has nothing to prepare."""
+
     @abstractmethod
     def receive(self, message: Message) -> None:
         """Takes in one message. Must not raise for what a client sent: that was checked before."""
+
+    def linger(self) -> float:
+        """Seconds that the next pass is held back for further messages; asked again after each. 0: none."""
+        return 0.0
 
     @abstractmethod
     def schedule(self) -> Sequence[Work]:
@@ -81,15 +89,19 @@ class Engine(ABC, Generic[Message, Work, Output]):
         if self._threads is not None:
             torch.set_num_threads(self._threads)
         with torch.inference_mode():
+            self.prepare()
             while self._step():
                 pass
 
     def _step(self) -> bool:
-        if not self._receive_all(wait=False):
+        if not self._receive_all(wait=0):
             return False
+        while (seconds := self.linger()) > 0:
+            if not self._receive_all(wait=seconds):
+                return False
         work = self.schedule()
         if not work:
-            return self._receive_all(wait=True)
+            return self._receive_all(wait=None)
         try:
             self.pass_started = time.perf_counter()
             output = self.forward(work)
@@ -98,16 +110,19 @@ class Engine(ABC, Generic[Message, Work, Output]):
         except Exception as error:  # a broken pass must not take the other sequences with it
             _log.exception("pass failed", sequences=len(work))
             self.fail(work, error)
+        self.pass_ended = time.perf_counter()
         return True
 
-    def _receive_all(self, *, wait: bool) -> bool:
-        """Takes in all messages at hand, waiting for a first one if asked to. False when told to stop."""
+    def _receive_all(self, *, wait: float | None) -> bool:
+        """Takes in all messages at hand, waiting up to `wait` seconds for a first one; None: for ever. False when told
+        to stop.
+        """
         while True:
             try:
-                message = self._inbox.get(block=wait)
+                message = self._inbox.get(block=wait != 0, timeout=wait)
             except queue.Empty:
                 return True
             if message is None:
                 return False
             self.receive(message)
-            wait = False
+            wait = 0

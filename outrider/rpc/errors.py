@@ -1,6 +1,6 @@
-"""Errors on the wire: a status code with a `google.rpc.ErrorInfo`, there and back again.
+"""Errors on the wire: a status code with a `google.rpc.ErrorInfo`, and a `RetryInfo` where it says when to come back.
 
-It knows codes, reasons and metadata. It does not know who raises them, nor what a caller does about them.
+It knows codes, reasons, metadata and that time. It does not know who raises them, nor what a caller does about them.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ import asyncio
 import functools
 import inspect
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from datetime import timedelta
 from typing import Any, NoReturn, TypeVar, cast
 
 import grpc
 from google.protobuf import any_pb2
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -33,18 +35,28 @@ _REASONS = frozenset(value.name.removeprefix(_PREFIX) for value in model_pb2.Err
 _logger = logging.getLogger(__name__)
 
 Servicer = TypeVar("Servicer", bound=Callable[..., Any])
+Detail = TypeVar("Detail", bound=Message)
 
 
 class RequestError(Exception):
     """One request cannot go on; its server and every other request can.
 
-    `reason` is a name of `ErrorReason` without its prefix; `metadata` names the field and the numbers.
+    `reason` is a name of `ErrorReason` without its prefix; `metadata` names the field and the numbers; `retry_after` is
+    when another try is worth it, in seconds from now, or None where that is not known.
 
     Raises:
         ValueError: `reason` is not a name of the contract.
     """
 
-    def __init__(self, code: grpc.StatusCode, reason: str, message: str, metadata: dict[str, str] | None = None):
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        reason: str,
+        message: str,
+        metadata: dict[str, str] | None = None,
+        *,
+        retry_after: float | None = None,
+    ):
         if reason not in _REASONS:
             raise ValueError(f"{reason!r} is not an ErrorReason of the contract: {', '.join(sorted(_REASONS))}")
         super().__init__(message)
@@ -52,6 +64,7 @@ class RequestError(Exception):
         self.reason = reason
         self.message = message
         self.metadata = dict(metadata or {})
+        self.retry_after = retry_after
 
     def __str__(self) -> str:
         return f"{self.code.name} ({self.reason}): {self.message}"
@@ -82,9 +95,10 @@ def failed_precondition(reason: str, message: str, **metadata: object) -> Reques
     return RequestError(grpc.StatusCode.FAILED_PRECONDITION, reason, message, _texts(metadata))
 
 
-def overloaded(message: str, **metadata: object) -> RequestError:
-    """No room now: RESOURCE_EXHAUSTED. Worth another try later."""
-    return RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED", message, _texts(metadata))
+def overloaded(message: str, *, retry_after: float | None = None, **metadata: object) -> RequestError:
+    """No room now: RESOURCE_EXHAUSTED. Worth another try later; in `retry_after` seconds, where that is known."""
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    return RequestError(code, "OVERLOADED", message, _texts(metadata), retry_after=retry_after)
 
 
 def draining() -> RequestError:
@@ -115,20 +129,29 @@ def _texts(values: dict[str, object]) -> dict[str, str]:
 
 
 def to_status(error: RequestError) -> grpc.Status:
-    """The error as a status with its `ErrorInfo`; long texts are cut to what trailing metadata carries."""
+    """The error as a status with its details; long texts are cut to what trailing metadata carries."""
     info = error_details_pb2.ErrorInfo(
         domain=DOMAIN,
         reason=error.reason,
         metadata={name: _cut(value, _MAX_VALUE_CHARS) for name, value in error.metadata.items()},
     )
-    detail = any_pb2.Any()
-    detail.Pack(info)
+    details = [_packed(info)]
+    if error.retry_after is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromTimedelta(timedelta(seconds=error.retry_after))
+        details.append(_packed(retry))
     status = status_pb2.Status(
         code=error.code.value[0],
         message=_cut(error.message, _MAX_MESSAGE_CHARS),
-        details=[detail],
+        details=details,
     )
     return rpc_status.to_status(status)
+
+
+def _packed(message: Message) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed
 
 
 def _cut(text: str, limit: int) -> str:
@@ -152,23 +175,30 @@ def from_rpc_error(error: grpc.RpcError) -> RequestError:
     """
     call = cast("Any", error)
     code = cast("grpc.StatusCode", call.code())
-    info = _error_info(call)
     message = call.details() or code.name
-    if info is None:
-        return RequestError(code, UNSPECIFIED, message)
+    details = _details(call)
+    retry = _find(details, error_details_pb2.RetryInfo)
+    retry_after = None if retry is None else retry.retry_delay.ToTimedelta().total_seconds()
+    info = _find(details, error_details_pb2.ErrorInfo)
+    if info is None or info.domain != DOMAIN:
+        return RequestError(code, UNSPECIFIED, message, retry_after=retry_after)
     reason = info.reason if info.reason in _REASONS else UNSPECIFIED
-    return RequestError(code, reason, message, dict(info.metadata))
+    return RequestError(code, reason, message, dict(info.metadata), retry_after=retry_after)
 
 
-def _error_info(call: Any) -> error_details_pb2.ErrorInfo | None:
+def _details(call: Any) -> Sequence[any_pb2.Any]:
     try:
         status = rpc_status.from_call(call)
     except ValueError:  # a proxy rewrote the code or the message: then the details do not speak of this status
-        return None
-    info = error_details_pb2.ErrorInfo()
-    for detail in status.details if status is not None else ():
-        if detail.Is(info.DESCRIPTOR) and detail.Unpack(info) and info.domain == DOMAIN:
-            return info
+        return ()
+    return () if status is None else status.details
+
+
+def _find(details: Sequence[any_pb2.Any], kind: type[Detail]) -> Detail | None:
+    found = kind()
+    for detail in details:
+        if detail.Unpack(found):  # False where it is of another kind
+            return found
     return None
 
 

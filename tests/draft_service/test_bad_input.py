@@ -229,6 +229,8 @@ def test_the_verifiers_refusal_reaches_the_client_as_it_is(draft: grpc.Channel, 
         error = refusal(draft, request(max_new_tokens=2))
         assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
         assert "wait for room" in error.message
+        assert error.retry_after is not None
+        assert error.retry_after > 0
     everything_is_free(draft)
 
 

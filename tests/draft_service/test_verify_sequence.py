@@ -10,9 +10,11 @@ import grpc
 import pytest
 
 from draft_service.verifier_link import VerifierLink
+from outrider.cli.processes import ServiceProcess
 from outrider.rpc.errors import RequestError, invalid_field, overloaded, to_status, wrong_base
 from outrider.rpc.server import bind, create_server
 from protos.outrider.v1 import sampling_pb2, verifier_service_pb2
+from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
 
 OPENING = verifier_service_pb2.OpenSequence(
     prompt_token_ids=[1, 2, 3], sampling=sampling_pb2.SamplingParams(rule=sampling_pb2.ACCEPTANCE_RULE_COUPLED)
@@ -115,6 +117,25 @@ async def test_a_verifier_that_judges_by_another_rule_than_was_asked_for_is_not_
         sequence = link.open(OPENING, sequence_id="s", timeout=None)
         assert (await sequence.begin()).rule == sampling_pb2.ACCEPTANCE_RULE_COUPLED
         sequence.cancel()
+
+
+async def test_the_load_of_the_last_verdict_is_kept(verifier: grpc.Channel, target_process: ServiceProcess) -> None:
+    model = VerifierServiceStub(verifier).GetModel(verifier_service_pb2.VerifierServiceGetModelRequest()).model
+    link = VerifierLink(target_process.address, max_message_bytes=1 << 20, silence=30.0)
+    await link.match(model)  # a model is its own draft
+    opening = verifier_service_pb2.OpenSequence(max_new_tokens=4)
+    opening.MergeFrom(OPENING)
+    opening.sampling.seed = 1
+    sequence = link.open(opening, sequence_id="s", timeout=30.0)
+    await sequence.begin()
+    assert sequence.load is None
+    for _ in range(2):
+        await sequence.propose([], [])
+        verdict = await sequence.verdict()
+        assert verdict.load.running >= 1
+        assert verdict.load.pass_fixed_us + verdict.load.pass_token_us > 0
+        assert sequence.load == verdict.load
+    sequence.cancel()
 
 
 async def test_our_own_cancel_stays_a_cancel() -> None:

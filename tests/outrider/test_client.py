@@ -89,6 +89,15 @@ async def test_nothing_is_tried_again_after_the_first_response(error: RequestErr
     assert servicer.calls == 1
 
 
+@pytest.mark.parametrize("seconds", [1.5, None])
+async def test_an_error_says_when_to_try_again(seconds: float | None) -> None:
+    servicer = Refusing(errors.overloaded("full", retry_after=seconds))
+    async with refusing(servicer) as address, AsyncClient(address, retry=False) as client:
+        with pytest.raises(Overloaded) as caught:
+            await client.complete("x")
+    assert caught.value.retry_after == seconds
+
+
 async def test_no_retry_means_no_retry() -> None:
     servicer = Refusing(errors.draining())
     async with refusing(servicer) as address, AsyncClient(address, retry=False) as client:

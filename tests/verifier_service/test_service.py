@@ -1,6 +1,8 @@
 """The verifier as a process, spoken to with plain stubs: streams, limits, bad input, and what it leaves behind."""
 
 import signal
+import statistics
+import time
 from collections.abc import Callable, Iterator
 
 import grpc
@@ -159,6 +161,27 @@ def test_the_stream_ends_well_after_the_last_verdict_and_after_half_closing(chan
             stream.take()
 
 
+def test_verdicts_tell_what_a_pass_costs(channel: grpc.Channel) -> None:
+    """The line they tell speaks of passes as their own timings do; no width is far from what it foretells."""
+    with Stream(channel) as stream:
+        stream.open(opening(max_new_tokens=400, rule=COUPLED))
+        prefix = list(PROMPT)
+        ratios: dict[int, list[float]] = {}
+        for number in range(1, 41):
+            drafted = [7] * (number % 3 * 6)
+            stream.propose(number, prefix, drafted, seen=number - 1, tells_laws=False)
+            verdict = stream.verdict()
+            prefix += verdict.token_ids
+            load, timings = verdict.load, verdict.timings
+            assert load.pass_fixed_us >= 0
+            assert load.pass_token_us >= 0
+            foretold = load.pass_fixed_us + load.pass_token_us * timings.pass_tokens
+            if timings.pass_tokens == 1 + len(drafted):  # not the first, which reads the prompt too
+                ratios.setdefault(len(drafted), []).append((timings.forward_us + timings.verify_us) / foretold)
+    for drafted_tokens in (0, 12):
+        assert 0.4 < statistics.median(ratios[drafted_tokens][3:]) < 2.5
+
+
 def test_logprobs_come_with_every_committed_token(channel: grpc.Channel) -> None:
     with Stream(channel) as stream:
         message = opening(temperature=1.0)
@@ -306,8 +329,44 @@ def test_sequences_wait_for_room_and_too_many_are_refused(channel: grpc.Channel,
         refused.open()
         error = from_rpc_error(ends(refused))
         assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
+        assert error.retry_after is not None
+        assert 0 < error.retry_after <= 60
         streams[0].call.cancel()
         assert [waiting.verdict().token_ids[0] for _ in range(3)] == alone[:3]
+    finally:
+        for stream in streams:
+            stream.__exit__(None, None, None)
+
+
+def wait_until_alone(stream: Stream) -> None:
+    """Opens a stream, and waits until those of earlier tests have left."""
+    stream.open(opening(max_new_tokens=1000))
+    prefix, deadline = list(PROMPT), time.monotonic() + 20
+    for number in range(1, 1000):
+        stream.decode(number, prefix, seen=number - 1)
+        verdict = stream.verdict()
+        prefix += verdict.token_ids
+        if (verdict.load.running, verdict.load.waiting) == (1, 0):
+            return
+        assert time.monotonic() < deadline, f"{verdict.load.running} sequences are still here"
+        time.sleep(0.02)
+
+
+def test_a_burst_does_not_slip_past_the_queue(channel: grpc.Channel) -> None:
+    """All at once, before the engine has seen any of them: as many are refused as are too many."""
+    too_many = 3
+    streams = [Stream(channel, f"s{i}") for i in range(PLACES + WAITING + too_many)]
+    try:
+        wait_until_alone(streams[0])
+        for stream in streams[1:]:
+            stream.open()
+        refused = 0
+        for stream in streams[1:]:
+            try:
+                stream.take()
+            except grpc.RpcError as error:
+                refused += from_rpc_error(error).reason == "OVERLOADED"
+        assert refused == too_many
     finally:
         for stream in streams:
             stream.__exit__(None, None, None)

@@ -55,6 +55,12 @@ async def test_an_error_arrives_as_it_was_raised(raised: RequestError, code: grp
     assert (arrived.reason, arrived.message, arrived.metadata) == (raised.reason, raised.message, raised.metadata)
 
 
+async def test_when_to_try_again_arrives_with_it_and_is_absent_where_nobody_said() -> None:
+    arrived = await _failure(Probe(lambda: errors.overloaded("no room", retry_after=2.25, waiting=64)))
+    assert (arrived.retry_after, arrived.reason, arrived.metadata) == (2.25, "OVERLOADED", {"waiting": "64"})
+    assert (await _failure(Probe(lambda: errors.overloaded("no room")))).retry_after is None
+
+
 @pytest.mark.parametrize("method", [both, written])
 async def test_streams_may_yield_or_write(method: Callable[..., Any]) -> None:
     async with serving(Probe()) as address, open_channel(address) as channel:

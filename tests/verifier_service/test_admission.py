@@ -1,0 +1,104 @@
+"""Who may come in, and how long who may not is told to wait. The clock is the test's."""
+
+from contextlib import ExitStack
+
+import pytest
+
+from outrider.rpc.errors import RequestError
+from verifier_service.admission import FIRST_GUESS, LEAST_WAIT, LONGEST_WAIT, Admission
+
+PLACES, WAITING = 2, 1
+
+
+class House:
+    """An admission with sequences in it that end when told to, oldest first."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.admission = Admission(PLACES, WAITING, clock=lambda: self.now)
+        self._inside: list[ExitStack] = []
+
+    def enter(self) -> None:
+        holder = ExitStack()
+        holder.enter_context(self.admission.enter())
+        self._inside.append(holder)
+
+    def fill(self) -> None:
+        for _ in range(PLACES + WAITING):
+            self.enter()
+
+    def leave(self) -> None:
+        self._inside.pop(0).close()
+
+    def wait_told(self) -> float:
+        with pytest.raises(RequestError) as caught:
+            self.enter()
+        assert caught.value.retry_after is not None
+        return caught.value.retry_after
+
+
+def test_places_and_the_queue_are_filled_and_no_more() -> None:
+    house = House()
+    house.fill()
+    with pytest.raises(RequestError, match="1 sequences wait for room already, at most 1") as caught:
+        house.enter()
+    assert (caught.value.reason, caught.value.metadata) == ("OVERLOADED", {"waiting": "1", "maximum": "1"})
+    house.leave()
+    house.enter()
+
+
+def test_the_wait_follows_how_fast_sequences_end() -> None:
+    house = House()
+    house.fill()
+    assert house.wait_told() == FIRST_GUESS
+    for pace in (3.0, 0.5):
+        for _ in range(40):
+            house.now += pace
+            house.leave()
+            house.enter()
+        assert house.wait_told() == pytest.approx(pace, rel=0.01)
+
+
+def test_each_that_is_turned_away_waits_for_an_end_more() -> None:
+    """Otherwise all come back at once, for one place."""
+    house = House()
+    house.fill()
+    assert [house.wait_told() for _ in range(3)] == [FIRST_GUESS, 2 * FIRST_GUESS, 3 * FIRST_GUESS]
+    house.leave()
+    house.enter()
+    assert house.wait_told() == 3 * FIRST_GUESS  # one of the three has its place
+
+
+def test_idle_time_says_nothing_of_the_pace() -> None:
+    house = House()
+    house.fill()
+    house.leave()
+    for _ in range(PLACES):
+        house.now += 0.5
+        house.leave()
+    house.now += 1000.0  # nobody was here
+    house.fill()
+    house.now += 0.5
+    house.leave()
+    house.enter()
+    assert house.wait_told() < 2 * FIRST_GUESS
+
+
+def test_an_end_that_is_late_is_no_longer_promised_soon_and_waits_are_bounded() -> None:
+    house = House()
+    house.fill()
+    for _ in range(40):
+        house.leave()
+        house.enter()
+    assert house.wait_told() == LEAST_WAIT
+    house.now += 20.0
+    assert house.wait_told() == pytest.approx(2 * 20.0)
+    assert house.wait_told() == LONGEST_WAIT
+
+
+def test_a_sequence_that_fails_leaves_its_place() -> None:
+    house = House()
+    for _ in range(2 * (PLACES + WAITING)):
+        with pytest.raises(RuntimeError), house.admission.enter():
+            raise RuntimeError
+    house.fill()
