@@ -119,9 +119,8 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
         self._waiting: deque[TargetSequence] = deque()
 
     def prepare(self) -> None:
-        """Times passes of several widths: on this thread, as those that serve will run."""
-        longest = self._model.limits.max_gamma + 1
-        widths = [width for width in (1, longest, 4 * longest) if width <= self.packed.pool.max_length]
+        """Times passes of one token and of the longest round: on this thread, as those that serve will run."""
+        widths = {1, min(self._model.limits.max_gamma + 1, self.packed.pool.max_length)}
         self.cost = PassCost([(width, self._trial(width)) for width in widths for _ in range(TRIALS)])
 
     def _trial(self, width: int) -> float:
