@@ -42,6 +42,7 @@ def is_gated_decoder(model: Any, layers: Sequence[AttentionLayer]) -> bool:
         and rope.get("rope_type", "default") in _FIXED_ROTARY
         and rope.get("partial_rotary_factor", 1.0) == 1.0
         and len({(layer.heads, layer.kv_heads, layer.head_dim) for layer in layers}) == 1
+        and all(layer.scores_alone for layer in layers)
         and layers[0].head_dim % 2 == 0
     )
 
