@@ -195,9 +195,7 @@ def _cpu_computes_bfloat16() -> bool:
     return any(check is not None and check() for check in checks)
 
 
-def _load_weights(
-    folder: Path, source: ModelSource, config: Any, dtype: torch.dtype, options: dict[str, Any]
-) -> Any:
+def _load_weights(folder: Path, source: ModelSource, config: Any, dtype: torch.dtype, options: dict[str, Any]) -> Any:
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -239,7 +237,10 @@ def _context_length(config: Any) -> int:
         raise CheckpointError(f"the configuration of model type '{config.model_type}' names no context length")
     # Beyond its original length this rotary embedding follows the longest sequence of a pass: who else is there.
     rope = getattr(text, "rope_parameters", None) or {}
-    for kind in (rope, *(kind for kind in rope.values() if isinstance(kind, dict))):  # one, or one for each kind of layer
+    for kind in (
+        rope,
+        *(kind for kind in rope.values() if isinstance(kind, dict)),
+    ):  # one, or one for each kind of layer
         if kind.get("rope_type") == "longrope":
             length = min(length, kind.get("original_max_position_embeddings") or length)
     return length

@@ -171,7 +171,12 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
     ),
     "a window in the mask alone": (
         lambda: Qwen2MoeConfig(
-            **SMALL, num_key_value_heads=2, num_experts=2, num_experts_per_tok=1, use_sliding_window=True, sliding_window=3
+            **SMALL,
+            num_key_value_heads=2,
+            num_experts=2,
+            num_experts_per_tok=1,
+            use_sliding_window=True,
+            sliding_window=3,
         ),
         "all but 3 positions",
     ),
@@ -231,7 +236,9 @@ def test_the_context_ends_where_a_rotary_embedding_would_follow_the_pass(by_laye
     """Longrope takes its other factors as soon as one sequence of a pass is beyond the original length."""
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 32}
     config = LlamaConfig(**SMALL)
-    config.rope_parameters = {"sliding_attention": {"rope_type": "default"}, "full_attention": rope} if by_layer_type else rope
+    config.rope_parameters = (
+        {"sliding_attention": {"rope_type": "default"}, "full_attention": rope} if by_layer_type else rope
+    )
     assert checkpoint_module._context_length(config) == 32
 
 
