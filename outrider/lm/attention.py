@@ -163,8 +163,17 @@ def packed_attention(
     rows = query[0].transpose(0, 1).to(batch.dtype)
     if softcap is not None or s_aux is not None:
         keys, values = [held[layer] for held in batch.keys], [held[layer] for held in batch.values]
-        options = {"scaling": scaling, "window": window, "softcap": softcap, "sinks": s_aux}
-        out = attend_scores(rows, batch.starts, batch.counts, keys, values, **options)
+        out = attend_scores(
+            rows,
+            batch.starts,
+            batch.counts,
+            keys,
+            values,
+            scaling=scaling,
+            window=window,
+            softcap=softcap,
+            sinks=s_aux,
+        )
     else:
         masks = batch.masks_for(query.shape[1] // key.shape[1], window)
         out = attend(rows, batch.counts, batch.keys, batch.values, masks, layer, scaling, window)

@@ -237,10 +237,8 @@ def _context_length(config: Any) -> int:
         raise CheckpointError(f"the configuration of model type '{config.model_type}' names no context length")
     # Beyond its original length this rotary embedding follows the longest sequence of a pass: who else is there.
     rope = getattr(text, "rope_parameters", None) or {}
-    for kind in (
-        rope,
-        *(kind for kind in rope.values() if isinstance(kind, dict)),
-    ):  # one, or one for each kind of layer
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # one, or one for each kind of layer
+    for kind in kinds:
         if kind.get("rope_type") == "longrope":
             length = min(length, kind.get("original_max_position_embeddings") or length)
     return length

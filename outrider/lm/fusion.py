@@ -26,11 +26,11 @@ _NORM_TOLERANCE = 1e-5
 def fuse_model(loaded: LoadedModel) -> Program:
     """The fused program of a model, made at the first call.
 
-    The weights move into it, so the model's own forward, and with it the unfused program, is lost. Quantised layers stay
-    as they are.
+    The weights move into it, so the model's own forward, and with it the unfused program, is lost. Layers that are
+    quantised stay as they are.
 
     Raises:
-        CheckpointError: it fails, or gives other logits than the model did: a bug; `fuse=False` runs the model without it.
+        CheckpointError: it fails, or gives other logits than the model did: a bug; `fuse=False` runs the model without.
     """
     if loaded.fused is None:
         model = loaded.model

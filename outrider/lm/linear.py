@@ -25,7 +25,7 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Whether a module is of just that kind, with a weight of plain numbers: neither quantised nor changed from outside.
+    """Whether a module is of just that kind, its weight plain numbers: neither quantised nor changed from outside.
 
     Quantisation comes as a subclass, as a weight that is no plain tensor inside an ordinary module, as integers, as a
     hook, or as another `forward` on the module itself.

@@ -1,7 +1,7 @@
 """What a checkpoint says of how its weights are quantised, and what that changes in loading it.
 
-transformers does the quantised arithmetic itself, by the checkpoint's own `quantization_config`. It knows configurations
-and loaded modules, and nothing of passes.
+transformers does the quantised arithmetic itself, by the checkpoint's own `quantization_config`. This module knows
+configurations and loaded modules, and nothing of passes.
 """
 
 from typing import Any
@@ -37,12 +37,13 @@ def quantisation_method(config: Any, name: str) -> str | None:
     for bits in ("4bit", "8bit"):
         if said.get(f"load_in_{bits}"):
             method = f"bitsandbytes_{bits}"
+    if method is None:
+        raise CheckpointError(f"the quantization_config of '{name}' names no quant_method")
     if method not in AUTO_QUANTIZER_MAPPING:
         known = ", ".join(sorted(AUTO_QUANTIZER_MAPPING))
         raise CheckpointError(
-            f"the weights of '{name}' are quantised by '{method}', which this transformers does not know (it knows {known})"
-            if method
-            else f"the quantization_config of '{name}' names no quant_method"
+            f"the weights of '{name}' are quantised by '{method}', which this transformers does not know (it knows "
+            f"{known})"
         )
     return str(method)
 

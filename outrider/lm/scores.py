@@ -1,7 +1,7 @@
 """Attention with its scores spelled out, for what torch's fused attention leaves out: soft-capping and sinks.
 
-Soft-capping (Gemma 2) bounds each score s to c · tanh(s / c) before the softmax. A sink (GPT-OSS) is a learned score per
-head that stands beside those of the positions, takes its share of the softmax, and has no value.
+Soft-capping (Gemma 2) bounds each score s to c · tanh(s / c) before the softmax. A sink (GPT-OSS) is a learned score of
+each head that stands beside those of the positions, takes its share of the softmax, and has no value.
 
 It knows tensors and the layout of a pass (`outrider.lm.batch`), and nothing of models.
 """

@@ -236,22 +236,19 @@ def test_the_context_ends_where_a_rotary_embedding_would_follow_the_pass(by_laye
     """Longrope takes its other factors as soon as one sequence of a pass is beyond the original length."""
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 32}
     config = LlamaConfig(**SMALL)
-    config.rope_parameters = (
-        {"sliding_attention": {"rope_type": "default"}, "full_attention": rope} if by_layer_type else rope
-    )
+    nested = {"sliding_attention": {"rope_type": "default"}, "full_attention": rope}
+    config.rope_parameters = nested if by_layer_type else rope
     assert checkpoint_module._context_length(config) == 32
 
 
 def test_a_model_that_transformers_cannot_run_is_refused(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformers.integrations import sdpa_attention
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     def explode(*args: object, **options: object) -> None:
         raise RuntimeError("no such kernel")
 
-    assert sdpa_attention
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", explode)
     assert "does not run in transformers itself: RuntimeError: no such kernel" in refusal(checkpoint("llama"))
 

@@ -1,8 +1,9 @@
-"""Each family of models reads packed as it reads in transformers: any chunks, rolled back, in company, in 16 bits too."""
+"""Each family of models reads packed as in transformers: in any chunks, rolled back, in company, in 16 bits too."""
 
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ CLOSE = 1e-5  # of the largest logit
 LENGTH = 24  # almost five windows
 ROOM = 32
 
-# |difference| / |logits| of the median row. One step of rounding is 2^-8 in bfloat16 and 2^-11 in float16. Where rounding
-# decides between two experts, that row and all that read it differ by more.
+# |difference| / |logits| of the median row. One step of rounding is 2^-8 in bfloat16 and 2^-11 in float16. Where
+# rounding decides between two experts, that row and all that read it differ by more.
 NEAR = {"bfloat16": 0.05, "float16": 0.01}
 NEAR_WITH_EXPERTS = {"bfloat16": 0.1, "float16": 0.02}
 
@@ -71,7 +72,8 @@ def test_a_soft_cap_and_a_window_make_a_difference(
     """Else the test above would say nothing of them."""
     tokens = sequence(2)
     capped = Truth(checkpoint("gemma2"))(tokens)
-    for i, change in enumerate(({"attn_logit_softcapping": None}, {"sliding_window": 64})):
+    changes: list[dict[str, Any]] = [{"attn_logit_softcapping": None}, {"sliding_window": 64}]
+    for i, change in enumerate(changes):
         other = Truth(tiny.save(tiny.gemma2(**change), tmp_path / str(i)))(tokens)
         assert (other - capped).abs().max() > 1e-2 * capped.abs().max()
     assert {layer.window for layer in load("gemma2").layers} == {WINDOW, None}
