@@ -77,10 +77,8 @@ def _replace_modules(model: nn.Module, called: set[nn.Module], dtype: torch.dtyp
 
 def _equivalent(module: nn.Module, called: set[nn.Module], dtype: torch.dtype) -> nn.Module | None:
     weight = getattr(module, "weight", None)
-    if (
-        not isinstance(weight, Tensor) or weight.dtype != dtype
-    ):  # what is kept in float32 casts back in a way of its own
-        return None
+    if not isinstance(weight, Tensor) or weight.dtype != dtype:
+        return None  # a norm that is kept in float32 casts its result in a way of its own
     if module in called and is_plain(module, nn.Linear, Conv1D):
         if not can_pack(weight.dtype, weight.device):
             return None
