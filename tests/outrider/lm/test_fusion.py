@@ -206,3 +206,4 @@ def test_packed_modules_keep_shape_and_dtype_and_hold_no_copy() -> None:
     assert isinstance(weight, Tensor)
     assert weight.shape == (24, 16)
     assert weight.untyped_storage().nbytes() == 4
+    assert weight.isnan().all(), "who multiplies by it is to be noticed"
