@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from outrider.lm.batch import PackedBatch
+from outrider.lm.scores import attend_scores
 
 NAME = "outrider_packed"
 """What our attention is called in a model's configuration (`attn_implementation`)."""
@@ -115,6 +116,8 @@ def packed_attention(
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     packed_batch: PackedBatch | None = None,
     **features: Any,
 ) -> tuple[Tensor, None]:
@@ -124,15 +127,17 @@ def packed_attention(
         module: the attention layer; its `layer_idx` says which keys and values are meant.
         query: `[1, heads, T, head_dim]`.
         key: `[1, kv_heads, T, head_dim]`.
-        value: like `key`.
+        value: like `key`; its heads may be smaller.
         attention_mask: not used: `packed_batch` says who sees whom.
         scaling: of the scores; None is 1/√head_dim.
         sliding_window: how many positions a row sees, its own included.
+        softcap: bounds the scores (`outrider.lm.scores`).
+        s_aux: `[heads]`: sinks, likewise.
         packed_batch: the pass.
         features: whatever else the model asks for; looked at once, when it is loaded.
 
     Returns:
-        `[1, T, heads, head_dim]`, and no weights.
+        `[1, T, heads, head_dim of the values]`, and no weights.
 
     Raises:
         NoPass: the call came from elsewhere, without a pass.
@@ -143,18 +148,36 @@ def packed_attention(
     if scaling is None:
         scaling = float(query.shape[-1]) ** -0.5
     if batch.observer is not None:
-        return batch.observer.see(module, query, key, value, scaling, sliding_window, features), None
+        asked = {"softcap": softcap, "s_aux": s_aux, **features}
+        return batch.observer.see(module, query, key, value, scaling, sliding_window, asked), None
     layer: Any = module.layer_idx
+    size = value.shape[3]
+    if size < key.shape[3]:  # the pool keeps both in one size; what is added to the values adds nothing to the result
+        value = F.pad(value, (0, key.shape[3] - size))
     first = 0
     for new, count in zip(batch.new, batch.counts, strict=True):
         new[layer][0].copy_(key[0].narrow(1, first, count))
         new[layer][1].copy_(value[0].narrow(1, first, count))
         first += count
     window = sliding_window or 0
-    masks = batch.masks_for(query.shape[1] // key.shape[1], window)
     rows = query[0].transpose(0, 1).to(batch.dtype)
-    out = attend(rows, batch.counts, batch.keys, batch.values, masks, layer, scaling, window)
-    return out.to(query.dtype).unsqueeze(0), None
+    if softcap is not None or s_aux is not None:
+        keys, values = [held[layer] for held in batch.keys], [held[layer] for held in batch.values]
+        out = attend_scores(
+            rows,
+            batch.starts,
+            batch.counts,
+            keys,
+            values,
+            scaling=scaling,
+            window=window,
+            softcap=softcap,
+            sinks=s_aux,
+        )
+    else:
+        masks = batch.masks_for(query.shape[1] // key.shape[1], window)
+        out = attend(rows, batch.counts, batch.keys, batch.values, masks, layer, scaling, window)
+    return out.narrow(2, 0, size).to(query.dtype).unsqueeze(0), None
 
 
 # No mask function goes with NAME: transformers then builds no mask, which saves a dozen tensor operations a pass.

@@ -19,6 +19,7 @@ from outrider.lm.errors import CheckpointError
 from outrider.lm.fingerprint import weights_fingerprint
 from outrider.lm.probe import ELSEWHERE, AttentionLayer, probe_attention
 from outrider.lm.program import Program, TransformersProgram
+from outrider.lm.quantisation import placement, quantisation_method, settle_dtype
 from outrider.lm.selfcheck import Reference, deviation, reference, tolerance
 from outrider.lm.snapshot import resolve_folder
 
@@ -59,6 +60,7 @@ class LoadedModel:
         device: where it lies.
         dtype: what it runs in.
         dtype_reason: why, in a few words, for the log.
+        quantisation: the method its weights are quantised by in the checkpoint, as transformers names it; None is none.
         vocab_size: V, the size of its logits; padded rows of the embedding included.
         context_length: how many positions it takes.
         name: as in its source.
@@ -74,6 +76,7 @@ class LoadedModel:
     device: torch.device
     dtype: torch.dtype
     dtype_reason: str
+    quantisation: str | None
     vocab_size: int
     context_length: int
     name: str
@@ -99,18 +102,29 @@ def load_model(source: ModelSource) -> LoadedModel:
 
 def _load(source: ModelSource, folder: Path, device: torch.device) -> LoadedModel:
     config = _config(folder, source)
+    quantisation = quantisation_method(config, source.name)
     dtype, dtype_reason = _dtype(source.dtype, config, device)
     fingerprint = weights_fingerprint(folder)
-    model = _load_weights(folder, source, config, dtype).to(device).eval().requires_grad_(False)
+    options = {} if quantisation is None else placement(device)
+    try:
+        model = _load_weights(folder, source, config, dtype, options)
+    except CheckpointError as error:
+        if quantisation is None:
+            raise
+        raise CheckpointError(f"{error} (its weights are quantised by '{quantisation}')") from error
+    if quantisation is not None:
+        settle_dtype(model, dtype)
+    model = model.to(device).eval().requires_grad_(False)
     layers = probe_attention(model)
     context_length = _context_length(config)
     vocab_size = _vocab_size(model)
     expected = reference(model, vocab_size, context_length)
     distance = deviation(TransformersProgram(model), layers, expected, dtype, device)
-    if not distance <= tolerance(dtype):
+    allowed = tolerance(dtype, quantised=quantisation is not None)
+    if not distance <= allowed:
         raise CheckpointError(
             f"packed passes of {type(model).__name__} give other logits than its own forward (they differ by "
-            f"{distance:.2g} of their size, {tolerance(dtype):g} allowed): it has a state or a mask of its own"
+            f"{distance:.2g} of their size, {allowed:g} allowed): it has a state or a mask of its own"
         )
     return LoadedModel(
         model=model,
@@ -118,6 +132,7 @@ def _load(source: ModelSource, folder: Path, device: torch.device) -> LoadedMode
         device=device,
         dtype=dtype,
         dtype_reason=dtype_reason,
+        quantisation=quantisation,
         vocab_size=vocab_size,
         context_length=context_length,
         name=source.name,
@@ -180,7 +195,7 @@ def _cpu_computes_bfloat16() -> bool:
     return any(check is not None and check() for check in checks)
 
 
-def _load_weights(folder: Path, source: ModelSource, config: Any, dtype: torch.dtype) -> Any:
+def _load_weights(folder: Path, source: ModelSource, config: Any, dtype: torch.dtype, options: dict[str, Any]) -> Any:
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -188,6 +203,7 @@ def _load_weights(folder: Path, source: ModelSource, config: Any, dtype: torch.d
             attn_implementation=NAME,
             trust_remote_code=source.trust_remote_code,
             output_loading_info=True,
+            **options,
         )
     except KeyError as error:
         if NAME not in str(error):
@@ -221,8 +237,10 @@ def _context_length(config: Any) -> int:
         raise CheckpointError(f"the configuration of model type '{config.model_type}' names no context length")
     # Beyond its original length this rotary embedding follows the longest sequence of a pass: who else is there.
     rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        length = min(length, rope.get("original_max_position_embeddings") or length)
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # one, or one for each kind of layer
+    for kind in kinds:
+        if kind.get("rope_type") == "longrope":
+            length = min(length, kind.get("original_max_position_embeddings") or length)
     return length
 
 

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from outrider.lm.checkpoint import LoadedModel
 from outrider.lm.errors import CheckpointError
 from outrider.lm.gated_decoder import GatedDecoder, is_gated_decoder
-from outrider.lm.linear import PackedModule, can_pack
+from outrider.lm.linear import PackedModule, can_pack, is_plain
 from outrider.lm.norm import RMSNormModule
 from outrider.lm.program import Program, TransformersProgram
 from outrider.lm.selfcheck import deviation, tolerance
@@ -26,10 +26,11 @@ _NORM_TOLERANCE = 1e-5
 def fuse_model(loaded: LoadedModel) -> Program:
     """The fused program of a model, made at the first call.
 
-    The weights move into it, so the model's own forward, and with it the unfused program, is lost.
+    The weights move into it, so the model's own forward, and with it the unfused program, is lost. Layers that are
+    quantised stay as they are.
 
     Raises:
-        CheckpointError: it gives other logits than the model did: a bug; `fuse=False` runs the model without it.
+        CheckpointError: it fails, or gives other logits than the model did: a bug; `fuse=False` runs the model without.
     """
     if loaded.fused is None:
         model = loaded.model
@@ -37,10 +38,15 @@ def fuse_model(loaded: LoadedModel) -> Program:
             if is_gated_decoder(model, loaded.layers):
                 loaded.fused = GatedDecoder(model, loaded.layers)
             else:
-                _replace_modules(model)
+                _replace_modules(model, _called_modules(loaded), loaded.dtype)
                 loaded.fused = TransformersProgram(model)
-        distance = deviation(loaded.fused, loaded.layers, loaded.reference, loaded.dtype, loaded.device)
-        if not distance <= tolerance(loaded.dtype):
+        try:
+            distance = deviation(loaded.fused, loaded.layers, loaded.reference, loaded.dtype, loaded.device)
+        except Exception as error:
+            raise CheckpointError(
+                f"the fused forward of {type(model).__name__} fails: {type(error).__name__}: {error}"
+            ) from error
+        if not distance <= tolerance(loaded.dtype, quantised=loaded.quantisation is not None):
             raise CheckpointError(
                 f"the fused forward of {type(model).__name__} gives other logits than its own (they differ by "
                 f"{distance:.2g} of their size): run it unfused"
@@ -48,25 +54,38 @@ def fuse_model(loaded: LoadedModel) -> Program:
     return loaded.fused
 
 
-def _replace_modules(model: nn.Module) -> None:
+def _called_modules(loaded: LoadedModel) -> set[nn.Module]:
+    """The linear layers that a pass calls. Some models multiply by a layer's weight themselves, past its forward."""
+    called: set[nn.Module] = set()
+    linear = [module for module in loaded.model.modules() if is_plain(module, nn.Linear, Conv1D)]
+    hooks = [module.register_forward_hook(lambda module, args, out: called.add(module)) for module in linear]
+    try:
+        deviation(TransformersProgram(loaded.model), loaded.layers, loaded.reference, loaded.dtype, loaded.device)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return called
+
+
+def _replace_modules(model: nn.Module, called: set[nn.Module], dtype: torch.dtype) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            replacement = _equivalent(child)
+            replacement = _equivalent(child, called, dtype)
             if replacement is not None:
                 setattr(parent, name, replacement)
 
 
-def _equivalent(module: nn.Module) -> nn.Module | None:
+def _equivalent(module: nn.Module, called: set[nn.Module], dtype: torch.dtype) -> nn.Module | None:
     weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor):
-        return None
-    if type(module) in (nn.Linear, Conv1D):
+    if not isinstance(weight, Tensor) or weight.dtype != dtype:
+        return None  # a norm that is kept in float32 casts its result in a way of its own
+    if module in called and is_plain(module, nn.Linear, Conv1D):
         if not can_pack(weight.dtype, weight.device):
             return None
         rows: Any = weight if type(module) is nn.Linear else weight.t()  # Conv1D holds [in, out]
         bias: Any = module.bias
         return PackedModule(rows, bias)
-    if type(module).__name__.endswith("RMSNorm"):
+    if type(module).__name__.endswith("RMSNorm") and is_plain(module, type(module)):
         return _equivalent_norm(module, weight)
     return None
 

@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM,
 from kernels.sparse import SparseLaw
 from outrider.lm.batch import PackedBatch
 from outrider.lm.gated_layers import Frame, GatedLayers, LayerWeights, compiled
-from outrider.lm.linear import can_pack, pack
+from outrider.lm.linear import can_pack, is_plain, pack
 from outrider.lm.norm import doubled
 from outrider.lm.probe import AttentionLayer
 from outrider.lm.program import Rows
@@ -42,7 +42,22 @@ def is_gated_decoder(model: Any, layers: Sequence[AttentionLayer]) -> bool:
         and rope.get("rope_type", "default") in _FIXED_ROTARY
         and rope.get("partial_rotary_factor", 1.0) == 1.0
         and len({(layer.heads, layer.kv_heads, layer.head_dim) for layer in layers}) == 1
+        and all(layer.scores_alone for layer in layers)
         and layers[0].head_dim % 2 == 0
+        and _has_plain_weights(model)
+    )
+
+
+def _has_plain_weights(model: Any) -> bool:
+    """Whether all that `GatedDecoder` takes apart is what it seems, in one dtype: quantised weights are not."""
+    embedding = model.model.embed_tokens
+    linear = [model.lm_head]
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        linear += [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+        linear += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    return is_plain(embedding, nn.Embedding) and all(
+        is_plain(module, nn.Linear) and module.weight.dtype == embedding.weight.dtype for module in linear
     )
 
 

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+_PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether this torch packs weights of such a kind."""
@@ -20,6 +22,25 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype == torch.float32
+
+
+def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Whether a module is of just that kind, its weight plain numbers: neither quantised nor changed from outside.
+
+    Quantisation comes as a subclass, as a weight that is no plain tensor inside an ordinary module, as integers, as a
+    hook, or as another `forward` on the module itself.
+    """
+    return type(module) in kinds and is_plain_tensor(getattr(module, "weight", None)) and not is_changed(module)
+
+
+def is_plain_tensor(value: object) -> bool:
+    """Whether it is a tensor of floating-point numbers of 16 bits or more, and no subclass of one."""
+    return type(value) in (Tensor, nn.Parameter) and value.dtype in _PLAIN  # type: ignore[attr-defined]
+
+
+def is_changed(module: nn.Module) -> bool:
+    """Whether someone put a hook on a module, or a `forward` of its own."""
+    return "forward" in vars(module) or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -47,14 +68,15 @@ def linear_add(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
 class PackedModule(nn.Module):
     """A packed linear layer in the place of a module that held `weight` and `bias`.
 
-    `weight` keeps the shape and dtype that other code may ask for, and no memory.
+    `weight` keeps the shape and dtype that other code may ask for, and no memory. Its numbers are none, so that code
+    which multiplies by it shows in the self-check (`outrider.lm.fusion`).
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self._packed = pack(weight)
         self._bias = None if bias is None else bias.detach()
-        self.weight = nn.Buffer(weight.new_zeros(1, 1).expand(weight.shape), persistent=False)
+        self.weight = nn.Buffer(weight.new_full((1, 1), torch.nan).expand(weight.shape), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self._packed, self._bias, True)

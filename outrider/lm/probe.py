@@ -16,10 +16,8 @@ from outrider.lm.errors import CheckpointError
 
 # What models hand to their attention that changes its result, and that ours does not do.
 _UNSUPPORTED = {
-    "softcap": "soft-capping of attention scores",
-    "logit_cap": "soft-capping of attention scores",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
+    "logit_cap": "soft-capping of attention scores by another name",
+    "sinks": "attention sinks that follow the token",
     "position_bias": "a bias by position in the attention",
     "alibi": "a bias by position in the attention (ALiBi)",
     "head_mask": "a mask by attention head",
@@ -41,6 +39,8 @@ class AttentionLayer:
         head_dim: size of each.
         scaling: of the scores.
         window: how many positions a row sees, its own included; None is all.
+        softcap: what bounds the scores; None bounds nothing.
+        sinks: whether each head has a sink.
     """
 
     heads: int
@@ -48,6 +48,13 @@ class AttentionLayer:
     head_dim: int
     scaling: float
     window: int | None
+    softcap: float | None = None
+    sinks: bool = False
+
+    @property
+    def scores_alone(self) -> bool:
+        """Whether the softmax is over the scaled scores of the positions, and nothing else."""
+        return self.softcap is None and not self.sinks
 
 
 def probe_attention(model: Any) -> tuple[AttentionLayer, ...]:
@@ -112,10 +119,18 @@ class _Observer:
             raise CheckpointError(
                 f"{type(module).__name__} has no layer number of its own, or calls its attention twice"
             )
-        if key.shape != value.shape or query.shape[3] != key.shape[3] or query.shape[1] % key.shape[1]:
+        heads, kv_heads, head_dim = query.shape[1], key.shape[1], key.shape[3]
+        fits = key.shape[:3] == value.shape[:3] and value.shape[3] <= head_dim == query.shape[3]
+        if not fits or heads % kv_heads:
             shapes = f"queries {list(query.shape)}, keys {list(key.shape)}, values {list(value.shape)}"
             raise CheckpointError(f"the heads of layer {layer} do not fit the KV pool: {shapes}")
-        self._layers[layer] = AttentionLayer(query.shape[1], key.shape[1], query.shape[3], scaling, window)
+        softcap, sinks = features.get("softcap"), features.get("s_aux")
+        if sinks is not None and sinks.shape != (heads,):
+            raise CheckpointError(f"the attention sinks of layer {layer} are {list(sinks.shape)}, not one per head")
+        self._layers[layer] = AttentionLayer(
+            heads, kv_heads, head_dim, scaling, window or None, softcap, sinks is not None
+        )
+        # What comes of it only has to be of the right shape: the next layers ask for the same whatever they are given.
         attended = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=True
         )
@@ -124,7 +139,7 @@ class _Observer:
     def see_mask(self, *args: Any, **asked: Any) -> None:
         """Stands where transformers would build a mask."""
         local = asked.get("local_size")
-        if local is not None:
+        if local:  # 0 is how Qwen2-MoE says that it has no window
             self._local.add(local)
 
     def layers(self, model: Any) -> tuple[AttentionLayer, ...]:
@@ -141,7 +156,7 @@ class _Observer:
         if not self._local <= windows:
             sizes = ", ".join(str(size) for size in sorted(self._local - windows))
             raise CheckpointError(
-                f"{kind} masks all but {sizes} positions without a sliding window in its layers (chunked attention): "
-                "the packed attention does not do that"
+                f"{kind} masks all but {sizes} positions, and no layer names that as its sliding window (chunked "
+                "attention, for one): the packed attention does not do that"
             )
         return tuple(self._layers[layer] for layer in range(count))

@@ -17,12 +17,12 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a tiny model by its name in `tiny.CONFIGS`."""
+    """The folder of a tiny model by its name in `tiny.FAMILIES`."""
     made: dict[str, Path] = {}
 
     def get(name: str) -> Path:
         if name not in made:
-            made[name] = tiny.save(tiny.CONFIGS[name](), tmp_path_factory.mktemp(name))
+            made[name] = tiny.save(tiny.FAMILIES[name](), tmp_path_factory.mktemp(name))
         return made[name]
 
     return get

@@ -15,10 +15,11 @@ from transformers import (
     BertConfig,
     FalconConfig,
     GPT2Config,
-    GptOssConfig,
+    Lfm2Config,
     Llama4TextConfig,
     LlamaConfig,
     PreTrainedConfig,
+    Qwen2MoeConfig,
     StableLmConfig,
     T5Config,
 )
@@ -152,21 +153,7 @@ def test_what_is_no_causal_language_model_is_refused(tmp_path: Path) -> None:
     assert "cannot read the configuration" in refusal(tmp_path)
 
 
-_PLAIN = {"rope_type": "default", "rope_theta": 1e4}
-
 REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
-    "soft-capping": (tiny.gemma2, "soft-capping of attention scores"),
-    "sinks": (
-        lambda: GptOssConfig(
-            **SMALL,
-            num_key_value_heads=2,
-            head_dim=8,
-            num_local_experts=2,
-            num_experts_per_tok=1,
-            rope_parameters=_PLAIN,
-        ),
-        "attention sinks",
-    ),
     "chunks": (
         lambda: Llama4TextConfig(
             **SMALL,
@@ -176,7 +163,22 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
             num_local_experts=2,
             intermediate_size_mlp=48,
         ),
-        "all but 4 positions .*chunked attention",
+        "all but 4 positions.* no layer names that .*chunked attention",
+    ),
+    "memory elsewhere": (
+        lambda: Lfm2Config(**SMALL, num_key_value_heads=2, layer_types=["conv", "full_attention"]),
+        "Lfm2.* attention in 1 of 2 layers",
+    ),
+    "a window in the mask alone": (
+        lambda: Qwen2MoeConfig(
+            **SMALL,
+            num_key_value_heads=2,
+            num_experts=2,
+            num_experts_per_tok=1,
+            use_sliding_window=True,
+            sliding_window=3,
+        ),
+        "all but 3 positions",
     ),
     "both directions": (lambda: BertConfig(**SMALL), "both directions"),
     "own attention": (
@@ -193,9 +195,62 @@ def test_what_the_packed_attention_cannot_do_is_named(feature: str, tmp_path: Pa
     assert re.search(message, refusal(tiny.save(config(), tmp_path)))
 
 
-def test_gemma2_without_soft_capping_runs(tmp_path: Path) -> None:
-    folder = tiny.save(tiny.gemma2(attn_logit_softcapping=None, final_logit_softcapping=3.0), tmp_path)
-    assert len(load_model(ModelSource(str(folder), dtype="float32", device="cpu")).layers) == 3
+@pytest.mark.parametrize(
+    ("name", "meaning"),
+    [
+        ("sinks", "attention sinks that follow the token"),
+        ("position_bias", "a bias by position"),
+        ("block_sequence_ids", "attention in both directions"),
+    ],
+)
+def test_what_a_model_hands_to_its_attention_and_ours_leaves_out_is_named(
+    name: str, meaning: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+
+    forward = GPT2Attention.forward
+    asked = {name: torch.zeros(1)}
+    monkeypatch.setattr(GPT2Attention, "forward", lambda self, *args, **given: forward(self, *args, **given, **asked))
+    assert meaning in refusal(checkpoint("gpt2"))
+
+
+def test_sinks_that_are_not_one_per_head_are_refused(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+
+    forward = GPT2Attention.forward
+    asked = {"s_aux": torch.zeros(4, 2)}
+    monkeypatch.setattr(GPT2Attention, "forward", lambda self, *args, **given: forward(self, *args, **given, **asked))
+    assert "sinks of layer 0 are [4, 2], not one per head" in refusal(checkpoint("gpt2"))
+
+
+def test_what_each_layer_adds_to_its_scores_is_known(load: Callable[..., LoadedModel]) -> None:
+    assert [(layer.softcap, layer.sinks) for layer in load("gemma2").layers] == [(0.5, False)] * 3
+    assert [(layer.softcap, layer.sinks) for layer in load("gpt-oss").layers] == [(None, True)] * 3
+    assert all(layer.scores_alone for layer in load("llama").layers)
+
+
+@pytest.mark.parametrize("by_layer_type", [False, True])
+def test_the_context_ends_where_a_rotary_embedding_would_follow_the_pass(by_layer_type: bool) -> None:
+    """Longrope takes its other factors as soon as one sequence of a pass is beyond the original length."""
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 32}
+    config = LlamaConfig(**SMALL)
+    nested = {"sliding_attention": {"rope_type": "default"}, "full_attention": rope}
+    config.rope_parameters = nested if by_layer_type else rope
+    assert checkpoint_module._context_length(config) == 32
+
+
+def test_a_model_that_transformers_cannot_run_is_refused(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def explode(*args: object, **options: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", explode)
+    assert "does not run in transformers itself: RuntimeError: no such kernel" in refusal(checkpoint("llama"))
 
 
 def test_a_model_that_packing_changes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,17 +8,33 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
+    CohereConfig,
+    DeepseekV3Config,
     Gemma2Config,
+    Gemma3Config,
     Gemma3TextConfig,
+    GemmaConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
+    LongcatFlashConfig,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    OlmoeConfig,
     OPTConfig,
+    Phi3Config,
     PhiConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+    Starcoder2Config,
 )
 
 VOCABULARY = 97
@@ -86,10 +102,90 @@ GATED = [name for name in CONFIGS if name.startswith(("llama", "qwen", "mistral"
 """Those the fused decoder computes."""
 
 
+_GROUPED: dict[str, Any] = {**_SHAPE, "num_key_value_heads": 2}
+_EXPERTS: dict[str, Any] = {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+
+# A latent of 16 numbers makes keys of 8 + 4 and values of 8.
+_LATENT: dict[str, Any] = {
+    **_SHAPE,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+
+
 def gemma2(**changes: Any) -> PreTrainedConfig:
-    """Soft-capped scores unless told otherwise."""
-    shape = {**_SHAPE, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": WINDOW, **changes}
+    """Scores soft-capped well below their size unless told otherwise."""
+    shape = {**_GROUPED, "head_dim": 8, "sliding_window": WINDOW, "attn_logit_softcapping": 0.5, **changes}
     return Gemma2Config(**shape, layer_types=_ALTERNATING)
+
+
+def phi3(**changes: Any) -> PreTrainedConfig:
+    return Phi3Config(**_GROUPED, **changes)
+
+
+EXPERTS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "mixtral": lambda: MixtralConfig(
+        **_GROUPED, num_local_experts=4, num_experts_per_tok=2, sliding_window=None, rope_parameters=_ROPE
+    ),
+    "qwen2-moe": lambda: Qwen2MoeConfig(**_EXPERTS, shared_expert_intermediate_size=24),
+    "qwen3-moe": lambda: Qwen3MoeConfig(**_EXPERTS, head_dim=16),
+    "olmoe": lambda: OlmoeConfig(**_GROUPED, num_experts=4, num_experts_per_tok=2),
+    "gpt-oss": lambda: GptOssConfig(
+        **_GROUPED,
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=WINDOW,
+        layer_types=_ALTERNATING,
+        rope_parameters=_ROPE,
+    ),
+    "deepseek3": lambda: DeepseekV3Config(**_LATENT, n_group=1, topk_group=1, first_k_dense_replace=1),
+    # Its router multiplies by the weight of a linear layer that nothing calls.
+    "longcat": lambda: LongcatFlashConfig(
+        **{**_LATENT, "num_hidden_layers": 4},
+        head_dim=4,
+        num_layers=2,
+        ffn_hidden_size=48,
+        expert_ffn_hidden_size=24,
+        moe_topk=2,
+        zero_expert_num=2,
+    ),
+}
+"""Mixtures of experts."""
+
+FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
+    **CONFIGS,
+    **EXPERTS,
+    "gemma": lambda: GemmaConfig(**_GROUPED, head_dim=8),
+    "gemma2": gemma2,
+    "gemma3-with-vision": lambda: Gemma3Config(
+        text_config={**_GROUPED, "head_dim": 8, "sliding_window": WINDOW, "layer_types": _ALTERNATING},
+        vision_config={
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+    ),
+    "phi3": phi3,
+    "granite": lambda: GraniteConfig(**_GROUPED, logits_scaling=2.0, residual_multiplier=0.7, attention_multiplier=0.4),
+    "olmo2": lambda: Olmo2Config(**_GROUPED),
+    "cohere": lambda: CohereConfig(**_GROUPED),
+    "cohere2": lambda: Cohere2Config(**_GROUPED, sliding_window=WINDOW, layer_types=_ALTERNATING),
+    "smollm3": lambda: SmolLM3Config(**_GROUPED, no_rope_layers=[1, 0, 1]),
+    "starcoder2": lambda: Starcoder2Config(**_GROUPED, sliding_window=WINDOW),
+}
+"""Families held against transformers; `CONFIGS` in more ways than the others."""
 
 
 def save(config: PreTrainedConfig, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
