@@ -92,9 +92,7 @@ class ContinuousBatching(LoadContender):
             for task, at in zip(tasks, due, strict=True):
                 time.sleep(max(0.0, began + at - time.perf_counter()))
                 names.append(
-                    manager.add_request(
-                        list(task.token_ids), max_new_tokens=task.new_tokens, record_timestamps=True
-                    )
+                    manager.add_request(list(task.token_ids), max_new_tokens=task.new_tokens, record_timestamps=True)
                 )
             last = time.monotonic()
             while len(results) < len(tasks):
@@ -138,8 +136,6 @@ class ContinuousBatching(LoadContender):
 class StaticBatches(LoadContender):
     """`generate` on one left-padded batch after the other; none begins before the last one has ended."""
 
-    has_open_loop = False
-
     def __init__(self, target: Path, how: Local) -> None:
         self.how = how
         self._model = load(target, how.dtype).model
@@ -165,9 +161,7 @@ class StaticBatches(LoadContender):
         """When each step of the batch ended, on `time.perf_counter()`."""
         length = max(len(task.token_ids) for task in batch)
         prompts = torch.tensor([[0] * (length - len(task.token_ids)) + list(task.token_ids) for task in batch])
-        real = torch.tensor(
-            [[0] * (length - len(task.token_ids)) + [1] * len(task.token_ids) for task in batch]
-        )
+        real = torch.tensor([[0] * (length - len(task.token_ids)) + [1] * len(task.token_ids) for task in batch])
         steps = _Steps()
         torch.manual_seed(batch[0].seed)
         with torch.inference_mode():
@@ -186,7 +180,7 @@ class _Steps(StoppingCriteria):
     def __init__(self) -> None:
         self.stamps: list[float] = []
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
         self.stamps.append(time.perf_counter())
         return torch.zeros(len(input_ids), dtype=torch.bool)
 

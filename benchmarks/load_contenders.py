@@ -61,8 +61,6 @@ class Outcome:
 class LoadContender(ABC):
     """A way to serve many requests at once."""
 
-    has_open_loop = True
-
     @abstractmethod
     def closed(self, tasks: Sequence[Task], streams: int) -> Outcome:
         """Writes all texts, `streams` of them at a time: where one ends, the next begins.

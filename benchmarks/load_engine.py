@@ -1,20 +1,20 @@
-"""What the verifier's engine itself costs: the share of its wall time that is neither forward nor verify.
+"""What the verifier's engine itself costs: the share of its time that is neither forward nor verify.
 
-A share of the engine's time means something only while it always has work: time that it waits for a draft is not its
-own. So the rounds of real texts are played again, straight at the verifier. First the pair writes one text for each
-stream at temperature 0 and reports its rounds; then the same proposals go out once more over as many `Verify` streams,
-each several ahead of its verdicts, so that after every pass the next round of every sequence is there. At temperature 0
-the verdicts are known beforehand. The target alone needs no such care: a `Decode` is always owed its next token.
+A share of the engine's time means something only while the engine always has work: time that it waits for a draft is
+not its own. So the rounds of real texts are played again, straight at the verifier. First the pair writes one text for
+each stream at temperature 0 and reports its rounds; then the same proposals go out once more over as many `Verify`
+streams, each several ahead of its verdicts: at temperature 0 they are known beforehand. One more sequence writes by
+`Decode` in the same passes. Its verdicts tell, by the verifier's own clock, how long forward and verify of each pass
+took, and how long it had been owed its next token when the pass began: all that the engine did in between. Of the
+target alone each stream is such a sequence.
 
-Each verdict tells how long the forward and the verify of its pass took. Between two verdicts of one stream lie the
-passes of those in between, so what is left of the wall clock is the engine's: receiving, scheduling, packing,
-committing, and whatever the service's other threads take from it.
+What no verdict tells is the time from the end of `verify` to the commit of the sequence that is told; of the target
+alone it is one commit, as the figures are those of the stream that is committed first.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, median
@@ -23,6 +23,7 @@ from typing import Any
 import grpc
 
 from benchmarks.contenders import Task
+from benchmarks.loops import run
 from benchmarks.services import RunningPair
 from outrider.client import AsyncClient, Chunk, Round
 from outrider.wire import PrefixHash
@@ -31,22 +32,21 @@ from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
 
 _TIMEOUT_S = 600.0
 LEAST_PASSES = 5
-"""Of a stream, for its share to count."""
+"""With all sequences in them, for a share to count."""
+_DECODED = 60  # in one go: a sequence 64 verdicts ahead of its reader is paused
 
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """A verdict: when it came, what its pass took, how many were in the pass, and whether it was as foreseen."""
+class Pass:
+    """A pass, as a verdict of `Decode` tells it, in seconds: `outside` lies between it and the one before."""
 
-    at: float
-    queue: float
+    outside: float
     forward: float
     verify: float
     sequences: int
     tokens: int
-    as_foreseen: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,73 +63,48 @@ def engine_share(pair: RunningPair, tasks: Sequence[Task], gamma: int | None) ->
     """The share, with γ as given, the service's own (None), or the target alone (0).
 
     Raises:
-        ValueError: the streams had too few passes in common; longer texts help.
+        ValueError: there were too few passes with all sequences in them; longer texts help.
     """
-    return asyncio.run(_measured(pair, tasks, gamma))
+    return run(_measured(pair, tasks, gamma))
 
 
 async def _measured(pair: RunningPair, tasks: Sequence[Task], gamma: int | None) -> Json:
     async with grpc.aio.insecure_channel(pair.verifier.address) as channel:
         stub = VerifierServiceStub(channel)
         if gamma == 0:
-            verdicts = await asyncio.gather(*(_decode(stub, number, task) for number, task in enumerate(tasks)))
-        else:
-            async with AsyncClient(pair.draft.address, timeout=_TIMEOUT_S) as client:
-                scripts = await asyncio.gather(*(_written(client, task, gamma) for task in tasks))
-            limit = await stub.GetModel(verifier_service_pb2.VerifierServiceGetModelRequest())
-            ahead = limit.model.limits.max_outstanding
-            verdicts = await asyncio.gather(
-                *(_replay(stub, number, script, ahead) for number, script in enumerate(scripts))
-            )
-    return figures(verdicts)
+            streams = [await _Stream.open(stub, f"decode-{number}", task) for number, task in enumerate(tasks)]
+            told = await asyncio.gather(*(_decode(stream, min(_DECODED, stream.task.new_tokens)) for stream in streams))
+            for stream in streams:
+                stream.cancel()
+            return max((figures(passes, len(tasks)) for passes in told), key=lambda found: found["share"])
+        async with AsyncClient(pair.draft.address, timeout=_TIMEOUT_S) as client:
+            scripts = await asyncio.gather(*(_written(client, task, gamma) for task in tasks))
+        found = await stub.GetModel(verifier_service_pb2.VerifierServiceGetModelRequest())
+        return figures(await _replayed(stub, scripts, found.model.limits.max_outstanding), len(tasks) + 1)
 
 
-def figures(verdicts: Sequence[Sequence[Judged]]) -> Json:
-    """The engine's share from the verdicts of each stream, in order of arrival.
-
-    What counts is the time in which all streams were served: from the last first verdict to the first last one. A
-    stream ends, too, where a verdict was not as foreseen.
+def figures(passes: Sequence[Pass], sequences: int) -> Json:
+    """The engine's share, from the passes that held so many sequences.
 
     Raises:
-        ValueError: fewer than `LEAST_PASSES` of a stream lie in that time.
+        ValueError: there were fewer than `LEAST_PASSES` of them.
     """
-    foreseen = [_foreseen(stream) for stream in verdicts]
-    begin = max(stream[0].at if stream else 0.0 for stream in foreseen)
-    end = min(stream[-1].at if stream else 0.0 for stream in foreseen)
-    shares, passes = [], []
-    for stream in foreseen:
-        within = [verdict for verdict in stream if begin <= verdict.at <= end]
-        if len(within) < LEAST_PASSES + 1:
-            raise ValueError(
-                f"a stream had {max(0, len(within) - 1)} passes in common with the others; at least {LEAST_PASSES}"
-            )
-        counted = within[1:]
-        wall = within[-1].at - within[0].at
-        shares.append(1.0 - sum(verdict.forward + verdict.verify for verdict in counted) / wall)
-        passes.append((counted, wall))
-    counted = [verdict for stream, _ in passes for verdict in stream]
+    # The first says how long its Decode took to arrive at a pass.
+    counted = [each for each in passes[1:] if each.sequences == sequences]
+    if len(counted) < LEAST_PASSES:
+        raise ValueError(f"{len(counted)} passes held all {sequences} sequences; at least {LEAST_PASSES} must")
+    outside = sum(each.outside for each in counted)
+    inside = sum(each.forward + each.verify for each in counted)
     return {
-        "share": mean(shares),
-        "share_range": [min(shares), max(shares)],
-        "streams": len(verdicts),
-        "passes": min(len(stream) for stream, _ in passes),
-        "sequences_per_pass": mean(verdict.sequences for verdict in counted),
-        "tokens_per_pass": mean(verdict.tokens for verdict in counted),
-        "pass_us": 1e6 * mean(wall / len(stream) for stream, wall in passes),
-        "forward_us": 1e6 * mean(verdict.forward for verdict in counted),
-        "verify_us": 1e6 * mean(verdict.verify for verdict in counted),
-        "outside_us": 1e6 * mean(wall / len(stream) * share for (stream, wall), share in zip(passes, shares, strict=True)),
-        "median_forward_us": 1e6 * median(verdict.forward for verdict in counted),
+        "share": outside / (outside + inside),
+        "sequences": sequences,
+        "passes": len(counted),
+        "tokens_per_pass": mean(each.tokens for each in counted),
+        "forward_us": 1e6 * mean(each.forward for each in counted),
+        "verify_us": 1e6 * mean(each.verify for each in counted),
+        "outside_us": 1e6 * outside / len(counted),
+        "median_outside_us": 1e6 * median(each.outside for each in counted),
     }
-
-
-def _foreseen(verdicts: Sequence[Judged]) -> list[Judged]:
-    kept: list[Judged] = []
-    for verdict in verdicts:
-        if not verdict.as_foreseen:
-            break
-        kept.append(verdict)
-    return kept
 
 
 async def _written(client: AsyncClient, task: Task, gamma: int | None) -> Script:
@@ -158,91 +133,84 @@ async def _written(client: AsyncClient, task: Task, gamma: int | None) -> Script
     )
 
 
-async def _replay(stub: Any, number: int, script: Script, ahead: int) -> list[Judged]:
-    """Asks for the rounds of a script, at most `ahead` before their verdicts."""
-    task = script.task
-    stream = await _Stream.open(stub, f"engine-{number}", task)
+async def _replayed(stub: Any, scripts: Sequence[Script], ahead: int) -> list[Pass]:
+    """What a sequence that decodes saw of the passes in which the scripts were played."""
+    # Opened first and then left idle for a moment, it is the first of those that the engine serves afterwards.
+    observer = await _Stream.open(stub, "observer", scripts[0].task)
+    streams = [await _Stream.open(stub, f"replay-{number}", each.task) for number, each in enumerate(scripts)]
+    begun = [asyncio.Event() for _ in scripts]
+    playing = [
+        asyncio.create_task(_play(stream, script, ahead, event))
+        for stream, script, event in zip(streams, scripts, begun, strict=True)
+    ]
+    try:
+        await asyncio.gather(*(event.wait() for event in begun))
+        return await _decode(observer, min(_DECODED, observer.task.new_tokens))
+    finally:
+        for task in playing:
+            task.cancel()
+        await asyncio.gather(*playing, return_exceptions=True)
+        for stream in (observer, *streams):
+            stream.cancel()
+
+
+async def _play(stream: _Stream, script: Script, ahead: int, begun: asyncio.Event) -> None:
+    """Asks for the rounds of a script, at most `ahead` before their verdicts, until one is not as foreseen."""
     room = asyncio.Semaphore(ahead)
-    hash_, hashed = PrefixHash(task.token_ids), 0
 
     async def ask() -> None:
-        nonlocal hashed
+        hash_, hashed = PrefixHash(script.task.token_ids), 0
         for index, (base, drafted) in enumerate(zip(script.bases, script.drafted, strict=True)):
             await room.acquire()
             hash_.extend(script.text[hashed:base])
             hashed = base
-            head: Json = {
-                "round": index + 1,
-                "base_length": len(task.token_ids) + base,
-                "prefix_hash": hash_.digest(),
-            }
-            if drafted:
-                point = speculation_pb2.TokenDistribution(point_mass=speculation_pb2.PointMass())
-                await stream.send(
-                    proposal=speculation_pb2.Proposal(
-                        **head, token_ids=drafted, distributions=[point for _ in drafted]
-                    )
-                )
-            else:
-                await stream.send(decode=verifier_service_pb2.Decode(**head, num_tokens=1))
+            await stream.propose(index + 1, base, hash_.digest(), drafted)
 
     asking = asyncio.create_task(ask())
-    judged: list[Judged] = []
     try:
         for index, base in enumerate(script.bases):
             verdict = await stream.verdict()
+            begun.set()
             room.release()
             end = script.bases[index + 1] if index + 1 < len(script.bases) else len(script.text)
-            judged.append(_judged(verdict, tuple(verdict.token_ids) == script.text[base:end]))
-            if not judged[-1].as_foreseen:
-                break
+            if tuple(verdict.token_ids) != script.text[base:end]:  # a near-tie that fell the other way
+                return
     finally:
+        begun.set()
         asking.cancel()
-        stream.cancel()
-    return judged
 
 
-async def _decode(stub: Any, number: int, task: Task) -> list[Judged]:
-    """The target alone."""
-    stream = await _Stream.open(stub, f"engine-{number}", task)
-    await stream.send(
-        decode=verifier_service_pb2.Decode(
-            round=1,
-            base_length=len(task.token_ids),
-            prefix_hash=PrefixHash(task.token_ids).digest(),
-            num_tokens=task.new_tokens,
+async def _decode(stream: _Stream, tokens: int) -> list[Pass]:
+    """The passes in which the target alone wrote so many tokens of a sequence that holds nothing but its prompt."""
+    await stream.decode(tokens)
+    passes = []
+    for _ in range(tokens):
+        told = (await stream.verdict()).timings
+        passes.append(
+            Pass(
+                outside=told.queue_us / 1e6,
+                forward=told.forward_us / 1e6,
+                verify=told.verify_us / 1e6,
+                sequences=told.pass_sequences,
+                tokens=told.pass_tokens,
+            )
         )
-    )
-    judged = [_judged(await stream.verdict(), as_foreseen=True) for _ in range(task.new_tokens)]
-    stream.cancel()
-    return judged
-
-
-def _judged(verdict: speculation_pb2.Verdict, as_foreseen: bool) -> Judged:
-    told = verdict.timings
-    return Judged(
-        at=time.perf_counter(),
-        queue=told.queue_us / 1e6,
-        forward=told.forward_us / 1e6,
-        verify=told.verify_us / 1e6,
-        sequences=told.pass_sequences,
-        tokens=told.pass_tokens,
-        as_foreseen=as_foreseen,
-    )
+    return passes
 
 
 class _Stream:
     """One call of `Verify`."""
 
-    def __init__(self, call: Any, name: str) -> None:
+    def __init__(self, call: Any, name: str, task: Task) -> None:
+        self.task = task
         self._call = call
         self._name = name
 
     @classmethod
     async def open(cls, stub: Any, name: str, task: Task) -> _Stream:
         """An open sequence with the task's prompt."""
-        stream = cls(stub.Verify(timeout=_TIMEOUT_S), name)
-        await stream.send(
+        stream = cls(stub.Verify(timeout=_TIMEOUT_S), name, task)
+        await stream._send(
             open=verifier_service_pb2.OpenSequence(
                 prompt_token_ids=task.token_ids,
                 sampling=sampling_pb2.SamplingParams(
@@ -252,11 +220,28 @@ class _Stream:
                 ignore_eos=True,
             )
         )
+        await stream._call.read()
         return stream
 
-    async def send(self, **kind: Any) -> None:
-        """Sends one message."""
-        await self._call.write(verifier_service_pb2.VerifyRequest(sequence_id=self._name, **kind))
+    async def propose(self, round_: int, base: int, prefix_hash: bytes, drafted: Sequence[int]) -> None:
+        """Asks for a round after `base` output tokens."""
+        if not drafted:
+            await self._send(decode=self._asked(round_, base, prefix_hash, 1))
+            return
+        point = speculation_pb2.TokenDistribution(point_mass=speculation_pb2.PointMass())
+        await self._send(
+            proposal=speculation_pb2.Proposal(
+                round=round_,
+                base_length=len(self.task.token_ids) + base,
+                prefix_hash=prefix_hash,
+                token_ids=drafted,
+                distributions=[point for _ in drafted],
+            )
+        )
+
+    async def decode(self, tokens: int) -> None:
+        """Asks for so many tokens of the target alone, after the prompt."""
+        await self._send(decode=self._asked(1, 0, PrefixHash(self.task.token_ids).digest(), tokens))
 
     async def verdict(self) -> speculation_pb2.Verdict:
         """The next verdict."""
@@ -268,3 +253,14 @@ class _Stream:
     def cancel(self) -> None:
         """The sequence is done with."""
         self._call.cancel()
+
+    def _asked(self, round_: int, base: int, prefix_hash: bytes, tokens: int) -> verifier_service_pb2.Decode:
+        return verifier_service_pb2.Decode(
+            round=round_,
+            base_length=len(self.task.token_ids) + base,
+            prefix_hash=prefix_hash,
+            num_tokens=tokens,
+        )
+
+    async def _send(self, **kind: Any) -> None:
+        await self._call.write(verifier_service_pb2.VerifyRequest(sequence_id=self._name, **kind))

@@ -75,7 +75,7 @@ FULL = LoadPlan(
     temperature=1.0,
     factor=12,
     engine_streams=8,
-    engine_tokens=128,
+    engine_tokens=160,
     tuned=True,
 )
 QUICK = LoadPlan(
@@ -91,7 +91,7 @@ QUICK = LoadPlan(
     temperature=1.0,
     factor=1,
     engine_streams=2,
-    engine_tokens=16,
+    engine_tokens=64,
     tuned=False,
 )
 
@@ -124,7 +124,9 @@ class Workload:
         """Short texts that are not measured: the longest prompts there are, and as many as streams."""
         mix = self._plan.mixes[-1]
         tokens = min(8, self._plan.new_tokens)
-        return [Task(i, self._prompt(mix, i), tokens, self._plan.temperature, _WARM_UP_SEED + i) for i in range(streams)]
+        return [
+            Task(i, self._prompt(mix, i), tokens, self._plan.temperature, _WARM_UP_SEED + i) for i in range(streams)
+        ]
 
     def longest(self) -> int:
         """Tokens of the longest sequence of all, its text included."""

@@ -19,6 +19,7 @@ import grpc
 
 from benchmarks.contenders import Task
 from benchmarks.load_contenders import LoadContender, Outcome, Served, check
+from benchmarks.loops import run
 from benchmarks.services import RULE, RunningPair, metrics_of
 from outrider.client import AsyncClient, Chunk, Finished, Overloaded
 from outrider.wire import PrefixHash
@@ -40,13 +41,13 @@ class OutriderUnderLoad(LoadContender):
         self._pair = pair
 
     def closed(self, tasks: Sequence[Task], streams: int) -> Outcome:
-        async def drive(run: _Run) -> None:
+        async def drive(state: _Run) -> None:
             left = deque(enumerate(tasks))
 
             async def stream() -> None:
                 while left:
                     number, task = left.popleft()
-                    await run.write(number, task, run.now())
+                    await state.write(number, task, state.now())
 
             async with asyncio.TaskGroup() as group:
                 for _ in range(streams):
@@ -55,11 +56,11 @@ class OutriderUnderLoad(LoadContender):
         return self._outcome(tasks, drive)
 
     def open(self, tasks: Sequence[Task], due: Sequence[float]) -> Outcome:
-        async def drive(run: _Run) -> None:
+        async def drive(state: _Run) -> None:
             async with asyncio.TaskGroup() as group:
                 for number, (task, at) in enumerate(zip(tasks, due, strict=True)):
-                    await asyncio.sleep(at - run.now())
-                    group.create_task(run.write(number, task, at))
+                    await asyncio.sleep(at - state.now())
+                    group.create_task(state.write(number, task, at))
 
         return self._outcome(tasks, drive)
 
@@ -71,7 +72,7 @@ class OutriderUnderLoad(LoadContender):
 
     def _outcome(self, tasks: Sequence[Task], drive: Callable[[_Run], Awaitable[None]]) -> Outcome:
         before = self._shown()
-        served, load = asyncio.run(self._driven(tasks, drive))
+        served, load = run(self._driven(tasks, drive))
         after = self._shown()
         told = {name: after[name] - before[name] for name in after}
         if load is not None:
@@ -88,9 +89,9 @@ class OutriderUnderLoad(LoadContender):
             )
             probe = await running.enter_async_context(LoadProbe(self._pair.verifier.address))
             await client.get_model()
-            run = _Run(client, tasks, self.gamma, probe)
-            await drive(run)
-            return [run.served[number] for number in range(len(tasks))], run.load
+            state = _Run(client, tasks, self.gamma, probe)
+            await drive(state)
+            return [state.served[number] for number in range(len(tasks))], state.load
 
     def _shown(self) -> dict[str, float]:
         verifier, draft = metrics_of(self._pair.verifier), metrics_of(self._pair.draft)

@@ -120,8 +120,6 @@ def _metrics_address(service: ServiceProcess) -> str:
     raise ServiceError(f"{service.name} does not say where it shows its metrics", service.log_lines())
 
 
-
-
 class OverGrpc(Contender):
     """`Generate` of a running pair. With `gamma` 0 the target writes alone, by `Decode`."""
 
