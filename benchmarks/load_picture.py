@@ -11,6 +11,7 @@ import matplotlib
 matplotlib.use("Agg")  # no window: it writes a file
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from benchmarks.load_summary import ALONE, BATCHING, CLOSED, CONTENDERS, LABELS, PAIR, STATIC
 from benchmarks.load_tables import machine_line
@@ -62,6 +63,12 @@ def _draw(document: Json, pair: str, mode: str, by_mix: Json, path: Path) -> Non
     for row, (mix, by_level) in zip(grid, by_mix.items(), strict=True):
         for axes, (title, main, dotted) in zip(row, panels, strict=True):
             _draw_panel(axes, mode, by_level, main, dotted)
+            if dotted is None:
+                axes.set_ylim(bottom=0)
+            else:  # times differ by orders of magnitude
+                axes.set_yscale("log")
+                axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+                axes.yaxis.set_minor_formatter(NullFormatter())
             axes.set_title(title, fontsize=9)
         row[0].set_ylabel(f"{mix} prompts", fontsize=10)
     handles, labels = grid[0][0].get_legend_handles_labels()
@@ -98,7 +105,6 @@ def _draw_panel(axes: Axes, mode: str, by_level: Json, main: Figure, dotted: Fig
     axes.set_xticks(levels, [f"{level:g}" for level in levels])
     axes.minorticks_off()
     axes.set_xlabel("streams" if mode == CLOSED else "arrivals, share of capacity", fontsize=8)
-    axes.set_ylim(bottom=0)
     axes.tick_params(labelsize=8)
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.6)
     for side in ("top", "right"):
