@@ -5,15 +5,20 @@ It knows the flags of the services and the client library, and nothing of what t
 
 from __future__ import annotations
 
+import json
 import time
+from collections import defaultdict
 from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
+from urllib.request import urlopen
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.contenders import Contender, Run, Task, check_length, digest
-from outrider.cli.processes import ServiceProcess
+from outrider.cli.processes import ServiceError, ServiceProcess
 from outrider.cli.sharing import halves, service_environment
 from outrider.client import Client, Completion
 
@@ -22,6 +27,7 @@ RULE = "block"
 # One text at a time is asked for; room for more would only be memory.
 _MAX_SEQUENCES = 2
 _START_TIMEOUT_S = 300.0
+_METRICS_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,26 +44,29 @@ class Processes:
 class RunningPair:
     """Both services of one pair, and a client of theirs. Stops them when left as a context manager."""
 
-    def __init__(self, target: Path, draft: Path, how: Processes) -> None:
+    def __init__(self, target: Path, draft: Path, how: Processes, max_sequences: int = _MAX_SEQUENCES) -> None:
         self.how = how
         self._target, self._draft = target, draft
+        self._max_sequences = max_sequences
         self._open = ExitStack()
         self.client: Client
+        self.verifier: ServiceProcess
+        self.draft: ServiceProcess
 
     def __enter__(self) -> Self:
         how = self.how
         cores = halves(max(how.target_threads, how.draft_threads)) if how.apart else None
         first, second = cores or (None, None)
         with ExitStack() as opening:
-            verifier = opening.enter_context(
-                _start("verifier_service", self._target, how.target_dtype, how.target_threads, first)
+            self.verifier = opening.enter_context(
+                self._start("verifier_service", self._target, how.target_dtype, how.target_threads, first)
             )
-            draft = opening.enter_context(
-                _start("draft_service", self._draft, how.draft_dtype, how.draft_threads, second, verifier.address)
+            self.draft = opening.enter_context(
+                self._start("draft_service", self._draft, how.draft_dtype, how.draft_threads, second)
             )
-            for service in (verifier, draft):
+            for service in (self.verifier, self.draft):
                 service.wait_healthy(_START_TIMEOUT_S)
-            self.client = opening.enter_context(Client(draft.address))
+            self.client = opening.enter_context(Client(self.draft.address))
             self._open = opening.pop_all()
         return self
 
@@ -68,27 +77,49 @@ class RunningPair:
         """Stops the services; may be called twice."""
         self._open.close()
 
+    def _start(
+        self, module: str, model: Path, dtype: str, threads: int, cores: Collection[int] | None
+    ) -> ServiceProcess:
+        flags = {
+            "--model": str(model),
+            "--listen": "127.0.0.1:0",
+            "--metrics-listen": "127.0.0.1:0",
+            "--device": "cpu",
+            "--dtype": dtype,
+            "--threads": str(threads),
+            "--max-sequences": str(self._max_sequences),
+        }
+        if module == "draft_service":
+            flags["--verifier"] = self.verifier.address
+        else:
+            flags["--prefix-cache-mb"] = "0"  # prompts come again and again, and other contenders run them each time
+        return ServiceProcess.start(
+            [module, *(part for flag in flags.items() for part in flag)],
+            env=service_environment(threads),
+            cores=cores,
+        )
 
-def _start(
-    module: str, model: Path, dtype: str, threads: int, cores: Collection[int] | None, verifier: str | None = None
-) -> ServiceProcess:
-    flags = {
-        "--model": str(model),
-        "--listen": "127.0.0.1:0",
-        "--device": "cpu",
-        "--dtype": dtype,
-        "--threads": str(threads),
-        "--max-sequences": str(_MAX_SEQUENCES),
-    }
-    if verifier is None:
-        flags["--prefix-cache-mb"] = "0"  # prompts come again and again, and other contenders run them each time
-    else:
-        flags["--verifier"] = verifier
-    return ServiceProcess.start(
-        [module, *(part for flag in flags.items() for part in flag)],
-        env=service_environment(threads),
-        cores=cores,
-    )
+
+def metrics_of(service: ServiceProcess) -> dict[str, float]:
+    """What a service shows of itself now: each sample by its name, summed over labels.
+
+    Raises:
+        ServiceError: its log does not say where.
+    """
+    with urlopen(_metrics_address(service), timeout=_METRICS_TIMEOUT_S) as answer:
+        shown = answer.read().decode()
+    sums: dict[str, float] = defaultdict(float)
+    for family in text_string_to_metric_families(shown):
+        for sample in family.samples:
+            sums[sample.name] += sample.value
+    return dict(sums)
+
+
+def _metrics_address(service: ServiceProcess) -> str:
+    for line in service.log_lines():
+        if line.startswith("{") and (entry := json.loads(line)).get("event") == "metrics":
+            return str(entry["address"])
+    raise ServiceError(f"{service.name} does not say where it shows its metrics", service.log_lines())
 
 
 class OverGrpc(Contender):

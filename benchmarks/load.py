@@ -1,0 +1,388 @@
+"""What many requests at once do to it: the pair, the target alone by `Decode`, and transformers' continuous batching.
+
+A closed loop keeps so many streams busy; an open loop lets requests arrive as a Poisson process, at shares of the
+capacity that the closed loop found. In each run of the grid the contenders take turns, beginning with another one each
+time, so that whatever else the machine does falls on all of them. Last comes what the verifier's engine costs beside
+the model.
+
+    python -m benchmarks.load            both pairs; hours on two cores, so --only and --parts, and --resume to go on
+    python -m benchmarks.load --quick    does it work at all: the demo pair, few texts, nothing tuned
+
+It knows the order of things; who serves, what is asked and how figures come about is known elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from benchmarks import machine
+from benchmarks.deepen import cached
+from benchmarks.load_batching import ContinuousBatching, StaticBatches
+from benchmarks.load_contenders import LoadContender, Outcome, Unavailable
+from benchmarks.load_engine import engine_share
+from benchmarks.load_picture import draw
+from benchmarks.load_plan import FULL, MIXES, QUICK, LoadPlan, Workload
+from benchmarks.load_services import OutriderUnderLoad
+from benchmarks.load_summary import (
+    ALONE,
+    BATCHING,
+    CLOSED,
+    CONTENDERS,
+    IN_OPEN_LOOP,
+    OPEN,
+    PAIR,
+    STATIC,
+    capacity,
+    figures,
+    summarise,
+)
+from benchmarks.load_tables import show
+from benchmarks.local import Local, unload
+from benchmarks.pair import CACHE, DEMO, RESULTS, Models
+from benchmarks.plan import read_prompts
+from benchmarks.record import Record
+from benchmarks.services import Processes, RunningPair
+from outrider.cli.sharing import processors
+
+PARTS = ("engine", CLOSED, OPEN)
+# Where there is no terminal to ask.
+TABLE_WIDTH = 200
+_TUNING_STREAMS = 4
+# The rounds that the engine's share is taken on, and their γ: none, or the service's own.
+_KINDS: dict[str, int | None] = {"Decode": 0, "proposals": None}
+
+Json = dict[str, Any]
+Told = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How each contender runs on one pair."""
+
+    batching: Local = field(default_factory=Local)
+    static: Local = field(default_factory=Local)
+    alone: Processes = field(default_factory=Processes)
+    pair: Processes = field(default_factory=Processes)
+
+    @classmethod
+    def of(cls, document: Json) -> Setting:
+        """That of a record."""
+        return cls(
+            Local(**document["batching"]),
+            Local(**document["static"]),
+            Processes(**document["alone"]),
+            Processes(**document["pair"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One place of the grid, in which the contenders take turns."""
+
+    mode: str
+    mix: str
+    level: str  # streams, or the share of the capacity
+    repetition: int
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    given = _parse(arguments)
+    console = Console(stderr=True, highlight=False)
+
+    def told(line: str) -> None:
+        console.print(line, style="dim", markup=False, soft_wrap=True)
+
+    try:
+        plan = _plan(given)
+        prompts = read_prompts(given.prompts_file)
+        pairs = _pairs(given, plan)
+        record = Record.open(_output(given), _head(plan, pairs, given, arguments), resume=given.resume)
+        for models in pairs:
+            Bench(models, plan, prompts, record, told).run(given.parts)
+            unload()
+    except (OSError, ValueError) as error:
+        told(f"benchmarks.load: {error}")
+        return 2
+    record.put("load_average_after", machine.load_average())
+    record.put("summary", summarise(record.runs))
+    show(record.document, Console(highlight=False, width=None if sys.stdout.isatty() else TABLE_WIDTH))
+    for picture in draw(record.document, record.path.with_suffix("")):
+        told(f"drew {picture.name}")
+    print(json.dumps({key: value for key, value in record.document.items() if key != "runs"}, ensure_ascii=False))
+    return 0
+
+
+# -------------------------------------------------------------------------------------------------------- what is asked
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.load", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="few texts, the demo pair only, no tuning")
+    parser.add_argument("--resume", action="store_true", help="go on with what the output file holds")
+    parser.add_argument("--busy", action="store_true", help="note that the machine had other work to do")
+    parser.add_argument("--output", type=Path, help="JSON file to write; the pictures go beside it")
+    parser.add_argument("--target", type=Path, default=DEMO / "target", help="folder of the target")
+    parser.add_argument("--draft", type=Path, default=DEMO / "draft", help="folder of the draft")
+    parser.add_argument("--prompts-file", type=Path, default=DEMO / "prompts.jsonl", help="one JSON object a line")
+    parser.add_argument("--only", choices=("demo", "deepened"), help="one of the two pairs")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what of it (default: all)")
+    parser.add_argument("--factor", type=int, help="how many times as deep the deepened target is; 1: leave it out")
+    parser.add_argument("--streams", type=int, nargs="+", help="of the closed loop")
+    parser.add_argument("--mixes", nargs="+", choices=MIXES, help="of prompts")
+    parser.add_argument("--rates", type=float, nargs="+", help="of the open loop, as shares of the capacity")
+    parser.add_argument("--open-seconds", type=float, help="how long requests of the open loop arrive")
+    parser.add_argument("--new-tokens", type=int, help="tokens of each text")
+    parser.add_argument("--engine-tokens", type=int, help="tokens of each text that the engine's share is taken on")
+    parser.add_argument("--texts-per-stream", type=int, help="texts of a run of the closed loop, over its streams")
+    parser.add_argument("--least-texts", type=int, help="texts of such a run at the least")
+    parser.add_argument("--repetitions", type=int, help="how often each run is made")
+    parser.add_argument("--temperature", type=float, help="of all texts; nothing is filtered")
+    parser.add_argument("--no-tuning", dest="tuned", action="store_false", default=None, help="do not try settings")
+    return parser.parse_args(arguments)
+
+
+def _plan(given: argparse.Namespace) -> LoadPlan:
+    plan = QUICK if given.quick else FULL
+    changes = {name: value for name in plan.document() if (value := getattr(given, name, None)) is not None}
+    changes = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
+    for name, value in changes.items():
+        least = min(value) if isinstance(value, tuple) and name != "mixes" else value
+        if isinstance(least, int | float) and (least < 0 or (least == 0 and name not in ("temperature", "tuned"))):
+            raise ValueError(f"{name} is {least}; it must be above 0")
+    return replace(plan, **changes)
+
+
+def _pairs(given: argparse.Namespace, plan: LoadPlan) -> list[Models]:
+    pairs = [Models("demo", given.target, given.draft)] if given.only != "deepened" else []
+    if plan.factor > 1 and given.only != "demo":
+        pairs.append(Models("deepened", cached(given.target, plan.factor, CACHE), given.draft))
+    return pairs
+
+
+def _output(given: argparse.Namespace) -> Path:
+    return given.output or (CACHE / "load-quick.json" if given.quick else RESULTS / "load.json")
+
+
+def _head(plan: LoadPlan, pairs: Sequence[Models], given: argparse.Namespace, arguments: Sequence[str]) -> Json:
+    return {
+        "benchmark": "load",
+        "command": machine.command("benchmarks.load", arguments),
+        "machine": machine.describe(),
+        "busy": given.busy,
+        "load_average_before": machine.load_average(),
+        "settings": plan.document(),
+        "models": {models.name: models.document() for models in pairs},
+        "contenders": {},
+        "unavailable": {},
+        "engine": {},
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------- one pair
+
+
+class Bench:
+    """All runs on one pair of models."""
+
+    def __init__(self, models: Models, plan: LoadPlan, prompts: Sequence[str], record: Record, told: Told) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(models.target, local_files_only=True)
+        self._models = models
+        self._plan = plan
+        self._record = record
+        self._told = told
+        self._work = Workload(prompts, plan, lambda text: tokenizer(text)["input_ids"])
+        # One place more than streams: the probe's.
+        self._places = max(*plan.streams, plan.engine_streams, _TUNING_STREAMS) + 1
+
+    def run(self, parts: Sequence[str]) -> None:
+        """Makes the runs of these parts that the record does not hold yet."""
+        cells = [(turn, cell) for turn, cell in enumerate(self._cells(parts)) if self._missing(cell)]
+        engine = "engine" in parts and set(self._shares()) != set(_KINDS)
+        if not cells and not engine:
+            return
+        chosen = self._record.once("tuning", self._models.name, self._tune)
+        setting = Setting.of(chosen["settings"])
+        with ExitStack() as running:
+            pairs = {
+                how: running.enter_context(self._services(how)) for how in dict.fromkeys((setting.alone, setting.pair))
+            }
+            if engine:
+                self._measure_engine({"Decode": pairs[setting.alone], "proposals": pairs[setting.pair]})
+            if cells:
+                contenders = self._contenders(setting, pairs)
+                for turn, cell in cells:
+                    self._measure(cell, contenders, turn)
+
+    def _services(self, how: Processes) -> RunningPair:
+        return RunningPair(self._models.target, self._models.draft, how, self._places)
+
+    def _contenders(self, setting: Setting, pairs: dict[Processes, RunningPair]) -> dict[str, LoadContender]:
+        """All that can run here, warm. Those that cannot are in the record with the reason."""
+        makers: dict[str, Callable[[], LoadContender]] = {
+            BATCHING: lambda: self._batching(setting.batching),
+            STATIC: lambda: StaticBatches(self._models.target, setting.static),
+            ALONE: lambda: OutriderUnderLoad(pairs[setting.alone], gamma=0),
+            PAIR: lambda: OutriderUnderLoad(pairs[setting.pair], gamma=None),
+        }
+        contenders: dict[str, LoadContender] = {}
+        for name in CONTENDERS:
+            try:
+                contender = makers[name]()
+                contender.closed(self._work.warm_up(2), 2)
+            except Unavailable as error:
+                self._leave_out(name, error)
+            else:
+                contenders[name] = contender
+        told = {name: contender.settings() for name, contender in contenders.items()}
+        self._record.put("contenders", self._record.document["contenders"] | {self._models.name: told})
+        return contenders
+
+    def _batching(self, how: Local) -> ContinuousBatching:
+        return ContinuousBatching(self._models.target, how, longest=self._work.longest(), most=max(self._plan.streams))
+
+    def _leave_out(self, name: str, error: Unavailable) -> None:
+        self._told(f"{self._models.name}: {name} is not there: {error}")
+        self._record.document["unavailable"].setdefault(self._models.name, {})[name] = str(error)
+        self._record.save()
+
+    # ---------------------------------------------------------------------------------------------------- the grid
+
+    def _cells(self, parts: Sequence[str]) -> Iterator[Cell]:
+        """In order. Repetitions are outermost within a loop, so that each meets the machine at another time."""
+        for mode, levels in (
+            (CLOSED, [str(each) for each in self._plan.streams]),
+            (OPEN, map("{:g}".format, self._plan.rates)),
+        ):
+            if mode in parts:
+                levels = list(levels)
+                for repetition in range(self._plan.repetitions):
+                    for mix in self._plan.mixes:
+                        for level in levels:
+                            yield Cell(mode, mix, level, repetition)
+
+    def _measure(self, cell: Cell, contenders: dict[str, LoadContender], turn: int) -> None:
+        named = [name for name in self._missing(cell) if name in contenders]
+        if not named:
+            return
+        keys = self._keys(cell)
+        runs = []
+        first = turn % len(named)
+        for name in named[first:] + named[:first]:
+            try:
+                outcome, asked = self._served(cell, contenders[name])
+            except Unavailable as error:
+                self._leave_out(name, error)
+                del contenders[name]
+                continue
+            runs.append({**keys, "contender": name, **asked, **figures(outcome), "served": _compact(outcome)})
+        self._record.add_runs(runs)
+        rates = ", ".join(f"{run['contender']} {run['tokens_per_second']:.1f}" for run in runs)
+        self._told(f"{' '.join(str(value) for value in keys.values())}: {rates} tokens/s")
+
+    def _missing(self, cell: Cell) -> list[str]:
+        """The contenders whose run in a cell is still to be made."""
+        gone = self._record.document["unavailable"].get(self._models.name, {})
+        return [
+            name
+            for name in CONTENDERS
+            if name not in gone
+            and (cell.mode == CLOSED or name in IN_OPEN_LOOP)
+            and not self._record.has_run(**self._keys(cell), contender=name)
+        ]
+
+    def _keys(self, cell: Cell) -> Json:
+        return {"pair": self._models.name, **asdict(cell)}
+
+    def _served(self, cell: Cell, contender: LoadContender) -> tuple[Outcome, Json]:
+        if cell.mode == CLOSED:
+            tasks = self._work.closed(cell.mix, int(cell.level), cell.repetition)
+            return contender.closed(tasks, int(cell.level)), {}
+        found = self._record.once("capacity", f"{self._models.name} {cell.mix}", lambda: self._capacity(cell.mix))
+        rate = float(cell.level) * found
+        tasks, due = self._work.open(cell.mix, rate, cell.repetition)
+        return contender.open(tasks, due), {"arrivals_per_second": rate}
+
+    def _capacity(self, mix: str) -> float:
+        found = capacity(self._record.runs, self._models.name, mix)
+        if found is None:
+            raise ValueError(f"the open loop needs the closed loop of {mix} prompts before it: no capacity is known")
+        return found
+
+    # ------------------------------------------------------------------------------------------ before and after it
+
+    def _shares(self) -> Json:
+        """What the engine itself costs, as far as it is known, by `_KINDS`."""
+        found: Json = self._record.document["engine"].setdefault(self._models.name, {})
+        return found
+
+    def _measure_engine(self, services: dict[str, RunningPair]) -> None:
+        tasks = self._work.greedy(self._plan.engine_streams, self._plan.engine_tokens)
+        found = self._shares()
+        for kind, gamma in _KINDS.items():
+            if kind not in found:
+                found[kind] = engine_share(services[kind], tasks, gamma)
+                self._record.save()
+            self._told(f"{self._models.name}: {found[kind]['share']:.1%} of the engine's time is its own, {kind}")
+
+    def _tune(self) -> Json:
+        """Each contender's faster setting at a few streams: threads, and for the pair processors of its own."""
+        if not self._plan.tuned:
+            return {"settings": asdict(Setting()), "tried": []}
+        tasks = self._work.closed(
+            "short" if "short" in self._plan.mixes else self._plan.mixes[0], _TUNING_STREAMS, 1_000
+        )
+        tried: list[Json] = []
+
+        def rate(name: str, contender: LoadContender) -> float:
+            contender.closed(self._work.warm_up(2), 2)
+            found = figures(contender.closed(tasks, _TUNING_STREAMS))["tokens_per_second"]
+            tried.append({"contender": name, "settings": contender.settings(), "tokens_per_second": found})
+            self._told(f"{self._models.name}: {name}, {contender.settings()}: {found:.1f} tokens/s")
+            return float(found)
+
+        def batching(how: Local) -> float:
+            try:
+                return rate(BATCHING, self._batching(how))
+            except Unavailable:
+                return 0.0
+
+        def outrider(name: str, how: Processes, gamma: int | None) -> float:
+            with self._services(how) as services:
+                return rate(name, OutriderUnderLoad(services, gamma))
+
+        threads = sorted({1, len(processors())})
+        locals_ = [Local(threads=each) for each in threads]
+        processes = [Processes(target_threads=each) for each in threads]
+        setting = Setting(
+            batching=max(locals_, key=batching),
+            static=max(locals_, key=lambda how: rate(STATIC, StaticBatches(self._models.target, how))),
+            alone=max(processes, key=lambda how: outrider(ALONE, how, 0)),
+            pair=max([*processes, Processes(apart=True)], key=lambda how: outrider(PAIR, how, None)),
+        )
+        return {"settings": asdict(setting), "tried": tried}
+
+
+def _compact(outcome: Outcome) -> list[list[float | int | None]]:
+    """Of each request: when it was due, when its first and its last token came (seconds), tokens; None if refused."""
+    return [
+        [round(each.due, 4), None, None, 0]
+        if each.refused
+        else [round(each.due, 4), round(each.stamps[0][0], 4), round(each.end, 4), each.tokens]
+        for each in outcome.served
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
