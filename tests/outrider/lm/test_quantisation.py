@@ -106,7 +106,9 @@ def test_what_is_not_quantised_takes_the_dtype_asked_for(checkpoint: Callable[[s
 
 def test_settling_casts_plain_numbers_and_leaves_the_rest() -> None:
     model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4), QuantizedLinear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
-    tag(model[4])
+    last = model[4]
+    assert isinstance(last, nn.Linear)
+    tag(last)
     model._keep_in_fp32_modules_strict = ["3"]  # type: ignore[assignment]
     settle_dtype(model, torch.bfloat16)
     assert [model[i].weight.dtype for i in (0, 1, 3, 4)] == [torch.bfloat16] * 2 + [torch.float32] * 2
