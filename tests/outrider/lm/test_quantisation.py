@@ -14,11 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers.integrations.gemma_quant import QuantizedLinear
 
 from outrider.lm.checkpoint import CheckpointError, LoadedModel, ModelSource, load_model
 from outrider.lm.gated_decoder import GatedDecoder
 from outrider.lm.linear import is_plain
 from outrider.lm.packed import Chunk, PackedModel
+from outrider.lm.quantisation import settle_dtype
 from outrider.lm.selfcheck import reference
 from tests.outrider.lm.test_families import read, sequence
 from tests.outrider.lm.tiny import Truth
@@ -100,6 +102,17 @@ def test_what_is_not_quantised_takes_the_dtype_asked_for(checkpoint: Callable[[s
     wanted = Truth(written)(tokens)
     found = read(PackedModel.build(loaded, 2, 32), tokens, 7)
     assert ((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).median() < 0.05
+
+
+def test_settling_casts_plain_numbers_and_leaves_the_rest() -> None:
+    model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4), QuantizedLinear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    last = model[4]
+    assert isinstance(last, nn.Linear)
+    tag(last)
+    model._keep_in_fp32_modules_strict = ["3"]  # type: ignore[assignment]
+    settle_dtype(model, torch.bfloat16)
+    assert [model[i].weight.dtype for i in (0, 1, 3, 4)] == [torch.bfloat16] * 2 + [torch.float32] * 2
+    assert (model[2].weight.dtype, model[2].weight_scale.dtype) == (torch.int8, torch.float32)
 
 
 # ------------------------------------------------------------------------------------------------ our layers step aside
