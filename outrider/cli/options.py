@@ -54,6 +54,11 @@ _LAW = (
         help="How proposals are judged; sigmoid is lossy. Default: coupled with --seed, else the service's.",
     ),
     click.option(
+        "--cache-salt",
+        metavar="TEXT",
+        help="What the target has cached of earlier prompts is used under the same salt.",
+    ),
+    click.option(
         "--sigmoid-scales", metavar="ALPHA BETA", type=float, nargs=2, help="With --rule sigmoid, which needs them."
     ),
     click.option("--gamma", type=int, help="Tokens per proposal; 0: the target alone. Default: the service chooses."),
