@@ -56,7 +56,7 @@ _LAW = (
     click.option(
         "--cache-salt",
         metavar="TEXT",
-        help="What the target has cached of earlier prompts is used under the same salt.",
+        help="What is cached of earlier prompts is used under the same salt.",
     ),
     click.option(
         "--sigmoid-scales", metavar="ALPHA BETA", type=float, nargs=2, help="With --rule sigmoid, which needs them."
