@@ -26,6 +26,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from benchmarks import machine
+from benchmarks.arguments import pair_parser
 from benchmarks.deepen import cached
 from benchmarks.load_batching import ContinuousBatching, StaticBatches
 from benchmarks.load_contenders import LoadContender, Outcome, Unavailable
@@ -48,7 +49,7 @@ from benchmarks.load_summary import (
 )
 from benchmarks.load_tables import show
 from benchmarks.local import Local, unload
-from benchmarks.pair import CACHE, DEMO, RESULTS, Models
+from benchmarks.pair import CACHE, RESULTS, Models
 from benchmarks.plan import read_prompts
 from benchmarks.record import Record
 from benchmarks.services import Processes, RunningPair
@@ -128,14 +129,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.load", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few texts, the demo pair only, no tuning")
-    parser.add_argument("--resume", action="store_true", help="go on with what the output file holds")
+    parser = pair_parser("benchmarks.load", __doc__ or "", quick="few texts, the demo pair only, no tuning")
     parser.add_argument("--busy", action="store_true", help="note that the machine had other work to do")
-    parser.add_argument("--output", type=Path, help="JSON file to write; the pictures go beside it")
-    parser.add_argument("--target", type=Path, default=DEMO / "target", help="folder of the target")
-    parser.add_argument("--draft", type=Path, default=DEMO / "draft", help="folder of the draft")
-    parser.add_argument("--prompts-file", type=Path, default=DEMO / "prompts.jsonl", help="one JSON object a line")
     parser.add_argument("--only", choices=("demo", "deepened"), help="one of the two pairs")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what of it (default: all)")
     parser.add_argument("--factor", type=int, help="how many times as deep the deepened target is; 1: leave it out")

@@ -25,6 +25,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from benchmarks import machine
+from benchmarks.arguments import pair_parser
 from benchmarks.contenders import Contender
 from benchmarks.deepen import WEIGHTS, cached, digest_of
 from benchmarks.local import TransformersAlone, TransformersAssisted, unload
@@ -37,7 +38,6 @@ from benchmarks.tables import show
 from benchmarks.tuning import Tuned, Tuner
 
 ROOT = Path(__file__).resolve().parent.parent
-DEMO = ROOT / "models" / "demo"
 CACHE = ROOT / ".models-cache"
 RESULTS = ROOT / "benchmarks" / "results"
 # Where there is no terminal to ask.
@@ -98,13 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.pair", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few texts, the demo pair only, no tuning")
-    parser.add_argument("--resume", action="store_true", help="go on with what the output file holds")
-    parser.add_argument("--output", type=Path, help="JSON file to write; the picture goes beside it")
-    parser.add_argument("--target", type=Path, default=DEMO / "target", help="folder of the target")
-    parser.add_argument("--draft", type=Path, default=DEMO / "draft", help="folder of the draft")
-    parser.add_argument("--prompts-file", type=Path, default=DEMO / "prompts.jsonl", help="one JSON object a line")
+    parser = pair_parser("benchmarks.pair", __doc__ or "", quick="few texts, the demo pair only, no tuning")
     parser.add_argument("--only", choices=("demo", "deepened"), help="one of the two pairs")
     parser.add_argument(
         "--factor", type=_positive, help="how many times as deep the deepened target is; 1: leave it out"

@@ -24,6 +24,7 @@ from rich.console import Console
 
 from benchmarks import machine
 from benchmarks.acceptance import EXPECTED
+from benchmarks.arguments import pair_parser
 from benchmarks.deepen import digest_of
 from benchmarks.plan import read_prompts, spread
 from benchmarks.record import Record
@@ -33,7 +34,6 @@ from benchmarks.services import Processes, RunningPair
 from outrider.client import AcceptanceRule, Chunk, Client, Round, Started
 
 ROOT = Path(__file__).resolve().parent.parent
-DEMO = ROOT / "models" / "demo"
 RESULTS = ROOT / "benchmarks" / "results"
 CACHE = ROOT / ".models-cache"
 LOSSY = (AcceptanceRule.UNSPECIFIED, AcceptanceRule.SIGMOID)
@@ -89,13 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.rules", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="two prompts, few rounds")
-    parser.add_argument("--resume", action="store_true", help="go on with what the output file holds")
-    parser.add_argument("--output", type=Path, help="JSON file to write; the picture goes beside it")
-    parser.add_argument("--target", type=Path, default=DEMO / "target", help="folder of the target")
-    parser.add_argument("--draft", type=Path, default=DEMO / "draft", help="folder of the draft")
-    parser.add_argument("--prompts-file", type=Path, default=DEMO / "prompts.jsonl", help="one JSON object a line")
+    parser = pair_parser("benchmarks.rules", __doc__ or "", quick="two prompts, few rounds")
     return parser.parse_args(arguments)
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import machine
+from benchmarks.arguments import DEMO
 from benchmarks.sigmoid_laws import PRECISIONS, SERVICES, Places, Precision, by_sigmoid, by_tokenwise, total_variation
 from benchmarks.sigmoid_picture import draw
 from benchmarks.sigmoid_rounds import Case, Texts, Way, accepted, drawn_from, rounds, synthetic, timed, write
@@ -30,7 +31,6 @@ from models.measure import load
 from models.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
-DEMO = ROOT / "models" / "demo"
 RESULTS = Path(__file__).parent / "results"
 PAPERS = (1e1, 1e3, 1e4, 1e5)  # ± of [W Tables 2 and 7]
 SWEEP = [round(10 ** (k / 4), 6) for k in range(-4, 21)]

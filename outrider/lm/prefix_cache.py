@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -139,12 +139,10 @@ class PrefixCache:
             if block.key in self._blocks:
                 self._blocks.move_to_end(block.key)
 
-    def _chain(self, tokens: Sequence[int], end: int, salt: str) -> list[tuple[bytes, array[int]]]:
-        """Return key and tokens of each full block of the first `end` tokens."""
-        chain = []
+    def _chain(self, tokens: Sequence[int], end: int, salt: str) -> Iterator[tuple[bytes, array[int]]]:
+        """Yield key and tokens of each full block of the first `end` tokens."""
         key = blake2b(salt.encode(), person=b"salt", digest_size=_DIGEST_BYTES).digest()
         for at in range(0, end - self._block_tokens + 1, self._block_tokens):
             piece = array("I", tokens[at : at + self._block_tokens])
             key = blake2b(piece.tobytes(), key=key, digest_size=_DIGEST_BYTES).digest()
-            chain.append((key, piece))
-        return chain
+            yield key, piece

@@ -1,7 +1,6 @@
 """The benchmark of load runs, with real services and models, and its arithmetic holds; no test judges its speeds."""
 
 import io
-import json
 import sys
 from itertools import islice, pairwise
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from benchmarks.arguments import DEMO
 from benchmarks.contenders import Task, WrongLength
 from benchmarks.load import main
 from benchmarks.load_batching import ContinuousBatching
@@ -22,7 +22,7 @@ from benchmarks.load_plan import FULL, QUICK, Workload, arrivals
 from benchmarks.load_summary import ALONE, BATCHING, CONTENDERS, PAIR, STATIC, figures, percentiles, summarise
 from benchmarks.load_tables import show
 from benchmarks.local import Local
-from benchmarks.pair import DEMO
+from tests.benchmarks import quick
 
 # So many requests at once that most are turned away, however fast the machine is.
 FLOOD = ("--rates", "40", "--open-seconds", "0.05")
@@ -33,16 +33,7 @@ ARGUMENTS = ("--quick", "--busy", "--new-tokens", "6", *FLOOD)
 def test_quick_measures_every_contender_and_says_so_in_one_json_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"text": "def mean(values):"}\n{"text": "import os"}\n')
-    output = tmp_path / "out.json"
-    arguments = [*ARGUMENTS, "--prompts-file", str(prompts), "--output", str(output)]
-    assert main(arguments) == 0
-    told = capsys.readouterr().out
-    document = json.loads(told.splitlines()[-1])
-    written = json.loads(output.read_text())
-    assert written["summary"] == document["summary"]
-    assert str(tmp_path) not in output.read_text()
+    document, runs = quick.run(main, ARGUMENTS, tmp_path, capsys)
     assert document["busy"]
     assert not document["unavailable"]
     for mode in ("closed", "open"):
@@ -63,13 +54,9 @@ def test_quick_measures_every_contender_and_says_so_in_one_json_line(
     assert set(open_["40"]) == {BATCHING, ALONE, PAIR}  # a static batch takes nobody in while it runs
     assert open_["40"][PAIR]["refused"] > 0
     assert open_["40"][BATCHING]["refused"] == 0
-    for run in written["runs"]:
+    for run in runs:
         assert run["requests"] == len(run["served"])
         assert run["tokens"] == 6 * (run["requests"] - run["refused"])
-
-    # Resumed, it has nothing left to measure and comes to the same figures.
-    assert main([*arguments, "--resume"]) == 0
-    assert json.loads(output.read_text())["runs"] == written["runs"]
 
 
 def test_arrivals_are_a_poisson_process() -> None:

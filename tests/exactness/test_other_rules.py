@@ -1,11 +1,13 @@
-"""The rule `block`, through both services over gRPC: the first three tokens against exact enumeration.
+"""The rules beside `tokenwise`, through both services over gRPC: the first three tokens against exact enumeration.
 
 As `test_first_tokens`, which has the derivation: 1,344 texts at γ = 4, over the 27 rank classes, notice a total
-variation of 0.09 at a level of 1 % with a power of 95 %. That the rule is exact is proven by enumeration beside the
-kernels; here it is that the services carry it.
+variation of 0.09 at a level of 1 % with a power of 95 %. That the rules are exact is proven by enumeration beside the
+kernels; here it is that the services carry them.
 """
 
 from __future__ import annotations
+
+import pytest
 
 from outrider.client import AcceptanceRule, Client, Started
 from tests.exactness import chisquare, sampling
@@ -16,7 +18,8 @@ SAMPLES = 21 * sampling.SAMPLES_PER_REQUEST
 LEVEL = 0.01
 
 
-def test_the_law_of_the_first_three_tokens_is_the_targets(attentive: World) -> None:
+@pytest.mark.parametrize(("rule", "seed"), [("block", 300), ("coupled", 500)])
+def test_the_law_of_the_first_three_tokens_is_the_targets(rule: str, seed: int, attentive: World) -> None:
     law = FirstTokens.of(attentive.target, PROMPT)
     run = sampling.sample(
         attentive.services["uniform"].address,
@@ -25,8 +28,8 @@ def test_the_law_of_the_first_three_tokens_is_the_targets(attentive: World) -> N
         samples=SAMPLES,
         filters=FILTERS,
         gamma=4,
-        seed=300,
-        rule="block",
+        seed=seed,
+        rule=rule,
     )
     tokens = run.tokens[:, :3]
     outcomes, classes = law.outcomes(tokens), law.by_class(tokens)
