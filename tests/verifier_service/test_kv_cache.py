@@ -1,0 +1,147 @@
+"""The verifier's KV cache: too small to start, short while it serves, and looked over when nobody is left."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kernels.adjustments import LogitRules
+from kernels.distribution import SamplingLaw
+from kernels.verify import Rule
+from outrider.cli.processes import ServiceProcess
+from outrider.lm.checkpoint import ModelSource, load_model
+from outrider.lm.kv_size import MIB, block_bytes
+from outrider.metrics import Metrics
+from outrider.sampling import Sampling
+from tests.services import MODELS
+from tests.verifier_service.test_sequence import a_round, make
+from verifier_service.app import build_engine, find_path
+from verifier_service.engine import Close, Open, Submit, VerifierEngine
+from verifier_service.metrics import SpeculationMetrics
+from verifier_service.sequence import TargetSequence
+from verifier_service.settings import VerifierSettings
+
+TARGET = str(MODELS / "target")
+MANY = 8
+OUTPUT = 90
+
+
+def start(*flags: str) -> tuple[VerifierEngine, Metrics]:
+    """An engine without its thread: the test runs the passes."""
+    settings = VerifierSettings.from_command_line(
+        ["--model", TARGET, "--device", "cpu", "--dtype", "float32", "--max-linger", "0", *flags],
+        program="verifier_service",
+    )
+    metrics = Metrics()
+    observer = SpeculationMetrics(metrics, "torch")
+    engine, _ = build_engine(settings, find_path(settings), observer)
+    observer.watch(engine.packed.pool, engine.scheduler)
+    engine.prepare()
+    return engine, metrics
+
+
+def shown(metrics: Metrics, name: str, **labels: str) -> float:
+    value = metrics.registry.get_sample_value(name, labels)
+    assert value is not None
+    return value
+
+
+def begin(number: int, *, greedy: bool) -> TargetSequence:
+    """A sequence that is known by its number: prompt, seed and length follow from it."""
+    prompt = [3 + (number * 31 + i * 7) % 1500 for i in range(20 + 5 * (number % 7))]
+    plain = make([], max_new_tokens=OUTPUT)
+    law = SamplingLaw(temperature=0.0) if greedy else SamplingLaw()
+    opening = replace(
+        plain.opening,
+        prompt=prompt,
+        seed=number,
+        sampling=Sampling(law=law, logit_rules=LogitRules(), rule=Rule.COUPLED, lenience=1.0, seed=number),
+        stop_token_ids=frozenset(),
+    )
+    return TargetSequence(f"s{number}", opening, 2048, lambda reply: None)
+
+
+def written(engine: VerifierEngine, numbers: list[int], *, greedy: bool) -> dict[int, list[int]]:
+    """What these sequences write together. Each proposes what the target would hardly say, and Decode in between."""
+    sequences = {number: begin(number, greedy=greedy) for number in numbers}
+    for sequence in sequences.values():
+        engine.receive(Open(sequence))
+    left = dict(sequences)
+    while left:
+        for number, sequence in list(left.items()):
+            sequence.backlog = 0
+            if sequence.finished:
+                engine.receive(Close(sequence))
+                del left[number]
+            elif not sequence.rounds:
+                drafted = [number % 50 + 5, 9] if sequence.last_round % 3 else []
+                again: dict[str, Any] = {} if drafted else {"decode": 2}
+                asked = a_round(sequence.last_round + 1, sequence.tokens, drafted, seen=sequence.last_round, **again)
+                engine.receive(Submit(sequence, replace(asked, laws=())))
+        work = engine.schedule()
+        if work:
+            engine.process(work, engine.forward(work))
+    return {number: sequence.tokens[-OUTPUT:] for number, sequence in sequences.items()}
+
+
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "coupled"])
+def test_a_text_is_the_same_alone_among_many_and_after_giving_way(greedy: bool) -> None:
+    """In float32. The small pool holds three of the sequences at their longest, and begins more of them."""
+    flags = ("--max-sequence-tokens", "256", "--max-sequences", str(MANY))
+    roomy, _ = start(*flags)
+    tight, metrics = start(*flags, "--kv-cache-mb", "3", "--no-prefix-cache")
+    numbers = list(range(MANY))
+    alone = {number: written(roomy, [number], greedy=greedy)[number] for number in (0, 5)}
+    together = written(roomy, numbers, greedy=greedy)
+    assert {number: together[number] for number in alone} == alone
+    assert written(tight, numbers, greedy=greedy) == together
+    assert shown(metrics, "outrider_preemptions_total") >= 2
+    assert len({tuple(text) for text in together.values()}) > MANY / 2, "there are many texts to confuse"
+    for engine in (roomy, tight):
+        assert engine.idle() is None
+        assert engine.packed.pool.used_blocks == 0
+    assert shown(metrics, "outrider_kv_integrity_checks_total", outcome="intact") == 1
+
+
+def test_the_pool_is_looked_over_once_all_have_gone_and_starts_anew_where_it_is_corrupted() -> None:
+    engine, metrics = start("--max-sequence-tokens", "256", "--max-sequences", "2")
+
+    def checks(outcome: str) -> float:
+        return shown(metrics, "outrider_kv_integrity_checks_total", outcome=outcome)
+
+    written(engine, [1, 2], greedy=True)
+    assert checks("intact") == 0
+    engine.idle()
+    engine.idle()
+    assert (checks("intact"), checks("corrupted")) == (1, 0)
+
+    lost = begin(3, greedy=True)
+    engine.receive(Open(lost))
+    engine.forward(engine.schedule())
+    assert engine.idle() is None, "not while somebody is here"
+    assert checks("intact") == 1
+    engine.scheduler.running.remove(lost)  # a bug: it is gone, and nobody has freed what it held
+    engine.idle()
+    assert (checks("intact"), checks("corrupted")) == (1, 1)
+    assert shown(metrics, "outrider_kv_blocks_used") == 0
+    assert written(engine, [1, 2], greedy=True)
+    engine.idle()
+    assert (checks("intact"), checks("corrupted")) == (2, 1)
+
+
+def test_a_pool_too_small_for_one_sequence_is_one_line_and_exit_code_2() -> None:
+    loaded = load_model(ModelSource(TARGET, device="cpu"))
+    blocks = MIB // block_bytes(loaded)
+    flags = ("--device", "cpu", "--kv-cache-mb", "1", "--max-sequence-tokens", "512")
+    process = ServiceProcess.start(["verifier_service", "--listen", "127.0.0.1:0", "--model", TARGET, *flags])
+    try:
+        assert process.process.wait(60) == 2
+        says = (
+            f"--kv-cache-mb: 1 MiB hold {blocks} blocks of 32 tokens; one sequence of --max-sequence-tokens 512 takes "
+            f"16 of them, {16 * block_bytes(loaded) / MIB:.1f} MiB"
+        )
+        assert any(says in line for line in process.log_lines())
+    finally:
+        process.stop()
