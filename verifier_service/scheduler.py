@@ -168,7 +168,7 @@ class Scheduler:
         """Takes the blocks for all of a sequence's tokens and its round, from others where it may."""
         slot = sequence.slot
         assert slot is not None
-        begins = not self._pool.table(slot)
+        begins = self._pool.is_empty(slot)
         known = self._prefixes.adopt(slot, sequence.tokens, sequence.opening.cache_salt) if begins else 0
         length = len(sequence.tokens) + (0 if round_ is None else len(sequence.drafted(round_)))
         # Whoever begins leaves each of the others a block to grow into, or would soon have to give way again.
@@ -196,7 +196,7 @@ class Scheduler:
                 yield each.slot
 
     def _holds(self, sequence: TargetSequence) -> bool:
-        return sequence.slot is not None and bool(self._pool.table(sequence.slot))
+        return sequence.slot is not None and not self._pool.is_empty(sequence.slot)
 
 
 def _may_run(sequence: TargetSequence, round_: Round | None) -> bool:

@@ -162,6 +162,10 @@ class KVPool:
         """
         return self._of(slot).length
 
+    def is_empty(self, slot: int) -> bool:
+        """Whether a slot has no blocks."""
+        return not self._of(slot).table
+
     def lacking(self, slot: int, length: int) -> int:
         """How many blocks `grow` would take."""
         held = self._of(slot)
@@ -169,10 +173,6 @@ class KVPool:
         inside, offset = divmod(held.length, self.block_tokens)
         shared = offset and length > held.length and self.blocks.holders(held.table[inside]) > 1
         return lacking + bool(shared)
-
-    def occupied(self, slot: int) -> int:
-        """How many blocks would be free without this slot."""
-        return sum(self.blocks.holders(block) == 1 for block in self._of(slot).table)
 
     def grow(self, slot: int, length: int) -> None:
         """Makes room for positions up to `length`, and those that are not held yet its own to write.
