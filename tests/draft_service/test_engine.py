@@ -327,6 +327,18 @@ def test_in_a_pool_with_room_for_one_many_draft_as_with_room_for_all(loaded: Loa
     assert drafted(blocks=3) == drafted(blocks=None)
 
 
+def test_a_round_has_room_for_all_of_itself_before_it_begins(loaded: LoadedModel) -> None:
+    """A proposal that is written in one call grows into a block that another has to give back."""
+    packed = PackedModel.build(loaded, max_sequences=2, max_length=96, blocks=3)
+    engine = DraftEngine(packed, vocab_size=VOCABULARY, config=CONFIG, prefill_tokens=64, threads=1)
+    engine.start()
+    Driver(engine, sequence(prompt=PROMPT * 6)).propose(1)
+    assert packed.pool.used_blocks == 2
+    assert len(Driver(engine, sequence(prompt=[*PROMPT * 4, 5, 6, 7])).propose(6).token_ids) == 6
+    engine.stop()
+    assert packed.pool.used_blocks == 2, "the first has given both of its own back"
+
+
 def test_logits_that_are_no_numbers_end_one_sequence(engine: DraftEngine) -> None:
     bad = Driver(engine, sequence(rules=LogitRules(banned_tokens=tuple(range(VOCABULARY)))))
     good = Driver(engine, sequence())
