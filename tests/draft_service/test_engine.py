@@ -339,6 +339,30 @@ def test_a_round_has_room_for_all_of_itself_before_it_begins(loaded: LoadedModel
     assert packed.pool.used_blocks == 2, "the first has given both of its own back"
 
 
+def test_two_that_both_need_more_do_not_wait_for_each_other(loaded: LoadedModel) -> None:
+    packed = PackedModel.build(loaded, max_sequences=2, max_length=96, blocks=3)
+    engine = DraftEngine(packed, vocab_size=VOCABULARY, config=CONFIG, prefill_tokens=64, threads=1)
+    first, second = (ModelSequence.begin(sequence(prompt=PROMPT * n), VOCABULARY) for n in (3, 9))
+    told: list[str] = []
+
+    def ask(who: ModelSequence, name: str, committed: list[int]) -> None:
+        engine.receive(Ask(who, committed, 1, lambda _: told.append(name)))
+
+    def run() -> None:
+        work = engine.schedule()
+        engine.process(work, engine.forward(work))
+
+    for who, name in ((first, "first"), (second, "second")):
+        ask(who, name, [])
+        run()
+    assert packed.pool.used_blocks == 3
+    ask(first, "first again", [8] * 20)  # a block more
+    ask(second, "second again", [8] * 10)  # and one more here
+    for _ in range(4):
+        run()
+    assert told == ["first", "second", "first again", "second again"]
+
+
 def test_logits_that_are_no_numbers_end_one_sequence(engine: DraftEngine) -> None:
     bad = Driver(engine, sequence(rules=LogitRules(banned_tokens=tuple(range(VOCABULARY)))))
     good = Driver(engine, sequence())
