@@ -349,8 +349,8 @@ def test_two_that_both_need_more_do_not_wait_for_each_other(loaded: LoadedModel)
         engine.receive(Ask(who, committed, 1, lambda _: told.append(name)))
 
     def run() -> None:
-        work = engine.schedule()
-        engine.process(work, engine.forward(work))
+        if work := engine.schedule():
+            engine.process(work, engine.forward(work))
 
     for who, name in ((first, "first"), (second, "second")):
         ask(who, name, [])
