@@ -1,6 +1,6 @@
 """What the verifier counts, under the names that the field uses. The engine feeds it (`engine.Observer`)."""
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 
 from kernels.verify import Rule
 from outrider.metrics import Metrics
@@ -12,7 +12,7 @@ _SECONDS = (10e-6, 20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3
 class SpeculationMetrics:
     """Counts judged proposals by rule, and the time of verification by path. One thread feeds it."""
 
-    def __init__(self, metrics: Metrics, verify_path: str) -> None:
+    def __init__(self, metrics: Metrics, verify_path: str, max_gamma: int) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"outrider_spec_decode_{name}", text, ("rule", *labels), registry=metrics.registry)
 
@@ -29,6 +29,12 @@ class SpeculationMetrics:
                 ("hits", "Those of them that were found, and not run again."),
             )
         )
+        self._gamma_cap = Gauge(
+            "outrider_gamma_cap",
+            "The longest proposal worth sending now; max-gamma where there is no cap.",
+            registry=metrics.registry,
+        )
+        self._gamma_cap.set(max_gamma)
         self._seconds = Histogram(
             "outrider_verify_seconds",
             "Time of one call of verification, for all sequences of a pass.",
@@ -45,6 +51,10 @@ class SpeculationMetrics:
         """A sequence got its place; `cached` of its `tokens` need not be run."""
         self._queried.inc(tokens)
         self._hit.inc(cached)
+
+    def capped(self, gamma: int) -> None:
+        """The cap on γ is this from now on."""
+        self._gamma_cap.set(gamma)
 
     def judged(self, rule: Rule, drafted: int, accepted: int) -> None:
         """A proposal of `drafted` tokens was judged, and `accepted` of them are in the text."""
