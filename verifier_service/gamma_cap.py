@@ -5,58 +5,40 @@ sequences the text of all grows by
 
     B · E(γ, α) / C(γ)  a second,  with  E = (1 - α^(γ+1)) / (1 - α)  [L Eq. 1]  and  C the cycle of a sequence,
 
-from one verdict to the next; 0 lets the target write alone, and C(0) is a pass over B tokens. A cap is the γ that
-maximises it, over 0 and what is proposed. It is history that is counted here, each of it of rounds that have been judged
-and answered: how long they were, how long they took, how many of their tokens were accepted. A cap is told to sequences
-for proposals that are yet to be drafted; one that is longer all the same is judged whole. So no choice of length looks
-at a token that it could discard, nor at a draw that the round to come will use (Law 4): those are keyed by a length of
-the text that the round before has only just brought about (Law 2). Two sequences that were given one and the same seed
-share draws, under `tokenwise` and `block`; what one of them adds to a mean of hundreds of rounds is all that the other's
-cap can know of them.
+from one verdict to the next. The cap is the γ that maximises it, from 0, where the target writes alone, to what drafts
+propose. Drafting, then a pass over what all have drafted, make C = T(γ) + F + s·B·(γ+1), with T the turnaround of a
+draft and F and s those of the fitted pass; T(0) is 0, for a `Decode` needs none. How much of T hides behind the passes of
+others, and what else there is to wait for, no formula tells; so cycles are measured, and the formula says only how they
+change with γ and B.
+
+Law 4. All that is counted here is history, of rounds that have been judged and answered: how long they were, how long
+they took, how many of their tokens were accepted. A cap is told for proposals that are yet to be drafted, and a longer
+one that comes all the same is judged whole. So no choice of length looks at a token that it could discard, nor at a draw
+of a round to come: those are keyed by a length of the text that the round before has only just brought about (Law 2).
+Only sequences of one and the same seed share draws, under `tokenwise` and `block`; what one of them adds to means of a
+hundred rounds is all that the other's cap can know of it.
 
 It knows nothing of messages, models or clocks: it is told of rounds, and asked for a cap.
 """
 
-import math
 from collections.abc import Hashable, Mapping
 
 from outrider.theory import expected_tokens
 from verifier_service.pass_cost import CostLine, PassCost
 
-# A cap moves only where the best γ gives so much more text than the γ in use, and by no more than so many tokens at once.
-MARGIN = 0.05
-STEP = 2
+# The cap moves only where the best γ gives so much more text than the γ in use, and by no more than so many tokens at once.
+MARGIN, STEP = 0.05, 2
 # From one look to the next: rounds of each sequence, on average, and at least so many of all. Those under way when a cap
 # is told still have the old γ, so that the first half tells nothing of cycles.
 ROUNDS_PER_LOOK, LEAST_ROUNDS = 4, 32
 # Share of a running mean that the last round is.
 RECENT = 1 / 128
+# A cycle is believed within this factor of the formula: who reads slowly is no measure of the verifier.
+CREDIBLE = 4.0
 # With the cap at 0 nothing is learned of drafts. So every so many tokens of each sequence, on average, one of them may
 # propose a little, for so many rounds at the most and while the others write no more than so many tokens each: one alone
 # costs them next to nothing.
 PROBE_AFTER, PROBE_GAMMA, PROBE_ROUNDS, PROBE_TOKENS = 1024, 2, 16, 32
-# A cycle is believed within this factor of what it should be: who reads slowly is no measure of the verifier.
-CREDIBLE = 4.0
-
-
-def cycle(turnaround: float, fixed: float, tokens: float, sequences: int) -> float:
-    """Return the cycle of a sequence in seconds, while a closed group takes turns between drafting and passes.
-
-    The sequences fall into k batches, one of which is in its pass while the others draft. A pass then takes F + x/k,
-    with F its fixed cost and x that of all tokens of a cycle, and the cycle C = k·F + x where passes follow each other
-    without a gap, C = T + F + x/k where nobody waits for a pass. Both hold where k - 1 passes just fill the turnaround
-    T, upon which (C - T) · (C - x) = F · C. With T near 0 that is the sum T + F + x, all in one batch; with F near 0 the
-    larger of T and x, for then drafts and passes hide behind each other. There are no more batches than sequences.
-
-    Args:
-        turnaround: T, from a verdict to the next round.
-        fixed: F.
-        tokens: x.
-        sequences: B, at least 1.
-    """
-    total = turnaround + fixed + tokens
-    whole = (total + math.sqrt(max(0.0, total * total - 4 * turnaround * tokens))) / 2
-    return max(whole, turnaround + fixed + tokens / sequences)
 
 
 class GammaCap:
@@ -68,17 +50,17 @@ class GammaCap:
 
     def __init__(self) -> None:
         self.cap: int | None = None
-        self._judged = self._accepted = 0.0  # of the recent rounds, in tokens
+        self._judged = self._accepted = 0.0  # tokens of the last rounds
         self._turnaround: PassCost | None = None  # in seconds, as a line in γ
+        self._excess = {False: _Mean(), True: _Mean()}  # what cycles take over the formula: with drafts, and without
         self._line = CostLine(0.0, 0.0)
         self._sequences = 0
-        self._excess = {False: _Mean(), True: _Mean()}  # what cycles take over what they should, with drafts and without
         self._rounds = self._drafted = 0  # since the last look, of those that keep to the cap
-        self._proposed = 0  # γ when there was no cap
-        self._goal: int | None = None
+        self._proposed = 0  # γ where there is no cap
+        self._goal: int | None = None  # of a move that takes several steps
         self._prober: Hashable | None = None
         self._probed = 0  # its rounds
-        self._silent = 0  # tokens of the others since it was chosen; without one, since the last
+        self._silent = 0  # tokens of the others since it began; without one, since the last
 
     def of(self, sequence: Hashable) -> int | None:
         """The cap of one sequence."""
@@ -86,7 +68,7 @@ class GammaCap:
 
     @property
     def alpha(self) -> float:
-        """The share of judged tokens that were accepted."""
+        """The share of judged tokens that were accepted, in the last rounds of all sequences."""
         return self._accepted / self._judged if self._judged else 0.0
 
     # ------------------------------------------------------------------------------------------------- what is known
@@ -101,36 +83,34 @@ class GammaCap:
             drafted: its γ; 0 for a token of the target's own.
             judged: how many of them were judged.
             accepted: how many of them were accepted.
-            turnaround: seconds from the verdict before to its arrival.
+            turnaround: seconds from the verdict before to its arrival; below 0 where it was sent ahead.
             whole: seconds from the verdict before to its own.
         """
         if drafted:
             self._learn(drafted, judged, accepted, turnaround)
-        probes = sequence == self._prober
-        if (drafted > 0) != (self.cap != 0) and not probes:
-            return  # it was under way when the cap was told
-        if probes:
-            if drafted:
-                self._silent = self._silent if self._probed else 0  # until now it wrote what it had asked for before
-                self._probed += 1
-            return
-        if self.cap == 0:
-            self._silent += 1
-        elif self.cap is not None and drafted > self.cap:
-            return
-        self._rounds += 1
-        self._drafted += drafted
-        if self._sequences > 1 and self._rounds > self._rounds_to_look() // 2:
-            expected = self._cycle(drafted)
-            self._excess[drafted == 0].add(min(max(whole / expected, 1 / CREDIBLE), CREDIBLE))
+        if sequence == self._prober:
+            self._note_probe(drafted)
+        elif (drafted == 0) == (self.cap == 0) and (self.cap is None or drafted <= self.cap):
+            self._rounds += 1
+            self._drafted += drafted
+            self._silent += self.cap == 0
+            if self._sequences > 1 and self._rounds > self._rounds_to_look() // 2:
+                excess = whole / self._formula(drafted)
+                self._excess[drafted == 0].add(min(max(excess, 1 / CREDIBLE), CREDIBLE))
 
     def _learn(self, drafted: int, judged: int, accepted: int, turnaround: float) -> None:
         self._judged += judged - RECENT * self._judged
         self._accepted += accepted - RECENT * self._accepted
-        seconds = max(turnaround, 1e-6)  # 0 where it was sent ahead
-        if self._turnaround is None:  # until there are two lengths to tell, drafting is all there is to a turnaround
-            self._turnaround = PassCost([(drafted, seconds), (2 * drafted, 2 * seconds)])
+        seconds = max(turnaround, 1e-6)
+        if self._turnaround is None:  # until there are two lengths, a shorter proposal is not believed to come sooner
+            self._turnaround = PassCost([(drafted, seconds)])
         self._turnaround.add(drafted, seconds)
+
+    def _note_probe(self, drafted: int) -> None:
+        if drafted:
+            if not self._probed:  # until now it wrote what it had asked for before
+                self._silent = 0
+            self._probed += 1
 
     # --------------------------------------------------------------------------------------------------- what follows
 
@@ -143,7 +123,8 @@ class GammaCap:
         """
         self._sequences, self._line = len(running), line
         if len(running) <= 1:  # the γ of a lone sequence is its draft's affair
-            self.cap = self._goal = self._prober = None
+            self.cap = self._goal = None
+            self._rounds = self._drafted = 0
         elif self._rounds >= self._rounds_to_look():
             if self.cap is None:
                 self._proposed = round(self._drafted / self._rounds)
@@ -152,13 +133,13 @@ class GammaCap:
         if self.cap == 0:
             self._probe(running)
         else:
-            self._prober, self._probed, self._silent = None, 0, 0
+            self._end_probe()
 
     def _rounds_to_look(self) -> int:
         return max(LEAST_ROUNDS, ROUNDS_PER_LOOK * self._sequences)
 
     def _move(self) -> None:
-        """A step towards the best γ, where it is worth it or already begun."""
+        """A step towards the best γ, where it is worth a move or one has begun."""
         now = self._proposed if self.cap is None else self.cap
         best = max(range(self._proposed + 1), key=self._rate)
         if self._rate(best) > (1 + MARGIN) * self._rate(now):
@@ -171,25 +152,27 @@ class GammaCap:
         if cap == self._goal:
             self._goal = None
 
+    def _rate(self, gamma: int) -> float:
+        """Tokens a second of one sequence, if all had this γ."""
+        return expected_tokens(self.alpha, gamma) / (self._excess[gamma == 0].value * self._formula(gamma))
+
+    def _formula(self, gamma: int) -> float:
+        """The cycle, T(γ) + F + s·B·(γ+1), in seconds."""
+        turnaround = self._turnaround.line.seconds(gamma) if gamma and self._turnaround is not None else 0.0
+        return turnaround + self._line.seconds(self._sequences * (gamma + 1))
+
     def _probe(self, running: Mapping[Hashable, int]) -> None:
         """Begins or ends a probe: the youngest sequence has the least for its draft to catch up with."""
         over = self._silent >= (PROBE_TOKENS if self._probed else PROBE_AFTER) * len(running)
-        if self._prober is None and over:
-            self._prober, self._probed, self._silent = min(running, key=lambda each: running[each]), 0, 0
+        if self._prober is not None and (over or self._probed >= PROBE_ROUNDS or self._prober not in running):
+            self._end_probe()
+        elif self._prober is None and over:
+            self._prober, self._silent = min(running, key=lambda each: running[each]), 0
             kept = min(1.0, PROBE_GAMMA * PROBE_ROUNDS / self._judged)  # what was known is old
             self._judged, self._accepted = kept * self._judged, kept * self._accepted
-        elif self._prober is not None and (over or self._probed >= PROBE_ROUNDS or self._prober not in running):
-            self._prober, self._probed, self._silent = None, 0, 0
 
-    def _rate(self, gamma: int) -> float:
-        """Tokens a second of one sequence, if all had this γ."""
-        excess = self._excess[gamma == 0].value
-        return expected_tokens(self.alpha, gamma) / (excess * self._cycle(gamma))
-
-    def _cycle(self, gamma: int) -> float:
-        turnaround = self._turnaround.line.seconds(gamma) if gamma and self._turnaround is not None else 0.0
-        tokens = self._line.per_token * self._sequences * (gamma + 1)
-        return cycle(turnaround, self._line.fixed, tokens, self._sequences)
+    def _end_probe(self) -> None:
+        self._prober, self._probed, self._silent = None, 0, 0
 
 
 class _Mean:
@@ -200,5 +183,6 @@ class _Mean:
         self._count = 0
 
     def add(self, value: float) -> None:
+        """Takes in one more."""
         self._count += 1
         self.value += max(RECENT, 1 / self._count) * (value - self.value)
