@@ -21,7 +21,8 @@ hundred rounds is all that the other's cap can know of it.
 It knows nothing of messages, models or clocks: it is told of rounds, and asked for a cap.
 """
 
-from collections.abc import Hashable, Mapping
+import statistics
+from collections.abc import Hashable, Mapping, Sequence
 
 from outrider.theory import expected_tokens
 from verifier_service.pass_cost import CostLine, PassCost
@@ -31,10 +32,12 @@ MARGIN, STEP = 0.05, 2
 # From one look to the next: rounds of each sequence, on average, and at least so many of all. Those under way when a cap
 # is told still have the old γ, so that the first half tells nothing of cycles.
 ROUNDS_PER_LOOK, LEAST_ROUNDS = 4, 32
-# Share of a running mean that the last round is.
-RECENT = 1 / 128
-# A cycle is believed within this factor of the formula: who reads slowly is no measure of the verifier.
+# Share of a running mean of acceptance that the last round is, and of a running mean of cycles that the last look is.
+RECENT_ROUND, RECENT_LOOK = 1 / 128, 1 / 4
+# Cycles of more than so many medians are left out: who reads slowly is no measure of the verifier.
 CREDIBLE = 4.0
+# Turnarounds that the line begins with: the first ones are slow.
+FIRST_ROUNDS = 8
 # With the cap at 0 nothing is learned of drafts. So every so many tokens of each sequence, on average, one of them may
 # propose a little, for so many rounds at the most and while the others write no more than so many tokens each: one alone
 # costs them next to nothing.
@@ -51,8 +54,10 @@ class GammaCap:
     def __init__(self) -> None:
         self.cap: int | None = None
         self._judged = self._accepted = 0.0  # tokens of the last rounds
-        self._turnaround: PassCost | None = None  # in seconds, as a line in γ
+        self._first: list[tuple[int, float]] = []  # turnarounds, by γ
+        self._turnaround: PassCost | None = None  # the same as a line in γ, from `FIRST_ROUNDS` on
         self._excess = {False: _Mean(), True: _Mean()}  # what cycles take over the formula: with drafts, and without
+        self._cycles: list[float] = []  # since the last look
         self._line = CostLine(0.0, 0.0)
         self._sequences = 0
         self._rounds = self._drafted = 0  # since the last look, of those that keep to the cap
@@ -94,17 +99,19 @@ class GammaCap:
             self._rounds += 1
             self._drafted += drafted
             self._silent += self.cap == 0
-            if self._sequences > 1 and self._rounds > self._rounds_to_look() // 2:
-                excess = whole / self._formula(drafted)
-                self._excess[drafted == 0].add(min(max(excess, 1 / CREDIBLE), CREDIBLE))
+            if self._rounds > self._rounds_to_look() // 2:
+                self._cycles.append(whole)
 
     def _learn(self, drafted: int, judged: int, accepted: int, turnaround: float) -> None:
-        self._judged += judged - RECENT * self._judged
-        self._accepted += accepted - RECENT * self._accepted
+        self._judged += judged - RECENT_ROUND * self._judged
+        self._accepted += accepted - RECENT_ROUND * self._accepted
         seconds = max(turnaround, 1e-6)
-        if self._turnaround is None:  # until there are two lengths, a shorter proposal is not believed to come sooner
-            self._turnaround = PassCost([(drafted, seconds)])
-        self._turnaround.add(drafted, seconds)
+        if self._turnaround is not None:
+            self._turnaround.add(drafted, seconds)
+            return
+        self._first.append((drafted, seconds))
+        if len(self._first) >= FIRST_ROUNDS:  # of one γ only, they say that a shorter proposal comes no sooner
+            self._turnaround = PassCost(self._first)
 
     def _note_probe(self, drafted: int) -> None:
         if drafted:
@@ -124,16 +131,22 @@ class GammaCap:
         self._sequences, self._line = len(running), line
         if len(running) <= 1:  # the γ of a lone sequence is its draft's affair
             self.cap = self._goal = None
-            self._rounds = self._drafted = 0
+            self._begin()
         elif self._rounds >= self._rounds_to_look():
+            gamma = self._drafted / self._rounds
+            self._excess[self.cap == 0].add(_typical(self._cycles) / self._formula(gamma))
             if self.cap is None:
-                self._proposed = round(self._drafted / self._rounds)
+                self._proposed = round(gamma)
             self._move()
-            self._rounds = self._drafted = 0
+            self._begin()
         if self.cap == 0:
             self._probe(running)
         else:
             self._end_probe()
+
+    def _begin(self) -> None:
+        self._rounds = self._drafted = 0
+        self._cycles.clear()
 
     def _rounds_to_look(self) -> int:
         return max(LEAST_ROUNDS, ROUNDS_PER_LOOK * self._sequences)
@@ -156,7 +169,7 @@ class GammaCap:
         """Tokens a second of one sequence, if all had this γ."""
         return expected_tokens(self.alpha, gamma) / (self._excess[gamma == 0].value * self._formula(gamma))
 
-    def _formula(self, gamma: int) -> float:
+    def _formula(self, gamma: float) -> float:
         """The cycle, T(γ) + F + s·B·(γ+1), in seconds."""
         turnaround = self._turnaround.line.seconds(gamma) if gamma and self._turnaround is not None else 0.0
         return turnaround + self._line.seconds(self._sequences * (gamma + 1))
@@ -175,8 +188,14 @@ class GammaCap:
         self._prober, self._probed, self._silent = None, 0, 0
 
 
+def _typical(cycles: Sequence[float]) -> float:
+    """The mean of what is not far beyond the median."""
+    bound = CREDIBLE * statistics.median(cycles)
+    return statistics.fmean(each for each in cycles if each <= bound)
+
+
 class _Mean:
-    """A running mean that begins as the plain mean of what it is told; 1 before that."""
+    """A running mean, of looks, that begins as the plain mean of what it is told; 1 before that."""
 
     def __init__(self) -> None:
         self.value = 1.0
@@ -185,4 +204,4 @@ class _Mean:
     def add(self, value: float) -> None:
         """Takes in one more."""
         self._count += 1
-        self.value += max(RECENT, 1 / self._count) * (value - self.value)
+        self.value += max(RECENT_LOOK, 1 / self._count) * (value - self.value)
