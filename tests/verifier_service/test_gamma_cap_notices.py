@@ -1,40 +1,32 @@
 """Who is told of a cap on γ, and when: each sequence once for each change, at its opening too, and nobody without need.
 
-First a real engine whose passes are driven by hand; then a verifier as a process, over sockets. The drafts take 30 ms and
-are never right: on no machine does that pay where a sequence has company, so nothing here depends on how fast one is.
+A real engine whose passes are driven by hand. The drafts take 30 ms and are never right: on no machine does that pay where
+a sequence has company, so nothing here depends on how fast one is. `test_gamma_cap_services` has the same over sockets.
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
-import grpc
 import pytest
 
-from benchmarks.services import metrics_of
 from kernels.adjustments import LogitRules
 from kernels.distribution import SamplingLaw
 from kernels.verify import Rule
-from outrider.cli.processes import ServiceProcess
 from outrider.lm.checkpoint import LoadedModel, ModelSource, load_model
 from outrider.lm.packed import PackedModel
 from outrider.sampling import Sampling
 from outrider.wire import PrefixHash
 from protos.outrider.v1 import model_pb2, verifier_service_pb2
-from tests.verifier_service.streams import PROMPT, Stream, opening
 from verifier_service.engine import Close, Open, Read, Submit, VerifierEngine
 from verifier_service.rounds import Opening, Round
 from verifier_service.sequence import Reply, TargetSequence
 
-MODELS = Path(__file__).parents[2] / "models" / "demo"
-MODEL, TARGET = MODELS / "draft", MODELS / "target"
+MODEL = Path(__file__).parents[2] / "models" / "demo" / "draft"
 UNLIKELY = 1999  # a token that neither model ever writes here
 PLACES = 4
 MAX_GAMMA = 8
 GAMMA = 5
 DRAFTING_S = 0.03
-DECODED = 16
 ROUNDS = 40  # of each of four sequences: enough for five looks
 CAP = verifier_service_pb2.NOTICE_KIND_GAMMA_CAP
 
@@ -177,88 +169,3 @@ def test_nobody_is_told_anything_where_it_is_switched_off(loaded: LoadedModel) -
     verifier.rounds(clients, ROUNDS)
     assert [client.caps for client in clients] == [[]] * PLACES
     assert verifier.gammas == []
-
-
-# ---------------------------------------------------------------------------------------------------- over sockets
-
-
-@pytest.fixture(scope="module")
-def verifier() -> Iterator[ServiceProcess]:
-    flags = ("--listen", "127.0.0.1:0", "--threads", "1", "--dtype", "float32", "--metrics-listen", "127.0.0.1:0")
-    with ServiceProcess.start(["verifier_service", "--model", str(TARGET), *flags]) as process:
-        process.wait_healthy(60)
-        yield process
-
-
-class Proposer:
-    """A stream that proposes what is never right, no more than it is told to, and at 0 lets the target write."""
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-        self._prefix = list(PROMPT)
-        self._round = 0
-        self._owed = 0  # verdicts
-        self.caps: list[int] = []
-        self.proposed: list[int] = []
-        stream.open(opening(max_new_tokens=500))
-
-    @property
-    def gamma(self) -> int:
-        """How long its next proposal may be."""
-        return min([GAMMA, *self.caps[-1:]])
-
-    def send(self) -> None:
-        if self._owed:
-            return
-        self._round += 1
-        if gamma := self.gamma:
-            self._owed = 1
-            self.proposed.append(gamma)
-            self._stream.propose(self._round, self._prefix, [UNLIKELY] * gamma, seen=self._round - 1)
-        else:
-            self._owed = DECODED
-            self._stream.decode(self._round, self._prefix, DECODED, seen=self._round - 1)
-
-    def read(self) -> None:
-        """One verdict."""
-        self._owed -= 1
-        while (reply := self._stream.take()).WhichOneof("kind") != "verdict":
-            self.caps += caps_of([reply])
-        assert reply.verdict.accepted == 0
-        self._prefix += reply.verdict.token_ids
-
-
-def lock_step(proposers: list[Proposer], rounds: int) -> None:
-    for _ in range(rounds):
-        if any(proposer.gamma for proposer in proposers):
-            time.sleep(DRAFTING_S)
-        for proposer in proposers:
-            proposer.send()
-        for proposer in proposers:
-            proposer.read()
-
-
-def test_many_streams_are_capped_step_by_step_and_a_lone_one_is_not(verifier: ServiceProcess) -> None:
-    with ExitStack() as stack:
-        channel = stack.enter_context(grpc.insecure_channel(verifier.address))
-        streams = [stack.enter_context(Stream(channel)) for _ in range(5)]
-        lone = Proposer(streams[0])
-        lock_step([lone], ROUNDS)
-        assert lone.caps == []
-        assert set(lone.proposed) == {GAMMA}
-
-        many = [lone, *map(Proposer, streams[1:4])]
-        lock_step(many, ROUNDS)
-        assert [proposer.caps for proposer in many] == [[3, 1, 0]] * 4
-        assert metrics_of(verifier)["outrider_gamma_cap"] == 0
-
-        late = Proposer(streams[4])
-        lock_step([*many, late], 1)
-        assert late.caps == [0]
-
-        for stream in streams[1:]:
-            stream.call.cancel()
-        lock_step([lone], ROUNDS)  # the verifier learns of the ends in its own time, but it does
-        assert lone.caps == [3, 1, 0, 16]
-        assert lone.proposed[-1] == GAMMA
-        assert metrics_of(verifier)["outrider_gamma_cap"] == 16
