@@ -23,8 +23,8 @@ from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_p
 
 _log = structlog.get_logger()
 
-# While the verifier wants no proposals the target writes alone, this many tokens before it is asked again; then twice as
-# many, and so on up to the most: each time it is asked again may cost the sequence a pass.
+# While the verifier wants no proposals the target writes alone, this many tokens before it is asked again; then twice
+# as many, and so on up to the most: each time it is asked again may cost the sequence a pass.
 DECODE_WHILE_CAPPED, MOST_DECODED_WHILE_CAPPED = 32, 128
 
 OnOpen = Callable[[verifier_service_pb2.Opened | None], None]

@@ -43,8 +43,8 @@ class VerifySequence:
     """A sequence at the verifier. Whoever holds it sends a round, reads its verdicts, and sends the next.
 
     Attributes:
-        gamma_cap: the longest proposal the verifier wants now; None where it has not said. Until the first verdict, before
-            which the verifier would have said, it may be what other sequences were told.
+        gamma_cap: the longest proposal the verifier wants now; None where it has not said. Until the first verdict,
+            before which the verifier would have said, it may be what other sequences were told.
         load: how busy the verifier was at the last verdict, and what its passes cost; None before the first.
         length: tokens of the sequence: prompt, and everything committed.
     """

@@ -1,4 +1,4 @@
-"""How long proposals may be for the most text of all sequences together: the cap on γ, down to 0 where drafts do not pay.
+"""How long proposals may be for the most text of all sequences together: the cap on γ, down to 0 where none pays.
 
 A draft service sees what a longer proposal costs its own sequence; the verifier sees what it costs everybody. With B
 sequences the text of all grows by
@@ -7,30 +7,31 @@ sequences the text of all grows by
 
 from one verdict to the next. The cap is the γ that maximises it, from 0, where the target writes alone, to what drafts
 propose. Drafting, then a pass over what all have drafted, make C = T(γ) + F + s·B·(γ+1), with T the turnaround of a
-draft and F and s those of the fitted pass; T(0) is 0, for a `Decode` needs none. How much of T hides behind the passes of
-others, and what else there is to wait for, no formula tells; so cycles are measured, and the formula says only how they
-change with γ and B.
+draft and F and s those of the fitted pass; T(0) is 0, for a `Decode` needs none. How much of T hides behind the passes
+of others, and what else there is to wait for, no formula tells; so cycles are measured, and the formula says only how
+they change with γ and B.
 
 Law 4. All that is counted here is history, of rounds that have been judged and answered: how long they were, how long
 they took, how many of their tokens were accepted. A cap is told for proposals that are yet to be drafted, and a longer
-one that comes all the same is judged whole. So no choice of length looks at a token that it could discard, nor at a draw
-of a round to come: those are keyed by a length of the text that the round before has only just brought about (Law 2).
-Only sequences of one and the same seed share draws, under `tokenwise` and `block`; what one of them adds to means of a
-hundred rounds is all that the other's cap can know of it.
+one that comes all the same is judged whole. So no choice of length looks at a token that it could discard, nor at a
+draw of a round to come: those are keyed by a length of the text that the round before has only just brought about (Law
+2). Only sequences of one and the same seed share draws, under `tokenwise` and `block`; what one of them adds to means
+of a hundred rounds is all that the other's cap can know of it.
 
 It knows nothing of messages, models or clocks: it is told of rounds, and asked for a cap.
 """
 
 import statistics
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 from outrider.theory import expected_tokens
 from verifier_service.pass_cost import CostLine, PassCost
 
-# The cap moves only where the best γ gives so much more text than the γ in use, and by no more than so many tokens at once.
+# The cap moves only where the best γ gives so much more text than the γ in use, and by so many tokens at once at most.
 MARGIN, STEP = 0.05, 2
-# From one look to the next: rounds of each sequence, on average, and at least so many of all. Those under way when a cap
-# is told still have the old γ, so that the first half tells nothing of cycles.
+# From one look to the next: rounds of each sequence, on average, and at least so many of all. Those under way when a
+# cap is told still have the old γ, so that the first half tells nothing of cycles.
 ROUNDS_PER_LOOK, LEAST_ROUNDS = 4, 32
 # Share of a running mean of acceptance that the last round is, and of a running mean of cycles that the last look is.
 RECENT_ROUND, RECENT_LOOK = 1 / 128, 1 / 4
@@ -39,8 +40,8 @@ CREDIBLE = 4.0
 # Turnarounds that the line begins with: the first ones are slow.
 FIRST_ROUNDS = 8
 # With the cap at 0 nothing is learned of drafts. So every so many tokens of each sequence, on average, one of them may
-# propose a little, for so many rounds at the most and while the others write no more than so many tokens each: one alone
-# costs them next to nothing.
+# propose a little, for so many rounds at the most and while the others write no more than so many tokens each: one
+# alone costs them next to nothing.
 PROBE_AFTER, PROBE_GAMMA, PROBE_ROUNDS, PROBE_TOKENS = 1024, 2, 16, 32
 
 
@@ -121,7 +122,7 @@ class GammaCap:
 
     # --------------------------------------------------------------------------------------------------- what follows
 
-    def look(self, running: Mapping[Hashable, int], line: CostLine) -> None:
+    def look(self, running: Mapping[Any, int], line: CostLine) -> None:
         """Sets the cap anew, where enough has been heard since the last time.
 
         Args:
@@ -174,7 +175,7 @@ class GammaCap:
         turnaround = self._turnaround.line.seconds(gamma) if gamma and self._turnaround is not None else 0.0
         return turnaround + self._line.seconds(self._sequences * (gamma + 1))
 
-    def _probe(self, running: Mapping[Hashable, int]) -> None:
+    def _probe(self, running: Mapping[Any, int]) -> None:
         """Begins or ends a probe: the youngest sequence has the least for its draft to catch up with."""
         over = self._silent >= (PROBE_TOKENS if self._probed else PROBE_AFTER) * len(running)
         if self._prober is not None and (over or self._probed >= PROBE_ROUNDS or self._prober not in running):

@@ -26,7 +26,7 @@ class VerifierSettings(ServiceSettings):
     )
     gamma_cap: bool = Field(
         True,
-        description="tell draft services the longest proposal that is worth sending while many sequences run, down to 0",
+        description="tell draft services the longest proposal worth sending while many sequences run, down to 0",
     )
     verify_path: Literal["auto", "torch", "triton", "reference"] = Field(
         "auto",

@@ -1,12 +1,12 @@
 """The text's law while the cap on γ moves from round to round, after what was accepted before: it is the target's.
 
-A Markov chain of 8 tokens, a draft that likes others, and for each text a `GammaCap` of its own whose means are short and
-whose margin is none, so that its γ follows its own last rounds as closely as it can, over the whole range. Drafting,
-the verdicts and the caps are the services' own code; times are given, not measured, so the texts are the same each time.
+A Markov chain of 8 tokens, a draft that likes others, and for each text a `GammaCap` of its own whose means are short
+and whose margin is none, so that its γ follows its own last rounds as closely as it can, over the whole range. Drafts,
+verdicts and caps are the services' own code; times are given, not measured, so the texts are the same each time.
 
-Power (`chisquare` has the derivation): 24,000 tokens of 400 texts, over the cells of the 8 laws, notice a total variation
-of 0.03 at a level of 0.1 % with a power of 99 %. The mutants let the length of a proposal depend on what may not decide
-it (Law 4), once it has been drafted: on its tokens, and on the draws that it will be accepted by.
+Power (`chisquare` has the derivation): 24,000 tokens of 400 texts, over the cells of the 8 laws, notice a total
+variation of 0.03 at a level of 0.1 % with a power of 99 %. The mutants let the length of a proposal depend on what may
+not decide it (Law 4), once it has been drafted: on its tokens, and on the draws that it will be accepted by.
 """
 
 from collections.abc import Callable
@@ -92,7 +92,9 @@ class Chain:
         all_texts = [Text(1000 + number) for number in range(texts)]
         while unfinished := [text for text in all_texts if len(text.tokens) <= LENGTH]:
             sent = [drop(text, self.draft(text)) for text in unfinished]
-            rows = [token for text, drafted in zip(unfinished, sent, strict=True) for token in [text.tokens[-1], *drafted]]
+            rows = [
+                token for text, drafted in zip(unfinished, sent, strict=True) for token in [text.tokens[-1], *drafted]
+            ]
             proposals = [
                 Proposed(
                     tokens=tuple(drafted),

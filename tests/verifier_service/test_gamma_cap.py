@@ -1,10 +1,11 @@
-"""The cap on γ: where it comes to rest is about the best there is, it moves little and slowly, and it finds its way back.
+"""The cap on γ: where it comes to rest is about the best there is, it moves little at a time, and finds its way back.
 
 The best is found by trying every γ in a simulation of the closed loop; what the cap makes of it is held against that.
 Times are drawn, not measured, so nothing here depends on the machine.
 """
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -52,7 +53,7 @@ def test_no_step_is_longer_than_two_tokens(seed: int) -> None:
     print(loop.told)
     assert {None, 0} <= set(loop.told)
     steps = [(9 if cap is None else cap) for cap in loop.told]
-    assert all(0 < abs(after - before) <= STEP for before, after in zip(steps, steps[1:], strict=False))
+    assert all(0 < abs(after - before) <= STEP for before, after in pairwise(steps))
 
 
 def test_a_lone_sequence_is_never_capped() -> None:

@@ -1,7 +1,8 @@
 """Who is told of a cap on γ, and when: each sequence once for each change, at its opening too, and nobody without need.
 
-A real engine whose passes are driven by hand. The drafts take 30 ms and are never right: on no machine does that pay where
-a sequence has company, so nothing here depends on how fast one is. `test_gamma_cap_services` has the same over sockets.
+A real engine whose passes are driven by hand. The drafts take 30 ms and are never right: on no machine does that pay
+where a sequence has company, so nothing here depends on how fast one is. `test_gamma_cap_services` has the same over
+sockets.
 """
 
 import time

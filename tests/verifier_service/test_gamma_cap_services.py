@@ -1,4 +1,4 @@
-"""The cap on γ through real services: many streams are told one and keep to it, a lone one is not; the text stays its own.
+"""The cap on γ through real services: many streams are told one and keep to it, a lone one is not; texts stay the same.
 
 The drafts are nearly never right: on no machine does that pay where a sequence has company, so nothing here depends on
 how fast one is.
@@ -102,16 +102,20 @@ def test_many_streams_are_capped_step_by_step_and_a_lone_one_is_not(verifier_add
         assert lone.proposed[-1] == GAMMA
 
 
+def _with(gamma: int, options: Options) -> Options:
+    return {**options, "gamma": gamma}
+
+
 def _alone(address: str, gamma: int, options: Options) -> Completion:
     with Client(address) as client:
-        return client.complete(PROMPT, gamma=gamma, **options)
+        return client.complete(PROMPT, **_with(gamma, options))
 
 
 def test_drafts_fall_silent_in_a_crowd_and_a_seed_is_still_its_text(draft_address: str) -> None:
     async def crowd() -> list[Completion]:
         async with AsyncClient(draft_address) as client:
             asked = [SEEDED, *[HOT] * (STREAMS - 1)]
-            return await asyncio.gather(*(client.complete(PROMPT, gamma=GAMMA, **options) for options in asked))
+            return await asyncio.gather(*(client.complete(PROMPT, **_with(GAMMA, options)) for options in asked))
 
     lone = _alone(draft_address, GAMMA, HOT).samples[0].statistics
     assert lone.num_rounds - lone.num_drafts <= 1  # the last token may be written alone

@@ -38,6 +38,8 @@ class Tally:
     def begun(self, tokens: int, cached: int) -> None:
         assert cached == 0
 
+    def capped(self, gamma: int) -> None: ...
+
     def judged(self, rule: Rule, drafted: int, accepted: int) -> None:
         self.rounds.append((rule, drafted, accepted))
 
