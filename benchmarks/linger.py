@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--out", type=Path, help="file for the JSON document; default: standard output alone")
     arguments = parser.parse_args()
-    common = ["--listen", "127.0.0.1:0", "--device", "cpu", "--threads", "1"]
+    common = ["--listen", "127.0.0.1:0", "--device", "cpu", "--threads", "1", "--no-gamma-cap"]
     common += ["--model", str(arguments.target), "--max-sequences", str(max(arguments.streams))]
     with ExitStack() as stack:
         verifiers = {

@@ -4,7 +4,7 @@ It knows nothing of drafts, nor of how the verifier was found.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -43,7 +43,8 @@ class VerifySequence:
     """A sequence at the verifier. Whoever holds it sends a round, reads its verdicts, and sends the next.
 
     Attributes:
-        gamma_cap: the longest proposal the verifier wants now; None where it has not said.
+        gamma_cap: the longest proposal the verifier wants now; None where it has not said. Until the first verdict,
+            before which the verifier would have said, it may be what other sequences were told.
         load: how busy the verifier was at the last verdict, and what its passes cost; None before the first.
         length: tokens of the sequence: prompt, and everything committed.
     """
@@ -57,11 +58,15 @@ class VerifySequence:
         fingerprint: str,
         address: str,
         silence: float,
+        expected_cap: int | None = None,
+        on_cap: Callable[[int], None] = lambda gamma: None,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`call` is a fresh call of `Verify`, `fingerprint` that of the target's weights as the pair was matched, and
-        `silence` how long the verifier may owe an answer, in seconds.
+        """`call` is a fresh call of `Verify`, `fingerprint` that of the target's weights as the pair was matched,
+        `silence` how long the verifier may owe an answer, in seconds, and `expected_cap` what it last told others.
+        `on_cap` is called with each cap that the verifier tells, and `on_end` once, when the sequence is over.
         """
-        self.gamma_cap: int | None = None
+        self.gamma_cap = expected_cap
         self.load: speculation_pb2.VerifierLoad | None = None
         self.length = len(opening.prompt_token_ids) + len(opening.committed_token_ids)
         self._call = call
@@ -77,6 +82,9 @@ class VerifySequence:
         self._seen = 0  # the last round whose verdict was read
         self._outstanding = 0  # verdicts that the verifier owes
         self._ended = False  # by a verdict with a finish reason
+        self._cap_told = False
+        self._on_cap = on_cap
+        self._on_end: Callable[[], None] | None = on_end
 
     @property
     def is_open(self) -> bool:
@@ -162,6 +170,8 @@ class VerifySequence:
         self._hash.extend(verdict.token_ids)
         self._outstanding -= 1
         self._seen = verdict.round
+        if not self._cap_told:
+            self.gamma_cap = None
         self.load = verdict.load
         self._ended = bool(verdict.finish_reason)
         return verdict
@@ -182,6 +192,9 @@ class VerifySequence:
         """Ends the stream here and now, whatever it owes. Without effect on one that has ended."""
         self._watch.stop()
         self._call.cancel()
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end()
 
     def _note(self, response: verifier_service_pb2.VerifyResponse) -> None:
         match response.WhichOneof("kind"):
@@ -189,6 +202,8 @@ class VerifySequence:
                 self._opened = response.opened
             case "notice" if response.notice.kind == verifier_service_pb2.NOTICE_KIND_GAMMA_CAP:
                 self.gamma_cap = response.notice.gamma_cap
+                self._cap_told = True
+                self._on_cap(self.gamma_cap)
 
     # --------------------------------------------------------------------------------------------- the call, guarded
 

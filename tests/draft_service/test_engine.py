@@ -1,7 +1,7 @@
 """The draft's engine: what it proposes is the draft's law, whoever else drafts beside it and whatever came before."""
 
 import queue
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from draft_service.drafters.base import Draft, DraftError, DraftSequence
-from draft_service.drafters.engine import Ask, Close, DraftEngine, ModelSequence
+from draft_service.drafters.engine import Ask, Close, DraftEngine, DraftWork, Drawn, ModelSequence
 from kernels.adjustments import LogitRules
 from kernels.dense import EXCLUDED, DraftLogits
 from kernels.distribution import SamplingLaw, probabilities
@@ -122,6 +122,28 @@ def test_what_others_wrote_meanwhile_replaces_what_was_drafted(engine: DraftEngi
     committed = [drafted[0], 12, 13, 14, 15]
     again = driver.propose(4, committed)
     assert again.token_ids == reference(fresh, [*PROMPT, *committed], driver.sequence.law, 3, 4)
+
+
+def test_after_a_pause_it_catches_up_in_one_pass(
+    engine: DraftEngine, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The verifier wanted no proposals for a while: what the target wrote meanwhile is read as one chunk, no token by
+    itself.
+    """
+    fresh = PackedModel.build(loaded, max_sequences=1, max_length=96)
+    driver = Driver(engine, sequence())
+    driver.propose(3)
+    forward, chunks = engine.forward, list[int]()
+
+    def recorded(work: Sequence[DraftWork]) -> list[Drawn]:
+        chunks.extend(len(item.chunk.tokens) for item in work)
+        return forward(work)
+
+    monkeypatch.setattr(engine, "forward", recorded)
+    committed = list(range(20, 34))  # within what one pass reads
+    again = driver.propose(3, committed)
+    assert again.token_ids == reference(fresh, [*PROMPT, *committed], driver.sequence.law, 3, 3)
+    assert [chunk for chunk in chunks if chunk > 1] == [len(committed)]
 
 
 def test_a_cut_verdict_may_end_inside_what_was_drafted(engine: DraftEngine, loaded: LoadedModel) -> None:
