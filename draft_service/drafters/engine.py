@@ -168,6 +168,11 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
         self._prefill_tokens = prefill_tokens
         self._busy: list[ModelSequence] = []  # those with a round under way, those longest unserved first
 
+    @property
+    def held(self) -> int:
+        """How many sequences have keys and values in the pool. Any thread may ask."""
+        return self.packed.pool.max_sequences - self.packed.pool.free_slots
+
     # ------------------------------------------------------------------------------------------------------- receive
 
     def receive(self, message: Ask | Close) -> None:
