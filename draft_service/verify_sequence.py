@@ -18,6 +18,7 @@ from outrider.rpc.errors import (
     internal,
     unavailable,
 )
+from outrider.rpc.ending import Ending
 from outrider.wire import PrefixHash
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 
@@ -25,10 +26,7 @@ _log = structlog.get_logger()
 
 # How long an end that should come at once is waited for.
 CLOSING_SECONDS = 1.0
-# How often, and how far apart, a status that is on its way is looked for.
-STATUS_LOOKS, SECONDS_PER_LOOK = 50, 0.01
 
-_NO_STATUS_YET = "Internal error from Core"
 # Without a reason these speak of the way to the verifier: what it refuses itself has one.
 _GONE = (
     grpc.StatusCode.UNAVAILABLE,
@@ -70,6 +68,7 @@ class VerifySequence:
         self._sequence_id = sequence_id
         self._fingerprint = fingerprint
         self._address = address
+        self._ending = Ending(call)
         self._watch = _SilenceWatch(call, silence)
         self._hash = PrefixHash(opening.prompt_token_ids)
         self._hash.extend(opening.committed_token_ids)
@@ -215,20 +214,9 @@ class VerifySequence:
         """What is to be raised for an error of the call's."""
         if isinstance(error, asyncio.CancelledError):
             return self._watch.verdict(self._address) or error
-        # A write that meets the end of the call fails before the call's status is there, and puts another in its place
-        # for a moment.
-        for _ in range(STATUS_LOOKS):
-            if await self._call.details() != _NO_STATUS_YET:
-                break
-            await asyncio.sleep(SECONDS_PER_LOOK)
-        if await self._call.code() is grpc.StatusCode.OK:
+        status = await self._ending.status()
+        if status.code() is grpc.StatusCode.OK:
             return internal("INTERNAL", "the verifier ended the stream before the sequence")
-        status = grpc.aio.AioRpcError(
-            await self._call.code(),
-            await self._call.initial_metadata(),
-            await self._call.trailing_metadata(),
-            details=await self._call.details(),
-        )
         return translate(status, self._address)
 
 

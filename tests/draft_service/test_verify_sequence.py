@@ -19,6 +19,7 @@ from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
 OPENING = verifier_service_pb2.OpenSequence(
     prompt_token_ids=[1, 2, 3], sampling=sampling_pb2.SamplingParams(rule=sampling_pb2.ACCEPTANCE_RULE_COUPLED)
 )
+OPENED = verifier_service_pb2.Opened(rule=sampling_pb2.ACCEPTANCE_RULE_COUPLED)
 
 
 def silent(error: RequestError | None, opened: verifier_service_pb2.Opened | None) -> grpc.GenericRpcHandler:
@@ -84,6 +85,30 @@ async def test_a_port_where_nobody_listens_is_no_verifier_at_once() -> None:
     error = await refusal("127.0.0.1:1", timeout=20.0)
     assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_VERIFIER")
     assert time.monotonic() - started < 10.0
+
+
+async def test_a_refusal_that_meets_a_round_on_its_way_is_told_as_it_is() -> None:
+    """A write that fails must not hide what the verifier said: of 200 refusals some thirty meet one."""
+
+    async def refused(link: VerifierLink, turns: int) -> RequestError:
+        sequence = link.open(OPENING, sequence_id="s", timeout=None)
+        await sequence.begin()
+        for _ in range(turns):  # of the event loop
+            await asyncio.sleep(0)
+        with pytest.raises(RequestError) as caught:
+            await sequence.propose([1, 2, 3], [])
+            await sequence.verdict()
+        sequence.cancel()
+        return caught.value
+
+    async with peer(overloaded("no room"), OPENED) as address:
+        link = VerifierLink(address, max_message_bytes=1 << 20, silence=30.0)
+        errors = [
+            error
+            for _ in range(5)
+            for error in await asyncio.gather(*(refused(link, number % 7) for number in range(40)))
+        ]
+    assert {(error.code, error.reason) for error in errors} == {(grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")}
 
 
 async def test_the_clients_deadline_holds_for_the_verifier_too() -> None:
