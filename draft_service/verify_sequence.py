@@ -4,8 +4,8 @@ It knows nothing of drafts, nor of how the verifier was found.
 """
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
 
 import grpc
 import structlog
@@ -23,6 +23,8 @@ from outrider.wire import PrefixHash
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 
 _log = structlog.get_logger()
+
+Step = TypeVar("Step")
 
 # How long an end that should come at once is waited for.
 CLOSING_SECONDS = 1.0
@@ -194,7 +196,7 @@ class VerifySequence:
     async def _read(self) -> verifier_service_pb2.VerifyResponse:
         self._watch.begin()
         try:
-            response = await self._call.read()
+            response = await self._watch.over(self._call.read())
         except (grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError) as error:
             raise await self._explain(error) from None
         self._watch.end()
@@ -206,14 +208,16 @@ class VerifySequence:
     async def _write(self, message: verifier_service_pb2.VerifyRequest) -> None:
         self._watch.begin()
         try:
-            await self._call.write(message)
+            await self._watch.over(self._call.write(message))
         except (grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError) as error:
             raise await self._explain(error) from None
 
     async def _explain(self, error: BaseException) -> BaseException:
         """What is to be raised for an error of the call's."""
+        if (silence := self._watch.verdict(self._address)) is not None:
+            return silence
         if isinstance(error, asyncio.CancelledError):
-            return self._watch.verdict(self._address) or error
+            return error
         status = await self._ending.status()
         if status.code() is grpc.StatusCode.OK:
             return internal("INTERNAL", "the verifier ended the stream before the sequence")
@@ -221,7 +225,11 @@ class VerifySequence:
 
 
 class _SilenceWatch:
-    """Cancels a call whose answer is owed for too long. One timer a call: a timeout for each answer costs far more."""
+    """Cancels a call whose answer is owed for too long. One timer a call: a timeout for each answer costs far more.
+
+    It cancels the task that waits for the call too: a write to a call without a connection waits for ever, also when
+    that call is cancelled.
+    """
 
     def __init__(self, call: Any, seconds: float) -> None:
         self._call = call
@@ -229,6 +237,8 @@ class _SilenceWatch:
         self._loop = asyncio.get_running_loop()
         self._since: float | None = None
         self._fired = False
+        self._waiting: asyncio.Task[Any] | None = None
+        self._cancelled: asyncio.Task[Any] | None = None
         self._timer = self._loop.call_later(seconds, self._look)
 
     def begin(self) -> None:
@@ -239,6 +249,18 @@ class _SilenceWatch:
         """It has come."""
         self._since = None
 
+    async def over(self, step: Awaitable[Step]) -> Step:
+        """Awaits a read or a write of the call, under this watch.
+
+        Raises:
+            CancelledError: also where it was this watch that cancelled; `verdict` tells, and must be asked.
+        """
+        self._waiting = asyncio.current_task()
+        try:
+            return await step
+        finally:
+            self._waiting = None
+
     def stop(self) -> None:
         """Nothing is owed any more."""
         self._timer.cancel()
@@ -247,6 +269,9 @@ class _SilenceWatch:
         """The error, where it was this watch that cancelled the call."""
         if not self._fired:
             return None
+        if self._cancelled is not None:
+            self._cancelled.uncancel()
+            self._cancelled = None
         return unavailable("NO_VERIFIER", f"the verifier at {address} was silent for {self._seconds:g} s")
 
     def _look(self) -> None:
@@ -254,6 +279,9 @@ class _SilenceWatch:
         if waited >= self._seconds:
             self._fired = True
             self._call.cancel()
+            if self._waiting is not None:
+                self._waiting.cancel()
+                self._cancelled = self._waiting
         else:
             self._timer = self._loop.call_later(self._seconds - waited, self._look)
 

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 
 from outrider.rpc.channel import open_channel
+from outrider.rpc.ending import Ending
 from outrider.rpc.errors import from_rpc_error
 from outrider.wire import PrefixHash
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
@@ -65,13 +66,16 @@ class VerifierStreams:
             if behaviour is Behaviour.DEADLINE:
                 seconds = chance.choice((0.02, chance.uniform(0.1, 1.0), chance.uniform(1.0, 5.0)))
             call: Any = VerifierServiceStub(channel).Verify(timeout=seconds)
+            ending = Ending(call)
             sequence = _Sequence(call, outcome, self._expected[request.number], chance)
             try:
                 await self._drive(sequence, behaviour, wire, chance)
             except _Left:
                 outcome.status = "CANCELLED"
             except (grpc.RpcError, asyncio.InvalidStateError):
-                await _note_status(call, outcome)
+                error = from_rpc_error(await ending.status())
+                outcome.status, outcome.reason, outcome.message = error.code.name, error.reason, error.message
+                outcome.retry_after = error.retry_after
             finally:
                 call.cancel()
         return outcome
@@ -221,21 +225,3 @@ class _Sequence:
 
     def _prefix(self) -> list[int]:
         return [*self._expected.prompt_ids, *self.outcome.token_ids]
-
-
-async def _note_status(call: Any, outcome: Outcome) -> None:
-    """Write down how the call ended. A write that meets its end fails a moment before the status is there."""
-    for _ in range(50):
-        if call.done() and await call.details() != "Internal error from Core":
-            break
-        await asyncio.sleep(0.02)
-    error = from_rpc_error(
-        grpc.aio.AioRpcError(
-            await call.code(),
-            await call.initial_metadata(),
-            await call.trailing_metadata(),
-            details=await call.details(),
-        )
-    )
-    outcome.status, outcome.reason, outcome.message = error.code.name, error.reason, error.message
-    outcome.retry_after = error.retry_after

@@ -26,7 +26,7 @@ SEED = 11
 STALL = (0.2, 2 * SLOW_CLIENT_S)
 """Seconds of a slow reader's pause: within what is borne, or beyond it."""
 
-VANISHING = 6
+VANISHING = {Door.DRAFT: 4, Door.VERIFIER: 4}
 VANISH_WITHIN_S = 15.0
 """Only in the beginning: a server pings a peer after 20 s, and gives it 10 s to answer."""
 
@@ -104,20 +104,25 @@ class _Dice:
     """What the workers have in common."""
 
     began: float
-    vanished: int = field(default=0)
+    vanishing: dict[Door, int] = field(default_factory=VANISHING.copy)
 
     def over(self) -> bool:
         return time.monotonic() > self.began + SECONDS
 
     def behaviour(self, door: Door, chance: random.Random) -> Behaviour:
         early = time.monotonic() < self.began + VANISH_WITHIN_S
-        if door is not Door.FRAIL and early and self.vanished < VANISHING and chance.random() < 0.1:
-            self.vanished += 1
+        if early and self.vanishing.get(door, 0) and chance.random() < 0.1:
+            self.vanishing[door] -= 1
             return Behaviour.VANISH
         (behaviour,) = chance.choices(list(BEHAVIOURS), list(BEHAVIOURS.values()))
         if behaviour is Behaviour.TIME_LIMIT and door is Door.VERIFIER:
             return Behaviour.HALF_CLOSE
         return behaviour
+
+    def note(self, outcome: Outcome) -> None:
+        """Take in what came: who was refused has not vanished."""
+        if outcome.behaviour is Behaviour.VANISH and outcome.status != "CANCELLED":
+            self.vanishing[outcome.door] += 1
 
 
 async def _work(
@@ -130,6 +135,7 @@ async def _work(
     while not dice.over():
         outcome = await door.stream(dice.behaviour(door.door, chance), chance.choice(requests), chance)
         outcomes.append(outcome)
+        dice.note(outcome)
         if outcome.retry_after is not None:
             await asyncio.sleep(min(outcome.retry_after, chance.uniform(0.2, 2.0)))
         elif outcome.status == "UNAVAILABLE":

@@ -72,12 +72,17 @@ async def test_a_silent_verifier_is_no_verifier() -> None:
     assert address in error.message
 
 
-async def test_an_address_that_takes_connections_and_says_nothing_is_no_verifier() -> None:
+@pytest.mark.parametrize("silence", [0.05, 0.5])
+async def test_an_address_that_takes_connections_and_says_nothing_is_no_verifier(silence: float) -> None:
+    """Whether the silence is noticed by us, while the opening cannot be written, or by gRPC, after 0.2 s."""
     server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
-        error = await refusal(f"127.0.0.1:{port}", silence=0.3)
+        error = await refusal(f"127.0.0.1:{port}", silence=silence)
     assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_VERIFIER")
+    task = asyncio.current_task()
+    assert task is not None
+    assert not task.cancelling()
 
 
 async def test_a_port_where_nobody_listens_is_no_verifier_at_once() -> None:
