@@ -1,6 +1,6 @@
-"""What the draft service shows of itself: how many sequences it holds. Whoever holds them is asked when metrics are read.
+"""What the draft service shows of itself: how many sequences it holds.
 
-It knows nothing of sequences.
+It knows nothing of sequences: whoever holds them is asked when the metrics are read.
 """
 
 from collections.abc import Callable

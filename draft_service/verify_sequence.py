@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import grpc
 import structlog
 
+from outrider.rpc.ending import Ending
 from outrider.rpc.errors import (
     UNSPECIFIED,
     RequestError,
@@ -18,7 +19,6 @@ from outrider.rpc.errors import (
     internal,
     unavailable,
 )
-from outrider.rpc.ending import Ending
 from outrider.wire import PrefixHash
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 

@@ -87,7 +87,7 @@ class DraftClients:
         # Twenty candidates a token make every response larger than what is taken ahead.
         message = build(outcome.request.prompt, outcome.request.options() | {"logprobs": 20, "gamma": 4})
         async with open_channel(self._address, options=NARROW) as channel:
-            call = DraftServiceStub(channel).Generate(message, timeout=PATIENCE_S)  # type: ignore[arg-type]
+            call = DraftServiceStub(channel).Generate(message, timeout=PATIENCE_S)
             try:
                 await _hear(_read(call), outcome, pause=pause, pause_at=chance.randint(0, outcome.request.length // 2))
             finally:

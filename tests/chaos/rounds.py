@@ -80,9 +80,7 @@ class VerifierStreams:
                 call.cancel()
         return outcome
 
-    async def _drive(
-        self, sequence: _Sequence, behaviour: Behaviour, wire: Wire | None, chance: random.Random
-    ) -> None:
+    async def _drive(self, sequence: _Sequence, behaviour: Behaviour, wire: Wire | None, chance: random.Random) -> None:
         at = chance.randint(0, sequence.outcome.request.length)
         acts = behaviour is not Behaviour.PLAIN
         await sequence.open(logprobs=behaviour is Behaviour.SLOW)
@@ -99,9 +97,7 @@ class VerifierStreams:
                 await sequence.take()
         await sequence.end()
 
-    async def _act(
-        self, sequence: _Sequence, behaviour: Behaviour, wire: Wire | None, chance: random.Random
-    ) -> bool:
+    async def _act(self, sequence: _Sequence, behaviour: Behaviour, wire: Wire | None, chance: random.Random) -> bool:
         """Disturb the stream, with a round under way. Returns whether to go on as if nothing had happened."""
         match behaviour:
             case Behaviour.CANCEL:

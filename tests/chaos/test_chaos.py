@@ -16,7 +16,7 @@ import pytest
 from outrider.client import AsyncClient
 from outrider.rpc.channel import wait_for_health_blocking
 from tests.chaos.asked import Behaviour, Door, Expected, Outcome, Request, requests
-from tests.chaos.house import PLACES, WAITING, House, running_house, until
+from tests.chaos.house import PLACES, WAITING, House, Watched, running_house, until
 from tests.chaos.storm import BEHAVIOURS, VANISHING, Aftermath, expect, storm
 from tests.verifier_service.streams import Stream, opening
 
@@ -137,7 +137,7 @@ def test_every_failure_has_the_status_that_its_cause_deserves(aftermath: Afterma
 
 def test_the_verifier_holds_nothing(house: House, aftermath: Aftermath) -> None:
     assert aftermath.outcomes
-    assert until(lambda: _at_rest(house.verifier.samples(), VERIFIER_AT_REST), REST_WITHIN_S), house.verifier.samples()
+    _come_to_rest(house.verifier, VERIFIER_AT_REST)
 
 
 def test_its_pool_is_intact(house: House, aftermath: Aftermath) -> None:
@@ -149,11 +149,15 @@ def test_its_pool_is_intact(house: House, aftermath: Aftermath) -> None:
 def test_the_draft_services_hold_nothing(house: House, aftermath: Aftermath) -> None:
     assert aftermath.outcomes
     for service in (house.draft, house.frail):
-        assert until(lambda at=service: _at_rest(at.samples(), DRAFT_AT_REST), REST_WITHIN_S), service.samples()
+        _come_to_rest(service, DRAFT_AT_REST)
 
 
-def _at_rest(samples: dict[str, dict[tuple[tuple[str, str], ...], float]], rest: dict[str, int]) -> bool:
-    return {name: samples[name][()] for name in rest} == rest
+def _come_to_rest(service: Watched, rest: dict[str, int]) -> None:
+    def held() -> dict[str, float]:
+        samples = service.samples()
+        return {name: samples[name][()] for name in rest}
+
+    assert until(lambda: held() == rest, REST_WITHIN_S), f"{service.process.name} holds {held()}"
 
 
 def test_all_go_on_with_room_for_as_many_as_before(

@@ -72,6 +72,6 @@ def texts(address: str, asked: Sequence[Asked], *, together: bool, salt: str) ->
 
 async def _texts(address: str, asked: Sequence[Asked], *, together: bool, salt: str) -> list[Ids]:
     async with AsyncClient(address, timeout=90.0) as client:
-        calls = [client.complete(each.prompt, **each.options, cache_salt=salt) for each in asked]
+        calls = [client.complete(each.prompt, **(each.options | Options(cache_salt=salt))) for each in asked]
         done = await asyncio.gather(*calls) if together else [await call for call in calls]
     return [completion.token_ids for completion in done]
