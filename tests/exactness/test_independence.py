@@ -1,7 +1,7 @@
 """Law 7: what a request writes does not depend on who else is served, on what was served before, or on γ.
 
 γ is compared in `test_first_tokens`, by law. Here the tokens themselves are: a seed, a prompt and a γ give the same
-text alone and among fifteen others. Under `coupled` the γ is not needed for it, nor the draft: `test_coupled`. Under it,
+text alone and among fifteen others. Under `coupled` γ is not needed for it, nor the draft: `test_coupled`. Under it,
 and at temperature 0, all 32 of a crowd are compared, without exception. The same crowd in too small a pool, where
 sequences lose their keys and values on the way, is in `tests/verifier_service/test_preemption.py`.
 """
