@@ -6,6 +6,7 @@ It knows how they are started and what they show of themselves; nothing of who c
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,7 +18,7 @@ from tests.draft_service.forwarder import Forwarder
 from tests.metrics import Samples, scrape
 from tests.services import HEALTHY_WITHIN_S, MODELS
 
-PLACES, WAITING = 40, 16
+PLACES, WAITING = 44, 16
 """Of the verifier: fewer than there are streams, so that some wait and some are refused."""
 
 SLOW_CLIENT_S = 3.0
@@ -92,6 +93,8 @@ def running_house() -> Iterator[House]:
         for service in house.services:
             service.process.wait_healthy(HEALTHY_WITHIN_S)
         yield house
+        for service in house.services:  # all at once: each takes a second or two to end
+            service.process.process.send_signal(signal.SIGTERM)
 
 
 def until(holds: Callable[[], bool], seconds: float) -> bool:
