@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from outrider.cli.pair import fixed
-from outrider.cli.processes import ServiceProcess
+from outrider.cli.processes import STOP_TIMEOUT_S, ServiceProcess
 from tests.draft_service.forwarder import Forwarder
 from tests.metrics import Samples, scrape
 from tests.services import HEALTHY_WITHIN_S, MODELS
@@ -95,6 +95,8 @@ def running_house() -> Iterator[House]:
         yield house
         for service in house.services:  # all at once: each takes a second or two to end
             service.process.process.send_signal(signal.SIGTERM)
+        for service in house.services:
+            service.process.process.wait(STOP_TIMEOUT_S)
 
 
 def until(holds: Callable[[], bool], seconds: float) -> bool:
