@@ -91,10 +91,11 @@ class RunningPair:
         }
         if module == "draft_service":
             flags["--verifier"] = self.verifier.address
-        else:
-            flags["--prefix-cache-mb"] = "0"  # prompts come again and again, and other contenders run them each time
+            alone = []
+        else:  # prompts come again and again, and other contenders run them each time
+            alone = ["--no-prefix-cache"]
         return ServiceProcess.start(
-            [module, *(part for flag in flags.items() for part in flag)],
+            [module, *(part for flag in flags.items() for part in flag), *alone],
             env=service_environment(threads),
             cores=cores,
         )

@@ -12,9 +12,10 @@ from draft_service.verifier_link import VerifierLink
 from kernels.sparse import SparseConfig
 from outrider.lifecycle import Service, in_thread
 from outrider.lm.checkpoint import LoadedModel
+from outrider.lm.kv_size import blocks_for
 from outrider.lm.packed import PackedModel
 from outrider.lm.tokenizer import Tokenizer
-from outrider.loading import load, sequence_tokens
+from outrider.loading import kv_blocks, load, sequence_tokens
 from outrider.model_info import describe
 from outrider.sampling import DEFAULT_RULE, OFFERED_RULES, RULE_TO_WIRE
 from protos.outrider.v1 import model_pb2
@@ -59,9 +60,8 @@ class DraftApp(Service):
         limit_by(draft, target)
         self._engine = await in_thread(lambda: build_engine(loaded, target, draft.limits, settings))
         self._engine.start()
-        engine = self._engine
-        show_held(self.metrics, running=lambda: self._servicer.places.taken, cached=lambda: engine.held)
-        drafter = ModelDrafter(engine, vocab_size=target.vocab_size)
+        show_held(self.metrics, self._servicer.places, self._engine.packed.pool)
+        drafter = ModelDrafter(self._engine, vocab_size=target.vocab_size)
         self.metrics.describe(
             service="draft_service", version=draft.server_version, model=draft.name, device=draft.device
         )
@@ -80,7 +80,8 @@ def build_engine(
 ) -> DraftEngine:
     """The draft's engine, warmed up and not started."""
     length = sequence_tokens(settings, loaded)
-    packed = PackedModel.build(loaded, max_sequences=settings.max_sequences, max_length=length)
+    blocks = min(kv_blocks(settings, loaded), settings.max_sequences * blocks_for(length))
+    packed = PackedModel.build(loaded, settings.max_sequences, length, blocks=blocks)
     config = SparseConfig(keep_mass=settings.keep_mass, max_support=limits.max_support)
     packed.warm_up((1, 2, 64))
     packed.warm_up_writing(config)

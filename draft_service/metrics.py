@@ -1,22 +1,23 @@
-"""What the draft service shows of itself: how many sequences it holds.
+"""What the draft service shows of itself: how many sequences it holds, and how much of its KV cache they take.
 
-It knows nothing of sequences: whoever holds them is asked when the metrics are read.
+It knows nothing of sequences: places and the pool are asked when the metrics are read.
 """
 
 from collections.abc import Callable
 
 from prometheus_client import Gauge
 
+from draft_service.pair import Places
+from outrider.lm.kv_pool import KVPool
 from outrider.metrics import Metrics
 
 
-def show_held(metrics: Metrics, *, running: Callable[[], int], cached: Callable[[], int]) -> None:
-    """Shows how many sequences have a place, and how many the draft's KV pool holds.
+def show_held(metrics: Metrics, places: Places, pool: KVPool) -> None:
+    """Shows what is in these from now on, under the names that the verifier's have."""
 
-    Both are called on whatever thread reads the metrics, so they must be quick, and change nothing.
-    """
-    for name, text, value in (
-        ("outrider_num_requests_running", "Sequences in progress.", running),
-        ("outrider_kv_sequences", "Sequences with keys and values in the draft's pool.", cached),
-    ):
-        Gauge(name, text, registry=metrics.registry).set_function(value)
+    def gauge(name: str, text: str, value: Callable[[], int]) -> None:
+        Gauge(f"outrider_{name}", text, registry=metrics.registry).set_function(value)
+
+    gauge("kv_blocks", "Blocks of the draft's KV pool.", lambda: pool.blocks.count)
+    gauge("kv_blocks_used", "Blocks that sequences hold; the rest is free.", lambda: pool.used_blocks)
+    gauge("num_requests_running", "Samples and proposed sequences in progress.", lambda: places.taken)

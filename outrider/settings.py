@@ -45,9 +45,18 @@ class ServiceSettings(BaseSettings):
         description="number format of the weights; auto: the checkpoint's own where the device is fast at it",
     )
     threads: int | None = Field(None, ge=1, description="CPU threads of the model; default: torch's own choice")
-    max_sequences: int = Field(64, ge=1, description="sequences in progress at once")
+    max_sequences: int = Field(64, ge=1, description="sequences in progress at once; more wait")
     max_sequence_tokens: int | None = Field(
         None, ge=2, description="prompt and output of one sequence together; default: the context, at most 8192"
+    )
+    kv_cache_mb: int | None = Field(
+        None,
+        ge=1,
+        description="MiB of keys and values of all sequences; default: on a GPU --kv-memory-fraction of what is free "
+        "once the model is loaded, on a CPU 1024",
+    )
+    kv_memory_fraction: float = Field(
+        0.85, gt=0, le=1, description="share of a GPU's free memory that keys and values may take"
     )
     listen: Address = Field("127.0.0.1:0", description="HOST:PORT to listen at; port 0 takes a free one")
     max_message_bytes: int = Field(16 << 20, ge=1 << 16, description="largest message taken")

@@ -7,7 +7,7 @@ from kernels.paths import PathUnavailable, VerifyPath, choose, rehearse, warm_up
 from outrider.lifecycle import Service, in_thread
 from outrider.lm.checkpoint import find_device
 from outrider.lm.packed import PackedModel
-from outrider.loading import load, sequence_tokens
+from outrider.loading import kv_blocks, load, sequence_tokens
 from outrider.model_info import describe
 from outrider.sampling import DEFAULT_RULE, OFFERED_RULES
 from outrider.settings import SettingsError
@@ -53,6 +53,7 @@ class VerifierApp(Service):
             verify_path=self._path.name,
         )
         _log.info("verifying", verify_path=self._path.name, reason=self._path.reason, device=model.device)
+        observer.watch(engine.packed.pool, engine.scheduler)
         engine.start()
         self._engine = engine
         self._servicer.attach(engine, model)
@@ -89,10 +90,11 @@ def build_engine(
 
     Raises:
         CheckpointError: the model cannot be loaded or run.
+        SettingsError: the KV cache has no room for one sequence.
     """
     loaded, tokenizer = load(settings)
     tokens = sequence_tokens(settings, loaded)
-    packed = PackedModel.build(loaded, max_sequences=settings.max_sequences, max_length=tokens)
+    packed = PackedModel.build(loaded, settings.max_sequences, tokens, blocks=kv_blocks(settings, loaded))
     model = describe(
         loaded,
         tokenizer,
@@ -117,7 +119,7 @@ def build_engine(
         threads=settings.threads,
         verify_path=path.name,
         observer=observer,
-        prefix_cache_bytes=settings.prefix_cache_mb << 20,
+        prefix_cache=settings.prefix_cache,
     )
     packed.warm_up([1, settings.max_gamma + 1])
     warm_up(path.name, loaded.device, loaded.dtype, model.vocab_size, loaded.vocab_size)

@@ -5,25 +5,24 @@ It runs on a thread of its own (`outrider.lm.engine`). It knows nothing of gRPC:
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+import structlog
 import torch
 
 from kernels.verify import Rule, verify
 from outrider.lm.engine import Engine
-from outrider.lm.errors import PoolExhausted
+from outrider.lm.errors import PoolCorrupted
 from outrider.lm.packed import Chunk, PackedModel
-from outrider.lm.prefix_cache import Prefix, PrefixCache
+from outrider.lm.prefix_cache import PrefixCache
 from outrider.rpc.errors import RequestError, internal
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
-from verifier_service import scheduler
 from verifier_service.linger import seconds_to_linger
 from verifier_service.pass_cost import PassCost
 from verifier_service.rounds import Round
-from verifier_service.scheduler import TargetWork
+from verifier_service.scheduler import IDLE_SECONDS, Scheduler, TargetWork
 from verifier_service.sequence import TargetSequence, is_sound
 
 
@@ -69,6 +68,8 @@ class Drain:
     """The server is going away: tell every sequence."""
 
 
+_log = structlog.get_logger()
+
 Message = Open | Submit | Read | HalfClose | Close | Drain
 Result = TypeVar("Result")
 
@@ -86,7 +87,13 @@ class Observer(Protocol):
         """A round of `drafted` tokens was judged, and `accepted` of them are in the text."""
 
     def begun(self, tokens: int, cached: int) -> None:
-        """A sequence got its place; `cached` of its `tokens` need not be run."""
+        """A sequence is to be run; `cached` of its `tokens` need not be."""
+
+    def preempted(self) -> None:
+        """A sequence gave its blocks to others, and will be run again."""
+
+    def checked(self, intact: bool) -> None:
+        """The books of the KV pool were checked."""
 
 
 class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
@@ -102,21 +109,22 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
         threads: int | None = None,
         verify_path: str | None = None,
         observer: Observer | None = None,
-        prefix_cache_bytes: int = 0,
+        prefix_cache: bool = True,
     ) -> None:
         """`max_linger` is how long a pass may be held back for sequences about to answer, in seconds.
         `verify_path` names an implementation of `kernels.verify`; None takes the fastest on the device.
         """
         super().__init__(packed, name="verifier-engine", threads=threads)
         self._model = model
-        self._pass_tokens = pass_tokens
         self._max_linger = max_linger
         self._verify_path = verify_path
         self._observer = observer
-        self.prefixes = PrefixCache(packed.pool, capacity=prefix_cache_bytes)
+        self.prefixes = PrefixCache(packed.pool, enabled=prefix_cache)
         self.cost: PassCost  # of the passes so far; from `prepare` on
-        self._running: list[TargetSequence] = []
-        self._waiting: deque[TargetSequence] = deque()
+        self.scheduler = Scheduler(
+            packed.pool, self.prefixes, pass_tokens=pass_tokens, max_sequences=model.limits.max_sequences
+        )
+        self._unchecked = False  # whether a sequence was here since the pool was last checked
 
     def prepare(self) -> None:
         """Times passes of one token and of the longest round: on this thread, as those that serve will run."""
@@ -138,7 +146,7 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
     def receive(self, message: Message) -> None:
         match message:
             case Open(sequence):
-                self._admit(sequence)
+                self._open(sequence)
             case Submit(sequence, round_):
                 if not sequence.finished:
                     _guard(sequence, lambda: sequence.submit(round_))
@@ -147,67 +155,46 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
             case HalfClose(sequence):
                 sequence.half_close()
             case Close(sequence):
-                self._close(sequence)
+                sequence.finished = True
+                self.scheduler.remove(sequence)
             case Drain():
                 notice = verifier_service_pb2.Notice(
                     kind=verifier_service_pb2.NOTICE_KIND_DRAINING, message="the verifier is going away"
                 )
-                for sequence in (*self._running, *self._waiting):
+                for sequence in (*self.scheduler.running, *self.scheduler.waiting):
                     sequence.notify(notice)
 
-    def _admit(self, sequence: TargetSequence) -> None:
-        try:
-            sequence.slot = self.packed.pool.allocate()
-        except PoolExhausted:
-            self._waiting.append(sequence)
+    def _open(self, sequence: TargetSequence) -> None:
+        self._unchecked = True
+        if not self.scheduler.add(sequence):
             sequence.notify(
                 verifier_service_pb2.Notice(
                     kind=verifier_service_pb2.NOTICE_KIND_QUEUED,
-                    queue_position=len(self._waiting) - 1,
+                    queue_position=len(self.scheduler.waiting) - 1,
                     message=f"all {self._model.limits.max_sequences} places are taken",
                 )
             )
-        else:
-            self._running.append(sequence)
-            self._restore_prefix(sequence, sequence.slot)
-
-    def _close(self, sequence: TargetSequence) -> None:
-        sequence.finished = True
-        if sequence in self._waiting:
-            self._waiting.remove(sequence)
-        if sequence.slot is None:
-            return
-        self._running.remove(sequence)
-        if not sequence.failed:
-            self.prefixes.keep(sequence.slot, sequence.tokens, sequence.opening.cache_salt)
-        self.packed.pool.free(sequence.slot)
-        sequence.slot = None
-        if self._waiting:
-            self._admit(self._waiting.popleft())
-
-    def _restore_prefix(self, sequence: TargetSequence, slot: int) -> None:
-        self.prefixes.restore(slot, sequence.prefix)
-        if self._observer is not None:
-            self._observer.begun(len(sequence.tokens), sequence.prefix.length)
-        sequence.prefix = Prefix()
 
     # ----------------------------------------------------------------------------- linger, schedule, forward, process
 
     def linger(self) -> float:
-        arrived = [sequence.owed_since(sequence.rounds[0]) for sequence in self._running if sequence.rounds]
+        running = self.scheduler.running
+        arrived = [sequence.owed_since(sequence.rounds[0]) for sequence in running if sequence.rounds]
         if not arrived or not self._max_linger:
             return 0.0
-        due = [at for sequence in self._running if (at := sequence.due()) is not None]
+        due = [at for sequence in running if (at := sequence.due()) is not None]
         since = max(self.pass_ended, min(arrived))
         return seconds_to_linger(time.perf_counter(), since, due, min(self._max_linger, self.cost.line.fixed))
 
     def schedule(self) -> list[TargetWork]:
-        ready = [(sequence, _guard(sequence, sequence.next_round)) for sequence in self._running]
-        work = scheduler.plan(ready, self.packed.pool, pass_tokens=self._pass_tokens)
-        if work:  # whoever was served goes to the back, so that a budget spent on one is spent on another next
-            served = {id(item.sequence) for item in work}
-            self._running.sort(key=lambda sequence: id(sequence) in served)
-        return work
+        rounds = [(sequence, _guard(sequence, sequence.next_round)) for sequence in self.scheduler.running]
+        plan = self.scheduler.plan(rounds)
+        if self._observer is not None:
+            for sequence, cached in plan.begun:
+                self._observer.begun(len(sequence.tokens), cached)
+            for _ in plan.preempted:
+                self._observer.preempted()
+        return plan.work
 
     def forward(self, work: Sequence[TargetWork]) -> torch.Tensor:
         return self.packed.forward([item.chunk for item in work])
@@ -244,25 +231,39 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
             verdict = sequence.commit(round_, ruling, timings, load)
             if self._observer is not None:
                 self._observer.judged(proposed.rule, len(proposed.tokens), verdict.accepted)
-            self._roll_back(sequence)
+            self.scheduler.settle(sequence)
 
     def fail(self, work: Sequence[TargetWork], error: Exception) -> None:
         for item in work:
             item.sequence.end(internal("INTERNAL", "the target's pass failed; the server's log has the rest"))
 
-    def _roll_back(self, sequence: TargetSequence) -> None:
-        """Law 5: the cache keeps the committed tokens but the last; rejected ones leave it."""
-        if sequence.slot is not None:
-            self.packed.pool.rollback(sequence.slot, len(sequence.tokens) - 1)
-            if not sequence.prefix_kept:  # now: what begins alike may come while this one goes on
-                self.prefixes.keep(sequence.slot, sequence.tokens, sequence.opening.cache_salt)
-                sequence.prefix_kept = True
+    def idle(self) -> float | None:
+        if self._unchecked and not self.scheduler.running:
+            self._unchecked = False
+            self._check_pool()
+        # Who waits for blocks may take those of a sequence that is silent for long enough: nobody else would say so.
+        return IDLE_SECONDS if self.scheduler.is_short else None
+
+    def _check_pool(self) -> None:
+        """Looks the pool over, once all sequences have gone: nothing may be held then."""
+        try:
+            self.packed.pool.check_integrity()
+            if self.packed.pool.used_blocks:
+                raise PoolCorrupted(f"{self.packed.pool.used_blocks} blocks are held, and there is no sequence")
+        except PoolCorrupted as error:
+            _log.error("the KV pool is corrupted; it starts anew", reason=str(error))
+            self.packed.pool.reset()
+            intact = False
+        else:
+            intact = True
+        if self._observer is not None:
+            self._observer.checked(intact)
 
     def _load(self) -> speculation_pb2.VerifierLoad:
         return speculation_pb2.VerifierLoad(
-            running=len(self._running),
-            waiting=len(self._waiting),
-            kv_usage=len(self._running) / self._model.limits.max_sequences,
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            kv_usage=self.packed.pool.used_blocks / self.packed.pool.blocks.count,
             pass_fixed_us=self.cost.line.fixed * 1e6,
             pass_token_us=self.cost.line.per_token * 1e6,
         )

@@ -1,9 +1,16 @@
-"""What the verifier counts, under the names that the field uses. The engine feeds it (`engine.Observer`)."""
+"""What the verifier counts, under the names that the field uses.
 
-from prometheus_client import Counter, Histogram
+The engine feeds it (`engine.Observer`); what is in the pool and in the queue is looked up when somebody asks.
+"""
+
+from collections.abc import Callable
+
+from prometheus_client import Counter, Gauge, Histogram
 
 from kernels.verify import Rule
+from outrider.lm.kv_pool import KVPool
 from outrider.metrics import Metrics
+from verifier_service.scheduler import Scheduler
 
 # From what a kernel takes to what a float64 oracle does, each about twice the one before.
 _SECONDS = (10e-6, 20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0)
@@ -29,6 +36,20 @@ class SpeculationMetrics:
                 ("hits", "Those of them that were found, and not run again."),
             )
         )
+        self._preemptions = Counter(
+            "outrider_preemptions",
+            "Sequences that gave their blocks of keys and values to others, and were run again.",
+            registry=metrics.registry,
+        )
+        self._checks = Counter(
+            "outrider_kv_integrity_checks",
+            "Checks of the KV pool's books, made when no sequence is left.",
+            ("outcome",),
+            registry=metrics.registry,
+        )
+        for outcome in ("intact", "corrupted"):
+            self._checks.labels(outcome)
+        self._registry = metrics.registry
         self._seconds = Histogram(
             "outrider_verify_seconds",
             "Time of one call of verification, for all sequences of a pass.",
@@ -37,14 +58,33 @@ class SpeculationMetrics:
             registry=metrics.registry,
         ).labels(verify_path)
 
+    def watch(self, pool: KVPool, scheduler: Scheduler) -> None:
+        """Shows what is in these from now on."""
+
+        def gauge(name: str, text: str, value: Callable[[], int]) -> None:
+            Gauge(f"outrider_{name}", text, registry=self._registry).set_function(value)
+
+        gauge("kv_blocks", "Blocks of the KV pool.", lambda: pool.blocks.count)
+        gauge("kv_blocks_used", "Blocks that sequences hold; the rest is free.", lambda: pool.used_blocks)
+        gauge("num_requests_running", "Sequences in progress.", lambda: len(scheduler.running))
+        gauge("num_requests_waiting", "Sequences that wait for a place.", lambda: len(scheduler.waiting))
+
     def verified(self, seconds: float) -> None:
         """One call of verification took so long."""
         self._seconds.observe(seconds)
 
     def begun(self, tokens: int, cached: int) -> None:
-        """A sequence got its place; `cached` of its `tokens` need not be run."""
+        """A sequence is to be run; `cached` of its `tokens` need not be."""
         self._queried.inc(tokens)
         self._hit.inc(cached)
+
+    def preempted(self) -> None:
+        """A sequence gave its blocks to others."""
+        self._preemptions.inc()
+
+    def checked(self, intact: bool) -> None:
+        """The books of the KV pool were checked."""
+        self._checks.labels("intact" if intact else "corrupted").inc()
 
     def judged(self, rule: Rule, drafted: int, accepted: int) -> None:
         """A proposal of `drafted` tokens was judged, and `accepted` of them are in the text."""

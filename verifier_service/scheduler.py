@@ -1,17 +1,28 @@
-"""What goes into a pass: rounds that are ready, then prompts, within a budget of tokens.
+"""Who runs, who waits, and what goes into a pass.
 
-It knows nothing of models or verdicts.
+A pass takes rounds that are ready, then pieces of prompts, within a budget of tokens; whoever was served goes to the
+back. A sequence begins when there are blocks for all of it. Where blocks run out, those who came last give theirs back
+and are run again when there is room: the oldest always goes on, so every sequence ends.
+
+It knows the pool's books and sequences' lengths, and nothing of models or verdicts. It belongs to the engine's thread.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from outrider.lm.kv_pool import KVPool
 from outrider.lm.packed import Chunk
+from outrider.lm.prefix_cache import PrefixCache
+from outrider.lm.room import make_room
 from verifier_service.rounds import Round
 from verifier_service.sequence import TargetSequence
 
 MAX_BACKLOG = 64  # unread replies at which a sequence pauses
+IDLE_SECONDS = 1.0  # without a round: whoever owes one for so long gives way to all others
+# Of a pass, while prompts wait: rounds never take all of it.
+PROMPT_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,25 +34,176 @@ class TargetWork:
     chunk: Chunk
 
 
-def plan(ready: Iterable[tuple[TargetSequence, Round | None]], pool: KVPool, *, pass_tokens: int) -> list[TargetWork]:
-    """Fills a pass: every round whose prefix fits, then pieces of prompts up to `pass_tokens` of them.
+@dataclass(slots=True)
+class Plan:
+    """A pass in the making, and what became of others for its sake."""
 
-    Sequences are taken in the order given; rounds are never delayed by prompts.
+    work: list[TargetWork] = field(default_factory=list)
+    begun: list[tuple[TargetSequence, int]] = field(default_factory=list)  # with the tokens that were known
+    preempted: list[TargetSequence] = field(default_factory=list)
+
+
+class Scheduler:
+    """The sequences of one engine.
+
+    Args:
+        pool: whose blocks they hold.
+        prefixes: where their beginnings may be known.
+        pass_tokens: tokens of a pass at most, save that one round always fits.
+        max_sequences: how many hold a place at once.
     """
-    judged: list[TargetWork] = []
-    prefill: list[TargetWork] = []
-    budget = pass_tokens
-    for sequence, round_ in ready:
-        if sequence.slot is None or sequence.finished:
-            continue
-        start = pool.length(sequence.slot)
+
+    def __init__(self, pool: KVPool, prefixes: PrefixCache, *, pass_tokens: int, max_sequences: int) -> None:
+        self.running: list[TargetSequence] = []  # those longest unserved first
+        self.waiting: deque[TargetSequence] = deque()
+        self._pool = pool
+        self._prefixes = prefixes
+        self._pass_tokens = pass_tokens
+        self._max_sequences = max_sequences
+        self.is_short = False  # of blocks, at the last plan: then the oldest go first
+        self._came = 0
+
+    # -------------------------------------------------------------------------------------------------- come and go
+
+    def add(self, sequence: TargetSequence) -> bool:
+        """Gives a sequence a place, or lets it wait; says which."""
+        self._came += 1
+        sequence.came = self._came
+        if len(self.running) < self._max_sequences:
+            self._place(sequence)
+            return True
+        self.waiting.append(sequence)
+        return False
+
+    def remove(self, sequence: TargetSequence) -> None:
+        """Takes a sequence out, with all it held; the next in the queue has its place."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        if sequence.slot is None:
+            return
+        if not sequence.failed:
+            self._keep(sequence)
+        self._pool.free(sequence.slot)
+        sequence.slot = None
+        self.running.remove(sequence)
+        if self.waiting:
+            self._place(self.waiting.popleft())
+
+    def settle(self, sequence: TargetSequence) -> None:
+        """Law 5, after a verdict: the cache keeps the committed tokens but the last; rejected ones leave it."""
+        if sequence.slot is None:
+            return
+        self._pool.rollback(sequence.slot, len(sequence.tokens) - 1)
+        if sequence.finished or not sequence.prefix_kept:  # early: what begins alike may come while this one goes on
+            self._keep(sequence)
+            sequence.prefix_kept = True
+        if sequence.finished:  # now: its client may take long to read the rest
+            self._pool.rollback(sequence.slot, 0)
+
+    def _place(self, sequence: TargetSequence) -> None:
+        opening = sequence.opening
+        sequence.slot = self._pool.allocate(len(opening.prompt) + opening.max_new_tokens)
+        self.running.append(sequence)
+
+    def _keep(self, sequence: TargetSequence) -> None:
+        assert sequence.slot is not None
+        self._prefixes.keep(sequence.slot, sequence.tokens, sequence.opening.cache_salt)
+
+    # ------------------------------------------------------------------------------------------------------- a pass
+
+    def plan(self, rounds: Sequence[tuple[TargetSequence, Round | None]]) -> Plan:
+        """Fills a pass from sequences and the rounds to judge now, in the order given.
+
+        Rounds on prefixes that are there come first, and leave a share to prompts. A prompt too long for what is left
+        is cut. While blocks are short, age goes before both, so that the oldest gets what it needs.
+        """
+        ready = [item for item in rounds if _may_run(*item)]
+        prompts = [item for item in ready if self._behind(item[0]) > 1]
+        order = [item for item in ready if self._behind(item[0]) == 1 and item[1] is not None] + prompts
+        if self.is_short:
+            order.sort(key=lambda item: item[0].came)
+            self.is_short = False
+        plan = Plan()
+        budget = self._pass_tokens
+        kept_back = int(PROMPT_SHARE * budget) if prompts else 0
+        for sequence, round_ in order:
+            is_prompt = self._behind(sequence) > 1
+            room = budget if is_prompt else budget - kept_back
+            if room < 1 and plan.work:
+                continue
+            if not self._has_blocks(sequence, round_, plan):
+                self.is_short = True
+                continue
+            work = self._cut(sequence, round_, room, must=not plan.work)
+            if work is not None:
+                budget -= len(work.chunk.tokens)
+                plan.work.append(work)
+        if plan.work:
+            served = {id(item.sequence) for item in plan.work}
+            self.running.sort(key=lambda sequence: id(sequence) in served)
+        return plan
+
+    def _cut(self, sequence: TargetSequence, round_: Round | None, room: int, *, must: bool) -> TargetWork | None:
+        """The round where it fits, or is alone and `must`; else a piece of what is to be run before it."""
+        assert sequence.slot is not None
+        start = self._pool.length(sequence.slot)
         behind = len(sequence.tokens) - start  # at least 1: the last token is always still to run (Law 5)
-        if round_ is not None and behind - 1 <= budget and sequence.backlog < MAX_BACKLOG:
-            budget -= behind - 1
+        if round_ is not None:
             tokens = [*sequence.tokens[start:], *sequence.drafted(round_)]
-            judged.append(TargetWork(sequence, round_, Chunk(sequence.slot, tokens, start, behind - 1)))
-        elif (piece := min(behind - 1, budget)) > 0:
-            budget -= piece
-            tokens = sequence.tokens[start : start + piece]
-            prefill.append(TargetWork(sequence, None, Chunk(sequence.slot, tokens, start, piece)))
-    return judged + prefill
+            if len(tokens) <= room or (behind == 1 and must):
+                return TargetWork(sequence, round_, Chunk(sequence.slot, tokens, start, behind - 1))
+        piece = min(behind - 1, room)
+        if piece < 1:
+            return None
+        return TargetWork(sequence, None, Chunk(sequence.slot, sequence.tokens[start : start + piece], start, piece))
+
+    def _behind(self, sequence: TargetSequence) -> int:
+        """Tokens that are not in the cache."""
+        assert sequence.slot is not None
+        return len(sequence.tokens) - self._pool.length(sequence.slot)
+
+    # ------------------------------------------------------------------------------------------------------- blocks
+
+    def _has_blocks(self, sequence: TargetSequence, round_: Round | None, plan: Plan) -> bool:
+        """Takes the blocks for all of a sequence's tokens and its round, from others where it may."""
+        slot = sequence.slot
+        assert slot is not None
+        begins = not self._pool.table(slot)
+        known = self._prefixes.adopt(slot, sequence.tokens, sequence.opening.cache_salt) if begins else 0
+        length = len(sequence.tokens) + (0 if round_ is None else len(sequence.drafted(round_)))
+        # Whoever begins leaves each of the others a block to grow into, or would soon have to give way again.
+        spare = sum(1 for each in self.running if each is not sequence and self._holds(each)) if begins else 0
+        given = make_room(self._pool, slot, length, self._victims(sequence, plan), spare=spare)
+        if given is None:
+            if begins:
+                self._pool.rollback(slot, 0)
+            return False
+        if given:
+            plan.preempted += [each for each in self.running if each.slot in given]
+        if begins:
+            plan.begun.append((sequence, known))
+        return True
+
+    def _victims(self, sequence: TargetSequence, plan: Plan) -> Iterator[int]:
+        """Who gives way to a sequence: those that have long owed a round, then those that came after it, last first."""
+        now = time.perf_counter()
+        served = {id(item.sequence) for item in plan.work}
+        others = [each for each in self.running if each is not sequence and id(each) not in served]
+        idle = [each for each in others if each.idle_since(now) > IDLE_SECONDS]
+        later = [each for each in others if each not in idle and each.came > sequence.came]
+        for each in (*idle, *sorted(later, key=lambda each: -each.came)):
+            if each.slot is not None and self._holds(each):
+                yield each.slot
+
+    def _holds(self, sequence: TargetSequence) -> bool:
+        return sequence.slot is not None and bool(self._pool.table(sequence.slot))
+
+
+def _may_run(sequence: TargetSequence, round_: Round | None) -> bool:
+    """Whether there is something to run now: a round, or a prompt that no round was judged on yet."""
+    return (
+        sequence.slot is not None
+        and not sequence.finished
+        and sequence.backlog < MAX_BACKLOG
+        and (round_ is not None or not sequence.judged_at)
+    )

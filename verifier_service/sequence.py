@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from kernels.adjustments import Adjuster, RowAdjustment
 from kernels.verify import Proposed, Ruling, Status
-from outrider.lm.prefix_cache import Prefix
 from outrider.rpc.errors import RequestError, out_of_order, wrong_base
 from outrider.wire import PrefixHash, encode_logprobs
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
@@ -28,8 +27,8 @@ class TargetSequence:
 
     Attributes:
         deliver: hands a reply to the sequence's stream; any thread may call it.
-        prefix: what is known of its first tokens, until it has a slot.
-        slot: its place in the KV pool, or None while it waits for room.
+        slot: its place in the KV pool, or None while it waits for one.
+        came: its number among those that came; the lower it is, the later it gives way.
         backlog: replies that its client has not read yet.
     """
 
@@ -37,8 +36,8 @@ class TargetSequence:
     opening: Opening
     vocab_size: int
     deliver: Callable[[Reply], None]
-    prefix: Prefix = field(default_factory=Prefix)
     slot: int | None = None
+    came: int = 0
     backlog: int = 0
     rounds: deque[Round] = field(default_factory=deque)
     tokens: list[int] = field(init=False)
@@ -88,6 +87,10 @@ class TargetSequence:
         if latest is None or self.rounds or self.finished:
             return None
         return self.judged_at + latest
+
+    def idle_since(self, now: float) -> float:
+        """For how many seconds it has owed a round; 0 where it owes none."""
+        return 0.0 if self.rounds or not self.judged_at else now - self.judged_at
 
     def half_close(self) -> None:
         """No more rounds will come: ends well once those outstanding are answered."""

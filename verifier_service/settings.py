@@ -16,7 +16,7 @@ class VerifierSettings(ServiceSettings):
     listen: Address = Field("127.0.0.1:50052", description="HOST:PORT to listen at; port 0 takes a free one")
     max_gamma: int = Field(16, ge=1, le=256, description="tokens of one proposal at most")
     max_waiting: int = Field(64, ge=0, description="sequences that may wait for room; more are refused")
-    pass_tokens: int = Field(512, ge=1, description="prompt tokens of one pass at most; longer prompts take several")
+    pass_tokens: int = Field(512, ge=1, description="tokens of one pass at most; longer prompts take several")
     max_linger: float = Field(
         20.0,
         ge=0,
@@ -28,8 +28,6 @@ class VerifierSettings(ServiceSettings):
         "auto",
         description="what judges proposals; auto: the fastest on the device; reference is float64, for comparison",
     )
-    prefix_cache_mb: int = Field(
-        256, ge=0, description="MiB of keys and values kept for prompts that begin alike; 0 keeps none"
-    )
+    prefix_cache: bool = Field(True, description="share keys and values among prompts that begin alike")
     idle_timeout: float = Field(60.0, gt=0, description="seconds after which a silent stream is closed")
     slow_client_timeout: float = Field(30.0, gt=0, description="seconds a client may leave 64 verdicts unread")

@@ -59,12 +59,12 @@ class VerifyStream:
             await self._serve(TargetSequence(message.sequence_id, opening, self._model.vocab_size, self._deliver))
 
     async def _serve(self, sequence: TargetSequence) -> None:
-        sequence.prefix = self._engine.prefixes.find(sequence.tokens, sequence.opening.cache_salt)
+        cached = self._engine.prefixes.find(sequence.tokens, sequence.opening.cache_salt)
         self._outbox.put_nowait(
             verifier_service_pb2.VerifyResponse(
                 sequence_id=sequence.sequence_id,
                 opened=verifier_service_pb2.Opened(
-                    cached_tokens=sequence.prefix.length,
+                    cached_tokens=cached,
                     limits=self._model.limits,
                     rules=self._model.rules,
                     rule=RULE_TO_WIRE[sequence.opening.sampling.rule],

@@ -22,7 +22,11 @@ from kernels.sparse import SparseConfig, SparseLaw, draw
 from kernels.verify import Rule
 from outrider.lm.engine import Engine
 from outrider.lm.packed import Chunk, PackedModel
+from outrider.lm.room import make_room
 from outrider.lm.writing import Sampling
+
+# Tokens that a sequence is expected to write: room in one piece is sought for so many.
+EXPECTED_OUTPUT = 512
 
 TokenLaw = SparseLaw | DraftLogits | None
 Done = Callable[[Draft | DraftError], None]
@@ -166,12 +170,8 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
         self._vocab_size = min(vocab_size, packed.loaded.vocab_size)  # a draft may lack rows that the target has
         self._config = config
         self._prefill_tokens = prefill_tokens
-        self._busy: list[ModelSequence] = []  # those with a round under way, those longest unserved first
-
-    @property
-    def held(self) -> int:
-        """How many sequences have keys and values in the pool. Any thread may ask."""
-        return self.packed.pool.max_sequences - self.packed.pool.free_slots
+        self._busy: list[ModelSequence] = []  # those with a round under way, in the order they asked
+        self._held: dict[ModelSequence, None] = {}  # those with a slot, those who have not asked for longest first
 
     # ------------------------------------------------------------------------------------------------------- receive
 
@@ -192,7 +192,9 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
         base = sequence.base
         kept = sequence.commit(ask.committed)
         if sequence.slot is None:
-            sequence.slot = pool.allocate()
+            sequence.slot = pool.allocate(len(sequence.tokens) + EXPECTED_OUTPUT)
+        self._held.pop(sequence, None)
+        self._held[sequence] = None
         pool.rollback(sequence.slot, min(pool.length(sequence.slot), base + kept, sequence.base - 1))
         sequence.done = ask.done
         sequence.gamma = ask.gamma
@@ -206,23 +208,38 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
         if sequence.slot is not None:
             self.packed.pool.free(sequence.slot)
             sequence.slot = None
+            del self._held[sequence]
 
     # --------------------------------------------------------------------------------------- schedule, forward, process
 
     def schedule(self) -> list[DraftWork]:
-        work, budget = [], self._prefill_tokens
+        work: list[DraftWork] = []
+        budget = self._prefill_tokens
         for sequence in self._busy:
             assert sequence.slot is not None
             start = self.packed.pool.length(sequence.slot)
             behind = len(sequence.tokens) - start  # at least 1: the last token is always still to run
             piece = min(behind - 1, budget)
+            draws = piece == behind - 1
+            # Room for all of the round, but for the last drafted token, which is never run.
+            end = sequence.base + sequence.gamma - 1 if draws else start + piece
+            if end == start or not self._has_room(sequence, end):
+                continue
             budget -= piece
-            if piece == behind - 1:
-                work.append(DraftWork(sequence, Chunk(sequence.slot, sequence.tokens[start:], start, behind - 1), True))
-            elif piece:
-                tokens = sequence.tokens[start : start + piece]
-                work.append(DraftWork(sequence, Chunk(sequence.slot, tokens, start, piece), False))
+            tokens = sequence.tokens[start:] if draws else sequence.tokens[start : start + piece]
+            work.append(DraftWork(sequence, Chunk(sequence.slot, tokens, start, piece), draws))
         return work
+
+    def _has_room(self, sequence: ModelSequence, end: int) -> bool:
+        """Grows the sequence; where the pool is full, those give way that wait for a verdict, then those behind it."""
+        assert sequence.slot is not None
+        if self.packed.pool.lacking(sequence.slot, end) <= self.packed.pool.blocks.unheld:
+            self.packed.pool.grow(sequence.slot, end)
+            return True
+        idle = [each for each in self._held if each.done is None]
+        later = self._busy[self._busy.index(sequence) + 1 :]
+        victims = [each.slot for each in (*idle, *reversed(later)) if each.slot is not None]
+        return make_room(self.packed.pool, sequence.slot, end, victims) is not None
 
     def forward(self, work: Sequence[DraftWork]) -> list[Drawn]:
         """What each work has drawn: nothing, a token, or the whole proposal where it drafts alone."""

@@ -81,6 +81,12 @@ class Engine(ABC, Generic[Message, Work, Output]):
     def process(self, work: Sequence[Work], output: Output) -> None:
         """Takes what `forward` made of the same work."""
 
+    def idle(self) -> float | None:
+        """Called before the thread sleeps until the next message; returns for how many seconds at most, None: for ever.
+        Does nothing else where a subclass has nothing to do.
+        """
+        return None
+
     @abstractmethod
     def fail(self, work: Sequence[Work], error: Exception) -> None:
         """The pass broke: ends the sequences in it. The others live on."""
@@ -101,7 +107,7 @@ class Engine(ABC, Generic[Message, Work, Output]):
                 return False
         work = self.schedule()
         if not work:
-            return self._receive_all(wait=None)
+            return self._receive_all(wait=self.idle())
         try:
             self.pass_started = time.perf_counter()
             output = self.forward(work)

@@ -13,7 +13,7 @@ class TokenizerError(CheckpointError):
 
 
 class PoolExhausted(Exception):
-    """All slots of a KV pool are taken."""
+    """A KV pool has fewer free blocks than are needed."""
 
 
 class PoolCorrupted(RuntimeError):

@@ -1,29 +1,36 @@
-"""Keys and values of many sequences in one place: fixed slots now, a page table behind the same methods later.
+"""Keys and values of many sequences in one place, in blocks of a few positions each.
+
+A slot is one sequence: a table of blocks, and how many positions are held. Blocks are taken as a sequence grows, given
+back as it is rolled back, shared by sequences that begin alike, and copied before they are written where they are
+shared. Attention wants a sequence in one piece of memory: where its blocks follow one another (nearly always, see
+`outrider.lm.blocks`) it gets views, elsewhere the blocks are gathered for the pass, and what was written goes back.
 
 It knows nothing of models, tokens or passes. One thread owns a pool; no method locks.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from outrider.lm.blocks import Blocks
 from outrider.lm.errors import PoolCorrupted, PoolExhausted
 
-__all__ = ["KVPool", "PoolCorrupted", "PoolExhausted", "SlotViews"]
+__all__ = ["BLOCK_TOKENS", "KVPool", "PoolCorrupted", "PoolExhausted", "SlotViews"]
 
-_FREE = -1
+BLOCK_TOKENS = 32
+"""Positions of a block."""
 
 
 @dataclass(slots=True)
 class SlotViews:
-    """Views of one sequence's keys and values, one entry per layer: nothing is copied.
+    """One sequence's keys and values for a pass, one entry per layer.
 
     Attributes:
         keys: `[kv_heads, 1, end, head_dim]` each: heads as a batch, so that attention leaves its result in their order.
         values: like `keys`.
-        new: `[2, kv_heads, end - start, head_dim]` each: keys and values of the positions from `start` on.
+        new: `[2, kv_heads, end - start, head_dim]` each: keys and values of the positions from `start` on, to write.
     """
 
     keys: list[Tensor]
@@ -31,20 +38,45 @@ class SlotViews:
     new: list[Tensor]
 
 
-class KVPool:
-    """Room for `max_sequences` sequences of `max_length` positions each, reserved at once.
+@dataclass(slots=True)
+class _Slot:
+    """A sequence: its blocks in order, of which the first `straight` follow one another in memory."""
 
-    A sequence's keys (values) of one layer are one view `[kv_heads, length, head_dim]`, contiguous within each head. On
-    a CPU the memory is only reserved here, and taken as positions are written.
+    expected: int
+    table: list[int] = field(default_factory=list)
+    length: int = 0
+    straight: int = 0
+    promised: range = field(default_factory=lambda: range(0))
+    gathered: list[Tensor] = field(default_factory=list)  # for the pass under way, one for each store
+
+    def append(self, block: int) -> None:
+        if self.straight == len(self.table) and (not self.table or block == self.table[-1] + 1):
+            self.straight += 1
+        self.table.append(block)
+
+    def replace(self, index: int, block: int) -> None:
+        """Puts another block in a place of the table."""
+        rest = self.table[index + 1 :]
+        del self.table[index:]
+        self.straight = min(self.straight, index)
+        for each in (block, *rest):
+            self.append(each)
+
+
+class KVPool:
+    """Blocks of keys and values, reserved at once, and the sequences that hold them.
+
+    On a CPU the memory is only reserved here, and taken as positions are written.
 
     Args:
         layers: how many layers hold keys and values.
         kv_heads: heads per layer; a sequence where layers differ.
         head_dim: size of a head; a sequence where layers differ.
-        max_sequences: slots.
-        max_length: positions of a slot.
+        blocks: how many there are.
+        max_length: positions of a sequence at most.
         dtype: of the stored keys and values.
         device: where they lie.
+        block_tokens: positions of a block.
     """
 
     def __init__(
@@ -53,78 +85,72 @@ class KVPool:
         kv_heads: int | Sequence[int],
         head_dim: int | Sequence[int],
         *,
-        max_sequences: int,
+        blocks: int,
         max_length: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        block_tokens: int = BLOCK_TOKENS,
     ) -> None:
-        for name, value in (("layers", layers), ("max_sequences", max_sequences), ("max_length", max_length)):
+        sizes = {"layers": layers, "blocks": blocks, "max_length": max_length, "block_tokens": block_tokens}
+        for name, value in sizes.items():
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         shapes = list(
             zip(_per_layer("kv_heads", kv_heads, layers), _per_layer("head_dim", head_dim, layers), strict=True)
         )
         self.layers = layers
-        self.max_sequences = max_sequences
         self.max_length = max_length
+        self.block_tokens = block_tokens
         self.dtype = dtype
         self.device = torch.device(device)
-        # Layers of one shape share a tensor [layers, 2, slots, kv_heads, max_length, head_dim]: one call makes the
-        # views of them all.
+        self.blocks = Blocks(blocks)
+        # Layers of one shape share a tensor [layers, 2, kv_heads, positions, head_dim]: one call makes the views of
+        # them all. Positions are those of all blocks, one after the other.
         self._members = [[i for i in range(layers) if shapes[i] == shape] for shape in dict.fromkeys(shapes)]
         self._stores = [
             torch.empty(
-                (len(members), 2, max_sequences, shapes[members[0]][0], max_length, shapes[members[0]][1]),
+                (len(members), 2, shapes[members[0]][0], blocks * block_tokens, shapes[members[0]][1]),
                 dtype=dtype,
                 device=self.device,
             )
             for members in self._members
         ]
-        self._lengths = [_FREE] * max_sequences
-        self._free = list(range(max_sequences - 1, -1, -1))
+        self._slots: dict[int, _Slot] = {}
+        self._next_slot = 0
+
+    def reset(self) -> None:
+        """Forgets every sequence and all that is known: for books that no longer agree."""
+        self.blocks = Blocks(self.blocks.count)
+        self._slots = {}
 
     # ---------------------------------------------------------------------------------------------------------- slots
 
-    def allocate(self) -> int:
-        """Takes a free slot, empty.
-
-        Raises:
-            PoolExhausted: all slots are taken.
-        """
-        if not self._free:
-            raise PoolExhausted(f"all {self.max_sequences} slots of the KV pool are taken")
-        slot = self._free.pop()
-        self._lengths[slot] = 0
+    def allocate(self, expected: int = 0) -> int:
+        """A new sequence, empty. `expected` is how many positions it may come to hold; room is sought by it."""
+        slot = self._next_slot
+        self._next_slot += 1
+        self._slots[slot] = _Slot(min(expected, self.max_length))
         return slot
 
     def fork(self, slot: int) -> int:
-        """Takes a free slot and copies the positions of `slot` into it.
+        """A new sequence that holds what `slot` does: the same blocks, until either writes.
 
         Raises:
-            PoolExhausted: all slots are taken.
-            ValueError: `slot` is not taken.
+            ValueError: there is no such slot.
         """
-        length = self.length(slot)
-        fork = self.allocate()
-        for store in self._stores:
-            store[:, :, fork, :, :length] = store[:, :, slot, :, :length]
-        self._lengths[fork] = length
+        held = self._of(slot)
+        fork = self.allocate(held.expected)
+        self.share(fork, held.table[: self._blocks_for(held.length)], held.length)
         return fork
 
     def free(self, slot: int) -> None:
-        """Gives a slot back.
+        """Ends a sequence, and gives its blocks back.
 
         Raises:
-            ValueError: it is not taken.
+            ValueError: there is no such slot.
         """
-        self.length(slot)
-        self._lengths[slot] = _FREE
-        self._free.append(slot)
-
-    @property
-    def free_slots(self) -> int:
-        """How many slots are free."""
-        return len(self._free)
+        self.rollback(slot, 0)
+        del self._slots[slot]
 
     # -------------------------------------------------------------------------------------------------------- lengths
 
@@ -132,93 +158,242 @@ class KVPool:
         """How many positions of a slot are held.
 
         Raises:
-            ValueError: it is not taken.
+            ValueError: there is no such slot.
         """
-        if not 0 <= slot < self.max_sequences or self._lengths[slot] == _FREE:
-            raise ValueError(f"slot {slot} is not taken (the pool has slots 0 to {self.max_sequences - 1})")
-        return self._lengths[slot]
+        return self._of(slot).length
+
+    def lacking(self, slot: int, length: int) -> int:
+        """How many blocks `grow` would take."""
+        held = self._of(slot)
+        lacking = max(0, self._blocks_for(length) - len(held.table))
+        inside, offset = divmod(held.length, self.block_tokens)
+        shared = offset and length > held.length and self.blocks.holders(held.table[inside]) > 1
+        return lacking + bool(shared)
+
+    def occupied(self, slot: int) -> int:
+        """How many blocks would be free without this slot."""
+        return sum(self.blocks.holders(block) == 1 for block in self._of(slot).table)
+
+    def grow(self, slot: int, length: int) -> None:
+        """Makes room for positions up to `length`, and those that are not held yet its own to write.
+
+        Raises:
+            PoolExhausted: there are not as many free blocks; the slot is as it was.
+            ValueError: there is no such slot, or a sequence is never that long.
+        """
+        held = self._of(slot)
+        if length > self.max_length:
+            raise ValueError(f"slot {slot} cannot grow to {length} positions: a sequence has {self.max_length} at most")
+        if length <= held.length:
+            return
+        lacking = self.lacking(slot, length)
+        if lacking > self.blocks.unheld:
+            raise PoolExhausted(
+                f"slot {slot} needs {lacking} more blocks for {length} positions; {self.blocks.unheld} of "
+                f"{self.blocks.count} are free"
+            )
+        if not held.table and lacking:
+            self._promise(held, self._blocks_for(max(held.expected, length)))
+        if held.table:
+            self._own(held)
+        while len(held.table) < self._blocks_for(length):
+            held.append(self._take(held, len(held.table)))
 
     def extend(self, slot: int, length: int) -> None:
         """Says that positions up to `length` have been written.
 
         Raises:
-            ValueError: the slot is not taken, already longer, or has no such room.
+            ValueError: there is no such slot, it is already longer, or has no such room.
         """
-        held = self.length(slot)
-        if not held <= length <= self.max_length:
+        held = self._of(slot)
+        room = min(len(held.table) * self.block_tokens, self.max_length)
+        if not held.length <= length <= room:
             raise ValueError(
-                f"slot {slot} holds {held} positions of {self.max_length}: it cannot be extended to {length}"
+                f"slot {slot} holds {held.length} positions and has room for {room}: it cannot be extended to {length}"
             )
-        self._lengths[slot] = length
+        if held.gathered:
+            self._scatter(held, held.length, length)
+        held.length = length
 
     def rollback(self, slot: int, length: int) -> None:
-        """Forgets the positions from `length` on: a number, not a copy.
+        """Forgets the positions from `length` on, and gives back the blocks that held nothing else.
 
         Raises:
-            ValueError: the slot is not taken, or holds fewer.
+            ValueError: there is no such slot, or it holds fewer.
         """
-        held = self.length(slot)
-        if not 0 <= length <= held:
-            raise ValueError(f"slot {slot} holds {held} positions: it cannot be rolled back to {length}")
-        self._lengths[slot] = length
+        held = self._of(slot)
+        if not 0 <= length <= held.length:
+            raise ValueError(f"slot {slot} holds {held.length} positions: it cannot be rolled back to {length}")
+        held.length = length
+        held.gathered = []
+        kept = self._blocks_for(length)
+        if not kept and held.promised:  # before its blocks are let go, so that they take their place by age
+            self.blocks.withdraw(held.promised)
+            held.promised = range(0)
+        while len(held.table) > kept:  # the last first: a beginning is worth more than what follows it
+            self.blocks.release(held.table.pop())
+        held.straight = min(held.straight, kept)
+
+    # -------------------------------------------------------------------------------------------------------- sharing
+
+    def table(self, slot: int) -> tuple[int, ...]:
+        """The blocks of a slot, in order.
+
+        Raises:
+            ValueError: there is no such slot.
+        """
+        return tuple(self._of(slot).table)
+
+    def share(self, slot: int, blocks: Sequence[int], length: int) -> None:
+        """Lets an empty slot hold the first `length` positions of these blocks, whoever holds them besides.
+
+        Raises:
+            ValueError: the slot is not empty, or the blocks are not as many as `length` takes.
+        """
+        held = self._of(slot)
+        if held.table:
+            raise ValueError(f"slot {slot} holds {held.length} positions; only an empty one shares blocks")
+        if len(blocks) != self._blocks_for(length):
+            raise ValueError(f"{length} positions lie in {self._blocks_for(length)} blocks, not {len(blocks)}")
+        for block in blocks:
+            self.blocks.hold(block)
+            held.append(block)
+        held.length = length
 
     # ---------------------------------------------------------------------------------------------------------- memory
 
     def views(self, slot: int, start: int, end: int) -> SlotViews:
-        """Views of positions 0 to `end` of a slot, to attend to, and of `start` to `end`, to write."""
-        if len(self._stores) == 1:
-            return _views(self._stores[0], slot, start, end)
+        """Positions 0 to `end` of a slot, to attend to, and `start` to `end`, to write; `extend` ends what this begins.
+
+        `start` is what the slot holds, or less where nothing is to be written.
+
+        Raises:
+            PoolExhausted: see `grow`.
+            ValueError: see `grow`.
+        """
+        held = self._of(slot)
+        held.gathered = []  # of a pass that broke
+        self.grow(slot, end)
+        if held.straight < self._blocks_for(end):
+            self._straighten(held)
+        if held.straight >= self._blocks_for(end):
+            at = held.table[0] * self.block_tokens if held.table else 0
+            stores = [store.narrow(3, at, end) for store in self._stores]
+        else:
+            held.gathered = stores = self._gather(held, end)
+        if len(stores) == 1:
+            return _views(stores[0], start, end)
         keys: list[Tensor] = [torch.empty(0)] * self.layers
         values, new = list(keys), list(keys)
-        for store, members in zip(self._stores, self._members, strict=True):
-            part = _views(store, slot, start, end)
+        for store, members in zip(stores, self._members, strict=True):
+            part = _views(store, start, end)
             for i, layer in enumerate(members):
                 keys[layer], values[layer], new[layer] = part.keys[i], part.values[i], part.new[i]
         return SlotViews(keys, values, new)
-
-    def read(self, slot: int, start: int, end: int) -> tuple[Tensor, ...]:
-        """Copies of the keys and values of some positions, for `write`.
-
-        Raises:
-            ValueError: the slot is not taken, or does not hold them.
-        """
-        if not 0 <= start <= end <= self.length(slot):
-            raise ValueError(f"slot {slot} holds {self.length(slot)} positions, not {start} to {end}")
-        return tuple(store[:, :, slot, :, start:end].clone() for store in self._stores)
-
-    def write(self, slot: int, start: int, tensors: Sequence[Tensor]) -> None:
-        """Puts back what `read` gave, at positions from `start` on; `extend` then says that they are there.
-
-        Raises:
-            ValueError: the slot is not taken, or has no such room.
-        """
-        end = start + tensors[0].shape[-2]
-        if not self.length(slot) <= start <= end <= self.max_length:
-            raise ValueError(
-                f"slot {slot} holds {self.length(slot)} positions of {self.max_length}: {start} to {end} cannot be put"
-            )
-        for store, part in zip(self._stores, tensors, strict=True):
-            store[:, :, slot, :, start:end].copy_(part)
 
     @property
     def memory_bytes(self) -> int:
         """Bytes reserved; on a CPU those of positions never written are not taken."""
         return sum(store.numel() * store.element_size() for store in self._stores)
 
+    @property
+    def used_blocks(self) -> int:
+        """Blocks that sequences hold."""
+        return self.blocks.count - self.blocks.unheld
+
     def check_integrity(self) -> None:
-        """Checks that the books agree.
+        """Checks that the books agree: no block is lost, none owned twice, and every sequence has what it claims.
 
         Raises:
-            PoolCorrupted: a slot is both free and taken, or neither, or a length is impossible.
+            PoolCorrupted: they do not.
         """
-        if len(set(self._free)) != len(self._free):
-            raise PoolCorrupted(f"a slot is free twice: {sorted(self._free)}")
-        free = {slot for slot, length in enumerate(self._lengths) if length == _FREE}
-        if free != set(self._free):
-            raise PoolCorrupted(f"slots {sorted(free ^ set(self._free))} are free in one book and taken in the other")
-        for slot, length in enumerate(self._lengths):
-            if length != _FREE and not 0 <= length <= self.max_length:
-                raise PoolCorrupted(f"slot {slot} claims {length} positions of {self.max_length}")
+        self.blocks.check_integrity(held.table for held in self._slots.values())
+        for slot, held in self._slots.items():
+            if len(set(held.table)) < len(held.table):
+                raise PoolCorrupted(f"slot {slot} holds a block twice: {held.table}")
+            if not 0 <= held.length <= min(len(held.table) * self.block_tokens, self.max_length):
+                raise PoolCorrupted(f"slot {slot} claims {held.length} positions in {len(held.table)} blocks")
+            if any(block != held.table[0] + i for i, block in enumerate(held.table[: held.straight])):
+                raise PoolCorrupted(f"slot {slot} claims to lie straight, and does not: {held.table}")
+
+    # --------------------------------------------------------------------------------------------------- one sequence
+
+    def _of(self, slot: int) -> _Slot:
+        held = self._slots.get(slot)
+        if held is None:
+            raise ValueError(f"slot {slot} is not taken (the pool has {len(self._slots)} sequences)")
+        return held
+
+    def _blocks_for(self, length: int) -> int:
+        return -(-length // self.block_tokens)
+
+    def _take(self, held: _Slot, index: int) -> int:
+        """A block for a place of the table: the one that was promised for it, while there is a choice."""
+        return self.blocks.take(held.promised[index] if index < len(held.promised) else None)
+
+    def _promise(self, held: _Slot, count: int) -> bool:
+        start = self.blocks.promise(count)
+        if start is not None:
+            self.blocks.withdraw(held.promised)
+            held.promised = range(start, start + count)
+        return start is not None
+
+    def _own(self, held: _Slot) -> None:
+        """Makes the block that the next position lies in the slot's own, known to nobody."""
+        index, offset = divmod(held.length, self.block_tokens)
+        if not offset:
+            return
+        block = held.table[index]
+        if self.blocks.holders(block) == 1:
+            self.blocks.forget(block)
+            return
+        copy = self._take(held, index)
+        self._copy([block], [copy])
+        self.blocks.release(block)
+        held.replace(index, copy)
+
+    def _straighten(self, held: _Slot) -> None:
+        """Moves a sequence whose blocks lie apart into a run of its own, where room is plentiful.
+
+        It costs as much as one pass that gathers, and spares all that follow.
+        """
+        count = self._blocks_for(max(held.expected, len(held.table) * self.block_tokens))
+        if self.blocks.unheld < 2 * count or not self._promise(held, count):
+            return
+        old, held.table, held.straight = held.table, [], 0
+        for index in range(len(old)):
+            held.append(self._take(held, index))
+        self._copy(old, held.table)
+        for block in reversed(old):
+            self.blocks.release(block)
+
+    def _copy(self, source: Sequence[int], target: Sequence[int]) -> None:
+        for store in self._stores:
+            blocks = store.unflatten(3, (self.blocks.count, self.block_tokens))
+            blocks[:, :, :, list(target)] = blocks[:, :, :, list(source)]
+
+    def _gather(self, held: _Slot, end: int) -> list[Tensor]:
+        # one [layers, 2, kv_heads, end, head_dim] for each store
+        table = torch.tensor(held.table[: self._blocks_for(end)], device=self.device)
+        gathered = []
+        for store in self._stores:
+            layers, two, kv_heads, _, head_dim = store.shape
+            blocks = store.view(layers * two * kv_heads, self.blocks.count, self.block_tokens * head_dim)
+            together = blocks.index_select(1, table).view(layers, two, kv_heads, -1, head_dim)
+            gathered.append(together.narrow(3, 0, end))
+        return gathered
+
+    def _scatter(self, held: _Slot, start: int, end: int) -> None:
+        """Writes what a pass has made of gathered positions to where they belong."""
+        at = start
+        while at < end:
+            index, offset = divmod(at, self.block_tokens)
+            count = min(self.block_tokens - offset, end - at)
+            to = held.table[index] * self.block_tokens + offset
+            for store, gathered in zip(self._stores, held.gathered, strict=True):
+                store.narrow(3, to, count).copy_(gathered.narrow(3, at, count))
+            at += count
+        held.gathered = []
 
 
 def _per_layer(name: str, value: int | Sequence[int], layers: int) -> list[int]:
@@ -230,8 +405,8 @@ def _per_layer(name: str, value: int | Sequence[int], layers: int) -> list[int]:
     return values
 
 
-def _views(store: Tensor, slot: int, start: int, end: int) -> SlotViews:
-    # store: [layers, 2, slots, kv_heads, max_length, head_dim]
-    held = store.flatten(0, 1).select(1, slot).narrow(2, 0, end).unsqueeze(2).unbind(0)
-    new = store.select(2, slot).narrow(3, start, end - start).unbind(0)
+def _views(store: Tensor, start: int, end: int) -> SlotViews:
+    # store: [layers, 2, kv_heads, end, head_dim]
+    held = store.flatten(0, 1).unsqueeze(2).unbind(0)
+    new = store.narrow(3, start, end - start).unbind(0)
     return SlotViews(list(held[0::2]), list(held[1::2]), list(new))

@@ -16,6 +16,7 @@ from outrider.lm.batch import CausalMasks, pack
 from outrider.lm.checkpoint import LoadedModel
 from outrider.lm.fusion import fuse_model
 from outrider.lm.kv_pool import KVPool
+from outrider.lm.kv_size import blocks_for, kv_dtype
 from outrider.lm.program import Program, Rows, TransformersProgram, WritingProgram
 from outrider.lm.selfcheck import make_pool
 from outrider.lm.writing import Sampling
@@ -28,7 +29,7 @@ class Chunk:
     """The next tokens of one sequence.
 
     Attributes:
-        slot: of the pool.
+        slot: a sequence of the pool.
         tokens: at least one.
         start: the position of the first; must equal the pool's length of the slot.
         logits_from: index within the chunk from which on logits are wanted; `len(tokens)` is none.
@@ -67,17 +68,18 @@ class PackedModel:
         self._masks = CausalMasks(pool.max_length, pool.dtype, pool.device)
 
     @classmethod
-    def build(cls, loaded: LoadedModel, max_sequences: int, max_length: int, *, fuse: bool = True) -> Self:
-        """With a pool of its own.
-
-        On a CPU keys and values are kept in float32: torch's attention reads 16-bit ones several times slower there.
+    def build(
+        cls, loaded: LoadedModel, max_sequences: int, max_length: int, *, blocks: int | None = None, fuse: bool = True
+    ) -> Self:
+        """With a pool of its own, of so many blocks; None has room for all sequences at their longest.
 
         Raises:
             ValueError: see the class.
         """
-        dtype = torch.float32 if loaded.device.type == "cpu" else loaded.dtype
+        if blocks is None:
+            blocks = max_sequences * blocks_for(max_length)
         pool = make_pool(
-            loaded.layers, max_sequences=max_sequences, max_length=max_length, dtype=dtype, device=loaded.device
+            loaded.layers, blocks=blocks, max_length=max_length, dtype=kv_dtype(loaded), device=loaded.device
         )
         return cls(loaded, pool, fuse=fuse)
 
@@ -97,6 +99,7 @@ class PackedModel:
 
         Raises:
             ValueError: a chunk that does not fit its slot, or a token outside the vocabulary.
+            PoolExhausted: the pool has no blocks for it (`KVPool.grow` tells before).
         """
         self._check(chunks)
         tokens = chunks[0].tokens if len(chunks) == 1 else [token for chunk in chunks for token in chunk.tokens]
@@ -125,6 +128,7 @@ class PackedModel:
 
         Raises:
             ValueError: the chunk or the tokens do not fit their slot, or a token is outside the vocabulary.
+            PoolExhausted: see `forward`.
         """
         program = self._program
         if not isinstance(program, WritingProgram):
@@ -145,7 +149,7 @@ class PackedModel:
         """Runs passes of these many tokens once: the first of a width costs several times the next.
 
         Raises:
-            PoolExhausted: no slot is free.
+            PoolExhausted: see `forward`.
         """
         slot = self.pool.allocate()
         try:
@@ -161,7 +165,7 @@ class PackedModel:
         """Writes a few tokens, where the model can: the first calls are compiled.
 
         Raises:
-            PoolExhausted: no slot is free.
+            PoolExhausted: see `forward`.
         """
         if not self.can_write:
             return

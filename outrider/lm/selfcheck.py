@@ -66,14 +66,14 @@ def reference(model: Any, vocab_size: int, context_length: int) -> Reference:
 
 
 def make_pool(
-    layers: Sequence[AttentionLayer], *, max_sequences: int, max_length: int, dtype: torch.dtype, device: torch.device
+    layers: Sequence[AttentionLayer], *, blocks: int, max_length: int, dtype: torch.dtype, device: torch.device
 ) -> KVPool:
     """A pool for the attention layers of a model."""
     return KVPool(
         len(layers),
         [layer.kv_heads for layer in layers],
         [layer.head_dim for layer in layers],
-        max_sequences=max_sequences,
+        blocks=blocks,
         max_length=max_length,
         dtype=dtype,
         device=device,
@@ -88,9 +88,11 @@ def deviation(
     Both sequences run interleaved, cut in two, the second part in the other order; only some rows ask for logits.
     """
     length = expected.tokens.shape[1]
-    pool = make_pool(layers, max_sequences=2, max_length=length, dtype=dtype, device=device)
+    pool = make_pool(layers, blocks=2, max_length=length, dtype=dtype, device=device)
+    slots = (pool.allocate(), pool.allocate())
     masks = CausalMasks(length, dtype, device)
     cuts = (min(4, length), min(3, length))
+    # (sequence, start, count)
     passes = [[(0, 0, cuts[0]), (1, 0, cuts[1])], [(1, cuts[1], length - cuts[1]), (0, cuts[0], length - cuts[0])]]
     found, wanted = [], []
     with torch.inference_mode():
@@ -98,12 +100,13 @@ def deviation(
             spans = [span for span in spans if span[2]]
             if not spans:
                 continue
-            token_ids = torch.cat([expected.tokens[slot, start : start + count] for slot, start, count in spans])
+            token_ids = torch.cat([expected.tokens[i, start : start + count] for i, start, count in spans])
             rows = torch.arange(len(token_ids))[1:] if len(token_ids) > 1 else torch.arange(1)
-            found.append(program(token_ids.to(device), pack(spans, pool, masks), rows.to(device)).float().cpu())
-            wanted.append(
-                torch.cat([expected.logits[slot, start : start + count] for slot, start, count in spans])[rows]
-            )
+            batch = pack(((slots[i], start, count) for i, start, count in spans), pool, masks)
+            found.append(program(token_ids.to(device), batch, rows.to(device)).float().cpu())
+            wanted.append(torch.cat([expected.logits[i, start : start + count] for i, start, count in spans])[rows])
+            for i, start, count in spans:
+                pool.extend(slots[i], start + count)
     logits, truth = _centred(torch.cat(found)), _centred(torch.cat(wanted))
     distance = (logits - truth).norm(dim=-1) / truth.norm(dim=-1).clamp_min(1e-6)
     return float(distance.median())

@@ -32,7 +32,7 @@ VERIFIER_AT_REST = {
 }
 DRAFT_AT_REST = {
     "outrider_num_requests_running": 0,
-    "outrider_kv_sequences": 0,
+    "outrider_kv_blocks_used": 0,
 }
 CHECKS = "outrider_kv_integrity_checks_total"
 

@@ -297,16 +297,34 @@ def test_a_long_prompt_does_not_hold_up_others(engine: DraftEngine) -> None:
     assert [order.get(timeout=20), order.get(timeout=20)] == ["quick", "long"]
 
 
-def test_room_is_free_once_closed(engine: DraftEngine) -> None:
-    """Four places; a fifth sequence fails alone, and finds room when one has gone."""
-    drivers = [Driver(engine, sequence()) for _ in range(4)]
-    for driver in drivers:
-        driver.propose(1)
-    with pytest.raises(DraftError):
-        Driver(engine, sequence()).propose(1)
-    drivers[0].close()
-    drivers[0].close()
-    assert len(Driver(engine, sequence()).propose(2).token_ids) == 2
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_in_a_pool_with_room_for_one_many_draft_as_with_room_for_all(loaded: LoadedModel, temperature: float) -> None:
+    """Some lose what they hold, and are run again when it is their turn; their draws are those of their seed."""
+
+    def drafted(blocks: int | None) -> list[list[int]]:
+        packed = PackedModel.build(loaded, max_sequences=6, max_length=96, blocks=blocks)
+        engine = DraftEngine(packed, vocab_size=VOCABULARY, config=CONFIG, prefill_tokens=16, threads=1)
+        engine.start()
+        drivers = [Driver(engine, sequence(temperature, prompt=PROMPT * (i + 3), seed=i)) for i in range(6)]
+        told: list[list[int]] = [[] for _ in drivers]
+        committed: list[list[int] | None] = [None] * 6
+        for _ in range(3):
+            for driver, tokens in zip(drivers, committed, strict=True):
+                driver.ask(4, tokens)
+            for i, driver in enumerate(drivers):
+                tokens = driver.answer().token_ids
+                told[i] += tokens
+                committed[i] = [*tokens[: i % 4], 11 + i]
+        for driver in drivers:
+            driver.close()
+            driver.close()
+        Driver(engine, sequence()).propose(1)  # what was closed has been taken in by now
+        engine.stop()
+        packed.pool.check_integrity()
+        assert packed.pool.used_blocks == 1
+        return told
+
+    assert drafted(blocks=3) == drafted(blocks=None)
 
 
 def test_logits_that_are_no_numbers_end_one_sequence(engine: DraftEngine) -> None:

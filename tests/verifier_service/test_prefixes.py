@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from outrider.client import AsyncClient, Client, Completion
+from outrider.lm.kv_pool import BLOCK_TOKENS
 from outrider.lm.packed import Chunk
-from outrider.lm.prefix_cache import BLOCK_TOKENS
 from outrider.metrics import Metrics
 from outrider.rpc.errors import internal
 from tests.services import MODELS
@@ -86,5 +86,5 @@ def test_what_a_failed_sequence_leaves_is_not_used(engine: VerifierEngine, fails
     if fails:
         sequence.end(internal("BAD_LOGITS", "no numbers"))
     engine.receive(Close(sequence))
-    assert engine.prefixes.find(SHARED).length == (0 if fails else BLOCK_TOKENS)
-    engine.prefixes.check_integrity()
+    assert engine.prefixes.find(SHARED) == (0 if fails else BLOCK_TOKENS)
+    engine.packed.pool.check_integrity()

@@ -38,6 +38,12 @@ class Tally:
     def begun(self, tokens: int, cached: int) -> None:
         assert cached == 0
 
+    def preempted(self) -> None:
+        raise AssertionError("one sequence gives way to nobody")
+
+    def checked(self, intact: bool) -> None:
+        assert intact
+
     def judged(self, rule: Rule, drafted: int, accepted: int) -> None:
         self.rounds.append((rule, drafted, accepted))
 

@@ -37,7 +37,7 @@ def test_attention_equals_the_definition(
     monkeypatch.setattr(batch, "BLOCK", 24)  # so that a chunk of a few rows already falls into blocks
     rng = random.Random(heads * 100 + kv_heads)
     torch.manual_seed(rng.randint(0, 999))
-    pool = KVPool(1, kv_heads, HEAD_DIM, max_sequences=3, max_length=MAX_LENGTH, dtype=torch.float32, device="cpu")
+    pool = KVPool(1, kv_heads, HEAD_DIM, blocks=3 * 3, max_length=MAX_LENGTH, dtype=torch.float32, device="cpu")
     masks = CausalMasks(MAX_LENGTH, torch.float32, torch.device("cpu"))
     slots = [pool.allocate() for _ in range(3)]
     history = {slot: torch.empty(2, kv_heads, 0, HEAD_DIM) for slot in slots}
@@ -97,9 +97,10 @@ def test_masks_are_built_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_pass_asks_for_each_mask_once() -> None:
-    pool = KVPool(1, 1, HEAD_DIM, max_sequences=2, max_length=MAX_LENGTH, dtype=torch.float32, device="cpu")
+    pool = KVPool(1, 1, HEAD_DIM, blocks=6, max_length=MAX_LENGTH, dtype=torch.float32, device="cpu")
     masks = CausalMasks(MAX_LENGTH, torch.float32, torch.device("cpu"))
-    packed = batch.pack([(0, 10, 3), (1, 0, 4)], pool, masks)
+    slots = [pool.allocate(), pool.allocate()]
+    packed = batch.pack([(slots[0], 10, 3), (slots[1], 0, 4)], pool, masks)
     assert packed.masks_for(2, 0) is packed.masks_for(2, 0)
     assert [tuple(mask.shape) for mask in packed.masks_for(1, 0)] == [(3, 80), (0, 0)]
     assert packed.position_ids(torch.device("cpu")).tolist() == [10, 11, 12, 0, 1, 2, 3]

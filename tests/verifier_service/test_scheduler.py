@@ -1,0 +1,305 @@
+"""What goes into a pass, who gives way when blocks run out, and that all end: on a real pool, without a model."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from kernels.verify import Ruling, Status
+from outrider.lm.kv_pool import KVPool
+from outrider.lm.prefix_cache import PrefixCache
+from protos.outrider.v1 import speculation_pb2
+from tests.verifier_service.test_sequence import STOP, a_round, make
+from verifier_service import scheduler
+from verifier_service.scheduler import IDLE_SECONDS, MAX_BACKLOG, Plan, Scheduler
+from verifier_service.sequence import TargetSequence
+
+BLOCK = 4
+
+
+class House:
+    """A scheduler whose passes write one number a position, and whose rulings accept what they are told to."""
+
+    def __init__(
+        self, *, blocks: int = 64, pass_tokens: int = 16, max_sequences: int = 8, max_length: int = 128
+    ) -> None:
+        self.pool = KVPool(
+            1, 1, 1, blocks=blocks, max_length=max_length, dtype=torch.float32, device="cpu", block_tokens=BLOCK
+        )
+        self.scheduler = Scheduler(
+            self.pool, PrefixCache(self.pool), pass_tokens=pass_tokens, max_sequences=max_sequences
+        )
+        self.plans: list[Plan] = []
+        self._prompts = iter(range(1, 10_000))
+
+    def open(self, prompt: int = 3, *, output: int = 8) -> TargetSequence:
+        sequence = make([], max_new_tokens=output)
+        sequence.opening.prompt[:] = [next(self._prompts)] * prompt
+        sequence.tokens = list(sequence.opening.prompt)
+        sequence._hash.__init__(sequence.tokens)  # type: ignore[misc]
+        self.scheduler.add(sequence)
+        return sequence
+
+    def ask(self, *sequences: TargetSequence, drafted: int = 2) -> None:
+        for sequence in sequences:
+            if not sequence.rounds and not sequence.finished:
+                number = sequence.last_round + 1
+                sequence.submit(a_round(number, sequence.tokens, [7] * drafted, seen=sequence.last_round))
+
+    def run(self, accepted: int = 1) -> list[TargetSequence]:
+        """One pass; returns who was judged."""
+        plan = self.scheduler.plan([(each, each.next_round()) for each in self.scheduler.running])
+        self.plans.append(plan)
+        for item in plan.work:
+            views = self.pool.views(item.chunk.slot, item.chunk.start, item.chunk.start + len(item.chunk.tokens))
+            views.new[0][0, 0, :, 0] = torch.tensor([float(token) for token in item.chunk.tokens])
+            views.new[0][1, 0, :, 0] = torch.tensor([float(token) for token in item.chunk.tokens])
+            self.pool.extend(item.chunk.slot, item.chunk.start + len(item.chunk.tokens))
+        for item in plan.work:
+            if item.round is not None:
+                drafted = len(item.sequence.drafted(item.round))
+                ruling = Ruling(status=Status.OK, accepted=min(accepted, drafted), next_token=8, beta=())
+                item.sequence.commit(
+                    item.round, ruling, speculation_pb2.VerdictTimings(), speculation_pb2.VerifierLoad()
+                )
+                item.sequence.backlog = 0
+                self.scheduler.settle(item.sequence)
+        self.pool.check_integrity()
+        for each in self.scheduler.running:
+            self._holds_its_tokens(each)
+        return [item.sequence for item in plan.work if item.round is not None]
+
+    def _holds_its_tokens(self, sequence: TargetSequence) -> None:
+        assert sequence.slot is not None
+        length = self.pool.length(sequence.slot)
+        if length:
+            views = self.pool.views(sequence.slot, length, length)
+            assert views.keys[0][0, 0, :, 0].tolist() == sequence.tokens[:length]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Of each pass."""
+        return [sum(len(item.chunk.tokens) for item in plan.work) for plan in self.plans]
+
+    def preempted(self) -> list[TargetSequence]:
+        return [sequence for plan in self.plans for sequence in plan.preempted]
+
+
+def lengths(plan: Plan, sequence: TargetSequence) -> list[int]:
+    return [len(item.chunk.tokens) for item in plan.work if item.sequence is sequence]
+
+
+# ------------------------------------------------------------------------------------------------- the budget of tokens
+
+
+def test_a_long_prompt_delays_nobody_by_more_than_a_pass() -> None:
+    house = House(pass_tokens=64, max_length=10_200, blocks=2900)
+    quick = [house.open(2, output=700) for _ in range(3)]
+    house.ask(*quick)
+    house.run()
+    long = house.open(10_000)
+    house.ask(long)
+    passes = 0
+    while house.pool.length(long.slot or 0) < 9_990:
+        house.ask(*quick)
+        judged = house.run(accepted=0)
+        assert {id(each) for each in quick} <= {id(each) for each in judged}
+        passes += 1
+    assert max(house.tokens) <= 64
+    assert passes == pytest.approx(10_000 / (64 - 3 * 3), rel=0.02), "rounds take 9 tokens, the prompt has the rest"
+
+
+def test_rounds_leave_a_share_to_prompts() -> None:
+    house = House(pass_tokens=16, max_sequences=16)
+    many = [house.open(1, output=90) for _ in range(8)]
+    house.ask(*many)
+    house.run()
+    long = house.open(40)
+    for _ in range(12):
+        house.ask(*many)
+        house.run()
+        assert house.tokens[-1] <= 16
+    assert house.pool.length(long.slot or 0) == 39, "all but the token that a round will run"
+
+
+def test_where_a_budget_takes_a_few_rounds_all_have_their_turn() -> None:
+    house = House(pass_tokens=7, max_sequences=16)
+    many = [house.open(1, output=90) for _ in range(8)]
+    turns = []
+    for _ in range(12):
+        house.ask(*many)
+        turns += house.run()
+    counts = [turns.count(each) for each in many]
+    assert (min(counts), max(counts)) == (3, 3), "12 passes of 2 rounds for 8 sequences"
+
+
+def test_prompts_take_turns() -> None:
+    house = House(pass_tokens=8)
+    first, second = house.open(40), house.open(40)
+    for _ in range(4):
+        house.run()
+    assert house.pool.length(first.slot or 0) == house.pool.length(second.slot or 0) == 16
+
+
+def test_a_round_longer_than_a_pass_still_goes() -> None:
+    house = House(pass_tokens=2)
+    sequence = house.open(1)
+    house.ask(sequence, drafted=5)
+    assert house.run() == [sequence]
+    assert house.tokens == [6]
+
+
+def test_a_short_prompt_and_its_round_are_one_pass() -> None:
+    house = House(pass_tokens=16)
+    sequence = house.open(9)
+    house.ask(sequence, drafted=3)
+    assert house.run() == [sequence]
+    assert lengths(house.plans[0], sequence) == [12]
+
+
+@pytest.mark.parametrize("backlog", [MAX_BACKLOG - 1, MAX_BACKLOG])
+def test_who_does_not_read_pauses(backlog: int) -> None:
+    house = House()
+    sequence = house.open()
+    house.ask(sequence)
+    sequence.backlog = backlog
+    assert house.run() == ([sequence] if backlog < MAX_BACKLOG else [])
+
+
+# ------------------------------------------------------------------------------------------------------------- places
+
+
+def test_who_finds_no_place_waits_in_order() -> None:
+    house = House(max_sequences=1)
+    first, second, third = (house.open() for _ in range(3))
+    assert [each.slot is None for each in (first, second, third)] == [False, True, True]
+    house.scheduler.remove(second)
+    house.scheduler.remove(first)
+    assert third.slot is not None
+    assert not house.scheduler.waiting
+
+
+def test_what_has_ended_gives_its_blocks_back_before_its_stream_is_gone() -> None:
+    house = House()
+    sequence = house.open(9, output=2)
+    house.ask(sequence)
+    house.run(accepted=1)
+    assert sequence.finished
+    assert house.pool.used_blocks == 0
+    house.scheduler.remove(sequence)
+    assert not house.scheduler.running
+
+
+def test_a_stop_token_ends_it_too() -> None:
+    house = House()
+    sequence = house.open(9)
+    house.ask(sequence)
+    plan = house.scheduler.plan([(sequence, sequence.next_round())])
+    ruling = Ruling(status=Status.OK, accepted=0, next_token=STOP, beta=())
+    round_ = plan.work[0].round
+    assert round_ is not None
+    house.pool.views(plan.work[0].chunk.slot, 0, 11)
+    house.pool.extend(plan.work[0].chunk.slot, 11)
+    sequence.commit(round_, ruling, speculation_pb2.VerdictTimings(), speculation_pb2.VerifierLoad())
+    house.scheduler.settle(sequence)
+    assert house.pool.used_blocks == 0
+
+
+# ------------------------------------------------------------------------------------------------------------- blocks
+
+
+def test_a_sequence_begins_when_there_are_blocks_for_all_of_it() -> None:
+    """Two prompts that fit one by one are not both begun, to stop each other half-way."""
+    house = House(blocks=10, pass_tokens=8)
+    first, second = house.open(24), house.open(24)
+    for _ in range(3):
+        house.run()
+    assert house.pool.length(first.slot or 0) == 23
+    assert house.pool.length(second.slot or 0) == 0
+    assert not house.preempted()
+    house.scheduler.remove(first)
+    house.run()
+    assert house.pool.length(second.slot or 0) == 8
+
+
+def test_the_youngest_gives_way_and_runs_again() -> None:
+    house = House(blocks=8, pass_tokens=32, max_length=32)
+    old, young = house.open(8, output=20), house.open(8, output=20)
+    texts = []
+    for _ in range(60):
+        house.ask(old, young)
+        house.run()
+        for sequence in (old, young):
+            if sequence.finished and sequence in house.scheduler.running:
+                texts.append(sequence)
+                house.scheduler.remove(sequence)
+    assert texts == [old, young]
+    assert house.preempted() == [young]
+    assert [len(each.tokens) for each in texts] == [28, 28]
+    assert house.pool.used_blocks == 0
+
+
+def test_who_owes_a_round_for_long_gives_way_to_anyone() -> None:
+    house = House(blocks=8, pass_tokens=32, max_length=32)
+    silent = house.open(20, output=8)
+    house.ask(silent)
+    house.run()
+    late = house.open(16, output=8)
+    house.ask(late)
+    assert house.run() == [], "not at once: a draft takes its time"
+    assert house.scheduler.is_short
+    silent.judged_at -= 2 * IDLE_SECONDS
+    assert house.run() == [late]
+    assert house.preempted() == [silent]
+    while not late.finished:
+        house.ask(late)
+        house.run()
+    house.ask(silent)
+    assert house.run() == [silent]
+
+
+def test_a_preempted_sequence_is_not_run_until_it_has_a_round() -> None:
+    house = House(blocks=8, pass_tokens=32, max_length=32)
+    silent = house.open(20, output=8)
+    house.ask(silent)
+    house.run()
+    silent.judged_at -= 2 * IDLE_SECONDS
+    late = house.open(16, output=2)
+    house.ask(late)
+    house.run()
+    assert late.finished
+    house.run()
+    assert house.pool.used_blocks == 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whoever_comes_and_goes_all_end_and_the_oldest_never_gives_way(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "IDLE_SECONDS", float("inf"))
+    rng = random.Random(seed)
+    house = House(blocks=rng.choice([12, 16, 24]), pass_tokens=rng.choice([4, 16, 64]), max_length=48, max_sequences=6)
+    here: list[TargetSequence] = []
+    for step in range(1500):
+        if step < 200 and rng.random() < 0.3 and len(here) < 12:
+            here.append(house.open(rng.randint(1, 30), output=rng.randint(1, 16)))
+        for each in here:
+            if rng.random() < 0.7:
+                house.ask(each, drafted=rng.randint(0, 4))
+        before = len(house.preempted())
+        oldest = min(house.scheduler.running, key=lambda each: each.came, default=None)
+        house.run(accepted=rng.randint(0, 4))
+        assert oldest not in house.preempted()[before:]
+        for each in list(here):
+            if each.finished or rng.random() < 0.01:
+                house.scheduler.remove(each)
+                here.remove(each)
+        if step > 200 and not here:
+            break
+    assert not here, "everybody has ended"
+    assert house.pool.used_blocks == 0
+    assert not house.scheduler.running
+    if seed == 0:
+        assert house.preempted(), "there is something to test"
