@@ -21,6 +21,9 @@ from tests.services import HEALTHY_WITHIN_S, MODELS
 PLACES, WAITING = 44, 16
 """Of the verifier: fewer than there are streams, so that some wait and some are refused."""
 
+KV_CACHE = ("--kv-cache-mb", "12")
+"""Of the verifier: some 2,000 positions, and so less than as many sequences want: some give way and are run again."""
+
 SLOW_CLIENT_S = 3.0
 """How long either service bears with a reader that does not read."""
 
@@ -89,7 +92,9 @@ def running_house() -> Iterator[House]:
 
         model = ("--model", str(MODELS / "target"), "--listen", verifier_address)
         limits = ("--max-sequences", str(PLACES), "--max-waiting", str(WAITING))
-        house = House(launch("verifier_service", *model, *limits), draft(verifier_address), draft(way.address), way)
+        house = House(
+            launch("verifier_service", *model, *limits, *KV_CACHE), draft(verifier_address), draft(way.address), way
+        )
         for service in house.services:
             service.process.wait_healthy(HEALTHY_WITHIN_S)
         yield house

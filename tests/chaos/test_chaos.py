@@ -34,6 +34,7 @@ DRAFT_AT_REST = {
     "outrider_num_requests_running": 0,
     "outrider_kv_blocks_used": 0,
 }
+PREEMPTIONS = "outrider_preemptions_total"
 CHECKS = "outrider_kv_integrity_checks_total"
 
 LEFT = {Behaviour.CANCEL, Behaviour.VANISH, Behaviour.HALF_CLOSE}
@@ -89,6 +90,13 @@ def test_there_was_chaos(aftermath: Aftermath) -> None:
     assert vanished == VANISHING
     for door in Door:
         assert sum(each.whole and each.door is door for each in aftermath.outcomes) >= 10, door
+
+
+def test_some_sequences_gave_way_to_others(house: House, aftermath: Aftermath) -> None:
+    assert aftermath.outcomes
+    (preemptions,) = house.verifier.samples()[PREEMPTIONS].values()
+    print(f"{preemptions:.0f} preemptions")
+    assert preemptions >= 10
 
 
 def _of(aftermath: Aftermath, behaviour: Behaviour) -> list[Outcome]:

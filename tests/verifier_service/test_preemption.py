@@ -1,27 +1,31 @@
 """Too little room for all: sequences give their keys and values back, are run again later, and write the same.
 
-A pool of 2 MiB holds some 340 positions of the demo target in float32, and 32 requests ask for some 2,700. What each
+A pool of 1 MiB holds 160 positions of the demo target in float32, and twelve requests ask for some 1,200. What each
 writes is compared with what it writes where it is alone, and has all the room it needs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from outrider.cli.pair import fixed
 from outrider.cli.processes import ServiceProcess
+from outrider.client import Options
 from tests.exactness import company
 from tests.metrics import scrape
 from tests.services import HEALTHY_WITHIN_S, MODELS
 
-POOL = ("--kv-cache-mb", "2", "--max-sequence-tokens", "256")
+POOL = ("--kv-cache-mb", "1", "--max-sequence-tokens", "160")
+REQUESTS, TOKENS, PROMPT_CHARS = 12, 72, 90
+"""Prompts so short that some may begin together, and texts so long that they cannot go on so."""
+
 FLAGS = ("--dtype", "float32", "--device", "cpu", "--threads", "1")
 PREEMPTIONS = "outrider_preemptions_total"
 CHECKS = "outrider_kv_integrity_checks_total"
-ENOUGH = 4
+ENOUGH = 3
 """Preemptions without which the comparison is worth little."""
 
 
@@ -51,7 +55,8 @@ def cramped() -> Iterator[Cramped]:
 
 
 def test_tokens_are_the_same_after_preemption(cramped: Cramped) -> None:
-    asked = company.requests()
+    short = [each for each in company.requests() if len(each.prompt) <= PROMPT_CHARS][:REQUESTS]
+    asked = [replace(each, options=each.options | Options(max_new_tokens=TOKENS)) for each in short]
     alone = company.texts(cramped.address, asked, together=False, salt="alone")
     before = cramped.count(PREEMPTIONS)
     assert before == 0, "whoever is alone has room"

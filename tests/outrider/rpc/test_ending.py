@@ -33,7 +33,7 @@ HANDLERS = {"Refuse": _greet_and_refuse, "Take": _take_all, "Stay": _stay}
 @pytest.fixture
 async def channel() -> Any:
     server = create_server(max_message_bytes=1 << 20)
-    methods = {name: grpc.stream_stream_rpc_method_handler(handler) for name, handler in HANDLERS.items()}
+    methods: Any = {name: grpc.stream_stream_rpc_method_handler(handler) for name, handler in HANDLERS.items()}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", methods),))
     address = bind(server, "127.0.0.1:0")
     await server.start()
