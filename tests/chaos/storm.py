@@ -91,7 +91,7 @@ async def storm(house: House, requests: Sequence[Request], expected: dict[int, E
         for door in doors:
             await door.close()
         # Those that vanished stay until the services have given them up by themselves.
-        await asyncio.sleep(max(0.0, began + VANISH_WITHIN_S + KEEPALIVE_S - time.monotonic()))
+        await asyncio.sleep(max(0.0, dice.last_vanished + KEEPALIVE_S - time.monotonic()))
     return Aftermath(outcomes, left_over)
 
 
@@ -105,6 +105,7 @@ class _Dice:
 
     began: float
     vanishing: dict[Door, int] = field(default_factory=VANISHING.copy)
+    last_vanished: float = 0.0
 
     def over(self) -> bool:
         return time.monotonic() > self.began + SECONDS
@@ -121,7 +122,11 @@ class _Dice:
 
     def note(self, outcome: Outcome) -> None:
         """Take in what came: who was refused has not vanished."""
-        if outcome.behaviour is Behaviour.VANISH and outcome.status != "CANCELLED":
+        if outcome.behaviour is not Behaviour.VANISH:
+            return
+        if outcome.status == "CANCELLED":
+            self.last_vanished = time.monotonic()
+        else:
             self.vanishing[outcome.door] += 1
 
 

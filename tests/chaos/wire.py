@@ -24,18 +24,20 @@ class Wire:
         self._target = (host, int(port))
         self._server: asyncio.Server | None = None
         self._ends: list[asyncio.StreamWriter] = []
+        self._connections: list[asyncio.Task[None]] = []
         self._flows = asyncio.Event()
         self._flows.set()
         self._cut = False
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.cut()
+        await asyncio.gather(*self._connections, return_exceptions=True)
 
     @property
     def address(self) -> str:
@@ -59,6 +61,9 @@ class Wire:
     def hang(self) -> None:
         """Let nothing through any more, neither bytes nor the end of either side."""
         self._flows.clear()
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections.append(asyncio.create_task(self._connect(reader, writer)))
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._ends.append(writer)
