@@ -16,6 +16,7 @@ import pytest
 from outrider.client import AsyncClient
 from outrider.rpc.channel import wait_for_health_blocking
 from tests.chaos.asked import Behaviour, Door, Expected, Outcome, Request, requests
+from tests.chaos.clients import PATIENCE_S
 from tests.chaos.house import PLACES, WAITING, House, Watched, running_house, until
 from tests.chaos.storm import BEHAVIOURS, VANISHING, Aftermath, expect, storm
 from tests.verifier_service.streams import Stream, opening
@@ -179,8 +180,8 @@ def test_all_go_on_with_room_for_as_many_as_before(
 
     async def together() -> None:
         async with (
-            AsyncClient(house.draft.address, retry=False) as client,
-            AsyncClient(house.frail.address, retry=False) as frail,
+            AsyncClient(house.draft.address, timeout=PATIENCE_S, retry=False) as client,
+            AsyncClient(house.frail.address, timeout=PATIENCE_S, retry=False) as frail,
         ):
             crowd = [asked[1 + number % (REQUESTS - 1)] for number in range(PLACES + WAITING)]
             done = await asyncio.gather(
