@@ -4,6 +4,7 @@ import grpc
 
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.model import ModelDrafter
+from draft_service.metrics import show_held
 from draft_service.pair import Pair
 from draft_service.service import SERVICE_NAME, DraftService
 from draft_service.settings import DraftSettings
@@ -59,6 +60,7 @@ class DraftApp(Service):
         limit_by(draft, target)
         self._engine = await in_thread(lambda: build_engine(loaded, target, draft.limits, settings))
         self._engine.start()
+        show_held(self.metrics, self._servicer.places, self._engine.packed.pool)
         drafter = ModelDrafter(self._engine, vocab_size=target.vocab_size)
         self.metrics.describe(
             service="draft_service", version=draft.server_version, model=draft.name, device=draft.device

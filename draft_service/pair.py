@@ -32,6 +32,11 @@ class Places:
         self._maximum = maximum
         self._taken = 0
 
+    @property
+    def taken(self) -> int:
+        """How many are in progress."""
+        return self._taken
+
     @contextmanager
     def take(self, count: int) -> Iterator[None]:
         """Holds `count` places for as long as it is open.

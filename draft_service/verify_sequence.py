@@ -4,12 +4,14 @@ It knows nothing of drafts, nor of how the verifier was found.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
 
 import grpc
 import structlog
 
+from outrider.rpc.ending import Ending
 from outrider.rpc.errors import (
     UNSPECIFIED,
     RequestError,
@@ -23,12 +25,11 @@ from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_p
 
 _log = structlog.get_logger()
 
+Step = TypeVar("Step")
+
 # How long an end that should come at once is waited for.
 CLOSING_SECONDS = 1.0
-# How often, and how far apart, a status that is on its way is looked for.
-STATUS_LOOKS, SECONDS_PER_LOOK = 50, 0.01
 
-_NO_STATUS_YET = "Internal error from Core"
 # Without a reason these speak of the way to the verifier: what it refuses itself has one.
 _GONE = (
     grpc.StatusCode.UNAVAILABLE,
@@ -75,6 +76,7 @@ class VerifySequence:
         self._sequence_id = sequence_id
         self._fingerprint = fingerprint
         self._address = address
+        self._ending = Ending(call)
         self._watch = _SilenceWatch(call, silence)
         self._hash = PrefixHash(opening.prompt_token_ids)
         self._hash.extend(opening.committed_token_ids)
@@ -210,7 +212,7 @@ class VerifySequence:
     async def _read(self) -> verifier_service_pb2.VerifyResponse:
         self._watch.begin()
         try:
-            response = await self._call.read()
+            response = await self._watch.over(self._call.read())
         except (grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError) as error:
             raise await self._explain(error) from None
         self._watch.end()
@@ -222,33 +224,28 @@ class VerifySequence:
     async def _write(self, message: verifier_service_pb2.VerifyRequest) -> None:
         self._watch.begin()
         try:
-            await self._call.write(message)
+            await self._watch.over(self._call.write(message))
         except (grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError) as error:
             raise await self._explain(error) from None
 
     async def _explain(self, error: BaseException) -> BaseException:
         """What is to be raised for an error of the call's."""
+        if (silence := self._watch.verdict(self._address)) is not None:
+            return silence
         if isinstance(error, asyncio.CancelledError):
-            return self._watch.verdict(self._address) or error
-        # A write that meets the end of the call fails before the call's status is there, and puts another in its place
-        # for a moment.
-        for _ in range(STATUS_LOOKS):
-            if await self._call.details() != _NO_STATUS_YET:
-                break
-            await asyncio.sleep(SECONDS_PER_LOOK)
-        if await self._call.code() is grpc.StatusCode.OK:
+            return error
+        status = await self._ending.status()
+        if status.code() is grpc.StatusCode.OK:
             return internal("INTERNAL", "the verifier ended the stream before the sequence")
-        status = grpc.aio.AioRpcError(
-            await self._call.code(),
-            await self._call.initial_metadata(),
-            await self._call.trailing_metadata(),
-            details=await self._call.details(),
-        )
         return translate(status, self._address)
 
 
 class _SilenceWatch:
-    """Cancels a call whose answer is owed for too long. One timer a call: a timeout for each answer costs far more."""
+    """Cancels a call whose answer is owed for too long. One timer a call: a timeout for each answer costs far more.
+
+    It cancels the task that waits for the call too: a write to a call without a connection waits for ever, also when
+    that call is cancelled.
+    """
 
     def __init__(self, call: Any, seconds: float) -> None:
         self._call = call
@@ -256,6 +253,8 @@ class _SilenceWatch:
         self._loop = asyncio.get_running_loop()
         self._since: float | None = None
         self._fired = False
+        self._waiting: asyncio.Task[Any] | None = None
+        self._cancelled: asyncio.Task[Any] | None = None
         self._timer = self._loop.call_later(seconds, self._look)
 
     def begin(self) -> None:
@@ -266,6 +265,18 @@ class _SilenceWatch:
         """It has come."""
         self._since = None
 
+    async def over(self, step: Awaitable[Step]) -> Step:
+        """Awaits a read or a write of the call, under this watch.
+
+        Raises:
+            CancelledError: also where it was this watch that cancelled; `verdict` tells, and must be asked.
+        """
+        self._waiting = asyncio.current_task()
+        try:
+            return await step
+        finally:
+            self._waiting = None
+
     def stop(self) -> None:
         """Nothing is owed any more."""
         self._timer.cancel()
@@ -274,6 +285,9 @@ class _SilenceWatch:
         """The error, where it was this watch that cancelled the call."""
         if not self._fired:
             return None
+        if self._cancelled is not None:
+            self._cancelled.uncancel()
+            self._cancelled = None
         return unavailable("NO_VERIFIER", f"the verifier at {address} was silent for {self._seconds:g} s")
 
     def _look(self) -> None:
@@ -281,6 +295,9 @@ class _SilenceWatch:
         if waited >= self._seconds:
             self._fired = True
             self._call.cancel()
+            if self._waiting is not None:
+                self._waiting.cancel()
+                self._cancelled = self._waiting
         else:
             self._timer = self._loop.call_later(self._seconds - waited, self._look)
 

@@ -20,6 +20,7 @@ from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
 OPENING = verifier_service_pb2.OpenSequence(
     prompt_token_ids=[1, 2, 3], sampling=sampling_pb2.SamplingParams(rule=sampling_pb2.ACCEPTANCE_RULE_COUPLED)
 )
+OPENED = verifier_service_pb2.Opened(rule=sampling_pb2.ACCEPTANCE_RULE_COUPLED)
 
 
 def silent(error: RequestError | None, opened: verifier_service_pb2.Opened | None) -> grpc.GenericRpcHandler:
@@ -72,12 +73,17 @@ async def test_a_silent_verifier_is_no_verifier() -> None:
     assert address in error.message
 
 
-async def test_an_address_that_takes_connections_and_says_nothing_is_no_verifier() -> None:
+@pytest.mark.parametrize("silence", [0.05, 0.5])
+async def test_an_address_that_takes_connections_and_says_nothing_is_no_verifier(silence: float) -> None:
+    """Whether the silence is noticed by us, while the opening cannot be written, or by gRPC, after 0.2 s."""
     server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
-        error = await refusal(f"127.0.0.1:{port}", silence=0.3)
+        error = await refusal(f"127.0.0.1:{port}", silence=silence)
     assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_VERIFIER")
+    task = asyncio.current_task()
+    assert task is not None
+    assert not task.cancelling()
 
 
 async def test_a_port_where_nobody_listens_is_no_verifier_at_once() -> None:
@@ -85,6 +91,33 @@ async def test_a_port_where_nobody_listens_is_no_verifier_at_once() -> None:
     error = await refusal("127.0.0.1:1", timeout=20.0)
     assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_VERIFIER")
     assert time.monotonic() - started < 10.0
+
+
+async def test_a_refusal_that_meets_a_round_on_its_way_is_told_as_it_is() -> None:
+    """A write that fails must not hide what the verifier said: of 200 refusals some thirty meet one."""
+
+    async def refused(link: VerifierLink, turns: int) -> RequestError:
+        sequence = link.open(OPENING, sequence_id="s", timeout=None)
+        await sequence.begin()
+        for _ in range(turns):  # of the event loop
+            await asyncio.sleep(0)
+        try:
+            await sequence.propose([1, 2, 3], [])
+            await sequence.verdict()
+        except RequestError as error:
+            return error
+        finally:
+            sequence.cancel()
+        raise AssertionError("there is no verdict to be had")
+
+    async with peer(overloaded("no room"), OPENED) as address:
+        link = VerifierLink(address, max_message_bytes=1 << 20, silence=30.0)
+        errors = [
+            error
+            for _ in range(5)
+            for error in await asyncio.gather(*(refused(link, number % 7) for number in range(40)))
+        ]
+    assert {(error.code, error.reason) for error in errors} == {(grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")}
 
 
 async def test_the_clients_deadline_holds_for_the_verifier_too() -> None:
