@@ -116,6 +116,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         told(f"benchmarks.load: {error}")
         return 2
+    except KeyboardInterrupt:
+        told("benchmarks.load: interrupted; --resume goes on from here")
+        return 130
     record.put("load_average_after", machine.load_average())
     record.put("summary", summarise(record.runs))
     show(record.document, Console(highlight=False, width=None if sys.stdout.isatty() else TABLE_WIDTH))
