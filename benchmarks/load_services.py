@@ -147,6 +147,7 @@ class _Run:
             served = replace(
                 served,
                 rounds=told.num_rounds,
+                proposals=told.num_drafts,
                 drafted=told.num_draft_tokens,
                 accepted=told.num_accepted_tokens,
                 alpha=told.alpha if told.num_draft_tokens else None,
