@@ -12,7 +12,7 @@ import matplotlib
 matplotlib.use("Agg")  # no window: it writes a file
 from matplotlib import pyplot
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from benchmarks.load_summary import ALONE, BATCHING, CLOSED, CONTENDERS, LABELS, OPEN, PAIR, STATIC
 from benchmarks.load_tables import machine_line
@@ -36,11 +36,11 @@ class _Panel:
     title: str
     line: Figure
     dotted: Figure | None = None
-    logarithmic: bool = False
+    scale: str = "linear"  # or "log", or "share": from 0 to 1
 
 
 def _times(title: str, name: str, low: str = "p50", high: str = "p95") -> _Panel:
-    return _Panel(f"{title}, ms\n{low}, dotted {high}", _time(name, low), _time(name, high), logarithmic=True)
+    return _Panel(f"{title}, ms\n{low}, dotted {high}", _time(name, low), _time(name, high), "log")
 
 
 def _plain(name: str) -> Figure:
@@ -51,8 +51,8 @@ _RATIO = _Panel(
     "the pair over the better of the two references", lambda found: found["ratio"] if "aim" in found else None
 )
 _SPECULATION = [
-    _Panel("drafted tokens a round; dotted: share of\nrounds by Decode", _plain("gamma"), _plain("decode_share")),
-    _Panel("acceptance α", _plain("alpha")),
+    _Panel("γ: drafted tokens a round", _plain("gamma")),
+    _Panel("acceptance α\ndotted: share of rounds by Decode", _plain("alpha"), _plain("decode_share"), "share"),
 ]
 _PANELS: dict[str, list[_Panel]] = {
     CLOSED: [
@@ -62,7 +62,7 @@ _PANELS: dict[str, list[_Panel]] = {
         _times("time per output token", "tpot_ms"),
         _times("between pieces of text", "itl_piece_ms", high="p99"),
         *_SPECULATION,
-        _Panel("KV use, share of places", _plain("kv_usage")),
+        _Panel("KV use, share of places", _plain("kv_usage"), None, "share"),
     ],
     OPEN: [
         _Panel("tokens/s, served", _plain("tokens_per_second")),
@@ -71,7 +71,7 @@ _PANELS: dict[str, list[_Panel]] = {
         _times("time per output token", "tpot_ms"),
         _times("between pieces of text", "itl_piece_ms", high="p99"),
         *_SPECULATION,
-        _Panel("refused, share of requests", lambda found: found["refused"] / found["requests"]),
+        _Panel("refused, share of requests", lambda found: found["refused"] / found["requests"], None, "share"),
     ],
 }
 _COLUMNS = 4
@@ -136,12 +136,13 @@ def _draw_panel(axes: Axes, mode: str, by_level: Json, panel: _Panel) -> None:
         axes.set_xscale("log", base=2)
     axes.set_xticks(levels, [f"{level:g}" for level in levels])
     axes.minorticks_off()
-    if panel.logarithmic:  # times differ by orders of magnitude
+    if panel.scale == "log":  # times differ by orders of magnitude
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
     else:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.03 if panel.scale == "share" else 1.05 * axes.get_ylim()[1])
     axes.set_title(panel.title, fontsize=9)
     axes.set_xlabel("streams" if mode == CLOSED else "arrivals, share of capacity", fontsize=8)
     axes.tick_params(labelsize=8)

@@ -82,14 +82,23 @@ def figures(outcome: Outcome) -> Json:
     }
 
 
+MOST_OF_ENGINE = 0.10
+"""The engine's own share at the most, on the deepened pair."""
+
+
 def aim(mode: str, level: str) -> float:
     """What the pair's `ratio` is to reach: above 1 at few streams of the closed loop, elsewhere `NOT_BEHIND`."""
     return 1.0 if mode == CLOSED and float(level) <= AHEAD_UP_TO else NOT_BEHIND
 
 
-def missed(summary: Json) -> list[str]:
-    """Where the pair's `ratio` misses its `aim`, a line each."""
-    return [
+def missed(summary: Json, engine: Json) -> list[str]:
+    """Where the pair's `ratio` misses its `aim`, and the engine's share `MOST_OF_ENGINE`, a line each."""
+    shares = [
+        f"deepened pair, {kind}: {found['share']:.1%} of the engine's time is its own; aimed at {MOST_OF_ENGINE:.0%}"
+        for kind, found in engine.get("deepened", {}).items()
+        if found["share"] > MOST_OF_ENGINE
+    ]
+    return shares + [
         f"{pair} pair, {mode} loop, {mix} prompts, {level}{' streams' if mode == CLOSED else ' of the capacity'}: "
         f"{cell[PAIR]['ratio']:.2f} of the better of the two; aimed at {cell[PAIR]['aim']:.2f}"
         for pair, by_mode in summary.items()

@@ -29,9 +29,11 @@ def show(document: Json, console: Console) -> None:
     console.print(document["command"], markup=False, soft_wrap=True)
     if document.get("engine"):
         console.print(_engine(document["engine"]))
-    behind = missed(document["summary"])
+    behind = missed(document["summary"], document.get("engine", {}))
     console.print(
-        "\n".join(f"AIM MISSED: {line}" for line in behind) or "All aims are met.", markup=False, soft_wrap=True
+        "\n".join(f"AIM MISSED: {line}" for line in behind) or "All aims are met, as far as measured.",
+        markup=False,
+        soft_wrap=True,
     )
     for pair, by_mode in document["summary"].items():
         for name, reason in document.get("unavailable", {}).get(pair, {}).items():
