@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-
 import grpc
 import structlog
 
