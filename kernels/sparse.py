@@ -199,7 +199,7 @@ def _truncate_rows(p: np.ndarray, config: SparseConfig) -> list[SparseLaw]:
     K = min(config.max_support, V)
     best = np.sort(np.partition(p, V - K, axis=1)[:, V - K :], axis=1)[:, ::-1].astype(np.float64)
     sizes = np.minimum((best.cumsum(axis=1) < config.keep_mass).sum(axis=1) + 1, K)
-    last = best[np.arange(B), sizes - 1].astype(np.float32)
+    last = best[np.arange(B), sizes - 1].astype(p.dtype)
     kept = p >= last[:, None]
     surplus = kept.sum(axis=1) - sizes
     for row in np.flatnonzero(surplus):  # more tokens equal to the last than there is room for: the lower ids stay
