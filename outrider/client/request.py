@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any, TypeAlias, TypedDict, cast
 
 from outrider.client.errors import typed
-from outrider.client.events import AcceptanceRule
+from outrider.client.events import AcceptanceRule, Drafter
 from outrider.rpc.errors import invalid_field
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2
 
@@ -55,6 +55,7 @@ class Options(TypedDict, total=False):
     ignore_eos: bool
     # How it is done, and what is told of it
     gamma: int  # tokens per proposal; 0 lets the target write alone
+    drafter: Drafter | str  # what proposes, of those that the service has; left out: its default
     report_rounds: bool
     logprobs: int  # log-probabilities of each token, and of the N most probable
     keep_special_tokens: bool
@@ -153,6 +154,10 @@ def _set_gamma(request: draft_service_pb2.GenerateRequest, value: int) -> None:
     request.speculation.gamma = value
 
 
+def _set_drafter(request: draft_service_pb2.GenerateRequest, value: Drafter | str) -> None:
+    request.speculation.drafter = cast("draft_service_pb2.Drafter", Drafter(value).number)
+
+
 def _set_report_rounds(request: draft_service_pb2.GenerateRequest, value: bool) -> None:
     request.speculation.report_rounds = value
 
@@ -183,6 +188,7 @@ _SETTERS: dict[str, Setter] = {
     "stop_token_ids": _repeated("stop_token_ids"),
     "ignore_eos": _field("ignore_eos"),
     "gamma": _set_gamma,
+    "drafter": _set_drafter,
     "report_rounds": _set_report_rounds,
     "logprobs": _set_logprobs,
     "keep_special_tokens": _field("keep_special_tokens"),
