@@ -61,6 +61,7 @@ def sample(
     gamma: int,
     seed: int,
     rule: str = "tokenwise",
+    drafter: str | None = None,
 ) -> Run:
     """Write `samples` texts of `length` tokens after `prompt`; equal arguments give equal texts.
 
@@ -76,6 +77,8 @@ def sample(
         rule=rule,
         n=SAMPLES_PER_REQUEST,
     )
+    if drafter is not None:
+        options["drafter"] = drafter
     requests = -(-samples // SAMPLES_PER_REQUEST)
     return asyncio.run(_sample(address, prompt, options, [seed * 1_000_003 + number for number in range(requests)]))
 
