@@ -120,9 +120,9 @@ class Mutant:
 
 
 MUTANTS = (
-    Mutant("untruncated_ngrams", "ngram", Filters(temperature=1.0, top_k=6, top_p=0.8)),
+    Mutant("untruncated_ngrams", "ngram", Filters(temperature=1.0, top_k=6, top_p=0.8), 80),
     Mutant("copies_with_a_law", "lookup", length=48),
-    Mutant("support_around_the_token", "random"),
+    Mutant("support_around_the_token", "random", length=64),
 )
 
 
