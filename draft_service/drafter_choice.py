@@ -10,6 +10,8 @@ from outrider.rpc.errors import invalid_field
 from outrider.sampling import Sampling
 from protos.outrider.v1 import draft_service_pb2
 
+MAX_TEMPERATURE = 100.0
+
 KIND_TO_WIRE = {
     Kind.MODEL: draft_service_pb2.DRAFTER_MODEL,
     Kind.NGRAM: draft_service_pb2.DRAFTER_NGRAM,
@@ -45,6 +47,28 @@ def _check_rule(kind: Kind, sampling: Sampling) -> None:
             given=sampling.rule.value,
             drafter=kind.value,
         )
+
+
+def check_draft_temperature(
+    field: str, asked: float | None, sampling: Sampling, *, default: float | None
+) -> float | None:
+    """The temperature that is drafted by; None is the target's. A default that the rule refuses is left out.
+
+    Raises:
+        RequestError: INVALID_ARGUMENT: it is outside its range, or 0 where the rule divides logits by it.
+    """
+    if asked is None:
+        return None if default == 0 and sampling.needs_logits else default
+    if not 0 <= asked <= MAX_TEMPERATURE:  # NaN neither
+        raise invalid_field(
+            field,
+            f"{field} is {asked:g}; it must lie in [0, {MAX_TEMPERATURE:g}]",
+            given=asked,
+            maximum=MAX_TEMPERATURE,
+        )
+    if asked == 0 and sampling.needs_logits:
+        raise invalid_field(field, f"{field} is 0; under the rule sigmoid it must be above 0", given=asked)
+    return asked
 
 
 def supports_rule_by_logits(offered: Collection[Kind]) -> bool:

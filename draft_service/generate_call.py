@@ -92,6 +92,7 @@ class GenerateCall:
             default_gamma=self._settings.gamma,
             drafters=self._pair.drafters.keys(),
             default_drafter=self._pair.default,
+            default_draft_temperature=self._settings.draft_temperature,
         )
         chars = len(message.text) + sum(len(said.content) for said in message.chat.messages)
         return check() if chars <= SHORT_PROMPT_CHARS else await asyncio.to_thread(check)

@@ -226,6 +226,7 @@ class Sample:
             seed=self._request.seed_of(self._index),
             rule=self._request.sampling.rule,
             seed_is_fresh=self._request.seed_is_fresh,
+            draft_temperature=self._request.draft_temperature,
         )
 
     def _stop_drafting(self) -> None:

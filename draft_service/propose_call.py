@@ -12,7 +12,7 @@ from typing import Any, cast
 import grpc
 import structlog
 
-from draft_service.drafter_choice import KIND_TO_WIRE, check_drafter
+from draft_service.drafter_choice import KIND_TO_WIRE, check_draft_temperature, check_drafter
 from draft_service.drafters.base import Draft, DraftError, Drafting, DraftSequence, Kind
 from draft_service.pair import Pair, Places
 from draft_service.settings import DraftSettings
@@ -35,6 +35,7 @@ class ProposeCall:
         self._pair = pair
         self._places = places
         self._limits = pair.draft.limits
+        self._draft_temperature = settings.draft_temperature
         self._idle_timeout = settings.idle_timeout
         self._context = context
         self._started = time.perf_counter()
@@ -74,7 +75,7 @@ class ProposeCall:
             raise out_of_order(f"the first message is {message.WhichOneof('kind') or 'empty'}; it must be OpenDraft")
         check_name("sequence_id", message.sequence_id, required=True)
         self._sequence_id = message.sequence_id
-        sequence, drafter = check_open(message.open, self._pair)
+        sequence, drafter = check_open(message.open, self._pair, self._draft_temperature)
         with self._places.take(1):
             drafting = self._pair.drafters[drafter].open(sequence)
             progress = _Progress(sequence)
@@ -184,8 +185,10 @@ class _Progress:
         )
 
 
-def check_open(message: draft_service_pb2.OpenDraft, pair: Pair) -> tuple[DraftSequence, Kind]:
-    """Checks an opening. Returns what the drafter is told, and which it is.
+def check_open(
+    message: draft_service_pb2.OpenDraft, pair: Pair, draft_temperature: float | None
+) -> tuple[DraftSequence, Kind]:
+    """Checks an opening; `draft_temperature` is the default. Returns what the drafter is told, and which it is.
 
     Raises:
         RequestError: INVALID_ARGUMENT naming the field, or FAILED_PRECONDITION.
@@ -208,6 +211,12 @@ def check_open(message: draft_service_pb2.OpenDraft, pair: Pair) -> tuple[DraftS
             given=len(prompt) + len(committed),
             maximum=room,
         )
+    temperature = check_draft_temperature(
+        "draft_temperature",
+        message.draft_temperature if message.HasField("draft_temperature") else None,
+        sampling,
+        default=draft_temperature,
+    )
     sequence = DraftSequence(
         prompt=prompt,
         committed=committed,
@@ -215,5 +224,6 @@ def check_open(message: draft_service_pb2.OpenDraft, pair: Pair) -> tuple[DraftS
         logit_rules=sampling.logit_rules,
         seed=sampling.seed,
         rule=sampling.rule,
+        draft_temperature=temperature,
     )
     return sequence, drafter

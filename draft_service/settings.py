@@ -21,6 +21,9 @@ class DraftSettings(ServiceSettings):
         description="what proposes where a request does not say; all but `model` load no weights, and of --model the "
         "tokenizer alone",
     )
+    draft_temperature: float | None = Field(
+        None, ge=0, le=100, description="temperature by which `model` and `ngram` draft; default: the request's own"
+    )
     draft_timeout: int = Field(
         10_000, ge=1, description="milliseconds a proposal may take; the target writes alone in the place of a late one"
     )

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from draft_service.drafter_choice import check_drafter
+from draft_service.drafter_choice import check_draft_temperature, check_drafter
 from draft_service.drafters.base import Kind
 from kernels.adjustments import LogitRules
 from outrider.lm.tokenizer import Tokenizer
@@ -47,6 +47,7 @@ class Generation:
         time_limit: in seconds; None is none.
         gamma: tokens of a proposal; 0 lets the target write alone.
         drafter: what proposes; `NONE` where gamma is 0.
+        draft_temperature: None is the target's.
         seed_is_fresh: the seed was chosen here and now.
     """
 
@@ -66,6 +67,7 @@ class Generation:
     time_limit: float | None
     gamma: int
     drafter: Kind
+    draft_temperature: float | None
     seed_is_fresh: bool
     report_rounds: bool
     keep_special_tokens: bool
@@ -99,6 +101,7 @@ def check_generate(
     default_gamma: int,
     drafters: Collection[Kind],
     default_drafter: Kind,
+    default_draft_temperature: float | None = None,
 ) -> Generation:
     """Checks a request against the pair and the limits. A long prompt takes its time to tokenise.
 
@@ -148,6 +151,12 @@ def check_generate(
         time_limit=time_limit,
         gamma=gamma,
         drafter=drafter,
+        draft_temperature=check_draft_temperature(
+            "speculation.draft_temperature",
+            message.speculation.draft_temperature if message.speculation.HasField("draft_temperature") else None,
+            sampling,
+            default=default_draft_temperature,
+        ),
         seed_is_fresh=sampling.seed is None,
         report_rounds=message.speculation.report_rounds,
         keep_special_tokens=message.keep_special_tokens,

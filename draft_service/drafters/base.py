@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from kernels.adjustments import LogitRules
@@ -74,13 +74,14 @@ class DraftSequence:
     Attributes:
         prompt: at least one token.
         committed: output that there is already.
-        law: what the target's logits are sampled by; a drafter that has logits does best to draw by it too.
+        law: what the target's logits are sampled by.
         logit_rules: what changes those logits before.
         seed: key of the draws (Law 2).
         rule: how proposals are judged, which says what is to be told of each token; under `coupled` the drafts are
             chosen by the noise that the target has too.
         seed_is_fresh: nobody has had this seed before, so nothing that was ever written depends on its draws. Only then
             may a law learned from other texts be sampled from by them.
+        draft_temperature: in place of the target's, where that is above 0; None is the same.
     """
 
     prompt: Sequence[int]
@@ -90,11 +91,19 @@ class DraftSequence:
     seed: int
     rule: Rule = Rule.TOKENWISE
     seed_is_fresh: bool = False
+    draft_temperature: float | None = None
+
+    @property
+    def draft_law(self) -> SamplingLaw:
+        """What a drafter that has logits draws by; any is exact [L 6], and the target's own the natural choice."""
+        if self.draft_temperature is None or self.law.is_greedy:
+            return self.law
+        return replace(self.law, temperature=self.draft_temperature)
 
     @property
     def shares_noise(self) -> bool:
         """Whether tokens are chosen by the noise of their positions, and not drawn by uniforms of the round."""
-        return self.rule is Rule.COUPLED and not self.law.is_greedy
+        return self.rule is Rule.COUPLED and not self.draft_law.is_greedy
 
     @property
     def needs_logits(self) -> bool:

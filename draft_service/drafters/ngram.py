@@ -142,7 +142,7 @@ class _NGramDrafting(Drafting):
             z = apply(z, [self._adjuster.row()])
         if sequence.shares_noise:
             noise = coupled.noise_of([(sequence.seed, len(tokens))], self._vocab_size)
-            return coupled.draw(z, [sequence.law], noise)[0], None
-        u = 0.0 if sequence.law.is_greedy else uniform(sequence.seed, base, place, Domain.DRAFT)
-        (token,), (law,) = draw(z, sequence.law, self._sparse, [u])
+            return coupled.draw(z, [sequence.draft_law], noise)[0], None
+        u = 0.0 if sequence.draft_law.is_greedy else uniform(sequence.seed, base, place, Domain.DRAFT)
+        (token,), (law,) = draw(z, sequence.draft_law, self._sparse, [u])
         return token, law

@@ -68,6 +68,7 @@ _LAW = (
         type=click.Choice(_DRAFTERS),
         help="What proposes, of what the service has. Default: the service chooses.",
     ),
+    click.option("--draft-temperature", type=float, help="Temperature of what is proposed. Default: --temperature."),
 )
 
 _REST = (

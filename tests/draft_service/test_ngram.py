@@ -129,12 +129,12 @@ def reference(tokens: list[int], told: DraftSequence, gamma: int = 4) -> list[in
     own = counted(3, tokens)
     for place in range(gamma):
         z = torch.from_numpy(np.log(law([counted(3, TEXT), own], tokens))).float()
-        if told.law.is_greedy:
+        if told.draft_law.is_greedy:
             token = int(z.argmax())
         elif told.rule is Rule.COUPLED:
-            token = coupled_choice(standardise(z.double().numpy(), told.law), told.seed, len(tokens))
+            token = coupled_choice(standardise(z.double().numpy(), told.draft_law), told.seed, len(tokens))
         else:
-            (q,) = sparsify(probabilities(z[None], told.law), SPARSE)
+            (q,) = sparsify(probabilities(z[None], told.draft_law), SPARSE)
             token = sample(q, uniform(told.seed, base, place, Domain.DRAFT))
         tokens = [*tokens, token]
     return tokens[base:]
@@ -142,8 +142,16 @@ def reference(tokens: list[int], told: DraftSequence, gamma: int = 4) -> list[in
 
 @pytest.mark.parametrize(
     "told",
-    [sequence(), sequence(rule=Rule.COUPLED), sequence(law=SamplingLaw(temperature=0.0)), sequence(committed=[2, 2])],
-    ids=["tokenwise", "coupled", "greedy", "resumed"],
+    [
+        sequence(),
+        sequence(rule=Rule.COUPLED),
+        sequence(law=SamplingLaw(temperature=0.0), draft_temperature=3.0),
+        sequence(committed=[2, 2]),
+        sequence(draft_temperature=3.0),
+        sequence(draft_temperature=0.2, rule=Rule.COUPLED),
+        sequence(draft_temperature=0.0),
+    ],
+    ids=["tokenwise", "coupled", "greedy", "resumed", "hotter", "colder", "greedy draft"],
 )
 def test_drafts_are_drawn_from_the_law_by_the_rule_round_after_round(told: DraftSequence) -> None:
     tokens = [*told.prompt, *told.committed]
@@ -153,7 +161,7 @@ def test_drafts_are_drawn_from_the_law_by_the_rule_round_after_round(told: Draft
         if told.rule is Rule.COUPLED:
             assert draft.laws == []
         else:
-            assert [law is None for law in draft.laws] == [told.law.is_greedy] * 4
+            assert [law is None for law in draft.laws] == [told.draft_law.is_greedy] * 4
         tokens += verdict
 
 
@@ -193,8 +201,8 @@ def test_what_is_learned_serves_where_no_draw_can_depend_on_it() -> None:
     for _ in range(30):
         rounds(taught, sequence(prompt=[*PROMPT, 11, 10, 9] * 4), [[11, 10, 9]])
     asked = sequence(prompt=[2, 11])
-    for rule in (Rule.TOKENWISE, Rule.BLOCK):
-        told = replace(asked, rule=rule)
+    for rule, temperature in ((Rule.TOKENWISE, None), (Rule.BLOCK, None), (Rule.TOKENWISE, 0.0)):
+        told = replace(asked, rule=rule, draft_temperature=temperature)
         assert rounds(taught, told, [])[0].token_ids == rounds(fresh, told, [])[0].token_ids
     greedy = replace(asked, law=SamplingLaw(temperature=0.0))
     assert rounds(taught, greedy, [])[0].token_ids[:2] == [10, 9]

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,7 +75,7 @@ def chain_service(nursery: Nursery, markov: World, corpus: Path) -> Iterator[Ser
 
 
 def _fits(
-    service: Service, world: World, drafter: str, *, filters: Filters, length: int, seed: int, rule: str
+    service: Service, world: World, drafter: str, *, filters: Filters, length: int, seed: int, rule: str, **options: Any
 ) -> tuple[Run, Fit, Fit]:
     run = sampling.sample(
         service.address,
@@ -86,6 +87,7 @@ def _fits(
         seed=seed,
         rule=rule,
         drafter=drafter,
+        **options,
     )
     chain = Chain.of(world.target, filters)
     counts = chain.counts(PROMPT, run.tokens)
@@ -103,6 +105,18 @@ def test_the_law_of_each_next_token_is_the_targets(
     run, outcomes, classes = _fits(chain_service, markov, drafter, filters=PLAIN, length=LENGTH, seed=seed, rule=rule)
     assert 0.01 * run.drafted < run.accepted < 0.9 * run.drafted
     assert chisquare.detectable(classes.df, classes.n, level=LEVEL, power=0.95) <= DISTANCE
+    assert min(outcomes.p_value, classes.p_value) > LEVEL
+
+
+@pytest.mark.parametrize(("drafter", "temperature"), [("ngram", 0.0), ("ngram", 0.5)])
+def test_the_law_is_the_targets_with_a_draft_temperature_too(
+    drafter: str, temperature: float, chain_service: Service, markov: World
+) -> None:
+    fixed: dict[str, Any] = {"length": LENGTH, "seed": 800 + int(10 * temperature), "rule": "tokenwise"}
+    run, outcomes, classes = _fits(
+        chain_service, markov, drafter, filters=PLAIN, draft_temperature=temperature, **fixed
+    )
+    assert 0.01 * run.drafted < run.accepted < 0.9 * run.drafted
     assert min(outcomes.p_value, classes.p_value) > LEVEL
 
 

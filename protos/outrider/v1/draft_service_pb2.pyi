@@ -60,14 +60,16 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SpeculationParams(_message.Message):
-    __slots__ = ("gamma", "report_rounds", "drafter")
+    __slots__ = ("gamma", "report_rounds", "drafter", "draft_temperature")
     GAMMA_FIELD_NUMBER: _ClassVar[int]
     REPORT_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     gamma: int
     report_rounds: bool
     drafter: Drafter
-    def __init__(self, gamma: _Optional[int] = ..., report_rounds: _Optional[bool] = ..., drafter: _Optional[_Union[Drafter, str]] = ...) -> None: ...
+    draft_temperature: float
+    def __init__(self, gamma: _Optional[int] = ..., report_rounds: _Optional[bool] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., draft_temperature: _Optional[float] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("request_id", "text", "token_ids", "chat", "committed_token_ids", "sampling", "max_new_tokens", "min_new_tokens", "stop_token_ids", "stop", "ignore_eos", "n", "logprobs", "time_limit", "speculation", "keep_special_tokens", "required_features", "weights_fingerprint", "cache_salt")
@@ -248,18 +250,20 @@ class GenerateResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[GenerateStarted, _Mapping]] = ..., chunk: _Optional[_Union[GenerateChunk, _Mapping]] = ..., finished: _Optional[_Union[GenerateFinished, _Mapping]] = ...) -> None: ...
 
 class OpenDraft(_message.Message):
-    __slots__ = ("prompt_token_ids", "committed_token_ids", "sampling", "required_features", "drafter")
+    __slots__ = ("prompt_token_ids", "committed_token_ids", "sampling", "required_features", "drafter", "draft_temperature")
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     REQUIRED_FEATURES_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     committed_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _sampling_pb2.SamplingParams
     required_features: _containers.RepeatedScalarFieldContainer[str]
     drafter: Drafter
-    def __init__(self, prompt_token_ids: _Optional[_Iterable[int]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., required_features: _Optional[_Iterable[str]] = ..., drafter: _Optional[_Union[Drafter, str]] = ...) -> None: ...
+    draft_temperature: float
+    def __init__(self, prompt_token_ids: _Optional[_Iterable[int]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., required_features: _Optional[_Iterable[str]] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., draft_temperature: _Optional[float] = ...) -> None: ...
 
 class Advance(_message.Message):
     __slots__ = ("round", "base_length", "committed_token_ids", "gamma")
