@@ -1,7 +1,7 @@
 """The drafter that counts: the law of the next token by n-grams with back-off [L 3.6, 4.2], sampled from as a model's.
 
 Counts come from a corpus, from what the service writes, and always from the sequence's own prompt and output. It runs
-on the event loop: a token takes well under a millisecond with small vocabularies.
+on the event loop: a token takes 0.4 ms at V = 2,048, and 1 to 2 ms at 151,936.
 """
 
 import asyncio
