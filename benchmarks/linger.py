@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
+from outrider.cli.pair import terminated_as_interrupted
 from outrider.cli.processes import ServiceProcess
 from outrider.cli.sharing import service_environment
 from outrider.rpc.channel import open_channel
@@ -153,9 +154,9 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--out", type=Path, help="file for the JSON document; default: standard output alone")
     arguments = parser.parse_args()
-    common = ["--listen", "127.0.0.1:0", "--device", "cpu", "--threads", "1"]
+    common = ["--listen", "127.0.0.1:0", "--device", "cpu", "--threads", "1", "--no-gamma-cap"]
     common += ["--model", str(arguments.target), "--max-sequences", str(max(arguments.streams))]
-    with ExitStack() as stack:
+    with terminated_as_interrupted(), ExitStack() as stack:
         verifiers = {
             ms: stack.enter_context(
                 ServiceProcess.start(["verifier_service", "--max-linger", str(ms), *common], env=service_environment(1))

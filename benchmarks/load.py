@@ -5,7 +5,8 @@ capacity that the closed loop found. In each run of the grid the contenders take
 time, so that whatever else the machine does falls on all of them. Last comes what the verifier's engine costs beside
 the model.
 
-    python -m benchmarks.load            both pairs; hours on two cores, so --only and --parts, and --resume to go on
+    python -m benchmarks.load            both pairs, about forty minutes on two cores; --only and --parts for less of it
+    python -m benchmarks.load --resume   goes on where the same command was interrupted
     python -m benchmarks.load --quick    does it work at all: the demo pair, few texts, nothing tuned
 
 It knows the order of things; who serves, what is asked and how figures come about is known elsewhere.
@@ -18,7 +19,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,10 @@ from transformers import AutoTokenizer
 from benchmarks import machine
 from benchmarks.arguments import pair_parser
 from benchmarks.deepen import cached
-from benchmarks.load_batching import ContinuousBatching, StaticBatches
 from benchmarks.load_contenders import LoadContender, Outcome, Unavailable
 from benchmarks.load_engine import engine_share
 from benchmarks.load_picture import draw
-from benchmarks.load_plan import FULL, MIXES, QUICK, LoadPlan, Workload
+from benchmarks.load_plan import DEEPENED, FULL, MIXES, QUICK, LoadPlan, Workload
 from benchmarks.load_services import OutriderUnderLoad
 from benchmarks.load_summary import (
     ALONE,
@@ -48,42 +48,21 @@ from benchmarks.load_summary import (
     summarise,
 )
 from benchmarks.load_tables import show
-from benchmarks.local import Local, unload
+from benchmarks.load_tuning import Factory, Setting, tuned
+from benchmarks.local import unload
 from benchmarks.pair import CACHE, RESULTS, Models
 from benchmarks.plan import read_prompts
 from benchmarks.record import Record
 from benchmarks.services import Processes, RunningPair
-from outrider.cli.sharing import processors
 
 PARTS = ("engine", CLOSED, OPEN)
 # Where there is no terminal to ask.
 TABLE_WIDTH = 200
-_TUNING_STREAMS = 4
 # The rounds that the engine's share is taken on, and their γ: none, or the service's own.
 _KINDS: dict[str, int | None] = {"Decode": 0, "proposals": None}
 
 Json = dict[str, Any]
 Told = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """How each contender runs on one pair."""
-
-    batching: Local = field(default_factory=Local)
-    static: Local = field(default_factory=Local)
-    alone: Processes = field(default_factory=Processes)
-    pair: Processes = field(default_factory=Processes)
-
-    @classmethod
-    def of(cls, document: Json) -> Setting:
-        """That of a record."""
-        return cls(
-            Local(**document["batching"]),
-            Local(**document["static"]),
-            Processes(**document["alone"]),
-            Processes(**document["pair"]),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +85,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(line, style="dim", markup=False, soft_wrap=True)
 
     try:
-        plan = _plan(given)
         prompts = read_prompts(given.prompts_file)
-        pairs = _pairs(given, plan)
-        record = Record.open(_output(given), _head(plan, pairs, given, arguments), resume=given.resume)
-        for models in pairs:
+        pairs = _pairs(given)
+        record = Record.open(_output(given), _head(pairs, given, arguments), resume=given.resume)
+        for models, plan in pairs:
             Bench(models, plan, prompts, record, told).run(given.parts)
             unload()
     except (OSError, ValueError) as error:
         told(f"benchmarks.load: {error}")
         return 2
+    except KeyboardInterrupt:
+        told("benchmarks.load: interrupted; --resume goes on from here")
+        return 130
     record.put("load_average_after", machine.load_average())
     record.put("summary", summarise(record.runs))
     show(record.document, Console(highlight=False, width=None if sys.stdout.isatty() else TABLE_WIDTH))
@@ -148,8 +129,19 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _plan(given: argparse.Namespace) -> LoadPlan:
-    plan = QUICK if given.quick else FULL
+def _pairs(given: argparse.Namespace) -> list[tuple[Models, LoadPlan]]:
+    """The pairs that are asked for, each with what is put on it."""
+    pairs = []
+    if given.only != "deepened":
+        pairs.append((Models("demo", given.target, given.draft), _plan(QUICK if given.quick else FULL, given)))
+    plan = _plan(QUICK if given.quick else DEEPENED, given)
+    if given.only != "demo" and plan.factor > 1:
+        pairs.append((Models("deepened", cached(given.target, plan.factor, CACHE), given.draft), plan))
+    return pairs
+
+
+def _plan(plan: LoadPlan, given: argparse.Namespace) -> LoadPlan:
+    """A plan with what the command line says in place of its own."""
     changes = {name: value for name in plan.document() if (value := getattr(given, name, None)) is not None}
     changes = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
     for name, value in changes.items():
@@ -159,26 +151,20 @@ def _plan(given: argparse.Namespace) -> LoadPlan:
     return replace(plan, **changes)
 
 
-def _pairs(given: argparse.Namespace, plan: LoadPlan) -> list[Models]:
-    pairs = [Models("demo", given.target, given.draft)] if given.only != "deepened" else []
-    if plan.factor > 1 and given.only != "demo":
-        pairs.append(Models("deepened", cached(given.target, plan.factor, CACHE), given.draft))
-    return pairs
-
-
 def _output(given: argparse.Namespace) -> Path:
-    return given.output or (CACHE / "load-quick.json" if given.quick else RESULTS / "load.json")
+    name = f"load-{given.only}.json" if given.only else "load.json"
+    return given.output or (CACHE / "load-quick.json" if given.quick else RESULTS / name)
 
 
-def _head(plan: LoadPlan, pairs: Sequence[Models], given: argparse.Namespace, arguments: Sequence[str]) -> Json:
+def _head(pairs: Sequence[tuple[Models, LoadPlan]], given: argparse.Namespace, arguments: Sequence[str]) -> Json:
     return {
         "benchmark": "load",
         "command": machine.command("benchmarks.load", arguments),
         "machine": machine.describe(),
         "busy": given.busy,
         "load_average_before": machine.load_average(),
-        "settings": plan.document(),
-        "models": {models.name: models.document() for models in pairs},
+        "settings": {models.name: plan.document() for models, plan in pairs},
+        "models": {models.name: models.document() for models, _ in pairs},
         "contenders": {},
         "unavailable": {},
         "engine": {},
@@ -198,8 +184,8 @@ class Bench:
         self._record = record
         self._told = told
         self._work = Workload(prompts, plan, lambda text: tokenizer(text)["input_ids"])
-        # One place more than streams: the probe's.
-        self._places = max(*plan.streams, plan.engine_streams, _TUNING_STREAMS) + 1
+        self._factory = Factory(models, plan, self._work)
+        self._names = tuple(name for name in CONTENDERS if plan.static_batches or name != STATIC)
 
     def run(self, parts: Sequence[str]) -> None:
         """Makes the runs of these parts that the record does not hold yet."""
@@ -207,11 +193,16 @@ class Bench:
         engine = "engine" in parts and set(self._shares()) != set(_KINDS)
         if not cells and not engine:
             return
-        chosen = self._record.once("tuning", self._models.name, self._tune)
+        chosen = self._record.once(
+            "tuning",
+            self._models.name,
+            lambda: tuned(self._factory, self._plan, self._work, self._names, self._told),
+        )
         setting = Setting.of(chosen["settings"])
         with ExitStack() as running:
             pairs = {
-                how: running.enter_context(self._services(how)) for how in dict.fromkeys((setting.alone, setting.pair))
+                how: running.enter_context(self._factory.services(how))
+                for how in dict.fromkeys((setting.alone, setting.pair))
             }
             if engine:
                 self._measure_engine({"Decode": pairs[setting.alone], "proposals": pairs[setting.pair]})
@@ -220,19 +211,16 @@ class Bench:
                 for turn, cell in cells:
                     self._measure(cell, contenders, turn)
 
-    def _services(self, how: Processes) -> RunningPair:
-        return RunningPair(self._models.target, self._models.draft, how, self._places)
-
     def _contenders(self, setting: Setting, pairs: dict[Processes, RunningPair]) -> dict[str, LoadContender]:
         """All that can run here, warm. Those that cannot are in the record with the reason."""
         makers: dict[str, Callable[[], LoadContender]] = {
-            BATCHING: lambda: self._batching(setting.batching),
-            STATIC: lambda: StaticBatches(self._models.target, setting.static),
+            BATCHING: lambda: self._factory.batching(setting.batching),
+            STATIC: lambda: self._factory.static(setting.static),
             ALONE: lambda: OutriderUnderLoad(pairs[setting.alone], gamma=0),
             PAIR: lambda: OutriderUnderLoad(pairs[setting.pair], gamma=None),
         }
         contenders: dict[str, LoadContender] = {}
-        for name in CONTENDERS:
+        for name in self._names:
             try:
                 contender = makers[name]()
                 contender.closed(self._work.warm_up(2), 2)
@@ -243,9 +231,6 @@ class Bench:
         told = {name: contender.settings() for name, contender in contenders.items()}
         self._record.put("contenders", self._record.document["contenders"] | {self._models.name: told})
         return contenders
-
-    def _batching(self, how: Local) -> ContinuousBatching:
-        return ContinuousBatching(self._models.target, how, longest=self._work.longest(), most=max(self._plan.streams))
 
     def _leave_out(self, name: str, error: Unavailable) -> None:
         self._told(f"{self._models.name}: {name} is not there: {error}")
@@ -291,7 +276,7 @@ class Bench:
         gone = self._record.document["unavailable"].get(self._models.name, {})
         return [
             name
-            for name in CONTENDERS
+            for name in self._names
             if name not in gone
             and (cell.mode == CLOSED or name in IN_OPEN_LOOP)
             and not self._record.has_run(**self._keys(cell), contender=name)
@@ -330,43 +315,6 @@ class Bench:
                 found[kind] = engine_share(services[kind], tasks, gamma)
                 self._record.save()
             self._told(f"{self._models.name}: {found[kind]['share']:.1%} of the engine's time is its own, {kind}")
-
-    def _tune(self) -> Json:
-        """Each contender's faster setting at a few streams: threads, and for the pair processors of its own."""
-        if not self._plan.tuned:
-            return {"settings": asdict(Setting()), "tried": []}
-        tasks = self._work.closed(
-            "short" if "short" in self._plan.mixes else self._plan.mixes[0], _TUNING_STREAMS, 1_000
-        )
-        tried: list[Json] = []
-
-        def rate(name: str, contender: LoadContender) -> float:
-            contender.closed(self._work.warm_up(2), 2)
-            found = figures(contender.closed(tasks, _TUNING_STREAMS))["tokens_per_second"]
-            tried.append({"contender": name, "settings": contender.settings(), "tokens_per_second": found})
-            self._told(f"{self._models.name}: {name}, {contender.settings()}: {found:.1f} tokens/s")
-            return float(found)
-
-        def batching(how: Local) -> float:
-            try:
-                return rate(BATCHING, self._batching(how))
-            except Unavailable:
-                return 0.0
-
-        def outrider(name: str, how: Processes, gamma: int | None) -> float:
-            with self._services(how) as services:
-                return rate(name, OutriderUnderLoad(services, gamma))
-
-        threads = sorted({1, len(processors())})
-        locals_ = [Local(threads=each) for each in threads]
-        processes = [Processes(target_threads=each) for each in threads]
-        setting = Setting(
-            batching=max(locals_, key=batching),
-            static=max(locals_, key=lambda how: rate(STATIC, StaticBatches(self._models.target, how))),
-            alone=max(processes, key=lambda how: outrider(ALONE, how, 0)),
-            pair=max([*processes, Processes(apart=True)], key=lambda how: outrider(PAIR, how, None)),
-        )
-        return {"settings": asdict(setting), "tried": tried}
 
 
 def _compact(outcome: Outcome) -> list[list[float | int | None]]:

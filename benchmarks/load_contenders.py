@@ -26,6 +26,7 @@ class Served:
         stamps: of each piece that came: when, and how many tokens it held. Tokens of one piece come at once.
         refused: whether it was turned away for want of room; then nothing came.
         rounds: passes of the target over it, where the contender tells.
+        proposals: rounds that held a drafted token.
         drafted: tokens proposed in them.
         accepted: tokens of those that stood.
         alpha: mean chance of acceptance over judged positions; None where nothing was drafted.
@@ -35,6 +36,7 @@ class Served:
     stamps: tuple[tuple[float, int], ...] = ()
     refused: bool = False
     rounds: int = 0
+    proposals: int = 0
     drafted: int = 0
     accepted: int = 0
     alpha: float | None = None

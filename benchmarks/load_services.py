@@ -28,6 +28,8 @@ from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
 
 _TIMEOUT_S = 600.0
 _PROBE_TOKENS = 4  # of the whole of a probe's text
+# Streams that began together end together: at a half, the first texts have ended and the next have not begun.
+_PROBED_AT = 0.4
 
 _VERIFIED = "outrider_verify_seconds"
 _PROCESSOR = "process_cpu_seconds_total"
@@ -112,7 +114,7 @@ class _Run:
         self._client = client
         self._options: dict[str, Any] = {} if gamma is None else {"gamma": gamma}
         self._probe = probe
-        self._until_probe = sum(task.new_tokens for task in tasks) // 2
+        self._until_probe = round(_PROBED_AT * sum(task.new_tokens for task in tasks))
         self._began = time.perf_counter()
 
     def now(self) -> float:
@@ -147,6 +149,7 @@ class _Run:
             served = replace(
                 served,
                 rounds=told.num_rounds,
+                proposals=told.num_drafts,
                 drafted=told.num_draft_tokens,
                 accepted=told.num_accepted_tokens,
                 alpha=told.alpha if told.num_draft_tokens else None,
@@ -154,7 +157,7 @@ class _Run:
         self.served[number] = served
 
     async def _count(self, tokens: int) -> None:
-        """Asks the verifier how busy it is once, when half of the run's tokens have come."""
+        """Asks the verifier how busy it is once, when `_PROBED_AT` of the run's tokens have come."""
         before, self._until_probe = self._until_probe, self._until_probe - tokens
         if before > 0 >= self._until_probe:
             self.load = await self._probe.read()

@@ -10,7 +10,7 @@ long a reader sees nothing new. Where each piece is one token the two are the sa
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -33,6 +33,11 @@ LABELS = {
 PERCENTILES = (50, 95, 99)
 CLOSED, OPEN = "closed", "open"
 
+AHEAD_UP_TO = 4
+"""Streams of the closed loop up to which the pair is to be ahead of the better of `REFERENCES`."""
+NOT_BEHIND = 0.95
+"""What it is to keep of the better's rate at any load."""
+
 Json = dict[str, Any]
 
 
@@ -43,7 +48,10 @@ def figures(outcome: Outcome) -> Json:
     - `ttft_ms`: from when a request was due to its first token.
     - `tpot_ms`: of each text, the time from its first to its last piece over its tokens but one.
     - `itl_token_ms`, `itl_piece_ms`: the times between tokens, see above.
+    - `gamma`: drafted tokens over all rounds, those of `Decode` included. `decode_share`: of the rounds, those.
     - `rounds_per_pass`: verdicts over calls of `verify`: how full passes are. The probe's own is one of them.
+    - `verifier_cpu_us`, `draft_cpu_us`: processor time of each service a token, prompts included. Other work on the
+      machine disturbs it less than rates.
     """
     answered = [each for each in outcome.served if not each.refused]
     tokens = sum(each.tokens for each in answered)
@@ -65,12 +73,40 @@ def figures(outcome: Outcome) -> Json:
         "alpha": _alpha(answered),
         "accepted_share": sum(each.accepted for each in answered) / drafted if drafted else None,
         "gamma": drafted / rounds if drafted else None,
+        "decode_share": 1 - sum(each.proposals for each in answered) / rounds if drafted else None,
         "tokens_per_round": tokens / rounds if rounds else None,
         "kv_usage": told.get("kv_usage"),
         "rounds_per_pass": rounds / told["passes"] if told.get("passes") else None,
-        "verifier_cpu_share": told["verifier_cpu_seconds"] / seconds if "verifier_cpu_seconds" in told else None,
-        "draft_cpu_share": told["draft_cpu_seconds"] / seconds if "draft_cpu_seconds" in told else None,
+        "verifier_cpu_us": _micros_a_token(told, "verifier_cpu_seconds", tokens),
+        "draft_cpu_us": _micros_a_token(told, "draft_cpu_seconds", tokens),
     }
+
+
+MOST_OF_ENGINE = 0.10
+"""The engine's own share at the most, on the deepened pair."""
+
+
+def aim(mode: str, level: str) -> float:
+    """What the pair's `ratio` is to reach: above 1 at few streams of the closed loop, elsewhere `NOT_BEHIND`."""
+    return 1.0 if mode == CLOSED and float(level) <= AHEAD_UP_TO else NOT_BEHIND
+
+
+def missed(summary: Json, engine: Json) -> list[str]:
+    """Where the pair's `ratio` misses its `aim`, and the engine's share `MOST_OF_ENGINE`, a line each."""
+    shares = [
+        f"deepened pair, {kind}: {found['share']:.1%} of the engine's time is its own; aimed at {MOST_OF_ENGINE:.0%}"
+        for kind, found in engine.get("deepened", {}).items()
+        if found["share"] > MOST_OF_ENGINE
+    ]
+    return shares + [
+        f"{pair} pair, {mode} loop, {mix} prompts, {level}{' streams' if mode == CLOSED else ' of the capacity'}: "
+        f"{cell[PAIR]['ratio']:.2f} of the better of the two; aimed at {cell[PAIR]['aim']:.2f}"
+        for pair, by_mode in summary.items()
+        for mode, by_mix in by_mode.items()
+        for mix, by_level in by_mix.items()
+        for level, cell in by_level.items()
+        if PAIR in cell and cell[PAIR]["missed"]
+    ]
 
 
 def gaps(served: Iterable[Served]) -> tuple[list[float], list[float]]:
@@ -112,7 +148,7 @@ def summarise(runs: Sequence[Json]) -> Json:
     """All figures: by pair, mode, mix, level, then contender.
 
     Each is the median over repetitions of the repetition's own. `ratio` is the rate over that of the better of
-    `REFERENCES` in the same repetition.
+    `REFERENCES` in the same repetition; of the pair it is said what it aims at, and whether it misses.
     """
     tree: Json = {}
     for run in runs:
@@ -122,7 +158,10 @@ def summarise(runs: Sequence[Json]) -> Json:
         place.setdefault(run["contender"], []).append(run)
     return {
         pair: {
-            mode: {mix: {level: _cell(found) for level, found in by_level.items()} for mix, by_level in by_mix.items()}
+            mode: {
+                mix: {level: _cell(found, aim(mode, level)) for level, found in by_level.items()}
+                for mix, by_level in by_mix.items()
+            }
             for mode, by_mix in by_mode.items()
         }
         for pair, by_mode in tree.items()
@@ -131,29 +170,33 @@ def summarise(runs: Sequence[Json]) -> Json:
 
 _PLAIN = (
     "requests", "refused", "tokens_per_second", "requests_per_second", "alpha", "accepted_share", "gamma",
-    "tokens_per_round", "kv_usage", "rounds_per_pass", "verifier_cpu_share", "draft_cpu_share",
+    "decode_share", "tokens_per_round", "kv_usage", "rounds_per_pass", "verifier_cpu_us", "draft_cpu_us",
 )  # fmt: skip
 _TIMES = ("ttft_ms", "tpot_ms", "itl_token_ms", "itl_piece_ms")
 
 
-def _cell(by_contender: dict[str, list[Json]]) -> Json:
+def _cell(by_contender: dict[str, list[Json]], aimed: float) -> Json:
     best: dict[int, float] = {}
     for name in REFERENCES:
         for run in by_contender.get(name, ()):
             best[run["repetition"]] = max(best.get(run["repetition"], 0.0), run["tokens_per_second"])
-    cell = {}
+    cell: Json = {}
     for name in sorted(by_contender, key=CONTENDERS.index):
         runs = by_contender[name]
         rates = [run["tokens_per_second"] for run in runs]
         ratios = [run["tokens_per_second"] / best[run["repetition"]] for run in runs if best.get(run["repetition"])]
+        ratio = median(ratios) if ratios else None
         cell[name] = {
             "repetitions": len(runs),
             "tokens_per_second_range": [min(rates), max(rates)],
-            "ratio": median(ratios) if ratios else None,
+            "ratio": ratio,
             "ratio_range": [min(ratios), max(ratios)] if ratios else None,
             **{key: _median(run[key] for run in runs) for key in _PLAIN},
             **{key: _median_percentiles([run[key] for run in runs if run[key] is not None]) for key in _TIMES},
         }
+        if name == PAIR:
+            reached = ratio is None or ratio > aimed or (ratio == aimed and aimed < 1)
+            cell[name] |= {"aim": aimed, "missed": not reached}
     return cell
 
 
@@ -166,6 +209,10 @@ def _median_percentiles(found: Sequence[Json]) -> Json | None:
     if not found:
         return None
     return {name: median(each[name] for each in found) for name in found[0]}
+
+
+def _micros_a_token(told: Mapping[str, float], name: str, tokens: int) -> float | None:
+    return 1e6 * told[name] / tokens if name in told and tokens else None
 
 
 def _per_token(served: Served) -> float:

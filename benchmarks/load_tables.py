@@ -1,4 +1,4 @@
-"""The figures of load as tables for people. It knows the shape of the summary, and computes nothing."""
+"""The figures of load as tables for people. It knows the shape of the summary, and computes nothing but sums."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.load_summary import CLOSED, CONTENDERS, LABELS
+from benchmarks.load_summary import CLOSED, CONTENDERS, LABELS, missed
 
 Json = dict[str, Any]
 
-_RATES = ("tokens/s", "ratio", "requests/s", "refused", "α", "γ", "tokens/round", "rounds/pass", "KV use")
+_RATES = (
+    "tokens/s", "ratio", "requests/s", "refused", "α", "γ", "Decode", "tokens/round", "rounds/pass", "KV use", "CPU µs",
+)  # fmt: skip
 _TIMES = {
     "TTFT ms": "ttft_ms",
     "time per token ms": "tpot_ms",
@@ -27,6 +29,12 @@ def show(document: Json, console: Console) -> None:
     console.print(document["command"], markup=False, soft_wrap=True)
     if document.get("engine"):
         console.print(_engine(document["engine"]))
+    behind = missed(document["summary"], document.get("engine", {}))
+    console.print(
+        "\n".join(f"AIM MISSED: {line}" for line in behind) or "All aims are met, as far as measured.",
+        markup=False,
+        soft_wrap=True,
+    )
     for pair, by_mode in document["summary"].items():
         for name, reason in document.get("unavailable", {}).get(pair, {}).items():
             console.print(f"{pair} pair: {LABELS[name]} is not there: {reason}", markup=False, soft_wrap=True)
@@ -80,14 +88,16 @@ def _rates(title: str, mode: str, by_level: Json) -> Table:
                 "" if place else level,
                 LABELS[name],
                 f"{found['tokens_per_second']:.1f}",
-                _number(found["ratio"], 2),
+                _number(found["ratio"], 2) + (" MISSED" if found.get("missed") else ""),
                 f"{found['requests_per_second']:.2f}",
                 f"{refused:.0f}/{found['requests']:.0f}" if refused else "0",
                 _number(found["alpha"], 3),
                 _number(found["gamma"], 1),
+                _share(found["decode_share"]),
                 _number(found["tokens_per_round"], 2),
                 _number(found["rounds_per_pass"], 1),
-                "–" if found["kv_usage"] is None else f"{found['kv_usage']:.0%}",
+                _share(found["kv_usage"]),
+                _sum(found["verifier_cpu_us"], found["draft_cpu_us"]),
                 end_section=place == len(cell) - 1,
             )
     return table
@@ -107,6 +117,14 @@ def _times(mode: str, by_level: Json) -> Table:
 
 def _three(found: Json | None) -> str:
     return "–" if found is None else " / ".join(f"{value:.{0 if value >= 100 else 1}f}" for value in found.values())
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0%}"
+
+
+def _sum(verifier: float | None, draft: float | None) -> str:
+    return "–" if verifier is None or draft is None else f"{verifier:.0f} + {draft:.0f}"
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -18,6 +18,7 @@ from urllib.request import urlopen
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.contenders import Contender, Run, Task, check_length, digest
+from outrider.cli.pair import terminated_as_interrupted
 from outrider.cli.processes import ServiceError, ServiceProcess
 from outrider.cli.sharing import halves, service_environment
 from outrider.client import Client, Completion
@@ -42,7 +43,10 @@ class Processes:
 
 
 class RunningPair:
-    """Both services of one pair, and a client of theirs. Stops them when left as a context manager."""
+    """Both services of one pair, and a client of theirs, as a context manager that stops them when left.
+
+    For a main thread: inside it SIGTERM interrupts, or else the services would outlive a benchmark that is told to end.
+    """
 
     def __init__(self, target: Path, draft: Path, how: Processes, max_sequences: int = _MAX_SEQUENCES) -> None:
         self.how = how
@@ -58,6 +62,7 @@ class RunningPair:
         cores = halves(max(how.target_threads, how.draft_threads)) if how.apart else None
         first, second = cores or (None, None)
         with ExitStack() as opening:
+            opening.enter_context(terminated_as_interrupted())
             self.verifier = opening.enter_context(
                 self._start("verifier_service", self._target, how.target_dtype, how.target_threads, first)
             )

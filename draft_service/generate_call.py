@@ -21,6 +21,7 @@ from draft_service.settings import DraftSettings
 from draft_service.validation import Generation, check_generate
 from outrider.lm.tokenizer import IncrementalDetokenizer
 from outrider.rpc.errors import RequestError, idle
+from outrider.rpc.patience import Patience
 from outrider.sampling import RULE_TO_WIRE
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, verifier_service_pb2
 
@@ -75,12 +76,12 @@ class GenerateCall:
     async def _deliver(self) -> None:
         """Writes responses until the last, or until the client has not read one for too long."""
         limit = self._settings.slow_client_timeout
-        async for response in self._responses:
-            try:
-                async with asyncio.timeout(limit):
-                    await self._context.write(response)
-            except TimeoutError:
-                raise idle(f"the client left responses unread for {limit:g} s", seconds=limit) from None
+        with Patience(limit) as patience:
+            async for response in self._responses:
+                try:
+                    await patience.bear(self._context.write(response))
+                except TimeoutError:
+                    raise idle(f"the client left responses unread for {limit:g} s", seconds=limit) from None
 
     async def _check(self, message: draft_service_pb2.GenerateRequest) -> Generation:
         check = partial(

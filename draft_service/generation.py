@@ -24,8 +24,9 @@ from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_p
 
 _log = structlog.get_logger()
 
-# While the verifier wants no proposals the target writes alone, this many tokens before it is asked again.
-DECODE_WHILE_CAPPED = 16
+# While the verifier wants no proposals the target writes alone, this many tokens before it is asked again; then twice
+# as many, and so on up to the most: each time it is asked again may cost the sequence a pass.
+DECODE_WHILE_CAPPED, MOST_DECODED_WHILE_CAPPED = 32, 128
 
 OnOpen = Callable[[verifier_service_pb2.Opened | None], None]
 
@@ -63,6 +64,7 @@ class Sample:
         self._written = len(request.committed)
         self._drafting: Drafting | None = None
         self._sent = 0.0  # when the round under way left
+        self._alone = DECODE_WHILE_CAPPED  # tokens that the target writes next, where it is to write alone for a while
 
     async def run(self, link: VerifierLink, drafter: Drafter, *, timeout: float | None, on_open: OnOpen) -> None:
         """Writes the sample. Both sides are free of it when this returns, or raises.
@@ -148,10 +150,12 @@ class Sample:
     async def _send_round(self, target: VerifySequence, draft: Awaitable[Draft] | None) -> Round:
         drafted = await self._drafted(draft) if draft is not None else None
         if drafted is not None:
+            self._alone = DECODE_WHILE_CAPPED
             self._sent = time.perf_counter()
             await target.propose(drafted.token_ids, [encode_distribution(law) for law in drafted.laws])
             return Round(drafted.token_ids, 1)
-        tokens = self._left if self._drafting is None else min(self._left, DECODE_WHILE_CAPPED)
+        tokens = self._left if self._drafting is None else min(self._left, self._alone)
+        self._alone = min(2 * self._alone, MOST_DECODED_WHILE_CAPPED)
         self._sent = time.perf_counter()
         await target.decode(tokens)
         return Round((), tokens)

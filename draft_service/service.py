@@ -20,7 +20,7 @@ class DraftService(draft_service_pb2_grpc.DraftServiceServicer):
 
     def __init__(self, settings: DraftSettings) -> None:
         self._settings = settings
-        self._places = Places(settings.max_sequences)
+        self.places = Places(settings.max_sequences)
         self._pair: Pair | None = None
 
     def attach(self, pair: Pair) -> None:
@@ -31,13 +31,13 @@ class DraftService(draft_service_pb2_grpc.DraftServiceServicer):
     async def Generate(  # type: ignore[override]  # stubs know generators alone; this one writes to its context
         self, request: draft_service_pb2.GenerateRequest, context: Any
     ) -> None:
-        await GenerateCall(self._ready(), self._places, self._settings, context).run(request)
+        await GenerateCall(self._ready(), self.places, self._settings, context).run(request)
 
     @guarded
     async def Propose(
         self, request_iterator: Any, context: Any
     ) -> AsyncGenerator[draft_service_pb2.ProposeResponse, None]:
-        call = ProposeCall(self._ready(), self._places, self._settings, context)
+        call = ProposeCall(self._ready(), self.places, self._settings, context)
         async with aclosing(call.run()) as responses:
             async for response in responses:
                 yield response

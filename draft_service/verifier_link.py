@@ -34,6 +34,8 @@ class VerifierLink:
         self._channel = open_channel(address, max_message_bytes=max_message_bytes)
         self._stub: Any = VerifierServiceStub(self._channel)  # the asynchronous kind has the same methods
         self._fingerprint = ""  # of the target that was matched
+        self._open = 0  # sequences that would be told where a cap changes
+        self._gamma_cap: int | None = None  # what they were told last
 
     async def match(self, draft: model_pb2.ModelInfo) -> model_pb2.ModelInfo:
         """Waits until the verifier is there, and checks that its model and `draft` form a pair.
@@ -71,6 +73,7 @@ class VerifierLink:
     ) -> VerifySequence:
         """Begins a sequence. `timeout` is what is left of the client's deadline, in seconds."""
         call = self._stub.Verify(timeout=timeout, wait_for_ready=False)
+        self._open += 1
         return VerifySequence(
             call,
             opening,
@@ -78,7 +81,18 @@ class VerifierLink:
             fingerprint=self._fingerprint,
             address=self.address,
             silence=self._silence,
+            expected_cap=self._gamma_cap,
+            on_cap=self._note_cap,
+            on_end=self._note_end,
         )
+
+    def _note_cap(self, gamma: int) -> None:
+        self._gamma_cap = gamma
+
+    def _note_end(self) -> None:
+        self._open -= 1
+        if not self._open:  # nobody is left to hear of a change
+            self._gamma_cap = None
 
     async def _get_model(self) -> model_pb2.ModelInfo:
         request = verifier_service_pb2.VerifierServiceGetModelRequest()

@@ -4,12 +4,13 @@ It knows nothing of drafts, nor of how the verifier was found.
 """
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 import grpc
 import structlog
 
+from outrider.rpc.ending import Ending
 from outrider.rpc.errors import (
     UNSPECIFIED,
     RequestError,
@@ -23,12 +24,11 @@ from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_p
 
 _log = structlog.get_logger()
 
+Step = TypeVar("Step")
+
 # How long an end that should come at once is waited for.
 CLOSING_SECONDS = 1.0
-# How often, and how far apart, a status that is on its way is looked for.
-STATUS_LOOKS, SECONDS_PER_LOOK = 50, 0.01
 
-_NO_STATUS_YET = "Internal error from Core"
 # Without a reason these speak of the way to the verifier: what it refuses itself has one.
 _GONE = (
     grpc.StatusCode.UNAVAILABLE,
@@ -43,7 +43,8 @@ class VerifySequence:
     """A sequence at the verifier. Whoever holds it sends a round, reads its verdicts, and sends the next.
 
     Attributes:
-        gamma_cap: the longest proposal the verifier wants now; None where it has not said.
+        gamma_cap: the longest proposal the verifier wants now; None where it has not said. Until the first verdict,
+            before which the verifier would have said, it may be what other sequences were told.
         load: how busy the verifier was at the last verdict, and what its passes cost; None before the first.
         length: tokens of the sequence: prompt, and everything committed.
     """
@@ -57,11 +58,15 @@ class VerifySequence:
         fingerprint: str,
         address: str,
         silence: float,
+        expected_cap: int | None = None,
+        on_cap: Callable[[int], None] = lambda gamma: None,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`call` is a fresh call of `Verify`, `fingerprint` that of the target's weights as the pair was matched, and
-        `silence` how long the verifier may owe an answer, in seconds.
+        """`call` is a fresh call of `Verify`, `fingerprint` that of the target's weights as the pair was matched,
+        `silence` how long the verifier may owe an answer, in seconds, and `expected_cap` what it last told others.
+        `on_cap` is called with each cap that the verifier tells, and `on_end` once, when the sequence is over.
         """
-        self.gamma_cap: int | None = None
+        self.gamma_cap = expected_cap
         self.load: speculation_pb2.VerifierLoad | None = None
         self.length = len(opening.prompt_token_ids) + len(opening.committed_token_ids)
         self._call = call
@@ -70,6 +75,7 @@ class VerifySequence:
         self._sequence_id = sequence_id
         self._fingerprint = fingerprint
         self._address = address
+        self._ending = Ending(call)
         self._watch = _SilenceWatch(call, silence)
         self._hash = PrefixHash(opening.prompt_token_ids)
         self._hash.extend(opening.committed_token_ids)
@@ -77,6 +83,9 @@ class VerifySequence:
         self._seen = 0  # the last round whose verdict was read
         self._outstanding = 0  # verdicts that the verifier owes
         self._ended = False  # by a verdict with a finish reason
+        self._cap_told = False
+        self._on_cap = on_cap
+        self._on_end: Callable[[], None] | None = on_end
 
     @property
     def is_open(self) -> bool:
@@ -162,6 +171,8 @@ class VerifySequence:
         self._hash.extend(verdict.token_ids)
         self._outstanding -= 1
         self._seen = verdict.round
+        if not self._cap_told:
+            self.gamma_cap = None
         self.load = verdict.load
         self._ended = bool(verdict.finish_reason)
         return verdict
@@ -182,6 +193,9 @@ class VerifySequence:
         """Ends the stream here and now, whatever it owes. Without effect on one that has ended."""
         self._watch.stop()
         self._call.cancel()
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end()
 
     def _note(self, response: verifier_service_pb2.VerifyResponse) -> None:
         match response.WhichOneof("kind"):
@@ -189,13 +203,15 @@ class VerifySequence:
                 self._opened = response.opened
             case "notice" if response.notice.kind == verifier_service_pb2.NOTICE_KIND_GAMMA_CAP:
                 self.gamma_cap = response.notice.gamma_cap
+                self._cap_told = True
+                self._on_cap(self.gamma_cap)
 
     # --------------------------------------------------------------------------------------------- the call, guarded
 
     async def _read(self) -> verifier_service_pb2.VerifyResponse:
         self._watch.begin()
         try:
-            response = await self._call.read()
+            response = await self._watch.over(self._call.read())
         except (grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError) as error:
             raise await self._explain(error) from None
         self._watch.end()
@@ -207,33 +223,28 @@ class VerifySequence:
     async def _write(self, message: verifier_service_pb2.VerifyRequest) -> None:
         self._watch.begin()
         try:
-            await self._call.write(message)
+            await self._watch.over(self._call.write(message))
         except (grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError) as error:
             raise await self._explain(error) from None
 
     async def _explain(self, error: BaseException) -> BaseException:
         """What is to be raised for an error of the call's."""
+        if (silence := self._watch.verdict(self._address)) is not None:
+            return silence
         if isinstance(error, asyncio.CancelledError):
-            return self._watch.verdict(self._address) or error
-        # A write that meets the end of the call fails before the call's status is there, and puts another in its place
-        # for a moment.
-        for _ in range(STATUS_LOOKS):
-            if await self._call.details() != _NO_STATUS_YET:
-                break
-            await asyncio.sleep(SECONDS_PER_LOOK)
-        if await self._call.code() is grpc.StatusCode.OK:
+            return error
+        status = await self._ending.status()
+        if status.code() is grpc.StatusCode.OK:
             return internal("INTERNAL", "the verifier ended the stream before the sequence")
-        status = grpc.aio.AioRpcError(
-            await self._call.code(),
-            await self._call.initial_metadata(),
-            await self._call.trailing_metadata(),
-            details=await self._call.details(),
-        )
         return translate(status, self._address)
 
 
 class _SilenceWatch:
-    """Cancels a call whose answer is owed for too long. One timer a call: a timeout for each answer costs far more."""
+    """Cancels a call whose answer is owed for too long. One timer a call: a timeout for each answer costs far more.
+
+    It cancels the task that waits for the call too: a write to a call without a connection waits for ever, also when
+    that call is cancelled.
+    """
 
     def __init__(self, call: Any, seconds: float) -> None:
         self._call = call
@@ -241,6 +252,8 @@ class _SilenceWatch:
         self._loop = asyncio.get_running_loop()
         self._since: float | None = None
         self._fired = False
+        self._waiting: asyncio.Task[Any] | None = None
+        self._cancelled: asyncio.Task[Any] | None = None
         self._timer = self._loop.call_later(seconds, self._look)
 
     def begin(self) -> None:
@@ -251,6 +264,18 @@ class _SilenceWatch:
         """It has come."""
         self._since = None
 
+    async def over(self, step: Awaitable[Step]) -> Step:
+        """Awaits a read or a write of the call, under this watch.
+
+        Raises:
+            CancelledError: also where it was this watch that cancelled; `verdict` tells, and must be asked.
+        """
+        self._waiting = asyncio.current_task()
+        try:
+            return await step
+        finally:
+            self._waiting = None
+
     def stop(self) -> None:
         """Nothing is owed any more."""
         self._timer.cancel()
@@ -259,6 +284,9 @@ class _SilenceWatch:
         """The error, where it was this watch that cancelled the call."""
         if not self._fired:
             return None
+        if self._cancelled is not None:
+            self._cancelled.uncancel()
+            self._cancelled = None
         return unavailable("NO_VERIFIER", f"the verifier at {address} was silent for {self._seconds:g} s")
 
     def _look(self) -> None:
@@ -266,6 +294,9 @@ class _SilenceWatch:
         if waited >= self._seconds:
             self._fired = True
             self._call.cancel()
+            if self._waiting is not None:
+                self._waiting.cancel()
+                self._cancelled = self._waiting
         else:
             self._timer = self._loop.call_later(self._seconds - waited, self._look)
 

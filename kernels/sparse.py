@@ -127,7 +127,8 @@ def sample(law: SparseLaw, u: float) -> int:
 
     A uniform of 53 bits gives every token its exact probability up to 2^-53, and never one outside the support.
     """
-    return int(law.ids[place(torch.from_numpy(law.weights.astype(np.int64)), law.total, u)])
+    target = (int(u * 2.0**53) * law.total) >> 53
+    return int(law.ids[law.weights.cumsum(dtype=np.int64).searchsorted(target, side="right")])
 
 
 def place(weights: Tensor, total: int, u: float) -> int:
@@ -182,12 +183,40 @@ def _argmax(logits: Tensor) -> list[int]:
 
 
 def _sparsify_rows(probs: Tensor, config: SparseConfig) -> list[SparseLaw | None]:
-    return [None if bool(p[0].isnan()) else _sparsify_row(p, config) for p in probs.cpu()]
+    p = probs.cpu().numpy()
+    sound = ~np.isnan(p[:, 0])
+    if sound.all():
+        return list(_truncate_rows(p, config))
+    laws = iter(_truncate_rows(p[sound], config))
+    return [next(laws) if fine else None for fine in sound]
 
 
-def _sparsify_row(p: Tensor, config: SparseConfig) -> SparseLaw:
-    ids, weights = truncate(p, config.keep_mass, config.max_support)
-    return as_law(ids, weights)
+def _truncate_rows(p: np.ndarray, config: SparseConfig) -> list[SparseLaw]:
+    """The laws that `truncate` finds in each row of `p` `[B, V]`, number for number, in a few calls for all rows."""
+    B, V = p.shape
+    if B == 0:
+        return []
+    K = min(config.max_support, V)
+    best = np.sort(np.partition(p, V - K, axis=1)[:, V - K :], axis=1)[:, ::-1].astype(np.float64)
+    sizes = np.minimum((best.cumsum(axis=1) < config.keep_mass).sum(axis=1) + 1, K)
+    last = best[np.arange(B), sizes - 1].astype(np.float32)
+    kept = p >= last[:, None]
+    surplus = kept.sum(axis=1) - sizes
+    for row in np.flatnonzero(surplus):  # more tokens equal to the last than there is room for: the lower ids stay
+        kept[row, np.flatnonzero(p[row] == last[row])[-surplus[row] :]] = False
+    at = np.flatnonzero(kept)
+    rows = np.arange(B).repeat(sizes)
+    ids = at - rows * V
+    weights = np.rint(p.reshape(-1)[at].astype(np.float64) * (65535.0 / best[:, 0])[rows]).astype(np.uint16)
+    if not weights.all():
+        full = weights > 0
+        rows, ids, weights = rows[full], ids[full], weights[full]
+    ends = np.searchsorted(rows, np.arange(B + 1)).tolist()
+    totals = np.add.reduceat(weights, ends[:-1], dtype=np.int64).tolist()
+    return [
+        SparseLaw(ids[begin:end], weights[begin:end], total)
+        for begin, end, total in zip(ends, ends[1:], totals, strict=False)
+    ]
 
 
 def as_law(ids: Tensor, weights: Tensor) -> SparseLaw:

@@ -7,13 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from outrider.pace import Pace
 from outrider.rpc.errors import overloaded
-
-# Seconds between two ends, before two were seen while all places were taken.
-FIRST_GUESS = 1.0
-# Share of the mean that the last interval is.
-RECENT = 0.2
-LEAST_WAIT, LONGEST_WAIT = 0.1, 60.0
 
 
 class Admission:
@@ -22,11 +17,8 @@ class Admission:
     def __init__(self, places: int, max_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._places = places
         self._max_waiting = max_waiting
-        self._clock = clock
+        self._pace = Pace(clock)
         self._inside = 0  # in progress or waiting
-        self._interval = FIRST_GUESS  # mean seconds between two ends while all places are taken
-        self._last_end: float | None = None  # None where places have been free since
-        self._refused = 0  # since the last end
 
     @contextmanager
     def enter(self) -> Iterator[None]:
@@ -37,8 +29,7 @@ class Admission:
         """
         waiting = self._inside - self._places
         if waiting >= self._max_waiting:
-            self._refused += 1
-            seconds = self._wait()
+            seconds = self._pace.refuse()
             raise overloaded(
                 f"{waiting} sequences wait for room already, at most {self._max_waiting}; "
                 f"try again in about {seconds:.2g} s",
@@ -50,18 +41,5 @@ class Admission:
         try:
             yield
         finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        now = self._clock()
-        if self._last_end is not None:
-            self._interval += RECENT * (now - self._last_end - self._interval)
-        self._inside -= 1
-        self._refused = max(0, self._refused - 1)
-        self._last_end = now if self._inside >= self._places else None  # an idle place says nothing of the pace
-
-    def _wait(self) -> float:
-        """Until one place in the queue is free for each that was turned away since, at the pace of late."""
-        since = 0.0 if self._last_end is None else self._clock() - self._last_end
-        pace = max(self._interval, since)  # slower than the mean by now
-        return min(max(self._refused * pace, LEAST_WAIT), LONGEST_WAIT)
+            self._inside -= 1
+            self._pace.end(full=self._inside >= self._places)

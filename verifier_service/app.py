@@ -43,7 +43,7 @@ class VerifierApp(Service):
         add_VerifierServiceServicer_to_server(self._servicer, server)
 
     async def load(self) -> None:
-        observer = SpeculationMetrics(self.metrics, self._path.name)
+        observer = SpeculationMetrics(self.metrics, self._path.name, self._settings.max_gamma)
         engine, model = await in_thread(lambda: build_engine(self._settings, self._path, observer))
         self.metrics.describe(
             service="verifier_service",
@@ -120,6 +120,7 @@ def build_engine(
         verify_path=path.name,
         observer=observer,
         prefix_cache=settings.prefix_cache,
+        gamma_cap=settings.gamma_cap,
     )
     packed.warm_up([1, settings.max_gamma + 1])
     warm_up(path.name, loaded.device, loaded.dtype, model.vocab_size, loaded.vocab_size)

@@ -19,6 +19,7 @@ from outrider.lm.packed import Chunk, PackedModel
 from outrider.lm.prefix_cache import PrefixCache
 from outrider.rpc.errors import RequestError, internal
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
+from verifier_service.gamma_cap import GammaCap
 from verifier_service.linger import seconds_to_linger
 from verifier_service.pass_cost import PassCost
 from verifier_service.rounds import Round
@@ -95,6 +96,9 @@ class Observer(Protocol):
     def checked(self, intact: bool) -> None:
         """The books of the KV pool were checked."""
 
+    def capped(self, gamma: int) -> None:
+        """The cap on γ is this from now on."""
+
 
 class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
     """All sequences of one target model."""
@@ -110,8 +114,10 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
         verify_path: str | None = None,
         observer: Observer | None = None,
         prefix_cache: bool = True,
+        gamma_cap: bool = True,
     ) -> None:
         """`max_linger` is how long a pass may be held back for sequences about to answer, in seconds.
+        `gamma_cap` is whether the longest proposal worth sending is told.
         `verify_path` names an implementation of `kernels.verify`; None takes the fastest on the device.
         """
         super().__init__(packed, name="verifier-engine", threads=threads)
@@ -121,6 +127,7 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
         self._observer = observer
         self.prefixes = PrefixCache(packed.pool, enabled=prefix_cache)
         self.cost: PassCost  # of the passes so far; from `prepare` on
+        self._caps = GammaCap() if gamma_cap else None
         self.scheduler = Scheduler(
             packed.pool, self.prefixes, pass_tokens=pass_tokens, max_sequences=model.limits.max_sequences
         )
@@ -147,6 +154,7 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
         match message:
             case Open(sequence):
                 self._open(sequence)
+                self._tell_cap(sequence)
             case Submit(sequence, round_):
                 if not sequence.finished:
                     _guard(sequence, lambda: sequence.submit(round_))
@@ -228,10 +236,48 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
                 pass_tokens=pass_tokens,
                 pass_sequences=len(work),
             )
+            before = sequence.judged_at
             verdict = sequence.commit(round_, ruling, timings, load)
+            if self._caps is not None and before:
+                self._caps.add(
+                    sequence,
+                    drafted=len(proposed.tokens),
+                    judged=verdict.judged,
+                    accepted=verdict.accepted,
+                    turnaround=round_.arrived - before,
+                    whole=sequence.judged_at - before,
+                )
             if self._observer is not None:
                 self._observer.judged(proposed.rule, len(proposed.tokens), verdict.accepted)
             self.scheduler.settle(sequence)
+        self._look_at_cap()
+
+    def _look_at_cap(self) -> None:
+        """Sets the cap on γ anew, and tells each sequence for which it has changed."""
+        if self._caps is None:
+            return
+        now = time.perf_counter()
+        running = {sequence: len(sequence.tokens) for sequence in self.scheduler.running if sequence.takes_part(now)}
+        self._caps.look(running, self.cost.line)
+        if self._observer is not None:
+            self._observer.capped(self._longest(self._caps.cap))
+        for sequence in (*self.scheduler.running, *self.scheduler.waiting):
+            self._tell_cap(sequence)
+
+    def _tell_cap(self, sequence: TargetSequence) -> None:
+        cap = None if self._caps is None else self._caps.of(sequence)
+        if cap != sequence.gamma_cap and not sequence.finished:
+            sequence.gamma_cap = cap
+            sequence.notify(
+                verifier_service_pb2.Notice(
+                    kind=verifier_service_pb2.NOTICE_KIND_GAMMA_CAP,
+                    gamma_cap=self._longest(cap),
+                    message="longer proposals pay again" if cap is None else "the verifier is busy",
+                )
+            )
+
+    def _longest(self, cap: int | None) -> int:
+        return self._model.limits.max_gamma if cap is None else cap
 
     def fail(self, work: Sequence[TargetWork], error: Exception) -> None:
         for item in work:

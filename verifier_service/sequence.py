@@ -16,6 +16,9 @@ from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_p
 from verifier_service.linger import Turnaround
 from verifier_service.rounds import Opening, Round
 
+# Seconds after which a sequence whose round is overdue counts as silent.
+SILENT = 1.0
+
 Reply = verifier_service_pb2.VerifyResponse | RequestError | None  # None: the stream ends well
 
 
@@ -30,6 +33,7 @@ class TargetSequence:
         slot: its place in the KV pool, or None while it waits for one.
         came: its number among those that came; the lower it is, the later it gives way.
         backlog: replies that its client has not read yet.
+        gamma_cap: the longest proposal worth sending, as its client was told last; None: there is no cap.
     """
 
     sequence_id: str
@@ -39,6 +43,7 @@ class TargetSequence:
     slot: int | None = None
     came: int = 0
     backlog: int = 0
+    gamma_cap: int | None = None
     rounds: deque[Round] = field(default_factory=deque)
     tokens: list[int] = field(init=False)
     decoded: int = 0  # tokens the current Decode has written
@@ -91,6 +96,12 @@ class TargetSequence:
     def idle_since(self, now: float) -> float:
         """For how many seconds it has owed a round; 0 where it owes none."""
         return 0.0 if self.rounds or not self.judged_at else now - self.judged_at
+
+    def takes_part(self, now: float) -> bool:
+        """Whether it has rounds to judge, or had one lately and more may come. What is silent is no load."""
+        latest = self.turnaround.latest() or 0.0
+        recent = self.judged_at > 0 and now - self.judged_at <= latest + SILENT
+        return not self.finished and (bool(self.rounds) or recent)
 
     def half_close(self) -> None:
         """No more rounds will come: ends well once those outstanding are answered."""

@@ -24,6 +24,10 @@ class VerifierSettings(ServiceSettings):
         description="milliseconds that a pass waits at most for sequences about to answer, and never longer than its "
         "own fixed cost; 0: none",
     )
+    gamma_cap: bool = Field(
+        True,
+        description="tell draft services the longest proposal worth sending while many sequences run, down to 0",
+    )
     verify_path: Literal["auto", "torch", "triton", "reference"] = Field(
         "auto",
         description="what judges proposals; auto: the fastest on the device; reference is float64, for comparison",

@@ -12,6 +12,7 @@ import grpc
 import structlog
 
 from outrider.rpc.errors import RequestError, idle, invalid_field, out_of_order, overloaded
+from outrider.rpc.patience import Patience
 from outrider.sampling import RULE_TO_WIRE, Sampling
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service.admission import Admission
@@ -155,18 +156,18 @@ class VerifyStream:
 
     async def _write(self, sequence: TargetSequence) -> None:
         limit = self._settings.slow_client_timeout
-        while (reply := await self._outbox.get()) is not None:
-            if isinstance(reply, RequestError):
-                raise reply
-            try:
-                async with asyncio.timeout(limit):
-                    await self._context.write(reply)
-            except TimeoutError:
-                raise idle(f"the client left replies unread for {limit:g} s", seconds=limit) from None
-            self._heard = time.monotonic()
-            if reply.WhichOneof("kind") == "verdict":
-                self._tally.add(reply.verdict)
-                self._engine.post(Read(sequence, 1))
+        with Patience(limit) as patience:
+            while (reply := await self._outbox.get()) is not None:
+                if isinstance(reply, RequestError):
+                    raise reply
+                try:
+                    await patience.bear(self._context.write(reply))
+                except TimeoutError:
+                    raise idle(f"the client left replies unread for {limit:g} s", seconds=limit) from None
+                self._heard = time.monotonic()
+                if reply.WhichOneof("kind") == "verdict":
+                    self._tally.add(reply.verdict)
+                    self._engine.post(Read(sequence, 1))
 
     async def _watch(self, sequence: TargetSequence) -> None:
         """Repeats QUEUED while the sequence waits, and ends the stream where the client has gone silent."""

@@ -137,7 +137,11 @@ def terminated_as_interrupted() -> Iterator[None]:
     """Inside it SIGTERM does what Ctrl-C does, so that whatever is open is closed. For a main thread only."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+        on_interrupt = signal.getsignal(signal.SIGINT)
+        if callable(on_interrupt):  # where asyncio runs, it ends its tasks first
+            on_interrupt(number, frame)
+        else:  # a job in the background of a shell is deaf to Ctrl-C
+            raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:

@@ -19,9 +19,12 @@ from benchmarks.load_engine import LEAST_PASSES, Pass
 from benchmarks.load_engine import figures as engine_figures
 from benchmarks.load_picture import draw
 from benchmarks.load_plan import FULL, QUICK, Workload, arrivals
-from benchmarks.load_summary import ALONE, BATCHING, CONTENDERS, PAIR, STATIC, figures, percentiles, summarise
+from benchmarks.load_summary import ALONE, BATCHING, CONTENDERS, PAIR, STATIC, figures, missed, percentiles, summarise
 from benchmarks.load_tables import show
+from benchmarks.load_tuning import TRIES, Factory, LoadTuner, Setting
 from benchmarks.local import Local
+from benchmarks.pair import Models
+from outrider.cli.sharing import processors
 from tests.benchmarks import quick
 
 # So many requests at once that most are turned away, however fast the machine is.
@@ -48,6 +51,8 @@ def test_quick_measures_every_contender_and_says_so_in_one_json_line(
     for cell in closed.values():
         assert set(cell) == set(CONTENDERS)
         assert cell[PAIR]["gamma"] > 0
+        assert cell[PAIR]["decode_share"] < 1
+        assert cell[PAIR]["draft_cpu_us"] > 0
         assert 0 < cell[PAIR]["kv_usage"] <= 1
         assert cell[ALONE]["gamma"] is None
         assert not any(found["refused"] for found in cell.values())
@@ -146,6 +151,58 @@ def test_the_pair_is_held_against_the_better_reference_of_its_repetition() -> No
     assert pair["ratio_range"] == pytest.approx([1.5, 2.0])
 
 
+def _cell(streams: str, mode: str, rate: float) -> dict[str, Any]:
+    runs = [_run(ALONE, 0, 100.0), _run(PAIR, 0, rate)]
+    summary = summarise([{**run, "level": streams, "mode": mode} for run in runs])
+    assert (
+        bool(missed(summary, {"deepened": {"Decode": {"share": 0.1}}}))
+        is summary["demo"][mode]["short"][streams][PAIR]["missed"]
+    )
+    pair: dict[str, Any] = summary["demo"][mode]["short"][streams][PAIR]
+    return pair
+
+
+@pytest.mark.parametrize(
+    ("streams", "mode", "rate", "misses"),
+    [
+        ("1", "closed", 100.0, True),
+        ("4", "closed", 100.1, False),
+        ("8", "closed", 95.0, False),
+        ("8", "closed", 94.9, True),
+        ("0.5", "open", 95.0, False),
+        ("0.5", "open", 94.9, True),
+    ],
+)
+def test_an_aim_is_missed_where_the_pair_is_not_ahead_or_too_far_behind(
+    streams: str, mode: str, rate: float, misses: bool
+) -> None:
+    assert _cell(streams, mode, rate)["missed"] is misses
+
+
+def test_an_engine_that_takes_too_much_is_named() -> None:
+    (line,) = missed({}, {"demo": {"Decode": {"share": 0.2}}, "deepened": {"Decode": {"share": 0.11}}})
+    assert line == "deepened pair, Decode: 11.0% of the engine's time is its own; aimed at 10%"
+
+
+def test_rounds_of_decode_are_told_from_proposals_and_cost_from_rates() -> None:
+    served = Served(due=0.0, stamps=((1.0, 5),), rounds=4, proposals=1, drafted=2, accepted=1, alpha=0.5)
+    told = {"verifier_cpu_seconds": 0.01, "draft_cpu_seconds": 0.02}
+    found = figures(Outcome([served], told))
+    assert (found["decode_share"], found["gamma"]) == (0.75, 0.5)
+    assert (found["verifier_cpu_us"], found["draft_cpu_us"]) == (pytest.approx(2000.0), pytest.approx(4000.0))
+
+
+def test_settings_are_tried_and_the_fastest_is_taken() -> None:
+    work = Workload(["import os"], QUICK, lambda text: [5, 6, 7])
+    factory = Factory(Models("demo", DEMO / "target", DEMO / "draft"), QUICK, work)
+    tuner = LoadTuner(factory, work, lambda line: None)
+    setting = tuner.tune((STATIC,))
+    best = max(tuner.tried, key=lambda each: max(each["tokens_per_second"]))
+    assert len(tuner.tried) == len({1, len(processors())})
+    assert all(len(each["tokens_per_second"]) == TRIES for each in tuner.tried)
+    assert setting == Setting(static=Local(**best["settings"]))
+
+
 def test_transformers_without_continuous_batching_is_named_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +221,7 @@ def test_transformers_without_continuous_batching_is_named_with_its_reason(
     out = io.StringIO()
     show(document, Console(file=out, width=200))
     assert f"continuous batching is not there: {told.value}" in out.getvalue()
+    assert "All aims are met, as far as measured." in out.getvalue()
     (picture,) = draw(document, tmp_path / "load")
     assert picture.name == "load-demo-closed.png"
 

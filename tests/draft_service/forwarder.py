@@ -54,9 +54,13 @@ class Forwarder:
         while True:
             try:
                 near, _ = listener.accept()
-                far = socket.create_connection(self._target)
             except OSError:
                 return
+            try:
+                far = socket.create_connection(self._target)
+            except OSError:  # nobody is there yet, or any more
+                near.close()
+                continue
             self._connections += [near, far]
             for source, sink in ((near, far), (far, near)):
                 source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,7 +1,7 @@
 """The draft's engine: what it proposes is the draft's law, whoever else drafts beside it and whatever came before."""
 
 import queue
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from draft_service.drafters.base import Draft, DraftError, DraftSequence
-from draft_service.drafters.engine import Ask, Close, DraftEngine, ModelSequence
+from draft_service.drafters.engine import Ask, Close, DraftEngine, DraftWork, Drawn, ModelSequence
 from kernels.adjustments import LogitRules
 from kernels.dense import EXCLUDED, DraftLogits
 from kernels.distribution import SamplingLaw, probabilities
@@ -138,6 +138,28 @@ def test_what_others_wrote_meanwhile_replaces_what_was_drafted(engine: DraftEngi
     committed = [drafted[0], 12, 13, 14, 15]
     again = driver.propose(4, committed)
     assert again.token_ids == reference(fresh, [*PROMPT, *committed], driver.sequence.law, 3, 4)
+
+
+def test_after_a_pause_it_catches_up_in_one_pass(
+    engine: DraftEngine, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The verifier wanted no proposals for a while: what the target wrote meanwhile is read as one chunk, no token by
+    itself.
+    """
+    fresh = PackedModel.build(loaded, max_sequences=1, max_length=96)
+    driver = Driver(engine, sequence())
+    driver.propose(3)
+    forward, chunks = engine.forward, list[int]()
+
+    def recorded(work: Sequence[DraftWork]) -> list[Drawn]:
+        chunks.extend(len(item.chunk.tokens) for item in work)
+        return forward(work)
+
+    monkeypatch.setattr(engine, "forward", recorded)
+    committed = list(range(20, 34))  # within what one pass reads
+    again = driver.propose(3, committed)
+    assert again.token_ids == reference(fresh, [*PROMPT, *committed], driver.sequence.law, 3, 3)
+    assert [chunk for chunk in chunks if chunk > 1] == [len(committed)]
 
 
 def test_a_cut_verdict_may_end_inside_what_was_drafted(engine: DraftEngine, loaded: LoadedModel) -> None:
@@ -341,6 +363,42 @@ def test_in_a_pool_with_room_for_one_many_draft_as_with_room_for_all(loaded: Loa
         return told
 
     assert drafted(blocks=3) == drafted(blocks=None)
+
+
+def test_a_round_has_room_for_all_of_itself_before_it_begins(loaded: LoadedModel) -> None:
+    """A proposal that is written in one call grows into a block that another has to give back."""
+    packed = PackedModel.build(loaded, max_sequences=2, max_length=96, blocks=3)
+    engine = DraftEngine(packed, vocab_size=VOCABULARY, config=CONFIG, prefill_tokens=64, threads=1)
+    engine.start()
+    Driver(engine, sequence(prompt=PROMPT * 6)).propose(1)
+    assert packed.pool.used_blocks == 2
+    assert len(Driver(engine, sequence(prompt=[*PROMPT * 4, 5, 6, 7])).propose(6).token_ids) == 6
+    engine.stop()
+    assert packed.pool.used_blocks == 2, "the first has given both of its own back"
+
+
+def test_two_that_both_need_more_do_not_wait_for_each_other(loaded: LoadedModel) -> None:
+    packed = PackedModel.build(loaded, max_sequences=2, max_length=96, blocks=3)
+    engine = DraftEngine(packed, vocab_size=VOCABULARY, config=CONFIG, prefill_tokens=64, threads=1)
+    first, second = (ModelSequence.begin(sequence(prompt=PROMPT * n), VOCABULARY) for n in (3, 9))
+    told: list[str] = []
+
+    def ask(who: ModelSequence, name: str, committed: list[int]) -> None:
+        engine.receive(Ask(who, committed, 1, lambda _: told.append(name)))
+
+    def run() -> None:
+        if work := engine.schedule():
+            engine.process(work, engine.forward(work))
+
+    for who, name in ((first, "first"), (second, "second")):
+        ask(who, name, [])
+        run()
+    assert packed.pool.used_blocks == 3
+    ask(first, "first again", [8] * 20)  # a block more
+    ask(second, "second again", [8] * 10)  # and one more here
+    for _ in range(4):
+        run()
+    assert told == ["first", "second", "first again", "second again"]
 
 
 def test_logits_that_are_no_numbers_end_one_sequence(engine: DraftEngine) -> None:

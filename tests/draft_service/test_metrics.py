@@ -6,23 +6,21 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from urllib.request import urlopen
 
 import grpc
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.cli.processes import ServiceProcess
 from protos.outrider.v1 import sampling_pb2
 from tests.draft_service.calls import sampling, write
 from tests.draft_service.conftest import FLAGS, HEALTHY_WITHIN_S
 from tests.draft_service.pairs import DEMO
+from tests.metrics import Samples
+from tests.metrics import scrape as scrape_url
 
 RULES = {"tokenwise": sampling_pb2.ACCEPTANCE_RULE_TOKENWISE, "block": sampling_pb2.ACCEPTANCE_RULE_BLOCK}
 WITHIN_S = 5.0  # a verdict is on its way a moment before it is counted
 PREFIX = "outrider_spec_decode_"
-
-Samples = dict[str, dict[tuple[tuple[str, str], ...], float]]
 
 
 @dataclass(frozen=True)
@@ -56,13 +54,7 @@ def logged(service: ServiceProcess, event: str) -> dict[str, str]:
 
 
 def scrape(service: ServiceProcess) -> Samples:
-    with urlopen(logged(service, "metrics")["address"], timeout=10) as response:
-        text = response.read().decode()
-    samples: Samples = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            samples.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
-    return samples
+    return scrape_url(logged(service, "metrics")["address"])
 
 
 def counters(service: ServiceProcess) -> Samples:
@@ -71,6 +63,7 @@ def counters(service: ServiceProcess) -> Samples:
 
 def test_counters_are_the_requests_own_statistics(watched: Watched) -> None:
     assert counters(watched.verifier) == {}
+    assert scrape(watched.verifier)["outrider_gamma_cap"] == {(): 16.0}  # that of --max-gamma: there is none
     expected: Samples = {}
     rounds = 0
     for rule, number in RULES.items():

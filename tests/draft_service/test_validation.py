@@ -14,6 +14,7 @@ from draft_service.validation import Generation, check_generate
 from kernels.verify import Rule
 from outrider.lm.checkpoint import ModelSource
 from outrider.lm.tokenizer import Tokenizer, load_tokenizer
+from outrider.pace import FIRST_GUESS
 from outrider.rpc.errors import RequestError
 from outrider.sampling import RULE_TO_WIRE
 from outrider.wire import bytes_with_logits
@@ -209,8 +210,9 @@ def test_a_fingerprint_must_be_the_targets(tokenizer: Tokenizer) -> None:
 def test_places_are_taken_together_or_not_at_all() -> None:
     places = Places(3)
     with places.take(2):
-        with pytest.raises(RequestError, match="2 sequences asked for, and 1 of 3"), places.take(2):
+        with pytest.raises(RequestError, match="2 sequences asked for, and 1 of 3") as caught, places.take(2):
             pass
+        assert caught.value.retry_after == pytest.approx(FIRST_GUESS), "one place short, and no end was seen yet"
         with places.take(1):
             pass
     with places.take(3):

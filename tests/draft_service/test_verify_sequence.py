@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -10,15 +10,17 @@ import grpc
 import pytest
 
 from draft_service.verifier_link import VerifierLink
+from draft_service.verify_sequence import VerifySequence
 from outrider.cli.processes import ServiceProcess
 from outrider.rpc.errors import RequestError, invalid_field, overloaded, to_status, wrong_base
 from outrider.rpc.server import bind, create_server
-from protos.outrider.v1 import sampling_pb2, verifier_service_pb2
+from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
 
 OPENING = verifier_service_pb2.OpenSequence(
     prompt_token_ids=[1, 2, 3], sampling=sampling_pb2.SamplingParams(rule=sampling_pb2.ACCEPTANCE_RULE_COUPLED)
 )
+OPENED = verifier_service_pb2.Opened(rule=sampling_pb2.ACCEPTANCE_RULE_COUPLED)
 
 
 def silent(error: RequestError | None, opened: verifier_service_pb2.Opened | None) -> grpc.GenericRpcHandler:
@@ -71,12 +73,17 @@ async def test_a_silent_verifier_is_no_verifier() -> None:
     assert address in error.message
 
 
-async def test_an_address_that_takes_connections_and_says_nothing_is_no_verifier() -> None:
+@pytest.mark.parametrize("silence", [0.05, 0.5])
+async def test_an_address_that_takes_connections_and_says_nothing_is_no_verifier(silence: float) -> None:
+    """Whether the silence is noticed by us, while the opening cannot be written, or by gRPC, after 0.2 s."""
     server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
-        error = await refusal(f"127.0.0.1:{port}", silence=0.3)
+        error = await refusal(f"127.0.0.1:{port}", silence=silence)
     assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_VERIFIER")
+    task = asyncio.current_task()
+    assert task is not None
+    assert not task.cancelling()
 
 
 async def test_a_port_where_nobody_listens_is_no_verifier_at_once() -> None:
@@ -84,6 +91,33 @@ async def test_a_port_where_nobody_listens_is_no_verifier_at_once() -> None:
     error = await refusal("127.0.0.1:1", timeout=20.0)
     assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_VERIFIER")
     assert time.monotonic() - started < 10.0
+
+
+async def test_a_refusal_that_meets_a_round_on_its_way_is_told_as_it_is() -> None:
+    """A write that fails must not hide what the verifier said: of 200 refusals some thirty meet one."""
+
+    async def refused(link: VerifierLink, turns: int) -> RequestError:
+        sequence = link.open(OPENING, sequence_id="s", timeout=None)
+        await sequence.begin()
+        for _ in range(turns):  # of the event loop
+            await asyncio.sleep(0)
+        try:
+            await sequence.propose([1, 2, 3], [])
+            await sequence.verdict()
+        except RequestError as error:
+            return error
+        finally:
+            sequence.cancel()
+        raise AssertionError("there is no verdict to be had")
+
+    async with peer(overloaded("no room"), OPENED) as address:
+        link = VerifierLink(address, max_message_bytes=1 << 20, silence=30.0)
+        errors = [
+            error
+            for _ in range(5)
+            for error in await asyncio.gather(*(refused(link, number % 7) for number in range(40)))
+        ]
+    assert {(error.code, error.reason) for error in errors} == {(grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")}
 
 
 async def test_the_clients_deadline_holds_for_the_verifier_too() -> None:
@@ -136,6 +170,82 @@ async def test_the_load_of_the_last_verdict_is_kept(verifier: grpc.Channel, targ
         assert verdict.load.pass_fixed_us + verdict.load.pass_token_us > 0
         assert sequence.load == verdict.load
     sequence.cancel()
+
+
+def capping(caps: Sequence[int | None]) -> grpc.GenericRpcHandler:
+    """A `Verify` whose n-th call tells the n-th cap, if there is one, before it answers any round with one token."""
+    left = iter(caps)
+
+    async def verify(_: Any, context: Any) -> None:
+        cap, length = next(left), len((await context.read()).open.prompt_token_ids)
+        opened = verifier_service_pb2.Opened(rule=sampling_pb2.ACCEPTANCE_RULE_COUPLED)
+        await context.write(verifier_service_pb2.VerifyResponse(opened=opened))
+        if cap is not None:
+            notice = verifier_service_pb2.Notice(kind=verifier_service_pb2.NOTICE_KIND_GAMMA_CAP, gamma_cap=cap)
+            await context.write(verifier_service_pb2.VerifyResponse(notice=notice))
+        while (message := await context.read()) is not grpc.aio.EOF:
+            verdict = speculation_pb2.Verdict(
+                round=message.decode.round,
+                base_length=length,
+                token_ids=[7],
+                status=speculation_pb2.VERDICT_STATUS_JUDGED,
+            )
+            length += 1
+            await context.write(verifier_service_pb2.VerifyResponse(verdict=verdict))
+
+    handler = grpc.stream_stream_rpc_method_handler(
+        verify,
+        verifier_service_pb2.VerifyRequest.FromString,
+        verifier_service_pb2.VerifyResponse.SerializeToString,
+    )
+    return grpc.method_handlers_generic_handler("outrider.v1.VerifierService", {"Verify": handler})
+
+
+async def test_a_new_sequence_begins_with_the_cap_that_others_were_told() -> None:
+    """Until its first verdict, before which it would have been told itself; and not once nobody is left to be told."""
+    server = create_server(max_message_bytes=1 << 20)
+    server.add_generic_rpc_handlers((capping([0, None, 3, None]),))
+    address = bind(server, "127.0.0.1:0")
+    await server.start()
+    link = VerifierLink(address, max_message_bytes=1 << 20, silence=30.0)
+    try:
+
+        async def written(before: int | None, after: int | None) -> VerifySequence:
+            sequence = link.open(OPENING, sequence_id="s", timeout=30.0)
+            assert sequence.gamma_cap == before
+            await sequence.begin()
+            await sequence.decode(1)
+            await sequence.verdict()
+            assert sequence.gamma_cap == after
+            return sequence
+
+        first = await written(None, 0)
+        second = await written(0, None)
+        third = await written(0, 3)
+        for sequence in (first, second):
+            sequence.cancel()
+            sequence.cancel()  # and once more, as a close does
+        assert link.open(OPENING, sequence_id="s", timeout=30.0).gamma_cap == 3
+        third.cancel()
+    finally:
+        await server.stop(None)
+
+
+async def test_what_others_were_told_is_forgotten_with_the_last_of_them() -> None:
+    server = create_server(max_message_bytes=1 << 20)
+    server.add_generic_rpc_handlers((capping([0]),))
+    address = bind(server, "127.0.0.1:0")
+    await server.start()
+    link = VerifierLink(address, max_message_bytes=1 << 20, silence=30.0)
+    try:
+        sequence = link.open(OPENING, sequence_id="s", timeout=30.0)
+        await sequence.begin()
+        await sequence.decode(1)
+        await sequence.verdict()
+        sequence.cancel()
+        assert link.open(OPENING, sequence_id="s", timeout=30.0).gamma_cap is None
+    finally:
+        await server.stop(None)
 
 
 async def test_our_own_cancel_stays_a_cancel() -> None:

@@ -35,7 +35,7 @@ class World:
         """Write a pair and start a verifier and a draft service of each kind."""
         target = pairs.write_target(folder / "target", seed=seed, markov=markov)
         drafts = {kind: pairs.write_draft(folder / kind, target, kind) for kind in pairs.BAD_DRAFTS}
-        verifier = nursery.verifier(target, flags=sampling.FLAGS)
+        verifier = nursery.verifier(target, flags=sampling.VERIFIER_FLAGS)
         services = {kind: nursery.draft(draft, verifier, flags=sampling.DRAFT_FLAGS) for kind, draft in drafts.items()}
         wait_healthy(verifier, *services.values())
         return cls(target, drafts, verifier, services)
@@ -45,7 +45,7 @@ class World:
         """Start a draft service for this target, with a fault in it or in a verifier of its own; stop both after."""
         verifier = self.verifier
         if service == "verifier_service":
-            verifier = nursery.verifier(self.target, fault=fault, flags=sampling.FLAGS)
+            verifier = nursery.verifier(self.target, fault=fault, flags=sampling.VERIFIER_FLAGS)
         in_draft = fault if service == "draft_service" else None
         front = nursery.draft(draft, verifier, fault=in_draft, flags=sampling.DRAFT_FLAGS)
         wait_healthy(verifier, front)

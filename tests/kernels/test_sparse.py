@@ -10,7 +10,18 @@ import torch
 from torch import Tensor
 
 from kernels.distribution import SamplingLaw, probabilities
-from kernels.sparse import MAX_SUPPORT, SparseConfig, SparseLaw, draw, sample, sparsify, validate
+from kernels.sparse import (
+    MAX_SUPPORT,
+    SparseConfig,
+    SparseLaw,
+    as_law,
+    draw,
+    place,
+    sample,
+    sparsify,
+    truncate,
+    validate,
+)
 
 JUST_BELOW_1 = 1 - 2**-53
 CONFIGS = [
@@ -45,6 +56,22 @@ def test_the_fewest_best_tokens_with_the_mass_are_kept(V: int, sharpness: float,
     probs = _laws(V, sharpness)
     for law, p in zip(sparsify(probs, config), probs.numpy(), strict=True):
         assert (law.ids.tolist(), law.weights.tolist()) == _by_sorting(p, config)
+
+
+@pytest.mark.parametrize("V", [1, 33, 1025, 5003])
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_what_torchscript_compiles_cuts_and_draws_the_same(V: int, config: SparseConfig) -> None:
+    """`truncate` and `place` serve a sequence that drafts alone: its law must not depend on its company."""
+    ties = torch.full((2, V), 1.0 / V)
+    ties[1, ::3] *= 2
+    probs = torch.cat([_laws(V, 0.3), _laws(V, 6.0), ties])
+    for law, p in zip(sparsify(probs, config), probs, strict=True):
+        ids, weights = truncate(p, config.keep_mass, config.max_support)
+        alone = as_law(ids, weights)
+        assert (law.ids.tolist(), law.weights.tolist()) == (alone.ids.tolist(), alone.weights.tolist())
+        assert law.total == alone.total
+        for u in (0.0, 0.25, 1 / 3, 0.9, JUST_BELOW_1):
+            assert sample(law, u) == int(ids[place(weights, alone.total, u)])
 
 
 def test_equal_tokens_at_the_cut_stay_from_the_lowest_id() -> None:

@@ -4,8 +4,9 @@ from contextlib import ExitStack
 
 import pytest
 
+from outrider.pace import FIRST_GUESS, LEAST_WAIT, LONGEST_WAIT
 from outrider.rpc.errors import RequestError
-from verifier_service.admission import FIRST_GUESS, LEAST_WAIT, LONGEST_WAIT, Admission
+from verifier_service.admission import Admission
 
 PLACES, WAITING = 2, 1
 

@@ -35,7 +35,7 @@ def start(*flags: str) -> tuple[VerifierEngine, Metrics]:
         program="verifier_service",
     )
     metrics = Metrics()
-    observer = SpeculationMetrics(metrics, "torch")
+    observer = SpeculationMetrics(metrics, "torch", settings.max_gamma)
     engine, _ = build_engine(settings, find_path(settings), observer)
     observer.watch(engine.packed.pool, engine.scheduler)
     engine.prepare()

@@ -241,6 +241,40 @@ def test_the_youngest_gives_way_and_runs_again() -> None:
     assert house.pool.used_blocks == 0
 
 
+def test_whoever_begins_leaves_each_of_the_others_a_block_to_grow_into() -> None:
+    house = House(blocks=8, pass_tokens=32, max_length=32)
+    old = house.open(15, output=8)
+    house.run()
+    young = house.open(16, output=8)
+    house.run()
+    assert house.pool.length(young.slot or 0) == 0, "it would have taken the last block"
+    while not old.finished:
+        house.ask(old)
+        house.run()
+    house.run()
+    assert house.pool.length(young.slot or 0) == 15
+    assert not house.preempted()
+
+
+def test_while_blocks_are_short_the_oldest_goes_before_rounds_of_others() -> None:
+    house = House(blocks=8, pass_tokens=32, max_length=32)
+    old = house.open(20, output=8)
+    house.ask(old)
+    house.run()
+    old.judged_at -= 2 * IDLE_SECONDS
+    others = [house.open(10, output=20) for _ in range(2)]
+    house.ask(*others)
+    house.run()
+    assert house.preempted() == [old]
+    judged = []
+    house.ask(old)
+    for _ in range(3):
+        house.ask(*others)
+        judged += house.run(accepted=0)
+    assert old in judged
+    assert set(house.preempted()[1:]) <= set(others)
+
+
 def test_who_owes_a_round_for_long_gives_way_to_anyone() -> None:
     house = House(blocks=8, pass_tokens=32, max_length=32)
     silent = house.open(20, output=8)

@@ -30,6 +30,7 @@ def start(*flags: str) -> ServiceProcess:
 def verifier() -> Iterator[ServiceProcess]:
     process = start(
         *("--max-sequences", str(PLACES), "--max-waiting", str(WAITING), "--idle-timeout", "1.5"),
+        *("--slow-client-timeout", "1.5"),
         *("--dtype", "float32", "--max-message-bytes", str(1 << 16)),
     )
     try:
@@ -296,6 +297,24 @@ def test_a_silent_stream_is_closed(channel: grpc.Channel) -> None:
         stream.open()
         error = from_rpc_error(ends(stream))
         assert (error.code, error.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "IDLE")
+
+
+def test_a_client_that_does_not_read_is_cut(verifier: ServiceProcess) -> None:
+    """The service of these tests waits 1.5 s, and the client takes next to nothing unread."""
+    narrow = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+    heavy = opening(max_new_tokens=900)
+    heavy.logprobs.top_n = 20
+    with grpc.insecure_channel(verifier.address, options=narrow) as channel, Stream(channel, "unread") as stream:
+        stream.open(heavy)
+        stream.decode(1, PROMPT, 900)
+        stream.verdict()
+        end = time.monotonic() + 15
+        while not any('"unread"' in line and "DEADLINE_EXCEEDED" in line for line in verifier.log_lines()):
+            assert time.monotonic() < end, "it is still served"
+            time.sleep(0.1)
+        error = from_rpc_error(ends(stream))
+    assert (error.code, error.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "IDLE")
+    assert "unread" in error.message
 
 
 # --------------------------------------------------------------------------------------------------------------- room

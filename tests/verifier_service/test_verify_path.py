@@ -44,6 +44,8 @@ class Tally:
     def checked(self, intact: bool) -> None:
         assert intact
 
+    def capped(self, gamma: int) -> None: ...
+
     def judged(self, rule: Rule, drafted: int, accepted: int) -> None:
         self.rounds.append((rule, drafted, accepted))
 

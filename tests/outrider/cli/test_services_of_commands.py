@@ -1,66 +1,22 @@
 """`demo` and `serve` as a user runs them: services come up as processes, and none outlives the command."""
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
-import uuid
 from pathlib import Path
 
-import pytest
 from click.testing import CliRunner
 
 from outrider.cli import main
-from tests.house.project import ROOT
-from tests.services import HEALTHY_WITHIN_S, MODELS
+from tests.commands import Command, linux
+from tests.services import MODELS
 
 PAIR = ["--target", str(MODELS / "target"), "--draft", str(MODELS / "draft"), "--threads", "1"]
 
 
-class Command:
-    """`outrider ARGUMENTS...` as a process. A mark in its environment finds every process it started."""
-
-    def __init__(self, *arguments: str) -> None:
-        self._mark = f"OUTRIDER_TEST_MARK={uuid.uuid4()}"
-        name, _, value = self._mark.partition("=")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "outrider.cli", *arguments],
-            cwd=ROOT,
-            env={**os.environ, name: value},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def ended(self, within: float = HEALTHY_WITHIN_S) -> tuple[int, str, str]:
-        """Exit code, stdout and stderr."""
-        try:
-            out, err = self.process.communicate(timeout=within)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            raise
-        return self.process.returncode, out, err
-
-    def left_behind(self) -> list[str]:
-        """Command lines of processes that it started and that still run."""
-        marked = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if self._mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
-                    marked.append((folder / "cmdline").read_text().replace("\0", " "))
-            except OSError:  # ended meanwhile, or somebody else's
-                continue
-        return marked
-
-
-linux = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
-
-
 @linux
 def test_the_demo_runs_from_start_to_end_and_leaves_nothing() -> None:
-    command = Command("demo", "--json", "--max-new-tokens", "16", "--repeats", "1", "--threads", "1")
+    command = Command("outrider.cli", "demo", "--json", "--max-new-tokens", "16", "--repeats", "1", "--threads", "1")
     code, out, err = command.ended()
     assert (code, err) == (0, "")
     document = json.loads(out)
@@ -74,7 +30,7 @@ def test_the_demo_runs_from_start_to_end_and_leaves_nothing() -> None:
 
 @linux
 def test_serve_answers_until_it_is_told_to_stop() -> None:
-    command = Command("serve", *PAIR, "--listen", "127.0.0.1:0", "--verifier-listen", "127.0.0.1:0")
+    command = Command("outrider.cli", "serve", *PAIR, "--listen", "127.0.0.1:0", "--verifier-listen", "127.0.0.1:0")
     assert command.process.stderr is not None
     line = command.process.stderr.readline()
     found = re.search(r"outrider generate --draft (127\.0\.0\.1:\d+) ", line)
@@ -96,7 +52,9 @@ def test_serve_answers_until_it_is_told_to_stop() -> None:
 @linux
 def test_serve_fails_in_one_line_where_a_model_is_missing(tmp_path: Path) -> None:
     missing = tmp_path / "nothing-here"
-    command = Command("serve", "--target", str(missing), "--draft", str(MODELS / "draft"), "--listen", "127.0.0.1:0")
+    command = Command(
+        "outrider.cli", "serve", "--target", str(missing), "--draft", str(MODELS / "draft"), "--listen", "127.0.0.1:0"
+    )
     code, _, err = command.ended()
     assert code == 1
     (last,) = err.splitlines()

@@ -52,6 +52,14 @@ def test_what_was_not_used_for_longest_goes_first_after_what_nobody_knows() -> N
     assert blocks.find(b"a") is None
 
 
+def test_what_nobody_knows_goes_before_what_is_known_however_lately_it_was_used() -> None:
+    blocks = Blocks(2)
+    (known,) = named(blocks, "a")
+    other = blocks.take()
+    blocks.release(other)
+    assert [blocks.take(), blocks.take()] == [other, known]
+
+
 def test_a_known_block_is_found_held_or_not_until_it_is_taken() -> None:
     blocks = Blocks(1)
     (block,) = named(blocks, "a")

@@ -106,6 +106,20 @@ def test_what_a_broken_pass_wrote_to_gathered_blocks_is_lost() -> None:
     assert held(pool, slot) == [20] * 4 + [24] * 4 + [1]
 
 
+def test_nor_does_it_come_back_once_the_sequence_lies_straight() -> None:
+    pool = make(blocks=12)
+    slot = crook(pool)
+    others = [pool.allocate() for _ in range(3)]
+    for other in others:
+        fill(pool, other, 0, 12, 0)
+    for new in pool.views(slot, 8, 9).new:
+        new.fill_(99)
+    for other in others:
+        pool.free(other)
+    fill(pool, slot, 8, 9, 1)
+    assert held(pool, slot) == [20] * 4 + [24] * 4 + [1]
+
+
 def test_where_room_is_plentiful_a_sequence_is_straightened() -> None:
     pool = make(blocks=16)
     slot = crook(pool)
@@ -248,6 +262,7 @@ def test_a_full_pool_refuses_and_stays_as_it_was() -> None:
         pool.grow(other, 8)
     assert pool.used_blocks == 2
     fork = pool.fork(slot)
+    assert [pool.lacking(fork, length) for length in (6, 7, 8, 9)] == [0, 1, 1, 2], "its begun block is shared"
     pool.grow(fork, 7)
     with pytest.raises(PoolExhausted):
         pool.grow(fork, 9)

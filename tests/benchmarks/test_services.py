@@ -1,0 +1,36 @@
+"""Services that a benchmark starts end with it, whoever ends it."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.commands import Command, linux
+from tests.services import HEALTHY_WITHIN_S
+
+
+@linux
+@pytest.mark.timeout(300)  # two services start, on whatever else the machine does
+def test_a_benchmark_told_to_end_leaves_nothing_and_can_be_resumed(tmp_path: Path) -> None:
+    output = tmp_path / "out.json"
+    asked = ("--quick", "--parts", "closed", "--repetitions", "10000", "--output", str(output))
+    command = Command("benchmarks.load", *asked)
+    end = time.monotonic() + HEALTHY_WITHIN_S
+    while not _runs(output):
+        assert command.process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert len(command.left_behind()) == 3  # itself and the services
+
+    command.process.send_signal(signal.SIGTERM)
+    code, _, err = command.ended()
+    assert code == 130
+    assert err.splitlines()[-1] == "benchmarks.load: interrupted; --resume goes on from here"
+    assert command.left_behind() == []
+    assert _runs(output)
+
+
+def _runs(output: Path) -> int:
+    return len(json.loads(output.read_text())["runs"]) if output.is_file() else 0

@@ -1,0 +1,156 @@
+"""The minute itself: 64 workers, each with one stream after another, every one disturbed as its own dice have it.
+
+It knows what disturbs; not what may come of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+from outrider.client import AsyncClient
+from tests.chaos.asked import Behaviour, Door, Expected, Outcome, Request
+from tests.chaos.clients import PATIENCE_S, DraftClients
+from tests.chaos.house import SLOW_CLIENT_S, House
+from tests.chaos.rounds import VerifierStreams
+
+SECONDS = 60.0
+"""Of chaos: no stream begins after that."""
+
+WORKERS = {Door.DRAFT: 40, Door.FRAIL: 8, Door.VERIFIER: 16}
+SEED = 11
+STALL = (0.2, 2 * SLOW_CLIENT_S)
+"""Seconds of a slow reader's pause: within what is borne, or beyond it."""
+
+VANISHING = {Door.DRAFT: 4, Door.VERIFIER: 4}
+VANISH_WITHIN_S = 15.0
+"""Only in the beginning: a server pings a peer after 20 s, and gives it 10 s to answer."""
+
+CUT_EVERY_S, CUT_FOR_S = 9.0, 0.5
+"""The way of the frail draft service to the verifier."""
+
+BEHAVIOURS: dict[Behaviour, float] = {
+    Behaviour.PLAIN: 0.40,
+    Behaviour.CANCEL: 0.17,
+    Behaviour.SLOW: 0.08,
+    Behaviour.DEADLINE: 0.15,
+    Behaviour.TIME_LIMIT: 0.05,
+    Behaviour.CUT: 0.15,
+}
+"""Shares of each. At the verifier a half-close takes the place of the time limit, which is the draft service's."""
+
+
+@dataclass(frozen=True)
+class Aftermath:
+    """What came of it. `left_over` names the streams that had not ended long after the last began."""
+
+    outcomes: list[Outcome]
+    left_over: list[str]
+
+
+async def expect(address: str, requests: Sequence[Request]) -> dict[int, Expected]:
+    """Return what each request writes alone, by its number."""
+    found = {}
+    async with AsyncClient(address, timeout=PATIENCE_S) as client:
+        for request in requests:
+            done = await client.complete(request.prompt, **request.options())
+            assert len(done.token_ids) == request.length
+            found[request.number] = Expected(done.started.prompt_token_ids, done.token_ids, done.text)
+    return found
+
+
+async def storm(house: House, requests: Sequence[Request], expected: dict[int, Expected]) -> Aftermath:
+    """Run it."""
+    began = time.monotonic()
+    outcomes: list[Outcome] = []
+    async with AsyncExitStack() as gone:
+        doors: list[DraftClients | VerifierStreams] = [
+            DraftClients(Door.DRAFT, house.draft.address, STALL, gone),
+            DraftClients(Door.FRAIL, house.frail.address, STALL, gone),
+            VerifierStreams(house.verifier.address, expected, STALL, gone),
+        ]
+        dice = _Dice(began)
+        workers = [
+            asyncio.create_task(_work(door, requests, random.Random(f"{SEED}/{door.door}/{number}"), dice, outcomes))
+            for door in doors
+            for number in range(WORKERS[door.door])
+        ]
+        breaking = asyncio.create_task(_break(house, began))
+        _, pending = await asyncio.wait(workers, timeout=SECONDS + PATIENCE_S / 2)
+        left_over = [str(worker) for worker in pending]
+        for task in (*pending, breaking):
+            task.cancel()
+        await asyncio.gather(*workers, breaking, return_exceptions=True)
+        for worker in workers:
+            if worker not in pending:
+                worker.result()
+        for door in doors:
+            await door.close()
+        # Those that vanished stay until the services have given them up by themselves.
+        await asyncio.sleep(max(0.0, dice.last_vanished + KEEPALIVE_S - time.monotonic()))
+    return Aftermath(outcomes, left_over)
+
+
+KEEPALIVE_S = 35.0
+"""After this a server knows that a peer has vanished."""
+
+
+@dataclass
+class _Dice:
+    """What the workers have in common."""
+
+    began: float
+    vanishing: dict[Door, int] = field(default_factory=VANISHING.copy)
+    last_vanished: float = 0.0
+
+    def over(self) -> bool:
+        return time.monotonic() > self.began + SECONDS
+
+    def behaviour(self, door: Door, chance: random.Random) -> Behaviour:
+        early = time.monotonic() < self.began + VANISH_WITHIN_S
+        if early and self.vanishing.get(door, 0) and chance.random() < 0.1:
+            self.vanishing[door] -= 1
+            return Behaviour.VANISH
+        (behaviour,) = chance.choices(list(BEHAVIOURS), list(BEHAVIOURS.values()))
+        if behaviour is Behaviour.TIME_LIMIT and door is Door.VERIFIER:
+            return Behaviour.HALF_CLOSE
+        return behaviour
+
+    def note(self, outcome: Outcome) -> None:
+        """Take in what came: who was refused has not vanished."""
+        if outcome.behaviour is not Behaviour.VANISH:
+            return
+        if outcome.status == "CANCELLED":
+            self.last_vanished = time.monotonic()
+        else:
+            self.vanishing[outcome.door] += 1
+
+
+async def _work(
+    door: DraftClients | VerifierStreams,
+    requests: Sequence[Request],
+    chance: random.Random,
+    dice: _Dice,
+    outcomes: list[Outcome],
+) -> None:
+    while not dice.over():
+        outcome = await door.stream(dice.behaviour(door.door, chance), chance.choice(requests), chance)
+        outcomes.append(outcome)
+        dice.note(outcome)
+        if outcome.retry_after is not None:
+            await asyncio.sleep(min(outcome.retry_after, chance.uniform(0.2, 2.0)))
+        elif outcome.status == "UNAVAILABLE":
+            await asyncio.sleep(chance.uniform(0.0, 2 * CUT_FOR_S))
+
+
+async def _break(house: House, began: float) -> None:
+    """Cut the frail draft service's way to the verifier again and again."""
+    while time.monotonic() < began + SECONDS - CUT_EVERY_S:
+        await asyncio.sleep(CUT_EVERY_S)
+        house.way.close()
+        await asyncio.sleep(CUT_FOR_S)
+        house.way.open()

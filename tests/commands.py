@@ -1,0 +1,50 @@
+"""A command as its user runs it, and what it leaves behind. It knows no command of ours."""
+
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests.house.project import ROOT
+from tests.services import HEALTHY_WITHIN_S
+
+linux = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
+
+
+class Command:
+    """`python -m MODULE ARGUMENTS...` as a process. A mark in its environment finds every process it started."""
+
+    def __init__(self, module: str, *arguments: str) -> None:
+        self._mark = f"OUTRIDER_TEST_MARK={uuid.uuid4()}"
+        name, _, value = self._mark.partition("=")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            cwd=ROOT,
+            env={**os.environ, name: value},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def ended(self, within: float = HEALTHY_WITHIN_S) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr."""
+        try:
+            out, err = self.process.communicate(timeout=within)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+        return self.process.returncode, out, err
+
+    def left_behind(self) -> list[str]:
+        """Command lines of processes that it started and that still run."""
+        marked = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if self._mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    marked.append((folder / "cmdline").read_text().replace("\0", " "))
+            except OSError:  # ended meanwhile, or somebody else's
+                continue
+        return marked

@@ -1,0 +1,77 @@
+"""Thirty-two requests that have little in common, and what a service writes for them one by one or all at once.
+
+It knows the client library and the demo's prompts; nothing of what shares a pass, or of how much room there is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.client import AsyncClient, Options
+from tests.services import MODELS
+
+REQUESTS = 32
+SHORTEST, LONGEST = 16, 40
+"""Tokens of a text."""
+
+PROMPT_CHARS = (3, 24, 90, 260)
+"""The last is some 120 tokens: with others of its kind it takes several passes to read."""
+
+FIRST_IDS = 1000
+"""Random ids are below this: a quarter of the prompts is no text at all."""
+
+LAWS: tuple[Options, ...] = (
+    Options(temperature=0.0),
+    Options(temperature=1.0),
+    Options(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.2),
+    Options(temperature=1.0, top_p=0.9),
+    Options(temperature=0.0, rule="tokenwise"),
+    Options(temperature=1.0, repetition_penalty=1.2, banned_token_ids=[5, 17]),
+)
+"""Those that name no rule are judged by `coupled`: they have a seed."""
+
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request."""
+
+    prompt: str | list[int]
+    options: Options
+
+
+def requests() -> list[Asked]:
+    """Return the same ones whenever it is called."""
+    texts = [json.loads(line)["text"] for line in (MODELS / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+    chance = random.Random(7)
+    asked = []
+    for number in range(REQUESTS):
+        chars = PROMPT_CHARS[number % len(PROMPT_CHARS)]
+        prompt: str | list[int] = texts[number][:chars]
+        if number % 4 == 1:
+            prompt = [chance.randrange(1, FIRST_IDS) for _ in range(chars)]
+        options = Options(
+            max_new_tokens=chance.randint(SHORTEST, LONGEST),
+            ignore_eos=True,
+            seed=chance.getrandbits(64),
+            gamma=number % 8,
+        )
+        asked.append(Asked(prompt, options | LAWS[number % len(LAWS)]))
+    return asked
+
+
+def texts(address: str, asked: Sequence[Asked], *, together: bool, salt: str) -> list[Ids]:
+    """Return what each writes, alone one after another, or all at once. Nothing of another salt is in any cache."""
+    return asyncio.run(_texts(address, asked, together=together, salt=salt))
+
+
+async def _texts(address: str, asked: Sequence[Asked], *, together: bool, salt: str) -> list[Ids]:
+    async with AsyncClient(address, timeout=90.0) as client:
+        calls = [client.complete(each.prompt, **(each.options | Options(cache_salt=salt))) for each in asked]
+        done = await asyncio.gather(*calls) if together else [await call for call in calls]
+    return [completion.token_ids for completion in done]

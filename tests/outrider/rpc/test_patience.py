@@ -1,0 +1,54 @@
+"""Each step of a task is waited for so long and no longer, however many there are."""
+
+import asyncio
+import gc
+import weakref
+
+import pytest
+
+from outrider.rpc.patience import Patience
+
+SHORT, LIMIT = 0.02, 0.2
+
+
+async def test_many_steps_may_take_longer_than_one() -> None:
+    begun = asyncio.get_running_loop().time()
+    with Patience(LIMIT) as patience:
+        for number in range(20):
+            assert await patience.bear(asyncio.sleep(SHORT, number)) == number
+        await asyncio.sleep(1.5 * LIMIT)  # no step: nobody is waited for
+        assert await patience.bear(asyncio.sleep(0, "after")) == "after"
+    assert asyncio.get_running_loop().time() - begun > 2 * LIMIT
+
+
+async def test_a_step_that_takes_too_long_is_cancelled() -> None:
+    step = asyncio.get_running_loop().create_future()
+    with Patience(LIMIT) as patience:
+        await patience.bear(asyncio.sleep(SHORT))
+        with pytest.raises(TimeoutError):
+            await patience.bear(step)
+    assert step.cancelled()
+    await asyncio.sleep(0)  # and the task lives on
+
+
+async def test_who_is_cancelled_from_outside_is_cancelled() -> None:
+    async def waits() -> None:
+        with Patience(LIMIT) as patience:
+            await patience.bear(asyncio.sleep(10 * LIMIT))
+
+    task = asyncio.create_task(waits())
+    await asyncio.sleep(SHORT)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_nothing_is_left_of_it() -> None:
+    """A timer that went on would hold on to the call."""
+    with Patience(SHORT) as patience:
+        await patience.bear(asyncio.sleep(3 * SHORT / 4))
+    left = weakref.ref(patience)
+    del patience
+    await asyncio.sleep(2 * SHORT)
+    gc.collect()
+    assert left() is None
