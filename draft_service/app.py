@@ -1,7 +1,12 @@
 """The draft service as a whole: loads the draft, finds the verifier, and hands the parts to each other."""
 
+from typing import Any
+
 import grpc
 
+from draft_service.drafter_choice import supports_rule_by_logits
+from draft_service.drafters.base import Kind
+from draft_service.drafters.build import cheap_drafters, check_settings, guarded
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.model import ModelDrafter
 from draft_service.metrics import show_held
@@ -15,14 +20,15 @@ from outrider.lm.checkpoint import LoadedModel
 from outrider.lm.kv_size import blocks_for
 from outrider.lm.packed import PackedModel
 from outrider.lm.tokenizer import Tokenizer
-from outrider.loading import kv_blocks, load, sequence_tokens
-from outrider.model_info import describe
+from outrider.loading import kv_blocks, load, load_tokenizer_alone, sequence_tokens
+from outrider.model_info import describe, describe_tokenizer
 from outrider.sampling import DEFAULT_RULE, OFFERED_RULES, RULE_TO_WIRE
 from protos.outrider.v1 import model_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import add_DraftServiceServicer_to_server
 
 FEATURES = (
     "chat",
+    "drafters",
     "logprobs",
     "n",
     "penalties",
@@ -51,21 +57,32 @@ class DraftApp(Service):
 
     async def load(self) -> None:
         settings = self._settings
-        loaded, tokenizer = await in_thread(lambda: load(settings))
+        check_settings(settings)
+        loaded: LoadedModel | None = None
+        if Kind(settings.drafter) is Kind.MODEL:
+            loaded, tokenizer = await in_thread(lambda: load(settings))
+        else:
+            tokenizer = await in_thread(lambda: load_tokenizer_alone(settings))
         self._link = VerifierLink(
             settings.verifier, max_message_bytes=settings.max_message_bytes, silence=settings.verifier_timeout
         )
         draft = model_info(loaded, tokenizer, settings)
         target = await self._link.match(draft)
         limit_by(draft, target)
-        self._engine = await in_thread(lambda: build_engine(loaded, target, draft.limits, settings))
-        self._engine.start()
-        show_held(self.metrics, self._servicer.places, self._engine.packed.pool)
-        drafter = ModelDrafter(self._engine, vocab_size=target.vocab_size)
+        sparse = SparseConfig(keep_mass=settings.keep_mass, max_support=draft.limits.max_support)
+        drafters = await in_thread(lambda: cheap_drafters(settings, tokenizer, target, sparse))
+        if loaded is not None:
+            self._engine = await in_thread(lambda: build_engine(loaded, target, sparse, settings))
+            self._engine.start()
+            drafters[Kind.MODEL] = ModelDrafter(self._engine, vocab_size=target.vocab_size)
+        show_held(self.metrics, self._servicer.places, None if self._engine is None else self._engine.packed.pool)
+        if not supports_rule_by_logits(drafters):
+            remove_lossy_rules(draft)
         self.metrics.describe(
             service="draft_service", version=draft.server_version, model=draft.name, device=draft.device
         )
-        self._servicer.attach(Pair(drafter, self._link, tokenizer, draft, target))
+        chosen = guarded(drafters, settings, target, sparse)
+        self._servicer.attach(Pair(chosen, Kind(settings.drafter), self._link, tokenizer, draft, target))
 
     async def drain(self) -> None:
         """Requests in progress finish by themselves."""
@@ -76,13 +93,12 @@ class DraftApp(Service):
 
 
 def build_engine(
-    loaded: LoadedModel, target: model_pb2.ModelInfo, limits: model_pb2.Limits, settings: DraftSettings
+    loaded: LoadedModel, target: model_pb2.ModelInfo, config: SparseConfig, settings: DraftSettings
 ) -> DraftEngine:
     """The draft's engine, warmed up and not started."""
     length = sequence_tokens(settings, loaded)
     blocks = min(kv_blocks(settings, loaded), settings.max_sequences * blocks_for(length))
     packed = PackedModel.build(loaded, settings.max_sequences, length, blocks=blocks)
-    config = SparseConfig(keep_mass=settings.keep_mass, max_support=limits.max_support)
     packed.warm_up((1, 2, 64))
     packed.warm_up_writing(config)
     return DraftEngine(
@@ -94,12 +110,10 @@ def build_engine(
     )
 
 
-def model_info(loaded: LoadedModel, tokenizer: Tokenizer, settings: DraftSettings) -> model_pb2.ModelInfo:
-    """What the service says of its draft before it knows a target."""
-    return describe(
-        loaded,
-        tokenizer,
-        limits=model_pb2.Limits(
+def model_info(loaded: LoadedModel | None, tokenizer: Tokenizer, settings: DraftSettings) -> model_pb2.ModelInfo:
+    """What the service says of its draft before it knows a target; None is a service without a draft model."""
+    how: Any = {
+        "limits": model_pb2.Limits(
             max_gamma=settings.max_gamma,
             max_support=settings.max_support,
             max_message_bytes=settings.max_message_bytes,
@@ -109,9 +123,12 @@ def model_info(loaded: LoadedModel, tokenizer: Tokenizer, settings: DraftSetting
             max_stop_strings=settings.max_stop_strings,
             max_stop_string_chars=settings.max_stop_string_chars,
         ),
-        rules=sorted(OFFERED_RULES, key=lambda rule: rule.value),
-        default_rule=DEFAULT_RULE,
-        features=FEATURES,
+        "rules": sorted(OFFERED_RULES, key=lambda rule: rule.value),
+        "default_rule": DEFAULT_RULE,
+        "features": FEATURES,
+    }
+    return (
+        describe_tokenizer(settings.model, tokenizer, **how) if loaded is None else describe(loaded, tokenizer, **how)
     )
 
 
@@ -126,3 +143,9 @@ def limit_by(draft: model_pb2.ModelInfo, target: model_pb2.ModelInfo) -> None:
     draft.rules[:] = [rule for rule in target.rules if rule in known]
     draft.lossy_rules[:] = [rule for rule in draft.lossy_rules if rule in draft.rules]
     draft.default_rule = target.default_rule
+
+
+def remove_lossy_rules(draft: model_pb2.ModelInfo) -> None:
+    """Takes out the rules that ask for a draft model's logits, for a service that has none."""
+    draft.rules[:] = [rule for rule in draft.rules if rule not in draft.lossy_rules]
+    draft.lossy_rules[:] = []

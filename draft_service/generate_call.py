@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import structlog
 
+from draft_service.drafter_choice import KIND_TO_WIRE
 from draft_service.emission import Emitter
 from draft_service.generation import Sample
 from draft_service.output import OutputText
@@ -90,6 +91,9 @@ class GenerateCall:
             draft=self._pair.draft,
             target=self._pair.target,
             default_gamma=self._settings.gamma,
+            drafters=self._pair.drafters.keys(),
+            default_drafter=self._pair.default,
+            default_draft_temperature=self._settings.draft_temperature,
         )
         chars = len(message.text) + sum(len(said.content) for said in message.chat.messages)
         return check() if chars <= SHORT_PROMPT_CHARS else await asyncio.to_thread(check)
@@ -111,7 +115,10 @@ class GenerateCall:
         self._emitters.append(emitter)
         self._samples.append(sample)
         await sample.run(
-            self._pair.link, self._pair.drafter, timeout=self._time_left(), on_open=partial(self._on_open, request)
+            self._pair.link,
+            self._pair.drafters[request.drafter],
+            timeout=self._time_left(),
+            on_open=partial(self._on_open, request),
         )
 
     def _emitter(self, request: Generation, index: int) -> Emitter:
@@ -140,6 +147,7 @@ class GenerateCall:
             rule=opened.rule if opened else RULE_TO_WIRE[request.sampling.rule],
             max_new_tokens=request.max_new_tokens,
             lossy=request.sampling.is_lossy,
+            drafter=KIND_TO_WIRE[request.drafter],
         )
         self._responses.send(draft_service_pb2.GenerateResponse(started=started))
 
@@ -161,11 +169,13 @@ class GenerateCall:
             finish_reasons=[reason.removeprefix("FINISH_REASON_") for reason in reasons],
             prompt_tokens=len(request.prompt) if request else 0,
             committed_tokens=len(message.committed_token_ids),
+            drafter=request.drafter.value if request else "",
             tokens=sum(emitter.completion_tokens for emitter in self._emitters),
             rounds=sum(each.num_rounds for each in counts),
             drafts=sum(each.num_drafts for each in counts),
             draft_tokens=sum(each.num_draft_tokens for each in counts),
             accepted_tokens=sum(each.num_accepted_tokens for each in counts),
+            draft_failures=sum(each.num_draft_failures for each in counts),
             alpha=[round(each.alpha, 4) for each in counts],
             seconds=round(time.perf_counter() - self._arrived, 4),
             first_token_seconds=round(min(first), 4) if first else None,

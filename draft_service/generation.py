@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from draft_service.drafters.base import Draft, Drafter, DraftError, Drafting, DraftSequence
+from draft_service.drafter_choice import KIND_TO_WIRE
+from draft_service.drafters.base import Draft, Drafter, DraftError, Drafting, DraftLate, DraftSequence
 from draft_service.emission import Emitter
 from draft_service.statistics import SpeculationCounts, Timings
 from draft_service.validation import Generation
@@ -54,7 +55,7 @@ class Sample:
 
     def __init__(self, request: Generation, index: int, emitter: Emitter, *, arrived: float) -> None:
         """`arrived` is the request's arrival, as `time.perf_counter()` had it."""
-        self.counts = SpeculationCounts()
+        self.counts = SpeculationCounts(drafter=KIND_TO_WIRE[request.drafter])
         self.timings = Timings(arrived)
         self.finish_reason: sampling_pb2.FinishReason = sampling_pb2.FINISH_REASON_UNSPECIFIED
         self._request = request
@@ -160,17 +161,22 @@ class Sample:
         return Round((), tokens)
 
     async def _drafted(self, draft: Awaitable[Draft]) -> Draft | None:
-        """The proposal; None where the drafter has failed, upon which the target goes on alone."""
+        """The proposal; None where there is none: the target goes on alone, for good unless it is only late."""
         try:
             drafted = await draft
         except DraftError as error:
+            self.counts.num_draft_failures += 1
+            is_late = isinstance(error, DraftLate)
             _log.warning(
-                "drafting failed; the target goes on alone",
+                "the draft is late; the target writes this round"
+                if is_late
+                else "drafting failed; the target goes on alone",
                 request_id=self._request.request_id,
                 sample=self._index,
                 reason=str(error),
             )
-            self._stop_drafting()
+            if not is_late:
+                self._stop_drafting()
             return None
         self.timings.draft += drafted.seconds
         return drafted
@@ -223,6 +229,8 @@ class Sample:
             logit_rules=self._request.sampling.logit_rules,
             seed=self._request.seed_of(self._index),
             rule=self._request.sampling.rule,
+            seed_is_fresh=self._request.seed_is_fresh,
+            draft_temperature=self._request.draft_temperature,
         )
 
     def _stop_drafting(self) -> None:

@@ -1,13 +1,13 @@
-"""What a service needs to serve: the drafter, the way to the target, and what both models say of themselves.
+"""What a service needs to serve: the drafters, the way to the target, and what both models say of themselves.
 
 It knows nothing of requests.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from draft_service.drafters.base import Drafter
+from draft_service.drafters.base import Drafter, Kind
 from draft_service.verifier_link import VerifierLink
 from outrider.lm.tokenizer import Tokenizer
 from outrider.pace import Pace
@@ -17,9 +17,15 @@ from protos.outrider.v1 import model_pb2
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A draft and the target it was matched with."""
+    """A draft and the target it was matched with.
 
-    drafter: Drafter
+    Attributes:
+        drafters: what requests may choose from.
+        default: what drafts where a request does not say.
+    """
+
+    drafters: Mapping[Kind, Drafter]
+    default: Kind
     link: VerifierLink
     tokenizer: Tokenizer
     draft: model_pb2.ModelInfo

@@ -12,7 +12,8 @@ from typing import Any, cast
 import grpc
 import structlog
 
-from draft_service.drafters.base import Draft, DraftError, Drafting, DraftSequence
+from draft_service.drafter_choice import KIND_TO_WIRE, check_draft_temperature, check_drafter
+from draft_service.drafters.base import Draft, DraftError, Drafting, DraftSequence, Kind
 from draft_service.pair import Pair, Places
 from draft_service.settings import DraftSettings
 from draft_service.validation import check_gamma, check_law, check_message_size, check_name
@@ -34,6 +35,7 @@ class ProposeCall:
         self._pair = pair
         self._places = places
         self._limits = pair.draft.limits
+        self._draft_temperature = settings.draft_temperature
         self._idle_timeout = settings.idle_timeout
         self._context = context
         self._started = time.perf_counter()
@@ -73,12 +75,14 @@ class ProposeCall:
             raise out_of_order(f"the first message is {message.WhichOneof('kind') or 'empty'}; it must be OpenDraft")
         check_name("sequence_id", message.sequence_id, required=True)
         self._sequence_id = message.sequence_id
-        sequence = check_open(message.open, self._pair)
+        sequence, drafter = check_open(message.open, self._pair, self._draft_temperature)
         with self._places.take(1):
-            drafting = self._pair.drafter.open(sequence)
+            drafting = self._pair.drafters[drafter].open(sequence)
             progress = _Progress(sequence)
             try:
-                opened = draft_service_pb2.DraftOpened(limits=self._limits, rule=RULE_TO_WIRE[sequence.rule])
+                opened = draft_service_pb2.DraftOpened(
+                    limits=self._limits, rule=RULE_TO_WIRE[sequence.rule], drafter=KIND_TO_WIRE[drafter]
+                )
                 yield self._response(opened=opened)
                 while (message := await self._next()) is not None:
                     advance = self._check(message)
@@ -181,8 +185,10 @@ class _Progress:
         )
 
 
-def check_open(message: draft_service_pb2.OpenDraft, pair: Pair) -> DraftSequence:
-    """Checks an opening.
+def check_open(
+    message: draft_service_pb2.OpenDraft, pair: Pair, draft_temperature: float | None
+) -> tuple[DraftSequence, Kind]:
+    """Checks an opening; `draft_temperature` is the default. Returns what the drafter is told, and which it is.
 
     Raises:
         RequestError: INVALID_ARGUMENT naming the field, or FAILED_PRECONDITION.
@@ -190,6 +196,7 @@ def check_open(message: draft_service_pb2.OpenDraft, pair: Pair) -> DraftSequenc
     check_features(message.required_features, pair.draft.features)
     vocab_size, room = pair.target.vocab_size, pair.draft.limits.max_sequence_tokens
     sampling = check_law(message.sampling, pair.target)
+    drafter = check_drafter("drafter", message.drafter, sampling, offered=pair.drafters.keys(), default=pair.default)
     if sampling.seed is None:
         raise invalid_field("sampling.seed", "sampling.seed is not set; OpenDraft requires it")
     prompt = check_token_ids("prompt_token_ids", message.prompt_token_ids, vocab_size)
@@ -204,11 +211,19 @@ def check_open(message: draft_service_pb2.OpenDraft, pair: Pair) -> DraftSequenc
             given=len(prompt) + len(committed),
             maximum=room,
         )
-    return DraftSequence(
+    temperature = check_draft_temperature(
+        "draft_temperature",
+        message.draft_temperature if message.HasField("draft_temperature") else None,
+        sampling,
+        default=draft_temperature,
+    )
+    sequence = DraftSequence(
         prompt=prompt,
         committed=committed,
         law=sampling.law,
         logit_rules=sampling.logit_rules,
         seed=sampling.seed,
         rule=sampling.rule,
+        draft_temperature=temperature,
     )
+    return sequence, drafter

@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+from draft_service.drafter_choice import KIND_TO_WIRE
 from draft_service.generate_call import GenerateCall
 from draft_service.pair import Pair, Places
 from draft_service.propose_call import ProposeCall
@@ -46,7 +47,12 @@ class DraftService(draft_service_pb2_grpc.DraftServiceServicer):
         self, request: draft_service_pb2.DraftServiceGetModelRequest, context: Any
     ) -> draft_service_pb2.DraftServiceGetModelResponse:
         pair = self._ready()
-        return draft_service_pb2.DraftServiceGetModelResponse(model=pair.draft, target=pair.target)
+        return draft_service_pb2.DraftServiceGetModelResponse(
+            model=pair.draft,
+            target=pair.target,
+            drafters=sorted(KIND_TO_WIRE[kind] for kind in pair.drafters),
+            default_drafter=KIND_TO_WIRE[pair.default],
+        )
 
     def _ready(self) -> Pair:
         if self._pair is None:

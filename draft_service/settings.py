@@ -1,5 +1,8 @@
 """Settings of the draft service, beside those that both services share."""
 
+from pathlib import Path
+from typing import Literal
+
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
@@ -13,6 +16,33 @@ class DraftSettings(ServiceSettings):
 
     listen: Address = Field("127.0.0.1:50051", description="HOST:PORT to listen at; port 0 takes a free one")
     verifier: Address = Field("127.0.0.1:50052", description="HOST:PORT of the verifier service")
+    drafter: Literal["model", "ngram", "lookup", "random", "none"] = Field(
+        "model",
+        description="what proposes where a request does not say; all but `model` load no weights, and of --model the "
+        "tokenizer alone",
+    )
+    draft_temperature: float | None = Field(
+        None, ge=0, le=100, description="temperature by which `model` and `ngram` draft; default: the request's own"
+    )
+    draft_timeout: int = Field(
+        10_000, ge=1, description="milliseconds a proposal may take; the target writes alone in the place of a late one"
+    )
+    ngram_corpus: Path | None = Field(
+        None, description="text file that the drafter `ngram` counts at the start; default: none"
+    )
+    ngram_documents: Literal["file", "line"] = Field(
+        "file", description="what is a document of --ngram-corpus: the file, or each line"
+    )
+    ngram_order: int = Field(4, ge=1, le=8, description="n of `ngram`: 1 counts single tokens, 2 pairs, and so on")
+    ngram_entries: int = Field(
+        1 << 20, ge=1, description="n-grams that `ngram` remembers of the corpus, and as many of the served texts"
+    )
+    ngram_learn: bool = Field(
+        False, description="`ngram` also counts what the service writes; its proposals show that to other requests"
+    )
+    lookup_min_match: int = Field(
+        2, ge=1, le=64, description="tokens that must have occurred before for `lookup` to copy what followed"
+    )
     gamma: int = Field(
         5, ge=0, le=256, description="tokens of a proposal where a request does not say; at most max-gamma"
     )

@@ -15,6 +15,8 @@ class SpeculationCounts:
 
     num_drafts: int = 0
     num_rounds: int = 0
+    drafter: draft_service_pb2.Drafter = draft_service_pb2.DRAFTER_UNSPECIFIED
+    num_draft_failures: int = 0
     drafted_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
     _beta_sum: float = 0.0
@@ -67,6 +69,8 @@ class SpeculationCounts:
             mean_acceptance_length=1 + accepted / self.num_drafts if self.num_drafts else 0.0,
             alpha=self.alpha,
             num_rounds=self.num_rounds,
+            drafter=self.drafter,
+            num_draft_failures=self.num_draft_failures,
         )
 
 

@@ -4,9 +4,11 @@ It knows the models only by what they say of themselves, and nothing of how the 
 """
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from draft_service.drafter_choice import check_draft_temperature, check_drafter
+from draft_service.drafters.base import Kind
 from kernels.adjustments import LogitRules
 from outrider.lm.tokenizer import Tokenizer
 from outrider.model_info import check_features
@@ -44,6 +46,9 @@ class Generation:
         top_logprobs: None where no log-probabilities were asked for.
         time_limit: in seconds; None is none.
         gamma: tokens of a proposal; 0 lets the target write alone.
+        drafter: what proposes; `NONE` where gamma is 0.
+        draft_temperature: None is the target's.
+        seed_is_fresh: the seed was chosen here and now.
     """
 
     request_id: str
@@ -61,6 +66,9 @@ class Generation:
     top_logprobs: int | None
     time_limit: float | None
     gamma: int
+    drafter: Kind
+    draft_temperature: float | None
+    seed_is_fresh: bool
     report_rounds: bool
     keep_special_tokens: bool
     weights_fingerprint: str
@@ -91,6 +99,9 @@ def check_generate(
     draft: model_pb2.ModelInfo,
     target: model_pb2.ModelInfo,
     default_gamma: int,
+    drafters: Collection[Kind],
+    default_drafter: Kind,
+    default_draft_temperature: float | None = None,
 ) -> Generation:
     """Checks a request against the pair and the limits. A long prompt takes its time to tokenise.
 
@@ -108,6 +119,12 @@ def check_generate(
     if sampling.needs_logits and not message.speculation.HasField("gamma"):
         default_gamma = min(default_gamma, max(1, most_logits(message_limit(draft, target), target.vocab_size)))
     gamma = _check_gamma(message.speculation, limits, default_gamma)
+    drafter = Kind.NONE
+    if gamma:
+        asked = message.speculation.drafter
+        drafter = check_drafter("speculation.drafter", asked, sampling, offered=drafters, default=default_drafter)
+    if drafter is Kind.NONE:
+        gamma = 0
     if sampling.needs_logits:
         check_message_size("speculation.gamma", gamma, draft, target)
     time_limit = _check_time_limit(message)
@@ -133,6 +150,14 @@ def check_generate(
         top_logprobs=top_logprobs,
         time_limit=time_limit,
         gamma=gamma,
+        drafter=drafter,
+        draft_temperature=check_draft_temperature(
+            "speculation.draft_temperature",
+            message.speculation.draft_temperature if message.speculation.HasField("draft_temperature") else None,
+            sampling,
+            default=default_draft_temperature,
+        ),
+        seed_is_fresh=sampling.seed is None,
         report_rounds=message.speculation.report_rounds,
         keep_special_tokens=message.keep_special_tokens,
         weights_fingerprint=message.weights_fingerprint,

@@ -19,14 +19,27 @@ def load(settings: ServiceSettings) -> tuple[LoadedModel, Tokenizer]:
     Raises:
         CheckpointError: the model cannot be loaded or run.
     """
-    source = ModelSource(
+    source = _source(settings)
+    return load_model(source), load_tokenizer(source)
+
+
+def load_tokenizer_alone(settings: ServiceSettings) -> Tokenizer:
+    """The tokenizer of the model, whose weights are not looked at and need not be there.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    return load_tokenizer(_source(settings))
+
+
+def _source(settings: ServiceSettings) -> ModelSource:
+    return ModelSource(
         name=settings.model,
         revision=settings.revision,
         dtype=settings.dtype,
         device=settings.device,
         trust_remote_code=settings.trust_remote_code,
     )
-    return load_model(source), load_tokenizer(source)
 
 
 def sequence_tokens(settings: ServiceSettings, loaded: LoadedModel) -> int:

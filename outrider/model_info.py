@@ -27,23 +27,42 @@ def describe(
     features: Iterable[str],
 ) -> model_pb2.ModelInfo:
     """The `ModelInfo` of a loaded model."""
+    info = describe_tokenizer(
+        loaded.name, tokenizer, limits=limits, rules=rules, default_rule=default_rule, features=features
+    )
+    info.weights_fingerprint = loaded.weights_fingerprint
+    info.vocab_size = min(info.vocab_size, loaded.vocab_size)
+    info.logits_size = loaded.vocab_size
+    info.context_length = loaded.context_length
+    info.eos_token_ids[:] = loaded.eos_token_ids
+    info.dtype = str(loaded.dtype).removeprefix("torch.")
+    info.device = str(loaded.device)
+    return info
+
+
+def describe_tokenizer(
+    name: str,
+    tokenizer: Tokenizer,
+    *,
+    limits: model_pb2.Limits,
+    rules: Iterable[Rule],
+    default_rule: Rule,
+    features: Iterable[str],
+) -> model_pb2.ModelInfo:
+    """The `ModelInfo` of a service that runs no model: what its tokenizer tells. What takes weights is left empty."""
     rules = list(rules)
     return model_pb2.ModelInfo(
-        name=loaded.name,
-        weights_fingerprint=loaded.weights_fingerprint,
+        name=name,
         vocabulary_fingerprint=tokenizer.fingerprint,
-        vocab_size=min(vocabulary_end(tokenizer), loaded.vocab_size),
-        logits_size=loaded.vocab_size,
-        context_length=loaded.context_length,
-        eos_token_ids=loaded.eos_token_ids,
+        vocab_size=vocabulary_end(tokenizer),
+        logits_size=vocabulary_end(tokenizer),
+        eos_token_ids=tokenizer.eos_token_ids,
         protocol_version=PROTOCOL_VERSION,
         features=sorted(features),
         rules=[RULE_TO_WIRE[rule] for rule in rules],
         default_rule=RULE_TO_WIRE[default_rule],
         noise_version=NOISE_VERSION,
         limits=limits,
-        dtype=str(loaded.dtype).removeprefix("torch."),
-        device=str(loaded.device),
         server_version=_server_version(),
         has_chat_template=tokenizer.has_chat_template,
         lossy_rules=[RULE_TO_WIRE[rule] for rule in rules if rule in LOSSY_RULES],

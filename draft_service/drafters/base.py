@@ -2,13 +2,32 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from kernels.adjustments import LogitRules
 from kernels.dense import DraftLogits
 from kernels.distribution import SamplingLaw
 from kernels.sparse import SparseLaw
 from kernels.verify import Rule
+
+
+class Kind(StrEnum):
+    """The drafters there are."""
+
+    MODEL = "model"
+    NGRAM = "ngram"
+    LOOKUP = "lookup"
+    RANDOM = "random"
+    NONE = "none"
+
+
+HAVE_LOGITS = frozenset({Kind.MODEL, Kind.NONE})
+"""Those that the rule `sigmoid` goes with: it asks for a draft's logits, or for no draft at all."""
+
+
+UNBOUNDED = 1 << 30
+"""The `room` of a drafter that has no context to fill."""
 
 
 class DraftError(Exception):
@@ -22,6 +41,32 @@ class DraftError(Exception):
         self.reason = reason
 
 
+class DraftLate(DraftError):
+    """A proposal did not come in time. The sequence may go on here: ask again after the next verdict."""
+
+
+@dataclass(slots=True)
+class Cost:
+    """What a drafter has cost so far, over all its sequences.
+
+    Attributes:
+        proposals: those that came.
+        tokens: drafted tokens in them.
+        seconds: from asking to having them, summed; waiting for other sequences included.
+        failures: proposals that did not come: the drafter failed, was late, or answered nonsense.
+    """
+
+    proposals: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    failures: int = 0
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Mean over drafted tokens: t_q, of which c is the ratio to the target's step [L 3.7]; 0 before the first."""
+        return self.seconds / self.tokens if self.tokens else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class DraftSequence:
     """What a drafter is told of a sequence.
@@ -29,11 +74,14 @@ class DraftSequence:
     Attributes:
         prompt: at least one token.
         committed: output that there is already.
-        law: what the target's logits are sampled by; a drafter that has logits does best to draw by it too.
+        law: what the target's logits are sampled by.
         logit_rules: what changes those logits before.
         seed: key of the draws (Law 2).
         rule: how proposals are judged, which says what is to be told of each token; under `coupled` the drafts are
             chosen by the noise that the target has too.
+        seed_is_fresh: nobody has had this seed before, so nothing that was ever written depends on its draws. Only then
+            may a law learned from other texts be sampled from by them.
+        draft_temperature: in place of the target's, where that is above 0; None is the same.
     """
 
     prompt: Sequence[int]
@@ -42,6 +90,20 @@ class DraftSequence:
     logit_rules: LogitRules
     seed: int
     rule: Rule = Rule.TOKENWISE
+    seed_is_fresh: bool = False
+    draft_temperature: float | None = None
+
+    @property
+    def draft_law(self) -> SamplingLaw:
+        """What a drafter that has logits draws by; any is exact [L 6], and the target's own the natural choice."""
+        if self.draft_temperature is None or self.law.is_greedy:
+            return self.law
+        return replace(self.law, temperature=self.draft_temperature)
+
+    @property
+    def shares_noise(self) -> bool:
+        """Whether tokens are chosen by the noise of their positions, and not drawn by uniforms of the round."""
+        return self.rule is Rule.COUPLED and not self.draft_law.is_greedy
 
     @property
     def needs_logits(self) -> bool:
@@ -70,7 +132,7 @@ class Drafting(ABC):
 
     @abstractmethod
     def room(self) -> int:
-        """How many tokens could be drafted next; 0 from where the drafter's context ends."""
+        """How many tokens could be drafted next; 0 from where the drafter's context ends, and it stays 0."""
 
     @abstractmethod
     def advance(self, tokens: Sequence[int]) -> None:
@@ -80,7 +142,7 @@ class Drafting(ABC):
     def propose(self, gamma: int) -> Awaitable[Draft]:
         """Begins to draft at once, and gives the result to whoever awaits it; one proposal at a time.
 
-        `gamma` tokens come, or `room()` of them where that is less.
+        `gamma` tokens come, or `room()` of them where that is less, or fewer where the drafter knows of no more.
 
         Raises:
             DraftError: on awaiting; the sequence cannot go on here.

@@ -73,7 +73,7 @@ class ModelSequence:
                 adjuster.push(token)
         tokens = [*sequence.prompt, *sequence.committed]
         return ModelSequence(
-            sequence.law, sequence.seed, sequence.rule, tokens, len(tokens), adjuster, sequence.needs_logits
+            sequence.draft_law, sequence.seed, sequence.rule, tokens, len(tokens), adjuster, sequence.needs_logits
         )
 
     @property

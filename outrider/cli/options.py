@@ -7,11 +7,12 @@ from typing import Any, TypeVar, cast
 
 import click
 
-from outrider.client import AcceptanceRule, Options
+from outrider.client import AcceptanceRule, Drafter, Options
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _RULES = [rule.value for rule in AcceptanceRule if rule is not AcceptanceRule.UNSPECIFIED]
+_DRAFTERS = [drafter.value for drafter in Drafter if drafter is not Drafter.UNSPECIFIED]
 
 
 class TokenBias(click.ParamType[tuple[int, float]]):
@@ -62,6 +63,12 @@ _LAW = (
         "--sigmoid-scales", metavar="ALPHA BETA", type=float, nargs=2, help="With --rule sigmoid, which needs them."
     ),
     click.option("--gamma", type=int, help="Tokens per proposal; 0: the target alone. Default: the service chooses."),
+    click.option(
+        "--drafter",
+        type=click.Choice(_DRAFTERS),
+        help="What proposes, of what the service has. Default: the service chooses.",
+    ),
+    click.option("--draft-temperature", type=float, help="Temperature of what is proposed. Default: --temperature."),
 )
 
 _REST = (

@@ -80,6 +80,7 @@ def completion_document(completion: Completion) -> dict[str, Any]:
         "seed": started.seed,
         "rule": started.rule,
         "lossy": started.lossy,
+        "drafter": started.drafter,
         "weights_fingerprint": started.weights_fingerprint,
     }
     if len(completion.samples) > 1:

@@ -27,6 +27,7 @@ from outrider.client.errors import (
 from outrider.client.events import (
     AcceptanceRule,
     Chunk,
+    Drafter,
     Event,
     Finished,
     FinishReason,
@@ -49,6 +50,7 @@ __all__ = [
     "Client",
     "Completion",
     "DeadlineExceeded",
+    "Drafter",
     "Event",
     "FailedPrecondition",
     "FinishReason",

@@ -48,6 +48,17 @@ class AcceptanceRule(_Named):
     SIGMOID = "sigmoid"
 
 
+class Drafter(_Named):
+    """What proposes tokens; see the contract's `Drafter`."""
+
+    UNSPECIFIED = "unspecified"
+    MODEL = "model"
+    NGRAM = "ngram"
+    LOOKUP = "lookup"
+    RANDOM = "random"
+    NONE = "none"
+
+
 class TokenOrigin(_Named):
     """Where a token came from; see the contract's `TokenOrigin`."""
 
@@ -92,6 +103,7 @@ class Started(_Mirror):
     rule: AcceptanceRule
     max_new_tokens: int
     lossy: bool  # the text does not follow the target's law
+    drafter: Drafter
 
     @classmethod
     def of(cls, message: Any) -> Self:
@@ -103,6 +115,7 @@ class Started(_Mirror):
             rule=AcceptanceRule.of(message.rule),
             max_new_tokens=message.max_new_tokens,
             lossy=message.lossy,
+            drafter=Drafter.of(message.drafter),
         )
 
 
@@ -178,6 +191,7 @@ class Statistics(_Mirror):
     """How speculation went for one sample.
 
     `alpha` is the mean of β over judged positions; under `coupled`, which knows no β, the accepted share of them.
+    `num_draft_failures` counts proposals that did not come, in whose place the target wrote alone.
     """
 
     num_drafts: int
@@ -189,6 +203,13 @@ class Statistics(_Mirror):
     mean_acceptance_length: float
     alpha: float
     num_rounds: int
+    drafter: Drafter
+    num_draft_failures: int
+
+    @classmethod
+    def of(cls, message: Any) -> Self:
+        named = {field.name: _plain(getattr(message, field.name)) for field in fields(cls)}
+        return cls(**named | {"drafter": Drafter.of(message.drafter)})
 
 
 @dataclass(frozen=True, slots=True)

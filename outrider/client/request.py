@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any, TypeAlias, TypedDict, cast
 
 from outrider.client.errors import typed
-from outrider.client.events import AcceptanceRule
+from outrider.client.events import AcceptanceRule, Drafter
 from outrider.rpc.errors import invalid_field
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2
 
@@ -55,6 +55,8 @@ class Options(TypedDict, total=False):
     ignore_eos: bool
     # How it is done, and what is told of it
     gamma: int  # tokens per proposal; 0 lets the target write alone
+    draft_temperature: float  # by which the draft is drawn; left out: the service's choice, by default `temperature`
+    drafter: Drafter | str  # what proposes, of those that the service has; left out: its default
     report_rounds: bool
     logprobs: int  # log-probabilities of each token, and of the N most probable
     keep_special_tokens: bool
@@ -153,6 +155,14 @@ def _set_gamma(request: draft_service_pb2.GenerateRequest, value: int) -> None:
     request.speculation.gamma = value
 
 
+def _set_drafter(request: draft_service_pb2.GenerateRequest, value: Drafter | str) -> None:
+    request.speculation.drafter = cast("draft_service_pb2.Drafter", Drafter(value).number)
+
+
+def _set_draft_temperature(request: draft_service_pb2.GenerateRequest, value: float) -> None:
+    request.speculation.draft_temperature = value
+
+
 def _set_report_rounds(request: draft_service_pb2.GenerateRequest, value: bool) -> None:
     request.speculation.report_rounds = value
 
@@ -183,6 +193,8 @@ _SETTERS: dict[str, Setter] = {
     "stop_token_ids": _repeated("stop_token_ids"),
     "ignore_eos": _field("ignore_eos"),
     "gamma": _set_gamma,
+    "drafter": _set_drafter,
+    "draft_temperature": _set_draft_temperature,
     "report_rounds": _set_report_rounds,
     "logprobs": _set_logprobs,
     "keep_special_tokens": _field("keep_special_tokens"),

@@ -9,6 +9,7 @@ from typing import TypeVar
 from outrider.client.events import (
     AcceptanceRule,
     Chunk,
+    Drafter,
     Event,
     Finished,
     FinishReason,
@@ -85,6 +86,11 @@ class Completion:
     @property
     def rule(self) -> AcceptanceRule:
         return self.started.rule
+
+    @property
+    def drafter(self) -> Drafter:
+        """What proposed."""
+        return self.started.drafter
 
     @property
     def lossy(self) -> bool:

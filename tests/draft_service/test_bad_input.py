@@ -44,6 +44,10 @@ def speculation(gamma: int) -> dict[str, Any]:
     return {"speculation": draft_service_pb2.SpeculationParams(gamma=gamma)}
 
 
+def draft_temperature(value: float) -> dict[str, Any]:
+    return {"speculation": draft_service_pb2.SpeculationParams(draft_temperature=value)}
+
+
 BAD_FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("token_ids.ids", {"prompt": []}, ("token",)),
     ("token_ids.ids", {"prompt": [1, VOCABULARY]}, ("2048",)),
@@ -59,6 +63,10 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("n", {"n": 0}, ("0", "16")),
     ("n", {"n": 17}, ("17", "16")),
     ("speculation.gamma", speculation(17), ("17", "16")),
+    ("speculation.draft_temperature", draft_temperature(-0.5), ("-0.5", "100")),
+    ("speculation.draft_temperature", draft_temperature(101), ("101", "100")),
+    ("speculation.draft_temperature", draft_temperature(NAN), ("nan", "100")),
+    ("speculation.draft_temperature", draft_temperature(0) | law(rule=SIGMOID, sigmoid=SCALES), ("0", "sigmoid")),
     ("stop_token_ids", {"stop_token_ids": [VOCABULARY]}, ("2048",)),
     ("stop_token_ids", {"stop_token_ids": list(range(65))}, ("65", "64")),
     ("stop", {"stop": ["x"] * 17}, ("17", "16")),

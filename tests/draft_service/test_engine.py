@@ -114,6 +114,22 @@ def test_drafts_are_the_models_own_over_many_rounds(
         tokens += committed
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 2.0])
+@pytest.mark.parametrize("rule", [Rule.TOKENWISE, Rule.COUPLED])
+def test_a_draft_may_have_a_temperature_of_its_own(
+    engine: DraftEngine, loaded: LoadedModel, rule: Rule, temperature: float
+) -> None:
+    """And what is told is what was drawn from: a point mass at 0."""
+    fresh = PackedModel.build(loaded, max_sequences=1, max_length=96)
+    told = replace(sequence(rule=rule), draft_temperature=temperature)
+    draft = Driver(engine, told).propose(4)
+    assert draft.token_ids == reference(fresh, PROMPT, replace(told.law, temperature=temperature), told.seed, 4, rule)
+    if rule is Rule.TOKENWISE:
+        assert [law is None for law in draft.laws] == [temperature == 0] * 4
+    greedy = replace(sequence(0.0, rule=rule), draft_temperature=temperature)
+    assert Driver(engine, greedy).propose(4).token_ids == reference(fresh, PROMPT, greedy.law, told.seed, 4, rule)
+
+
 def test_what_others_wrote_meanwhile_replaces_what_was_drafted(engine: DraftEngine, loaded: LoadedModel) -> None:
     """The target has gone on alone for a while: several tokens that nobody drafted, some of them where drafts lie."""
     fresh = PackedModel.build(loaded, max_sequences=1, max_length=96)

@@ -7,6 +7,7 @@ import grpc
 import pytest
 
 from draft_service import validation
+from draft_service.drafters.base import Kind
 from draft_service.generation import Sample
 from draft_service.pair import Places
 from draft_service.validation import Generation, check_generate
@@ -29,6 +30,10 @@ LIMITS = model_pb2.Limits(
     max_stop_string_chars=9,
     max_stop_token_ids=3,
 )
+DRAFTERS: dict[str, Any] = {
+    "drafters": (Kind.MODEL, Kind.LOOKUP, Kind.NONE),
+    "default_drafter": Kind.MODEL,
+}
 RULES: dict[str, Any] = {
     "rules": [TOKENWISE, BLOCK, COUPLED],
     "default_rule": TOKENWISE,
@@ -50,7 +55,14 @@ def check(
     for name in of_target:
         target.ClearField(name)
     target.MergeFrom(model_pb2.ModelInfo(**of_target))
-    return check_generate(message, tokenizer=tokenizer, draft=DRAFT, target=target, default_gamma=gamma)
+    return check_generate(
+        message,
+        tokenizer=tokenizer,
+        draft=DRAFT,
+        target=target,
+        default_gamma=gamma,
+        **DRAFTERS,
+    )
 
 
 def test_an_empty_request_takes_the_defaults(tokenizer: Tokenizer) -> None:
@@ -94,11 +106,11 @@ def test_under_sigmoid_gamma_stays_within_what_a_message_holds(tokenizer: Tokeni
     room = bytes_with_logits(3, TARGET.vocab_size)
     for size, given, expected in ((room, None, 3), (room + 5000, None, 4), (room, 3, 3), (room, 0, 0), (500, 0, 0)):
         message, pair = _by_sigmoid(size, gamma=given)
-        assert check_generate(message, tokenizer=tokenizer, default_gamma=5, **pair).gamma == expected
+        assert check_generate(message, tokenizer=tokenizer, default_gamma=5, **pair, **DRAFTERS).gamma == expected
     for size, given, numbers in ((room, 4, ("is 4: ", str(room), "for 3")), (500, None, ("is 1: ", "500", "for 0"))):
         message, pair = _by_sigmoid(size, gamma=given)
         with pytest.raises(RequestError) as caught:
-            check_generate(message, tokenizer=tokenizer, default_gamma=5, **pair)
+            check_generate(message, tokenizer=tokenizer, default_gamma=5, **pair, **DRAFTERS)
         assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
         assert caught.value.metadata["field"] == "speculation.gamma"
         assert not [number for number in numbers if number not in caught.value.message], caught.value.message

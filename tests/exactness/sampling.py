@@ -64,6 +64,8 @@ def sample(
     gamma: int,
     seed: int,
     rule: str = "tokenwise",
+    drafter: str | None = None,
+    draft_temperature: float | None = None,
 ) -> Run:
     """Write `samples` texts of `length` tokens after `prompt`; equal arguments give equal texts.
 
@@ -79,6 +81,10 @@ def sample(
         rule=rule,
         n=SAMPLES_PER_REQUEST,
     )
+    if drafter is not None:
+        options["drafter"] = drafter
+    if draft_temperature is not None:
+        options["draft_temperature"] = draft_temperature
     requests = -(-samples // SAMPLES_PER_REQUEST)
     return asyncio.run(_sample(address, prompt, options, [seed * 1_000_003 + number for number in range(requests)]))
 

@@ -9,6 +9,7 @@ import pytest
 from outrider.client import (
     AcceptanceRule,
     Chunk,
+    Drafter,
     Finished,
     FinishReason,
     InvalidRequest,
@@ -55,6 +56,8 @@ EVERY_OPTION: Options = {
     "stop_token_ids": [3],
     "ignore_eos": True,
     "gamma": 0,
+    "drafter": "lookup",
+    "draft_temperature": 0.5,
     "report_rounds": True,
     "logprobs": 0,
     "keep_special_tokens": True,
@@ -96,7 +99,7 @@ def test_every_option_reaches_the_wire() -> None:
         n=3,
         logprobs=sampling_pb2.LogprobsParams(top_n=0),
         time_limit={"seconds": 1, "nanos": 500_000_000},
-        speculation=pb.SpeculationParams(gamma=0, report_rounds=True),
+        speculation=pb.SpeculationParams(gamma=0, report_rounds=True, drafter=pb.DRAFTER_LOOKUP, draft_temperature=0.5),
         keep_special_tokens=True,
         required_features=["tree"],
         weights_fingerprint="ab",
@@ -185,6 +188,7 @@ def test_events_have_the_fields_of_their_messages(ours: Any, theirs: Any) -> Non
         (FinishReason, sampling_pb2.FinishReason),
         (AcceptanceRule, sampling_pb2.AcceptanceRule),
         (TokenOrigin, pb.TokenOrigin),
+        (Drafter, pb.Drafter),
     ],
 )
 def test_enums_have_the_names_of_the_contract(ours: Any, theirs: Any) -> None:

@@ -13,12 +13,27 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Drafter(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DRAFTER_UNSPECIFIED: _ClassVar[Drafter]
+    DRAFTER_MODEL: _ClassVar[Drafter]
+    DRAFTER_NGRAM: _ClassVar[Drafter]
+    DRAFTER_LOOKUP: _ClassVar[Drafter]
+    DRAFTER_RANDOM: _ClassVar[Drafter]
+    DRAFTER_NONE: _ClassVar[Drafter]
+
 class TokenOrigin(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     TOKEN_ORIGIN_UNSPECIFIED: _ClassVar[TokenOrigin]
     TOKEN_ORIGIN_DRAFT: _ClassVar[TokenOrigin]
     TOKEN_ORIGIN_CORRECTION: _ClassVar[TokenOrigin]
     TOKEN_ORIGIN_TARGET: _ClassVar[TokenOrigin]
+DRAFTER_UNSPECIFIED: Drafter
+DRAFTER_MODEL: Drafter
+DRAFTER_NGRAM: Drafter
+DRAFTER_LOOKUP: Drafter
+DRAFTER_RANDOM: Drafter
+DRAFTER_NONE: Drafter
 TOKEN_ORIGIN_UNSPECIFIED: TokenOrigin
 TOKEN_ORIGIN_DRAFT: TokenOrigin
 TOKEN_ORIGIN_CORRECTION: TokenOrigin
@@ -45,12 +60,16 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SpeculationParams(_message.Message):
-    __slots__ = ("gamma", "report_rounds")
+    __slots__ = ("gamma", "report_rounds", "drafter", "draft_temperature")
     GAMMA_FIELD_NUMBER: _ClassVar[int]
     REPORT_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     gamma: int
     report_rounds: bool
-    def __init__(self, gamma: _Optional[int] = ..., report_rounds: _Optional[bool] = ...) -> None: ...
+    drafter: Drafter
+    draft_temperature: float
+    def __init__(self, gamma: _Optional[int] = ..., report_rounds: _Optional[bool] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., draft_temperature: _Optional[float] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("request_id", "text", "token_ids", "chat", "committed_token_ids", "sampling", "max_new_tokens", "min_new_tokens", "stop_token_ids", "stop", "ignore_eos", "n", "logprobs", "time_limit", "speculation", "keep_special_tokens", "required_features", "weights_fingerprint", "cache_salt")
@@ -95,7 +114,7 @@ class GenerateRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., n: _Optional[int] = ..., logprobs: _Optional[_Union[_sampling_pb2.LogprobsParams, _Mapping]] = ..., time_limit: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationParams, _Mapping]] = ..., keep_special_tokens: _Optional[bool] = ..., required_features: _Optional[_Iterable[str]] = ..., weights_fingerprint: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class GenerateStarted(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "seed", "weights_fingerprint", "rule", "max_new_tokens", "lossy")
+    __slots__ = ("request_id", "prompt_token_ids", "seed", "weights_fingerprint", "rule", "max_new_tokens", "lossy", "drafter")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
@@ -103,6 +122,7 @@ class GenerateStarted(_message.Message):
     RULE_FIELD_NUMBER: _ClassVar[int]
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOSSY_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     seed: int
@@ -110,7 +130,8 @@ class GenerateStarted(_message.Message):
     rule: _sampling_pb2.AcceptanceRule
     max_new_tokens: int
     lossy: bool
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., weights_fingerprint: _Optional[str] = ..., rule: _Optional[_Union[_sampling_pb2.AcceptanceRule, str]] = ..., max_new_tokens: _Optional[int] = ..., lossy: _Optional[bool] = ...) -> None: ...
+    drafter: Drafter
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., weights_fingerprint: _Optional[str] = ..., rule: _Optional[_Union[_sampling_pb2.AcceptanceRule, str]] = ..., max_new_tokens: _Optional[int] = ..., lossy: _Optional[bool] = ..., drafter: _Optional[_Union[Drafter, str]] = ...) -> None: ...
 
 class RoundReport(_message.Message):
     __slots__ = ("round", "output_length", "drafted_token_ids", "drafted_texts", "accepted", "beta")
@@ -157,7 +178,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class SpeculationStatistics(_message.Message):
-    __slots__ = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos", "num_draft_tokens_per_pos", "draft_acceptance_rate", "mean_acceptance_length", "alpha", "num_rounds")
+    __slots__ = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos", "num_draft_tokens_per_pos", "draft_acceptance_rate", "mean_acceptance_length", "alpha", "num_rounds", "drafter", "num_draft_failures")
     NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -167,6 +188,8 @@ class SpeculationStatistics(_message.Message):
     MEAN_ACCEPTANCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     ALPHA_FIELD_NUMBER: _ClassVar[int]
     NUM_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_FAILURES_FIELD_NUMBER: _ClassVar[int]
     num_drafts: int
     num_draft_tokens: int
     num_accepted_tokens: int
@@ -176,7 +199,9 @@ class SpeculationStatistics(_message.Message):
     mean_acceptance_length: float
     alpha: float
     num_rounds: int
-    def __init__(self, num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_accepted_tokens_per_pos: _Optional[_Iterable[int]] = ..., num_draft_tokens_per_pos: _Optional[_Iterable[int]] = ..., draft_acceptance_rate: _Optional[float] = ..., mean_acceptance_length: _Optional[float] = ..., alpha: _Optional[float] = ..., num_rounds: _Optional[int] = ...) -> None: ...
+    drafter: Drafter
+    num_draft_failures: int
+    def __init__(self, num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_accepted_tokens_per_pos: _Optional[_Iterable[int]] = ..., num_draft_tokens_per_pos: _Optional[_Iterable[int]] = ..., draft_acceptance_rate: _Optional[float] = ..., mean_acceptance_length: _Optional[float] = ..., alpha: _Optional[float] = ..., num_rounds: _Optional[int] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., num_draft_failures: _Optional[int] = ...) -> None: ...
 
 class GenerateTimings(_message.Message):
     __slots__ = ("time_to_first_token_us", "total_us", "draft_us", "verdict_us", "queue_us", "forward_us", "verify_us")
@@ -225,16 +250,20 @@ class GenerateResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[GenerateStarted, _Mapping]] = ..., chunk: _Optional[_Union[GenerateChunk, _Mapping]] = ..., finished: _Optional[_Union[GenerateFinished, _Mapping]] = ...) -> None: ...
 
 class OpenDraft(_message.Message):
-    __slots__ = ("prompt_token_ids", "committed_token_ids", "sampling", "required_features")
+    __slots__ = ("prompt_token_ids", "committed_token_ids", "sampling", "required_features", "drafter", "draft_temperature")
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     REQUIRED_FEATURES_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     committed_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _sampling_pb2.SamplingParams
     required_features: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, prompt_token_ids: _Optional[_Iterable[int]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., required_features: _Optional[_Iterable[str]] = ...) -> None: ...
+    drafter: Drafter
+    draft_temperature: float
+    def __init__(self, prompt_token_ids: _Optional[_Iterable[int]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., required_features: _Optional[_Iterable[str]] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., draft_temperature: _Optional[float] = ...) -> None: ...
 
 class Advance(_message.Message):
     __slots__ = ("round", "base_length", "committed_token_ids", "gamma")
@@ -259,12 +288,14 @@ class ProposeRequest(_message.Message):
     def __init__(self, sequence_id: _Optional[str] = ..., open: _Optional[_Union[OpenDraft, _Mapping]] = ..., advance: _Optional[_Union[Advance, _Mapping]] = ...) -> None: ...
 
 class DraftOpened(_message.Message):
-    __slots__ = ("limits", "rule")
+    __slots__ = ("limits", "rule", "drafter")
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     RULE_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
     limits: _model_pb2.Limits
     rule: _sampling_pb2.AcceptanceRule
-    def __init__(self, limits: _Optional[_Union[_model_pb2.Limits, _Mapping]] = ..., rule: _Optional[_Union[_sampling_pb2.AcceptanceRule, str]] = ...) -> None: ...
+    drafter: Drafter
+    def __init__(self, limits: _Optional[_Union[_model_pb2.Limits, _Mapping]] = ..., rule: _Optional[_Union[_sampling_pb2.AcceptanceRule, str]] = ..., drafter: _Optional[_Union[Drafter, str]] = ...) -> None: ...
 
 class ProposeResponse(_message.Message):
     __slots__ = ("sequence_id", "opened", "proposal")
@@ -281,9 +312,13 @@ class DraftServiceGetModelRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DraftServiceGetModelResponse(_message.Message):
-    __slots__ = ("model", "target")
+    __slots__ = ("model", "target", "drafters", "default_drafter")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
+    DRAFTERS_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_DRAFTER_FIELD_NUMBER: _ClassVar[int]
     model: _model_pb2.ModelInfo
     target: _model_pb2.ModelInfo
-    def __init__(self, model: _Optional[_Union[_model_pb2.ModelInfo, _Mapping]] = ..., target: _Optional[_Union[_model_pb2.ModelInfo, _Mapping]] = ...) -> None: ...
+    drafters: _containers.RepeatedScalarFieldContainer[Drafter]
+    default_drafter: Drafter
+    def __init__(self, model: _Optional[_Union[_model_pb2.ModelInfo, _Mapping]] = ..., target: _Optional[_Union[_model_pb2.ModelInfo, _Mapping]] = ..., drafters: _Optional[_Iterable[_Union[Drafter, str]]] = ..., default_drafter: _Optional[_Union[Drafter, str]] = ...) -> None: ...

@@ -58,6 +58,97 @@ def untruncated_q() -> None:
     _replace(engine, "draw", draw)
 
 
+def untruncated_ngrams() -> None:
+    """As `untruncated_q`, in the drafter `ngram`."""
+    import torch
+
+    from draft_service.drafters import ngram
+    from kernels.sparse import SparseConfig, sparsify
+
+    honest = ngram.__dict__["draw"]
+
+    def draw(logits: torch.Tensor, law: Any, config: SparseConfig, uniforms: Sequence[float]) -> Any:
+        tokens, laws = honest(logits, law, config, uniforms)
+        full = sparsify(torch.softmax(logits.float(), dim=-1), SparseConfig(keep_mass=1.0, max_support=8))
+        return tokens, [None if law is None else whole for law, whole in zip(laws, full, strict=True)]
+
+    _replace(ngram, "draw", draw)
+
+
+def copies_with_a_law() -> None:
+    """The drafter `lookup` says that it drew what it copied, from half that token and half another."""
+    from draft_service.drafters import base, lookup
+    from kernels.sparse import SparseLaw
+
+    def proposal(tokens: list[int], laws: list[Any], seconds: float) -> base.Draft:
+        spread = [SparseLaw(np.sort([token, (token + 1) % 24]), np.ones(2, np.uint16), 2) for token in tokens]
+        return base.Draft(tokens, [*spread], seconds)
+
+    _replace(lookup, "Draft", proposal)
+
+
+def support_around_the_token() -> None:
+    """The drafter `random` draws a token of all, and says that it drew it from that one and the first ids."""
+    from draft_service.drafters import random
+    from kernels.sparse import SparseLaw
+
+    def support(seed: int, base: int, place: int, *, vocab_size: int, size: int) -> SparseLaw:
+        token = int(philox.uniform(seed, base, place, philox.Domain.DRAFT) * vocab_size)
+        others = [other for other in range(size) if other != token][: size - 1]
+        return SparseLaw(np.sort([token, *others]), np.ones(size, np.uint16), size)
+
+    _replace(random, "support", support)
+    _replace(random, "sample", lambda law, u: int(u * 24))
+
+
+def sick(how: Callable[[Any, int], Any]) -> None:
+    """Every second proposal of `lookup` is what `how` makes of it."""
+    from draft_service.drafters import lookup
+
+    honest = lookup.__dict__["Draft"]
+    made = iter(range(1 << 30))
+
+    def proposal(*arguments: Any) -> Any:
+        draft = honest(*arguments)
+        return how(draft, len(draft.token_ids)) if next(made) % 2 else draft
+
+    _replace(lookup, "Draft", proposal)
+
+
+def lookup_raises() -> None:
+    """The drafter `lookup` fails now and then."""
+
+    def broken(draft: Any, size: int) -> Any:
+        raise RuntimeError("out of order")
+
+    sick(broken)
+
+
+def lookup_answers_nonsense() -> None:
+    """The drafter `lookup` proposes a token that does not exist."""
+    from draft_service.drafters.base import Draft
+
+    sick(lambda draft, size: Draft([1 << 20] * size, draft.laws, 0.0) if size else draft)
+
+
+def lookup_stalls() -> None:
+    """Every second proposal of the drafter `lookup` takes half a second."""
+    import asyncio
+
+    from draft_service.drafters import lookup
+
+    honest = lookup.__dict__["_LookupDrafting"]
+    made = iter(range(1 << 30))
+
+    class Stalling(honest):  # type: ignore[misc, valid-type]
+        async def propose(self, gamma: int) -> Any:
+            if next(made) % 2:
+                await asyncio.sleep(0.5)
+            return await super().propose(gamma)
+
+    _replace(lookup, "_LookupDrafting", Stalling)
+
+
 def negative_residual() -> None:
     """The residual is p - q̂ as it comes, without max(0, ·)."""
     from kernels import verify_torch
@@ -132,6 +223,12 @@ FAULTS: dict[str, Callable[[], None]] = {
         negative_residual,
         zero_uniform,
         zero_uniform_and_weak_inequality,
+        untruncated_ngrams,
+        copies_with_a_law,
+        support_around_the_token,
+        lookup_raises,
+        lookup_answers_nonsense,
+        lookup_stalls,
         noise_of_the_next_position,
         noise_of_another_seed,
         noise_of_the_round,

@@ -1,0 +1,80 @@
+"""The drafters of a service, from its settings. It knows nothing of requests, nor of how the model's engine is made."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from draft_service.drafters.base import Drafter, Kind
+from draft_service.drafters.guard import GuardedDrafter
+from draft_service.drafters.lookup import LookupDrafter
+from draft_service.drafters.ngram import NGramConfig, NGramDrafter
+from draft_service.drafters.none import NoDrafter
+from draft_service.drafters.random import RandomDrafter
+from draft_service.settings import DraftSettings
+from kernels.sparse import SparseConfig
+from outrider.lm.tokenizer import Tokenizer
+from outrider.settings import SettingsError
+from protos.outrider.v1 import model_pb2
+
+
+def check_settings(settings: DraftSettings) -> None:
+    """Checks what can be known before anything is loaded.
+
+    Raises:
+        SettingsError: the drafter has nothing to count, or the corpus is not there.
+    """
+    corpus = settings.ngram_corpus
+    if corpus is not None and not corpus.is_file():
+        raise SettingsError(f"--ngram-corpus: no file '{corpus}'")
+    if Kind(settings.drafter) is Kind.NGRAM and corpus is None and not settings.ngram_learn:
+        raise SettingsError("--drafter ngram: nothing to count; give --ngram-corpus FILE, --ngram-learn, or both")
+
+
+def cheap_drafters(
+    settings: DraftSettings, tokenizer: Tokenizer, target: model_pb2.ModelInfo, sparse: SparseConfig
+) -> dict[Kind, Drafter]:
+    """All drafters that take no model. `ngram` is among them where there is something to count.
+
+    Raises:
+        SettingsError: the corpus cannot be read.
+    """
+    drafters: dict[Kind, Drafter] = {
+        Kind.LOOKUP: LookupDrafter(min_match=settings.lookup_min_match),
+        Kind.RANDOM: RandomDrafter(vocab_size=target.vocab_size, max_support=sparse.max_support),
+        Kind.NONE: NoDrafter(),
+    }
+    if settings.ngram_corpus is not None or settings.ngram_learn:
+        config = NGramConfig(settings.ngram_order, settings.ngram_entries, settings.ngram_learn)
+        documents = [] if settings.ngram_corpus is None else _documents(settings.ngram_corpus, settings)
+        drafters[Kind.NGRAM] = NGramDrafter(
+            (tokenizer.encode(document) for document in documents),
+            config,
+            vocab_size=target.vocab_size,
+            sparse=sparse,
+        )
+    return drafters
+
+
+def guarded(
+    drafters: Mapping[Kind, Drafter], settings: DraftSettings, target: model_pb2.ModelInfo, sparse: SparseConfig
+) -> dict[Kind, GuardedDrafter]:
+    """The same, each so that it cannot harm a request."""
+    return {
+        kind: GuardedDrafter(
+            drafter,
+            timeout=settings.draft_timeout / 1000,
+            vocab_size=target.vocab_size,
+            max_support=sparse.max_support,
+        )
+        for kind, drafter in drafters.items()
+    }
+
+
+def _documents(corpus: Path, settings: DraftSettings) -> Iterator[str]:
+    try:
+        text = corpus.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"--ngram-corpus: cannot read '{corpus}' as UTF-8: {error}") from error
+    if settings.ngram_documents == "line":
+        yield from filter(None, text.splitlines())
+    elif text:
+        yield text

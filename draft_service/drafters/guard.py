@@ -1,0 +1,200 @@
+"""Between a request and its drafter: whatever a drafter does, a request sees a proposal that makes sense, or an error.
+
+An exception, a proposal that does not come in time, and one that the verifier would refuse all become a `DraftError`.
+It knows no particular drafter, and no verifier.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from typing import Any
+
+import numpy as np
+
+from draft_service.drafters.base import Cost, Draft, Drafter, DraftError, Drafting, DraftLate, DraftSequence
+from kernels.dense import EXCLUDED, DraftLogits
+from kernels.sparse import SparseLaw, validate
+from kernels.verify import Rule
+
+LATE_IN_A_ROW = 3
+"""Proposals that may be late one after the other; then a sequence asks no more."""
+
+
+class GuardedDrafter(Drafter):
+    """A drafter that only ever raises `DraftError`, and that only from its proposals.
+
+    Attributes:
+        cost: what drafting has cost so far, over all sequences.
+        timeout: what a proposal may take, in seconds.
+    """
+
+    def __init__(self, drafter: Drafter, *, timeout: float, vocab_size: int, max_support: int) -> None:
+        """`vocab_size` and `max_support` are what the target takes."""
+        self.cost = Cost()
+        self._drafter = drafter
+        self.timeout = timeout
+        self._vocab_size = vocab_size
+        self._max_support = max_support
+
+    def open(self, sequence: DraftSequence) -> Drafting:
+        return _GuardedDrafting(lambda: self._drafter.open(sequence), sequence, self)
+
+    def check(self, draft: Draft, gamma: int, sequence: DraftSequence) -> None:
+        """Checks a proposal as the verifier will: it ends a sequence whose proposal makes no sense.
+
+        Raises:
+            DraftError: it makes none.
+        """
+        try:
+            _check_tokens(draft, gamma, self._vocab_size)
+            if sequence.rule is Rule.COUPLED:
+                _require(not draft.laws, f"{len(draft.laws)} laws came under the rule coupled, which takes none")
+                return
+            given, drafted = len(draft.laws), len(draft.token_ids)
+            _require(given == drafted, f"{given} laws came for {drafted} tokens")
+            for token, law in zip(draft.token_ids, draft.laws, strict=True):
+                self._check_law(token, law, sequence)
+        except DraftError:
+            raise
+        except Exception as error:  # so far from a proposal that it cannot be looked at
+            raise DraftError(f"the drafter answered nonsense: {type(error).__name__}: {error}") from None
+
+    def _check_law(self, token: int, law: SparseLaw | DraftLogits | None, sequence: DraftSequence) -> None:
+        if sequence.needs_logits:
+            _require(isinstance(law, DraftLogits), f"no logits came with token {token}, which the rule sigmoid needs")
+            assert isinstance(law, DraftLogits)
+            values = law.values.cpu().numpy()
+            _require(values.shape == (self._vocab_size,), f"{values.shape} logits came; V is {self._vocab_size}")
+            _require(bool(np.isfinite(values).all()), "the logits are not finite")
+            _require(float(values[token]) != EXCLUDED, f"the logits exclude token {token}, which was drafted")
+        elif law is not None:
+            _require(isinstance(law, SparseLaw), f"logits came with token {token}, where its law is needed")
+            assert isinstance(law, SparseLaw)
+            validate(law.ids, law.weights, self._vocab_size)
+            size = len(law.ids)
+            _require(size <= self._max_support, f"a law has {size} tokens; at most {self._max_support}")
+            _require(law.probability(token) > 0, f"token {token} is outside of the law that came with it")
+
+
+def _check_tokens(draft: Draft, gamma: int, vocab_size: int) -> None:
+    given = len(draft.token_ids)
+    _require(given <= gamma, f"{given} tokens came; {gamma} were asked for")
+    for token in draft.token_ids:
+        _require(0 <= token < vocab_size, f"token {token!r} is outside 0..{vocab_size - 1}")
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise DraftError(f"the drafter answered nonsense: {otherwise}")
+
+
+class _GuardedDrafting(Drafting):
+    """Holds the first error, and gives it to every later proposal."""
+
+    def __init__(self, begin: Callable[[], Drafting], sequence: DraftSequence, guard: GuardedDrafter) -> None:
+        self._sequence = sequence
+        self._guard = guard
+        self._error: DraftError | None = None
+        self._inner: Drafting | None = None
+        self._under_way: asyncio.Future[Draft] | None = None  # one that was late, and may still come
+        self._late = 0  # one after the other
+        self._inner = self._attempt(begin)
+
+    def room(self) -> int:
+        inner = self._inner
+        room = None if inner is None else self._attempt(inner.room)
+        return 1 if room is None else room  # where it failed there is something to be told by `propose`
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        inner = self._inner
+        if inner is not None and self._error is None:
+            self._attempt(lambda: inner.advance(tokens))
+
+    def propose(self, gamma: int) -> Awaitable[Draft]:
+        asked = time.monotonic()
+        if self._under_way is not None:
+            if not self._under_way.done():
+                return _Answer(self, None, gamma, asked)
+            self._under_way = None
+        inner, future = self._inner, None
+        if inner is not None and self._error is None:
+            future = self._attempt(lambda: asyncio.ensure_future(inner.propose(gamma)))
+        if future is not None:
+            future.add_done_callback(_retrieve)
+        return _Answer(self, future, gamma, asked)
+
+    def close(self) -> None:
+        inner, self._inner = self._inner, None
+        if self._under_way is not None:
+            self._under_way.cancel()
+        if inner is not None:
+            self._attempt(inner.close)
+
+    async def answer(self, future: "asyncio.Future[Draft] | None", gamma: int, asked: float) -> Draft:
+        """The proposal that was asked for at `asked` (`time.monotonic()`), as it comes; see `Drafting.propose`."""
+        cost = self._guard.cost
+        try:
+            if self._error is not None:
+                raise self._error
+            if future is None:
+                raise DraftLate("the drafter is still at an earlier proposal")
+            draft = await self._in_time(future, asked)
+            self._guard.check(draft, gamma, self._sequence)
+        except DraftError as error:
+            cost.failures += 1
+            if not isinstance(error, DraftLate):
+                self._error = error
+            raise
+        self._late = 0
+        cost.proposals += 1
+        cost.tokens += len(draft.token_ids)
+        cost.seconds += draft.seconds
+        return draft
+
+    async def _in_time(self, future: "asyncio.Future[Draft]", asked: float) -> Draft:
+        timeout = self._guard.timeout
+        if not future.done():
+            await asyncio.wait((future,), timeout=max(0.0, asked + timeout - time.monotonic()))
+        if not future.done():
+            self._under_way = future
+            self._late += 1
+            text = f"no proposal came within {timeout:g} s, {self._late} times in a row"
+            raise DraftLate(text) if self._late < LATE_IN_A_ROW else DraftError(text)
+        if future.cancelled():  # by the drafter: its `CancelledError` is not the request's
+            raise DraftError("the drafter gave the proposal up")
+        try:
+            return future.result()
+        except DraftError:
+            raise
+        except Exception as error:
+            raise _broken(error) from None
+
+    def _attempt(self, action: Callable[[], Any]) -> Any:
+        """What `action` returns; None where it raises, upon which the next proposal tells."""
+        try:
+            return action()
+        except Exception as error:
+            self._error = error if isinstance(error, DraftError) else _broken(error)
+            return None
+
+
+class _Answer(Awaitable[Draft]):
+    """A proposal under way, which may be dropped without having been awaited."""
+
+    def __init__(
+        self, drafting: _GuardedDrafting, future: "asyncio.Future[Draft] | None", gamma: int, asked: float
+    ) -> None:
+        self._arguments = (future, gamma, asked)
+        self._drafting = drafting
+
+    def __await__(self) -> Generator[Any, None, Draft]:
+        return self._drafting.answer(*self._arguments).__await__()
+
+
+def _retrieve(future: "asyncio.Future[Draft]") -> None:
+    if not future.cancelled():
+        future.exception()  # whoever awaits it is told; nobody need
+
+
+def _broken(error: Exception) -> DraftError:
+    return DraftError(f"the drafter failed: {type(error).__name__}: {error}")

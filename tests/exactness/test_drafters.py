@@ -1,0 +1,192 @@
+"""Every drafter, through both services over gRPC: whatever proposes, the text keeps the target's law, or its tokens.
+
+The target is the Markov one, so that each of the 2,048 tokens of 64 texts is a sample: over the rank classes of each
+token before (some 47 degrees of freedom) they notice a total variation of 0.09 at a level of 1 % with a power of 95 %
+(`chisquare` has the derivation). Laws are cut to 8 of 24 tokens, so that what is sampled from differs from what was
+counted, and so that the drafter `random` has supports to choose from. The mutants show that a law which is not the one
+sampled from is noticed, for each drafter that draws or says it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outrider.client import Client, Completion, Drafter, Options
+from tests.exactness import chisquare, sampling
+from tests.exactness.chisquare import Fit
+from tests.exactness.laws import Filters
+from tests.exactness.pairs import LETTERS, VOCABULARY
+from tests.exactness.sampling import Run
+from tests.exactness.services import Nursery, Service, wait_healthy
+from tests.exactness.worlds import Chain, World
+
+# Every letter once, so that there is something to copy whatever comes.
+PROMPT = (*range(VOCABULARY - 1), 15, 12, 14)
+LENGTH = 32
+PLAIN = Filters(temperature=1.0, top_k=20)
+LEVEL = 0.01
+DISTANCE = 0.09
+REFUTED = 1e-9
+FLAGS = (*sampling.DRAFT_FLAGS, "--ngram-order", "2", "--lookup-min-match", "1", "--max-support", "8")
+DRAFTERS = ("ngram", "lookup", "random")
+
+
+@pytest.fixture(scope="module")
+def corpus(markov: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the Markov target might have written, so that counting it makes a fair draft."""
+    generator = np.random.default_rng(3)
+    transitions = Chain.of(markov.target, Filters()).transitions[:, : len(LETTERS)]
+    at, text = 0, []
+    for _ in range(600):
+        at = int(generator.choice(len(LETTERS), p=transitions[at] / transitions[at].sum()))
+        text.append(LETTERS[at])
+    path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
+    path.write_text("".join(text))
+    return path
+
+
+def _start(nursery: Nursery, world: World, drafter: str, corpus: Path, fault: str | None = None) -> Service:
+    flags = (*FLAGS, "--drafter", drafter, "--ngram-corpus", str(corpus))
+    return nursery.draft(world.drafts["uniform"], world.verifier, fault=fault, flags=flags)
+
+
+@pytest.fixture(scope="module")
+def service(nursery: Nursery, attentive: World, corpus: Path) -> Iterator[Service]:
+    """Without a draft model; all drafters that need none."""
+    service = _start(nursery, attentive, "ngram", corpus)
+    wait_healthy(service)
+    yield service
+    service.stop()
+
+
+@pytest.fixture(scope="module")
+def chain_service(nursery: Nursery, markov: World, corpus: Path) -> Iterator[Service]:
+    """The same for the target that looks at the last token alone."""
+    service = _start(nursery, markov, "lookup", corpus)
+    wait_healthy(service)
+    yield service
+    service.stop()
+
+
+def _fits(
+    service: Service, world: World, drafter: str, *, filters: Filters, length: int, seed: int, rule: str, **options: Any
+) -> tuple[Run, Fit, Fit]:
+    run = sampling.sample(
+        service.address,
+        PROMPT,
+        length=length,
+        samples=sampling.SAMPLES_PER_REQUEST,
+        filters=filters,
+        gamma=2,
+        seed=seed,
+        rule=rule,
+        drafter=drafter,
+        **options,
+    )
+    chain = Chain.of(world.target, filters)
+    counts = chain.counts(PROMPT, run.tokens)
+    outcomes, classes = chain.outcomes(counts), chain.by_class(counts)
+    print(f"{run}\noutcomes: {outcomes}\nclasses:  {classes}")
+    return run, outcomes, classes
+
+
+@pytest.mark.parametrize("rule", ["tokenwise", "block"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_the_law_of_each_next_token_is_the_targets(
+    drafter: str, rule: str, chain_service: Service, markov: World
+) -> None:
+    seed = 700 + 10 * DRAFTERS.index(drafter) + (rule == "block")
+    run, outcomes, classes = _fits(chain_service, markov, drafter, filters=PLAIN, length=LENGTH, seed=seed, rule=rule)
+    assert 0.01 * run.drafted < run.accepted < 0.9 * run.drafted
+    assert chisquare.detectable(classes.df, classes.n, level=LEVEL, power=0.95) <= DISTANCE
+    assert min(outcomes.p_value, classes.p_value) > LEVEL
+
+
+@pytest.mark.parametrize(("drafter", "temperature"), [("ngram", 0.0), ("ngram", 0.5)])
+def test_the_law_is_the_targets_with_a_draft_temperature_too(
+    drafter: str, temperature: float, chain_service: Service, markov: World
+) -> None:
+    fixed: dict[str, Any] = {"length": LENGTH, "seed": 800 + int(10 * temperature), "rule": "tokenwise"}
+    run, outcomes, classes = _fits(
+        chain_service, markov, drafter, filters=PLAIN, draft_temperature=temperature, **fixed
+    )
+    assert 0.01 * run.drafted < run.accepted < 0.9 * run.drafted
+    assert min(outcomes.p_value, classes.p_value) > LEVEL
+
+
+# ---------------------------------------------------------------------------------------------- would they notice?
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A fault, the drafter it is in, and what it takes to see it."""
+
+    fault: str
+    drafter: str
+    filters: Filters = PLAIN
+    length: int = LENGTH
+
+
+MUTANTS = (
+    Mutant("untruncated_ngrams", "ngram", Filters(temperature=1.0, top_k=6, top_p=0.8), 80),
+    Mutant("copies_with_a_law", "lookup", length=48),
+    Mutant("support_around_the_token", "random", length=64),
+)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.fault)
+def test_a_fault_is_noticed(mutant: Mutant, nursery: Nursery, markov: World, corpus: Path) -> None:
+    service = _start(nursery, markov, mutant.drafter, corpus, mutant.fault)
+    wait_healthy(service)
+    _, outcomes, classes = _fits(
+        service, markov, mutant.drafter, filters=mutant.filters, length=mutant.length, seed=5, rule="tokenwise"
+    )
+    assert min(outcomes.p_value, classes.p_value) < REFUTED
+    service.stop()
+
+
+# --------------------------------------------------------------------------------- the same tokens, sick or healthy
+
+
+def _write(service: Service, **options: object) -> Completion:
+    asked = Options(max_new_tokens=40, ignore_eos=True, seed=41, gamma=4, rule="coupled")
+    asked.update(options)  # type: ignore[typeddict-item]
+    with Client(service.address) as client:
+        return client.complete(PROMPT, **asked)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.0, "presence_penalty": 0.5}, {"banned_token_ids": [5, 6]}])
+def test_the_tokens_are_the_same_with_every_drafter(options: dict[str, object], service: Service) -> None:
+    alone = _write(service, drafter="none", **options)
+    assert (alone.started.drafter, alone.statistics.num_drafts) == (Drafter.NONE, 0)
+    accepted = 0
+    for drafter in DRAFTERS:
+        text = _write(service, drafter=drafter, **options)
+        assert text.token_ids == alone.token_ids
+        assert text.statistics.drafter == drafter
+        assert text.statistics.num_drafts > 0
+        assert text.statistics.num_draft_failures == 0
+        accepted += text.statistics.num_accepted_tokens
+    assert accepted > 0
+
+
+@pytest.mark.parametrize("fault", ["lookup_raises", "lookup_answers_nonsense", "lookup_stalls"])
+def test_a_sick_drafter_costs_time_and_changes_no_token(
+    fault: str, nursery: Nursery, attentive: World, service: Service
+) -> None:
+    """What raises or answers nonsense is asked no more; what is late once is asked again."""
+    flags = (*FLAGS, "--drafter", "lookup", "--draft-timeout", "100")
+    sick = nursery.draft(attentive.drafts["uniform"], attentive.verifier, fault=fault, flags=flags)
+    wait_healthy(sick)
+    text = _write(sick, max_new_tokens=160)
+    assert text.token_ids == _write(service, drafter="none", max_new_tokens=160).token_ids
+    assert text.statistics.num_drafts > 0
+    failures = text.statistics.num_draft_failures
+    assert failures > 1 if fault == "lookup_stalls" else failures == 1
+    sick.stop()
