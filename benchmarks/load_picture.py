@@ -62,7 +62,7 @@ _PANELS: dict[str, list[_Panel]] = {
         _times("time per output token", "tpot_ms"),
         _times("between pieces of text", "itl_piece_ms", high="p99"),
         *_SPECULATION,
-        _Panel("KV use, share of places", _plain("kv_usage"), None, "share"),
+        _Panel("KV use, share of blocks", _plain("kv_usage"), None, "share"),
     ],
     OPEN: [
         _Panel("tokens/s, served", _plain("tokens_per_second")),

@@ -20,7 +20,7 @@ import grpc
 from benchmarks.contenders import Task
 from benchmarks.load_contenders import LoadContender, Outcome, Served, check
 from benchmarks.loops import run
-from benchmarks.services import RULE, RunningPair, metrics_of
+from benchmarks.services import RULE, RunningPair
 from outrider.client import AsyncClient, Chunk, Finished, Overloaded
 from outrider.wire import PrefixHash
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
@@ -96,7 +96,7 @@ class OutriderUnderLoad(LoadContender):
             return [state.served[number] for number in range(len(tasks))], state.load
 
     def _shown(self) -> dict[str, float]:
-        verifier, draft = metrics_of(self._pair.verifier), metrics_of(self._pair.draft)
+        verifier, draft = (self._pair.metrics_of(each) for each in (self._pair.verifier, self._pair.draft))
         return {
             "passes": verifier.get(f"{_VERIFIED}_count", 0.0),
             "verify_seconds": verifier.get(f"{_VERIFIED}_sum", 0.0),

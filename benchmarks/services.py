@@ -53,6 +53,7 @@ class RunningPair:
         self._target, self._draft = target, draft
         self._max_sequences = max_sequences
         self._open = ExitStack()
+        self._metrics: dict[ServiceProcess, str] = {}
         self.client: Client
         self.verifier: ServiceProcess
         self.draft: ServiceProcess
@@ -71,6 +72,7 @@ class RunningPair:
             )
             for service in (self.verifier, self.draft):
                 service.wait_healthy(_START_TIMEOUT_S)
+                self._metrics[service] = _metrics_address(service)  # now: of a long log only the end is kept
             self.client = opening.enter_context(Client(self.draft.address))
             self._open = opening.pop_all()
         return self
@@ -81,6 +83,16 @@ class RunningPair:
     def close(self) -> None:
         """Stops the services; may be called twice."""
         self._open.close()
+
+    def metrics_of(self, service: ServiceProcess) -> dict[str, float]:
+        """What one of the two shows of itself now: each sample by its name, summed over labels."""
+        with urlopen(self._metrics[service], timeout=_METRICS_TIMEOUT_S) as answer:
+            shown = answer.read().decode()
+        sums: dict[str, float] = defaultdict(float)
+        for family in text_string_to_metric_families(shown):
+            for sample in family.samples:
+                sums[sample.name] += sample.value
+        return dict(sums)
 
     def _start(
         self, module: str, model: Path, dtype: str, threads: int, cores: Collection[int] | None
@@ -104,21 +116,6 @@ class RunningPair:
             env=service_environment(threads),
             cores=cores,
         )
-
-
-def metrics_of(service: ServiceProcess) -> dict[str, float]:
-    """What a service shows of itself now: each sample by its name, summed over labels.
-
-    Raises:
-        ServiceError: its log does not say where.
-    """
-    with urlopen(_metrics_address(service), timeout=_METRICS_TIMEOUT_S) as answer:
-        shown = answer.read().decode()
-    sums: dict[str, float] = defaultdict(float)
-    for family in text_string_to_metric_families(shown):
-        for sample in family.samples:
-            sums[sample.name] += sample.value
-    return dict(sums)
 
 
 def _metrics_address(service: ServiceProcess) -> str:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.services import Processes, RunningPair
 from tests.commands import Command, linux
-from tests.services import HEALTHY_WITHIN_S
+from tests.services import HEALTHY_WITHIN_S, MODELS
 
 
 @linux
@@ -30,6 +31,13 @@ def test_a_benchmark_told_to_end_leaves_nothing_and_can_be_resumed(tmp_path: Pat
     assert err.splitlines()[-1] == "benchmarks.load: interrupted; --resume goes on from here"
     assert command.left_behind() == []
     assert _runs(output)
+
+
+def test_what_a_service_shows_is_found_however_much_it_has_logged() -> None:
+    with RunningPair(MODELS / "target", MODELS / "draft", Processes()) as pair:
+        for service in (pair.verifier, pair.draft):
+            service._lines.clear()  # a long run pushes the first lines out
+            assert pair.metrics_of(service)["process_cpu_seconds_total"] > 0
 
 
 def _runs(output: Path) -> int:
