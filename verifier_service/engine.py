@@ -74,6 +74,8 @@ _log = structlog.get_logger()
 Message = Open | Submit | Read | HalfClose | Close | Drain
 Result = TypeVar("Result")
 
+# How long nothing has run before the pool is looked over.
+QUIET_SECONDS = 1.0
 # How often a pass of each width is tried before the first message: the first costs several times the next.
 TRIALS = 3
 
@@ -285,6 +287,9 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
 
     def idle(self) -> float | None:
         if self._unchecked and not self.scheduler.running:
+            quiet = time.perf_counter() - self.pass_ended
+            if quiet < QUIET_SECONDS:  # the next request may be on its way, and a check takes milliseconds
+                return QUIET_SECONDS - quiet
             self._unchecked = False
             self._check_pool()
         # Who waits for blocks may take those of a sequence that is silent for long enough: nobody else would say so.

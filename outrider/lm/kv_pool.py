@@ -368,9 +368,17 @@ class KVPool:
             self.blocks.release(block)
 
     def _copy(self, source: Sequence[int], target: Sequence[int]) -> None:
-        for store in self._stores:
-            blocks = store.unflatten(3, (self.blocks.count, self.block_tokens))
-            blocks[:, :, :, list(target)] = blocks[:, :, :, list(source)]
+        """Copies blocks, as many at once as follow one another on both sides."""
+        at = 0
+        while at < len(source):
+            end = at + 1
+            while end < len(source) and source[end] == source[end - 1] + 1 and target[end] == target[end - 1] + 1:
+                end += 1
+            count = (end - at) * self.block_tokens
+            for store in self._stores:
+                run = store.narrow(3, source[at] * self.block_tokens, count)
+                store.narrow(3, target[at] * self.block_tokens, count).copy_(run)
+            at = end
 
     def _gather(self, held: _Slot, end: int) -> list[Tensor]:
         # one [layers, 2, kv_heads, end, head_dim] for each store

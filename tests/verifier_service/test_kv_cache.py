@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from outrider.sampling import Sampling
 from tests.services import MODELS
 from tests.verifier_service.test_sequence import a_round, make
 from verifier_service.app import build_engine, find_path
-from verifier_service.engine import Close, Open, Submit, VerifierEngine
+from verifier_service.engine import QUIET_SECONDS, Close, Open, Submit, VerifierEngine
 from verifier_service.metrics import SpeculationMetrics
 from verifier_service.sequence import TargetSequence
 from verifier_service.settings import VerifierSettings
@@ -112,7 +113,10 @@ def test_the_pool_is_looked_over_once_all_have_gone_and_starts_anew_where_it_is_
         return shown(metrics, "outrider_kv_integrity_checks_total", outcome=outcome)
 
     written(engine, [1, 2], greedy=True)
+    engine.pass_ended = time.perf_counter()
+    assert engine.idle() == pytest.approx(QUIET_SECONDS, rel=0.5), "the next request may be on its way"
     assert checks("intact") == 0
+    engine.pass_ended -= QUIET_SECONDS
     engine.idle()
     engine.idle()
     assert (checks("intact"), checks("corrupted")) == (1, 0)
