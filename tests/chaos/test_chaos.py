@@ -218,7 +218,7 @@ def test_the_logs_speak_of_no_fault(house: House, aftermath: Aftermath) -> None:
             entry
             for entry in entries
             if entry["level"] not in ("debug", "info")
-            and not entry["event"].startswith("ExecuteBatchError raised in core")
+            and not str(entry["event"]).startswith("ExecuteBatchError raised in core")
         ]
         assert not loud, f"{len(loud)} of {service.process.name}: {loud[:5]}"
         assert not service.plain_lines(), f"{service.process.name}: {service.plain_lines()[:20]}"
