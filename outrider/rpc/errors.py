@@ -159,8 +159,15 @@ def _cut(text: str, limit: int) -> str:
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RequestError) -> NoReturn:
-    """Ends the call with this error. Raises `grpc.aio.AbortError`, which no servicer may swallow."""
-    await context.abort_with_status(to_status(error))
+    """Ends the call with this error. Raises `grpc.aio.AbortError`, which no servicer may swallow.
+
+    Raises `asyncio.CancelledError` where the call is over before its status has left: nobody is there to be told, and
+    gRPC would take any other error for a fault of the server's.
+    """
+    try:
+        await context.abort_with_status(to_status(error))
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None
     raise AssertionError("abort_with_status returned")
 
 

@@ -97,6 +97,37 @@ async def test_an_unforeseen_exception_is_internal_and_keeps_its_text_to_the_log
     assert "the secret" in caplog.text
 
 
+async def test_a_status_that_cannot_leave_is_no_fault_of_the_servers(caplog: pytest.LogCaptureFixture) -> None:
+    """gRPC fails to send where the deadline passes in that moment, and logs what a servicer then raises."""
+
+    class Over(Probe):
+        @errors.guarded
+        async def Once(self, request: bytes, context: Any) -> bytes:
+            return await refused(self, request, _Gone(context))
+
+    @errors.guarded
+    async def refused(probe: Any, request: bytes, context: Any) -> bytes:
+        raise errors.idle("silent for 60 s")
+
+    with caplog.at_level(logging.INFO):
+        async with serving(Over()) as address, open_channel(address) as channel:
+            with pytest.raises(grpc.RpcError) as caught:
+                await once(channel)(b"0", timeout=0.5)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert not caplog.records
+
+
+class _Gone:
+    """A context whose call ends while its status is being sent, as gRPC tells it."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    async def abort_with_status(self, status: Any) -> None:
+        await asyncio.sleep(0)
+        raise grpc.aio.InternalError("Failed to send a status")
+
+
 async def test_a_cancelled_call_closes_its_handler() -> None:
     probe = Probe()
     async with serving(probe) as address, open_channel(address) as channel:
