@@ -98,7 +98,7 @@ async def test_an_unforeseen_exception_is_internal_and_keeps_its_text_to_the_log
 
 
 async def test_a_status_that_cannot_leave_is_no_fault_of_the_servers(caplog: pytest.LogCaptureFixture) -> None:
-    """gRPC fails to send where the deadline passes in that moment, and logs what a servicer then raises."""
+    """Sending fails where the deadline passes in that moment, and logs what a servicer then raises."""
 
     class Over(Probe):
         @errors.guarded
