@@ -6,137 +6,19 @@ committed, and asked for tokens that may follow.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import torch
-
-from draft_service.drafters.base import Draft, DraftError, DraftSequence
-from kernels import coupled
-from kernels.adjustments import Adjuster, apply
-from kernels.dense import DraftLogits
-from kernels.distribution import SamplingLaw
-from kernels.philox import Domain, uniform
-from kernels.sigmoid import draft_logits
-from kernels.sparse import SparseConfig, SparseLaw, draw
-from kernels.verify import Rule
+from draft_service.drafters.base import DraftError
+from draft_service.drafters.drawing import Drawing, Drawn
+from draft_service.drafters.sequence import Ask, Close, ModelSequence
+from kernels.sparse import SparseConfig
 from outrider.lm.engine import Engine
 from outrider.lm.packed import Chunk, PackedModel
 from outrider.lm.room import make_room
-from outrider.lm.writing import Sampling
 
 # Tokens that a sequence is expected to write: room in one piece is sought for so many.
 EXPECTED_OUTPUT = 512
-
-TokenLaw = SparseLaw | DraftLogits | None
-Done = Callable[[Draft | DraftError], None]
-
-
-@dataclass(slots=True, eq=False)
-class ModelSequence:
-    """A sequence and its state. Belongs to the engine's thread.
-
-    Law 5: from an `Ask` on the cache holds a prefix of `tokens` without the last, which is run to draft the first one.
-
-    Attributes:
-        rule: how the proposals are judged.
-        tokens: prompt, committed tokens, and those drafted in the round under way.
-        base: how many of them are committed.
-        tells_logits: whether the logits of each drafted token are told, and not its law.
-        gamma: how many to draft in the round under way; 0 between rounds.
-        laws: what is told of the drafted ones: what they were sampled from, or the logits (`tells_logits`).
-        done: takes the round's result; any thread may call it.
-        slot: its place in the KV pool; None before its first pass and after its end.
-    """
-
-    law: SamplingLaw
-    seed: int
-    rule: Rule
-    tokens: list[int]
-    base: int
-    adjuster: Adjuster | None
-    tells_logits: bool = False
-    slot: int | None = None
-    gamma: int = 0
-    laws: list[TokenLaw] = field(default_factory=list)
-    done: Done | None = None
-    asked: float = 0.0
-    closed: bool = False
-
-    @staticmethod
-    def begin(sequence: DraftSequence, vocab_size: int) -> "ModelSequence":
-        """A sequence at its opening, with nothing in the cache."""
-        adjuster = None
-        if not sequence.logit_rules.is_identity:
-            adjuster = Adjuster(sequence.logit_rules, sequence.prompt, vocab_size)
-            for token in sequence.committed:
-                adjuster.push(token)
-        tokens = [*sequence.prompt, *sequence.committed]
-        return ModelSequence(
-            sequence.draft_law, sequence.seed, sequence.rule, tokens, len(tokens), adjuster, sequence.needs_logits
-        )
-
-    @property
-    def shares_noise(self) -> bool:
-        """Whether its tokens are chosen by the noise of their positions, and not drawn by uniforms of the round."""
-        return self.rule is Rule.COUPLED and not self.law.is_greedy
-
-    @property
-    def may_be_written(self) -> bool:
-        """Whether its tokens can be drawn in one call: there, logits are neither adjusted nor kept."""
-        return self.adjuster is None and not self.tells_logits
-
-    @property
-    def drafted(self) -> int:
-        """Tokens drafted in this round."""
-        return len(self.tokens) - self.base
-
-    def commit(self, committed: Sequence[int]) -> int:
-        """Puts what was committed in place of what was drafted; how many of its tokens had been drafted."""
-        base, kept = self.base, 0
-        for token, drafted in zip(committed, self.tokens[base:], strict=False):
-            if token != drafted:
-                break
-            kept += 1
-        self.tokens[base:] = committed
-        self.base = len(self.tokens)
-        if self.adjuster is not None:
-            self.adjuster.truncate(self.adjuster.n_generated - len(self.laws) + kept)
-            for token in committed[kept:]:
-                self.adjuster.push(token)
-        self.laws = []
-        return kept
-
-    def add(self, token: int, law: TokenLaw) -> None:
-        """Takes in a drafted token."""
-        self.tokens.append(token)
-        self.laws.append(law)
-        if self.adjuster is not None:
-            self.adjuster.push(token)
-
-    def finish(self, error: DraftError | None = None) -> None:
-        """Ends the round and hands out its result."""
-        done, self.done, self.gamma = self.done, None, 0
-        if done is not None:
-            laws = [] if self.rule is Rule.COUPLED else self.laws
-            done(error or Draft(self.tokens[self.base :], laws, time.perf_counter() - self.asked))
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """What was committed since the last round, and how many tokens to draft behind it."""
-
-    sequence: ModelSequence
-    committed: Sequence[int]
-    gamma: int
-    done: Done
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """The sequence is gone: free what it held."""
-
-    sequence: ModelSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +28,6 @@ class DraftWork:
     sequence: ModelSequence
     chunk: Chunk
     draws: bool
-
-
-Drawn = list[tuple[int, TokenLaw]]
-"""Tokens and their laws."""
 
 
 class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
@@ -166,9 +44,7 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
     ) -> None:
         """`vocab_size` is the target's: ids from there on are padding, and never drafted."""
         super().__init__(packed, name="draft-engine", threads=threads)
-        self._target_size = vocab_size
-        self._vocab_size = min(vocab_size, packed.loaded.vocab_size)  # a draft may lack rows that the target has
-        self._config = config
+        self._drawing = Drawing(target_size=vocab_size, draft_size=packed.loaded.vocab_size, config=config)
         self._prefill_tokens = prefill_tokens
         self._busy: list[ModelSequence] = []  # those with a round under way, in the order they asked
         self._held: dict[ModelSequence, None] = {}  # those with a slot, those who have not asked for longest first
@@ -244,10 +120,11 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
     def forward(self, work: Sequence[DraftWork]) -> list[Drawn]:
         """What each work has drawn: nothing, a token, or the whole proposal where it drafts alone."""
         if len(work) == 1 and work[0].draws and work[0].sequence.may_be_written and self.packed.can_write:
-            return [self._write(work[0])]
+            tokens, laws = self.packed.write(work[0].chunk, self._drawing.sampling(work[0].sequence))
+            return [list(zip(tokens, laws, strict=True))]
         logits = self.packed.forward([item.chunk for item in work])
         drawing = [item.sequence for item in work if item.draws]
-        drawn = iter(self._draw(drawing, logits) if drawing else ())
+        drawn = iter(self._drawing.draw(drawing, logits) if drawing else ())
         return [[next(drawn)] if item.draws else [] for item in work]
 
     def process(self, work: Sequence[DraftWork], output: Sequence[Drawn]) -> None:
@@ -270,51 +147,7 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
             if item.sequence in self._busy:
                 self._end(item.sequence, error)
 
-    def _write(self, work: DraftWork) -> Drawn:
-        sequence = work.sequence
-        places = range(sequence.drafted, sequence.gamma)
-        uniforms = [_uniform(sequence, place) for place in places]
-        noise = None
-        if sequence.shares_noise:
-            noise = coupled.noise_of([(sequence.seed, sequence.base + place) for place in places], self._vocab_size)
-        sampling = Sampling(sequence.law, self._config, uniforms, self._vocab_size, noise)
-        return list(zip(*self.packed.write(work.chunk, sampling), strict=True))
-
-    def _draw(self, drawing: Sequence[ModelSequence], logits: torch.Tensor) -> Drawn:
-        # logits: [B, V or more], one row for each sequence
-        z = logits[:, : self._vocab_size]
-        if any(sequence.adjuster is not None for sequence in drawing):
-            z = apply(z, [None if each.adjuster is None else each.adjuster.row() for each in drawing])
-        drawn: dict[int, tuple[int, TokenLaw]] = {}
-        for by_noise, how in ((False, self._by_uniforms), (True, self._by_noise)):
-            rows = [row for row, sequence in enumerate(drawing) if sequence.shares_noise is by_noise]
-            if rows:
-                some = z if len(rows) == len(drawing) else z[rows]
-                drawn.update(zip(rows, how([drawing[row] for row in rows], some), strict=True))
-        return [drawn[row] for row in range(len(drawing))]
-
-    def _by_uniforms(self, drawing: Sequence[ModelSequence], z: torch.Tensor) -> Drawn:
-        laws = [sequence.law for sequence in drawing]
-        uniforms = [_uniform(sequence, sequence.drafted) for sequence in drawing]
-        tokens, drawn = draw(z, laws, self._config, uniforms)
-        told = [
-            draft_logits(z[row : row + 1], sequence.law, self._target_size)[0] if sequence.tells_logits else law
-            for row, (sequence, law) in enumerate(zip(drawing, drawn, strict=True))
-        ]
-        return list(zip(tokens, told, strict=True))
-
-    def _by_noise(self, drawing: Sequence[ModelSequence], z: torch.Tensor) -> Drawn:
-        noise = coupled.noise_of([(each.seed, len(each.tokens)) for each in drawing], self._vocab_size)
-        return [(token, None) for token in coupled.draw(z, [each.law for each in drawing], noise)]
-
     def _end(self, sequence: ModelSequence, error: Exception) -> None:
         if sequence in self._busy:
             self._busy.remove(sequence)
         sequence.finish(error if isinstance(error, DraftError) else DraftError(f"{type(error).__name__}: {error}"))
-
-
-def _uniform(sequence: ModelSequence, place: int) -> float:
-    """The draw at a place of the proposal (Law 2): keyed by that and the round's base."""
-    if sequence.law.is_greedy or sequence.shares_noise:
-        return 0.0
-    return uniform(sequence.seed, sequence.base, place, Domain.DRAFT)

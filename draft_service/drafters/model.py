@@ -7,7 +7,8 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 
 from draft_service.drafters.base import Draft, Drafter, DraftError, Drafting, DraftSequence
-from draft_service.drafters.engine import Ask, Close, DraftEngine, ModelSequence
+from draft_service.drafters.engine import DraftEngine
+from draft_service.drafters.sequence import Ask, Close, ModelSequence
 
 
 class ModelDrafter(Drafter):

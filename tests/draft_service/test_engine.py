@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from draft_service.drafters.base import Draft, DraftError, DraftSequence
-from draft_service.drafters.engine import Ask, Close, DraftEngine, DraftWork, Drawn, ModelSequence
+from draft_service.drafters.drawing import Drawn
+from draft_service.drafters.engine import DraftEngine, DraftWork
+from draft_service.drafters.sequence import Ask, Close, ModelSequence
 from kernels.adjustments import LogitRules
 from kernels.dense import EXCLUDED, DraftLogits
 from kernels.distribution import SamplingLaw, probabilities

@@ -19,9 +19,9 @@ from kernels import philox
 
 def shared_noise() -> None:
     """The draft draws its tokens with the numbers that the verifier will accept them by."""
-    from draft_service.drafters import engine
+    from draft_service.drafters import drawing
 
-    _replace(engine, "uniform", _redirected({philox.Domain.DRAFT: philox.Domain.ACCEPT}))
+    _replace(drawing, "uniform", _redirected({philox.Domain.DRAFT: philox.Domain.ACCEPT}))
 
 
 def shared_resampling() -> None:
@@ -45,17 +45,17 @@ def untruncated_q() -> None:
     """The draft samples from q after top-k, top-p and the cut to q̂, and sends q as it was before them."""
     import torch
 
-    from draft_service.drafters import engine
+    from draft_service.drafters import drawing
     from kernels.sparse import SparseConfig, sparsify
 
-    honest = engine.__dict__["draw"]
+    honest = drawing.__dict__["draw"]
 
     def draw(logits: torch.Tensor, law: Any, config: SparseConfig, uniforms: Sequence[float]) -> Any:
         tokens, laws = honest(logits, law, config, uniforms)
         full = sparsify(torch.softmax(logits.float(), dim=-1), SparseConfig(keep_mass=1.0))
         return tokens, [None if law is None else whole for law, whole in zip(laws, full, strict=True)]
 
-    _replace(engine, "draw", draw)
+    _replace(drawing, "draw", draw)
 
 
 def untruncated_ngrams() -> None:

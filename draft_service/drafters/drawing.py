@@ -1,0 +1,72 @@
+"""Tokens of the draft's logits, for each sequence as its rule asks: by the round's uniforms, or its positions' noise.
+
+It knows sequences and laws; nothing of passes, nor of who asks.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from draft_service.drafters.sequence import ModelSequence, TokenLaw
+from kernels import coupled
+from kernels.adjustments import apply
+from kernels.philox import Domain, uniform
+from kernels.sigmoid import draft_logits
+from kernels.sparse import SparseConfig, draw
+from outrider.lm.writing import Sampling
+
+Drawn = list[tuple[int, TokenLaw]]
+"""Tokens and their laws; a token below 0 says that the logits were no numbers."""
+
+
+class Drawing:
+    """How one draft model's tokens are drawn for one target."""
+
+    def __init__(self, *, target_size: int, draft_size: int, config: SparseConfig) -> None:
+        """`target_size` and `draft_size` are the rows of both vocabularies; the draft may lack some of the target's."""
+        self._target_size = target_size
+        self._vocab_size = min(target_size, draft_size)
+        self._config = config
+
+    def sampling(self, sequence: ModelSequence) -> Sampling:
+        """How what is left of the sequence's round is drawn in one call."""
+        places = range(sequence.drafted, sequence.gamma)
+        uniforms = [_uniform(sequence, place) for place in places]
+        noise = None
+        if sequence.shares_noise:
+            noise = coupled.noise_of([(sequence.seed, sequence.base + place) for place in places], self._vocab_size)
+        return Sampling(sequence.law, self._config, uniforms, self._vocab_size, noise)
+
+    def draw(self, drawing: Sequence[ModelSequence], logits: torch.Tensor) -> Drawn:
+        """The next token of each sequence; `logits` are `[B, V or more]`, one row for each."""
+        z = logits[:, : self._vocab_size]
+        if any(sequence.adjuster is not None for sequence in drawing):
+            z = apply(z, [None if each.adjuster is None else each.adjuster.row() for each in drawing])
+        drawn = dict[int, tuple[int, TokenLaw]]()
+        for by_noise, how in ((False, self._by_uniforms), (True, self._by_noise)):
+            rows = [row for row, sequence in enumerate(drawing) if sequence.shares_noise is by_noise]
+            if rows:
+                some = z if len(rows) == len(drawing) else z[rows]
+                drawn.update(zip(rows, how([drawing[row] for row in rows], some), strict=True))
+        return [drawn[row] for row in range(len(drawing))]
+
+    def _by_uniforms(self, drawing: Sequence[ModelSequence], z: torch.Tensor) -> Drawn:
+        laws = [sequence.law for sequence in drawing]
+        uniforms = [_uniform(sequence, sequence.drafted) for sequence in drawing]
+        tokens, drawn = draw(z, laws, self._config, uniforms)
+        told = [
+            draft_logits(z[row : row + 1], sequence.law, self._target_size)[0] if sequence.tells_logits else law
+            for row, (sequence, law) in enumerate(zip(drawing, drawn, strict=True))
+        ]
+        return list(zip(tokens, told, strict=True))
+
+    def _by_noise(self, drawing: Sequence[ModelSequence], z: torch.Tensor) -> Drawn:
+        noise = coupled.noise_of([(each.seed, len(each.tokens)) for each in drawing], self._vocab_size)
+        return [(token, None) for token in coupled.draw(z, [each.law for each in drawing], noise)]
+
+
+def _uniform(sequence: ModelSequence, place: int) -> float:
+    """The draw at a place of the proposal (Law 2): keyed by that and the round's base."""
+    if sequence.law.is_greedy or sequence.shares_noise:
+        return 0.0
+    return uniform(sequence.seed, sequence.base, place, Domain.DRAFT)

@@ -1,0 +1,125 @@
+"""One sequence of the draft model: what the engine's thread keeps of it, and what it is asked.
+
+It knows nothing of passes, of the pool or of how tokens are drawn.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from draft_service.drafters.base import Draft, DraftError, DraftSequence
+from kernels.adjustments import Adjuster
+from kernels.dense import DraftLogits
+from kernels.distribution import SamplingLaw
+from kernels.sparse import SparseLaw
+from kernels.verify import Rule
+
+TokenLaw = SparseLaw | DraftLogits | None
+Done = Callable[[Draft | DraftError], None]
+
+
+@dataclass(slots=True, eq=False)
+class ModelSequence:
+    """A sequence and its state. Belongs to the engine's thread.
+
+    Law 5: from an `Ask` on the cache holds a prefix of `tokens` without the last, which is run to draft the first one.
+
+    Attributes:
+        rule: how the proposals are judged.
+        tokens: prompt, committed tokens, and those drafted in the round under way.
+        base: how many of them are committed.
+        tells_logits: whether the logits of each drafted token are told, and not its law.
+        gamma: how many to draft in the round under way; 0 between rounds.
+        laws: what is told of the drafted ones: what they were sampled from, or the logits (`tells_logits`).
+        done: takes the round's result; any thread may call it.
+        slot: its place in the KV pool; None before its first pass and after its end.
+    """
+
+    law: SamplingLaw
+    seed: int
+    rule: Rule
+    tokens: list[int]
+    base: int
+    adjuster: Adjuster | None
+    tells_logits: bool = False
+    slot: int | None = None
+    gamma: int = 0
+    laws: list[TokenLaw] = field(default_factory=list)
+    done: Done | None = None
+    asked: float = 0.0
+    closed: bool = False
+
+    @staticmethod
+    def begin(sequence: DraftSequence, vocab_size: int) -> "ModelSequence":
+        """A sequence at its opening, with nothing in the cache."""
+        adjuster = None
+        if not sequence.logit_rules.is_identity:
+            adjuster = Adjuster(sequence.logit_rules, sequence.prompt, vocab_size)
+            for token in sequence.committed:
+                adjuster.push(token)
+        tokens = [*sequence.prompt, *sequence.committed]
+        return ModelSequence(
+            sequence.draft_law, sequence.seed, sequence.rule, tokens, len(tokens), adjuster, sequence.needs_logits
+        )
+
+    @property
+    def shares_noise(self) -> bool:
+        """Whether its tokens are chosen by the noise of their positions, and not drawn by uniforms of the round."""
+        return self.rule is Rule.COUPLED and not self.law.is_greedy
+
+    @property
+    def may_be_written(self) -> bool:
+        """Whether its tokens can be drawn in one call: there, logits are neither adjusted nor kept."""
+        return self.adjuster is None and not self.tells_logits
+
+    @property
+    def drafted(self) -> int:
+        """Tokens drafted in this round."""
+        return len(self.tokens) - self.base
+
+    def commit(self, committed: Sequence[int]) -> int:
+        """Puts what was committed in place of what was drafted; how many of its tokens had been drafted."""
+        base, kept = self.base, 0
+        for token, drafted in zip(committed, self.tokens[base:], strict=False):
+            if token != drafted:
+                break
+            kept += 1
+        self.tokens[base:] = committed
+        self.base = len(self.tokens)
+        if self.adjuster is not None:
+            self.adjuster.truncate(self.adjuster.n_generated - len(self.laws) + kept)
+            for token in committed[kept:]:
+                self.adjuster.push(token)
+        self.laws = []
+        return kept
+
+    def add(self, token: int, law: TokenLaw) -> None:
+        """Takes in a drafted token."""
+        self.tokens.append(token)
+        self.laws.append(law)
+        if self.adjuster is not None:
+            self.adjuster.push(token)
+
+    def finish(self, error: DraftError | None = None) -> None:
+        """Ends the round and hands out its result."""
+        done, self.done, self.gamma = self.done, None, 0
+        if done is not None:
+            laws = [] if self.rule is Rule.COUPLED else self.laws
+            done(error or Draft(self.tokens[self.base :], laws, time.perf_counter() - self.asked))
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What was committed since the last round, and how many tokens to draft behind it."""
+
+    sequence: ModelSequence
+    committed: Sequence[int]
+    gamma: int
+    done: Done
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The sequence is gone: free what it held."""
+
+    sequence: ModelSequence
