@@ -94,6 +94,7 @@ class GenerateCall:
             drafters=self._pair.drafters.keys(),
             default_drafter=self._pair.default,
             default_draft_temperature=self._settings.draft_temperature,
+            default_outcome_cache=self._settings.outcome_cache,
         )
         chars = len(message.text) + sum(len(said.content) for said in message.chat.messages)
         return check() if chars <= SHORT_PROMPT_CHARS else await asyncio.to_thread(check)
@@ -176,6 +177,7 @@ class GenerateCall:
             draft_tokens=sum(each.num_draft_tokens for each in counts),
             accepted_tokens=sum(each.num_accepted_tokens for each in counts),
             draft_failures=sum(each.num_draft_failures for each in counts),
+            outcome_cache_hits=sum(each.num_outcome_cache_hits for each in counts),
             alpha=[round(each.alpha, 4) for each in counts],
             seconds=round(time.perf_counter() - self._arrived, 4),
             first_token_seconds=round(min(first), 4) if first else None,

@@ -179,6 +179,9 @@ class Sample:
                 self._stop_drafting()
             return None
         self.timings.draft += drafted.seconds
+        if drafted.foresight is not None:
+            self.counts.add_foresight(drafted.foresight)
+            self.timings.saved += drafted.foresight.saved_seconds
         return drafted
 
     async def _next_verdict(self, target: VerifySequence, round_: Round) -> speculation_pb2.Verdict:
@@ -231,6 +234,7 @@ class Sample:
             rule=self._request.sampling.rule,
             seed_is_fresh=self._request.seed_is_fresh,
             draft_temperature=self._request.draft_temperature,
+            looks_ahead=self._request.outcome_cache,
         )
 
     def _stop_drafting(self) -> None:

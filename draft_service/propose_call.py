@@ -35,7 +35,7 @@ class ProposeCall:
         self._pair = pair
         self._places = places
         self._limits = pair.draft.limits
-        self._draft_temperature = settings.draft_temperature
+        self._settings = settings
         self._idle_timeout = settings.idle_timeout
         self._context = context
         self._started = time.perf_counter()
@@ -75,7 +75,7 @@ class ProposeCall:
             raise out_of_order(f"the first message is {message.WhichOneof('kind') or 'empty'}; it must be OpenDraft")
         check_name("sequence_id", message.sequence_id, required=True)
         self._sequence_id = message.sequence_id
-        sequence, drafter = check_open(message.open, self._pair, self._draft_temperature)
+        sequence, drafter = check_open(message.open, self._pair, self._settings)
         with self._places.take(1):
             drafting = self._pair.drafters[drafter].open(sequence)
             progress = _Progress(sequence)
@@ -185,10 +185,8 @@ class _Progress:
         )
 
 
-def check_open(
-    message: draft_service_pb2.OpenDraft, pair: Pair, draft_temperature: float | None
-) -> tuple[DraftSequence, Kind]:
-    """Checks an opening; `draft_temperature` is the default. Returns what the drafter is told, and which it is.
+def check_open(message: draft_service_pb2.OpenDraft, pair: Pair, settings: DraftSettings) -> tuple[DraftSequence, Kind]:
+    """Checks an opening; `settings` have the defaults. Returns what the drafter is told, and which it is.
 
     Raises:
         RequestError: INVALID_ARGUMENT naming the field, or FAILED_PRECONDITION.
@@ -215,7 +213,7 @@ def check_open(
         "draft_temperature",
         message.draft_temperature if message.HasField("draft_temperature") else None,
         sampling,
-        default=draft_temperature,
+        default=settings.draft_temperature,
     )
     sequence = DraftSequence(
         prompt=prompt,
@@ -225,5 +223,6 @@ def check_open(
         seed=sampling.seed,
         rule=sampling.rule,
         draft_temperature=temperature,
+        looks_ahead=settings.outcome_cache,
     )
     return sequence, drafter

@@ -43,6 +43,9 @@ class DraftSettings(ServiceSettings):
     lookup_min_match: int = Field(
         2, ge=1, le=64, description="tokens that must have occurred before for `lookup` to copy what followed"
     )
+    outcome_cache: bool = Field(
+        True, description="`model` drafts for the likely verdicts while the verdict is under way, where that pays"
+    )
     gamma: int = Field(
         5, ge=0, le=256, description="tokens of a proposal where a request does not say; at most max-gamma"
     )

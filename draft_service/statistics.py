@@ -6,6 +6,7 @@ It knows nothing of what is done with the numbers.
 import time
 from dataclasses import dataclass, field
 
+from draft_service.drafters.base import Foresight
 from protos.outrider.v1 import draft_service_pb2, speculation_pb2
 
 
@@ -17,6 +18,10 @@ class SpeculationCounts:
     num_rounds: int = 0
     drafter: draft_service_pb2.Drafter = draft_service_pb2.DRAFTER_UNSPECIFIED
     num_draft_failures: int = 0
+    num_outcome_cache_queries: int = 0
+    num_outcome_cache_hits: int = 0
+    num_predrafted_tokens: int = 0
+    num_wasted_tokens: int = 0
     drafted_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
     _beta_sum: float = 0.0
@@ -40,6 +45,13 @@ class SpeculationCounts:
         else:  # a rule under which no chance is known: each judged token counts as what became of it
             self._beta_sum += verdict.accepted
             self._beta_count += verdict.judged
+
+    def add_foresight(self, foresight: Foresight) -> None:
+        """Takes in what was drafted before a verdict."""
+        self.num_outcome_cache_queries += 1
+        self.num_outcome_cache_hits += foresight.hit
+        self.num_predrafted_tokens += foresight.drafted
+        self.num_wasted_tokens += foresight.drafted - foresight.used
 
     @property
     def num_draft_tokens(self) -> int:
@@ -71,6 +83,10 @@ class SpeculationCounts:
             num_rounds=self.num_rounds,
             drafter=self.drafter,
             num_draft_failures=self.num_draft_failures,
+            num_outcome_cache_queries=self.num_outcome_cache_queries,
+            num_outcome_cache_hits=self.num_outcome_cache_hits,
+            num_predrafted_tokens=self.num_predrafted_tokens,
+            num_wasted_tokens=self.num_wasted_tokens,
         )
 
 
@@ -82,6 +98,7 @@ class Timings:
     first_token: float | None = None
     draft: float = 0.0
     verdict: float = 0.0
+    saved: float = 0.0
     queue_us: int = 0
     forward_us: int = 0
     verify_us: int = 0
@@ -108,6 +125,7 @@ class Timings:
             queue_us=self.queue_us,
             forward_us=self.forward_us,
             verify_us=self.verify_us,
+            saved_us=_micros(self.saved),
         )
 
 

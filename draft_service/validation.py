@@ -48,6 +48,7 @@ class Generation:
         gamma: tokens of a proposal; 0 lets the target write alone.
         drafter: what proposes; `NONE` where gamma is 0.
         draft_temperature: None is the target's.
+        outcome_cache: whether the drafter may draft while a verdict is under way.
         seed_is_fresh: the seed was chosen here and now.
     """
 
@@ -68,6 +69,7 @@ class Generation:
     gamma: int
     drafter: Kind
     draft_temperature: float | None
+    outcome_cache: bool
     seed_is_fresh: bool
     report_rounds: bool
     keep_special_tokens: bool
@@ -102,6 +104,7 @@ def check_generate(
     drafters: Collection[Kind],
     default_drafter: Kind,
     default_draft_temperature: float | None = None,
+    default_outcome_cache: bool = True,
 ) -> Generation:
     """Checks a request against the pair and the limits. A long prompt takes its time to tokenise.
 
@@ -156,6 +159,11 @@ def check_generate(
             message.speculation.draft_temperature if message.speculation.HasField("draft_temperature") else None,
             sampling,
             default=default_draft_temperature,
+        ),
+        outcome_cache=(
+            message.speculation.outcome_cache
+            if message.speculation.HasField("outcome_cache")
+            else default_outcome_cache
         ),
         seed_is_fresh=sampling.seed is None,
         report_rounds=message.speculation.report_rounds,

@@ -136,6 +136,14 @@ class Adjuster:
         self._repetition = np.array([self._repetition_of(int(token)) for token in self._ids], dtype=np.float32)
         self._bias = np.array([self._bias_of(int(token)) for token in self._ids], dtype=np.float32)
 
+    def copy(self) -> Adjuster:
+        """Return one that follows the same sequence so far, and goes on by itself."""
+        copy = Adjuster.__new__(Adjuster)
+        copy.__dict__.update(self.__dict__)
+        copy._generated, copy._counts = list(self._generated), dict(self._counts)
+        copy._ids, copy._repetition, copy._bias = self._ids, self._repetition.copy(), self._bias.copy()
+        return copy
+
     @property
     def n_generated(self) -> int:
         """Tokens pushed and not taken back."""

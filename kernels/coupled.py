@@ -19,7 +19,7 @@ _AT_ONCE = 1 << 15
 
 
 def noise_of(places: Sequence[tuple[int, int]], V: int) -> Tensor:
-    """Return what `choose` needs of the noise at each of `places` `[R]`, float32 `[R, V]`.
+    """Return what `weigh` needs of the noise at each of `places` `[R]`, float32 `[R, V]`.
 
     Args:
         places: seed and absolute position (tokens before it, prompt included) of each token to draw.
@@ -38,18 +38,24 @@ def rows_at_once(V: int) -> int:
     return max(1, _AT_ONCE // V)
 
 
-def choose(p: Tensor, noise: Tensor) -> int:
-    """Return argmax(log p + g) of one law `p` `[V]`, with its row of `noise_of`. TorchScript can compile it.
+def weigh(p: Tensor, noise: Tensor) -> Tensor:
+    """Return p/(-e) of laws `p` `[..., V]`, with their rows of `noise_of`. TorchScript can compile it.
 
-    g is -log(e), so the token of least e/p wins, which is that of least p/(-e): one logarithm a token. One of p = 0
-    never does.
+    g is -log(e), so the token of least e/p has the largest log p + g, and is that of least p/(-e): one logarithm a
+    token. One of p = 0 never is.
     """
-    return int((p / noise.log1p()).argmin())
+    return p / noise.log1p()
+
+
+def runners_up(weighed: Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
+    """Return the `count` largest of log p + g in each row of what `weigh` gave, `[R, V]`, and their tokens."""
+    least, tokens = weighed.topk(min(count, weighed.shape[-1]), largest=False)
+    return tokens.tolist(), least.neg().log().tolist()
 
 
 def choose_each(p: Tensor, noise: Tensor) -> list[int]:
-    """Return `choose` of each row of `p` `[R, V]` with its row of `noise`; for a row that is no law, any token."""
-    tokens: list[int] = (p / noise.log1p()).numpy().argmin(-1).tolist()  # in numpy: twice as fast
+    """Return argmax(log p + g) of each row of `p` `[R, V]`, with its row of `noise`; where it is no law, any token."""
+    tokens: list[int] = weigh(p, noise).numpy().argmin(-1).tolist()  # in numpy: twice as fast
     return tokens
 
 
@@ -67,14 +73,25 @@ def draw(logits: Tensor, laws: Sequence[SamplingLaw], noise: Tensor) -> list[int
     Raises:
         ValueError: the number of laws is not B, or the noise is not `[B, V]`.
     """
+    return pick(weigh_each(logits, laws, noise))
+
+
+def weigh_each(logits: Tensor, laws: Sequence[SamplingLaw], noise: Tensor) -> Tensor:
+    """Return `weigh` of the law that each row of `logits` becomes `[B, V]`, NaN where it is none; see `draw`."""
     B = logits.shape[0]
     if len(laws) != B or noise.shape != logits.shape:
         raise ValueError(f"{len(laws)} laws and noise of shape {tuple(noise.shape)} for logits {tuple(logits.shape)}")
-    tokens = [-1] * B
+    weighed = torch.empty_like(noise)
     for shared in dict.fromkeys(laws):
         rows = [row for row in range(B) if laws[row] == shared]
-        q = probabilities(logits if len(rows) == B else logits[rows], shared).cpu()
-        for row, each in zip(rows, q, strict=True):
-            if not bool(torch.isnan(each[0])):
-                tokens[row] = choose(each, noise[row])
-    return tokens
+        all_rows = len(rows) == B
+        q = probabilities(logits if all_rows else logits[rows], shared).cpu()
+        if all_rows:
+            return weigh(q, noise)
+        weighed[rows] = weigh(q, noise[rows])
+    return weighed
+
+
+def pick(weighed: Tensor) -> list[int]:
+    """Return the token that each row of what `weigh_each` gave chooses, `[B]`; -1 for a row that is no law."""
+    return [-1 if row[0].isnan() else int(row.argmin()) for row in weighed]

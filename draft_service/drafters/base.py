@@ -82,6 +82,7 @@ class DraftSequence:
         seed_is_fresh: nobody has had this seed before, so nothing that was ever written depends on its draws. Only then
             may a law learned from other texts be sampled from by them.
         draft_temperature: in place of the target's, where that is above 0; None is the same.
+        looks_ahead: whether a drafter may draft while a verdict is under way, for the verdicts it thinks likely.
     """
 
     prompt: Sequence[int]
@@ -92,6 +93,7 @@ class DraftSequence:
     rule: Rule = Rule.TOKENWISE
     seed_is_fresh: bool = False
     draft_temperature: float | None = None
+    looks_ahead: bool = True
 
     @property
     def draft_law(self) -> SamplingLaw:
@@ -112,6 +114,23 @@ class DraftSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class Foresight:
+    """What a drafter had drafted while the last verdict was under way.
+
+    Attributes:
+        drafted: tokens, for all outcomes that were thought of.
+        used: those that are in this proposal; 0 where the outcome was none of them.
+        hit: whether it was one of them.
+        saved_seconds: what drafting the used ones would have taken.
+    """
+
+    drafted: int
+    used: int
+    hit: bool
+    saved_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Draft:
     """A proposal.
 
@@ -120,11 +139,13 @@ class Draft:
         laws: what each was sampled from, bit for bit (Law 1); None is the point mass. Empty under `coupled`. Under the
             rule `sigmoid` the logits, above temperature 0: that rule asks for them, and not for the law.
         seconds: what it took, waiting for other sequences included.
+        foresight: what was drafted of it beforehand; None where nothing was for any outcome.
     """
 
     token_ids: list[int]
     laws: list[SparseLaw | DraftLogits | None]
     seconds: float
+    foresight: Foresight | None = None
 
 
 class Drafting(ABC):

@@ -4,6 +4,7 @@ It knows sequences and laws; nothing of passes, nor of who asks.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -15,8 +16,22 @@ from kernels.sigmoid import draft_logits
 from kernels.sparse import SparseConfig, draw
 from outrider.lm.writing import Sampling
 
-Drawn = list[tuple[int, TokenLaw]]
-"""Tokens and their laws; a token below 0 says that the logits were no numbers."""
+
+class DrawnToken(NamedTuple):
+    """A token and how it came about.
+
+    Attributes:
+        token: its id; below 0 where the logits were no numbers.
+        law: what is told of it.
+        scores: what it was chosen by, see `outrider.lm.writing.Written`; None where it was drawn from a law.
+    """
+
+    token: int
+    law: TokenLaw
+    scores: torch.Tensor | None
+
+
+Drawn = list[DrawnToken]
 
 
 class Drawing:
@@ -38,11 +53,12 @@ class Drawing:
         return Sampling(sequence.law, self._config, uniforms, self._vocab_size, noise)
 
     def draw(self, drawing: Sequence[ModelSequence], logits: torch.Tensor) -> Drawn:
-        """The next token of each sequence; `logits` are `[B, V or more]`, one row for each."""
+        """The next token of each sequence."""
+        # logits: [B, V or more], one row for each sequence
         z = logits[:, : self._vocab_size]
         if any(sequence.adjuster is not None for sequence in drawing):
             z = apply(z, [None if each.adjuster is None else each.adjuster.row() for each in drawing])
-        drawn = dict[int, tuple[int, TokenLaw]]()
+        drawn = dict[int, DrawnToken]()
         for by_noise, how in ((False, self._by_uniforms), (True, self._by_noise)):
             rows = [row for row, sequence in enumerate(drawing) if sequence.shares_noise is by_noise]
             if rows:
@@ -58,11 +74,13 @@ class Drawing:
             draft_logits(z[row : row + 1], sequence.law, self._target_size)[0] if sequence.tells_logits else law
             for row, (sequence, law) in enumerate(zip(drawing, drawn, strict=True))
         ]
-        return list(zip(tokens, told, strict=True))
+        scores = [row if sequence.law.is_greedy else None for row, sequence in zip(z, drawing, strict=True)]
+        return list(map(DrawnToken, tokens, told, scores))
 
     def _by_noise(self, drawing: Sequence[ModelSequence], z: torch.Tensor) -> Drawn:
         noise = coupled.noise_of([(each.seed, len(each.tokens)) for each in drawing], self._vocab_size)
-        return [(token, None) for token in coupled.draw(z, [each.law for each in drawing], noise)]
+        weighed = coupled.weigh_each(z, [each.law for each in drawing], noise)
+        return [DrawnToken(token, None, row) for token, row in zip(coupled.pick(weighed), weighed, strict=True)]
 
 
 def _uniform(sequence: ModelSequence, place: int) -> float:

@@ -1,17 +1,19 @@
 """The draft's engine: all sequences that have a proposal to draft take one step in one packed pass.
 
 It runs on a thread of its own (`outrider.lm.engine`): γ tokens are γ passes, with no way back to the event loop between
-them; a sequence that drafts alone takes them in one call. It knows nothing of gRPC or of verdicts: it is told what was
-committed, and asked for tokens that may follow.
+them; a sequence that drafts alone takes them in one call. Where nobody asks it drafts ahead (`OutcomeCache`). It knows
+nothing of gRPC or of verdicts: it is told what was committed, and asked for tokens that may follow.
 """
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draft_service.drafters.base import DraftError
-from draft_service.drafters.drawing import Drawing, Drawn
+from draft_service.drafters.ahead import OutcomeCache
+from draft_service.drafters.base import DraftError, Foresight
+from draft_service.drafters.drawing import Drawing, Drawn, DrawnToken
 from draft_service.drafters.sequence import Ask, Close, ModelSequence
+from draft_service.drafters.spare_time import SpareTime
 from kernels.sparse import SparseConfig
 from outrider.lm.engine import Engine
 from outrider.lm.packed import Chunk, PackedModel
@@ -19,6 +21,10 @@ from outrider.lm.room import make_room
 
 # Tokens that a sequence is expected to write: room in one piece is sought for so many.
 EXPECTED_OUTPUT = 512
+
+# Branches of the outcome cache that take a step together: on a CPU each costs its full price, and one is written in a
+# call; elsewhere a pass of several takes about as long as a pass of one.
+BRANCHES_ON_CPU, BRANCHES_ELSEWHERE = 1, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,10 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
         self._prefill_tokens = prefill_tokens
         self._busy: list[ModelSequence] = []  # those with a round under way, in the order they asked
         self._held: dict[ModelSequence, None] = {}  # those with a slot, those who have not asked for longest first
+        self._spare = SpareTime()
+        self._foreseen: dict[ModelSequence, Foresight] = {}  # of those with a round under way
+        self._width = BRANCHES_ON_CPU if packed.loaded.device.type == "cpu" else BRANCHES_ELSEWHERE
+        self.cache = OutcomeCache(packed.pool, self._spare)
 
     # ------------------------------------------------------------------------------------------------------- receive
 
@@ -64,21 +74,39 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
 
     def _begin(self, ask: Ask) -> None:
         sequence, pool = ask.sequence, self.packed.pool
-        sequence.asked = time.perf_counter()
-        base = sequence.base
+        base, drafted, last = sequence.base, sequence.drafted, sequence.asked
+        sequence.asked = ask.posted
         kept = sequence.commit(ask.committed)
         if sequence.slot is None:
             sequence.slot = pool.allocate(len(sequence.tokens) + EXPECTED_OUTPUT)
         self._held.pop(sequence, None)
         self._held[sequence] = None
-        pool.rollback(sequence.slot, min(pool.length(sequence.slot), base + kept, sequence.base - 1))
         sequence.done = ask.done
         sequence.gamma = ask.gamma
         self._busy.append(sequence)
+        self._spare.asked(sequence, ask.posted)
+        if drafted and len(ask.committed) <= drafted + 1:  # otherwise the target has written alone since
+            self.cache.took(sequence, ask.posted - last)
+        branch, foresight = self.cache.settle(sequence, ask.committed, kept)
+        if foresight is not None:
+            self._foreseen[sequence] = foresight
+        if branch is None:
+            pool.rollback(sequence.slot, min(pool.length(sequence.slot), base + kept, sequence.base - 1))
+            return
+        assert branch.slot is not None
+        if branch.slot != sequence.slot:
+            pool.free(sequence.slot)
+            sequence.slot = branch.slot
+        sequence.adopt(branch, ask.gamma)
+        pool.rollback(sequence.slot, min(pool.length(sequence.slot), len(sequence.tokens) - 1))
+        self._finish_if_done(sequence)
 
     def _close(self, sequence: ModelSequence) -> None:
         sequence.closed = True
         sequence.done = None
+        self.cache.drop(sequence)
+        self._spare.gone(sequence)
+        self._foreseen.pop(sequence, None)
         if sequence in self._busy:
             self._busy.remove(sequence)
         if sequence.slot is not None:
@@ -104,7 +132,17 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
             budget -= piece
             tokens = sequence.tokens[start:] if draws else sequence.tokens[start : start + piece]
             work.append(DraftWork(sequence, Chunk(sequence.slot, tokens, start, piece), draws))
-        return work
+        return work or self._ahead()
+
+    def _ahead(self) -> list[DraftWork]:
+        """What to draft while nobody asks: as much as is done before the first is likely to."""
+        tokens = self._spare.tokens(time.perf_counter())
+        if not tokens:
+            return []
+        branches = self.cache.next(min(self._width, tokens))
+        for branch in branches:
+            branch.gamma = min(self.cache.wanted(branch), branch.drafted + tokens)
+        return [DraftWork(branch, self.cache.chunk(branch), draws=True) for branch in branches]
 
     def _has_room(self, sequence: ModelSequence, end: int) -> bool:
         """Grows the sequence; where the pool is full, those give way that wait for a verdict, then those behind it."""
@@ -112,6 +150,7 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
         if self.packed.pool.lacking(sequence.slot, end) <= self.packed.pool.blocks.unheld:
             self.packed.pool.grow(sequence.slot, end)
             return True
+        self.cache.drop_all()
         idle = [each for each in self._held if each.done is None]
         later = self._busy[self._busy.index(sequence) + 1 :]
         victims = [each.slot for each in (*idle, *reversed(later)) if each.slot is not None]
@@ -120,31 +159,44 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
     def forward(self, work: Sequence[DraftWork]) -> list[Drawn]:
         """What each work has drawn: nothing, a token, or the whole proposal where it drafts alone."""
         if len(work) == 1 and work[0].draws and work[0].sequence.may_be_written and self.packed.can_write:
-            tokens, laws = self.packed.write(work[0].chunk, self._drawing.sampling(work[0].sequence))
-            return [list(zip(tokens, laws, strict=True))]
+            written = self.packed.write(work[0].chunk, self._drawing.sampling(work[0].sequence))
+            return [list(map(DrawnToken, written.tokens, written.laws, written.scores))]
         logits = self.packed.forward([item.chunk for item in work])
         drawing = [item.sequence for item in work if item.draws]
         drawn = iter(self._drawing.draw(drawing, logits) if drawing else ())
         return [[next(drawn)] if item.draws else [] for item in work]
 
     def process(self, work: Sequence[DraftWork], output: Sequence[Drawn]) -> None:
+        if all(item.draws for item in work):
+            self._spare.spent(len(output[0]), self.forward_seconds)
         for item, drawn in zip(work, output, strict=True):
-            self._take(item.sequence, drawn)
+            if item.sequence.trunk is not None:
+                self.cache.take(item.sequence, drawn)
+            else:
+                self._take(item.sequence, drawn)
 
     def _take(self, sequence: ModelSequence, drawn: Drawn) -> None:
-        for token, law in drawn:
+        for token, law, scores in drawn:
             if token < 0:
                 text = f"the draft's logits after {len(sequence.tokens)} tokens are no numbers"
                 self._end(sequence, DraftError(text, reason="BAD_LOGITS"))
                 return
-            sequence.add(token, law)
-        if sequence.drafted == sequence.gamma:
-            self._busy.remove(sequence)
-            sequence.finish()
+            sequence.add(token, law, scores)
+        self._finish_if_done(sequence)
+
+    def _finish_if_done(self, sequence: ModelSequence) -> None:
+        if sequence.drafted < sequence.gamma:
+            return
+        self._busy.remove(sequence)
+        sequence.finish(foresight=self._foreseen.pop(sequence, None))
+        self._spare.left(sequence, time.perf_counter())
+        self.cache.begin(sequence)
 
     def fail(self, work: Sequence[DraftWork], error: Exception) -> None:
         for item in work:
-            if item.sequence in self._busy:
+            if item.sequence.trunk is not None:
+                self.cache.drop(item.sequence.trunk)
+            elif item.sequence in self._busy:
                 self._end(item.sequence, error)
 
     def _end(self, sequence: ModelSequence, error: Exception) -> None:

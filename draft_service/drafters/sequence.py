@@ -5,9 +5,11 @@ It knows nothing of passes, of the pool or of how tokens are drawn.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from draft_service.drafters.base import Draft, DraftError, DraftSequence
+import torch
+
+from draft_service.drafters.base import Draft, DraftError, DraftSequence, Foresight
 from kernels.adjustments import Adjuster
 from kernels.dense import DraftLogits
 from kernels.distribution import SamplingLaw
@@ -31,6 +33,9 @@ class ModelSequence:
         tells_logits: whether the logits of each drafted token are told, and not its law.
         gamma: how many to draft in the round under way; 0 between rounds.
         laws: what is told of the drafted ones: what they were sampled from, or the logits (`tells_logits`).
+        scores: what they were chosen by where there is no law, see `outrider.lm.writing.Written`.
+        looks_ahead: whether the outcome cache is to serve it.
+        trunk: for a branch of the outcome cache the sequence that it would go on; None for a sequence itself.
         done: takes the round's result; any thread may call it.
         slot: its place in the KV pool; None before its first pass and after its end.
     """
@@ -45,9 +50,12 @@ class ModelSequence:
     slot: int | None = None
     gamma: int = 0
     laws: list[TokenLaw] = field(default_factory=list)
+    scores: list[torch.Tensor | None] = field(default_factory=list)
     done: Done | None = None
     asked: float = 0.0
     closed: bool = False
+    looks_ahead: bool = False
+    trunk: "ModelSequence | None" = None
 
     @staticmethod
     def begin(sequence: DraftSequence, vocab_size: int) -> "ModelSequence":
@@ -59,13 +67,25 @@ class ModelSequence:
                 adjuster.push(token)
         tokens = [*sequence.prompt, *sequence.committed]
         return ModelSequence(
-            sequence.draft_law, sequence.seed, sequence.rule, tokens, len(tokens), adjuster, sequence.needs_logits
+            sequence.draft_law,
+            sequence.seed,
+            sequence.rule,
+            tokens,
+            len(tokens),
+            adjuster,
+            sequence.needs_logits,
+            looks_ahead=sequence.looks_ahead,
         )
 
     @property
     def shares_noise(self) -> bool:
         """Whether its tokens are chosen by the noise of their positions, and not drawn by uniforms of the round."""
         return self.rule is Rule.COUPLED and not self.law.is_greedy
+
+    @property
+    def chooses_by_scores(self) -> bool:
+        """Whether each token is the one of best score, and no draw decides."""
+        return self.law.is_greedy or self.shares_noise
 
     @property
     def may_be_written(self) -> bool:
@@ -90,32 +110,77 @@ class ModelSequence:
             self.adjuster.truncate(self.adjuster.n_generated - len(self.laws) + kept)
             for token in committed[kept:]:
                 self.adjuster.push(token)
-        self.laws = []
+        self.laws, self.scores = [], []
         return kept
 
-    def add(self, token: int, law: TokenLaw) -> None:
+    def add(self, token: int, law: TokenLaw, scores: torch.Tensor | None) -> None:
         """Takes in a drafted token."""
         self.tokens.append(token)
         self.laws.append(law)
+        self.scores.append(scores)
         if self.adjuster is not None:
             self.adjuster.push(token)
 
-    def finish(self, error: DraftError | None = None) -> None:
+    def finish(self, error: DraftError | None = None, foresight: Foresight | None = None) -> None:
         """Ends the round and hands out its result."""
         done, self.done, self.gamma = self.done, None, 0
         if done is not None:
             laws = [] if self.rule is Rule.COUPLED else self.laws
-            done(error or Draft(self.tokens[self.base :], laws, time.perf_counter() - self.asked))
+            done(error or Draft(self.tokens[self.base :], laws, time.perf_counter() - self.asked, foresight))
+
+    # ------------------------------------------------------------------------------------------------------- branches
+
+    def branch(self, accepted: int, token: int) -> "ModelSequence":
+        """The sequence as it will be where so many drafted tokens are accepted and `token` follows; without a slot."""
+        return self._child([*self.tokens[: self.base + accepted], token], accepted, token)
+
+    def ended(self) -> "ModelSequence":
+        """The sequence where all is accepted, in the same slot: its next token is a guess, and no draw of any round."""
+        child = self._child(list(self.tokens), self.drafted, None)
+        child.slot = self.slot
+        child.tells_logits = False
+        if not child.chooses_by_scores:
+            child.law = SamplingLaw(temperature=0)
+        return child
+
+    def adopt(self, branch: "ModelSequence", gamma: int) -> None:
+        """Takes over what a branch of it has drafted, `gamma` tokens at most: a length that looked at none of them."""
+        for each in list(zip(branch.tokens[branch.base :], branch.laws, branch.scores, strict=True))[:gamma]:
+            self.add(*each)
+
+    def _child(self, tokens: list[int], accepted: int, token: int | None) -> "ModelSequence":
+        adjuster = None
+        if self.adjuster is not None:
+            adjuster = self.adjuster.copy()
+            adjuster.truncate(adjuster.n_generated - self.drafted + accepted)
+            if token is not None:
+                adjuster.push(token)
+        return replace(
+            self,
+            tokens=tokens,
+            base=len(tokens),
+            adjuster=adjuster,
+            slot=None,
+            gamma=0,
+            laws=[],
+            scores=[],
+            done=None,
+            trunk=self,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What was committed since the last round, and how many tokens to draft behind it."""
+    """What was committed since the last round, and how many tokens to draft behind it.
+
+    `posted` is when it was asked, by `time.perf_counter()`.
+    """
 
     sequence: ModelSequence
     committed: Sequence[int]
     gamma: int
     done: Done
+    posted: float = field(default_factory=time.perf_counter)
 
 
 @dataclass(frozen=True, slots=True)

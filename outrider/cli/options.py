@@ -69,6 +69,11 @@ _LAW = (
         help="What proposes, of what the service has. Default: the service chooses.",
     ),
     click.option("--draft-temperature", type=float, help="Temperature of what is proposed. Default: --temperature."),
+    click.option(
+        "--outcome-cache/--no-outcome-cache",
+        default=None,
+        help="Draft for likely verdicts while one is under way. Default: the service chooses.",
+    ),
 )
 
 _REST = (

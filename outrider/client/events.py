@@ -205,6 +205,10 @@ class Statistics(_Mirror):
     num_rounds: int
     drafter: Drafter
     num_draft_failures: int
+    num_outcome_cache_queries: int
+    num_outcome_cache_hits: int
+    num_predrafted_tokens: int
+    num_wasted_tokens: int
 
     @classmethod
     def of(cls, message: Any) -> Self:
@@ -223,6 +227,7 @@ class Timings(_Mirror):
     queue_us: int
     forward_us: int
     verify_us: int
+    saved_us: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,7 @@ class Options(TypedDict, total=False):
     # How it is done, and what is told of it
     gamma: int  # tokens per proposal; 0 lets the target write alone
     draft_temperature: float  # by which the draft is drawn; left out: the service's choice, by default `temperature`
+    outcome_cache: bool  # draft for likely verdicts while one is under way; left out: the service's choice
     drafter: Drafter | str  # what proposes, of those that the service has; left out: its default
     report_rounds: bool
     logprobs: int  # log-probabilities of each token, and of the N most probable
@@ -163,6 +164,10 @@ def _set_draft_temperature(request: draft_service_pb2.GenerateRequest, value: fl
     request.speculation.draft_temperature = value
 
 
+def _set_outcome_cache(request: draft_service_pb2.GenerateRequest, value: bool) -> None:
+    request.speculation.outcome_cache = value
+
+
 def _set_report_rounds(request: draft_service_pb2.GenerateRequest, value: bool) -> None:
     request.speculation.report_rounds = value
 
@@ -195,6 +200,7 @@ _SETTERS: dict[str, Setter] = {
     "gamma": _set_gamma,
     "drafter": _set_drafter,
     "draft_temperature": _set_draft_temperature,
+    "outcome_cache": _set_outcome_cache,
     "report_rounds": _set_report_rounds,
     "logprobs": _set_logprobs,
     "keep_special_tokens": _field("keep_special_tokens"),

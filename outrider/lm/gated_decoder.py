@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
-from kernels.sparse import SparseLaw
 from outrider.lm.batch import PackedBatch
 from outrider.lm.gated_layers import Frame, GatedLayers, LayerWeights, compiled
 from outrider.lm.linear import can_pack, is_plain, pack
 from outrider.lm.norm import doubled
 from outrider.lm.probe import AttentionLayer
 from outrider.lm.program import Rows
-from outrider.lm.writing import Sampling, Writer
+from outrider.lm.writing import Sampling, Writer, Written
 
 FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 
@@ -105,9 +104,7 @@ class GatedDecoder:
         rotation = self._rotation(batch)
         return self._run(token_ids, rotation, batch.counts, batch.keys, batch.values, batch.new, masks, last, chosen)
 
-    def write(
-        self, token_ids: Tensor, batch: PackedBatch, sampling: Sampling
-    ) -> tuple[list[int], list[SparseLaw | None]]:
+    def write(self, token_ids: Tensor, batch: PackedBatch, sampling: Sampling) -> Written:
         """See `outrider.lm.program.WritingProgram`."""
         count, windows = len(token_ids), self._layers.windows
         length = batch.starts[0] + count

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.distribution import SamplingLaw
-from kernels.sparse import SparseConfig, SparseLaw
+from kernels.sparse import SparseConfig
 from outrider.lm.batch import CausalMasks, pack
 from outrider.lm.checkpoint import LoadedModel
 from outrider.lm.fusion import fuse_model
@@ -19,7 +19,7 @@ from outrider.lm.kv_pool import KVPool
 from outrider.lm.kv_size import blocks_for, kv_dtype
 from outrider.lm.program import Program, Rows, TransformersProgram, WritingProgram
 from outrider.lm.selfcheck import make_pool
-from outrider.lm.writing import Sampling
+from outrider.lm.writing import Sampling, Written
 
 _RUNS_TO_COMPILE = 3  # TorchScript watches two runs before it compiles
 
@@ -116,7 +116,7 @@ class PackedModel:
         return isinstance(self._program, WritingProgram)
 
     @torch.inference_mode()
-    def write(self, chunk: Chunk, sampling: Sampling) -> tuple[list[int], list[SparseLaw | None]]:
+    def write(self, chunk: Chunk, sampling: Sampling) -> Written:
         """Runs a chunk, draws the next token, runs that, and so on, in one call: γ tokens, one for each uniform.
 
         Each is the token that `kernels.sparse.draw` would draw, or `kernels.coupled.draw` where there is noise.
@@ -124,7 +124,7 @@ class PackedModel:
         its length.
 
         Returns:
-            The tokens and the law of each, see `WritingProgram.write`.
+            The tokens and how each came about.
 
         Raises:
             ValueError: the chunk or the tokens do not fit their slot, or a token is outside the vocabulary.
@@ -141,9 +141,9 @@ class PackedModel:
             )
         token_ids = torch.tensor(chunk.tokens, device=self.loaded.device)
         batch = pack([(chunk.slot, chunk.start, rows)], self.pool, self._masks)
-        tokens, laws = program.write(token_ids, batch, sampling)
-        self.pool.extend(chunk.slot, chunk.start + len(chunk.tokens) + len(tokens) - 1)
-        return tokens, laws
+        written = program.write(token_ids, batch, sampling)
+        self.pool.extend(chunk.slot, chunk.start + len(chunk.tokens) + len(written.tokens) - 1)
+        return written
 
     def warm_up(self, widths: Iterable[int]) -> None:
         """Runs passes of these many tokens once: the first of a width costs several times the next.

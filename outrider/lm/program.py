@@ -9,9 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from kernels.sparse import SparseLaw
 from outrider.lm.batch import PackedBatch
-from outrider.lm.writing import Sampling
+from outrider.lm.writing import Sampling, Written
 
 Rows = Tensor | int | None
 """Which rows of a pass need logits: their indices, the last n, or (None) all."""
@@ -37,9 +36,7 @@ class Program(Protocol):
 class WritingProgram(Program, Protocol):
     """One that can also write several tokens of one sequence in one call."""
 
-    def write(
-        self, token_ids: Tensor, batch: PackedBatch, sampling: Sampling
-    ) -> tuple[list[int], list[SparseLaw | None]]:
+    def write(self, token_ids: Tensor, batch: PackedBatch, sampling: Sampling) -> Written:
         """Runs `token_ids` `[T]`, draws a token, runs that, and so on; the last token drawn is not run.
 
         Args:
@@ -48,8 +45,7 @@ class WritingProgram(Program, Protocol):
             sampling: how the γ tokens are drawn.
 
         Returns:
-            The tokens and the law of each, None at temperature 0. A token of -1 says that the logits were no numbers,
-            and is the last.
+            The tokens and how each came about.
         """
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kernels.coupled import choose
+from kernels.coupled import weigh
 from kernels.distribution import SamplingLaw, sampled_law
 from kernels.sparse import SparseConfig, SparseLaw, as_law, place, truncate
 from outrider.lm.gated_layers import GatedLayers, compiled
@@ -34,6 +34,22 @@ class Sampling:
     uniforms: Sequence[float]
     vocab_size: int
     noise: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What was written.
+
+    Attributes:
+        tokens: the tokens; the last may be -1, where the logits were no numbers.
+        laws: what each was sampled from; None at temperature 0 and with noise.
+        scores: what each was chosen by where there is no law, `[V]`: logits, of which the largest wins, or with noise
+            what `kernels.coupled.weigh` gives, of which the least does.
+    """
+
+    tokens: list[int]
+    laws: list[SparseLaw | None]
+    scores: list[Tensor | None]
 
 
 class WritingLoop(nn.Module):
@@ -61,7 +77,7 @@ class WritingLoop(nn.Module):
         min_p: float,
         keep_mass: float,
         max_support: int,
-    ) -> tuple[list[int], list[Tensor], list[Tensor]]:
+    ) -> tuple[list[int], list[Tensor], list[Tensor], list[Tensor]]:
         """Runs `token_ids` `[T]`, draws a token, runs that, and so on: one token for each uniform.
 
         Args:
@@ -79,12 +95,14 @@ class WritingLoop(nn.Module):
             keep_mass: with `max_support`, see `SparseConfig`.
 
         Returns:
-            The tokens, and the ids and weights of the law of each (none at temperature 0, nor with noise). A token of
-            -1 says that the logits were no numbers, and is the last.
+            The tokens; the ids and weights of the law of each (none at temperature 0, nor with noise); and, where
+            there are none, what each was chosen by, `Written.scores`. A token of -1 says that the logits were no
+            numbers, and is the last.
         """
         tokens: list[int] = []
         ids: list[Tensor] = []
         weights: list[Tensor] = []
+        scores: list[Tensor] = []
         before = keys[0].size(2) - new[0].size(2)
         at = 0
         for u in uniforms:
@@ -109,12 +127,15 @@ class WritingLoop(nn.Module):
                 best = z.argmax()
                 if bool(z.view(-1)[best].isfinite()):
                     token = int(best)
+                    scores.append(z[0])
             else:
                 p = sampled_law(z, temperature, top_k, top_p, min_p).squeeze(0)
                 if bool(p[0].isnan()):
                     pass
                 elif noise.size(0) > 0:
-                    token = choose(p, noise[len(tokens)])
+                    weighed = weigh(p, noise[len(tokens)])
+                    token = int(weighed.argmin())
+                    scores.append(weighed)
                 else:
                     support, integers = truncate(p, keep_mass, max_support)
                     token = int(support[place(integers, int(integers.sum()), u)])
@@ -125,7 +146,7 @@ class WritingLoop(nn.Module):
                 break
             at += count
             token_ids = torch.full([1], token, dtype=torch.int64, device=token_ids.device)
-        return tokens, ids, weights
+        return tokens, ids, weights, scores
 
 
 class Writer:
@@ -142,10 +163,10 @@ class Writer:
         masks: list[list[Tensor]],
         later_masks: list[list[Tensor]],
         sampling: Sampling,
-    ) -> tuple[list[int], list[SparseLaw | None]]:
-        """See `WritingLoop.forward`; the law of each token, None at temperature 0 and with noise."""
+    ) -> Written:
+        """See `WritingLoop.forward`."""
         law, config = sampling.law, sampling.config
-        tokens, ids, weights = self._loop(
+        tokens, ids, weights, scores = self._loop(
             token_ids,
             rotation,
             *views,
@@ -161,7 +182,6 @@ class Writer:
             config.keep_mass,
             config.max_support,
         )
-        if law.is_greedy or sampling.noise is not None:
-            return tokens, [None] * len(tokens)
-        laws: list[SparseLaw | None] = [as_law(*each) for each in zip(ids, weights, strict=True)]
-        return tokens, laws + [None] * (len(tokens) - len(laws))
+        missing = [None] * len(tokens)  # where the last is no token there is neither
+        laws = [*map(as_law, ids, weights), *missing]
+        return Written(tokens, laws[: len(tokens)], [*scores, *missing][: len(tokens)])

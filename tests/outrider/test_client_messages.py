@@ -58,6 +58,7 @@ EVERY_OPTION: Options = {
     "gamma": 0,
     "drafter": "lookup",
     "draft_temperature": 0.5,
+    "outcome_cache": False,
     "report_rounds": True,
     "logprobs": 0,
     "keep_special_tokens": True,
@@ -99,7 +100,9 @@ def test_every_option_reaches_the_wire() -> None:
         n=3,
         logprobs=sampling_pb2.LogprobsParams(top_n=0),
         time_limit={"seconds": 1, "nanos": 500_000_000},
-        speculation=pb.SpeculationParams(gamma=0, report_rounds=True, drafter=pb.DRAFTER_LOOKUP, draft_temperature=0.5),
+        speculation=pb.SpeculationParams(
+            gamma=0, report_rounds=True, drafter=pb.DRAFTER_LOOKUP, draft_temperature=0.5, outcome_cache=False
+        ),
         keep_special_tokens=True,
         required_features=["tree"],
         weights_fingerprint="ab",

@@ -60,16 +60,18 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SpeculationParams(_message.Message):
-    __slots__ = ("gamma", "report_rounds", "drafter", "draft_temperature")
+    __slots__ = ("gamma", "report_rounds", "drafter", "draft_temperature", "outcome_cache")
     GAMMA_FIELD_NUMBER: _ClassVar[int]
     REPORT_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_CACHE_FIELD_NUMBER: _ClassVar[int]
     gamma: int
     report_rounds: bool
     drafter: Drafter
     draft_temperature: float
-    def __init__(self, gamma: _Optional[int] = ..., report_rounds: _Optional[bool] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., draft_temperature: _Optional[float] = ...) -> None: ...
+    outcome_cache: bool
+    def __init__(self, gamma: _Optional[int] = ..., report_rounds: _Optional[bool] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., draft_temperature: _Optional[float] = ..., outcome_cache: _Optional[bool] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("request_id", "text", "token_ids", "chat", "committed_token_ids", "sampling", "max_new_tokens", "min_new_tokens", "stop_token_ids", "stop", "ignore_eos", "n", "logprobs", "time_limit", "speculation", "keep_special_tokens", "required_features", "weights_fingerprint", "cache_salt")
@@ -178,7 +180,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class SpeculationStatistics(_message.Message):
-    __slots__ = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos", "num_draft_tokens_per_pos", "draft_acceptance_rate", "mean_acceptance_length", "alpha", "num_rounds", "drafter", "num_draft_failures")
+    __slots__ = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos", "num_draft_tokens_per_pos", "draft_acceptance_rate", "mean_acceptance_length", "alpha", "num_rounds", "drafter", "num_draft_failures", "num_outcome_cache_queries", "num_outcome_cache_hits", "num_predrafted_tokens", "num_wasted_tokens")
     NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -190,6 +192,10 @@ class SpeculationStatistics(_message.Message):
     NUM_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTCOME_CACHE_QUERIES_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTCOME_CACHE_HITS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREDRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WASTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_drafts: int
     num_draft_tokens: int
     num_accepted_tokens: int
@@ -201,10 +207,14 @@ class SpeculationStatistics(_message.Message):
     num_rounds: int
     drafter: Drafter
     num_draft_failures: int
-    def __init__(self, num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_accepted_tokens_per_pos: _Optional[_Iterable[int]] = ..., num_draft_tokens_per_pos: _Optional[_Iterable[int]] = ..., draft_acceptance_rate: _Optional[float] = ..., mean_acceptance_length: _Optional[float] = ..., alpha: _Optional[float] = ..., num_rounds: _Optional[int] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., num_draft_failures: _Optional[int] = ...) -> None: ...
+    num_outcome_cache_queries: int
+    num_outcome_cache_hits: int
+    num_predrafted_tokens: int
+    num_wasted_tokens: int
+    def __init__(self, num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_accepted_tokens_per_pos: _Optional[_Iterable[int]] = ..., num_draft_tokens_per_pos: _Optional[_Iterable[int]] = ..., draft_acceptance_rate: _Optional[float] = ..., mean_acceptance_length: _Optional[float] = ..., alpha: _Optional[float] = ..., num_rounds: _Optional[int] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., num_draft_failures: _Optional[int] = ..., num_outcome_cache_queries: _Optional[int] = ..., num_outcome_cache_hits: _Optional[int] = ..., num_predrafted_tokens: _Optional[int] = ..., num_wasted_tokens: _Optional[int] = ...) -> None: ...
 
 class GenerateTimings(_message.Message):
-    __slots__ = ("time_to_first_token_us", "total_us", "draft_us", "verdict_us", "queue_us", "forward_us", "verify_us")
+    __slots__ = ("time_to_first_token_us", "total_us", "draft_us", "verdict_us", "queue_us", "forward_us", "verify_us", "saved_us")
     TIME_TO_FIRST_TOKEN_US_FIELD_NUMBER: _ClassVar[int]
     TOTAL_US_FIELD_NUMBER: _ClassVar[int]
     DRAFT_US_FIELD_NUMBER: _ClassVar[int]
@@ -212,6 +222,7 @@ class GenerateTimings(_message.Message):
     QUEUE_US_FIELD_NUMBER: _ClassVar[int]
     FORWARD_US_FIELD_NUMBER: _ClassVar[int]
     VERIFY_US_FIELD_NUMBER: _ClassVar[int]
+    SAVED_US_FIELD_NUMBER: _ClassVar[int]
     time_to_first_token_us: int
     total_us: int
     draft_us: int
@@ -219,7 +230,8 @@ class GenerateTimings(_message.Message):
     queue_us: int
     forward_us: int
     verify_us: int
-    def __init__(self, time_to_first_token_us: _Optional[int] = ..., total_us: _Optional[int] = ..., draft_us: _Optional[int] = ..., verdict_us: _Optional[int] = ..., queue_us: _Optional[int] = ..., forward_us: _Optional[int] = ..., verify_us: _Optional[int] = ...) -> None: ...
+    saved_us: int
+    def __init__(self, time_to_first_token_us: _Optional[int] = ..., total_us: _Optional[int] = ..., draft_us: _Optional[int] = ..., verdict_us: _Optional[int] = ..., queue_us: _Optional[int] = ..., forward_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., saved_us: _Optional[int] = ...) -> None: ...
 
 class GenerateFinished(_message.Message):
     __slots__ = ("index", "finish_reason", "stop", "stop_token_id", "usage", "statistics", "timings")

@@ -67,7 +67,8 @@ def test_written_tokens_are_those_drawn_step_by_step(name: str, first: int, load
         sampling = Sampling(
             law, CONFIG, [rng.random() for _ in range(6)], KNOWN, noise(first, 5 + first, 6) if by_noise else None
         )
-        tokens, laws = model.write(Chunk(one, prompt[5:], 5, first), sampling)
+        written = model.write(Chunk(one, prompt[5:], 5, first), sampling)
+        tokens, laws = written.tokens, written.laws
         expected, expected_laws = step_by_step(model, other, prompt[5:], sampling)
         assert tokens == expected
         assert triples(laws) == triples(expected_laws)
@@ -83,7 +84,7 @@ def test_each_token_is_chosen_by_the_noise_of_its_own_place(load: Callable[..., 
     model = PackedModel.build(load("llama"), max_sequences=1, max_length=48)
     slot, by = model.pool.allocate(), noise(8, 3, 6)
     law = SamplingLaw(temperature=100.0)
-    tokens, _ = model.write(Chunk(slot, [3, 1, 4], 0, 3), Sampling(law, CONFIG, [0.0] * 6, KNOWN, by))
+    tokens = model.write(Chunk(slot, [3, 1, 4], 0, 3), Sampling(law, CONFIG, [0.0] * 6, KNOWN, by)).tokens
     assert tokens == by.argmax(-1).tolist()
 
 
@@ -91,7 +92,7 @@ def test_what_was_written_is_in_the_cache(load: Callable[..., LoadedModel]) -> N
     model = PackedModel.build(load("llama"), max_sequences=2, max_length=48)
     slot, fresh = model.pool.allocate(), model.pool.allocate()
     sampling = Sampling(SamplingLaw(), CONFIG, [0.2, 0.9, 0.5], KNOWN)
-    tokens, _ = model.write(Chunk(slot, [3, 1, 4], 0, 3), sampling)
+    tokens = model.write(Chunk(slot, [3, 1, 4], 0, 3), sampling).tokens
     after = model.forward([Chunk(slot, [tokens[-1], 7], 5, 0)])
     whole = model.forward([Chunk(fresh, [3, 1, 4, *tokens, 7], 0, 5)])
     assert torch.allclose(after, whole, atol=1e-5)
@@ -103,17 +104,18 @@ def test_logits_that_are_no_numbers_end_the_writing(load: Callable[..., LoadedMo
     assert isinstance(loaded.fused, GatedDecoder)
     slot = model.pool.allocate()
     for law, by in ((SamplingLaw(temperature=0), None), (SamplingLaw(), None), (SamplingLaw(), noise(1, 1, 3))):
-        first, _ = model.write(Chunk(slot, [5], 0, 1), Sampling(law, CONFIG, [0.4], KNOWN, by))
+        first = model.write(Chunk(slot, [5], 0, 1), Sampling(law, CONFIG, [0.4], KNOWN, by)).tokens
         model.pool.rollback(slot, 0)
         embedding = loaded.fused._layers.embedding
         kept = embedding[first[0]].clone()
         embedding[first[0]] = float("nan")
-        tokens, laws = model.write(Chunk(slot, [5], 0, 1), Sampling(law, CONFIG, [0.4, 0.5, 0.6], KNOWN, by))
+        written = model.write(Chunk(slot, [5], 0, 1), Sampling(law, CONFIG, [0.4, 0.5, 0.6], KNOWN, by))
         embedding[first[0]] = kept
         model.pool.rollback(slot, 0)
-        assert tokens == [*first, -1]
-        assert len(laws) == 2
-        assert laws[-1] is None
+        assert written.tokens == [*first, -1]
+        assert len(written.laws) == len(written.scores) == 2
+        assert written.laws[-1] is None
+        assert written.scores[-1] is None
 
 
 @pytest.mark.parametrize("by", [None, noise(2, 2, 4)], ids=["uniforms", "noise"])
@@ -128,8 +130,12 @@ def test_compiled_or_not_the_loop_does_the_same(load: Callable[..., LoadedModel]
     model.pool.rollback(slot, 0)
     loaded.fused._writer._loop = WritingLoop(loaded.fused._layers)
     plain = model.write(Chunk(slot, [9, 2], 0, 2), sampling)
-    assert compiled[0] == plain[0]
-    assert triples(compiled[1]) == triples(plain[1])
+    assert compiled.tokens == plain.tokens
+    assert triples(compiled.laws) == triples(plain.laws)
+    assert [row is None for row in compiled.scores] == [row is None for row in plain.scores] == [by is None] * 4
+    for row, same in zip(compiled.scores, plain.scores, strict=True):
+        if row is not None and same is not None:
+            assert torch.equal(row, same)
 
 
 def test_what_cannot_be_written_is_refused(load: Callable[..., LoadedModel]) -> None:

@@ -1,0 +1,284 @@
+"""The outcome cache: what would be asked for next is drafted while a verdict is under way, for the likeliest verdicts.
+
+A branch is a sequence of its own: what was committed, the drafted tokens that one outcome lets stand, the token that
+follows them, and what is drafted behind it. Its draws are those of the base that it would have (Law 2), so a branch is
+the very proposal that would be drafted after that verdict, and at most one of a sequence's branches lives. Which are
+drafted, and how far, depends on tokens that were sent and on time alone (Law 4).
+
+It knows the KV pool and how a branch is scheduled; it knows no verdict but by what is committed, and nobody who asks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from draft_service.drafters.base import Foresight
+from draft_service.drafters.drawing import Drawn
+from draft_service.drafters.outcomes import Forecast, Guess, Place
+from draft_service.drafters.sequence import ModelSequence, TokenLaw
+from draft_service.drafters.spare_time import SpareTime
+from draft_service.drafters.trial import Trial
+from kernels import coupled
+from kernels.dense import DraftLogits
+from kernels.sparse import SparseLaw
+from kernels.verify import Rule
+from outrider.lm.kv_pool import KVPool
+from outrider.lm.packed import Chunk
+
+RUNNERS_UP = 4
+"""Tokens that are thought of behind each place."""
+
+MOST_BRANCHES = 12
+"""Of a sequence at a time."""
+
+# Branches that are less likely than this are not begun.
+_LEAST_CHANCE = 0.01
+
+# This share of the pool's blocks stays free for sequences themselves.
+_RESERVE = 1 / 8
+
+
+_Kind = tuple[Rule, bool]
+"""Sequences whose verdicts are alike: the rule, and whether tokens are chosen by scores."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What the cache has done so far, over all sequences.
+
+    Attributes:
+        hits: verdicts whose outcome was in it.
+        misses: verdicts whose outcome was not, though others were.
+        drafted: tokens drafted ahead.
+        used: those that became part of a proposal.
+        saved_seconds: what drafting those would have taken, had it begun with the verdict.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    drafted: int = 0
+    used: int = 0
+    saved_seconds: float = 0.0
+
+    def add(self, foresight: Foresight) -> None:
+        """A verdict has come."""
+        self.hits += foresight.hit
+        self.misses += not foresight.hit
+        self.drafted += foresight.drafted
+        self.used += foresight.used
+        self.saved_seconds += foresight.saved_seconds
+
+
+@dataclass(slots=True)
+class _Lookahead:
+    """What is drafted ahead for one sequence, whose last proposal is `drafted`.
+
+    Attributes:
+        places: what may stand at each place of it.
+        guesses: outcomes whose branches have not begun, the likeliest last.
+        end: the sequence run to its end, to see what may follow where all is accepted; None until it begins.
+        end_chance: that all is accepted; 0 once it has been run.
+        branches: those begun, by how much they accept and what follows.
+        open: the one that is being drafted.
+        drafted_tokens: of all branches so far.
+    """
+
+    drafted: list[int]
+    forecast: Forecast
+    places: list[Place]
+    guesses: list[Guess]
+    end_chance: float
+    end: ModelSequence | None = None
+    branches: dict[tuple[int, int], ModelSequence] = field(default_factory=dict)
+    open: ModelSequence | None = None
+    drafted_tokens: int = 0
+
+    @property
+    def next_chance(self) -> float:
+        """Of what would be drafted next; 0 where nothing would."""
+        if self.open is not None:
+            return 2.0  # what has been begun comes first
+        best = self.guesses[-1].chance if self.guesses and len(self.branches) < MOST_BRANCHES else 0.0
+        return max(best, self.end_chance)
+
+
+class OutcomeCache:
+    """Branches of all sequences that wait for a verdict. Belongs to the engine's thread."""
+
+    def __init__(self, pool: KVPool, spare: SpareTime) -> None:
+        self.counts = Counts()
+        self._pool = pool
+        self._spare = spare
+        self._lookaheads: dict[ModelSequence, _Lookahead] = {}
+        self._forecasts: dict[_Kind, Forecast] = {}
+        self._trials: dict[_Kind, Trial] = {}
+
+    def begin(self, trunk: ModelSequence) -> None:
+        """The sequence's proposal has left; its slot holds all of it but the last token."""
+        kind = _kind(trunk)
+        if not trunk.looks_ahead or not self._trials.setdefault(kind, Trial()).choose():
+            return
+        forecast = self._forecasts.setdefault(kind, Forecast(by_scores=trunk.chooses_by_scores))
+        places = _places(trunk)
+        drafted = trunk.tokens[trunk.base :]
+        guesses, all_stand = forecast.guesses(places, drafted)
+        guesses = sorted((each for each in guesses if each.chance >= _LEAST_CHANCE), key=lambda guess: guess.chance)
+        self._lookaheads[trunk] = _Lookahead(drafted, forecast, places, guesses, all_stand)
+
+    def settle(
+        self, trunk: ModelSequence, committed: Sequence[int], kept: int
+    ) -> tuple[ModelSequence | None, Foresight | None]:
+        """The verdict has come, and `kept` drafted tokens stand.
+
+        Returns:
+            The branch that it asks for, if there is one, and how it went, where anything was drafted. All other
+            branches are gone; this one's slot is the caller's to free, unless it is the sequence's own.
+        """
+        look = self._lookaheads.pop(trunk, None)
+        if look is None:
+            return None, None
+        branch = None
+        if len(committed) <= kept + 1:  # otherwise the target has written alone since
+            token = committed[kept] if len(committed) > kept else None
+            look.forecast.learn(look.places, look.drafted, kept, token)
+            if token is not None and (found := look.branches.get((kept, token))) is not None and found.drafted:
+                branch = look.branches.pop((kept, token))
+        drafted = look.drafted_tokens
+        used = 0 if branch is None else branch.drafted
+        self._free(look, trunk)
+        if not drafted:
+            return None, None
+        foresight = Foresight(drafted, used, branch is not None, used * self._spare.seconds_per_token)
+        self.counts.add(foresight)
+        return branch, foresight
+
+    def took(self, trunk: ModelSequence, seconds: float) -> None:
+        """The sequence's round took so long, from one asking to the next; called before `settle`."""
+        if trunk.looks_ahead:
+            self._trials.setdefault(_kind(trunk), Trial()).add(seconds, on=trunk in self._lookaheads)
+
+    def drop(self, trunk: ModelSequence) -> None:
+        """Nothing will be asked of this sequence, or its branches cannot be had."""
+        self._free(self._lookaheads.pop(trunk, None), trunk)
+
+    def drop_all(self) -> None:
+        """Makes room."""
+        for trunk in list(self._lookaheads):
+            self.drop(trunk)
+
+    # ------------------------------------------------------------------------------------------- what to draft next
+
+    def next(self, width: int) -> list[ModelSequence]:
+        """The branches that are worth a step now, `width` of them at most, likeliest first; room is made for them.
+
+        The caller says how far each is to go (`ModelSequence.gamma`), within `wanted`.
+        """
+        chosen: list[ModelSequence] = []
+        looks = sorted(self._lookaheads.items(), key=lambda item: -item[1].next_chance)
+        for trunk, look in looks[:width]:
+            branch = self._branch(trunk, look)
+            if branch is not None:
+                chosen.append(branch)
+        return chosen
+
+    def wanted(self, branch: ModelSequence) -> int:
+        """How many tokens are to be drafted of a branch in all."""
+        assert branch.trunk is not None
+        look = self._lookaheads[branch.trunk]
+        return 1 if branch is look.end else len(look.drafted)
+
+    def chunk(self, branch: ModelSequence) -> Chunk:
+        """What of it is still to run, before the next token can be drawn."""
+        assert branch.slot is not None
+        start = self._pool.length(branch.slot)
+        tokens = branch.tokens[start:]
+        return Chunk(branch.slot, tokens, start, len(tokens) - 1)
+
+    def take(self, branch: ModelSequence, drawn: Drawn) -> None:
+        """Takes in what was drafted of a branch."""
+        trunk = branch.trunk
+        assert trunk is not None
+        look = self._lookaheads[trunk]
+        for token, law, scores in drawn:
+            if token < 0:
+                self.drop(trunk)
+                return
+            branch.add(token, law, scores)
+        look.drafted_tokens += len(drawn)
+        if branch.drafted < self.wanted(branch):
+            return
+        look.open = None
+        if branch is look.end:
+            (place,) = _places(branch)
+            look.guesses += look.forecast.after_all(place, len(look.drafted), look.end_chance)
+            look.guesses.sort(key=lambda guess: guess.chance)
+            look.end_chance = 0.0
+
+    def _branch(self, trunk: ModelSequence, look: _Lookahead) -> ModelSequence | None:
+        """The branch of this sequence to go on with, with room for its tokens; None where there is none."""
+        if look.open is None:
+            if look.next_chance < _LEAST_CHANCE:
+                return None
+            if look.guesses and look.guesses[-1].chance >= look.end_chance:
+                guess = look.guesses.pop()
+                look.open = self._fork(trunk, look, guess)
+                look.branches[guess.accepted, guess.token] = look.open
+            else:
+                look.open = look.end = trunk.ended()
+        branch = look.open
+        assert branch.slot is not None
+        end = branch.base + self.wanted(branch) - 1
+        lacking = self._pool.lacking(branch.slot, end) if end <= self._pool.max_length else None
+        if lacking is None or lacking > self._pool.blocks.unheld - _RESERVE * self._pool.blocks.count:
+            self.drop(trunk)
+            return None
+        return branch
+
+    def _fork(self, trunk: ModelSequence, look: _Lookahead, guess: Guess) -> ModelSequence:
+        assert trunk.slot is not None
+        at = trunk.base + guess.accepted
+        branch = trunk.branch(guess.accepted, guess.token)
+        held = self._pool.length(trunk.slot)
+        if guess.accepted == len(look.drafted) and held == at:
+            branch.slot = trunk.slot  # the first to follow the end goes on in place: if it is not it, it is rolled back
+        else:
+            branch.slot = self._pool.fork(trunk.slot)
+            self._pool.rollback(branch.slot, min(held, at))
+        return branch
+
+    def _free(self, look: _Lookahead | None, trunk: ModelSequence) -> None:
+        for branch in () if look is None else look.branches.values():
+            self._free_branch(branch, trunk)
+
+    def _free_branch(self, branch: ModelSequence, trunk: ModelSequence) -> None:
+        if branch.slot is not None and branch.slot != trunk.slot:
+            self._pool.free(branch.slot)
+
+
+def _kind(sequence: ModelSequence) -> _Kind:
+    return sequence.rule, sequence.chooses_by_scores
+
+
+def _places(sequence: ModelSequence) -> list[Place]:
+    """What may stand at each place that the sequence has drafted."""
+    count = RUNNERS_UP + 1
+    if not sequence.chooses_by_scores:
+        return [_of_law(law, count) for law in sequence.laws]
+    rows = torch.stack([row for row in sequence.scores if row is not None])  # [γ, V]
+    if sequence.shares_noise:
+        found = coupled.runners_up(rows, count)
+    else:
+        scores, tokens = rows.topk(min(count, rows.shape[-1]))
+        found = tokens.tolist(), scores.tolist()
+    return [Place(*each) for each in zip(*found, strict=True)]
+
+
+def _of_law(law: TokenLaw, count: int) -> Place:
+    if isinstance(law, DraftLogits):
+        scores, tokens = law.values.float().topk(min(count, law.values.shape[-1]))
+        return Place(tokens.tolist(), scores.tolist())
+    assert isinstance(law, SparseLaw)
+    best = np.argsort(law.weights)[: -count - 1 : -1]
+    return Place(law.ids[best].tolist(), np.log(law.weights[best].astype(np.float64)).tolist())
