@@ -9,7 +9,7 @@ from draft_service.drafters.base import Kind
 from draft_service.drafters.build import cheap_drafters, check_settings, guarded
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.model import ModelDrafter
-from draft_service.metrics import show_held
+from draft_service.metrics import OutcomeCacheMetrics, show_held
 from draft_service.pair import Pair
 from draft_service.service import SERVICE_NAME, DraftService
 from draft_service.settings import DraftSettings
@@ -75,6 +75,7 @@ class DraftApp(Service):
             self._engine = await in_thread(lambda: build_engine(loaded, target, sparse, settings))
             self._engine.start()
             drafters[Kind.MODEL] = ModelDrafter(self._engine, vocab_size=target.vocab_size)
+            self.metrics.registry.register(OutcomeCacheMetrics(self._engine.cache.counts))
         show_held(self.metrics, self._servicer.places, None if self._engine is None else self._engine.packed.pool)
         if not supports_rule_by_logits(drafters):
             remove_lossy_rules(draft)

@@ -79,9 +79,10 @@ class _Lookahead:
         places: what may stand at each place of it.
         guesses: outcomes whose branches have not begun, the likeliest last.
         end: the sequence run to its end, to see what may follow where all is accepted; None until it begins.
-        end_chance: that all is accepted; 0 once it has been run.
+        all_stand: the chance that all is accepted.
+        end_chance: the same until the end has begun to run, then 0.
         branches: those begun, by how much they accept and what follows.
-        open: the one that is being drafted.
+        open: those that are being drafted, the end among them.
         drafted_tokens: of all branches so far.
     """
 
@@ -89,17 +90,16 @@ class _Lookahead:
     forecast: Forecast
     places: list[Place]
     guesses: list[Guess]
+    all_stand: float
     end_chance: float
     end: ModelSequence | None = None
     branches: dict[tuple[int, int], ModelSequence] = field(default_factory=dict)
-    open: ModelSequence | None = None
+    open: list[ModelSequence] = field(default_factory=list)
     drafted_tokens: int = 0
 
     @property
     def next_chance(self) -> float:
-        """Of what would be drafted next; 0 where nothing would."""
-        if self.open is not None:
-            return 2.0  # what has been begun comes first
+        """Of what would be begun next; 0 where nothing would."""
         best = self.guesses[-1].chance if self.guesses and len(self.branches) < MOST_BRANCHES else 0.0
         return max(best, self.end_chance)
 
@@ -125,7 +125,7 @@ class OutcomeCache:
         drafted = trunk.tokens[trunk.base :]
         guesses, all_stand = forecast.guesses(places, drafted)
         guesses = sorted((each for each in guesses if each.chance >= _LEAST_CHANCE), key=lambda guess: guess.chance)
-        self._lookaheads[trunk] = _Lookahead(drafted, forecast, places, guesses, all_stand)
+        self._lookaheads[trunk] = _Lookahead(drafted, forecast, places, guesses, all_stand, all_stand)
 
     def settle(
         self, trunk: ModelSequence, committed: Sequence[int], kept: int
@@ -176,12 +176,22 @@ class OutcomeCache:
         The caller says how far each is to go (`ModelSequence.gamma`), within `wanted`.
         """
         chosen: list[ModelSequence] = []
-        looks = sorted(self._lookaheads.items(), key=lambda item: -item[1].next_chance)
-        for trunk, look in looks[:width]:
-            branch = self._branch(trunk, look)
-            if branch is not None:
+        for trunk, look in self._lookaheads.items():
+            for branch in list(look.open):  # what has begun comes first
+                if self._has_room(branch):
+                    chosen.append(branch)
+                else:
+                    self._give_up(trunk, look, branch)
+        while len(chosen) < width:
+            trunk, look = max(self._lookaheads.items(), key=lambda item: item[1].next_chance, default=(None, None))
+            if trunk is None or look is None or look.next_chance < _LEAST_CHANCE:
+                break
+            branch = self._begin(trunk, look)
+            if self._has_room(branch):
                 chosen.append(branch)
-        return chosen
+            else:
+                self._give_up(trunk, look, branch)
+        return chosen[:width]
 
     def wanted(self, branch: ModelSequence) -> int:
         """How many tokens are to be drafted of a branch in all."""
@@ -209,32 +219,37 @@ class OutcomeCache:
         look.drafted_tokens += len(drawn)
         if branch.drafted < self.wanted(branch):
             return
-        look.open = None
+        look.open.remove(branch)
         if branch is look.end:
             (place,) = _places(branch)
-            look.guesses += look.forecast.after_all(place, len(look.drafted), look.end_chance)
+            look.guesses += look.forecast.after_all(place, len(look.drafted), look.all_stand)
             look.guesses.sort(key=lambda guess: guess.chance)
-            look.end_chance = 0.0
 
-    def _branch(self, trunk: ModelSequence, look: _Lookahead) -> ModelSequence | None:
-        """The branch of this sequence to go on with, with room for its tokens; None where there is none."""
-        if look.open is None:
-            if look.next_chance < _LEAST_CHANCE:
-                return None
-            if look.guesses and look.guesses[-1].chance >= look.end_chance:
-                guess = look.guesses.pop()
-                look.open = self._fork(trunk, look, guess)
-                look.branches[guess.accepted, guess.token] = look.open
-            else:
-                look.open = look.end = trunk.ended()
-        branch = look.open
+    def _begin(self, trunk: ModelSequence, look: _Lookahead) -> ModelSequence:
+        """Begins what is likeliest: a branch, or the sequence's end, to see what may follow."""
+        if look.guesses and look.guesses[-1].chance >= look.end_chance and len(look.branches) < MOST_BRANCHES:
+            guess = look.guesses.pop()
+            branch = look.branches[guess.accepted, guess.token] = self._fork(trunk, look, guess)
+        else:
+            branch = look.end = trunk.ended()
+            look.all_stand, look.end_chance = look.end_chance, 0.0
+        look.open.append(branch)
+        return branch
+
+    def _has_room(self, branch: ModelSequence) -> bool:
         assert branch.slot is not None
         end = branch.base + self.wanted(branch) - 1
-        lacking = self._pool.lacking(branch.slot, end) if end <= self._pool.max_length else None
-        if lacking is None or lacking > self._pool.blocks.unheld - _RESERVE * self._pool.blocks.count:
-            self.drop(trunk)
-            return None
-        return branch
+        if end > self._pool.max_length:
+            return False
+        return self._pool.lacking(branch.slot, end) <= self._pool.blocks.unheld - _RESERVE * self._pool.blocks.count
+
+    def _give_up(self, trunk: ModelSequence, look: _Lookahead, branch: ModelSequence) -> None:
+        """Begins nothing more, and lets this one go."""
+        look.open.remove(branch)
+        look.guesses, look.end_chance = [], 0.0
+        for outcome, each in list(look.branches.items()):
+            if each is branch:
+                self._free_branch(look.branches.pop(outcome), trunk)
 
     def _fork(self, trunk: ModelSequence, look: _Lookahead, guess: Guess) -> ModelSequence:
         assert trunk.slot is not None

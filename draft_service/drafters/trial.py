@@ -62,8 +62,6 @@ class Trial:
 
     def choose(self) -> bool:
         """Whether to do it in a round that begins now."""
-        import os
-        if os.environ.get("AHEAD"): return True
         return self._best if self._seconds is None else self._coin.random() < 0.5
 
     def add(self, seconds: float, *, on: bool) -> None:
@@ -85,7 +83,10 @@ class Trial:
             self._shown[way].add([min(value / median, _OUTLIER) for value in values])
         with_it, without = self._shown[True], self._shown[False]
         gain = without.mean - with_it.mean
-        if abs(gain) > _CERTAIN * math.sqrt(with_it.variance_of_mean + without.variance_of_mean) and (gain > 0) is not self._best:
+        if (
+            abs(gain) > _CERTAIN * math.sqrt(with_it.variance_of_mean + without.variance_of_mean)
+            and (gain > 0) is not self._best
+        ):
             self._best = not self._best
             self._pause = FIRST_PAUSE
         else:

@@ -107,6 +107,26 @@ def test_a_target_that_writes_alone_drafts_nothing(watched: Watched) -> None:
     assert counters(watched.verifier) == before
 
 
+def test_the_outcome_cache_shows_what_it_does(watched: Watched) -> None:
+    def shown() -> dict[str, float]:
+        prefix = "outrider_outcome_cache_"
+        return {
+            name.removeprefix(prefix).removesuffix("_total"): value
+            for name, found in scrape(watched.draft).items()
+            if name.startswith(prefix)
+            for value in found.values()
+        }
+
+    before = shown()
+    told = write(watched.channel, gamma=4, max_new_tokens=120, ignore_eos=True, sampling=sampling(0.0)).end.statistics
+    counted = {name: value - before[name] for name, value in shown().items()}
+    assert counted["queries"] == told.num_outcome_cache_queries > 0
+    assert counted["hits"] == told.num_outcome_cache_hits
+    assert counted["drafted_tokens"] == told.num_predrafted_tokens
+    assert counted["used_tokens"] == told.num_predrafted_tokens - told.num_wasted_tokens
+    assert (counted["saved_seconds"] > 0) == (counted["used_tokens"] > 0)
+
+
 def test_both_services_say_what_they_run(watched: Watched) -> None:
     (target,) = scrape(watched.verifier)["outrider_service_info"]
     assert {("service", "verifier_service"), ("device", "cpu"), ("verify_path", "reference")} < set(target)

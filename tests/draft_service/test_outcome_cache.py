@@ -1,0 +1,226 @@
+"""The outcome cache in the engine: what was drafted ahead is what would have been drafted, and nothing is left of it."""
+
+import queue
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from draft_service.drafters.base import Draft, DraftError, DraftSequence
+from draft_service.drafters.engine import DraftEngine
+from draft_service.drafters.sequence import Ask, Close, ModelSequence
+from kernels.adjustments import LogitRules
+from kernels.distribution import SamplingLaw
+from kernels.sparse import SparseConfig, SparseLaw
+from kernels.verify import Rule
+from outrider.lm.checkpoint import LoadedModel, ModelSource, load_model
+from outrider.lm.gated_decoder import GatedDecoder
+from outrider.lm.packed import PackedModel
+from tests.draft_service.pairs import DEMO
+
+VOCABULARY = 2000
+CONFIG = SparseConfig(keep_mass=0.98, max_support=40)
+PROMPT = [5, 17, 300, 42, 7, 7, 1999]
+PLAIN = LogitRules()
+ADJUSTED = LogitRules(repetition_penalty=1.3, presence_penalty=0.4, banned_tokens=(9, 11))
+GAMMA = 4
+WITHIN_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return load_model(ModelSource(str(DEMO / "draft"), dtype="float32", device="cpu"))
+
+
+class Eager(DraftEngine):
+    """An engine that always has time to draft ahead, until somebody asks."""
+
+    def start(self) -> None:
+        self._spare.tokens = lambda now: 64  # type: ignore[method-assign]
+        super().start()
+
+
+@pytest.fixture(params=[1, 3], ids=["one by one", "three a pass"])
+def engine(loaded: LoadedModel, request: pytest.FixtureRequest) -> Iterator[Eager]:
+    engine = Eager(
+        PackedModel.build(loaded, max_sequences=4, max_length=160, blocks=64),
+        vocab_size=VOCABULARY,
+        config=CONFIG,
+        prefill_tokens=16,
+        threads=1,
+    )
+    engine._width = request.param
+    engine.start()
+    yield engine
+    engine.stop()
+
+
+def told(
+    temperature: float, rule: Rule, rules: LogitRules = PLAIN, *, seed: int = 3, looks_ahead: bool = True
+) -> DraftSequence:
+    law = SamplingLaw(temperature=temperature, top_p=0.95)
+    return DraftSequence(PROMPT, [], law, rules, seed, rule, looks_ahead=looks_ahead)
+
+
+class Driver:
+    """One sequence of an engine, and the verdicts on it."""
+
+    def __init__(self, engine: DraftEngine, sequence: DraftSequence) -> None:
+        self._engine = engine
+        self.sequence = ModelSequence.begin(sequence, VOCABULARY)
+        self._results: queue.SimpleQueue[Draft | DraftError] = queue.SimpleQueue()
+
+    def propose(self, gamma: int, committed: list[int]) -> Draft:
+        self._engine.post(Ask(self.sequence, committed, gamma, self._results.put))
+        result = self._results.get(timeout=WITHIN_S)
+        if isinstance(result, DraftError):
+            raise result
+        return result
+
+    def foresee(self) -> list[tuple[int, int]]:
+        """Waits until nothing is left to draft ahead; returns the outcomes that were drafted for, likeliest first."""
+        end = time.monotonic() + WITHIN_S
+        while time.monotonic() < end:
+            look = self._engine.cache._lookaheads.get(self.sequence)
+            if look is not None and look.next_chance < 0.01 and not look.open:
+                assert all(branch.drafted == GAMMA for branch in look.branches.values())
+                return list(look.branches)
+            time.sleep(0.001)
+        raise AssertionError("it goes on and on")
+
+    def close(self) -> None:
+        self._engine.post(Close(self.sequence))
+
+
+def assert_alike(draft: Draft, other: Draft) -> None:
+    """The same tokens, and the same laws but for how passes of other widths round."""
+    assert draft.token_ids == other.token_ids
+    assert len(draft.laws) == len(other.laws)
+    for law, same in zip(draft.laws, other.laws, strict=True):
+        assert isinstance(law, SparseLaw) == isinstance(same, SparseLaw)
+        if isinstance(law, SparseLaw) and isinstance(same, SparseLaw):
+            assert law.ids.tolist() == same.ids.tolist()
+            assert law.weights.tolist() == pytest.approx(same.weights.tolist(), rel=1e-4, abs=1)
+
+
+@pytest.mark.parametrize("rules", [PLAIN, ADJUSTED], ids=["plain", "adjusted"])
+@pytest.mark.parametrize(
+    ("temperature", "rule"), [(0.0, Rule.TOKENWISE), (1.0, Rule.TOKENWISE), (1.0, Rule.BLOCK), (1.0, Rule.COUPLED)]
+)
+def test_a_branch_is_the_proposal_that_would_be_drafted(
+    engine: Eager, temperature: float, rule: Rule, rules: LogitRules
+) -> None:
+    """Verdicts that were foreseen, on all of a proposal and on parts of it, and some that were not."""
+    ahead = Driver(engine, told(temperature, rule, rules))
+    plain = Driver(engine, told(temperature, rule, rules, looks_ahead=False))
+    committed, hits = list[int](), 0
+    for round_ in range(8):
+        draft, without = ahead.propose(GAMMA, committed), plain.propose(GAMMA, committed)
+        assert_alike(draft, without)
+        assert without.foresight is None
+        if round_:
+            assert draft.foresight is not None
+            assert draft.foresight.drafted >= draft.foresight.used == GAMMA * draft.foresight.hit
+            hits += draft.foresight.hit
+        outcomes = ahead.foresee()
+        accepted, token = outcomes[round_ % len(outcomes)] if round_ % 4 != 3 else (2, 1234)
+        committed = [*draft.token_ids[:accepted], token]
+    assert hits == 6
+    assert (engine.cache.counts.hits, engine.cache.counts.misses) == (6, 1)
+
+
+def test_siblings_and_rounds_draw_apart(engine: Eager) -> None:
+    """Each branch draws by the base that it would have: no draw of one round comes again in the next (Law 2)."""
+    driver = Driver(engine, replace(told(1.0, Rule.TOKENWISE), law=SamplingLaw(temperature=100.0)))
+    proposals, committed = list[list[int]](), list[int]()
+    for _ in range(8):
+        proposals.append(driver.propose(GAMMA, committed).token_ids)
+        accepted, token = driver.foresee()[-1]
+        committed = [*proposals[-1][:accepted], token]
+    assert all(set(one).isdisjoint(other) for one, other in pairwise(proposals))
+
+
+@pytest.mark.parametrize("gamma", [2, 7])
+def test_a_length_that_has_changed_since_cuts_or_goes_on(engine: Eager, gamma: int) -> None:
+    ahead, plain = (Driver(engine, told(1.0, Rule.TOKENWISE, looks_ahead=on)) for on in (True, False))
+    draft = ahead.propose(GAMMA, [])
+    assert plain.propose(GAMMA, []).token_ids == draft.token_ids
+    accepted, token = ahead.foresee()[0]
+    committed = [*draft.token_ids[:accepted], token]
+    draft, without = ahead.propose(gamma, committed), plain.propose(gamma, committed)
+    assert draft.foresight is not None
+    assert draft.foresight.hit
+    assert_alike(draft, without)
+
+
+def test_what_the_target_wrote_alone_is_no_outcome(engine: Eager) -> None:
+    driver = Driver(engine, told(0.0, Rule.TOKENWISE))
+    draft = driver.propose(GAMMA, [])
+    accepted, token = driver.foresee()[0]
+    later = driver.propose(GAMMA, [*draft.token_ids[:accepted], token, 12, 13])
+    assert later.foresight is None or not later.foresight.hit
+    plain = Driver(engine, told(0.0, Rule.TOKENWISE, looks_ahead=False))
+    assert plain.propose(GAMMA, [*draft.token_ids[:accepted], token, 12, 13]).token_ids == later.token_ids
+
+
+def test_nothing_is_left_of_sequences_that_end(engine: Eager) -> None:
+    drivers = [Driver(engine, told(1.0, rule, seed=i)) for i, rule in enumerate((Rule.COUPLED, Rule.BLOCK))]
+    for driver in drivers:
+        draft = driver.propose(GAMMA, [])
+        accepted, token = driver.foresee()[0]
+        driver.propose(GAMMA, [*draft.token_ids[:accepted], token])
+        driver.foresee()
+    for driver in drivers:
+        driver.close()
+    engine.stop()
+    assert not engine.cache._lookaheads
+    assert engine.packed.pool.used_blocks == 0
+    engine.packed.pool.check_integrity()
+
+
+def test_branches_give_way_to_sequences(loaded: LoadedModel) -> None:
+    """Of a pool of 12 blocks one sequence and its branches hold some; another asks for nearly all."""
+    packed = PackedModel.build(loaded, max_sequences=2, max_length=340, blocks=12)
+    engine = Eager(packed, vocab_size=VOCABULARY, config=CONFIG, prefill_tokens=512, threads=1)
+    engine.start()
+    small, large = Driver(engine, told(0.0, Rule.TOKENWISE)), Driver(engine, told(0.0, Rule.TOKENWISE))
+    small.propose(GAMMA, [])
+    small.foresee()
+    draft = large.propose(GAMMA, list(range(1, 330)))
+    assert len(draft.token_ids) == GAMMA
+    engine.stop()
+    packed.pool.check_integrity()
+
+
+def test_a_branch_whose_logits_are_no_numbers_harms_nobody(loaded: LoadedModel) -> None:
+    """The token that follows in one outcome has an embedding that is none."""
+    broken = load_model(ModelSource(str(DEMO / "draft"), dtype="float32", device="cpu"))
+    assert isinstance(broken.fused, GatedDecoder) or broken.fused is None
+    packed = PackedModel.build(broken, max_sequences=2, max_length=160, blocks=64)
+    assert isinstance(broken.fused, GatedDecoder)
+    engine = Eager(packed, vocab_size=VOCABULARY, config=CONFIG, prefill_tokens=64, threads=1)
+    engine.start()
+    probe = Driver(engine, told(0.0, Rule.TOKENWISE))
+    draft = probe.propose(GAMMA, [])
+    outcomes = probe.foresee()
+    probe.close()
+    token = next(token for accepted, token in outcomes if token not in (*draft.token_ids, *PROMPT))
+    broken.fused._layers.embedding[token] = float("nan")
+    driver = Driver(engine, told(0.0, Rule.TOKENWISE))
+    assert driver.propose(GAMMA, []).token_ids == draft.token_ids
+    time.sleep(0.2)
+    assert len(driver.propose(GAMMA, [*draft.token_ids[:1], 12]).token_ids) == GAMMA
+    engine.stop()
+
+
+def test_where_waits_are_short_nothing_is_drafted_ahead(loaded: LoadedModel) -> None:
+    packed = PackedModel.build(loaded, max_sequences=2, max_length=160, blocks=64)
+    engine = DraftEngine(packed, vocab_size=VOCABULARY, config=CONFIG, prefill_tokens=64, threads=1)
+    engine.start()
+    driver, committed = Driver(engine, told(0.0, Rule.TOKENWISE)), list[int]()
+    for _ in range(20):
+        committed = [driver.propose(GAMMA, committed).token_ids[0], 12]
+    engine.stop()
+    assert engine.cache.counts.drafted < 20
