@@ -83,6 +83,7 @@ class _Lookahead:
         end_chance: the same until the end has begun to run, then 0.
         branches: those begun, by how much they accept and what follows.
         open: those that are being drafted, the end among them.
+        goes_on_in_place: whether a branch has the sequence's own slot.
         drafted_tokens: of all branches so far.
     """
 
@@ -95,6 +96,7 @@ class _Lookahead:
     end: ModelSequence | None = None
     branches: dict[tuple[int, int], ModelSequence] = field(default_factory=dict)
     open: list[ModelSequence] = field(default_factory=list)
+    goes_on_in_place: bool = False
     drafted_tokens: int = 0
 
     @property
@@ -182,9 +184,9 @@ class OutcomeCache:
                     chosen.append(branch)
                 else:
                     self._give_up(trunk, look, branch)
-        while len(chosen) < width:
-            trunk, look = max(self._lookaheads.items(), key=lambda item: item[1].next_chance, default=(None, None))
-            if trunk is None or look is None or look.next_chance < _LEAST_CHANCE:
+        while len(chosen) < width and self._lookaheads:
+            trunk, look = max(self._lookaheads.items(), key=lambda item: item[1].next_chance)
+            if look.next_chance < _LEAST_CHANCE:
                 break
             branch = self._begin(trunk, look)
             if self._has_room(branch):
@@ -256,8 +258,9 @@ class OutcomeCache:
         at = trunk.base + guess.accepted
         branch = trunk.branch(guess.accepted, guess.token)
         held = self._pool.length(trunk.slot)
-        if guess.accepted == len(look.drafted) and held == at:
-            branch.slot = trunk.slot  # the first to follow the end goes on in place: if it is not it, it is rolled back
+        if guess.accepted == len(look.drafted) and not look.goes_on_in_place:
+            branch.slot = trunk.slot  # what follows the end first goes on in place; where it is not it, it is cut off
+            look.goes_on_in_place = True
         else:
             branch.slot = self._pool.fork(trunk.slot)
             self._pool.rollback(branch.slot, min(held, at))
