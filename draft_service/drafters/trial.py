@@ -83,10 +83,8 @@ class Trial:
             self._shown[way].add([min(value / median, _OUTLIER) for value in values])
         with_it, without = self._shown[True], self._shown[False]
         gain = without.mean - with_it.mean
-        if (
-            abs(gain) > _CERTAIN * math.sqrt(with_it.variance_of_mean + without.variance_of_mean)
-            and (gain > 0) is not self._best
-        ):
+        error = math.sqrt(with_it.variance_of_mean + without.variance_of_mean)
+        if abs(gain) > _CERTAIN * error and (gain > 0) is not self._best:
             self._best = not self._best
             self._pause = FIRST_PAUSE
         else:

@@ -1,4 +1,4 @@
-"""The outcome cache in the engine: what was drafted ahead is what would have been drafted, and nothing is left of it."""
+"""The outcome cache in the engine: what was drafted ahead is what would be drafted, and nothing is left of it."""
 
 import queue
 import time

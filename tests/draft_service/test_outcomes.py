@@ -47,7 +47,7 @@ def test_where_tokens_are_drawn_each_place_has_the_mean_acceptance_rate() -> Non
 
 @pytest.mark.parametrize("noise", [0.15, 0.45, 1.5])
 def test_the_temperature_is_learned_from_verdicts(noise: float) -> None:
-    """A target whose scores are the draft's and Gumbel noise of that scale chooses by softmax(scores / scale) exactly."""
+    """A target whose scores are the draft's with Gumbel noise of a scale chooses by softmax(scores / scale)."""
     forecast, random_ = Forecast(by_scores=True), np.random.default_rng(2)
     stood = expected = 0.0
     for round_ in range(600):
