@@ -194,6 +194,45 @@ def noise_of_the_round() -> None:
     _displace_noise("kernels.verify_torch", lambda places: [places[0]] * len(places))
 
 
+def eager_outcome_cache() -> None:
+    """No fault, but what shows one: whoever asks waits until four outcomes have been drafted for."""
+    from draft_service.drafters import ahead
+    from draft_service.drafters.engine import DraftEngine
+    from draft_service.drafters.sequence import Ask, Close
+    from draft_service.drafters.spare_time import SpareTime
+    from draft_service.drafters.trial import Trial
+
+    ahead.MOST_BRANCHES = 4
+    SpareTime.tokens = lambda self, now: 64  # type: ignore[method-assign]
+    Trial.choose = lambda self: True  # type: ignore[method-assign]
+    honest = DraftEngine.receive
+
+    def receive(self: DraftEngine, message: Ask | Close) -> None:
+        while work := self._ahead():
+            self.process(work, self.forward(work))
+        honest(self, message)
+
+    DraftEngine.receive = receive  # type: ignore[method-assign]
+
+
+def branches_are_cut_where_likely() -> None:
+    """A proposal holds what was drafted ahead up to its first likely token: it looks at what it drops."""
+    from draft_service.drafters.sequence import ModelSequence
+    from kernels.sparse import SparseLaw
+
+    eager_outcome_cache()
+    honest = ModelSequence.adopt
+
+    def adopt(self: ModelSequence, branch: ModelSequence, gamma: int) -> None:
+        drawn = zip(branch.tokens[branch.base :], branch.laws, strict=True)
+        chances = [law.probability(token) if isinstance(law, SparseLaw) else 1.0 for token, law in drawn]
+        kept = next((i for i, chance in enumerate(chances) if chance > 0.5), len(chances))
+        honest(self, branch, min(kept, gamma))
+        self.gamma = self.drafted
+
+    ModelSequence.adopt = adopt  # type: ignore[method-assign]
+
+
 def _displace_noise(name: str, displaced: Callable[[Sequence[tuple[int, int]]], Sequence[tuple[int, int]]]) -> None:
     module = importlib.import_module(name)
     honest = module.__dict__["noise_of"]
@@ -232,6 +271,8 @@ FAULTS: dict[str, Callable[[], None]] = {
         noise_of_the_next_position,
         noise_of_another_seed,
         noise_of_the_round,
+        eager_outcome_cache,
+        branches_are_cut_where_likely,
     )
 }
 """By name."""

@@ -1,0 +1,107 @@
+"""The outcome cache through both services: it changes no law, and under `coupled` and at temperature 0 no token.
+
+The draft service drafts for four outcomes whatever the time (`eager_outcome_cache`), so that a third of all proposals
+comes from the cache, with a target as small as this one. It is the Markov one: each of the 4,096 tokens of 64 texts is
+a sample of one table, and a total variation of 0.07 is noticed at a level of 1 % with a power of 95 % (`chisquare`).
+That a choice which looks at what it discards (Law 4) would be noticed is shown by a mutant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from outrider.client import Client, Completion, Options
+from tests.exactness import chisquare, pairs
+from tests.exactness.chisquare import Fit
+from tests.exactness.laws import Filters
+from tests.exactness.services import Nursery, Service
+from tests.exactness.worlds import Chain, World
+
+PROMPT = (14,)
+GAMMA = 2
+PLAIN = Filters(temperature=1.0, top_k=20)
+LENGTH = 64
+AT_ONCE = 8
+TEXTS = 64
+LEVEL, POWER, DISTANCE = 0.01, 0.95, 0.07
+REFUTED = 1e-9
+
+
+@pytest.fixture(scope="module")
+def draft(markov: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pairs.write_draft(tmp_path_factory.mktemp("sharpened"), markov.target, "sharpened")
+
+
+@pytest.fixture(scope="module")
+def eager(nursery: Nursery, markov: World, draft: Path) -> Iterator[Service]:
+    with markov.with_fault(nursery, draft, "draft_service", "eager_outcome_cache") as service:
+        yield service
+
+
+def _write(service: Service, **options: object) -> Completion:
+    asked = Options(max_new_tokens=LENGTH, ignore_eos=True, gamma=GAMMA, top_k=PLAIN.top_k)
+    asked.update(options)  # type: ignore[typeddict-item]
+    with Client(service.address) as client:
+        return client.complete(PROMPT, **asked)
+
+
+def _many(service: Service, rule: str, seed: int) -> tuple[np.ndarray, float]:
+    """Texts, and the share of their proposals that came from the cache."""
+    done = [_write(service, n=AT_ONCE, seed=seed + request, rule=rule).samples for request in range(TEXTS // AT_ONCE)]
+    samples = [sample for samples in done for sample in samples]
+    hits = sum(sample.statistics.num_outcome_cache_hits for sample in samples)
+    return np.array([sample.token_ids for sample in samples]), hits / sum(
+        sample.statistics.num_drafts for sample in samples
+    )
+
+
+def _fits(tokens: np.ndarray, target: Path) -> tuple[Fit, Fit]:
+    chain = Chain.of(target, PLAIN)
+    counts = chain.counts(PROMPT, tokens)
+    fits = chain.outcomes(counts), chain.by_class(counts)
+    print(f"outcomes: {fits[0]}\nclasses:  {fits[1]}")
+    return fits
+
+
+@pytest.mark.parametrize("rule", ["tokenwise", "block"])
+def test_the_law_of_each_next_token_is_the_targets(rule: str, eager: Service, markov: World) -> None:
+    tokens, share = _many(eager, rule, 31)
+    outcomes, classes = _fits(tokens, markov.target)
+    print(f"{share:.0%} of the proposals came from the cache")
+    assert share > 0.2
+    assert chisquare.detectable(classes.df, classes.n, level=LEVEL, power=POWER) <= DISTANCE
+    assert min(outcomes.p_value, classes.p_value) > LEVEL
+
+
+def test_a_cut_that_looks_at_what_it_drops_is_noticed(nursery: Nursery, markov: World, draft: Path) -> None:
+    with markov.with_fault(nursery, draft, "draft_service", "branches_are_cut_where_likely") as service:
+        tokens, share = _many(service, "tokenwise", 31)
+    print(f"{share:.0%} of the proposals came from the cache")
+    assert min(fit.p_value for fit in _fits(tokens, markov.target)) < REFUTED
+
+
+@pytest.mark.parametrize("gamma", [1, 3, 8])
+@pytest.mark.parametrize(
+    "options",
+    [{"seed": 5}, {"temperature": 0.0}, {"seed": 6, "presence_penalty": 0.5}],
+    ids=["coupled", "greedy", "adjusted"],
+)
+def test_the_tokens_are_the_same_with_and_without(options: dict[str, object], gamma: int, eager: Service) -> None:
+    alone = _write(eager, gamma=0, **options)
+    ahead, plain = (_write(eager, gamma=gamma, outcome_cache=on, **options) for on in (True, False))
+    assert ahead.token_ids == plain.token_ids == alone.token_ids
+    assert ahead.statistics.num_outcome_cache_hits > 0
+    assert plain.statistics.num_outcome_cache_queries == plain.statistics.num_predrafted_tokens == 0
+
+
+@pytest.mark.parametrize("rule", ["tokenwise", "block"])
+def test_a_seed_repeats_its_text_whatever_was_drafted_ahead(rule: str, eager: Service) -> None:
+    """In float32 a branch draws what would have been drawn: the same numbers, by the same laws."""
+    ahead, plain = (_write(eager, seed=9, rule=rule, outcome_cache=on) for on in (True, False))
+    assert ahead.token_ids == plain.token_ids
+    assert ahead.statistics.num_outcome_cache_hits > 0
+    assert ahead.timings.saved_us > 0
