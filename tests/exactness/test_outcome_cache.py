@@ -1,9 +1,9 @@
 """The outcome cache through both services: it changes no law, and under `coupled` and at temperature 0 no token.
 
-The draft service drafts for four outcomes whatever the time (`eager_outcome_cache`), so that a third of all proposals
-comes from the cache, with a target as small as this one. It is the Markov one: each of the 4,096 tokens of 64 texts is
+The draft service drafts for four outcomes whatever the time (`eager_outcome_cache`), so that half of all proposals
+come from the cache, with a target as small as this one. It is the Markov one: each of the 4,096 tokens of 64 texts is
 a sample of one table, and a total variation of 0.07 is noticed at a level of 1 % with a power of 95 % (`chisquare`).
-That a choice which looks at what it discards (Law 4) would be noticed is shown by a mutant.
+That branches which tell other laws than they drew from (Law 1) would be noticed is shown by a mutant.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.exactness.worlds import Chain, World
 
 PROMPT = (14,)
 GAMMA = 2
-PLAIN = Filters(temperature=1.0, top_k=20)
+PLAIN = Filters(temperature=1.0, top_k=6)
 LENGTH = 64
 AT_ONCE = 8
 TEXTS = 64
@@ -72,13 +72,13 @@ def test_the_law_of_each_next_token_is_the_targets(rule: str, eager: Service, ma
     tokens, share = _many(eager, rule, 31)
     outcomes, classes = _fits(tokens, markov.target)
     print(f"{share:.0%} of the proposals came from the cache")
-    assert share > 0.2
+    assert share > 0.35
     assert chisquare.detectable(classes.df, classes.n, level=LEVEL, power=POWER) <= DISTANCE
     assert min(outcomes.p_value, classes.p_value) > LEVEL
 
 
-def test_a_cut_that_looks_at_what_it_drops_is_noticed(nursery: Nursery, markov: World, draft: Path) -> None:
-    with markov.with_fault(nursery, draft, "draft_service", "branches_are_cut_where_likely") as service:
+def test_laws_that_are_not_the_ones_drawn_from_are_noticed(nursery: Nursery, markov: World, draft: Path) -> None:
+    with markov.with_fault(nursery, draft, "draft_service", "branches_take_the_likeliest") as service:
         tokens, share = _many(service, "tokenwise", 31)
     print(f"{share:.0%} of the proposals came from the cache")
     assert min(fit.p_value for fit in _fits(tokens, markov.target)) < REFUTED

@@ -215,8 +215,8 @@ def eager_outcome_cache() -> None:
     DraftEngine.receive = receive  # type: ignore[method-assign]
 
 
-def branches_are_cut_where_likely() -> None:
-    """A proposal holds what was drafted ahead up to its first likely token: it looks at what it drops."""
+def branches_take_the_likeliest() -> None:
+    """What is drafted ahead is each law's likeliest token, as where what may follow is guessed, and told as if drawn."""
     from draft_service.drafters.sequence import ModelSequence
     from kernels.sparse import SparseLaw
 
@@ -224,11 +224,10 @@ def branches_are_cut_where_likely() -> None:
     honest = ModelSequence.adopt
 
     def adopt(self: ModelSequence, branch: ModelSequence, gamma: int) -> None:
-        drawn = zip(branch.tokens[branch.base :], branch.laws, strict=True)
-        chances = [law.probability(token) if isinstance(law, SparseLaw) else 1.0 for token, law in drawn]
-        kept = next((i for i, chance in enumerate(chances) if chance > 0.5), len(chances))
-        honest(self, branch, min(kept, gamma))
-        self.gamma = self.drafted
+        for i, law in enumerate(branch.laws):
+            if isinstance(law, SparseLaw):
+                branch.tokens[branch.base + i] = int(law.ids[law.weights.argmax()])
+        honest(self, branch, gamma)
 
     ModelSequence.adopt = adopt  # type: ignore[method-assign]
 
@@ -272,7 +271,7 @@ FAULTS: dict[str, Callable[[], None]] = {
         noise_of_another_seed,
         noise_of_the_round,
         eager_outcome_cache,
-        branches_are_cut_where_likely,
+        branches_take_the_likeliest,
     )
 }
 """By name."""
