@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.contenders import Contender, Run, Task, check_length, digest
 from outrider.cli.pair import terminated_as_interrupted
 from outrider.cli.processes import ServiceError, ServiceProcess
-from outrider.cli.sharing import halves, service_environment
+from outrider.cli.sharing import halves, processors, service_environment
 from outrider.client import Client, Completion
 
 # Named, so that the figures do not depend on what a request with a seed gets where it names no rule.
@@ -33,13 +33,16 @@ _METRICS_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """How the two services run; `apart`: each on its own half of the processors, as `outrider serve` starts them."""
+    """How the two services run; `apart`: each on its own half of the processors, as `outrider serve` starts them;
+    `on_one`: both on the same one.
+    """
 
     target_dtype: str = "bfloat16"
     target_threads: int = 1
     draft_dtype: str = "bfloat16"
     draft_threads: int = 1
     apart: bool = False
+    on_one: bool = False
 
 
 class RunningPair:
@@ -61,7 +64,8 @@ class RunningPair:
     def __enter__(self) -> Self:
         how = self.how
         cores = halves(max(how.target_threads, how.draft_threads)) if how.apart else None
-        first, second = cores or (None, None)
+        one = frozenset([min(processors())]) if how.on_one else None
+        first, second = cores or (one, one)
         with ExitStack() as opening:
             opening.enter_context(terminated_as_interrupted())
             self.verifier = opening.enter_context(

@@ -216,7 +216,7 @@ def eager_outcome_cache() -> None:
 
 
 def branches_take_the_likeliest() -> None:
-    """What is drafted ahead is each law's likeliest token, as where what may follow is guessed, and told as if drawn."""
+    """What is drafted ahead is each law's likeliest token, as a guess of what may follow is, and told as if drawn."""
     from draft_service.drafters.sequence import ModelSequence
     from kernels.sparse import SparseLaw
 
