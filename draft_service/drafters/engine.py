@@ -22,8 +22,8 @@ from outrider.lm.room import make_room
 # Tokens that a sequence is expected to write: room in one piece is sought for so many.
 EXPECTED_OUTPUT = 512
 
-# A proposal leaves before anything is drafted ahead: the event loop, which sends it, has the same interpreter and perhaps
-# the same processor (measured: 1.1 ms a round).
+# A proposal leaves before anything is drafted ahead: the event loop, which sends it, shares the interpreter and perhaps
+# the processor (measured: 1.1 ms a round).
 LEAVING_SECONDS = 0.5e-3
 
 # Branches of the outcome cache that take a step together: on a CPU each costs its full price, and one is written in a
