@@ -6,12 +6,14 @@ seeds and positions come from, nor of proposals.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kernels.distribution import SamplingLaw, probabilities
+from kernels.entropy import UNSURE, entropy, entropy_of_greedy
 from kernels.noise import row_key, unit, words
 
 _AT_ONCE = 1 << 15
@@ -53,28 +55,40 @@ def choose_each(p: Tensor, noise: Tensor) -> list[int]:
     return tokens
 
 
-def draw(logits: Tensor, laws: Sequence[SamplingLaw], noise: Tensor) -> list[int]:
+def draw(
+    logits: Tensor, laws: Sequence[SamplingLaw], noise: Tensor, bounds: Sequence[float] | None = None
+) -> list[int]:
     """Choose one token from each row of `logits` `[B, V]`; at temperature 0 it is the largest, whatever the noise.
 
     Args:
         logits: the draft's logits, adjustments made.
         laws: how each row becomes q, `[B]`.
         noise: of each row, as `noise_of` gives it, `[B, V]`.
+        bounds: the entropy in nats above which nothing is chosen from a row, one for each; None is no bound.
 
     Returns:
-        The tokens; -1 for a row that is no law (`distribution.bad_rows`).
+        The tokens; -1 for a row that is no law (`distribution.bad_rows`), `entropy.UNSURE` for one whose law (at
+        temperature 0: whose logits) is above its bound.
 
     Raises:
-        ValueError: the number of laws is not B, or the noise is not `[B, V]`.
+        ValueError: the number of laws or bounds is not B, or the noise is not `[B, V]`.
     """
     B = logits.shape[0]
     if len(laws) != B or noise.shape != logits.shape:
         raise ValueError(f"{len(laws)} laws and noise of shape {tuple(noise.shape)} for logits {tuple(logits.shape)}")
+    bounds = [math.inf] * B if bounds is None else bounds
+    if len(bounds) != B:
+        raise ValueError(f"{len(bounds)} bounds for {B} rows")
     tokens = [-1] * B
     for shared in dict.fromkeys(laws):
         rows = [row for row in range(B) if laws[row] == shared]
         q = probabilities(logits if len(rows) == B else logits[rows], shared).cpu()
         for row, each in zip(rows, q, strict=True):
-            if not bool(torch.isnan(each[0])):
-                tokens[row] = choose(each, noise[row])
+            if bool(torch.isnan(each[0])):
+                continue
+            bound = bounds[row]
+            unsure = (
+                bound < math.inf and (entropy_of_greedy(logits[row]) if shared.is_greedy else entropy(each)) > bound
+            )
+            tokens[row] = UNSURE if unsure else choose(each, noise[row])
     return tokens

@@ -16,7 +16,7 @@ from kernels.sparse import SparseConfig, draw
 from outrider.lm.writing import Sampling
 
 Drawn = list[tuple[int, TokenLaw]]
-"""Tokens and their laws; a token below 0 says that the logits were no numbers."""
+"""Tokens and their laws; `kernels.entropy.UNSURE` ends the proposal, -1 says that the logits were no numbers."""
 
 
 class Drawing:
@@ -35,7 +35,8 @@ class Drawing:
         noise = None
         if sequence.shares_noise:
             noise = coupled.noise_of([(sequence.seed, sequence.base + place) for place in places], self._vocab_size)
-        return Sampling(sequence.law, self._config, uniforms, self._vocab_size, noise)
+        bounds = [] if sequence.max_entropy is None else [sequence.bound(place) for place in places]
+        return Sampling(sequence.law, self._config, uniforms, self._vocab_size, noise, bounds)
 
     def draw(self, drawing: Sequence[ModelSequence], logits: torch.Tensor) -> Drawn:
         """The next token of each sequence; `logits` are `[B, V or more]`, one row for each."""
@@ -53,7 +54,7 @@ class Drawing:
     def _by_uniforms(self, drawing: Sequence[ModelSequence], z: torch.Tensor) -> Drawn:
         laws = [sequence.law for sequence in drawing]
         uniforms = [_uniform(sequence, sequence.drafted) for sequence in drawing]
-        tokens, drawn = draw(z, laws, self._config, uniforms)
+        tokens, drawn = draw(z, laws, self._config, uniforms, [each.bound(each.drafted) for each in drawing])
         told = [
             draft_logits(z[row : row + 1], sequence.law, self._target_size)[0] if sequence.tells_logits else law
             for row, (sequence, law) in enumerate(zip(drawing, drawn, strict=True))
@@ -62,7 +63,8 @@ class Drawing:
 
     def _by_noise(self, drawing: Sequence[ModelSequence], z: torch.Tensor) -> Drawn:
         noise = coupled.noise_of([(each.seed, len(each.tokens)) for each in drawing], self._vocab_size)
-        return [(token, None) for token in coupled.draw(z, [each.law for each in drawing], noise)]
+        bounds = [each.bound(each.drafted) for each in drawing]
+        return [(token, None) for token in coupled.draw(z, [each.law for each in drawing], noise, bounds)]
 
 
 def _uniform(sequence: ModelSequence, place: int) -> float:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from draft_service.drafters.base import DraftError
 from draft_service.drafters.drawing import Drawing, Drawn
 from draft_service.drafters.sequence import Ask, Close, ModelSequence
+from kernels.entropy import UNSURE
 from kernels.sparse import SparseConfig
 from outrider.lm.engine import Engine
 from outrider.lm.packed import Chunk, PackedModel
@@ -133,6 +134,9 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
 
     def _take(self, sequence: ModelSequence, drawn: Drawn) -> None:
         for token, law in drawn:
+            if token == UNSURE:  # nothing was sampled, and what was before is the proposal
+                sequence.gamma = sequence.drafted
+                break
             if token < 0:
                 text = f"the draft's logits after {len(sequence.tokens)} tokens are no numbers"
                 self._end(sequence, DraftError(text, reason="BAD_LOGITS"))

@@ -49,7 +49,7 @@ class WritingProgram(Program, Protocol):
 
         Returns:
             The tokens and the law of each, None at temperature 0. A token of -1 says that the logits were no numbers,
-            and is the last.
+            one of -2 that its law is above its bound; either is the last.
         """
 
 

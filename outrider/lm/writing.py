@@ -5,6 +5,7 @@ work costs a small model a third of its time. It knows a model's layers and how 
 the tokens are for, nor where uniforms and noise come from.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from kernels.coupled import choose
 from kernels.distribution import SamplingLaw, sampled_law
+from kernels.entropy import entropy, entropy_of_greedy, entropy_of_weights
 from kernels.sparse import SparseConfig, SparseLaw, as_law, place, truncate
 from outrider.lm.gated_layers import GatedLayers, compiled
 
@@ -27,6 +29,7 @@ class Sampling:
         uniforms: one for each token to write, in [0, 1); not used at temperature 0, nor where there is noise.
         vocab_size: ids from there on are padding, and never drawn.
         noise: what `kernels.coupled` chooses the tokens by, `[γ, vocab_size]`; None draws by the uniforms.
+        bounds: of each token, the entropy of its law in nats above which writing ends before it; of none, no bounds.
     """
 
     law: SamplingLaw
@@ -34,6 +37,7 @@ class Sampling:
     uniforms: Sequence[float]
     vocab_size: int
     noise: Tensor | None = None
+    bounds: Sequence[float] = ()
 
 
 class WritingLoop(nn.Module):
@@ -61,6 +65,7 @@ class WritingLoop(nn.Module):
         min_p: float,
         keep_mass: float,
         max_support: int,
+        bounds: list[float],
     ) -> tuple[list[int], list[Tensor], list[Tensor]]:
         """Runs `token_ids` `[T]`, draws a token, runs that, and so on: one token for each uniform.
 
@@ -77,10 +82,11 @@ class WritingLoop(nn.Module):
             vocab_size: columns of the logits to draw from.
             temperature: with `top_k`, `top_p` and `min_p`, see `SamplingLaw`.
             keep_mass: with `max_support`, see `SparseConfig`.
+            bounds: see `Sampling`.
 
         Returns:
             The tokens, and the ids and weights of the law of each (none at temperature 0, nor with noise). A token of
-            -1 says that the logits were no numbers, and is the last.
+            -1 says that the logits were no numbers, one of -2 that the law is above its bound; either is the last.
         """
         tokens: list[int] = []
         ids: list[Tensor] = []
@@ -105,21 +111,30 @@ class WritingLoop(nn.Module):
             )
             z = logits.narrow(1, 0, vocab_size).float().cpu()  # to draw is many small steps: one copy, not one for each
             token = -1
+            bound = bounds[len(tokens)] if len(bounds) > 0 else math.inf
             if temperature == 0:
                 best = z.argmax()
                 if bool(z.view(-1)[best].isfinite()):
                     token = int(best)
+                    if bound < math.inf and entropy_of_greedy(z[0]) > bound:
+                        token = -2
             else:
                 p = sampled_law(z, temperature, top_k, top_p, min_p).squeeze(0)
                 if bool(p[0].isnan()):
                     pass
                 elif noise.size(0) > 0:
-                    token = choose(p, noise[len(tokens)])
+                    if bound < math.inf and entropy(p) > bound:
+                        token = -2
+                    else:
+                        token = choose(p, noise[len(tokens)])
                 else:
                     support, integers = truncate(p, keep_mass, max_support)
-                    token = int(support[place(integers, int(integers.sum()), u)])
-                    ids.append(support)
-                    weights.append(integers)
+                    if bound < math.inf and entropy_of_weights(integers) > bound:
+                        token = -2  # before anything is sampled
+                    else:
+                        token = int(support[place(integers, int(integers.sum()), u)])
+                        ids.append(support)
+                        weights.append(integers)
             tokens.append(token)
             if token < 0:
                 break
@@ -160,6 +175,7 @@ class Writer:
             law.min_p,
             config.keep_mass,
             config.max_support,
+            list(sampling.bounds),
         )
         if law.is_greedy or sampling.noise is not None:
             return tokens, [None] * len(tokens)
