@@ -22,6 +22,13 @@ class Drafter(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DRAFTER_RANDOM: _ClassVar[Drafter]
     DRAFTER_NONE: _ClassVar[Drafter]
 
+class SpeculationPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SPECULATION_POLICY_UNSPECIFIED: _ClassVar[SpeculationPolicy]
+    SPECULATION_POLICY_FIXED: _ClassVar[SpeculationPolicy]
+    SPECULATION_POLICY_HEURISTIC: _ClassVar[SpeculationPolicy]
+    SPECULATION_POLICY_ADAPTIVE: _ClassVar[SpeculationPolicy]
+
 class TokenOrigin(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     TOKEN_ORIGIN_UNSPECIFIED: _ClassVar[TokenOrigin]
@@ -34,6 +41,10 @@ DRAFTER_NGRAM: Drafter
 DRAFTER_LOOKUP: Drafter
 DRAFTER_RANDOM: Drafter
 DRAFTER_NONE: Drafter
+SPECULATION_POLICY_UNSPECIFIED: SpeculationPolicy
+SPECULATION_POLICY_FIXED: SpeculationPolicy
+SPECULATION_POLICY_HEURISTIC: SpeculationPolicy
+SPECULATION_POLICY_ADAPTIVE: SpeculationPolicy
 TOKEN_ORIGIN_UNSPECIFIED: TokenOrigin
 TOKEN_ORIGIN_DRAFT: TokenOrigin
 TOKEN_ORIGIN_CORRECTION: TokenOrigin
@@ -60,16 +71,20 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SpeculationParams(_message.Message):
-    __slots__ = ("gamma", "report_rounds", "drafter", "draft_temperature")
+    __slots__ = ("gamma", "report_rounds", "drafter", "draft_temperature", "policy", "max_entropy")
     GAMMA_FIELD_NUMBER: _ClassVar[int]
     REPORT_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    MAX_ENTROPY_FIELD_NUMBER: _ClassVar[int]
     gamma: int
     report_rounds: bool
     drafter: Drafter
     draft_temperature: float
-    def __init__(self, gamma: _Optional[int] = ..., report_rounds: _Optional[bool] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., draft_temperature: _Optional[float] = ...) -> None: ...
+    policy: SpeculationPolicy
+    max_entropy: float
+    def __init__(self, gamma: _Optional[int] = ..., report_rounds: _Optional[bool] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., draft_temperature: _Optional[float] = ..., policy: _Optional[_Union[SpeculationPolicy, str]] = ..., max_entropy: _Optional[float] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("request_id", "text", "token_ids", "chat", "committed_token_ids", "sampling", "max_new_tokens", "min_new_tokens", "stop_token_ids", "stop", "ignore_eos", "n", "logprobs", "time_limit", "speculation", "keep_special_tokens", "required_features", "weights_fingerprint", "cache_salt")
@@ -178,7 +193,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class SpeculationStatistics(_message.Message):
-    __slots__ = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos", "num_draft_tokens_per_pos", "draft_acceptance_rate", "mean_acceptance_length", "alpha", "num_rounds", "drafter", "num_draft_failures")
+    __slots__ = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos", "num_draft_tokens_per_pos", "draft_acceptance_rate", "mean_acceptance_length", "alpha", "num_rounds", "drafter", "num_draft_failures", "policy", "mean_gamma", "num_short_drafts")
     NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -190,6 +205,9 @@ class SpeculationStatistics(_message.Message):
     NUM_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    MEAN_GAMMA_FIELD_NUMBER: _ClassVar[int]
+    NUM_SHORT_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     num_drafts: int
     num_draft_tokens: int
     num_accepted_tokens: int
@@ -201,7 +219,10 @@ class SpeculationStatistics(_message.Message):
     num_rounds: int
     drafter: Drafter
     num_draft_failures: int
-    def __init__(self, num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_accepted_tokens_per_pos: _Optional[_Iterable[int]] = ..., num_draft_tokens_per_pos: _Optional[_Iterable[int]] = ..., draft_acceptance_rate: _Optional[float] = ..., mean_acceptance_length: _Optional[float] = ..., alpha: _Optional[float] = ..., num_rounds: _Optional[int] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., num_draft_failures: _Optional[int] = ...) -> None: ...
+    policy: SpeculationPolicy
+    mean_gamma: float
+    num_short_drafts: int
+    def __init__(self, num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_accepted_tokens_per_pos: _Optional[_Iterable[int]] = ..., num_draft_tokens_per_pos: _Optional[_Iterable[int]] = ..., draft_acceptance_rate: _Optional[float] = ..., mean_acceptance_length: _Optional[float] = ..., alpha: _Optional[float] = ..., num_rounds: _Optional[int] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., num_draft_failures: _Optional[int] = ..., policy: _Optional[_Union[SpeculationPolicy, str]] = ..., mean_gamma: _Optional[float] = ..., num_short_drafts: _Optional[int] = ...) -> None: ...
 
 class GenerateTimings(_message.Message):
     __slots__ = ("time_to_first_token_us", "total_us", "draft_us", "verdict_us", "queue_us", "forward_us", "verify_us")
