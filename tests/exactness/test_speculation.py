@@ -80,7 +80,7 @@ def _lengths(done: Completion) -> Counter[int]:
 @pytest.mark.parametrize("rule", ["tokenwise", "block"])
 @pytest.mark.parametrize("options", [{}, {"max_entropy": UNSURE}], ids=["adaptive", "with a bound on entropy"])
 def test_the_law_is_the_targets_while_lengths_follow_what_was_accepted(
-    options: dict[str, float], rule: str, restless: Service, markov: World
+    options: dict[str, Any], rule: str, restless: Service, markov: World
 ) -> None:
     seed = 900 + 10 * len(options) + (rule == "block")
     run, outcomes, classes = _fits(restless, markov, seed=seed, rule=rule, speculation="adaptive", **options)
@@ -133,7 +133,7 @@ def attentive_restless(
 def test_the_tokens_are_the_same_with_every_policy(law: dict[str, object], attentive_restless: Service) -> None:
     alone = _write(attentive_restless, **law | {"gamma": 0})
     assert alone.statistics.num_drafts == 0
-    accepted, lengths = 0, set()
+    accepted, lengths = 0, set[int]()
     for policy in POLICIES:
         for bound in (None, 1.5):
             text = _write(attentive_restless, speculation=policy, max_entropy=bound, **law)
