@@ -1,9 +1,9 @@
 """How long to speculate: every policy against the others, and against an oracle that knows what will be accepted.
 
 All arms write the same texts, one after another on each prompt, through the same two services; only requests differ. By
-default they are judged by `coupled`, and at T = 0, so that the text too is the same in every arm. What the oracle would
-have come to [L 3.5] follows from the rounds of a long γ: how many drafts of each were accepted, and what rounds of so
-many take.
+default they are judged by `coupled`, and at T = 0, so that the text too is the same in every arm. The rounds of a long
+γ are recorded as well: from them the policies are replayed on the times that were measured, without their noise, and
+with them the oracle [L 3.5].
 
     python -m benchmarks.gamma            about half an hour: the demo pair, and one with a target three times as deep
     python -m benchmarks.gamma --quick    does it work at all: two prompts, the demo pair only
@@ -143,7 +143,7 @@ def measure(
             runs = [
                 {**keys, "arm": arm, **_write(pair, part.task, options)} for arm, options in _in_turn(arms, part.turn)
             ]
-            runs.append({**keys, "arm": None, "accepted_of_rounds": _recorded(pair, part.task, arms)})
+            runs.append({**keys, "arm": None, "rounds_recorded": _recorded(pair, part.task, arms)})
             record.add_runs(runs)
             told = ", ".join(f"{run['arm']} {run['tokens'] / run['seconds']:.0f}" for run in runs[:-1])
             console.print(f"{name}, T={keys['temperature']}, prompt {part.task.prompt + 1}: {told}", style="dim")
@@ -183,11 +183,15 @@ def _write(pair: RunningPair, task: Task, options: Mapping[str, Any]) -> dict[st
     return {**run.document(), "mean_gamma": completion.statistics.mean_gamma}
 
 
-def _recorded(pair: RunningPair, task: Task, arms: Arms) -> list[int]:
-    """How many tokens of each round were accepted at the long γ; the last round is cut by the text's end."""
+def _recorded(pair: RunningPair, task: Task, arms: Arms) -> list[list[int]]:
+    """The rounds of the long γ, see `gamma_replay`; those that the text's end has cut are left out."""
     options = {**arms[f"fixed {LONG}"], "report_rounds": True}
     completion = pair.client.complete(list(task.token_ids), **_asked(task, options))
-    return [each.accepted for each in completion.samples[0].rounds if len(each.drafted_token_ids) == LONG]
+    return [
+        [each.output_length, LONG, each.accepted]
+        for each in completion.samples[0].rounds
+        if len(each.drafted_token_ids) == LONG
+    ]
 
 
 if __name__ == "__main__":

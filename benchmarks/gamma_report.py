@@ -5,7 +5,7 @@ It knows runs as `benchmarks.gamma` records them, and no services.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ matplotlib.use("Agg")  # no window: it writes a file
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-from outrider.theory import fixed_rate, oracle_rate
+from benchmarks.gamma_replay import GivenTimes, agreements, rates
 
 ALONE = "alone"
 _RESAMPLES = 500
@@ -44,17 +44,17 @@ def _one(runs: Sequence[Json]) -> Json:
     for some in by_arm.values():
         some.sort(key=lambda run: (run["repetition"], run["prompt"]))
     tokens, seconds = _table(by_arm, "tokens"), _table(by_arm, "seconds")  # [A, N]
-    rates = tokens.sum(axis=1) / seconds.sum(axis=1)
+    speeds = tokens.sum(axis=1) / seconds.sum(axis=1)
     names = list(by_arm)
     fixed = [row for row, name in enumerate(names) if name.startswith("fixed ")]
-    best = max(fixed, key=lambda row: rates[row])
+    best = max(fixed, key=lambda row: speeds[row])
     low, high = _ranges(tokens, seconds, names.index(ALONE))
     arms = {
         name: {
-            "tokens_per_second": round(float(rates[row]), 2),
-            "ratio_to_alone": round(float(rates[row] / rates[names.index(ALONE)]), 3),
+            "tokens_per_second": round(float(speeds[row]), 2),
+            "ratio_to_alone": round(float(speeds[row] / speeds[names.index(ALONE)]), 3),
             "range": [round(float(low[row]), 3), round(float(high[row]), 3)],
-            "ratio_to_best_fixed": round(float(rates[row] / rates[best]), 3),
+            "ratio_to_best_fixed": round(float(speeds[row] / speeds[best]), 3),
             "mean_gamma": round(float(np.mean([run["mean_gamma"] for run in by_arm[name]])), 2),
             "tokens_per_round": round(float(tokens[row].sum() / sum(run["rounds"] for run in by_arm[name])), 2),
             "accepted_share": _share(by_arm[name]),
@@ -65,7 +65,7 @@ def _one(runs: Sequence[Json]) -> Json:
     return {
         "best_fixed": names[best],
         "arms": arms,
-        "oracle": _oracle(runs, by_arm, float(rates[names.index(ALONE)]), float(rates[best])),
+        "replayed": _replayed(runs, by_arm),
         "texts": len(texts),
         "texts_that_differ": sum(len(digests) > 1 for digests in texts),
     }
@@ -84,74 +84,84 @@ def _ranges(tokens: Any, seconds: Any, alone: int) -> tuple[Any, Any]:
     """Where the middle nine tenths of the ratio to the target alone lie, over resampled texts; `[A]` each."""
     generator = np.random.default_rng(1)
     picks = generator.integers(0, tokens.shape[1], size=(_RESAMPLES, tokens.shape[1]))
-    rates = tokens[:, picks].sum(axis=2) / seconds[:, picks].sum(axis=2)  # [A, resamples]
-    ratios = rates / rates[alone]
+    speeds = tokens[:, picks].sum(axis=2) / seconds[:, picks].sum(axis=2)  # [A, resamples]
+    ratios = speeds / speeds[alone]
     return np.quantile(ratios, 0.05, axis=1), np.quantile(ratios, 0.95, axis=1)
 
 
-def _oracle(runs: Sequence[Json], by_arm: dict[str, list[Json]], alone: float, best: float) -> Json:
-    """What a γ that knows each round's acceptances would have come to, from recorded rounds and measured times.
-
-    A round of γ drafts takes what a line through the fixed arms' seconds a round says; of none, what a token of the
-    target alone takes. The same line says what each fixed γ should have come to on those rounds.
-    """
-    accepted = [count for run in runs if run["arm"] is None for count in run["accepted_of_rounds"]]
-    seconds = _seconds_of_rounds(by_arm)
-    if not accepted:
-        return {"rounds": 0}
-    rate = oracle_rate(accepted, seconds)
-    foretold = {
-        name: round(fixed_rate(accepted, int(name.removeprefix("fixed ")), seconds), 2)
-        for name in by_arm
-        if name.startswith("fixed ")
-    }
+def _replayed(runs: Sequence[Json], by_arm: dict[str, list[Json]]) -> Json:
+    """What each policy, and an oracle, come to on the recorded rounds and the times of the fixed arms."""
+    texts = [agreements(run["rounds_recorded"]) for run in runs if run["arm"] is None]
+    times = _times(by_arm)
+    fixed = sorted(int(name.removeprefix("fixed ")) for name in by_arm if name.startswith("fixed "))
+    found = rates([text for text in texts if text], times, fixed, max(fixed))
+    best = max(found[f"fixed {gamma}"] for gamma in fixed)
     return {
-        "rounds": len(accepted),
-        "mean_accepted": round(float(np.mean(accepted)), 3),
-        "tokens_per_second": round(rate, 2),
-        "ratio_to_alone": round(rate / alone, 3),
-        "ratio_to_best_fixed": round(rate / best, 3),
-        "foretold": foretold,
+        "times": times.document(),
+        "tokens_per_second": found,
+        "ratio_to_alone": {name: round(rate / found[ALONE], 3) for name, rate in found.items()},
+        "ratio_to_best_fixed": {name: round(rate / best, 3) for name, rate in found.items()},
     }
 
 
-def _seconds_of_rounds(by_arm: dict[str, list[Json]]) -> Callable[[int], float]:
-    lengths, seconds = [], []
+def _times(by_arm: dict[str, list[Json]]) -> GivenTimes:
+    """Lines through the fixed arms: of each the median text, so that a stall of the machine counts for nothing."""
+    lengths, drafting, passes, rest = [], [], [], []
     for name, runs in by_arm.items():
         if name.startswith("fixed "):
-            rounds = sum(run["rounds"] for run in runs)
-            lengths.append(sum(run["drafted"] for run in runs) / rounds)
-            seconds.append(sum(run["seconds"] for run in runs) / rounds)
-    slope, start = np.polyfit(lengths, seconds, 1) if len(lengths) > 1 else (0.0, seconds[0])
-    alone = sum(run["seconds"] for run in by_arm[ALONE]) / sum(run["tokens"] for run in by_arm[ALONE])
-    return lambda gamma: float(max(start + slope * gamma, 1e-6)) if gamma else float(alone)
+            lengths.append(float(np.median([run["drafted"] / run["rounds"] for run in runs])))
+            drafting.append(_per_round(runs, "draft"))
+            passes.append(_per_round(runs, "forward", "verify"))
+            rest.append(_per_round(runs, "wire", "queue", "other"))
+    draft_token, draft_fixed = _line(lengths, drafting)
+    pass_token, pass_fixed = _line([length + 1 for length in lengths], passes)
+    alone = float(np.median([run["seconds"] / run["tokens"] for run in by_arm[ALONE]]))
+    return GivenTimes(draft_fixed, draft_token, pass_fixed, pass_token, float(np.median(rest)), alone)
+
+
+def _per_round(runs: Sequence[Json], *phases: str) -> float:
+    return float(np.median([sum(run["phases"][phase] for phase in phases) / run["rounds"] for run in runs]))
+
+
+def _line(lengths: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """Slope and start of the line of least squares; neither below 0."""
+    slope, start = np.polyfit(lengths, seconds, 1)
+    if slope < 0:
+        return 0.0, float(np.mean(seconds))
+    if start < 0:
+        return float(np.dot(lengths, seconds) / np.dot(lengths, lengths)), 0.0
+    return float(slope), float(start)
 
 
 def table(document: Json) -> str:
     """All arms as one table in Markdown."""
     lines = [
-        "| pair | T | arm | tokens/s | over alone | over the best fixed | mean γ | tokens a round | accepted |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| pair | T | arm | tokens/s | over alone | replayed | over best fixed | replayed | mean γ | tokens a round |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for pair, by_temperature in document["summary"].items():
         for temperature, found in by_temperature.items():
+            replayed = found["replayed"]
             for name, arm in found["arms"].items():
                 mark = " (best fixed)" if name == found["best_fixed"] else ""
                 low, high = arm["range"]
                 lines.append(
                     f"| {pair} | {temperature} | {name}{mark} | {arm['tokens_per_second']:.1f} | "
-                    f"{arm['ratio_to_alone']:.2f} ({low:.2f} to {high:.2f}) | {arm['ratio_to_best_fixed']:.2f} | "
-                    f"{arm['mean_gamma']:.1f} | {arm['tokens_per_round']:.2f} | {arm['accepted_share'] or '-'} |"
+                    f"{arm['ratio_to_alone']:.2f} ({low:.2f} to {high:.2f}) | "
+                    f"{_of(replayed, 'ratio_to_alone', name)} | {arm['ratio_to_best_fixed']:.2f} | "
+                    f"{_of(replayed, 'ratio_to_best_fixed', name)} | "
+                    f"{arm['mean_gamma']:.1f} | {arm['tokens_per_round']:.2f} |"
                 )
-            oracle = found["oracle"]
-            if oracle["rounds"]:
-                lines.append(
-                    f"| {pair} | {temperature} | oracle, from {oracle['rounds']} rounds | "
-                    f"{oracle['tokens_per_second']:.1f} | {oracle['ratio_to_alone']:.2f} | "
-                    f"{oracle['ratio_to_best_fixed']:.2f} | {oracle['mean_accepted']:.1f} | "
-                    f"{1 + oracle['mean_accepted']:.2f} | 1 |"
-                )
+            lines.append(
+                f"| {pair} | {temperature} | oracle | | | {_of(replayed, 'ratio_to_alone', 'oracle')} | | "
+                f"{_of(replayed, 'ratio_to_best_fixed', 'oracle')} | | |"
+            )
     return "\n".join(lines)
+
+
+def _of(replayed: Json, name: str, arm: str) -> str:
+    value = replayed[name].get(arm)
+    return "-" if value is None else f"{value:.2f}"
 
 
 # ------------------------------------------------------------------------------------------------------- the picture
@@ -200,10 +210,10 @@ def _draw_panel(panel: Axes, found: Json) -> None:
     others = [name for name in found["arms"] if not name.startswith("fixed ") and name != ALONE]
     for name, colour in zip(others, ("#c98a2b", "#2f6f9f", "#6aa84f", "#a64d79"), strict=False):
         panel.axhline(found["arms"][name]["ratio_to_alone"], color=colour, linewidth=1.4, label=name)
-    if found["oracle"]["rounds"]:
-        panel.axhline(
-            found["oracle"]["ratio_to_alone"], color="#333333", linewidth=1.0, linestyle="--", label="oracle (computed)"
-        )
+    oracle = found["replayed"]["ratio_to_alone"]["oracle"]
+    panel.axhline(oracle, color="#333333", linewidth=1.0, linestyle="--", label="oracle (replayed)")
+    replayed = [found["replayed"]["ratio_to_alone"][f"fixed {gamma}"] for gamma in lengths]
+    panel.plot(lengths, replayed, color="#5d6776", linewidth=0.9, linestyle=":", label="fixed γ (replayed)")
     panel.axhline(1.0, color="#333333", linewidth=0.8, linestyle=":")
     for side in ("top", "right"):
         panel.spines[side].set_visible(False)

@@ -45,7 +45,6 @@ class Adaptive(Policy):
         self._begun = False
         self._gamma = min(gamma, ceiling)
         self._pays = True  # speculation, as far as is known
-        self._alone = False
         self._tries = 0  # proposals of a try that are left
 
     def next(self, most: int) -> int:
@@ -56,13 +55,13 @@ class Adaptive(Policy):
         if best is not None:
             self._move(best)
         self._begun = True
-        self._alone = self._gamma == 0
-        self.pause = self._experience.pause if self._alone else 0
+        self.pause = max(1, self._experience.pause - self._experience.silent) if self._gamma == 0 else 0
         return min(self._gamma, most)
 
     def observe(self, round_: Round) -> None:
         self._times.add(round_)
         if not round_.asked:
+            self._experience.silent += 1
             return
         self._experience.rounds += 1
         for place in range(min(round_.drafted + 1, round_.asked)):
@@ -75,17 +74,17 @@ class Adaptive(Policy):
 
     def _move(self, best: int) -> None:
         """One step towards the best length, or of a try where the best is none."""
+        known = self._experience
         self._pays = best > 0
         if self._pays:
-            self._experience.pause = FIRST_PAUSE
-            self._tries = 0
-        elif self._alone:  # the pause is over
-            self._tries = TRY_ROUNDS
+            known.pause, known.silent, self._tries = FIRST_PAUSE, 0, 0
+        elif known.silent >= known.pause:  # whoever wrote it: one sample tries for all
+            known.silent, self._tries = 0, TRY_ROUNDS
         if self._tries:
             self._tries -= 1
             best = min(TRY_GAMMA, self._ceiling)
             if not self._tries:  # the last of a try that has found nothing so far
-                self._experience.pause = min(2 * self._experience.pause, LONGEST_PAUSE)
+                known.pause = min(2 * known.pause, LONGEST_PAUSE)
         if self._begun or self._experience.rounds < KNOWN_ROUNDS:
             best = min(max(best, self._gamma - STEP), self._gamma + STEP)
         self._gamma = best

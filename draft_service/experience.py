@@ -8,7 +8,7 @@ from draft_service.speculation import Round
 from outrider.cost_line import CostLine, FittedCost
 
 # Chance of acceptance before anything is known, and how many judged tokens that counts for.
-PRIOR_CHANCE, PRIOR_WEIGHT = 0.7, 2.0
+PRIOR_CHANCE, PRIOR_WEIGHT = 0.8, 6.0
 # Judged tokens of a place that are remembered, of all samples and of one; and how many of its own tokens a sample gives
 # as much as what all have taught.
 REMEMBERED, REMEMBERED_OF_ONE, SHARED_WEIGHT = 512, 64, 24.0
@@ -138,7 +138,8 @@ class Experience:
     Attributes:
         accepted: the chance of each place to stand, where it was drafted.
         drafted: the chance of each place to be drafted, where it was asked for: a draft may end early.
-        pause: tokens the target writes before speculation is tried again, where it does not pay.
+        pause: tokens that targets write alone before speculation is tried again, where it does not pay.
+        silent: those that they have written since it was last tried, or did pay.
         rounds: how many have been taken in.
     """
 
@@ -146,6 +147,7 @@ class Experience:
         self.accepted = Chances()
         self.drafted = Chances(prior=1.0)
         self.pause = first_pause
+        self.silent = 0
         self.rounds = 0
 
     def of_one(self) -> "tuple[Chances, Chances]":
