@@ -108,6 +108,7 @@ class RunningPair:
         }
         if module == "draft_service":
             flags["--verifier"] = self.verifier.address
+            flags["--speculation"] = "fixed"  # where a run does not name another
             alone = []
         else:  # prompts come again and again, and other contenders run them each time
             alone = ["--no-prefix-cache"]

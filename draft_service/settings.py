@@ -44,7 +44,7 @@ class DraftSettings(ServiceSettings):
         2, ge=1, le=64, description="tokens that must have occurred before for `lookup` to copy what followed"
     )
     speculation: Literal["fixed", "heuristic", "adaptive"] = Field(
-        "fixed",
+        "adaptive",
         description="how long a proposal is where a request does not say: --gamma tokens; 2 more after one that was "
         "accepted whole and else 1 less; or what gives the most text a second by what was measured",
     )

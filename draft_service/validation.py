@@ -12,6 +12,7 @@ from draft_service.drafters.base import Kind
 from draft_service.speculation import PolicyKind
 from draft_service.speculation_choice import check_max_entropy, check_policy
 from kernels.adjustments import LogitRules
+from kernels.verify import Rule
 from outrider.lm.tokenizer import Tokenizer
 from outrider.model_info import check_features
 from outrider.rpc.errors import RequestError, failed_precondition, invalid_field
@@ -126,6 +127,8 @@ def check_generate(
     sampling = check_law(message.sampling, target, seed_decides=True)
     top_logprobs = check_logprobs(message.logprobs) if message.HasField("logprobs") else None
     samples = _check_samples(message, limits)
+    if sampling.seed is not None and not (sampling.law.is_greedy or sampling.rule is Rule.COUPLED):
+        default_policy = PolicyKind.FIXED  # where draws decide, a seed gives the same text for the same lengths
     policy = check_policy("speculation.policy", message.speculation, default=default_policy)
     most = limits.max_gamma
     if sampling.needs_logits:

@@ -28,8 +28,9 @@ def _lengths(sample: Any) -> list[int]:
 @pytest.mark.parametrize(
     ("asked", "policy"),
     [
-        ({}, SpeculationPolicy.FIXED),
+        ({}, SpeculationPolicy.ADAPTIVE),
         ({"gamma": 3}, SpeculationPolicy.FIXED),
+        ({"speculation": "fixed"}, SpeculationPolicy.FIXED),
         ({"gamma": 3, "speculation": "heuristic"}, SpeculationPolicy.HEURISTIC),
         ({"speculation": "adaptive"}, SpeculationPolicy.ADAPTIVE),
     ],
@@ -46,7 +47,20 @@ def test_a_policy_is_what_is_named_and_gamma_alone_is_kept(
         left = [TOKENS - round_.output_length - 1 for round_ in done.samples[0].rounds]
         assert lengths == [min(asked.get("gamma", 5), most) for most in left]
         assert done.statistics.mean_gamma == pytest.approx(sum(lengths) / len(lengths))
-    assert lengths[0] == asked.get("gamma", 5)
+        assert lengths[0] == asked.get("gamma", 5)
+
+
+def test_a_seed_under_a_rule_that_draws_is_the_same_text_again(client: Client) -> None:
+    """So its lengths are fixed, unless the request says otherwise; under `coupled` they do not matter."""
+    how: dict[str, Any] = {"max_new_tokens": TOKENS, "ignore_eos": True, "seed": 12}
+    for rule in ("tokenwise", "block"):
+        texts = [client.complete(PROMPT, rule=rule, **how) for _ in range(2)]
+        assert texts[0].token_ids == texts[1].token_ids
+        assert {text.statistics.policy for text in texts} == {SpeculationPolicy.FIXED}
+        named = client.complete(PROMPT, rule=rule, speculation="adaptive", **how)
+        assert named.statistics.policy == SpeculationPolicy.ADAPTIVE
+    assert client.complete(PROMPT, **how).statistics.policy == SpeculationPolicy.ADAPTIVE
+    assert client.complete(PROMPT, max_new_tokens=4).statistics.policy == SpeculationPolicy.ADAPTIVE
 
 
 def test_the_heuristic_goes_by_the_letter_in_a_request(client: Client) -> None:
