@@ -5,7 +5,7 @@ default they are judged by `coupled`, and at T = 0, so that the text too is the 
 γ are recorded as well: from them the policies are replayed on the times that were measured, without their noise, and
 with them the oracle [L 3.5].
 
-    python -m benchmarks.gamma            about half an hour: the demo pair, and one with a target three times as deep
+    python -m benchmarks.gamma            about forty minutes: the demo pair, and one of a target three times as deep
     python -m benchmarks.gamma --quick    does it work at all: two prompts, the demo pair only
 
 It knows the order of things; how figures come about is known elsewhere.
@@ -33,6 +33,7 @@ from benchmarks.gamma_report import ALONE, draw, summarise, table
 from benchmarks.plan import TEMPERATURES, Part, Plan, Texts, read_prompts
 from benchmarks.record import Record
 from benchmarks.services import Processes, RunningPair, run_of
+from outrider.client import Client
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".models-cache"
@@ -69,7 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     arms = arms_of(given.rule, quick=given.quick)
     for name, target in pairs.items():
-        measure(name, target, given.draft, arms, plan, prompts, record, console)
+        texts = texts_of(target, prompts, plan)
+        if all(record.has_run(**_keys(name, part)) for part in texts.parts()):
+            continue
+        with RunningPair(target, given.draft, Processes(apart=True)) as pair:
+            measure(pair.client, name, texts, arms, record, console)
     record.put("summary", summarise(record.runs))
     draw(record.document, record.path.with_suffix(".png"))
     print(table(record.document))
@@ -111,6 +116,7 @@ def arms_of(rule: str, *, quick: bool = False) -> Arms:
     arms: dict[str, dict[str, Any]] = {ALONE: {"gamma": 0}}
     arms |= {f"fixed {gamma}": {"gamma": gamma} for gamma in fixed}
     arms |= {name: {"gamma": CEILING, "speculation": name} for name in ("heuristic", "adaptive")}
+    arms |= {f"entropy {bound:g}": {"gamma": LONG, "max_entropy": bound} for bound in bounds}
     arms |= {
         f"adaptive, entropy {bound:g}": {"gamma": CEILING, "speculation": "adaptive", "max_entropy": bound}
         for bound in bounds
@@ -118,35 +124,28 @@ def arms_of(rule: str, *, quick: bool = False) -> Arms:
     return {name: {"rule": rule, **options} for name, options in arms.items()}
 
 
-def measure(
-    name: str,
-    target: Path,
-    draft: Path,
-    arms: Arms,
-    plan: Plan,
-    prompts: Sequence[str],
-    record: Record,
-    console: Console,
-) -> None:
+def measure(client: Client, name: str, texts: Texts, arms: Arms, record: Record, console: Console) -> None:
     """Puts into the record what is not there yet of one pair: each text of the plan, by every arm in turn."""
+    for temperature in TEMPERATURES:
+        for options in arms.values():
+            _write(client, texts.warm_up(temperature), options)
+    for part in texts.parts():
+        keys = _keys(name, part)
+        if record.has_run(**keys):
+            continue
+        runs = [
+            {**keys, "arm": arm, **_write(client, part.task, options)} for arm, options in _in_turn(arms, part.turn)
+        ]
+        runs.append({**keys, "arm": None, "rounds_recorded": _recorded(client, part.task, arms)})
+        record.add_runs(runs)
+        told = ", ".join(f"{run['arm']} {run['tokens'] / run['seconds']:.0f}" for run in runs[:-1])
+        console.print(f"{name}, T={keys['temperature']}, prompt {part.task.prompt + 1}: {told}", style="dim")
+
+
+def texts_of(target: Path, prompts: Sequence[str], plan: Plan) -> Texts:
+    """What is written, in the target's tokens."""
     tokenizer = AutoTokenizer.from_pretrained(target, local_files_only=True)
-    texts = Texts(prompts, plan, lambda text: tokenizer(text)["input_ids"])
-    left = [part for part in texts.parts() if not record.has_run(**_keys(name, part))]
-    if not left:
-        return
-    with RunningPair(target, draft, Processes(apart=True)) as pair:
-        for temperature in TEMPERATURES:
-            for options in arms.values():
-                _write(pair, texts.warm_up(temperature), options)
-        for part in left:
-            keys = _keys(name, part)
-            runs = [
-                {**keys, "arm": arm, **_write(pair, part.task, options)} for arm, options in _in_turn(arms, part.turn)
-            ]
-            runs.append({**keys, "arm": None, "rounds_recorded": _recorded(pair, part.task, arms)})
-            record.add_runs(runs)
-            told = ", ".join(f"{run['arm']} {run['tokens'] / run['seconds']:.0f}" for run in runs[:-1])
-            console.print(f"{name}, T={keys['temperature']}, prompt {part.task.prompt + 1}: {told}", style="dim")
+    return Texts(prompts, plan, lambda text: tokenizer(text)["input_ids"])
 
 
 def _keys(name: str, part: Part) -> dict[str, Any]:
@@ -175,18 +174,18 @@ def _asked(task: Task, options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write(pair: RunningPair, task: Task, options: Mapping[str, Any]) -> dict[str, Any]:
+def _write(client: Client, task: Task, options: Mapping[str, Any]) -> dict[str, Any]:
     """One text of one arm."""
     begin = time.perf_counter()
-    completion = pair.client.complete(list(task.token_ids), **_asked(task, options))
+    completion = client.complete(list(task.token_ids), **_asked(task, options))
     run = run_of(completion, time.perf_counter() - begin, task)
     return {**run.document(), "mean_gamma": completion.statistics.mean_gamma}
 
 
-def _recorded(pair: RunningPair, task: Task, arms: Arms) -> list[list[int]]:
+def _recorded(client: Client, task: Task, arms: Arms) -> list[list[int]]:
     """The rounds of the long γ, see `gamma_replay`; those that the text's end has cut are left out."""
     options = {**arms[f"fixed {LONG}"], "report_rounds": True}
-    completion = pair.client.complete(list(task.token_ids), **_asked(task, options))
+    completion = client.complete(list(task.token_ids), **_asked(task, options))
     return [
         [each.output_length, LONG, each.accepted]
         for each in completion.samples[0].rounds

@@ -118,6 +118,12 @@ def rates(texts: Sequence[Sequence[bool]], times: GivenTimes, fixed: Sequence[in
     return {name: round(rate, 2) for name, rate in found.items()}
 
 
+def counted_rate(times: GivenTimes, tokens: int, rounds: int, drafted: int) -> float:
+    """Tokens a second of so many tokens in so many rounds, for which so many were drafted."""
+    fixed = times.draft_fixed + times.verify.seconds(1) + times.rest
+    return tokens / (rounds * fixed + drafted * (times.draft_token + times.pass_token))
+
+
 def _oracle_rounds(agrees: Sequence[bool], times: GivenTimes, ceiling: int) -> list[int]:
     """The lengths of an oracle's rounds: what will be accepted, or none where that is sooner written alone."""
     rounds, at = [], 0

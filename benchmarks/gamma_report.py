@@ -16,10 +16,11 @@ matplotlib.use("Agg")  # no window: it writes a file
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-from benchmarks.gamma_replay import GivenTimes, agreements, rates
+from benchmarks.gamma_replay import GivenTimes, agreements, counted_rate, rates
 
 ALONE = "alone"
 _RESAMPLES = 500
+_COLOURS = ("#c98a2b", "#2f6f9f", "#6aa84f", "#a64d79", "#45818e", "#b45f06")
 
 Json = dict[str, Any]
 
@@ -95,6 +96,13 @@ def _replayed(runs: Sequence[Json], by_arm: dict[str, list[Json]]) -> Json:
     times = _times(by_arm)
     fixed = sorted(int(name.removeprefix("fixed ")) for name in by_arm if name.startswith("fixed "))
     found = rates([text for text in texts if text], times, fixed, max(fixed))
+    found |= {
+        name: round(
+            counted_rate(times, *(sum(run[count] for run in some) for count in ("tokens", "rounds", "drafted"))), 2
+        )
+        for name, some in by_arm.items()
+        if name.startswith("entropy ")  # where γ is fixed, rounds are the same whatever the clock
+    }
     best = max(found[f"fixed {gamma}"] for gamma in fixed)
     return {
         "times": times.document(),
@@ -208,7 +216,7 @@ def _draw_panel(panel: Axes, found: Json) -> None:
         alpha=0.3,
     )
     others = [name for name in found["arms"] if not name.startswith("fixed ") and name != ALONE]
-    for name, colour in zip(others, ("#c98a2b", "#2f6f9f", "#6aa84f", "#a64d79"), strict=False):
+    for name, colour in zip(others, _COLOURS, strict=False):
         panel.axhline(found["arms"][name]["ratio_to_alone"], color=colour, linewidth=1.4, label=name)
     oracle = found["replayed"]["ratio_to_alone"]["oracle"]
     panel.axhline(oracle, color="#333333", linewidth=1.0, linestyle="--", label="oracle (replayed)")
