@@ -46,7 +46,7 @@ LONG = 16
 """γ of the rounds that are recorded for the oracle."""
 
 CEILING = 16
-BOUNDS = (1.0, 2.0)
+BOUNDS = (2.0, 3.0)
 """Of the draft's entropy, in nats."""
 
 Arms = Mapping[str, Mapping[str, Any]]

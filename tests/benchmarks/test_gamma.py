@@ -37,7 +37,7 @@ def test_every_arm_is_measured_and_replayed(demo_pair: Pair, tmp_path: Path) -> 
         assert found["arms"]["alone"]["ratio_to_alone"] == 1
         assert found["texts_that_differ"] == 0  # in float32
         replayed = found["replayed"]["tokens_per_second"]
-        assert replayed.keys() == {*arms, "oracle"} - {"adaptive, entropy 1"}
+        assert replayed.keys() == {*arms, "oracle"} - {"adaptive, entropy 2"}
         assert replayed["oracle"] >= max(replayed["fixed 2"], replayed["alone"])
     for run in record.runs:
         if run["arm"] is None:
