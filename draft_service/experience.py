@@ -42,6 +42,16 @@ class Chances:
         if self._parent is not None:
             self._parent.add(place, value)
 
+    def forget(self, kept: float) -> None:
+        """Lets what is known count for so many tokens of a place at the most; the prior is what is known so far."""
+        (self._prior,) = self.of(1)
+        for place, count in enumerate(self._counts):
+            share = min(1.0, kept / count) if count else 1.0
+            self._sums[place] *= share
+            self._counts[place] *= share
+        if self._parent is not None:
+            self._parent.forget(kept)
+
     def of(self, places: int) -> list[float]:
         """The chances of the first so many places."""
         known = None if self._parent is None else self._parent.of(places)
@@ -140,6 +150,8 @@ class Experience:
         drafted: the chance of each place to be drafted, where it was asked for: a draft may end early.
         pause: tokens that targets write alone before speculation is tried again, where it does not pay.
         silent: those that they have written since it was last tried, or did pay.
+        pays: speculation, as far as is known.
+        comes_short: whether a proposal has been shorter than it was asked for; until then none of `drafted` counts.
         rounds: how many have been taken in.
     """
 
@@ -148,6 +160,8 @@ class Experience:
         self.drafted = Chances(prior=1.0)
         self.pause = first_pause
         self.silent = 0
+        self.pays = True
+        self.comes_short = False
         self.rounds = 0
 
     def of_one(self) -> "tuple[Chances, Chances]":

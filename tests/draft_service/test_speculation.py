@@ -240,8 +240,7 @@ def test_it_stops_where_nothing_pays_and_tries_after_growing_pauses() -> None:
     assert text.alone > 0.9 * text.tokens
     pauses = _pauses(text)
     assert len(pauses) >= 5
-    # Between two pauses there is one try of a few short proposals.
-    assert set(pauses[1:]) == {TRY_ROUNDS}
+    assert set(pauses[1:]) == {TRY_ROUNDS}  # between two pauses there is one try of a few short proposals
     tried = [gamma for gamma in text.gammas[-3 * TRY_ROUNDS :] if gamma]
     assert max(tried) <= TRY_GAMMA
 
@@ -276,7 +275,19 @@ def test_it_comes_back_when_speculation_pays_again() -> None:
     text = run(policy, world, 6000)
     found = text.gammas[-100:]
     assert min(found) >= 4
-    assert text.rate > 0.8 * best(world)[1]
+    assert text.rate > 0.75 * best(world)[1]  # two pauses and a few tries included
+
+
+def test_one_sample_tries_for_all() -> None:
+    """Texts that are shorter than a pause: what they write alone adds up, so that none of it is lost on any of them."""
+    experience, times = Experience(first_pause=FIRST_PAUSE), Times()
+    tried, written = 0, 0
+    for seed in range(120):
+        text = run(adaptive(experience=experience, times=times), WORLDS["useless draft"], 40, seed)
+        written += text.tokens
+        tried += sum(gamma > 0 for gamma in text.gammas)
+    assert experience.pause == LONGEST_PAUSE
+    assert 4 * TRY_ROUNDS <= tried <= written / LONGEST_PAUSE * TRY_ROUNDS + 40
 
 
 def test_it_comes_back_without_a_try_where_times_alone_change() -> None:
@@ -291,8 +302,8 @@ def test_it_comes_back_without_a_try_where_times_alone_change() -> None:
     assert text.gammas[-1] <= TRY_GAMMA
     times["verify"] = cheap
     found = run(policy, world(), 1500).gammas
-    assert found.index(max(found)) < 20
-    assert min(found[10:]) >= 2
+    assert min(found[3:]) >= 2
+    assert abs(_mean(found[20:]) - best(world())[0]) <= 2
 
 
 def test_one_stall_moves_it_little() -> None:

@@ -105,7 +105,7 @@ def restless_lengths() -> None:
     """
     from draft_service import adaptive, experience
 
-    for name, value in {"MARGIN": 0.0, "FIRST_PAUSE": 1, "LONGEST_PAUSE": 2, "TRY_ROUNDS": 1}.items():
+    for name, value in {"MARGIN": 0.0, "FIRST_PAUSE": 1, "LONGEST_PAUSE": 2, "TRY_ROUNDS": 1, "LOOK_EVERY": 1}.items():
         setattr(adaptive, name, value)
     for name, value in {"REMEMBERED_OF_ONE": 3, "SHARED_WEIGHT": 0.5}.items():
         setattr(experience, name, value)
