@@ -58,6 +58,7 @@ class Adaptive(Policy):
     def next(self, most: int) -> int:
         most = min(most, self._ceiling)
         if most < 1:
+            self.pause = 0
             return 0
         self._looked += 1
         if self._looked >= LOOK_EVERY or self._best is None or self._gamma == 0 or self._tries:
