@@ -112,6 +112,7 @@ class RunningPair:
         }
         if module == "draft_service":
             flags["--verifier"] = self.verifier.address
+            flags["--speculation"] = "fixed"  # where a run does not name another
             alone = []
         else:  # prompts come again and again, and other contenders run them each time
             alone = ["--no-prefix-cache"]
@@ -147,25 +148,33 @@ class OverGrpc(Contender):
             rule=RULE,
             gamma=self.gamma,
         )
-        seconds = time.perf_counter() - begin
-        check_length("Outrider", len(completion.token_ids), task)
-        told = completion.statistics
-        return Run(
-            seconds=seconds,
-            tokens=len(completion.token_ids),
-            rounds=told.num_rounds,
-            drafted=told.num_draft_tokens,
-            accepted=told.num_accepted_tokens,
-            alpha=told.alpha if told.num_draft_tokens else None,
-            digest=digest(completion.token_ids),
-            phases=phases(completion, seconds),
-        )
+        return run_of(completion, time.perf_counter() - begin, task)
 
     def settings(self) -> dict[str, Any]:
         how = asdict(self._pair.how)
         if self.gamma:
             return how | {"gamma": self.gamma, "rule": RULE}
         return {"dtype": how["target_dtype"], "threads": how["target_threads"]}
+
+
+def run_of(completion: Completion, seconds: float, task: Task) -> Run:
+    """What one text took, by the clock of who asked and by what the services say.
+
+    Raises:
+        WrongLength: it came out shorter or longer than asked for.
+    """
+    check_length("Outrider", len(completion.token_ids), task)
+    told = completion.statistics
+    return Run(
+        seconds=seconds,
+        tokens=len(completion.token_ids),
+        rounds=told.num_rounds,
+        drafted=told.num_draft_tokens,
+        accepted=told.num_accepted_tokens,
+        alpha=told.alpha if told.num_draft_tokens else None,
+        digest=digest(completion.token_ids),
+        phases=phases(completion, seconds),
+    )
 
 
 def phases(completion: Completion, seconds: float) -> dict[str, float]:

@@ -9,6 +9,7 @@ from draft_service.drafters.base import Kind
 from draft_service.drafters.build import cheap_drafters, check_settings, guarded
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.model import ModelDrafter
+from draft_service.lengths import Lengths
 from draft_service.metrics import OutcomeCacheMetrics, show_held
 from draft_service.pair import Pair
 from draft_service.service import SERVICE_NAME, DraftService
@@ -35,6 +36,7 @@ FEATURES = (
     "propose",
     "resume",
     "round_reports",
+    "speculation_policies",
     "stop_strings",
     "time_limit",
 )
@@ -83,7 +85,9 @@ class DraftApp(Service):
             service="draft_service", version=draft.server_version, model=draft.name, device=draft.device
         )
         chosen = guarded(drafters, settings, target, sparse)
-        self._servicer.attach(Pair(chosen, Kind(settings.drafter), self._link, tokenizer, draft, target))
+        self._servicer.attach(
+            Pair(chosen, Kind(settings.drafter), Lengths(self.metrics), self._link, tokenizer, draft, target)
+        )
 
     async def drain(self) -> None:
         """Requests in progress finish by themselves."""

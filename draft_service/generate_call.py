@@ -18,6 +18,7 @@ from draft_service.output import OutputText
 from draft_service.pair import Pair, Places
 from draft_service.responses import Responses
 from draft_service.settings import DraftSettings
+from draft_service.speculation import PolicyKind
 from draft_service.validation import Generation, check_generate
 from outrider.lm.tokenizer import IncrementalDetokenizer
 from outrider.rpc.errors import RequestError, idle
@@ -95,6 +96,8 @@ class GenerateCall:
             default_drafter=self._pair.default,
             default_draft_temperature=self._settings.draft_temperature,
             default_outcome_cache=self._settings.outcome_cache,
+            default_policy=PolicyKind(self._settings.speculation),
+            default_max_entropy=self._settings.max_entropy,
         )
         chars = len(message.text) + sum(len(said.content) for said in message.chat.messages)
         return check() if chars <= SHORT_PROMPT_CHARS else await asyncio.to_thread(check)
@@ -112,7 +115,7 @@ class GenerateCall:
 
     async def _write(self, request: Generation, index: int) -> None:
         emitter = self._emitter(request, index)
-        sample = Sample(request, index, emitter, arrived=self._arrived)
+        sample = Sample(request, index, emitter, self._pair.lengths.of(request), arrived=self._arrived)
         self._emitters.append(emitter)
         self._samples.append(sample)
         await sample.run(
@@ -171,6 +174,7 @@ class GenerateCall:
             prompt_tokens=len(request.prompt) if request else 0,
             committed_tokens=len(message.committed_token_ids),
             drafter=request.drafter.value if request else "",
+            speculation=request.policy.value if request else "",
             tokens=sum(emitter.completion_tokens for emitter in self._emitters),
             rounds=sum(each.num_rounds for each in counts),
             drafts=sum(each.num_drafts for each in counts),
@@ -179,6 +183,7 @@ class GenerateCall:
             draft_failures=sum(each.num_draft_failures for each in counts),
             outcome_cache_hits=sum(each.num_outcome_cache_hits for each in counts),
             alpha=[round(each.alpha, 4) for each in counts],
+            mean_gamma=[round(each.mean_gamma, 2) for each in counts],
             seconds=round(time.perf_counter() - self._arrived, 4),
             first_token_seconds=round(min(first), 4) if first else None,
             draft_seconds=round(sum(each.draft for each in timings), 4),

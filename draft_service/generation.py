@@ -14,6 +14,8 @@ import structlog
 from draft_service.drafter_choice import KIND_TO_WIRE
 from draft_service.drafters.base import Draft, Drafter, DraftError, Drafting, DraftLate, DraftSequence
 from draft_service.emission import Emitter
+from draft_service.lengths import SampleLengths
+from draft_service.speculation_choice import POLICY_TO_WIRE
 from draft_service.statistics import SpeculationCounts, Timings
 from draft_service.validation import Generation
 from draft_service.verifier_link import VerifierLink
@@ -53,14 +55,17 @@ class Sample:
         finish_reason: why it ended; unspecified until it has.
     """
 
-    def __init__(self, request: Generation, index: int, emitter: Emitter, *, arrived: float) -> None:
-        """`arrived` is the request's arrival, as `time.perf_counter()` had it."""
-        self.counts = SpeculationCounts(drafter=KIND_TO_WIRE[request.drafter])
+    def __init__(
+        self, request: Generation, index: int, emitter: Emitter, lengths: SampleLengths, *, arrived: float
+    ) -> None:
+        """`lengths` says how much to draft; `arrived` is the request's arrival, as `time.perf_counter()` had it."""
+        self.counts = SpeculationCounts(drafter=KIND_TO_WIRE[request.drafter], policy=POLICY_TO_WIRE[request.policy])
         self.timings = Timings(arrived)
         self.finish_reason: sampling_pb2.FinishReason = sampling_pb2.FINISH_REASON_UNSPECIFIED
         self._request = request
         self._index = index
         self._emitter = emitter
+        self._lengths = lengths
         self._written = len(request.committed)
         self._drafting: Drafting | None = None
         self._sent = 0.0  # when the round under way left
@@ -140,23 +145,26 @@ class Sample:
         return self._drafting.propose(gamma) if gamma else None
 
     def _gamma(self, target: VerifySequence) -> int:
-        """The length of the next proposal: what was asked for, within what the verifier wants and what may be written.
+        """The length of the next proposal, within what the verifier wants and what may be drafted and written.
 
         A verdict adds a token of the target's own, so one place less than are left.
         """
-        gamma = min(self._request.gamma, self._left - 1)
-        return gamma if target.gamma_cap is None else min(gamma, target.gamma_cap)
+        assert self._drafting is not None
+        most = min(self._drafting.room(), self._left - 1)
+        return self._lengths.next(most if target.gamma_cap is None else min(most, target.gamma_cap))
 
     async def _send_round(self, target: VerifySequence, draft: Awaitable[Draft] | None) -> Round:
         drafted = await self._drafted(draft) if draft is not None else None
         if drafted is not None:
             self._alone = DECODE_WHILE_CAPPED
             self._sent = time.perf_counter()
+            self._lengths.sent(len(drafted.token_ids))
             await target.propose(drafted.token_ids, [encode_distribution(law) for law in drafted.laws])
             return Round(drafted.token_ids, 1)
-        tokens = self._left if self._drafting is None else min(self._left, self._alone)
+        tokens = self._left if self._drafting is None else min(self._left, max(self._alone, self._lengths.pause))
         self._alone = min(2 * self._alone, MOST_DECODED_WHILE_CAPPED)
         self._sent = time.perf_counter()
+        self._lengths.sent(None)
         await target.decode(tokens)
         return Round((), tokens)
 
@@ -189,7 +197,8 @@ class Sample:
         now = time.perf_counter()
         self.timings.add(now - self._sent, verdict)
         self._sent = now  # where more verdicts are to come, the next one's wait begins here
-        self.counts.add(len(round_.drafted), verdict)
+        self.counts.add(len(round_.drafted), verdict, asked=self._lengths.asked)
+        self._lengths.observe(verdict)
         self._written += len(verdict.token_ids)
         if self._drafting is not None:
             self._drafting.advance(verdict.token_ids)
@@ -235,6 +244,7 @@ class Sample:
             seed_is_fresh=self._request.seed_is_fresh,
             draft_temperature=self._request.draft_temperature,
             looks_ahead=self._request.outcome_cache,
+            max_entropy=self._request.max_entropy,
         )
 
     def _stop_drafting(self) -> None:

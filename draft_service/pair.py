@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from draft_service.drafters.base import Drafter, Kind
+from draft_service.lengths import Lengths
 from draft_service.verifier_link import VerifierLink
 from outrider.lm.tokenizer import Tokenizer
 from outrider.pace import Pace
@@ -22,10 +23,12 @@ class Pair:
     Attributes:
         drafters: what requests may choose from.
         default: what drafts where a request does not say.
+        lengths: how many tokens at a time.
     """
 
     drafters: Mapping[Kind, Drafter]
     default: Kind
+    lengths: Lengths
     link: VerifierLink
     tokenizer: Tokenizer
     draft: model_pb2.ModelInfo

@@ -22,14 +22,23 @@ class SpeculationCounts:
     num_outcome_cache_hits: int = 0
     num_predrafted_tokens: int = 0
     num_wasted_tokens: int = 0
+    policy: draft_service_pb2.SpeculationPolicy = draft_service_pb2.SPECULATION_POLICY_UNSPECIFIED
+    num_short_drafts: int = 0
     drafted_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
     _beta_sum: float = 0.0
     _beta_count: int = 0
+    _asked: int = 0
 
-    def add(self, drafted: int, verdict: speculation_pb2.Verdict) -> None:
-        """Takes in the verdict on a proposal of `drafted` tokens; 0 where the target wrote alone."""
+    def add(self, drafted: int, verdict: speculation_pb2.Verdict, *, asked: int | None = None) -> None:
+        """Takes in the verdict on a proposal of `drafted` tokens; 0 where the target wrote alone.
+
+        `asked` is the length that was chosen for it; None is what came.
+        """
+        asked = drafted if asked is None else asked
         self.num_rounds += 1
+        self.num_short_drafts += drafted < asked
+        self._asked += asked
         if not drafted:
             return
         self.num_drafts += 1
@@ -68,6 +77,11 @@ class SpeculationCounts:
         """Mean chance of acceptance over judged positions [L 3.2], or their accepted share; 0 where none was judged."""
         return self._beta_sum / self._beta_count if self._beta_count else 0.0
 
+    @property
+    def mean_gamma(self) -> float:
+        """Mean of the lengths that were chosen, over rounds; 0 for each token that the target wrote alone."""
+        return self._asked / self.num_rounds if self.num_rounds else 0.0
+
     def to_message(self) -> draft_service_pb2.SpeculationStatistics:
         """The counts as the contract has them."""
         drafted, accepted = self.num_draft_tokens, self.num_accepted_tokens
@@ -87,6 +101,9 @@ class SpeculationCounts:
             num_outcome_cache_hits=self.num_outcome_cache_hits,
             num_predrafted_tokens=self.num_predrafted_tokens,
             num_wasted_tokens=self.num_wasted_tokens,
+            policy=self.policy,
+            mean_gamma=self.mean_gamma,
+            num_short_drafts=self.num_short_drafts,
         )
 
 

@@ -9,7 +9,10 @@ from dataclasses import dataclass, replace
 
 from draft_service.drafter_choice import check_draft_temperature, check_drafter
 from draft_service.drafters.base import Kind
+from draft_service.speculation import PolicyKind
+from draft_service.speculation_choice import check_max_entropy, check_policy
 from kernels.adjustments import LogitRules
+from kernels.verify import Rule
 from outrider.lm.tokenizer import Tokenizer
 from outrider.model_info import check_features
 from outrider.rpc.errors import RequestError, failed_precondition, invalid_field
@@ -45,7 +48,10 @@ class Generation:
         stop_token_ids: those of the request, without the model's own.
         top_logprobs: None where no log-probabilities were asked for.
         time_limit: in seconds; None is none.
-        gamma: tokens of a proposal; 0 lets the target write alone.
+        policy: what chooses the length of each proposal.
+        gamma: tokens of a proposal, under `fixed` of each; 0 lets the target write alone.
+        first_gamma: those of the first, under the others.
+        max_entropy: of a draft's law, in nats; None is no bound.
         drafter: what proposes; `NONE` where gamma is 0.
         draft_temperature: None is the target's.
         outcome_cache: whether the drafter may draft while a verdict is under way.
@@ -66,7 +72,10 @@ class Generation:
     samples: int
     top_logprobs: int | None
     time_limit: float | None
+    policy: PolicyKind
     gamma: int
+    first_gamma: int
+    max_entropy: float | None
     drafter: Kind
     draft_temperature: float | None
     outcome_cache: bool
@@ -105,6 +114,8 @@ def check_generate(
     default_drafter: Kind,
     default_draft_temperature: float | None = None,
     default_outcome_cache: bool = True,
+    default_policy: PolicyKind = PolicyKind.FIXED,
+    default_max_entropy: float | None = None,
 ) -> Generation:
     """Checks a request against the pair and the limits. A long prompt takes its time to tokenise.
 
@@ -119,9 +130,14 @@ def check_generate(
     sampling = check_law(message.sampling, target, seed_decides=True)
     top_logprobs = check_logprobs(message.logprobs) if message.HasField("logprobs") else None
     samples = _check_samples(message, limits)
-    if sampling.needs_logits and not message.speculation.HasField("gamma"):
-        default_gamma = min(default_gamma, max(1, most_logits(message_limit(draft, target), target.vocab_size)))
-    gamma = _check_gamma(message.speculation, limits, default_gamma)
+    if sampling.seed is not None and not (sampling.law.is_greedy or sampling.rule is Rule.COUPLED):
+        default_policy = PolicyKind.FIXED  # where draws decide, a seed gives the same text for the same lengths
+    policy = check_policy("speculation.policy", message.speculation, default=default_policy)
+    most = limits.max_gamma
+    if sampling.needs_logits:
+        most = min(most, max(1, most_logits(message_limit(draft, target), target.vocab_size)))
+    first_gamma = min(default_gamma, most)
+    gamma = _check_gamma(message.speculation, limits, first_gamma if policy is PolicyKind.FIXED else most)
     drafter = Kind.NONE
     if gamma:
         asked = message.speculation.drafter
@@ -152,7 +168,10 @@ def check_generate(
         samples=samples,
         top_logprobs=top_logprobs,
         time_limit=time_limit,
+        policy=policy,
         gamma=gamma,
+        first_gamma=min(first_gamma, gamma),
+        max_entropy=check_max_entropy("speculation.max_entropy", message.speculation, default=default_max_entropy),
         drafter=drafter,
         draft_temperature=check_draft_temperature(
             "speculation.draft_temperature",
@@ -315,7 +334,7 @@ def _check_samples(message: draft_service_pb2.GenerateRequest, limits: model_pb2
 
 def _check_gamma(speculation: draft_service_pb2.SpeculationParams, limits: model_pb2.Limits, default: int) -> int:
     if not speculation.HasField("gamma"):
-        return min(default, limits.max_gamma)
+        return default
     return check_gamma("speculation.gamma", speculation.gamma, limits)
 
 

@@ -6,12 +6,14 @@ seeds and positions come from, nor of proposals.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kernels.distribution import SamplingLaw, probabilities
+from kernels.entropy import UNSURE, entropy, entropy_of_greedy
 from kernels.noise import row_key, unit, words
 
 _AT_ONCE = 1 << 15
@@ -59,39 +61,52 @@ def choose_each(p: Tensor, noise: Tensor) -> list[int]:
     return tokens
 
 
-def draw(logits: Tensor, laws: Sequence[SamplingLaw], noise: Tensor) -> list[int]:
+def draw(
+    logits: Tensor, laws: Sequence[SamplingLaw], noise: Tensor, bounds: Sequence[float] | None = None
+) -> list[int]:
     """Choose one token from each row of `logits` `[B, V]`; at temperature 0 it is the largest, whatever the noise.
 
     Args:
         logits: the draft's logits, adjustments made.
         laws: how each row becomes q, `[B]`.
         noise: of each row, as `noise_of` gives it, `[B, V]`.
+        bounds: the entropy in nats above which nothing is chosen from a row, one for each; None is no bound.
 
     Returns:
-        The tokens; -1 for a row that is no law (`distribution.bad_rows`).
+        The tokens; -1 for a row that is no law (`distribution.bad_rows`), `entropy.UNSURE` for one whose law (at
+        temperature 0: whose logits) is above its bound.
 
     Raises:
-        ValueError: the number of laws is not B, or the noise is not `[B, V]`.
+        ValueError: the number of laws or bounds is not B, or the noise is not `[B, V]`.
     """
-    return pick(weigh_each(logits, laws, noise))
+    return pick(weigh_each(logits, laws, noise, bounds))
 
 
-def weigh_each(logits: Tensor, laws: Sequence[SamplingLaw], noise: Tensor) -> Tensor:
-    """Return `weigh` of the law that each row of `logits` becomes `[B, V]`, NaN where it is none; see `draw`."""
+def weigh_each(
+    logits: Tensor, laws: Sequence[SamplingLaw], noise: Tensor, bounds: Sequence[float] | None = None
+) -> Tensor:
+    """Return `weigh` of the law that each row of `logits` becomes `[B, V]`; see `draw`.
+
+    A row is NaN where it is no law, and positive infinity where its law is above its bound; nothing else is positive.
+    """
     B = logits.shape[0]
     if len(laws) != B or noise.shape != logits.shape:
         raise ValueError(f"{len(laws)} laws and noise of shape {tuple(noise.shape)} for logits {tuple(logits.shape)}")
+    bounds = [math.inf] * B if bounds is None else bounds
+    if len(bounds) != B:
+        raise ValueError(f"{len(bounds)} bounds for {B} rows")
     weighed = torch.empty_like(noise)
     for shared in dict.fromkeys(laws):
         rows = [row for row in range(B) if laws[row] == shared]
-        all_rows = len(rows) == B
-        q = probabilities(logits if all_rows else logits[rows], shared).cpu()
-        if all_rows:
-            return weigh(q, noise)
+        q = probabilities(logits if len(rows) == B else logits[rows], shared).cpu()
         weighed[rows] = weigh(q, noise[rows])
+        for row, each in zip(rows, q, strict=True):
+            bound = bounds[row]
+            if bound < math.inf and (entropy_of_greedy(logits[row]) if shared.is_greedy else entropy(each)) > bound:
+                weighed[row] = math.inf
     return weighed
 
 
 def pick(weighed: Tensor) -> list[int]:
-    """Return the token that each row of what `weigh_each` gave chooses, `[B]`; -1 for a row that is no law."""
-    return [-1 if row[0].isnan() else int(row.argmin()) for row in weighed]
+    """Return what each row of what `weigh_each` gave chooses, `[B]`: a token, or what stands for none; see `draw`."""
+    return [-1 if row[0].isnan() else UNSURE if bool(row[0] == math.inf) else int(row.argmin()) for row in weighed]

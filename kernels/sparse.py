@@ -6,6 +6,7 @@ of the wire, or of where the uniforms come from.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.distribution import SamplingLaw, probabilities
+from kernels.entropy import UNSURE, entropy_of_greedy, entropy_of_weights
 
 MAX_SUPPORT = 256
 """The largest K. With 16-bit weights Σw stays below 2^24, which float32 holds exactly."""
@@ -70,6 +72,7 @@ def draw(
     law: SamplingLaw | Sequence[SamplingLaw],
     config: SparseConfig,
     uniforms: Sequence[float],
+    bounds: Sequence[float] | None = None,
 ) -> tuple[list[int], list[SparseLaw | None]]:
     """Draw one token from each row of `logits` `[B, V]`.
 
@@ -78,18 +81,23 @@ def draw(
         law: how they become q; one for all rows, or one each.
         config: how much of q to keep.
         uniforms: one in [0, 1) for each row; not used at temperature 0.
+        bounds: the entropy in nats above which a row is not sampled from, one for each; None is no bound.
 
     Returns:
-        tokens: drawn from q̂; -1 for a row that is no law (`distribution.bad_rows`).
+        tokens: drawn from q̂; -1 for a row that is no law (`distribution.bad_rows`), `entropy.UNSURE` for one whose q̂
+            (at temperature 0: whose logits) is above its bound.
         laws: the q̂ that was sampled from; None is a point mass on the token (temperature 0), or a row without one.
 
     Raises:
-        ValueError: the number of uniforms or laws is not B.
+        ValueError: the number of uniforms, laws or bounds is not B.
     """
     B = logits.shape[0]
     laws = [law] * B if isinstance(law, SamplingLaw) else list(law)
     if len(uniforms) != B or len(laws) != B:
         raise ValueError(f"{len(uniforms)} uniforms and {len(laws)} laws for {B} rows")
+    bounds = [math.inf] * B if bounds is None else bounds
+    if len(bounds) != B:
+        raise ValueError(f"{len(bounds)} bounds for {B} rows")
     tokens: list[int] = [-1] * B
     drawn: list[SparseLaw | None] = [None] * B
     for shared in dict.fromkeys(laws):
@@ -97,10 +105,15 @@ def draw(
         z = logits if len(rows) == B else logits[rows]
         if shared.is_greedy:
             for row, token in zip(rows, _argmax(z), strict=True):
-                tokens[row] = token
+                bounded = token >= 0 and bounds[row] < math.inf
+                tokens[row] = UNSURE if bounded and entropy_of_greedy(logits[row]) > bounds[row] else token
             continue
         for row, sparse in zip(rows, _sparsify_rows(probabilities(z, shared), config), strict=True):
-            if sparse is not None:
+            if sparse is None:
+                continue
+            if bounds[row] < math.inf and _entropy(sparse) > bounds[row]:  # before anything is sampled
+                tokens[row] = UNSURE
+            else:
                 tokens[row], drawn[row] = sample(sparse, uniforms[row]), sparse
     return tokens, drawn
 
@@ -173,6 +186,10 @@ def _refuse_disorder(ids: np.ndarray) -> None:
     if first == second:
         raise ValueError(f"token id {first} is repeated at places {at} and {at + 1} of the support")
     raise ValueError(f"token ids must ascend: {first} at place {at} comes before {second}")
+
+
+def _entropy(law: SparseLaw) -> float:
+    return entropy_of_weights(torch.from_numpy(law.weights.astype(np.int64)))
 
 
 def _argmax(logits: Tensor) -> list[int]:

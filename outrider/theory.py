@@ -1,13 +1,14 @@
 """The paper's formulas, with the network added: expected tokens, speed-up, operations, and the best γ.
 
-Pure arithmetic on plain numbers. All assume that acceptances are independent with the same chance α [L 3.1], which real
-texts meet roughly. Knows nothing of how α and the times were measured.
+Pure arithmetic on plain numbers. Those that take α assume that acceptances are independent with the same chance
+[L 3.1], which real texts meet roughly; others take a chance for each position, or what became of recorded rounds. Knows
+nothing of how chances and times were measured.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 MAX_GAMMA = 64
 """Where `best_gamma` stops looking unless told otherwise."""
@@ -26,6 +27,62 @@ def expected_tokens(alpha: float, gamma: int) -> float:
     if 1 - alpha < 1e-6:  # the quotient loses its digits; the sum it stands for does not
         return math.fsum(alpha**i for i in range(gamma + 1))
     return (1 - alpha ** (gamma + 1)) / (1 - alpha)
+
+
+def expected_tokens_by_position(chances: Sequence[float]) -> float:
+    """Return the expected tokens of one round of `len(chances)` drafts, 1 + Σ_i Π_{j≤i} β_j.
+
+    `chances` are β_1, β_2, …: that of each drafted token to be accepted where all before it were. Equal ones give
+    `expected_tokens`.
+
+    Raises:
+        ValueError: one is outside [0, 1].
+    """
+    expected = reached = 1.0
+    for chance in chances:
+        if not 0 <= chance <= 1:
+            raise ValueError(f"a chance is {chance}; each must lie in [0, 1]")
+        reached *= chance
+        expected += reached
+    return expected
+
+
+def fixed_rate(accepted: Sequence[int], gamma: int, seconds: Callable[[int], float]) -> float:
+    """Return the tokens per second that γ would have given in recorded rounds, Σ (min(a, γ) + 1) / (n · seconds(γ)).
+
+    Args:
+        accepted: a of each round: how many drafted tokens were accepted, at a γ at least as long as this one.
+        gamma: drafted tokens a round.
+        seconds: what a round of that many drafts takes.
+
+    Raises:
+        ValueError: there is no round, γ is negative, or a round takes no time.
+    """
+    if gamma < 0:
+        raise ValueError(f"gamma is {gamma}; it must be at least 0")
+    return _rate([min(each, gamma) for each in accepted], [gamma] * len(accepted), seconds)
+
+
+def oracle_rate(accepted: Sequence[int], seconds: Callable[[int], float]) -> float:
+    """Return the tokens per second of a γ that knew what would be accepted [L 3.5], Σ (a + 1) / Σ seconds(a).
+
+    In each round it drafts just the tokens that were accepted of many. With one α its tokens a round are 1/(1 - α). No
+    γ that cannot see ahead comes to this: it is a bound. It is one from below of itself where all drafts of a round
+    were accepted, since nobody knows how many more would have been. For the arguments see `fixed_rate`.
+
+    Raises:
+        ValueError: there is no round, or one takes no time.
+    """
+    return _rate(accepted, accepted, seconds)
+
+
+def _rate(accepted: Sequence[int], drafted: Sequence[int], seconds: Callable[[int], float]) -> float:
+    if not accepted:
+        raise ValueError("no rounds are given; at least 1 is needed")
+    times = {gamma: seconds(gamma) for gamma in set(drafted)}
+    for gamma, time in times.items():
+        _refuse_times(above_zero=True, **{f"seconds({gamma})": time})
+    return sum(each + 1 for each in accepted) / math.fsum(times[gamma] for gamma in drafted)
 
 
 def improvement(alpha: float, gamma: int, c: float, round_trip: float = 0.0, verify_cost: float = 1.0) -> float:

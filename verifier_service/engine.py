@@ -13,6 +13,7 @@ import structlog
 import torch
 
 from kernels.verify import Rule, verify
+from outrider.cost_line import FittedCost
 from outrider.lm.engine import Engine
 from outrider.lm.errors import PoolCorrupted
 from outrider.lm.packed import Chunk, PackedModel
@@ -21,7 +22,6 @@ from outrider.rpc.errors import RequestError, internal
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service.gamma_cap import GammaCap
 from verifier_service.linger import seconds_to_linger
-from verifier_service.pass_cost import PassCost
 from verifier_service.rounds import Round
 from verifier_service.scheduler import IDLE_SECONDS, Scheduler, TargetWork
 from verifier_service.sequence import TargetSequence, is_sound
@@ -128,7 +128,7 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
         self._verify_path = verify_path
         self._observer = observer
         self.prefixes = PrefixCache(packed.pool, enabled=prefix_cache)
-        self.cost: PassCost  # of the passes so far; from `prepare` on
+        self.cost: FittedCost  # of the passes so far; from `prepare` on
         self._caps = GammaCap() if gamma_cap else None
         self.scheduler = Scheduler(
             packed.pool, self.prefixes, pass_tokens=pass_tokens, max_sequences=model.limits.max_sequences
@@ -138,7 +138,7 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
     def prepare(self) -> None:
         """Times passes of one token and of the longest round: on this thread, as those that serve will run."""
         widths = {1, min(self._model.limits.max_gamma + 1, self.packed.pool.max_length)}
-        self.cost = PassCost([(width, self._trial(width)) for width in widths for _ in range(TRIALS)])
+        self.cost = FittedCost([(width, self._trial(width)) for width in widths for _ in range(TRIALS)])
 
     def _trial(self, width: int) -> float:
         """Seconds of a pass over so many tokens of one sequence."""

@@ -25,8 +25,8 @@ import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+from outrider.cost_line import CostLine, FittedCost
 from outrider.theory import expected_tokens
-from verifier_service.pass_cost import CostLine, PassCost
 
 # The cap moves only where the best γ gives so much more text than the γ in use, and by so many tokens at once at most.
 MARGIN, STEP = 0.05, 2
@@ -56,7 +56,7 @@ class GammaCap:
         self.cap: int | None = None
         self._judged = self._accepted = 0.0  # tokens of the last rounds
         self._first: list[tuple[int, float]] = []  # turnarounds, by γ
-        self._turnaround: PassCost | None = None  # the same as a line in γ, from `FIRST_ROUNDS` on
+        self._turnaround: FittedCost | None = None  # the same as a line in γ, from `FIRST_ROUNDS` on
         self._excess = {False: _Mean(), True: _Mean()}  # what cycles take over the formula: with drafts, and without
         self._cycles: list[float] = []  # since the last look
         self._line = CostLine(0.0, 0.0)
@@ -112,7 +112,7 @@ class GammaCap:
             return
         self._first.append((drafted, seconds))
         if len(self._first) >= FIRST_ROUNDS:  # of one γ only, they say that a shorter proposal comes no sooner
-            self._turnaround = PassCost(self._first)
+            self._turnaround = FittedCost(self._first)
 
     def _note_probe(self, drafted: int) -> None:
         if drafted:

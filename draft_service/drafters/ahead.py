@@ -22,6 +22,7 @@ from draft_service.drafters.spare_time import SpareTime
 from draft_service.drafters.trial import Trial
 from kernels import coupled
 from kernels.dense import DraftLogits
+from kernels.entropy import UNSURE
 from kernels.sparse import SparseLaw
 from kernels.verify import Rule
 from outrider.lm.kv_pool import KVPool
@@ -213,13 +214,17 @@ class OutcomeCache:
         trunk = branch.trunk
         assert trunk is not None
         look = self._lookaheads[trunk]
+        is_done = False
         for token, law, scores in drawn:
-            if token < 0:
+            if token == UNSURE:  # the proposal ends here, as whoever goes on with it will find
+                is_done = True
+            elif token < 0:
                 self.drop(trunk)
                 return
-            branch.add(token, law, scores)
-        look.drafted_tokens += len(drawn)
-        if branch.drafted < self.wanted(branch):
+            else:
+                branch.add(token, law, scores)
+                look.drafted_tokens += 1
+        if branch.drafted < self.wanted(branch) and not is_done:
             return
         look.open.remove(branch)
         if branch is look.end:

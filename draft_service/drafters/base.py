@@ -83,6 +83,8 @@ class DraftSequence:
             may a law learned from other texts be sampled from by them.
         draft_temperature: in place of the target's, where that is above 0; None is the same.
         looks_ahead: whether a drafter may draft while a verdict is under way, for the verdicts it thinks likely.
+        max_entropy: a proposal ends before the token whose law has more, in nats, where the drafter has laws; its
+            first token comes all the same. None is no bound.
     """
 
     prompt: Sequence[int]
@@ -94,6 +96,7 @@ class DraftSequence:
     seed_is_fresh: bool = False
     draft_temperature: float | None = None
     looks_ahead: bool = True
+    max_entropy: float | None = None
 
     @property
     def draft_law(self) -> SamplingLaw:
@@ -163,7 +166,8 @@ class Drafting(ABC):
     def propose(self, gamma: int) -> Awaitable[Draft]:
         """Begins to draft at once, and gives the result to whoever awaits it; one proposal at a time.
 
-        `gamma` tokens come, or `room()` of them where that is less, or fewer where the drafter knows of no more.
+        `gamma` tokens come, or `room()` of them where that is less, or fewer where the drafter knows of no more, or is
+        less sure of the next than it was asked to be.
 
         Raises:
             DraftError: on awaiting; the sequence cannot go on here.

@@ -21,7 +21,7 @@ class DrawnToken(NamedTuple):
     """A token and how it came about.
 
     Attributes:
-        token: its id; below 0 where the logits were no numbers.
+        token: its id; `kernels.entropy.UNSURE` ends the proposal, -1 says that the logits were no numbers.
         law: what is told of it.
         scores: what it was chosen by, see `outrider.lm.writing.Written`; None where it was drawn from a law.
     """
@@ -50,7 +50,8 @@ class Drawing:
         noise = None
         if sequence.shares_noise:
             noise = coupled.noise_of([(sequence.seed, sequence.base + place) for place in places], self._vocab_size)
-        return Sampling(sequence.law, self._config, uniforms, self._vocab_size, noise)
+        bounds = [] if sequence.max_entropy is None else [sequence.bound(place) for place in places]
+        return Sampling(sequence.law, self._config, uniforms, self._vocab_size, noise, bounds)
 
     def draw(self, drawing: Sequence[ModelSequence], logits: torch.Tensor) -> Drawn:
         """The next token of each sequence."""
@@ -69,7 +70,7 @@ class Drawing:
     def _by_uniforms(self, drawing: Sequence[ModelSequence], z: torch.Tensor) -> Drawn:
         laws = [sequence.law for sequence in drawing]
         uniforms = [_uniform(sequence, sequence.drafted) for sequence in drawing]
-        tokens, drawn = draw(z, laws, self._config, uniforms)
+        tokens, drawn = draw(z, laws, self._config, uniforms, [each.bound(each.drafted) for each in drawing])
         told = [
             draft_logits(z[row : row + 1], sequence.law, self._target_size)[0] if sequence.tells_logits else law
             for row, (sequence, law) in enumerate(zip(drawing, drawn, strict=True))
@@ -79,7 +80,8 @@ class Drawing:
 
     def _by_noise(self, drawing: Sequence[ModelSequence], z: torch.Tensor) -> Drawn:
         noise = coupled.noise_of([(each.seed, len(each.tokens)) for each in drawing], self._vocab_size)
-        weighed = coupled.weigh_each(z, [each.law for each in drawing], noise)
+        bounds = [each.bound(each.drafted) for each in drawing]
+        weighed = coupled.weigh_each(z, [each.law for each in drawing], noise, bounds)
         return [DrawnToken(token, None, row) for token, row in zip(coupled.pick(weighed), weighed, strict=True)]
 
 

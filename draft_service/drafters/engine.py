@@ -14,6 +14,7 @@ from draft_service.drafters.base import DraftError, Foresight
 from draft_service.drafters.drawing import Drawing, Drawn, DrawnToken
 from draft_service.drafters.sequence import Ask, Close, ModelSequence
 from draft_service.drafters.spare_time import SpareTime
+from kernels.entropy import UNSURE
 from kernels.sparse import SparseConfig
 from outrider.lm.engine import Engine
 from outrider.lm.packed import Chunk, PackedModel
@@ -193,6 +194,9 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
 
     def _take(self, sequence: ModelSequence, drawn: Drawn) -> None:
         for token, law, scores in drawn:
+            if token == UNSURE:  # nothing was sampled, and what was before is the proposal
+                sequence.gamma = sequence.drafted
+                break
             if token < 0:
                 text = f"the draft's logits after {len(sequence.tokens)} tokens are no numbers"
                 self._end(sequence, DraftError(text, reason="BAD_LOGITS"))

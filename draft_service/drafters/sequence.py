@@ -3,6 +3,7 @@
 It knows nothing of passes, of the pool or of how tokens are drawn.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,7 @@ class ModelSequence:
         tokens: prompt, committed tokens, and those drafted in the round under way.
         base: how many of them are committed.
         tells_logits: whether the logits of each drafted token are told, and not its law.
+        max_entropy: of a law in nats; a proposal ends before a token of more. None is no bound.
         gamma: how many to draft in the round under way; 0 between rounds.
         laws: what is told of the drafted ones: what they were sampled from, or the logits (`tells_logits`).
         scores: what they were chosen by where there is no law, see `outrider.lm.writing.Written`.
@@ -47,6 +49,7 @@ class ModelSequence:
     base: int
     adjuster: Adjuster | None
     tells_logits: bool = False
+    max_entropy: float | None = None
     slot: int | None = None
     gamma: int = 0
     laws: list[TokenLaw] = field(default_factory=list)
@@ -74,6 +77,7 @@ class ModelSequence:
             len(tokens),
             adjuster,
             sequence.needs_logits,
+            max_entropy=sequence.max_entropy,
             looks_ahead=sequence.looks_ahead,
         )
 
@@ -96,6 +100,10 @@ class ModelSequence:
     def drafted(self) -> int:
         """Tokens drafted in this round."""
         return len(self.tokens) - self.base
+
+    def bound(self, place: int) -> float:
+        """The entropy above which nothing is sampled at a place of the proposal; its first token always is."""
+        return math.inf if self.max_entropy is None or place == 0 else self.max_entropy
 
     def commit(self, committed: Sequence[int]) -> int:
         """Puts what was committed in place of what was drafted; how many of its tokens had been drafted."""

@@ -7,11 +7,12 @@ from typing import Any, TypeVar, cast
 
 import click
 
-from outrider.client import AcceptanceRule, Drafter, Options
+from outrider.client import AcceptanceRule, Drafter, Options, SpeculationPolicy
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _RULES = [rule.value for rule in AcceptanceRule if rule is not AcceptanceRule.UNSPECIFIED]
+_POLICIES = [policy.value for policy in SpeculationPolicy if policy is not SpeculationPolicy.UNSPECIFIED]
 _DRAFTERS = [drafter.value for drafter in Drafter if drafter is not Drafter.UNSPECIFIED]
 
 
@@ -63,6 +64,14 @@ _LAW = (
         "--sigmoid-scales", metavar="ALPHA BETA", type=float, nargs=2, help="With --rule sigmoid, which needs them."
     ),
     click.option("--gamma", type=int, help="Tokens per proposal; 0: the target alone. Default: the service chooses."),
+    click.option(
+        "--speculation",
+        type=click.Choice(_POLICIES),
+        help="What chooses them, --gamma being the most. Default: fixed with --gamma, else the service's.",
+    ),
+    click.option(
+        "--max-entropy", metavar="NATS", type=float, help="A proposal ends where the draft is less sure than this."
+    ),
     click.option(
         "--drafter",
         type=click.Choice(_DRAFTERS),

@@ -59,6 +59,15 @@ class Drafter(_Named):
     NONE = "none"
 
 
+class SpeculationPolicy(_Named):
+    """What chooses how long proposals are; see the contract's `SpeculationPolicy`."""
+
+    UNSPECIFIED = "unspecified"
+    FIXED = "fixed"
+    HEURISTIC = "heuristic"
+    ADAPTIVE = "adaptive"
+
+
 class TokenOrigin(_Named):
     """Where a token came from; see the contract's `TokenOrigin`."""
 
@@ -191,7 +200,8 @@ class Statistics(_Mirror):
     """How speculation went for one sample.
 
     `alpha` is the mean of β over judged positions; under `coupled`, which knows no β, the accepted share of them.
-    `num_draft_failures` counts proposals that did not come, in whose place the target wrote alone.
+    `num_draft_failures` counts proposals that did not come, in whose place the target wrote alone. `mean_gamma` is the
+    mean of the lengths that `policy` chose, over all rounds; `num_short_drafts` counts proposals that came shorter.
     """
 
     num_drafts: int
@@ -205,6 +215,9 @@ class Statistics(_Mirror):
     num_rounds: int
     drafter: Drafter
     num_draft_failures: int
+    policy: SpeculationPolicy
+    mean_gamma: float
+    num_short_drafts: int
     num_outcome_cache_queries: int
     num_outcome_cache_hits: int
     num_predrafted_tokens: int
@@ -213,7 +226,7 @@ class Statistics(_Mirror):
     @classmethod
     def of(cls, message: Any) -> Self:
         named = {field.name: _plain(getattr(message, field.name)) for field in fields(cls)}
-        return cls(**named | {"drafter": Drafter.of(message.drafter)})
+        return cls(**named | {"drafter": Drafter.of(message.drafter), "policy": SpeculationPolicy.of(message.policy)})
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any, TypeAlias, TypedDict, cast
 
 from outrider.client.errors import typed
-from outrider.client.events import AcceptanceRule, Drafter
+from outrider.client.events import AcceptanceRule, Drafter, SpeculationPolicy
 from outrider.rpc.errors import invalid_field
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2
 
@@ -54,7 +54,9 @@ class Options(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     # How it is done, and what is told of it
-    gamma: int  # tokens per proposal; 0 lets the target write alone
+    gamma: int  # tokens per proposal, or at most so many with another `speculation`; 0 lets the target write alone
+    speculation: SpeculationPolicy | str  # what chooses them; left out: `fixed` with `gamma`, else the service's choice
+    max_entropy: float  # nats: a proposal ends before a token that the draft is less sure of
     draft_temperature: float  # by which the draft is drawn; left out: the service's choice, by default `temperature`
     outcome_cache: bool  # draft for likely verdicts while one is under way; left out: the service's choice
     drafter: Drafter | str  # what proposes, of those that the service has; left out: its default
@@ -156,6 +158,14 @@ def _set_gamma(request: draft_service_pb2.GenerateRequest, value: int) -> None:
     request.speculation.gamma = value
 
 
+def _set_speculation(request: draft_service_pb2.GenerateRequest, value: SpeculationPolicy | str) -> None:
+    request.speculation.policy = cast("draft_service_pb2.SpeculationPolicy", SpeculationPolicy(value).number)
+
+
+def _set_max_entropy(request: draft_service_pb2.GenerateRequest, value: float) -> None:
+    request.speculation.max_entropy = value
+
+
 def _set_drafter(request: draft_service_pb2.GenerateRequest, value: Drafter | str) -> None:
     request.speculation.drafter = cast("draft_service_pb2.Drafter", Drafter(value).number)
 
@@ -198,6 +208,8 @@ _SETTERS: dict[str, Setter] = {
     "stop_token_ids": _repeated("stop_token_ids"),
     "ignore_eos": _field("ignore_eos"),
     "gamma": _set_gamma,
+    "speculation": _set_speculation,
+    "max_entropy": _set_max_entropy,
     "drafter": _set_drafter,
     "draft_temperature": _set_draft_temperature,
     "outcome_cache": _set_outcome_cache,

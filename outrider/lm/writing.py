@@ -5,6 +5,7 @@ work costs a small model a third of its time. It knows a model's layers and how 
 the tokens are for, nor where uniforms and noise come from.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from kernels.coupled import weigh
 from kernels.distribution import SamplingLaw, sampled_law
+from kernels.entropy import entropy, entropy_of_greedy, entropy_of_weights
 from kernels.sparse import SparseConfig, SparseLaw, as_law, place, truncate
 from outrider.lm.gated_layers import GatedLayers, compiled
 
@@ -27,6 +29,7 @@ class Sampling:
         uniforms: one for each token to write, in [0, 1); not used at temperature 0, nor where there is noise.
         vocab_size: ids from there on are padding, and never drawn.
         noise: what `kernels.coupled` chooses the tokens by, `[γ, vocab_size]`; None draws by the uniforms.
+        bounds: of each token, the entropy of its law in nats above which writing ends before it; of none, no bounds.
     """
 
     law: SamplingLaw
@@ -34,6 +37,7 @@ class Sampling:
     uniforms: Sequence[float]
     vocab_size: int
     noise: Tensor | None = None
+    bounds: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,7 @@ class Written:
     """What was written.
 
     Attributes:
-        tokens: the tokens; the last may be -1, where the logits were no numbers.
+        tokens: the tokens; the last may be -1, where the logits were no numbers, or -2, where a law is above its bound.
         laws: what each was sampled from; None at temperature 0 and with noise.
         scores: what each was chosen by where there is no law, `[V]`: logits, of which the largest wins, or with noise
             what `kernels.coupled.weigh` gives, of which the least does.
@@ -77,6 +81,7 @@ class WritingLoop(nn.Module):
         min_p: float,
         keep_mass: float,
         max_support: int,
+        bounds: list[float],
     ) -> tuple[list[int], list[Tensor], list[Tensor], list[Tensor]]:
         """Runs `token_ids` `[T]`, draws a token, runs that, and so on: one token for each uniform.
 
@@ -93,11 +98,12 @@ class WritingLoop(nn.Module):
             vocab_size: columns of the logits to draw from.
             temperature: with `top_k`, `top_p` and `min_p`, see `SamplingLaw`.
             keep_mass: with `max_support`, see `SparseConfig`.
+            bounds: see `Sampling`.
 
         Returns:
             The tokens; the ids and weights of the law of each (none at temperature 0, nor with noise); and, where
             there are none, what each was chosen by, `Written.scores`. A token of -1 says that the logits were no
-            numbers, and is the last.
+            numbers, one of -2 that the law is above its bound; either is the last.
         """
         tokens: list[int] = []
         ids: list[Tensor] = []
@@ -123,24 +129,33 @@ class WritingLoop(nn.Module):
             )
             z = logits.narrow(1, 0, vocab_size).float().cpu()  # to draw is many small steps: one copy, not one for each
             token = -1
+            bound = bounds[len(tokens)] if len(bounds) > 0 else math.inf
             if temperature == 0:
                 best = z.argmax()
                 if bool(z.view(-1)[best].isfinite()):
                     token = int(best)
                     scores.append(z[0])
+                    if bound < math.inf and entropy_of_greedy(z[0]) > bound:
+                        token = -2
             else:
                 p = sampled_law(z, temperature, top_k, top_p, min_p).squeeze(0)
                 if bool(p[0].isnan()):
                     pass
                 elif noise.size(0) > 0:
-                    weighed = weigh(p, noise[len(tokens)])
-                    token = int(weighed.argmin())
-                    scores.append(weighed)
+                    if bound < math.inf and entropy(p) > bound:
+                        token = -2
+                    else:
+                        weighed = weigh(p, noise[len(tokens)])
+                        token = int(weighed.argmin())
+                        scores.append(weighed)
                 else:
                     support, integers = truncate(p, keep_mass, max_support)
-                    token = int(support[place(integers, int(integers.sum()), u)])
-                    ids.append(support)
-                    weights.append(integers)
+                    if bound < math.inf and entropy_of_weights(integers) > bound:
+                        token = -2  # before anything is sampled
+                    else:
+                        token = int(support[place(integers, int(integers.sum()), u)])
+                        ids.append(support)
+                        weights.append(integers)
             tokens.append(token)
             if token < 0:
                 break
@@ -181,6 +196,7 @@ class Writer:
             law.min_p,
             config.keep_mass,
             config.max_support,
+            list(sampling.bounds),
         )
         missing = [None] * len(tokens)  # where the last is no token there is neither
         laws = [*map(as_law, ids, weights), *missing]

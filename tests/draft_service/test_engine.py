@@ -298,6 +298,42 @@ def test_neighbours_change_nothing(engine: DraftEngine, adjusted: LogitRules) ->
     assert [len(draft.laws) for draft in (*alone, *drafts)] == [0, 6, 0, 0] * 2
 
 
+@pytest.mark.parametrize("adjusted", [PLAIN, LogitRules(presence_penalty=1.0)], ids=["plain", "adjusted"])
+def test_an_unsure_draft_ends_its_proposal_and_goes_on_after_the_verdict(
+    engine: DraftEngine, loaded: LoadedModel, adjusted: LogitRules
+) -> None:
+    """Alone or in company it ends at the same token; what came until then is what would have come without a bound."""
+    kinds = [(1.0, Rule.TOKENWISE), (1.0, Rule.COUPLED), (0.0, Rule.TOKENWISE)]
+    told = [
+        replace(sequence(temperature, seed=seed, rule=rule, rules=adjusted), max_entropy=1.5)
+        for seed, (temperature, rule) in enumerate(kinds)
+    ]
+    free, alone = list[Draft](), list[Draft]()
+    for each in told:
+        for bounded, into in ((replace(each, max_entropy=None), free), (each, alone)):
+            driver = Driver(engine, bounded)
+            into.append(driver.propose(8))
+            if bounded is each:  # the proposal ended early; the next one follows all the same
+                again = driver.propose(2, [*into[-1].token_ids, 9])
+                assert 1 <= len(again.token_ids) <= 2
+            driver.close()
+    together = [Driver(engine, each) for each in told]
+    for driver in together:
+        driver.ask(8)
+    lengths = []
+    for whole, one, driver in zip(free, alone, together, strict=True):
+        draft = driver.answer()
+        assert draft.token_ids == one.token_ids == whole.token_ids[: len(one.token_ids)]
+        assert len(draft.laws) == len(one.laws) in (0, len(one.token_ids))
+        lengths.append(len(one.token_ids))
+    assert min(lengths) >= 1
+    assert min(lengths) < 8
+
+
+def test_at_least_one_token_is_drafted_however_unsure(engine: DraftEngine) -> None:
+    assert len(Driver(engine, replace(sequence(), max_entropy=0.0)).propose(5).token_ids) == 1
+
+
 def test_under_coupled_drafts_depend_on_the_position_and_not_on_the_round(engine: DraftEngine) -> None:
     """What is committed as drafted is drafted on as if no round had ended there."""
     whole = Driver(engine, sequence(rule=Rule.COUPLED)).propose(8).token_ids

@@ -207,13 +207,16 @@ def test_the_deadline_is_an_error(draft: grpc.Channel) -> None:
 
 
 def test_a_seed_repeats_itself_and_another_does_not(draft: grpc.Channel) -> None:
+    """With a γ that stays: under the rules that draw the lengths of proposals belong to what a seed repeats."""
+    given: dict[str, Any] = {"gamma": 5, "max_new_tokens": 24, "ignore_eos": True}
+
     def ids(seed: int | None, rule: sampling_pb2.AcceptanceRule) -> list[int]:
-        return write(draft, sampling=sampling(1.0, seed=seed, rule=rule), max_new_tokens=24, ignore_eos=True).ids
+        return write(draft, sampling=sampling(1.0, seed=seed, rule=rule), **given).ids
 
     for rule in (TOKENWISE, COUPLED):
         assert ids(5, rule) == ids(5, rule)
         assert ids(5, rule) != ids(6, rule)
-    chosen = generate(draft, request(sampling=sampling(1.0), max_new_tokens=24, ignore_eos=True))
+    chosen = generate(draft, request(sampling=sampling(1.0), **given))
     assert ids(chosen.started.seed, chosen.started.rule) == chosen.samples[0].ids
 
 

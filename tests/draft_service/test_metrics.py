@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from outrider.cli.processes import ServiceProcess
-from protos.outrider.v1 import sampling_pb2
+from protos.outrider.v1 import draft_service_pb2, sampling_pb2
 from tests.draft_service.calls import sampling, write
 from tests.draft_service.conftest import FLAGS, HEALTHY_WITHIN_S
 from tests.draft_service.pairs import DEMO
@@ -105,6 +105,29 @@ def test_a_target_that_writes_alone_drafts_nothing(watched: Watched) -> None:
     (after,) = scrape(watched.verifier)["outrider_verify_seconds_count"].values()
     assert after == calls + 3
     assert counters(watched.verifier) == before
+
+
+def test_the_lengths_that_were_chosen_are_shown(watched: Watched) -> None:
+    """One for each round, by policy: 0 for each token that the target wrote alone."""
+    asked = (
+        draft_service_pb2.SpeculationParams(gamma=3),
+        draft_service_pb2.SpeculationParams(gamma=6, policy=draft_service_pb2.SPECULATION_POLICY_HEURISTIC),
+        draft_service_pb2.SpeculationParams(gamma=0),
+    )
+    for name, speculation in zip(("fixed", "heuristic", "fixed"), asked, strict=True):
+        rounds, total = _lengths(watched, name)
+        told = write(watched.channel, speculation=speculation, max_new_tokens=16, ignore_eos=True).end.statistics
+        more, summed = _lengths(watched, name)
+        assert more - rounds == told.num_rounds
+        assert (summed - total) / told.num_rounds == pytest.approx(told.mean_gamma)
+        assert (told.mean_gamma == 0) is (speculation.gamma == 0)
+
+
+def _lengths(watched: Watched, policy: str) -> tuple[float, float]:
+    """How many were chosen, and their sum."""
+    shown, labels = scrape(watched.draft), (("policy", policy),)
+    count, total = (shown.get(f"{PREFIX}gamma_{part}", {}).get(labels, 0.0) for part in ("count", "sum"))
+    return count, total
 
 
 def test_the_outcome_cache_shows_what_it_does(watched: Watched) -> None:

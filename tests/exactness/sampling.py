@@ -66,6 +66,8 @@ def sample(
     rule: str = "tokenwise",
     drafter: str | None = None,
     draft_temperature: float | None = None,
+    speculation: str | None = None,
+    max_entropy: float | None = None,
 ) -> Run:
     """Write `samples` texts of `length` tokens after `prompt`; equal arguments give equal texts.
 
@@ -85,6 +87,10 @@ def sample(
         options["drafter"] = drafter
     if draft_temperature is not None:
         options["draft_temperature"] = draft_temperature
+    if speculation is not None:
+        options["speculation"] = speculation
+    if max_entropy is not None:
+        options["max_entropy"] = max_entropy
     requests = -(-samples // SAMPLES_PER_REQUEST)
     return asyncio.run(_sample(address, prompt, options, [seed * 1_000_003 + number for number in range(requests)]))
 

@@ -21,11 +21,11 @@ from kernels.distribution import SamplingLaw
 from kernels.philox import Domain, uniform
 from kernels.sparse import SparseConfig, SparseLaw, sample, sparsify
 from kernels.verify import Proposed, Rule, verify
+from outrider.cost_line import CostLine
 from tests.exactness import chisquare
 from tests.exactness.chisquare import Array, Fit
 from verifier_service import gamma_cap
 from verifier_service.gamma_cap import GammaCap
-from verifier_service.pass_cost import CostLine
 
 V = 8
 GAMMA = 5

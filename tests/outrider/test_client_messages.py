@@ -16,6 +16,7 @@ from outrider.client import (
     Message,
     Options,
     Round,
+    SpeculationPolicy,
     Started,
     Statistics,
     Timings,
@@ -59,6 +60,8 @@ EVERY_OPTION: Options = {
     "drafter": "lookup",
     "draft_temperature": 0.5,
     "outcome_cache": False,
+    "speculation": "adaptive",
+    "max_entropy": 1.5,
     "report_rounds": True,
     "logprobs": 0,
     "keep_special_tokens": True,
@@ -101,7 +104,13 @@ def test_every_option_reaches_the_wire() -> None:
         logprobs=sampling_pb2.LogprobsParams(top_n=0),
         time_limit={"seconds": 1, "nanos": 500_000_000},
         speculation=pb.SpeculationParams(
-            gamma=0, report_rounds=True, drafter=pb.DRAFTER_LOOKUP, draft_temperature=0.5, outcome_cache=False
+            gamma=0,
+            report_rounds=True,
+            drafter=pb.DRAFTER_LOOKUP,
+            draft_temperature=0.5,
+            outcome_cache=False,
+            policy=pb.SPECULATION_POLICY_ADAPTIVE,
+            max_entropy=1.5,
         ),
         keep_special_tokens=True,
         required_features=["tree"],
@@ -192,6 +201,7 @@ def test_events_have_the_fields_of_their_messages(ours: Any, theirs: Any) -> Non
         (AcceptanceRule, sampling_pb2.AcceptanceRule),
         (TokenOrigin, pb.TokenOrigin),
         (Drafter, pb.Drafter),
+        (SpeculationPolicy, pb.SpeculationPolicy),
     ],
 )
 def test_enums_have_the_names_of_the_contract(ours: Any, theirs: Any) -> None:

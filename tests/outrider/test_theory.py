@@ -5,7 +5,16 @@ import random
 
 import pytest
 
-from outrider.theory import best_gamma, expected_tokens, improvement, operations, tokens_per_second
+from outrider.theory import (
+    best_gamma,
+    expected_tokens,
+    expected_tokens_by_position,
+    fixed_rate,
+    improvement,
+    operations,
+    oracle_rate,
+    tokens_per_second,
+)
 
 TABLE_1 = [  # α, γ, operations, speed, with c = ĉ = 0 [L Table 1]
     (0.6, 2, 1.53, 1.96),
@@ -118,3 +127,48 @@ def test_the_best_gamma_minds_how_the_pass_grows() -> None:
 def test_numbers_out_of_range_are_named(arguments: dict[str, float], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         improvement(**arguments)  # type: ignore[arg-type]
+
+
+def test_chances_by_position_with_one_chance_are_the_papers_formula() -> None:
+    for gamma in (0, 1, 7):
+        assert expected_tokens_by_position([0.7] * gamma) == pytest.approx(expected_tokens(0.7, gamma))
+    assert expected_tokens_by_position([0.5, 1.0, 0.0, 1.0]) == 1 + 0.5 + 0.5
+    with pytest.raises(ValueError, match=r"a chance is 1.5"):
+        expected_tokens_by_position([0.5, 1.5])
+
+
+def _rounds(alpha: float, count: int) -> list[int]:
+    """How many drafts each round accepts where there is no end to them."""
+    source = random.Random(7)
+    return [int(math.log(1 - source.random()) / math.log(alpha)) for _ in range(count)]
+
+
+def test_an_oracle_writes_one_over_one_minus_alpha_tokens_a_round() -> None:
+    """[L 3.5]; and recorded rounds give each fixed γ what the formula of the network gives."""
+    accepted = _rounds(0.8, 40_000)
+    assert oracle_rate(accepted, lambda gamma: 1.0) == pytest.approx(1 / (1 - 0.8), rel=0.02)
+    for gamma in (1, 3, 8):
+        found = fixed_rate(accepted, gamma, lambda drafts: 0.1 * drafts + 1.5)
+        assert found == pytest.approx(tokens_per_second(0.8, gamma, 0.1, 1.0, 0.5), rel=0.02)
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.8, 0.9])
+@pytest.mark.parametrize("draft_step", [0.02, 0.1, 0.5])
+def test_no_fixed_length_beats_the_oracle(alpha: float, draft_step: float) -> None:
+    """By what it gains the paper says up to 60 % where the draft is dear; and at least nothing."""
+    accepted = _rounds(alpha, 20_000)
+
+    def seconds(gamma: int) -> float:
+        return 1 + draft_step * gamma
+
+    best = max(fixed_rate(accepted, gamma, seconds) for gamma in range(30))
+    assert best < oracle_rate(accepted, seconds) < 1.7 * best
+
+
+def test_rounds_that_are_none_or_take_no_time_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"no rounds are given"):
+        oracle_rate([], lambda gamma: 1.0)
+    with pytest.raises(ValueError, match=r"seconds\(2\) is 0"):
+        fixed_rate([1, 2], 2, lambda gamma: 0.0)
+    with pytest.raises(ValueError, match=r"gamma is -1"):
+        fixed_rate([1], -1, lambda gamma: 1.0)

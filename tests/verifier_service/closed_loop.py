@@ -9,9 +9,9 @@ import random
 from dataclasses import dataclass, field
 from itertools import count
 
+from outrider.cost_line import FittedCost
 from verifier_service.gamma_cap import GammaCap
 from verifier_service.linger import Turnaround, seconds_to_linger
-from verifier_service.pass_cost import PassCost
 
 MAX_LINGER = 0.02
 DECODED_ALONE = (32, 128)  # tokens of a first and of a longest Decode
@@ -59,7 +59,7 @@ class ClosedLoop:
         self._gamma = gamma
         self._caps = caps
         self._chance = random.Random(seed)
-        self._cost = PassCost([(n, world.fixed + n * world.per_token) for n in (1, gamma + 1)])
+        self._cost = FittedCost([(n, world.fixed + n * world.per_token) for n in (1, gamma + 1)])
         self._now = 0.0
         self._pass_ended = 0.0
         self._order = count()

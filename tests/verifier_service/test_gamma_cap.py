@@ -9,10 +9,10 @@ from itertools import pairwise
 
 import pytest
 
+from outrider.cost_line import CostLine
 from outrider.theory import expected_tokens
 from tests.verifier_service.closed_loop import ClosedLoop, World
 from verifier_service.gamma_cap import LEAST_ROUNDS, MARGIN, PROBE_AFTER, PROBE_GAMMA, PROBE_TOKENS, STEP, GammaCap
-from verifier_service.pass_cost import CostLine
 
 GAMMA = 5
 WORLDS = {

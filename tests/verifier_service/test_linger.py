@@ -11,6 +11,7 @@ import pytest
 from kernels.adjustments import LogitRules
 from kernels.distribution import SamplingLaw
 from kernels.verify import Rule
+from outrider.cost_line import FittedCost
 from outrider.lm.checkpoint import LoadedModel, ModelSource, load_model
 from outrider.lm.packed import PackedModel
 from outrider.sampling import Sampling
@@ -18,7 +19,6 @@ from outrider.wire import PrefixHash
 from protos.outrider.v1 import model_pb2
 from verifier_service.engine import HalfClose, Open, Submit, VerifierEngine
 from verifier_service.linger import Turnaround, seconds_to_linger
-from verifier_service.pass_cost import PassCost
 from verifier_service.rounds import Opening, Round
 from verifier_service.sequence import TargetSequence
 
@@ -72,7 +72,7 @@ class Verifier:
             verify_path="torch",
         )
         self.engine.prepare()
-        self.engine.cost = PassCost([(1, fixed)])
+        self.engine.cost = FittedCost([(1, fixed)])
 
     def open(self, *, has_answered: bool = True) -> TargetSequence:
         sampling = Sampling(law=SamplingLaw(), logit_rules=LogitRules(), rule=Rule.COUPLED, lenience=1.0, seed=1)

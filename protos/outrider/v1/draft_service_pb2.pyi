@@ -22,6 +22,13 @@ class Drafter(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DRAFTER_RANDOM: _ClassVar[Drafter]
     DRAFTER_NONE: _ClassVar[Drafter]
 
+class SpeculationPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SPECULATION_POLICY_UNSPECIFIED: _ClassVar[SpeculationPolicy]
+    SPECULATION_POLICY_FIXED: _ClassVar[SpeculationPolicy]
+    SPECULATION_POLICY_HEURISTIC: _ClassVar[SpeculationPolicy]
+    SPECULATION_POLICY_ADAPTIVE: _ClassVar[SpeculationPolicy]
+
 class TokenOrigin(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     TOKEN_ORIGIN_UNSPECIFIED: _ClassVar[TokenOrigin]
@@ -34,6 +41,10 @@ DRAFTER_NGRAM: Drafter
 DRAFTER_LOOKUP: Drafter
 DRAFTER_RANDOM: Drafter
 DRAFTER_NONE: Drafter
+SPECULATION_POLICY_UNSPECIFIED: SpeculationPolicy
+SPECULATION_POLICY_FIXED: SpeculationPolicy
+SPECULATION_POLICY_HEURISTIC: SpeculationPolicy
+SPECULATION_POLICY_ADAPTIVE: SpeculationPolicy
 TOKEN_ORIGIN_UNSPECIFIED: TokenOrigin
 TOKEN_ORIGIN_DRAFT: TokenOrigin
 TOKEN_ORIGIN_CORRECTION: TokenOrigin
@@ -60,18 +71,22 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SpeculationParams(_message.Message):
-    __slots__ = ("gamma", "report_rounds", "drafter", "draft_temperature", "outcome_cache")
+    __slots__ = ("gamma", "report_rounds", "drafter", "draft_temperature", "policy", "max_entropy", "outcome_cache")
     GAMMA_FIELD_NUMBER: _ClassVar[int]
     REPORT_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    MAX_ENTROPY_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_CACHE_FIELD_NUMBER: _ClassVar[int]
     gamma: int
     report_rounds: bool
     drafter: Drafter
     draft_temperature: float
+    policy: SpeculationPolicy
+    max_entropy: float
     outcome_cache: bool
-    def __init__(self, gamma: _Optional[int] = ..., report_rounds: _Optional[bool] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., draft_temperature: _Optional[float] = ..., outcome_cache: _Optional[bool] = ...) -> None: ...
+    def __init__(self, gamma: _Optional[int] = ..., report_rounds: _Optional[bool] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., draft_temperature: _Optional[float] = ..., policy: _Optional[_Union[SpeculationPolicy, str]] = ..., max_entropy: _Optional[float] = ..., outcome_cache: _Optional[bool] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("request_id", "text", "token_ids", "chat", "committed_token_ids", "sampling", "max_new_tokens", "min_new_tokens", "stop_token_ids", "stop", "ignore_eos", "n", "logprobs", "time_limit", "speculation", "keep_special_tokens", "required_features", "weights_fingerprint", "cache_salt")
@@ -180,7 +195,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class SpeculationStatistics(_message.Message):
-    __slots__ = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos", "num_draft_tokens_per_pos", "draft_acceptance_rate", "mean_acceptance_length", "alpha", "num_rounds", "drafter", "num_draft_failures", "num_outcome_cache_queries", "num_outcome_cache_hits", "num_predrafted_tokens", "num_wasted_tokens")
+    __slots__ = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos", "num_draft_tokens_per_pos", "draft_acceptance_rate", "mean_acceptance_length", "alpha", "num_rounds", "drafter", "num_draft_failures", "policy", "mean_gamma", "num_short_drafts", "num_outcome_cache_queries", "num_outcome_cache_hits", "num_predrafted_tokens", "num_wasted_tokens")
     NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -192,6 +207,9 @@ class SpeculationStatistics(_message.Message):
     NUM_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    MEAN_GAMMA_FIELD_NUMBER: _ClassVar[int]
+    NUM_SHORT_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     NUM_OUTCOME_CACHE_QUERIES_FIELD_NUMBER: _ClassVar[int]
     NUM_OUTCOME_CACHE_HITS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREDRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -207,11 +225,14 @@ class SpeculationStatistics(_message.Message):
     num_rounds: int
     drafter: Drafter
     num_draft_failures: int
+    policy: SpeculationPolicy
+    mean_gamma: float
+    num_short_drafts: int
     num_outcome_cache_queries: int
     num_outcome_cache_hits: int
     num_predrafted_tokens: int
     num_wasted_tokens: int
-    def __init__(self, num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_accepted_tokens_per_pos: _Optional[_Iterable[int]] = ..., num_draft_tokens_per_pos: _Optional[_Iterable[int]] = ..., draft_acceptance_rate: _Optional[float] = ..., mean_acceptance_length: _Optional[float] = ..., alpha: _Optional[float] = ..., num_rounds: _Optional[int] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., num_draft_failures: _Optional[int] = ..., num_outcome_cache_queries: _Optional[int] = ..., num_outcome_cache_hits: _Optional[int] = ..., num_predrafted_tokens: _Optional[int] = ..., num_wasted_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_accepted_tokens_per_pos: _Optional[_Iterable[int]] = ..., num_draft_tokens_per_pos: _Optional[_Iterable[int]] = ..., draft_acceptance_rate: _Optional[float] = ..., mean_acceptance_length: _Optional[float] = ..., alpha: _Optional[float] = ..., num_rounds: _Optional[int] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., num_draft_failures: _Optional[int] = ..., policy: _Optional[_Union[SpeculationPolicy, str]] = ..., mean_gamma: _Optional[float] = ..., num_short_drafts: _Optional[int] = ..., num_outcome_cache_queries: _Optional[int] = ..., num_outcome_cache_hits: _Optional[int] = ..., num_predrafted_tokens: _Optional[int] = ..., num_wasted_tokens: _Optional[int] = ...) -> None: ...
 
 class GenerateTimings(_message.Message):
     __slots__ = ("time_to_first_token_us", "total_us", "draft_us", "verdict_us", "queue_us", "forward_us", "verify_us", "saved_us")

@@ -8,6 +8,7 @@ under which one shows (`zero_uniform`).
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -50,12 +51,74 @@ def untruncated_q() -> None:
 
     honest = drawing.__dict__["draw"]
 
-    def draw(logits: torch.Tensor, law: Any, config: SparseConfig, uniforms: Sequence[float]) -> Any:
-        tokens, laws = honest(logits, law, config, uniforms)
+    def draw(logits: torch.Tensor, law: Any, config: SparseConfig, *drawn_by: Sequence[float]) -> Any:
+        tokens, laws = honest(logits, law, config, *drawn_by)
         full = sparsify(torch.softmax(logits.float(), dim=-1), SparseConfig(keep_mass=1.0))
         return tokens, [None if law is None else whole for law, whole in zip(laws, full, strict=True)]
 
     _replace(drawing, "draw", draw)
+
+
+def unsure_after_sampling() -> None:
+    """The draft ends a proposal where the token that it has drawn was unlikely, in place of a law that is unsure."""
+    import torch
+
+    from draft_service.drafters import drawing
+    from kernels.entropy import UNSURE
+    from kernels.sparse import SparseConfig
+
+    honest = drawing.__dict__["draw"]
+
+    def draw(
+        logits: torch.Tensor, law: Any, config: SparseConfig, uniforms: Sequence[float], bounds: Sequence[float]
+    ) -> Any:
+        tokens, laws = honest(logits, law, config, uniforms)
+        kept = [
+            token if drawn is None or -math.log(drawn.probability(token)) <= bound else UNSURE
+            for token, drawn, bound in zip(tokens, laws, bounds, strict=True)
+        ]
+        return kept, laws
+
+    _replace(drawing, "draw", draw)
+
+
+def lengths_after_drafting() -> None:
+    """The length of a proposal is chosen once it has been drafted: it ends before the first token of an odd id."""
+    from itertools import takewhile
+
+    from draft_service.drafters import sequence
+
+    honest = sequence.__dict__["Draft"]
+
+    def proposal(tokens: list[int], laws: list[Any], seconds: float) -> Any:
+        kept = len(list(takewhile(lambda token: token % 2 == 0, tokens)))
+        return honest(tokens[:kept], laws[:kept], seconds)
+
+    _replace(sequence, "Draft", proposal)
+
+
+def restless_lengths() -> None:
+    """No fault: γ follows the last few rounds of its own text as closely as it can, over the whole range down to 0.
+
+    Times are given, not measured, so that the texts are the same each time. The best γ is 0 where a third of the tokens
+    stand, 1 at a half, 3 at four fifths.
+    """
+    from draft_service import adaptive, experience
+
+    for name, value in {"MARGIN": 0.0, "FIRST_PAUSE": 1, "LONGEST_PAUSE": 2, "TRY_ROUNDS": 1, "LOOK_EVERY": 1}.items():
+        setattr(adaptive, name, value)
+    for name, value in {"REMEMBERED_OF_ONE": 3, "SHARED_WEIGHT": 0.5}.items():
+        setattr(experience, name, value)
+    times = experience.__dict__["Times"]
+    times.known = True
+    times.round = lambda self, drafted: 1 + 0.35 * drafted
+    times.alone = lambda self: 1.0
+
+
+def restless_lengths_after_drafting() -> None:
+    """Both."""
+    restless_lengths()
+    lengths_after_drafting()
 
 
 def untruncated_ngrams() -> None:
@@ -67,8 +130,8 @@ def untruncated_ngrams() -> None:
 
     honest = ngram.__dict__["draw"]
 
-    def draw(logits: torch.Tensor, law: Any, config: SparseConfig, uniforms: Sequence[float]) -> Any:
-        tokens, laws = honest(logits, law, config, uniforms)
+    def draw(logits: torch.Tensor, law: Any, config: SparseConfig, *drawn_by: Sequence[float]) -> Any:
+        tokens, laws = honest(logits, law, config, *drawn_by)
         full = sparsify(torch.softmax(logits.float(), dim=-1), SparseConfig(keep_mass=1.0, max_support=8))
         return tokens, [None if law is None else whole for law, whole in zip(laws, full, strict=True)]
 
@@ -258,6 +321,10 @@ FAULTS: dict[str, Callable[[], None]] = {
         shared_resampling,
         repeated_noise,
         untruncated_q,
+        unsure_after_sampling,
+        lengths_after_drafting,
+        restless_lengths,
+        restless_lengths_after_drafting,
         negative_residual,
         zero_uniform,
         zero_uniform_and_weak_inequality,

@@ -1,14 +1,17 @@
 """Several tokens in one call are the tokens, and the laws, that one call each would have drawn."""
 
+import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
 from kernels import coupled
-from kernels.distribution import SamplingLaw
+from kernels.distribution import SamplingLaw, probabilities
+from kernels.entropy import UNSURE, entropy, entropy_of_weights
 from kernels.sparse import SparseConfig, SparseLaw, draw
 from outrider.lm.checkpoint import LoadedModel
 from outrider.lm.gated_decoder import GatedDecoder
@@ -36,12 +39,15 @@ def step_by_step(
         logits = model.forward([Chunk(slot, chunk, model.pool.length(slot), len(chunk) - 1)])
         logits = logits[:, : sampling.vocab_size]
         law: list[SparseLaw | None] = [None]
+        bounds = sampling.bounds[place : place + 1] or None
         if sampling.noise is None:
-            chunk, law = draw(logits, sampling.law, sampling.config, [u])
+            chunk, law = draw(logits, sampling.law, sampling.config, [u], bounds)
         else:
-            chunk = coupled.draw(logits, [sampling.law], sampling.noise[place : place + 1])
+            chunk = coupled.draw(logits, [sampling.law], sampling.noise[place : place + 1], bounds)
         tokens += chunk
         laws += law
+        if chunk == [UNSURE]:
+            break
     return tokens, laws
 
 
@@ -77,6 +83,55 @@ def test_written_tokens_are_those_drawn_step_by_step(name: str, first: int, load
         assert model.pool.length(one) == model.pool.length(other) == 5 + first + 5
         for slot in (one, other):
             model.pool.rollback(slot, 5)
+
+
+@pytest.mark.parametrize("law", LAWS, ids=str)
+@pytest.mark.parametrize("by_noise", [False, True], ids=["uniforms", "noise"])
+def test_both_ways_end_before_the_first_token_of_a_law_above_its_bound(
+    by_noise: bool, law: SamplingLaw, load: Callable[..., LoadedModel]
+) -> None:
+    """Bit for bit: also at a bound that is the very entropy of one of the laws, which is not above it."""
+    model = PackedModel.build(load("llama"), max_sequences=2, max_length=48)
+    one, other = model.pool.allocate(), model.pool.allocate()
+    rng = random.Random(7)
+    by = noise(7, 3, 6) if by_noise else None
+    free = Sampling(law, CONFIG, [rng.random() for _ in range(6)], KNOWN, by)
+    told_free = model.write(Chunk(one, [3, 1, 4], 0, 3), free)
+    unbounded, laws = told_free.tokens, told_free.laws
+    entropies = _entropies(model, other, [3, 1, 4, *unbounded[:-1]], 2, law, None if by_noise else laws)
+    assert max(entropies) > min(entropies)
+    ended = set()
+    for bound in (*entropies, -1.0, 100.0, *(math.nextafter(each, 0) for each in entropies)):
+        sampling = replace(free, bounds=[math.inf, *[bound] * 5])
+        written = []
+        for slot in (one, other):
+            model.pool.rollback(slot, 0)
+            if slot == one:
+                done = model.write(Chunk(slot, [3, 1, 4], 0, 3), sampling)
+                tokens, told = done.tokens, done.laws
+            else:
+                tokens, told = step_by_step(model, slot, [3, 1, 4], sampling)
+            written.append((tokens, triples(told), model.pool.length(slot)))
+        assert written[0] == written[1]
+        kept = 1 + next((i for i, each in enumerate(entropies[1:]) if each > bound), 5)
+        assert written[0][0] == [*unbounded[:kept], *[UNSURE] * (kept < 6)]
+        assert written[0][2] == 3 + min(kept, 5)
+        ended.add(kept)
+    assert {1, 6} <= ended
+
+
+def _entropies(
+    model: PackedModel, slot: int, tokens: list[int], first: int, law: SamplingLaw, told: list[SparseLaw | None] | None
+) -> list[float]:
+    """The entropy of what each token was drawn from, as this file has it: of q̂, of q, or of the softmax at T = 0."""
+    if law.is_greedy or told is None:
+        logits = [
+            model.forward([Chunk(slot, tokens[: at + 1] if at == first else [tokens[at]], 0 if at == first else at, 0)])
+            for at in range(first, len(tokens))
+        ]
+        plain = replace(law, temperature=1.0) if law.is_greedy else law
+        return [entropy(probabilities(row[-1:, :KNOWN], plain)[0]) for row in logits]
+    return [entropy_of_weights(torch.tensor(each.weights.astype("int64"))) for each in told if each is not None]
 
 
 def test_each_token_is_chosen_by_the_noise_of_its_own_place(load: Callable[..., LoadedModel]) -> None:

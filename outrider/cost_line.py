@@ -1,4 +1,4 @@
-"""What a pass of the target costs, fitted while it serves: t_p(tokens) = fixed + slope · tokens.
+"""What a pass costs, fitted while it serves: t(tokens) = fixed + slope · tokens. Drafting a proposal may be one, too.
 
 It knows nothing of models, sequences or clocks: it is told how many tokens a pass held and how long it took.
 """
@@ -30,7 +30,7 @@ class CostLine:
         return self.fixed + self.per_token * tokens
 
 
-class PassCost:
+class FittedCost:
     """The line through the last passes. One thread feeds it; each reading of `line` is whole, whoever takes it.
 
     Means of width and time follow the passes with exponential forgetting. What is known of the slope is forgotten only

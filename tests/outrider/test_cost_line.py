@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verifier_service.pass_cost import CREDIBLE_DEVIATIONS, FORGETTING, CostLine, PassCost
+from outrider.cost_line import CREDIBLE_DEVIATIONS, FORGETTING, CostLine, FittedCost
 
 WIDTHS = (1, 17, 68)
 times = st.floats(1e-6, 10.0)
@@ -27,7 +27,7 @@ def noisy(line: CostLine, tokens: int, chance: random.Random, noise: float = 0.0
 def test_the_line_is_found_under_noise(fixed: float, per_token: float, seed: int) -> None:
     """Where the trials were off by half: within 5 % at every width it was fed, the noise being 5 % as well."""
     line, chance = CostLine(fixed, per_token), random.Random(seed)
-    cost = PassCost(trials(CostLine(fixed / 2, per_token / 2)))
+    cost = FittedCost(trials(CostLine(fixed / 2, per_token / 2)))
     for _ in range(600):
         tokens = chance.randint(1, 64)
         cost.add(tokens, noisy(line, tokens, chance))
@@ -39,7 +39,7 @@ def test_the_line_is_found_under_noise(fixed: float, per_token: float, seed: int
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(before=st.lists(st.tuples(st.integers(1, 4096), times), min_size=1, max_size=5), after=passes)
 def test_no_part_of_a_cost_is_negative(before: list[tuple[int, float]], after: list[tuple[int, float]]) -> None:
-    cost = PassCost(before)
+    cost = FittedCost(before)
     longest = max(seconds for _, seconds in before + after)
     for tokens, seconds in after:
         cost.add(tokens, seconds)
@@ -51,7 +51,7 @@ def test_no_part_of_a_cost_is_negative(before: list[tuple[int, float]], after: l
 def test_a_change_of_the_machine_is_followed(factor: float) -> None:
     old, chance = CostLine(4e-3, 1e-4), random.Random(1)
     new = CostLine(factor * old.fixed, factor * old.per_token)
-    cost = PassCost(trials(old))
+    cost = FittedCost(trials(old))
     for line, times in ((old, 200), (new, 200)):
         for _ in range(times):
             tokens = chance.choice((6, 12, 48))
@@ -63,7 +63,7 @@ def test_a_change_of_the_machine_is_followed(factor: float) -> None:
 def test_passes_of_one_width_leave_the_slope_as_it_was() -> None:
     """However many, no rounding wears it away; the fixed part takes the change. Then it still learns."""
     line = CostLine(4e-3, 1e-4)
-    cost = PassCost(trials(line))
+    cost = FittedCost(trials(line))
     for _ in range(200):
         cost.add(6, line.seconds(6))
     for _ in range(50_000):
@@ -77,7 +77,7 @@ def test_passes_of_one_width_leave_the_slope_as_it_was() -> None:
 
 def test_widths_that_hardly_differ_do_not_turn_noise_into_a_slope() -> None:
     line, chance = CostLine(4e-3, 1e-4), random.Random(2)
-    cost = PassCost(trials(line))
+    cost = FittedCost(trials(line))
     for step in range(5000):
         tokens = 9 if step % 5 == 0 else 8
         cost.add(tokens, noisy(line, tokens, chance, noise=0.2))
@@ -88,7 +88,7 @@ def test_widths_that_hardly_differ_do_not_turn_noise_into_a_slope() -> None:
 @given(outlier=st.floats(0.05, 3600.0), seed=st.integers(0, 999))
 def test_one_hiccup_moves_the_line_no_further_than_a_few_deviations(outlier: float, seed: int) -> None:
     line, chance = CostLine(4e-3, 1e-4), random.Random(seed)
-    cost = PassCost(trials(line))
+    cost = FittedCost(trials(line))
     for _ in range(100):
         tokens = chance.choice((6, 12))
         cost.add(tokens, noisy(line, tokens, chance))
@@ -101,7 +101,7 @@ def test_one_hiccup_moves_the_line_no_further_than_a_few_deviations(outlier: flo
 def test_the_fastest_trial_of_a_width_counts() -> None:
     """The first pass of a width costs several times the next."""
     line = CostLine(2e-3, 5e-5)
-    cost = PassCost([(1, 0.5), (16, 0.9), *trials(line, (1, 16)), (16, 0.1)])
+    cost = FittedCost([(1, 0.5), (16, 0.9), *trials(line, (1, 16)), (16, 0.1)])
     assert cost.line.fixed == pytest.approx(line.fixed)
     assert cost.line.per_token == pytest.approx(line.per_token)
 
@@ -109,4 +109,4 @@ def test_the_fastest_trial_of_a_width_counts() -> None:
 @pytest.mark.parametrize("wrong", [[], [(0, 0.1)], [(3, 0.0)], [(3, float("nan"))]])
 def test_trials_that_say_nothing_are_refused(wrong: list[tuple[int, float]]) -> None:
     with pytest.raises(ValueError, match="at least 1"):
-        PassCost(wrong)
+        FittedCost(wrong)

@@ -1,0 +1,146 @@
+"""Every policy of how long to speculate, through both services: the text keeps the target's law, or its tokens.
+
+The target is the Markov one, so that each of the 3,072 tokens of 64 texts is a sample: over the rank classes of each
+token before (some 47 degrees of freedom) they notice a total variation of 0.075 at a level of 1 % with a power of 95 %
+(`chisquare` has the derivation). `adaptive` runs restlessly (`faults.restless_lengths`): its γ follows the last few
+rounds of its own text as closely as it can, on times that are given, so that it does not settle where nothing shows.
+The mutants let the length of a proposal depend on what has been drafted (Law 4).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.client import Client, Completion, Options, SpeculationPolicy
+from tests.exactness import chisquare, pairs, sampling
+from tests.exactness.chisquare import Fit
+from tests.exactness.sampling import Run
+from tests.exactness.services import Nursery, Service, wait_healthy
+from tests.exactness.worlds import FILTERS, Chain, World
+
+PROMPT = (14,)
+LENGTH = 48
+CEILING = 6
+UNSURE = 1.2  # nats; about half of the draft's laws are above it
+LEVEL = 0.01
+DISTANCE = 0.075
+REFUTED = 1e-9
+POLICIES = [policy for policy in SpeculationPolicy if policy is not SpeculationPolicy.UNSPECIFIED]
+
+
+@pytest.fixture(scope="module")
+def draft(markov: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A good draft, only too sure of itself: acceptance and rejection both have much to say."""
+    return pairs.write_draft(tmp_path_factory.mktemp("sharpened"), markov.target, "sharpened")
+
+
+@pytest.fixture(scope="module")
+def restless(nursery: Nursery, markov: World, draft: Path) -> Iterator[Service]:
+    with markov.with_fault(nursery, draft, "draft_service", "restless_lengths") as service:
+        yield service
+
+
+def _fits(
+    service: Service, world: World, *, seed: int, rule: str, length: int = LENGTH, **options: Any
+) -> tuple[Run, Fit, Fit]:
+    run = sampling.sample(
+        service.address,
+        PROMPT,
+        length=length,
+        samples=sampling.SAMPLES_PER_REQUEST,
+        filters=FILTERS,
+        gamma=CEILING,
+        seed=seed,
+        rule=rule,
+        **options,
+    )
+    chain = Chain.of(world.target, FILTERS)
+    counts = chain.counts(PROMPT, run.tokens)
+    outcomes, classes = chain.outcomes(counts), chain.by_class(counts)
+    print(f"{run}\noutcomes: {outcomes}\nclasses:  {classes}")
+    return run, outcomes, classes
+
+
+def _write(service: Service, **options: object) -> Completion:
+    asked = Options(max_new_tokens=96, ignore_eos=True, seed=41, gamma=CEILING, report_rounds=True)
+    asked.update(options)  # type: ignore[typeddict-item]
+    with Client(service.address) as client:
+        return client.complete(PROMPT, **asked)
+
+
+def _lengths(done: Completion) -> Counter[int]:
+    return Counter(len(round_.drafted_token_ids) for sample in done.samples for round_ in sample.rounds)
+
+
+@pytest.mark.parametrize("rule", ["tokenwise", "block"])
+@pytest.mark.parametrize("options", [{}, {"max_entropy": UNSURE}], ids=["adaptive", "with a bound on entropy"])
+def test_the_law_is_the_targets_while_lengths_follow_what_was_accepted(
+    options: dict[str, Any], rule: str, restless: Service, markov: World
+) -> None:
+    seed = 900 + 10 * len(options) + (rule == "block")
+    run, outcomes, classes = _fits(restless, markov, seed=seed, rule=rule, speculation="adaptive", **options)
+    assert 0.1 * run.drafted < run.accepted < 0.95 * run.drafted
+    assert chisquare.detectable(classes.df, classes.n, level=LEVEL, power=0.95) <= DISTANCE
+    assert min(outcomes.p_value, classes.p_value) > LEVEL
+
+
+def test_lengths_do_follow_what_was_accepted(restless: Service) -> None:
+    """The tests above would say little of a γ that stays where it is."""
+    done = _write(restless, speculation="adaptive", rule="tokenwise", n=8)
+    lengths = _lengths(done)
+    assert len(lengths) >= 4
+    assert min(lengths) == 0
+    bounded = _write(restless, speculation="fixed", rule="tokenwise", n=8, max_entropy=UNSURE)
+    assert len(_lengths(bounded)) >= 4
+    assert sum(sample.statistics.num_short_drafts for sample in bounded.samples) > 10
+
+
+@pytest.mark.parametrize("rule", ["tokenwise", "block"])
+def test_a_stop_that_looks_at_the_token_it_drops_is_noticed(
+    rule: str, nursery: Nursery, markov: World, draft: Path
+) -> None:
+    with markov.with_fault(nursery, draft, "draft_service", "unsure_after_sampling") as service:
+        _, outcomes, classes = _fits(service, markov, seed=5, rule=rule, length=2 * LENGTH, max_entropy=UNSURE)
+    assert min(outcomes.p_value, classes.p_value) < REFUTED
+
+
+def test_a_length_that_looks_at_what_was_drafted_is_noticed(nursery: Nursery, markov: World, draft: Path) -> None:
+    with markov.with_fault(nursery, draft, "draft_service", "restless_lengths_after_drafting") as service:
+        _, outcomes, classes = _fits(service, markov, seed=5, rule="tokenwise", speculation="adaptive")
+    assert min(outcomes.p_value, classes.p_value) < REFUTED
+
+
+# ----------------------------------------------------------------------------------------------------- the same tokens
+
+
+@pytest.fixture(scope="module")
+def attentive_restless(
+    nursery: Nursery, attentive: World, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Service]:
+    draft = pairs.write_draft(tmp_path_factory.mktemp("flattened"), attentive.target, "flattened")
+    service = nursery.draft(draft, attentive.verifier, fault="restless_lengths", flags=sampling.DRAFT_FLAGS)
+    wait_healthy(service)
+    yield service
+    service.stop()
+
+
+@pytest.mark.parametrize("law", [{"rule": "coupled"}, {"temperature": 0.0, "presence_penalty": 0.5}], ids=str)
+def test_the_tokens_are_the_same_with_every_policy(law: dict[str, object], attentive_restless: Service) -> None:
+    alone = _write(attentive_restless, **law | {"gamma": 0})
+    assert alone.statistics.num_drafts == 0
+    accepted, lengths = 0, set[int]()
+    for policy in POLICIES:
+        for bound in (None, 1.5):
+            text = _write(attentive_restless, speculation=policy, max_entropy=bound, **law)
+            assert text.token_ids == alone.token_ids
+            assert text.statistics.policy == policy
+            assert text.statistics.num_drafts > 0
+            accepted += text.statistics.num_accepted_tokens
+            lengths |= _lengths(text).keys()
+    assert accepted > 0
+    assert len(lengths) >= 4
