@@ -119,11 +119,14 @@ class OutcomeCache:
         self._trials: dict[_Kind, Trial] = {}
 
     def begin(self, trunk: ModelSequence) -> None:
-        """The sequence's proposal has left; its slot holds all of it but the last token."""
+        """The sequence's proposal has left."""
         kind = _kind(trunk)
         if not trunk.looks_ahead or not self._trials.setdefault(kind, Trial()).choose():
             return
         forecast = self._forecasts.setdefault(kind, Forecast(by_scores=trunk.chooses_by_scores))
+        assert trunk.slot is not None
+        held = self._pool.length(trunk.slot)  # the last token too, where the draft was unsure of what follows it
+        self._pool.rollback(trunk.slot, min(held, len(trunk.tokens) - 1))
         places = _places(trunk)
         drafted = trunk.tokens[trunk.base :]
         guesses, all_stand = forecast.guesses(places, drafted)
