@@ -134,7 +134,7 @@ def test_a_branch_is_the_proposal_that_would_be_drafted(
 
 @pytest.mark.parametrize("rule", [Rule.TOKENWISE, Rule.COUPLED])
 def test_a_branch_ends_where_the_draft_is_unsure_too(engine: Eager, rule: Rule) -> None:
-    ahead, plain = (Driver(engine, replace(told(1.0, rule, looks_ahead=on), max_entropy=2.0)) for on in (True, False))
+    ahead, plain = (Driver(engine, replace(told(1.0, rule, looks_ahead=on), max_entropy=3.0)) for on in (True, False))
     committed, lengths = list[int](), set[int]()
     for _ in range(8):
         draft, without = ahead.propose(GAMMA, committed), plain.propose(GAMMA, committed)
