@@ -17,6 +17,7 @@ class SpeculationCounts:
     num_rounds: int = 0
     drafter: draft_service_pb2.Drafter = draft_service_pb2.DRAFTER_UNSPECIFIED
     num_draft_failures: int = 0
+    num_draft_recoveries: int = 0
     drafted_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
     _beta_sum: float = 0.0
@@ -71,6 +72,7 @@ class SpeculationCounts:
             num_rounds=self.num_rounds,
             drafter=self.drafter,
             num_draft_failures=self.num_draft_failures,
+            num_draft_recoveries=self.num_draft_recoveries,
         )
 
 

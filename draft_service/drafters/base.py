@@ -16,13 +16,14 @@ class Kind(StrEnum):
     """The drafters there are."""
 
     MODEL = "model"
+    STAGED = "staged"
     NGRAM = "ngram"
     LOOKUP = "lookup"
     RANDOM = "random"
     NONE = "none"
 
 
-HAVE_LOGITS = frozenset({Kind.MODEL, Kind.NONE})
+HAVE_LOGITS = frozenset({Kind.MODEL, Kind.STAGED, Kind.NONE})
 """Those that the rule `sigmoid` goes with: it asks for a draft's logits, or for no draft at all."""
 
 

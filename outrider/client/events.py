@@ -57,6 +57,7 @@ class Drafter(_Named):
     LOOKUP = "lookup"
     RANDOM = "random"
     NONE = "none"
+    STAGED = "staged"
 
 
 class TokenOrigin(_Named):
@@ -191,7 +192,8 @@ class Statistics(_Mirror):
     """How speculation went for one sample.
 
     `alpha` is the mean of β over judged positions; under `coupled`, which knows no β, the accepted share of them.
-    `num_draft_failures` counts proposals that did not come, in whose place the target wrote alone.
+    `num_draft_failures` counts proposals that did not come, in whose place the target wrote alone, and
+    `num_draft_recoveries` how often a drafter that had failed proposed again.
     """
 
     num_drafts: int
@@ -205,6 +207,7 @@ class Statistics(_Mirror):
     num_rounds: int
     drafter: Drafter
     num_draft_failures: int
+    num_draft_recoveries: int
 
     @classmethod
     def of(cls, message: Any) -> Self:
