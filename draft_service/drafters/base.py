@@ -27,6 +27,10 @@ HAVE_LOGITS = frozenset({Kind.MODEL, Kind.STAGED, Kind.NONE})
 """Those that the rule `sigmoid` goes with: it asks for a draft's logits, or for no draft at all."""
 
 
+RUN_A_MODEL = frozenset({Kind.MODEL, Kind.STAGED})
+"""Those that a service offers where it has loaded a draft model."""
+
+
 UNBOUNDED = 1 << 30
 """The `room` of a drafter that has no context to fill."""
 
