@@ -50,6 +50,10 @@ class DraftLate(DraftError):
     """A proposal did not come in time. The sequence may go on here: ask again after the next verdict."""
 
 
+class DrafterOff(DraftError):
+    """The drafter was not asked: it has failed for everybody of late."""
+
+
 @dataclass(slots=True)
 class Cost:
     """What a drafter has cost so far, over all its sequences.
@@ -97,6 +101,10 @@ class DraftSequence:
     rule: Rule = Rule.TOKENWISE
     seed_is_fresh: bool = False
     draft_temperature: float | None = None
+
+    def after(self, written: Sequence[int]) -> "DraftSequence":
+        """The same with more of it committed."""
+        return replace(self, committed=[*self.committed, *written])
 
     @property
     def draft_law(self) -> SamplingLaw:
