@@ -8,7 +8,7 @@ from draft_service.drafter_choice import supports_rule_by_logits
 from draft_service.drafters.base import Kind
 from draft_service.drafters.build import cheap_drafters, check_settings, guarded, loads_model, model_drafters
 from draft_service.drafters.staged import StagedEngine
-from draft_service.metrics import show_held
+from draft_service.metrics import show_drafters, show_held
 from draft_service.pair import Pair
 from draft_service.service import SERVICE_NAME, DraftService
 from draft_service.settings import DraftSettings
@@ -81,6 +81,7 @@ class DraftApp(Service):
             service="draft_service", version=draft.server_version, model=draft.name, device=draft.device
         )
         chosen = guarded(drafters, settings, target, sparse)
+        show_drafters(self.metrics, chosen, None if self._engine is None else self._engine.counts)
         self._servicer.attach(Pair(chosen, Kind(settings.drafter), self._link, tokenizer, draft, target))
 
     async def drain(self) -> None:

@@ -12,7 +12,7 @@ from outrider.client import AcceptanceRule, Drafter, Options
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _RULES = [rule.value for rule in AcceptanceRule if rule is not AcceptanceRule.UNSPECIFIED]
-_DRAFTERS = [drafter.value for drafter in Drafter if drafter is not Drafter.UNSPECIFIED]
+DRAFTERS = [drafter.value for drafter in Drafter if drafter is not Drafter.UNSPECIFIED]
 
 
 class TokenBias(click.ParamType[tuple[int, float]]):
@@ -65,7 +65,7 @@ _LAW = (
     click.option("--gamma", type=int, help="Tokens per proposal; 0: the target alone. Default: the service chooses."),
     click.option(
         "--drafter",
-        type=click.Choice(_DRAFTERS),
+        type=click.Choice(DRAFTERS),
         help="What proposes, of what the service has. Default: the service chooses.",
     ),
     click.option("--draft-temperature", type=float, help="Temperature of what is proposed. Default: --temperature."),
