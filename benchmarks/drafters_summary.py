@@ -19,8 +19,8 @@ Json = dict[str, Any]
 def summarise(runs: Sequence[Json]) -> Json:
     """All figures: by pair, kind of prompt, temperature and drafter.
 
-    A rate is the median over repetitions of a repetition's tokens over its seconds, and a ratio that of two rates of the
-    same repetition. α is the mean over judged positions, weighted by what was drafted.
+    A rate is the median over repetitions of a repetition's tokens over its seconds, and a ratio is that of two rates of
+    the same repetition. α is the mean over judged positions, weighted by what was drafted.
     """
     return {
         pair: {

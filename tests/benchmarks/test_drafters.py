@@ -32,10 +32,6 @@ def test_quick_measures_every_drafter_and_says_so_in_one_json_line(
         assert run["tokens"] == 12
         assert run["draft_failures"] == 0
         assert (run["inner_guessed"] > 0) <= (run["drafter"] == "staged")
-    greedy = {(run["kind"], run["prompt"]): run["digest"] for run in runs if run["temperature"] == "0"}
-    assert {(run["kind"], run["prompt"], run["digest"]) for run in runs if run["temperature"] == "0"} == {
-        (*key, digest) for key, digest in greedy.items()
-    }
 
 
 def test_every_drafter_of_the_contract_is_measured() -> None:
@@ -55,7 +51,8 @@ def test_figures_are_medians_over_repetitions_and_sums_over_texts() -> None:
         plain = {"tokens": 10, "rounds": 5, "drafted": 0, "accepted": 0, "alpha": None, "draft_failures": 0}
         keys = {"pair": "p", "kind": "k", "temperature": "0", "repetition": repetition, "drafter": drafter}
         return {
-            **keys, "seconds": seconds, "inner_guessed": 0, "inner_accepted": 0, "phases": {"draft": 0.0}, **plain, **figures
+            **keys, "seconds": seconds, "inner_guessed": 0, "inner_accepted": 0, "phases": {"draft": 0.0}, **plain,
+            **figures,
         }  # fmt: skip
 
     alone = [run("none", repetition, 2.0) for repetition in range(3)]
