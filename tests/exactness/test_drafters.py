@@ -176,9 +176,15 @@ def test_the_tokens_are_the_same_with_every_drafter(options: dict[str, object], 
     assert accepted > 0
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.0}], ids=["coupled", "greedy"])
 @pytest.mark.parametrize(
-    "fault", ["lookup_raises", "lookup_answers_nonsense", "lookup_stalls", "lookup_raises_for_a_while"]
+    ("fault", "options"),
+    [
+        ("lookup_raises", {}),
+        ("lookup_answers_nonsense", {}),
+        ("lookup_stalls", {}),
+        ("lookup_raises_for_a_while", {}),
+        ("lookup_raises_for_a_while", {"temperature": 0.0}),
+    ],
 )
 def test_a_sick_drafter_costs_time_and_changes_no_token(
     fault: str, options: dict[str, object], nursery: Nursery, attentive: World, service: Service

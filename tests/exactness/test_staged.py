@@ -94,12 +94,11 @@ def test_drafts_and_text_are_those_of_the_model(options: dict[str, object], serv
     assert (ours.num_draft_failures, ours.num_accepted_tokens > 0) == (0, True)
 
 
-@pytest.mark.parametrize("fault", ["staged_draws_from_the_whole_law", "staged_tests_nothing"])
-def test_a_fault_is_noticed(fault: str, nursery: Nursery, markov: World, draft: Path, tmp_path: Path) -> None:
+def test_a_fault_is_noticed(nursery: Nursery, markov: World, draft: Path, tmp_path: Path) -> None:
     """The guesses come from a text that is none of the target's, so that all are wrong in one direction."""
     (tmp_path / "corpus.txt").write_text(pairs.LETTERS * 400)
     flags = (*FLAGS, "--staged-by", "ngram", "--ngram-order", "2", "--ngram-corpus", str(tmp_path / "corpus.txt"))
-    service = nursery.draft(draft, markov.verifier, fault=fault, flags=flags)
+    service = nursery.draft(draft, markov.verifier, fault="staged_draws_from_the_whole_law", flags=flags)
     wait_healthy(service)
     _, outcomes, classes = _fits(service, markov, length=96, seed=5, rule="tokenwise", filters=NARROW)
     assert min(outcomes.p_value, classes.p_value) < REFUTED

@@ -167,17 +167,6 @@ def staged_draws_from_the_whole_law() -> None:
     _replace(staging, "resample", resample)
 
 
-def staged_tests_nothing() -> None:
-    """In staged drafting, every guess stands that the draft could have drawn."""
-    from draft_service.drafters import staging
-    from kernels.sparse import SparseLaw
-
-    def accepts(u: float, guessed: SparseLaw | None, law: SparseLaw, token: int) -> bool:
-        return law.probability(token) > 0
-
-    _replace(staging, "accepts", accepts)
-
-
 def negative_residual() -> None:
     """The residual is p - q̂ as it comes, without max(0, ·)."""
     from kernels import verify_torch
@@ -261,7 +250,6 @@ FAULTS: dict[str, Callable[[], None]] = {
         lookup_never_works,
         lookup_stalls,
         staged_draws_from_the_whole_law,
-        staged_tests_nothing,
         noise_of_the_next_position,
         noise_of_another_seed,
         noise_of_the_round,
