@@ -176,6 +176,7 @@ class GenerateCall:
             draft_tokens=sum(each.num_draft_tokens for each in counts),
             accepted_tokens=sum(each.num_accepted_tokens for each in counts),
             draft_failures=sum(each.num_draft_failures for each in counts),
+            draft_recoveries=sum(each.num_draft_recoveries for each in counts),
             alpha=[round(each.alpha, 4) for each in counts],
             seconds=round(time.perf_counter() - self._arrived, 4),
             first_token_seconds=round(min(first), 4) if first else None,
