@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -51,8 +51,17 @@ class RunningPair:
     For a main thread: inside it SIGTERM interrupts, or else the services would outlive a benchmark that is told to end.
     """
 
-    def __init__(self, target: Path, draft: Path, how: Processes, max_sequences: int = _MAX_SEQUENCES) -> None:
+    def __init__(
+        self,
+        target: Path,
+        draft: Path,
+        how: Processes,
+        max_sequences: int = _MAX_SEQUENCES,
+        draft_flags: Sequence[str] = (),
+    ) -> None:
+        """`draft_flags` are further ones of the draft service."""
         self.how = how
+        self._draft_flags = draft_flags
         self._target, self._draft = target, draft
         self._max_sequences = max_sequences
         self._open = ExitStack()
@@ -113,7 +122,7 @@ class RunningPair:
         if module == "draft_service":
             flags["--verifier"] = self.verifier.address
             flags["--speculation"] = "fixed"  # where a run does not name another
-            alone = []
+            alone = [*self._draft_flags]
         else:  # prompts come again and again, and other contenders run them each time
             alone = ["--no-prefix-cache"]
         return ServiceProcess.start(

@@ -6,11 +6,10 @@ import grpc
 
 from draft_service.drafter_choice import supports_rule_by_logits
 from draft_service.drafters.base import Kind
-from draft_service.drafters.build import cheap_drafters, check_settings, guarded
-from draft_service.drafters.engine import DraftEngine
-from draft_service.drafters.model import ModelDrafter
+from draft_service.drafters.build import cheap_drafters, check_settings, guarded, loads_model, model_drafters
+from draft_service.drafters.staged import StagedEngine
 from draft_service.lengths import Lengths
-from draft_service.metrics import OutcomeCacheMetrics, show_held
+from draft_service.metrics import show_drafters, show_held, show_outcome_cache
 from draft_service.pair import Pair
 from draft_service.service import SERVICE_NAME, DraftService
 from draft_service.settings import DraftSettings
@@ -52,7 +51,7 @@ class DraftApp(Service):
         self._settings = settings
         self._servicer = DraftService(settings)
         self._link: VerifierLink | None = None
-        self._engine: DraftEngine | None = None
+        self._engine: StagedEngine | None = None
 
     def register(self, server: grpc.aio.Server) -> None:
         add_DraftServiceServicer_to_server(self._servicer, server)
@@ -61,7 +60,7 @@ class DraftApp(Service):
         settings = self._settings
         check_settings(settings)
         loaded: LoadedModel | None = None
-        if Kind(settings.drafter) is Kind.MODEL:
+        if loads_model(settings):
             loaded, tokenizer = await in_thread(lambda: load(settings))
         else:
             tokenizer = await in_thread(lambda: load_tokenizer_alone(settings))
@@ -76,8 +75,8 @@ class DraftApp(Service):
         if loaded is not None:
             self._engine = await in_thread(lambda: build_engine(loaded, target, sparse, settings))
             self._engine.start()
-            drafters[Kind.MODEL] = ModelDrafter(self._engine, vocab_size=target.vocab_size)
-            self.metrics.registry.register(OutcomeCacheMetrics(self._engine.cache.counts))
+            drafters |= model_drafters(settings, self._engine, drafters, target)
+            show_outcome_cache(self.metrics, self._engine.cache.counts)
         show_held(self.metrics, self._servicer.places, None if self._engine is None else self._engine.packed.pool)
         if not supports_rule_by_logits(drafters):
             remove_lossy_rules(draft)
@@ -85,6 +84,7 @@ class DraftApp(Service):
             service="draft_service", version=draft.server_version, model=draft.name, device=draft.device
         )
         chosen = guarded(drafters, settings, target, sparse)
+        show_drafters(self.metrics, chosen, None if self._engine is None else self._engine.counts)
         self._servicer.attach(
             Pair(chosen, Kind(settings.drafter), Lengths(self.metrics), self._link, tokenizer, draft, target)
         )
@@ -99,18 +99,19 @@ class DraftApp(Service):
 
 def build_engine(
     loaded: LoadedModel, target: model_pb2.ModelInfo, config: SparseConfig, settings: DraftSettings
-) -> DraftEngine:
+) -> StagedEngine:
     """The draft's engine, warmed up and not started."""
     length = sequence_tokens(settings, loaded)
     blocks = min(kv_blocks(settings, loaded), settings.max_sequences * blocks_for(length))
     packed = PackedModel.build(loaded, settings.max_sequences, length, blocks=blocks)
     packed.warm_up((1, 2, 64))
     packed.warm_up_writing(config)
-    return DraftEngine(
+    return StagedEngine(
         packed,
         vocab_size=target.vocab_size,
         config=config,
         prefill_tokens=settings.prefill_tokens,
+        guesses=settings.staged_guesses,
         threads=settings.threads,
     )
 

@@ -18,6 +18,7 @@ KIND_TO_WIRE = {
     Kind.LOOKUP: draft_service_pb2.DRAFTER_LOOKUP,
     Kind.RANDOM: draft_service_pb2.DRAFTER_RANDOM,
     Kind.NONE: draft_service_pb2.DRAFTER_NONE,
+    Kind.STAGED: draft_service_pb2.DRAFTER_STAGED,
 }
 _KINDS = {number: kind for kind, number in KIND_TO_WIRE.items()}
 

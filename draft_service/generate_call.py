@@ -182,6 +182,7 @@ class GenerateCall:
             accepted_tokens=sum(each.num_accepted_tokens for each in counts),
             draft_failures=sum(each.num_draft_failures for each in counts),
             outcome_cache_hits=sum(each.num_outcome_cache_hits for each in counts),
+            draft_recoveries=sum(each.num_draft_recoveries for each in counts),
             alpha=[round(each.alpha, 4) for each in counts],
             mean_gamma=[round(each.mean_gamma, 2) for each in counts],
             seconds=round(time.perf_counter() - self._arrived, 4),

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import structlog
 
 from draft_service.drafter_choice import KIND_TO_WIRE
-from draft_service.drafters.base import Draft, Drafter, DraftError, Drafting, DraftLate, DraftSequence
+from draft_service.drafters.base import Draft, Drafter, DrafterOff, DraftError, DraftLate, DraftSequence
+from draft_service.drafters.healing import HealingDrafting
 from draft_service.emission import Emitter
 from draft_service.lengths import SampleLengths
 from draft_service.speculation_choice import POLICY_TO_WIRE
@@ -67,7 +68,7 @@ class Sample:
         self._emitter = emitter
         self._lengths = lengths
         self._written = len(request.committed)
-        self._drafting: Drafting | None = None
+        self._drafting: HealingDrafting | None = None
         self._sent = 0.0  # when the round under way left
         self._alone = DECODE_WHILE_CAPPED  # tokens that the target writes next, where it is to write alone for a while
 
@@ -86,7 +87,7 @@ class Sample:
         target = link.open(self.opening(), sequence_id=f"{request.request_id}/{self._index}", timeout=timeout)
         try:
             if request.gamma:
-                self._drafting = drafter.open(self._draft_sequence())
+                self._drafting = HealingDrafting(drafter, self._draft_sequence())
             await self._write_in_time(target, on_open)
         except BaseException:
             target.cancel()
@@ -136,7 +137,7 @@ class Sample:
 
     def _begin_draft(self, target: VerifySequence) -> Awaitable[Draft] | None:
         """Begins the next proposal; None where the target writes alone."""
-        if self._drafting is None:
+        if self._drafting is None or self._drafting.rest:
             return None
         if not self._drafting.room():  # its context is full, and stays so
             self._stop_drafting()
@@ -161,31 +162,40 @@ class Sample:
             self._lengths.sent(len(drafted.token_ids))
             await target.propose(drafted.token_ids, [encode_distribution(law) for law in drafted.laws])
             return Round(drafted.token_ids, 1)
-        tokens = self._left if self._drafting is None else min(self._left, max(self._alone, self._lengths.pause))
-        self._alone = min(2 * self._alone, MOST_DECODED_WHILE_CAPPED)
+        tokens = min(self._left, self._tokens_alone())
         self._sent = time.perf_counter()
         self._lengths.sent(None)
         await target.decode(tokens)
         return Round((), tokens)
 
+    def _tokens_alone(self) -> int:
+        """How many tokens the target writes before it is seen whether there is a proposal again."""
+        if self._drafting is None:
+            return self._left
+        if self._drafting.rest:
+            return self._drafting.rest
+        alone, self._alone = self._alone, min(2 * self._alone, MOST_DECODED_WHILE_CAPPED)
+        return max(alone, self._lengths.pause)
+
     async def _drafted(self, draft: Awaitable[Draft]) -> Draft | None:
-        """The proposal; None where there is none: the target goes on alone, for good unless it is only late."""
+        """The proposal; None where there is none: the target writes alone, for a while where it was not only late."""
         try:
             drafted = await draft
         except DraftError as error:
-            self.counts.num_draft_failures += 1
-            is_late = isinstance(error, DraftLate)
-            _log.warning(
-                "the draft is late; the target writes this round"
-                if is_late
-                else "drafting failed; the target goes on alone",
-                request_id=self._request.request_id,
-                sample=self._index,
-                reason=str(error),
-            )
-            if not is_late:
-                self._stop_drafting()
+            if not isinstance(error, DrafterOff):  # it was not asked, and whoever was has told
+                self.counts.num_draft_failures += 1
+                is_late = isinstance(error, DraftLate)
+                _log.warning(
+                    "the draft is late; the target writes alone"
+                    if is_late
+                    else "drafting failed; the target writes alone",
+                    request_id=self._request.request_id,
+                    sample=self._index,
+                    reason=str(error),
+                )
             return None
+        assert self._drafting is not None
+        self.counts.num_draft_recoveries = self._drafting.recoveries
         self.timings.draft += drafted.seconds
         if drafted.foresight is not None:
             self.counts.add_foresight(drafted.foresight)

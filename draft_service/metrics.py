@@ -1,15 +1,18 @@
-"""What the draft service shows of itself: the sequences it holds, its KV cache, and what its outcome cache does.
+"""What the draft service shows of itself: the sequences it holds, its KV cache, its drafters and its outcome cache.
 
-It knows nothing of sequences: places, the pool and the counts are asked when the metrics are read.
+It knows nothing of sequences: places, the pool, the drafters and the counts are asked when the metrics are read.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import Gauge
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from draft_service.drafters.ahead import Counts
+from draft_service.drafters.base import Kind
+from draft_service.drafters.guard import GuardedDrafter
+from draft_service.drafters.staged import StagedCounts
 from draft_service.pair import Places
 from outrider.lm.kv_pool import KVPool
 from outrider.metrics import Metrics
@@ -27,13 +30,87 @@ def show_held(metrics: Metrics, places: Places, pool: KVPool | None) -> None:
         gauge("kv_blocks_used", "Blocks that sequences hold; the rest is free.", lambda: pool.used_blocks)
 
 
-class OutcomeCacheMetrics(Collector):
-    """Shows what an outcome cache has done so far."""
+def show_drafters(metrics: Metrics, drafters: Mapping[Kind, GuardedDrafter], staged: StagedCounts | None) -> None:
+    """Shows from now on what each drafter has cost, by its name; `staged` where there is a draft model."""
+    metrics.registry.register(_Drafters(drafters))
+    if staged is not None:
+        metrics.registry.register(_Staged(staged))
 
+
+def show_outcome_cache(metrics: Metrics, counts: Counts) -> None:
+    """Shows from now on what an outcome cache does."""
+    metrics.registry.register(_OutcomeCache(counts))
+
+
+class _Drafters(Collector):
+    def __init__(self, drafters: Mapping[Kind, GuardedDrafter]) -> None:
+        self._drafters = drafters
+
+    def collect(self) -> Iterator[Metric]:
+        """One family a figure, one series a drafter."""
+        costs = {kind: drafter.cost for kind, drafter in self._drafters.items()}
+        yield self._family(
+            CounterMetricFamily("outrider_draft_proposals", "Proposals that came.", labels=("drafter",)),
+            {kind: cost.proposals for kind, cost in costs.items()},
+        )
+        yield self._family(
+            CounterMetricFamily("outrider_spec_decode_num_draft_tokens", "Tokens in them.", labels=("drafter",)),
+            {kind: cost.tokens for kind, cost in costs.items()},
+        )
+        yield self._family(
+            CounterMetricFamily(
+                "outrider_draft_seconds", "From asking for them to having them, summed.", labels=("drafter",)
+            ),
+            {kind: cost.seconds for kind, cost in costs.items()},
+        )
+        yield self._family(
+            CounterMetricFamily(
+                "outrider_draft_failures",
+                "Proposals that did not come: the drafter failed, was late, or answered nonsense.",
+                labels=("drafter",),
+            ),
+            {kind: cost.failures for kind, cost in costs.items()},
+        )
+        yield self._family(
+            GaugeMetricFamily(
+                "outrider_drafter_up", "0 while it fails for everybody and is only probed.", labels=("drafter",)
+            ),
+            {kind: drafter.health.is_well for kind, drafter in self._drafters.items()},
+        )
+
+    @staticmethod
+    def _family(family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[Kind, float]) -> Metric:
+        for kind, value in values.items():
+            family.add_metric([kind.value], float(value))
+        return family
+
+
+class _Staged(Collector):
+    def __init__(self, counts: StagedCounts) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        """The inner game, under names of its own: none of it has reached a verifier."""
+        counts = self._counts
+        yield CounterMetricFamily(
+            "outrider_staged_passes", "Passes of the draft model that judged guesses, by sequence.", value=counts.passes
+        )
+        yield CounterMetricFamily(
+            "outrider_staged_guessed_tokens", "Tokens guessed for the draft model.", value=counts.guessed
+        )
+        yield CounterMetricFamily(
+            "outrider_staged_accepted_tokens", "Those of them that it let stand.", value=counts.accepted
+        )
+        yield CounterMetricFamily(
+            "outrider_staged_failures", "Sequences that nobody guesses for any more.", value=counts.failures
+        )
+
+
+class _OutcomeCache(Collector):
     def __init__(self, counts: Counts) -> None:
         self._counts = counts
 
-    def collect(self) -> Iterator[CounterMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         """The counters as they are now."""
         counts = self._counts
         for name, text, value in (

@@ -16,13 +16,17 @@ class DraftSettings(ServiceSettings):
 
     listen: Address = Field("127.0.0.1:50051", description="HOST:PORT to listen at; port 0 takes a free one")
     verifier: Address = Field("127.0.0.1:50052", description="HOST:PORT of the verifier service")
-    drafter: Literal["model", "ngram", "lookup", "random", "none"] = Field(
+    drafter: Literal["model", "staged", "ngram", "lookup", "random", "none"] = Field(
         "model",
-        description="what proposes where a request does not say; all but `model` load no weights, and of --model the "
-        "tokenizer alone",
+        description="what proposes where a request does not say; all but `model` and `staged` load no weights, and of "
+        "--model the tokenizer alone",
+    )
+    staged_by: Literal["lookup", "ngram"] = Field("lookup", description="what guesses for the draft model in `staged`")
+    staged_guesses: int = Field(
+        8, ge=1, le=256, description="tokens that `staged` guesses at once at most; never all that are left to draft"
     )
     draft_temperature: float | None = Field(
-        None, ge=0, le=100, description="temperature by which `model` and `ngram` draft; default: the request's own"
+        None, ge=0, le=100, description="temperature by which all draft that have one; default: the request's own"
     )
     draft_timeout: int = Field(
         10_000, ge=1, description="milliseconds a proposal may take; the target writes alone in the place of a late one"

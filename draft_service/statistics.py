@@ -24,6 +24,7 @@ class SpeculationCounts:
     num_wasted_tokens: int = 0
     policy: draft_service_pb2.SpeculationPolicy = draft_service_pb2.SPECULATION_POLICY_UNSPECIFIED
     num_short_drafts: int = 0
+    num_draft_recoveries: int = 0
     drafted_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
     _beta_sum: float = 0.0
@@ -104,6 +105,7 @@ class SpeculationCounts:
             policy=self.policy,
             mean_gamma=self.mean_gamma,
             num_short_drafts=self.num_short_drafts,
+            num_draft_recoveries=self.num_draft_recoveries,
         )
 
 

@@ -33,6 +33,11 @@ class Domain(IntEnum):
     ACCEPT = 1
     RESAMPLE = 2
     COUPLED = 3  # keys the noise of `noise`; its counter holds an absolute position in place of base_length
+    # The game of a draft model and a cheaper draft [L 6], played within a round: `draw` is how many of the round's
+    # tokens there were when it began.
+    STAGED_DRAFT = 4
+    STAGED_ACCEPT = 5
+    STAGED_RESAMPLE = 6
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:

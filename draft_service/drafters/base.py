@@ -16,14 +16,19 @@ class Kind(StrEnum):
     """The drafters there are."""
 
     MODEL = "model"
+    STAGED = "staged"
     NGRAM = "ngram"
     LOOKUP = "lookup"
     RANDOM = "random"
     NONE = "none"
 
 
-HAVE_LOGITS = frozenset({Kind.MODEL, Kind.NONE})
+HAVE_LOGITS = frozenset({Kind.MODEL, Kind.STAGED, Kind.NONE})
 """Those that the rule `sigmoid` goes with: it asks for a draft's logits, or for no draft at all."""
+
+
+RUN_A_MODEL = frozenset({Kind.MODEL, Kind.STAGED})
+"""Those that a service offers where it has loaded a draft model."""
 
 
 UNBOUNDED = 1 << 30
@@ -43,6 +48,10 @@ class DraftError(Exception):
 
 class DraftLate(DraftError):
     """A proposal did not come in time. The sequence may go on here: ask again after the next verdict."""
+
+
+class DrafterOff(DraftError):
+    """The drafter was not asked: it has failed for everybody of late."""
 
 
 @dataclass(slots=True)
@@ -97,6 +106,10 @@ class DraftSequence:
     draft_temperature: float | None = None
     looks_ahead: bool = True
     max_entropy: float | None = None
+
+    def after(self, written: Sequence[int]) -> "DraftSequence":
+        """The same with more of it committed."""
+        return replace(self, committed=[*self.committed, *written])
 
     @property
     def draft_law(self) -> SamplingLaw:

@@ -3,12 +3,15 @@
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from draft_service.drafters.base import Drafter, Kind
+from draft_service.drafters.base import RUN_A_MODEL, Drafter, Kind
 from draft_service.drafters.guard import GuardedDrafter
+from draft_service.drafters.guessing import GuessingDrafter
 from draft_service.drafters.lookup import LookupDrafter
+from draft_service.drafters.model import ModelDrafter
 from draft_service.drafters.ngram import NGramConfig, NGramDrafter
 from draft_service.drafters.none import NoDrafter
 from draft_service.drafters.random import RandomDrafter
+from draft_service.drafters.staged import StagedDrafter, StagedEngine
 from draft_service.settings import DraftSettings
 from kernels.sparse import SparseConfig
 from outrider.lm.tokenizer import Tokenizer
@@ -25,8 +28,17 @@ def check_settings(settings: DraftSettings) -> None:
     corpus = settings.ngram_corpus
     if corpus is not None and not corpus.is_file():
         raise SettingsError(f"--ngram-corpus: no file '{corpus}'")
-    if Kind(settings.drafter) is Kind.NGRAM and corpus is None and not settings.ngram_learn:
-        raise SettingsError("--drafter ngram: nothing to count; give --ngram-corpus FILE, --ngram-learn, or both")
+    if corpus is not None or settings.ngram_learn:
+        return
+    staged_by_counts = loads_model(settings) and Kind(settings.staged_by) is Kind.NGRAM
+    for asks, flag in ((Kind(settings.drafter) is Kind.NGRAM, "--drafter"), (staged_by_counts, "--staged-by")):
+        if asks:
+            raise SettingsError(f"{flag} ngram: nothing to count; give --ngram-corpus FILE, --ngram-learn, or both")
+
+
+def loads_model(settings: DraftSettings) -> bool:
+    """Whether the service runs a draft model."""
+    return Kind(settings.drafter) in RUN_A_MODEL
 
 
 def cheap_drafters(
@@ -52,6 +64,18 @@ def cheap_drafters(
             sparse=sparse,
         )
     return drafters
+
+
+def model_drafters(
+    settings: DraftSettings, engine: StagedEngine, cheap: Mapping[Kind, Drafter], target: model_pb2.ModelInfo
+) -> dict[Kind, Drafter]:
+    """Those that take the draft model; one of the `cheap` ones guesses for it."""
+    guesses = cheap[Kind(settings.staged_by)]
+    assert isinstance(guesses, GuessingDrafter)
+    return {
+        Kind.MODEL: ModelDrafter(engine, vocab_size=target.vocab_size),
+        Kind.STAGED: StagedDrafter(engine, guesses, vocab_size=target.vocab_size),
+    }
 
 
 def guarded(

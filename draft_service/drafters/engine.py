@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import structlog
+
 from draft_service.drafters.ahead import OutcomeCache
 from draft_service.drafters.base import DraftError, Foresight
 from draft_service.drafters.drawing import Drawing, Drawn, DrawnToken
@@ -19,6 +21,8 @@ from kernels.sparse import SparseConfig
 from outrider.lm.engine import Engine
 from outrider.lm.packed import Chunk, PackedModel
 from outrider.lm.room import make_room
+
+_log = structlog.get_logger()
 
 # Tokens that a sequence is expected to write: room in one piece is sought for so many.
 EXPECTED_OUTPUT = 512
@@ -143,7 +147,17 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
         return work or self._ahead()
 
     def _ahead(self) -> list[DraftWork]:
-        """What to draft while nobody asks: as much as is done before the first is likely to."""
+        """What to draft while nobody asks. Whatever breaks here costs branches, and nobody's proposal."""
+        try:
+            return self._branches()
+        except Exception:
+            _log.exception("drafting ahead failed")
+            self._leaving.clear()
+            self.cache.drop_all()
+            return []
+
+    def _branches(self) -> list[DraftWork]:
+        """As much as is done before the first is likely to ask."""
         now = time.perf_counter()
         for sequence, since in list(self._leaving.items()):
             if now - since < LEAVING_SECONDS:

@@ -7,11 +7,22 @@ It knows no particular drafter, and no verifier.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
-from draft_service.drafters.base import Cost, Draft, Drafter, DraftError, Drafting, DraftLate, DraftSequence
+from draft_service.drafters.base import (
+    Cost,
+    Draft,
+    Drafter,
+    DrafterOff,
+    DraftError,
+    Drafting,
+    DraftLate,
+    DraftSequence,
+)
+from draft_service.drafters.health import Health
 from kernels.dense import EXCLUDED, DraftLogits
 from kernels.sparse import SparseLaw, validate
 from kernels.verify import Rule
@@ -25,12 +36,14 @@ class GuardedDrafter(Drafter):
 
     Attributes:
         cost: what drafting has cost so far, over all sequences.
+        health: whether it works at all; while it does not, a sequence is refused without its being asked.
         timeout: what a proposal may take, in seconds.
     """
 
     def __init__(self, drafter: Drafter, *, timeout: float, vocab_size: int, max_support: int) -> None:
         """`vocab_size` and `max_support` are what the target takes."""
         self.cost = Cost()
+        self.health = Health()
         self._drafter = drafter
         self.timeout = timeout
         self._vocab_size = vocab_size
@@ -117,7 +130,7 @@ class _GuardedDrafting(Drafting):
                 return _Answer(self, None, gamma, asked)
             self._under_way = None
         inner, future = self._inner, None
-        if inner is not None and self._error is None:
+        if inner is not None and self._error is None and self._admitted():
             future = self._attempt(lambda: asyncio.ensure_future(inner.propose(gamma)))
         if future is not None:
             future.add_done_callback(_retrieve)
@@ -128,7 +141,8 @@ class _GuardedDrafting(Drafting):
         if self._under_way is not None:
             self._under_way.cancel()
         if inner is not None:
-            self._attempt(inner.close)
+            with suppress(Exception):  # whoever is here has what was wanted, or has given it up
+                inner.close()
 
     async def answer(self, future: "asyncio.Future[Draft] | None", gamma: int, asked: float) -> Draft:
         """The proposal that was asked for at `asked` (`time.monotonic()`), as it comes; see `Drafting.propose`."""
@@ -141,11 +155,12 @@ class _GuardedDrafting(Drafting):
             draft = await self._in_time(future, asked)
             self._guard.check(draft, gamma, self._sequence)
         except DraftError as error:
-            cost.failures += 1
+            cost.failures += not isinstance(error, DrafterOff)
             if not isinstance(error, DraftLate):
-                self._error = error
+                self._fail(error)
             raise
         self._late = 0
+        self._guard.health.proposed()
         cost.proposals += 1
         cost.tokens += len(draft.token_ids)
         cost.seconds += draft.seconds
@@ -158,6 +173,8 @@ class _GuardedDrafting(Drafting):
         if not future.done():
             self._under_way = future
             self._late += 1
+            if self._late < LATE_IN_A_ROW:
+                self._guard.health.failed()
             text = f"no proposal came within {timeout:g} s, {self._late} times in a row"
             raise DraftLate(text) if self._late < LATE_IN_A_ROW else DraftError(text)
         if future.cancelled():  # by the drafter: its `CancelledError` is not the request's
@@ -174,8 +191,20 @@ class _GuardedDrafting(Drafting):
         try:
             return action()
         except Exception as error:
-            self._error = error if isinstance(error, DraftError) else _broken(error)
+            self._fail(error if isinstance(error, DraftError) else _broken(error))
             return None
+
+    def _admitted(self) -> bool:
+        if self._guard.health.admits():
+            return True
+        self._error = DrafterOff("the drafter has failed for everybody of late, and is not asked")
+        return False
+
+    def _fail(self, error: DraftError) -> None:
+        """Keeps the first error; it tells on the drafter once."""
+        if self._error is None:
+            self._error = error
+            self._guard.health.failed()
 
 
 class _Answer(Awaitable[Draft]):

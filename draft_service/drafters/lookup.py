@@ -3,12 +3,11 @@
 It draws nothing, so each of its laws is the point mass on what it copies. It knows no vocabulary and no model.
 """
 
-import asyncio
-import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 
-from draft_service.drafters.base import UNBOUNDED, Draft, Drafter, Drafting, DraftSequence
-from kernels.verify import Rule
+from draft_service.drafters.base import DraftSequence
+from draft_service.drafters.guessing import Guesser, Guesses, GuessingDrafter
+from kernels.philox import Domain
 
 CANDIDATES = 64
 """Earlier places that are compared, the latest ones, so that a proposal's cost is bounded."""
@@ -17,7 +16,7 @@ LONGEST = 64
 """Tokens of a match beyond which none counts as longer."""
 
 
-class LookupDrafter(Drafter):
+class LookupDrafter(GuessingDrafter):
     """Drafts by copying."""
 
     def __init__(self, *, min_match: int) -> None:
@@ -28,51 +27,48 @@ class LookupDrafter(Drafter):
         """
         if min_match < 1:
             raise ValueError(f"min_match is {min_match}; it must be at least 1")
+        super().__init__("lookup")
         self._min_match = min_match
 
-    def open(self, sequence: DraftSequence) -> Drafting:
-        return _LookupDrafting(sequence, self._min_match)
+    def guesser(self, sequence: DraftSequence, domain: Domain = Domain.DRAFT) -> Guesser:
+        return Copier(self._min_match)
 
 
-class _LookupDrafting(Drafting):
-    def __init__(self, sequence: DraftSequence, min_match: int) -> None:
-        self._tells_laws = sequence.rule is not Rule.COUPLED
+class Copier(Guesser):
+    """One text, and what was written in it before."""
+
+    def __init__(self, min_match: int) -> None:
         self._min_match = min_match
         self._tokens: list[int] = []
         self._ends: dict[tuple[int, ...], list[int]] = {}  # where each run of `min_match` tokens ended, oldest first
-        self.advance([*sequence.prompt, *sequence.committed])
 
-    def room(self) -> int:
-        return UNBOUNDED
-
-    def advance(self, tokens: Sequence[int]) -> None:
+    def read(self, tokens: Sequence[int]) -> None:
         known = len(self._tokens)
         self._tokens.extend(tokens)
         # The end of the text itself is entered once something follows it.
         for end in range(max(known, self._min_match), len(self._tokens)):
             self._ends.setdefault(tuple(self._tokens[end - self._min_match : end]), []).append(end)
 
-    def propose(self, gamma: int) -> Awaitable[Draft]:
-        begun = time.perf_counter()
-        drafted = self._copy(gamma)
-        laws: list[None] = [None] * len(drafted) if self._tells_laws else []
-        future: asyncio.Future[Draft] = asyncio.get_running_loop().create_future()
-        future.set_result(Draft(drafted, list(laws), time.perf_counter() - begun))
-        return future
+    def guess(self, count: int, ahead: Sequence[int] = ()) -> Guesses:
+        """What is only ahead is matched, and not found as a source."""
+        text = self._tokens
+        text.extend(ahead)
+        try:
+            return [(token, None) for token in self._copy(count)]
+        finally:
+            del text[len(text) - len(ahead) :]
 
-    def close(self) -> None:
-        """Nothing is held."""
-
-    def _copy(self, gamma: int) -> list[int]:
-        ends = self._ends.get(tuple(self._tokens[-self._min_match :]), [])[-CANDIDATES:]
+    def _copy(self, count: int) -> list[int]:
+        text = self._tokens
+        ends = self._ends.get(tuple(text[-self._min_match :]), [])[-CANDIDATES:]
         if not ends:
             return []
         # The latest of the longest: what was written last is likelier to be repeated.
-        source = max(reversed(ends), key=self._matching)
-        text = list(self._tokens)
-        for place in range(gamma):  # past the end of the text it goes on with what was copied: the text repeats itself
-            text.append(text[source + place])
-        return text[len(self._tokens) :]
+        source, end = max(reversed(ends), key=self._matching), len(text)
+        copied = text[source : source + count]
+        while len(copied) < count:  # past the end of the text it goes on with what was copied: the text repeats itself
+            copied.append(copied[len(copied) - (end - source)])
+        return copied
 
     def _matching(self, end: int) -> int:
         """How many tokens before `end` are those at the text's end."""

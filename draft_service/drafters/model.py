@@ -20,7 +20,11 @@ class ModelDrafter(Drafter):
         self._vocab_size = vocab_size
 
     def open(self, sequence: DraftSequence) -> Drafting:
-        return _ModelDrafting(self._engine, ModelSequence.begin(sequence, self._vocab_size))
+        return _ModelDrafting(self._engine, self.begin(sequence))
+
+    def begin(self, sequence: DraftSequence) -> ModelSequence:
+        """What the engine is to keep of a sequence."""
+        return ModelSequence.begin(sequence, self._vocab_size)
 
 
 class _ModelDrafting(Drafting):

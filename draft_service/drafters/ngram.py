@@ -1,25 +1,27 @@
 """The drafter that counts: the law of the next token by n-grams with back-off [L 3.6, 4.2], sampled from as a model's.
 
-Counts come from a corpus, from what the service writes, and always from the sequence's own prompt and output. It runs
-on the event loop: a token takes 0.4 ms at V = 2,048, and 1 to 2 ms at 151,936.
+Counts come from a corpus, from what the service writes, and always from the sequence's own prompt and output. A token
+takes 0.4 ms at V = 2,048, and 1 to 2 ms at 151,936.
 """
 
-import asyncio
 import math
-import time
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from threading import Lock
 
 import numpy as np
 import torch
 
-from draft_service.drafters.base import UNBOUNDED, Draft, Drafter, Drafting, DraftSequence
-from draft_service.drafters.ngram_counts import NGramCounts, back_off
+from draft_service.drafters.base import DraftSequence
+from draft_service.drafters.guessing import Guesser, Guesses, GuessingDrafter
+from draft_service.drafters.ngram_counts import MAX_ORDER, NGramCounts, back_off
 from kernels import coupled
 from kernels.adjustments import Adjuster, apply
 from kernels.philox import Domain, uniform
 from kernels.sparse import SparseConfig, SparseLaw, draw
 from kernels.verify import Rule
+
+_PIECE = 512  # tokens that are counted before others may look at the counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class NGramConfig:
     learns: bool = False
 
 
-class NGramDrafter(Drafter):
+class NGramDrafter(GuessingDrafter):
     """Drafts by counts."""
 
     def __init__(
@@ -47,6 +49,7 @@ class NGramDrafter(Drafter):
 
         `vocab_size` is the target's, `sparse` how much of a law to keep.
         """
+        super().__init__("ngram")
         self._config = config
         self._sparse = sparse
         self._vocab_size = vocab_size
@@ -54,8 +57,9 @@ class NGramDrafter(Drafter):
         for document in corpus:
             self._corpus.add(document)
         self._learned = self._counts() if config.learns else None
+        self._lock = Lock()  # what is learned is counted and read by several threads
 
-    def open(self, sequence: DraftSequence) -> Drafting:
+    def guesser(self, sequence: DraftSequence, domain: Domain = Domain.DRAFT) -> Guesser:
         learned = self._learned
         own = self._counts()
         # Where draws decide, the law must not depend on them. Counts learned from other texts may: from one that had
@@ -65,13 +69,13 @@ class NGramDrafter(Drafter):
         taught = [own] if known is own else []
         if learned is not None:
             taught.append(learned)
-        return _NGramDrafting(sequence, (self._corpus, known), taught, self._vocab_size, self._sparse)
+        return _Counter(sequence, (self._corpus, known), taught, self._vocab_size, self._sparse, domain, self._lock)
 
     def _counts(self) -> NGramCounts:
         return NGramCounts(self._config.order, self._vocab_size, entries=self._config.entries)
 
 
-class _NGramDrafting(Drafting):
+class _Counter(Guesser):
     def __init__(
         self,
         sequence: DraftSequence,
@@ -79,52 +83,49 @@ class _NGramDrafting(Drafting):
         taught: Sequence[NGramCounts],
         vocab_size: int,
         sparse: SparseConfig,
+        domain: Domain,
+        lock: Lock,
     ) -> None:
         self._sequence = sequence
         self._tables = tables
         self._taught = taught
         self._sparse = sparse
         self._vocab_size = vocab_size
+        self._domain = domain
+        self._lock = lock
         self._tokens: list[int] = []
         self._adjuster: Adjuster | None = None
         if not sequence.logit_rules.is_identity:
             self._adjuster = Adjuster(sequence.logit_rules, sequence.prompt, vocab_size)
-            for token in sequence.committed:
-                self._adjuster.push(token)
-        self._learn([*sequence.prompt, *sequence.committed])
 
-    def room(self) -> int:
-        return UNBOUNDED
-
-    def advance(self, tokens: Sequence[int]) -> None:
+    def read(self, tokens: Sequence[int]) -> None:
         if self._adjuster is not None:
-            for token in tokens:
+            for token in tokens[max(0, len(self._sequence.prompt) - len(self._tokens)) :]:
                 self._adjuster.push(token)
-        self._learn(tokens)
+        for begin in range(0, len(tokens), _PIECE):
+            with self._lock:
+                self._learn(tokens[begin : begin + _PIECE])
 
-    def propose(self, gamma: int) -> Awaitable[Draft]:
-        begun = time.perf_counter()
-        base = len(self._tokens)
-        tokens, laws = list(self._tokens), list[SparseLaw | None]()
+    def guess(self, count: int, ahead: Sequence[int] = ()) -> Guesses:
+        """`ahead` shifts the base of what is drawn, and is counted by the penalties alone."""
+        tokens, guesses = [*self._tokens[-MAX_ORDER:], *ahead], Guesses()
+        adjuster, written = self._adjuster, 0
+        if adjuster is not None:
+            written = adjuster.n_generated
+            for token in ahead:
+                adjuster.push(token)
         with torch.inference_mode():
-            for place in range(gamma):
-                token, law = self._draw(tokens, base, place)
+            for place in range(count):
+                token, law = self._draw(tokens, place, len(ahead))
                 if token < 0:  # nothing was counted yet, all that may be written is banned, or it is too unsure
                     break
                 tokens.append(token)
-                laws.append(law)
-                if self._adjuster is not None:
-                    self._adjuster.push(token)
-        drafted = tokens[base:]
-        if self._adjuster is not None:
-            self._adjuster.truncate(self._adjuster.n_generated - len(drafted))
-        told = [] if self._sequence.rule is Rule.COUPLED else laws
-        future: asyncio.Future[Draft] = asyncio.get_running_loop().create_future()
-        future.set_result(Draft(drafted, list(told), time.perf_counter() - begun))
-        return future
-
-    def close(self) -> None:
-        """Nothing is held."""
+                guesses.append((token, law))
+                if adjuster is not None:
+                    adjuster.push(token)
+        if adjuster is not None:
+            adjuster.truncate(written)
+        return guesses
 
     def _learn(self, tokens: Sequence[int]) -> None:
         begin = len(self._tokens)
@@ -133,18 +134,20 @@ class _NGramDrafting(Drafting):
         for table in self._taught:
             table.add(self._tokens[reach:], begin - reach)
 
-    def _draw(self, tokens: Sequence[int], base: int, place: int) -> tuple[int, SparseLaw | None]:
-        p = back_off(self._tables, tokens)
+    def _draw(self, tokens: Sequence[int], place: int, inner_base: int) -> tuple[int, SparseLaw | None]:
+        with self._lock:
+            p = back_off(self._tables, tokens)
         if p is None:
             return -1, None
-        sequence = self._sequence
+        sequence, base = self._sequence, len(self._tokens)
         bounds = [math.inf if place == 0 or sequence.max_entropy is None else sequence.max_entropy]
         z = torch.from_numpy(np.log(p)).to(torch.float32).unsqueeze(0)  # [1, V]
         if self._adjuster is not None:
             z = apply(z, [self._adjuster.row()])
         if sequence.shares_noise:
-            noise = coupled.noise_of([(sequence.seed, len(tokens))], self._vocab_size)
+            noise = coupled.noise_of([(sequence.seed, base + inner_base + place)], self._vocab_size)
             return coupled.draw(z, [sequence.draft_law], noise, bounds)[0], None
-        u = 0.0 if sequence.draft_law.is_greedy else uniform(sequence.seed, base, place, Domain.DRAFT)
+        greedy = sequence.draft_law.is_greedy
+        u = 0.0 if greedy else uniform(sequence.seed, base, place, self._domain, inner_base)
         (token,), (law,) = draw(z, sequence.draft_law, self._sparse, [u], bounds)
         return token, law

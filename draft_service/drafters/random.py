@@ -4,61 +4,53 @@ A law can name 256 tokens, so a vocabulary that is larger is cut first: to a sup
 distances, its beginning drawn for the place. The token is then drawn within the support, and the support is the law.
 """
 
-import asyncio
-import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from draft_service.drafters.base import UNBOUNDED, Draft, Drafter, Drafting, DraftSequence
+from draft_service.drafters.base import DraftSequence
+from draft_service.drafters.guessing import Guesser, Guesses, GuessingDrafter
 from kernels.philox import Domain, uniform
 from kernels.sparse import SparseLaw, sample
-from kernels.verify import Rule
 
 # The draws of a place: they are disjoint, so the support does not depend on the token (Law 1), nor on other places.
 _TOKEN, _SUPPORT = 0, 1
 
 
-class RandomDrafter(Drafter):
+class RandomDrafter(GuessingDrafter):
     """Drafts at random."""
 
     def __init__(self, *, vocab_size: int, max_support: int) -> None:
         """`vocab_size` is the target's; a law names `max_support` tokens at most."""
+        super().__init__("random")
         self._vocab_size = vocab_size
         self._size = min(vocab_size, max_support)
 
-    def open(self, sequence: DraftSequence) -> Drafting:
-        return _RandomDrafting(sequence, self._vocab_size, self._size)
+    def guesser(self, sequence: DraftSequence, domain: Domain = Domain.DRAFT) -> Guesser:
+        """Its two draws a place leave no room for another base within the round: it guesses for requests alone."""
+        assert domain is Domain.DRAFT
+        return _RandomGuesser(sequence, self._vocab_size, self._size)
 
 
-class _RandomDrafting(Drafting):
+class _RandomGuesser(Guesser):
     def __init__(self, sequence: DraftSequence, vocab_size: int, size: int) -> None:
         self._sequence = sequence
         self._vocab_size = vocab_size
         self._size = size
-        self._base = len(sequence.prompt) + len(sequence.committed)
+        self._base = 0
 
-    def room(self) -> int:
-        return UNBOUNDED
-
-    def advance(self, tokens: Sequence[int]) -> None:
+    def read(self, tokens: Sequence[int]) -> None:
         self._base += len(tokens)
 
-    def propose(self, gamma: int) -> Awaitable[Draft]:
-        begun = time.perf_counter()
-        sequence = self._sequence
-        drafted, laws = list[int](), list[SparseLaw | None]()
-        for place in range(gamma):
-            law = support(sequence.seed, self._base, place, vocab_size=self._vocab_size, size=self._size)
-            drafted.append(sample(law, uniform(sequence.seed, self._base, place, Domain.DRAFT, _TOKEN)))
-            laws.append(None if sequence.law.is_greedy else law)
-        told = [] if sequence.rule is Rule.COUPLED else laws
-        future: asyncio.Future[Draft] = asyncio.get_running_loop().create_future()
-        future.set_result(Draft(drafted, list(told), time.perf_counter() - begun))
-        return future
+    def guess(self, count: int, ahead: Sequence[int] = ()) -> Guesses:
+        assert not ahead
+        return [self._draw(place) for place in range(count)]
 
-    def close(self) -> None:
-        """Nothing is held."""
+    def _draw(self, place: int) -> tuple[int, SparseLaw | None]:
+        seed = self._sequence.seed
+        law = support(seed, self._base, place, vocab_size=self._vocab_size, size=self._size)
+        token = sample(law, uniform(seed, self._base, place, Domain.DRAFT, _TOKEN))
+        return token, None if self._sequence.law.is_greedy else law
 
 
 def support(seed: int, base: int, place: int, *, vocab_size: int, size: int) -> SparseLaw:

@@ -13,7 +13,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 _RULES = [rule.value for rule in AcceptanceRule if rule is not AcceptanceRule.UNSPECIFIED]
 _POLICIES = [policy.value for policy in SpeculationPolicy if policy is not SpeculationPolicy.UNSPECIFIED]
-_DRAFTERS = [drafter.value for drafter in Drafter if drafter is not Drafter.UNSPECIFIED]
+DRAFTERS = [drafter.value for drafter in Drafter if drafter is not Drafter.UNSPECIFIED]
 
 
 class TokenBias(click.ParamType[tuple[int, float]]):
@@ -74,7 +74,7 @@ _LAW = (
     ),
     click.option(
         "--drafter",
-        type=click.Choice(_DRAFTERS),
+        type=click.Choice(DRAFTERS),
         help="What proposes, of what the service has. Default: the service chooses.",
     ),
     click.option("--draft-temperature", type=float, help="Temperature of what is proposed. Default: --temperature."),

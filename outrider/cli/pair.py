@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -23,7 +23,7 @@ _LOOK_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class PairSettings:
-    """What to run, and where."""
+    """What to run, and where; `drafter` and what belongs to it as the draft service takes them."""
 
     target: str
     draft: str
@@ -32,11 +32,21 @@ class PairSettings:
     device: str | None = None
     dtype: str | None = None
     threads: int | None = None
+    drafter: str | None = None
+    staged_by: str | None = None
+    ngram_corpus: str | None = None
 
     def flags(self) -> list[str]:
         """The flags that both services share."""
-        given = {"--device": self.device, "--dtype": self.dtype, "--threads": self.threads}
-        return [part for flag, value in given.items() if value is not None for part in (flag, str(value))]
+        return _given({"--device": self.device, "--dtype": self.dtype, "--threads": self.threads})
+
+    def drafting(self) -> list[str]:
+        """The flags of the draft service alone that say what proposes."""
+        return _given({"--drafter": self.drafter, "--staged-by": self.staged_by, "--ngram-corpus": self.ngram_corpus})
+
+
+def _given(flags: Mapping[str, object]) -> list[str]:
+    return [part for flag, value in flags.items() if value is not None for part in (flag, str(value))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +126,7 @@ def running_pair(settings: PairSettings, *, on_line: OnLine | None = None) -> It
             "draft_service",
             second,
             *("--model", settings.draft, "--verifier", verifier_address, "--listen", settings.draft_listen),
+            *settings.drafting(),
         ) as draft,
     ):
         yield Pair(verifier, draft)

@@ -7,7 +7,7 @@ import threading
 
 import click
 
-from outrider.cli.options import address_option
+from outrider.cli.options import DRAFTERS, address_option
 from outrider.cli.pair import PairSettings, running_pair, terminated_as_interrupted
 from outrider.cli.processes import ServiceError
 from outrider.cli.report import Failure
@@ -27,6 +27,23 @@ _PREFIXES = {"verifier_service": "verifier | ", "draft_service": "draft    | "}
 @click.option(
     "--threads", type=click.IntRange(min=1), help="CPU threads of each service. Default: half of the processors."
 )
+@click.option(
+    "--drafter",
+    type=click.Choice(DRAFTERS),
+    help="What proposes where a request does not say; all but model and staged take the tokenizer of --draft alone. "
+    "Default: model.",
+)
+@click.option(
+    "--staged-by",
+    type=click.Choice(["lookup", "ngram"]),
+    help="What guesses for the draft model in the drafter staged. Default: lookup.",
+)
+@click.option(
+    "--ngram-corpus",
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False),
+    help="Text that the drafter ngram counts, and without which it is not offered.",
+)
 def serve_command(
     target: str,
     draft: str,
@@ -35,6 +52,9 @@ def serve_command(
     device: str | None,
     dtype: str | None,
     threads: int | None,
+    drafter: str | None,
+    staged_by: str | None,
+    ngram_corpus: str | None,
 ) -> None:
     """Serve a pair of models on this machine: the verifier with the target, the draft service in front.
 
@@ -42,7 +62,9 @@ def serve_command(
     in progress finish first, and a second Ctrl-C does not wait for them. If either service fails, the other is
     stopped, and the exit code is 1.
     """
-    settings = PairSettings(target, draft, verifier_listen, listen, device, dtype, threads)
+    settings = PairSettings(
+        target, draft, verifier_listen, listen, device, dtype, threads, drafter, staged_by, ngram_corpus
+    )
     writing = threading.Lock()
 
     def pass_through(name: str, line: str) -> None:

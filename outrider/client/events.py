@@ -57,6 +57,7 @@ class Drafter(_Named):
     LOOKUP = "lookup"
     RANDOM = "random"
     NONE = "none"
+    STAGED = "staged"
 
 
 class SpeculationPolicy(_Named):
@@ -200,8 +201,9 @@ class Statistics(_Mirror):
     """How speculation went for one sample.
 
     `alpha` is the mean of β over judged positions; under `coupled`, which knows no β, the accepted share of them.
-    `num_draft_failures` counts proposals that did not come, in whose place the target wrote alone. `mean_gamma` is the
-    mean of the lengths that `policy` chose, over all rounds; `num_short_drafts` counts proposals that came shorter.
+    `num_draft_failures` counts proposals that did not come, in whose place the target wrote alone, and
+    `num_draft_recoveries` how often a drafter that had failed proposed again. `mean_gamma` is the mean of the lengths
+    that `policy` chose, over all rounds; `num_short_drafts` counts proposals that came shorter.
     """
 
     num_drafts: int
@@ -222,6 +224,7 @@ class Statistics(_Mirror):
     num_outcome_cache_hits: int
     num_predrafted_tokens: int
     num_wasted_tokens: int
+    num_draft_recoveries: int
 
     @classmethod
     def of(cls, message: Any) -> Self:

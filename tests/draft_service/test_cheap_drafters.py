@@ -79,6 +79,27 @@ def test_copies_are_those_of_a_plain_search_however_the_text_came(min_match: int
     assert found > 20
 
 
+def test_what_is_ahead_is_matched_and_leaves_no_trace() -> None:
+    """As if it were written, but for copies of what is ahead itself: those begin to count once it is committed."""
+    generator = np.random.default_rng(7)
+    found = 0
+    for _ in range(60):
+        text, ahead = ([int(token) for token in generator.integers(0, 4, size)] for size in (30, 4))
+        copier = LookupDrafter(min_match=2).guesser(PLAIN)
+        copier.read(text)
+        plain = copier.guess(5)
+        whole = [*text, *ahead]
+        ends = [end for end in range(2, len(text)) if whole[end - 2 : end] == whole[-2:]]
+        guessed = [token for token, _ in copier.guess(3, ahead)]
+        assert bool(guessed) == bool(ends)
+        assert not guessed or any((whole + guessed)[end : end + 3] == guessed for end in ends)
+        assert copier.guess(5) == plain
+        copier.read(ahead)
+        assert [token for token, _ in copier.guess(6)] == searched(whole, 6, 2)
+        found += bool(guessed)
+    assert found > 20
+
+
 def test_a_long_text_is_searched_within_bounds() -> None:
     assert copied([1, 2] * 50_000, 8) == [1, 2] * 4
 

@@ -25,6 +25,7 @@ from tests.draft_service.pairs import DEMO
 from tests.house.project import ROOT
 
 CHEAP = ("ngram", "lookup", "random", "none")
+CHEAP_WITHOUT_COUNTS = (pb.DRAFTER_LOOKUP, pb.DRAFTER_RANDOM, pb.DRAFTER_NONE)
 TOKENS = 40
 SIGMOID: dict[str, Any] = {"rule": "sigmoid", "sigmoid_scales": (-10.0, 10.0), "temperature": 1.0}
 
@@ -65,7 +66,7 @@ def test_the_service_says_what_it_has(cheap: ServiceProcess, pair_process: Servi
     assert list(without.drafters) == [pb.DRAFTER_NGRAM, pb.DRAFTER_LOOKUP, pb.DRAFTER_RANDOM, pb.DRAFTER_NONE]
     assert without.default_drafter == pb.DRAFTER_NGRAM
     # Nothing to count there, so `ngram` is not offered.
-    assert list(model.drafters) == [pb.DRAFTER_MODEL, pb.DRAFTER_LOOKUP, pb.DRAFTER_RANDOM, pb.DRAFTER_NONE]
+    assert list(model.drafters) == [pb.DRAFTER_MODEL, *CHEAP_WITHOUT_COUNTS, pb.DRAFTER_STAGED]
     assert model.default_drafter == pb.DRAFTER_MODEL
     empty = (without.model.weights_fingerprint, without.model.context_length, without.model.dtype, without.model.device)
     assert empty == ("", 0, "", "")
@@ -87,7 +88,7 @@ def test_the_greedy_text_is_the_targets_own_with_every_drafter(client: Client, w
         assert done.drafter == done.statistics.drafter == drafter
         assert bool(done.statistics.num_drafts) == (drafter != "none")
         assert done.statistics.num_draft_failures == 0
-    for drafter in ("model", "lookup", "none"):
+    for drafter in ("model", "staged", "lookup", "none"):
         done = with_model.complete(PROMPT, drafter=drafter, **asked)
         assert (done.token_ids, done.drafter) == (expected, drafter)
 
@@ -96,7 +97,8 @@ def test_the_greedy_text_is_the_targets_own_with_every_drafter(client: Client, w
 def test_a_seed_is_the_same_text_with_every_drafter(temperature: float, client: Client, with_model: Client) -> None:
     asked: dict[str, Any] = {"max_new_tokens": TOKENS, "temperature": temperature, "seed": 12, "ignore_eos": True}
     texts = [client.complete(PROMPT, drafter=drafter, **asked) for drafter in CHEAP]
-    texts += [with_model.complete(PROMPT, drafter=drafter, **asked) for drafter in ("model", "lookup", "random")]
+    others = ("model", "staged", "lookup", "random")
+    texts += [with_model.complete(PROMPT, drafter=drafter, **asked) for drafter in others]
     assert {text.token_ids for text in texts} == {texts[0].token_ids}
     assert {text.rule for text in texts} == {"coupled"}
     assert texts[0].statistics.num_accepted_tokens > 0
@@ -151,6 +153,7 @@ def test_propose_refuses_what_is_not_there(cheap: ServiceProcess) -> None:
     ("given", "words"),
     [
         ({"drafter": "ngram"}, "--drafter ngram: nothing to count"),
+        ({"staged_by": "ngram"}, "--staged-by ngram: nothing to count"),
         ({"ngram_corpus": "no/such.txt"}, "--ngram-corpus: no file 'no/such.txt'"),
     ],
 )

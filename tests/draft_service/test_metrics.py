@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import grpc
 import pytest
 
+from draft_service.drafters.health import FAILURES_IN_A_ROW
 from outrider.cli.processes import ServiceProcess
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2
 from tests.draft_service.calls import sampling, write
 from tests.draft_service.conftest import FLAGS, HEALTHY_WITHIN_S
-from tests.draft_service.pairs import DEMO
+from tests.draft_service.pairs import BREAKING_TOKEN, DEMO, write_awkward_draft
 from tests.metrics import Samples
 from tests.metrics import scrape as scrape_url
 
@@ -33,12 +34,15 @@ class Watched:
 
 
 @pytest.fixture(scope="module")
-def watched() -> Iterator[Watched]:
-    """A pair that judges in float64, so that the path in use is not the one that any device would pick."""
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    """A pair that judges in float64, so that the path in use is not the one that any device would pick, and whose draft
+    one token breaks.
+    """
+    awkward = write_awkward_draft(tmp_path_factory.mktemp("watched") / "draft")
     watching = ("--metrics-listen", "127.0.0.1:0")
     target = ["verifier_service", "--model", str(DEMO / "target"), "--verify-path", "reference", *watching, *FLAGS]
     with ServiceProcess.start(target) as verifier:
-        arguments = ["draft_service", "--model", str(DEMO / "draft"), "--verifier", verifier.address]
+        arguments = ["draft_service", "--model", str(awkward), "--verifier", verifier.address]
         with ServiceProcess.start([*arguments, *watching, *FLAGS]) as draft:
             verifier.wait_healthy(HEALTHY_WITHIN_S)
             draft.wait_healthy(HEALTHY_WITHIN_S)
@@ -163,3 +167,50 @@ def test_both_services_say_what_they_run(watched: Watched) -> None:
 def test_the_log_names_the_path_and_why(watched: Watched) -> None:
     line = logged(watched.verifier, "verifying")
     assert (line["verify_path"], line["reason"], line["device"]) == ("reference", "asked for", "cpu")
+
+
+def test_each_drafter_shows_what_it_costs(watched: Watched) -> None:
+    """By its name: what is added is what the requests report of themselves."""
+    kinds = {
+        "model": draft_service_pb2.DRAFTER_MODEL,
+        "staged": draft_service_pb2.DRAFTER_STAGED,
+        "lookup": draft_service_pb2.DRAFTER_LOOKUP,
+    }
+
+    def told(name: str) -> dict[str, float]:
+        return {dict(labels)["drafter"]: value for labels, value in scrape(watched.draft)[name].items()}
+
+    tokens, proposals = "outrider_spec_decode_num_draft_tokens_total", "outrider_draft_proposals_total"
+    seconds, failures = "outrider_draft_seconds_total", "outrider_draft_failures_total"
+    before = {name: told(name) for name in (tokens, proposals, seconds)}
+    assert set(before[tokens]) == {"model", "staged", "lookup", "random", "none"}
+    for name, drafter in kinds.items():
+        speculation = draft_service_pb2.SpeculationParams(drafter=drafter)
+        sample = write(watched.channel, [7, 8, 9] * 8, speculation=speculation, max_new_tokens=24, ignore_eos=True)
+        statistics = sample.end.statistics
+        assert told(tokens)[name] - before[tokens][name] == statistics.num_draft_tokens > 0
+        assert told(proposals)[name] - before[proposals][name] >= statistics.num_drafts > 0
+        taken = told(seconds)[name] - before[seconds][name]
+        assert taken == pytest.approx(sample.end.timings.draft_us / 1e6, rel=0.01, abs=1e-4)
+        assert taken > 0
+    assert told(failures) == dict.fromkeys(before[tokens], 0)
+    assert told("outrider_drafter_up") == dict.fromkeys(before[tokens], 1)
+    found = scrape(watched.draft)
+    names = ("passes", "guessed_tokens", "accepted_tokens", "failures")
+    passes, guessed, accepted, failed = (found[f"outrider_staged_{name}_total"][()] for name in names)
+    assert 0 < accepted <= guessed
+    assert 0 < passes <= guessed
+    assert failed == 0
+
+
+def test_a_drafter_that_fails_shows_it(watched: Watched) -> None:
+    """What fails is counted, under its name, and then it is not asked any more, but for a probe."""
+    model = (("drafter", "model"),)
+    before = scrape(watched.draft)
+    for _ in range(FAILURES_IN_A_ROW):
+        write(watched.channel, [BREAKING_TOKEN, 7], max_new_tokens=3)
+    found = scrape(watched.draft)
+    failures, proposals = "outrider_draft_failures_total", "outrider_draft_proposals_total"
+    assert found[failures] == before[failures] | {model: before[failures][model] + FAILURES_IN_A_ROW}
+    assert found[proposals] == before[proposals]
+    assert found["outrider_drafter_up"] == {labels: labels != model for labels in found["outrider_drafter_up"]}

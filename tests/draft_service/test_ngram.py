@@ -209,3 +209,22 @@ def test_what_is_learned_serves_where_no_draw_can_depend_on_it() -> None:
     assert rounds(fresh, greedy, [])[0].token_ids[:2] != [10, 9]
     drawn = [rounds(taught, replace(asked, seed=seed, seed_is_fresh=True), [])[0].token_ids[0] for seed in range(20)]
     assert drawn.count(10) > 10
+
+
+@pytest.mark.parametrize("penalty", [0.0, 2.0])
+def test_what_is_ahead_is_drafted_behind_and_leaves_no_trace(penalty: float) -> None:
+    """By draws of its domain and the inner base; penalties count it, and take it back."""
+    told = sequence(logit_rules=LogitRules(presence_penalty=penalty))
+    guesser = drafter().guesser(told, Domain.STAGED_DRAFT)
+    guesser.read(told.prompt)
+    before = guesser.guess(3)
+    ahead = [2, 9]
+    for place, (token, law) in enumerate(guesser.guess(3, ahead)):
+        assert law is not None
+        assert token == sample(law, uniform(told.seed, len(told.prompt), place, Domain.STAGED_DRAFT, len(ahead)))
+    after = guesser.guess(3)
+    assert [token for token, _ in after] == [token for token, _ in before]
+    guesser.read(ahead)
+    fresh = drafter().guesser(replace(told, committed=ahead), Domain.STAGED_DRAFT)
+    fresh.read([*told.prompt, *ahead])
+    assert [token for token, _ in guesser.guess(4)] == [token for token, _ in fresh.guess(4)]

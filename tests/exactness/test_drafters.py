@@ -176,17 +176,54 @@ def test_the_tokens_are_the_same_with_every_drafter(options: dict[str, object], 
     assert accepted > 0
 
 
-@pytest.mark.parametrize("fault", ["lookup_raises", "lookup_answers_nonsense", "lookup_stalls"])
+@pytest.mark.parametrize(
+    ("fault", "options"),
+    [
+        ("lookup_raises", {}),
+        ("lookup_answers_nonsense", {}),
+        ("lookup_stalls", {}),
+        ("lookup_raises_for_a_while", {}),
+        ("lookup_raises_for_a_while", {"temperature": 0.0}),
+    ],
+)
 def test_a_sick_drafter_costs_time_and_changes_no_token(
-    fault: str, nursery: Nursery, attentive: World, service: Service
+    fault: str, options: dict[str, object], nursery: Nursery, attentive: World, service: Service
 ) -> None:
-    """What raises or answers nonsense is asked no more; what is late once is asked again."""
+    """After a failure the target writes alone, and the drafter is tried anew; what is late is asked again."""
     flags = (*FLAGS, "--drafter", "lookup", "--draft-timeout", "100")
     sick = nursery.draft(attentive.drafts["uniform"], attentive.verifier, fault=fault, flags=flags)
     wait_healthy(sick)
-    text = _write(sick, max_new_tokens=160)
-    assert text.token_ids == _write(service, drafter="none", max_new_tokens=160).token_ids
-    assert text.statistics.num_drafts > 0
-    failures = text.statistics.num_draft_failures
-    assert failures > 1 if fault == "lookup_stalls" else failures == 1
+    length = 900 if fault == "lookup_stalls" else 300  # much is written while it stalls
+    text = _write(sick, max_new_tokens=length, **options)
+    assert text.token_ids == _write(service, drafter="none", max_new_tokens=length, **options).token_ids
+    told = text.statistics
+    print(told)
+    assert told.num_drafts > 1
+    match fault:
+        case "lookup_raises_for_a_while":  # 32, 64 and 128 tokens alone, and the rest with proposals again
+            assert (told.num_draft_failures, told.num_draft_recoveries) == (3, 1)
+            assert told.num_rounds - told.num_drafts in (224, 225), "and the last token, where none may be drafted"
+        case "lookup_stalls":
+            assert told.num_draft_failures > 1
+        case _:  # every other proposal: 32, 64 and 128 tokens alone, and then the rest
+            assert (told.num_draft_failures, told.num_draft_recoveries) == (4, 3)
     sick.stop()
+
+
+def test_a_drafter_that_never_works_is_asked_by_few(nursery: Nursery, attentive: World, service: Service) -> None:
+    """Sixty-four sequences at once: after five failures in a row the others need not find out for themselves."""
+    flags = (*FLAGS, "--drafter", "lookup")
+    dead = nursery.draft(attentive.drafts["uniform"], attentive.verifier, fault="lookup_never_works", flags=flags)
+    wait_healthy(dead)
+    with Client(dead.address) as client:
+        text = client.complete(PROMPT, max_new_tokens=40, ignore_eos=True, seed=41, rule="coupled", n=64)
+    alone = _write(service, drafter="none")
+    assert text.samples[0].token_ids == alone.token_ids
+    failures = sum(sample.statistics.num_draft_failures for sample in text.samples)
+    assert all(sample.statistics.num_drafts == 0 for sample in text.samples)
+    # All sixty-four may be under way before the first is known to have failed; whoever asks again is refused.
+    assert 5 <= failures <= 64 + 5
+    with Client(dead.address) as client:
+        later = [client.complete(PROMPT, max_new_tokens=8, seed=seed, rule="coupled") for seed in range(12)]
+    assert sum(each.statistics.num_draft_failures for each in later) <= 3, "a probe a second, and then fewer"
+    dead.stop()

@@ -21,6 +21,7 @@ class Drafter(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DRAFTER_LOOKUP: _ClassVar[Drafter]
     DRAFTER_RANDOM: _ClassVar[Drafter]
     DRAFTER_NONE: _ClassVar[Drafter]
+    DRAFTER_STAGED: _ClassVar[Drafter]
 
 class SpeculationPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -41,6 +42,7 @@ DRAFTER_NGRAM: Drafter
 DRAFTER_LOOKUP: Drafter
 DRAFTER_RANDOM: Drafter
 DRAFTER_NONE: Drafter
+DRAFTER_STAGED: Drafter
 SPECULATION_POLICY_UNSPECIFIED: SpeculationPolicy
 SPECULATION_POLICY_FIXED: SpeculationPolicy
 SPECULATION_POLICY_HEURISTIC: SpeculationPolicy
@@ -195,7 +197,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class SpeculationStatistics(_message.Message):
-    __slots__ = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos", "num_draft_tokens_per_pos", "draft_acceptance_rate", "mean_acceptance_length", "alpha", "num_rounds", "drafter", "num_draft_failures", "policy", "mean_gamma", "num_short_drafts", "num_outcome_cache_queries", "num_outcome_cache_hits", "num_predrafted_tokens", "num_wasted_tokens")
+    __slots__ = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos", "num_draft_tokens_per_pos", "draft_acceptance_rate", "mean_acceptance_length", "alpha", "num_rounds", "drafter", "num_draft_failures", "policy", "mean_gamma", "num_short_drafts", "num_outcome_cache_queries", "num_outcome_cache_hits", "num_predrafted_tokens", "num_wasted_tokens", "num_draft_recoveries")
     NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -214,6 +216,7 @@ class SpeculationStatistics(_message.Message):
     NUM_OUTCOME_CACHE_HITS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREDRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_WASTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_RECOVERIES_FIELD_NUMBER: _ClassVar[int]
     num_drafts: int
     num_draft_tokens: int
     num_accepted_tokens: int
@@ -232,7 +235,8 @@ class SpeculationStatistics(_message.Message):
     num_outcome_cache_hits: int
     num_predrafted_tokens: int
     num_wasted_tokens: int
-    def __init__(self, num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_accepted_tokens_per_pos: _Optional[_Iterable[int]] = ..., num_draft_tokens_per_pos: _Optional[_Iterable[int]] = ..., draft_acceptance_rate: _Optional[float] = ..., mean_acceptance_length: _Optional[float] = ..., alpha: _Optional[float] = ..., num_rounds: _Optional[int] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., num_draft_failures: _Optional[int] = ..., policy: _Optional[_Union[SpeculationPolicy, str]] = ..., mean_gamma: _Optional[float] = ..., num_short_drafts: _Optional[int] = ..., num_outcome_cache_queries: _Optional[int] = ..., num_outcome_cache_hits: _Optional[int] = ..., num_predrafted_tokens: _Optional[int] = ..., num_wasted_tokens: _Optional[int] = ...) -> None: ...
+    num_draft_recoveries: int
+    def __init__(self, num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_accepted_tokens_per_pos: _Optional[_Iterable[int]] = ..., num_draft_tokens_per_pos: _Optional[_Iterable[int]] = ..., draft_acceptance_rate: _Optional[float] = ..., mean_acceptance_length: _Optional[float] = ..., alpha: _Optional[float] = ..., num_rounds: _Optional[int] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., num_draft_failures: _Optional[int] = ..., policy: _Optional[_Union[SpeculationPolicy, str]] = ..., mean_gamma: _Optional[float] = ..., num_short_drafts: _Optional[int] = ..., num_outcome_cache_queries: _Optional[int] = ..., num_outcome_cache_hits: _Optional[int] = ..., num_predrafted_tokens: _Optional[int] = ..., num_wasted_tokens: _Optional[int] = ..., num_draft_recoveries: _Optional[int] = ...) -> None: ...
 
 class GenerateTimings(_message.Message):
     __slots__ = ("time_to_first_token_us", "total_us", "draft_us", "verdict_us", "queue_us", "forward_us", "verify_us", "saved_us")

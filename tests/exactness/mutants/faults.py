@@ -90,9 +90,9 @@ def lengths_after_drafting() -> None:
 
     honest = sequence.__dict__["Draft"]
 
-    def proposal(tokens: list[int], laws: list[Any], seconds: float) -> Any:
+    def proposal(tokens: list[int], laws: list[Any], *rest: Any) -> Any:
         kept = len(list(takewhile(lambda token: token % 2 == 0, tokens)))
-        return honest(tokens[:kept], laws[:kept], seconds)
+        return honest(tokens[:kept], laws[:kept], *rest)
 
     _replace(sequence, "Draft", proposal)
 
@@ -140,14 +140,19 @@ def untruncated_ngrams() -> None:
 
 def copies_with_a_law() -> None:
     """The drafter `lookup` says that it drew what it copied, from half that token and half another."""
-    from draft_service.drafters import base, lookup
+    from draft_service.drafters import lookup
     from kernels.sparse import SparseLaw
 
-    def proposal(tokens: list[int], laws: list[Any], seconds: float) -> base.Draft:
-        spread = [SparseLaw(np.sort([token, (token + 1) % 24]), np.ones(2, np.uint16), 2) for token in tokens]
-        return base.Draft(tokens, [*spread], seconds)
+    honest = lookup.__dict__["Copier"]
 
-    _replace(lookup, "Draft", proposal)
+    class Pretending(honest):  # type: ignore[misc, valid-type]
+        def guess(self, count: int, ahead: Sequence[int] = ()) -> Any:
+            tokens = [token for token, _ in super().guess(count, ahead)]
+            return [
+                (token, SparseLaw(np.sort([token, (token + 1) % 24]), np.ones(2, np.uint16), 2)) for token in tokens
+            ]
+
+    _replace(lookup, "Copier", Pretending)
 
 
 def support_around_the_token() -> None:
@@ -164,52 +169,65 @@ def support_around_the_token() -> None:
     _replace(random, "sample", lambda law, u: int(u * 24))
 
 
-def sick(how: Callable[[Any, int], Any]) -> None:
-    """Every second proposal of `lookup` is what `how` makes of it."""
+def sick(how: Callable[[Any], Any], when: Callable[[int], bool] = lambda number: number % 2 == 1) -> None:
+    """Proposals of `lookup`, counted from 0 in the whole service, are what `how` makes of them where `when` says so."""
     from draft_service.drafters import lookup
 
-    honest = lookup.__dict__["Draft"]
+    honest = lookup.__dict__["Copier"]
     made = iter(range(1 << 30))
 
-    def proposal(*arguments: Any) -> Any:
-        draft = honest(*arguments)
-        return how(draft, len(draft.token_ids)) if next(made) % 2 else draft
+    class Sick(honest):  # type: ignore[misc, valid-type]
+        def guess(self, count: int, ahead: Sequence[int] = ()) -> Any:
+            guesses = super().guess(count, ahead)
+            return how(guesses) if when(next(made)) else guesses
 
-    _replace(lookup, "Draft", proposal)
+    _replace(lookup, "Copier", Sick)
+
+
+def _broken(guesses: Any) -> Any:
+    raise RuntimeError("out of order")
 
 
 def lookup_raises() -> None:
-    """The drafter `lookup` fails now and then."""
+    """The drafter `lookup` fails every other time."""
+    sick(_broken)
 
-    def broken(draft: Any, size: int) -> Any:
-        raise RuntimeError("out of order")
 
-    sick(broken)
+def lookup_raises_for_a_while() -> None:
+    """The drafter `lookup` fails three times, and is well from then on."""
+    sick(_broken, when=lambda number: 1 <= number <= 3)
+
+
+def lookup_never_works() -> None:
+    """The drafter `lookup` fails always."""
+    sick(_broken, when=lambda number: True)
 
 
 def lookup_answers_nonsense() -> None:
     """The drafter `lookup` proposes a token that does not exist."""
-    from draft_service.drafters.base import Draft
-
-    sick(lambda draft, size: Draft([1 << 20] * size, draft.laws, 0.0) if size else draft)
+    sick(lambda guesses: [(1 << 20, None) for _ in guesses])
 
 
 def lookup_stalls() -> None:
-    """Every second proposal of the drafter `lookup` takes half a second."""
-    import asyncio
+    """Every second proposal of the drafter `lookup` takes half a second, in which its thread does nothing else."""
+    import time
 
-    from draft_service.drafters import lookup
+    def late(guesses: Any) -> Any:
+        time.sleep(0.5)
+        return guesses
 
-    honest = lookup.__dict__["_LookupDrafting"]
-    made = iter(range(1 << 30))
+    sick(late)
 
-    class Stalling(honest):  # type: ignore[misc, valid-type]
-        async def propose(self, gamma: int) -> Any:
-            if next(made) % 2:
-                await asyncio.sleep(0.5)
-            return await super().propose(gamma)
 
-    _replace(lookup, "_LookupDrafting", Stalling)
+def staged_draws_from_the_whole_law() -> None:
+    """In staged drafting, what comes after a rejected guess is drawn from q̂ and not from what is left of it."""
+    from draft_service.drafters import staging
+    from kernels.sparse import SparseLaw, sample
+
+    def resample(u: float, guessed: SparseLaw | None, law: SparseLaw, token: int) -> int:
+        return sample(law, u)
+
+    _replace(staging, "resample", resample)
 
 
 def negative_residual() -> None:
@@ -333,7 +351,10 @@ FAULTS: dict[str, Callable[[], None]] = {
         support_around_the_token,
         lookup_raises,
         lookup_answers_nonsense,
+        lookup_raises_for_a_while,
+        lookup_never_works,
         lookup_stalls,
+        staged_draws_from_the_whole_law,
         noise_of_the_next_position,
         noise_of_another_seed,
         noise_of_the_round,

@@ -59,6 +59,8 @@ def test_version() -> None:
         (["generate", "--max-tokens", "2", "x"], "--max-tokens"),
         (["serve"], "--target"),
         (["serve", "--target", "a", "--draft", "b", "--listen", "50051"], "HOST:PORT"),
+        (["serve", "--target", "a", "--draft", "b", "--drafter", "best"], "best"),
+        (["serve", "--target", "a", "--draft", "b", "--ngram-corpus", "no/such.txt"], "no/such.txt"),
         (["demo", "--repeats", "0"], "repeats"),
         (["paint"], "paint"),
     ],

@@ -30,13 +30,18 @@ def test_the_demo_runs_from_start_to_end_and_leaves_nothing() -> None:
 
 @linux
 def test_serve_answers_until_it_is_told_to_stop() -> None:
-    command = Command("outrider.cli", "serve", *PAIR, "--listen", "127.0.0.1:0", "--verifier-listen", "127.0.0.1:0")
+    """With a drafter of its own choice, which the draft service is told of."""
+    drafting = ("--drafter", "staged", "--staged-by", "ngram", "--ngram-corpus", __file__)
+    listening = ("--listen", "127.0.0.1:0", "--verifier-listen", "127.0.0.1:0")
+    command = Command("outrider.cli", "serve", *PAIR, *drafting, *listening)
     assert command.process.stderr is not None
     line = command.process.stderr.readline()
     found = re.search(r"outrider generate --draft (127\.0\.0\.1:\d+) ", line)
     assert found, line
     arguments = ["generate", "--draft", found[1], "--max-new-tokens", "4", "--json", "def f():"]
-    assert json.loads(CliRunner().invoke(main, arguments).stdout)["usage"]["completion_tokens"] > 0
+    answer = json.loads(CliRunner().invoke(main, arguments).stdout)
+    assert answer["usage"]["completion_tokens"] > 0
+    assert answer["drafter"] == "staged"
     assert len(command.left_behind()) == 3
     command.process.send_signal(signal.SIGTERM)
     code, out, err = command.ended()

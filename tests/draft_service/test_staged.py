@@ -1,0 +1,405 @@
+"""Staged drafting: what goes out is what the draft model alone would have proposed, whoever guesses for it.
+
+Under `coupled` and at temperature 0 that is the same tokens. Under the other rules it is the same law, of all tokens of
+a proposal together: enumerated from the model's own q̂, which is cut to four tokens so that three of them can be.
+"""
+
+import queue
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from draft_service.drafters.base import Draft, DraftError, DraftSequence
+from draft_service.drafters.guessing import Guesser, Guesses, GuessingDrafter
+from draft_service.drafters.lookup import LookupDrafter
+from draft_service.drafters.ngram import NGramConfig, NGramDrafter
+from draft_service.drafters.sequence import Ask, Close, ModelSequence
+from draft_service.drafters.staged import StagedEngine
+from draft_service.drafters.staging import StagedSequence
+from kernels.adjustments import LogitRules
+from kernels.dense import DraftLogits
+from kernels.distribution import SamplingLaw, probabilities
+from kernels.philox import Domain
+from kernels.sparse import SparseConfig, SparseLaw, sparsify
+from kernels.verify import Rule
+from outrider.lm.checkpoint import LoadedModel, ModelSource, load_model
+from outrider.lm.packed import Chunk, PackedModel
+from tests.draft_service.pairs import DEMO
+from tests.exactness import chisquare, pairs
+
+SPARSE = SparseConfig(keep_mass=0.98, max_support=40)
+PLAIN = LogitRules()
+TEXT = [5, 17, 300, 42, 7, 7, 1999, 5, 17, 300, 42, 8, 9, 5, 17, 300]
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return load_model(ModelSource(str(DEMO / "draft"), dtype="float32", device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    folder = pairs.write_target(tmp_path_factory.mktemp("tiny") / "model", seed=1, sharpness=0.8)
+    return load_model(ModelSource(str(folder), dtype="float32", device="cpu"))
+
+
+def engine_of(
+    loaded: LoadedModel, *, vocab_size: int, config: SparseConfig = SPARSE, guesses: int = 8, length: int = 160
+) -> StagedEngine:
+    packed = PackedModel.build(loaded, max_sequences=4, max_length=length)
+    return StagedEngine(packed, vocab_size=vocab_size, config=config, prefill_tokens=16, guesses=guesses, threads=1)
+
+
+@pytest.fixture
+def engine(loaded: LoadedModel) -> Iterator[StagedEngine]:
+    engine = engine_of(loaded, vocab_size=2000)
+    engine.start()
+    yield engine
+    engine.stop()
+
+
+class Driver:
+    """One sequence of an engine, driven by hand; `cheap` guesses for it, or nobody."""
+
+    def __init__(self, engine: StagedEngine, told: DraftSequence, cheap: GuessingDrafter | None, size: int) -> None:
+        self._engine = engine
+        self.sequence = ModelSequence.begin(told, size)
+        if cheap is not None:
+            guesser = cheap.guesser(told, Domain.STAGED_DRAFT)
+            self.sequence = StagedSequence.with_guesser(told, size, guesser)
+        self._results: queue.SimpleQueue[Draft | DraftError] = queue.SimpleQueue()
+
+    def ask(self, gamma: int, committed: Sequence[int] = ()) -> None:
+        self._engine.post(Ask(self.sequence, list(committed), gamma, self._results.put))
+
+    def answer(self) -> Draft:
+        result = self._results.get(timeout=20)
+        if isinstance(result, DraftError):
+            raise result
+        return result
+
+    def propose(self, gamma: int, committed: Sequence[int] = ()) -> Draft:
+        self.ask(gamma, committed)
+        return self.answer()
+
+    def begin_anew(self, told: DraftSequence, cheap: GuessingDrafter) -> None:
+        """As if another sequence of the same prompt, its prompt read. Between rounds nobody else looks at it."""
+        assert isinstance(self.sequence, StagedSequence)
+        self.sequence.seed, self.sequence.read, self.sequence.silent = told.seed, 0, -1
+        self.sequence.guesser = cheap.guesser(told, Domain.STAGED_DRAFT)
+
+    def close(self) -> None:
+        self._engine.post(Close(self.sequence))
+
+
+def sequence(**changes: Any) -> DraftSequence:
+    return replace(DraftSequence(TEXT, [], SamplingLaw(top_p=0.95), PLAIN, 3), **changes)
+
+
+def ngram(corpus: Sequence[int] = TEXT, size: int = 2000, sparse: SparseConfig = SPARSE) -> NGramDrafter:
+    return NGramDrafter([corpus], NGramConfig(3, 10_000), vocab_size=size, sparse=sparse)
+
+
+CHEAP = {"lookup": LookupDrafter(min_match=1), "ngram": ngram()}
+GREEDY = SamplingLaw(temperature=0.0)
+
+
+# --------------------------------------------------------------------------------------------------- the same tokens
+
+
+@pytest.mark.parametrize("cheap", CHEAP)
+@pytest.mark.parametrize(
+    "told",
+    [
+        sequence(law=GREEDY),
+        sequence(rule=Rule.COUPLED),
+        sequence(rule=Rule.COUPLED, draft_temperature=0.3),
+        sequence(draft_temperature=0.0),
+        sequence(law=GREEDY, logit_rules=LogitRules(presence_penalty=1.0)),
+        sequence(rule=Rule.COUPLED, logit_rules=LogitRules(frequency_penalty=0.5, banned_tokens=(17, 300))),
+    ],
+    ids=["greedy", "coupled", "coupled, colder", "greedy draft", "penalties", "penalties and bans, coupled"],
+)
+def test_tokens_are_the_models_own_over_many_rounds(cheap: str, told: DraftSequence, engine: StagedEngine) -> None:
+    """Verdicts that accept all, some and none of a proposal, and one of what nobody drafted."""
+    staged, alone = Driver(engine, told, CHEAP[cheap], 2000), Driver(engine, told, None, 2000)
+    committed = list[int]()
+    for accepted in (6, 0, 2, 6, 1, 6, 6, 4):
+        drafts = [driver.propose(6, committed) for driver in (staged, alone)]
+        assert drafts[0].token_ids == drafts[1].token_ids
+        assert drafts[0].laws == drafts[1].laws
+        committed = [*drafts[0].token_ids[:accepted], 11 + accepted, 5, 17]
+    assert engine.counts.passes > 0
+    assert engine.counts.failures == 0
+
+
+def test_one_pass_gives_several_tokens_where_the_guesses_are_good(loaded: LoadedModel) -> None:
+    """At temperature 0 the model repeats itself before long, and then every guess stands."""
+    engine = engine_of(loaded, vocab_size=2000)
+    engine.start()
+    driver, committed = Driver(engine, sequence(law=GREEDY), CHEAP["lookup"], 2000), list[int]()
+    for _ in range(16):
+        committed = driver.propose(6, committed).token_ids
+    engine.stop()
+    counts = engine.counts
+    print(counts)
+    assert 0 < counts.accepted <= counts.guessed <= 5 * counts.passes
+    assert counts.accepted > counts.passes
+
+
+@pytest.mark.parametrize("cheap", CHEAP)
+def test_neighbours_change_nothing(cheap: str, engine: StagedEngine) -> None:
+    """Staged and plain sequences, of different rules, in the same passes and alone."""
+    kinds = [
+        (sequence(seed=1), True),
+        (sequence(seed=2, rule=Rule.COUPLED, prompt=TEXT[2:]), True),
+        (sequence(seed=3), False),
+        (sequence(seed=4, law=GREEDY, prompt=TEXT[1:]), True),
+    ]
+
+    def drivers() -> list[Driver]:
+        return [Driver(engine, told, CHEAP[cheap] if is_staged else None, 2000) for told, is_staged in kinds]
+
+    alone = []
+    for driver in drivers():
+        alone.append(driver.propose(6).token_ids)
+        driver.close()
+    together = drivers()
+    for driver in together:
+        driver.ask(6)
+    assert [driver.answer().token_ids for driver in together] == alone
+
+
+def test_a_long_prompt_is_read_in_pieces_and_guessed_from_as_a_whole(loaded: LoadedModel) -> None:
+    read = list[int]()
+
+    class Noting(LookupDrafter):
+        def guesser(self, sequence: DraftSequence, domain: Domain = Domain.DRAFT) -> Guesser:
+            inner = super().guesser(sequence, domain)
+
+            class Note(Guesser):
+                def read(self, tokens: Sequence[int]) -> None:
+                    read.append(len(tokens))
+                    inner.read(tokens)
+
+                def guess(self, count: int, ahead: Sequence[int] = ()) -> Guesses:
+                    return inner.guess(count, ahead)
+
+            return Note()
+
+    engine = engine_of(loaded, vocab_size=2000)
+    engine.start()
+    told = sequence(prompt=TEXT * 5, law=GREEDY)
+    drafted = Driver(engine, told, Noting(min_match=2), 2000).propose(6).token_ids
+    assert drafted == Driver(engine, told, None, 2000).propose(6).token_ids
+    engine.stop()
+    assert max(read) <= 17
+    assert sum(read) == len(told.prompt)
+    assert engine.counts.guessed > 0
+
+
+def test_a_guesser_that_breaks_is_left_out(loaded: LoadedModel) -> None:
+    class Broken(GuessingDrafter):
+        def guesser(self, sequence: DraftSequence, domain: Domain = Domain.DRAFT) -> Guesser:
+            class Breaks(Guesser):
+                def read(self, tokens: Sequence[int]) -> None:
+                    pass
+
+                def guess(self, count: int, ahead: Sequence[int] = ()) -> Guesses:
+                    raise RuntimeError("out of order")
+
+            return Breaks()
+
+    engine = engine_of(loaded, vocab_size=2000)
+    engine.start()
+    told = sequence()
+    alone = Driver(engine, told, None, 2000)
+    broken = Driver(engine, told, Broken("broken"), 2000)
+    for committed in ([], [1, 2]):
+        assert broken.propose(4, committed).token_ids == alone.propose(4, committed).token_ids
+    engine.stop()
+    assert (engine.counts.failures, engine.counts.passes) == (1, 0)
+
+
+def test_under_sigmoid_the_logits_are_told(engine: StagedEngine) -> None:
+    told = sequence(rule=Rule.SIGMOID, law=SamplingLaw(temperature=0.4))
+    draft = Driver(engine, told, CHEAP["ngram"], 2000).propose(6)
+    assert engine.counts.passes > 0
+    for token, logits in zip(draft.token_ids, draft.laws, strict=True):
+        assert isinstance(logits, DraftLogits)
+        assert np.isfinite(float(logits.values[token]))
+
+
+# ------------------------------------------------------------------------------------------------------ the same law
+
+CUT = SparseConfig(keep_mass=1.0, max_support=4)
+SIZE = pairs.VOCABULARY
+PROMPT = [1, 2, 3, 4, 1, 2, 5, 1, 2, 3, 6, 1, 2]
+GAMMA = 3
+PROPOSALS = 6000
+LEVEL = 0.01
+DISTANCE = 0.05
+REFUTED = 1e-9
+
+
+class Model:
+    """q̂ of the tiny model after any prefix."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._packed = PackedModel.build(loaded, max_sequences=1, max_length=64)
+
+    def law(self, tokens: Sequence[int]) -> SparseLaw:
+        slot = self._packed.pool.allocate()
+        logits = self._packed.forward([Chunk(slot, list(tokens), 0, len(tokens) - 1)])
+        self._packed.pool.free(slot)
+        (law,) = sparsify(probabilities(logits, SamplingLaw()), CUT)
+        return law
+
+    def joint(self) -> np.ndarray:
+        """The law of three tokens after the prompt, `[V, V, V]`."""
+        joint = np.zeros((SIZE,) * GAMMA)
+        for first in self.law(PROMPT).ids.tolist():
+            for second in self.law([*PROMPT, first]).ids.tolist():
+                after = [self.law(PROMPT), self.law([*PROMPT, first]), self.law([*PROMPT, first, second])]
+                for third in after[2].ids.tolist():
+                    chances = zip(after, (first, second, third), strict=True)
+                    joint[first, second, third] = np.prod([law.probability(token) for law, token in chances])
+        return joint
+
+
+def proposals(
+    loaded: LoadedModel, cheap: GuessingDrafter, *, count: int = PROPOSALS, size: int = SIZE
+) -> tuple[np.ndarray, StagedEngine, list[Draft]]:
+    """Counts `[V, V, V]` of so many proposals after the prompt, each with a seed of its own."""
+    engine = engine_of(loaded, vocab_size=size, config=CUT, guesses=2, length=64)
+    engine.start()
+    told = DraftSequence(PROMPT, [], SamplingLaw(), PLAIN, 0)
+    drivers = [Driver(engine, told, cheap, size) for _ in range(4)]
+    counts, drafts = np.zeros((SIZE,) * GAMMA, dtype=np.int64), list[Draft]()
+    for first in range(0, count, len(drivers)):
+        for number, driver in enumerate(drivers):
+            driver.begin_anew(replace(told, seed=7_000_003 + first + number), cheap)
+            driver.ask(GAMMA)
+        for driver in drivers:
+            drafts.append(driver.answer())
+            counts[tuple(drafts[-1].token_ids)] += 1
+    engine.stop()
+    return counts, engine, drafts
+
+
+def cheap_for_tiny(kind: str) -> tuple[GuessingDrafter, int]:
+    """A guesser and the target's size; `foreign` also guesses tokens that the draft lacks."""
+    if kind == "lookup":
+        return LookupDrafter(min_match=2), SIZE
+    size = SIZE + 6 if kind == "foreign" else SIZE
+    corpus = np.random.default_rng(5).integers(0, size, 400).tolist()
+    return ngram([*corpus, *PROMPT], size, SparseConfig(keep_mass=1.0, max_support=12)), size
+
+
+@pytest.mark.parametrize("kind", ["lookup", "foreign"])
+def test_the_joint_law_of_a_proposal_is_the_drafts(kind: str, tiny: LoadedModel) -> None:
+    """6,000 proposals over 64 outcomes: a total variation of 0.05 is noticed at a level of 1 % with a power of 95 %."""
+    cheap, size = cheap_for_tiny(kind)
+    counts, engine, _ = proposals(tiny, cheap, size=size)
+    fit = chisquare.goodness_of_fit(counts.ravel(), Model(tiny).joint().ravel())
+    print(fit, engine.counts)
+    assert chisquare.detectable(fit.df, fit.n, level=LEVEL, power=0.95) <= DISTANCE
+    assert 0.05 * engine.counts.guessed < engine.counts.accepted < 0.9 * engine.counts.guessed
+    assert fit.p_value > LEVEL
+
+
+def test_what_is_told_is_the_law_after_each_prefix(tiny: LoadedModel) -> None:
+    """Up to a unit of the last place, which the width of a pass may move."""
+    cheap, size = cheap_for_tiny("ngram")
+    _, _, drafts = proposals(tiny, cheap, count=40, size=size)
+    model = Model(tiny)
+    for draft in drafts:
+        for place, law in enumerate(draft.laws):
+            own = model.law([*PROMPT, *draft.token_ids[:place]])
+            assert isinstance(law, SparseLaw)
+            assert law.ids.tolist() == own.ids.tolist()
+            assert np.abs(law.weights.astype(int) - own.weights.astype(int)).max() <= 1
+            assert law.probability(draft.token_ids[place]) > 0
+
+
+def _accepts_all_that_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test at all: a guess stands wherever the draft could have said it."""
+    from draft_service.drafters import staging
+
+    monkeypatch.setattr(staging, "accepts", lambda u, guessed, law, token: law.probability(token) > 0)
+
+
+def _whole_law_after_a_rejection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was rejected is drawn from q̂, and not from what is left of it."""
+    from draft_service.drafters import staging
+    from kernels.sparse import sample
+
+    monkeypatch.setattr(staging, "resample", lambda u, guessed, law, token: sample(law, u))
+
+
+def _tests_by_the_guesses_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guess is judged by the number that it was drawn by."""
+    from draft_service.drafters import staging
+    from kernels.philox import uniform
+
+    def shared(seed: int, base: int, place: int, domain: Domain, draw: int) -> float:
+        return uniform(seed, base, place, Domain.STAGED_DRAFT if domain is Domain.STAGED_ACCEPT else domain, draw)
+
+    monkeypatch.setattr(staging, "uniform", shared)
+
+
+def _draws_without_the_inner_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every inner round of a proposal has the same draws."""
+    from draft_service.drafters import staging
+    from kernels.philox import uniform
+
+    monkeypatch.setattr(
+        staging, "uniform", lambda seed, base, place, domain, draw: uniform(seed, base, place, domain, 0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        (_accepts_all_that_may_be, "lookup"),
+        (_whole_law_after_a_rejection, "ngram"),
+        (_tests_by_the_guesses_draws, "ngram"),
+        (_draws_without_the_inner_base, "ngram"),
+    ],
+)
+def test_a_fault_is_noticed(fault: Any, kind: str, tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    cheap, size = cheap_for_tiny(kind)
+    counts, _, _ = proposals(tiny, cheap, count=1000, size=size)
+    fit = chisquare.goodness_of_fit(counts.ravel(), Model(tiny).joint().ravel())
+    print(fit)
+    assert fit.p_value < REFUTED
+
+
+def test_no_draw_is_used_twice_nor_for_anything_else(engine: StagedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law 2: over rounds and inner rounds, by guesser, test and residual alike, every counter is new."""
+    from draft_service.drafters import ngram as module
+    from draft_service.drafters import staging
+    from kernels.philox import uniform
+
+    made = list[tuple[int, int, Domain, int]]()
+
+    def recorded(seed: int, base: int, place: int, domain: Domain, draw: int = 0) -> float:
+        made.append((base, place, domain, draw))
+        return uniform(seed, base, place, domain, draw)
+
+    monkeypatch.setattr(staging, "uniform", recorded)
+    monkeypatch.setattr(module, "uniform", recorded)
+    driver, committed = Driver(engine, sequence(), CHEAP["ngram"], 2000), list[int]()
+    for accepted in (0, 6, 2, 6, 1, 0):
+        committed = [*driver.propose(6, committed).token_ids[:accepted], 11]
+    assert len(set(made)) == len(made) > 50
+    assert {domain for _, _, domain, _ in made} == {
+        Domain.STAGED_DRAFT,
+        Domain.STAGED_ACCEPT,
+        Domain.STAGED_RESAMPLE,
+    }
+    assert max(draw for _, _, _, draw in made) > 0
