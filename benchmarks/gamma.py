@@ -5,7 +5,7 @@ default they are judged by `coupled`, and at T = 0, so that the text too is the 
 γ are recorded as well: from them the policies are replayed on the times that were measured, without their noise, and
 with them the oracle [L 3.5].
 
-    python -m benchmarks.gamma            about forty minutes: the demo pair, and one of a target three times as deep
+    python -m benchmarks.gamma            about half an hour: the demo pair, and one with a target three times as deep
     python -m benchmarks.gamma --quick    does it work at all: two prompts, the demo pair only
 
 It knows the order of things; how figures come about is known elsewhere.

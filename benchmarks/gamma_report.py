@@ -42,6 +42,7 @@ def _one(runs: Sequence[Json]) -> Json:
     for run in runs:
         if run["arm"] is not None:
             by_arm.setdefault(run["arm"], []).append(run)
+    by_arm = {name: by_arm[name] for name in sorted(by_arm, key=_place)}
     for some in by_arm.values():
         some.sort(key=lambda run: (run["repetition"], run["prompt"]))
     tokens, seconds = _table(by_arm, "tokens"), _table(by_arm, "seconds")  # [A, N]
@@ -70,6 +71,13 @@ def _one(runs: Sequence[Json]) -> Json:
         "texts": len(texts),
         "texts_that_differ": sum(len(digests) > 1 for digests in texts),
     }
+
+
+def _place(arm: str) -> tuple[int, int, str]:
+    """Where an arm stands in the table: the target alone, fixed γ from the shortest, the others."""
+    if arm.startswith("fixed "):
+        return 1, int(arm.removeprefix("fixed ")), arm
+    return (0 if arm == ALONE else 2), 0, arm
 
 
 def _table(by_arm: dict[str, list[Json]], name: str) -> Any:
