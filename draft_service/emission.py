@@ -112,8 +112,12 @@ class Emitter:
                 return
 
     def _send(self, released: Released, timings: Timings, *, also_rounds: bool = False) -> None:
-        if not (released.text or released.tokens or (also_rounds and self._rounds)):
-            return
+        if released.text or released.tokens or (also_rounds and self._rounds and not released.tail):
+            self._send_chunk(released, timings)
+        if released.tail:  # apart: who resumes the request must not count it, since its token has not been sent
+            self._send_chunk(Released(released.tail, 0), timings)
+
+    def _send_chunk(self, released: Released, timings: Timings) -> None:
         tokens = [self._tokens.popleft() for _ in range(released.tokens)]
         chunk = draft_service_pb2.GenerateChunk(
             index=self._index,

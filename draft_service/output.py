@@ -68,10 +68,13 @@ def _borders(stop: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """What may be sent: a text, and how many more tokens it brings to their end."""
+    """What may be sent: a text, how many more tokens it brings to their end, and what follows it at the end alone:
+    the beginning of a token that a stop string cuts.
+    """
 
     text: str
     tokens: int
+    tail: str = ""
 
 
 class OutputText:
@@ -153,10 +156,11 @@ class OutputText:
                 self._cut = self._length - len(found)
 
     def _take(self, upto: int) -> Released:
-        tokens = 0
+        tokens, whole = 0, self._sent
         while self._ends and self._ends[0] <= upto:
-            self._ends.popleft()
+            whole = self._ends.popleft()
             tokens += 1
-        text, self._text = self._text[: upto - self._sent], self._text[upto - self._sent :]
+        text, tail = self._text[: whole - self._sent], self._text[whole - self._sent : upto - self._sent]
+        self._text = self._text[upto - self._sent :]
         self._sent = upto
-        return Released(text, tokens)
+        return Released(text, tokens, tail)

@@ -35,6 +35,16 @@ def address_option(name: str, default: str, text: str) -> Callable[[Command], Co
     return click.option(name, metavar="HOST:PORT", default=default, show_default=True, callback=_address, help=text)
 
 
+def addresses_option(name: str, default: str, text: str) -> Callable[[Command], Command]:
+    """An option that takes `HOST:PORT`, or several with commas between."""
+    metavar = "HOST:PORT[,...]"
+    return click.option(name, metavar=metavar, default=default, show_default=True, callback=_addresses, help=text)
+
+
+def _addresses(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    return ",".join(_address(ctx, param, part.strip()) for part in value.split(","))
+
+
 def _address(ctx: click.Context, param: click.Parameter, value: str) -> str:
     host, colon, port = value.rpartition(":")
     if not colon or not host or not port.isdigit() or int(port) > 65_535:
