@@ -105,6 +105,9 @@ _REST = (
     ),
     click.option("--time-limit", metavar="SECONDS", type=float, help="The text ends here, wherever it is."),
     click.option("--keep-special-tokens", is_flag=True, help="Leave special tokens in the text."),
+    click.option("--frame-bytes", metavar="BYTES", type=int, help="Every response has this size on the wire."),
+    click.option("--frame-pace", metavar="SECONDS", type=float, help="Responses leave this far apart."),
+    click.option("--fixed-size-rounds", is_flag=True, help="The services' messages about rounds have one size."),
     click.option("--request-id", metavar="NAME", help="Names the request in the services' logs."),
 )
 

@@ -41,7 +41,7 @@ class Progress:
         self._tokens: list[int] = list(request.committed_token_ids)
         self._given = len(self._tokens)  # by the caller: delivered before, by somebody else
         self._first_token: float | None = None
-        self._last: Chunk | None = None
+        self._parts: list[Chunk] = []  # of a token's text, whose token has not come
         self._has_text = False
 
     def take(self, event: Event) -> list[Event]:
@@ -54,20 +54,23 @@ class Progress:
                 return self._take_chunk(event)
             case Finished():
                 self._has_text = True
-                last, self._last = self._last, None
-                return [*([last] if last is not None else []), self._whole(event)]
+                return [*self._pop_parts(), self._whole(event)]
 
     def _take_chunk(self, chunk: Chunk) -> list[Event]:
         if self._is_single and chunk.text and not chunk.token_ids:
-            # The beginning of a token that a stop string cuts: nothing but the end follows. Were the end lost, the
-            # token would be written again, so it waits for the end.
-            self._last = chunk
+            # A part of a token's text: the token follows, or the end, where a stop string cuts it. Were that lost, the
+            # whole of the text would come again, so it waits.
+            self._parts.append(chunk)
             return []
         if self._first_token is None:
             self._first_token = time.monotonic() - self._begun
         self._has_text = True
         self._tokens += chunk.token_ids
-        return [chunk]
+        return [*self._pop_parts(), chunk]
+
+    def _pop_parts(self) -> list[Chunk]:
+        parts, self._parts = self._parts, []
+        return parts
 
     # ---------------------------------------------------------------------------------------------------- going on
 
@@ -104,7 +107,8 @@ class Progress:
 
     def request(self) -> pb.GenerateRequest:
         """What asks for the rest: for all of it, where nothing came."""
-        self._call_begun, self._last = time.monotonic(), None
+        self._call_begun = time.monotonic()
+        self._parts.clear()
         started = self._started
         if started is None:
             return self._request

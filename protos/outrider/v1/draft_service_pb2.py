@@ -28,17 +28,17 @@ from protos.outrider.v1 import sampling_pb2 as outrider_dot_v1_dot_sampling__pb2
 from protos.outrider.v1 import speculation_pb2 as outrider_dot_v1_dot_speculation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1foutrider/v1/draft_service.proto\x12\x0boutrider.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17outrider/v1/model.proto\x1a\x1aoutrider/v1/sampling.proto\x1a\x1doutrider/v1/speculation.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"8\n\nChatPrompt\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.outrider.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xa5\x01\n\x11SpeculationParams\x12\x12\n\x05gamma\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rreport_rounds\x18\x02 \x01(\x08\x12%\n\x07\x64rafter\x18\x03 \x01(\x0e\x32\x14.outrider.v1.Drafter\x12\x1e\n\x11\x64raft_temperature\x18\x04 \x01(\x02H\x01\x88\x01\x01\x42\x08\n\x06_gammaB\x14\n\x12_draft_temperature\"\xf4\x04\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.outrider.v1.TokenIdsH\x00\x12\'\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x17.outrider.v1.ChatPromptH\x00\x12\x1b\n\x13\x63ommitted_token_ids\x18\x05 \x03(\r\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x1b\n\x0emax_new_tokens\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\x16\n\x0emin_new_tokens\x18\x08 \x01(\r\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x0e\n\x01n\x18\x0c \x01(\rH\x02\x88\x01\x01\x12-\n\x08logprobs\x18\r \x01(\x0b\x32\x1b.outrider.v1.LogprobsParams\x12-\n\ntime_limit\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\x0bspeculation\x18\x0f \x01(\x0b\x32\x1e.outrider.v1.SpeculationParams\x12\x1b\n\x13keep_special_tokens\x18\x10 \x01(\x08\x12\x19\n\x11required_features\x18\x11 \x03(\t\x12\x1b\n\x13weights_fingerprint\x18\x12 \x01(\t\x12\x12\n\ncache_salt\x18\x13 \x01(\tB\x08\n\x06promptB\x11\n\x0f_max_new_tokensB\x04\n\x02_n\"\xe3\x01\n\x0fGenerateStarted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x1b\n\x13weights_fingerprint\x18\x04 \x01(\t\x12)\n\x04rule\x18\x05 \x01(\x0e\x32\x1b.outrider.v1.AcceptanceRule\x12\x16\n\x0emax_new_tokens\x18\x06 \x01(\r\x12\r\n\x05lossy\x18\x07 \x01(\x08\x12%\n\x07\x64rafter\x18\x08 \x01(\x0e\x32\x14.outrider.v1.Drafter\"\x85\x01\n\x0bRoundReport\x12\r\n\x05round\x18\x01 \x01(\r\x12\x15\n\routput_length\x18\x02 \x01(\r\x12\x19\n\x11\x64rafted_token_ids\x18\x03 \x03(\r\x12\x15\n\rdrafted_texts\x18\x04 \x03(\t\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x01(\r\x12\x0c\n\x04\x62\x65ta\x18\x06 \x03(\x02\"\xda\x01\n\rGenerateChunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12)\n\x07origins\x18\x04 \x03(\x0e\x32\x18.outrider.v1.TokenOrigin\x12\x13\n\x0btoken_texts\x18\x05 \x03(\t\x12/\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1d.outrider.v1.PositionLogprobs\x12(\n\x06rounds\x18\x07 \x03(\x0b\x32\x18.outrider.v1.RoundReport\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xce\x02\n\x15SpeculationStatistics\x12\x12\n\nnum_drafts\x18\x01 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x03 \x01(\r\x12#\n\x1bnum_accepted_tokens_per_pos\x18\x04 \x03(\r\x12 \n\x18num_draft_tokens_per_pos\x18\x05 \x03(\r\x12\x1d\n\x15\x64raft_acceptance_rate\x18\x06 \x01(\x02\x12\x1e\n\x16mean_acceptance_length\x18\x07 \x01(\x02\x12\r\n\x05\x61lpha\x18\x08 \x01(\x02\x12\x12\n\nnum_rounds\x18\t \x01(\r\x12%\n\x07\x64rafter\x18\n \x01(\x0e\x32\x14.outrider.v1.Drafter\x12\x1a\n\x12num_draft_failures\x18\x0b \x01(\r\"\xa2\x01\n\x0fGenerateTimings\x12\x1e\n\x16time_to_first_token_us\x18\x01 \x01(\x04\x12\x10\n\x08total_us\x18\x02 \x01(\x04\x12\x10\n\x08\x64raft_us\x18\x03 \x01(\x04\x12\x12\n\nverdict_us\x18\x04 \x01(\x04\x12\x10\n\x08queue_us\x18\x05 \x01(\x04\x12\x12\n\nforward_us\x18\x06 \x01(\x04\x12\x11\n\tverify_us\x18\x07 \x01(\x04\"\x99\x02\n\x10GenerateFinished\x12\r\n\x05index\x18\x01 \x01(\r\x12\x30\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x0c\n\x04stop\x18\x03 \x01(\t\x12\x1a\n\rstop_token_id\x18\x04 \x01(\rH\x00\x88\x01\x01\x12!\n\x05usage\x18\x05 \x01(\x0b\x32\x12.outrider.v1.Usage\x12\x36\n\nstatistics\x18\x06 \x01(\x0b\x32\".outrider.v1.SpeculationStatistics\x12-\n\x07timings\x18\x07 \x01(\x0b\x32\x1c.outrider.v1.GenerateTimingsB\x10\n\x0e_stop_token_id\"\xac\x01\n\x10GenerateResponse\x12/\n\x07started\x18\x01 \x01(\x0b\x32\x1c.outrider.v1.GenerateStartedH\x00\x12+\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1a.outrider.v1.GenerateChunkH\x00\x12\x31\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1d.outrider.v1.GenerateFinishedH\x00\x42\x07\n\x05\x65vent\"\xe9\x01\n\tOpenDraft\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12\x1b\n\x13\x63ommitted_token_ids\x18\x02 \x03(\r\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x19\n\x11required_features\x18\x04 \x03(\t\x12%\n\x07\x64rafter\x18\x05 \x01(\x0e\x32\x14.outrider.v1.Drafter\x12\x1e\n\x11\x64raft_temperature\x18\x06 \x01(\x02H\x00\x88\x01\x01\x42\x14\n\x12_draft_temperature\"Y\n\x07\x41\x64vance\x12\r\n\x05round\x18\x01 \x01(\r\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x1b\n\x13\x63ommitted_token_ids\x18\x03 \x03(\r\x12\r\n\x05gamma\x18\x04 \x01(\r\"~\n\x0eProposeRequest\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12&\n\x04open\x18\x02 \x01(\x0b\x32\x16.outrider.v1.OpenDraftH\x00\x12\'\n\x07\x61\x64vance\x18\x03 \x01(\x0b\x32\x14.outrider.v1.AdvanceH\x00\x42\x06\n\x04kind\"\x84\x01\n\x0b\x44raftOpened\x12#\n\x06limits\x18\x01 \x01(\x0b\x32\x13.outrider.v1.Limits\x12)\n\x04rule\x18\x02 \x01(\x0e\x32\x1b.outrider.v1.AcceptanceRule\x12%\n\x07\x64rafter\x18\x03 \x01(\x0e\x32\x14.outrider.v1.Drafter\"\x85\x01\n\x0fProposeResponse\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12*\n\x06opened\x18\x02 \x01(\x0b\x32\x18.outrider.v1.DraftOpenedH\x00\x12)\n\x08proposal\x18\x03 \x01(\x0b\x32\x15.outrider.v1.ProposalH\x00\x42\x06\n\x04kind\"\x1d\n\x1b\x44raftServiceGetModelRequest\"\xc4\x01\n\x1c\x44raftServiceGetModelResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12&\n\x06target\x18\x02 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12&\n\x08\x64rafters\x18\x03 \x03(\x0e\x32\x14.outrider.v1.Drafter\x12-\n\x0f\x64\x65\x66\x61ult_drafter\x18\x04 \x01(\x0e\x32\x14.outrider.v1.Drafter*\x82\x01\n\x07\x44rafter\x12\x17\n\x13\x44RAFTER_UNSPECIFIED\x10\x00\x12\x11\n\rDRAFTER_MODEL\x10\x01\x12\x11\n\rDRAFTER_NGRAM\x10\x02\x12\x12\n\x0e\x44RAFTER_LOOKUP\x10\x03\x12\x12\n\x0e\x44RAFTER_RANDOM\x10\x04\x12\x10\n\x0c\x44RAFTER_NONE\x10\x05*y\n\x0bTokenOrigin\x12\x1c\n\x18TOKEN_ORIGIN_UNSPECIFIED\x10\x00\x12\x16\n\x12TOKEN_ORIGIN_DRAFT\x10\x01\x12\x1b\n\x17TOKEN_ORIGIN_CORRECTION\x10\x02\x12\x17\n\x13TOKEN_ORIGIN_TARGET\x10\x03\x32\x84\x02\n\x0c\x44raftService\x12I\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1d.outrider.v1.GenerateResponse0\x01\x12H\n\x07Propose\x12\x1b.outrider.v1.ProposeRequest\x1a\x1c.outrider.v1.ProposeResponse(\x01\x30\x01\x12_\n\x08GetModel\x12(.outrider.v1.DraftServiceGetModelRequest\x1a).outrider.v1.DraftServiceGetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1foutrider/v1/draft_service.proto\x12\x0boutrider.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17outrider/v1/model.proto\x1a\x1aoutrider/v1/sampling.proto\x1a\x1doutrider/v1/speculation.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"8\n\nChatPrompt\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.outrider.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xb9\x01\n\x11SpeculationParams\x12\x12\n\x05gamma\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rreport_rounds\x18\x02 \x01(\x08\x12%\n\x07\x64rafter\x18\x03 \x01(\x0e\x32\x14.outrider.v1.Drafter\x12\x1e\n\x11\x64raft_temperature\x18\x04 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\nfixed_size\x18\x08 \x01(\x08\x42\x08\n\x06_gammaB\x14\n\x12_draft_temperature\"O\n\x0f\x45missionPrivacy\x12\x13\n\x0b\x66rame_bytes\x18\x01 \x01(\r\x12\'\n\x04pace\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xa4\x05\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.outrider.v1.TokenIdsH\x00\x12\'\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x17.outrider.v1.ChatPromptH\x00\x12\x1b\n\x13\x63ommitted_token_ids\x18\x05 \x03(\r\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x1b\n\x0emax_new_tokens\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\x16\n\x0emin_new_tokens\x18\x08 \x01(\r\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x0e\n\x01n\x18\x0c \x01(\rH\x02\x88\x01\x01\x12-\n\x08logprobs\x18\r \x01(\x0b\x32\x1b.outrider.v1.LogprobsParams\x12-\n\ntime_limit\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\x0bspeculation\x18\x0f \x01(\x0b\x32\x1e.outrider.v1.SpeculationParams\x12\x1b\n\x13keep_special_tokens\x18\x10 \x01(\x08\x12\x19\n\x11required_features\x18\x11 \x03(\t\x12\x1b\n\x13weights_fingerprint\x18\x12 \x01(\t\x12\x12\n\ncache_salt\x18\x13 \x01(\t\x12.\n\x08\x65mission\x18\x14 \x01(\x0b\x32\x1c.outrider.v1.EmissionPrivacyB\x08\n\x06promptB\x11\n\x0f_max_new_tokensB\x04\n\x02_n\"\xe3\x01\n\x0fGenerateStarted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x1b\n\x13weights_fingerprint\x18\x04 \x01(\t\x12)\n\x04rule\x18\x05 \x01(\x0e\x32\x1b.outrider.v1.AcceptanceRule\x12\x16\n\x0emax_new_tokens\x18\x06 \x01(\r\x12\r\n\x05lossy\x18\x07 \x01(\x08\x12%\n\x07\x64rafter\x18\x08 \x01(\x0e\x32\x14.outrider.v1.Drafter\"\x85\x01\n\x0bRoundReport\x12\r\n\x05round\x18\x01 \x01(\r\x12\x15\n\routput_length\x18\x02 \x01(\r\x12\x19\n\x11\x64rafted_token_ids\x18\x03 \x03(\r\x12\x15\n\rdrafted_texts\x18\x04 \x03(\t\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x01(\r\x12\x0c\n\x04\x62\x65ta\x18\x06 \x03(\x02\"\xda\x01\n\rGenerateChunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12)\n\x07origins\x18\x04 \x03(\x0e\x32\x18.outrider.v1.TokenOrigin\x12\x13\n\x0btoken_texts\x18\x05 \x03(\t\x12/\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1d.outrider.v1.PositionLogprobs\x12(\n\x06rounds\x18\x07 \x03(\x0b\x32\x18.outrider.v1.RoundReport\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xce\x02\n\x15SpeculationStatistics\x12\x12\n\nnum_drafts\x18\x01 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x03 \x01(\r\x12#\n\x1bnum_accepted_tokens_per_pos\x18\x04 \x03(\r\x12 \n\x18num_draft_tokens_per_pos\x18\x05 \x03(\r\x12\x1d\n\x15\x64raft_acceptance_rate\x18\x06 \x01(\x02\x12\x1e\n\x16mean_acceptance_length\x18\x07 \x01(\x02\x12\r\n\x05\x61lpha\x18\x08 \x01(\x02\x12\x12\n\nnum_rounds\x18\t \x01(\r\x12%\n\x07\x64rafter\x18\n \x01(\x0e\x32\x14.outrider.v1.Drafter\x12\x1a\n\x12num_draft_failures\x18\x0b \x01(\r\"\xa2\x01\n\x0fGenerateTimings\x12\x1e\n\x16time_to_first_token_us\x18\x01 \x01(\x04\x12\x10\n\x08total_us\x18\x02 \x01(\x04\x12\x10\n\x08\x64raft_us\x18\x03 \x01(\x04\x12\x12\n\nverdict_us\x18\x04 \x01(\x04\x12\x10\n\x08queue_us\x18\x05 \x01(\x04\x12\x12\n\nforward_us\x18\x06 \x01(\x04\x12\x11\n\tverify_us\x18\x07 \x01(\x04\"\x99\x02\n\x10GenerateFinished\x12\r\n\x05index\x18\x01 \x01(\r\x12\x30\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x0c\n\x04stop\x18\x03 \x01(\t\x12\x1a\n\rstop_token_id\x18\x04 \x01(\rH\x00\x88\x01\x01\x12!\n\x05usage\x18\x05 \x01(\x0b\x32\x12.outrider.v1.Usage\x12\x36\n\nstatistics\x18\x06 \x01(\x0b\x32\".outrider.v1.SpeculationStatistics\x12-\n\x07timings\x18\x07 \x01(\x0b\x32\x1c.outrider.v1.GenerateTimingsB\x10\n\x0e_stop_token_id\"\xbd\x01\n\x10GenerateResponse\x12/\n\x07started\x18\x01 \x01(\x0b\x32\x1c.outrider.v1.GenerateStartedH\x00\x12+\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1a.outrider.v1.GenerateChunkH\x00\x12\x31\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1d.outrider.v1.GenerateFinishedH\x00\x12\x0f\n\x07padding\x18\x04 \x03(\x0c\x42\x07\n\x05\x65vent\"\xe9\x01\n\tOpenDraft\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12\x1b\n\x13\x63ommitted_token_ids\x18\x02 \x03(\r\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x19\n\x11required_features\x18\x04 \x03(\t\x12%\n\x07\x64rafter\x18\x05 \x01(\x0e\x32\x14.outrider.v1.Drafter\x12\x1e\n\x11\x64raft_temperature\x18\x06 \x01(\x02H\x00\x88\x01\x01\x42\x14\n\x12_draft_temperature\"Y\n\x07\x41\x64vance\x12\r\n\x05round\x18\x01 \x01(\r\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x1b\n\x13\x63ommitted_token_ids\x18\x03 \x03(\r\x12\r\n\x05gamma\x18\x04 \x01(\r\"~\n\x0eProposeRequest\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12&\n\x04open\x18\x02 \x01(\x0b\x32\x16.outrider.v1.OpenDraftH\x00\x12\'\n\x07\x61\x64vance\x18\x03 \x01(\x0b\x32\x14.outrider.v1.AdvanceH\x00\x42\x06\n\x04kind\"\x84\x01\n\x0b\x44raftOpened\x12#\n\x06limits\x18\x01 \x01(\x0b\x32\x13.outrider.v1.Limits\x12)\n\x04rule\x18\x02 \x01(\x0e\x32\x1b.outrider.v1.AcceptanceRule\x12%\n\x07\x64rafter\x18\x03 \x01(\x0e\x32\x14.outrider.v1.Drafter\"\x85\x01\n\x0fProposeResponse\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12*\n\x06opened\x18\x02 \x01(\x0b\x32\x18.outrider.v1.DraftOpenedH\x00\x12)\n\x08proposal\x18\x03 \x01(\x0b\x32\x15.outrider.v1.ProposalH\x00\x42\x06\n\x04kind\"\x1d\n\x1b\x44raftServiceGetModelRequest\"\xc4\x01\n\x1c\x44raftServiceGetModelResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12&\n\x06target\x18\x02 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12&\n\x08\x64rafters\x18\x03 \x03(\x0e\x32\x14.outrider.v1.Drafter\x12-\n\x0f\x64\x65\x66\x61ult_drafter\x18\x04 \x01(\x0e\x32\x14.outrider.v1.Drafter*\x82\x01\n\x07\x44rafter\x12\x17\n\x13\x44RAFTER_UNSPECIFIED\x10\x00\x12\x11\n\rDRAFTER_MODEL\x10\x01\x12\x11\n\rDRAFTER_NGRAM\x10\x02\x12\x12\n\x0e\x44RAFTER_LOOKUP\x10\x03\x12\x12\n\x0e\x44RAFTER_RANDOM\x10\x04\x12\x10\n\x0c\x44RAFTER_NONE\x10\x05*y\n\x0bTokenOrigin\x12\x1c\n\x18TOKEN_ORIGIN_UNSPECIFIED\x10\x00\x12\x16\n\x12TOKEN_ORIGIN_DRAFT\x10\x01\x12\x1b\n\x17TOKEN_ORIGIN_CORRECTION\x10\x02\x12\x17\n\x13TOKEN_ORIGIN_TARGET\x10\x03\x32\x84\x02\n\x0c\x44raftService\x12I\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1d.outrider.v1.GenerateResponse0\x01\x12H\n\x07Propose\x12\x1b.outrider.v1.ProposeRequest\x1a\x1c.outrider.v1.ProposeResponse(\x01\x30\x01\x12_\n\x08GetModel\x12(.outrider.v1.DraftServiceGetModelRequest\x1a).outrider.v1.DraftServiceGetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.outrider.v1.draft_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DRAFTER']._serialized_start=3679
-  _globals['_DRAFTER']._serialized_end=3809
-  _globals['_TOKENORIGIN']._serialized_start=3811
-  _globals['_TOKENORIGIN']._serialized_end=3932
+  _globals['_DRAFTER']._serialized_start=3845
+  _globals['_DRAFTER']._serialized_end=3975
+  _globals['_TOKENORIGIN']._serialized_start=3977
+  _globals['_TOKENORIGIN']._serialized_end=4098
   _globals['_CHATMESSAGE']._serialized_start=164
   _globals['_CHATMESSAGE']._serialized_end=208
   _globals['_CHATPROMPT']._serialized_start=210
@@ -46,39 +46,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_start=268
   _globals['_TOKENIDS']._serialized_end=291
   _globals['_SPECULATIONPARAMS']._serialized_start=294
-  _globals['_SPECULATIONPARAMS']._serialized_end=459
-  _globals['_GENERATEREQUEST']._serialized_start=462
-  _globals['_GENERATEREQUEST']._serialized_end=1090
-  _globals['_GENERATESTARTED']._serialized_start=1093
-  _globals['_GENERATESTARTED']._serialized_end=1320
-  _globals['_ROUNDREPORT']._serialized_start=1323
-  _globals['_ROUNDREPORT']._serialized_end=1456
-  _globals['_GENERATECHUNK']._serialized_start=1459
-  _globals['_GENERATECHUNK']._serialized_end=1677
-  _globals['_USAGE']._serialized_start=1679
-  _globals['_USAGE']._serialized_end=1759
-  _globals['_SPECULATIONSTATISTICS']._serialized_start=1762
-  _globals['_SPECULATIONSTATISTICS']._serialized_end=2096
-  _globals['_GENERATETIMINGS']._serialized_start=2099
-  _globals['_GENERATETIMINGS']._serialized_end=2261
-  _globals['_GENERATEFINISHED']._serialized_start=2264
-  _globals['_GENERATEFINISHED']._serialized_end=2545
-  _globals['_GENERATERESPONSE']._serialized_start=2548
-  _globals['_GENERATERESPONSE']._serialized_end=2720
-  _globals['_OPENDRAFT']._serialized_start=2723
-  _globals['_OPENDRAFT']._serialized_end=2956
-  _globals['_ADVANCE']._serialized_start=2958
-  _globals['_ADVANCE']._serialized_end=3047
-  _globals['_PROPOSEREQUEST']._serialized_start=3049
-  _globals['_PROPOSEREQUEST']._serialized_end=3175
-  _globals['_DRAFTOPENED']._serialized_start=3178
-  _globals['_DRAFTOPENED']._serialized_end=3310
-  _globals['_PROPOSERESPONSE']._serialized_start=3313
-  _globals['_PROPOSERESPONSE']._serialized_end=3446
-  _globals['_DRAFTSERVICEGETMODELREQUEST']._serialized_start=3448
-  _globals['_DRAFTSERVICEGETMODELREQUEST']._serialized_end=3477
-  _globals['_DRAFTSERVICEGETMODELRESPONSE']._serialized_start=3480
-  _globals['_DRAFTSERVICEGETMODELRESPONSE']._serialized_end=3676
-  _globals['_DRAFTSERVICE']._serialized_start=3935
-  _globals['_DRAFTSERVICE']._serialized_end=4195
+  _globals['_SPECULATIONPARAMS']._serialized_end=479
+  _globals['_EMISSIONPRIVACY']._serialized_start=481
+  _globals['_EMISSIONPRIVACY']._serialized_end=560
+  _globals['_GENERATEREQUEST']._serialized_start=563
+  _globals['_GENERATEREQUEST']._serialized_end=1239
+  _globals['_GENERATESTARTED']._serialized_start=1242
+  _globals['_GENERATESTARTED']._serialized_end=1469
+  _globals['_ROUNDREPORT']._serialized_start=1472
+  _globals['_ROUNDREPORT']._serialized_end=1605
+  _globals['_GENERATECHUNK']._serialized_start=1608
+  _globals['_GENERATECHUNK']._serialized_end=1826
+  _globals['_USAGE']._serialized_start=1828
+  _globals['_USAGE']._serialized_end=1908
+  _globals['_SPECULATIONSTATISTICS']._serialized_start=1911
+  _globals['_SPECULATIONSTATISTICS']._serialized_end=2245
+  _globals['_GENERATETIMINGS']._serialized_start=2248
+  _globals['_GENERATETIMINGS']._serialized_end=2410
+  _globals['_GENERATEFINISHED']._serialized_start=2413
+  _globals['_GENERATEFINISHED']._serialized_end=2694
+  _globals['_GENERATERESPONSE']._serialized_start=2697
+  _globals['_GENERATERESPONSE']._serialized_end=2886
+  _globals['_OPENDRAFT']._serialized_start=2889
+  _globals['_OPENDRAFT']._serialized_end=3122
+  _globals['_ADVANCE']._serialized_start=3124
+  _globals['_ADVANCE']._serialized_end=3213
+  _globals['_PROPOSEREQUEST']._serialized_start=3215
+  _globals['_PROPOSEREQUEST']._serialized_end=3341
+  _globals['_DRAFTOPENED']._serialized_start=3344
+  _globals['_DRAFTOPENED']._serialized_end=3476
+  _globals['_PROPOSERESPONSE']._serialized_start=3479
+  _globals['_PROPOSERESPONSE']._serialized_end=3612
+  _globals['_DRAFTSERVICEGETMODELREQUEST']._serialized_start=3614
+  _globals['_DRAFTSERVICEGETMODELREQUEST']._serialized_end=3643
+  _globals['_DRAFTSERVICEGETMODELRESPONSE']._serialized_start=3646
+  _globals['_DRAFTSERVICEGETMODELRESPONSE']._serialized_end=3842
+  _globals['_DRAFTSERVICE']._serialized_start=4101
+  _globals['_DRAFTSERVICE']._serialized_end=4361
 # @@protoc_insertion_point(module_scope)
