@@ -27,6 +27,8 @@ async def framed(responses: Responses, emission: Emission) -> AsyncGenerator[Gen
     if emission.pace is None:
         async for response in stream:
             frames.put(response)
+            while (more := responses.take_now()) is not None:  # what a round brings comes all at once
+                frames.put(more)
             while not frames.are_empty:
                 yield frames.take()
         return
