@@ -107,6 +107,8 @@ class AsyncClient:
                         yield told
                 return
             except grpc.RpcError as error:
+                if progress.is_over:
+                    return
                 failure = typed(error, patience.timeout)
                 await self._leave(address, failure, error, patience, may=progress.can_go_on, came=came)
             finally:

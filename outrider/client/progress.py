@@ -43,6 +43,7 @@ class Progress:
         self._first_token: float | None = None
         self._parts: list[Chunk] = []  # of a token's text, whose token has not come
         self._has_text = False
+        self._ends = 0  # of samples
 
     def take(self, event: Event) -> list[Event]:
         """What to deliver, now that this has come."""
@@ -54,6 +55,7 @@ class Progress:
                 return self._take_chunk(event)
             case Finished():
                 self._has_text = True
+                self._ends += 1
                 return [*self._pop_parts(), self._whole(event)]
 
     def _take_chunk(self, chunk: Chunk) -> list[Event]:
@@ -73,6 +75,11 @@ class Progress:
         return parts
 
     # ---------------------------------------------------------------------------------------------------- going on
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every sample has ended, and nothing is missing but the end of the call."""
+        return self._ends >= max(self._request.n, 1)
 
     @property
     def can_go_on(self) -> bool:

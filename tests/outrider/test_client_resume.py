@@ -23,8 +23,8 @@ from tests.proxy import Proxy, Way
 from tests.services import HEALTHY_WITHIN_S, MODELS
 
 PROMPT = "def area(radius):\n"
-SAMPLED: Options = {"temperature": 1.0, "seed": 11, "max_new_tokens": 96, "ignore_eos": True}
-GREEDY: Options = {"temperature": 0, "max_new_tokens": 96, "ignore_eos": True}
+SAMPLED: Options = {"temperature": 1.0, "seed": 11, "max_new_tokens": 72, "ignore_eos": True}
+GREEDY: Options = {"temperature": 0, "max_new_tokens": 72, "ignore_eos": True}
 
 
 @contextmanager
@@ -37,13 +37,13 @@ def both(proxies: tuple[Proxy, Proxy]) -> list[str]:
     return [proxy.address for proxy in proxies]
 
 
-async def collect(events: AsyncGenerator[Event, None], *, at: int = 0, then: Any = None) -> Completion:
-    """The whole of it; after chunk number `at`, from 1, does `then`."""
+async def collect(events: AsyncGenerator[Event, None], *, at: Sequence[int], then: Any) -> Completion:
+    """The whole of it; after each of the chunks `at`, counted from 1, does `then`."""
     collector, chunks = Collector(), 0
     async for event in events:
         collector.add(event)
         chunks += isinstance(event, Chunk)
-        if isinstance(event, Chunk) and chunks == at:
+        if isinstance(event, Chunk) and chunks in at:
             then()
     return collector.completion()
 
@@ -69,17 +69,17 @@ def assert_same(one: Completion, other: Completion) -> None:
 LAWS: dict[str, Options] = {
     "greedy": GREEDY,
     "coupled": SAMPLED,
-    "no seed given": {"temperature": 1.0, "rule": "coupled", "max_new_tokens": 96},
+    "no seed given": {"temperature": 1.0, "rule": "coupled", "max_new_tokens": 72},
     "penalties": SAMPLED | {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
     "logprobs": SAMPLED | {"logprobs": 2},
-    "at least so many": SAMPLED | {"stop": [" "], "min_new_tokens": 70},
+    "at least so many": SAMPLED | {"stop": [" "], "min_new_tokens": 50},
     "the model's own end": {"temperature": 1.0, "seed": 3, "max_new_tokens": 200},
 }
 
 
 @pytest.mark.parametrize("options", LAWS.values(), ids=LAWS.keys())
 async def test_text_and_tokens_are_those_of_a_request_that_nothing_befell(draft_address: str, options: Options) -> None:
-    """Cut after the second chunk, and again after the eighth: by then it is the other way that serves."""
+    """Cut after the second chunk, and again after the eighth, when it is the other way that serves."""
     with two_ways(draft_address) as proxies:
 
         def cut() -> None:
@@ -87,13 +87,11 @@ async def test_text_and_tokens_are_those_of_a_request_that_nothing_befell(draft_
                 proxy.cut()
 
         async with AsyncClient(both(proxies)) as client:
-            broken = await collect(client.generate(PROMPT, **options), at=2, then=cut)
-            broken_later = await collect(client.generate(PROMPT, **options | {"seed": broken.seed}), at=8, then=cut)
+            broken = await collect(client.generate(PROMPT, **options), at=[2, 8], then=cut)
             whole = await client.complete(PROMPT, **options | {"seed": broken.seed})
-    assert broken.samples[0].num_resumes == broken_later.samples[0].num_resumes == 1
+    assert broken.samples[0].num_resumes == 2
     assert whole.samples[0].num_resumes == 0
     assert_same(broken, whole)
-    assert_same(broken_later, whole)
 
 
 async def test_a_cut_at_any_byte_neither_loses_nor_repeats(draft_address: str) -> None:
@@ -113,7 +111,7 @@ async def test_a_cut_at_any_byte_neither_loses_nor_repeats(draft_address: str) -
             assert any(isinstance(event, Chunk) and event.text and not event.token_ids for event in events)
             total = sum(segment.size for segment in seen if segment.way is Way.DOWN)
         resumes = 0
-        for back in (20, 60, 110, 150, 190, 230, 270, 330, total // 2, total - 150):
+        for back in (2, 20, 60, 110, 160, 230, total // 2):
             for proxy in proxies:
                 proxy.cut_after(max(total - back, 1), Way.DOWN)
             async with AsyncClient(both(proxies)) as client:
@@ -122,7 +120,7 @@ async def test_a_cut_at_any_byte_neither_loses_nor_repeats(draft_address: str) -
             resumes += broken.samples[0].num_resumes
             for proxy in proxies:
                 proxy.heal()
-    assert resumes >= 8
+    assert resumes >= 6
 
 
 def _within_a_token(texts: Sequence[str]) -> str:
@@ -162,7 +160,7 @@ async def test_with_every_service_gone_it_fails_in_time_and_after_what_came(draf
         async with AsyncClient(both(proxies), timeout=20) as client:
             begun = time.monotonic()
             with pytest.raises(Unavailable):
-                await collect(client.generate(PROMPT, **SAMPLED), at=3, then=close)
+                await collect(client.generate(PROMPT, **SAMPLED), at=[3], then=close)
     assert time.monotonic() - begun < 15
 
 
@@ -176,7 +174,7 @@ async def test_of_several_samples_none_is_begun_twice(draft_address: str) -> Non
 
         async with AsyncClient(both(proxies)) as client:
             with pytest.raises(Unavailable):
-                await collect(client.generate(PROMPT, **SAMPLED | {"n": 3}), at=2, then=cut)
+                await collect(client.generate(PROMPT, **SAMPLED | {"n": 3}), at=[2], then=cut)
             assert len((await client.complete(PROMPT, **SAMPLED | {"n": 3, "max_new_tokens": 4})).samples) == 3
 
 
@@ -189,7 +187,7 @@ async def test_without_retry_it_does_not_go_on(draft_address: str) -> None:
 
         async with AsyncClient(both(proxies), retry=False) as client:
             with pytest.raises(Unavailable):
-                await collect(client.generate(PROMPT, **SAMPLED), at=2, then=cut)
+                await collect(client.generate(PROMPT, **SAMPLED), at=[2], then=cut)
 
 
 async def test_a_time_limit_holds_over_all_parts(draft_address: str) -> None:
@@ -203,7 +201,7 @@ async def test_a_time_limit_holds_over_all_parts(draft_address: str) -> None:
         async with AsyncClient(both(proxies)) as client:
             begun = time.monotonic()
             events = client.generate(PROMPT, **SAMPLED | {"max_new_tokens": 900, "time_limit": 1.0})
-            broken = await collect(events, at=2, then=cut)
+            broken = await collect(events, at=[2], then=cut)
             assert time.monotonic() - begun < 3.0
     assert broken.finish_reason in (FinishReason.TIME_LIMIT, FinishReason.LENGTH)
     assert broken.timings.total_us >= 500_000
