@@ -19,6 +19,8 @@ from outrider.cli.processes import ServiceProcess
 from outrider.client import AsyncClient, Chunk, Client, Completion, Event, FinishReason, Options, Unavailable
 from outrider.client.places import Places, split
 from outrider.client.results import Collector
+from outrider.rpc import errors
+from tests.outrider.refusing import Refusing, refusing
 from tests.proxy import Proxy, Way
 from tests.services import HEALTHY_WITHIN_S, MODELS
 
@@ -148,6 +150,14 @@ async def test_the_end_alone_is_lost(draft_address: str) -> None:
                 assert_same(await client.complete(PROMPT, **options), whole)
             for proxy in proxies:
                 proxy.heal()
+
+
+async def test_nothing_is_lost_with_the_end_of_the_call_itself() -> None:
+    """The last sample has ended, and the status never came: there is nothing to go on with."""
+    servicers = [Refusing(errors.unavailable("DRAINING", "gone"), at_the_end=True) for _ in range(2)]
+    async with refusing(servicers[0]) as one, refusing(servicers[1]) as other, AsyncClient([one, other]) as client:
+        assert len((await client.complete("x")).samples) == 1
+    assert sum(servicer.calls for servicer in servicers) == 1
 
 
 async def test_with_every_service_gone_it_fails_in_time_and_after_what_came(draft_address: str) -> None:
