@@ -14,8 +14,8 @@ from protos.outrider.v1 import draft_service_pb2_grpc
 
 
 class Refusing(draft_service_pb2_grpc.DraftServiceServicer):
-    """Refuses the first `times` calls with `error`; where `late`, only after one response, and where `at_the_end`, after
-    all of them.
+    """Refuses the first `times` calls with `error`; where `late`, only after one response, and where `at_the_end`,
+    after all of them.
     """
 
     def __init__(
