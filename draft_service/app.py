@@ -29,6 +29,8 @@ from protos.outrider.v1.draft_service_pb2_grpc import add_DraftServiceServicer_t
 FEATURES = (
     "chat",
     "drafters",
+    "emission",
+    "fixed_rounds",
     "logprobs",
     "n",
     "penalties",

@@ -39,8 +39,11 @@ class Emitter:
         index: int,
         prompt_tokens: int,
         show_token: ShowToken | None = None,
+        one_by_one: bool = False,
     ) -> None:
-        """With `show_token`, which turns one token into text by itself, rounds are reported too."""
+        """With `show_token`, which turns one token into text by itself, rounds are reported too. `one_by_one` gives
+        each token a response of its own.
+        """
         self.cached_tokens = 0
         self.completion_tokens = 0
         self._responses = responses
@@ -48,6 +51,7 @@ class Emitter:
         self._index = index
         self._prompt_tokens = prompt_tokens
         self._show_token = show_token
+        self._one_by_one = one_by_one
         self._verdicts: list[tuple[speculation_pb2.Verdict, Sequence[int]]] = []  # not read yet
         self._tokens: deque[_Token] = deque()
         self._rounds: list[draft_service_pb2.RoundReport] = []
@@ -112,8 +116,15 @@ class Emitter:
                 return
 
     def _send(self, released: Released, timings: Timings, *, also_rounds: bool = False) -> None:
-        if not (released.text or released.tokens or (also_rounds and self._rounds)):
-            return
+        if self._one_by_one:
+            for token in released.by_token():
+                self._send_chunk(token, timings)
+        elif released.text or released.tokens or (also_rounds and self._rounds and not released.tail):
+            self._send_chunk(released, timings)
+        if released.tail:  # apart: who resumes the request must not count it, since its token has not been sent
+            self._send_chunk(Released(released.tail, 0), timings)
+
+    def _send_chunk(self, released: Released, timings: Timings) -> None:
         tokens = [self._tokens.popleft() for _ in range(released.tokens)]
         chunk = draft_service_pb2.GenerateChunk(
             index=self._index,

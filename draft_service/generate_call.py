@@ -13,6 +13,7 @@ import structlog
 
 from draft_service.drafter_choice import KIND_TO_WIRE
 from draft_service.emission import Emitter
+from draft_service.frames import framed
 from draft_service.generation import Sample
 from draft_service.output import OutputText
 from draft_service.pair import Pair, Places
@@ -60,7 +61,7 @@ class GenerateCall:
             with self._places.take(request.samples):
                 producer = asyncio.create_task(self._produce(request))
                 try:
-                    await self._deliver()
+                    await self._deliver(request)
                 finally:
                     producer.cancel()
                     await asyncio.gather(producer, return_exceptions=True)
@@ -74,11 +75,13 @@ class GenerateCall:
         finally:
             self._log(message, request, outcome)
 
-    async def _deliver(self) -> None:
+    async def _deliver(self, request: Generation) -> None:
         """Writes responses until the last, or until the client has not read one for too long."""
         limit = self._settings.slow_client_timeout
+        emission = request.emission
+        responses = aiter(self._responses) if emission is None else framed(self._responses, emission)
         with Patience(limit) as patience:
-            async for response in self._responses:
+            async for response in responses:
                 try:
                     await patience.bear(self._context.write(response))
                 except TimeoutError:
@@ -136,7 +139,14 @@ class GenerateCall:
             written=len(request.committed),
         )
         show = partial(self._pair.tokenizer.decode_token, skip_special=hides_special) if request.report_rounds else None
-        return Emitter(self._responses, text, index=index, prompt_tokens=len(request.prompt), show_token=show)
+        return Emitter(
+            self._responses,
+            text,
+            index=index,
+            prompt_tokens=len(request.prompt),
+            show_token=show,
+            one_by_one=request.emission is not None,
+        )
 
     def _on_open(self, request: Generation, opened: verifier_service_pb2.Opened | None) -> None:
         if self._started:

@@ -236,6 +236,8 @@ class Sample:
             weights_fingerprint=request.weights_fingerprint,
             cache_salt=request.cache_salt,
             request_id=request.request_id,
+            request_bytes=request.round_sizes.request,
+            response_bytes=request.round_sizes.response,
         )
         opening.sampling.seed = request.seed_of(self._index)
         opening.sampling.rule = RULE_TO_WIRE[request.sampling.rule]  # the draft's choice, whatever is the verifier's
@@ -270,5 +272,6 @@ def _needed(request: Generation) -> list[str]:
         "logprobs": request.top_logprobs is not None,
         "penalties": not replace(request.sampling.logit_rules, min_new_tokens=0).is_identity,
         "resume": bool(request.committed),
+        "fixed_rounds": bool(request.round_sizes.response),
     }
     return [name for name, needed in needs.items() if needed]

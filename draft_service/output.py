@@ -4,7 +4,7 @@ It knows nothing of models, of rounds or of the wire: tokens go in one by one, w
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -68,10 +68,25 @@ def _borders(stop: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """What may be sent: a text, and how many more tokens it brings to their end."""
+    """What may be sent: a text, and how many more tokens it brings to their end.
+
+    Attributes:
+        tail: what follows it at the end alone: the beginning of a token that a stop string cuts.
+        ends: where in `text` each of the tokens ends.
+    """
 
     text: str
     tokens: int
+    tail: str = ""
+    ends: tuple[int, ...] = ()
+
+    def by_token(self) -> Iterator["Released"]:
+        """The same, a token at a time, the tail aside. Where several end at one place the last of them has the text."""
+        begin = 0
+        for i, end in enumerate(self.ends):
+            stop = begin if self.ends[i + 1 : i + 2] == (end,) else end
+            yield Released(self.text[begin:stop], 1)
+            begin = stop
 
 
 class OutputText:
@@ -153,10 +168,11 @@ class OutputText:
                 self._cut = self._length - len(found)
 
     def _take(self, upto: int) -> Released:
-        tokens = 0
+        ends, whole = [], self._sent
         while self._ends and self._ends[0] <= upto:
-            self._ends.popleft()
-            tokens += 1
-        text, self._text = self._text[: upto - self._sent], self._text[upto - self._sent :]
+            whole = self._ends.popleft()
+            ends.append(whole - self._sent)
+        text, tail = self._text[: whole - self._sent], self._text[whole - self._sent : upto - self._sent]
+        self._text = self._text[upto - self._sent :]
         self._sent = upto
-        return Released(text, tokens)
+        return Released(text, len(ends), tail, tuple(ends))

@@ -41,6 +41,18 @@ class Responses:
             self._fewer.clear()
             await self._fewer.wait()
 
+    def take_now(self) -> GenerateResponse | None:
+        """The next response; None where there is none now."""
+        if not self._queue:
+            return None
+        self._fewer.set()
+        return self._queue.popleft()
+
+    @property
+    def are_over(self) -> bool:
+        """Whether none is left and none will come; reading on raises the error there is."""
+        return self._ended and not self._queue
+
     async def __aiter__(self) -> AsyncIterator[GenerateResponse]:
         while True:
             while self._queue:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from draft_service.drafter_choice import check_draft_temperature, check_drafter
 from draft_service.drafters.base import Kind
+from draft_service.privacy import Emission, RoundSizes, check_emission, round_sizes
 from draft_service.speculation import PolicyKind
 from draft_service.speculation_choice import check_max_entropy, check_policy
 from kernels.adjustments import LogitRules
@@ -56,6 +57,8 @@ class Generation:
         draft_temperature: None is the target's.
         outcome_cache: whether the drafter may draft while a verdict is under way.
         seed_is_fresh: the seed was chosen here and now.
+        emission: sizes and pace of the responses; None where they do not matter.
+        round_sizes: sizes of the messages to and from the verifier.
     """
 
     request_id: str
@@ -84,6 +87,8 @@ class Generation:
     keep_special_tokens: bool
     weights_fingerprint: str
     cache_salt: str
+    emission: Emission | None
+    round_sizes: RoundSizes
 
     def seed_of(self, sample: int) -> int:
         """The seed of a sample."""
@@ -152,9 +157,10 @@ def check_generate(
     committed = check_token_ids("committed_token_ids", message.committed_token_ids, target.vocab_size)
     prompt = _tokenise(message, tokenizer, target.vocab_size)
     new = check_lengths(message, len(prompt), len(committed), limits.max_sequence_tokens)
+    request_id = message.request_id or secrets.token_hex(8)
     stops = stop_token_ids if message.ignore_eos else [*stop_token_ids, *target.eos_token_ids]
     return Generation(
-        request_id=message.request_id or secrets.token_hex(8),
+        request_id=request_id,
         prompt=prompt,
         committed=committed,
         sampling=replace(sampling, logit_rules=_with_stops(sampling.logit_rules, stops, message.min_new_tokens)),
@@ -189,6 +195,16 @@ def check_generate(
         keep_special_tokens=message.keep_special_tokens,
         weights_fingerprint=message.weights_fingerprint,
         cache_salt=message.cache_salt,
+        emission=check_emission(message, max_gamma=limits.max_gamma, top_logprobs=top_logprobs),
+        round_sizes=round_sizes(
+            message,
+            sampling,
+            gamma=gamma,
+            name_bytes=len(f"{request_id}/{samples}".encode()),
+            max_support=limits.max_support,
+            target=target,
+            top_logprobs=top_logprobs,
+        ),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import grpc
 import structlog
 
+from outrider.padding import pad
 from outrider.rpc.ending import Ending
 from outrider.rpc.errors import (
     UNSPECIFIED,
@@ -79,6 +80,7 @@ class VerifySequence:
         self._watch = _SilenceWatch(call, silence)
         self._hash = PrefixHash(opening.prompt_token_ids)
         self._hash.extend(opening.committed_token_ids)
+        self._padded_to = opening.request_bytes
         self._round = 0
         self._seen = 0  # the last round whose verdict was read
         self._outstanding = 0  # verdicts that the verifier owes
@@ -221,6 +223,8 @@ class VerifySequence:
         return message
 
     async def _write(self, message: verifier_service_pb2.VerifyRequest) -> None:
+        if self._padded_to and not message.HasField("open"):
+            pad(message, self._padded_to)
         self._watch.begin()
         try:
             await self._watch.over(self._call.write(message))

@@ -24,8 +24,9 @@ from outrider.sampling import (
 from outrider.wire import HASH_BYTES, decode_logits, decode_sparse
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 
-FEATURES = ("decode", "logprobs", "penalties", "resume")
+FEATURES = ("decode", "fixed_rounds", "logprobs", "penalties", "resume")
 MAX_NAME_CHARS = 128
+MIN_RESPONSE_BYTES, MAX_RESPONSE_BYTES = 256, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class Opening:
     stop_token_ids: frozenset[int]
     max_new_tokens: int
     top_logprobs: int  # -1: none
+    response_bytes: int = 0  # what each response is padded to a multiple of; 0: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,7 @@ def check_open(message: verifier_service_pb2.OpenSequence, model: model_pb2.Mode
         stop_token_ids=stops,
         max_new_tokens=message.max_new_tokens,
         top_logprobs=check_logprobs(message.logprobs) if message.HasField("logprobs") else -1,
+        response_bytes=_check_response_bytes(message.response_bytes),
     )
 
 
@@ -172,6 +175,18 @@ def check_decode(message: verifier_service_pb2.Decode) -> Round:
         seen_round=message.seen_round,
         decode=message.num_tokens,
     )
+
+
+def _check_response_bytes(size: int) -> int:
+    if size and not MIN_RESPONSE_BYTES <= size <= MAX_RESPONSE_BYTES:
+        raise invalid_field(
+            "response_bytes",
+            f"response_bytes is {size}; 0, or {MIN_RESPONSE_BYTES} to {MAX_RESPONSE_BYTES}",
+            given=size,
+            minimum=MIN_RESPONSE_BYTES,
+            maximum=MAX_RESPONSE_BYTES,
+        )
+    return size
 
 
 def _check_lengths(

@@ -11,6 +11,7 @@ from typing import Any, cast
 import grpc
 import structlog
 
+from outrider.padding import pad
 from outrider.rpc.errors import RequestError, idle, invalid_field, out_of_order, overloaded
 from outrider.rpc.patience import Patience
 from outrider.sampling import RULE_TO_WIRE, Sampling
@@ -160,6 +161,8 @@ class VerifyStream:
             while (reply := await self._outbox.get()) is not None:
                 if isinstance(reply, RequestError):
                     raise reply
+                if sequence.opening.response_bytes:
+                    pad(reply, sequence.opening.response_bytes)
                 try:
                     await patience.bear(self._context.write(reply))
                 except TimeoutError:

@@ -7,14 +7,14 @@ from typing import Any
 
 import click
 
-from outrider.cli.options import address_option, request_of, request_options, temperature_option
+from outrider.cli.options import addresses_option, request_of, request_options, temperature_option
 from outrider.cli.report import completion_document, fails_in_one_line, warn_of_loss, write_json
 from outrider.client import Chunk, Client, Message, Options, Prompt, Started
 
 
 @click.command("generate", short_help="Text from a draft service that runs already.")
 @click.argument("prompt")
-@address_option("--draft", "127.0.0.1:50051", "The draft service.")
+@addresses_option("--draft", "127.0.0.1:50051", "The draft service; or several: the text goes on where one dies.")
 @click.option("--max-new-tokens", type=int, help="Tokens to write at most. Default: 256.")
 @click.option("--chat", is_flag=True, help="PROMPT is what a user says; the model's chat template is around it.")
 @click.option("--system", metavar="TEXT", help="With --chat: what the system says first.")

@@ -36,6 +36,16 @@ def address_option(name: str, default: str, text: str) -> Callable[[Command], Co
     return click.option(name, metavar="HOST:PORT", default=default, show_default=True, callback=_address, help=text)
 
 
+def addresses_option(name: str, default: str, text: str) -> Callable[[Command], Command]:
+    """An option that takes `HOST:PORT`, or several with commas between."""
+    metavar = "HOST:PORT[,...]"
+    return click.option(name, metavar=metavar, default=default, show_default=True, callback=_addresses, help=text)
+
+
+def _addresses(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    return ",".join(_address(ctx, param, part.strip()) for part in value.split(","))
+
+
 def _address(ctx: click.Context, param: click.Parameter, value: str) -> str:
     host, colon, port = value.rpartition(":")
     if not colon or not host or not port.isdigit() or int(port) > 65_535:
@@ -109,6 +119,9 @@ _REST = (
     ),
     click.option("--time-limit", metavar="SECONDS", type=float, help="The text ends here, wherever it is."),
     click.option("--keep-special-tokens", is_flag=True, help="Leave special tokens in the text."),
+    click.option("--frame-bytes", metavar="BYTES", type=int, help="Every response has this size on the wire."),
+    click.option("--frame-pace", metavar="SECONDS", type=float, help="Responses leave this far apart."),
+    click.option("--fixed-size-rounds", is_flag=True, help="The services' messages about rounds have one size."),
     click.option("--request-id", metavar="NAME", help="Names the request in the services' logs."),
 )
 

@@ -1,53 +1,48 @@
-"""`AsyncClient`: one channel, many calls. Knows when a call may be tried again, not what it asks for."""
+"""`AsyncClient`: many calls to one draft service, or to several. Knows when a call may be tried again or go on
+elsewhere, not what it asks for.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncGenerator
+import asyncio
+import random
+import time
+from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Self, Unpack
 
 import grpc
 
 from outrider.client import events
-from outrider.client.errors import typed
+from outrider.client.errors import OutriderError, typed
 from outrider.client.events import Event
+from outrider.client.places import FIRST_BACKOFF_S, MAX_ATTEMPTS, MAX_BACKOFF_S, Places, split
+from outrider.client.progress import Progress
 from outrider.client.request import Options, Prompt, build
 from outrider.client.results import Collector, Completion
-from outrider.rpc.channel import open_channel
 from protos.outrider.v1 import draft_service_pb2 as pb
-from protos.outrider.v1 import draft_service_pb2_grpc
 
-# Responses stream in small pieces; requests may hold a long prompt.
-MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-
-# gRPC's own retries: a call is tried again only while nothing of an answer has arrived, within its deadline, after
-# exponential backoff with jitter, and not at all while most calls fail. Attempts beyond five it cuts to five.
-_RETRIES = {
-    "methodConfig": [
-        {
-            "name": [{"service": pb.DESCRIPTOR.services_by_name["DraftService"].full_name}],
-            "retryPolicy": {
-                "maxAttempts": 5,
-                "initialBackoff": "0.2s",
-                "maxBackoff": "3s",
-                "backoffMultiplier": 2,
-                "retryableStatusCodes": ["UNAVAILABLE", "RESOURCE_EXHAUSTED"],
-            },
-        }
-    ]
-}
+_ELSEWHERE = grpc.StatusCode.UNAVAILABLE
+_REFUSED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
 class AsyncClient:
-    r"""Talks to the draft service at `HOST:PORT`. One client serves any number of calls at once; make it inside the
-    event loop that it is used in.
+    r"""Talks to draft services. One client serves any number of calls at once; make it inside the event loop that it
+    is used in.
+
+    Where there are several, calls go to them in turn, past those that failed lately. A call whose service dies, or
+    leaves, goes on at another one after what has been delivered, as long as it has one sample (with more of them, as
+    long as none has begun): see "When a draft service dies" in docs/usage.md.
 
     Args:
-        address: the draft service.
+        address: `HOST:PORT` of the draft service; or several, as a list or with commas between. A host that is a name
+            stands for all its addresses, and is resolved again every 30 s and whenever one of them fails.
         timeout: seconds that a call may take in all, retries included, unless it says otherwise; None: for ever.
-        retry: whether a call that is refused as UNAVAILABLE or RESOURCE_EXHAUSTED is tried again. Only ever before the
-            first response.
+        retry: whether a call that is refused as UNAVAILABLE or RESOURCE_EXHAUSTED is tried again, at most four times in
+            a row, and whether one that breaks with UNAVAILABLE after its first response goes on elsewhere.
+
+    Raises:
+        ValueError: there is no address.
 
     >>> import asyncio
     >>> from outrider.client import AsyncClient, Chunk
@@ -63,19 +58,12 @@ class AsyncClient:
     True
     """
 
-    def __init__(self, address: str, *, timeout: float | None = 300.0, retry: bool = True):
-        self.address = address
+    def __init__(self, address: str | Sequence[str], *, timeout: float | None = 300.0, retry: bool = True):
+        names = split(address)
+        self.address = ",".join(names)
         self._timeout = timeout
-        # Said either way: gRPC retries by default, though by a server's policy only.
-        options = [("grpc.enable_retries", int(retry))]
-        self._channel = open_channel(
-            address,
-            max_message_bytes=MAX_MESSAGE_BYTES,
-            options=[*options, ("grpc.service_config", json.dumps(_RETRIES))] if retry else options,
-        )
-        self._stub: draft_service_pb2_grpc.DraftServiceAsyncStub = draft_service_pb2_grpc.DraftServiceStub(
-            self._channel
-        )
+        self._retry = retry
+        self._places = Places(names, retry=retry)
 
     async def __aenter__(self) -> Self:
         return self
@@ -86,8 +74,8 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Closes the channel; calls in progress are cancelled."""
-        await self._channel.close()
+        """Closes every channel; calls in progress are cancelled."""
+        await self._places.close()
 
     async def generate(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]
@@ -105,17 +93,33 @@ class AsyncClient:
             OutriderError: of the type that fits; see `outrider.client.errors`.
             TypeError: an option that does not exist.
         """
-        timeout = self._timeout if timeout is None else timeout
-        call = self._stub.Generate(build(prompt, options), timeout=timeout)
-        try:
-            async for response in call:
-                event = events.read(response)
-                if event is not None:
-                    yield event
-        except grpc.RpcError as error:
-            raise typed(error, timeout) from error
-        finally:
-            call.cancel()  # without effect on a call that has ended
+        patience = _Patience(self._timeout if timeout is None else timeout)
+        progress = Progress(build(prompt, options))
+        while True:
+            request, address, came = progress.request(), await self._places.choose(), False
+            call = self._places.stub(address).Generate(request, timeout=patience.left)
+            try:
+                async for response in call:
+                    came = True
+                    patience.renew()
+                    event = events.read(response)
+                    for told in progress.take(event) if event is not None else ():
+                        yield told
+                return
+            except grpc.RpcError as error:
+                if progress.is_over:
+                    return
+                failure = typed(error, patience.timeout)
+                await self._leave(address, failure, error, patience, may=progress.can_go_on, came=came)
+            finally:
+                call.cancel()  # without effect on a call that has ended
+            if progress.needs_eos:
+                model = await self.get_model(timeout=patience.left)
+                progress.eos_token_ids = frozenset(model.target.eos_token_ids)
+            end = progress.ended()
+            if end is not None:
+                yield end
+                return
 
     async def complete(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Completion:
         """`generate`, put together. Same arguments, same errors."""
@@ -130,8 +134,65 @@ class AsyncClient:
         Raises:
             OutriderError: of the type that fits.
         """
-        timeout = self._timeout if timeout is None else timeout
-        try:
-            return await self._stub.GetModel(pb.DraftServiceGetModelRequest(), timeout=timeout)
-        except grpc.RpcError as error:
-            raise typed(error, timeout) from error
+        patience = _Patience(self._timeout if timeout is None else timeout)
+        while True:
+            address = await self._places.choose()
+            try:
+                return await self._places.stub(address).GetModel(
+                    pb.DraftServiceGetModelRequest(), timeout=patience.left
+                )
+            except grpc.RpcError as error:
+                await self._leave(address, typed(error, patience.timeout), error, patience)
+
+    async def _leave(
+        self,
+        address: str,
+        failure: OutriderError,
+        cause: grpc.RpcError,
+        patience: _Patience,
+        *,
+        may: bool = True,
+        came: bool = False,
+    ) -> None:
+        """Returns when the call is to be made again, elsewhere; `came` is whether this one had been answered.
+
+        Raises:
+            OutriderError: `failure`, where it is not.
+        """
+        if failure.code in _REFUSED:
+            self._places.failed(address)
+        again = failure.code is _ELSEWHERE or (failure.code in _REFUSED and not came)
+        if not (again and may and self._retry and len(await self._places.addresses()) > 1):
+            raise failure from cause
+        if not await patience.may_try_again(at_once=self._places.has_fresh()):
+            raise failure from cause
+
+
+class _Patience:
+    """How long one call may take, and how often in a row it may fail."""
+
+    def __init__(self, timeout: float | None) -> None:
+        self.timeout = timeout
+        self._end = None if timeout is None else time.monotonic() + timeout
+        self._failures = 0
+
+    @property
+    def left(self) -> float | None:
+        """Seconds; None is for ever."""
+        return None if self._end is None else max(self._end - time.monotonic(), 0.0)
+
+    def renew(self) -> None:
+        """Something came."""
+        self._failures = 0
+
+    async def may_try_again(self, *, at_once: bool) -> bool:
+        """Whether another try is worth it, after a pause unless `at_once`; the pause has passed when this returns."""
+        self._failures += 1
+        if self._failures >= MAX_ATTEMPTS:
+            return False
+        pause = min(FIRST_BACKOFF_S * 2 ** (self._failures - 1), MAX_BACKOFF_S) * random.uniform(0.5, 1.5)
+        pause = 0.0 if at_once else pause
+        if self.left is not None and self.left <= pause:
+            return False
+        await asyncio.sleep(pause)
+        return True

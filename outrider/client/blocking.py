@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Generator
+from collections.abc import Coroutine, Generator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -29,7 +29,7 @@ class Client:
     INVALID_ARGUMENT sampling.top_p
     """
 
-    def __init__(self, address: str, *, timeout: float | None = 300.0, retry: bool = True):
+    def __init__(self, address: str | Sequence[str], *, timeout: float | None = 300.0, retry: bool = True):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="outrider-client", daemon=True)
         self._thread.start()
@@ -48,7 +48,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Closes the channel and ends the thread; calls in progress are cancelled. May be called twice."""
+        """Closes every channel and ends the thread; calls in progress are cancelled. May be called twice."""
         if self._loop.is_closed():
             return
         self._run(self._client.close())
@@ -100,6 +100,6 @@ class Client:
             future.cancel()
 
 
-async def _make(address: str, timeout: float | None, retry: bool) -> AsyncClient:
+async def _make(address: str | Sequence[str], timeout: float | None, retry: bool) -> AsyncClient:
     # grpc.aio binds a channel to the loop that is running.
     return AsyncClient(address, timeout=timeout, retry=retry)

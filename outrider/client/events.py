@@ -248,7 +248,12 @@ class Timings(_Mirror):
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of one sample; the last event about it."""
+    """The end of one sample; the last event about it.
+
+    `num_resumes` is how often the request went on at another draft service. Where it did, `usage.completion_tokens` and
+    `timings.total_us` speak of the whole, and `timings.time_to_first_token_us` of the first token of all, by this
+    client's clock; `statistics` and all else speak of the last part, since a service that dies takes its own with it.
+    """
 
     index: int
     finish_reason: FinishReason
@@ -257,6 +262,7 @@ class Finished:
     usage: Usage
     statistics: Statistics
     timings: Timings
+    num_resumes: int = 0
 
     @classmethod
     def of(cls, message: draft_service_pb2.GenerateFinished) -> Self:

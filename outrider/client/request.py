@@ -69,6 +69,10 @@ class Options(TypedDict, total=False):
     committed_token_ids: Sequence[int]
     weights_fingerprint: str
     cache_salt: str
+    # What who watches the wire may not learn of each round; see "Who watches the wire" in docs/usage.md
+    frame_bytes: int  # every response has this size
+    frame_pace: float  # seconds from one response to the next
+    fixed_size_rounds: bool  # so have the messages between the services
 
 
 Setter: TypeAlias = Callable[[draft_service_pb2.GenerateRequest, Any], None]
@@ -182,6 +186,28 @@ def _set_report_rounds(request: draft_service_pb2.GenerateRequest, value: bool) 
     request.speculation.report_rounds = value
 
 
+def _set_frame_bytes(request: draft_service_pb2.GenerateRequest, value: int) -> None:
+    request.emission.frame_bytes = value
+    _need(request, "emission")
+
+
+def _set_frame_pace(request: draft_service_pb2.GenerateRequest, value: float) -> None:
+    request.emission.pace.FromTimedelta(timedelta(seconds=value))
+    _need(request, "emission")
+
+
+def _set_fixed_size_rounds(request: draft_service_pb2.GenerateRequest, value: bool) -> None:
+    request.speculation.fixed_size = value
+    if value:
+        _need(request, "fixed_rounds")
+
+
+def _need(request: draft_service_pb2.GenerateRequest, feature: str) -> None:
+    """A service that does not know it would leave it out without a word."""
+    if feature not in request.required_features:
+        request.required_features.append(feature)
+
+
 def _set_time_limit(request: draft_service_pb2.GenerateRequest, value: float) -> None:
     request.time_limit.FromTimedelta(timedelta(seconds=value))
 
@@ -221,4 +247,7 @@ _SETTERS: dict[str, Setter] = {
     "committed_token_ids": _repeated("committed_token_ids"),
     "weights_fingerprint": _field("weights_fingerprint"),
     "cache_salt": _field("cache_salt"),
+    "frame_bytes": _set_frame_bytes,
+    "frame_pace": _set_frame_pace,
+    "fixed_size_rounds": _set_fixed_size_rounds,
 }

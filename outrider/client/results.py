@@ -42,6 +42,7 @@ class Sample:
     token_texts: tuple[str, ...] = ()
     logprobs: tuple[PositionLogprobs, ...] = ()
     rounds: tuple[Round, ...] = ()
+    num_resumes: int = 0  # how often it went on at another draft service; see `Finished`
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,7 @@ class Collector:
             token_texts=_joined(chunk.token_texts for chunk in chunks),
             logprobs=_joined(chunk.logprobs for chunk in chunks),
             rounds=_joined(chunk.rounds for chunk in chunks),
+            num_resumes=end.num_resumes,
         )
 
 

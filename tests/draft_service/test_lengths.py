@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from draft_service.adaptive import Adaptive
 from draft_service.drafters.base import Kind
 from draft_service.lengths import Lengths, SampleLengths
+from draft_service.privacy import RoundSizes
 from draft_service.speculation import Fixed, Heuristic, Policy, PolicyKind, Round
 from draft_service.validation import Generation
 from kernels.adjustments import LogitRules
@@ -52,6 +53,8 @@ def request(
         keep_special_tokens=False,
         weights_fingerprint="",
         cache_salt="",
+        emission=None,
+        round_sizes=RoundSizes(),
     )
     return replace(plain, **fields)
 

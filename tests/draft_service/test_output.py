@@ -79,13 +79,13 @@ def run(
                 break
         group += 1
         released = out.release()
-        texts.append(released.text)
+        texts.append(released.text + released.tail)
         tokens += released.tokens
         if out.stopped_by is None:
             whole = b"".join(pieces[:tokens])
             assert "".join(texts) == whole.decode(), "what was sent is the text of the tokens that were sent"
     released = out.finish()
-    return [*texts, released.text], tokens + released.tokens, out.stopped_by
+    return [*texts, released.text + released.tail], tokens + released.tokens, out.stopped_by
 
 
 TEXTS = st.text(st.sampled_from("abé€😀"), min_size=1, max_size=30)

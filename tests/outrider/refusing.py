@@ -14,12 +14,17 @@ from protos.outrider.v1 import draft_service_pb2_grpc
 
 
 class Refusing(draft_service_pb2_grpc.DraftServiceServicer):
-    """Refuses the first `times` calls with `error`; where `late`, only after one response."""
+    """Refuses the first `times` calls with `error`; where `late`, only after one response, and where `at_the_end`,
+    after all of them.
+    """
 
-    def __init__(self, error: RequestError, *, times: int = 1_000, late: bool = False) -> None:
+    def __init__(
+        self, error: RequestError, *, times: int = 1_000, late: bool = False, at_the_end: bool = False
+    ) -> None:
         self.error = error
         self.times = times
         self.late = late
+        self.at_the_end = at_the_end
         self.calls = 0
 
     @errors.guarded
@@ -38,12 +43,14 @@ class Refusing(draft_service_pb2_grpc.DraftServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         self.calls += 1
         refused = self.calls <= self.times
-        if refused and not self.late:
+        if refused and not self.late and not self.at_the_end:
             raise self.error
         yield pb.GenerateResponse(started=pb.GenerateStarted(request_id=f"call {self.calls}"))
-        if refused:
+        if refused and not self.at_the_end:
             raise self.error
         yield pb.GenerateResponse(finished=pb.GenerateFinished())
+        if refused:
+            raise self.error
 
 
 @asynccontextmanager

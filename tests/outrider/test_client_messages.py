@@ -191,7 +191,10 @@ def test_an_option_that_does_not_exist_is_a_type_error() -> None:
     ],
 )
 def test_events_have_the_fields_of_their_messages(ours: Any, theirs: Any) -> None:
-    assert [field.name for field in fields(ours)] == [field.name for field in theirs.DESCRIPTOR.fields]
+    names = [field.name for field in fields(ours)]
+    assert [name for name in names if (ours, name) != (Finished, "num_resumes")] == [
+        field.name for field in theirs.DESCRIPTOR.fields
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,152 @@
+"""Where a client's calls go: the addresses of its draft services, a channel to each, and which of them failed lately.
+
+It knows nothing of calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import random
+import socket
+import time
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import grpc
+
+from outrider.rpc.channel import open_channel
+from protos.outrider.v1 import draft_service_pb2 as pb
+from protos.outrider.v1 import draft_service_pb2_grpc
+
+# Responses stream in small pieces; requests may hold a long prompt.
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+
+# gRPC's own retries, where there is but one address: a call is tried again only while nothing of an answer has arrived,
+# within its deadline, after exponential backoff with jitter, and not at all while most calls fail. Attempts beyond five
+# it cuts to five.
+MAX_ATTEMPTS = 5
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.2, 3.0
+_RETRIES = {
+    "methodConfig": [
+        {
+            "name": [{"service": pb.DESCRIPTOR.services_by_name["DraftService"].full_name}],
+            "retryPolicy": {
+                "maxAttempts": MAX_ATTEMPTS,
+                "initialBackoff": f"{FIRST_BACKOFF_S}s",
+                "maxBackoff": f"{MAX_BACKOFF_S}s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE", "RESOURCE_EXHAUSTED"],
+            },
+        }
+    ]
+}
+
+# A name is asked again after this long, and whenever an address of it has failed.
+RESOLVED_FOR_S = 30.0
+# An address that failed is taken again after this long; sooner where no other is left.
+AVOIDED_FOR_S = 10.0
+
+Stub: TypeAlias = "draft_service_pb2_grpc.DraftServiceAsyncStub"
+
+
+def split(address: str | Sequence[str]) -> list[str]:
+    """The addresses that a client is given: one, several with commas between, or a list.
+
+    Raises:
+        ValueError: there is none.
+    """
+    parts = address.split(",") if isinstance(address, str) else address
+    names = list(dict.fromkeys(part.strip() for part in parts if part.strip()))
+    if not names:
+        raise ValueError("no address of a draft service is given")
+    return names
+
+
+class Places:
+    """The draft services of one client. Made and used on one event loop.
+
+    Args:
+        names: `HOST:PORT` each; a host that is a name stands for all its addresses.
+        retry: whether gRPC itself tries again where there is one address alone.
+    """
+
+    def __init__(self, names: Sequence[str], *, retry: bool) -> None:
+        self._names = names
+        self._retry = retry
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._stubs: dict[str, Stub] = {}
+        self._failed: dict[str, float] = {}  # when
+        self._addresses: list[str] = []
+        self._resolved = -RESOLVED_FOR_S
+        self._turn = random.randrange(1 << 16)  # clients that start together do not all begin at the same address
+
+    async def choose(self) -> str:
+        """The address for the next call: in turn, those that failed lately last."""
+        addresses = await self.addresses()
+        self._turn += 1
+        start = self._turn % len(addresses)
+        return min(addresses[start:] + addresses[:start], key=lambda address: self._avoided(address))
+
+    async def addresses(self) -> list[str]:
+        """All there are now, at least one."""
+        if time.monotonic() - self._resolved >= RESOLVED_FOR_S:
+            found = [address for name in self._names for address in await _resolve(name)]
+            # With one address it is the name itself: gRPC resolves it, over and over, on its own.
+            self._addresses = list(dict.fromkeys(found)) if len(set(found)) > 1 else list(self._names[:1])
+            self._resolved = time.monotonic()
+        return self._addresses
+
+    def has_fresh(self) -> bool:
+        """Whether there is an address that has not failed lately."""
+        return any(not self._avoided(address) for address in self._addresses)
+
+    def failed(self, address: str) -> None:
+        """A call there met nobody, or somebody who is leaving."""
+        self._failed[address] = time.monotonic()
+        self._resolved = -RESOLVED_FOR_S
+
+    def stub(self, address: str) -> Stub:
+        """What calls the service there."""
+        if address not in self._stubs:
+            # Said either way: gRPC retries by default, though by a server's policy only. With several addresses the
+            # next try belongs elsewhere, which is ours to do.
+            by_itself = self._retry and len(self._addresses) == 1
+            options = [("grpc.enable_retries", int(by_itself))]
+            self._channels[address] = open_channel(
+                address,
+                max_message_bytes=MAX_MESSAGE_BYTES,
+                options=[*options, ("grpc.service_config", json.dumps(_RETRIES))] if by_itself else options,
+            )
+            self._stubs[address] = draft_service_pb2_grpc.DraftServiceStub(self._channels[address])
+        return self._stubs[address]
+
+    async def close(self) -> None:
+        """Closes every channel."""
+        await asyncio.gather(*(channel.close() for channel in self._channels.values()))
+
+    def _avoided(self, address: str) -> float:
+        """0 for an address that may be taken, and otherwise the more the later it failed."""
+        failed = self._failed.get(address, 0.0)
+        return failed if failed and time.monotonic() - failed < AVOIDED_FOR_S else 0.0
+
+
+async def _resolve(name: str) -> list[str]:
+    """The addresses of `HOST:PORT`; the name itself where it is one, or where nobody knows it now."""
+    host, colon, port = name.rpartition(":")
+    if not colon or not port.isdigit() or host == "localhost" or _is_ip(host.strip("[]")):
+        return [name]
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    except OSError:
+        return [name]
+    return [f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for ip in (str(entry[4][0]) for entry in found)]
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

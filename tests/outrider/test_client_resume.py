@@ -1,0 +1,322 @@
+"""A draft service that dies under a request, or the way to it: the client goes on at another one, and nothing shows.
+
+The services are real. Where it is the way that breaks, both addresses lead to one service, through a proxy each.
+"""
+
+import asyncio
+import signal
+import socket
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import pytest
+
+from outrider.cli.pair import Pair
+from outrider.cli.processes import ServiceProcess
+from outrider.client import (
+    AsyncClient,
+    Chunk,
+    Client,
+    Completion,
+    Event,
+    Finished,
+    FinishReason,
+    Options,
+    Started,
+    Unavailable,
+)
+from outrider.client.places import Places, split
+from outrider.client.results import Collector
+from outrider.rpc import errors
+from tests.outrider.refusing import Refusing, refusing
+from tests.proxy import Proxy, Way
+from tests.services import HEALTHY_WITHIN_S, MODELS
+
+PROMPT = "def area(radius):\n"
+SAMPLED: Options = {"temperature": 1.0, "seed": 11, "max_new_tokens": 72, "ignore_eos": True}
+GREEDY: Options = {"temperature": 0, "max_new_tokens": 72, "ignore_eos": True}
+
+
+@contextmanager
+def two_ways(target: str) -> Iterator[tuple[Proxy, Proxy]]:
+    with Proxy(target) as one, Proxy(target) as other:
+        yield one, other
+
+
+def both(proxies: tuple[Proxy, Proxy]) -> list[str]:
+    return [proxy.address for proxy in proxies]
+
+
+async def collect(events: AsyncGenerator[Event, None], *, at: Sequence[int], then: Any) -> Completion:
+    """The whole of it; after each of the chunks `at`, counted from 1, does `then`."""
+    collector, chunks = Collector(), 0
+    async for event in events:
+        collector.add(event)
+        chunks += isinstance(event, Chunk)
+        if isinstance(event, Chunk) and chunks in at:
+            then()
+    return collector.completion()
+
+
+def assert_same(one: Completion, other: Completion) -> None:
+    assert one.text == other.text
+    assert one.token_ids == other.token_ids
+    assert one.finish_reason == other.finish_reason
+    assert (one.samples[0].stop, one.samples[0].stop_token_id) == (
+        other.samples[0].stop,
+        other.samples[0].stop_token_id,
+    )
+    assert one.usage.completion_tokens == other.usage.completion_tokens
+    assert one.usage.prompt_tokens == other.usage.prompt_tokens
+    assert [entry.token.token_id for entry in one.logprobs] == [entry.token.token_id for entry in other.logprobs]
+    assert [entry.token.adjusted for entry in one.logprobs] == pytest.approx(
+        [entry.token.adjusted for entry in other.logprobs], abs=1e-3
+    )
+
+
+# ------------------------------------------------------------------------------------------------ the way breaks
+
+LAWS: dict[str, Options] = {
+    "greedy": GREEDY,
+    "coupled": SAMPLED,
+    "no seed given": {"temperature": 1.0, "rule": "coupled", "max_new_tokens": 72},
+    "penalties": SAMPLED | {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
+    "logprobs": SAMPLED | {"logprobs": 2},
+    "at least so many": SAMPLED | {"stop": [" "], "min_new_tokens": 50},
+    "the model's own end": {"temperature": 1.0, "seed": 3, "max_new_tokens": 200},
+}
+
+
+@pytest.mark.parametrize("options", LAWS.values(), ids=LAWS.keys())
+async def test_text_and_tokens_are_those_of_a_request_that_nothing_befell(draft_address: str, options: Options) -> None:
+    """Cut after the second chunk, and again after the eighth, when it is the other way that serves."""
+    with two_ways(draft_address) as proxies:
+
+        def cut() -> None:
+            for proxy in proxies:
+                proxy.cut()
+
+        async with AsyncClient(both(proxies)) as client:
+            broken = await collect(client.generate(PROMPT, **options), at=[2, 8], then=cut)
+            whole = await client.complete(PROMPT, **options | {"seed": broken.seed})
+    assert broken.samples[0].num_resumes == 2
+    assert whole.samples[0].num_resumes == 0
+    assert_same(broken, whole)
+
+
+async def test_a_cut_at_any_byte_neither_loses_nor_repeats(draft_address: str) -> None:
+    """Each connection dies at some byte, also inside the last messages. The text ends within a token, by a stop string.
+
+    What was written of that token when the end got lost must not be there twice.
+    """
+    options: Options = {**SAMPLED, "max_new_tokens": 40}
+    with two_ways(draft_address) as proxies:
+        async with AsyncClient(proxies[0].address) as client:
+            texts = (await client.complete(PROMPT, **options | {"report_rounds": True})).samples[0].token_texts
+            options["stop"] = [_within_a_token(texts)]
+            with proxies[0].recording() as seen:
+                events = [event async for event in client.generate(PROMPT, **options)]
+            whole = await client.complete(PROMPT, **options)
+            assert whole.finish_reason is FinishReason.STOP_STRING
+            assert any(isinstance(event, Chunk) and event.text and not event.token_ids for event in events)
+            total = sum(segment.size for segment in seen if segment.way is Way.DOWN)
+        resumes = 0
+        for back in (2, 20, 60, 110, 160, 230, total // 2):
+            for proxy in proxies:
+                proxy.cut_after(max(total - back, 1), Way.DOWN)
+            async with AsyncClient(both(proxies)) as client:
+                broken = await client.complete(PROMPT, **options)
+            assert_same(broken, whole)
+            resumes += broken.samples[0].num_resumes
+            for proxy in proxies:
+                proxy.heal()
+    assert resumes >= 6
+
+
+def _within_a_token(texts: Sequence[str]) -> str:
+    """What is first met inside of a token, and goes to its end; of those the last."""
+    starts = list(accumulate((len(text) for text in texts), initial=0))
+    text = "".join(texts)
+    return next(
+        stop
+        for i, stop in reversed([(i, text[2:]) for i, text in enumerate(texts)])
+        if stop and text.find(stop) == starts[i] + 2
+    )
+
+
+async def test_the_end_alone_is_lost(draft_address: str) -> None:
+    """All tokens came, by the limit or with the model's own end, and nothing said so."""
+    with two_ways(draft_address) as proxies:
+        for options in (SAMPLED | {"max_new_tokens": 12}, LAWS["the model's own end"]):
+            async with AsyncClient(proxies[0].address) as client:
+                with proxies[0].recording() as seen:
+                    whole = await client.complete(PROMPT, **options)
+                total = sum(segment.size for segment in seen if segment.way is Way.DOWN)
+            for proxy in proxies:
+                proxy.cut_after(total - 30, Way.DOWN)
+            async with AsyncClient(both(proxies)) as client:
+                assert_same(await client.complete(PROMPT, **options), whole)
+            for proxy in proxies:
+                proxy.heal()
+
+
+async def test_nothing_is_lost_with_the_end_of_the_call_itself() -> None:
+    """The last sample has ended, and the status never came: there is nothing to go on with."""
+    servicers = [Refusing(errors.unavailable("DRAINING", "gone"), at_the_end=True) for _ in range(2)]
+    async with refusing(servicers[0]) as one, refusing(servicers[1]) as other, AsyncClient([one, other]) as client:
+        events = [type(event) async for event in client.generate("x")]
+    assert events == [Started, Finished]
+    assert sum(servicer.calls for servicer in servicers) == 1
+
+
+async def test_with_every_service_gone_it_fails_in_time_and_after_what_came(draft_address: str) -> None:
+    with two_ways(draft_address) as proxies:
+
+        def close() -> None:
+            for proxy in proxies:
+                proxy.close()
+
+        async with AsyncClient(both(proxies), timeout=20) as client:
+            begun = time.monotonic()
+            with pytest.raises(Unavailable):
+                await collect(client.generate(PROMPT, **SAMPLED), at=[3], then=close)
+    assert time.monotonic() - begun < 15
+
+
+async def test_of_several_samples_none_is_begun_twice(draft_address: str) -> None:
+    """It fails as with one address, once there is text."""
+    with two_ways(draft_address) as proxies:
+
+        def cut() -> None:
+            for proxy in proxies:
+                proxy.cut()
+
+        async with AsyncClient(both(proxies)) as client:
+            with pytest.raises(Unavailable):
+                await collect(client.generate(PROMPT, **SAMPLED | {"n": 3}), at=[2], then=cut)
+            assert len((await client.complete(PROMPT, **SAMPLED | {"n": 3, "max_new_tokens": 4})).samples) == 3
+
+
+async def test_without_retry_it_does_not_go_on(draft_address: str) -> None:
+    with two_ways(draft_address) as proxies:
+
+        def cut() -> None:
+            for proxy in proxies:
+                proxy.cut()
+
+        async with AsyncClient(both(proxies), retry=False) as client:
+            with pytest.raises(Unavailable):
+                await collect(client.generate(PROMPT, **SAMPLED), at=[2], then=cut)
+
+
+async def test_a_time_limit_holds_over_all_parts(draft_address: str) -> None:
+    with two_ways(draft_address) as proxies:
+
+        def cut() -> None:
+            time.sleep(0.5)
+            for proxy in proxies:
+                proxy.cut()
+
+        async with AsyncClient(both(proxies)) as client:
+            begun = time.monotonic()
+            events = client.generate(PROMPT, **SAMPLED | {"max_new_tokens": 900, "time_limit": 1.0})
+            broken = await collect(events, at=[2], then=cut)
+            assert time.monotonic() - begun < 3.0
+    assert broken.finish_reason in (FinishReason.TIME_LIMIT, FinishReason.LENGTH)
+    assert broken.timings.total_us >= 500_000
+
+
+# ------------------------------------------------------------------------------------------------- a service dies
+
+
+def test_a_draft_service_killed_under_its_requests(demo_pair: Pair) -> None:
+    """SIGKILL. Four requests run, two of them there; the other service has another drafter."""
+    flags = ["--device", "cpu", "--dtype", "float32", "--threads", "1", "--drafter", "lookup"]
+    arguments = ["draft_service", "--model", str(MODELS / "draft"), "--verifier", demo_pair.verifier.address, *flags]
+    with ServiceProcess.launch([*arguments, "--listen", "127.0.0.1:0"]) as victim:
+        victim.wait_listening()
+        victim.wait_healthy(HEALTHY_WITHIN_S)
+        asked = [GREEDY, GREEDY, SAMPLED, SAMPLED]
+        asked = [options | {"max_new_tokens": 160} for options in asked]
+
+        async def run() -> tuple[list[Completion], list[Completion]]:
+            async with AsyncClient([victim.address, demo_pair.draft.address]) as client:
+                chunks = [0] * len(asked)
+
+                async def one(number: int) -> Completion:
+                    collector = Collector()
+                    async for event in client.generate(PROMPT, **asked[number]):
+                        collector.add(event)
+                        chunks[number] += isinstance(event, Chunk)
+                        if min(chunks) >= 3 and victim.returncode is None:
+                            victim.process.send_signal(signal.SIGKILL)
+                            victim.process.wait(10)
+                    return collector.completion()
+
+                broken = await asyncio.gather(*(one(number) for number in range(len(asked))))
+                return broken, [await client.complete(PROMPT, **options) for options in (GREEDY160, SAMPLED160)]
+
+        broken, (greedy, sampled) = asyncio.run(run())
+    assert victim.returncode == -signal.SIGKILL
+    for completion, whole in zip(broken, (greedy, greedy, sampled, sampled), strict=True):
+        assert_same(completion, whole)
+    assert [completion.samples[0].num_resumes for completion in broken].count(1) == 2
+    assert sum(completion.samples[0].num_resumes for completion in broken) == 2
+
+
+GREEDY160: Options = {**GREEDY, "max_new_tokens": 160}
+SAMPLED160: Options = {**SAMPLED, "max_new_tokens": 160}
+
+
+def test_the_blocking_client_goes_on_too(draft_address: str) -> None:
+    with two_ways(draft_address) as proxies, Client(",".join(both(proxies))) as client:
+        text = ""
+        for number, event in enumerate(client.generate(PROMPT, **SAMPLED)):
+            text += event.text if isinstance(event, Chunk) else ""
+            if number == 3:
+                for proxy in proxies:
+                    proxy.cut()
+        assert text == client.complete(PROMPT, **SAMPLED).text
+
+
+# ---------------------------------------------------------------------------------------------------- addresses
+
+
+async def test_a_name_is_all_its_addresses_and_asked_again_when_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = ["10.0.0.1", "10.0.0.2"]
+    asked: list[str] = []
+
+    async def getaddrinfo(host: str, port: int, **_: Any) -> list[Any]:
+        asked.append(host)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, port)) for ip in known]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo, raising=False)
+    places = Places(["drafts:50051", "127.0.0.1:7"], retry=True)
+    first = [await places.choose() for _ in range(6)]
+    assert sorted(set(first)) == ["10.0.0.1:50051", "10.0.0.2:50051", "127.0.0.1:7"]
+    assert asked == ["drafts"]
+    known[1] = "10.0.0.3"
+    places.failed("10.0.0.1:50051")
+    later = {await places.choose() for _ in range(6)}
+    assert asked == ["drafts", "drafts"]
+    assert later == {"10.0.0.3:50051", "127.0.0.1:7"}, "what failed is passed over while there are others"
+    places.failed("10.0.0.3:50051")
+    places.failed("127.0.0.1:7")
+    assert await places.choose() == "10.0.0.1:50051", "what failed first"
+    assert not places.has_fresh()
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [("a:1", ["a:1"]), ("a:1, b:2,a:1", ["a:1", "b:2"]), (["a:1", "b:2"], ["a:1", "b:2"])],
+)
+def test_addresses_may_be_a_list_or_have_commas_between(given: Any, names: list[str]) -> None:
+    assert split(given) == names
+
+
+def test_no_address_is_refused() -> None:
+    with pytest.raises(ValueError, match="no address"):
+        split(" , ")
