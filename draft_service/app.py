@@ -9,6 +9,7 @@ from draft_service.drafters.base import Kind
 from draft_service.drafters.build import cheap_drafters, check_settings, guarded
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.model import ModelDrafter
+from draft_service.failover_metrics import FailoverMetrics, show_verifiers
 from draft_service.metrics import show_held
 from draft_service.pair import Pair
 from draft_service.service import SERVICE_NAME, DraftService
@@ -64,8 +65,15 @@ class DraftApp(Service):
         else:
             tokenizer = await in_thread(lambda: load_tokenizer_alone(settings))
         self._link = VerifierLink(
-            settings.verifier, max_message_bytes=settings.max_message_bytes, silence=settings.verifier_timeout
+            settings.verifier,
+            observer=FailoverMetrics(self.metrics),
+            max_message_bytes=settings.max_message_bytes,
+            silence=settings.verifier_timeout,
+            patience=settings.failover_patience,
+            burst=settings.max_sequences,
+            look_again=settings.verifier_resolve_interval,
         )
+        show_verifiers(self.metrics, self._link)
         draft = model_info(loaded, tokenizer, settings)
         target = await self._link.match(draft)
         limit_by(draft, target)
@@ -88,6 +96,8 @@ class DraftApp(Service):
         """Requests in progress finish by themselves."""
 
     def stop(self) -> None:
+        if self._link is not None:
+            self._link.close()
         if self._engine is not None:
             self._engine.stop()
 

@@ -10,6 +10,23 @@ from protos.outrider.v1 import draft_service_pb2, speculation_pb2
 
 
 @dataclass(slots=True)
+class Failovers:
+    """What losing verifiers has cost a sample.
+
+    Attributes:
+        count: how often it was opened again.
+        moves: in how many of them the verifier was draining, and nothing was lost.
+        tokens: prompt and output that was handed to the next verifier, over all of them.
+        seconds: without a verifier, or while it was being opened at the next.
+    """
+
+    count: int = 0
+    moves: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
 class SpeculationCounts:
     """Counts of drafted and accepted tokens, under the names that the field uses."""
 
@@ -17,6 +34,7 @@ class SpeculationCounts:
     num_rounds: int = 0
     drafter: draft_service_pb2.Drafter = draft_service_pb2.DRAFTER_UNSPECIFIED
     num_draft_failures: int = 0
+    failovers: Failovers = field(default_factory=Failovers)
     drafted_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
     _beta_sum: float = 0.0
@@ -71,6 +89,9 @@ class SpeculationCounts:
             num_rounds=self.num_rounds,
             drafter=self.drafter,
             num_draft_failures=self.num_draft_failures,
+            num_failovers=self.failovers.count,
+            num_drain_moves=self.failovers.moves,
+            num_reopened_tokens=self.failovers.tokens,
         )
 
 
@@ -85,6 +106,7 @@ class Timings:
     queue_us: int = 0
     forward_us: int = 0
     verify_us: int = 0
+    failovers: Failovers = field(default_factory=Failovers)
 
     def add(self, waited: float, verdict: speculation_pb2.Verdict) -> None:
         """Takes in a verdict that came `waited` seconds after its proposal had left."""
@@ -108,6 +130,7 @@ class Timings:
             queue_us=self.queue_us,
             forward_us=self.forward_us,
             verify_us=self.verify_us,
+            failover_us=_micros(self.failovers.seconds),
         )
 
 

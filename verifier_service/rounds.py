@@ -30,7 +30,11 @@ MAX_NAME_CHARS = 128
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """A checked `OpenSequence`."""
+    """A checked `OpenSequence`.
+
+    Attributes:
+        resumed: it was in progress elsewhere, whether or not anything was committed there.
+    """
 
     request_id: str
     cache_salt: str
@@ -42,6 +46,7 @@ class Opening:
     stop_token_ids: frozenset[int]
     max_new_tokens: int
     top_logprobs: int  # -1: none
+    resumed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +116,7 @@ def check_open(message: verifier_service_pb2.OpenSequence, model: model_pb2.Mode
         stop_token_ids=stops,
         max_new_tokens=message.max_new_tokens,
         top_logprobs=check_logprobs(message.logprobs) if message.HasField("logprobs") else -1,
+        resumed=message.reopened or bool(committed),
     )
 
 
