@@ -191,7 +191,9 @@ class Statistics(_Mirror):
     """How speculation went for one sample.
 
     `alpha` is the mean of β over judged positions; under `coupled`, which knows no β, the accepted share of them.
-    `num_draft_failures` counts proposals that did not come, in whose place the target wrote alone.
+    `num_draft_failures` counts proposals that did not come, in whose place the target wrote alone. `num_failovers` is how
+    often another verifier took the sequence, `num_drain_moves` of them in good time, and `num_reopened_tokens` what they
+    were handed.
     """
 
     num_drafts: int
@@ -205,6 +207,9 @@ class Statistics(_Mirror):
     num_rounds: int
     drafter: Drafter
     num_draft_failures: int
+    num_failovers: int
+    num_drain_moves: int
+    num_reopened_tokens: int
 
     @classmethod
     def of(cls, message: Any) -> Self:
@@ -223,6 +228,7 @@ class Timings(_Mirror):
     queue_us: int
     forward_us: int
     verify_us: int
+    failover_us: int
 
 
 @dataclass(frozen=True, slots=True)
