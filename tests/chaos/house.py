@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from outrider.cli.pair import fixed
 from outrider.cli.processes import STOP_TIMEOUT_S, ServiceProcess
-from tests.draft_service.forwarder import Forwarder
 from tests.metrics import Samples, scrape
+from tests.proxy import Proxy
 from tests.services import HEALTHY_WITHIN_S, MODELS
 
 PLACES, WAITING = 44, 16
@@ -64,7 +64,7 @@ class House:
     verifier: Watched
     draft: Watched
     frail: Watched
-    way: Forwarder
+    way: Proxy
 
     @property
     def services(self) -> tuple[Watched, Watched, Watched]:
@@ -77,8 +77,7 @@ def running_house() -> Iterator[House]:
     """Start all at once, wait until they serve, and stop them at the end."""
     verifier_address = fixed("127.0.0.1:0")
     with ExitStack() as stack:
-        way = stack.enter_context(Forwarder(verifier_address))
-        way.open()
+        way = stack.enter_context(Proxy(verifier_address))
 
         def launch(module: str, *flags: str) -> Watched:
             metrics, lines = fixed("127.0.0.1:0"), list[str]()

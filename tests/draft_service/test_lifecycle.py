@@ -14,8 +14,8 @@ from outrider.rpc.errors import RequestError, from_rpc_error
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 from tests.draft_service.calls import generate, request
 from tests.draft_service.conftest import FLAGS, HEALTHY_WITHIN_S
-from tests.draft_service.forwarder import Forwarder
 from tests.draft_service.pairs import DEMO, write_foreign_draft
+from tests.proxy import Proxy
 
 LONG: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 900, "ignore_eos": True}
 
@@ -45,7 +45,7 @@ def test_a_life(target_process: ServiceProcess, mismatched: ServiceProcess) -> N
     """One process through all of it: each start costs seconds."""
     arguments = ["draft_service", "--model", str(DEMO / "draft"), "--grace", "20", "--failover-patience", "2", *FLAGS]
     with (
-        Forwarder(target_process.address) as verifier,
+        Proxy(target_process.address, is_open=False) as verifier,
         ServiceProcess.start([*arguments, "--verifier", verifier.address]) as service,
         grpc.insecure_channel(service.address) as channel,
     ):
@@ -60,7 +60,7 @@ def test_a_life(target_process: ServiceProcess, mismatched: ServiceProcess) -> N
         drains(service, channel)
 
 
-def no_verifier_yet(service: ServiceProcess, channel: grpc.Channel, verifier: Forwarder) -> None:
+def no_verifier_yet(service: ServiceProcess, channel: grpc.Channel, verifier: Proxy) -> None:
     error, _ = refusal(channel)
     assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_VERIFIER")
     assert verifier.address in error.message
@@ -69,7 +69,7 @@ def no_verifier_yet(service: ServiceProcess, channel: grpc.Channel, verifier: Fo
     assert health(channel) == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-def verifier_goes_away(channel: grpc.Channel, verifier: Forwarder) -> None:
+def verifier_goes_away(channel: grpc.Channel, verifier: Proxy) -> None:
     call = DraftServiceStub(channel).Generate(request(**LONG), timeout=20)
     next(call)
     next(call)

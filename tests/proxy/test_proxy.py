@@ -1,0 +1,223 @@
+"""The proxy against a server and a client of plain sockets: each fault does what it says, and one way alone."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.proxy import BOTH, Proxy, Way
+
+PATIENCE_S = 10.0
+SILENCE_S = 0.2
+"""How long a side is listened to before it counts as silent."""
+
+
+def _echo(listener: socket.socket) -> None:
+    def serve(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            while data := connection.recv(1 << 16):
+                connection.sendall(data)
+
+    with contextlib.suppress(OSError):
+        while True:
+            threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
+
+
+@pytest.fixture
+def echo() -> Iterator[str]:
+    """The address of a server that says what it hears."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=_echo, args=(listener,), daemon=True).start()
+        yield "{}:{}".format(*listener.getsockname())
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def proxy(echo: str) -> Iterator[Proxy]:
+    with Proxy(echo) as proxy:
+        yield proxy
+
+
+def connect(proxy: Proxy) -> socket.socket:
+    host, _, port = proxy.address.rpartition(":")
+    connection = socket.create_connection((host, int(port)), timeout=PATIENCE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def read(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count and (piece := connection.recv(count - len(data))):
+        data += piece
+    return data
+
+
+def is_silent(connection: socket.socket) -> bool:
+    connection.settimeout(SILENCE_S)
+    try:
+        connection.recv(1)
+    except TimeoutError:
+        return True
+    finally:
+        connection.settimeout(PATIENCE_S)
+    return False
+
+
+def test_bytes_pass_both_ways(proxy: Proxy) -> None:
+    """Four megabytes, more than either side's buffers hold."""
+    sent = bytes(range(256)) * (1 << 14)
+    with connect(proxy) as connection:
+        threading.Thread(target=connection.sendall, args=(sent,), daemon=True).start()
+        assert read(connection, len(sent)) == sent
+        assert proxy.connections == 1
+    _until(lambda: proxy.connections == 0)
+
+
+def test_a_delay_adds_to_the_round_trip_and_keeps_order_and_throughput(proxy: Proxy) -> None:
+    """Two hundred messages under way at once take one delay, not two hundred."""
+    proxy.delay(0.1)
+    with connect(proxy) as connection:
+        begun = time.monotonic()
+        for number in range(200):
+            connection.sendall(number.to_bytes(4, "little"))
+        answer = read(connection, 800)
+        took = time.monotonic() - begun
+    assert answer == b"".join(number.to_bytes(4, "little") for number in range(200))
+    assert 0.2 <= took < 2.0
+
+
+def test_a_shorter_delay_overtakes_nothing(proxy: Proxy) -> None:
+    proxy.delay(0.3, Way.UP)
+    with connect(proxy) as connection:
+        connection.sendall(b"first")
+        time.sleep(0.05)
+        proxy.delay(0.0)
+        connection.sendall(b"second")
+        assert read(connection, 11) == b"firstsecond"
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_cut_ends_all_connections_and_lets_new_ones_in(proxy: Proxy, reset: bool) -> None:
+    with connect(proxy) as one, connect(proxy) as two:
+        for connection in (one, two):
+            connection.sendall(b"x")
+            assert read(connection, 1) == b"x"
+        proxy.cut(reset=reset)
+        for connection in (one, two):
+            if reset:
+                with pytest.raises(ConnectionResetError):
+                    connection.recv(1)
+            else:
+                assert connection.recv(1) == b""
+        with connect(proxy) as third:
+            third.sendall(b"y")
+            assert read(third, 1) == b"y"
+
+
+def test_a_cut_after_a_count_lets_just_so_many_bytes_through(proxy: Proxy) -> None:
+    proxy.cut_after(1000, Way.DOWN)
+    with connect(proxy) as connection:
+        connection.sendall(bytes(600))
+        assert len(read(connection, 600)) == 600
+        connection.sendall(bytes(600))
+        assert len(read(connection, 600)) == 400
+    with connect(proxy) as another:
+        another.sendall(bytes(2000))
+        assert len(read(another, 2000)) == 2000, "it cuts once"
+
+
+def test_a_stall_holds_bytes_until_it_flows_again(proxy: Proxy) -> None:
+    with connect(proxy) as connection:
+        proxy.stall()
+        connection.sendall(b"held")
+        assert is_silent(connection)
+        proxy.flow()
+        assert read(connection, 4) == b"held"
+
+
+def test_who_connects_into_a_stall_is_taken_and_hears_nothing(proxy: Proxy) -> None:
+    proxy.stall()
+    with connect(proxy) as connection:
+        connection.sendall(b"held")
+        assert is_silent(connection)
+        proxy.flow()
+        assert read(connection, 4) == b"held"
+
+
+@pytest.mark.parametrize("way", BOTH)
+def test_half_open_is_a_stall_one_way(proxy: Proxy, way: Way) -> None:
+    with connect(proxy) as connection, proxy.recording() as seen:
+        proxy.stall(way)
+        connection.sendall(b"half")
+        assert is_silent(connection)
+        arrived = {segment.way for segment in seen}
+    assert arrived == ({Way.UP} if way is Way.DOWN else set())
+
+
+def test_a_stall_hides_the_end_of_a_side(proxy: Proxy) -> None:
+    with connect(proxy) as connection:
+        connection.sendall(b"x")
+        assert read(connection, 1) == b"x"
+        proxy.stall()
+    time.sleep(SILENCE_S)
+    assert proxy.connections == 1
+    proxy.flow()
+    _until(lambda: proxy.connections == 0)
+
+
+def test_garbage_has_the_length_of_what_it_overwrites(proxy: Proxy) -> None:
+    with connect(proxy) as connection:
+        proxy.garble(Way.DOWN)
+        connection.sendall(bytes(4096))
+        noise = read(connection, 4096)
+        assert len(noise) == 4096
+        assert len(set(noise)) > 200
+        proxy.heal()
+        connection.sendall(bytes(8))
+        assert read(connection, 8) == bytes(8)
+
+
+def test_refusing_turns_away_new_connections_and_leaves_the_old(proxy: Proxy) -> None:
+    with connect(proxy) as connection:
+        proxy.refuse()
+        with pytest.raises(ConnectionRefusedError):
+            connect(proxy)
+        connection.sendall(b"still here")
+        assert read(connection, 10) == b"still here"
+        proxy.close()
+        assert connection.recv(1) == b""
+    proxy.open()
+    with connect(proxy) as connection:
+        connection.sendall(b"back")
+        assert read(connection, 4) == b"back"
+
+
+def test_a_target_that_is_not_there_ends_the_connection() -> None:
+    with Proxy("127.0.0.1:1") as proxy, connect(proxy) as connection:
+        assert connection.recv(1) == b""
+
+
+def test_the_record_holds_sizes_and_times_of_each_way(proxy: Proxy) -> None:
+    with connect(proxy) as first, connect(proxy) as second, proxy.recording() as record:
+        for connection, size in ((first, 10), (second, 20), (first, 30)):
+            connection.sendall(bytes(size))
+            assert len(read(connection, size)) == size
+    first_up, second_up, again = [segment for segment in record if segment.way is Way.UP]
+    assert [segment.size for segment in (first_up, second_up, again)] == [10, 20, 30]
+    assert first_up.connection == again.connection != second_up.connection
+    assert [segment.size for segment in record if segment.way is Way.DOWN] == [10, 20, 30]
+    assert [segment.seconds for segment in record] == sorted(segment.seconds for segment in record)
+    with connect(proxy) as connection:
+        connection.sendall(b"unseen")
+        read(connection, 6)
+    assert len(record) == 6
+
+
+def _until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < end, "not in time"
+        time.sleep(0.01)
