@@ -191,9 +191,9 @@ class Statistics(_Mirror):
     """How speculation went for one sample.
 
     `alpha` is the mean of β over judged positions; under `coupled`, which knows no β, the accepted share of them.
-    `num_draft_failures` counts proposals that did not come, in whose place the target wrote alone. `num_failovers` is how
-    often another verifier took the sequence, `num_drain_moves` of them in good time, and `num_reopened_tokens` what they
-    were handed.
+    `num_draft_failures` counts proposals that did not come, in whose place the target wrote alone. `num_failovers` is
+    how often another verifier took the sequence, `num_drain_moves` of them in good time, and `num_reopened_tokens` what
+    they were handed.
     """
 
     num_drafts: int
