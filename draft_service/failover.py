@@ -29,6 +29,8 @@ _log = structlog.get_logger()
 OPENING_PATIENCE = 2.0
 # Verifiers that one round may take down with it. A round that is the death of whoever judges it would go through all.
 MOST_LOST_IN_A_ROUND = 4
+# Seconds of a wait where the client has set no deadline, nor anybody else.
+LONGEST = 3600.0
 # What is left of a deadline to tell the client of a failure in: a share, and so many seconds at most.
 MARGIN_SHARE, MARGIN_SECONDS = 0.1, 0.5
 
@@ -74,14 +76,12 @@ class _Trouble:
     """From the loss of a verifier until the next verdict.
 
     Attributes:
-        since: `time.monotonic()` from when on the sequence has been without a verifier; 0 where it is not.
         error: the last one.
         loss: what it means.
         lost: verifiers that had taken the sequence, and were lost.
         avoid: replicas that have refused it, and until when.
     """
 
-    since: float = 0.0
     error: RequestError | None = None
     loss: Loss = Loss.DIED
     lost: int = 0
@@ -120,7 +120,7 @@ class ResumingSequence:
         self._seat: ReplicaSeat | None = None
         self._load: speculation_pb2.VerifierLoad | None = None
         self._round = _Round(0)
-        self._trouble = _Trouble(now)
+        self._trouble = _Trouble()
         replica = means.replicas.choose()
         if replica is not None:
             self._sit(replica)
@@ -146,7 +146,7 @@ class ResumingSequence:
         Raises:
             RequestError: none has taken it in time, or one has refused what all would.
         """
-        self._opened = await self._open(self._limit(OPENING_PATIENCE))
+        self._opened = await self._open(OPENING_PATIENCE)
         self._trouble = _Trouble()
         return self._opened
 
@@ -236,7 +236,6 @@ class ResumingSequence:
             raise error
         seat.lost(loss, error)
         now, trouble = time.monotonic(), self._trouble
-        trouble.since = trouble.since or now
         trouble.error, trouble.loss = error, loss
         if loss is Loss.REFUSED and error.retry_after is not None:
             trouble.avoid[seat.replica] = now + error.retry_after
@@ -261,10 +260,9 @@ class ResumingSequence:
         """
         started, loss = time.monotonic(), self._trouble.loss
         try:
-            await self._open(self._limit(self._means.patience))
+            await self._open(self._means.patience)
         finally:
             self._note_pause(time.monotonic() - started)
-        self._trouble.since = 0.0
         self._note_switch(loss)
 
     async def _move(self) -> None:
@@ -295,18 +293,22 @@ class ResumingSequence:
         self._tally.moves += 1
         self._note_switch(Loss.DRAINING)
 
-    async def _open(self, until: float) -> verifier_service_pb2.Opened:
+    async def _open(self, patience: float) -> verifier_service_pb2.Opened:
         """Opens the sequence at one verifier after the other, until one takes it.
 
         Raises:
-            RequestError: none does before `until`, or one has refused what all would.
+            RequestError: none does in so many seconds, or one has refused what all would.
         """
         is_again = self._opened is not None  # then a verifier is to run once more what another one had run
+        latest = time.monotonic() + LONGEST if self._deadline is None else self._deadline - self._margin
+        looked = 0.0  # seconds; a wait for the budget is no wait for a verifier
         while True:
-            if is_again and not await self._means.budget.take(until):
+            if is_again and not await self._means.budget.take(latest):
                 raise self._given_up()
+            started = time.monotonic()
             try:
                 if self._current is None:
+                    until = min(latest, started + min(patience, self._means.patience) - looked)
                     replica = await self._means.replicas.wait(until, self._trouble.avoid)
                     if replica is None:
                         raise self._given_up()
@@ -318,6 +320,7 @@ class ResumingSequence:
                     self._means.budget.give_back()
                 if self._current is None or not isinstance(error, RequestError):
                     raise
+                looked += time.monotonic() - started
                 self._lose(error)
 
     def _sit(self, replica: Replica) -> VerifySequence:
@@ -340,11 +343,6 @@ class ResumingSequence:
         if current is not None:
             current.cancel()
         return current, seat
-
-    def _limit(self, patience: float) -> float:
-        """Until when to look for a verifier: `patience` after the loss, and so that the client still learns of it."""
-        until = (self._trouble.since or time.monotonic()) + min(patience, self._means.patience)
-        return until if self._deadline is None else min(until, self._deadline - self._margin)
 
     def _given_up(self) -> RequestError:
         error = self._trouble.error
