@@ -5,8 +5,8 @@ between two, and a text goes to another one in the middle of a round. Each token
 
 Power (`chisquare` has the derivation): 14,080 tokens, half of them by each rule, over three rank classes a row, some 48
 degrees of freedom, at a level of 0.5 %, notice a total variation of 0.035 with 95 %. A token that were lost or repeated at each
-failover would show on some 7 % of the tokens, each of which is then drawn from a law half or more of whose mass lies
-elsewhere. What a round that is drawn anew would do shows in `test_failover`, token by token.
+failover would show on some 7 % of the tokens, each of which is then drawn from a law half or more of whose mass
+lies elsewhere. What a round that is drawn anew would do shows in `test_failover`, token by token.
 """
 
 from __future__ import annotations
@@ -90,9 +90,16 @@ def test_the_law_is_the_targets_however_often_a_text_changes_its_verifier(torn: 
     with torn.torn(seed=5):
         runs = [
             sampling.sample(
-                torn.draft.address, PROMPT, length=LENGTH, samples=SAMPLES, filters=FILTERS, gamma=4, seed=17, rule=rule
+                torn.draft.address,
+                PROMPT,
+                length=LENGTH,
+                samples=SAMPLES,
+                filters=FILTERS,
+                gamma=4,
+                seed=seed,
+                rule=rule,
             )
-            for rule in ("tokenwise", "block")
+            for seed, rule in enumerate(("tokenwise", "block"), start=17)  # of one seed they would share their draws
         ]
     failovers = torn.failovers() - before
     chain = Chain.of(markov.target)
