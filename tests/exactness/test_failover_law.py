@@ -3,10 +3,10 @@
 A tiny target that looks at the last token alone, behind four proxies; each is cut at random places, inside a message or
 between two, and a text goes to another one in the middle of a round. Each token of a text is a sample of one table.
 
-Power (`chisquare` has the derivation): 14,080 tokens, half of them by each rule, over three rank classes a row, some 48
-degrees of freedom, at a level of 0.5 %, notice a total variation of 0.035 with 95 %. A token that were lost or repeated at each
-failover would show on some 7 % of the tokens, each of which is then drawn from a law half or more of whose mass
-lies elsewhere. What a round that is drawn anew would do shows in `test_failover`, token by token.
+Power (`chisquare` has the derivation): 14,080 tokens, half of them by each rule, over three rank classes a row, some
+48 degrees of freedom, at a level of 0.5 %, notice a total variation of 0.035 with 95 %. A token that were lost or
+repeated at each failover would show on some 7 % of the tokens, each of which is then drawn from a law half or more of
+whose mass lies elsewhere. What a round that is drawn anew would do shows in `test_failover`, token by token.
 """
 
 from __future__ import annotations
