@@ -31,7 +31,6 @@ class Replica:
         address: `HOST:PORT`, which no name is hidden behind where `name` says what was resolved.
         model: what it runs, once that is known to be the target of the pair; None before.
         mismatch: how it differs from the target, where it does; empty otherwise.
-        draining: it has said so, and no probe has gone well since.
         busy_until: `time.monotonic()` up to which it has no room, as it said.
         num_open: sequences of ours there.
     """
@@ -52,7 +51,6 @@ class Replica:
         self.breaker = Breaker()
         self.model: model_pb2.ModelInfo | None = None
         self.mismatch = ""
-        self.draining = False
         self.busy_until = 0.0
         self.num_open = 0
         self._silence = silence
@@ -110,7 +108,7 @@ class Replica:
         elif model is None:
             self.breaker.failed(self.breaker.epoch)
         if model is not None:
-            self.model, self.mismatch, self.draining, self.busy_until = model, mismatch, False, 0.0
+            self.model, self.mismatch, self.busy_until = model, mismatch, 0.0
         if self.status != before:
             self._on_change()
 
@@ -161,7 +159,6 @@ class ReplicaSeat:
             replica._on_change()
 
     def drains(self) -> None:
-        self.replica.draining = True
         self._fail()
 
     def ended(self) -> None:

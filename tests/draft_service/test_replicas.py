@@ -24,7 +24,7 @@ from draft_service.resolver import Directory, look_up
 from draft_service.target_check import check_target
 from outrider.rpc.errors import RequestError, overloaded, unavailable
 from outrider.rpc.server import bind, create_server
-from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2, verifier_service_pb2_grpc
+from protos.outrider.v1 import model_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2, verifier_service_pb2_grpc
 
 MODEL = model_pb2.ModelInfo(
     weights_fingerprint="a" * 64,
@@ -32,7 +32,7 @@ MODEL = model_pb2.ModelInfo(
     protocol_version=1,
     noise_version=1,
     features=["decode", "resume"],
-    rules=[1, 2],
+    rules=[sampling_pb2.ACCEPTANCE_RULE_TOKENWISE, sampling_pb2.ACCEPTANCE_RULE_BLOCK],
     limits=model_pb2.Limits(max_gamma=16, max_sequence_tokens=100),
 )
 GONE = unavailable("NO_VERIFIER", "gone")
@@ -54,8 +54,11 @@ class Peer(verifier_service_pb2_grpc.VerifierServiceServicer):
     def __init__(self, model: model_pb2.ModelInfo) -> None:
         self._model = model
 
-    async def GetModel(self, request: Any, context: Any) -> verifier_service_pb2.VerifierServiceGetModelResponse:  # type: ignore[override]
+    async def GetModel(self, request: Any, context: Any) -> verifier_service_pb2.VerifierServiceGetModelResponse:
         return verifier_service_pb2.VerifierServiceGetModelResponse(model=self._model)
+
+    async def Verify(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+        raise NotImplementedError
 
 
 @asynccontextmanager

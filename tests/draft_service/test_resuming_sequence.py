@@ -354,7 +354,7 @@ class Peer(verifier_service_pb2_grpc.VerifierServiceServicer):
         self.openings = 0
         self._model, self._error, self._opens = model, error, opens
 
-    async def GetModel(self, request: Any, context: Any) -> verifier_service_pb2.VerifierServiceGetModelResponse:  # type: ignore[override]
+    async def GetModel(self, request: Any, context: Any) -> verifier_service_pb2.VerifierServiceGetModelResponse:
         return verifier_service_pb2.VerifierServiceGetModelResponse(model=self._model)
 
     async def Verify(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]

@@ -172,6 +172,24 @@ async def test_the_load_of_the_last_verdict_is_kept(verifier: grpc.Channel, targ
     sequence.cancel()
 
 
+@asynccontextmanager
+async def serving(
+    verify: Any, to_bytes: Any = verifier_service_pb2.VerifyResponse.SerializeToString
+) -> AsyncIterator[str]:
+    """The address of a server whose `Verify` is this."""
+    handler = grpc.stream_stream_rpc_method_handler(verify, verifier_service_pb2.VerifyRequest.FromString, to_bytes)
+    server = create_server(max_message_bytes=1 << 20)
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("outrider.v1.VerifierService", {"Verify": handler}),)
+    )
+    address = bind(server, "127.0.0.1:0")
+    await server.start()
+    try:
+        yield address
+    finally:
+        await server.stop(None)
+
+
 def capping(caps: Sequence[int | None]) -> grpc.GenericRpcHandler:
     """A `Verify` whose n-th call tells the n-th cap, if there is one, before it answers any round with one token."""
     left = iter(caps)
@@ -246,6 +264,45 @@ async def test_what_others_were_told_is_forgotten_with_the_last_of_them() -> Non
         assert replica.open(OPENING, sequence_id="s", timeout=30.0).gamma_cap is None
     finally:
         await server.stop(None)
+
+
+async def test_notices_are_no_silence() -> None:
+    """Who waits in a queue for longer than the silence that is borne, and is told so meanwhile, waits on."""
+    notice = verifier_service_pb2.Notice(kind=verifier_service_pb2.NOTICE_KIND_QUEUED, message="all places are taken")
+
+    async def verify(_: Any, context: Any) -> None:
+        await context.read()
+        await context.write(verifier_service_pb2.VerifyResponse(opened=OPENED))
+        await context.read()
+        for _ in range(8):
+            await asyncio.sleep(0.15)
+            await context.write(verifier_service_pb2.VerifyResponse(notice=notice))
+        verdict = speculation_pb2.Verdict(
+            round=1, base_length=3, token_ids=[7], status=speculation_pb2.VERDICT_STATUS_JUDGED
+        )
+        await context.write(verifier_service_pb2.VerifyResponse(verdict=verdict))
+        await context.read()
+
+    async with serving(verify) as address:
+        sequence = Replica(address, max_message_bytes=1 << 20, silence=0.6).open(OPENING, sequence_id="s", timeout=20.0)
+        await sequence.begin()
+        await sequence.decode(1)
+        assert list((await sequence.verdict()).token_ids) == [7]
+        sequence.cancel()
+
+
+async def test_an_answer_that_is_no_message_is_no_verifier() -> None:
+    """Bytes that pass every frame, and are nothing that the contract knows."""
+
+    async def verify(_: Any, context: Any) -> None:
+        await context.read()
+        await context.write(b"\xff\xff\xff")
+        await asyncio.sleep(10)
+
+    async with serving(verify, to_bytes=bytes) as address:
+        error = await refusal(address)
+    assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_VERIFIER")
+    assert "is no answer" in error.message
 
 
 async def test_our_own_cancel_stays_a_cancel() -> None:

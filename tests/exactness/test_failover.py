@@ -123,11 +123,11 @@ def write(
 
 
 async def _write(address: str, after: int, fault: Callable[[], None] | None, timeout: float) -> list[Text]:
-    seen = 0
+    seen, faults = 0, [] if fault is None else [fault]
     async with AsyncClient(address, timeout=timeout, retry=False) as client:
 
         async def one(options: Options) -> Text:
-            nonlocal seen, fault
+            nonlocal seen
             ids: list[int] = []
             statistics = None
             try:
@@ -136,9 +136,8 @@ async def _write(address: str, after: int, fault: Callable[[], None] | None, tim
                         case Chunk():
                             ids += event.token_ids
                             seen += len(event.token_ids)
-                            if fault is not None and seen >= after:
-                                fault, now = None, fault
-                                now()
+                            if faults and seen >= after:
+                                faults.pop()()
                         case Finished():
                             statistics = event.statistics
             except Unavailable as error:
