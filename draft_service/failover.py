@@ -6,6 +6,7 @@ has the base it had, hence the same draws (Law 2). Where no verdict came, nothin
 It has the interface of a `VerifySequence`, and wraps one after the other. It knows nothing of drafts.
 """
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ _log = structlog.get_logger()
 # A sequence that begins waits no longer than this for a verifier: its client has waited for nothing yet, and may ask
 # elsewhere.
 OPENING_PATIENCE = 2.0
+# As long one that would leave a verifier in good time waits for the next one to answer.
+MOVING_PATIENCE = 2.0
 # Verifiers that one round may take down with it. A round that is the death of whoever judges it would go through all.
 MOST_LOST_IN_A_ROUND = 4
 # Seconds of a wait where the client has set no deadline, nor anybody else.
@@ -180,7 +183,8 @@ class ResumingSequence:
                 break
             except RequestError as error:
                 self._lose(error)
-        self._trouble = _Trouble()
+        if self._trouble.error is not None:
+            self._trouble = _Trouble()
         self._means.budget.earn()
         self._round.left -= 1
         self._opening.committed_token_ids.extend(verdict.token_ids)
@@ -235,10 +239,10 @@ class ResumingSequence:
         if loss is None or current is None or seat is None:
             raise error
         seat.lost(loss, error)
-        now, trouble = time.monotonic(), self._trouble
+        trouble = self._trouble
         trouble.error, trouble.loss = error, loss
         if loss is Loss.REFUSED and error.retry_after is not None:
-            trouble.avoid[seat.replica] = now + error.retry_after
+            trouble.avoid[seat.replica] = time.monotonic() + error.retry_after
         if current.is_open:
             _log.warning(
                 "a sequence has lost its verifier",
@@ -275,12 +279,13 @@ class ResumingSequence:
         started = time.monotonic()
         new = self._sit(replica)
         try:
-            await new.begin()
-        except RequestError as error:
+            async with asyncio.timeout(MOVING_PATIENCE):
+                await new.begin()
+        except (RequestError, TimeoutError) as error:
             assert self._seat is not None
             new.cancel()
             self._means.budget.give_back()
-            if (loss := loss_of(error)) is not None:
+            if isinstance(error, RequestError) and (loss := loss_of(error)) is not None:
                 self._seat.lost(loss, error)
             self._current, self._seat, self._round.is_sent = old, seat, was_sent
             return
@@ -304,7 +309,7 @@ class ResumingSequence:
         looked = 0.0  # seconds; a wait for the budget is no wait for a verifier
         while True:
             if is_again and not await self._means.budget.take(latest):
-                raise self._given_up()
+                raise self._given_up(", and the budget of failovers is spent")
             started = time.monotonic()
             try:
                 if self._current is None:
@@ -344,12 +349,12 @@ class ResumingSequence:
             current.cancel()
         return current, seat
 
-    def _given_up(self) -> RequestError:
+    def _given_up(self, why: str = "") -> RequestError:
         error = self._trouble.error
         if error is not None and self._trouble.loss not in (Loss.DIED, Loss.SILENT):
             return error
         last = "" if error is None else f": {error.message}"
-        return unavailable("NO_VERIFIER", f"no verifier answers at {self._means.replicas.names}{last}")
+        return unavailable("NO_VERIFIER", f"no verifier answers at {self._means.replicas.names}{why}{last}")
 
     def _asks_for_other_weights(self) -> bool:
         target = self._means.replicas.target
