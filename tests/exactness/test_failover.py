@@ -113,6 +113,7 @@ class Text:
     ids: Ids
     statistics: Statistics | None
     error: Exception | None = None
+    failover_us: int = 0
 
 
 def write(
@@ -129,7 +130,7 @@ async def _write(address: str, after: int, fault: Callable[[], None] | None, tim
         async def one(options: Options) -> Text:
             nonlocal seen
             ids: list[int] = []
-            statistics = None
+            statistics, failover_us = None, 0
             try:
                 async for event in client.generate(PROMPT, **options):
                     match event:
@@ -139,10 +140,10 @@ async def _write(address: str, after: int, fault: Callable[[], None] | None, tim
                             if faults and seen >= after:
                                 faults.pop()()
                         case Finished():
-                            statistics = event.statistics
+                            statistics, failover_us = event.statistics, event.timings.failover_us
             except Unavailable as error:
                 return Text(tuple(ids), statistics, error)
-            return Text(tuple(ids), statistics)
+            return Text(tuple(ids), statistics, failover_us=failover_us)
 
         return await asyncio.gather(*map(one, STREAMS))
 
@@ -160,6 +161,12 @@ def until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < end, "not in time"
         time.sleep(0.02)
+
+
+def broken_off(texts: list[Text]) -> None:
+    """Whoever had not ended yet was told so, and that is nearly all."""
+    assert all(isinstance(text.error, Unavailable) for text in texts if len(text.ids) < LENGTH)
+    assert sum(text.error is not None for text in texts) > len(texts) / 2
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +191,14 @@ def test_a_verifier_that_is_killed_costs_a_pause_and_no_token(house: House, undi
     assert 2 <= failovers(texts) <= len(STREAMS), "those that were there, once each"
     assert house.switches("died") - before == failovers(texts)
     assert sum(text.statistics.num_drain_moves for text in texts if text.statistics) == 0
+    moved = [text for text in texts if text.statistics and text.statistics.num_failovers]
+    assert all(text.statistics.num_reopened_tokens > len(PROMPT) for text in moved if text.statistics)
+    assert all(bool(text.failover_us) == (text in moved) for text in texts)
     until(lambda: house.statuses() == {"closed": 1, "open": 1})
+    breakers = house.samples()["outrider_verifier_breaker_state"]
+    assert breakers == {(("verifier", address),): state for address, state in zip(house.addresses, (2, 0), strict=True)}
+    assert house.samples()["outrider_failover_seconds_total"][()] > 0
+    until(lambda: set(house.samples()["outrider_verifier_sequences"].values()) == {0})
     wait_for_health_blocking(house.draft.address, "", 1.0)
 
 
@@ -233,7 +247,7 @@ def test_with_all_of_them_gone_it_is_unavailable_in_time_and_what_was_written_is
     started = time.monotonic()
     texts = write(house, after=SOME, fault=gone)
     assert time.monotonic() - started < PATIENCE_S + SOON_S
-    assert all(isinstance(text.error, Unavailable) for text in texts)
+    broken_off(texts)
     assert sum(len(text.ids) for text in texts) >= SOME
     assert all(text.ids == whole[: len(text.ids)] for text, whole in zip(texts, undisturbed, strict=True))
     wait_for_health_blocking(house.draft.address, "", 1.0)
@@ -252,7 +266,7 @@ def test_one_with_other_weights_is_never_used(
     until(lambda: house.statuses() == {"closed": 1, "mismatched": 1} or house.statuses() == HALF_MISMATCHED)
     assert ids(write(house)) == undisturbed
     texts = write(house, after=SOME, fault=lambda: house.signal(good, signal.SIGKILL))
-    assert all(isinstance(text.error, Unavailable) for text in texts)
+    broken_off(texts)
     assert all(text.ids == whole[: len(text.ids)] for text, whole in zip(texts, undisturbed, strict=True))
     assert '"event": "sequence"' not in log.read_text()
     told = [entry for entry in house.lines("verifier") if entry["status"] == "mismatched"]
