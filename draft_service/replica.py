@@ -31,7 +31,7 @@ class Replica:
         address: `HOST:PORT`, which no name is hidden behind where `name` says what was resolved.
         model: what it runs, once that is known to be the target of the pair; None before.
         mismatch: how it differs from the target, where it does; empty otherwise.
-        busy_until: `time.monotonic()` up to which it has no room, as it said.
+        busy_until: `time.monotonic()` up to which it has no room, as the first that it refused was told.
         num_open: sequences of ours there.
     """
 

@@ -126,10 +126,12 @@ class Replicas:
         ready = [
             replica
             for replica in self._replicas.values()
-            if replica.is_usable()
-            and _free_at(replica, avoid) <= now
-            and not (proven and replica.breaker.state is not State.CLOSED)
+            if replica.is_usable() and (avoid or {}).get(replica, 0.0) <= now
         ]
+        if proven:
+            ready = [each for each in ready if each.breaker.state is State.CLOSED and each.busy_until <= now]
+        # One that has refused others may have room again: where there is no better one it is asked, and says itself.
+        ready = [each for each in ready if each.busy_until <= now] or ready
         if len(ready) > 2:
             ready = random.sample(ready, 2)
         return min(ready, key=lambda replica: (replica.load(), random.random()), default=None)
@@ -138,7 +140,7 @@ class Replicas:
         """As `choose`, but waits until `time.monotonic()` is `until`; gives up at once where waiting is vain."""
         while (replica := self.choose(avoid)) is None:
             now = time.monotonic()
-            free = [_free_at(each, avoid) for each in self._replicas.values() if each.is_usable()]
+            free = [(avoid or {}).get(each, 0.0) for each in self._replicas.values() if each.is_usable()]
             hopeless = bool(self._replicas) and all(each.mismatch for each in self._replicas.values())
             if now >= until or hopeless or (free and min(free) > until):
                 return None
@@ -244,7 +246,3 @@ def _first_pair(
         else:
             return answer, errors
     return None, errors
-
-
-def _free_at(replica: Replica, avoid: Avoid | None) -> float:
-    return max(replica.busy_until, (avoid or {}).get(replica, 0.0))

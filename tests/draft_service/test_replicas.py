@@ -272,17 +272,30 @@ async def test_sequences_of_ours_count_at_once_and_what_others_had_there_is_forg
         assert first.load() == second.load()
 
 
-async def test_who_refuses_is_left_alone_for_as_long_as_it_said() -> None:
+async def test_who_refuses_is_left_alone_for_as_long_as_it_said_where_another_one_does_not() -> None:
     async with peer() as one, peer() as two, found([one, two]) as replicas:
         await replicas.match(MODEL)
         first, second = replicas.all()
+        await until(lambda: second.has_target)
         ReplicaSeat(first).lost(Loss.REFUSED, overloaded("full", retry_after=0.4))
         assert chosen(replicas) == {second.address: 60}
         ReplicaSeat(second).lost(Loss.REFUSED, overloaded("full", retry_after=3.0))
+        assert "" not in chosen(replicas), "who comes anew asks all the same, and is told by the verifier itself"
+        assert replicas.choose(proven=True) is None
+
+
+async def test_a_sequence_that_is_refused_by_all_waits_for_the_first_that_is_free_again_and_no_longer_than_it_may() -> (
+    None
+):
+    async with peer() as one, peer() as two, found([one, two]) as replicas:
+        await replicas.match(MODEL)
+        first, second = replicas.all()
+        await until(lambda: second.has_target)
         started = time.monotonic()
-        assert await replicas.wait(started + 0.2) is None, "nobody is free in time"
+        avoid = {first: started + 0.4, second: started + 3.0}
+        assert await replicas.wait(started + 0.2, avoid) is None, "nobody is free in time"
         assert time.monotonic() - started < 0.15, "and that is known at once"
-        assert await replicas.wait(started + 2.0) is first
+        assert await replicas.wait(started + 2.0, avoid) is first
         assert 0.35 < time.monotonic() - started < 1.5
 
 
