@@ -40,7 +40,7 @@ PROMPT = [5, 6, 7, 8, 9]
 TOKENS = 36
 SILENCE_S = 0.8
 TIMEOUT_S = 30.0
-LIVES = 3  # under each rule
+LIVES = 2  # under each rule
 MAX_BYTES = 1 << 20
 COUPLED, TOKENWISE, BLOCK = (
     sampling_pb2.ACCEPTANCE_RULE_COUPLED,

@@ -357,37 +357,6 @@ def test_sequences_wait_for_room_and_too_many_are_refused(channel: grpc.Channel,
             stream.__exit__(None, None, None)
 
 
-def test_who_was_in_progress_elsewhere_is_let_in_and_goes_first_and_who_waits_hears_of_it(
-    channel: grpc.Channel, alone: list[int]
-) -> None:
-    streams = [Stream(channel, f"s{i}") for i in range(PLACES + 2)]
-    try:
-        wait_until_alone(streams[0])
-        for stream in streams[1:PLACES]:
-            stream.open()
-        fresh, again = streams[PLACES:]
-        fresh.open()
-        fresh.decode(1, PROMPT)
-        assert fresh.take().WhichOneof("kind") == "opened"
-        resumed = opening()
-        resumed.reopened = True  # the queue is full
-        again.open(resumed)
-        again.decode(1, PROMPT)
-        assert again.take().WhichOneof("kind") == "opened"
-        queued = 0
-        while queued < 3:  # once at first, and then every quarter of the idle timeout
-            queued += fresh.take().notice.kind == verifier_service_pb2.NOTICE_KIND_QUEUED
-        streams[0].call.cancel()
-        verdict = again.verdict()
-        assert list(verdict.token_ids) == alone[:1]
-        assert verdict.load.waiting <= 1
-        again.call.cancel()
-        assert list(fresh.verdict().token_ids) == alone[:1]
-    finally:
-        for stream in streams:
-            stream.__exit__(None, None, None)
-
-
 def wait_until_alone(stream: Stream) -> None:
     """Opens a stream, and waits until those of earlier tests have left."""
     stream.open(opening(max_new_tokens=1000))
