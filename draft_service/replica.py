@@ -31,6 +31,7 @@ class Replica:
         address: `HOST:PORT`, which no name is hidden behind where `name` says what was resolved.
         model: what it runs, once that is known to be the target of the pair; None before.
         mismatch: how it differs from the target, where it does; empty otherwise.
+        trouble: what a sequence was lost there by last.
         busy_until: `time.monotonic()` up to which it has no room, as the first that it refused was told.
         num_open: sequences of ours there.
     """
@@ -51,6 +52,7 @@ class Replica:
         self.breaker = Breaker()
         self.model: model_pb2.ModelInfo | None = None
         self.mismatch = ""
+        self.trouble = ""
         self.busy_until = 0.0
         self.num_open = 0
         self._silence = silence
@@ -159,6 +161,7 @@ class ReplicaSeat:
             replica._on_change()
 
     def drains(self) -> None:
+        self.replica.trouble = "it is draining"
         self._fail()
 
     def ended(self) -> None:
@@ -170,6 +173,7 @@ class ReplicaSeat:
     def lost(self, loss: Loss, error: RequestError) -> None:
         """The sequence was lost, and why."""
         replica = self.replica
+        replica.trouble = error.message
         match loss:
             case Loss.REFUSED:
                 wait = BUSY_SECONDS if error.retry_after is None else error.retry_after

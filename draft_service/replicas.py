@@ -216,8 +216,11 @@ class Replicas:
         """Wakes whoever waits for a change."""
         before, self._statuses[replica] = self._statuses.get(replica), replica.status
         if replica.status != before and replica in self._replicas.values():
-            log = _log.warning if replica.status in ("mismatched", State.OPEN) else _log.info
-            log("verifier", verifier=replica.address, status=replica.status, mismatch=replica.mismatch)
+            if replica.status in ("mismatched", State.OPEN):
+                why = replica.mismatch or replica.trouble
+                _log.warning("verifier", verifier=replica.address, status=replica.status, reason=why)
+            else:
+                _log.info("verifier", verifier=replica.address, status=replica.status)
         if replica.status == State.OPEN:
             self._look_now.set()
         changed, self._changed = self._changed, asyncio.Event()

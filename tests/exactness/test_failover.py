@@ -271,7 +271,7 @@ def test_one_with_other_weights_is_never_used(
     assert '"event": "sequence"' not in log.read_text()
     told = [entry for entry in house.lines("verifier") if entry["status"] == "mismatched"]
     assert len(told) == 1
-    assert "weights" in str(told[0]["mismatch"])
+    assert "weights" in str(told[0]["reason"])
 
 
 HALF_MISMATCHED = {"half_open": 1, "mismatched": 1}
