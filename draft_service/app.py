@@ -8,6 +8,7 @@ from draft_service.drafter_choice import supports_rule_by_logits
 from draft_service.drafters.base import Kind
 from draft_service.drafters.build import cheap_drafters, check_settings, guarded, loads_model, model_drafters
 from draft_service.drafters.staged import StagedEngine
+from draft_service.failover_metrics import FailoverMetrics, show_verifiers
 from draft_service.lengths import Lengths
 from draft_service.metrics import show_drafters, show_held, show_outcome_cache
 from draft_service.pair import Pair
@@ -67,8 +68,15 @@ class DraftApp(Service):
         else:
             tokenizer = await in_thread(lambda: load_tokenizer_alone(settings))
         self._link = VerifierLink(
-            settings.verifier, max_message_bytes=settings.max_message_bytes, silence=settings.verifier_timeout
+            settings.verifier,
+            observer=FailoverMetrics(self.metrics),
+            max_message_bytes=settings.max_message_bytes,
+            silence=settings.verifier_timeout,
+            patience=settings.failover_patience,
+            burst=settings.max_sequences,
+            look_again=settings.verifier_resolve_interval,
         )
+        show_verifiers(self.metrics, self._link)
         draft = model_info(loaded, tokenizer, settings)
         target = await self._link.match(draft)
         limit_by(draft, target)
@@ -95,6 +103,8 @@ class DraftApp(Service):
         """Requests in progress finish by themselves."""
 
     def stop(self) -> None:
+        if self._link is not None:
+            self._link.close()
         if self._engine is not None:
             self._engine.stop()
 

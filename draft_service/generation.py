@@ -1,7 +1,7 @@
 """One sample's loop, from its opening to its end: draft, verdict, commit, emit, and again.
 
-It knows nothing of streams to clients or of how drafts come about: rounds go to a `VerifySequence`, drafts come from a
-`Drafting`, and what is to be told goes to an `Emitter`.
+It knows nothing of streams to clients, of how drafts come about, or of verifiers that are lost: rounds go to a
+`ResumingSequence`, drafts come from a `Drafting`, and what is to be told goes to an `Emitter`.
 """
 
 import asyncio
@@ -15,12 +15,12 @@ from draft_service.drafter_choice import KIND_TO_WIRE
 from draft_service.drafters.base import Draft, Drafter, DrafterOff, DraftError, DraftLate, DraftSequence
 from draft_service.drafters.healing import HealingDrafting
 from draft_service.emission import Emitter
+from draft_service.failover import ResumingSequence
 from draft_service.lengths import SampleLengths
 from draft_service.speculation_choice import POLICY_TO_WIRE
 from draft_service.statistics import SpeculationCounts, Timings
 from draft_service.validation import Generation
 from draft_service.verifier_link import VerifierLink
-from draft_service.verify_sequence import VerifySequence
 from outrider.sampling import RULE_TO_WIRE
 from outrider.wire import encode_distribution
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
@@ -61,7 +61,7 @@ class Sample:
     ) -> None:
         """`lengths` says how much to draft; `arrived` is the request's arrival, as `time.perf_counter()` had it."""
         self.counts = SpeculationCounts(drafter=KIND_TO_WIRE[request.drafter], policy=POLICY_TO_WIRE[request.policy])
-        self.timings = Timings(arrived)
+        self.timings = Timings(arrived, failovers=self.counts.failovers)
         self.finish_reason: sampling_pb2.FinishReason = sampling_pb2.FINISH_REASON_UNSPECIFIED
         self._request = request
         self._index = index
@@ -84,7 +84,8 @@ class Sample:
             RequestError: the verifier refused, or is gone.
         """
         request = self._request
-        target = link.open(self.opening(), sequence_id=f"{request.request_id}/{self._index}", timeout=timeout)
+        name = f"{request.request_id}/{self._index}"
+        target = link.open(self.opening(), sequence_id=name, timeout=timeout, tally=self.counts.failovers)
         try:
             if request.gamma:
                 self._drafting = HealingDrafting(drafter, self._draft_sequence())
@@ -97,7 +98,7 @@ class Sample:
         self.finish_reason = self._emitter.finish(self.finish_reason, self.counts, self.timings)
         await target.close()
 
-    async def _write_in_time(self, target: VerifySequence, on_open: OnOpen) -> None:
+    async def _write_in_time(self, target: ResumingSequence, on_open: OnOpen) -> None:
         seconds = self._request.time_limit
         limit = None if seconds is None else seconds - (time.perf_counter() - self.timings.arrived)
         try:
@@ -110,7 +111,7 @@ class Sample:
             if not target.is_open:
                 on_open(None)
 
-    async def _write(self, target: VerifySequence, on_open: OnOpen) -> None:
+    async def _write(self, target: ResumingSequence, on_open: OnOpen) -> None:
         draft = self._begin_draft(target)  # the draft reads the prompt while the target does
         opened = await target.begin()
         self._emitter.cached_tokens = opened.cached_tokens
@@ -135,7 +136,7 @@ class Sample:
 
     # -------------------------------------------------------------------------------------------------------- a round
 
-    def _begin_draft(self, target: VerifySequence) -> Awaitable[Draft] | None:
+    def _begin_draft(self, target: ResumingSequence) -> Awaitable[Draft] | None:
         """Begins the next proposal; None where the target writes alone."""
         if self._drafting is None or self._drafting.rest:
             return None
@@ -145,7 +146,7 @@ class Sample:
         gamma = self._gamma(target)
         return self._drafting.propose(gamma) if gamma else None
 
-    def _gamma(self, target: VerifySequence) -> int:
+    def _gamma(self, target: ResumingSequence) -> int:
         """The length of the next proposal, within what the verifier wants and what may be drafted and written.
 
         A verdict adds a token of the target's own, so one place less than are left.
@@ -154,7 +155,7 @@ class Sample:
         most = min(self._drafting.room(), self._left - 1)
         return self._lengths.next(most if target.gamma_cap is None else min(most, target.gamma_cap))
 
-    async def _send_round(self, target: VerifySequence, draft: Awaitable[Draft] | None) -> Round:
+    async def _send_round(self, target: ResumingSequence, draft: Awaitable[Draft] | None) -> Round:
         drafted = await self._drafted(draft) if draft is not None else None
         if drafted is not None:
             self._alone = DECODE_WHILE_CAPPED
@@ -202,10 +203,10 @@ class Sample:
             self.timings.saved += drafted.foresight.saved_seconds
         return drafted
 
-    async def _next_verdict(self, target: VerifySequence, round_: Round) -> speculation_pb2.Verdict:
+    async def _next_verdict(self, target: ResumingSequence, round_: Round) -> speculation_pb2.Verdict:
         verdict = await target.verdict()
         now = time.perf_counter()
-        self.timings.add(now - self._sent, verdict)
+        self.timings.add(now - self._sent - target.pause, verdict)
         self._sent = now  # where more verdicts are to come, the next one's wait begins here
         self.counts.add(len(round_.drafted), verdict, asked=self._lengths.asked)
         self._lengths.observe(verdict)

@@ -58,6 +58,7 @@ class DraftService(draft_service_pb2_grpc.DraftServiceServicer):
         if self._pair is None:
             raise unavailable(
                 "NO_VERIFIER",
-                f"the draft is being loaded, or the verifier at {self._settings.verifier} has not answered yet",
+                f"the draft is being loaded, or the verifier at {', '.join(self._settings.verifier)} has not answered "
+                "yet",
             )
         return self._pair

@@ -1,12 +1,21 @@
 """Settings of the draft service, beside those that both services share."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
-from pydantic_settings import SettingsConfigDict
+from pydantic import BeforeValidator, Field
+from pydantic_settings import NoDecode, SettingsConfigDict
 
 from outrider.settings import Address, ServiceSettings
+
+
+def _split(value: Any) -> Any:
+    """Texts with commas as the list they stand for, each entry once."""
+    texts = [value] if isinstance(value, str) else value
+    return list(dict.fromkeys(part.strip() for text in texts for part in text.split(",") if part.strip()))
+
+
+Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split), Field(min_length=1)]
 
 
 class DraftSettings(ServiceSettings):
@@ -15,7 +24,14 @@ class DraftSettings(ServiceSettings):
     model_config = SettingsConfigDict(cli_prog_name="python -m draft_service")
 
     listen: Address = Field("127.0.0.1:50051", description="HOST:PORT to listen at; port 0 takes a free one")
-    verifier: Address = Field("127.0.0.1:50052", description="HOST:PORT of the verifier service")
+    verifier: Addresses = Field(
+        ("127.0.0.1:50052",),
+        description="HOST:PORT of the verifier service; several, with commas or by several flags, are replicas, and a "
+        "DNS name stands for all its addresses",
+    )
+    verifier_resolve_interval: float = Field(
+        10.0, gt=0, description="seconds after which DNS names of verifiers are resolved anew; also when one is lost"
+    )
     drafter: Literal["model", "staged", "ngram", "lookup", "random", "none"] = Field(
         "model",
         description="what proposes where a request does not say; all but `model` and `staged` load no weights, and of "
@@ -72,7 +88,12 @@ class DraftSettings(ServiceSettings):
     max_stop_strings: int = Field(16, ge=0, description="stop strings of one request at most")
     max_stop_string_chars: int = Field(256, ge=1, description="characters of one stop string at most")
     verifier_timeout: float = Field(
-        60.0, gt=0, description="seconds the verifier may be silent while it owes an answer"
+        30.0,
+        gt=0,
+        description="seconds a verifier may be silent while it owes an answer; where one waits, it says so every 5",
+    )
+    failover_patience: float = Field(
+        30.0, ge=0, description="seconds a sequence that has lost its verifier may wait for another one"
     )
     request_timeout: float = Field(600.0, gt=0, description="seconds of a request whose client sets no deadline")
     idle_timeout: float = Field(60.0, gt=0, description="seconds after which a silent Propose stream is closed")

@@ -11,6 +11,23 @@ from protos.outrider.v1 import draft_service_pb2, speculation_pb2
 
 
 @dataclass(slots=True)
+class Failovers:
+    """What losing verifiers has cost a sample.
+
+    Attributes:
+        count: how often it was opened again.
+        moves: in how many of them the verifier was draining, and nothing was lost.
+        tokens: prompt and output that was handed to the next verifier, over all of them.
+        seconds: without a verifier, or while it was being opened at the next.
+    """
+
+    count: int = 0
+    moves: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
 class SpeculationCounts:
     """Counts of drafted and accepted tokens, under the names that the field uses."""
 
@@ -25,6 +42,7 @@ class SpeculationCounts:
     policy: draft_service_pb2.SpeculationPolicy = draft_service_pb2.SPECULATION_POLICY_UNSPECIFIED
     num_short_drafts: int = 0
     num_draft_recoveries: int = 0
+    failovers: Failovers = field(default_factory=Failovers)
     drafted_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
     _beta_sum: float = 0.0
@@ -106,6 +124,9 @@ class SpeculationCounts:
             mean_gamma=self.mean_gamma,
             num_short_drafts=self.num_short_drafts,
             num_draft_recoveries=self.num_draft_recoveries,
+            num_failovers=self.failovers.count,
+            num_drain_moves=self.failovers.moves,
+            num_reopened_tokens=self.failovers.tokens,
         )
 
 
@@ -121,6 +142,7 @@ class Timings:
     queue_us: int = 0
     forward_us: int = 0
     verify_us: int = 0
+    failovers: Failovers = field(default_factory=Failovers)
 
     def add(self, waited: float, verdict: speculation_pb2.Verdict) -> None:
         """Takes in a verdict that came `waited` seconds after its proposal had left."""
@@ -145,6 +167,7 @@ class Timings:
             forward_us=self.forward_us,
             verify_us=self.verify_us,
             saved_us=_micros(self.saved),
+            failover_us=_micros(self.failovers.seconds),
         )
 
 

@@ -4,8 +4,8 @@ It knows nothing of drafts, nor of how the verifier was found.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import grpc
 import structlog
@@ -36,8 +36,27 @@ _GONE = (
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.INTERNAL,
     grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.UNIMPLEMENTED,
 )
 _OF_A_ROUND = ("proposal", "decode", "sequence_id")
+SILENT = "silent_seconds"
+"""What the metadata of an error names where the verifier was silent for too long."""
+
+
+class Seat(Protocol):
+    """Whose sequence it is at the verifier's address: told what the verifier says of itself."""
+
+    def capped(self, gamma: int) -> None:
+        """Proposals are to be no longer than this from now on."""
+
+    def judged(self, load: speculation_pb2.VerifierLoad) -> None:
+        """A verdict came, and told how busy the verifier is."""
+
+    def drains(self) -> None:
+        """The verifier is going away."""
+
+    def ended(self) -> None:
+        """The sequence is over. Called once."""
 
 
 class VerifySequence:
@@ -48,6 +67,7 @@ class VerifySequence:
             before which the verifier would have said, it may be what other sequences were told.
         load: how busy the verifier was at the last verdict, and what its passes cost; None before the first.
         length: tokens of the sequence: prompt, and everything committed.
+        draining: the verifier has said that it is going away.
     """
 
     def __init__(
@@ -59,16 +79,15 @@ class VerifySequence:
         fingerprint: str,
         address: str,
         silence: float,
+        seat: Seat,
         expected_cap: int | None = None,
-        on_cap: Callable[[int], None] = lambda gamma: None,
-        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         """`call` is a fresh call of `Verify`, `fingerprint` that of the target's weights as the pair was matched,
         `silence` how long the verifier may owe an answer, in seconds, and `expected_cap` what it last told others.
-        `on_cap` is called with each cap that the verifier tells, and `on_end` once, when the sequence is over.
         """
         self.gamma_cap = expected_cap
         self.load: speculation_pb2.VerifierLoad | None = None
+        self.draining = False
         self.length = len(opening.prompt_token_ids) + len(opening.committed_token_ids)
         self._call = call
         self._opening: verifier_service_pb2.OpenSequence | None = opening
@@ -86,8 +105,8 @@ class VerifySequence:
         self._outstanding = 0  # verdicts that the verifier owes
         self._ended = False  # by a verdict with a finish reason
         self._cap_told = False
-        self._on_cap = on_cap
-        self._on_end: Callable[[], None] | None = on_end
+        self._seat = seat
+        self._over = False
 
     @property
     def is_open(self) -> bool:
@@ -176,6 +195,7 @@ class VerifySequence:
         if not self._cap_told:
             self.gamma_cap = None
         self.load = verdict.load
+        self._seat.judged(verdict.load)
         self._ended = bool(verdict.finish_reason)
         return verdict
 
@@ -195,9 +215,9 @@ class VerifySequence:
         """Ends the stream here and now, whatever it owes. Without effect on one that has ended."""
         self._watch.stop()
         self._call.cancel()
-        on_end, self._on_end = self._on_end, None
-        if on_end is not None:
-            on_end()
+        if not self._over:
+            self._over = True
+            self._seat.ended()
 
     def _note(self, response: verifier_service_pb2.VerifyResponse) -> None:
         match response.WhichOneof("kind"):
@@ -206,7 +226,10 @@ class VerifySequence:
             case "notice" if response.notice.kind == verifier_service_pb2.NOTICE_KIND_GAMMA_CAP:
                 self.gamma_cap = response.notice.gamma_cap
                 self._cap_told = True
-                self._on_cap(self.gamma_cap)
+                self._seat.capped(self.gamma_cap)
+            case "notice" if response.notice.kind == verifier_service_pb2.NOTICE_KIND_DRAINING:
+                self.draining = True
+                self._seat.drains()
 
     # --------------------------------------------------------------------------------------------- the call, guarded
 
@@ -219,6 +242,8 @@ class VerifySequence:
         self._watch.end()
         if response is grpc.aio.EOF:
             raise await self._explain(asyncio.InvalidStateError())
+        if response is None:  # gRPC could not parse it
+            raise unavailable("NO_VERIFIER", f"what came from the verifier at {self._address} is no answer")
         message: verifier_service_pb2.VerifyResponse = response
         return message
 
@@ -291,7 +316,9 @@ class _SilenceWatch:
         if self._cancelled is not None:
             self._cancelled.uncancel()
             self._cancelled = None
-        return unavailable("NO_VERIFIER", f"the verifier at {address} was silent for {self._seconds:g} s")
+        error = unavailable("NO_VERIFIER", f"the verifier at {address} was silent for {self._seconds:g} s")
+        error.metadata[SILENT] = f"{self._seconds:g}"
+        return error
 
     def _look(self) -> None:
         waited = 0.0 if self._since is None else self._loop.time() - self._since

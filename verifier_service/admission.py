@@ -1,5 +1,8 @@
 """Who may come in: as many sequences as have places, and a queue behind them; whoever is refused learns when to return.
 
+A sequence that was in progress elsewhere finds room behind a queue that is full of others: a verifier that dies leaves
+as many as it had places, and each of them has more to lose than one that begins.
+
 It knows nothing of engines: a sequence is here from its opening to the end of its stream. Used on the event loop alone.
 """
 
@@ -21,21 +24,25 @@ class Admission:
         self._inside = 0  # in progress or waiting
 
     @contextmanager
-    def enter(self) -> Iterator[None]:
+    def enter(self, *, resumed: bool = False) -> Iterator[None]:
         """Holds a place, or one in the queue, for as long as it is open.
+
+        Args:
+            resumed: the sequence was in progress elsewhere; there may be as many more of those in the queue as there
+                are places.
 
         Raises:
             RequestError: RESOURCE_EXHAUSTED with the time to wait, where all are taken and the queue is full.
         """
         waiting = self._inside - self._places
-        if waiting >= self._max_waiting:
+        maximum = self._max_waiting + (self._places if resumed else 0)
+        if waiting >= maximum:
             seconds = self._pace.refuse()
             raise overloaded(
-                f"{waiting} sequences wait for room already, at most {self._max_waiting}; "
-                f"try again in about {seconds:.2g} s",
+                f"{waiting} sequences wait for room already, at most {maximum}; try again in about {seconds:.2g} s",
                 retry_after=seconds,
                 waiting=waiting,
-                maximum=self._max_waiting,
+                maximum=maximum,
             )
         self._inside += 1
         try:

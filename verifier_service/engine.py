@@ -51,6 +51,13 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
+class Remind:
+    """Say again that a sequence waits, if it does."""
+
+    sequence: TargetSequence
+
+
+@dataclass(frozen=True, slots=True)
 class HalfClose:
     """The client sends no more rounds."""
 
@@ -71,8 +78,12 @@ class Drain:
 
 _log = structlog.get_logger()
 
-Message = Open | Submit | Read | HalfClose | Close | Drain
+Message = Open | Submit | Read | Remind | HalfClose | Close | Drain
 Result = TypeVar("Result")
+
+_DRAINING = verifier_service_pb2.Notice(
+    kind=verifier_service_pb2.NOTICE_KIND_DRAINING, message="the verifier is going away"
+)
 
 # How long nothing has run before the pool is looked over.
 QUIET_SECONDS = 1.0
@@ -133,6 +144,7 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
         self.scheduler = Scheduler(
             packed.pool, self.prefixes, pass_tokens=pass_tokens, max_sequences=model.limits.max_sequences
         )
+        self._draining = False
         self._unchecked = False  # whether a sequence was here since the pool was last checked
 
     def prepare(self) -> None:
@@ -162,28 +174,41 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
                     _guard(sequence, lambda: sequence.submit(round_))
             case Read(sequence, replies):
                 sequence.backlog -= replies
+            case Remind(sequence):
+                self._remind(sequence)
             case HalfClose(sequence):
                 sequence.half_close()
             case Close(sequence):
                 sequence.finished = True
                 self.scheduler.remove(sequence)
             case Drain():
-                notice = verifier_service_pb2.Notice(
-                    kind=verifier_service_pb2.NOTICE_KIND_DRAINING, message="the verifier is going away"
-                )
+                self._draining = True
                 for sequence in (*self.scheduler.running, *self.scheduler.waiting):
-                    sequence.notify(notice)
+                    sequence.notify(_DRAINING)
 
     def _open(self, sequence: TargetSequence) -> None:
         self._unchecked = True
         if not self.scheduler.add(sequence):
-            sequence.notify(
-                verifier_service_pb2.Notice(
-                    kind=verifier_service_pb2.NOTICE_KIND_QUEUED,
-                    queue_position=len(self.scheduler.waiting) - 1,
-                    message=f"all {self._model.limits.max_sequences} places are taken",
-                )
+            self._remind(sequence)
+        if self._draining:  # it slipped in before the gate was shut
+            sequence.notify(_DRAINING)
+
+    def _remind(self, sequence: TargetSequence) -> None:
+        """Tells a sequence that it waits, for a place or for a pass; from this thread, as long as it makes passes."""
+        if sequence.finished:
+            return
+        if sequence.slot is None:
+            position = self.scheduler.waiting.index(sequence)
+            text = f"all {self._model.limits.max_sequences} places are taken"
+        elif sequence.rounds:
+            position, text = 0, "its round waits for what is to be run before it"
+        else:
+            return
+        sequence.notify(
+            verifier_service_pb2.Notice(
+                kind=verifier_service_pb2.NOTICE_KIND_QUEUED, queue_position=position, message=text
             )
+        )
 
     # ----------------------------------------------------------------------------- linger, schedule, forward, process
 

@@ -31,7 +31,11 @@ MIN_RESPONSE_BYTES, MAX_RESPONSE_BYTES = 256, 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """A checked `OpenSequence`."""
+    """A checked `OpenSequence`.
+
+    Attributes:
+        resumed: it was in progress elsewhere, whether or not anything was committed there.
+    """
 
     request_id: str
     cache_salt: str
@@ -44,6 +48,7 @@ class Opening:
     max_new_tokens: int
     top_logprobs: int  # -1: none
     response_bytes: int = 0  # what each response is padded to a multiple of; 0: none
+    resumed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +119,7 @@ def check_open(message: verifier_service_pb2.OpenSequence, model: model_pb2.Mode
         max_new_tokens=message.max_new_tokens,
         top_logprobs=check_logprobs(message.logprobs) if message.HasField("logprobs") else -1,
         response_bytes=_check_response_bytes(message.response_bytes),
+        resumed=message.reopened or bool(committed),
     )
 
 

@@ -66,13 +66,16 @@ class Scheduler:
     # -------------------------------------------------------------------------------------------------- come and go
 
     def add(self, sequence: TargetSequence) -> bool:
-        """Gives a sequence a place, or lets it wait; says which."""
+        """Gives a sequence a place, or lets it wait; says which. Who was in progress elsewhere waits before all who
+        begin.
+        """
         self._came += 1
         sequence.came = self._came
         if len(self.running) < self._max_sequences:
             self._place(sequence)
             return True
-        self.waiting.append(sequence)
+        resumed = sum(each.opening.resumed for each in self.waiting)  # they are in front
+        self.waiting.insert(resumed if sequence.opening.resumed else len(self.waiting), sequence)
         return False
 
     def remove(self, sequence: TargetSequence) -> None:

@@ -17,7 +17,7 @@ from outrider.rpc.patience import Patience
 from outrider.sampling import RULE_TO_WIRE, Sampling
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service.admission import Admission
-from verifier_service.engine import Close, HalfClose, Open, Read, Submit, VerifierEngine
+from verifier_service.engine import Close, HalfClose, Open, Read, Remind, Submit, VerifierEngine
 from verifier_service.rounds import MAX_NAME_CHARS, Round, check_decode, check_open, check_proposal
 from verifier_service.sequence import Reply, TargetSequence
 from verifier_service.settings import VerifierSettings
@@ -25,7 +25,7 @@ from verifier_service.settings import VerifierSettings
 _log = structlog.get_logger()
 
 Context = grpc.aio.ServicerContext[verifier_service_pb2.VerifyRequest, verifier_service_pb2.VerifyResponse]
-NOTICE_INTERVAL = 10.0  # seconds between QUEUED notices
+NOTICE_INTERVAL = 5.0  # seconds between QUEUED notices; who waits for several of them in vain may call us silent
 
 
 class VerifyStream:
@@ -57,7 +57,7 @@ class VerifyStream:
         """
         message = await self._opening()
         opening = check_open(message.open, self._model)
-        with self._admission.enter():
+        with self._admission.enter(resumed=opening.resumed):
             await self._serve(TargetSequence(message.sequence_id, opening, self._model.vocab_size, self._deliver))
 
     async def _serve(self, sequence: TargetSequence) -> None:
@@ -173,17 +173,17 @@ class VerifyStream:
                     self._engine.post(Read(sequence, 1))
 
     async def _watch(self, sequence: TargetSequence) -> None:
-        """Repeats QUEUED while the sequence waits, and ends the stream where the client has gone silent."""
+        """Has QUEUED repeated while the sequence waits, and ends the stream where the client has gone silent."""
         limit = self._settings.idle_timeout
+        interval = min(NOTICE_INTERVAL, limit / 4)
         while True:
-            await asyncio.sleep(min(NOTICE_INTERVAL, limit / 4))
-            if sequence.slot is None and not sequence.finished:
-                sequence.notify(
-                    verifier_service_pb2.Notice(
-                        kind=verifier_service_pb2.NOTICE_KIND_QUEUED, message="waiting for room"
-                    )
-                )
-            elif not sequence.rounds and time.monotonic() - self._heard > limit:
+            await asyncio.sleep(interval)
+            silent = time.monotonic() - self._heard
+            if sequence.slot is None or sequence.rounds:
+                if silent > interval / 2:
+                    # The engine itself says so: where it hangs, the client shall notice the silence.
+                    self._engine.post(Remind(sequence))
+            elif silent > limit:
                 self._outbox.put_nowait(idle(f"the stream was silent for {limit:g} s", seconds=limit))
 
 

@@ -204,6 +204,8 @@ class Statistics(_Mirror):
     `num_draft_failures` counts proposals that did not come, in whose place the target wrote alone, and
     `num_draft_recoveries` how often a drafter that had failed proposed again. `mean_gamma` is the mean of the lengths
     that `policy` chose, over all rounds; `num_short_drafts` counts proposals that came shorter.
+    `num_failovers` is how often another verifier took the sequence, `num_drain_moves` of them in good time, and
+    `num_reopened_tokens` what they were handed.
     """
 
     num_drafts: int
@@ -224,6 +226,9 @@ class Statistics(_Mirror):
     num_outcome_cache_hits: int
     num_predrafted_tokens: int
     num_wasted_tokens: int
+    num_failovers: int
+    num_drain_moves: int
+    num_reopened_tokens: int
     num_draft_recoveries: int
 
     @classmethod
@@ -244,6 +249,7 @@ class Timings(_Mirror):
     forward_us: int
     verify_us: int
     saved_us: int
+    failover_us: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,9 @@ NO_VERIFIER = ("UNAVAILABLE", "NO_VERIFIER")
 ENDS = {"OK", "CANCELLED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"}
 """What a service writes into its log of how a stream ended."""
 
+LOSSES = {"verifier", "a sequence has lost its verifier"}
+"""What the draft service whose way to the verifier breaks has to say of it, as a warning."""
+
 
 @pytest.fixture(scope="module")
 def house() -> Iterator[House]:
@@ -214,6 +217,9 @@ def test_the_logs_speak_of_no_fault(house: House, aftermath: Aftermath) -> None:
     for service in house.services:
         entries = service.entries()
         loud = [entry for entry in entries if entry["level"] not in ("debug", "info")]
+        if service is house.frail:
+            assert LOSSES & {entry["event"] for entry in loud if entry["level"] == "warning"}
+            loud = [entry for entry in loud if entry["event"] not in LOSSES]
         assert not loud, f"{len(loud)} of {service.process.name}: {loud[:5]}"
         assert not service.plain_lines(), f"{service.process.name}: {service.plain_lines()[:20]}"
         ends = Counter(str(entry["status"]) for entry in entries if entry["event"] in ("generate", "sequence"))

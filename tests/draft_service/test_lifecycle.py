@@ -43,7 +43,7 @@ def health(channel: grpc.Channel) -> int:
 
 def test_a_life(target_process: ServiceProcess, mismatched: ServiceProcess) -> None:
     """One process through all of it: each start costs seconds."""
-    arguments = ["draft_service", "--model", str(DEMO / "draft"), "--grace", "20", *FLAGS]
+    arguments = ["draft_service", "--model", str(DEMO / "draft"), "--grace", "20", "--failover-patience", "2", *FLAGS]
     with (
         Proxy(target_process.address, is_open=False) as verifier,
         ServiceProcess.start([*arguments, "--verifier", verifier.address]) as service,

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from draft_service.verifier_link import VerifierLink
+from draft_service.replica import Replica
 from draft_service.verify_sequence import VerifySequence
 from outrider.cli.processes import ServiceProcess
 from outrider.rpc.errors import RequestError, invalid_field, overloaded, to_status, wrong_base
@@ -57,8 +57,8 @@ async def peer(
 
 
 async def refusal(address: str, *, silence: float = 30.0, timeout: float | None = None) -> RequestError:
-    link = VerifierLink(address, max_message_bytes=1 << 20, silence=silence)
-    sequence = link.open(OPENING, sequence_id="s", timeout=timeout)
+    replica = Replica(address, max_message_bytes=1 << 20, silence=silence)
+    sequence = replica.open(OPENING, sequence_id="s", timeout=timeout)
     with pytest.raises(RequestError) as caught:
         await sequence.begin()
     sequence.cancel()
@@ -96,8 +96,8 @@ async def test_a_port_where_nobody_listens_is_no_verifier_at_once() -> None:
 async def test_a_refusal_that_meets_a_round_on_its_way_is_told_as_it_is() -> None:
     """A write that fails must not hide what the verifier said: of 200 refusals some thirty meet one."""
 
-    async def refused(link: VerifierLink, turns: int) -> RequestError:
-        sequence = link.open(OPENING, sequence_id="s", timeout=None)
+    async def refused(replica: Replica, turns: int) -> RequestError:
+        sequence = replica.open(OPENING, sequence_id="s", timeout=None)
         await sequence.begin()
         for _ in range(turns):  # of the event loop
             await asyncio.sleep(0)
@@ -111,11 +111,11 @@ async def test_a_refusal_that_meets_a_round_on_its_way_is_told_as_it_is() -> Non
         raise AssertionError("there is no verdict to be had")
 
     async with peer(overloaded("no room"), OPENED) as address:
-        link = VerifierLink(address, max_message_bytes=1 << 20, silence=30.0)
+        replica = Replica(address, max_message_bytes=1 << 20, silence=30.0)
         errors = [
             error
             for _ in range(5)
-            for error in await asyncio.gather(*(refused(link, number % 7) for number in range(40)))
+            for error in await asyncio.gather(*(refused(replica, number % 7) for number in range(40)))
         ]
     assert {(error.code, error.reason) for error in errors} == {(grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")}
 
@@ -147,20 +147,20 @@ async def test_a_verifier_that_judges_by_another_rule_than_was_asked_for_is_not_
     assert error.code is grpc.StatusCode.INTERNAL
     assert "judges by ACCEPTANCE_RULE_TOKENWISE; ACCEPTANCE_RULE_COUPLED was asked for" in error.message
     async with peer(opened=verifier_service_pb2.Opened(rule=sampling_pb2.ACCEPTANCE_RULE_COUPLED)) as address:
-        link = VerifierLink(address, max_message_bytes=1 << 20, silence=30.0)
-        sequence = link.open(OPENING, sequence_id="s", timeout=None)
+        replica = Replica(address, max_message_bytes=1 << 20, silence=30.0)
+        sequence = replica.open(OPENING, sequence_id="s", timeout=None)
         assert (await sequence.begin()).rule == sampling_pb2.ACCEPTANCE_RULE_COUPLED
         sequence.cancel()
 
 
 async def test_the_load_of_the_last_verdict_is_kept(verifier: grpc.Channel, target_process: ServiceProcess) -> None:
     model = VerifierServiceStub(verifier).GetModel(verifier_service_pb2.VerifierServiceGetModelRequest()).model
-    link = VerifierLink(target_process.address, max_message_bytes=1 << 20, silence=30.0)
-    await link.match(model)  # a model is its own draft
+    replica = Replica(target_process.address, max_message_bytes=1 << 20, silence=30.0)
+    replica.probed(model)
     opening = verifier_service_pb2.OpenSequence(max_new_tokens=4)
     opening.MergeFrom(OPENING)
     opening.sampling.seed = 1
-    sequence = link.open(opening, sequence_id="s", timeout=30.0)
+    sequence = replica.open(opening, sequence_id="s", timeout=30.0)
     await sequence.begin()
     assert sequence.load is None
     for _ in range(2):
@@ -170,6 +170,24 @@ async def test_the_load_of_the_last_verdict_is_kept(verifier: grpc.Channel, targ
         assert verdict.load.pass_fixed_us + verdict.load.pass_token_us > 0
         assert sequence.load == verdict.load
     sequence.cancel()
+
+
+@asynccontextmanager
+async def serving(
+    verify: Any, to_bytes: Any = verifier_service_pb2.VerifyResponse.SerializeToString
+) -> AsyncIterator[str]:
+    """The address of a server whose `Verify` is this."""
+    handler = grpc.stream_stream_rpc_method_handler(verify, verifier_service_pb2.VerifyRequest.FromString, to_bytes)
+    server = create_server(max_message_bytes=1 << 20)
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("outrider.v1.VerifierService", {"Verify": handler}),)
+    )
+    address = bind(server, "127.0.0.1:0")
+    await server.start()
+    try:
+        yield address
+    finally:
+        await server.stop(None)
 
 
 def capping(caps: Sequence[int | None]) -> grpc.GenericRpcHandler:
@@ -207,11 +225,11 @@ async def test_a_new_sequence_begins_with_the_cap_that_others_were_told() -> Non
     server.add_generic_rpc_handlers((capping([0, None, 3, None]),))
     address = bind(server, "127.0.0.1:0")
     await server.start()
-    link = VerifierLink(address, max_message_bytes=1 << 20, silence=30.0)
+    replica = Replica(address, max_message_bytes=1 << 20, silence=30.0)
     try:
 
         async def written(before: int | None, after: int | None) -> VerifySequence:
-            sequence = link.open(OPENING, sequence_id="s", timeout=30.0)
+            sequence = replica.open(OPENING, sequence_id="s", timeout=30.0)
             assert sequence.gamma_cap == before
             await sequence.begin()
             await sequence.decode(1)
@@ -225,7 +243,7 @@ async def test_a_new_sequence_begins_with_the_cap_that_others_were_told() -> Non
         for sequence in (first, second):
             sequence.cancel()
             sequence.cancel()  # and once more, as a close does
-        assert link.open(OPENING, sequence_id="s", timeout=30.0).gamma_cap == 3
+        assert replica.open(OPENING, sequence_id="s", timeout=30.0).gamma_cap == 3
         third.cancel()
     finally:
         await server.stop(None)
@@ -236,22 +254,61 @@ async def test_what_others_were_told_is_forgotten_with_the_last_of_them() -> Non
     server.add_generic_rpc_handlers((capping([0]),))
     address = bind(server, "127.0.0.1:0")
     await server.start()
-    link = VerifierLink(address, max_message_bytes=1 << 20, silence=30.0)
+    replica = Replica(address, max_message_bytes=1 << 20, silence=30.0)
     try:
-        sequence = link.open(OPENING, sequence_id="s", timeout=30.0)
+        sequence = replica.open(OPENING, sequence_id="s", timeout=30.0)
         await sequence.begin()
         await sequence.decode(1)
         await sequence.verdict()
         sequence.cancel()
-        assert link.open(OPENING, sequence_id="s", timeout=30.0).gamma_cap is None
+        assert replica.open(OPENING, sequence_id="s", timeout=30.0).gamma_cap is None
     finally:
         await server.stop(None)
 
 
+async def test_notices_are_no_silence() -> None:
+    """Who waits in a queue for longer than the silence that is borne, and is told so meanwhile, waits on."""
+    notice = verifier_service_pb2.Notice(kind=verifier_service_pb2.NOTICE_KIND_QUEUED, message="all places are taken")
+
+    async def verify(_: Any, context: Any) -> None:
+        await context.read()
+        await context.write(verifier_service_pb2.VerifyResponse(opened=OPENED))
+        await context.read()
+        for _ in range(8):
+            await asyncio.sleep(0.15)
+            await context.write(verifier_service_pb2.VerifyResponse(notice=notice))
+        verdict = speculation_pb2.Verdict(
+            round=1, base_length=3, token_ids=[7], status=speculation_pb2.VERDICT_STATUS_JUDGED
+        )
+        await context.write(verifier_service_pb2.VerifyResponse(verdict=verdict))
+        await context.read()
+
+    async with serving(verify) as address:
+        sequence = Replica(address, max_message_bytes=1 << 20, silence=0.6).open(OPENING, sequence_id="s", timeout=20.0)
+        await sequence.begin()
+        await sequence.decode(1)
+        assert list((await sequence.verdict()).token_ids) == [7]
+        sequence.cancel()
+
+
+async def test_an_answer_that_is_no_message_is_no_verifier() -> None:
+    """Bytes that pass every frame, and are nothing that the contract knows."""
+
+    async def verify(_: Any, context: Any) -> None:
+        await context.read()
+        await context.write(b"\xff\xff\xff")
+        await asyncio.sleep(10)
+
+    async with serving(verify, to_bytes=bytes) as address:
+        error = await refusal(address)
+    assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_VERIFIER")
+    assert "is no answer" in error.message
+
+
 async def test_our_own_cancel_stays_a_cancel() -> None:
     async with peer() as address:
-        link = VerifierLink(address, max_message_bytes=1 << 20, silence=30.0)
-        sequence = link.open(OPENING, sequence_id="s", timeout=None)
+        replica = Replica(address, max_message_bytes=1 << 20, silence=30.0)
+        sequence = replica.open(OPENING, sequence_id="s", timeout=None)
         opening = asyncio.create_task(sequence.begin())
         await asyncio.sleep(0.1)
         opening.cancel()

@@ -80,10 +80,14 @@ class Nursery:
         """Starts a verifier service and waits until it listens; it goes on loading."""
         return self._start("verifier_service", ["--model", str(model), *TINY_FLAGS, *flags], fault)
 
-    def draft(self, model: Path, verifier: Service, *, fault: str | None = None, flags: Sequence[str] = ()) -> Service:
-        """Starts a draft service for a verifier, and waits until it listens; it goes on loading."""
-        flags = ["--verifier", verifier.address, *TINY_FLAGS, *flags]
-        return self._start("draft_service", ["--model", str(model), *flags], fault)
+    def draft(
+        self, model: Path, verifier: Service | None, *, fault: str | None = None, flags: Sequence[str] = ()
+    ) -> Service:
+        """Starts a draft service for a verifier, or for those that `flags` name alone, and waits until it listens; it
+        goes on loading.
+        """
+        named = () if verifier is None else ("--verifier", verifier.address)
+        return self._start("draft_service", ["--model", str(model), *named, *TINY_FLAGS, *flags], fault)
 
     def _start(self, service: str, arguments: Sequence[str], fault: str | None) -> Service:
         assert self._process.stdin is not None

@@ -19,9 +19,9 @@ class House:
         self.admission = Admission(PLACES, WAITING, clock=lambda: self.now)
         self._inside: list[ExitStack] = []
 
-    def enter(self) -> None:
+    def enter(self, *, resumed: bool = False) -> None:
         holder = ExitStack()
-        holder.enter_context(self.admission.enter())
+        holder.enter_context(self.admission.enter(resumed=resumed))
         self._inside.append(holder)
 
     def fill(self) -> None:
@@ -103,3 +103,14 @@ def test_a_sequence_that_fails_leaves_its_place() -> None:
         with pytest.raises(RuntimeError), house.admission.enter():
             raise RuntimeError
     house.fill()
+
+
+def test_who_was_in_progress_elsewhere_finds_room_behind_a_full_queue_and_bounds_hold_for_it_too() -> None:
+    """As many as there are places: what another verifier of this size leaves behind when it dies."""
+    house = House()
+    house.fill()
+    for _ in range(PLACES):
+        house.enter(resumed=True)
+    with pytest.raises(RequestError, match="3 sequences wait for room already, at most 3"):
+        house.enter(resumed=True)
+    assert house.wait_told() > 0

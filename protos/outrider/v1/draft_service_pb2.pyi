@@ -209,7 +209,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class SpeculationStatistics(_message.Message):
-    __slots__ = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos", "num_draft_tokens_per_pos", "draft_acceptance_rate", "mean_acceptance_length", "alpha", "num_rounds", "drafter", "num_draft_failures", "policy", "mean_gamma", "num_short_drafts", "num_outcome_cache_queries", "num_outcome_cache_hits", "num_predrafted_tokens", "num_wasted_tokens", "num_draft_recoveries")
+    __slots__ = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos", "num_draft_tokens_per_pos", "draft_acceptance_rate", "mean_acceptance_length", "alpha", "num_rounds", "drafter", "num_draft_failures", "policy", "mean_gamma", "num_short_drafts", "num_outcome_cache_queries", "num_outcome_cache_hits", "num_predrafted_tokens", "num_wasted_tokens", "num_failovers", "num_drain_moves", "num_reopened_tokens", "num_draft_recoveries")
     NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -228,6 +228,9 @@ class SpeculationStatistics(_message.Message):
     NUM_OUTCOME_CACHE_HITS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREDRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_WASTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FAILOVERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAIN_MOVES_FIELD_NUMBER: _ClassVar[int]
+    NUM_REOPENED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_RECOVERIES_FIELD_NUMBER: _ClassVar[int]
     num_drafts: int
     num_draft_tokens: int
@@ -247,11 +250,14 @@ class SpeculationStatistics(_message.Message):
     num_outcome_cache_hits: int
     num_predrafted_tokens: int
     num_wasted_tokens: int
+    num_failovers: int
+    num_drain_moves: int
+    num_reopened_tokens: int
     num_draft_recoveries: int
-    def __init__(self, num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_accepted_tokens_per_pos: _Optional[_Iterable[int]] = ..., num_draft_tokens_per_pos: _Optional[_Iterable[int]] = ..., draft_acceptance_rate: _Optional[float] = ..., mean_acceptance_length: _Optional[float] = ..., alpha: _Optional[float] = ..., num_rounds: _Optional[int] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., num_draft_failures: _Optional[int] = ..., policy: _Optional[_Union[SpeculationPolicy, str]] = ..., mean_gamma: _Optional[float] = ..., num_short_drafts: _Optional[int] = ..., num_outcome_cache_queries: _Optional[int] = ..., num_outcome_cache_hits: _Optional[int] = ..., num_predrafted_tokens: _Optional[int] = ..., num_wasted_tokens: _Optional[int] = ..., num_draft_recoveries: _Optional[int] = ...) -> None: ...
+    def __init__(self, num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_accepted_tokens_per_pos: _Optional[_Iterable[int]] = ..., num_draft_tokens_per_pos: _Optional[_Iterable[int]] = ..., draft_acceptance_rate: _Optional[float] = ..., mean_acceptance_length: _Optional[float] = ..., alpha: _Optional[float] = ..., num_rounds: _Optional[int] = ..., drafter: _Optional[_Union[Drafter, str]] = ..., num_draft_failures: _Optional[int] = ..., policy: _Optional[_Union[SpeculationPolicy, str]] = ..., mean_gamma: _Optional[float] = ..., num_short_drafts: _Optional[int] = ..., num_outcome_cache_queries: _Optional[int] = ..., num_outcome_cache_hits: _Optional[int] = ..., num_predrafted_tokens: _Optional[int] = ..., num_wasted_tokens: _Optional[int] = ..., num_failovers: _Optional[int] = ..., num_drain_moves: _Optional[int] = ..., num_reopened_tokens: _Optional[int] = ..., num_draft_recoveries: _Optional[int] = ...) -> None: ...
 
 class GenerateTimings(_message.Message):
-    __slots__ = ("time_to_first_token_us", "total_us", "draft_us", "verdict_us", "queue_us", "forward_us", "verify_us", "saved_us")
+    __slots__ = ("time_to_first_token_us", "total_us", "draft_us", "verdict_us", "queue_us", "forward_us", "verify_us", "saved_us", "failover_us")
     TIME_TO_FIRST_TOKEN_US_FIELD_NUMBER: _ClassVar[int]
     TOTAL_US_FIELD_NUMBER: _ClassVar[int]
     DRAFT_US_FIELD_NUMBER: _ClassVar[int]
@@ -260,6 +266,7 @@ class GenerateTimings(_message.Message):
     FORWARD_US_FIELD_NUMBER: _ClassVar[int]
     VERIFY_US_FIELD_NUMBER: _ClassVar[int]
     SAVED_US_FIELD_NUMBER: _ClassVar[int]
+    FAILOVER_US_FIELD_NUMBER: _ClassVar[int]
     time_to_first_token_us: int
     total_us: int
     draft_us: int
@@ -268,7 +275,8 @@ class GenerateTimings(_message.Message):
     forward_us: int
     verify_us: int
     saved_us: int
-    def __init__(self, time_to_first_token_us: _Optional[int] = ..., total_us: _Optional[int] = ..., draft_us: _Optional[int] = ..., verdict_us: _Optional[int] = ..., queue_us: _Optional[int] = ..., forward_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., saved_us: _Optional[int] = ...) -> None: ...
+    failover_us: int
+    def __init__(self, time_to_first_token_us: _Optional[int] = ..., total_us: _Optional[int] = ..., draft_us: _Optional[int] = ..., verdict_us: _Optional[int] = ..., queue_us: _Optional[int] = ..., forward_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., saved_us: _Optional[int] = ..., failover_us: _Optional[int] = ...) -> None: ...
 
 class GenerateFinished(_message.Message):
     __slots__ = ("index", "finish_reason", "stop", "stop_token_id", "usage", "statistics", "timings")

@@ -1,0 +1,433 @@
+"""Sequences whose verifiers are taken from them at random: the tokens are those of an undisturbed life, one by one.
+
+A real verifier behind two proxies is two replicas. The rounds (proposals with their laws, or tokens of the target's
+own) follow from the base length alone, so what an undisturbed sequence commits is what every other one must.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import pytest
+
+from draft_service.failover import MOST_LOST_IN_A_ROUND
+from draft_service.losses import Loss
+from draft_service.statistics import Failovers
+from draft_service.verifier_link import VerifierLink
+from outrider.cli.processes import ServiceProcess
+from outrider.rpc.errors import RequestError, failed_precondition, overloaded, to_status
+from outrider.rpc.server import bind, create_server
+from protos.outrider.v1 import (
+    model_pb2,
+    sampling_pb2,
+    speculation_pb2,
+    verifier_service_pb2,
+    verifier_service_pb2_grpc,
+)
+from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
+from tests.draft_service.conftest import FLAGS, HEALTHY_WITHIN_S
+from tests.draft_service.pairs import DEMO
+from tests.proxy import Proxy, Way
+
+PROMPT = [5, 6, 7, 8, 9]
+TOKENS = 36
+SILENCE_S = 0.8
+TIMEOUT_S = 30.0
+LIVES = 2  # under each rule
+MAX_BYTES = 1 << 20
+COUPLED, TOKENWISE, BLOCK = (
+    sampling_pb2.ACCEPTANCE_RULE_COUPLED,
+    sampling_pb2.ACCEPTANCE_RULE_TOKENWISE,
+    sampling_pb2.ACCEPTANCE_RULE_BLOCK,
+)
+
+
+@dataclass
+class Told:
+    """What an observer hears."""
+
+    losses: list[Loss] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def switched(self, loss: Loss) -> None:
+        self.losses.append(loss)
+
+    def paused(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[ServiceProcess]:
+    """A verifier with the demo target and room for what faults leave behind for a while."""
+    arguments = ["--model", str(DEMO / "target"), "--max-sequences", "16", "--no-gamma-cap", "--idle-timeout", "8"]
+    with ServiceProcess.start(["verifier_service", *arguments, *FLAGS]) as process:
+        process.wait_healthy(HEALTHY_WITHIN_S)
+        yield process
+
+
+@pytest.fixture
+def ways(real: ServiceProcess) -> Iterator[list[Proxy]]:
+    """Two ways to it."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(Proxy(real.address, seed=number)) for number in range(2)]
+
+
+@asynccontextmanager
+async def linked(
+    names: list[str], told: Told, *, patience: float = 10.0, burst: int = 64, silence: float = SILENCE_S
+) -> AsyncIterator[VerifierLink]:
+    link = VerifierLink(
+        names,
+        observer=told,
+        max_message_bytes=MAX_BYTES,
+        silence=silence,
+        patience=patience,
+        burst=burst,
+        look_again=60.0,
+    )
+    async with grpc.aio.insecure_channel(names[0]) as channel:
+        stub: Any = VerifierServiceStub(channel)
+        model = (await stub.GetModel(verifier_service_pb2.VerifierServiceGetModelRequest())).model
+    await link.match(model)  # a model is its own draft
+    try:
+        while not all(replica.has_target for replica in link.replicas.all()):  # noqa: ASYNC110  # nobody tells
+            await asyncio.sleep(0.02)
+        yield link
+        assert all(replica.num_open == 0 for replica in link.replicas.all()), "every seat was given back"
+    finally:
+        link.close()
+
+
+def opening(rule: sampling_pb2.AcceptanceRule, temperature: float, tokens: int = TOKENS) -> Any:
+    return verifier_service_pb2.OpenSequence(
+        prompt_token_ids=PROMPT,
+        max_new_tokens=tokens,
+        ignore_eos=True,
+        sampling=sampling_pb2.SamplingParams(temperature=temperature, seed=77, rule=rule),
+        required_features=["decode"],
+    )
+
+
+def proposal(base: int, rule: sampling_pb2.AcceptanceRule) -> tuple[list[int], list[speculation_pb2.TokenDistribution]]:
+    """Tokens and laws that follow from the base: uniform over a few frequent tokens."""
+    chance = random.Random(base)
+    tokens = [chance.randrange(10, 26) for _ in range(chance.randint(1, 4))]
+    if rule == COUPLED:
+        return tokens, []
+    ids = b"".join(token.to_bytes(4, "little") for token in range(10, 26))
+    law = speculation_pb2.SparseDistribution(token_ids=ids, weights=(1).to_bytes(2, "little") * 16)
+    return tokens, [speculation_pb2.TokenDistribution(sparse=law)] * len(tokens)
+
+
+Disturb = Callable[[int], Awaitable[None]]
+
+
+async def life(
+    link: VerifierLink,
+    rule: sampling_pb2.AcceptanceRule,
+    temperature: float,
+    disturb: Disturb | None = None,
+    *,
+    tally: Failovers | None = None,
+    tokens: int = TOKENS,
+    timeout: float = TIMEOUT_S,
+) -> list[int]:
+    """Writes a text; `disturb` is called with the number of each step before it."""
+    tally = Failovers() if tally is None else tally
+    sequence = link.open(opening(rule, temperature, tokens), sequence_id="s", timeout=timeout, tally=tally)
+    written: list[int] = []
+    rounds = steps = 0
+
+    async def step() -> None:
+        nonlocal steps
+        if disturb is not None:
+            await disturb(steps)
+        steps += 1
+
+    try:
+        await step()
+        await sequence.begin()
+        while len(written) < tokens:
+            base = len(PROMPT) + len(written)
+            assert sequence.length == base
+            rounds += 1
+            await step()
+            if base % 5 == 0:
+                owed = min(4, tokens - len(written))
+                await sequence.decode(owed)
+            else:
+                owed = 1
+                await sequence.propose(*proposal(base, rule))
+            for _ in range(owed):
+                await step()
+                verdict = await sequence.verdict()
+                assert verdict.round == rounds, "rounds count on, whoever judges them"
+                assert verdict.base_length == len(PROMPT) + len(written)
+                written += verdict.token_ids
+        assert verdict.finish_reason == sampling_pb2.FINISH_REASON_LENGTH
+        await sequence.close()
+    finally:
+        sequence.cancel()
+    return written
+
+
+# ---------------------------------------------------------------------------------------------- faults at random places
+
+
+class Trouble:
+    """Breaks one of the ways now and then, and mends it a little later; never both at once."""
+
+    def __init__(self, ways: list[Proxy], chance: random.Random, share: float) -> None:
+        self._ways = ways
+        self._chance = chance
+        self._share = share
+        self._broken: tuple[Proxy, int] | None = None
+        self.faults: list[str] = []
+
+    async def __call__(self, step: int) -> None:
+        if self._broken is not None and step >= self._broken[1]:
+            self._broken[0].cut()  # what the fault has left in a connection must not come out of it later
+            self._broken[0].heal()
+            self._broken = None
+        if self._broken is None and self._chance.random() < self._share:
+            way = self._chance.choice(self._ways)
+            self._broken = (way, step + self._chance.randint(1, 4))
+            self.faults.append(self._break(way))
+        await asyncio.sleep(0)
+
+    def _break(self, way: Proxy) -> str:
+        match kind := self._chance.choice(["cut", "reset", "up", "down", "refuse", "stall", "half", "noise", "delay"]):
+            case "cut" | "reset":
+                way.cut(reset=kind == "reset")
+            case "up" | "down":  # somewhere inside what passes next
+                way.cut_after(self._chance.randint(1, 600), Way(kind))
+            case "refuse":
+                way.close()
+            case "stall":
+                way.stall()
+            case "half":
+                way.stall(Way.DOWN)
+            case "noise":
+                way.garble(self._chance.choice([Way.UP, Way.DOWN]))
+            case "delay":
+                way.delay(0.03)
+        return kind
+
+
+@pytest.mark.parametrize(("rule", "temperature"), [(COUPLED, 1.0), (TOKENWISE, 1.0), (BLOCK, 1.0), (TOKENWISE, 0.0)])
+async def test_whatever_becomes_of_its_verifiers_the_tokens_are_the_same(
+    rule: sampling_pb2.AcceptanceRule, temperature: float, ways: list[Proxy], real: ServiceProcess
+) -> None:
+    """Cuts, resets, silence, half of a silence, noise and refusals, between any two messages or inside one.
+
+    Under `tokenwise` and `block` too: a round that is sent again has the draws it had (Law 2).
+    """
+    async with linked([real.address], Told()) as link:
+        alone = await life(link, rule, temperature)
+    assert len(alone) == TOKENS
+    kinds: set[str] = set()
+    told = Told()
+    for seed in range(LIVES):
+        trouble = Trouble(ways, random.Random(1000 * rule + seed), share=0.2)
+        tally = Failovers()
+        async with linked([way.address for way in ways], told) as link:
+            assert await life(link, rule, temperature, trouble, tally=tally) == alone, (seed, trouble.faults)
+        kinds.update(trouble.faults)
+        for way in ways:
+            way.cut()
+            way.heal()
+    print(sorted(kinds), told.losses)
+    assert len(told.losses) >= LIVES
+
+
+async def test_what_failover_costs_is_told(ways: list[Proxy]) -> None:
+    told, tally = Told(), Failovers()
+
+    async def cut(step: int) -> None:
+        if step in (3, 9):
+            for way in ways:
+                way.cut()
+
+    async with linked([way.address for way in ways], told) as link:
+        await life(link, COUPLED, 1.0, cut, tally=tally)
+    assert told.losses == [Loss.DIED] * tally.count
+    assert tally.count >= 2
+    assert tally.moves == 0
+    assert tally.count * len(PROMPT) < tally.tokens <= tally.count * (len(PROMPT) + TOKENS)
+    assert tally.seconds == pytest.approx(told.seconds)
+    assert 0 < tally.seconds < TIMEOUT_S
+
+
+async def test_with_its_budget_spent_a_sequence_waits_and_goes_on(ways: list[Proxy], real: ServiceProcess) -> None:
+    """One opening in the bucket, and two deaths: the second waits for the next token, which time alone brings."""
+    tally = Failovers()
+
+    async def cut(step: int) -> None:
+        if step in (2, 3):
+            for way in ways:
+                way.cut()
+
+    async with linked([real.address], Told()) as link:
+        alone = await life(link, TOKENWISE, 1.0)
+    async with linked([way.address for way in ways], Told(), burst=1) as link:
+        assert await life(link, TOKENWISE, 1.0, cut, tally=tally) == alone
+    assert tally.count == 2
+    assert 0.7 < tally.seconds < 5.0
+
+
+# ------------------------------------------------------------------------------------------------------- where it ends
+
+
+async def refused(life_: Awaitable[Any]) -> tuple[RequestError, float]:
+    started = time.monotonic()
+    with pytest.raises(RequestError) as caught:
+        await life_
+    return caught.value, time.monotonic() - started
+
+
+@pytest.mark.parametrize(("timeout", "patience", "most"), [(3.0, 30.0, 3.0), (30.0, 0.7, 3.0)])
+async def test_with_every_verifier_gone_it_is_unavailable_within_deadline_and_patience(
+    timeout: float, patience: float, most: float, ways: list[Proxy]
+) -> None:
+    async def gone(step: int) -> None:
+        if step == 4:
+            for way in ways:
+                way.close()
+
+    names = [way.address for way in ways]
+    async with linked(names, Told(), patience=patience) as link:
+        error, seconds = await refused(life(link, COUPLED, 1.0, gone, timeout=timeout))
+        assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_VERIFIER")
+        assert all(name in error.message for name in names)
+        assert 0.5 < seconds < most
+        error, seconds = await refused(life(link, COUPLED, 1.0, timeout=timeout))
+        assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_VERIFIER")
+        assert seconds < 2.5, "one that has not begun waits a moment, and not for long"
+
+
+async def test_the_clients_deadline_is_carried_on_to_the_next_verifier(ways: list[Proxy]) -> None:
+    async def cut_then_stall(step: int) -> None:
+        if step == 3:
+            ways[0].cut()
+            ways[1].cut()
+        if step == 5:
+            for way in ways:
+                way.stall(Way.DOWN)
+
+    async with linked([way.address for way in ways], Told(), silence=20.0) as link:
+        error, seconds = await refused(life(link, COUPLED, 1.0, cut_then_stall, timeout=1.5))
+    assert error.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert 1.2 < seconds < 5.0
+
+
+async def test_what_is_the_requests_own_fault_is_told_at_once_and_tried_once(ways: list[Proxy]) -> None:
+    told = Told()
+    async with linked([way.address for way in ways], told) as link:
+        wrong = opening(TOKENWISE, -1.0)
+        sequence = link.open(wrong, sequence_id="s", timeout=20.0, tally=Failovers())
+        error, seconds = await refused(sequence.begin())
+        assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+        other = opening(TOKENWISE, 1.0)
+        other.weights_fingerprint = "f" * 64
+        sequence = link.open(other, sequence_id="s", timeout=20.0, tally=Failovers())
+        error, more = await refused(sequence.begin())
+        assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "PAIR_MISMATCH")
+        assert seconds + more < 2.0
+        assert [replica.status for replica in link.replicas.all()] == ["closed", "closed"]
+    assert told.losses == []
+
+
+# ---------------------------------------------------------------------------------------- verifiers that are not right
+
+
+class Peer(verifier_service_pb2_grpc.VerifierServiceServicer):
+    """Runs what it is told that it runs, and ends each sequence with an error, before or after it was opened."""
+
+    def __init__(self, model: model_pb2.ModelInfo, error: RequestError, *, opens: bool) -> None:
+        self.openings = 0
+        self._model, self._error, self._opens = model, error, opens
+
+    async def GetModel(self, request: Any, context: Any) -> verifier_service_pb2.VerifierServiceGetModelResponse:
+        return verifier_service_pb2.VerifierServiceGetModelResponse(model=self._model)
+
+    async def Verify(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+        asked = (await context.read()).open
+        self.openings += 1
+        if self._opens:
+            opened = verifier_service_pb2.Opened(
+                rule=asked.sampling.rule, weights_fingerprint=self._model.weights_fingerprint
+            )
+            await context.write(verifier_service_pb2.VerifyResponse(opened=opened))
+            await context.read()
+        await context.abort_with_status(to_status(self._error))
+
+
+@asynccontextmanager
+async def wrong(error: RequestError, real: ServiceProcess, *, opens: bool) -> AsyncIterator[tuple[str, Peer]]:
+    """A peer that says it runs what the real verifier does."""
+    async with grpc.aio.insecure_channel(real.address) as channel:
+        stub: Any = VerifierServiceStub(channel)
+        model = (await stub.GetModel(verifier_service_pb2.VerifierServiceGetModelRequest())).model
+    server = create_server(max_message_bytes=MAX_BYTES)
+    peer = Peer(model, error, opens=opens)
+    verifier_service_pb2_grpc.add_VerifierServiceServicer_to_server(peer, server)
+    address = bind(server, "127.0.0.1:0")
+    await server.start()
+    try:
+        yield address, peer
+    finally:
+        await server.stop(None)
+
+
+async def test_a_round_that_is_the_death_of_every_verifier_does_not_go_through_all(real: ServiceProcess) -> None:
+    dies = RequestError(grpc.StatusCode.UNAVAILABLE, "UNSPECIFIED", "killed")
+    async with (
+        wrong(dies, real, opens=True) as (one, first),
+        wrong(dies, real, opens=True) as (two, second),
+        linked([one, two], Told()) as link,
+    ):
+        error, _ = await refused(life(link, COUPLED, 1.0))
+    assert error.code is grpc.StatusCode.UNAVAILABLE
+    assert first.openings + second.openings == MOST_LOST_IN_A_ROUND
+
+
+async def test_who_is_refused_by_one_goes_to_another(real: ServiceProcess) -> None:
+    full = overloaded("full", retry_after=50.0)
+    async with wrong(full, real, opens=False) as (address, peer), linked([real.address, address], Told()) as link:
+        started = time.monotonic()
+        texts = [await life(link, COUPLED, 1.0, tokens=4) for _ in range(6)]
+        assert time.monotonic() - started < 10.0
+    assert len({tuple(text) for text in texts}) == 1
+    assert peer.openings <= 1, "it has said for how long it is full"
+
+
+async def test_who_is_refused_by_all_waits_as_told_where_that_is_soon_and_learns_of_it_otherwise(
+    real: ServiceProcess,
+) -> None:
+    for seconds, tries in ((0.5, range(3, 6)), (50.0, range(1, 2))):
+        full = overloaded("full", retry_after=seconds)
+        async with wrong(full, real, opens=False) as (address, peer), linked([address], Told()) as link:
+            error, waited = await refused(life(link, COUPLED, 1.0))
+        assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
+        assert error.retry_after == seconds
+        assert peer.openings in tries
+        assert waited < 2.5
+
+
+async def test_a_verifier_that_runs_another_model_by_now_is_left_for_one_that_does_not(real: ServiceProcess) -> None:
+    changed = failed_precondition("PAIR_MISMATCH", "other weights")
+    async with wrong(changed, real, opens=False) as (address, peer), linked([real.address, address], Told()) as link:
+        for _ in range(4):
+            assert len(await life(link, COUPLED, 1.0, tokens=4)) == 4
+        assert peer.openings <= 1
+    async with wrong(changed, real, opens=False) as (address, peer), linked([address], Told()) as link:
+        error, seconds = await refused(life(link, COUPLED, 1.0))
+    assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "PAIR_MISMATCH")
+    assert seconds < 1.5

@@ -1,0 +1,277 @@
+"""Verifiers that die, drain, fall silent or run something else, under a draft service: the client sees a pause.
+
+Real processes, killed and stopped by signals in the middle of texts. What was written is compared token for token with
+what the same requests get undisturbed: under `coupled`, at temperature 0, and under `tokenwise` and `block` too, where
+a round that is judged again has the draws it had (Law 2). All in float32.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from outrider.cli.pair import fixed
+from outrider.client import AsyncClient, Chunk, Finished, Options, Statistics, Unavailable
+from outrider.rpc.channel import wait_for_health_blocking
+from tests.exactness import pairs, sampling
+from tests.exactness.services import Nursery, Service, wait_healthy
+from tests.exactness.worlds import World
+from tests.metrics import Samples, scrape
+
+PROMPT = (15, 12, 14)
+LENGTH = 150
+STREAMS: tuple[Options, ...] = tuple(
+    Options(temperature=temperature, rule=rule, gamma=gamma, seed=seed, max_new_tokens=LENGTH, ignore_eos=True)
+    for seed, (temperature, rule, gamma) in enumerate(
+        [(1.0, "coupled", 4), (0.0, "tokenwise", 3), (1.0, "tokenwise", 4), (1.0, "block", 5), (1.0, "coupled", 0)] * 2
+    )
+)
+"""Of every exact rule, with drafts and without (by `Decode`), several at once."""
+
+SILENCE_S = 1.5
+PATIENCE_S = 2.0
+SOON_S = 40.0
+
+Ids = tuple[int, ...]
+
+
+@dataclass
+class House:
+    """A draft service and the addresses of its verifiers, at which processes come and go."""
+
+    nursery: Nursery
+    target: Path
+    addresses: tuple[str, ...]
+    metrics_url: str
+    draft: Service
+    verifiers: dict[str, Service] = field(default_factory=dict)
+
+    def samples(self) -> Samples:
+        return scrape(self.metrics_url)
+
+    def statuses(self) -> dict[str, int]:
+        found = self.samples()["outrider_verifiers"]
+        return {dict(labels)["status"]: int(count) for labels, count in found.items() if count}
+
+    def start(self, address: str, target: Path | None = None) -> Service:
+        """Starts a verifier there."""
+        flags = (*sampling.VERIFIER_FLAGS, "--listen", address)
+        self.verifiers[address] = service = self.nursery.verifier(target or self.target, flags=flags)
+        wait_healthy(service)
+        return service
+
+    def restore(self) -> None:
+        """All are there again, and the draft service knows it."""
+        for address in self.addresses:
+            if address not in self.verifiers:
+                self.start(address)
+        until(lambda: sum(self.statuses().get(state, 0) for state in ("closed", "half_open")) == len(self.addresses))
+
+    def signal(self, address: str, number: signal.Signals) -> None:
+        os.kill(self.verifiers[address].pid, number)
+        if number in (signal.SIGKILL, signal.SIGTERM):
+            del self.verifiers[address]
+
+    def switches(self, reason: str) -> int:
+        return int(self.samples()["outrider_verifier_switches_total"][(("reason", reason),)])
+
+    def lines(self, event: str) -> list[dict[str, object]]:
+        lines = self.draft.log.read_text().splitlines()
+        entries = [json.loads(line) for line in lines if line.startswith("{")]
+        return [entry for entry in entries if entry["event"] == event]
+
+
+@pytest.fixture(scope="module")
+def house(nursery: Nursery, attentive: World) -> Iterator[House]:
+    """Two verifiers, one of them by a name, and a draft service."""
+    first = nursery.verifier(attentive.target, flags=sampling.VERIFIER_FLAGS)
+    second, metrics = fixed("127.0.0.1:0"), fixed("127.0.0.1:0")
+    name = f"localhost:{second.rpartition(':')[2]}"
+    limits = ("--verifier-timeout", str(SILENCE_S), "--failover-patience", str(PATIENCE_S))
+    flags = ("--verifier", name, *limits, "--metrics-listen", metrics, *sampling.DRAFT_FLAGS)
+    draft = nursery.draft(attentive.drafts["uniform"], first, flags=flags)
+    house = House(nursery, attentive.target, (first.address, second), f"http://{metrics}/metrics", draft)
+    house.verifiers[first.address] = first
+    wait_healthy(first, draft)
+    yield house
+    for service in (*house.verifiers.values(), draft):
+        service.stop()
+
+
+@dataclass(frozen=True)
+class Text:
+    """What one request got."""
+
+    ids: Ids
+    statistics: Statistics | None
+    error: Exception | None = None
+    failover_us: int = 0
+
+
+def write(
+    house: House, *, after: int = 0, fault: Callable[[], None] | None = None, timeout: float = 60.0
+) -> list[Text]:
+    """Asks for all `STREAMS` at once; once there are `after` tokens of them together, `fault` is called."""
+    return asyncio.run(_write(house.draft.address, after, fault, timeout))
+
+
+async def _write(address: str, after: int, fault: Callable[[], None] | None, timeout: float) -> list[Text]:
+    seen, faults = 0, [] if fault is None else [fault]
+    async with AsyncClient(address, timeout=timeout, retry=False) as client:
+
+        async def one(options: Options) -> Text:
+            nonlocal seen
+            ids: list[int] = []
+            statistics, failover_us = None, 0
+            try:
+                async for event in client.generate(PROMPT, **options):
+                    match event:
+                        case Chunk():
+                            ids += event.token_ids
+                            seen += len(event.token_ids)
+                            if faults and seen >= after:
+                                faults.pop()()
+                        case Finished():
+                            statistics, failover_us = event.statistics, event.timings.failover_us
+            except Unavailable as error:
+                return Text(tuple(ids), statistics, error)
+            return Text(tuple(ids), statistics, failover_us=failover_us)
+
+        return await asyncio.gather(*map(one, STREAMS))
+
+
+def ids(texts: list[Text]) -> list[Ids]:
+    return [text.ids for text in texts]
+
+
+def failovers(texts: list[Text]) -> int:
+    return sum(text.statistics.num_failovers for text in texts if text.statistics)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + SOON_S
+    while not holds():
+        assert time.monotonic() < end, "not in time"
+        time.sleep(0.02)
+
+
+def broken_off(texts: list[Text]) -> None:
+    """Whoever had not ended yet was told so, and that is nearly all."""
+    assert all(isinstance(text.error, Unavailable) for text in texts if len(text.ids) < LENGTH)
+    assert sum(text.error is not None for text in texts) > len(texts) / 2
+
+
+@pytest.fixture(scope="module")
+def undisturbed(house: House) -> list[Ids]:
+    """What each request gets where nothing happens."""
+    house.restore()
+    texts = write(house)
+    assert failovers(texts) == 0
+    assert all(len(text.ids) == LENGTH for text in texts)
+    assert len(set(ids(texts))) > len(STREAMS) - 2, "two are greedy, and alike"
+    return ids(texts)
+
+
+SOME = LENGTH * len(STREAMS) // 4
+
+
+def test_a_verifier_that_is_killed_costs_a_pause_and_no_token(house: House, undisturbed: list[Ids]) -> None:
+    house.restore()
+    before = house.switches("died")
+    texts = write(house, after=SOME, fault=lambda: house.signal(house.addresses[0], signal.SIGKILL))
+    assert ids(texts) == undisturbed
+    assert 2 <= failovers(texts) <= len(STREAMS), "those that were there, once each"
+    assert house.switches("died") - before == failovers(texts)
+    assert sum(text.statistics.num_drain_moves for text in texts if text.statistics) == 0
+    moved = [text for text in texts if text.statistics and text.statistics.num_failovers]
+    assert all(text.statistics.num_reopened_tokens > len(PROMPT) for text in moved if text.statistics)
+    assert all(bool(text.failover_us) == (text in moved) for text in texts)
+    until(lambda: house.statuses() == {"closed": 1, "open": 1})
+    breakers = house.samples()["outrider_verifier_breaker_state"]
+    assert breakers == {(("verifier", address),): state for address, state in zip(house.addresses, (2, 0), strict=True)}
+    assert house.samples()["outrider_failover_seconds_total"][()] > 0
+    until(lambda: set(house.samples()["outrider_verifier_sequences"].values()) == {0})
+    wait_for_health_blocking(house.draft.address, "", 1.0)
+
+
+def test_one_that_comes_back_is_used_again(house: House, undisturbed: list[Ids]) -> None:
+    house.restore()
+    assert ids(write(house)) == undisturbed
+    for service in house.verifiers.values():
+        until(lambda service=service: '"event": "sequence"' in service.log.read_text())  # type: ignore[misc]
+
+
+def test_one_that_drains_is_left_between_rounds_and_the_last_one_finishes(house: House, undisturbed: list[Ids]) -> None:
+    house.restore()
+    first, last = house.addresses
+    log = house.verifiers[first].log
+    texts = write(house, after=SOME, fault=lambda: house.signal(first, signal.SIGTERM))
+    assert ids(texts) == undisturbed
+    assert sum(text.statistics.num_drain_moves for text in texts if text.statistics) == failovers(texts) >= 2
+    until(lambda: '"event": "stopped"' in log.read_text())
+    texts = write(house, after=SOME, fault=lambda: house.signal(last, signal.SIGTERM))
+    assert ids(texts) == undisturbed, "there is no other: it has its grace for this"
+    assert failovers(texts) == 0
+
+
+def test_one_that_says_nothing_is_left_after_a_while(house: House, undisturbed: list[Ids]) -> None:
+    house.restore()
+    silent = house.addresses[1]
+    before = house.switches("silent")
+    try:
+        texts = write(house, after=SOME, fault=lambda: house.signal(silent, signal.SIGSTOP))
+    finally:
+        house.signal(silent, signal.SIGCONT)
+    assert ids(texts) == undisturbed
+    assert house.switches("silent") - before == failovers(texts) >= 2
+
+
+def test_with_all_of_them_gone_it_is_unavailable_in_time_and_what_was_written_is_there(
+    house: House, undisturbed: list[Ids]
+) -> None:
+    """By the patience here; `tests/draft_service/test_resuming_sequence.py` has a deadline that is sooner."""
+    house.restore()
+
+    def gone() -> None:
+        for address in house.addresses:
+            house.signal(address, signal.SIGKILL)
+
+    started = time.monotonic()
+    texts = write(house, after=SOME, fault=gone)
+    assert time.monotonic() - started < PATIENCE_S + SOON_S
+    broken_off(texts)
+    assert sum(len(text.ids) for text in texts) >= SOME
+    assert all(text.ids == whole[: len(text.ids)] for text, whole in zip(texts, undisturbed, strict=True))
+    wait_for_health_blocking(house.draft.address, "", 1.0)
+    assert house.statuses() == {"open": 2}
+
+
+def test_one_with_other_weights_is_never_used(
+    house: House, undisturbed: list[Ids], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    good, odd = house.addresses
+    for address in house.addresses:
+        if address in house.verifiers:
+            house.signal(address, signal.SIGKILL)
+    log = house.start(odd, pairs.write_target(tmp_path_factory.mktemp("odd"), seed=99)).log
+    house.start(good)
+    until(lambda: house.statuses() == {"closed": 1, "mismatched": 1} or house.statuses() == HALF_MISMATCHED)
+    assert ids(write(house)) == undisturbed
+    texts = write(house, after=SOME, fault=lambda: house.signal(good, signal.SIGKILL))
+    broken_off(texts)
+    assert all(text.ids == whole[: len(text.ids)] for text, whole in zip(texts, undisturbed, strict=True))
+    assert '"event": "sequence"' not in log.read_text()
+    told = [entry for entry in house.lines("verifier") if entry["status"] == "mismatched"]
+    assert len(told) == 1
+    assert "weights" in str(told[0]["reason"])
+
+
+HALF_MISMATCHED = {"half_open": 1, "mismatched": 1}

@@ -1,0 +1,115 @@
+"""The law of texts whose verifiers are cut off again and again: by χ², under the rules that equality says less of.
+
+A tiny target that looks at the last token alone, behind four proxies; each is cut at random places, inside a message or
+between two, and a text goes to another one in the middle of a round. Each token of a text is a sample of one table.
+
+Power (`chisquare` has the derivation): 14,080 tokens, half of them by each rule, over three rank classes a row, some
+48 degrees of freedom, at a level of 0.5 %, notice a total variation of 0.035 with 95 %. A token that were lost or
+repeated at each failover would show on some 7 % of the tokens, each of which is then drawn from a law half or more of
+whose mass lies elsewhere. What a round that is drawn anew would do shows in `test_failover`, token by token.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from outrider.cli.pair import fixed
+from tests.exactness import chisquare, sampling
+from tests.exactness.services import Nursery, Service, wait_healthy
+from tests.exactness.worlds import FILTERS, Chain, World
+from tests.metrics import scrape
+from tests.proxy import Proxy, Way
+
+PROMPT = (15, 12, 14)
+LENGTH = 110
+SAMPLES = sampling.SAMPLES_PER_REQUEST
+"""Under each rule."""
+LEVEL, POWER, DISTANCE = 0.005, 0.95, 0.035
+WAYS = 4
+SECONDS_PER_LOOK = 0.05
+BYTES = 5_000
+"""What passes at most until a cut: a message or two of each sequence there, so that it falls anywhere in one."""
+
+
+@dataclass(frozen=True)
+class Torn:
+    """A draft service, and the ways to its verifier."""
+
+    draft: Service
+    ways: list[Proxy]
+    metrics_url: str
+
+    def sum_of(self, metric: str) -> float:
+        return sum(scrape(self.metrics_url)[metric].values())
+
+    def failovers(self) -> int:
+        return int(self.sum_of("outrider_verifier_switches_total"))
+
+    @contextmanager
+    def torn(self, seed: int) -> Iterator[None]:
+        """Cuts one way or another for as long as it is open, as often as the budget bears."""
+        over = threading.Event()
+
+        def tear() -> None:
+            chance = random.Random(seed)
+            while not over.wait(SECONDS_PER_LOOK):
+                if self.sum_of("outrider_failover_budget") > sampling.SEQUENCES / WAYS:
+                    way, reset = chance.choice(list(Way)), chance.random() < 0.5
+                    chance.choice(self.ways).cut_after(chance.randint(1, BYTES), way, reset=reset)
+
+        thread = threading.Thread(target=tear)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def torn(nursery: Nursery, markov: World) -> Iterator[Torn]:
+    with ExitStack() as stack:
+        ways = [stack.enter_context(Proxy(markov.verifier.address)) for _ in range(WAYS)]
+        metrics = fixed("127.0.0.1:0")
+        names = ",".join(way.address for way in ways)
+        flags = ("--verifier", names, "--metrics-listen", metrics, *sampling.DRAFT_FLAGS)
+        draft = nursery.draft(markov.drafts["uniform"], None, flags=flags)
+        wait_healthy(draft)
+        yield Torn(draft, ways, f"http://{metrics}/metrics")
+        draft.stop()
+
+
+def test_the_law_is_the_targets_however_often_a_text_changes_its_verifier(torn: Torn, markov: World) -> None:
+    before = torn.failovers()
+    with torn.torn(seed=5):
+        runs = [
+            sampling.sample(
+                torn.draft.address,
+                PROMPT,
+                length=LENGTH,
+                samples=SAMPLES,
+                filters=FILTERS,
+                gamma=4,
+                seed=seed,
+                rule=rule,
+            )
+            for seed, rule in enumerate(("tokenwise", "block"), start=17)  # of one seed they would share their draws
+        ]
+    failovers = torn.failovers() - before
+    chain = Chain.of(markov.target)
+    counts = chain.counts(PROMPT, np.concatenate([run.tokens for run in runs]))
+    outcomes, classes = chain.outcomes(counts), chain.by_class(counts)
+    for run in runs:
+        print(run)
+        assert run.tokens.shape == (SAMPLES, LENGTH)
+    print(f"{failovers} failovers\noutcomes: {outcomes}\nclasses:  {classes}")
+    assert failovers > 0.02 * counts.sum()
+    assert chisquare.detectable(classes.df, classes.n, level=LEVEL, power=POWER) <= DISTANCE
+    assert min(outcomes.p_value, classes.p_value) > LEVEL
