@@ -66,6 +66,9 @@ EVERY_OPTION: Options = {
     "committed_token_ids": [8, 9],
     "weights_fingerprint": "ab",
     "cache_salt": "a tenant",
+    "frame_bytes": 512,
+    "frame_pace": 0.25,
+    "fixed_size_rounds": True,
 }
 
 
@@ -99,11 +102,14 @@ def test_every_option_reaches_the_wire() -> None:
         n=3,
         logprobs=sampling_pb2.LogprobsParams(top_n=0),
         time_limit={"seconds": 1, "nanos": 500_000_000},
-        speculation=pb.SpeculationParams(gamma=0, report_rounds=True, drafter=pb.DRAFTER_LOOKUP, draft_temperature=0.5),
+        speculation=pb.SpeculationParams(
+            gamma=0, report_rounds=True, drafter=pb.DRAFTER_LOOKUP, draft_temperature=0.5, fixed_size=True
+        ),
         keep_special_tokens=True,
-        required_features=["tree"],
+        required_features=["tree", "emission", "fixed_rounds"],
         weights_fingerprint="ab",
         cache_salt="a tenant",
+        emission=pb.EmissionPrivacy(frame_bytes=512, pace={"nanos": 250_000_000}),
     )
 
 
