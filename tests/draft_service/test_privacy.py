@@ -66,6 +66,13 @@ def features(frames: Sequence[DataFrame]) -> list[float]:
     return [statistics.mean(sizes), statistics.mean(gaps), statistics.median(gaps), statistics.pstdev(gaps)]
 
 
+def median_gap(runs: Sequence[Sequence[DataFrame]]) -> float:
+    """The median over all runs, in seconds."""
+    return statistics.median(
+        after.seconds - before.seconds for run in runs for before, after in itertools.pairwise(run)
+    )
+
+
 def told_apart(runs: dict[str, list[list[DataFrame]]]) -> int:
     """How many runs a simple classifier names rightly, by the feature that serves it best."""
     one, other = ([features(run) for run in runs[drafter]] for drafter in DRAFTERS)
@@ -106,6 +113,8 @@ def test_with_frames_at_a_pace_it_cannot(watched: Watched) -> None:
         runs = runs_of(watched, 6, **FRAMES)
         sizes = {frame.size for drafter in DRAFTERS for run in runs[drafter] for frame in run}
         assert sizes == {512 + GRPC_PREFIX}
+        for drafter in DRAFTERS:
+            assert median_gap(runs[drafter]) == pytest.approx(0.015, rel=0.2), "the clock's, whoever drafts"
         right = told_apart(runs)
         if right <= 11:
             return
