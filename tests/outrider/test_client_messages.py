@@ -70,6 +70,9 @@ EVERY_OPTION: Options = {
     "committed_token_ids": [8, 9],
     "weights_fingerprint": "ab",
     "cache_salt": "a tenant",
+    "frame_bytes": 512,
+    "frame_pace": 0.25,
+    "fixed_size_rounds": True,
 }
 
 
@@ -111,11 +114,13 @@ def test_every_option_reaches_the_wire() -> None:
             outcome_cache=False,
             policy=pb.SPECULATION_POLICY_ADAPTIVE,
             max_entropy=1.5,
+            fixed_size=True,
         ),
         keep_special_tokens=True,
-        required_features=["tree"],
+        required_features=["tree", "emission", "fixed_rounds"],
         weights_fingerprint="ab",
         cache_salt="a tenant",
+        emission=pb.EmissionPrivacy(frame_bytes=512, pace={"nanos": 250_000_000}),
     )
 
 
