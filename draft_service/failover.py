@@ -27,7 +27,7 @@ _log = structlog.get_logger()
 
 # A sequence that begins waits no longer than this for a verifier: its client has waited for nothing yet, and may ask
 # elsewhere.
-OPENING_PATIENCE = 2.0
+OPENING_PATIENCE = 5.0
 # As long one that would leave a verifier in good time waits for the next one to answer.
 MOVING_PATIENCE = 2.0
 # Verifiers that one round may take down with it. A round that is the death of whoever judges it would go through all.

@@ -309,7 +309,7 @@ async def test_with_every_verifier_gone_it_is_unavailable_within_deadline_and_pa
         assert 0.5 < seconds < most
         error, seconds = await refused(life(link, COUPLED, 1.0, timeout=timeout))
         assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_VERIFIER")
-        assert seconds < 2.5, "one that has not begun waits a moment, and not for long"
+        assert seconds < 3.0, "one that has not begun waits a moment, and not for long"
 
 
 async def test_the_clients_deadline_is_carried_on_to_the_next_verifier(ways: list[Proxy]) -> None:
@@ -411,14 +411,14 @@ async def test_who_is_refused_by_one_goes_to_another(real: ServiceProcess) -> No
 async def test_who_is_refused_by_all_waits_as_told_where_that_is_soon_and_learns_of_it_otherwise(
     real: ServiceProcess,
 ) -> None:
-    for seconds, tries in ((0.5, range(3, 6)), (50.0, range(1, 2))):
+    for seconds, tries in ((0.5, range(3, 12)), (50.0, range(1, 2))):
         full = overloaded("full", retry_after=seconds)
         async with wrong(full, real, opens=False) as (address, peer), linked([address], Told()) as link:
             error, waited = await refused(life(link, COUPLED, 1.0))
         assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
         assert error.retry_after == seconds
         assert peer.openings in tries
-        assert waited < 2.5
+        assert waited < 6.5
 
 
 async def test_a_verifier_that_runs_another_model_by_now_is_left_for_one_that_does_not(real: ServiceProcess) -> None:

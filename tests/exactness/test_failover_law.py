@@ -5,7 +5,7 @@ between two, and a text goes to another one in the middle of a round. Each token
 
 Power (`chisquare` has the derivation): 14,080 tokens, half of them by each rule, over three rank classes a row, some
 48 degrees of freedom, at a level of 0.5 %, notice a total variation of 0.035 with 95 %. A token that were lost or
-repeated at each failover would show on some 7 % of the tokens, each of which is then drawn from a law half or more of
+repeated at each failover would show on some 5 % of the tokens, each of which is then drawn from a law half or more of
 whose mass lies elsewhere. What a round that is drawn anew would do shows in `test_failover`, token by token.
 """
 
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from draft_service.failover_budget import PER_ROUND
 from outrider.cli.pair import fixed
 from tests.exactness import chisquare, sampling
 from tests.exactness.services import Nursery, Service, wait_healthy
@@ -54,15 +55,24 @@ class Torn:
 
     @contextmanager
     def torn(self, seed: int) -> Iterator[None]:
-        """Cuts one way or another for as long as it is open, as often as the budget bears."""
+        """Cuts one way or another for as long as it is open, as often as the budget bears, and never so soon after the
+        last cut that a text may lose one verifier after the other without a verdict.
+        """
         over = threading.Event()
 
         def tear() -> None:
             chance = random.Random(seed)
+            wanted = 0.0
             while not over.wait(SECONDS_PER_LOOK):
-                if self.sum_of("outrider_failover_budget") > sampling.SEQUENCES / WAYS:
-                    way, reset = chance.choice(list(Way)), chance.random() < 0.5
-                    chance.choice(self.ways).cut_after(chance.randint(1, BYTES), way, reset=reset)
+                budget = self.sum_of("outrider_failover_budget")
+                if budget < wanted or budget < sampling.SEQUENCES / WAYS:
+                    continue
+                way, reset = chance.choice(list(Way)), chance.random() < 0.5
+                chance.choice(self.ways).cut_after(chance.randint(1, BYTES), way, reset=reset)
+                over.wait(SECONDS_PER_LOOK)
+                # What the budget earns by a verdict for each text since, as far as it holds so much.
+                earned = self.sum_of("outrider_failover_budget") + PER_ROUND * sampling.SAMPLES_PER_REQUEST
+                wanted = min(earned, sampling.SEQUENCES - 1)
 
         thread = threading.Thread(target=tear)
         thread.start()
