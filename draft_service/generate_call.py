@@ -17,10 +17,11 @@ from draft_service.frames import framed
 from draft_service.generation import Sample
 from draft_service.output import OutputText
 from draft_service.pair import Pair, Places
+from draft_service.request import Generation
 from draft_service.responses import Responses
 from draft_service.settings import DraftSettings
 from draft_service.speculation import PolicyKind
-from draft_service.validation import Generation, check_generate
+from draft_service.validation import check_generate
 from outrider.lm.tokenizer import IncrementalDetokenizer
 from outrider.rpc.errors import RequestError, idle
 from outrider.rpc.patience import Patience

@@ -17,9 +17,9 @@ from draft_service.drafters.healing import HealingDrafting
 from draft_service.emission import Emitter
 from draft_service.failover import ResumingSequence
 from draft_service.lengths import SampleLengths
+from draft_service.request import Generation
 from draft_service.speculation_choice import POLICY_TO_WIRE
 from draft_service.statistics import SpeculationCounts, Timings
-from draft_service.validation import Generation
 from draft_service.verifier_link import VerifierLink
 from outrider.sampling import RULE_TO_WIRE
 from outrider.wire import encode_distribution

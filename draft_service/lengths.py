@@ -10,8 +10,8 @@ from prometheus_client import Histogram
 from draft_service.adaptive import FIRST_PAUSE, Adaptive
 from draft_service.drafters.base import Kind
 from draft_service.experience import Experience, Times
+from draft_service.request import Generation
 from draft_service.speculation import Fixed, Heuristic, Policy, PolicyKind, Round
-from draft_service.validation import Generation
 from kernels.verify import Rule
 from outrider.cost_line import CostLine
 from outrider.metrics import Metrics

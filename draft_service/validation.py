@@ -5,11 +5,12 @@ It knows the models only by what they say of themselves, and nothing of how the 
 
 import secrets
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from draft_service.drafter_choice import check_draft_temperature, check_drafter
 from draft_service.drafters.base import Kind
-from draft_service.privacy import Emission, RoundSizes, check_emission, round_sizes
+from draft_service.privacy import check_emission, round_sizes
+from draft_service.request import Generation
 from draft_service.speculation import PolicyKind
 from draft_service.speculation_choice import check_max_entropy, check_policy
 from kernels.adjustments import LogitRules
@@ -33,79 +34,6 @@ MAX_NAME_CHARS = 128
 DEFAULT_NEW_TOKENS = 256
 
 _RULES = {number: rule for rule, number in RULE_TO_WIRE.items()}
-_MASK64 = 2**64 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """A checked `GenerateRequest`.
-
-    Attributes:
-        prompt: the prompt as tokens, at least one.
-        committed: output that was delivered before.
-        sampling: what the draft works with; its logit rules hold the stop ids that `min_new_tokens` keeps back.
-        params: the same as the client sent it, for the target; `sampling` has the rule where it is left open here.
-        seed: of the first sample.
-        stop_token_ids: those of the request, without the model's own.
-        top_logprobs: None where no log-probabilities were asked for.
-        time_limit: in seconds; None is none.
-        policy: what chooses the length of each proposal.
-        gamma: tokens of a proposal, under `fixed` of each; 0 lets the target write alone.
-        first_gamma: those of the first, under the others.
-        max_entropy: of a draft's law, in nats; None is no bound.
-        drafter: what proposes; `NONE` where gamma is 0.
-        draft_temperature: None is the target's.
-        outcome_cache: whether the drafter may draft while a verdict is under way.
-        seed_is_fresh: the seed was chosen here and now.
-        emission: sizes and pace of the responses; None where they do not matter.
-        round_sizes: sizes of the messages to and from the verifier.
-    """
-
-    request_id: str
-    prompt: list[int]
-    committed: list[int]
-    sampling: Sampling
-    params: sampling_pb2.SamplingParams
-    seed: int
-    max_new_tokens: int
-    min_new_tokens: int
-    stop_token_ids: list[int]
-    stop: tuple[str, ...]
-    ignore_eos: bool
-    samples: int
-    top_logprobs: int | None
-    time_limit: float | None
-    policy: PolicyKind
-    gamma: int
-    first_gamma: int
-    max_entropy: float | None
-    drafter: Kind
-    draft_temperature: float | None
-    outcome_cache: bool
-    seed_is_fresh: bool
-    report_rounds: bool
-    keep_special_tokens: bool
-    weights_fingerprint: str
-    cache_salt: str
-    emission: Emission | None
-    round_sizes: RoundSizes
-
-    def seed_of(self, sample: int) -> int:
-        """The seed of a sample."""
-        return derive_seed(self.seed, sample)
-
-
-def derive_seed(seed: int, sample: int) -> int:
-    """The seed of a sample: the request's own for the first, and for the others numbers that repeat and never meet.
-
-    Output number `sample` of SplitMix64 (Steele, Lea and Flood, 2014) begun at `seed`: distinct for distinct samples.
-    """
-    if sample == 0:
-        return seed
-    z = (seed + sample * 0x9E3779B97F4A7C15) & _MASK64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return z ^ (z >> 31)
 
 
 def check_generate(

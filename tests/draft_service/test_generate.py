@@ -7,7 +7,7 @@ import grpc
 import pytest
 import torch
 
-from draft_service.validation import derive_seed
+from draft_service.request import derive_seed
 from kernels.distribution import SamplingLaw, probabilities
 from outrider.cli.processes import ServiceProcess
 from outrider.rpc.errors import from_rpc_error

@@ -11,8 +11,8 @@ from draft_service.adaptive import Adaptive
 from draft_service.drafters.base import Kind
 from draft_service.lengths import Lengths, SampleLengths
 from draft_service.privacy import RoundSizes
+from draft_service.request import Generation
 from draft_service.speculation import Fixed, Heuristic, Policy, PolicyKind, Round
-from draft_service.validation import Generation
 from kernels.adjustments import LogitRules
 from kernels.distribution import SamplingLaw
 from kernels.verify import Rule

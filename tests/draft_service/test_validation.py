@@ -10,7 +10,8 @@ from draft_service import validation
 from draft_service.drafters.base import Kind
 from draft_service.generation import Sample
 from draft_service.pair import Places
-from draft_service.validation import Generation, check_generate
+from draft_service.request import Generation
+from draft_service.validation import check_generate
 from kernels.verify import Rule
 from outrider.lm.checkpoint import ModelSource
 from outrider.lm.tokenizer import Tokenizer, load_tokenizer
