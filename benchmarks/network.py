@@ -46,8 +46,8 @@ def arms(gamma: int) -> dict[str, Json]:
     found["sequential"] = {"gamma": gamma} | ({"outcome_cache": False} if "outcome_cache" in known else {})
     if "outcome_cache" in known:
         found["outcome cache"] = {"gamma": gamma, "outcome_cache": True}
-    if "policy" in known:
-        found["adaptive"] = {"policy": "adaptive"} | ({"outcome_cache": False} if "outcome_cache" in known else {})
+    if "speculation" in known:
+        found["adaptive"] = {"speculation": "adaptive"} | ({"outcome_cache": False} if "outcome_cache" in known else {})
     return found
 
 
