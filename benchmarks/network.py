@@ -25,7 +25,7 @@ from benchmarks.arguments import pair_parser
 from outrider.cli.pair import terminated_as_interrupted
 from outrider.cli.processes import ServiceProcess
 from outrider.cli.sharing import halves, service_environment
-from outrider.client import Client, Completion, Options
+from outrider.client import Client, Completion
 from outrider.theory import best_gamma, tokens_per_second
 from tests.proxy import Proxy
 
@@ -40,15 +40,13 @@ Json = dict[str, Any]
 
 
 def arms(gamma: int) -> dict[str, Json]:
-    """The arms by name, those that this client can ask for."""
-    known = Options.__annotations__
-    found: dict[str, Json] = {ALONE: {"drafter": "none"}}
-    found["sequential"] = {"gamma": gamma} | ({"outcome_cache": False} if "outcome_cache" in known else {})
-    if "outcome_cache" in known:
-        found["outcome cache"] = {"gamma": gamma, "outcome_cache": True}
-    if "speculation" in known:
-        found["adaptive"] = {"speculation": "adaptive"} | ({"outcome_cache": False} if "outcome_cache" in known else {})
-    return found
+    """The arms by name."""
+    return {
+        ALONE: {"drafter": "none"},
+        "sequential": {"gamma": gamma, "outcome_cache": False},
+        "outcome cache": {"gamma": gamma, "outcome_cache": True},
+        "adaptive": {"speculation": "adaptive", "outcome_cache": False},
+    }
 
 
 @dataclass
