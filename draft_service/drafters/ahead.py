@@ -160,10 +160,15 @@ class OutcomeCache:
         self.counts.add(foresight)
         return branch, foresight
 
-    def took(self, trunk: ModelSequence, seconds: float) -> None:
-        """The sequence's round took so long, from one asking to the next; called before `settle`."""
-        if trunk.looks_ahead:
-            self._trials.setdefault(_kind(trunk), Trial()).add(seconds, on=trunk in self._lookaheads)
+    def serves(self, trunk: ModelSequence) -> bool:
+        """Whether branches of the sequence are thought of."""
+        return trunk in self._lookaheads
+
+    def took(self, trunk: ModelSequence, seconds: float, *, on: bool) -> None:
+        """From one proposal's leaving to the next one's it took so long, with branches in between or without: what
+        they cost while the verdict was under way, and what they save after it.
+        """
+        self._trials.setdefault(_kind(trunk), Trial()).add(seconds, on=on)
 
     def drop(self, trunk: ModelSequence) -> None:
         """Nothing will be asked of this sequence, or its branches cannot be had."""

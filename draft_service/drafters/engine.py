@@ -84,7 +84,7 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
 
     def _begin(self, ask: Ask) -> None:
         sequence, pool = ask.sequence, self.packed.pool
-        base, drafted, last = sequence.base, sequence.drafted, sequence.asked
+        base, drafted = sequence.base, sequence.drafted
         sequence.asked = ask.posted
         kept = sequence.commit(ask.committed)
         if sequence.slot is None:
@@ -96,8 +96,8 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
         self._busy.append(sequence)
         self._spare.asked(sequence, ask.posted)
         self._leaving.pop(sequence, None)
-        if drafted and len(ask.committed) <= drafted + 1:  # otherwise the target has written alone since
-            self.cache.took(sequence, ask.posted - last)
+        # Where the target has written alone since, the time says nothing of what drafting ahead is worth.
+        sequence.was_ahead = self.cache.serves(sequence) if drafted and len(ask.committed) <= drafted + 1 else None
         branch, foresight = self.cache.settle(sequence, ask.committed, kept)
         if foresight is not None:
             self._foreseen[sequence] = foresight
@@ -224,6 +224,9 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
         self._busy.remove(sequence)
         sequence.finish(foresight=self._foreseen.pop(sequence, None))
         now = time.perf_counter()
+        if sequence.looks_ahead and sequence.was_ahead is not None:
+            self.cache.took(sequence, now - sequence.left, on=sequence.was_ahead)
+        sequence.left = now
         self._spare.left(sequence, now)
         self._leaving[sequence] = now
 

@@ -36,6 +36,8 @@ class ModelSequence:
         gamma: how many to draft in the round under way; 0 between rounds.
         laws: what is told of the drafted ones: what they were sampled from, or the logits (`tells_logits`).
         scores: what they were chosen by where there is no law, see `outrider.lm.writing.Written`.
+        left: when the last proposal left.
+        was_ahead: whether it had branches when this round was asked for; None where that round was not the next.
         looks_ahead: whether the outcome cache is to serve it.
         trunk: for a branch of the outcome cache the sequence that it would go on; None for a sequence itself.
         done: takes the round's result; any thread may call it.
@@ -57,6 +59,8 @@ class ModelSequence:
     done: Done | None = None
     asked: float = 0.0
     closed: bool = False
+    left: float = 0.0
+    was_ahead: bool | None = None
     looks_ahead: bool = False
     trunk: "ModelSequence | None" = None
 
