@@ -34,8 +34,8 @@ RUNNERS_UP = 4
 MOST_BRANCHES = 12
 """Of a sequence at a time."""
 
-# Branches that are less likely than this are not begun.
-_LEAST_CHANCE = 0.01
+LEAST_CHANCE = 0.04
+"""Branches that are less likely are not begun: they disturb more than they save."""
 
 # This share of the pool's blocks stays free for sequences themselves.
 _RESERVE = 1 / 8
@@ -130,7 +130,7 @@ class OutcomeCache:
         places = _places(trunk)
         drafted = trunk.tokens[trunk.base :]
         guesses, all_stand = forecast.guesses(places, drafted)
-        guesses = sorted((each for each in guesses if each.chance >= _LEAST_CHANCE), key=lambda guess: guess.chance)
+        guesses = sorted((each for each in guesses if each.chance >= LEAST_CHANCE), key=lambda guess: guess.chance)
         self._lookaheads[trunk] = _Lookahead(drafted, forecast, places, guesses, all_stand, all_stand)
 
     def settle(
@@ -195,7 +195,7 @@ class OutcomeCache:
                     self._give_up(trunk, look, branch)
         while len(chosen) < width and self._lookaheads:
             trunk, look = max(self._lookaheads.items(), key=lambda item: item[1].next_chance)
-            if look.next_chance < _LEAST_CHANCE:
+            if look.next_chance < LEAST_CHANCE:
                 break
             branch = self._begin(trunk, look)
             if self._has_room(branch):

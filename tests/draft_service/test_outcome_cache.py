@@ -4,13 +4,17 @@ import queue
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
+from statistics import median
+from typing import Any
 
 import pytest
 
+from draft_service.drafters.ahead import LEAST_CHANCE
 from draft_service.drafters.base import Draft, DraftError, DraftSequence
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.sequence import Ask, Close, ModelSequence
+from draft_service.drafters.trial import Trial
 from kernels.adjustments import LogitRules
 from kernels.distribution import SamplingLaw
 from kernels.sparse import SparseConfig, SparseLaw
@@ -84,7 +88,7 @@ class Driver:
         end = time.monotonic() + WITHIN_S
         while time.monotonic() < end:
             look = self._engine.cache._lookaheads.get(self.sequence)
-            if look is not None and look.next_chance < 0.01 and not look.open:
+            if look is not None and look.next_chance < LEAST_CHANCE and not look.open:
                 bounded = self.sequence.max_entropy is not None
                 assert all(branch.drafted == GAMMA or bounded for branch in look.branches.values())
                 return list(look.branches)
@@ -228,6 +232,35 @@ def test_a_branch_whose_logits_are_no_numbers_harms_nobody(loaded: LoadedModel) 
     time.sleep(0.2)
     assert len(driver.propose(GAMMA, [*draft.token_ids[:1], 12]).token_ids) == GAMMA
     engine.stop()
+
+
+def test_a_trial_is_told_of_a_round_together_with_what_it_saves(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafting takes 30 ms here, and every other round is begun with branches: those rounds are the shorter ones."""
+    packed = PackedModel.build(loaded, max_sequences=2, max_length=160, blocks=64)
+    engine = Eager(packed, vocab_size=VOCABULARY, config=CONFIG, prefill_tokens=64, threads=1)
+    write, turns, told_of = packed.write, count(), {True: list[float](), False: list[float]()}
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.03)
+        return write(*arguments)
+
+    monkeypatch.setattr(packed, "write", slow)
+    monkeypatch.setattr(Trial, "choose", lambda self: next(turns) % 2 == 0)
+    monkeypatch.setattr(Trial, "add", lambda self, seconds, on: told_of[on].append(seconds))
+    engine.start()
+    driver, committed = Driver(engine, told(0.0, Rule.TOKENWISE)), list[int]()
+    fresh = Driver(engine, told(0.0, Rule.TOKENWISE, looks_ahead=False))
+    for _ in range(9):
+        draft = driver.propose(GAMMA, committed)
+        follows = fresh.propose(GAMMA + 1, committed).token_ids[GAMMA]
+        time.sleep(0.12)
+        committed = [*draft.token_ids, follows]
+    engine.stop()
+    assert len(told_of[True]) == len(told_of[False]) == 4
+    assert engine.cache.counts.hits == 4
+    assert median(told_of[True]) < median(told_of[False]) - 0.02
 
 
 def test_where_waits_are_short_nothing_is_drafted_ahead(loaded: LoadedModel) -> None:
