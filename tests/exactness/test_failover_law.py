@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from draft_service.failover_budget import PER_ROUND
 from outrider.cli.pair import fixed
 from tests.exactness import chisquare, sampling
 from tests.exactness.services import Nursery, Service, wait_healthy
@@ -35,6 +34,8 @@ SAMPLES = sampling.SAMPLES_PER_REQUEST
 LEVEL, POWER, DISTANCE = 0.005, 0.95, 0.035
 WAYS = 4
 SECONDS_PER_LOOK = 0.05
+ROUNDS_BETWEEN = 3
+"""Of each text on the average, from one cut to the next."""
 BYTES = 5_000
 """What passes at most until a cut: a message or two of each sequence there, so that it falls anywhere in one."""
 
@@ -53,6 +54,10 @@ class Torn:
     def failovers(self) -> int:
         return int(self.sum_of("outrider_verifier_switches_total"))
 
+    def rounds(self) -> float:
+        """Verdicts so far."""
+        return sum(scrape(self.metrics_url).get("outrider_spec_decode_gamma_count", {}).values())
+
     @contextmanager
     def torn(self, seed: int) -> Iterator[None]:
         """Cuts one way or another for as long as it is open, as often as the budget bears, and never so soon after the
@@ -64,15 +69,12 @@ class Torn:
             chance = random.Random(seed)
             wanted = 0.0
             while not over.wait(SECONDS_PER_LOOK):
-                budget = self.sum_of("outrider_failover_budget")
-                if budget < wanted or budget < sampling.SEQUENCES / WAYS:
+                if self.rounds() < wanted or self.sum_of("outrider_failover_budget") < sampling.SEQUENCES / WAYS:
                     continue
                 way, reset = chance.choice(list(Way)), chance.random() < 0.5
                 chance.choice(self.ways).cut_after(chance.randint(1, BYTES), way, reset=reset)
                 over.wait(SECONDS_PER_LOOK)
-                # What the budget earns by a verdict for each text since, as far as it holds so much.
-                earned = self.sum_of("outrider_failover_budget") + PER_ROUND * sampling.SAMPLES_PER_REQUEST
-                wanted = min(earned, sampling.SEQUENCES - 1)
+                wanted = self.rounds() + ROUNDS_BETWEEN * SAMPLES
 
         thread = threading.Thread(target=tear)
         thread.start()
