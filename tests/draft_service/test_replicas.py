@@ -58,7 +58,7 @@ class Peer(verifier_service_pb2_grpc.VerifierServiceServicer):
         return verifier_service_pb2.VerifierServiceGetModelResponse(model=self._model)
 
     async def Verify(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
-        raise NotImplementedError
+        raise NotImplementedError  # the stubs ask for it; replicas are chosen by what they say
 
 
 @asynccontextmanager
