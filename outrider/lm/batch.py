@@ -24,6 +24,9 @@ class CausalMasks:
 
     A row may see what lies at or before its own position, so the mask of a shorter sequence is the right-hand end of
     the mask of a longer one: one per number of rows suffices, and a length is a view of it.
+
+    Attributes:
+        none: what needs no mask gets, `[0, 0]`.
     """
 
     def __init__(self, max_length: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -32,7 +35,7 @@ class CausalMasks:
         self._device = device
         self._masks: dict[tuple[int, int, int], Tensor] = {}
         self._elements = 0
-        self._none = torch.empty(0, 0, dtype=dtype, device=device)
+        self.none = torch.empty(0, 0, dtype=dtype, device=device)
 
     def for_rows(self, count: int, length: int, group: int, window: int) -> Tensor:
         """What the last `count` of `length` positions need: a mask, or nothing.
@@ -48,7 +51,7 @@ class CausalMasks:
             the rows of a block see; `[0, 0]` for a single row, and for rows that are all of the sequence.
         """
         if count == 1 or (count == length and not 0 < window < length):
-            return self._none
+            return self.none
         rows = min(count, max(1, BLOCK // group))
         width = length if window == 0 else min(length, window + rows - 1)
         key = (rows, group, window)

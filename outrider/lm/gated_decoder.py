@@ -104,14 +104,19 @@ class GatedDecoder:
         rotation = self._rotation(batch)
         return self._run(token_ids, rotation, batch.counts, batch.keys, batch.values, batch.new, masks, last, chosen)
 
-    def write(self, token_ids: Tensor, batch: PackedBatch, sampling: Sampling) -> Written:
+    def write(
+        self, token_ids: Tensor, counts: Sequence[int], batch: PackedBatch, samplings: Sequence[Sampling]
+    ) -> list[Written]:
         """See `outrider.lm.program.WritingProgram`."""
-        count, windows = len(token_ids), self._layers.windows
-        length = batch.starts[0] + count
-        masks = [[batch.masks.for_rows(count, length, self._group, window)] for window in windows]
-        later = [[batch.masks.for_rows(1, length, self._group, window)] for window in windows]
-        views = (batch.keys[0], batch.values[0], batch.new[0])
-        return self._writer(token_ids, self._rotation(batch), views, masks, later, sampling)
+        held = [start + count for start, count in zip(batch.starts, counts, strict=True)]
+        masks = [
+            [batch.masks.for_rows(count, length, self._group, window) for count, length in zip(counts, held, strict=True)]
+            for window in self._layers.windows
+        ]
+        views = (batch.keys, batch.values, batch.new)
+        return self._writer(
+            token_ids, list(counts), self._rotation(batch), views, masks, batch.masks.none, samplings
+        )
 
     @cached_property
     def _writer(self) -> Writer:

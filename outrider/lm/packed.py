@@ -116,33 +116,37 @@ class PackedModel:
         return isinstance(self._program, WritingProgram)
 
     @torch.inference_mode()
-    def write(self, chunk: Chunk, sampling: Sampling) -> Written:
-        """Runs a chunk, draws the next token, runs that, and so on, in one call: γ tokens, one for each uniform.
+    def write(self, chunks: Sequence[Chunk], samplings: Sequence[Sampling]) -> list[Written]:
+        """Runs a chunk of each sequence, draws its next token, runs that, and so on, in one call.
 
-        Each is the token that `kernels.sparse.draw` would draw, or `kernels.coupled.draw` where there is noise.
-        Afterwards the slot holds the chunk and the tokens written but the last. If it raises, the slot has not changed
-        its length.
+        Each sequence gets one token for each of its uniforms: the one that `kernels.sparse.draw` would draw, or
+        `kernels.coupled.draw` where there is noise. Afterwards a slot holds its chunk and the tokens written but the
+        last. If it raises, no slot has changed its length.
 
         Returns:
-            The tokens and how each came about.
+            Of each sequence, the tokens and how each came about.
 
         Raises:
-            ValueError: the chunk or the tokens do not fit their slot, or a token is outside the vocabulary.
+            ValueError: a chunk or its tokens do not fit their slot, or a token is outside the vocabulary.
             PoolExhausted: see `forward`.
         """
         program = self._program
         if not isinstance(program, WritingProgram):
             raise ValueError(f"{self.loaded.name} runs unfused, and an unfused model cannot write")
-        self._check([chunk])
-        rows = len(chunk.tokens) + len(sampling.uniforms) - 1
-        if chunk.start + rows > self.pool.max_length:
-            raise ValueError(
-                f"slot {chunk.slot} holds {chunk.start} positions: {rows} more go beyond its {self.pool.max_length}"
-            )
-        token_ids = torch.tensor(chunk.tokens, device=self.loaded.device)
-        batch = pack([(chunk.slot, chunk.start, rows)], self.pool, self._masks)
-        written = program.write(token_ids, batch, sampling)
-        self.pool.extend(chunk.slot, chunk.start + len(chunk.tokens) + len(written.tokens) - 1)
+        self._check(chunks)
+        spans: list[tuple[int, int, int]] = []
+        for chunk, sampling in zip(chunks, samplings, strict=True):
+            rows = len(chunk.tokens) + len(sampling.uniforms) - 1
+            if chunk.start + rows > self.pool.max_length:
+                raise ValueError(
+                    f"slot {chunk.slot} holds {chunk.start} positions: {rows} more go beyond its {self.pool.max_length}"
+                )
+            spans.append((chunk.slot, chunk.start, rows))
+        token_ids = torch.tensor([token for chunk in chunks for token in chunk.tokens], device=self.loaded.device)
+        batch = pack(spans, self.pool, self._masks)
+        written = program.write(token_ids, [len(chunk.tokens) for chunk in chunks], batch, samplings)
+        for chunk, each in zip(chunks, written, strict=True):
+            self.pool.extend(chunk.slot, chunk.start + len(chunk.tokens) + len(each.tokens) - 1)
         return written
 
     def warm_up(self, widths: Iterable[int]) -> None:
@@ -169,16 +173,19 @@ class PackedModel:
         """
         if not self.can_write:
             return
-        slot = self.pool.allocate()
+        slots = [self.pool.allocate() for _ in range(2)]
         uniforms = [0.5] * min(4, self.pool.max_length)
         try:
             for law, by_noise in ((SamplingLaw(temperature=0), False), (SamplingLaw(), False), (SamplingLaw(), True)):
                 noise = torch.full((len(uniforms), self.loaded.vocab_size), -0.5) if by_noise else None
-                for _ in range(_RUNS_TO_COMPILE):
-                    self.pool.rollback(slot, 0)
-                    self.write(Chunk(slot, [0], 0, 1), Sampling(law, config, uniforms, self.loaded.vocab_size, noise))
+                sampling = Sampling(law, config, uniforms, self.loaded.vocab_size, noise)
+                for some in [slots[:1]] * _RUNS_TO_COMPILE + [slots]:
+                    for slot in slots:
+                        self.pool.rollback(slot, 0)
+                    self.write([Chunk(slot, [0], 0, 1) for slot in some], [sampling] * len(some))
         finally:
-            self.pool.free(slot)
+            for slot in slots:
+                self.pool.free(slot)
 
     def _rows(self, chunks: Sequence[Chunk]) -> Rows:
         if len(chunks) == 1:

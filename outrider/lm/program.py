@@ -4,6 +4,7 @@ It knows the layout of a pass, and nothing of slots or of who asks.
 """
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -34,18 +35,21 @@ class Program(Protocol):
 
 @runtime_checkable
 class WritingProgram(Program, Protocol):
-    """One that can also write several tokens of one sequence in one call."""
+    """One that can also write several tokens of a few sequences in one call."""
 
-    def write(self, token_ids: Tensor, batch: PackedBatch, sampling: Sampling) -> Written:
-        """Runs `token_ids` `[T]`, draws a token, runs that, and so on; the last token drawn is not run.
+    def write(
+        self, token_ids: Tensor, counts: Sequence[int], batch: PackedBatch, samplings: Sequence[Sampling]
+    ) -> list[Written]:
+        """Runs `token_ids`, draws a token of each sequence, runs those, and so on; the last ones drawn are not run.
 
         Args:
-            token_ids: what is to be run before the first token can be drawn.
-            batch: one chunk, of all T + γ - 1 rows that will be run.
-            sampling: how the γ tokens are drawn.
+            token_ids: `[T]`: what is to be run before the first tokens can be drawn, one sequence after the other.
+            counts: how many of them are each sequence's.
+            batch: one chunk for each sequence, of all rows that will be run: its count + its γ - 1.
+            samplings: how the γ tokens of each are drawn.
 
         Returns:
-            The tokens and how each came about.
+            Of each sequence, the tokens and how each came about.
         """
 
 

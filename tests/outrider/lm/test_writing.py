@@ -73,7 +73,7 @@ def test_written_tokens_are_those_drawn_step_by_step(name: str, first: int, load
         sampling = Sampling(
             law, CONFIG, [rng.random() for _ in range(6)], KNOWN, noise(first, 5 + first, 6) if by_noise else None
         )
-        written = model.write(Chunk(one, prompt[5:], 5, first), sampling)
+        written = model.write([Chunk(one, prompt[5:], 5, first)], [sampling])[0]
         tokens, laws = written.tokens, written.laws
         expected, expected_laws = step_by_step(model, other, prompt[5:], sampling)
         assert tokens == expected
@@ -96,7 +96,7 @@ def test_both_ways_end_before_the_first_token_of_a_law_above_its_bound(
     rng = random.Random(7)
     by = noise(7, 3, 6) if by_noise else None
     free = Sampling(law, CONFIG, [rng.random() for _ in range(6)], KNOWN, by)
-    told_free = model.write(Chunk(one, [3, 1, 4], 0, 3), free)
+    told_free = model.write([Chunk(one, [3, 1, 4], 0, 3)], [free])[0]
     unbounded, laws = told_free.tokens, told_free.laws
     entropies = _entropies(model, other, [3, 1, 4, *unbounded[:-1]], 2, law, None if by_noise else laws)
     assert max(entropies) > min(entropies)
@@ -107,7 +107,7 @@ def test_both_ways_end_before_the_first_token_of_a_law_above_its_bound(
         for slot in (one, other):
             model.pool.rollback(slot, 0)
             if slot == one:
-                done = model.write(Chunk(slot, [3, 1, 4], 0, 3), sampling)
+                done = model.write([Chunk(slot, [3, 1, 4], 0, 3)], [sampling])[0]
                 tokens, told = done.tokens, done.laws
             else:
                 tokens, told = step_by_step(model, slot, [3, 1, 4], sampling)
@@ -139,7 +139,7 @@ def test_each_token_is_chosen_by_the_noise_of_its_own_place(load: Callable[..., 
     model = PackedModel.build(load("llama"), max_sequences=1, max_length=48)
     slot, by = model.pool.allocate(), noise(8, 3, 6)
     law = SamplingLaw(temperature=100.0)
-    tokens = model.write(Chunk(slot, [3, 1, 4], 0, 3), Sampling(law, CONFIG, [0.0] * 6, KNOWN, by)).tokens
+    tokens = model.write([Chunk(slot, [3, 1, 4], 0, 3)], [Sampling(law, CONFIG, [0.0] * 6, KNOWN, by)])[0].tokens
     assert tokens == by.argmax(-1).tolist()
 
 
@@ -147,7 +147,7 @@ def test_what_was_written_is_in_the_cache(load: Callable[..., LoadedModel]) -> N
     model = PackedModel.build(load("llama"), max_sequences=2, max_length=48)
     slot, fresh = model.pool.allocate(), model.pool.allocate()
     sampling = Sampling(SamplingLaw(), CONFIG, [0.2, 0.9, 0.5], KNOWN)
-    tokens = model.write(Chunk(slot, [3, 1, 4], 0, 3), sampling).tokens
+    tokens = model.write([Chunk(slot, [3, 1, 4], 0, 3)], [sampling])[0].tokens
     after = model.forward([Chunk(slot, [tokens[-1], 7], 5, 0)])
     whole = model.forward([Chunk(fresh, [3, 1, 4, *tokens, 7], 0, 5)])
     assert torch.allclose(after, whole, atol=1e-5)
@@ -159,12 +159,12 @@ def test_logits_that_are_no_numbers_end_the_writing(load: Callable[..., LoadedMo
     assert isinstance(loaded.fused, GatedDecoder)
     slot = model.pool.allocate()
     for law, by in ((SamplingLaw(temperature=0), None), (SamplingLaw(), None), (SamplingLaw(), noise(1, 1, 3))):
-        first = model.write(Chunk(slot, [5], 0, 1), Sampling(law, CONFIG, [0.4], KNOWN, by)).tokens
+        first = model.write([Chunk(slot, [5], 0, 1)], [Sampling(law, CONFIG, [0.4], KNOWN, by)])[0].tokens
         model.pool.rollback(slot, 0)
         embedding = loaded.fused._layers.embedding
         kept = embedding[first[0]].clone()
         embedding[first[0]] = float("nan")
-        written = model.write(Chunk(slot, [5], 0, 1), Sampling(law, CONFIG, [0.4, 0.5, 0.6], KNOWN, by))
+        written = model.write([Chunk(slot, [5], 0, 1)], [Sampling(law, CONFIG, [0.4, 0.5, 0.6], KNOWN, by)])[0]
         embedding[first[0]] = kept
         model.pool.rollback(slot, 0)
         assert written.tokens == [*first, -1]
@@ -180,11 +180,11 @@ def test_compiled_or_not_the_loop_does_the_same(load: Callable[..., LoadedModel]
     assert isinstance(loaded.fused, GatedDecoder)
     slot = model.pool.allocate()
     sampling = Sampling(SamplingLaw(top_p=0.9), CONFIG, [0.3, 0.6, 0.1, 0.8], KNOWN, by)
-    compiled = model.write(Chunk(slot, [9, 2], 0, 2), sampling)
+    compiled = model.write([Chunk(slot, [9, 2], 0, 2)], [sampling])[0]
     assert isinstance(loaded.fused._writer._loop, torch.jit.ScriptModule)
     model.pool.rollback(slot, 0)
     loaded.fused._writer._loop = WritingLoop(loaded.fused._layers)
-    plain = model.write(Chunk(slot, [9, 2], 0, 2), sampling)
+    plain = model.write([Chunk(slot, [9, 2], 0, 2)], [sampling])[0]
     assert compiled.tokens == plain.tokens
     assert triples(compiled.laws) == triples(plain.laws)
     assert [row is None for row in compiled.scores] == [row is None for row in plain.scores] == [by is None] * 4
@@ -198,10 +198,10 @@ def test_what_cannot_be_written_is_refused(load: Callable[..., LoadedModel]) -> 
     slot = model.pool.allocate()
     sampling = Sampling(SamplingLaw(), CONFIG, [0.5] * 7, KNOWN)
     with pytest.raises(ValueError, match="holds 0 positions: 9 more go beyond its 8"):
-        model.write(Chunk(slot, [1, 2, 3], 0, 3), sampling)
+        model.write([Chunk(slot, [1, 2, 3], 0, 3)], [sampling])
     assert model.pool.length(slot) == 0
     assert model.can_write
     unfused = PackedModel.build(load("llama"), max_sequences=1, max_length=48, fuse=False)
     assert not unfused.can_write
     with pytest.raises(ValueError, match="cannot write"):
-        unfused.write(Chunk(unfused.pool.allocate(), [1], 0, 1), sampling)
+        unfused.write([Chunk(unfused.pool.allocate(), [1], 0, 1)], [sampling])
