@@ -156,7 +156,7 @@ class OutcomeCache:
         self._free(look, trunk)
         if not drafted:
             return None, None
-        foresight = Foresight(drafted, used, branch is not None, used * self._spare.seconds_per_token)
+        foresight = Foresight(drafted, used, branch is not None, used * self._spare.step_seconds(1))
         self.counts.add(foresight)
         return branch, foresight
 

@@ -3,7 +3,7 @@
 It knows sequences and laws; nothing of passes, nor of who asks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -43,15 +43,25 @@ class Drawing:
         self._vocab_size = min(target_size, draft_size)
         self._config = config
 
-    def sampling(self, sequence: ModelSequence) -> Sampling:
-        """How what is left of the sequence's round is drawn in one call."""
-        places = range(sequence.drafted, sequence.gamma)
-        uniforms = [_uniform(sequence, place) for place in places]
-        noise = None
+    def samplings(self, writing: Sequence[ModelSequence]) -> list[Sampling]:
+        """How what is left of each sequence's round is drawn in one call."""
+        places = {(each.seed, each.base + i) for each in writing if each.shares_noise for i in _left(each)}
+        # Branches of one sequence lie over one another: each place has one row, and each sequence's follow one another.
+        rows = {place: row for row, place in enumerate(sorted(places))}
+        noise = coupled.noise_of(list(rows), self._vocab_size) if rows else None
+        return [self._sampling(each, rows, noise) for each in writing]
+
+    def _sampling(
+        self, sequence: ModelSequence, rows: Mapping[tuple[int, int], int], noise: torch.Tensor | None
+    ) -> Sampling:
+        left = _left(sequence)
+        own = None
         if sequence.shares_noise:
-            noise = coupled.noise_of([(sequence.seed, sequence.base + place) for place in places], self._vocab_size)
-        bounds = [] if sequence.max_entropy is None else [sequence.bound(place) for place in places]
-        return Sampling(sequence.law, self._config, uniforms, self._vocab_size, noise, bounds)
+            assert noise is not None
+            own = noise[rows[sequence.seed, sequence.base + left.start] :][: len(left)]
+        bounds = [] if sequence.max_entropy is None else [sequence.bound(place) for place in left]
+        uniforms = [_uniform(sequence, place) for place in left]
+        return Sampling(sequence.law, self._config, uniforms, self._vocab_size, own, bounds)
 
     def draw(self, drawing: Sequence[ModelSequence], logits: torch.Tensor) -> Drawn:
         """The next token of each sequence."""
@@ -83,6 +93,11 @@ class Drawing:
         bounds = [each.bound(each.drafted) for each in drawing]
         weighed = coupled.weigh_each(z, [each.law for each in drawing], noise, bounds)
         return [DrawnToken(token, None, row) for token, row in zip(coupled.pick(weighed), weighed, strict=True)]
+
+
+def _left(sequence: ModelSequence) -> range:
+    """The places of its proposal that are still to be drawn."""
+    return range(sequence.drafted, sequence.gamma)
 
 
 def _uniform(sequence: ModelSequence, place: int) -> float:

@@ -5,6 +5,8 @@ It knows clocks and counts: no model, no sequence's tokens, and not what the tim
 
 from collections.abc import Hashable
 
+from outrider.cost_line import FittedCost
+
 # Weight of the newest of what is measured again and again.
 _NEWEST = 0.2
 
@@ -28,25 +30,29 @@ class _Mean:
 
 
 class SpareTime:
-    """Says how many tokens can be drafted before somebody is likely to ask for a proposal.
+    """Says how many steps of drafting are done before somebody is likely to ask for a proposal.
 
     Whoever asks while something else is drafted has to wait for it, so what is begun has to be done by then.
     """
 
     def __init__(self) -> None:
         self._wait = _Mean()  # from a proposal's leaving to the next asking
-        self._token = _Mean()  # seconds that one token takes, in a call of several
+        self._step: FittedCost | None = None  # seconds that a step takes, by the sequences that take it together
         self._left: dict[Hashable, float] = {}  # who is expected to ask, and since when
 
-    @property
-    def seconds_per_token(self) -> float:
-        """What a drafted token takes; 0 before the first."""
-        return self._token.value or 0.0
+    def step_seconds(self, width: int) -> float:
+        """What a step takes that so many sequences take together; 0 before the first."""
+        return 0.0 if self._step is None else self._step.line.seconds(width)
 
-    def spent(self, tokens: int, seconds: float) -> None:
-        """So many tokens took so long."""
-        if tokens:
-            self._token.add(seconds / tokens)
+    def spent(self, width: int, steps: int, seconds: float) -> None:
+        """So many steps of so many sequences took so long."""
+        if not steps or not seconds > 0:
+            return
+        each = seconds / steps
+        if self._step is None:  # until other widths tell, two take twice as long as one
+            self._step = FittedCost([(width, each), (2 * width, 2 * each)])
+        else:
+            self._step.add(width, each)
 
     def left(self, who: Hashable, now: float) -> None:
         """A proposal has left; its sequence will ask for another."""
@@ -62,10 +68,11 @@ class SpareTime:
         """It will ask no more."""
         self._left.pop(who, None)
 
-    def tokens(self, now: float) -> int:
-        """How many tokens are done before the first is likely to ask; 0 while nothing is known."""
-        if self._wait.value is None or not self._token.value:
+    def steps(self, now: float, width: int) -> int:
+        """How many steps of `width` are done before the first is likely to ask; 0 while nothing is known."""
+        step = self.step_seconds(width)
+        if self._wait.value is None or not step:
             return 0
         wait = self._wait.value - self._wait.spread / 2
         rest = min((since + wait - now for since in self._left.values() if now - since < _OUTLIER * wait), default=0.0)
-        return max(0, int(rest / self._token.value))
+        return max(0, int(rest / step))

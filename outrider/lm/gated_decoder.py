@@ -110,13 +110,14 @@ class GatedDecoder:
         """See `outrider.lm.program.WritingProgram`."""
         held = [start + count for start, count in zip(batch.starts, counts, strict=True)]
         masks = [
-            [batch.masks.for_rows(count, length, self._group, window) for count, length in zip(counts, held, strict=True)]
+            [
+                batch.masks.for_rows(count, length, self._group, window)
+                for count, length in zip(counts, held, strict=True)
+            ]
             for window in self._layers.windows
         ]
         views = (batch.keys, batch.values, batch.new)
-        return self._writer(
-            token_ids, list(counts), self._rotation(batch), views, masks, batch.masks.none, samplings
-        )
+        return self._writer(token_ids, list(counts), self._rotation(batch), views, masks, batch.masks.none, samplings)
 
     @cached_property
     def _writer(self) -> Writer:

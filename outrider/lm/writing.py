@@ -126,7 +126,7 @@ class WritingLoop(nn.Module):
             begins.append(begin)
             at.append(0)
             begin += each[0].size(2)
-        writing = [b for b in range(len(hows))]  # those that are not done
+        writing = list(range(len(hows)))  # those that are not done
         while len(writing) > 0:
             seen_keys: list[list[Tensor]] = []
             seen_values: list[list[Tensor]] = []

@@ -41,7 +41,7 @@ class Eager(DraftEngine):
     """An engine that always has time to draft ahead, until somebody asks."""
 
     def start(self) -> None:
-        self._spare.tokens = lambda now: 64  # type: ignore[method-assign]
+        self._spare.steps = lambda now, width: 64  # type: ignore[method-assign]
         super().start()
 
 

@@ -20,44 +20,56 @@ def rounds(spare: SpareTime, who: str, waits: list[float]) -> float:
 def test_nothing_is_begun_before_a_wait_and_a_token_are_known() -> None:
     spare = SpareTime()
     spare.left("a", 0.0)
-    assert spare.tokens(0.001) == 0
+    assert spare.steps(0.001, 1) == 0
     spare.asked("a", 0.010)
     spare.left("a", 0.010)
-    assert spare.tokens(0.011) == 0
-    spare.spent(4, 0.002)
-    assert spare.tokens(0.011) > 0
+    assert spare.steps(0.011, 1) == 0
+    spare.spent(1, 4, 0.002)
+    assert spare.steps(0.011, 1) > 0
 
 
 def test_what_is_begun_is_done_before_the_next_asks() -> None:
     spare = SpareTime()
-    spare.spent(5, 0.0025)
+    spare.spent(1, 5, 0.0025)
     now = rounds(spare, "a", [0.010] * 60)
     spare.left("a", now)
-    assert spare.tokens(now) == pytest.approx(20, abs=1)
-    assert spare.tokens(now + 0.006) == pytest.approx(8, abs=1)
-    assert spare.tokens(now + 0.0099) == 0
-    assert spare.tokens(now + 0.02) == 0  # overdue: it may ask at any moment
+    assert spare.steps(now, 1) == pytest.approx(20, abs=1)
+    assert spare.steps(now + 0.006, 1) == pytest.approx(8, abs=1)
+    assert spare.steps(now + 0.0099, 1) == 0
+    assert spare.steps(now + 0.02, 1) == 0  # overdue: it may ask at any moment
 
 
 def test_the_first_of_several_to_ask_is_what_counts_and_who_is_gone_does_not() -> None:
     spare = SpareTime()
-    spare.spent(1, 0.0005)
+    spare.spent(1, 1, 0.0005)
     now = rounds(spare, "a", [0.010] * 60)
     spare.left("early", now - 0.008)
     spare.left("late", now)
-    assert spare.tokens(now) == pytest.approx(4, abs=1)
+    assert spare.steps(now, 1) == pytest.approx(4, abs=1)
     spare.gone("early")
-    assert spare.tokens(now) == pytest.approx(20, abs=1)
+    assert spare.steps(now, 1) == pytest.approx(20, abs=1)
+
+
+def test_steps_that_many_take_together_are_fewer() -> None:
+    spare = SpareTime()
+    for _ in range(200):
+        for width in (1, 2, 4):
+            spare.spent(width, 5, 5 * (0.0004 + 0.0001 * width))
+    now = rounds(spare, "a", [0.010] * 60)
+    spare.left("a", now)
+    assert spare.step_seconds(1) == pytest.approx(0.0005, rel=0.05)
+    assert spare.steps(now, 1) == pytest.approx(20, abs=1)
+    assert spare.steps(now, 6) == pytest.approx(10, abs=1)
 
 
 def test_waits_that_vary_leave_a_margin_and_a_pause_teaches_nothing() -> None:
     steady, varying = SpareTime(), SpareTime()
     for spare, waits in ((steady, [0.010] * 80), (varying, [0.004, 0.016] * 40)):
-        spare.spent(1, 0.0005)
+        spare.spent(1, 1, 0.0005)
         now = rounds(spare, "a", [*waits, 5.0])
         spare.left("a", now)
-        assert 8 <= spare.tokens(now) <= 20
-    assert varying.tokens(now) < steady.tokens(now)
+        assert 8 <= spare.steps(now, 1) <= 20
+    assert varying.steps(now, 1) < steady.steps(now, 1)
 
 
 # ---------------------------------------------------------------------------------------------------------- the trial

@@ -284,7 +284,7 @@ def eager_outcome_cache() -> None:
     from draft_service.drafters.trial import Trial
 
     ahead.MOST_BRANCHES = 4
-    SpareTime.tokens = lambda self, now: 64  # type: ignore[method-assign]
+    SpareTime.steps = lambda self, now, width: 64  # type: ignore[method-assign]
     Trial.choose = lambda self: True  # type: ignore[method-assign]
     honest = DraftEngine.receive
 
