@@ -2,8 +2,9 @@
 
     γ = argmax over 0..ceiling of  (1 + Σ_i Π_{j≤i} β_j) / (γ·t_q + t_p(γ + 1) + R)
 
-with β by position, t_q and R as measured and t_p as the verifier tells it [L 3.5, with the network]. At γ = 0 the
-target writes alone, and R falls away. A pass that grows with γ bounds the answer; γ moves by at most `STEP` a round.
+with β by position, t_q and R as measured and t_p as the verifier tells it [L 3.5, with the network]; of γ·t_q only the
+share that was not drafted ahead takes time. At γ = 0 the target writes alone, and R falls away. A pass that grows with
+γ bounds the answer; γ moves by at most `STEP` a round.
 
 Where nothing pays the target goes on alone, and nothing is learned of drafts. So now and then a few short proposals are
 tried, after pauses that double for as long as they find nothing.
@@ -94,6 +95,7 @@ class Adaptive(Policy):
         elif known.silent >= known.pause:  # whoever wrote it: one sample tries for all
             known.silent, self._tries = 0, TRY_ROUNDS
             self._accepted.forget(KEPT_FOR_A_TRY)
+            self._times.doubt()
         if self._tries:
             self._tries -= 1
             best = min(TRY_GAMMA, self._ceiling)

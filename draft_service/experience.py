@@ -4,6 +4,8 @@ A sample begins with what earlier ones have taught, so that a short text is writ
 nothing of policies, nor of whose rounds they were.
 """
 
+from statistics import median
+
 from draft_service.speculation import Round
 from outrider.cost_line import CostLine, FittedCost
 
@@ -14,6 +16,9 @@ PRIOR_CHANCE, PRIOR_WEIGHT = 0.8, 6.0
 REMEMBERED, REMEMBERED_OF_ONE, SHARED_WEIGHT = 512, 64, 24.0
 # Share of a running mean that its last value is, and how many mean deviations from it a value is believed.
 RECENT, CREDIBLE_DEVIATIONS, LEAST_DEVIATION = 1 / 16, 4.0, 0.02
+# Values whose median is believed before there is a mean. The first rounds of a service take several times what later
+# ones do, and so may one of any few.
+FIRST = 5
 
 
 class Chances:
@@ -67,35 +72,45 @@ class Chances:
 
 
 class Mean:
-    """A running mean of seconds. A value far from it moves it by a bounded step."""
+    """A running mean of seconds, or of shares. A value far from it moves it by a bounded step."""
 
     def __init__(self) -> None:
         self.value: float | None = None
+        self._first: list[float] = []
         self._deviation = 0.0
         self._count = 0
 
     def add(self, value: float) -> None:
         """Takes in one more."""
         self._count += 1
-        share = max(RECENT, 1 / self._count)
-        if self.value is None:
-            self.value, self._deviation = value, abs(value)
+        if self.value is None or self._count <= FIRST:
+            self._first.append(value)
+            self.value = middle = median(self._first)
+            self._deviation = sum(abs(each - middle) for each in self._first) / len(self._first)
             return
+        share = max(RECENT, 1 / self._count)
         credible = CREDIBLE_DEVIATIONS * max(self._deviation, LEAST_DEVIATION * abs(self.value))
         step = min(max(value - self.value, -credible), credible)
         self.value += share * step
         self._deviation += share * (abs(step) - self._deviation)
 
+    def doubt(self) -> None:
+        """What was known is old: the next values are taken as the first."""
+        self._first, self._count = [], 0
+
 
 class Times:
     """Where the seconds of a round go: drafting, the target's pass, and what is left: the way, the queue.
 
-    A round of γ tokens takes draft(γ) + pass(others + γ + 1) + rest. The target alone takes pass(others + 1) for each
-    token and a rest of its own, which is little: the next step needs no message.
+    A round of γ tokens takes draft(fresh · γ) + pass(others + γ + 1) + rest, where `fresh` is the share of tokens that
+    had not been drafted ahead. The target alone takes pass(others + 1) for each token and a rest of its own, which is
+    little: the next step needs no message.
     """
 
     def __init__(self) -> None:
+        self._first_drafts: list[tuple[int, float]] = []  # fresh tokens and seconds, until there is a line
         self._draft: FittedCost | None = None
+        self._fresh = Mean()
         self._pass: CostLine | None = None
         self._passes = Mean()  # where the verifier tells no cost of a pass: what they took is in the rest
         self._rest = Mean()
@@ -113,22 +128,35 @@ class Times:
             self._pass = round_.pass_cost
         self._others.add(max(0, round_.pass_tokens - round_.drafted - 1))
         if round_.drafting is not None and round_.drafted:
-            self._add_drafting(round_.drafted, round_.drafting)
+            fresh = round_.drafted - round_.foreseen
+            self._fresh.add(fresh / round_.drafted)
+            self._add_drafting(fresh, max(round_.drafting, 1e-6))
         if round_.waited is not None:
             explained = self._pass.seconds(round_.pass_tokens) if self._pass is not None else 0.0
             (self._rest if round_.asked else self._rest_alone).add(round_.waited - explained)
 
-    def _add_drafting(self, drafted: int, seconds: float) -> None:
-        seconds = max(seconds, 1e-6)
-        if self._draft is None:  # until other lengths tell, twice as many tokens take twice as long
-            self._draft = FittedCost([(drafted, seconds), (2 * drafted, 2 * seconds)])
-        else:
-            self._draft.add(drafted, seconds)
+    def doubt(self) -> None:
+        """What rounds took is not believed any more, but for what drafting takes; the next few tell."""
+        self._rest.doubt()
+
+    def _add_drafting(self, fresh: int, seconds: float) -> None:
+        if self._draft is not None:
+            self._draft.add(fresh, seconds)
+            return
+        self._first_drafts.append((fresh, seconds))
+        drafts = [each for each in self._first_drafts if each[0]]
+        if drafts and len(self._first_drafts) >= FIRST:
+            if (
+                len({each[0] for each in drafts}) == 1
+            ):  # until other lengths tell, twice as many tokens take twice as long
+                drafts += [(2 * fresh, 2 * seconds) for fresh, seconds in drafts]
+            self._draft = FittedCost(drafts)
 
     def round(self, drafted: float) -> float:
         """What a round takes of which so many tokens come, in seconds."""
         assert self._draft is not None
-        drafting = self._draft.line.seconds(drafted) if drafted else 0.0
+        fresh = 1.0 if self._fresh.value is None else self._fresh.value
+        drafting = self._draft.line.seconds(fresh * drafted) if drafted else 0.0
         return max(1e-6, drafting + self._pass_of(drafted + 1) + (self._rest.value or 0.0))
 
     def alone(self) -> float:

@@ -92,6 +92,7 @@ class SampleLengths:
         self._histogram = histogram
         self._tells_chances = tells_chances
         self._drafted = 0
+        self._foreseen = 0
         self._drafting: float | None = None
         self._since: float | None = None  # the wait began then; None where it is not of one round alone
         self._verdict_at: float | None = None  # of the last round, where it was a proposal
@@ -107,9 +108,13 @@ class SampleLengths:
         self.asked = self._policy.next(most)
         return self.asked
 
-    def sent(self, drafted: int | None) -> None:
-        """A round leaves now: a proposal of so many tokens, or None where the target is to write alone."""
+    def sent(self, drafted: int | None, foreseen: int = 0) -> None:
+        """A round leaves now: a proposal of so many tokens, or None where the target is to write alone.
+
+        `foreseen` of them had been drafted ahead.
+        """
         now = time.perf_counter()
+        self._foreseen = foreseen
         is_alone = drafted is None
         self.asked = 0 if is_alone else self.asked
         self._drafted = drafted or 0
@@ -133,6 +138,7 @@ class SampleLengths:
                 waited=None if self._since is None else now - self._since,
                 pass_tokens=max(1, verdict.timings.pass_tokens),
                 pass_cost=_pass_cost(verdict.load),
+                foreseen=self._foreseen,
             )
         )
         self._verdict_at = now if self.asked else None

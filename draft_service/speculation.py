@@ -40,6 +40,7 @@ class Round:
             None where something else than a round fell into them.
         pass_tokens: tokens in the target's pass, of all its sequences.
         pass_cost: what the target's passes cost; None where it does not tell.
+        foreseen: of the drafted tokens, those that were there already when they were asked for.
     """
 
     asked: int
@@ -51,6 +52,7 @@ class Round:
     waited: float | None = None
     pass_tokens: int = 1
     pass_cost: CostLine | None = None
+    foreseen: int = 0
 
 
 class Policy(ABC):

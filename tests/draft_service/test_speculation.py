@@ -33,6 +33,7 @@ class World:
         way: there and back, a queue included.
         tells_chances: whether verdicts tell the chances, as under `tokenwise`, or only what became of tokens.
         sure: the draft ends a proposal before a token with the chance 1 - sure.
+        hit: the chance that a proposal after one of that length was drafted ahead.
     """
 
     chance: Callable[[int], float]
@@ -43,12 +44,13 @@ class World:
     tells_chances: bool = False
     noise: float = 0.1
     sure: float = 1.0
+    hit: Callable[[int], float] = lambda gamma: 0.0
 
     def rate(self, gamma: int) -> float:
         """Tokens a second with this γ; 0 is the target alone."""
         tokens = expected_tokens_by_position([self.chance(place) for place in range(gamma)])
         seconds = self.verify.seconds(gamma + 1 + self.others)
-        return tokens / (seconds + (self.draft(gamma) + self.way if gamma else 0.0))
+        return tokens / (seconds + ((1 - self.hit(gamma)) * self.draft(gamma) + self.way if gamma else 0.0))
 
 
 @dataclass
@@ -94,7 +96,8 @@ def run(
         while accepted < drafted and chance.random() < world.chance(accepted):
             accepted += 1
         judged = min(accepted + 1, drafted)
-        drafting = noisy(world.draft(drafted))
+        is_hit = chance.random() < world.hit(gamma)
+        drafting = noisy(0.0001 if is_hit else world.draft(drafted))
         waited = noisy(world.verify.seconds(drafted + 1 + world.others) + world.way)
         policy.observe(
             Round(
@@ -107,6 +110,7 @@ def run(
                 None if is_first else waited,
                 drafted + 1 + world.others,
                 world.verify,
+                drafted if is_hit else 0,
             )
         )
         text.tokens, text.seconds = text.tokens + accepted + 1, text.seconds + drafting + waited
@@ -167,6 +171,8 @@ WORLDS = {
     "in company": World(lambda place: 0.8, others=12),
     "chances told": World(lambda place: 0.8, tells_chances=True),
     "free draft": World(lambda place: 0.5, draft=lambda gamma: 0.0001),
+    "drafted ahead": World(lambda place: 0.8, hit=lambda gamma: 0.9),
+    "less likely ahead": World(lambda place: 0.7, hit=lambda gamma: 0.85 - 0.05 * min(gamma, 10)),
     "useless draft": World(lambda place: 0.05),
     "slow draft": World(lambda place: 0.8, draft=lambda gamma: 0.012 * gamma),
 }
@@ -304,6 +310,30 @@ def test_it_comes_back_without_a_try_where_times_alone_change() -> None:
     found = run(policy, world(), 1500).gammas
     assert min(found[3:]) >= 2
     assert abs(_mean(found[20:]) - best(world())[0]) <= 2
+
+
+def test_slow_first_rounds_are_no_rule() -> None:
+    """A service's first rounds take many times what later ones do: it must not give up for them."""
+    policy, world = adaptive(), WORLDS["fair draft"]
+    for _ in range(2):
+        gamma = policy.next(CEILING)
+        policy.observe(Round(gamma, gamma, gamma, gamma - 1, (), 0.2, 0.5, gamma + 1, CostLine(0.08, 0.01)))
+    text = run(policy, world, 300)
+    assert min(text.gammas) > 0
+    assert abs(_mean(text.gammas[-20:]) - best(world)[0]) <= 2
+
+
+def test_what_a_try_takes_is_believed_at_once() -> None:
+    """The way was long and speculation given up; once it is short, the first try that is due shows it."""
+    policy, way = adaptive(), {"way": 0.05}
+
+    def world() -> World:
+        return World(lambda place: 0.7, way=way["way"])
+
+    assert run(policy, world(), 2000).gammas[-1] <= TRY_GAMMA
+    way["way"] = 0.001
+    text = run(policy, world(), LONGEST_PAUSE + 400)
+    assert text.gammas[-1] > TRY_GAMMA
 
 
 def test_one_stall_moves_it_little() -> None:
