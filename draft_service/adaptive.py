@@ -41,6 +41,10 @@ KNOWN_ROUNDS = 8
 """Rounds of others after which a sample begins with the γ that they speak for, and not with the one it was given."""
 
 
+FIRM_ROUNDS = 32
+"""Proposals before speculation may be given up: the first rounds of a service take several times what later ones do."""
+
+
 class Adaptive(Policy):
     """γ by what it is worth."""
 
@@ -113,7 +117,7 @@ class Adaptive(Policy):
         best = max(range(len(rates)), key=lambda place: rates[place])
         alone = 1 / self._times.alone()
         pays = rates[best] > (alone / (1 + MARGIN) if self._experience.pays else (1 + MARGIN) * alone)
-        return best + 1 if pays else 0
+        return best + 1 if pays or self._experience.rounds < FIRM_ROUNDS else 0
 
     def _rates(self) -> list[float]:
         """Tokens a second at γ of 1 to the ceiling."""

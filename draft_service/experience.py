@@ -4,21 +4,22 @@ A sample begins with what earlier ones have taught, so that a short text is writ
 nothing of policies, nor of whose rounds they were.
 """
 
+from collections import deque
 from statistics import median
 
 from draft_service.speculation import Round
-from outrider.cost_line import CostLine, FittedCost
+from outrider.cost_line import CostLine
 
 # Chance of acceptance before anything is known, and how many judged tokens that counts for.
 PRIOR_CHANCE, PRIOR_WEIGHT = 0.8, 6.0
 # Judged tokens of a place that are remembered, of all samples and of one; and how many of its own tokens a sample gives
 # as much as what all have taught.
 REMEMBERED, REMEMBERED_OF_ONE, SHARED_WEIGHT = 512, 64, 24.0
-# Share of a running mean that its last value is, and how many mean deviations from it a value is believed.
-RECENT, CREDIBLE_DEVIATIONS, LEAST_DEVIATION = 1 / 16, 4.0, 0.02
-# Values whose median is believed before there is a mean. The first rounds of a service take several times what later
-# ones do, and so may one of any few.
-FIRST = 5
+# Values whose median is believed, and how many there must be before anything is. A median, since single rounds take
+# many times what others do, and so do the first of a service.
+RECENT, FEWEST = 32, 5
+# Rounds that the share of tokens drafted afresh is a mean over.
+SHARED_ROUNDS = 32
 
 
 class Chances:
@@ -71,56 +72,79 @@ class Chances:
         return chances
 
 
-class Mean:
-    """A running mean of seconds, or of shares. A value far from it moves it by a bounded step."""
+class Recent:
+    """The median of the last values."""
 
     def __init__(self) -> None:
-        self.value: float | None = None
-        self._first: list[float] = []
-        self._deviation = 0.0
-        self._count = 0
+        self._values: deque[float] = deque(maxlen=RECENT)
+        self._median: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @property
+    def value(self) -> float | None:
+        """None before the first."""
+        if self._median is None and self._values:
+            self._median = median(self._values)
+        return self._median
 
     def add(self, value: float) -> None:
         """Takes in one more."""
-        self._count += 1
-        if self.value is None or self._count <= FIRST:
-            self._first.append(value)
-            self.value = middle = median(self._first)
-            self._deviation = sum(abs(each - middle) for each in self._first) / len(self._first)
-            return
-        share = max(RECENT, 1 / self._count)
-        credible = CREDIBLE_DEVIATIONS * max(self._deviation, LEAST_DEVIATION * abs(self.value))
-        step = min(max(value - self.value, -credible), credible)
-        self.value += share * step
-        self._deviation += share * (abs(step) - self._deviation)
+        self._values.append(value)
+        self._median = None
 
     def doubt(self) -> None:
-        """What was known is old: the next values are taken as the first."""
-        self._first, self._count = [], 0
+        """What was known is old: it stands until there is a next value, and counts no more then."""
+        self._median = self.value
+        self._values.clear()
+
+
+class DraftCost:
+    """What drafting takes: something for each token that was not there already, and something else."""
+
+    def __init__(self) -> None:
+        self._token = Recent()
+        self._rest = Recent()  # where all tokens were there
+        self._fresh = 1.0
+
+    @property
+    def known(self) -> bool:
+        """Whether `seconds` can be told."""
+        return len(self._token) > 0 and len(self._token) + len(self._rest) >= FEWEST
+
+    def add(self, drafted: int, foreseen: int, seconds: float) -> None:
+        """So many tokens, of which some were there already, took so long."""
+        fresh = drafted - foreseen
+        self._fresh += (fresh / drafted - self._fresh) / SHARED_ROUNDS
+        if fresh:
+            self._token.add(max(0.0, seconds - (self._rest.value or 0.0)) / fresh)
+        else:
+            self._rest.add(seconds)
+
+    def seconds(self, drafted: float) -> float:
+        """What so many tokens take, of which as many will be there as were of late."""
+        return (self._rest.value or 0.0) + (self._token.value or 0.0) * self._fresh * drafted
 
 
 class Times:
     """Where the seconds of a round go: drafting, the target's pass, and what is left: the way, the queue.
 
-    A round of γ tokens takes draft(fresh · γ) + pass(others + γ + 1) + rest, where `fresh` is the share of tokens that
-    had not been drafted ahead. The target alone takes pass(others + 1) for each token and a rest of its own, which is
-    little: the next step needs no message.
+    A round of γ tokens takes draft(γ) + pass(others + γ + 1) + rest. The target alone takes pass(others + 1) for each
+    token and a rest of its own, which is little: the next step needs no message.
     """
 
     def __init__(self) -> None:
-        self._first_drafts: list[tuple[int, float]] = []  # fresh tokens and seconds, until there is a line
-        self._draft: FittedCost | None = None
-        self._fresh = Mean()
-        self._pass: CostLine | None = None
-        self._passes = Mean()  # where the verifier tells no cost of a pass: what they took is in the rest
-        self._rest = Mean()
-        self._rest_alone = Mean()
-        self._others = Mean()
+        self._draft = DraftCost()
+        self._pass: CostLine | None = None  # where the verifier tells none, what a pass takes is in the rest
+        self._rest = Recent()
+        self._rest_alone = Recent()
+        self._others = Recent()
 
     @property
     def known(self) -> bool:
         """Whether `round` can be told."""
-        return self._draft is not None and self._rest.value is not None
+        return self._draft.known and self._rest.value is not None
 
     def add(self, round_: Round) -> None:
         """Takes in what a round took."""
@@ -128,9 +152,7 @@ class Times:
             self._pass = round_.pass_cost
         self._others.add(max(0, round_.pass_tokens - round_.drafted - 1))
         if round_.drafting is not None and round_.drafted:
-            fresh = round_.drafted - round_.foreseen
-            self._fresh.add(fresh / round_.drafted)
-            self._add_drafting(fresh, max(round_.drafting, 1e-6))
+            self._draft.add(round_.drafted, round_.foreseen, round_.drafting)
         if round_.waited is not None:
             explained = self._pass.seconds(round_.pass_tokens) if self._pass is not None else 0.0
             (self._rest if round_.asked else self._rest_alone).add(round_.waited - explained)
@@ -139,24 +161,9 @@ class Times:
         """What rounds took is not believed any more, but for what drafting takes; the next few tell."""
         self._rest.doubt()
 
-    def _add_drafting(self, fresh: int, seconds: float) -> None:
-        if self._draft is not None:
-            self._draft.add(fresh, seconds)
-            return
-        self._first_drafts.append((fresh, seconds))
-        drafts = [each for each in self._first_drafts if each[0]]
-        if drafts and len(self._first_drafts) >= FIRST:
-            if (
-                len({each[0] for each in drafts}) == 1
-            ):  # until other lengths tell, twice as many tokens take twice as long
-                drafts += [(2 * fresh, 2 * seconds) for fresh, seconds in drafts]
-            self._draft = FittedCost(drafts)
-
     def round(self, drafted: float) -> float:
         """What a round takes of which so many tokens come, in seconds."""
-        assert self._draft is not None
-        fresh = 1.0 if self._fresh.value is None else self._fresh.value
-        drafting = self._draft.line.seconds(fresh * drafted) if drafted else 0.0
+        drafting = self._draft.seconds(drafted) if drafted else 0.0
         return max(1e-6, drafting + self._pass_of(drafted + 1) + (self._rest.value or 0.0))
 
     def alone(self) -> float:
