@@ -67,7 +67,7 @@ class DraftSettings(ServiceSettings):
         True, description="`model` drafts for the likely verdicts while the verdict is under way, where that pays"
     )
     speculation: Literal["fixed", "heuristic", "adaptive"] = Field(
-        "fixed",
+        "adaptive",
         description="how long a proposal is where a request does not say: --gamma tokens; 2 more after one that was "
         "accepted whole and else 1 less; or what gives the most text a second by what was measured",
     )

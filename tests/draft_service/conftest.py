@@ -23,12 +23,11 @@ def target_process() -> Iterator[ServiceProcess]:
 
 @pytest.fixture(scope="session")
 def pair_process(target_process: ServiceProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
-    """A draft service beside it, which chooses lengths by what it measures where a request leaves them open."""
+    """A draft service beside it."""
     draft = write_awkward_draft(tmp_path_factory.mktemp("pair") / "draft")
     limits = ("--max-sequences", str(PLACES), "--max-message-bytes", str(1 << 16))
     patience = ("--idle-timeout", "2", "--slow-client-timeout", "2")
     arguments = ["draft_service", "--model", str(draft), "--verifier", target_process.address, *limits, *patience]
-    arguments += ["--speculation", "adaptive"]
     with ServiceProcess.start([*arguments, *FLAGS]) as process:
         target_process.wait_healthy(HEALTHY_WITHIN_S)
         process.wait_healthy(HEALTHY_WITHIN_S)
