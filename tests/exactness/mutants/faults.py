@@ -57,6 +57,7 @@ def untruncated_q() -> None:
         return tokens, [None if law is None else whole for law, whole in zip(laws, full, strict=True)]
 
     _replace(drawing, "draw", draw)
+    _draw_one_by_one()
 
 
 def unsure_after_sampling() -> None:
@@ -80,6 +81,7 @@ def unsure_after_sampling() -> None:
         return kept, laws
 
     _replace(drawing, "draw", draw)
+    _draw_one_by_one()
 
 
 def lengths_after_drafting() -> None:
@@ -317,6 +319,13 @@ def _displace_noise(name: str, displaced: Callable[[Sequence[tuple[int, int]]], 
     module = importlib.import_module(name)
     honest = module.__dict__["noise_of"]
     _replace(module, "noise_of", lambda places, V: honest(displaced(places), V))
+
+
+def _draw_one_by_one() -> None:
+    """Each drafted token is drawn by `drawing.draw`, and not in a call for the whole proposal."""
+    from draft_service.drafters.sequence import ModelSequence
+
+    ModelSequence.may_be_written = property(lambda self: False)  # type: ignore[assignment]
 
 
 def _replace(module: ModuleType, name: str, value: Callable[..., Any]) -> None:
