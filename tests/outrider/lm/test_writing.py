@@ -134,6 +134,38 @@ def _entropies(
     return [entropy_of_weights(torch.tensor(each.weights.astype("int64"))) for each in told if each is not None]
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_sequences_written_together_are_those_written_alone(name: str, load: Callable[..., LoadedModel]) -> None:
+    """Each has a prompt, a law, a number of tokens and an end of its own; only rounding may tell the company."""
+    model = PackedModel.build(load(name), max_sequences=24, max_length=48)
+    rng = random.Random(5)
+    chunks, alone, samplings = list[Chunk](), list[Chunk](), list[Sampling]()
+    for number, (law, by_noise) in enumerate(product(LAWS, (False, True))):
+        held, new, gamma = rng.randrange(12), rng.randrange(1, 5), rng.randrange(1, 7)
+        prompt = rng.choices(range(VOCABULARY), k=held + new)
+        for kept in (chunks, alone):
+            slot = model.pool.allocate()
+            if held:
+                model.forward([Chunk(slot, prompt[:held], 0, held)])
+            kept.append(Chunk(slot, prompt[held:], held, 0))
+        by = noise(number, held + new, gamma) if by_noise else None
+        bounds = [math.inf, *[3.0] * (gamma - 1)] if number % 3 == 0 else []
+        samplings.append(Sampling(law, CONFIG, [rng.random() for _ in range(gamma)], KNOWN, by, bounds))
+    together = model.write(chunks, samplings)
+    assert any(each.tokens[-1] == UNSURE for each in together), "one that ends early leaves the others to go on"
+    for chunk, single, sampling, written in zip(chunks, alone, samplings, together, strict=True):
+        (expected,) = model.write([single], [sampling])
+        assert written.tokens == expected.tokens
+        assert [law is None for law in written.laws] == [law is None for law in expected.laws]
+        for law, other in zip(written.laws, expected.laws, strict=True):
+            if law is not None and other is not None:
+                assert law.ids.tolist() == other.ids.tolist()
+                assert abs(law.weights.astype(int) - other.weights.astype(int)).max() <= 1
+        assert model.pool.length(chunk.slot) == model.pool.length(single.slot)
+        after = [model.forward([Chunk(each.slot, [7], model.pool.length(each.slot), 0)]) for each in (chunk, single)]
+        assert torch.allclose(*after, atol=1e-4)
+
+
 def test_each_token_is_chosen_by_the_noise_of_its_own_place(load: Callable[..., LoadedModel]) -> None:
     """A flat law, so that each token is the noise's own: where it is least."""
     model = PackedModel.build(load("llama"), max_sequences=1, max_length=48)
