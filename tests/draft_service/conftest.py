@@ -9,7 +9,11 @@ from outrider.cli.processes import ServiceProcess
 from tests.draft_service.pairs import DEMO, write_awkward_draft
 
 PLACES, VERIFIER_PLACES = 6, 4
-HEALTHY_WITHIN_S = 60.0
+HEALTHY_WITHIN_S = 110.0
+IDLE_S = 4.0
+"""How long it bears with a client that says nothing, or does not read: what a test has to act in, and one has to wait.
+"""
+
 FLAGS = ("--listen", "127.0.0.1:0", "--dtype", "float32", "--threads", "1")
 
 
@@ -26,7 +30,7 @@ def pair_process(target_process: ServiceProcess, tmp_path_factory: pytest.TempPa
     """A draft service beside it, which chooses lengths by what it measures where a request leaves them open."""
     draft = write_awkward_draft(tmp_path_factory.mktemp("pair") / "draft")
     limits = ("--max-sequences", str(PLACES), "--max-message-bytes", str(1 << 16))
-    patience = ("--idle-timeout", "2", "--slow-client-timeout", "2")
+    patience = ("--idle-timeout", str(IDLE_S), "--slow-client-timeout", "2")
     arguments = ["draft_service", "--model", str(draft), "--verifier", target_process.address, *limits, *patience]
     arguments += ["--speculation", "adaptive"]
     with ServiceProcess.start([*arguments, *FLAGS]) as process:
