@@ -13,7 +13,7 @@ from protos.outrider.v1 import verifier_service_pb2
 from tests.services import HEALTHY_WITHIN_S, MODELS
 from tests.verifier_service.streams import PROMPT, Stream, opening
 
-IDLE_S = 4.0
+IDLE_S = 8.0
 """Also four times the interval at which who waits is told so."""
 
 
