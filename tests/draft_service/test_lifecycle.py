@@ -15,6 +15,7 @@ from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 from tests.draft_service.calls import generate, request
 from tests.draft_service.conftest import FLAGS, HEALTHY_WITHIN_S
 from tests.draft_service.pairs import DEMO, write_foreign_draft
+from tests.forked import ForkedService
 from tests.proxy import Proxy
 
 LONG: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 900, "ignore_eos": True}
@@ -25,7 +26,7 @@ def mismatched(target_process: ServiceProcess, tmp_path_factory: pytest.TempPath
     """A draft service that cannot serve; started early, so that it need not be waited for."""
     folder = write_foreign_draft(tmp_path_factory.mktemp("foreign") / "draft")
     arguments = ["draft_service", "--model", str(folder), "--verifier", target_process.address, *FLAGS]
-    with ServiceProcess.launch(arguments) as process:
+    with ForkedService.launch(arguments) as process:
         yield process
 
 
@@ -46,7 +47,7 @@ def test_a_life(target_process: ServiceProcess, mismatched: ServiceProcess) -> N
     arguments = ["draft_service", "--model", str(DEMO / "draft"), "--grace", "20", "--failover-patience", "2", *FLAGS]
     with (
         Proxy(target_process.address, is_open=False) as verifier,
-        ServiceProcess.start([*arguments, "--verifier", verifier.address]) as service,
+        ForkedService.start([*arguments, "--verifier", verifier.address]) as service,
         grpc.insecure_channel(service.address) as channel,
     ):
         no_verifier_yet(service, channel, verifier)

@@ -94,9 +94,7 @@ def told(
 class Driver:
     """One sequence of an engine, and the verdicts on it."""
 
-    def __init__(
-        self, engine: Open, sequence: DraftSequence, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, engine: Open, sequence: DraftSequence, clock: Callable[[], float] = time.perf_counter) -> None:
         self._engine = engine
         self._clock = clock
         self.sequence = ModelSequence.begin(sequence, VOCABULARY)
@@ -272,7 +270,10 @@ def test_a_trial_is_told_of_a_round_together_with_what_it_saves(
     by a call, where its outcome was among them.
     """
     packed = PackedModel.build(loaded, max_sequences=2, max_length=160, blocks=64)
-    engine, clock = Eager(packed, vocab_size=VOCABULARY, config=CONFIG, prefill_tokens=64, threads=1), Clock(monkeypatch)
+    engine, clock = (
+        Eager(packed, vocab_size=VOCABULARY, config=CONFIG, prefill_tokens=64, threads=1),
+        Clock(monkeypatch),
+    )
     write, turns, told_of = packed.write, count(), {True: list[float](), False: list[float]()}
 
     def slow(*arguments: Any) -> Any:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from outrider.cli.pair import Pair
-from outrider.cli.processes import ServiceProcess
 from outrider.client import Client, Completion, InvalidRequest
+from tests.forked import ForkedService
 from tests.proxy import Proxy, Segment, Way
 from tests.proxy.http2 import DataFrame, data_frames
 from tests.services import HEALTHY_WITHIN_S, MODELS
@@ -47,7 +47,7 @@ def watched(demo_pair: Pair) -> Iterator[Watched]:
     flags = ["--device", "cpu", "--dtype", "float32", "--threads", "1", "--listen", "127.0.0.1:0"]
     with Proxy(demo_pair.verifier.address) as inner:
         arguments = ["draft_service", "--model", str(MODELS / "draft"), "--verifier", inner.address, *flags]
-        with ServiceProcess.start(arguments) as draft:
+        with ForkedService.start(arguments) as draft:
             draft.wait_healthy(HEALTHY_WITHIN_S)
             with Proxy(draft.address) as outer, Client(outer.address, timeout=60) as client:
                 watched = Watched(client, outer, inner)

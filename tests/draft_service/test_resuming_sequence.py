@@ -36,6 +36,7 @@ from protos.outrider.v1 import (
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
 from tests.draft_service.conftest import FLAGS, HEALTHY_WITHIN_S
 from tests.draft_service.pairs import DEMO
+from tests.forked import ForkedService
 from tests.proxy import Proxy, Way
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -72,7 +73,7 @@ class Told:
 def real() -> Iterator[ServiceProcess]:
     """A verifier with the demo target and room for what faults leave behind for a while."""
     arguments = ["--model", str(DEMO / "target"), "--max-sequences", "16", "--no-gamma-cap", "--idle-timeout", "8"]
-    with ServiceProcess.start(["verifier_service", *arguments, *FLAGS]) as process:
+    with ForkedService.start(["verifier_service", *arguments, *FLAGS]) as process:
         process.wait_healthy(HEALTHY_WITHIN_S)
         yield process
 
@@ -275,8 +276,8 @@ async def test_what_failover_costs_is_told(ways: list[Proxy]) -> None:
 async def test_with_its_budget_spent_a_sequence_waits_and_goes_on(ways: list[Proxy], real: ServiceProcess) -> None:
     """One opening in the bucket, and two deaths: the second waits for the next token, which time alone brings.
 
-    The first is taken after the first cut, at step 2, and the second before the verdict that comes ahead of step 5; what
-    the one round between them earned shortens the second that lies between the two by a tenth.
+    The first is taken after the first cut, at step 2, and the second before the verdict that comes ahead of step 5; a
+    second lies between the two, less the tenth that the one round in between earned.
     """
     tally, times = Failovers(), list[float]()
 
@@ -311,6 +312,7 @@ async def test_with_every_verifier_gone_it_is_unavailable_within_deadline_and_pa
     """The sooner of the two decides, also for one that has not begun."""
     monkeypatch.setattr(failover, "OPENING_PATIENCE", 60.0)
     soon = 0.85 * min(timeout, patience)  # some of a deadline is left to tell of it
+
     async def gone(step: int) -> None:
         if step == 4:
             for way in ways:

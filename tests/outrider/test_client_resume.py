@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from outrider.cli.pair import Pair
-from outrider.cli.processes import ServiceProcess
 from outrider.client import (
     AsyncClient,
     Chunk,
@@ -31,6 +30,7 @@ from outrider.client import (
 from outrider.client.places import Places, split
 from outrider.client.results import Collector
 from outrider.rpc import errors
+from tests.forked import ForkedService
 from tests.outrider.refusing import Refusing, refusing
 from tests.proxy import Proxy, Way
 from tests.services import HEALTHY_WITHIN_S, MODELS
@@ -94,7 +94,7 @@ LAWS: dict[str, Options] = {
 
 @pytest.mark.parametrize("options", LAWS.values(), ids=LAWS.keys())
 async def test_text_and_tokens_are_those_of_a_request_that_nothing_befell(draft_address: str, options: Options) -> None:
-    """Cut after three tenths of what there is to be said, and again after as much, when it is the other way that serves.
+    """Cut after three tenths of what there is to be said, and again after as much, when the other way serves.
 
     By bytes: what has been sent can no longer be cut off, and a client that is held up may find all of it sent.
     """
@@ -239,15 +239,15 @@ async def test_a_time_limit_holds_over_all_parts(draft_address: str) -> None:
 
 
 def test_a_draft_service_killed_under_its_requests(demo_pair: Pair) -> None:
-    """SIGKILL. Four requests run, two of them there, where rounds take so long that they have not ended; the other service
-    has another drafter.
+    """SIGKILL. Four requests run, two of them there, where rounds take so long that they have not ended by then; the
+    other service has another drafter.
     """
     flags = ["--device", "cpu", "--dtype", "float32", "--threads", "1", "--drafter", "lookup"]
     with ExitStack() as stack:
         way = stack.enter_context(Proxy(demo_pair.verifier.address))
         way.delay(0.02)
         arguments = ["draft_service", "--model", str(MODELS / "draft"), "--verifier", way.address, *flags]
-        victim = stack.enter_context(ServiceProcess.launch([*arguments, "--listen", "127.0.0.1:0"]))
+        victim = stack.enter_context(ForkedService.launch([*arguments, "--listen", "127.0.0.1:0"]))
         victim.wait_listening()
         victim.wait_healthy(HEALTHY_WITHIN_S)
         asked = [GREEDY, GREEDY, SAMPLED, SAMPLED]

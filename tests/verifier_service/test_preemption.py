@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import pytest
 
 from outrider.cli.pair import fixed
-from outrider.cli.processes import ServiceProcess
 from outrider.client import Options
 from tests.exactness import company
+from tests.forked import ForkedService
 from tests.metrics import scrape
 from tests.services import HEALTHY_WITHIN_S, MODELS
 
@@ -46,8 +46,8 @@ def cramped() -> Iterator[Cramped]:
     target = ["--model", str(MODELS / "target"), "--listen", verifier_address, "--metrics-listen", metrics, *POOL]
     draft = ["--model", str(MODELS / "draft"), "--listen", "127.0.0.1:0", "--verifier", verifier_address]
     with (
-        ServiceProcess.launch(["verifier_service", *target, *FLAGS]) as verifier,
-        ServiceProcess.launch(["draft_service", *draft, *FLAGS]) as front,
+        ForkedService.launch(["verifier_service", *target, *FLAGS]) as verifier,
+        ForkedService.launch(["draft_service", *draft, *FLAGS]) as front,
     ):
         verifier.wait_healthy(HEALTHY_WITHIN_S)
         front.wait_healthy(HEALTHY_WITHIN_S)

@@ -15,6 +15,7 @@ from outrider.cli.processes import ServiceProcess
 from outrider.rpc.errors import from_rpc_error
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
+from tests.forked import ForkedService
 from tests.services import HEALTHY_WITHIN_S
 from tests.verifier_service.streams import PROMPT, Stream, opening
 
@@ -25,7 +26,7 @@ TARGET = "models/demo/target"
 
 def start(*flags: str) -> ServiceProcess:
     arguments = ["verifier_service", "--model", TARGET, "--listen", "127.0.0.1:0", "--threads", "1", *flags]
-    return ServiceProcess.start(arguments)
+    return ForkedService.start(arguments)
 
 
 @pytest.fixture(scope="module")
@@ -439,7 +440,7 @@ def test_sigterm_lets_running_sequences_finish() -> None:
     ],
 )
 def test_what_cannot_serve_says_why_in_one_line(flags: list[str], says: str) -> None:
-    process = ServiceProcess.start(["verifier_service", "--listen", "127.0.0.1:0", *flags])
+    process = ForkedService.start(["verifier_service", "--listen", "127.0.0.1:0", *flags])
     try:
         assert process.process.wait(HEALTHY_WITHIN_S) == 1
         assert any(says in line for line in process.log_lines())
