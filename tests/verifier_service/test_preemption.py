@@ -58,11 +58,13 @@ def test_tokens_are_the_same_after_preemption(cramped: Cramped) -> None:
     short = [each for each in company.requests() if len(each.prompt) <= PROMPT_CHARS][:REQUESTS]
     asked = [replace(each, options=each.options | Options(max_new_tokens=TOKENS)) for each in short]
     alone = company.texts(cramped.address, asked, together=False, salt="alone")
-    before = cramped.count(PREEMPTIONS)
-    assert before == 0, "whoever is alone has room"
-    assert company.texts(cramped.address, asked, together=True, salt="in company") == alone
-    preempted = cramped.count(PREEMPTIONS) - before
-    print(f"{preempted:.0f} preemptions")
+    assert cramped.count(PREEMPTIONS) == 0, "whoever is alone has room"
+    for attempt in range(5):  # as often as it takes: how many are there at once is the machine's affair too
+        assert company.texts(cramped.address, asked, together=True, salt=f"in company, {attempt}") == alone
+        preempted = cramped.count(PREEMPTIONS)
+        print(f"{preempted:.0f} preemptions")
+        if preempted >= ENOUGH:
+            break
     assert preempted >= ENOUGH
     corrupted = scrape(cramped.metrics)[CHECKS].get((("outcome", "corrupted"),), 0)
     assert corrupted == 0
