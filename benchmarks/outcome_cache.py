@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "results": [],
     }
     with tempfile.TemporaryDirectory() as folder:
-        for placement in PLACEMENTS[:1] if given.quick else PLACEMENTS:
+        for placement in PLACEMENTS[1:2] if given.quick else PLACEMENTS:
             target = _target(placement, Path(folder))
             how = Processes(given.dtype, 1, given.dtype, 1, apart=not placement.on_one, on_one=placement.on_one)
             with RunningPair(target, DEMO / "draft", how) as pair:
@@ -113,7 +113,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.outcome_cache", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--quick", action="store_true", help="one placement, γ and repetition: does it run?")
+    parser.add_argument("--quick", action="store_true", help="the demo pair, one γ and repetition: does it run?")
     parser.add_argument("--prompts", type=int, default=8, help="of the demo corpus")
     parser.add_argument("--tokens", type=int, default=128, help="to write after each")
     parser.add_argument("--repetitions", type=int, default=3, help="with each prompt")

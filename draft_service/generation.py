@@ -160,8 +160,7 @@ class Sample:
         if drafted is not None:
             self._alone = DECODE_WHILE_CAPPED
             self._sent = time.perf_counter()
-            foreseen = 0 if drafted.foresight is None else drafted.foresight.used
-            self._lengths.sent(len(drafted.token_ids), min(foreseen, len(drafted.token_ids)))
+            self._lengths.sent(drafted)
             await target.propose(drafted.token_ids, [encode_distribution(law) for law in drafted.laws])
             return Round(drafted.token_ids, 1)
         tokens = min(self._left, self._tokens_alone())

@@ -8,7 +8,7 @@ import time
 from prometheus_client import Histogram
 
 from draft_service.adaptive import FIRST_PAUSE, Adaptive
-from draft_service.drafters.base import Kind
+from draft_service.drafters.base import Draft, Kind
 from draft_service.experience import Experience, Times
 from draft_service.request import Generation
 from draft_service.speculation import Fixed, Heuristic, Policy, PolicyKind, Round
@@ -108,16 +108,12 @@ class SampleLengths:
         self.asked = self._policy.next(most)
         return self.asked
 
-    def sent(self, drafted: int | None, foreseen: int = 0) -> None:
-        """A round leaves now: a proposal of so many tokens, or None where the target is to write alone.
-
-        `foreseen` of them had been drafted ahead.
-        """
+    def sent(self, draft: Draft | None) -> None:
+        """A round leaves now: a proposal, or None where the target is to write alone."""
         now = time.perf_counter()
-        self._foreseen = foreseen
-        is_alone = drafted is None
+        is_alone = draft is None
         self.asked = 0 if is_alone else self.asked
-        self._drafted = drafted or 0
+        self._drafted, self._foreseen = (0, 0) if draft is None else (len(draft.token_ids), draft.foreseen)
         # After a `Decode` the draft has all of it to read, and the first round waits for the prompt.
         self._drafting = None if is_alone or self._verdict_at is None else now - self._verdict_at
         self._since = None if is_alone or self._is_first else now

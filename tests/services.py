@@ -1,11 +1,13 @@
 """The demo pair as two real processes, shared by every test of a session that asks for it."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
-from outrider.cli.pair import Pair, PairSettings, running_pair
+from outrider.cli.pair import Pair, fixed
 from outrider.cli.processes import ServiceProcess
+from tests.forked import ForkedService
 from tests.house.project import ROOT
 
 MODELS = ROOT / "models" / "demo"
@@ -13,15 +15,29 @@ MODELS = ROOT / "models" / "demo"
 HEALTHY_WITHIN_S = 110.0
 
 
-@pytest.fixture(scope="session")
-def demo_pair() -> Iterator[Pair]:
+@contextmanager
+def running_demo() -> Iterator[Pair]:
     """The verifier service with the demo target and the draft service with the demo draft, both healthy.
 
     In float32: a seed then gives the same text whoever shares a pass.
     """
-    settings = PairSettings(str(MODELS / "target"), str(MODELS / "draft"), dtype="float32", threads=1)
-    with running_pair(settings) as pair:
+    address = fixed("127.0.0.1:0")
+    flags = ("--dtype", "float32", "--threads", "1")
+    target = ["--model", str(MODELS / "target"), "--listen", address]
+    draft = ["--model", str(MODELS / "draft"), "--listen", "127.0.0.1:0", "--verifier", address]
+    with (
+        ForkedService.launch(["verifier_service", *target, *flags]) as verifier,
+        ForkedService.launch(["draft_service", *draft, *flags]) as front,
+    ):
+        pair = Pair(verifier, front)
         pair.wait_healthy(HEALTHY_WITHIN_S)
+        yield pair
+
+
+@pytest.fixture(scope="session")
+def demo_pair() -> Iterator[Pair]:
+    """One that all share."""
+    with running_demo() as pair:
         yield pair
 
 

@@ -163,6 +163,11 @@ class Draft:
     seconds: float
     foresight: Foresight | None = None
 
+    @property
+    def foreseen(self) -> int:
+        """How many of its tokens were there when it was asked for."""
+        return 0 if self.foresight is None else min(self.foresight.used, len(self.token_ids))
+
 
 class Drafting(ABC):
     """One sequence of a drafter. Its methods belong to the event loop."""

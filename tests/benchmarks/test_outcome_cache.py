@@ -12,7 +12,7 @@ def test_quick_measures_both_ways_and_says_so_in_one_json_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "out.json"
-    asked = ["--quick", "--prompts", "1", "--tokens", "48", "--dtype", "float32", "--output", str(output)]
+    asked = ["--quick", "--prompts", "1", "--tokens", "24", "--dtype", "float32", "--output", str(output)]
     assert main(asked) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert document == json.loads(output.read_text())

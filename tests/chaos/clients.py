@@ -21,7 +21,7 @@ from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 from tests.chaos.asked import Behaviour, Door, Outcome, Request
 from tests.chaos.wire import Wire
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 """Of a client that has set no deadline of its own: whoever waits longer has been forgotten."""
 
 NARROW = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]

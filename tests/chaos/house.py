@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from outrider.cli.pair import fixed
 from outrider.cli.processes import STOP_TIMEOUT_S, ServiceProcess
+from tests.forked import ForkedService
 from tests.metrics import Samples, scrape
 from tests.proxy import Proxy
 from tests.services import HEALTHY_WITHIN_S, MODELS
@@ -82,7 +83,7 @@ def running_house() -> Iterator[House]:
         def launch(module: str, *flags: str) -> Watched:
             metrics, lines = fixed("127.0.0.1:0"), list[str]()
             arguments = [module, *flags, "--metrics-listen", metrics, *_SHARED]
-            process = stack.enter_context(ServiceProcess.launch(arguments, on_line=lines.append))
+            process = stack.enter_context(ForkedService.launch(arguments, on_line=lines.append))
             return Watched(process, f"http://{metrics}/metrics", lines)
 
         def draft(verifier: str) -> Watched:

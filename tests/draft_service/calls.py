@@ -10,7 +10,7 @@ import grpc
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 
-TIMEOUT = 30.0
+TIMEOUT = 60.0
 PROMPT = "def read_lines(path, encoding=None):\n"
 
 

@@ -7,9 +7,14 @@ import pytest
 
 from outrider.cli.processes import ServiceProcess
 from tests.draft_service.pairs import DEMO, write_awkward_draft
+from tests.forked import ForkedService
 
 PLACES, VERIFIER_PLACES = 6, 4
-HEALTHY_WITHIN_S = 60.0
+HEALTHY_WITHIN_S = 110.0
+IDLE_S = 4.0
+"""How long it bears with a client that says nothing, or does not read: what a test has to act in, and one has to wait.
+"""
+
 FLAGS = ("--listen", "127.0.0.1:0", "--dtype", "float32", "--threads", "1")
 
 
@@ -17,7 +22,7 @@ FLAGS = ("--listen", "127.0.0.1:0", "--dtype", "float32", "--threads", "1")
 def target_process() -> Iterator[ServiceProcess]:
     """A verifier with the demo target, few places and no queue to speak of."""
     places = ("--max-sequences", str(VERIFIER_PLACES), "--max-waiting", "1")
-    with ServiceProcess.start(["verifier_service", "--model", str(DEMO / "target"), *places, *FLAGS]) as process:
+    with ForkedService.start(["verifier_service", "--model", str(DEMO / "target"), *places, *FLAGS]) as process:
         yield process
 
 
@@ -26,9 +31,9 @@ def pair_process(target_process: ServiceProcess, tmp_path_factory: pytest.TempPa
     """A draft service beside it."""
     draft = write_awkward_draft(tmp_path_factory.mktemp("pair") / "draft")
     limits = ("--max-sequences", str(PLACES), "--max-message-bytes", str(1 << 16))
-    patience = ("--idle-timeout", "2", "--slow-client-timeout", "2")
+    patience = ("--idle-timeout", str(IDLE_S), "--slow-client-timeout", "2")
     arguments = ["draft_service", "--model", str(draft), "--verifier", target_process.address, *limits, *patience]
-    with ServiceProcess.start([*arguments, *FLAGS]) as process:
+    with ForkedService.start([*arguments, *FLAGS]) as process:
         target_process.wait_healthy(HEALTHY_WITHIN_S)
         process.wait_healthy(HEALTHY_WITHIN_S)
         yield process

@@ -185,7 +185,6 @@ def test_a_bad_propose_stream_ends_with_the_reason(
 
 
 def test_a_silent_propose_stream_is_closed(draft: grpc.Channel) -> None:
-    """The service of these tests waits 2 s."""
     with ProposeStream(draft) as stream:
         stream.open(IDS)
         stream.take()
@@ -246,7 +245,7 @@ def test_vanished_clients_leave_nothing_behind(draft: grpc.Channel) -> None:
     """As many as the verifier has places for, gone in the middle of their text, three times over."""
     message = request(temperature=1.0, max_new_tokens=900, ignore_eos=True)
     for _ in range(3):
-        calls = [DraftServiceStub(draft).Generate(message, timeout=20) for _ in range(VERIFIER_PLACES)]
+        calls = [DraftServiceStub(draft).Generate(message, timeout=90) for _ in range(VERIFIER_PLACES)]
         for call in calls:
             next(call)
             next(call)
@@ -260,9 +259,9 @@ def test_a_client_that_does_not_read_is_cut(draft: grpc.Channel, pair_process: S
     narrow = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
     heavy: dict[str, Any] = {"logprobs": sampling_pb2.LogprobsParams(top_n=20), "temperature": 1.0}
     with grpc.insecure_channel(pair_process.address, options=narrow) as channel:
-        call = DraftServiceStub(channel).Generate(request(max_new_tokens=900, ignore_eos=True, **heavy), timeout=20)
+        call = DraftServiceStub(channel).Generate(request(max_new_tokens=900, ignore_eos=True, **heavy), timeout=90)
         next(call)
-        end = time.monotonic() + 15
+        end = time.monotonic() + 60
         while not any("DEADLINE_EXCEEDED" in line for line in pair_process.log_lines()[-3:]):
             assert time.monotonic() < end, "it is still served"
             time.sleep(0.1)
@@ -285,7 +284,7 @@ def test_a_bad_request_does_not_touch_its_neighbours(draft: grpc.Channel) -> Non
 
 def everything_is_free(draft: grpc.Channel) -> None:
     """Every place of both sides' pools can be had at once, and drafting works in each. Freeing takes a moment."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while True:
         try:
             return take_all(draft)

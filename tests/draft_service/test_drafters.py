@@ -22,6 +22,7 @@ from tests.draft_service import oracle
 from tests.draft_service.calls import COUPLED, PROMPT, TOKENWISE, ProposeStream, sampling
 from tests.draft_service.conftest import FLAGS, HEALTHY_WITHIN_S
 from tests.draft_service.pairs import DEMO
+from tests.forked import ForkedService
 from tests.house.project import ROOT
 
 CHEAP = ("ngram", "lookup", "random", "none")
@@ -38,7 +39,7 @@ def cheap(target_process: ServiceProcess, tmp_path_factory: pytest.TempPathFacto
         shutil.copy(DEMO / "draft" / name, folder / name)
     arguments = ["draft_service", "--model", str(folder), "--verifier", target_process.address, "--drafter", "ngram"]
     corpus = ("--ngram-corpus", str(ROOT / "kernels" / "sparse.py"), "--ngram-documents", "line")
-    with ServiceProcess.start([*arguments, *corpus, "--lookup-min-match", "1", *FLAGS]) as process:
+    with ForkedService.start([*arguments, *corpus, "--lookup-min-match", "1", *FLAGS]) as process:
         target_process.wait_healthy(HEALTHY_WITHIN_S)
         process.wait_healthy(HEALTHY_WITHIN_S)
         yield process

@@ -1,7 +1,6 @@
 """Frames: one size, one pace, and nothing said is lost, whatever is cut and joined."""
 
 import asyncio
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +15,7 @@ from protos.outrider.v1.draft_service_pb2 import (
     GenerateResponse,
     GenerateStarted,
 )
+from tests.leaping import leaping
 
 SIZE = 160
 STARTED = GenerateResponse(started=GenerateStarted(request_id="r", prompt_token_ids=[1] * 400))
@@ -81,14 +81,16 @@ def test_what_repeats_the_prompt_takes_a_multiple() -> None:
     assert frames.take().ByteSize() == 480
 
 
+@leaping
 async def test_frames_leave_by_the_clock_whether_or_not_there_is_something_to_say() -> None:
     responses, pace = Responses(), 0.05
     responses.send(STARTED)
     times, frames = [], []
+    clock = asyncio.get_running_loop().time
 
     async def read() -> None:
         async for frame in framed(responses, Emission(SIZE, pace)):
-            times.append(time.monotonic())
+            times.append(clock())
             frames.append(frame)
 
     reader = asyncio.create_task(read())
@@ -99,15 +101,24 @@ async def test_frames_leave_by_the_clock_whether_or_not_there_is_something_to_sa
     responses.send(FINISHED)
     responses.end()
     await reader
-    events = [frame.WhichOneof("event") for frame in frames]
-    assert events[0] == "started"
-    assert events[-1] == "finished"
-    assert events[1] is None, "nothing to say, and it leaves all the same"
-    assert len([event for event in events if event == "chunk"]) <= 2, "thirty tokens share a frame"
+    assert [frame.WhichOneof("event") for frame in frames] == ["started", None, None, "chunk", None, "finished"]
     assert {frame.ByteSize() for frame in frames[1:]} == {SIZE}
-    # Never before its tick; how long after it is the machine's affair.
-    assert all(time - times[0] > number * pace - 0.001 for number, time in enumerate(times))
-    assert events.count(None) >= 2, "one before there was anything to say, and one after it at least"
+    assert times == pytest.approx([number * pace for number in range(6)])
+
+
+@leaping
+async def test_frames_never_make_up_for_the_time_in_which_nobody_read() -> None:
+    responses, pace = Responses(), 0.05
+    responses.send(STARTED)
+    clock = asyncio.get_running_loop().time
+    frames = framed(responses, Emission(SIZE, pace))
+    times = []
+    for pause in (0.0, 0.0, 0.32, 0.0, 0.0):
+        await anext(frames)
+        times.append(clock())
+        await asyncio.sleep(pause)
+    await frames.aclose()
+    assert times == pytest.approx([tick * pace for tick in (0, 1, 2, 9, 10)])
 
 
 async def test_an_error_comes_after_what_came_before_it() -> None:

@@ -177,14 +177,16 @@ def test_max_new_tokens_is_met_exactly(draft: grpc.Channel, tokens: int) -> None
 
 def test_a_time_limit_ends_the_text_with_what_there_is(draft: grpc.Channel) -> None:
     message = request(temperature=1.0, max_new_tokens=900, ignore_eos=True)
-    message.time_limit.FromMilliseconds(400)
-    result = generate(draft, message)
-    (sample,) = result.samples
-    assert sample.reason == "TIME_LIMIT"
+    for milliseconds in (400, 800, 1600, 3200):
+        message.time_limit.FromMilliseconds(milliseconds)
+        (sample,) = generate(draft, message).samples
+        assert sample.reason == "TIME_LIMIT"
+        if sample.ids:  # in less, a machine that has much else to do may not come to the first token
+            break
     assert 0 < len(sample.ids) < 900
     assert sample.text == oracle.decode(IDS + sample.ids)[len(PROMPT) :]
     assert sample.end.statistics.num_rounds > 0
-    assert sample.end.timings.total_us >= 390_000
+    assert sample.end.timings.total_us >= 0.97 * 1000 * milliseconds
 
 
 def test_a_time_limit_may_come_before_the_first_token(draft: grpc.Channel) -> None:
@@ -199,7 +201,7 @@ def test_a_time_limit_may_come_before_the_first_token(draft: grpc.Channel) -> No
 
 def test_the_deadline_is_an_error(draft: grpc.Channel) -> None:
     with pytest.raises(grpc.RpcError) as caught:
-        generate(draft, request(temperature=1.0, max_new_tokens=900, ignore_eos=True), timeout=0.5)
+        generate(draft, request(temperature=1.0, max_new_tokens=900, ignore_eos=True), timeout=0.2)
     assert from_rpc_error(caught.value).code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 

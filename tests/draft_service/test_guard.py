@@ -1,15 +1,16 @@
 """The guard: whatever a drafter does, its proposals make sense or end in a `DraftError`, and in time."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from draft_service.drafters import guard as guard_module
 from draft_service.drafters.base import Draft, Drafter, DraftError, Drafting, DraftLate, DraftSequence
 from draft_service.drafters.guard import LATE_IN_A_ROW, GuardedDrafter
 from kernels.adjustments import LogitRules
@@ -17,6 +18,7 @@ from kernels.dense import EXCLUDED, DraftLogits
 from kernels.distribution import SamplingLaw
 from kernels.sparse import SparseLaw
 from kernels.verify import Rule
+from tests.leaping import leaping
 
 V = 10
 PLAIN = DraftSequence([1, 2, 3], [], SamplingLaw(), LogitRules(), 5)
@@ -183,69 +185,71 @@ def test_costs_are_counted_over_sequences() -> None:
 # -------------------------------------------------------------------------------------------------------------- late
 
 
-def test_one_that_is_late_is_asked_again_once_it_has_answered() -> None:
+@pytest.fixture
+def one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guard's is the loop's, which leaps."""
+    clock = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
+    monkeypatch.setattr(guard_module, "time", clock)
+
+
+@pytest.mark.usefixtures("one_clock")
+@leaping
+async def test_one_that_is_late_is_asked_again_once_it_has_answered() -> None:
     """While it is busy nobody waits for it; what it says too late is dropped."""
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
 
-    async def run() -> None:
-        done = asyncio.Event()
+    async def slowly() -> Draft:
+        await done.wait()
+        return Draft([9], [None], 0.0)
 
-        async def slowly() -> Draft:
-            await done.wait()
-            return Draft([9], [None], 0.0)
-
-        awkward = Awkward(lambda number: slowly() if number == 1 else FINE)
-        guard = guarded(awkward, timeout=0.05)
-        drafting = guard.open(PLAIN)
-        with pytest.raises(DraftLate, match=r"within 0\.05 s"):
+    awkward = Awkward(lambda number: slowly() if number == 1 else FINE)
+    drafting = guarded(awkward, timeout=0.05).open(PLAIN)
+    with pytest.raises(DraftLate, match=r"within 0\.05 s"):
+        await drafting.propose(4)
+    assert loop.time() == pytest.approx(0.05)
+    for _ in range(2 * LATE_IN_A_ROW):
+        with pytest.raises(DraftLate, match="earlier proposal"):
             await drafting.propose(4)
-        for _ in range(2 * LATE_IN_A_ROW):
-            begun = time.monotonic()
-            with pytest.raises(DraftLate, match="earlier proposal"):
-                await drafting.propose(4)
-            assert time.monotonic() - begun < 0.05
-        assert awkward.asked == 1
-        done.set()
-        await asyncio.sleep(0.01)
-        drafting.advance([4])
-        assert await drafting.propose(4) is FINE
-        assert awkward.asked == 2
-
-    asyncio.run(run())
+    assert loop.time() == pytest.approx(0.05)
+    assert awkward.asked == 1
+    done.set()
+    await asyncio.sleep(0.01)
+    drafting.advance([4])
+    assert await drafting.propose(4) is FINE
+    assert awkward.asked == 2
 
 
-def test_one_that_is_late_again_and_again_is_asked_no_more() -> None:
-    async def run() -> None:
-        async def slowly() -> Draft:
-            await asyncio.sleep(0.03)
-            return FINE
+@pytest.mark.usefixtures("one_clock")
+@leaping
+async def test_one_that_is_late_again_and_again_is_asked_no_more() -> None:
+    async def slowly() -> Draft:
+        await asyncio.sleep(0.03)
+        return FINE
 
-        awkward = Awkward(lambda _: slowly())
-        drafting = guarded(awkward, timeout=0.01).open(PLAIN)
-        for late in range(1, LATE_IN_A_ROW + 1):
-            with pytest.raises(DraftError) as caught:
-                await drafting.propose(4)
-            assert isinstance(caught.value, DraftLate) == (late < LATE_IN_A_ROW)
-            await asyncio.sleep(0.04)
-        with pytest.raises(DraftError, match="3 times in a row"):
+    awkward = Awkward(lambda _: slowly())
+    drafting = guarded(awkward, timeout=0.01).open(PLAIN)
+    for late in range(1, LATE_IN_A_ROW + 1):
+        with pytest.raises(DraftError) as caught:
             await drafting.propose(4)
-        assert awkward.asked == LATE_IN_A_ROW
+        assert isinstance(caught.value, DraftLate) == (late < LATE_IN_A_ROW)
+        await asyncio.sleep(0.04)
+    with pytest.raises(DraftError, match="3 times in a row"):
+        await drafting.propose(4)
+    assert awkward.asked == LATE_IN_A_ROW
 
-    asyncio.run(run())
 
+@pytest.mark.usefixtures("one_clock")
+@leaping
+async def test_the_clock_begins_when_the_proposal_is_asked_for() -> None:
+    async def slowly() -> Draft:
+        await asyncio.sleep(30)
+        return FINE
 
-def test_the_clock_begins_when_the_proposal_is_asked_for() -> None:
-    async def run() -> None:
-        async def slowly() -> Draft:
-            await asyncio.sleep(30)
-            return FINE
-
-        drafting = guarded(Awkward(lambda _: slowly()), timeout=0.05).open(PLAIN)
-        proposal = drafting.propose(4)
-        await asyncio.sleep(0.06)
-        begun = time.monotonic()
-        with pytest.raises(DraftLate):
-            await proposal
-        assert time.monotonic() - begun < 0.04
-        drafting.close()
-
-    asyncio.run(run())
+    loop = asyncio.get_running_loop()
+    drafting = guarded(Awkward(lambda _: slowly()), timeout=0.05).open(PLAIN)
+    proposal = drafting.propose(4)
+    await asyncio.sleep(0.06)
+    with pytest.raises(DraftLate):
+        await proposal
+    assert loop.time() == pytest.approx(0.06), "its time was up already"
+    drafting.close()

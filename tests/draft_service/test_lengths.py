@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram
 
 from draft_service.adaptive import Adaptive
-from draft_service.drafters.base import Kind
+from draft_service.drafters.base import Draft, Foresight, Kind
 from draft_service.lengths import Lengths, SampleLengths
 from draft_service.privacy import RoundSizes
 from draft_service.request import Generation
@@ -149,30 +149,36 @@ def test_a_policy_is_told_of_each_round_and_of_times_that_are_its_own() -> None:
     lengths = SampleLengths(policy, histogram, tells_chances=True)
     assert lengths.pause == 3
 
-    def proposal(drafted: int, accepted: int, **fields: Any) -> None:
+    def proposal(drafted: int, accepted: int, foresight: Foresight | None = None, **fields: Any) -> None:
         assert lengths.next(16) == 4
         time.sleep(0.01)
-        lengths.sent(drafted)
+        lengths.sent(Draft([7] * drafted, [], 0.01, foresight))
         time.sleep(0.02)
         lengths.observe(verdict(accepted, min(accepted + 1, drafted), **fields))
 
+    begun = time.perf_counter()
     proposal(4, 2)  # has waited for the prompt
     proposal(3, 3, pass_fixed_us=2000.0, pass_token_us=50.0)
+    both_took = time.perf_counter() - begun
     lengths.sent(None)
     for _ in range(2):
         time.sleep(0.01)
         lengths.observe(verdict(0, 0))
-    proposal(4, 0)  # the draft has read what the target wrote
-    proposal(4, 0)
+    proposal(4, 0, Foresight(9, 3, hit=True, saved_seconds=0.01))  # the draft has read what the target wrote
+    proposal(4, 0, Foresight(9, 6, hit=True, saved_seconds=0.01))  # more was there than was asked for
     rounds = policy.rounds
     assert [(each.asked, each.drafted, each.accepted) for each in rounds] == [
         (4, 4, 2), (4, 3, 3), (0, 0, 0), (0, 0, 0), (4, 4, 0), (4, 4, 0),
     ]  # fmt: skip
+    assert [each.foreseen for each in rounds] == [0, 0, 0, 0, 3, 4]
     assert [each.drafting is None for each in rounds] == [True, False, True, True, True, False]
     assert [each.waited is None for each in rounds] == [True, False, True, False, False, False]
     assert rounds[1].drafting is not None
     assert rounds[1].waited is not None
-    assert 0.01 <= rounds[1].drafting < rounds[1].waited
+    # At least what was slept; and no more than there was from the verdict before, of which each is a part of its own.
+    assert rounds[1].drafting >= 0.01
+    assert rounds[1].waited >= 0.02
+    assert rounds[1].drafting + rounds[1].waited <= both_took - 0.03
     assert rounds[1].pass_cost is not None
     assert (rounds[1].pass_cost.fixed, rounds[1].pass_cost.per_token) == pytest.approx((0.002, 50e-6))
     assert rounds[0].pass_cost is None
@@ -186,6 +192,6 @@ def test_where_the_chances_are_not_those_of_the_rule_they_are_not_told() -> None
     policy = Watched()
     lengths = SampleLengths(policy, histogram, tells_chances=False)
     lengths.next(2)
-    lengths.sent(2)
+    lengths.sent(Draft([7, 8], [], 0.01))
     lengths.observe(verdict(1, 2))
     assert list(policy.rounds[0].chances) == []

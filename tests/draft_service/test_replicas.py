@@ -90,7 +90,7 @@ def chosen(replicas: Replicas, times: int = 60) -> Counter[str]:
     return Counter(replica.address if (replica := replicas.choose()) else "" for _ in range(times))
 
 
-async def until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
+async def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         while not holds():  # noqa: ASYNC110  # many things may make it so
             await asyncio.sleep(0.02)
@@ -277,9 +277,9 @@ async def test_who_refuses_is_left_alone_for_as_long_as_it_said_where_another_on
         await replicas.match(MODEL)
         first, second = replicas.all()
         await until(lambda: second.has_target)
-        ReplicaSeat(first).lost(Loss.REFUSED, overloaded("full", retry_after=0.4))
+        ReplicaSeat(first).lost(Loss.REFUSED, overloaded("full", retry_after=40.0))
         assert chosen(replicas) == {second.address: 60}
-        ReplicaSeat(second).lost(Loss.REFUSED, overloaded("full", retry_after=3.0))
+        ReplicaSeat(second).lost(Loss.REFUSED, overloaded("full", retry_after=60.0))
         assert "" not in chosen(replicas), "who comes anew asks all the same, and is told by the verifier itself"
         assert replicas.choose(proven=True) is None
 
@@ -292,11 +292,11 @@ async def test_a_sequence_that_is_refused_by_all_waits_for_the_first_that_is_fre
         first, second = replicas.all()
         await until(lambda: second.has_target)
         started = time.monotonic()
-        avoid = {first: started + 0.4, second: started + 3.0}
-        assert await replicas.wait(started + 0.2, avoid) is None, "nobody is free in time"
-        assert time.monotonic() - started < 0.15, "and that is known at once"
-        assert await replicas.wait(started + 2.0, avoid) is first
-        assert 0.35 < time.monotonic() - started < 1.5
+        assert await replicas.wait(started + 50.0, {first: started + 60.0, second: started + 70.0}) is None
+        assert time.monotonic() - started < 25.0, "nobody is free in time, and that is known at once"
+        started = time.monotonic()
+        assert await replicas.wait(started + 50.0, {first: started + 0.4, second: started + 60.0}) is first
+        assert 0.4 <= time.monotonic() - started < 25.0
 
 
 async def test_all_that_wait_are_served_when_a_verifier_comes_back() -> None:
@@ -310,7 +310,7 @@ async def test_all_that_wait_are_served_when_a_verifier_comes_back() -> None:
         assert replicas.choose() is None
 
         async def sit() -> ReplicaSeat:
-            found = await replicas.wait(time.monotonic() + 10.0)
+            found = await replicas.wait(time.monotonic() + 60.0)
             assert found is not None
             seat = ReplicaSeat(found)
             await asyncio.sleep(0.01)
@@ -333,5 +333,5 @@ async def test_where_all_run_another_model_by_now_nobody_waits() -> None:
             Loss.MISMATCHED, RequestError(grpc.StatusCode.FAILED_PRECONDITION, "PAIR_MISMATCH", "x")
         )
         started = time.monotonic()
-        assert await replicas.wait(started + 5.0) is None
-        assert time.monotonic() - started < 1.0
+        assert await replicas.wait(started + 50.0) is None
+        assert time.monotonic() - started < 25.0

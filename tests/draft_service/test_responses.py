@@ -49,4 +49,4 @@ async def test_reading_makes_room() -> None:
     reader = aiter(responses)
     await anext(reader)
     await anext(reader)
-    await asyncio.wait_for(waiting, 1.0)
+    await asyncio.wait_for(waiting, 30.0)

@@ -315,9 +315,10 @@ def test_it_comes_back_without_a_try_where_times_alone_change() -> None:
 def test_slow_first_rounds_are_no_rule() -> None:
     """A service's first rounds take many times what later ones do: it must not give up for them."""
     policy, world = adaptive(), WORLDS["fair draft"]
-    for _ in range(2):
+    for _ in range(12):
         gamma = policy.next(CEILING)
-        policy.observe(Round(gamma, gamma, gamma, gamma - 1, (), 0.2, 0.5, gamma + 1, CostLine(0.08, 0.01)))
+        assert gamma
+        policy.observe(Round(gamma, gamma, gamma, gamma - 1, (), 0.2, 0.5, gamma + 1, world.verify))
     text = run(policy, world, 300)
     assert min(text.gammas) > 0
     assert abs(_mean(text.gammas[-20:]) - best(world)[0]) <= 2

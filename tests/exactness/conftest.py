@@ -13,7 +13,7 @@ from tests.exactness.worlds import World
 
 @pytest.fixture(scope="session")
 def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    """Where services come from."""
+    """Where the services of this folder come from; it stops them."""
     with Nursery(tmp_path_factory.mktemp("services")) as nursery:
         yield nursery
 

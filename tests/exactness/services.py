@@ -1,15 +1,14 @@
-"""Services for the tests of this folder: forked from one nursery, faulty where asked, reached over gRPC.
+"""Services for the tests of this folder: forked, faulty where asked, reached over gRPC.
 
 It knows processes, addresses and health; nothing of what is asked of a service.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +16,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from outrider.cli.sharing import service_environment
 from outrider.rpc.channel import wait_for_health_blocking
+from tests.forked import nursery
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 110.0
 
 TINY_FLAGS = ("--dtype", "float32", "--device", "cpu", "--threads", "1", "--listen", "127.0.0.1:0")
 """What every service of this folder is told: number format, place, and any free port."""
@@ -32,7 +31,7 @@ class StartError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A running service."""
+    """A running service. Who kills it by its process id asks for nothing more of it than that."""
 
     name: str
     pid: int
@@ -40,11 +39,9 @@ class Service:
     address: str
 
     def stop(self) -> None:
-        """Asks it to end; the nursery takes care that it does."""
-        try:
+        """Asks it to end; whoever started it takes care that it does."""
+        with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGTERM)
-        except ProcessLookupError:
-            return
 
 
 class Nursery:
@@ -52,17 +49,7 @@ class Nursery:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._started = 0
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.exactness.mutants.nursery"],
-            # macOS refuses to fork a process that has loaded certain frameworks, unless told not to.
-            env={**os.environ, **service_environment(1), "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-            start_new_session=True,
-        )
+        self._started: list[Service] = []
 
     def __enter__(self) -> Self:
         return self
@@ -70,11 +57,8 @@ class Nursery:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()  # upon which it stops what it has started
-        self._process.wait(START_TIMEOUT_S)
-        self._process.stdout.close()
+        for service in self._started:
+            service.stop()
 
     def verifier(self, model: Path, *, fault: str | None = None, flags: Sequence[str] = ()) -> Service:
         """Starts a verifier service and waits until it listens; it goes on loading."""
@@ -90,17 +74,11 @@ class Nursery:
         return self._start("draft_service", ["--model", str(model), *named, *TINY_FLAGS, *flags], fault)
 
     def _start(self, service: str, arguments: Sequence[str], fault: str | None) -> Service:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._started += 1
-        log = self._folder / f"{self._started:02}-{service}-{fault or 'sound'}.log"
-        log.touch()
-        order = {"service": service, "arguments": [*arguments], "fault": fault, "log": str(log)}
-        print(json.dumps(order), file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise StartError(f"the nursery ended with exit code {self._process.wait()}")
-        return Service(service, json.loads(answer)["pid"], log, _address(service, log))
+        log = self._folder / f"{len(self._started):02}-{service}-{fault or 'sound'}.log"
+        with log.open("ab") as output:
+            pid = nursery().start(service, arguments, output.fileno(), fault=fault)
+        self._started.append(Service(service, pid, log, ""))
+        return Service(service, pid, log, _address(service, log))
 
 
 def wait_healthy(*services: Service) -> None:

@@ -36,9 +36,11 @@ STREAMS: tuple[Options, ...] = tuple(
 )
 """Of every exact rule, with drafts and without (by `Decode`), several at once."""
 
-SILENCE_S = 1.5
-PATIENCE_S = 2.0
-SOON_S = 40.0
+SILENCE_S = 3.0
+PATIENCE_S = 4.0
+SOON_S = 60.0
+SLOWLY = "unhurried"
+"""So that whatever happens to a verifier happens in the middle of its texts."""
 
 Ids = tuple[int, ...]
 
@@ -65,7 +67,7 @@ class House:
     def start(self, address: str, target: Path | None = None) -> Service:
         """Starts a verifier there."""
         flags = (*sampling.VERIFIER_FLAGS, "--listen", address)
-        self.verifiers[address] = service = self.nursery.verifier(target or self.target, flags=flags)
+        self.verifiers[address] = service = self.nursery.verifier(target or self.target, fault=SLOWLY, flags=flags)
         wait_healthy(service)
         return service
 
@@ -99,7 +101,7 @@ class House:
 @pytest.fixture(scope="module")
 def house(nursery: Nursery, attentive: World) -> Iterator[House]:
     """Two verifiers, one of them by a name, and a draft service."""
-    first = nursery.verifier(attentive.target, flags=sampling.VERIFIER_FLAGS)
+    first = nursery.verifier(attentive.target, fault=SLOWLY, flags=sampling.VERIFIER_FLAGS)
     second, metrics = fixed("127.0.0.1:0"), fixed("127.0.0.1:0")
     name = f"localhost:{second.rpartition(':')[2]}"
     limits = ("--verifier-timeout", str(SILENCE_S), "--failover-patience", str(PATIENCE_S))
@@ -124,7 +126,7 @@ class Text:
 
 
 def write(
-    house: House, *, after: int = 0, fault: Callable[[], None] | None = None, timeout: float = 60.0
+    house: House, *, after: int = 0, fault: Callable[[], None] | None = None, timeout: float = 90.0
 ) -> list[Text]:
     """Asks for all `STREAMS` at once; once there are `after` tokens of them together, `fault` is called."""
     return asyncio.run(_write(house.draft.address, after, fault, timeout))
@@ -206,7 +208,7 @@ def test_a_verifier_that_is_killed_costs_a_pause_and_no_token(house: House, undi
     assert breakers == {(("verifier", address),): 2 * (address == house.struck) for address in house.addresses}
     assert house.samples()["outrider_failover_seconds_total"][()] > 0
     until(lambda: set(house.samples()["outrider_verifier_sequences"].values()) == {0})
-    wait_for_health_blocking(house.draft.address, "", 1.0)
+    wait_for_health_blocking(house.draft.address, "", SOON_S)
 
 
 def test_one_that_comes_back_is_used_again(house: House, undisturbed: list[Ids]) -> None:
@@ -257,7 +259,7 @@ def test_with_all_of_them_gone_it_is_unavailable_in_time_and_what_was_written_is
     broken_off(texts)
     assert sum(len(text.ids) for text in texts) >= SOME
     assert all(text.ids == whole[: len(text.ids)] for text, whole in zip(texts, undisturbed, strict=True))
-    wait_for_health_blocking(house.draft.address, "", 1.0)
+    wait_for_health_blocking(house.draft.address, "", SOON_S)
     assert house.statuses() == {"open": 2}
 
 

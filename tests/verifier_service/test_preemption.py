@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import pytest
 
 from outrider.cli.pair import fixed
-from outrider.cli.processes import ServiceProcess
 from outrider.client import Options
 from tests.exactness import company
+from tests.forked import ForkedService
 from tests.metrics import scrape
 from tests.services import HEALTHY_WITHIN_S, MODELS
 
@@ -46,8 +46,8 @@ def cramped() -> Iterator[Cramped]:
     target = ["--model", str(MODELS / "target"), "--listen", verifier_address, "--metrics-listen", metrics, *POOL]
     draft = ["--model", str(MODELS / "draft"), "--listen", "127.0.0.1:0", "--verifier", verifier_address]
     with (
-        ServiceProcess.launch(["verifier_service", *target, *FLAGS]) as verifier,
-        ServiceProcess.launch(["draft_service", *draft, *FLAGS]) as front,
+        ForkedService.launch(["verifier_service", *target, *FLAGS]) as verifier,
+        ForkedService.launch(["draft_service", *draft, *FLAGS]) as front,
     ):
         verifier.wait_healthy(HEALTHY_WITHIN_S)
         front.wait_healthy(HEALTHY_WITHIN_S)
@@ -58,11 +58,13 @@ def test_tokens_are_the_same_after_preemption(cramped: Cramped) -> None:
     short = [each for each in company.requests() if len(each.prompt) <= PROMPT_CHARS][:REQUESTS]
     asked = [replace(each, options=each.options | Options(max_new_tokens=TOKENS)) for each in short]
     alone = company.texts(cramped.address, asked, together=False, salt="alone")
-    before = cramped.count(PREEMPTIONS)
-    assert before == 0, "whoever is alone has room"
-    assert company.texts(cramped.address, asked, together=True, salt="in company") == alone
-    preempted = cramped.count(PREEMPTIONS) - before
-    print(f"{preempted:.0f} preemptions")
+    assert cramped.count(PREEMPTIONS) == 0, "whoever is alone has room"
+    for attempt in range(5):  # as often as it takes: how many are there at once is the machine's affair too
+        assert company.texts(cramped.address, asked, together=True, salt=f"in company, {attempt}") == alone
+        preempted = cramped.count(PREEMPTIONS)
+        print(f"{preempted:.0f} preemptions")
+        if preempted >= ENOUGH:
+            break
     assert preempted >= ENOUGH
     corrupted = scrape(cramped.metrics)[CHECKS].get((("outcome", "corrupted"),), 0)
     assert corrupted == 0

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from outrider.cli.processes import ServiceProcess
 from outrider.rpc.errors import from_rpc_error
 from protos.outrider.v1 import verifier_service_pb2
+from tests.forked import ForkedService
 from tests.services import HEALTHY_WITHIN_S, MODELS
 from tests.verifier_service.streams import PROMPT, Stream, opening
 
-IDLE_S = 4.0
+IDLE_S = 8.0
 """Also four times the interval at which who waits is told so."""
 
 
@@ -21,7 +21,7 @@ IDLE_S = 4.0
 def channel() -> Iterator[grpc.Channel]:
     arguments = ["--model", str(MODELS / "target"), "--listen", "127.0.0.1:0", "--threads", "1", "--dtype", "float32"]
     limits = ("--max-sequences", "1", "--max-waiting", "1", "--idle-timeout", str(IDLE_S))
-    with ServiceProcess.start(["verifier_service", *arguments, *limits]) as process:
+    with ForkedService.start(["verifier_service", *arguments, *limits]) as process:
         process.wait_healthy(HEALTHY_WITHIN_S)
         with grpc.insecure_channel(process.address) as channel:
             yield channel

@@ -7,9 +7,9 @@ from importlib.util import find_spec
 
 import pytest
 
-from outrider.cli.pair import Pair, PairSettings, running_pair
+from outrider.cli.pair import Pair
 from outrider.client import Client
-from tests.services import HEALTHY_WITHIN_S, MODELS
+from tests.services import running_demo
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton has no build for this platform")
 
@@ -18,11 +18,9 @@ PROMPT = "def add(a, b):\n"
 
 @pytest.fixture(scope="module")
 def judged_by_triton() -> Iterator[Pair]:
-    settings = PairSettings(str(MODELS / "target"), str(MODELS / "draft"), dtype="float32", threads=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OUTRIDER_VERIFY_PATH", "triton")
-        with running_pair(settings) as pair:
-            pair.wait_healthy(HEALTHY_WITHIN_S)
+        with running_demo() as pair:
             yield pair
 
 

@@ -277,6 +277,21 @@ def noise_of_the_round() -> None:
     _displace_noise("kernels.verify_torch", lambda places: [places[0]] * len(places))
 
 
+def unhurried() -> None:
+    """No fault: each of the verifier's passes takes 10 ms more, so that a text is in progress for a while."""
+    import time
+
+    from verifier_service.engine import VerifierEngine
+
+    honest = VerifierEngine.forward
+
+    def forward(self: VerifierEngine, work: Any) -> Any:
+        time.sleep(0.01)
+        return honest(self, work)
+
+    VerifierEngine.forward = forward  # type: ignore[method-assign]
+
+
 def eager_outcome_cache() -> None:
     """No fault, but what shows one: whoever asks waits until four outcomes have been drafted for."""
     from draft_service.drafters import ahead
@@ -367,6 +382,7 @@ FAULTS: dict[str, Callable[[], None]] = {
         noise_of_the_next_position,
         noise_of_another_seed,
         noise_of_the_round,
+        unhurried,
         eager_outcome_cache,
         branches_take_the_likeliest,
     )

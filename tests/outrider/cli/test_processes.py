@@ -33,7 +33,7 @@ def test_a_service_that_ends_says_why() -> None:
 def test_a_service_that_ends_later_is_noticed() -> None:
     with ServiceProcess.start([STAND_IN, "listen", "say=out of memory", "exit=1"]) as service:
         with pytest.raises(ServiceError, match="ended with exit code 1: out of memory"):
-            service.wait_healthy(30)
+            service.wait_healthy(60)
         with pytest.raises(ServiceError, match="ended with exit code 1"):
             service.check()
 
@@ -63,5 +63,5 @@ def test_a_service_deaf_to_sigterm_is_killed() -> None:
     service = ServiceProcess.start([STAND_IN, "deaf", "listen", "wait"])
     begin = time.monotonic()
     assert service.stop(timeout=0.2) == -9
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 30
     assert service.stop() == -9

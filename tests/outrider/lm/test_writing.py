@@ -157,13 +157,13 @@ def test_sequences_written_together_are_those_written_alone(name: str, load: Cal
         (expected,) = model.write([single], [sampling])
         assert written.tokens == expected.tokens
         assert [law is None for law in written.laws] == [law is None for law in expected.laws]
-        for law, other in zip(written.laws, expected.laws, strict=True):
-            if law is not None and other is not None:
-                assert law.ids.tolist() == other.ids.tolist()
-                assert abs(law.weights.astype(int) - other.weights.astype(int)).max() <= 1
+        for told, same in zip(written.laws, expected.laws, strict=True):
+            if told is not None and same is not None:
+                assert told.ids.tolist() == same.ids.tolist()
+                assert abs(told.weights.astype(int) - same.weights.astype(int)).max() <= 1
         assert model.pool.length(chunk.slot) == model.pool.length(single.slot)
-        after = [model.forward([Chunk(each.slot, [7], model.pool.length(each.slot), 0)]) for each in (chunk, single)]
-        assert torch.allclose(*after, atol=1e-4)
+        ends = [model.forward([Chunk(each.slot, [7], model.pool.length(each.slot), 0)]) for each in (chunk, single)]
+        assert torch.allclose(ends[0], ends[1], atol=1e-4)
 
 
 def test_each_token_is_chosen_by_the_noise_of_its_own_place(load: Callable[..., LoadedModel]) -> None:

@@ -1,6 +1,7 @@
 """A server says NOT_SERVING until it serves, takes its port alone, and goes away in order."""
 
 import asyncio
+import queue
 import re
 import signal
 import subprocess
@@ -18,10 +19,12 @@ from outrider.rpc import errors
 from outrider.rpc.channel import open_channel, wait_for_health, wait_for_health_blocking
 from outrider.rpc.server import HealthState, StartupError, bind, create_server
 from tests.house.project import ROOT
-from tests.outrider.rpc.probe import NAME, Probe, many, once
+from tests.outrider.rpc.probe import NAME, Probe, both, many, once
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+SOON_S = 45.0
+LATE = "DEADLINE_EXCEEDED"  # the last question may have had no time left
 
 
 def _health(channel: Any) -> Any:
@@ -41,12 +44,12 @@ async def test_no_service_is_serving_before_it_says_so() -> None:
     async with open_channel(address) as channel:
         for service in ("", NAME):
             assert await _status(channel, service) == NOT_SERVING
-        with pytest.raises(TimeoutError, match="NOT_SERVING"):
-            await wait_for_health(channel, NAME, 0.2)
+        with pytest.raises(TimeoutError, match=f"after 0.5 s: (NOT_SERVING|{LATE})"):
+            await wait_for_health(channel, NAME, 0.5)
         await health.serving()
         for service in ("", NAME):
             assert await _status(channel, service) == SERVING
-        await wait_for_health(address, NAME, 5)
+        await wait_for_health(address, NAME, 60)
         await health.not_serving()
         assert await _status(channel, "") == NOT_SERVING
         await health.drain()
@@ -95,12 +98,12 @@ class Process:
         assert self.process.stdout is not None
         self.stdout = self.process.stdout
         self.address = self.stdout.readline().strip()
-        wait_for_health_blocking(self.address, NAME, 10)
+        wait_for_health_blocking(self.address, NAME, 60)
 
     def signal(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)
 
-    def ended(self, within: float) -> tuple[int, list[str]]:
+    def ended(self, within: float = SOON_S) -> tuple[int, list[str]]:
         code = self.process.wait(within)
         return code, self.stdout.read().split()
 
@@ -117,17 +120,19 @@ def process(request: pytest.FixtureRequest) -> Iterator[Process]:
 
 def _until_not_serving(channel: grpc.Channel) -> None:
     stub = _health(channel)
-    end = time.monotonic() + 5
+    end = time.monotonic() + SOON_S
     while stub.Check(health_pb2.HealthCheckRequest(service=NAME)).status != NOT_SERVING:
         assert time.monotonic() < end
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("process", [20.0], indirect=True)
+@pytest.mark.parametrize("process", [90.0], indirect=True)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_signal_lets_running_calls_finish_and_no_new_ones_in(process: Process, number: int) -> None:
+    requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     with grpc.insecure_channel(process.address) as channel:
-        running = many(channel)(b"0.6")
+        running = both(channel)(iter(requests.get, b""))  # it runs until it is sent nothing
+        requests.put(b"first")
         assert next(running) == b"first"
         process.signal(number)
         _until_not_serving(channel)
@@ -135,40 +140,42 @@ def test_a_signal_lets_running_calls_finish_and_no_new_ones_in(process: Process,
             once(channel)(b"")
         refused = errors.from_rpc_error(caught.value)
         assert (refused.code, refused.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+        for request in (b"last", b""):
+            requests.put(request)
         assert list(running) == [b"last"]
-        assert process.ended(within=5) == (0, ["told", "stopped"])
+        assert process.ended() == (0, ["told", "stopped"])
 
 
-@pytest.mark.parametrize("process", [20.0], indirect=True)
+@pytest.mark.parametrize("process", [90.0], indirect=True)
 def test_a_watch_of_health_is_told_and_holds_nothing_up(process: Process) -> None:
     with grpc.insecure_channel(process.address) as channel:
         watch = _health(channel).Watch(health_pb2.HealthCheckRequest(service=NAME))
         assert next(watch).status == SERVING
         process.signal()
         assert next(watch).status == NOT_SERVING
-        assert process.ended(within=5)[0] == 0
+        assert process.ended()[0] == 0
 
 
 @pytest.mark.parametrize("process", [0.3], indirect=True)
 def test_calls_that_outlast_the_grace_are_cut(process: Process) -> None:
     with grpc.insecure_channel(process.address) as channel:
-        running = many(channel)(b"60")
+        running = many(channel)(b"180")
         assert next(running) == b"first"
         process.signal()
         with pytest.raises(grpc.RpcError):
             next(running)
-        assert process.ended(within=5) == (0, ["told", "stopped"])
+        assert process.ended() == (0, ["told", "stopped"])
 
 
-@pytest.mark.parametrize("process", [60.0], indirect=True)
+@pytest.mark.parametrize("process", [90.0], indirect=True)
 def test_a_second_signal_stops_at_once(process: Process) -> None:
     with grpc.insecure_channel(process.address) as channel:
-        running = many(channel)(b"60")
+        running = many(channel)(b"180")
         assert next(running) == b"first"
         process.signal()
         _until_not_serving(channel)
         process.signal()
-        assert process.ended(within=5) == (0, ["told", "stopped"])
+        assert process.ended() == (0, ["told", "stopped"])
 
 
 @pytest.mark.parametrize("process", [1.0], indirect=True)
@@ -184,7 +191,7 @@ async def test_waiting_for_health_outlasts_a_server_that_is_not_there_yet() -> N
     server = create_server(max_message_bytes=1 << 20)
     health = HealthState(server, [NAME])
     address = bind(server, "127.0.0.1:0")
-    waiting = asyncio.create_task(wait_for_health(address, NAME, 10))
+    waiting = asyncio.create_task(wait_for_health(address, NAME, 60))
     await asyncio.sleep(0.2)
     assert not waiting.done()
     await server.start()
@@ -194,5 +201,6 @@ async def test_waiting_for_health_outlasts_a_server_that_is_not_there_yet() -> N
 
 
 def test_waiting_for_health_ends_and_says_what_was_answered() -> None:
-    with pytest.raises(TimeoutError, match=r"the server at 127\.0\.0\.1:1 is not serving after 0\.3 s: UNAVAILABLE"):
-        wait_for_health_blocking("127.0.0.1:1", "", 0.3)
+    says = rf"the server at 127\.0\.0\.1:1 is not serving after 0\.5 s: (UNAVAILABLE|{LATE})"
+    with pytest.raises(TimeoutError, match=says):
+        wait_for_health_blocking("127.0.0.1:1", "", 0.5)

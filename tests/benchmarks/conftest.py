@@ -1,0 +1,11 @@
+"""Benchmarks that a test runs in its own process get their services from the nursery: see `tests.forked`."""
+
+import pytest
+
+from tests.forked import ForkedService
+
+
+@pytest.fixture(autouse=True)
+def _services_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("services", "network"):
+        monkeypatch.setattr(f"benchmarks.{module}.ServiceProcess", ForkedService)

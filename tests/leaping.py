@@ -1,0 +1,48 @@
+"""An event loop whose clock leaps to the next timer: nobody waits, and nothing hangs on how fast the machine is.
+
+For tasks that wait for time and for each other alone. It knows nothing of threads or sockets: those live in real time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import selectors
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec
+
+Parameters = ParamSpec("Parameters")
+
+
+class LeapingLoop(asyncio.SelectorEventLoop):
+    """Its `time()` stands still while anything is to be done, and is at the next timer's when nothing is."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        super().__init__(_Leaps(self))
+
+    def time(self) -> float:
+        return self.now
+
+
+class _Leaps(selectors.DefaultSelector):
+    def __init__(self, loop: LeapingLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is not None and timeout > 0:
+            self._loop.now += timeout
+            timeout = 0
+        return super().select(timeout)
+
+
+def leaping(test: Callable[Parameters, Coroutine[Any, Any, None]]) -> Callable[Parameters, None]:
+    """Make a test that runs on such a loop of a coroutine function."""
+
+    @functools.wraps(test)
+    def run(*arguments: Parameters.args, **named: Parameters.kwargs) -> None:
+        with asyncio.Runner(loop_factory=LeapingLoop) as runner:
+            runner.run(test(*arguments, **named))
+
+    return run
