@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.exactness import pairs
 from tests.exactness.results import Recorder
-from tests.exactness.services import Nursery
+from tests.exactness.services import Nursery, Service
 from tests.exactness.worlds import World
 
 
@@ -28,6 +30,19 @@ def attentive(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Wor
 def markov(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> World:
     """A pair whose target looks at the last token alone: each token of a long text is a sample of one table."""
     return World.begin(nursery, tmp_path_factory.mktemp("markov"), seed=4, markov=True)
+
+
+@pytest.fixture(scope="session")
+def sharpened(markov: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A good draft for it, only too sure of itself: acceptance and rejection both have much to say."""
+    return pairs.write_draft(tmp_path_factory.mktemp("sharpened"), markov.target, "sharpened")
+
+
+@pytest.fixture(scope="session")
+def sound(nursery: Nursery, markov: World, sharpened: Path) -> Iterator[Service]:
+    """A draft service with that draft, and nothing wrong with it."""
+    with markov.with_fault(nursery, sharpened, "draft_service", None) as service:
+        yield service
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ import torch
 
 from kernels.noise import gumbel
 from outrider.client import AcceptanceRule, AsyncClient, Client, Options, Sample, Started
-from tests.exactness import laws, pairs
+from tests.exactness import laws
 from tests.exactness.chisquare import Array
 from tests.exactness.laws import Filters
 from tests.exactness.pairs import BAD_DRAFTS, VOCABULARY
@@ -156,20 +156,9 @@ WIDE = 4.5
 
 
 @pytest.fixture(scope="module")
-def draft(markov: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pairs.write_draft(tmp_path_factory.mktemp("coupled"), markov.target, "sharpened")
-
-
-@pytest.fixture(scope="module")
-def sound(nursery: Nursery, markov: World, draft: Path) -> Iterator[Service]:
-    with markov.with_fault(nursery, draft, "draft_service", None) as service:
-        yield service
-
-
-@pytest.fixture(scope="module")
-def chances(markov: World, draft: Path) -> tuple[Array, Array]:
+def chances(markov: World, sharpened: Path) -> tuple[Array, Array]:
     """After each token: the chance that a draft is accepted with shared noise, and with noise of its own, `[V]`."""
-    p, q = (laws.transition_law(laws.load(folder), Filters()) for folder in (markov.target, draft))
+    p, q = (laws.transition_law(laws.load(folder), Filters()) for folder in (markov.target, sharpened))
     ratios = np.maximum(p[:, None, :] / p[:, :, None], q[:, None, :] / q[:, :, None])
     return (1 / ratios.sum(-1)).sum(-1), (p * q).sum(-1)
 
@@ -208,9 +197,9 @@ def test_as_much_is_accepted_as_shared_noise_promises(sound: Service, chances: t
 
 @pytest.mark.parametrize("fault", ["noise_of_the_next_position", "noise_of_another_seed"])
 def test_other_noise_in_the_draft_costs_acceptance_and_changes_no_token(
-    fault: str, nursery: Nursery, markov: World, draft: Path, sound: Service, chances: tuple[Array, Array]
+    fault: str, nursery: Nursery, markov: World, sharpened: Path, sound: Service, chances: tuple[Array, Array]
 ) -> None:
-    with markov.with_fault(nursery, draft, "draft_service", fault) as service:
+    with markov.with_fault(nursery, sharpened, "draft_service", fault) as service:
         samples = _samples(service)
     shared, own = chances
     deviation, from_own = _deviation(samples, shared), _deviation(samples, own)
@@ -221,13 +210,13 @@ def test_other_noise_in_the_draft_costs_acceptance_and_changes_no_token(
 
 
 def test_a_verifier_that_keys_its_noise_by_the_round_is_noticed(
-    nursery: Nursery, markov: World, draft: Path, sound: Service
+    nursery: Nursery, markov: World, sharpened: Path, sound: Service
 ) -> None:
     def texts(service: Service) -> list[list[Ids]]:
         return [[sample.token_ids for sample in _samples(service, gamma)] for gamma in (0, 3)]
 
     by_decode, drafted = texts(sound)
     assert by_decode == drafted
-    with markov.with_fault(nursery, draft, "verifier_service", "noise_of_the_round") as service:
+    with markov.with_fault(nursery, sharpened, "verifier_service", "noise_of_the_round") as service:
         by_decode, drafted = texts(service)
     assert by_decode != drafted

@@ -24,7 +24,7 @@ from tests.exactness.laws import Filters
 from tests.exactness.pairs import LETTERS, VOCABULARY
 from tests.exactness.sampling import Run
 from tests.exactness.services import Nursery, Service, wait_healthy
-from tests.exactness.worlds import Chain, World
+from tests.exactness.worlds import Chain, World, sampled_fits
 
 # Every letter once, so that there is something to copy whatever comes.
 PROMPT = (*range(VOCABULARY - 1), 15, 12, 14)
@@ -74,26 +74,8 @@ def chain_service(nursery: Nursery, markov: World, corpus: Path) -> Iterator[Ser
     service.stop()
 
 
-def _fits(
-    service: Service, world: World, drafter: str, *, filters: Filters, length: int, seed: int, rule: str, **options: Any
-) -> tuple[Run, Fit, Fit]:
-    run = sampling.sample(
-        service.address,
-        PROMPT,
-        length=length,
-        samples=sampling.SAMPLES_PER_REQUEST,
-        filters=filters,
-        gamma=2,
-        seed=seed,
-        rule=rule,
-        drafter=drafter,
-        **options,
-    )
-    chain = Chain.of(world.target, filters)
-    counts = chain.counts(PROMPT, run.tokens)
-    outcomes, classes = chain.outcomes(counts), chain.by_class(counts)
-    print(f"{run}\noutcomes: {outcomes}\nclasses:  {classes}")
-    return run, outcomes, classes
+def _fits(service: Service, world: World, drafter: str, **asked: Any) -> tuple[Run, Fit, Fit]:
+    return sampled_fits(service, world.target, PROMPT, gamma=2, drafter=drafter, **asked)
 
 
 @pytest.mark.parametrize("rule", ["tokenwise", "block"])

@@ -7,13 +7,12 @@ that refute at `REFUTED`, with room to spare.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.exactness import pairs, sampling
+from tests.exactness import sampling
 from tests.exactness.chisquare import Fit
 from tests.exactness.laws import Filters
 from tests.exactness.sampling import Run
@@ -46,32 +45,18 @@ MUTANTS = (
 )
 
 
-@pytest.fixture(scope="module")
-def draft(markov: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pairs.write_draft(tmp_path_factory.mktemp("sharpened"), markov.target, "sharpened")
-
-
-@pytest.fixture(scope="module")
-def sound(nursery: Nursery, markov: World, draft: Path) -> Iterator[Service]:
-    with markov.with_fault(nursery, draft, "draft_service", None) as service:
-        yield service
-
-
 def _write(service: Service, filters: Filters, length: int) -> Run:
     return sampling.sample(service.address, PROMPT, length=length, samples=64, filters=filters, gamma=GAMMA, seed=5)
 
 
 def _fits(run: Run, target: Path, filters: Filters) -> tuple[Fit, Fit]:
-    chain = Chain.of(target, filters)
-    counts = chain.counts(PROMPT, run.tokens)
-    fits = chain.outcomes(counts), chain.by_class(counts)
-    print(f"{run}\noutcomes: {fits[0]}\nclasses:  {fits[1]}")
-    return fits
+    print(run)
+    return Chain.of(target, filters).fits(PROMPT, run.tokens)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.fault)
-def test_a_fault_is_noticed(mutant: Mutant, nursery: Nursery, markov: World, draft: Path) -> None:
-    with markov.with_fault(nursery, draft, mutant.service, mutant.fault) as service:
+def test_a_fault_is_noticed(mutant: Mutant, nursery: Nursery, markov: World, sharpened: Path) -> None:
+    with markov.with_fault(nursery, sharpened, mutant.service, mutant.fault) as service:
         run = _write(service, mutant.filters, mutant.length)
     assert min(fit.p_value for fit in _fits(run, markov.target, mutant.filters)) < REFUTED
 

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from outrider.client import Client, Completion, Options
-from tests.exactness import chisquare, pairs
-from tests.exactness.chisquare import Fit
+from tests.exactness import chisquare
 from tests.exactness.laws import Filters
 from tests.exactness.services import Nursery, Service
 from tests.exactness.worlds import Chain, World
@@ -32,13 +31,8 @@ REFUTED = 1e-9
 
 
 @pytest.fixture(scope="module")
-def draft(markov: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pairs.write_draft(tmp_path_factory.mktemp("sharpened"), markov.target, "sharpened")
-
-
-@pytest.fixture(scope="module")
-def eager(nursery: Nursery, markov: World, draft: Path) -> Iterator[Service]:
-    with markov.with_fault(nursery, draft, "draft_service", "eager_outcome_cache") as service:
+def eager(nursery: Nursery, markov: World, sharpened: Path) -> Iterator[Service]:
+    with markov.with_fault(nursery, sharpened, "draft_service", "eager_outcome_cache") as service:
         yield service
 
 
@@ -59,29 +53,21 @@ def _many(service: Service, rule: str, seed: int) -> tuple[np.ndarray, float]:
     )
 
 
-def _fits(tokens: np.ndarray, target: Path) -> tuple[Fit, Fit]:
-    chain = Chain.of(target, PLAIN)
-    counts = chain.counts(PROMPT, tokens)
-    fits = chain.outcomes(counts), chain.by_class(counts)
-    print(f"outcomes: {fits[0]}\nclasses:  {fits[1]}")
-    return fits
-
-
 @pytest.mark.parametrize("rule", ["tokenwise", "block"])
 def test_the_law_of_each_next_token_is_the_targets(rule: str, eager: Service, markov: World) -> None:
     tokens, share = _many(eager, rule, 31)
-    outcomes, classes = _fits(tokens, markov.target)
+    outcomes, classes = Chain.of(markov.target, PLAIN).fits(PROMPT, tokens)
     print(f"{share:.0%} of the proposals came from the cache")
     assert share > 0.35
     assert chisquare.detectable(classes.df, classes.n, level=LEVEL, power=POWER) <= DISTANCE
     assert min(outcomes.p_value, classes.p_value) > LEVEL
 
 
-def test_laws_that_are_not_the_ones_drawn_from_are_noticed(nursery: Nursery, markov: World, draft: Path) -> None:
-    with markov.with_fault(nursery, draft, "draft_service", "branches_take_the_likeliest") as service:
+def test_laws_that_are_not_the_ones_drawn_from_are_noticed(nursery: Nursery, markov: World, sharpened: Path) -> None:
+    with markov.with_fault(nursery, sharpened, "draft_service", "branches_take_the_likeliest") as service:
         tokens, share = _many(service, "tokenwise", 31)
     print(f"{share:.0%} of the proposals came from the cache")
-    assert min(fit.p_value for fit in _fits(tokens, markov.target)) < REFUTED
+    assert min(fit.p_value for fit in Chain.of(markov.target, PLAIN).fits(PROMPT, tokens)) < REFUTED
 
 
 @pytest.mark.parametrize("gamma", [1, 3, 8])

@@ -21,7 +21,7 @@ from tests.exactness import chisquare, pairs, sampling
 from tests.exactness.chisquare import Fit
 from tests.exactness.sampling import Run
 from tests.exactness.services import Nursery, Service, wait_healthy
-from tests.exactness.worlds import FILTERS, Chain, World
+from tests.exactness.worlds import FILTERS, World, sampled_fits
 
 PROMPT = (14,)
 LENGTH = 48
@@ -34,36 +34,13 @@ POLICIES = [policy for policy in SpeculationPolicy if policy is not SpeculationP
 
 
 @pytest.fixture(scope="module")
-def draft(markov: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A good draft, only too sure of itself: acceptance and rejection both have much to say."""
-    return pairs.write_draft(tmp_path_factory.mktemp("sharpened"), markov.target, "sharpened")
-
-
-@pytest.fixture(scope="module")
-def restless(nursery: Nursery, markov: World, draft: Path) -> Iterator[Service]:
-    with markov.with_fault(nursery, draft, "draft_service", "restless_lengths") as service:
+def restless(nursery: Nursery, markov: World, sharpened: Path) -> Iterator[Service]:
+    with markov.with_fault(nursery, sharpened, "draft_service", "restless_lengths") as service:
         yield service
 
 
-def _fits(
-    service: Service, world: World, *, seed: int, rule: str, length: int = LENGTH, **options: Any
-) -> tuple[Run, Fit, Fit]:
-    run = sampling.sample(
-        service.address,
-        PROMPT,
-        length=length,
-        samples=sampling.SAMPLES_PER_REQUEST,
-        filters=FILTERS,
-        gamma=CEILING,
-        seed=seed,
-        rule=rule,
-        **options,
-    )
-    chain = Chain.of(world.target, FILTERS)
-    counts = chain.counts(PROMPT, run.tokens)
-    outcomes, classes = chain.outcomes(counts), chain.by_class(counts)
-    print(f"{run}\noutcomes: {outcomes}\nclasses:  {classes}")
-    return run, outcomes, classes
+def _fits(service: Service, world: World, *, length: int = LENGTH, **asked: Any) -> tuple[Run, Fit, Fit]:
+    return sampled_fits(service, world.target, PROMPT, filters=FILTERS, gamma=CEILING, length=length, **asked)
 
 
 def _write(service: Service, **options: object) -> Completion:
@@ -102,15 +79,15 @@ def test_lengths_do_follow_what_was_accepted(restless: Service) -> None:
 
 @pytest.mark.parametrize("rule", ["tokenwise", "block"])
 def test_a_stop_that_looks_at_the_token_it_drops_is_noticed(
-    rule: str, nursery: Nursery, markov: World, draft: Path
+    rule: str, nursery: Nursery, markov: World, sharpened: Path
 ) -> None:
-    with markov.with_fault(nursery, draft, "draft_service", "unsure_after_sampling") as service:
+    with markov.with_fault(nursery, sharpened, "draft_service", "unsure_after_sampling") as service:
         _, outcomes, classes = _fits(service, markov, seed=5, rule=rule, length=2 * LENGTH, max_entropy=UNSURE)
     assert min(outcomes.p_value, classes.p_value) < REFUTED
 
 
-def test_a_length_that_looks_at_what_was_drafted_is_noticed(nursery: Nursery, markov: World, draft: Path) -> None:
-    with markov.with_fault(nursery, draft, "draft_service", "restless_lengths_after_drafting") as service:
+def test_a_length_that_looks_at_what_was_drafted_is_noticed(nursery: Nursery, markov: World, sharpened: Path) -> None:
+    with markov.with_fault(nursery, sharpened, "draft_service", "restless_lengths_after_drafting") as service:
         _, outcomes, classes = _fits(service, markov, seed=5, rule="tokenwise", speculation="adaptive")
     assert min(outcomes.p_value, classes.p_value) < REFUTED
 

@@ -19,7 +19,7 @@ from tests.exactness.chisquare import Fit
 from tests.exactness.laws import Filters
 from tests.exactness.sampling import Run
 from tests.exactness.services import Nursery, Service, wait_healthy
-from tests.exactness.worlds import Chain, World
+from tests.exactness.worlds import World, sampled_fits
 
 PROMPT = (*range(pairs.VOCABULARY - 1), 15, 12, 14)
 PLAIN = Filters(temperature=1.0, top_k=20)
@@ -46,25 +46,8 @@ def service(request: pytest.FixtureRequest, nursery: Nursery, markov: World, dra
     service.stop()
 
 
-def _fits(
-    service: Service, world: World, *, length: int, seed: int, rule: str, filters: Filters = PLAIN
-) -> tuple[Run, Fit, Fit]:
-    run = sampling.sample(
-        service.address,
-        PROMPT,
-        length=length,
-        samples=sampling.SAMPLES_PER_REQUEST,
-        filters=filters,
-        gamma=GAMMA,
-        seed=seed,
-        rule=rule,
-        drafter="staged",
-    )
-    chain = Chain.of(world.target, filters)
-    counts = chain.counts(PROMPT, run.tokens)
-    outcomes, classes = chain.outcomes(counts), chain.by_class(counts)
-    print(f"{run}\noutcomes: {outcomes}\nclasses:  {classes}")
-    return run, outcomes, classes
+def _fits(service: Service, world: World, *, filters: Filters = PLAIN, **asked: Any) -> tuple[Run, Fit, Fit]:
+    return sampled_fits(service, world.target, PROMPT, filters=filters, gamma=GAMMA, drafter="staged", **asked)
 
 
 @pytest.mark.parametrize("rule", ["tokenwise", "block"])

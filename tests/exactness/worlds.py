@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from tests.exactness import chisquare, laws, pairs, sampling
 from tests.exactness.chisquare import Array, Fit
 from tests.exactness.laws import Filters
+from tests.exactness.sampling import Run
 from tests.exactness.services import Nursery, Service, wait_healthy
 
 FILTERS = Filters(temperature=1.0, top_k=20, top_p=0.9)
@@ -69,7 +71,8 @@ class FirstTokens:
     """`[V, V, V]`"""
 
     @classmethod
-    def of(cls, target: Path, prompt: Sequence[int], filters: Filters = FILTERS) -> FirstTokens:
+    @cache
+    def of(cls, target: Path, prompt: tuple[int, ...], filters: Filters = FILTERS) -> FirstTokens:
         """Enumerate."""
         return cls(laws.joint_law(laws.load(target), prompt, 3, filters))
 
@@ -105,6 +108,7 @@ class Chain:
     """`[V, V]`"""
 
     @classmethod
+    @cache
     def of(cls, target: Path, filters: Filters = FILTERS) -> Chain:
         """Compute it."""
         return cls(laws.transition_law(laws.load(target), filters))
@@ -123,6 +127,25 @@ class Chain:
         """Test them by rank class: three for each token before."""
         classes = np.stack([laws.rank_classes(law) for law in self.transitions])
         return chisquare.table_fit(_summed(counts, classes), _summed(self.transitions, classes))
+
+    def fits(self, prompt: Sequence[int], tokens: Array) -> tuple[Fit, Fit]:
+        """Test `tokens` `[N, length]` after `prompt`, token by token and by rank class; print what came of it."""
+        counts = self.counts(prompt, tokens)
+        outcomes, classes = self.outcomes(counts), self.by_class(counts)
+        print(f"outcomes: {outcomes}\nclasses:  {classes}")
+        return outcomes, classes
+
+
+def sampled_fits(
+    service: Service, target: Path, prompt: Sequence[int], *, filters: Filters, **asked: Any
+) -> tuple[Run, Fit, Fit]:
+    """Have one request's samples written after `prompt`, and test them against the Markov `target` of the service;
+    `asked` is what else `sampling.sample` takes.
+    """
+    samples = sampling.SAMPLES_PER_REQUEST
+    run = sampling.sample(service.address, prompt, samples=samples, filters=filters, **asked)
+    print(run)
+    return run, *Chain.of(target, filters).fits(prompt, run.tokens)
 
 
 def _summed(table: Array, classes: Array) -> Array:
