@@ -80,7 +80,9 @@ class GenerateCall:
         """Writes responses until the last, or until the client has not read one for too long."""
         limit = self._settings.slow_client_timeout
         emission = request.emission
-        responses = aiter(self._responses) if emission is None else framed(self._responses, emission)
+        responses = (
+            aiter(self._responses) if emission is None else framed(self._responses, emission, held=request.held)
+        )
         with Patience(limit) as patience:
             async for response in responses:
                 try:
@@ -131,13 +133,14 @@ class GenerateCall:
 
     def _emitter(self, request: Generation, index: int) -> Emitter:
         hides_special = not request.keep_special_tokens
+        delivered = len(request.committed) - request.held
         text = OutputText(
             IncrementalDetokenizer(
-                self._pair.tokenizer, [*request.prompt, *request.committed], skip_special=hides_special
+                self._pair.tokenizer, [*request.prompt, *request.committed[:delivered]], skip_special=hides_special
             ),
             stop=request.stop,
             min_tokens=request.min_new_tokens,
-            written=len(request.committed),
+            written=delivered,
         )
         show = partial(self._pair.tokenizer.decode_token, skip_special=hides_special) if request.report_rounds else None
         return Emitter(
@@ -145,6 +148,7 @@ class GenerateCall:
             text,
             index=index,
             prompt_tokens=len(request.prompt),
+            committed=len(request.committed),
             show_token=show,
             one_by_one=request.emission is not None,
         )
