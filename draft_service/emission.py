@@ -71,8 +71,9 @@ class Emitter:
         return max(0, self._whole - self._committed)
 
     def resume(self, held: Sequence[int], *, is_silent: bool) -> bool:
-        """Takes in the last of the tokens that were told before: those whose text was not sent. True where a stop string
-        ends the text in them. Call it first. `is_silent` says that the last of them has no text.
+        """Takes in the last of the tokens that were told before: those whose text was not sent. Call it first.
+
+        True where a stop string ends the text in them. `is_silent` says that the last of them has no text.
         """
         self._whole -= len(held)
         self._last = held[-1]

@@ -16,11 +16,10 @@ from protos.outrider.v1.draft_service_pb2 import GenerateChunk, GenerateResponse
 _FULL = 4
 
 
-async def framed(
-    responses: Responses, emission: Emission, *, held: int = 0
-) -> AsyncGenerator[GenerateResponse, None]:
-    """The responses as `emission` has them, from `started` on. Chunks must come with one token each, or with the text of
-    one; before them there are `held` tokens whose text has not been sent.
+async def framed(responses: Responses, emission: Emission, *, held: int = 0) -> AsyncGenerator[GenerateResponse, None]:
+    """The responses as `emission` has them, from `started` on.
+
+    Chunks must come with one token each, or with the text of one. Before them `held` tokens were told without text.
 
     Raises:
         BaseException: what `responses` raise, after what came before it.
@@ -61,8 +60,8 @@ class Frames:
     """
 
     def __init__(self, size: int, *, token_bytes: int, held: int = 0) -> None:
-        """`token_bytes` is the size of the largest chunk of a token without text, `held` how many tokens were told before
-        without their text.
+        """`token_bytes` is the size of the largest chunk of a token without text; `held` tokens were told without text
+        before.
         """
         self._size = size
         self._token_bytes = token_bytes
@@ -136,8 +135,9 @@ class Frames:
         return part, rest
 
     def _may_join(self, frame: GenerateResponse, response: GenerateResponse) -> bool:
-        """Whether a response goes on where a frame ends. A part of a token's text has a frame of its own, so that what is
-        read with it is not read twice.
+        """Whether a response goes on where a frame ends.
+
+        A part of a token's text has a frame of its own, so that what is read with it is not read twice.
         """
         chunk, more = frame.chunk, response.chunk
         if response.WhichOneof("event") != "chunk" or more.index != chunk.index:

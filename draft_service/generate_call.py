@@ -80,9 +80,7 @@ class GenerateCall:
         """Writes responses until the last, or until the client has not read one for too long."""
         limit = self._settings.slow_client_timeout
         emission = request.emission
-        responses = (
-            aiter(self._responses) if emission is None else framed(self._responses, emission, held=request.held)
-        )
+        responses = aiter(self._responses) if emission is None else framed(self._responses, emission, held=request.held)
         with Patience(limit) as patience:
             async for response in responses:
                 try:

@@ -166,9 +166,9 @@ class Round(_Mirror):
 class Chunk:
     """More of one sample. `token_texts`, `logprobs` and `rounds` are empty unless asked for.
 
-    Tokens come as soon as they are committed; of all that came so far the last `held_tokens` have text that has not come
-    whole, since it may become a stop string or ends inside a character. Where a stop string cuts them they are no part of
-    the output: see `Finished.cut_tokens`.
+    Tokens come as soon as they are committed; of all that came so far the last `held_tokens` have text that has not
+    come whole, since it may become a stop string or ends inside a character. Where a stop string cuts them they are no
+    part of the output: see `Finished.cut_tokens`.
     """
 
     index: int

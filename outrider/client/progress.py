@@ -23,7 +23,6 @@ from outrider.client.events import (
 from protos.outrider.v1 import draft_service_pb2 as pb
 from protos.outrider.v1 import sampling_pb2
 
-
 HELD_TOKENS = "held_tokens"
 """The feature of a service that gives the text of tokens it is told."""
 

@@ -233,14 +233,16 @@ async def test_a_time_limit_holds_over_all_parts(draft_address: str) -> None:
 
 
 def test_a_draft_service_killed_under_its_requests(demo_pair: Pair) -> None:
-    """SIGKILL. Four requests run, two of them there; the other service has another drafter."""
+    """SIGKILL. Four requests run, two of them there; the other service has another drafter. Text is held wherever it may
+    become a stop string, which it never does.
+    """
     flags = ["--device", "cpu", "--dtype", "float32", "--threads", "1", "--drafter", "lookup"]
     arguments = ["draft_service", "--model", str(MODELS / "draft"), "--verifier", demo_pair.verifier.address, *flags]
     with ServiceProcess.launch([*arguments, "--listen", "127.0.0.1:0"]) as victim:
         victim.wait_listening()
         victim.wait_healthy(HEALTHY_WITHIN_S)
         asked = [GREEDY, GREEDY, SAMPLED, SAMPLED]
-        asked = [options | {"max_new_tokens": 160} for options in asked]
+        asked = [options | {"max_new_tokens": 160, "stop": [" \0", "e\0", "\n    \0"]} for options in asked]
 
         async def run() -> tuple[list[Completion], list[Completion]]:
             async with AsyncClient([victim.address, demo_pair.draft.address]) as client:
