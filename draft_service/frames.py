@@ -37,7 +37,8 @@ async def framed(responses: Responses, emission: Emission, *, held: int = 0) -> 
     async for response in stream:
         frames.put(response)
         yield frames.take()
-        break
+        if response.HasField("started"):
+            break
     loop = asyncio.get_running_loop()
     due = loop.time()
     while True:
@@ -45,7 +46,8 @@ async def framed(responses: Responses, emission: Emission, *, held: int = 0) -> 
         due += emission.pace * max(1, -(-(loop.time() - due) // emission.pace))
         await asyncio.sleep(due - loop.time())
         while not frames.are_full and (late := responses.take_now()) is not None:
-            frames.put(late)
+            if late.WhichOneof("event") is not None:  # that the service is alive the frames tell
+                frames.put(late)
         if frames.are_empty and responses.are_over:
             async for _ in stream:  # raises the error, if that is how it ends
                 pass

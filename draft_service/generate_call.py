@@ -15,6 +15,7 @@ from draft_service.drafter_choice import KIND_TO_WIRE
 from draft_service.emission import Emitter
 from draft_service.frames import framed
 from draft_service.generation import Sample
+from draft_service.heartbeat import Heartbeat
 from draft_service.output import OutputText
 from draft_service.pair import Pair, Places
 from draft_service.request import Generation
@@ -81,7 +82,7 @@ class GenerateCall:
         limit = self._settings.slow_client_timeout
         emission = request.emission
         responses = aiter(self._responses) if emission is None else framed(self._responses, emission, held=request.held)
-        with Patience(limit) as patience:
+        with Patience(limit) as patience, Heartbeat(self._responses):
             async for response in responses:
                 try:
                     await patience.bear(self._context.write(response))

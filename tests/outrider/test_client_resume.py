@@ -86,6 +86,8 @@ LAWS: dict[str, Options] = {
     "penalties": SAMPLED | {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
     "logprobs": SAMPLED | {"logprobs": 2},
     "at least so many": SAMPLED | {"stop": [" "], "min_new_tokens": 50},
+    "text that is held": SAMPLED | {"stop": [" \0", "e\0", "\n    \0"]},
+    "frames": SAMPLED | {"stop": [" \0"], "frame_bytes": 400, "frame_pace": 0.004},
     "the model's own end": {"temperature": 1.0, "seed": 3, "max_new_tokens": 200},
 }
 
@@ -233,8 +235,9 @@ async def test_a_time_limit_holds_over_all_parts(draft_address: str) -> None:
 
 
 def test_a_draft_service_killed_under_its_requests(demo_pair: Pair) -> None:
-    """SIGKILL. Four requests run, two of them there; the other service has another drafter. Text is held wherever it may
-    become a stop string, which it never does.
+    """SIGKILL. Four requests run, two of them there; the other service has another drafter.
+
+    Text is held wherever it may become a stop string, which it never does.
     """
     flags = ["--device", "cpu", "--dtype", "float32", "--threads", "1", "--drafter", "lookup"]
     arguments = ["draft_service", "--model", str(MODELS / "draft"), "--verifier", demo_pair.verifier.address, *flags]
