@@ -314,6 +314,15 @@ async def test_a_name_is_all_its_addresses_and_asked_again_when_one_fails(monkey
     assert not places.has_fresh()
 
 
+async def test_a_service_of_both_families_is_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def getaddrinfo(host: str, port: int, **_: Any) -> list[Any]:
+        six = [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", (f"fd00::{i}", port, 0, 0)) for i in (1, 2)]
+        return [*six, *((socket.AF_INET, socket.SOCK_STREAM, 6, "", (f"10.0.0.{i}", port)) for i in (1, 2))]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo, raising=False)
+    assert await Places(["drafts:50051"], retry=True).addresses() == ["[fd00::1]:50051", "[fd00::2]:50051"]
+
+
 @pytest.mark.parametrize(
     ("given", "names"),
     [("a:1", ["a:1"]), ("a:1, b:2,a:1", ["a:1", "b:2"]), (["a:1", "b:2"], ["a:1", "b:2"])],
