@@ -105,7 +105,8 @@ class Sample:
     def _has_ended(self) -> sampling_pb2.FinishReason:
         """Why the committed tokens have ended the text already; unspecified where they have not."""
         committed, held = self._request.committed, self._request.held
-        is_stop = committed[-1] in self._request.sampling.logit_rules.stop_token_ids
+        may_stop = len(committed) >= self._request.min_new_tokens
+        is_stop = may_stop and committed[-1] in self._request.sampling.logit_rules.stop_token_ids
         if held and self._emitter.resume(committed[-held:], is_silent=is_stop):
             return sampling_pb2.FINISH_REASON_STOP_STRING
         if is_stop:

@@ -28,9 +28,9 @@ of the mass is theirs.
 STOPS = [pairs.LETTERS[token] + "#" for token in sorted(HELD)]
 SIDE_BY_SIDE = 32
 
-TEXTS = 400
+TEXTS = 250
 """Under each rule."""
-LEVEL, POWER, DISTANCE = 0.0001, 0.95, 0.12
+LEVEL, POWER, DISTANCE = 0.0001, 0.95, 0.16
 
 
 def _texts(addresses: list[str], requests: list[Options]) -> list[Completion]:
@@ -127,8 +127,9 @@ def _by_held(law: Array, tokens: Array) -> Fit:
 def test_the_law_is_the_targets_though_text_was_held(unlike: list[Service], attentive: World) -> None:
     """By χ², where the next draft service draws otherwise, half of the texts by each rule.
 
-    Power (`chisquare` has the derivation): 800 texts over eight classes, 7 degrees of freedom, at a level of 0.01 %,
-    notice a total variation of 0.12 with 95 %. Where tokens are told together with their text it is 0.14 to 0.16.
+    Power (`chisquare` has the derivation): 500 texts over eight classes, 7 degrees of freedom, at a level of 0.01 %,
+    notice a total variation of 0.16 with 95 %, along these classes less: where tokens are told together with their text
+    it is 0.15, and χ² about 60, where 30 is enough.
     """
     requests = [
         Options(
