@@ -78,7 +78,7 @@ class Sample:
         Args:
             timeout: what is left of the client's deadline, in seconds.
             on_open: told before anything is emitted what the verifier said when it took the sequence; None where the
-                time limit came first.
+                time limit came first, or the committed tokens have ended the text.
 
         Raises:
             RequestError: the verifier refused, or is gone.

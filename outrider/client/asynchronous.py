@@ -109,14 +109,17 @@ class AsyncClient:
         progress = Progress(build(prompt, options))
         while True:
             request, address, came = progress.request(), await self._places.choose(), False
+            silence = await self._bearable_silence()
             call = self._places.stub(address).Generate(request, timeout=patience.left)
-            responses = Heard[pb.GenerateResponse](call, await self._bearable_silence())
+            responses = Heard[pb.GenerateResponse](call, silence)
             try:
                 async for response in responses:
+                    event = events.read(response)
+                    if event is None:  # it is alive, and no more
+                        continue
                     came = True
                     patience.renew()
-                    event = events.read(response)
-                    for told in progress.take(event) if event is not None else ():
+                    for told in progress.take(event):
                         yield told
                 return
             except grpc.RpcError as error:
@@ -155,10 +158,12 @@ class AsyncClient:
         patience = _Patience(self._timeout if timeout is None else timeout)
         while True:
             address = await self._places.choose()
-            call = self._places.stub(address).GetModel(pb.DraftServiceGetModelRequest(), timeout=patience.left)
+            silence = await self._bearable_silence()
             try:
-                async with asyncio.timeout(await self._bearable_silence()):
-                    return await call
+                async with asyncio.timeout(silence):
+                    return await self._places.stub(address).GetModel(
+                        pb.DraftServiceGetModelRequest(), timeout=patience.left
+                    )
             except grpc.RpcError as error:
                 await self._leave(address, typed(error, patience.timeout), error, patience)
             except TimeoutError as error:
