@@ -32,6 +32,7 @@ FEATURES = (
     "drafters",
     "emission",
     "fixed_rounds",
+    "held_tokens",
     "logprobs",
     "n",
     "penalties",

@@ -1,9 +1,8 @@
-"""What one sample tells its client: chunks of text with their tokens, and how it ended.
+"""What one sample tells its client: chunks of tokens and text, and how it ended.
 
 It knows nothing of how tokens come about, and nothing of who reads.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,10 +17,12 @@ _TARGET = draft_service_pb2.TOKEN_ORIGIN_TARGET
 
 ShowToken = Callable[[int], str]
 
+_NOTHING = Released("", 0)
+
 
 @dataclass(frozen=True, slots=True)
 class _Token:
-    """A committed token that has not been released."""
+    """A committed token that has not been told."""
 
     token: int
     origin: draft_service_pb2.TokenOrigin
@@ -29,7 +30,11 @@ class _Token:
 
 
 class Emitter:
-    """The voice of one sample."""
+    """The voice of one sample. It tells each token as soon as it may, and its text once that is safe.
+
+    So a death takes with it what nobody was told, which depends on its time alone, and not on what the tokens were:
+    whoever draws them anew elsewhere follows the target's law still.
+    """
 
     def __init__(
         self,
@@ -38,23 +43,46 @@ class Emitter:
         *,
         index: int,
         prompt_tokens: int,
+        committed: int = 0,
         show_token: ShowToken | None = None,
         one_by_one: bool = False,
     ) -> None:
-        """With `show_token`, which turns one token into text by itself, rounds are reported too. `one_by_one` gives
-        each token a response of its own.
+        """`committed` counts the tokens that were told before. With `show_token`, which turns one token into text by
+        itself, rounds are reported too. `one_by_one` gives each token a response of its own, and each token's text.
         """
         self.cached_tokens = 0
-        self.completion_tokens = 0
         self._responses = responses
         self._text = text
         self._index = index
         self._prompt_tokens = prompt_tokens
+        self._committed = committed
+        self._told = committed
+        self._whole = committed  # of those told, in order: those whose text has been sent
+        self._last: int | None = None  # token
         self._show_token = show_token
         self._one_by_one = one_by_one
         self._verdicts: list[tuple[speculation_pb2.Verdict, Sequence[int]]] = []  # not read yet
-        self._tokens: deque[_Token] = deque()
+        self._tokens: list[_Token] = []
         self._rounds: list[draft_service_pb2.RoundReport] = []
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens of the output that were not told before the request."""
+        return max(0, self._whole - self._committed)
+
+    def resume(self, held: Sequence[int], *, is_silent: bool) -> bool:
+        """Takes in the last of the tokens that were told before: those whose text was not sent. Call it first.
+
+        True where a stop string ends the text in them. `is_silent` says that the last of them has no text.
+        """
+        self._whole -= len(held)
+        self._last = held[-1]
+        for i, token in enumerate(held):
+            if is_silent and i == len(held) - 1:
+                self._text.push_silent()
+            elif self._text.push(token):
+                return True
+        return False
 
     def take(self, verdict: speculation_pb2.Verdict, drafted: Sequence[int]) -> None:
         """Takes in a verdict on the drafted tokens. Costs nothing: `send` or `finish` makes text of it."""
@@ -75,7 +103,6 @@ class Emitter:
     ) -> sampling_pb2.FinishReason:
         """Sends the rest and the end. A stop string comes before any other reason; returns the one that holds."""
         self._read_verdicts()
-        last = self._tokens[-1].token if self._tokens else None
         self._send(self._text.finish(), timings, also_rounds=True)
         stopped_by = self._text.stopped_by
         if stopped_by is not None:
@@ -84,7 +111,7 @@ class Emitter:
             index=self._index,
             finish_reason=reason,
             stop=stopped_by or "",
-            stop_token_id=last if reason == sampling_pb2.FINISH_REASON_STOP_TOKEN else None,
+            stop_token_id=self._last if reason == sampling_pb2.FINISH_REASON_STOP_TOKEN else None,
             usage=draft_service_pb2.Usage(
                 prompt_tokens=self._prompt_tokens,
                 completion_tokens=self.completion_tokens,
@@ -92,6 +119,7 @@ class Emitter:
             ),
             statistics=counts.to_message(),
             timings=timings.to_message(),
+            cut_tokens=self._told - self._whole,
         )
         self._responses.send(draft_service_pb2.GenerateResponse(finished=finished))
         return reason
@@ -109,6 +137,7 @@ class Emitter:
         silent = len(verdict.token_ids) - (verdict.finish_reason == sampling_pb2.FINISH_REASON_STOP_TOKEN)
         for i, token in enumerate(verdict.token_ids):
             logprobs = verdict.logprobs[i] if verdict.logprobs else None
+            self._last = token
             self._tokens.append(_Token(token, _DRAFT if i < verdict.accepted else own, logprobs))
             if i == silent:
                 self._text.push_silent()
@@ -116,22 +145,27 @@ class Emitter:
                 return
 
     def _send(self, released: Released, timings: Timings, *, also_rounds: bool = False) -> None:
+        tokens, self._tokens = self._tokens, []
         if self._one_by_one:
-            for token in released.by_token():
-                self._send_chunk(token, timings)
-        elif released.text or released.tokens or (also_rounds and self._rounds and not released.tail):
-            self._send_chunk(released, timings)
-        if released.tail:  # apart: who resumes the request must not count it, since its token has not been sent
-            self._send_chunk(Released(released.tail, 0), timings)
+            for token in tokens:
+                self._send_chunk([token], _NOTHING, timings)
+            for part in released.by_token():
+                self._send_chunk([], part, timings)
+        elif tokens or released.text or released.tokens or (also_rounds and self._rounds and not released.tail):
+            self._send_chunk(tokens, released, timings)
+        if released.tail:  # apart: who resumes the request must not count it, since its token's text has not been sent
+            self._send_chunk([], Released(released.tail, 0), timings)
 
-    def _send_chunk(self, released: Released, timings: Timings) -> None:
-        tokens = [self._tokens.popleft() for _ in range(released.tokens)]
+    def _send_chunk(self, tokens: Sequence[_Token], released: Released, timings: Timings) -> None:
+        self._told += len(tokens)
+        self._whole += released.tokens
         chunk = draft_service_pb2.GenerateChunk(
             index=self._index,
             text=released.text,
             token_ids=[each.token for each in tokens],
             origins=[each.origin for each in tokens],
             logprobs=[each.logprobs for each in tokens if each.logprobs is not None],
+            held_tokens=self._told - self._whole,
         )
         if self._show_token is not None:
             chunk.token_texts.extend([self._show_token(each.token) for each in tokens])
@@ -139,7 +173,6 @@ class Emitter:
             self._rounds.clear()
         if tokens:
             timings.token_out()
-        self.completion_tokens += len(tokens)
         self._responses.send(draft_service_pb2.GenerateResponse(chunk=chunk))
 
     def _report(

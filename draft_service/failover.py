@@ -9,7 +9,7 @@ It has the interface of a `VerifySequence`, and wraps one after the other. It kn
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
@@ -19,8 +19,9 @@ from draft_service.losses import Loss, loss_of
 from draft_service.replica import Replica, ReplicaSeat
 from draft_service.replicas import Replicas
 from draft_service.statistics import Failovers
+from draft_service.trouble import Trouble
 from draft_service.verify_sequence import VerifySequence
-from outrider.rpc.errors import RequestError, unavailable
+from outrider.rpc.errors import RequestError
 from protos.outrider.v1 import speculation_pb2, verifier_service_pb2
 
 _log = structlog.get_logger()
@@ -30,8 +31,6 @@ _log = structlog.get_logger()
 OPENING_PATIENCE = 5.0
 # As long one that would leave a verifier in good time waits for the next one to answer.
 MOVING_PATIENCE = 2.0
-# Verifiers that one round may take down with it. A round that is the death of whoever judges it would go through all.
-MOST_LOST_IN_A_ROUND = 4
 # Seconds of a wait where the client has set no deadline, nor anybody else.
 LONGEST = 3600.0
 # What is left of a deadline to tell the client of a failure in: a share, and so many seconds at most.
@@ -74,23 +73,6 @@ class _Round:
     is_sent: bool = False
 
 
-@dataclass(slots=True)
-class _Trouble:
-    """From the loss of a verifier until the next verdict.
-
-    Attributes:
-        error: the last one.
-        loss: what it means.
-        lost: verifiers that had taken the sequence, and were lost.
-        avoid: replicas that have refused it, and until when.
-    """
-
-    error: RequestError | None = None
-    loss: Loss = Loss.DIED
-    lost: int = 0
-    avoid: dict[Replica, float] = field(default_factory=dict)
-
-
 class ResumingSequence:
     """A sequence at one verifier, and at another one where that is lost.
 
@@ -123,7 +105,7 @@ class ResumingSequence:
         self._seat: ReplicaSeat | None = None
         self._load: speculation_pb2.VerifierLoad | None = None
         self._round = _Round(0)
-        self._trouble = _Trouble()
+        self._trouble = Trouble()
         replica = means.replicas.choose()
         if replica is not None:
             self._sit(replica)
@@ -150,7 +132,7 @@ class ResumingSequence:
             RequestError: none has taken it in time, or one has refused what all would.
         """
         self._opened = await self._open(OPENING_PATIENCE)
-        self._trouble = _Trouble()
+        self._trouble = Trouble()
         return self._opened
 
     async def propose(
@@ -184,7 +166,7 @@ class ResumingSequence:
             except RequestError as error:
                 self._lose(error)
         if self._trouble.error is not None:
-            self._trouble = _Trouble()
+            self._trouble = self._trouble.over()
         self._means.budget.earn()
         self._round.left -= 1
         self._opening.committed_token_ids.extend(verdict.token_ids)
@@ -239,10 +221,6 @@ class ResumingSequence:
         if loss is None or current is None or seat is None:
             raise error
         seat.lost(loss, error)
-        trouble = self._trouble
-        trouble.error, trouble.loss = error, loss
-        if loss is Loss.REFUSED and error.retry_after is not None:
-            trouble.avoid[seat.replica] = time.monotonic() + error.retry_after
         if current.is_open:
             _log.warning(
                 "a sequence has lost its verifier",
@@ -252,9 +230,7 @@ class ResumingSequence:
                 reason=error.message,
                 tokens=self.length,
             )
-            trouble.lost += 1
-            if trouble.lost >= MOST_LOST_IN_A_ROUND:
-                raise error
+        self._trouble.met(seat.replica, loss, error, had_taken=current.is_open)
 
     async def _resume(self) -> None:
         """Opens the sequence at another verifier.
@@ -272,7 +248,7 @@ class ResumingSequence:
     async def _move(self) -> None:
         """Leaves a verifier that drains, where another one is at hand; it may go on in the grace where none is."""
         old, seat, was_sent = self._current, self._seat, self._round.is_sent
-        replica = self._means.replicas.choose(proven=True)
+        replica = self._means.replicas.choose(self._trouble.mute, proven=True)
         if replica is None or not self._means.budget.take_now():
             return
         assert old is not None
@@ -285,7 +261,9 @@ class ResumingSequence:
             assert self._seat is not None
             new.cancel()
             self._means.budget.give_back()
-            if isinstance(error, RequestError) and (loss := loss_of(error)) is not None:
+            if isinstance(error, TimeoutError):
+                self._trouble.did_not_answer(replica)
+            elif (loss := loss_of(error)) is not None:
                 self._seat.lost(loss, error)
             self._current, self._seat, self._round.is_sent = old, seat, was_sent
             return
@@ -309,14 +287,14 @@ class ResumingSequence:
         looked = 0.0  # seconds; a wait for the budget is no wait for a verifier
         while True:
             if is_again and not await self._means.budget.take(latest):
-                raise self._given_up(", and the budget of failovers is spent")
+                raise self._trouble.given_up(self._means.replicas.names, ", and the budget of failovers is spent")
             started = time.monotonic()
             try:
                 if self._current is None:
                     until = min(latest, started + min(patience, self._means.patience) - looked)
                     replica = await self._means.replicas.wait(until, self._trouble.avoid)
                     if replica is None:
-                        raise self._given_up()
+                        raise self._trouble.given_up(self._means.replicas.names)
                     self._sit(replica)
                 assert self._current is not None
                 return await self._current.begin()
@@ -348,13 +326,6 @@ class ResumingSequence:
         if current is not None:
             current.cancel()
         return current, seat
-
-    def _given_up(self, why: str = "") -> RequestError:
-        error = self._trouble.error
-        if error is not None and self._trouble.loss not in (Loss.DIED, Loss.SILENT):
-            return error
-        last = "" if error is None else f": {error.message}"
-        return unavailable("NO_VERIFIER", f"no verifier answers at {self._means.replicas.names}{why}{last}")
 
     def _asks_for_other_weights(self) -> bool:
         target = self._means.replicas.target

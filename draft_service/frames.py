@@ -4,7 +4,7 @@ It knows nothing of how text comes about, nor of who may ask for this.
 """
 
 import asyncio
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncGenerator
 
 from draft_service.privacy import Emission
@@ -16,13 +16,15 @@ from protos.outrider.v1.draft_service_pb2 import GenerateChunk, GenerateResponse
 _FULL = 4
 
 
-async def framed(responses: Responses, emission: Emission) -> AsyncGenerator[GenerateResponse, None]:
-    """The responses as `emission` has them, from `started` on. Chunks must come with one token each.
+async def framed(responses: Responses, emission: Emission, *, held: int = 0) -> AsyncGenerator[GenerateResponse, None]:
+    """The responses as `emission` has them, from `started` on.
+
+    Chunks must come with one token each, or with the text of one. Before them `held` tokens were told without text.
 
     Raises:
         BaseException: what `responses` raise, after what came before it.
     """
-    frames = Frames(emission.frame_bytes)
+    frames = Frames(emission.frame_bytes, token_bytes=emission.token_bytes, held=held)
     stream = aiter(responses)
     if emission.pace is None:
         async for response in stream:
@@ -35,7 +37,8 @@ async def framed(responses: Responses, emission: Emission) -> AsyncGenerator[Gen
     async for response in stream:
         frames.put(response)
         yield frames.take()
-        break
+        if response.HasField("started"):
+            break
     loop = asyncio.get_running_loop()
     due = loop.time()
     while True:
@@ -43,7 +46,8 @@ async def framed(responses: Responses, emission: Emission) -> AsyncGenerator[Gen
         due += emission.pace * max(1, -(-(loop.time() - due) // emission.pace))
         await asyncio.sleep(due - loop.time())
         while not frames.are_full and (late := responses.take_now()) is not None:
-            frames.put(late)
+            if late.WhichOneof("event") is not None:  # that the service is alive the frames tell
+                frames.put(late)
         if frames.are_empty and responses.are_over:
             async for _ in stream:  # raises the error, if that is how it ends
                 pass
@@ -52,10 +56,18 @@ async def framed(responses: Responses, emission: Emission) -> AsyncGenerator[Gen
 
 
 class Frames:
-    """What is to be said and has not been, on its way into frames of `size` bytes; 0 is any size."""
+    """What is to be said and has not been, on its way into frames of `size` bytes; 0 is any size.
 
-    def __init__(self, size: int) -> None:
+    A token joins others where the largest would: whether it was read before a death must not depend on what it is.
+    """
+
+    def __init__(self, size: int, *, token_bytes: int, held: int = 0) -> None:
+        """`token_bytes` is the size of the largest chunk of a token without text; `held` tokens were told without text
+        before.
+        """
         self._size = size
+        self._token_bytes = token_bytes
+        self._held: defaultdict[int, int] = defaultdict(lambda: held)  # by sample, as of the last frame
         self._waiting: deque[GenerateResponse] = deque()
         self._bytes = 0
 
@@ -70,7 +82,7 @@ class Frames:
         return bool(self._size) and self._bytes >= _FULL * self._size
 
     def put(self, response: GenerateResponse) -> None:
-        """Takes in a response; a chunk must hold one token at most."""
+        """Takes in a response; a chunk must hold one token, or text, a token's or a part of one's."""
         self._waiting.append(response)
         self._bytes += response.ByteSize()
 
@@ -81,6 +93,7 @@ class Frames:
             frame = self._pop()
         elif self._waiting:
             self._fill(frame)
+            self._held[frame.chunk.index] = frame.chunk.held_tokens
         if self._size:
             pad(frame, self._size)
         return frame
@@ -91,7 +104,7 @@ class Frames:
         return response
 
     def _fill(self, frame: GenerateResponse) -> None:
-        """Joins chunks of one sample, as many as fit; of the first one its text goes as far as it fits."""
+        """Joins chunks of one sample, as many as fit; of a text that comes first it goes as far as it fits."""
         first = self._pop()
         if not self._fits(first):
             part, first = self._split(first)
@@ -100,7 +113,7 @@ class Frames:
             frame.CopyFrom(part)
             return
         frame.CopyFrom(first)
-        while self._waiting and _may_join(frame.chunk, self._waiting[0]):
+        while self._waiting and self._may_join(frame, self._waiting[0]):
             joined = GenerateResponse()
             joined.CopyFrom(frame)
             _join(joined.chunk, self._waiting[0].chunk)
@@ -110,9 +123,9 @@ class Frames:
             self._pop()
 
     def _split(self, response: GenerateResponse) -> tuple[GenerateResponse, GenerateResponse]:
-        """As much of the text as fits, without its token, and the rest with it."""
-        text = response.chunk.text
-        part = GenerateResponse(chunk=GenerateChunk(index=response.chunk.index))
+        """As much of the text as fits, whose token is held still, and the rest."""
+        text, index = response.chunk.text, response.chunk.index
+        part = GenerateResponse(chunk=GenerateChunk(index=index, held_tokens=self._held[index]))
         length = min(len(text) - 1, self._size)
         part.chunk.text = text[:length]
         while not self._fits(part):
@@ -123,15 +136,20 @@ class Frames:
         rest.chunk.text = text[length:]
         return part, rest
 
+    def _may_join(self, frame: GenerateResponse, response: GenerateResponse) -> bool:
+        """Whether a response goes on where a frame ends.
+
+        A part of a token's text has a frame of its own, so that what is read with it is not read twice.
+        """
+        chunk, more = frame.chunk, response.chunk
+        if response.WhichOneof("event") != "chunk" or more.index != chunk.index:
+            return False
+        if more.token_ids:
+            return not self._size or frame.ByteSize() + self._token_bytes <= self._size
+        return more.held_tokens < chunk.held_tokens
+
     def _fits(self, response: GenerateResponse) -> bool:
         return not self._size or room(response, self._size)
-
-
-def _may_join(chunk: GenerateChunk, response: GenerateResponse) -> bool:
-    """Whether a response goes on where a chunk ends. Text without its token begins a frame: see the contract."""
-    if response.WhichOneof("event") != "chunk" or response.chunk.index != chunk.index:
-        return False
-    return bool(response.chunk.token_ids) or not chunk.token_ids
 
 
 def _join(chunk: GenerateChunk, more: GenerateChunk) -> None:
@@ -139,3 +157,4 @@ def _join(chunk: GenerateChunk, more: GenerateChunk) -> None:
     chunk.token_ids.extend(more.token_ids)
     chunk.origins.extend(more.origins)
     chunk.logprobs.extend(more.logprobs)
+    chunk.held_tokens = more.held_tokens

@@ -15,6 +15,7 @@ from draft_service.drafter_choice import KIND_TO_WIRE
 from draft_service.emission import Emitter
 from draft_service.frames import framed
 from draft_service.generation import Sample
+from draft_service.heartbeat import Heartbeat
 from draft_service.output import OutputText
 from draft_service.pair import Pair, Places
 from draft_service.request import Generation
@@ -80,8 +81,8 @@ class GenerateCall:
         """Writes responses until the last, or until the client has not read one for too long."""
         limit = self._settings.slow_client_timeout
         emission = request.emission
-        responses = aiter(self._responses) if emission is None else framed(self._responses, emission)
-        with Patience(limit) as patience:
+        responses = aiter(self._responses) if emission is None else framed(self._responses, emission, held=request.held)
+        with Patience(limit) as patience, Heartbeat(self._responses):
             async for response in responses:
                 try:
                     await patience.bear(self._context.write(response))
@@ -131,13 +132,14 @@ class GenerateCall:
 
     def _emitter(self, request: Generation, index: int) -> Emitter:
         hides_special = not request.keep_special_tokens
+        delivered = len(request.committed) - request.held
         text = OutputText(
             IncrementalDetokenizer(
-                self._pair.tokenizer, [*request.prompt, *request.committed], skip_special=hides_special
+                self._pair.tokenizer, [*request.prompt, *request.committed[:delivered]], skip_special=hides_special
             ),
             stop=request.stop,
             min_tokens=request.min_new_tokens,
-            written=len(request.committed),
+            written=delivered,
         )
         show = partial(self._pair.tokenizer.decode_token, skip_special=hides_special) if request.report_rounds else None
         return Emitter(
@@ -145,6 +147,7 @@ class GenerateCall:
             text,
             index=index,
             prompt_tokens=len(request.prompt),
+            committed=len(request.committed),
             show_token=show,
             one_by_one=request.emission is not None,
         )

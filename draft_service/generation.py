@@ -78,12 +78,16 @@ class Sample:
         Args:
             timeout: what is left of the client's deadline, in seconds.
             on_open: told before anything is emitted what the verifier said when it took the sequence; None where the
-                time limit came first.
+                time limit came first, or the committed tokens have ended the text.
 
         Raises:
             RequestError: the verifier refused, or is gone.
         """
         request = self._request
+        if request.committed and (reason := self._has_ended()):
+            on_open(None)
+            self.finish_reason = self._emitter.finish(reason, self.counts, self.timings)
+            return
         name = f"{request.request_id}/{self._index}"
         target = link.open(self.opening(), sequence_id=name, timeout=timeout, tally=self.counts.failovers)
         try:
@@ -97,6 +101,17 @@ class Sample:
             self._stop_drafting()
         self.finish_reason = self._emitter.finish(self.finish_reason, self.counts, self.timings)
         await target.close()
+
+    def _has_ended(self) -> sampling_pb2.FinishReason:
+        """Why the committed tokens have ended the text already; unspecified where they have not."""
+        committed, held = self._request.committed, self._request.held
+        may_stop = len(committed) >= self._request.min_new_tokens
+        is_stop = may_stop and committed[-1] in self._request.sampling.logit_rules.stop_token_ids
+        if held and self._emitter.resume(committed[-held:], is_silent=is_stop):
+            return sampling_pb2.FINISH_REASON_STOP_STRING
+        if is_stop:
+            return sampling_pb2.FINISH_REASON_STOP_TOKEN
+        return sampling_pb2.FINISH_REASON_LENGTH if not self._left else sampling_pb2.FINISH_REASON_UNSPECIFIED
 
     async def _write_in_time(self, target: ResumingSequence, on_open: OnOpen) -> None:
         seconds = self._request.time_limit

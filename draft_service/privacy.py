@@ -26,10 +26,12 @@ class Emission:
 
     Attributes:
         frame_bytes: the size of each; 0 where it does not matter.
+        token_bytes: what the largest that brings one token and no text takes, padding that fills a gap included.
         pace: seconds from one to the next; None where they leave at once.
     """
 
     frame_bytes: int
+    token_bytes: int
     pace: float | None
 
 
@@ -77,24 +79,31 @@ def check_emission(
             minimum=MIN_PACE_S,
             maximum=MAX_PACE_S,
         )
-    return Emission(asked.frame_bytes, pace)
+    return Emission(asked.frame_bytes, _token_bytes(top_logprobs) + _SLACK, pace)
 
 
 def least_frame_bytes(message: draft_service_pb2.GenerateRequest, *, max_gamma: int, top_logprobs: int | None) -> int:
     """What a frame holds at least: the end of a sample, or a token by itself with a character of its text."""
     stop = max((len(each.encode()) for each in message.stop), default=0)
-    counts = {
-        "started": 0,
-        "text": _CHARACTER,
+    counts = {**_counts(top_logprobs), "started": 0, "text": _CHARACTER, "stop": stop}
+    return largest(draft_service_pb2.GenerateResponse.DESCRIPTOR, counts=counts, most=max_gamma) + _SLACK
+
+
+def _token_bytes(top_logprobs: int | None) -> int:
+    counts = {**_counts(top_logprobs), "started": 0, "finished": 0, "text": 0}
+    return largest(draft_service_pb2.GenerateResponse.DESCRIPTOR, counts=counts, most=0)
+
+
+def _counts(top_logprobs: int | None) -> dict[str, int]:
+    """What a chunk with one token repeats."""
+    return {
         "token_ids": 1,
         "origins": 1,
         "token_texts": 0,
         "rounds": 0,
         "logprobs": 0 if top_logprobs is None else 1,
         "top": top_logprobs or 0,
-        "stop": stop,
     }
-    return largest(draft_service_pb2.GenerateResponse.DESCRIPTOR, counts=counts, most=max_gamma) + _SLACK
 
 
 def round_sizes(

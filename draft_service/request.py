@@ -20,7 +20,8 @@ class Generation:
 
     Attributes:
         prompt: the prompt as tokens, at least one.
-        committed: output that was delivered before.
+        committed: output that was told before.
+        held: how many of the last of it have text that was not delivered.
         sampling: what the draft works with; its logit rules hold the stop ids that `min_new_tokens` keeps back.
         params: the same as the client sent it, for the target; `sampling` has the rule where it is left open here.
         seed: of the first sample.
@@ -42,6 +43,7 @@ class Generation:
     request_id: str
     prompt: list[int]
     committed: list[int]
+    held: int
     sampling: Sampling
     params: sampling_pb2.SamplingParams
     seed: int

@@ -1,4 +1,6 @@
-"""Names of verifiers become addresses: each DNS name stands for all its A and AAAA records, whenever it is looked at.
+"""Names of verifiers become addresses: each DNS name stands for all its A or AAAA records, whenever it is looked at.
+
+A verifier with an address of either family is one verifier (`of_one_family`).
 
 It knows nothing of what listens there.
 """
@@ -9,6 +11,8 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
+
+from outrider.rpc.families import of_one_family
 
 _log = structlog.get_logger()
 
@@ -69,7 +73,7 @@ class Directory:
         if _is_address(host):
             return [name]
         try:
-            addresses = list(dict.fromkeys(await self._resolve(host, port)))
+            addresses = of_one_family(await self._resolve(host, port), self._last.get(name, []))
         except OSError as error:
             _log.warning("a verifier's name cannot be resolved", verifier=name, reason=str(error))
             return self._last.get(name, [])

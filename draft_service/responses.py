@@ -16,9 +16,13 @@ class Responses:
     """A queue that many samples write to and one stream reads from.
 
     Writing never waits, so that what was released is never lost; who writes asks for `room` before it makes more.
+
+    Attributes:
+        sent: how many were written.
     """
 
     def __init__(self) -> None:
+        self.sent = 0
         self._queue: deque[GenerateResponse] = deque()
         self._ended = False
         self._error: BaseException | None = None
@@ -27,6 +31,7 @@ class Responses:
 
     def send(self, response: GenerateResponse) -> None:
         """Puts a response at the end."""
+        self.sent += 1
         self._queue.append(response)
         self._more.set()
 
@@ -47,6 +52,11 @@ class Responses:
             return None
         self._fewer.set()
         return self._queue.popleft()
+
+    @property
+    def are_read(self) -> bool:
+        """Whether none waits for the reader."""
+        return not self._queue
 
     @property
     def are_over(self) -> bool:

@@ -83,6 +83,7 @@ def check_generate(
     stop_token_ids = _check_stop_token_ids(message, limits, target.vocab_size)
     stop = _check_stop(message.stop, limits)
     committed = check_token_ids("committed_token_ids", message.committed_token_ids, target.vocab_size)
+    held = _check_held(message)
     prompt = _tokenise(message, tokenizer, target.vocab_size)
     new = check_lengths(message, len(prompt), len(committed), limits.max_sequence_tokens)
     request_id = message.request_id or secrets.token_hex(8)
@@ -91,6 +92,7 @@ def check_generate(
         request_id=request_id,
         prompt=prompt,
         committed=committed,
+        held=held,
         sampling=replace(sampling, logit_rules=_with_stops(sampling.logit_rules, stops, message.min_new_tokens)),
         params=message.sampling,
         seed=sampling.seed if sampling.seed is not None else secrets.randbits(64),
@@ -244,7 +246,7 @@ def check_lengths(message: draft_service_pb2.GenerateRequest, prompt: int, commi
             prompt_tokens=prompt,
             maximum=room - prompt,
         )
-    if new <= committed:
+    if new < committed or (new == committed and not message.held_tokens):
         raise invalid_field(
             "max_new_tokens",
             f"max_new_tokens is {new}; it must be more than the {committed} committed_token_ids",
@@ -259,6 +261,18 @@ def check_lengths(message: draft_service_pb2.GenerateRequest, prompt: int, commi
             maximum=new,
         )
     return new
+
+
+def _check_held(message: draft_service_pb2.GenerateRequest) -> int:
+    held, committed = message.held_tokens, len(message.committed_token_ids)
+    if held > committed:
+        raise invalid_field(
+            "held_tokens",
+            f"held_tokens is {held}; at most the {committed} committed_token_ids",
+            given=held,
+            maximum=committed,
+        )
+    return held
 
 
 def _check_samples(message: draft_service_pb2.GenerateRequest, limits: model_pb2.Limits) -> int:

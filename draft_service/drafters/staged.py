@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import structlog
 
 from draft_service.drafters.base import DraftSequence
+from draft_service.drafters.bounded import BoundedGuessers, Guessing, LateGuesser
 from draft_service.drafters.drawing import Drawn
 from draft_service.drafters.engine import DraftEngine, DraftWork
-from draft_service.drafters.guessing import Guesses, GuessingDrafter
+from draft_service.drafters.guessing import GuessingDrafter
 from draft_service.drafters.model import ModelDrafter
 from draft_service.drafters.sequence import ModelSequence
 from draft_service.drafters.staging import Guessed, StagedSequence, Staging
@@ -57,7 +58,7 @@ class StagedDrafter(ModelDrafter):
         self._cheap = cheap
 
     def begin(self, sequence: DraftSequence) -> ModelSequence:
-        guesser = self._cheap.guesser(sequence, Domain.STAGED_DRAFT)
+        guesser = LateGuesser(lambda: self._cheap.guesser(sequence, Domain.STAGED_DRAFT))
         return StagedSequence.with_guesser(sequence, self._target_size, guesser)
 
 
@@ -83,49 +84,57 @@ class StagedEngine(DraftEngine):
         self.counts = StagedCounts()
         self._staging = Staging(target_size=vocab_size, draft_size=packed.loaded.vocab_size, config=config)
         self._guesses = guesses
+        self._guessers = BoundedGuessers("draft-guesses")
 
     def schedule(self) -> list[DraftWork]:
-        return [self._with_guesses(item) for item in super().schedule()]
+        work = super().schedule()
+        turns = {item.sequence: turn for item in work if (turn := self._turn(item)) is not None}
+        if not turns:
+            return work
+        self._guessers.run([*turns.values()])
+        return [self._with_guesses(item, turns[item.sequence]) if item.sequence in turns else item for item in work]
 
-    def _with_guesses(self, item: DraftWork) -> DraftWork:
+    def _turn(self, item: DraftWork) -> Guessing | None:
+        """What is asked of a sequence's guesser before the pass; None for nothing.
+
+        It reads as far as the pass does, so that a long prompt is taken in pieces, and guesses before any draw.
+        """
         sequence, chunk = item.sequence, item.chunk
         if not isinstance(sequence, StagedSequence) or sequence.guesser is None:
-            return item
-        try:
-            guesses = self._guess(sequence, chunk.start + len(chunk.tokens), item.draws)
-        except Exception:  # what is guessed decides nothing but speed
-            _log.exception("guessing failed; the draft model goes on alone")
+            return None
+        end = min(chunk.start + len(chunk.tokens), sequence.base)
+        unread = sequence.tokens[sequence.read : end]
+        count = min(self._guesses, sequence.gamma - sequence.drafted - 1)
+        if not item.draws or count < 1 or sequence.silent == sequence.base:
+            count = 0
+        return Guessing(sequence.guesser, unread, count, sequence.tokens[sequence.base :]) if unread or count else None
+
+    def _with_guesses(self, item: DraftWork, turn: Guessing) -> DraftWork:
+        """The work with what was guessed for it.
+
+        Where nothing is guessed, the rest of the round is drafted as without a guesser. That is settled by the text
+        alone, so that the same round comes out in any company.
+        """
+        sequence, chunk = item.sequence, item.chunk
+        assert isinstance(sequence, StagedSequence)
+        if turn.error is not None:  # what is guessed decides nothing but speed
+            _log.error("guessing failed; the draft model goes on alone", reason=repr(turn.error))
             self.counts.failures += 1
             sequence.guesser = None
             return item
-        if not guesses:
+        if turn.guesses is None:  # another one hangs
             return item
-        known = self.packed.loaded.vocab_size
+        sequence.read += len(turn.unread)
+        if not turn.guesses:
+            sequence.silent = sequence.base if turn.count else sequence.silent
+            return item
+        guesses, known = turn.guesses, self.packed.loaded.vocab_size
         run = [token for token, _ in guesses]
         unknown = next((place for place, token in enumerate(run) if token >= known), len(run))
         # A token that the draft lacks was guessed all the same (Law 4): the law rejects it, so it need not be run.
         game = Guessed(sequence, guesses[: unknown + 1], unknown + 1)
         tokens = [*chunk.tokens, *run[:unknown]]
         return StagedWork(sequence, Chunk(chunk.slot, tokens, chunk.start, chunk.logits_from), True, game)
-
-    def _guess(self, sequence: StagedSequence, end: int, draws: bool) -> Guesses:
-        """Reads as far as the pass does, so that a long prompt is taken in pieces, and guesses before any draw.
-
-        Where nothing is guessed, the rest of the round is drafted as without a guesser. That is settled by the text
-        alone, so that the same round comes out in any company.
-        """
-        assert sequence.guesser is not None
-        end = min(end, sequence.base)
-        if end > sequence.read:
-            unread, sequence.read = sequence.tokens[sequence.read : end], end
-            sequence.guesser.read(unread)
-        count = min(self._guesses, sequence.gamma - sequence.drafted - 1)
-        if not draws or count < 1 or sequence.silent == sequence.base:
-            return []
-        guesses = sequence.guesser.guess(count, sequence.tokens[sequence.base :])
-        if not guesses:
-            sequence.silent = sequence.base
-        return guesses
 
     def forward(self, work: Sequence[DraftWork]) -> list[Drawn]:
         staged = [item for item in work if isinstance(item, StagedWork)]

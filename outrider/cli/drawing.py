@@ -6,6 +6,7 @@ colour: accepted ones plain, `[-rejected-]`, `{+the target's own+}`.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -27,6 +28,7 @@ class TokenWriter:
         self._console = console
         self._colour = console.color_system is not None and not console.no_color
         self._length = 0
+        self._held: deque[tuple[str, TokenOrigin]] = deque()  # tokens whose text has not come
         # The first rejected token of a round, by the output position it would have had.
         self._rejected: dict[int, str] = {}
 
@@ -52,8 +54,10 @@ class TokenWriter:
         for report in chunk.rounds:
             if report.accepted < len(report.drafted_texts):
                 self._rejected[report.output_length + report.accepted] = report.drafted_texts[report.accepted]
+        self._held.extend(zip(chunk.token_texts, chunk.origins, strict=True))
+        whole = [self._held.popleft() for _ in range(len(self._held) - chunk.held_tokens)]
         line = Text()
-        for text, origin in zip(shares(chunk.text, chunk.token_texts), chunk.origins, strict=True):
+        for text, (_, origin) in zip(shares(chunk.text, [each for each, _ in whole]), whole, strict=True):
             rejected = self._rejected.pop(self._length, None)
             if rejected is not None:
                 line.append(self._struck(_visible(rejected)))

@@ -12,7 +12,7 @@ from outrider.client import AcceptanceRule, Drafter, Options, SpeculationPolicy
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _RULES = [rule.value for rule in AcceptanceRule if rule is not AcceptanceRule.UNSPECIFIED]
-_POLICIES = [policy.value for policy in SpeculationPolicy if policy is not SpeculationPolicy.UNSPECIFIED]
+POLICIES = [policy.value for policy in SpeculationPolicy if policy is not SpeculationPolicy.UNSPECIFIED]
 DRAFTERS = [drafter.value for drafter in Drafter if drafter is not Drafter.UNSPECIFIED]
 
 
@@ -76,7 +76,7 @@ _LAW = (
     click.option("--gamma", type=int, help="Tokens per proposal; 0: the target alone. Default: the service chooses."),
     click.option(
         "--speculation",
-        type=click.Choice(_POLICIES),
+        type=click.Choice(POLICIES),
         help="What chooses them, --gamma being the most. Default: fixed with --gamma, else the service's.",
     ),
     click.option(

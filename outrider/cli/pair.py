@@ -23,7 +23,7 @@ _LOOK_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class PairSettings:
-    """What to run, and where; `drafter` and what belongs to it as the draft service takes them."""
+    """What to run, and where; `drafter`, what belongs to it, and `speculation` as the draft service takes them."""
 
     target: str
     draft: str
@@ -35,14 +35,22 @@ class PairSettings:
     drafter: str | None = None
     staged_by: str | None = None
     ngram_corpus: str | None = None
+    speculation: str | None = None
 
     def flags(self) -> list[str]:
         """The flags that both services share."""
         return _given({"--device": self.device, "--dtype": self.dtype, "--threads": self.threads})
 
     def drafting(self) -> list[str]:
-        """The flags of the draft service alone that say what proposes."""
-        return _given({"--drafter": self.drafter, "--staged-by": self.staged_by, "--ngram-corpus": self.ngram_corpus})
+        """The flags of the draft service alone that say what proposes, and how much."""
+        return _given(
+            {
+                "--drafter": self.drafter,
+                "--staged-by": self.staged_by,
+                "--ngram-corpus": self.ngram_corpus,
+                "--speculation": self.speculation,
+            }
+        )
 
 
 def _given(flags: Mapping[str, object]) -> list[str]:

@@ -7,7 +7,7 @@ import threading
 
 import click
 
-from outrider.cli.options import DRAFTERS, address_option
+from outrider.cli.options import DRAFTERS, POLICIES, address_option
 from outrider.cli.pair import PairSettings, running_pair, terminated_as_interrupted
 from outrider.cli.processes import ServiceError
 from outrider.cli.report import Failure
@@ -44,6 +44,11 @@ _PREFIXES = {"verifier_service": "verifier | ", "draft_service": "draft    | "}
     type=click.Path(exists=True, dir_okay=False),
     help="Text that the drafter ngram counts, and without which it is not offered.",
 )
+@click.option(
+    "--speculation",
+    type=click.Choice(POLICIES),
+    help="What chooses the length of proposals where a request does not say. Default: fixed.",
+)
 def serve_command(
     target: str,
     draft: str,
@@ -55,6 +60,7 @@ def serve_command(
     drafter: str | None,
     staged_by: str | None,
     ngram_corpus: str | None,
+    speculation: str | None,
 ) -> None:
     """Serve a pair of models on this machine: the verifier with the target, the draft service in front.
 
@@ -63,7 +69,7 @@ def serve_command(
     stopped, and the exit code is 1.
     """
     settings = PairSettings(
-        target, draft, verifier_listen, listen, device, dtype, threads, drafter, staged_by, ngram_corpus
+        target, draft, verifier_listen, listen, device, dtype, threads, drafter, staged_by, ngram_corpus, speculation
     )
     writing = threading.Lock()
 

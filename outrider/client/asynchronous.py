@@ -20,6 +20,8 @@ from outrider.client.places import FIRST_BACKOFF_S, MAX_ATTEMPTS, MAX_BACKOFF_S,
 from outrider.client.progress import Progress
 from outrider.client.request import Options, Prompt, build
 from outrider.client.results import Collector, Completion
+from outrider.client.silence import Heard
+from outrider.rpc.errors import UNSPECIFIED, unavailable
 from protos.outrider.v1 import draft_service_pb2 as pb
 
 _ELSEWHERE = grpc.StatusCode.UNAVAILABLE
@@ -40,6 +42,8 @@ class AsyncClient:
         timeout: seconds that a call may take in all, retries included, unless it says otherwise; None: for ever.
         retry: whether a call that is refused as UNAVAILABLE or RESOURCE_EXHAUSTED is tried again, at most four times in
             a row, and whether one that breaks with UNAVAILABLE after its first response goes on elsewhere.
+        silence: seconds that a service may say nothing, where there are others; then the call goes on at one of them. A
+            service that has nothing to tell says so every 5 s.
 
     Raises:
         ValueError: there is no address.
@@ -58,11 +62,19 @@ class AsyncClient:
     True
     """
 
-    def __init__(self, address: str | Sequence[str], *, timeout: float | None = 300.0, retry: bool = True):
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        *,
+        timeout: float | None = 300.0,
+        retry: bool = True,
+        silence: float | None = 30.0,
+    ):
         names = split(address)
         self.address = ",".join(names)
         self._timeout = timeout
         self._retry = retry
+        self._silence = silence
         self._places = Places(names, retry=retry)
 
     async def __aenter__(self) -> Self:
@@ -97,13 +109,17 @@ class AsyncClient:
         progress = Progress(build(prompt, options))
         while True:
             request, address, came = progress.request(), await self._places.choose(), False
+            silence = await self._bearable_silence()
             call = self._places.stub(address).Generate(request, timeout=patience.left)
+            responses = Heard[pb.GenerateResponse](call, silence)
             try:
-                async for response in call:
+                async for response in responses:
+                    event = events.read(response)
+                    if event is None:  # it is alive, and no more
+                        continue
                     came = True
                     patience.renew()
-                    event = events.read(response)
-                    for told in progress.take(event) if event is not None else ():
+                    for told in progress.take(event):
                         yield told
                 return
             except grpc.RpcError as error:
@@ -111,8 +127,13 @@ class AsyncClient:
                     return
                 failure = typed(error, patience.timeout)
                 await self._leave(address, failure, error, patience, may=progress.can_go_on, came=came)
+            except TimeoutError as error:
+                if progress.is_over:
+                    return
+                failure = _silent(address, self._silence)
+                await self._leave(address, failure, error, patience, may=progress.can_go_on, came=came)
             finally:
-                call.cancel()  # without effect on a call that has ended
+                responses.close()
             if progress.needs_eos:
                 model = await self.get_model(timeout=patience.left)
                 progress.eos_token_ids = frozenset(model.target.eos_token_ids)
@@ -137,18 +158,26 @@ class AsyncClient:
         patience = _Patience(self._timeout if timeout is None else timeout)
         while True:
             address = await self._places.choose()
+            silence = await self._bearable_silence()
             try:
-                return await self._places.stub(address).GetModel(
-                    pb.DraftServiceGetModelRequest(), timeout=patience.left
-                )
+                async with asyncio.timeout(silence):
+                    return await self._places.stub(address).GetModel(
+                        pb.DraftServiceGetModelRequest(), timeout=patience.left
+                    )
             except grpc.RpcError as error:
                 await self._leave(address, typed(error, patience.timeout), error, patience)
+            except TimeoutError as error:
+                await self._leave(address, _silent(address, self._silence), error, patience)
+
+    async def _bearable_silence(self) -> float | None:
+        """Seconds; None for ever, where there is nobody else to ask."""
+        return self._silence if self._retry and len(await self._places.addresses()) > 1 else None
 
     async def _leave(
         self,
         address: str,
         failure: OutriderError,
-        cause: grpc.RpcError,
+        cause: Exception,
         patience: _Patience,
         *,
         may: bool = True,
@@ -166,6 +195,10 @@ class AsyncClient:
             raise failure from cause
         if not await patience.may_try_again(at_once=self._places.has_fresh()):
             raise failure from cause
+
+
+def _silent(address: str, seconds: float | None) -> OutriderError:
+    return typed(unavailable(UNSPECIFIED, f"the draft service at {address} was silent for {seconds:g} s"))
 
 
 class _Patience:

@@ -29,11 +29,18 @@ class Client:
     INVALID_ARGUMENT sampling.top_p
     """
 
-    def __init__(self, address: str | Sequence[str], *, timeout: float | None = 300.0, retry: bool = True):
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        *,
+        timeout: float | None = 300.0,
+        retry: bool = True,
+        silence: float | None = 30.0,
+    ):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="outrider-client", daemon=True)
         self._thread.start()
-        self._client = self._run(_make(address, timeout, retry))
+        self._client = self._run(_make(address, timeout, retry, silence))
 
     @property
     def address(self) -> str:
@@ -100,6 +107,6 @@ class Client:
             future.cancel()
 
 
-async def _make(address: str | Sequence[str], timeout: float | None, retry: bool) -> AsyncClient:
+async def _make(address: str | Sequence[str], timeout: float | None, retry: bool, silence: float | None) -> AsyncClient:
     # grpc.aio binds a channel to the loop that is running.
-    return AsyncClient(address, timeout=timeout, retry=retry)
+    return AsyncClient(address, timeout=timeout, retry=retry, silence=silence)

@@ -164,7 +164,12 @@ class Round(_Mirror):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """More of one sample. `token_texts`, `logprobs` and `rounds` are empty unless asked for."""
+    """More of one sample. `token_texts`, `logprobs` and `rounds` are empty unless asked for.
+
+    Tokens come as soon as they are committed; of all that came so far the last `held_tokens` have text that has not
+    come whole, since it may become a stop string or ends inside a character. Where a stop string cuts them they are no
+    part of the output: see `Finished.cut_tokens`.
+    """
 
     index: int
     text: str
@@ -173,6 +178,7 @@ class Chunk:
     token_texts: tuple[str, ...]
     logprobs: tuple[PositionLogprobs, ...]
     rounds: tuple[Round, ...]
+    held_tokens: int = 0
 
     @classmethod
     def of(cls, message: Any) -> Self:
@@ -184,6 +190,7 @@ class Chunk:
             token_texts=tuple(message.token_texts),
             logprobs=tuple(PositionLogprobs.of(entry) for entry in message.logprobs),
             rounds=tuple(Round.of(entry) for entry in message.rounds),
+            held_tokens=message.held_tokens,
         )
 
 
@@ -256,6 +263,7 @@ class Timings(_Mirror):
 class Finished:
     """The end of one sample; the last event about it.
 
+    The last `cut_tokens` of its tokens are no part of the output: a stop string begins in their text or before it.
     `num_resumes` is how often the request went on at another draft service. Where it did, `usage.completion_tokens` and
     `timings.total_us` speak of the whole, and `timings.time_to_first_token_us` of the first token of all, by this
     client's clock; `statistics` and all else speak of the last part, since a service that dies takes its own with it.
@@ -268,6 +276,7 @@ class Finished:
     usage: Usage
     statistics: Statistics
     timings: Timings
+    cut_tokens: int = 0
     num_resumes: int = 0
 
     @classmethod
@@ -281,6 +290,7 @@ class Finished:
             usage=Usage.of(message.usage),
             statistics=Statistics.of(message.statistics),
             timings=Timings.of(message.timings),
+            cut_tokens=message.cut_tokens,
         )
 
 

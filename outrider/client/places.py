@@ -17,6 +17,7 @@ from typing import TypeAlias
 import grpc
 
 from outrider.rpc.channel import open_channel
+from outrider.rpc.families import of_one_family
 from protos.outrider.v1 import draft_service_pb2 as pb
 from protos.outrider.v1 import draft_service_pb2_grpc
 
@@ -79,6 +80,7 @@ class Places:
         self._stubs: dict[str, Stub] = {}
         self._failed: dict[str, float] = {}  # when
         self._addresses: list[str] = []
+        self._known: dict[str, list[str]] = {}  # by name, as resolved last
         self._resolved = -RESOLVED_FOR_S
         self._turn = random.randrange(1 << 16)  # clients that start together do not all begin at the same address
 
@@ -92,7 +94,9 @@ class Places:
     async def addresses(self) -> list[str]:
         """All there are now, at least one."""
         if time.monotonic() - self._resolved >= RESOLVED_FOR_S:
-            found = [address for name in self._names for address in await _resolve(name)]
+            for name in self._names:
+                self._known[name] = await _resolve(name, self._known.get(name, []))
+            found = [address for name in self._names for address in self._known[name]]
             # With one address it is the name itself: gRPC resolves it, over and over, on its own.
             self._addresses = list(dict.fromkeys(found)) if len(set(found)) > 1 else list(self._names[:1])
             self._resolved = time.monotonic()
@@ -132,8 +136,11 @@ class Places:
         return failed if failed and time.monotonic() - failed < AVOIDED_FOR_S else 0.0
 
 
-async def _resolve(name: str) -> list[str]:
-    """The addresses of `HOST:PORT`; the name itself where it is one, or where nobody knows it now."""
+async def _resolve(name: str, before: Sequence[str]) -> list[str]:
+    """The addresses of `HOST:PORT`, of one family; the name itself where it is one, or where nobody knows it now.
+
+    `before` are those that it had last.
+    """
     host, colon, port = name.rpartition(":")
     if not colon or not port.isdigit() or host == "localhost" or _is_ip(host.strip("[]")):
         return [name]
@@ -141,7 +148,8 @@ async def _resolve(name: str) -> list[str]:
         found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
     except OSError:
         return [name]
-    return [f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for ip in (str(entry[4][0]) for entry in found)]
+    ips = [str(entry[4][0]) for entry in found]
+    return of_one_family([f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for ip in ips], before)
 
 
 def _is_ip(host: str) -> bool:

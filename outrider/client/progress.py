@@ -23,6 +23,9 @@ from outrider.client.events import (
 from protos.outrider.v1 import draft_service_pb2 as pb
 from protos.outrider.v1 import sampling_pb2
 
+HELD_TOKENS = "held_tokens"
+"""The feature of a service that gives the text of tokens it is told."""
+
 
 class Progress:
     """How far one request has come, over all the calls that served it.
@@ -39,9 +42,10 @@ class Progress:
         self._begun = self._call_begun = time.monotonic()
         self._started: Started | None = None
         self._tokens: list[int] = list(request.committed_token_ids)
-        self._given = len(self._tokens)  # by the caller: delivered before, by somebody else
+        self._given = len(self._tokens)  # by the caller: told before, by somebody else
+        self._held = request.held_tokens  # of the last tokens, whose text has not been delivered
         self._first_token: float | None = None
-        self._parts: list[Chunk] = []  # of a token's text, whose token has not come
+        self._parts: list[Chunk] = []  # of the text of a token that is held
         self._has_text = False
         self._ends = 0  # of samples
 
@@ -59,15 +63,17 @@ class Progress:
                 return [*self._pop_parts(), self._whole(event)]
 
     def _take_chunk(self, chunk: Chunk) -> list[Event]:
-        if self._is_single and chunk.text and not chunk.token_ids:
-            # A part of a token's text: the token follows, or the end, where a stop string cuts it. Were that lost, the
-            # whole of the text would come again, so it waits.
-            self._parts.append(chunk)
-            return []
-        if self._first_token is None:
+        if self._first_token is None and chunk.token_ids:
             self._first_token = time.monotonic() - self._begun
         self._has_text = True
+        whole = len(self._tokens) - self._held
         self._tokens += chunk.token_ids
+        self._held = chunk.held_tokens
+        if self._is_single and chunk.text and len(self._tokens) - self._held == whole:
+            # A part of a token's text: the rest follows, or the end, where a stop string cuts it. Were that lost, the
+            # whole of the text would come again, so it waits.
+            self._parts.append(replace(chunk, token_ids=(), origins=(), token_texts=(), logprobs=(), rounds=()))
+            return [replace(chunk, text="")] if chunk.token_ids else []
         return [*self._pop_parts(), chunk]
 
     def _pop_parts(self) -> list[Chunk]:
@@ -94,12 +100,13 @@ class Progress:
             and self._is_single
             and not self._request.ignore_eos
             and len(self._tokens) > self._given
+            and not self._held
         )
 
     def ended(self) -> Finished | None:
-        """The end, where all was delivered but the end itself."""
+        """The end, where all was delivered but the end itself. Where text is held somebody has to be asked for it."""
         started = self._started
-        if started is None or not self._is_single:
+        if started is None or not self._is_single or self._held:
             return None
         stops = set(self._request.stop_token_ids)
         if not self._request.ignore_eos:
@@ -125,6 +132,9 @@ class Progress:
         request.request_id = started.request_id
         request.token_ids.ids[:] = started.prompt_token_ids  # in place of text or messages
         request.committed_token_ids[:] = self._tokens
+        request.held_tokens = self._held
+        if self._held and HELD_TOKENS not in request.required_features:
+            request.required_features.append(HELD_TOKENS)
         request.sampling.seed = started.seed
         request.sampling.rule = cast("sampling_pb2.AcceptanceRule", started.rule.number)
         request.weights_fingerprint = started.weights_fingerprint
@@ -152,7 +162,9 @@ class Progress:
         return replace(
             finished,
             num_resumes=self.resumes,
-            usage=replace(finished.usage, completion_tokens=len(self._tokens) - self._given)
+            usage=replace(
+                finished.usage, completion_tokens=max(0, len(self._tokens) - self._given - finished.cut_tokens)
+            )
             if self._is_single
             else finished.usage,
             timings=replace(

@@ -67,6 +67,7 @@ class Options(TypedDict, total=False):
     required_features: Sequence[str]
     # To go on where another call ended
     committed_token_ids: Sequence[int]
+    held_tokens: int  # of the last of them, whose text did not come: as the last `Chunk` said
     weights_fingerprint: str
     cache_salt: str
     # What who watches the wire may not learn of each round; see "Who watches the wire" in docs/usage.md
@@ -208,6 +209,12 @@ def _need(request: draft_service_pb2.GenerateRequest, feature: str) -> None:
         request.required_features.append(feature)
 
 
+def _set_held_tokens(request: draft_service_pb2.GenerateRequest, value: int) -> None:
+    request.held_tokens = value
+    if value:
+        _need(request, "held_tokens")
+
+
 def _set_time_limit(request: draft_service_pb2.GenerateRequest, value: float) -> None:
     request.time_limit.FromTimedelta(timedelta(seconds=value))
 
@@ -245,6 +252,7 @@ _SETTERS: dict[str, Setter] = {
     "request_id": _field("request_id"),
     "required_features": _repeated("required_features"),
     "committed_token_ids": _repeated("committed_token_ids"),
+    "held_tokens": _set_held_tokens,
     "weights_fingerprint": _field("weights_fingerprint"),
     "cache_salt": _field("cache_salt"),
     "frame_bytes": _set_frame_bytes,

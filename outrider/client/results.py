@@ -130,19 +130,21 @@ class Collector:
 
     def _sample(self, end: Finished) -> Sample:
         chunks = self._chunks.get(end.index, [])
+        told = sum(len(chunk.token_ids) for chunk in chunks)
+        kept = slice(max(0, told - end.cut_tokens))
         return Sample(
             index=end.index,
             text="".join(chunk.text for chunk in chunks),
-            token_ids=_joined(chunk.token_ids for chunk in chunks),
-            origins=_joined(chunk.origins for chunk in chunks),
+            token_ids=_joined(chunk.token_ids for chunk in chunks)[kept],
+            origins=_joined(chunk.origins for chunk in chunks)[kept],
             finish_reason=end.finish_reason,
             stop=end.stop,
             stop_token_id=end.stop_token_id,
             usage=end.usage,
             statistics=end.statistics,
             timings=end.timings,
-            token_texts=_joined(chunk.token_texts for chunk in chunks),
-            logprobs=_joined(chunk.logprobs for chunk in chunks),
+            token_texts=_joined(chunk.token_texts for chunk in chunks)[kept],
+            logprobs=_joined(chunk.logprobs for chunk in chunks)[kept],
             rounds=_joined(chunk.rounds for chunk in chunks),
             num_resumes=end.num_resumes,
         )

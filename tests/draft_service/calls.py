@@ -42,7 +42,10 @@ def request(
 
 @dataclass
 class Sample:
-    """One sample as its chunks made it."""
+    """One sample as its chunks made it; at its end what a stop string cuts is taken out.
+
+    `held` is what each chunk says is held.
+    """
 
     texts: list[str] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
@@ -50,7 +53,23 @@ class Sample:
     logprobs: list[sampling_pb2.PositionLogprobs] = field(default_factory=list)
     token_texts: list[str] = field(default_factory=list)
     rounds: list[draft_service_pb2.RoundReport] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
     finished: draft_service_pb2.GenerateFinished | None = None
+
+    def take(self, chunk: draft_service_pb2.GenerateChunk) -> None:
+        self.texts.append(chunk.text)
+        self.ids += chunk.token_ids
+        self.origins += chunk.origins
+        self.logprobs += chunk.logprobs
+        self.token_texts += chunk.token_texts
+        self.rounds += chunk.rounds
+        self.held.append(chunk.held_tokens)
+
+    def finish(self, finished: draft_service_pb2.GenerateFinished) -> None:
+        self.finished = finished
+        if finished.cut_tokens:
+            for told in (self.ids, self.origins, self.logprobs, self.token_texts):
+                del told[-finished.cut_tokens :]
 
     @property
     def text(self) -> str:
@@ -85,15 +104,10 @@ def generate(channel: grpc.Channel, message: draft_service_pb2.GenerateRequest, 
             chunk = response.chunk
             sample = samples.setdefault(chunk.index, Sample())
             assert sample.finished is None, "nothing comes after the end of a sample"
-            sample.texts.append(chunk.text)
-            sample.ids += chunk.token_ids
-            sample.origins += chunk.origins
-            sample.logprobs += chunk.logprobs
-            sample.token_texts += chunk.token_texts
-            sample.rounds += chunk.rounds
+            sample.take(chunk)
         else:
             assert response.WhichOneof("event") == "finished"
-            samples.setdefault(response.finished.index, Sample()).finished = response.finished
+            samples.setdefault(response.finished.index, Sample()).finish(response.finished)
     assert all(sample.finished for sample in samples.values())
     return Result(first.started, [samples[index] for index in sorted(samples)])
 

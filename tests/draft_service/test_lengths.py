@@ -30,6 +30,7 @@ def request(
         request_id="r",
         prompt=[1],
         committed=[],
+        held=0,
         sampling=sampling,
         params=sampling_pb2.SamplingParams(),
         seed=7,

@@ -125,6 +125,17 @@ async def test_a_name_stands_for_all_its_addresses_and_an_address_for_itself() -
     assert not Directory(["10.0.0.9:6", "[::1]:7"]).changes
 
 
+async def test_a_verifier_of_both_families_is_one_replica() -> None:
+    """And stays the one it was, whatever comes first the next time. One of the other family alone is found as well."""
+    both = ["fd00::1", "fd00::2", "10.0.0.1", "10.0.0.2"]
+    entries = {"verifiers": [f"[{ip}]" if ":" in ip else ip for ip in both], "new": ["10.0.0.3"]}
+    directory = Directory(["verifiers:5", "new:5"], table(entries))
+    taken = ["[fd00::1]:5", "[fd00::2]:5", "10.0.0.3:5"]
+    assert list(await directory.look()) == taken
+    entries["verifiers"] = entries["verifiers"][::-1]
+    assert sorted(await directory.look()) == sorted(taken)
+
+
 @pytest.mark.parametrize("failure", [OSError("no such name"), []])
 async def test_a_name_that_cannot_be_resolved_keeps_its_addresses(failure: Any) -> None:
     entries: dict[str, Any] = {"verifiers": ["10.0.0.1"]}

@@ -19,9 +19,9 @@ import grpc
 import pytest
 
 from draft_service import failover
-from draft_service.failover import MOST_LOST_IN_A_ROUND
 from draft_service.losses import Loss
 from draft_service.statistics import Failovers
+from draft_service.trouble import MOST_LOST_IN_A_ROUND
 from draft_service.verifier_link import VerifierLink
 from outrider.cli.processes import ServiceProcess
 from outrider.rpc.errors import RequestError, failed_precondition, overloaded, to_status

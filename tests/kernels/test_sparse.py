@@ -61,7 +61,7 @@ def test_the_fewest_best_tokens_with_the_mass_are_kept(V: int, sharpness: float,
 @pytest.mark.parametrize("V", [1, 33, 1025, 5003])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_what_torchscript_compiles_cuts_and_draws_the_same(V: int, config: SparseConfig) -> None:
-    """`truncate` and `place` serve where proposals are written in one call: a law must not depend on how it came about."""
+    """`truncate` and `place` serve where proposals are written in one call: laws must not depend on that."""
     ties = torch.full((2, V), 1.0 / V)
     ties[1, ::3] *= 2
     probs = torch.cat([_laws(V, 0.3), _laws(V, 6.0), ties])

@@ -88,6 +88,8 @@ LAWS: dict[str, Options] = {
     "penalties": SAMPLED | {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
     "logprobs": SAMPLED | {"logprobs": 2},
     "at least so many": SAMPLED | {"stop": [" "], "min_new_tokens": 50},
+    "text that is held": SAMPLED | {"stop": [" \0", "e\0", "\n    \0"]},
+    "frames": SAMPLED | {"stop": [" \0"], "frame_bytes": 400, "frame_pace": 0.004},
     "the model's own end": {"temperature": 1.0, "seed": 3, "max_new_tokens": 200},
 }
 
@@ -240,7 +242,7 @@ async def test_a_time_limit_holds_over_all_parts(draft_address: str) -> None:
 
 def test_a_draft_service_killed_under_its_requests(demo_pair: Pair) -> None:
     """SIGKILL. Four requests run, two of them there, where rounds take so long that they have not ended by then; the
-    other service has another drafter.
+    other service has another drafter. Text is held wherever it may become a stop string, which it never does.
     """
     flags = ["--device", "cpu", "--dtype", "float32", "--threads", "1", "--drafter", "lookup"]
     with ExitStack() as stack:
@@ -251,7 +253,7 @@ def test_a_draft_service_killed_under_its_requests(demo_pair: Pair) -> None:
         victim.wait_listening()
         victim.wait_healthy(HEALTHY_WITHIN_S)
         asked = [GREEDY, GREEDY, SAMPLED, SAMPLED]
-        asked = [options | {"max_new_tokens": 160} for options in asked]
+        asked = [options | {"max_new_tokens": 160, "stop": [" \0", "e\0", "\n    \0"]} for options in asked]
 
         async def run() -> tuple[list[Completion], list[Completion]]:
             async with AsyncClient([victim.address, demo_pair.draft.address]) as client:
@@ -318,6 +320,15 @@ async def test_a_name_is_all_its_addresses_and_asked_again_when_one_fails(monkey
     places.failed("127.0.0.1:7")
     assert await places.choose() == "10.0.0.1:50051", "what failed first"
     assert not places.has_fresh()
+
+
+async def test_a_service_of_both_families_is_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def getaddrinfo(host: str, port: int, **_: Any) -> list[Any]:
+        six = [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", (f"fd00::{i}", port, 0, 0)) for i in (1, 2)]
+        return [*six, *((socket.AF_INET, socket.SOCK_STREAM, 6, "", (f"10.0.0.{i}", port)) for i in (1, 2))]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo, raising=False)
+    assert await Places(["drafts:50051"], retry=True).addresses() == ["[fd00::1]:50051", "[fd00::2]:50051"]
 
 
 @pytest.mark.parametrize(

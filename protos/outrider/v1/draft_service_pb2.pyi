@@ -101,7 +101,7 @@ class EmissionPrivacy(_message.Message):
     def __init__(self, frame_bytes: _Optional[int] = ..., pace: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "chat", "committed_token_ids", "sampling", "max_new_tokens", "min_new_tokens", "stop_token_ids", "stop", "ignore_eos", "n", "logprobs", "time_limit", "speculation", "keep_special_tokens", "required_features", "weights_fingerprint", "cache_salt", "emission")
+    __slots__ = ("request_id", "text", "token_ids", "chat", "committed_token_ids", "sampling", "max_new_tokens", "min_new_tokens", "stop_token_ids", "stop", "ignore_eos", "n", "logprobs", "time_limit", "speculation", "keep_special_tokens", "required_features", "weights_fingerprint", "cache_salt", "emission", "held_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -122,6 +122,7 @@ class GenerateRequest(_message.Message):
     WEIGHTS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     EMISSION_FIELD_NUMBER: _ClassVar[int]
+    HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     token_ids: TokenIds
@@ -142,7 +143,8 @@ class GenerateRequest(_message.Message):
     weights_fingerprint: str
     cache_salt: str
     emission: EmissionPrivacy
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., n: _Optional[int] = ..., logprobs: _Optional[_Union[_sampling_pb2.LogprobsParams, _Mapping]] = ..., time_limit: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationParams, _Mapping]] = ..., keep_special_tokens: _Optional[bool] = ..., required_features: _Optional[_Iterable[str]] = ..., weights_fingerprint: _Optional[str] = ..., cache_salt: _Optional[str] = ..., emission: _Optional[_Union[EmissionPrivacy, _Mapping]] = ...) -> None: ...
+    held_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., n: _Optional[int] = ..., logprobs: _Optional[_Union[_sampling_pb2.LogprobsParams, _Mapping]] = ..., time_limit: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationParams, _Mapping]] = ..., keep_special_tokens: _Optional[bool] = ..., required_features: _Optional[_Iterable[str]] = ..., weights_fingerprint: _Optional[str] = ..., cache_salt: _Optional[str] = ..., emission: _Optional[_Union[EmissionPrivacy, _Mapping]] = ..., held_tokens: _Optional[int] = ...) -> None: ...
 
 class GenerateStarted(_message.Message):
     __slots__ = ("request_id", "prompt_token_ids", "seed", "weights_fingerprint", "rule", "max_new_tokens", "lossy", "drafter")
@@ -181,7 +183,7 @@ class RoundReport(_message.Message):
     def __init__(self, round: _Optional[int] = ..., output_length: _Optional[int] = ..., drafted_token_ids: _Optional[_Iterable[int]] = ..., drafted_texts: _Optional[_Iterable[str]] = ..., accepted: _Optional[int] = ..., beta: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class GenerateChunk(_message.Message):
-    __slots__ = ("index", "text", "token_ids", "origins", "token_texts", "logprobs", "rounds")
+    __slots__ = ("index", "text", "token_ids", "origins", "token_texts", "logprobs", "rounds", "held_tokens")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -189,6 +191,7 @@ class GenerateChunk(_message.Message):
     TOKEN_TEXTS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     index: int
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -196,7 +199,8 @@ class GenerateChunk(_message.Message):
     token_texts: _containers.RepeatedScalarFieldContainer[str]
     logprobs: _containers.RepeatedCompositeFieldContainer[_sampling_pb2.PositionLogprobs]
     rounds: _containers.RepeatedCompositeFieldContainer[RoundReport]
-    def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., origins: _Optional[_Iterable[_Union[TokenOrigin, str]]] = ..., token_texts: _Optional[_Iterable[str]] = ..., logprobs: _Optional[_Iterable[_Union[_sampling_pb2.PositionLogprobs, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[RoundReport, _Mapping]]] = ...) -> None: ...
+    held_tokens: int
+    def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., origins: _Optional[_Iterable[_Union[TokenOrigin, str]]] = ..., token_texts: _Optional[_Iterable[str]] = ..., logprobs: _Optional[_Iterable[_Union[_sampling_pb2.PositionLogprobs, _Mapping]]] = ..., rounds: _Optional[_Iterable[_Union[RoundReport, _Mapping]]] = ..., held_tokens: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens")
@@ -279,7 +283,7 @@ class GenerateTimings(_message.Message):
     def __init__(self, time_to_first_token_us: _Optional[int] = ..., total_us: _Optional[int] = ..., draft_us: _Optional[int] = ..., verdict_us: _Optional[int] = ..., queue_us: _Optional[int] = ..., forward_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., saved_us: _Optional[int] = ..., failover_us: _Optional[int] = ...) -> None: ...
 
 class GenerateFinished(_message.Message):
-    __slots__ = ("index", "finish_reason", "stop", "stop_token_id", "usage", "statistics", "timings")
+    __slots__ = ("index", "finish_reason", "stop", "stop_token_id", "usage", "statistics", "timings", "cut_tokens")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
@@ -287,6 +291,7 @@ class GenerateFinished(_message.Message):
     USAGE_FIELD_NUMBER: _ClassVar[int]
     STATISTICS_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    CUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     index: int
     finish_reason: _sampling_pb2.FinishReason
     stop: str
@@ -294,7 +299,8 @@ class GenerateFinished(_message.Message):
     usage: Usage
     statistics: SpeculationStatistics
     timings: GenerateTimings
-    def __init__(self, index: _Optional[int] = ..., finish_reason: _Optional[_Union[_sampling_pb2.FinishReason, str]] = ..., stop: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., statistics: _Optional[_Union[SpeculationStatistics, _Mapping]] = ..., timings: _Optional[_Union[GenerateTimings, _Mapping]] = ...) -> None: ...
+    cut_tokens: int
+    def __init__(self, index: _Optional[int] = ..., finish_reason: _Optional[_Union[_sampling_pb2.FinishReason, str]] = ..., stop: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., statistics: _Optional[_Union[SpeculationStatistics, _Mapping]] = ..., timings: _Optional[_Union[GenerateTimings, _Mapping]] = ..., cut_tokens: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("started", "chunk", "finished", "padding")

@@ -57,7 +57,7 @@ class DraftServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Streams text that follows the target's law, but where `GenerateStarted.lossy` says otherwise. The first response is `started`; each sample ends with `finished`.
+        """Streams text that follows the target's law, but where `GenerateStarted.lossy` says otherwise. The first event is `started`; each sample ends with `finished`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

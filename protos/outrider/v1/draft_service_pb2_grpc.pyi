@@ -34,7 +34,7 @@ class DraftServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DraftServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_draft_service_pb2.GenerateRequest, _draft_service_pb2.GenerateResponse]
-    """Streams text that follows the target's law, but where `GenerateStarted.lossy` says otherwise. The first response is `started`; each sample ends with `finished`."""
+    """Streams text that follows the target's law, but where `GenerateStarted.lossy` says otherwise. The first event is `started`; each sample ends with `finished`."""
     Propose: _grpc.StreamStreamMultiCallable[_draft_service_pb2.ProposeRequest, _draft_service_pb2.ProposeResponse]
     """For clients that drive the loop themselves: proposals, to be judged wherever the client likes. One stream is one
     sequence.
@@ -48,7 +48,7 @@ class DraftServiceAsyncStub(DraftServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_draft_service_pb2.GenerateRequest, _draft_service_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Streams text that follows the target's law, but where `GenerateStarted.lossy` says otherwise. The first response is `started`; each sample ends with `finished`."""
+    """Streams text that follows the target's law, but where `GenerateStarted.lossy` says otherwise. The first event is `started`; each sample ends with `finished`."""
     Propose: _aio.StreamStreamMultiCallable[_draft_service_pb2.ProposeRequest, _draft_service_pb2.ProposeResponse]  # type: ignore[assignment]
     """For clients that drive the loop themselves: proposals, to be judged wherever the client likes. One stream is one
     sequence.
@@ -65,7 +65,7 @@ class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _draft_service_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_draft_service_pb2.GenerateResponse], _abc.AsyncIterator[_draft_service_pb2.GenerateResponse]]:
-        """Streams text that follows the target's law, but where `GenerateStarted.lossy` says otherwise. The first response is `started`; each sample ends with `finished`."""
+        """Streams text that follows the target's law, but where `GenerateStarted.lossy` says otherwise. The first event is `started`; each sample ends with `finished`."""
 
     @_abc_1.abstractmethod
     def Propose(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -356,6 +357,38 @@ def _redirected(domains: dict[philox.Domain, philox.Domain]) -> Callable[..., fl
     return uniform
 
 
+def dies_after_every_round() -> None:
+    """The draft service ends each call with the first round that it has told of, as one that has died."""
+    _dies(lambda request_id: True)
+
+
+def dies_thrice() -> None:
+    """The same, for the first three calls of each request."""
+    calls = Counter[str]()
+
+    def is_early(request_id: str) -> bool:
+        calls[request_id] += 1
+        return calls[request_id] <= 3
+
+    _dies(is_early)
+
+
+def _dies(does: Callable[[str], bool]) -> None:
+    from draft_service import generation
+    from outrider.rpc.errors import unavailable
+
+    sample = generation.Sample
+    honest = sample._tell
+
+    async def tell(self: Any) -> None:
+        await honest(self)
+        has_more = self._written > len(self._request.committed)
+        if has_more and not self.finish_reason and does(self._request.request_id):
+            raise unavailable("DRAINING", "gone")
+
+    sample._tell = tell  # type: ignore[method-assign]
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     fault.__name__: fault
     for fault in (
@@ -385,6 +418,8 @@ FAULTS: dict[str, Callable[[], None]] = {
         unhurried,
         eager_outcome_cache,
         branches_take_the_likeliest,
+        dies_after_every_round,
+        dies_thrice,
     )
 }
 """By name."""

@@ -56,6 +56,14 @@ def test_a_round_reported_ahead_of_its_text_waits_for_it() -> None:
     assert _drawn(chunks) == "def f():a[-b-]{+c+}\n"
 
 
+def test_a_token_waits_for_its_text() -> None:
+    held = Chunk(0, "", (0, 1), (DRAFT, CORRECTION), ("a", "b"), (), (), held_tokens=2)
+    come = Chunk(0, "abc", (2,), (TARGET,), ("c",), (), (), held_tokens=0)
+    assert _drawn([held, come]) == "def f():a{+b+}{+c+}\n"
+    some = Chunk(0, "a", (), (), (), (), (), held_tokens=1)
+    assert _drawn([held, some]) == "def f():a\n"
+
+
 def test_what_the_end_of_the_text_cut_is_not_called_rejected() -> None:
     rounds = [_round(1, 0, ["a", "b", "c"], 1)]
     assert _drawn([_chunk(["a"], [DRAFT], rounds)]) == "def f():a\n"

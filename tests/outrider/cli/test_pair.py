@@ -44,6 +44,7 @@ def test_flags_are_passed_on_where_given() -> None:
     assert PairSettings("t", "d").drafting() == []
     drafting = PairSettings("t", "d", drafter="staged", staged_by="ngram", ngram_corpus="c.txt").drafting()
     assert drafting == ["--drafter", "staged", "--staged-by", "ngram", "--ngram-corpus", "c.txt"]
+    assert PairSettings("t", "d", speculation="adaptive").drafting() == ["--speculation", "adaptive"]
 
 
 def test_sigterm_interrupts_as_ctrl_c_does() -> None:

@@ -1,0 +1,64 @@
+"""What a sequence remembers of verifiers that have failed it: whom to leave alone for now, and when it is to give up.
+
+It knows nothing of how a sequence is opened, nor of what it has to say.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+from draft_service.losses import Loss
+from draft_service.replica import Replica
+from outrider.rpc.errors import RequestError, unavailable
+
+# Verifiers that one round may take down with it. A round that is the death of whoever judges it would go through all.
+MOST_LOST_IN_A_ROUND = 4
+# One that did not answer a sequence in good time, which could stay where it was, is not asked by it again for so long.
+MUTE_SECONDS = 10.0
+
+
+@dataclass(slots=True)
+class Trouble:
+    """From the loss of a verifier until the next verdict.
+
+    Attributes:
+        error: the last one; None where there is no trouble.
+        loss: what it means.
+        lost: verifiers that had taken the sequence, and were lost.
+        avoid: replicas that have refused it, and until when, by `time.monotonic()`.
+        mute: replicas that it would have moved to, and until when they are left alone. They are no trouble yet, and
+            outlast it.
+    """
+
+    error: RequestError | None = None
+    loss: Loss = Loss.DIED
+    lost: int = 0
+    avoid: dict[Replica, float] = field(default_factory=dict)
+    mute: dict[Replica, float] = field(default_factory=dict)
+
+    def met(self, replica: Replica, loss: Loss, error: RequestError, *, had_taken: bool) -> None:
+        """A verifier has failed the sequence; `had_taken` is whether it had opened it.
+
+        Raises:
+            RequestError: the error, where one more is not to be tried.
+        """
+        self.error, self.loss = error, loss
+        if loss is Loss.REFUSED and error.retry_after is not None:
+            self.avoid[replica] = time.monotonic() + error.retry_after
+        self.lost += had_taken
+        if had_taken and self.lost >= MOST_LOST_IN_A_ROUND:
+            raise error
+
+    def did_not_answer(self, replica: Replica) -> None:
+        """A verifier that the sequence would have moved to was silent for too long."""
+        self.mute[replica] = time.monotonic() + MUTE_SECONDS
+
+    def over(self) -> "Trouble":
+        """What is left of it after a verdict."""
+        return Trouble(mute=self.mute)
+
+    def given_up(self, names: str, why: str = "") -> RequestError:
+        """What the client is told where none of `names` takes the sequence."""
+        if self.error is not None and self.loss not in (Loss.DIED, Loss.SILENT):
+            return self.error
+        last = "" if self.error is None else f": {self.error.message}"
+        return unavailable("NO_VERIFIER", f"no verifier answers at {names}{why}{last}")
