@@ -1,6 +1,6 @@
 """Settings of the verifier service, beside those that both services share."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
@@ -12,6 +12,8 @@ class VerifierSettings(ServiceSettings):
     """The verifier service: judges proposals with the target model, over gRPC."""
 
     model_config = SettingsConfigDict(cli_prog_name="python -m verifier_service")
+
+    names_clients: ClassVar[bool] = True
 
     listen: Address = Field("127.0.0.1:50052", description="HOST:PORT to listen at; port 0 takes a free one")
     max_gamma: int = Field(16, ge=1, le=256, description="tokens of one proposal at most")

@@ -40,12 +40,20 @@ def channel_options(*, max_message_bytes: int) -> Options:
 
 
 def open_channel(
-    address: str, *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES, options: Options | None = None
+    address: str,
+    *,
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    options: Options | None = None,
+    credentials: grpc.ChannelCredentials | None = None,
 ) -> grpc.aio.Channel:
-    """A channel to `HOST:PORT`. It connects with the first call. `options` come on top of ours."""
-    return grpc.aio.insecure_channel(
-        address, options=channel_options(max_message_bytes=max_message_bytes) + (options or [])
-    )
+    """A channel to `HOST:PORT`. It connects with the first call. `options` come on top of ours.
+
+    Without `credentials` it speaks plaintext: who opens it knows that this is meant.
+    """
+    together = channel_options(max_message_bytes=max_message_bytes) + (options or [])
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=together)
+    return grpc.aio.secure_channel(address, credentials, options=together)
 
 
 async def wait_for_health(channel: grpc.aio.Channel | str, service: str, timeout_s: float) -> None:
