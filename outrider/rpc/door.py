@@ -92,4 +92,6 @@ class Door(grpc.aio.ServerInterceptor):
         now = time.monotonic()
         if now >= self._next_line:
             self._next_line = now + _SECONDS_PER_LINE
-            _logger.warning("%s from %s was turned away: %s", method, context.peer(), error)
+            _logger.warning(
+                "%s from %s was turned away: %s: %s", method, context.peer(), error.code.name, error.message
+            )

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import grpc
-
-from outrider.rpc.errors import RequestError
+from outrider.rpc.errors import permission_denied, unauthenticated
 
 # What gRPC calls the names of a certificate's subjectAltName, by kind. Addresses and e-mail are no identities here.
 _KINDS = ("peer_uri", "peer_dns")
@@ -41,17 +39,11 @@ class AllowedClients:
             if name in self._names:
                 return name
         allowed = _listed(sorted(self._names))
-        raise RequestError(
-            grpc.StatusCode.PERMISSION_DENIED,
-            "PERMISSION_DENIED",
+        raise permission_denied(
             f"the client's certificate names {_listed(seen) or 'no DNS name and no URI'}; allowed are {allowed}",
-            {"seen": _listed(seen), "allowed": allowed},
+            seen=_listed(seen),
+            allowed=allowed,
         )
-
-
-def unauthenticated(message: str) -> RequestError:
-    """Nobody knows who calls: UNAUTHENTICATED."""
-    return RequestError(grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED", message)
 
 
 def address_of(peer: str) -> str:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from outrider.rpc.identity import unauthenticated
+from outrider.rpc.errors import unauthenticated
 from outrider.rpc.watched import FileProblem, Watched
 
 METADATA_KEY = "authorization"
