@@ -21,7 +21,7 @@ async def health_port(health: HealthState, address: str) -> AsyncIterator[str]:
         StartupError: the port is taken, or the host is not this machine's.
     """
     server = create_server(max_message_bytes=_MAX_MESSAGE_BYTES, max_concurrent_streams=64)
-    health.show_on(server)
+    health.register(server)
     bound = bind(server, address)
     await server.start()
     try:

@@ -88,9 +88,9 @@ class HealthState:
     def __init__(self, server: grpc.aio.Server, services: Iterable[str]):
         self._names = ("", *services)
         self._servicer = _HealthServicer(self._names)
-        self.show_on(server)
+        self.register(server)
 
-    def show_on(self, server: grpc.aio.Server) -> None:
+    def register(self, server: grpc.aio.Server) -> None:
         """Registers the same health on one more server, which has not started."""
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
