@@ -13,10 +13,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from outrider.rpc import errors
 from outrider.rpc.channel import open_channel
 from outrider.rpc.door import Door
-from outrider.rpc.drain import DrainGate
 from outrider.rpc.errors import RequestError
 from outrider.rpc.identity import AllowedClients, address_of
 from outrider.rpc.rate import ClientLimits
+from outrider.rpc.server import _gates, bind, create_server
 from outrider.rpc.tls import TLS, ChannelTLS, ServerTLS
 from outrider.rpc.tokens import Tokens
 from tests.certificates import Authority
@@ -211,14 +211,17 @@ async def test_too_many_calls_are_told_when_to_come_back_and_questions_are_free(
         assert probe.started == 7
 
 
-async def test_who_is_turned_away_is_not_counted_as_in_progress(tokens: Tokens) -> None:
-    """A drain does not wait for them, and a closed gate does not tell them more than that they may not come in."""
-    gate = DrainGate()
-    gate.close()
-    async with serving(Probe(), doors=[Door(tokens=tokens), gate]) as address, open_channel(address) as channel:
+async def test_who_may_not_come_in_is_not_told_that_the_server_drains(tokens: Tokens) -> None:
+    server = create_server(max_message_bytes=1 << 20, doors=[Door(tokens=tokens)])
+    Probe().register(server)
+    address = bind(server, "127.0.0.1:0")
+    await server.start()
+    _gates[server].close()
+    async with open_channel(address) as channel:
         assert (await refusal(once(channel)(b""))).code is grpc.StatusCode.UNAUTHENTICATED
         bearing = (("authorization", f"Bearer {TOKENS[0]}"),)
         assert (await refusal(once(channel)(b"", metadata=bearing))).reason == "DRAINING"
+    await server.stop(None)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,8 @@ def test_each_token_of_the_file_is_taken_and_tells_its_clients_apart(file: Path)
     "token",
     [
         FIRST[:-1],
+        FIRST[:-1] + "x",
+        "x" + FIRST[1:],
         FIRST + "0",
         FIRST[1:],
         FIRST.upper(),
