@@ -96,12 +96,14 @@ async def _serve(service: Service, settings: ServiceSettings) -> None:
     enable_reflection(server, [service.name])
     address = bind(server, settings.listen, None if how.tls is None else how.tls.credentials())
     async with AsyncExitStack() as beside:
+        probed = ""
         if settings.health_listen is not None:
             probed = await beside.enter_async_context(health_port(health, settings.health_listen))
-            _log.info("health", address=probed)
         await server.start()
         # The address comes first, so that whoever started us knows it; health stays NOT_SERVING until the load is done.
-        _log.info("listening", address=address, model=settings.model)
+        _log.info("listening", address=address, model=settings.model, transport=how.transport)
+        if probed:
+            _log.info("health", address=probed)
         await _run(service, settings, server, health)
 
 

@@ -36,9 +36,14 @@ class Listening:
     tls: ServerTLS | None
     doors: list[Door]
 
+    @property
+    def transport(self) -> str:
+        """For the log."""
+        return "plaintext" if self.tls is None else "mutual TLS" if self.tls.asks_clients else "TLS"
+
 
 def listening(settings: ServiceSettings) -> Listening:
-    """How these settings have a service listen; logs it.
+    """How these settings have a service listen.
 
     Raises:
         SettingsError: they contradict each other, a file is not what it should be, or plaintext would leave this
@@ -59,12 +64,6 @@ def listening(settings: ServiceSettings) -> Listening:
         tokens = made("--auth-token-file", lambda: Tokens(path))
         if tls is None and not is_local(settings.listen):
             _log.warning("tokens travel in plaintext, where whoever watches can take them", listen=settings.listen)
-    _log.info(
-        "security",
-        transport="plaintext" if tls is None else "mutual TLS" if tls.asks_clients else "TLS",
-        clients=list(settings.allow_client_san),
-        tokens=tokens is not None,
-    )
     allowed = AllowedClients(settings.allow_client_san) if settings.allow_client_san else None
     limits = _limits(settings)
     asks = any(each is not None for each in (allowed, tokens, limits))

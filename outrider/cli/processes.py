@@ -196,8 +196,7 @@ class ServiceProcess:
             for raw in lines:
                 line = raw.rstrip("\n")
                 self._lines.append(line)
-                if not self._address:  # said before it listens
-                    self._health_address = _address_in(line, "health") or self._health_address
+                self._health_address = self._health_address or _address_in(line, "health")
                 if not self._address and (address := _address_in(line, "listening")):
                     self._address = address
                     self._told.set()
@@ -223,7 +222,7 @@ class ServiceProcess:
 
 def _address_in(line: str, event: str) -> str:
     """The address, where the line is the log's `event`; else empty."""
-    if not line.startswith("{"):
+    if not line.startswith("{") or f'"{event}"' not in line:
         return ""
     try:
         entry = json.loads(line)

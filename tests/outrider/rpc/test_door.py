@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from outrider.rpc import errors
 from outrider.rpc.channel import open_channel
 from outrider.rpc.door import Door
+from outrider.rpc.ending import Ending
 from outrider.rpc.errors import RequestError
 from outrider.rpc.identity import AllowedClients, address_of
 from outrider.rpc.rate import ClientLimits
@@ -56,9 +57,10 @@ def channel_of(address: str, authority: Authority, *names: str) -> grpc.aio.Chan
 
 
 async def refusal(call: Any) -> RequestError:
-    with pytest.raises(grpc.RpcError) as caught:
+    ending = Ending(call)  # a write that meets the refusal has an error of its own
+    with pytest.raises(grpc.RpcError):
         await (_read_to_its_end(call) if hasattr(call, "__aiter__") else call)
-    return errors.from_rpc_error(caught.value)
+    return errors.from_rpc_error(await ending.status())
 
 
 async def _read_to_its_end(call: Any) -> None:
