@@ -196,7 +196,7 @@ def test_the_limit_holds_for_propose_too(house: House) -> None:
     credentials = grpc.ssl_channel_credentials(house.ours.pem.read_bytes())
     options = [("grpc.default_authority", FRONT)]
     with grpc.secure_channel(house.draft.address, credentials, options=options) as channel:
-        call = DraftServiceStub(channel).Propose(iter([request]), metadata=[("authorization", f"Bearer {FIRST}")])
+        call = DraftServiceStub(channel).Propose(iter([request]), metadata=(("authorization", f"Bearer {FIRST}"),))
         with pytest.raises(grpc.RpcError) as caught:
             next(call)
     assert from_rpc_error(caught.value).metadata["field"] == "prompt_token_ids"

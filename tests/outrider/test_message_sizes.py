@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,12 @@ from verifier_service.settings import VerifierSettings
 
 V, TOKENS, GAMMA, SUPPORT, STOPS = 151_936, 8192, 16, 256, 64
 LAST = V - 1
-LIMITS = {"sequence_tokens": TOKENS, "max_gamma": GAMMA, "max_support": SUPPORT, "max_stop_token_ids": STOPS}
+LIMITS: dict[str, int] = {
+    "sequence_tokens": TOKENS,
+    "max_gamma": GAMMA,
+    "max_support": SUPPORT,
+    "max_stop_token_ids": STOPS,
+}
 
 
 def law() -> speculation_pb2.TokenDistribution:
@@ -73,6 +79,16 @@ def verdict() -> verifier_service_pb2.VerifyResponse:
     return verifier_service_pb2.VerifyResponse(sequence_id="γ" * 128, verdict=message)
 
 
+def draft_of(model: Path) -> DraftSettings:
+    settings: DraftSettings = DraftSettings.from_command_line(["--model", str(model)], program="test")
+    return settings
+
+
+def verifier_of(model: Path) -> VerifierSettings:
+    settings: VerifierSettings = VerifierSettings.from_command_line(["--model", str(model)], program="test")
+    return settings
+
+
 def test_every_message_of_a_verify_stream_fits_and_the_largest_decides() -> None:
     sparse = of_verify(**LIMITS, vocab_size=None)
     dense = of_verify(**LIMITS, vocab_size=V)
@@ -86,7 +102,7 @@ def test_every_message_of_a_verify_stream_fits_and_the_largest_decides() -> None
 
 def test_the_longest_request_for_text_fits() -> None:
     size = of_generate(sequence_tokens=TOKENS, max_stop_token_ids=STOPS, max_stop_strings=16, max_stop_chars=256)
-    rest = {
+    rest: Any = {
         "sampling": asked(),
         "stop": ["γ" * 256] * 16,
         "stop_token_ids": [LAST] * STOPS,
@@ -104,12 +120,12 @@ def test_the_longest_request_for_text_fits() -> None:
 
 def test_a_service_takes_what_its_model_asks_for(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": V}}))
-    draft, verifier = DraftSettings(model=str(tmp_path)), VerifierSettings(model=str(tmp_path))
+    draft, verifier = draft_of(tmp_path), verifier_of(tmp_path)
     for limit in (message_limit(draft), verifier_limit(verifier)):
         assert bytes_with_logits(GAMMA, V) < limit < 1.01 * bytes_with_logits(GAMMA, V)
     assert message_limit(draft.model_copy(update={"drafter": "lookup"})) == LEAST_LIMIT  # no logits of its own
     assert message_limit(draft.model_copy(update={"max_message_bytes": 1 << 17})) == 1 << 17
-    assert verifier_limit(VerifierSettings(model=str(MODELS / "target"))) == LEAST_LIMIT
+    assert verifier_limit(verifier_of(MODELS / "target")) == LEAST_LIMIT
     assert short_of(draft, TOKENS) == 0
     assert short_of(draft, 10_000_000) > 0
 
