@@ -13,6 +13,7 @@ import grpc
 import pytest
 
 from draft_service.replica import Replica
+from outrider.cli.pair import fixed
 from outrider.cli.processes import ServiceProcess
 from outrider.client import TLS, AsyncClient, Client, InvalidRequest, Overloaded, Unauthenticated, Unavailable
 from outrider.rpc.channel import channel_options, wait_for_health_blocking
@@ -67,16 +68,17 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     write(pki / "tokens", f"{FIRST}\n".encode())
     health = ("--health-listen", "127.0.0.1:0")
     mutual = ("--tls-client-ca", str(pki / "clients.crt"), "--allow-client-san", f"other.models.svc,{DRAFT}")
-    arguments = ["verifier_service", "--model", str(DEMO / "target"), *FLAGS, *health, *mutual]
+    at = fixed("127.0.0.1:0")
+    arguments = ["verifier_service", "--model", str(DEMO / "target"), *FLAGS, *health, *mutual, "--listen", at]
     arguments += ["--tls-cert", str(verifier_files.cert), "--tls-key", str(verifier_files.key)]
     arguments += ["--max-connection-age", str(CONNECTION_AGE)]
-    with ServiceProcess.start(arguments) as verifier:
-        arguments = ["draft_service", "--model", str(DEMO / "draft"), *FLAGS, *health, "--verifier", verifier.address]
+    with ServiceProcess.launch(arguments) as verifier:  # both at once: what takes long is each one's imports
+        arguments = ["draft_service", "--model", str(DEMO / "draft"), *FLAGS, *health, "--verifier", at]
         arguments += ["--verifier-tls-ca", str(ours.pem), "--verifier-tls-name", VERIFIER]
         arguments += ["--verifier-tls-cert", str(draft_files.cert), "--verifier-tls-key", str(draft_files.key)]
         arguments += ["--tls-cert", str(front_files.cert), "--tls-key", str(front_files.key)]
         arguments += ["--auth-token-file", str(pki / "tokens"), "--max-prompt-tokens", str(LONGEST_PROMPT)]
-        with ServiceProcess.start(arguments) as draft:
+        with ServiceProcess.launch(arguments) as draft:
             verifier.wait_healthy(HEALTHY_WITHIN_S)
             draft.wait_healthy(HEALTHY_WITHIN_S)
             yield House(pki, ours, others, verifier, draft)
