@@ -61,7 +61,7 @@ class Stub:
 
 
 async def echo(channel: RenewedChannel[Any]) -> None:
-    assert await channel.begin(lambda stub: stub.once(b"x", timeout=10)) == b"x"
+    assert await channel.begin(lambda stub: stub.once(b"x", timeout=60)) == b"x"
 
 
 async def stream(channel: RenewedChannel[Any]) -> Any:
@@ -80,7 +80,7 @@ async def fails(address: str, tls: TLS | None, name: str = "") -> str:
     """What a call is told that gets no connection."""
     async with calling(address, tls, name) as channel:
         with pytest.raises(grpc.RpcError) as caught:
-            await channel.begin(lambda stub: stub.once(b"x", timeout=10))
+            await channel.begin(lambda stub: stub.once(b"x", timeout=60))
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     return str(caught.value.details())
 
