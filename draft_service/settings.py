@@ -7,9 +7,9 @@ from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from outrider.security_settings import split_commas
-from outrider.settings import Address, ServiceSettings
+from outrider.settings import ServiceAddress, ServiceSettings
 
-Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(split_commas), Field(min_length=1)]
+Addresses = Annotated[tuple[ServiceAddress, ...], NoDecode, BeforeValidator(split_commas), Field(min_length=1)]
 
 
 class DraftSettings(ServiceSettings):
@@ -17,11 +17,13 @@ class DraftSettings(ServiceSettings):
 
     model_config = SettingsConfigDict(cli_prog_name="python -m draft_service")
 
-    listen: Address = Field("127.0.0.1:50051", description="HOST:PORT to listen at; port 0 takes a free one")
+    listen: ServiceAddress = Field(
+        "127.0.0.1:50051", description="HOST:PORT or unix:PATH to listen at; port 0 takes a free one"
+    )
     verifier: Addresses = Field(
         ("127.0.0.1:50052",),
-        description="HOST:PORT of the verifier service; several, with commas or by several flags, are replicas, and a "
-        "DNS name stands for all its addresses",
+        description="HOST:PORT or unix:PATH of the verifier service; several, with commas or by several flags, are "
+        "replicas, and a DNS name stands for all its addresses",
     )
     verifier_tls_ca: Path | None = Field(
         None,

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field
 from pydantic_settings import SettingsConfigDict
 
+from outrider.rpc.locality import SOCKET
 from outrider.security_settings import SecuritySettings
 
 
@@ -19,6 +20,14 @@ def _host_and_port(value: str) -> str:
 
 
 Address = Annotated[str, AfterValidator(_host_and_port)]
+
+
+def _host_and_port_or_socket(value: str) -> str:
+    return value if value.startswith(f"{SOCKET}/") else _host_and_port(value)
+
+
+ServiceAddress = Annotated[str, AfterValidator(_host_and_port_or_socket)]
+"""Where a service of ours listens: `HOST:PORT`, or `unix:PATH`."""
 
 
 class SettingsError(Exception):
@@ -66,7 +75,9 @@ class ServiceSettings(SecuritySettings):
     kv_memory_fraction: float = Field(
         0.85, gt=0, le=1, description="share of a GPU's free memory that keys and values may take"
     )
-    listen: Address = Field("127.0.0.1:0", description="HOST:PORT to listen at; port 0 takes a free one")
+    listen: ServiceAddress = Field(
+        "127.0.0.1:0", description="HOST:PORT or unix:PATH to listen at; port 0 takes a free one"
+    )
     health_listen: Address | None = Field(
         None,
         description="HOST:PORT of the health service alone, in plaintext, for probes that have no certificate; port 0 "

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from outrider.settings import Address, ServiceSettings
+from outrider.settings import ServiceAddress, ServiceSettings
 
 
 class VerifierSettings(ServiceSettings):
@@ -15,7 +15,9 @@ class VerifierSettings(ServiceSettings):
 
     names_clients: ClassVar[bool] = True
 
-    listen: Address = Field("127.0.0.1:50052", description="HOST:PORT to listen at; port 0 takes a free one")
+    listen: ServiceAddress = Field(
+        "127.0.0.1:50052", description="HOST:PORT or unix:PATH to listen at; port 0 takes a free one"
+    )
     max_gamma: int = Field(16, ge=1, le=256, description="tokens of one proposal at most")
     max_waiting: int = Field(64, ge=0, description="sequences that may wait for room; more are refused")
     pass_tokens: int = Field(512, ge=1, description="tokens of one pass at most; longer prompts take several")

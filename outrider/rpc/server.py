@@ -16,6 +16,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from outrider.rpc.drain import DrainGate
+from outrider.rpc.locality import SOCKET
 
 _logger = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ def enable_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
 
 
 def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None) -> str:
-    """Listens at `HOST:PORT` and returns the address with the real port where `PORT` is 0.
+    """Listens at `HOST:PORT`, or at `unix:PATH`, and returns the address with the real port where `PORT` is 0.
 
     Without `credentials` it speaks plaintext: who binds it knows that this is meant.
 
@@ -129,7 +130,8 @@ def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredenti
         StartupError: the address is no address, or its port is taken.
     """
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65_535:
+    is_socket = address.startswith(f"{SOCKET}/")
+    if not is_socket and (not colon or not host or not port.isdigit() or int(port) > 65_535):
         raise StartupError(f"cannot listen at {address!r}: it is not HOST:PORT, for example 127.0.0.1:50051")
     try:
         if credentials is None:
@@ -138,9 +140,10 @@ def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredenti
             bound = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise StartupError(
-            f"cannot listen at {address}: the port is taken, or the host is not this machine's"
+            f"cannot listen at {address}: "
+            + ("no socket can be made there" if is_socket else "the port is taken, or the host is not this machine's")
         ) from error
-    return f"{host}:{bound}"
+    return address if is_socket else f"{host}:{bound}"
 
 
 async def serve_until_signal(

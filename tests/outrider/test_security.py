@@ -69,7 +69,8 @@ def test_plaintext_leaves_the_machine_only_where_it_was_asked_for(
     assert "--plaintext" in refusal("--listen", address, kind=kind)
     assert listens("--listen", address, "--plaintext", kind=kind).tls is None
     assert listens("--listen", address, "--tls-cert", files.cert, "--tls-key", files.key, kind=kind).tls is not None
-    assert listens("--listen", "127.0.0.1:0", kind=kind) == Listening(None, [])
+    for local in ("127.0.0.1:0", "unix:/run/outrider.sock"):
+        assert listens("--listen", local, kind=kind) == Listening(None, [])
 
 
 def test_flags_that_need_each_other_say_so(files: Files) -> None:
@@ -117,6 +118,7 @@ def test_the_way_to_verifiers_is_tls_or_local_or_meant(files: Files) -> None:
         return str(caught.value)
 
     assert way() is None
+    assert way("--verifier", "unix:/run/a.sock,127.0.0.1:1") is None
     assert "--verifier box:1 is not a loopback address" in refused("--verifier", "127.0.0.1:1,box:1")
     assert way("--verifier", "box:1", "--plaintext") is None
     whole = ("--verifier-tls-ca", files.ca, "--verifier-tls-cert", files.cert, "--verifier-tls-key", files.key)

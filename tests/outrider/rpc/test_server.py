@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -63,10 +64,25 @@ async def test_a_port_belongs_to_one_server() -> None:
         bind(second, address)
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "localhost:", ":50051", "127.0.0.1:http", "127.0.0.1:70000"])
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1", "localhost:", ":50051", "127.0.0.1:http", "127.0.0.1:70000", "unix:x.sock"]
+)
 async def test_an_address_is_host_and_port(address: str) -> None:
     with pytest.raises(StartupError, match="is not HOST:PORT"):
         bind(create_server(max_message_bytes=1 << 20), address)
+
+
+async def test_a_socket_in_the_file_system_will_do(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/probe.sock"
+    server = create_server(max_message_bytes=1 << 20)
+    Probe().register(server)
+    assert bind(server, address) == address
+    await server.start()
+    async with open_channel(address) as channel:
+        assert await once(channel)(b"x") == b"x"
+    await server.stop(None)
+    with pytest.raises(StartupError, match="no socket can be made there"):
+        bind(create_server(max_message_bytes=1 << 20), f"unix:{tmp_path}/nowhere/probe.sock")
 
 
 async def test_a_message_over_the_limit_is_refused_and_the_server_lives() -> None:
