@@ -3,6 +3,7 @@
 from typing import Any
 
 import grpc
+import structlog
 
 from draft_service.drafter_choice import supports_rule_by_logits
 from draft_service.drafters.base import Kind
@@ -10,11 +11,13 @@ from draft_service.drafters.build import cheap_drafters, check_settings, guarded
 from draft_service.drafters.staged import StagedEngine
 from draft_service.failover_metrics import FailoverMetrics, show_verifiers
 from draft_service.lengths import Lengths
+from draft_service.message_limit import message_limit, short_of
 from draft_service.metrics import show_drafters, show_held, show_outcome_cache
 from draft_service.pair import Pair
 from draft_service.service import SERVICE_NAME, DraftService
 from draft_service.settings import DraftSettings
 from draft_service.verifier_link import VerifierLink
+from draft_service.verifier_security import verifier_tls
 from kernels.sparse import SparseConfig
 from outrider.lifecycle import Service, in_thread
 from outrider.lm.checkpoint import LoadedModel
@@ -26,6 +29,8 @@ from outrider.model_info import describe, describe_tokenizer
 from outrider.sampling import DEFAULT_RULE, OFFERED_RULES, RULE_TO_WIRE
 from protos.outrider.v1 import model_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import add_DraftServiceServicer_to_server
+
+_log = structlog.get_logger()
 
 FEATURES = (
     "chat",
@@ -51,11 +56,16 @@ class DraftApp(Service):
     name = SERVICE_NAME
 
     def __init__(self, settings: DraftSettings) -> None:
+        """Raises `SettingsError` where the settings do not say how to speak to verifiers, or contradict each other."""
         super().__init__()
         self._settings = settings
+        self._tls = verifier_tls(settings)
         self._servicer = DraftService(settings)
         self._link: VerifierLink | None = None
         self._engine: StagedEngine | None = None
+
+    def max_message_bytes(self) -> int:
+        return message_limit(self._settings)
 
     def register(self, server: grpc.aio.Server) -> None:
         add_DraftServiceServicer_to_server(self._servicer, server)
@@ -71,7 +81,8 @@ class DraftApp(Service):
         self._link = VerifierLink(
             settings.verifier,
             observer=FailoverMetrics(self.metrics),
-            max_message_bytes=settings.max_message_bytes,
+            max_message_bytes=message_limit(settings),
+            tls=self._tls,
             silence=settings.verifier_timeout,
             patience=settings.failover_patience,
             burst=settings.max_sequences,
@@ -81,6 +92,8 @@ class DraftApp(Service):
         draft = model_info(loaded, tokenizer, settings)
         target = await self._link.match(draft)
         limit_by(draft, target)
+        if (short := short_of(settings, target.limits.max_sequence_tokens)) > 0:
+            _log.warning("prompts as long as the target takes may not fit: --max-message-bytes", bytes_short=short)
         sparse = SparseConfig(keep_mass=settings.keep_mass, max_support=draft.limits.max_support)
         drafters = await in_thread(lambda: cheap_drafters(settings, tokenizer, target, sparse))
         if loaded is not None:
@@ -135,7 +148,7 @@ def model_info(loaded: LoadedModel | None, tokenizer: Tokenizer, settings: Draft
         "limits": model_pb2.Limits(
             max_gamma=settings.max_gamma,
             max_support=settings.max_support,
-            max_message_bytes=settings.max_message_bytes,
+            max_message_bytes=message_limit(settings),
             max_sequences=settings.max_sequences,
             max_outstanding=1,
             max_samples=settings.max_samples,

@@ -103,6 +103,7 @@ class GenerateCall:
             default_outcome_cache=self._settings.outcome_cache,
             default_policy=PolicyKind(self._settings.speculation),
             default_max_entropy=self._settings.max_entropy,
+            max_prompt_tokens=self._settings.max_prompt_tokens,
         )
         chars = len(message.text) + sum(len(said.content) for said in message.chat.messages)
         return check() if chars <= SHORT_PROMPT_CHARS else await asyncio.to_thread(check)

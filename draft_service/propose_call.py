@@ -16,7 +16,7 @@ from draft_service.drafter_choice import KIND_TO_WIRE, check_draft_temperature, 
 from draft_service.drafters.base import Draft, DraftError, Drafting, DraftSequence, Kind
 from draft_service.pair import Pair, Places
 from draft_service.settings import DraftSettings
-from draft_service.validation import check_gamma, check_law, check_message_size, check_name
+from draft_service.validation import check_gamma, check_law, check_message_size, check_name, check_prompt_length
 from outrider.model_info import check_features
 from outrider.rpc.errors import RequestError, idle, internal, invalid_field, out_of_order, wrong_base
 from outrider.sampling import RULE_TO_WIRE, check_token_ids
@@ -200,6 +200,7 @@ def check_open(message: draft_service_pb2.OpenDraft, pair: Pair, settings: Draft
     prompt = check_token_ids("prompt_token_ids", message.prompt_token_ids, vocab_size)
     if not prompt:
         raise invalid_field("prompt_token_ids", "prompt_token_ids is empty; at least 1 token is needed", given=0)
+    check_prompt_length("prompt_token_ids", len(prompt), settings.max_prompt_tokens)
     committed = check_token_ids("committed_token_ids", message.committed_token_ids, vocab_size)
     if len(prompt) + len(committed) > room:
         raise invalid_field(

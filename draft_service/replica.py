@@ -12,8 +12,9 @@ import grpc
 from draft_service.breaker import Breaker, State
 from draft_service.losses import Loss
 from draft_service.verify_sequence import VerifySequence, translate
-from outrider.rpc.channel import open_channel
 from outrider.rpc.errors import RequestError, unavailable
+from outrider.rpc.renewal import RenewedChannel
+from outrider.rpc.tls import ChannelTLS
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
 
@@ -43,10 +44,12 @@ class Replica:
         max_message_bytes: int,
         silence: float,
         name: str = "",
+        tls: ChannelTLS | None = None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """`silence` is how long it may owe an answer, in seconds; `name` is the `HOST:PORT` that was resolved to
-        `address`. `on_change` is called when the breaker opens or closes, or the model is known or another one.
+        `address`; `tls` is how to speak to it, None plaintext. `on_change` is called when the breaker opens or closes,
+        or the model is known or another one.
         """
         self.address = address
         self.breaker = Breaker()
@@ -57,10 +60,10 @@ class Replica:
         self.num_open = 0
         self._silence = silence
         self._on_change = on_change
-        # Whoever stands in front of the verifier, and its certificate later, knows it by the name that was asked for.
-        authority = [("grpc.default_authority", name)] if name and name != address else []
-        self._channel = open_channel(address, max_message_bytes=max_message_bytes, options=authority)
-        self._stub: Any = VerifierServiceStub(self._channel)  # the asynchronous kind has the same methods
+        # Whoever stands in front of the verifier, and its certificate, knows it by the name that was asked for.
+        self._channel: RenewedChannel[Any] = RenewedChannel(  # the asynchronous stub has the same methods
+            address, VerifierServiceStub, max_message_bytes=max_message_bytes, tls=tls, name=name
+        )
         self._others = 0  # sequences there that are not ours, as it said last
         self._told = 0.0  # when
         self._gamma_cap: int | None = None  # what our sequences were told last
@@ -94,7 +97,7 @@ class Replica:
         """
         request = verifier_service_pb2.VerifierServiceGetModelRequest()
         try:
-            answer = await self._stub.GetModel(request, timeout=GET_MODEL_TIMEOUT)
+            answer = await self._channel.begin(lambda stub: stub.GetModel(request, timeout=GET_MODEL_TIMEOUT))
         except grpc.RpcError as error:
             raise translate(error, self.address) from None
         if answer is None:  # gRPC could not parse it
@@ -125,7 +128,7 @@ class Replica:
         """Begins a sequence. `timeout` is what is left of the client's deadline, in seconds; `seat` its seat here, for
         who wants to tell the replica more than the sequence hears.
         """
-        call = self._stub.Verify(timeout=timeout, wait_for_ready=False)
+        call = self._channel.begin(lambda stub: stub.Verify(timeout=timeout, wait_for_ready=False))
         return VerifySequence(
             call,
             opening,

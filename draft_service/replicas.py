@@ -17,6 +17,7 @@ from draft_service.resolver import Directory
 from draft_service.target_check import check_target
 from outrider.model_info import check_pair
 from outrider.rpc.errors import RequestError
+from outrider.rpc.tls import ChannelTLS
 from protos.outrider.v1 import model_pb2
 
 _log = structlog.get_logger()
@@ -47,12 +48,16 @@ class Replicas:
         max_message_bytes: int,
         silence: float,
         look_again: float = 10.0,
+        tls: ChannelTLS | None = None,
     ) -> None:
-        """`silence` is how long one may owe an answer, and after `look_again` names are resolved anew, in seconds."""
+        """`silence` is how long one may owe an answer, and after `look_again` names are resolved anew, in seconds;
+        `tls` is how to speak to them, None plaintext.
+        """
         self.target: model_pb2.ModelInfo | None = None
         self._directory = directory
         self._max_message_bytes = max_message_bytes
         self._silence = silence
+        self._tls = tls
         self._look_again = look_again
         self._replicas: dict[str, Replica] = {}
         self._gone: list[Replica] = []  # no name stands for them any more; their sequences go on
@@ -208,6 +213,7 @@ class Replicas:
             max_message_bytes=self._max_message_bytes,
             silence=self._silence,
             name=name,
+            tls=self._tls,
             on_change=lambda: self._on_change(replica),
         )
         return replica

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import structlog
 
 from outrider.rpc.families import of_one_family
+from outrider.rpc.locality import SOCKET
 
 _log = structlog.get_logger()
 
@@ -43,7 +44,7 @@ def join(host: str, port: int) -> str:
 
 
 class Directory:
-    """What a list of `HOST:PORT` stands for.
+    """What a list of `HOST:PORT` or `unix:PATH` stands for.
 
     Attributes:
         names: the list.
@@ -53,7 +54,7 @@ class Directory:
     def __init__(self, names: Sequence[str], resolve: Resolve = look_up) -> None:
         """`resolve` is asked for hosts that are no addresses themselves."""
         self.names = tuple(names)
-        self.changes = any(not _is_address(split(name)[0]) for name in self.names)
+        self.changes = any(not _is_address(name) for name in self.names)
         self._resolve = resolve
         self._last: dict[str, list[str]] = {}
 
@@ -69,9 +70,9 @@ class Directory:
         return found
 
     async def _addresses(self, name: str) -> list[str]:
-        host, port = split(name)
-        if _is_address(host):
+        if _is_address(name):
             return [name]
+        host, port = split(name)
         try:
             addresses = of_one_family(await self._resolve(host, port), self._last.get(name, []))
         except OSError as error:
@@ -84,9 +85,12 @@ class Directory:
         return self._last.get(name, [])
 
 
-def _is_address(host: str) -> bool:
+def _is_address(name: str) -> bool:
+    """Whether `HOST:PORT` or `unix:PATH` stands for itself alone."""
+    if name.startswith(SOCKET):
+        return True
     try:
-        ipaddress.ip_address(host.partition("%")[0])
+        ipaddress.ip_address(split(name)[0].partition("%")[0])
     except ValueError:
         return False
     return True

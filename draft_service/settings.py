@@ -1,21 +1,15 @@
 """Settings of the draft service, beside those that both services share."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from outrider.settings import Address, ServiceSettings
+from outrider.security_settings import split_commas
+from outrider.settings import ServiceAddress, ServiceSettings
 
-
-def _split(value: Any) -> Any:
-    """Texts with commas as the list they stand for, each entry once."""
-    texts = [value] if isinstance(value, str) else value
-    return list(dict.fromkeys(part.strip() for text in texts for part in text.split(",") if part.strip()))
-
-
-Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split), Field(min_length=1)]
+Addresses = Annotated[tuple[ServiceAddress, ...], NoDecode, BeforeValidator(split_commas), Field(min_length=1)]
 
 
 class DraftSettings(ServiceSettings):
@@ -23,11 +17,25 @@ class DraftSettings(ServiceSettings):
 
     model_config = SettingsConfigDict(cli_prog_name="python -m draft_service")
 
-    listen: Address = Field("127.0.0.1:50051", description="HOST:PORT to listen at; port 0 takes a free one")
+    listen: ServiceAddress = Field(
+        "127.0.0.1:50051", description="HOST:PORT or unix:PATH to listen at; port 0 takes a free one"
+    )
     verifier: Addresses = Field(
         ("127.0.0.1:50052",),
-        description="HOST:PORT of the verifier service; several, with commas or by several flags, are replicas, and a "
-        "DNS name stands for all its addresses",
+        description="HOST:PORT or unix:PATH of the verifier service; several, with commas or by several flags, are "
+        "replicas, and a DNS name stands for all its addresses",
+    )
+    verifier_tls_ca: Path | None = Field(
+        None,
+        description="PEM file of the CA that vouches for verifiers; read anew on change, as the next two; default: "
+        "plaintext",
+    )
+    verifier_tls_cert: Path | None = Field(
+        None, description="PEM file of the certificate to show to verifiers that ask for one"
+    )
+    verifier_tls_key: Path | None = Field(None, description="PEM file of its private key, without a passphrase")
+    verifier_tls_name: str | None = Field(
+        None, description="name that verifiers' certificates must have; default: the host that --verifier names"
     )
     verifier_resolve_interval: float = Field(
         10.0, gt=0, description="seconds after which DNS names of verifiers are resolved anew; also when one is lost"
@@ -84,6 +92,9 @@ class DraftSettings(ServiceSettings):
     keep_mass: float = Field(0.99, gt=0, le=1, description="mass of the draft's law that is kept to sample from")
     max_support: int = Field(256, ge=1, le=256, description="tokens of that law at most; the verifier may set less")
     prefill_tokens: int = Field(512, ge=1, description="prompt tokens of one pass at most; longer prompts take several")
+    max_prompt_tokens: int | None = Field(
+        None, ge=1, description="tokens of a prompt at most; default: as many as a sequence may have"
+    )
     max_samples: int = Field(16, ge=1, description="samples (n) of one request at most")
     max_stop_strings: int = Field(16, ge=0, description="stop strings of one request at most")
     max_stop_string_chars: int = Field(256, ge=1, description="characters of one stop string at most")

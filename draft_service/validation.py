@@ -49,6 +49,7 @@ def check_generate(
     default_outcome_cache: bool = True,
     default_policy: PolicyKind = PolicyKind.FIXED,
     default_max_entropy: float | None = None,
+    max_prompt_tokens: int | None = None,
 ) -> Generation:
     """Checks a request against the pair and the limits. A long prompt takes its time to tokenise.
 
@@ -85,6 +86,7 @@ def check_generate(
     committed = check_token_ids("committed_token_ids", message.committed_token_ids, target.vocab_size)
     held = _check_held(message)
     prompt = _tokenise(message, tokenizer, target.vocab_size)
+    check_prompt_length("prompt", len(prompt), max_prompt_tokens)
     new = check_lengths(message, len(prompt), len(committed), limits.max_sequence_tokens)
     request_id = message.request_id or secrets.token_hex(8)
     stops = stop_token_ids if message.ignore_eos else [*stop_token_ids, *target.eos_token_ids]
@@ -169,6 +171,18 @@ def check_name(field: str, name: str, *, required: bool = False) -> None:
         allowed = f"1 to {MAX_NAME_CHARS}" if required else f"at most {MAX_NAME_CHARS}"
         raise invalid_field(
             field, f"{field} has {len(name)} characters; {allowed}", given=len(name), maximum=MAX_NAME_CHARS
+        )
+
+
+def check_prompt_length(field: str, tokens: int, most: int | None) -> None:
+    """Checks a prompt against the limit of this service, where it has one beside that of a sequence.
+
+    Raises:
+        RequestError: INVALID_ARGUMENT, where it is longer.
+    """
+    if most is not None and tokens > most:
+        raise invalid_field(
+            field, f"the prompt has {tokens} tokens; this service takes at most {most}", given=tokens, maximum=most
         )
 
 

@@ -10,6 +10,7 @@ from draft_service.failover_budget import FailoverBudget
 from draft_service.replicas import Replicas
 from draft_service.resolver import Directory, Resolve, look_up
 from draft_service.statistics import Failovers
+from outrider.rpc.tls import ChannelTLS
 from protos.outrider.v1 import model_pb2, verifier_service_pb2
 
 
@@ -32,6 +33,7 @@ class VerifierLink:
         burst: int,
         look_again: float,
         resolve: Resolve = look_up,
+        tls: ChannelTLS | None = None,
     ) -> None:
         """
         Args:
@@ -41,9 +43,14 @@ class VerifierLink:
             burst: how many sequences may be opened again at once.
             look_again: after how many seconds names are resolved anew.
             resolve: what does that.
+            tls: of the connections to them; None is plaintext.
         """
         self.replicas = Replicas(
-            Directory(names, resolve), max_message_bytes=max_message_bytes, silence=silence, look_again=look_again
+            Directory(names, resolve),
+            max_message_bytes=max_message_bytes,
+            silence=silence,
+            look_again=look_again,
+            tls=tls,
         )
         self.budget = FailoverBudget(burst)
         self._means = Means(self.replicas, self.budget, patience, observer)

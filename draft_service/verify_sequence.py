@@ -38,6 +38,7 @@ _GONE = (
     grpc.StatusCode.UNKNOWN,
     grpc.StatusCode.UNIMPLEMENTED,
 )
+_NOT_ADMITTED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 _OF_A_ROUND = ("proposal", "decode", "sequence_id")
 SILENT = "silent_seconds"
 """What the metadata of an error names where the verifier was silent for too long."""
@@ -340,6 +341,9 @@ def translate(error: grpc.RpcError, address: str) -> RequestError:
     told = from_rpc_error(error)
     if told.reason == UNSPECIFIED and told.code in _GONE:
         return unavailable("NO_VERIFIER", f"no verifier answers at {address}: {told.message}")
+    if told.code in _NOT_ADMITTED:
+        _log.warning("a verifier does not admit this service", verifier=address, reason=told.message)
+        return unavailable("NO_VERIFIER", f"the verifier at {address} does not admit this draft service")
     of_a_round = told.reason in ("WRONG_BASE", "OUT_OF_ORDER") or told.metadata.get("field", "").startswith(_OF_A_ROUND)
     if told.code is grpc.StatusCode.INVALID_ARGUMENT and of_a_round:
         _log.error("the verifier refused a round", verifier=address, reason=told.reason, text=told.message)

@@ -8,17 +8,19 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from typing import Any, TypeVar
 
 import grpc
 import structlog
 
+from outrider.health_port import health_port
 from outrider.lm.environment import ForeignKernelsError, check_environment
 from outrider.lm.errors import CheckpointError
 from outrider.metrics import Metrics, exposed
 from outrider.rpc.errors import RequestError
 from outrider.rpc.server import HealthState, StartupError, bind, create_server, enable_reflection, serve_until_signal
+from outrider.security import listening
 from outrider.settings import ServiceSettings, SettingsError
 from outrider.telemetry import configure_logging
 
@@ -42,6 +44,10 @@ class Service(ABC):
 
     def __init__(self) -> None:
         self.metrics = Metrics()
+
+    @abstractmethod
+    def max_message_bytes(self) -> int:
+        """The largest message it takes. Asked before `load`."""
 
     @abstractmethod
     def register(self, server: grpc.aio.Server) -> None:
@@ -68,7 +74,7 @@ async def live(service: Service, settings: ServiceSettings) -> None:
     """Runs a service until a signal ends it.
 
     Raises:
-        StartupError, CheckpointError, RequestError: it cannot serve.
+        StartupError, CheckpointError, RequestError, SettingsError: it cannot serve.
     """
     with ExitStack() as running:
         if settings.metrics_listen is not None:
@@ -78,14 +84,30 @@ async def live(service: Service, settings: ServiceSettings) -> None:
 
 
 async def _serve(service: Service, settings: ServiceSettings) -> None:
-    server = create_server(max_message_bytes=settings.max_message_bytes)
+    how = listening(settings)
+    server = create_server(
+        max_message_bytes=service.max_message_bytes(),
+        max_concurrent_streams=settings.max_concurrent_streams,
+        max_connection_age_s=settings.max_connection_age,
+        doors=how.doors,
+    )
     health = HealthState(server, [service.name])
     service.register(server)
     enable_reflection(server, [service.name])
-    address = bind(server, settings.listen)
-    await server.start()
-    # The address comes first, so that whoever started us knows it; health stays NOT_SERVING until the load is done.
-    _log.info("listening", address=address, model=settings.model)
+    address = bind(server, settings.listen, None if how.tls is None else how.tls.credentials())
+    async with AsyncExitStack() as beside:
+        probed = ""
+        if settings.health_listen is not None:
+            probed = await beside.enter_async_context(health_port(health, settings.health_listen))
+        await server.start()
+        # The address comes first, so that whoever started us knows it; health stays NOT_SERVING until the load is done.
+        _log.info("listening", address=address, model=settings.model, transport=how.transport)
+        if probed:
+            _log.info("health", address=probed)
+        await _run(service, settings, server, health)
+
+
+async def _run(service: Service, settings: ServiceSettings, server: grpc.aio.Server, health: HealthState) -> None:
     serving = asyncio.create_task(
         serve_until_signal(server, health, grace_s=settings.grace, on_drain=service.drain), name="serving"
     )

@@ -3,10 +3,13 @@
 It knows nothing of what either service adds.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
+
+from outrider.rpc.locality import SOCKET
+from outrider.security_settings import SecuritySettings
 
 
 def _host_and_port(value: str) -> str:
@@ -19,12 +22,26 @@ def _host_and_port(value: str) -> str:
 Address = Annotated[str, AfterValidator(_host_and_port)]
 
 
+def _host_and_port_or_socket(value: str) -> str:
+    return value if value.startswith(f"{SOCKET}/") else _host_and_port(value)
+
+
+ServiceAddress = Annotated[str, AfterValidator(_host_and_port_or_socket)]
+"""Where a service of ours listens: `HOST:PORT`, or `unix:PATH`."""
+
+
 class SettingsError(Exception):
     """A setting that this machine cannot meet; the text is one line that names the flag."""
 
 
-class ServiceSettings(BaseSettings):
-    """What either service is told at its start."""
+class ServiceSettings(SecuritySettings):
+    """What either service is told at its start.
+
+    Attributes:
+        names_clients: whether the certificate of a client is not enough, and its name has to be one of those allowed.
+    """
+
+    names_clients: ClassVar[bool] = False
 
     model_config = SettingsConfigDict(
         env_prefix="OUTRIDER_",
@@ -58,8 +75,20 @@ class ServiceSettings(BaseSettings):
     kv_memory_fraction: float = Field(
         0.85, gt=0, le=1, description="share of a GPU's free memory that keys and values may take"
     )
-    listen: Address = Field("127.0.0.1:0", description="HOST:PORT to listen at; port 0 takes a free one")
-    max_message_bytes: int = Field(16 << 20, ge=1 << 16, description="largest message taken")
+    listen: ServiceAddress = Field(
+        "127.0.0.1:0", description="HOST:PORT or unix:PATH to listen at; port 0 takes a free one"
+    )
+    health_listen: Address | None = Field(
+        None,
+        description="HOST:PORT of the health service alone, in plaintext, for probes that have no certificate; port 0 "
+        "takes a free one; default: health is at --listen alone",
+    )
+    max_message_bytes: int | None = Field(
+        None,
+        ge=1 << 16,
+        description="largest message taken; default: what the largest one comes to by the model's vocabulary and these "
+        "settings, and at least 4 MiB",
+    )
     grace: float = Field(30.0, ge=0, description="seconds that running requests get to finish after SIGTERM")
     metrics_listen: Address | None = Field(
         None, description="HOST:PORT of Prometheus metrics over HTTP; port 0 takes a free one; default: none"

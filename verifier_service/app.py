@@ -7,7 +7,9 @@ from kernels.paths import PathUnavailable, VerifyPath, choose, rehearse, warm_up
 from outrider.lifecycle import Service, in_thread
 from outrider.lm.checkpoint import find_device
 from outrider.lm.packed import PackedModel
-from outrider.loading import kv_blocks, load, sequence_tokens
+from outrider.lm.peek import vocabulary_size
+from outrider.loading import DEFAULT_SEQUENCE_TOKENS, kv_blocks, load, sequence_tokens
+from outrider.message_sizes import limit_of, of_verify
 from outrider.model_info import describe
 from outrider.sampling import DEFAULT_RULE, OFFERED_RULES
 from outrider.settings import SettingsError
@@ -39,6 +41,9 @@ class VerifierApp(Service):
         self._servicer = VerifierService(settings)
         self._engine: VerifierEngine | None = None
 
+    def max_message_bytes(self) -> int:
+        return message_limit(self._settings)
+
     def register(self, server: grpc.aio.Server) -> None:
         add_VerifierServiceServicer_to_server(self._servicer, server)
 
@@ -65,6 +70,19 @@ class VerifierApp(Service):
     def stop(self) -> None:
         if self._engine is not None:
             self._engine.stop()
+
+
+def message_limit(settings: VerifierSettings) -> int:
+    """The largest message that is taken, in bytes: as was said, or as the model and the other limits have it."""
+    return settings.max_message_bytes or limit_of(
+        of_verify(
+            sequence_tokens=settings.max_sequence_tokens or DEFAULT_SEQUENCE_TOKENS,
+            max_gamma=settings.max_gamma,
+            max_support=MAX_SUPPORT,
+            vocab_size=vocabulary_size(settings.model, settings.revision),
+            max_stop_token_ids=MAX_STOP_TOKEN_IDS,
+        )
+    )
 
 
 def find_path(settings: VerifierSettings) -> VerifyPath:
@@ -101,7 +119,7 @@ def build_engine(
         limits=model_pb2.Limits(
             max_gamma=settings.max_gamma,
             max_support=MAX_SUPPORT,
-            max_message_bytes=settings.max_message_bytes,
+            max_message_bytes=message_limit(settings),
             max_sequences=settings.max_sequences,
             max_sequence_tokens=tokens,
             max_outstanding=MAX_OUTSTANDING,

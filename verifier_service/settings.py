@@ -1,11 +1,11 @@
 """Settings of the verifier service, beside those that both services share."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from outrider.settings import Address, ServiceSettings
+from outrider.settings import ServiceAddress, ServiceSettings
 
 
 class VerifierSettings(ServiceSettings):
@@ -13,7 +13,11 @@ class VerifierSettings(ServiceSettings):
 
     model_config = SettingsConfigDict(cli_prog_name="python -m verifier_service")
 
-    listen: Address = Field("127.0.0.1:50052", description="HOST:PORT to listen at; port 0 takes a free one")
+    names_clients: ClassVar[bool] = True
+
+    listen: ServiceAddress = Field(
+        "127.0.0.1:50052", description="HOST:PORT or unix:PATH to listen at; port 0 takes a free one"
+    )
     max_gamma: int = Field(16, ge=1, le=256, description="tokens of one proposal at most")
     max_waiting: int = Field(64, ge=0, description="sequences that may wait for room; more are refused")
     pass_tokens: int = Field(512, ge=1, description="tokens of one pass at most; longer prompts take several")

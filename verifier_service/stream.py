@@ -93,7 +93,12 @@ class VerifyStream:
 
     async def _opening(self) -> verifier_service_pb2.VerifyRequest:
         """The first message, which opens a sequence and names it."""
-        message = await self._next()
+        limit = self._settings.idle_timeout
+        try:
+            async with asyncio.timeout(limit):
+                message = await self._next()
+        except TimeoutError:
+            raise idle(f"the stream was silent for {limit:g} s", seconds=limit) from None
         if message is None:
             raise out_of_order("the stream ended before OpenSequence")
         if message.WhichOneof("kind") != "open":

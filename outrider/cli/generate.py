@@ -9,6 +9,7 @@ import click
 
 from outrider.cli.options import addresses_option, request_of, request_options, temperature_option
 from outrider.cli.report import completion_document, fails_in_one_line, warn_of_loss, write_json
+from outrider.cli.security import calling_options, connected, security_of
 from outrider.client import Chunk, Client, Message, Options, Prompt, Started
 
 
@@ -22,6 +23,7 @@ from outrider.client import Chunk, Client, Message, Options, Prompt, Started
     "--timeout", metavar="SECONDS", type=float, default=300.0, show_default=True, help="After this the call fails."
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object at the end in place of text as it comes.")
+@calling_options
 @temperature_option("1")
 @request_options
 @fails_in_one_line
@@ -43,9 +45,10 @@ def generate_command(
         raise click.UsageError("--system needs --chat")
     if values["logprobs"] is not None and not as_json:
         raise click.UsageError("--logprobs needs --json")
+    security = security_of(values)
     options = request_of(values)
     asked = _prompt(sys.stdin.read() if prompt == "-" else prompt, chat, system)
-    with Client(draft, timeout=timeout) as client:
+    with connected(draft, timeout, security) as client:
         if as_json:
             write_json(completion_document(client.complete(asked, **options)))
         elif options.get("n", 1) > 1:

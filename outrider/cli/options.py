@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 import click
 
 from outrider.client import AcceptanceRule, Drafter, Options, SpeculationPolicy
+from outrider.rpc.locality import SOCKET
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -48,6 +49,8 @@ def _addresses(ctx: click.Context, param: click.Parameter, value: str) -> str:
 
 def _address(ctx: click.Context, param: click.Parameter, value: str) -> str:
     host, colon, port = value.rpartition(":")
+    if value.startswith(f"{SOCKET}/"):
+        return value
     if not colon or not host or not port.isdigit() or int(port) > 65_535:
         raise click.BadParameter(f"{value!r} is not HOST:PORT, for example 127.0.0.1:50051", ctx, param)
     return value

@@ -23,7 +23,9 @@ _LOOK_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class PairSettings:
-    """What to run, and where; `drafter`, what belongs to it, and `speculation` as the draft service takes them."""
+    """What to run, and where. `drafter`, what belongs to it, `speculation`, and `security`, which is flags and all, are as
+    the draft service takes them.
+    """
 
     target: str
     draft: str
@@ -36,6 +38,7 @@ class PairSettings:
     staged_by: str | None = None
     ngram_corpus: str | None = None
     speculation: str | None = None
+    security: tuple[str, ...] = ()
 
     def flags(self) -> list[str]:
         """The flags that both services share."""
@@ -117,24 +120,29 @@ def running_pair(settings: PairSettings, *, on_line: OnLine | None = None) -> It
     if find_spec("torch") is None:
         raise ServiceError("a client's installation runs no models: pip install 'outrider[service]'")
     verifier_address = fixed(settings.verifier_listen)
+    plaintext = ["--plaintext"] if "--plaintext" in settings.security else []
     environment = service_environment(settings.threads)
     first, second = halves(int(environment["OMP_NUM_THREADS"])) or (None, None)
 
     def launch(module: str, cores: Collection[int] | None, *arguments: str) -> ServiceProcess:
         return ServiceProcess.launch(
-            [module, *arguments, *settings.flags()],
+            # Health on a port of its own is there in plaintext whatever the other one speaks.
+            [module, *arguments, "--health-listen", "127.0.0.1:0", *settings.flags()],
             env=environment,
             cores=cores,
             on_line=None if on_line is None else lambda line: on_line(module, line),
         )
 
     with (
-        launch("verifier_service", first, "--model", settings.target, "--listen", verifier_address) as verifier,
+        launch(
+            "verifier_service", first, "--model", settings.target, "--listen", verifier_address, *plaintext
+        ) as verifier,
         launch(
             "draft_service",
             second,
             *("--model", settings.draft, "--verifier", verifier_address, "--listen", settings.draft_listen),
             *settings.drafting(),
+            *settings.security,
         ) as draft,
     ):
         yield Pair(verifier, draft)

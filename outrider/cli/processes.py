@@ -1,7 +1,8 @@
 """A service as a process: start it, learn its address, wait until it is healthy, stop it. Synchronous.
 
-It knows that a service logs JSON lines, one of which says where it listens, and answers the standard health check. It
-does not know what the service does. Its own standard library and `outrider.rpc` are all it needs.
+It knows that a service logs JSON lines, one of which says where it listens, and answers the standard health check,
+there or on a port of its own. It does not know what the service does. The standard library and `outrider.rpc` are all
+it needs.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class ServiceProcess:
         self._on_line = on_line
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._address = ""
+        self._health_address = ""
         self._told = threading.Event()  # the address is known, or never will be
         self._reader = threading.Thread(target=self._read, name=f"{name}-log", daemon=True)
         self._reader.start()
@@ -160,7 +162,7 @@ class ServiceProcess:
         if not self._told.wait(within) or not self._address:
             return False
         try:
-            wait_for_health_blocking(self._address, "", within)
+            wait_for_health_blocking(self._health_address or self._address, "", within)
         except TimeoutError:
             return False
         return True
@@ -194,7 +196,8 @@ class ServiceProcess:
             for raw in lines:
                 line = raw.rstrip("\n")
                 self._lines.append(line)
-                if not self._address and (address := _address_in(line)):
+                self._health_address = self._health_address or _address_in(line, "health")
+                if not self._address and (address := _address_in(line, "listening")):
                     self._address = address
                     self._told.set()
                 if self._on_line is not None:
@@ -217,12 +220,12 @@ class ServiceProcess:
         return ServiceError(f"{self.name} {what}", self.log_lines())
 
 
-def _address_in(line: str) -> str:
-    """The address, where the line is the log's `listening`; else empty."""
-    if not line.startswith("{"):
+def _address_in(line: str, event: str) -> str:
+    """The address, where the line is the log's `event`; else empty."""
+    if not line.startswith("{") or f'"{event}"' not in line:
         return ""
     try:
         entry = json.loads(line)
     except ValueError:
         return ""
-    return str(entry.get("address", "")) if entry.get("event") == "listening" else ""
+    return str(entry.get("address", "")) if entry.get("event") == event else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from typing import Any
 
 import click
 
@@ -11,6 +12,7 @@ from outrider.cli.options import DRAFTERS, POLICIES, address_option
 from outrider.cli.pair import PairSettings, running_pair, terminated_as_interrupted
 from outrider.cli.processes import ServiceError
 from outrider.cli.report import Failure
+from outrider.cli.security import flags_of, serving_options
 
 _PREFIXES = {"verifier_service": "verifier | ", "draft_service": "draft    | "}
 
@@ -47,8 +49,9 @@ _PREFIXES = {"verifier_service": "verifier | ", "draft_service": "draft    | "}
 @click.option(
     "--speculation",
     type=click.Choice(POLICIES),
-    help="What chooses the length of proposals where a request does not say. Default: fixed.",
+    help="What chooses the length of proposals where a request does not say. Default: adaptive.",
 )
+@serving_options
 def serve_command(
     target: str,
     draft: str,
@@ -61,15 +64,31 @@ def serve_command(
     staged_by: str | None,
     ngram_corpus: str | None,
     speculation: str | None,
+    **security: Any,
 ) -> None:
     """Serve a pair of models on this machine: the verifier with the target, the draft service in front.
 
     Port 0 takes a free one. Logs of both services go to stdout, with a prefix. Ctrl-C or SIGTERM stops both; requests
     in progress finish first, and a second Ctrl-C does not wait for them. If either service fails, the other is
     stopped, and the exit code is 1.
+
+    TLS and tokens are for those who call the draft service. The two services speak plaintext to each other, on this
+    machine; with --verifier-listen at another address than loopback, --plaintext says that this is meant.
     """
+    flags = flags_of(security)
     settings = PairSettings(
-        target, draft, verifier_listen, listen, device, dtype, threads, drafter, staged_by, ngram_corpus, speculation
+        target=target,
+        draft=draft,
+        verifier_listen=verifier_listen,
+        draft_listen=listen,
+        device=device,
+        dtype=dtype,
+        threads=threads,
+        drafter=drafter,
+        staged_by=staged_by,
+        ngram_corpus=ngram_corpus,
+        speculation=speculation,
+        security=flags,
     )
     writing = threading.Lock()
 

@@ -22,6 +22,8 @@ from outrider.client.errors import (
     OutriderError,
     Overloaded,
     PairMismatch,
+    PermissionDenied,
+    Unauthenticated,
     Unavailable,
 )
 from outrider.client.events import (
@@ -43,8 +45,10 @@ from outrider.client.events import (
 )
 from outrider.client.request import Message, Options, Prompt
 from outrider.client.results import Completion, Sample
+from outrider.rpc.tls import TLS
 
 __all__ = [
+    "TLS",
     "AcceptanceRule",
     "AsyncClient",
     "Chunk",
@@ -63,6 +67,7 @@ __all__ = [
     "OutriderError",
     "Overloaded",
     "PairMismatch",
+    "PermissionDenied",
     "PositionLogprobs",
     "Prompt",
     "Round",
@@ -73,6 +78,7 @@ __all__ = [
     "Timings",
     "TokenLogprob",
     "TokenOrigin",
+    "Unauthenticated",
     "Unavailable",
     "Usage",
 ]

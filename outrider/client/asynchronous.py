@@ -8,20 +8,24 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
+from pathlib import Path
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 import grpc
 
 from outrider.client import events
 from outrider.client.errors import OutriderError, typed
 from outrider.client.events import Event
-from outrider.client.places import FIRST_BACKOFF_S, MAX_ATTEMPTS, MAX_BACKOFF_S, Places, split
+from outrider.client.places import FIRST_BACKOFF_S, MAX_ATTEMPTS, MAX_BACKOFF_S, Places, Stub, split
 from outrider.client.progress import Progress
 from outrider.client.request import Options, Prompt, build
 from outrider.client.results import Collector, Completion
+from outrider.client.security import Metadata, Security, check_plaintext
 from outrider.client.silence import Heard
 from outrider.rpc.errors import UNSPECIFIED, unavailable
+from outrider.rpc.tls import TLS
 from protos.outrider.v1 import draft_service_pb2 as pb
 
 _ELSEWHERE = grpc.StatusCode.UNAVAILABLE
@@ -44,9 +48,14 @@ class AsyncClient:
             a row, and whether one that breaks with UNAVAILABLE after its first response goes on elsewhere.
         silence: seconds that a service may say nothing, where there are others; then the call goes on at one of them. A
             service that has nothing to tell says so every 5 s.
+        tls: how to speak TLS; None is plaintext. Its files, and that of the token, are read anew when they change.
+        token_file: file whose first line that is neither empty nor begins with `#` is a bearer token; every call
+            carries it.
+        plaintext: speak plaintext to addresses that are not loopback too.
 
     Raises:
-        ValueError: there is no address.
+        ValueError: there is no address; a file is missing or is not what it should be; or `tls` is None, `plaintext` is
+            not set, and an address is not loopback.
 
     >>> import asyncio
     >>> from outrider.client import AsyncClient, Chunk
@@ -69,13 +78,17 @@ class AsyncClient:
         timeout: float | None = 300.0,
         retry: bool = True,
         silence: float | None = 30.0,
+        tls: TLS | None = None,
+        token_file: str | Path | None = None,
+        plaintext: bool = False,
     ):
         names = split(address)
+        check_plaintext(names, tls=tls, plaintext=plaintext)
         self.address = ",".join(names)
         self._timeout = timeout
         self._retry = retry
         self._silence = silence
-        self._places = Places(names, retry=retry)
+        self._places = Places(names, retry=retry, security=Security(tls, token_file))
 
     async def __aenter__(self) -> Self:
         return self
@@ -110,7 +123,7 @@ class AsyncClient:
         while True:
             request, address, came = progress.request(), await self._places.choose(), False
             silence = await self._bearable_silence()
-            call = self._places.stub(address).Generate(request, timeout=patience.left)
+            call = self._places.begin(address, partial(_generate, request=request, timeout=patience.left))
             responses = Heard[pb.GenerateResponse](call, silence)
             try:
                 async for response in responses:
@@ -161,9 +174,7 @@ class AsyncClient:
             silence = await self._bearable_silence()
             try:
                 async with asyncio.timeout(silence):
-                    return await self._places.stub(address).GetModel(
-                        pb.DraftServiceGetModelRequest(), timeout=patience.left
-                    )
+                    return await self._places.begin(address, partial(_get_model, timeout=patience.left))
             except grpc.RpcError as error:
                 await self._leave(address, typed(error, patience.timeout), error, patience)
             except TimeoutError as error:
@@ -199,6 +210,14 @@ class AsyncClient:
 
 def _silent(address: str, seconds: float | None) -> OutriderError:
     return typed(unavailable(UNSPECIFIED, f"the draft service at {address} was silent for {seconds:g} s"))
+
+
+def _generate(stub: Stub, metadata: Metadata, *, request: pb.GenerateRequest, timeout: float | None) -> Any:
+    return stub.Generate(request, timeout=timeout, metadata=metadata)
+
+
+def _get_model(stub: Stub, metadata: Metadata, *, timeout: float | None) -> Any:
+    return stub.GetModel(pb.DraftServiceGetModelRequest(), timeout=timeout, metadata=metadata)
 
 
 class _Patience:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -12,6 +14,7 @@ from outrider.client.asynchronous import AsyncClient
 from outrider.client.events import Event
 from outrider.client.request import Options, Prompt
 from outrider.client.results import Completion
+from outrider.rpc.tls import TLS
 from protos.outrider.v1 import draft_service_pb2 as pb
 
 T = TypeVar("T")
@@ -36,11 +39,29 @@ class Client:
         timeout: float | None = 300.0,
         retry: bool = True,
         silence: float | None = 30.0,
+        tls: TLS | None = None,
+        token_file: str | Path | None = None,
+        plaintext: bool = False,
     ):
+        """As `AsyncClient`."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="outrider-client", daemon=True)
         self._thread.start()
-        self._client = self._run(_make(address, timeout, retry, silence))
+        make = partial(
+            AsyncClient,
+            address,
+            timeout=timeout,
+            retry=retry,
+            silence=silence,
+            tls=tls,
+            token_file=token_file,
+            plaintext=plaintext,
+        )
+        try:
+            self._client = self._run(_made(make))
+        except BaseException:
+            self._stop()
+            raise
 
     @property
     def address(self) -> str:
@@ -60,9 +81,7 @@ class Client:
             return
         self._run(self._client.close())
         self._run(self._loop.shutdown_asyncgens())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._stop()
 
     def generate(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]
@@ -95,6 +114,11 @@ class Client:
         """As `AsyncClient.get_model`."""
         return self._run(self._client.get_model(timeout=timeout))
 
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         if self._loop.is_closed():
             work.close()
@@ -107,6 +131,6 @@ class Client:
             future.cancel()
 
 
-async def _make(address: str | Sequence[str], timeout: float | None, retry: bool, silence: float | None) -> AsyncClient:
+async def _made(make: Callable[[], AsyncClient]) -> AsyncClient:
     # grpc.aio binds a channel to the loop that is running.
-    return AsyncClient(address, timeout=timeout, retry=retry, silence=silence)
+    return make()

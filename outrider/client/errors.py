@@ -52,7 +52,15 @@ class PairMismatch(FailedPrecondition):
 
 
 class Overloaded(OutriderError):
-    """No room now, also after retries: RESOURCE_EXHAUSTED."""
+    """No room now, or more asked for than this client may, also after retries: RESOURCE_EXHAUSTED."""
+
+
+class Unauthenticated(OutriderError):
+    """The call carried no token that the server takes, or the client showed no certificate: UNAUTHENTICATED."""
+
+
+class PermissionDenied(OutriderError):
+    """The server knows who calls, and does not admit it: PERMISSION_DENIED."""
 
 
 class Unavailable(OutriderError):
@@ -71,6 +79,8 @@ _BY_CODE: dict[grpc.StatusCode, type[OutriderError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.FAILED_PRECONDITION: FailedPrecondition,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
     grpc.StatusCode.UNAVAILABLE: Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.INTERNAL: Internal,

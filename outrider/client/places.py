@@ -11,13 +11,12 @@ import json
 import random
 import socket
 import time
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeVar
 
-import grpc
-
-from outrider.rpc.channel import open_channel
+from outrider.client.security import Metadata, Security
 from outrider.rpc.families import of_one_family
+from outrider.rpc.renewal import RenewedChannel
 from protos.outrider.v1 import draft_service_pb2 as pb
 from protos.outrider.v1 import draft_service_pb2_grpc
 
@@ -50,6 +49,7 @@ RESOLVED_FOR_S = 30.0
 AVOIDED_FOR_S = 10.0
 
 Stub: TypeAlias = "draft_service_pb2_grpc.DraftServiceAsyncStub"
+Call = TypeVar("Call", bound=Any)
 
 
 def split(address: str | Sequence[str]) -> list[str]:
@@ -71,13 +71,15 @@ class Places:
     Args:
         names: `HOST:PORT` each; a host that is a name stands for all its addresses.
         retry: whether gRPC itself tries again where there is one address alone.
+        security: how to speak to them; by default in plaintext.
     """
 
-    def __init__(self, names: Sequence[str], *, retry: bool) -> None:
+    def __init__(self, names: Sequence[str], *, retry: bool, security: Security | None = None) -> None:
         self._names = names
         self._retry = retry
-        self._channels: dict[str, grpc.aio.Channel] = {}
-        self._stubs: dict[str, Stub] = {}
+        self._security = Security() if security is None else security
+        self._channels: dict[str, RenewedChannel[Stub]] = {}
+        self._named: dict[str, str] = {}  # what each address was found by
         self._failed: dict[str, float] = {}  # when
         self._addresses: list[str] = []
         self._known: dict[str, list[str]] = {}  # by name, as resolved last
@@ -96,6 +98,8 @@ class Places:
         if time.monotonic() - self._resolved >= RESOLVED_FOR_S:
             for name in self._names:
                 self._known[name] = await _resolve(name, self._known.get(name, []))
+                for address in self._known[name]:
+                    self._named.setdefault(address, name)
             found = [address for name in self._names for address in self._known[name]]
             # With one address it is the name itself: gRPC resolves it, over and over, on its own.
             self._addresses = list(dict.fromkeys(found)) if len(set(found)) > 1 else list(self._names[:1])
@@ -111,20 +115,23 @@ class Places:
         self._failed[address] = time.monotonic()
         self._resolved = -RESOLVED_FOR_S
 
-    def stub(self, address: str) -> Stub:
-        """What calls the service there."""
-        if address not in self._stubs:
+    def begin(self, address: str, start: Callable[[Stub, Metadata], Call]) -> Call:
+        """Begins a call to the service there; `start` makes it, with the metadata that every call carries."""
+        if address not in self._channels:
             # Said either way: gRPC retries by default, though by a server's policy only. With several addresses the
             # next try belongs elsewhere, which is ours to do.
             by_itself = self._retry and len(self._addresses) == 1
-            options = [("grpc.enable_retries", int(by_itself))]
-            self._channels[address] = open_channel(
+            options: list[tuple[str, Any]] = [("grpc.enable_retries", int(by_itself))]
+            self._channels[address] = RenewedChannel(
                 address,
+                draft_service_pb2_grpc.DraftServiceStub,
                 max_message_bytes=MAX_MESSAGE_BYTES,
                 options=[*options, ("grpc.service_config", json.dumps(_RETRIES))] if by_itself else options,
+                tls=self._security.tls,
+                name=self._named.get(address, ""),
             )
-            self._stubs[address] = draft_service_pb2_grpc.DraftServiceStub(self._channels[address])
-        return self._stubs[address]
+        metadata = self._security.metadata()
+        return self._channels[address].begin(lambda stub: start(stub, metadata))
 
     async def close(self) -> None:
         """Closes every channel."""

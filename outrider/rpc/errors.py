@@ -101,6 +101,16 @@ def overloaded(message: str, *, retry_after: float | None = None, **metadata: ob
     return RequestError(code, "OVERLOADED", message, _texts(metadata), retry_after=retry_after)
 
 
+def unauthenticated(message: str) -> RequestError:
+    """Nobody knows who calls: UNAUTHENTICATED."""
+    return RequestError(grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED", message)
+
+
+def permission_denied(message: str, **metadata: object) -> RequestError:
+    """Who calls is known, and may not: PERMISSION_DENIED."""
+    return RequestError(grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED", message, _texts(metadata))
+
+
 def draining() -> RequestError:
     """The server finishes what it has and takes no more: UNAVAILABLE. Worth another try elsewhere."""
     return RequestError(grpc.StatusCode.UNAVAILABLE, "DRAINING", "the server is draining; try another one")

@@ -16,6 +16,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from outrider.rpc.drain import DrainGate
+from outrider.rpc.locality import SOCKET
 
 _logger = logging.getLogger(__name__)
 
@@ -34,12 +35,19 @@ def create_server(
     *,
     max_message_bytes: int,
     max_concurrent_streams: int | None = None,
+    max_connection_age_s: float | None = None,
+    doors: Sequence[grpc.aio.ServerInterceptor] = (),
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> grpc.aio.Server:
     """A server with our options, not started and without services. Call it inside the event loop.
 
-    Messages above `max_message_bytes` are refused with RESOURCE_EXHAUSTED. Calls above `max_concurrent_streams` on one
-    connection wait at the client.
+    Args:
+        max_message_bytes: messages above it are refused with RESOURCE_EXHAUSTED.
+        max_concurrent_streams: calls above it on one connection wait at the client.
+        max_connection_age_s: a connection older than this takes no new calls, so that its client makes another one;
+            gRPC varies it by a tenth. Calls on it go on to their end. None: however old.
+        doors: interceptors that decide who comes in; a call meets them first.
+        interceptors: others; a call meets them last.
     """
     options: list[tuple[str, int]] = [
         ("grpc.max_receive_message_length", max_message_bytes),
@@ -56,8 +64,10 @@ def create_server(
     ]
     if max_concurrent_streams is not None:
         options.append(("grpc.max_concurrent_streams", max_concurrent_streams))
+    if max_connection_age_s is not None:
+        options.append(("grpc.max_connection_age_ms", round(max_connection_age_s * 1e3)))
     gate = DrainGate()
-    server = grpc.aio.server(interceptors=[gate, *interceptors], options=options)
+    server = grpc.aio.server(interceptors=[*doors, gate, *interceptors], options=options)
     _gates[server] = gate
     return server
 
@@ -79,6 +89,10 @@ class HealthState:
     def __init__(self, server: grpc.aio.Server, services: Iterable[str]):
         self._names = ("", *services)
         self._servicer = _HealthServicer(self._names)
+        self.register(server)
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Registers the same health on one more server, which has not started."""
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     async def serving(self) -> None:
@@ -107,22 +121,29 @@ def enable_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
     reflection.enable_server_reflection(names, server)
 
 
-def bind(server: grpc.aio.Server, address: str) -> str:
-    """Listens at `HOST:PORT` and returns the address with the real port where `PORT` is 0.
+def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None) -> str:
+    """Listens at `HOST:PORT`, or at `unix:PATH`, and returns the address with the real port where `PORT` is 0.
+
+    Without `credentials` it speaks plaintext: who binds it knows that this is meant.
 
     Raises:
         StartupError: the address is no address, or its port is taken.
     """
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65_535:
+    is_socket = address.startswith(f"{SOCKET}/")
+    if not is_socket and (not colon or not host or not port.isdigit() or int(port) > 65_535):
         raise StartupError(f"cannot listen at {address!r}: it is not HOST:PORT, for example 127.0.0.1:50051")
     try:
-        bound = server.add_insecure_port(address)
+        if credentials is None:
+            bound = server.add_insecure_port(address)
+        else:
+            bound = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise StartupError(
-            f"cannot listen at {address}: the port is taken, or the host is not this machine's"
+            f"cannot listen at {address}: "
+            + ("no socket can be made there" if is_socket else "the port is taken, or the host is not this machine's")
         ) from error
-    return f"{host}:{bound}"
+    return address if is_socket else f"{host}:{bound}"
 
 
 async def serve_until_signal(

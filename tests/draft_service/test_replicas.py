@@ -113,16 +113,17 @@ def table(entries: Mapping[str, Sequence[str] | OSError]) -> Callable[[str, int]
 
 async def test_a_name_stands_for_all_its_addresses_and_an_address_for_itself() -> None:
     resolve = table({"verifiers": ["10.0.0.1", "10.0.0.2", "10.0.0.1"], "more": ["10.0.0.2", "10.0.0.3"]})
-    directory = Directory(["verifiers:5", "10.0.0.9:6", "[::1]:7", "more:5"], resolve)
+    directory = Directory(["verifiers:5", "10.0.0.9:6", "[::1]:7", "more:5", "unix:/run/v.sock"], resolve)
     assert await directory.look() == {
         "10.0.0.1:5": "verifiers:5",
         "10.0.0.2:5": "verifiers:5",
         "10.0.0.9:6": "10.0.0.9:6",
         "[::1]:7": "[::1]:7",
         "10.0.0.3:5": "more:5",
+        "unix:/run/v.sock": "unix:/run/v.sock",
     }
     assert directory.changes
-    assert not Directory(["10.0.0.9:6", "[::1]:7"]).changes
+    assert not Directory(["10.0.0.9:6", "[::1]:7", "unix:/run/verifier.sock"]).changes
 
 
 async def test_a_verifier_of_both_families_is_one_replica() -> None:

@@ -295,9 +295,11 @@ def test_a_message_beyond_the_limit_is_refused(channel: grpc.Channel) -> None:
         assert ends(stream).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_a_silent_stream_is_closed(channel: grpc.Channel) -> None:
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_silent_stream_is_closed(channel: grpc.Channel, begins: bool) -> None:
     with Stream(channel) as stream:
-        stream.open()
+        if begins:
+            stream.open()
         error = from_rpc_error(ends(stream))
         assert (error.code, error.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "IDLE")
 

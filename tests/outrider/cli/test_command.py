@@ -120,6 +120,8 @@ def test_options_say_what_the_client_is_told() -> None:
 
 def test_every_option_of_generate_is_one_of_the_client() -> None:
     own = {"prompt", "draft", "chat", "system", "timeout", "as_json"}
+    # Of the client itself, not of a request.
+    own |= {"tls", "tls_ca", "tls_cert", "tls_key", "tls_name", "token_file", "plaintext"}
     offered = {str(option.name) for option in main.commands["generate"].params} - own
     # What a command line is not for: features, resuming, and what demo shows.
     left_out = {"required_features", "committed_token_ids", "weights_fingerprint", "report_rounds"}

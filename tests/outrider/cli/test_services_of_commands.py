@@ -8,6 +8,7 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from outrider.cli import main
+from tests.certificates import Authority
 from tests.commands import Command, linux
 from tests.services import MODELS
 
@@ -29,16 +30,23 @@ def test_the_demo_runs_from_start_to_end_and_leaves_nothing() -> None:
 
 
 @linux
-def test_serve_answers_until_it_is_told_to_stop() -> None:
-    """With a drafter of its own choice, which the draft service is told of."""
+def test_serve_answers_until_it_is_told_to_stop(tmp_path: Path) -> None:
+    """With a drafter of its own choice, which the draft service is told of, and with TLS and a token in front."""
+    authority, tokens = Authority(tmp_path / "pki"), tmp_path / "tokens"
+    server, client = authority.issue("127.0.0.1"), authority.issue("me")
+    tokens.write_text("a-token-of-some-length\n")
+    security = ["--tls-cert", str(server.cert), "--tls-key", str(server.key), "--tls-client-ca", str(authority.pem)]
+    security += ["--allow-client-san", "me", "--auth-token-file", str(tokens)]
     drafting = ("--drafter", "staged", "--staged-by", "ngram", "--ngram-corpus", __file__)
     listening = ("--listen", "127.0.0.1:0", "--verifier-listen", "127.0.0.1:0")
-    command = Command("outrider.cli", "serve", *PAIR, *drafting, *listening)
+    command = Command("outrider.cli", "serve", *PAIR, *drafting, *listening, *security)
     assert command.process.stderr is not None
     line = command.process.stderr.readline()
     found = re.search(r"outrider generate --draft (127\.0\.0\.1:\d+) ", line)
     assert found, line
     arguments = ["generate", "--draft", found[1], "--max-new-tokens", "4", "--json", "def f():"]
+    how = ["--tls-ca", str(authority.pem), "--tls-cert", str(client.cert), "--tls-key", str(client.key)]
+    arguments += [*how, "--token-file", str(tokens)]
     answer = json.loads(CliRunner().invoke(main, arguments).stdout)
     assert answer["usage"]["completion_tokens"] > 0
     assert answer["drafter"] == "staged"

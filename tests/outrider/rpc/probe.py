@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -70,12 +70,18 @@ class Probe:
 
 
 @asynccontextmanager
-async def serving(probe: Probe) -> AsyncIterator[str]:
-    """The probe on a free port; its address."""
-    server = create_server(max_message_bytes=1 << 20)
+async def serving(
+    probe: Probe,
+    *,
+    doors: Sequence[grpc.aio.ServerInterceptor] = (),
+    credentials: grpc.ServerCredentials | None = None,
+) -> AsyncIterator[str]:
+    """The probe on a free port, with health and reflection; its address."""
+    server = create_server(max_message_bytes=1 << 20, doors=doors)
     probe.register(server)
     await HealthState(server, [NAME]).serving()
-    address = bind(server, "127.0.0.1:0")
+    enable_reflection(server, [NAME])
+    address = bind(server, "127.0.0.1:0", credentials)
     await server.start()
     try:
         yield address

@@ -23,6 +23,8 @@ RAISED: list[tuple[RequestError, grpc.StatusCode]] = [
         grpc.StatusCode.FAILED_PRECONDITION,
     ),
     (errors.overloaded("no room", waiting=64), grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.unauthenticated("no token"), grpc.StatusCode.UNAUTHENTICATED),
+    (errors.permission_denied("not you", seen="a", allowed="b"), grpc.StatusCode.PERMISSION_DENIED),
     (errors.draining(), grpc.StatusCode.UNAVAILABLE),
     (errors.unavailable("NO_VERIFIER", "no verifier answers"), grpc.StatusCode.UNAVAILABLE),
     (errors.idle("silent for 60 s"), grpc.StatusCode.DEADLINE_EXCEEDED),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -66,10 +67,25 @@ async def test_a_port_belongs_to_one_server() -> None:
         bind(second, address)
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "localhost:", ":50051", "127.0.0.1:http", "127.0.0.1:70000"])
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1", "localhost:", ":50051", "127.0.0.1:http", "127.0.0.1:70000", "unix:x.sock"]
+)
 async def test_an_address_is_host_and_port(address: str) -> None:
     with pytest.raises(StartupError, match="is not HOST:PORT"):
         bind(create_server(max_message_bytes=1 << 20), address)
+
+
+async def test_a_socket_in_the_file_system_will_do(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/probe.sock"
+    server = create_server(max_message_bytes=1 << 20)
+    Probe().register(server)
+    assert bind(server, address) == address
+    await server.start()
+    async with open_channel(address) as channel:
+        assert await once(channel)(b"x") == b"x"
+    await server.stop(None)
+    with pytest.raises(StartupError, match="no socket can be made there"):
+        bind(create_server(max_message_bytes=1 << 20), f"unix:{tmp_path}/nowhere/probe.sock")
 
 
 async def test_a_message_over_the_limit_is_refused_and_the_server_lives() -> None:
@@ -82,6 +98,48 @@ async def test_a_message_over_the_limit_is_refused_and_the_server_lives() -> Non
             await once(channel)(b"x" * 2_000)
         assert errors.from_rpc_error(caught.value).code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert await once(channel)(b"x" * 500) == b"x" * 500
+    await server.stop(None)
+
+
+async def test_calls_above_the_limit_of_a_connection_wait_for_those_before_them() -> None:
+    server = create_server(max_message_bytes=1 << 20, max_concurrent_streams=1)
+    Probe().register(server)
+    address = bind(server, "127.0.0.1:0")
+    await server.start()
+    async with open_channel(address) as channel:
+        first = both(channel)(timeout=60)
+        await first.write(b"x")
+        assert await first.read() == b"x"
+        second = asyncio.ensure_future(once(channel)(b"y", timeout=60))
+        for _ in range(10):
+            await first.write(b"z")
+            assert await first.read() == b"z"
+            assert not second.done()
+        await first.done_writing()
+        assert await second == b"y"
+    await server.stop(None)
+
+
+async def test_a_connection_that_is_old_takes_no_new_calls_and_ends_none() -> None:
+    peers: list[str] = []
+
+    class Naming(Probe):
+        async def Once(self, request: bytes, context: Any) -> bytes:
+            peers.append(context.peer())
+            return request
+
+    server = create_server(max_message_bytes=1 << 20, max_connection_age_s=0.3)
+    Naming().register(server)
+    address = bind(server, "127.0.0.1:0")
+    await server.start()
+    async with open_channel(address) as channel, asyncio.timeout(60):
+        running = both(channel)(timeout=60)
+        while len(set(peers)) < 3:
+            assert await once(channel)(b"x", timeout=60) == b"x"
+            await running.write(b"y")
+            assert await running.read() == b"y"
+            await asyncio.sleep(0.02)
+        running.cancel()
     await server.stop(None)
 
 

@@ -1,0 +1,267 @@
+"""Both services as processes, mutual TLS between them, TLS and tokens in front: who comes in, and what may change."""
+
+import asyncio
+import json
+import ssl
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from draft_service.replica import Replica
+from outrider.cli.pair import fixed
+from outrider.cli.processes import ServiceProcess
+from outrider.client import TLS, AsyncClient, Client, InvalidRequest, Overloaded, Unauthenticated, Unavailable
+from outrider.rpc.channel import channel_options, wait_for_health_blocking
+from outrider.rpc.errors import RequestError, from_rpc_error
+from outrider.rpc.tls import ChannelTLS
+from protos.outrider.v1 import draft_service_pb2, verifier_service_pb2
+from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
+from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
+from tests.certificates import Authority, write
+from tests.commands import Command
+from tests.draft_service.conftest import FLAGS, HEALTHY_WITHIN_S
+from tests.draft_service.pairs import DEMO
+
+VERIFIER, DRAFT, FRONT = "verifier.models.svc", "spiffe://models/drafts", "draft.models.svc"
+FIRST, SECOND = "first-token-0123456789", "second-token-0123456789"
+LONGEST_PROMPT = 64
+# A connection to the verifier is made anew this often: whoever then shows what no longer holds gets none.
+CONNECTION_AGE = 1.0
+PROMPT = "def area(radius):"
+
+
+@dataclass(frozen=True)
+class House:
+    """Both services, and the files that they were told of."""
+
+    pki: Path
+    ours: Authority
+    others: Authority
+    verifier: ServiceProcess
+    draft: ServiceProcess
+
+    @property
+    def tokens(self) -> Path:
+        return self.pki / "tokens"
+
+    @property
+    def tls(self) -> TLS:
+        """How clients speak to the draft service."""
+        return TLS(ca=self.ours.pem, name=FRONT)
+
+    def client(self, **kind: Any) -> Client:
+        return Client(self.draft.address, **{"tls": self.tls, "token_file": self.tokens, "timeout": 60, **kind})
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    pki = tmp_path_factory.mktemp("pki")
+    ours, others = Authority(pki / "ours"), Authority(pki / "others", "others")
+    verifier_files = ours.issue(VERIFIER, file="verifier")
+    draft_files, front_files = ours.issue(DRAFT, file="draft"), ours.issue(FRONT, file="front")
+    write(pki / "clients.crt", ours.pem.read_bytes())
+    write(pki / "tokens", f"{FIRST}\n".encode())
+    health = ("--health-listen", "127.0.0.1:0")
+    mutual = ("--tls-client-ca", str(pki / "clients.crt"), "--allow-client-san", f"other.models.svc,{DRAFT}")
+    at = fixed("127.0.0.1:0")
+    arguments = ["verifier_service", "--model", str(DEMO / "target"), *FLAGS, *health, *mutual, "--listen", at]
+    arguments += ["--tls-cert", str(verifier_files.cert), "--tls-key", str(verifier_files.key)]
+    arguments += ["--max-connection-age", str(CONNECTION_AGE)]
+    with ServiceProcess.launch(arguments) as verifier:  # both at once: what takes long is each one's imports
+        arguments = ["draft_service", "--model", str(DEMO / "draft"), *FLAGS, *health, "--verifier", at]
+        arguments += ["--verifier-tls-ca", str(ours.pem), "--verifier-tls-name", VERIFIER]
+        arguments += ["--verifier-tls-cert", str(draft_files.cert), "--verifier-tls-key", str(draft_files.key)]
+        arguments += ["--tls-cert", str(front_files.cert), "--tls-key", str(front_files.key)]
+        arguments += ["--auth-token-file", str(pki / "tokens"), "--max-prompt-tokens", str(LONGEST_PROMPT)]
+        with ServiceProcess.launch(arguments) as draft:
+            verifier.wait_healthy(HEALTHY_WITHIN_S)
+            draft.wait_healthy(HEALTHY_WITHIN_S)
+            yield House(pki, ours, others, verifier, draft)
+
+
+def address_in(service: ServiceProcess, event: str) -> str:
+    lines = [json.loads(line) for line in service.log_lines() if line.startswith("{")]
+    return str(next(line["address"] for line in lines if line["event"] == event))
+
+
+# ----------------------------------------------------------------------------------------------------- who comes in
+
+
+def test_text_comes_to_whoever_has_the_ca_and_a_token(house: House) -> None:
+    with house.client() as client:
+        done = client.complete(PROMPT, max_new_tokens=16, temperature=0, ignore_eos=True)
+        assert done.usage.completion_tokens == 16
+        assert client.get_model().target.vocab_size == 2048
+    for token_file in (None, house.pki / "wrong"):
+        write(house.pki / "wrong", f"{FIRST[:-1]}\n".encode())
+        with house.client(token_file=token_file) as client, pytest.raises(Unauthenticated, match="token"):
+            client.complete(PROMPT)
+    for tls in (None, TLS(ca=house.others.pem, name=FRONT), TLS(ca=house.ours.pem), TLS(name=FRONT)):
+        with house.client(tls=tls, retry=False) as client, pytest.raises(Unavailable):
+            client.get_model()
+
+
+def test_the_command_takes_the_same(house: House) -> None:
+    how = ("--tls-ca", str(house.ours.pem), "--tls-name", FRONT)
+    asked = ("generate", "--draft", house.draft.address, "--max-new-tokens", "4", "--temperature", "0", PROMPT)
+    good = Command("outrider.cli", *asked, *how, "--token-file", str(house.tokens))
+    bad = Command("outrider.cli", *asked, *how)
+    astray = Command("outrider.cli", *asked[:2], "box:1", PROMPT)
+    half = Command("outrider.cli", *asked, "--tls-name", FRONT)
+    code, out, _ = good.ended()
+    assert code == 0
+    assert out.strip()
+    code, _, err = bad.ended()
+    assert code == 1
+    assert "UNAUTHENTICATED" in err
+    code, _, err = astray.ended()
+    assert code == 2
+    assert "box:1 is not a loopback address" in err
+    assert "--plaintext" in err
+    code, _, err = half.ended()
+    assert code == 2
+    assert "need --tls-ca or --tls" in err
+
+
+def verifier_says(house: House, shown: tuple[Path, Path] | None) -> RequestError | None:
+    """What the verifier tells a client that shows this certificate and key; None is an answer."""
+    chain, key = (None, None) if shown is None else (shown[0].read_bytes(), shown[1].read_bytes())
+    credentials = grpc.ssl_channel_credentials(house.ours.pem.read_bytes(), key, chain)
+    options = [("grpc.default_authority", VERIFIER), *channel_options(max_message_bytes=1 << 20)]
+    with grpc.secure_channel(house.verifier.address, credentials, options=options) as channel:
+        try:
+            VerifierServiceStub(channel).GetModel(verifier_service_pb2.VerifierServiceGetModelRequest(), timeout=10)
+        except grpc.RpcError as error:
+            return from_rpc_error(error)
+    return None
+
+
+def test_the_verifier_admits_the_draft_service_and_nobody_else(house: House) -> None:
+    named, unnamed = house.ours.issue("other.models.svc"), house.ours.issue("stranger.models.svc")
+    foreign, late = house.others.issue(DRAFT), house.ours.issue(DRAFT, expired=True)
+    assert verifier_says(house, (named.cert, named.key)) is None
+    for shown in (None, (foreign.cert, foreign.key), (late.cert, late.key)):
+        refusal = verifier_says(house, shown)
+        assert refusal is not None
+        assert refusal.code is grpc.StatusCode.UNAVAILABLE, "no connection"
+    refusal = verifier_says(house, (unnamed.cert, unnamed.key))
+    assert refusal is not None
+    assert refusal.code is grpc.StatusCode.PERMISSION_DENIED
+    assert f"names stranger.models.svc; allowed are other.models.svc, {DRAFT}" in refusal.message
+
+
+async def test_a_draft_service_that_is_not_admitted_knows_it_and_tells_its_clients_no_more_than_that(
+    house: House,
+) -> None:
+    stranger = house.ours.issue("stranger.models.svc")
+    tls = ChannelTLS(TLS(house.ours.pem, stranger.cert, stranger.key, VERIFIER))
+    replica = Replica(house.verifier.address, max_message_bytes=1 << 20, silence=5.0, tls=tls)
+    with pytest.raises(RequestError) as caught:
+        await replica.ask()
+    assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_VERIFIER")
+    assert caught.value.message == f"the verifier at {house.verifier.address} does not admit this draft service"
+    await replica.close()
+
+
+def test_health_is_in_plaintext_on_its_own_port_and_nothing_else_is(house: House) -> None:
+    for service, name in ((house.verifier, "outrider.v1.VerifierService"), (house.draft, "outrider.v1.DraftService")):
+        health = address_in(service, "health")
+        for asked in ("", name):
+            wait_for_health_blocking(health, asked, 5)
+        with pytest.raises(TimeoutError, match="UNAVAILABLE"):
+            wait_for_health_blocking(service.address, "", 1)
+        with grpc.insecure_channel(health) as channel, pytest.raises(grpc.RpcError) as caught:
+            VerifierServiceStub(channel).GetModel(verifier_service_pb2.VerifierServiceGetModelRequest(), timeout=5)
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+# ------------------------------------------------------------------------------------------------------------ limits
+
+
+def test_what_is_too_long_is_refused_with_the_numbers(house: House) -> None:
+    with house.client(retry=False) as client:
+        assert client.complete([5] * LONGEST_PROMPT, max_new_tokens=1).usage.prompt_tokens == LONGEST_PROMPT
+        with pytest.raises(InvalidRequest, match=f"prompt has {LONGEST_PROMPT + 1} tokens.* at most {LONGEST_PROMPT}"):
+            client.complete([5] * (LONGEST_PROMPT + 1))
+        with pytest.raises(Overloaded, match=r"larger than max \(\d+ vs\. 4194304\)"):
+            client.complete("x" * (5 << 20))
+
+
+def test_the_limit_holds_for_propose_too(house: House) -> None:
+    opening: Any = {"prompt_token_ids": [5] * (LONGEST_PROMPT + 1), "sampling": {"seed": 7}}
+    request = draft_service_pb2.ProposeRequest(sequence_id="s", open=draft_service_pb2.OpenDraft(**opening))
+    credentials = grpc.ssl_channel_credentials(house.ours.pem.read_bytes())
+    options = [("grpc.default_authority", FRONT)]
+    with grpc.secure_channel(house.draft.address, credentials, options=options) as channel:
+        call = DraftServiceStub(channel).Propose(iter([request]), metadata=(("authorization", f"Bearer {FIRST}"),))
+        with pytest.raises(grpc.RpcError) as caught:
+            next(call)
+    assert from_rpc_error(caught.value).metadata["field"] == "prompt_token_ids"
+
+
+# ----------------------------------------------------------------------------------------------------- what may change
+
+
+def shown_at(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    return ssl.get_server_certificate((host, int(port)))
+
+
+async def test_no_request_fails_while_certificates_cas_and_tokens_change(house: House) -> None:
+    """Under load, everything is replaced: the draft's certificate for verifiers by one of another CA, which alone the
+    verifier trusts afterwards; both servers' certificates; and the token. Connections are made anew all along.
+    """
+    async with AsyncClient(
+        house.draft.address, tls=house.tls, token_file=house.tokens, timeout=60, retry=False
+    ) as client:
+        finished, over = [0] * 4, asyncio.Event()
+
+        async def ask(index: int) -> None:
+            while not over.is_set():
+                done = await client.complete(PROMPT, max_new_tokens=40, temperature=0, ignore_eos=True)
+                assert done.usage.completion_tokens == 40
+                finished[index] += 1
+
+        askers = [asyncio.create_task(ask(index)) for index in range(len(finished))]
+
+        async def goes_on() -> None:
+            """Some requests that began after now have ended, and a connection to the verifier has been made anew."""
+            until, wanted = time.monotonic() + 1.5 * CONNECTION_AGE, [count + 2 for count in finished]
+            async with asyncio.timeout(60):
+                while time.monotonic() < until or any(map(lambda a, b: a < b, finished, wanted)):
+                    if any(asker.done() for asker in askers):
+                        break
+                    await asyncio.sleep(0.05)
+            for asker in askers:
+                if asker.done():
+                    asker.result()
+
+        await goes_on()
+        clients = house.pki / "clients.crt"
+        write(clients, house.ours.pem.read_bytes() + house.others.pem.read_bytes())
+        moved = house.others.issue(DRAFT)
+        write(house.ours.pem.with_name("draft.key"), moved.key.read_bytes())
+        write(house.ours.pem.with_name("draft.crt"), moved.cert.read_bytes())
+        await goes_on()  # the draft service shows the new one by now
+        write(clients, house.others.pem.read_bytes())
+        new = {name: house.ours.issue(name, file=file) for name, file in ((VERIFIER, "verifier"), (FRONT, "front"))}
+        write(house.tokens, f"{SECOND}\n{FIRST}\n".encode())
+        await goes_on()
+        write(house.tokens, f"{SECOND}\n".encode())
+        await goes_on()
+        over.set()
+        await asyncio.gather(*askers)
+    assert shown_at(house.draft.address) == new[FRONT].cert.read_text()
+    assert shown_at(house.verifier.address) == new[VERIFIER].cert.read_text()
+    old = house.pki / "old"
+    write(old, f"{FIRST}\n".encode())
+    with house.client(token_file=old) as without, pytest.raises(Unauthenticated):
+        without.get_model()
+    secrets = (FIRST, SECOND, "PRIVATE KEY")
+    for service in (house.verifier, house.draft):
+        assert not any(secret in line for line in service.log_lines() for secret in secrets)

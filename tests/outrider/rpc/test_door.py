@@ -1,0 +1,239 @@
+"""Who is let in over real connections: by the names of its certificate, by its token, and no more often than it may."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from outrider.rpc import errors
+from outrider.rpc.channel import open_channel
+from outrider.rpc.door import Door
+from outrider.rpc.ending import Ending
+from outrider.rpc.errors import RequestError
+from outrider.rpc.identity import AllowedClients, address_of
+from outrider.rpc.rate import ClientLimits
+from outrider.rpc.server import _gates, bind, create_server
+from outrider.rpc.tls import TLS, ChannelTLS, ServerTLS
+from outrider.rpc.tokens import Tokens
+from tests.certificates import Authority
+from tests.outrider.rpc.probe import Probe, both, many, once, serving, written
+
+TOKENS = ("token-of-one-client", "token-of-another-client")
+ALLOWED = ("draft.models.svc", "spiffe://models/ns/drafts")
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "authority")
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Tokens:
+    path = tmp_path / "tokens"
+    path.write_text("\n".join(TOKENS))
+    return Tokens(path)
+
+
+@asynccontextmanager
+async def guarded(authority: Authority, door: Door, probe: Probe) -> AsyncIterator[str]:
+    """The probe behind a door, over mutual TLS."""
+    server = authority.issue("127.0.0.1")
+    async with serving(
+        probe, doors=[door], credentials=ServerTLS(server.cert, server.key, authority.pem).credentials()
+    ) as address:
+        yield address
+
+
+def channel_of(address: str, authority: Authority, *names: str) -> grpc.aio.Channel:
+    """A channel of a client with a certificate of these names."""
+    client = authority.issue(*names)
+    tls = ChannelTLS(TLS(authority.pem, client.cert, client.key))
+    return open_channel(address, credentials=tls.look()[1])
+
+
+async def refusal(call: Any) -> RequestError:
+    ending = Ending(call)  # a write that meets the refusal has an error of its own
+    with pytest.raises(grpc.RpcError):
+        await (_read_to_its_end(call) if hasattr(call, "__aiter__") else call)
+    return errors.from_rpc_error(await ending.status())
+
+
+async def _read_to_its_end(call: Any) -> None:
+    async for _ in call:
+        pass
+
+
+# ------------------------------------------------------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize("names", [ALLOWED[:1], ALLOWED[1:], ("other.models.svc", ALLOWED[0]), ("cn:x", ALLOWED[1])])
+async def test_a_client_that_is_named_comes_in(authority: Authority, names: tuple[str, ...]) -> None:
+    door = Door(allowed=AllowedClients(ALLOWED))
+    async with guarded(authority, door, Probe()) as address, channel_of(address, authority, *names) as channel:
+        assert await once(channel)(b"x", timeout=60) == b"x"
+        assert [answer async for answer in both(channel)(iter([b"x"]), timeout=60)] == [b"x"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("other.models.svc",),
+        ("models.svc", "draft.models.svc.evil.example", "a.draft.models.svc", "*.models.svc", "DRAFT.models.svc"),
+        ("spiffe://models/ns/drafts/x", "spiffe://models/ns"),
+        ("cn:draft.models.svc",),  # a subject is no name that a CA vouches for in this way
+        ("cn:draft.models.svc", "127.0.0.1"),
+    ],
+)
+async def test_a_client_of_the_ca_that_is_not_named_does_not(authority: Authority, names: tuple[str, ...]) -> None:
+    probe, door = Probe(), Door(allowed=AllowedClients(ALLOWED))
+    async with guarded(authority, door, probe) as address, channel_of(address, authority, *names) as channel:
+        for method, request in ((once, b""), (many, b"0"), (both, iter([b"x"])), (written, iter([b"x"]))):
+            error = await refusal(method(channel)(request, timeout=60))
+            assert (error.code, error.reason) == (grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED")
+    seen = [name for name in names if not name.startswith(("cn:", "127."))]
+    assert f"names {', '.join(seen) or 'no DNS name and no URI'}; allowed are {', '.join(ALLOWED)}" in error.message
+    assert error.metadata == {"seen": ", ".join(seen), "allowed": ", ".join(ALLOWED)}
+    assert probe.started == 0
+
+
+async def test_without_a_certificate_nobody_is_named() -> None:
+    """Were a listener in front of the list without TLS, the list would hold all the same."""
+    door = Door(allowed=AllowedClients(ALLOWED))
+    async with serving(Probe(), doors=[door]) as address, open_channel(address) as channel:
+        error = await refusal(once(channel)(b""))
+    assert (error.code, error.reason) == (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
+    assert "no client certificate" in error.message
+
+
+async def test_who_may_not_come_in_learns_its_health_and_nothing_else(authority: Authority) -> None:
+    door = Door(allowed=AllowedClients(ALLOWED))
+    async with guarded(authority, door, Probe()) as address, channel_of(address, authority, "other") as channel:
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        assert (await health.Check(health_pb2.HealthCheckRequest(), timeout=60)).status == 1
+        reflection: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+        asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        error = await refusal(reflection.ServerReflectionInfo(asked, timeout=60))
+        assert error.code is grpc.StatusCode.PERMISSION_DENIED
+
+
+# ------------------------------------------------------------------------------------------------------------ tokens
+
+
+async def test_each_call_bears_a_token(tokens: Tokens, caplog: pytest.LogCaptureFixture) -> None:
+    probe = Probe()
+    async with serving(probe, doors=[Door(tokens=tokens)]) as address, open_channel(address) as channel:
+        for token in TOKENS:
+            good = (("authorization", f"Bearer {token}"),)
+            assert await once(channel)(b"x", metadata=good) == b"x"
+            assert [answer async for answer in many(channel)(b"0", metadata=good)] == [b"first", b"last"]
+        bad = (("authorization", f"Bearer {TOKENS[0][:-1]}"),)
+        for metadata in ((), bad):
+            for method, request in ((once, b""), (many, b"0"), (both, iter([b"x"])), (written, iter([b"x"]))):
+                error = await refusal(method(channel)(request, metadata=metadata))
+                assert (error.code, error.reason) == (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
+    assert probe.started == 4
+    assert "was turned away: UNAUTHENTICATED" in caplog.text
+    assert TOKENS[0][:-1] not in caplog.text
+
+
+async def test_a_name_does_not_do_for_a_token_nor_a_token_for_a_name(authority: Authority, tokens: Tokens) -> None:
+    door = Door(allowed=AllowedClients(ALLOWED), tokens=tokens)
+    bearing = (("authorization", f"Bearer {TOKENS[0]}"),)
+    async with guarded(authority, door, Probe()) as address:
+        async with channel_of(address, authority, ALLOWED[0]) as channel:
+            assert await once(channel)(b"x", metadata=bearing) == b"x"
+            assert (await refusal(once(channel)(b"x"))).code is grpc.StatusCode.UNAUTHENTICATED
+        async with channel_of(address, authority, "other") as channel:
+            assert (await refusal(once(channel)(b"x", metadata=bearing))).code is grpc.StatusCode.PERMISSION_DENIED
+
+
+# ------------------------------------------------------------------------------------------------------------ limits
+
+
+async def test_a_client_is_its_token_before_its_name_and_its_name_before_its_address(
+    authority: Authority, tokens: Tokens
+) -> None:
+    """Each has a place of its own; a second call of any has none."""
+    door = Door(tokens=tokens, limits=ClientLimits(max_calls=1))
+    async with guarded(authority, door, Probe()) as address, channel_of(address, authority, "a") as channel:
+        held = await hold(channel, TOKENS[0])
+        error = await refusal(many(channel)(b"0", metadata=(("authorization", f"Bearer {TOKENS[0]}"),)))
+        assert error.metadata["limit"] == "max-client-calls"
+        other = await hold(channel, TOKENS[1])
+        assert await once(channel)(b"x", metadata=(("authorization", f"Bearer {TOKENS[0]}"),)) == b"x"
+        held.cancel()
+        other.cancel()
+    door = Door(limits=ClientLimits(max_calls=1))
+    async with (
+        guarded(authority, door, Probe()) as address,
+        channel_of(address, authority, "a") as first,
+        channel_of(address, authority, "b") as second,
+    ):
+        calls = [await hold(first), await hold(second)]
+        assert (await refusal(many(first)(b"0"))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert not any(call.done() for call in calls)
+    door = Door(limits=ClientLimits(max_calls=1))
+    own = [("grpc.use_local_subchannel_pool", 1)]  # a connection, and so a port, of its own
+    async with (
+        serving(Probe(), doors=[door]) as address,
+        open_channel(address) as first,
+        open_channel(address, options=own) as second,
+    ):
+        call = await hold(first)
+        assert (await refusal(many(second)(b"0"))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert not call.done()
+
+
+async def hold(channel: grpc.aio.Channel, token: str = "") -> Any:
+    """A call in progress."""
+    call = both(channel)(metadata=(("authorization", f"Bearer {token}"),) if token else (), timeout=60)
+    await call.write(b"x")
+    assert await call.read() == b"x"
+    return call
+
+
+async def test_too_many_calls_are_told_when_to_come_back_and_questions_are_free() -> None:
+    door = Door(limits=ClientLimits(rate=0.01, burst=2))
+    probe = Probe()
+    async with serving(probe, doors=[door]) as address, open_channel(address) as channel:
+        for _ in range(5):
+            assert await once(channel)(b"x") == b"x"
+        for _ in range(2):
+            assert [answer async for answer in many(channel)(b"0")] == [b"first", b"last"]
+        error = await refusal(many(channel)(b"0"))
+        assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert error.retry_after is not None
+        assert 0 < error.retry_after <= 60
+        assert "faster than 0.01 a second, and 2 at once" in error.message
+        assert probe.started == 7
+
+
+async def test_who_may_not_come_in_is_not_told_that_the_server_drains(tokens: Tokens) -> None:
+    server = create_server(max_message_bytes=1 << 20, doors=[Door(tokens=tokens)])
+    Probe().register(server)
+    address = bind(server, "127.0.0.1:0")
+    await server.start()
+    _gates[server].close()
+    async with open_channel(address) as channel:
+        assert (await refusal(once(channel)(b""))).code is grpc.StatusCode.UNAUTHENTICATED
+        bearing = (("authorization", f"Bearer {TOKENS[0]}"),)
+        assert (await refusal(once(channel)(b"", metadata=bearing))).reason == "DRAINING"
+    await server.stop(None)
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [
+        ("ipv4:10.1.2.3:45678", "ipv4:10.1.2.3"),
+        ("ipv6:%5B::1%5D:45678", "ipv6:%5B::1%5D"),
+        ("unix:/run/x.sock", "unix:/run/x.sock"),
+        ("unix:", "unix:"),
+    ],
+)
+def test_an_address_is_a_peer_without_its_port(peer: str, address: str) -> None:
+    assert address_of(peer) == address

@@ -1,0 +1,138 @@
+"""What a server takes by default holds the largest message that its own limits allow, and not much more."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draft_service.message_limit import message_limit, short_of
+from draft_service.settings import DraftSettings
+from outrider.lm.peek import vocabulary_size
+from outrider.message_sizes import LEAST_LIMIT, limit_of, of_generate, of_verify
+from outrider.sampling import MAX_TOKEN_LIST, MAX_TOP_LOGPROBS
+from outrider.wire import bytes_with_logits
+from protos.outrider.v1 import draft_service_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
+from tests.services import MODELS
+from verifier_service.app import message_limit as verifier_limit
+from verifier_service.settings import VerifierSettings
+
+V, TOKENS, GAMMA, SUPPORT, STOPS = 151_936, 8192, 16, 256, 64
+LAST = V - 1
+LIMITS: dict[str, int] = {
+    "sequence_tokens": TOKENS,
+    "max_gamma": GAMMA,
+    "max_support": SUPPORT,
+    "max_stop_token_ids": STOPS,
+}
+
+
+def law() -> speculation_pb2.TokenDistribution:
+    sparse = speculation_pb2.SparseDistribution(token_ids=bytes(4 * SUPPORT), weights=bytes(2 * SUPPORT))
+    return speculation_pb2.TokenDistribution(sparse=sparse)
+
+
+def logits() -> speculation_pb2.TokenDistribution:
+    return speculation_pb2.TokenDistribution(logits=speculation_pb2.DenseLogits(values=bytes(2 * V)))
+
+
+def asked() -> sampling_pb2.SamplingParams:
+    return sampling_pb2.SamplingParams(
+        temperature=0.7,
+        seed=2**64 - 1,
+        banned_token_ids=[LAST] * MAX_TOKEN_LIST,
+        logit_bias=[sampling_pb2.LogitBias(token_id=LAST, bias=-1.5)] * MAX_TOKEN_LIST,
+    )
+
+
+def opening() -> verifier_service_pb2.VerifyRequest:
+    message = verifier_service_pb2.OpenSequence(
+        prompt_token_ids=[LAST] * (TOKENS // 2),
+        committed_token_ids=[LAST] * (TOKENS // 2),
+        sampling=asked(),
+        stop_token_ids=[LAST] * STOPS,
+        request_id="γ" * 128,
+        cache_salt="γ" * 128,
+    )
+    return verifier_service_pb2.VerifyRequest(sequence_id="γ" * 128, open=message)
+
+
+def proposal(of: speculation_pb2.TokenDistribution) -> verifier_service_pb2.VerifyRequest:
+    message = speculation_pb2.Proposal(
+        round=1 << 20,
+        base_length=TOKENS,
+        prefix_hash=bytes(8),
+        token_ids=[LAST] * GAMMA,
+        distributions=[of] * GAMMA,
+        seen_round=1 << 20,
+    )
+    return verifier_service_pb2.VerifyRequest(sequence_id="γ" * 128, proposal=message)
+
+
+def verdict() -> verifier_service_pb2.VerifyResponse:
+    one = sampling_pb2.TokenLogprob(token_id=LAST, raw=-1.5, adjusted=-1.5)
+    message = speculation_pb2.Verdict(
+        token_ids=[LAST] * (GAMMA + 1),
+        beta=[0.5] * GAMMA,
+        logprobs=[sampling_pb2.PositionLogprobs(token=one, top=[one] * MAX_TOP_LOGPROBS)] * (GAMMA + 1),
+    )
+    return verifier_service_pb2.VerifyResponse(sequence_id="γ" * 128, verdict=message)
+
+
+def draft_of(model: Path) -> DraftSettings:
+    settings: DraftSettings = DraftSettings.from_command_line(["--model", str(model)], program="test")
+    return settings
+
+
+def verifier_of(model: Path) -> VerifierSettings:
+    settings: VerifierSettings = VerifierSettings.from_command_line(["--model", str(model)], program="test")
+    return settings
+
+
+def test_every_message_of_a_verify_stream_fits_and_the_largest_decides() -> None:
+    sparse = of_verify(**LIMITS, vocab_size=None)
+    dense = of_verify(**LIMITS, vocab_size=V)
+    for message in (opening(), proposal(law()), verdict()):
+        assert message.ByteSize() <= sparse
+    assert opening().ByteSize() > sparse / 3
+    assert sparse < proposal(logits()).ByteSize() <= dense == bytes_with_logits(GAMMA, V)
+    assert limit_of(sparse) == LEAST_LIMIT
+    assert dense < limit_of(sparse, dense) < 1.01 * dense
+
+
+def test_the_longest_request_for_text_fits() -> None:
+    size = of_generate(sequence_tokens=TOKENS, max_stop_token_ids=STOPS, max_stop_strings=16, max_stop_chars=256)
+    rest: Any = {
+        "sampling": asked(),
+        "stop": ["γ" * 256] * 16,
+        "stop_token_ids": [LAST] * STOPS,
+        "request_id": "γ" * 128,
+        "cache_salt": "γ" * 128,
+    }
+    by_text = draft_service_pb2.GenerateRequest(text="x" * (16 * TOKENS), **rest)
+    by_ids = draft_service_pb2.GenerateRequest(
+        token_ids=draft_service_pb2.TokenIds(ids=[LAST] * TOKENS), committed_token_ids=[LAST] * TOKENS, **rest
+    )
+    said = draft_service_pb2.ChatMessage(role="user", content="x" * (16 * TOKENS))
+    by_chat = draft_service_pb2.GenerateRequest(chat=draft_service_pb2.ChatPrompt(messages=[said]), **rest)
+    assert max(message.ByteSize() for message in (by_text, by_ids, by_chat)) <= size
+
+
+def test_a_service_takes_what_its_model_asks_for(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": V}}))
+    draft, verifier = draft_of(tmp_path), verifier_of(tmp_path)
+    for limit in (message_limit(draft), verifier_limit(verifier)):
+        assert bytes_with_logits(GAMMA, V) < limit < 1.01 * bytes_with_logits(GAMMA, V)
+    assert message_limit(draft.model_copy(update={"drafter": "lookup"})) == LEAST_LIMIT  # no logits of its own
+    assert message_limit(draft.model_copy(update={"max_message_bytes": 1 << 17})) == 1 << 17
+    assert verifier_limit(verifier_of(MODELS / "target")) == LEAST_LIMIT
+    assert short_of(draft, TOKENS) == 0
+    assert short_of(draft, 10_000_000) > 0
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"vocab_size": "many"}', '{"vocab_size": -1}'])
+def test_a_vocabulary_that_is_not_to_be_had_is_no_error(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    assert vocabulary_size(str(tmp_path)) is None
+    assert vocabulary_size(str(tmp_path / "nowhere")) is None
+    assert vocabulary_size(str(MODELS / "target")) == 2048
