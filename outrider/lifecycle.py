@@ -18,7 +18,8 @@ from outrider.lm.environment import ForeignKernelsError, check_environment
 from outrider.lm.errors import CheckpointError
 from outrider.metrics import Metrics, exposed
 from outrider.rpc.errors import RequestError
-from outrider.rpc.server import HealthState, StartupError, bind, create_server, enable_reflection, serve_until_signal
+from outrider.rpc.health import HealthState
+from outrider.rpc.server import StartupError, bind, create_server, enable_reflection, serve_until_signal
 from outrider.settings import ServiceSettings, SettingsError
 from outrider.telemetry import configure_logging
 

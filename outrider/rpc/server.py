@@ -1,4 +1,4 @@
-"""A server's frame: options, health, reflection, address, and the order in which it goes away.
+"""A server's frame: options, reflection, address, and the order in which it goes away.
 
 It knows no service of ours by name.
 """
@@ -9,18 +9,15 @@ import asyncio
 import logging
 import signal
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health
 
 from outrider.rpc.drain import DrainGate
+from outrider.rpc.health import HealthState
 
 _logger = logging.getLogger(__name__)
-
-_SERVING = health_pb2.HealthCheckResponse.SERVING
-_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 # Each server's gate, made with it and shut by whoever stops it.
 _gates: WeakKeyDictionary[grpc.aio.Server, DrainGate] = WeakKeyDictionary()
@@ -60,42 +57,6 @@ def create_server(
     server = grpc.aio.server(interceptors=[gate, *interceptors], options=options)
     _gates[server] = gate
     return server
-
-
-class _HealthServicer(health.aio.HealthServicer):
-    """The standard servicer, but for its first word: it calls the empty name SERVING from birth."""
-
-    def __init__(self, names: Iterable[str]):
-        super().__init__()
-        self._server_status = dict.fromkeys(names, _NOT_SERVING)
-
-
-class HealthState:
-    """The health of a server and of each service on it: NOT_SERVING until told otherwise.
-
-    Registers the standard health service. Make it before the server starts.
-    """
-
-    def __init__(self, server: grpc.aio.Server, services: Iterable[str]):
-        self._names = ("", *services)
-        self._servicer = _HealthServicer(self._names)
-        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
-
-    async def serving(self) -> None:
-        """Says SERVING from now on. Without effect once the server drains."""
-        await self._set(_SERVING)
-
-    async def not_serving(self) -> None:
-        """Says NOT_SERVING until `serving` is called again."""
-        await self._set(_NOT_SERVING)
-
-    async def drain(self) -> None:
-        """Says NOT_SERVING for good."""
-        await self._servicer.enter_graceful_shutdown()
-
-    async def _set(self, status: Any) -> None:
-        for name in self._names:
-            await self._servicer.set(name, status)
 
 
 def enable_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
