@@ -7,13 +7,14 @@ import asyncio
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import grpc
 import structlog
 
+from outrider.lm.engine import Engine
 from outrider.lm.environment import ForeignKernelsError, check_environment
 from outrider.lm.errors import CheckpointError
 from outrider.metrics import Metrics, exposed
@@ -30,27 +31,38 @@ Result = TypeVar("Result")
 # The engine's thread takes the interpreter's lock often and briefly; with Python's default of 5 ms a verdict would wait
 # that long for the event loop.
 SWITCH_INTERVAL = 0.0005
+# How often it is seen whether the engine's loop goes round.
+GLANCE_SECONDS = 1.0
+
+
+Warm = Callable[[], Awaitable[None]]
+"""What `Service.load` calls once the model has run."""
 
 
 class Service(ABC):
     """A service, as its life sees it.
 
     Attributes:
+        name: of its gRPC service, in full.
         metrics: what it shows of itself, where the settings say so.
+        engine: what runs its model, where it has one, once that is loaded.
     """
 
     name: str
+    engine: Engine[Any, Any, Any] | None
 
     def __init__(self) -> None:
         self.metrics = Metrics()
+        self.engine = None
 
     @abstractmethod
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the servicer to a server that has not started. Calls may come before `load` has ended."""
 
     @abstractmethod
-    async def load(self) -> None:
-        """Loads the model, and whatever must be there to serve; returns when ready.
+    async def load(self, warm: Warm) -> None:
+        """Loads the model, and whatever must be there to serve; returns when ready. Awaits `warm` as soon as the model
+        is there and has run: who waits for others from then on need not be started anew.
 
         Raises:
             CheckpointError, RequestError: the service cannot serve; the text is one line.
@@ -91,23 +103,39 @@ async def _serve(service: Service, settings: ServiceSettings) -> None:
         serve_until_signal(server, health, grace_s=settings.grace, on_drain=service.drain), name="serving"
     )
     loading = asyncio.create_task(_load(service, health), name="loading")
+    watching = asyncio.create_task(_watch(service, health, settings.liveness_timeout), name="watching")
     try:
         await asyncio.wait((serving, loading), return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             loading.result()
         await serving
     finally:
-        for task in (serving, loading):
+        for task in (serving, loading, watching):
             task.cancel()
-        await asyncio.gather(serving, loading, return_exceptions=True)
+        await asyncio.gather(serving, loading, watching, return_exceptions=True)
         service.stop()
     _log.info("stopped")
 
 
 async def _load(service: Service, health: HealthState) -> None:
-    await service.load()
+    await service.load(health.warm)
     await health.serving()
     _log.info("serving")
+
+
+async def _watch(service: Service, health: HealthState, bound: float) -> None:
+    """Says for as long as it lasts that the engine is stuck, or has ended."""
+    last = ""
+    while True:
+        await asyncio.sleep(min(GLANCE_SECONDS, bound / 4))
+        trouble = "" if service.engine is None else service.engine.trouble(bound)
+        if bool(trouble) != bool(last):
+            if trouble:
+                _log.error("not alive", reason=trouble)
+            else:
+                _log.warning("alive again")
+            await health.alive(not trouble)
+        last = trouble
 
 
 async def in_thread(function: Callable[[], Result]) -> Result:

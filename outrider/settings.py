@@ -60,7 +60,18 @@ class ServiceSettings(BaseSettings):
     )
     listen: Address = Field("127.0.0.1:0", description="HOST:PORT to listen at; port 0 takes a free one")
     max_message_bytes: int = Field(16 << 20, ge=1 << 16, description="largest message taken")
-    grace: float = Field(30.0, ge=0, description="seconds that running requests get to finish after SIGTERM")
+    grace: float = Field(
+        30.0,
+        ge=0,
+        description="seconds from SIGTERM to the exit; running requests have all but the last tenth of it, or the last "
+        "2 s where that is less, to finish or to go on elsewhere",
+    )
+    liveness_timeout: float = Field(
+        60.0,
+        gt=0,
+        description="seconds that a step of the engine may last before the health service's `liveness` is NOT_SERVING; "
+        "never less than four times the longest so far",
+    )
     metrics_listen: Address | None = Field(
         None, description="HOST:PORT of Prometheus metrics over HTTP; port 0 takes a free one; default: none"
     )

@@ -114,7 +114,11 @@ class Observer(Protocol):
 
 
 class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
-    """All sequences of one target model."""
+    """All sequences of one target model.
+
+    Attributes:
+        observer: who is told from now on, if anybody.
+    """
 
     def __init__(
         self,
@@ -137,7 +141,7 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
         self._model = model
         self._max_linger = max_linger
         self._verify_path = verify_path
-        self._observer = observer
+        self.observer = observer
         self.prefixes = PrefixCache(packed.pool, enabled=prefix_cache)
         self.cost: FittedCost  # of the passes so far; from `prepare` on
         self._caps = GammaCap() if gamma_cap else None
@@ -224,11 +228,11 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
     def schedule(self) -> list[TargetWork]:
         rounds = [(sequence, _guard(sequence, sequence.next_round)) for sequence in self.scheduler.running]
         plan = self.scheduler.plan(rounds)
-        if self._observer is not None:
+        if self.observer is not None:
             for sequence, cached in plan.begun:
-                self._observer.begun(len(sequence.tokens), cached)
+                self.observer.begun(len(sequence.tokens), cached)
             for _ in plan.preempted:
-                self._observer.preempted()
+                self.observer.preempted()
         return plan.work
 
     def forward(self, work: Sequence[TargetWork]) -> torch.Tensor:
@@ -244,8 +248,8 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
         proposals = [sequence.proposed(round_) for sequence, round_ in judged]
         rulings = verify(logits[:, : self._model.vocab_size], proposals, self._verify_path)
         verify_seconds = time.perf_counter() - started
-        if self._observer is not None:
-            self._observer.verified(verify_seconds)
+        if self.observer is not None:
+            self.observer.verified(verify_seconds)
         pass_tokens = sum(len(item.chunk.tokens) for item in work)
         if all(item.chunk.logits_from == 0 for item in work):  # prompts cost other than rounds, and γ does not ask
             self.cost.add(pass_tokens, self.forward_seconds + verify_seconds)
@@ -274,8 +278,8 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
                     turnaround=round_.arrived - before,
                     whole=sequence.judged_at - before,
                 )
-            if self._observer is not None:
-                self._observer.judged(proposed.rule, len(proposed.tokens), verdict.accepted)
+            if self.observer is not None:
+                self.observer.judged(proposed.rule, len(proposed.tokens), verdict.accepted)
             self.scheduler.settle(sequence)
         self._look_at_cap()
 
@@ -286,8 +290,8 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
         now = time.perf_counter()
         running = {sequence: len(sequence.tokens) for sequence in self.scheduler.running if sequence.takes_part(now)}
         self._caps.look(running, self.cost.line)
-        if self._observer is not None:
-            self._observer.capped(self._longest(self._caps.cap))
+        if self.observer is not None:
+            self.observer.capped(self._longest(self._caps.cap))
         for sequence in (*self.scheduler.running, *self.scheduler.waiting):
             self._tell_cap(sequence)
 
@@ -332,8 +336,8 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
             intact = False
         else:
             intact = True
-        if self._observer is not None:
-            self._observer.checked(intact)
+        if self.observer is not None:
+            self.observer.checked(intact)
 
     def _load(self) -> speculation_pb2.VerifierLoad:
         return speculation_pb2.VerifierLoad(

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import signal
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from weakref import WeakKeyDictionary
 
 import grpc
@@ -21,6 +22,9 @@ _logger = logging.getLogger(__name__)
 
 # Each server's gate, made with it and shut by whoever stops it.
 _gates: WeakKeyDictionary[grpc.aio.Server, DrainGate] = WeakKeyDictionary()
+
+# Of the grace, what is left for telling the calls that are cut, and for leaving.
+CLOSING_SHARE, CLOSING_SECONDS = 0.1, 2.0
 
 
 class StartupError(Exception):
@@ -115,7 +119,7 @@ async def serve_until_signal(
             task.cancel()
         await asyncio.gather(draining, hurry, return_exceptions=True)
     finally:
-        # What is left by now has had its time: it is cancelled, and the port closes.
+        # What is left by now does not listen, or was told twice to go: it is cancelled, and the port closes.
         await server.stop(None)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
@@ -131,12 +135,18 @@ async def _drain(
     #    probes; a closed one would look like a crash.
     gate.close()
     _logger.info("draining: %d calls in progress, %g s of grace", gate.running, grace_s)
+    closing_s = min(CLOSING_SHARE * grace_s, CLOSING_SECONDS)
     try:
-        async with asyncio.timeout(grace_s):
+        async with asyncio.timeout(grace_s - closing_s):
             # 3. Those inside are told, now that nobody can come after them and miss it.
             if on_drain is not None:
                 await on_drain()
             # 4. And they finish. Watches of health are not waited for: they end with the server.
             await gate.wait_idle()
     except TimeoutError:
+        # 5. Who has not is told to go on elsewhere: a call that merely broke would say nothing of why.
         _logger.warning("the grace time is over: %d calls are cut", gate.running)
+        gate.cut()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(closing_s):
+                await gate.wait_idle()

@@ -129,8 +129,12 @@ def test_calls_that_outlast_the_grace_are_cut(process: Process) -> None:
         running = many(channel)(b"60")
         assert next(running) == b"first"
         process.signal()
-        with pytest.raises(grpc.RpcError):
+        with pytest.raises(grpc.RpcError) as caught:
             next(running)
+        cut = errors.from_rpc_error(caught.value)
+        assert (cut.code, cut.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING"), (
+            "so that its client goes on elsewhere"
+        )
         assert process.ended(within=5) == (0, ["told", "stopped"])
 
 
