@@ -53,7 +53,7 @@ class DraftApp(Service):
     def __init__(self, settings: DraftSettings) -> None:
         super().__init__()
         self._settings = settings
-        self._servicer = DraftService(settings)
+        self._servicer = DraftService(settings, self.metrics, self.tracing)
         self._link: VerifierLink | None = None
         self.engine: StagedEngine | None = None
 

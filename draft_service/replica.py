@@ -12,6 +12,7 @@ import grpc
 from draft_service.breaker import Breaker, State
 from draft_service.losses import Loss
 from draft_service.verify_sequence import VerifySequence, translate
+from outrider import trace_context
 from outrider.rpc.channel import open_channel
 from outrider.rpc.errors import RequestError, unavailable
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
@@ -125,7 +126,7 @@ class Replica:
         """Begins a sequence. `timeout` is what is left of the client's deadline, in seconds; `seat` its seat here, for
         who wants to tell the replica more than the sequence hears.
         """
-        call = self._stub.Verify(timeout=timeout, wait_for_ready=False)
+        call = self._stub.Verify(timeout=timeout, wait_for_ready=False, metadata=trace_context.outgoing())
         return VerifySequence(
             call,
             opening,

@@ -14,15 +14,18 @@ from typing import Any, TypeVar
 import grpc
 import structlog
 
+from outrider.life_metrics import show_life
 from outrider.lm.engine import Engine
 from outrider.lm.environment import ForeignKernelsError, check_environment
 from outrider.lm.errors import CheckpointError
 from outrider.metrics import Metrics, exposed
+from outrider.model_info import server_version
 from outrider.rpc.errors import RequestError
 from outrider.rpc.health import HealthState
 from outrider.rpc.server import StartupError, bind, create_server, enable_reflection, serve_until_signal
 from outrider.settings import ServiceSettings, SettingsError
 from outrider.telemetry import configure_logging
+from outrider.tracing import Tracing
 
 _log = structlog.get_logger()
 
@@ -45,6 +48,7 @@ class Service(ABC):
     Attributes:
         name: of its gRPC service, in full.
         metrics: what it shows of itself, where the settings say so.
+        tracing: what is recorded of its calls, where the settings say so.
         engine: what runs its model, where it has one, once that is loaded.
     """
 
@@ -53,6 +57,7 @@ class Service(ABC):
 
     def __init__(self) -> None:
         self.metrics = Metrics()
+        self.tracing = Tracing()
         self.engine = None
 
     @abstractmethod
@@ -77,13 +82,20 @@ class Service(ABC):
         """Frees what `load` made. No call is in progress any more."""
 
 
-async def live(service: Service, settings: ServiceSettings) -> None:
-    """Runs a service until a signal ends it.
+async def live(service: Service, settings: ServiceSettings, program: str) -> None:
+    """Runs a service until a signal ends it; `program` is its name in traces.
 
     Raises:
         StartupError, CheckpointError, RequestError: it cannot serve.
+        SettingsError: not as the settings have it.
     """
     with ExitStack() as running:
+        if settings.otlp_endpoint is not None:
+            service.tracing.open(
+                service=program, version=server_version(), endpoint=settings.otlp_endpoint, ratio=settings.trace_sample
+            )
+            running.callback(service.tracing.close)
+            _log.info("tracing", endpoint=settings.otlp_endpoint, ratio=settings.trace_sample)
         if settings.metrics_listen is not None:
             shown = running.enter_context(exposed(service.metrics, settings.metrics_listen))
             _log.info("metrics", address=f"http://{shown}/metrics")
@@ -93,6 +105,7 @@ async def live(service: Service, settings: ServiceSettings) -> None:
 async def _serve(service: Service, settings: ServiceSettings) -> None:
     server = create_server(max_message_bytes=settings.max_message_bytes)
     health = HealthState(server, [service.name])
+    show_life(service.metrics, health, lambda: service.engine)
     service.register(server)
     enable_reflection(server, [service.name])
     address = bind(server, settings.listen)
@@ -172,7 +185,7 @@ def run(program: str, settings: ServiceSettings, make: Callable[[], Service]) ->
     sys.setswitchinterval(SWITCH_INTERVAL)
     try:
         check_environment()
-        _run_loop(live(make(), settings))
+        _run_loop(live(make(), settings, program))
     except (StartupError, CheckpointError, ForeignKernelsError, RequestError, SettingsError) as error:
         message = error.message if isinstance(error, RequestError) else str(error)
         _log.error("cannot serve", reason=message)

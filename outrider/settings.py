@@ -19,6 +19,17 @@ def _host_and_port(value: str) -> str:
 Address = Annotated[str, AfterValidator(_host_and_port)]
 
 
+def _endpoint(value: str) -> str:
+    scheme, separator, rest = value.partition("://")
+    if not separator or scheme not in ("http", "https"):
+        raise ValueError(f"{value!r} is not http://HOST:PORT or https://HOST:PORT")
+    _host_and_port(rest.rstrip("/"))
+    return value
+
+
+Endpoint = Annotated[str, AfterValidator(_endpoint)]
+
+
 class SettingsError(Exception):
     """A setting that this machine cannot meet; the text is one line that names the flag."""
 
@@ -74,6 +85,16 @@ class ServiceSettings(BaseSettings):
     )
     metrics_listen: Address | None = Field(
         None, description="HOST:PORT of Prometheus metrics over HTTP; port 0 takes a free one; default: none"
+    )
+    otlp_endpoint: Endpoint | None = Field(
+        None,
+        description="http:// or https:// HOST:PORT of a collector that takes traces by OTLP over gRPC; default: none",
+    )
+    trace_sample: float = Field(
+        0.01,
+        ge=0,
+        le=1,
+        description="share of the calls that are traced, of those that come without a trace; of others theirs decides",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log line written")
 

@@ -15,7 +15,7 @@ from outrider.settings import SettingsError
 from protos.outrider.v1 import model_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import add_VerifierServiceServicer_to_server
 from verifier_service.engine import Drain, Observer, VerifierEngine
-from verifier_service.metrics import SpeculationMetrics
+from verifier_service.metrics import SequenceMetrics, SpeculationMetrics
 from verifier_service.rounds import FEATURES
 from verifier_service.service import SERVICE_NAME, VerifierService
 from verifier_service.settings import VerifierSettings
@@ -38,7 +38,7 @@ class VerifierApp(Service):
         super().__init__()
         self._settings = settings
         self._path = find_path(settings)
-        self._servicer = VerifierService(settings)
+        self._servicer = VerifierService(settings, SequenceMetrics(self.metrics), self.tracing)
         self.engine: VerifierEngine | None = None
 
     def register(self, server: grpc.aio.Server) -> None:

@@ -100,6 +100,12 @@ class Observer(Protocol):
     def judged(self, rule: Rule, drafted: int, accepted: int) -> None:
         """A round of `drafted` tokens was judged, and `accepted` of them are in the text."""
 
+    def passed(self, tokens: int, sequences: int, seconds: float) -> None:
+        """The model ran once, over so many tokens of so many sequences."""
+
+    def waited(self, seconds: float) -> None:
+        """A round waited so long for its pass."""
+
     def begun(self, tokens: int, cached: int) -> None:
         """A sequence is to be run; `cached` of its `tokens` need not be."""
 
@@ -241,6 +247,9 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
     def process(self, work: Sequence[TargetWork], logits: torch.Tensor) -> None:
         # logits: [Σ (γ + 1), V or more], for the work that has a round
         judged = [(item.sequence, item.round) for item in work if item.round is not None]
+        pass_tokens = sum(len(item.chunk.tokens) for item in work)
+        if self.observer is not None:
+            self.observer.passed(pass_tokens, len(work), self.forward_seconds)
         if not judged:
             return
         started = time.perf_counter()
@@ -250,7 +259,6 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
         verify_seconds = time.perf_counter() - started
         if self.observer is not None:
             self.observer.verified(verify_seconds)
-        pass_tokens = sum(len(item.chunk.tokens) for item in work)
         if all(item.chunk.logits_from == 0 for item in work):  # prompts cost other than rounds, and γ does not ask
             self.cost.add(pass_tokens, self.forward_seconds + verify_seconds)
         load = self._load()
@@ -260,8 +268,9 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
                     internal("BAD_LOGITS", f"the target's logits after {len(sequence.tokens)} tokens are no numbers")
                 )
                 continue
+            queued = max(0.0, self.pass_started - sequence.owed_since(round_))
             timings = speculation_pb2.VerdictTimings(
-                queue_us=_micros(self.pass_started - sequence.owed_since(round_)),
+                queue_us=_micros(queued),
                 forward_us=_micros(self.forward_seconds),
                 verify_us=_micros(verify_seconds),
                 pass_tokens=pass_tokens,
@@ -280,6 +289,7 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
                 )
             if self.observer is not None:
                 self.observer.judged(proposed.rule, len(proposed.tokens), verdict.accepted)
+                self.observer.waited(queued)
             self.scheduler.settle(sequence)
         self._look_at_cap()
 
@@ -359,4 +369,4 @@ def _guard(sequence: TargetSequence, action: Callable[[], Result]) -> Result | N
 
 
 def _micros(seconds: float) -> int:
-    return max(0, round(seconds * 1e6))
+    return round(seconds * 1e6)
