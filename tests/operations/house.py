@@ -16,8 +16,9 @@ from tests.metrics import Samples, scrape
 from tests.operations.collector import Collector, collecting
 from tests.services import HEALTHY_WITHIN_S, MODELS
 
-GRACE_S = 10.0
-FLAGS = ("--dtype", "float32", "--threads", "1", "--grace", str(GRACE_S), "--metrics-listen", "127.0.0.1:0")
+# A draft service has little of it, so that some requests outlast it.
+VERIFIER_GRACE, DRAFT_GRACE = ("--grace", "30"), ("--grace", "2")
+FLAGS = ("--dtype", "float32", "--threads", "1", "--metrics-listen", "127.0.0.1:0")
 SOON = {"OTEL_BSP_SCHEDULE_DELAY": "200"}  # milliseconds that spans are gathered for
 
 
@@ -46,12 +47,15 @@ def house() -> Iterator[House]:
             return running.enter_context(ServiceProcess.launch(arguments, env=SOON))
 
         addresses = [fixed("127.0.0.1:0") for _ in range(2)]
-        verifiers = [launch("verifier_service", "target", "--listen", address) for address in addresses]
+        verifiers = [
+            launch("verifier_service", "target", "--listen", address, *VERIFIER_GRACE) for address in addresses
+        ]
         drafts = [
             launch(
                 "draft_service",
                 "draft",
                 *("--verifier", ",".join(addresses), "--listen", "127.0.0.1:0", "--trace-sample", ratio),
+                *DRAFT_GRACE,
             )
             for ratio in ("0", "1")
         ]
@@ -63,10 +67,10 @@ def house() -> Iterator[House]:
                 service.process.terminate()
 
 
-def logged(service: ServiceProcess, event: str) -> list[dict[str, Any]]:
-    """The lines of its log with this event."""
+def logged(service: ServiceProcess, event: str | None = None) -> list[dict[str, Any]]:
+    """The lines of its log, or those with this event."""
     lines = [json.loads(line) for line in service.log_lines() if line.startswith("{")]
-    return [line for line in lines if line["event"] == event]
+    return [line for line in lines if event in (None, line["event"])]
 
 
 def metrics_of(service: ServiceProcess) -> Samples:
