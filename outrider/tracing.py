@@ -132,7 +132,7 @@ class Tracing:
         current.set(TraceContext(own.trace_id, own.span_id, own.trace_flags.sampled))
         try:
             yield CallTrace(span, self._tracer) if span.is_recording() else UNTRACED
-        except BaseException as error:
+        except Exception as error:  # a client that leaves is none of ours
             span.set_status(Status(StatusCode.ERROR, str(error) or type(error).__name__))
             raise
         finally:

@@ -73,10 +73,15 @@ def logged(service: ServiceProcess, event: str | None = None) -> list[dict[str, 
     return [line for line in lines if event in (None, line["event"])]
 
 
+def metrics_url(service: ServiceProcess) -> str:
+    """Where its metrics are."""
+    (line,) = logged(service, "metrics")
+    return str(line["address"])
+
+
 def metrics_of(service: ServiceProcess) -> Samples:
     """What it shows now."""
-    (line,) = logged(service, "metrics")
-    return scrape(line["address"])
+    return scrape(metrics_url(service))
 
 
 def until(holds: Callable[[], Any], seconds: float = 60.0) -> Any:
