@@ -6,6 +6,7 @@ nothing of what is traced.
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -104,7 +105,7 @@ class Tracing:
                     "service.namespace": "outrider",
                     "service.name": service,
                     "service.version": version,
-                    "service.instance.id": socket.gethostname(),
+                    "service.instance.id": f"{socket.gethostname()}:{os.getpid()}",
                 }
             ),
             shutdown_on_exit=False,

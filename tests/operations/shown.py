@@ -14,6 +14,7 @@ from tests.house.project import ROOT
 
 DASHBOARD = ROOT / "deploy" / "dashboards" / "outrider.json"
 ALERTS = ROOT / "deploy" / "alerts" / "outrider.yaml"
+OPERATOR_RULES = ALERTS.with_name("prometheus-rule.yaml")
 TABLE = ROOT / "docs" / "observability.md"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+import yaml
 
 from outrider.cli.processes import ServiceProcess
 from outrider.client import Chunk, Client, Completion
@@ -20,7 +21,7 @@ from tests.draft_service.calls import request
 from tests.operations.collector import Span
 from tests.operations.house import House, house, logged, metrics_of, metrics_url, until
 from tests.operations.promql import GIVEN, asked
-from tests.operations.shown import Shown, alerts, documented, live, panels
+from tests.operations.shown import ALERTS, OPERATOR_RULES, Shown, alerts, documented, live, panels
 
 ASKED: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True, "gamma": 4}
 
@@ -166,6 +167,12 @@ def test_each_alert_says_what_it_means_and_what_to_do() -> None:
     for rule in rules:
         assert rule["labels"]["severity"] in ("critical", "warning", "info")
         assert all(len(rule["annotations"][key]) > 20 for key in ("summary", "description", "action"))
+
+
+def test_the_operator_gets_the_same_rules() -> None:
+    rules, wrapped = (yaml.safe_load(path.read_text(encoding="utf-8")) for path in (ALERTS, OPERATOR_RULES))
+    assert wrapped["kind"] == "PrometheusRule"
+    assert wrapped["spec"] == rules
 
 
 def test_the_table_of_metrics_is_what_is_shown(watched: House) -> None:
