@@ -18,8 +18,9 @@ from draft_service.service import SERVICE_NAME, DraftService
 from draft_service.settings import DraftSettings
 from draft_service.verifier_link import VerifierLink
 from draft_service.verifier_security import verifier_tls
+from draft_service.warm_up import warm_up
 from kernels.sparse import SparseConfig
-from outrider.lifecycle import Service, in_thread
+from outrider.lifecycle import Service, Warm, in_thread
 from outrider.lm.checkpoint import LoadedModel
 from outrider.lm.kv_size import blocks_for
 from outrider.lm.packed import PackedModel
@@ -60,9 +61,9 @@ class DraftApp(Service):
         super().__init__()
         self._settings = settings
         self._tls = verifier_tls(settings)
-        self._servicer = DraftService(settings)
+        self._servicer = DraftService(settings, self.metrics, self.tracing)
         self._link: VerifierLink | None = None
-        self._engine: StagedEngine | None = None
+        self.engine: StagedEngine | None = None
 
     def max_message_bytes(self) -> int:
         return message_limit(self._settings)
@@ -70,14 +71,15 @@ class DraftApp(Service):
     def register(self, server: grpc.aio.Server) -> None:
         add_DraftServiceServicer_to_server(self._servicer, server)
 
-    async def load(self) -> None:
+    async def load(self, warm: Warm) -> None:
         settings = self._settings
         check_settings(settings)
-        loaded: LoadedModel | None = None
+        packed: PackedModel | None = None
         if loads_model(settings):
-            loaded, tokenizer = await in_thread(lambda: load(settings))
+            packed, tokenizer = await in_thread(lambda: load_packed(settings))
         else:
             tokenizer = await in_thread(lambda: load_tokenizer_alone(settings))
+        await warm()  # whatever becomes of verifiers, there is no use in starting it anew
         self._link = VerifierLink(
             settings.verifier,
             observer=FailoverMetrics(self.metrics),
@@ -89,26 +91,27 @@ class DraftApp(Service):
             look_again=settings.verifier_resolve_interval,
         )
         show_verifiers(self.metrics, self._link)
-        draft = model_info(loaded, tokenizer, settings)
+        draft = model_info(None if packed is None else packed.loaded, tokenizer, settings)
         target = await self._link.match(draft)
         limit_by(draft, target)
         if (short := short_of(settings, target.limits.max_sequence_tokens)) > 0:
             _log.warning("prompts as long as the target takes may not fit: --max-message-bytes", bytes_short=short)
         sparse = SparseConfig(keep_mass=settings.keep_mass, max_support=draft.limits.max_support)
         drafters = await in_thread(lambda: cheap_drafters(settings, tokenizer, target, sparse))
-        if loaded is not None:
-            self._engine = await in_thread(lambda: build_engine(loaded, target, sparse, settings))
-            self._engine.start()
-            drafters |= model_drafters(settings, self._engine, drafters, target)
-            show_outcome_cache(self.metrics, self._engine.cache.counts)
-        show_held(self.metrics, self._servicer.places, None if self._engine is None else self._engine.packed.pool)
+        if packed is not None:
+            self.engine = await in_thread(lambda: build_engine(packed, target, sparse, settings))
+            self.engine.start()
+            drafters |= model_drafters(settings, self.engine, drafters, target)
+            await warm_up(drafters[Kind.MODEL], self.engine)
+            show_outcome_cache(self.metrics, self.engine.cache.counts)
+        show_held(self.metrics, self._servicer.places, None if packed is None else packed.pool)
         if not supports_rule_by_logits(drafters):
             remove_lossy_rules(draft)
         self.metrics.describe(
             service="draft_service", version=draft.server_version, model=draft.name, device=draft.device
         )
         chosen = guarded(drafters, settings, target, sparse)
-        show_drafters(self.metrics, chosen, None if self._engine is None else self._engine.counts)
+        show_drafters(self.metrics, chosen, None if self.engine is None else self.engine.counts)
         self._servicer.attach(
             Pair(chosen, Kind(settings.drafter), Lengths(self.metrics), self._link, tokenizer, draft, target)
         )
@@ -119,18 +122,29 @@ class DraftApp(Service):
     def stop(self) -> None:
         if self._link is not None:
             self._link.close()
-        if self._engine is not None:
-            self._engine.stop()
+        if self.engine is not None:
+            self.engine.stop()
 
 
-def build_engine(
-    loaded: LoadedModel, target: model_pb2.ModelInfo, config: SparseConfig, settings: DraftSettings
-) -> StagedEngine:
-    """The draft's engine, warmed up and not started."""
+def load_packed(settings: DraftSettings) -> tuple[PackedModel, Tokenizer]:
+    """The draft with its KV pool, warmed up, and its tokenizer.
+
+    Raises:
+        CheckpointError: the model cannot be loaded or run.
+        SettingsError: the KV cache has no room for one sequence.
+    """
+    loaded, tokenizer = load(settings)
     length = sequence_tokens(settings, loaded)
     blocks = min(kv_blocks(settings, loaded), settings.max_sequences * blocks_for(length))
     packed = PackedModel.build(loaded, settings.max_sequences, length, blocks=blocks)
     packed.warm_up((1, 2, 64))
+    return packed, tokenizer
+
+
+def build_engine(
+    packed: PackedModel, target: model_pb2.ModelInfo, config: SparseConfig, settings: DraftSettings
+) -> StagedEngine:
+    """The draft's engine, not started."""
     packed.warm_up_writing(config)
     return StagedEngine(
         packed,

@@ -172,7 +172,7 @@ class Emitter:
             chunk.rounds.extend(self._rounds)
             self._rounds.clear()
         if tokens:
-            timings.token_out()
+            timings.tokens_out(len(tokens))
         self._responses.send(draft_service_pb2.GenerateResponse(chunk=chunk))
 
     def _report(

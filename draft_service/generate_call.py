@@ -19,7 +19,9 @@ from draft_service.heartbeat import Heartbeat
 from draft_service.output import OutputText
 from draft_service.pair import Pair, Places
 from draft_service.request import Generation
+from draft_service.request_metrics import RequestMetrics
 from draft_service.responses import Responses
+from draft_service.sample_watch import SampleWatch
 from draft_service.settings import DraftSettings
 from draft_service.speculation import PolicyKind
 from draft_service.validation import check_generate
@@ -27,6 +29,7 @@ from outrider.lm.tokenizer import IncrementalDetokenizer
 from outrider.rpc.errors import RequestError, idle
 from outrider.rpc.patience import Patience
 from outrider.sampling import RULE_TO_WIRE
+from outrider.tracing import CallTrace
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, verifier_service_pb2
 
 _log = structlog.get_logger()
@@ -40,11 +43,22 @@ SHORT_PROMPT_CHARS = 4096
 class GenerateCall:
     """One call, from its request to its end."""
 
-    def __init__(self, pair: Pair, places: Places, settings: DraftSettings, context: Context) -> None:
+    def __init__(
+        self,
+        pair: Pair,
+        places: Places,
+        settings: DraftSettings,
+        context: Context,
+        *,
+        metrics: RequestMetrics,
+        trace: CallTrace,
+    ) -> None:
         self._pair = pair
         self._places = places
         self._settings = settings
         self._context = context
+        self._metrics = metrics
+        self._trace = trace
         self._arrived = time.perf_counter()
         self._responses = Responses()
         self._samples: list[Sample] = []
@@ -75,7 +89,7 @@ class GenerateCall:
             outcome = "INTERNAL"
             raise
         finally:
-            self._log(message, request, outcome)
+            self._tell(message, request, outcome)
 
     async def _deliver(self, request: Generation) -> None:
         """Writes responses until the last, or until the client has not read one for too long."""
@@ -121,7 +135,8 @@ class GenerateCall:
 
     async def _write(self, request: Generation, index: int) -> None:
         emitter = self._emitter(request, index)
-        sample = Sample(request, index, emitter, self._pair.lengths.of(request), arrived=self._arrived)
+        watch = SampleWatch(self._metrics, self._trace, index)
+        sample = Sample(request, index, emitter, self._pair.lengths.of(request), watch, arrived=self._arrived)
         self._emitters.append(emitter)
         self._samples.append(sample)
         await sample.run(
@@ -175,22 +190,36 @@ class GenerateCall:
         left: Any = self._context.time_remaining()
         return self._settings.request_timeout if left is None else float(left)
 
-    def _log(self, message: draft_service_pb2.GenerateRequest, request: Generation | None, outcome: str) -> None:
+    def _tell(self, message: draft_service_pb2.GenerateRequest, request: Generation | None, outcome: str) -> None:
+        """What became of it, to the metrics, the trace and the log."""
         counts = [sample.counts for sample in self._samples]
         timings = [sample.timings for sample in self._samples]
         reasons = [sampling_pb2.FinishReason.Name(sample.finish_reason) for sample in self._samples]
         first = [each.first_token for each in timings if each.first_token is not None]
+        seconds = time.perf_counter() - self._arrived
+        prompt = len(request.prompt) if request else 0
+        tokens = sum(emitter.completion_tokens for emitter in self._emitters)
+        request_id = request.request_id if request else message.request_id
+        self._metrics.ended(outcome, seconds, prompt=prompt, generated=tokens)
+        self._trace.describe(
+            {
+                "outrider.request_id": request_id,
+                "outrider.status": outcome,
+                "outrider.prompt_tokens": prompt,
+                "outrider.tokens": tokens,
+            }
+        )
         _log.info(
             "generate",
-            request_id=request.request_id if request else message.request_id,
+            request_id=request_id,
             status=outcome,
             samples=len(self._samples),
             finish_reasons=[reason.removeprefix("FINISH_REASON_") for reason in reasons],
-            prompt_tokens=len(request.prompt) if request else 0,
+            prompt_tokens=prompt,
             committed_tokens=len(message.committed_token_ids),
             drafter=request.drafter.value if request else "",
             speculation=request.policy.value if request else "",
-            tokens=sum(emitter.completion_tokens for emitter in self._emitters),
+            tokens=tokens,
             rounds=sum(each.num_rounds for each in counts),
             drafts=sum(each.num_drafts for each in counts),
             draft_tokens=sum(each.num_draft_tokens for each in counts),
@@ -201,7 +230,7 @@ class GenerateCall:
             failovers=sum(each.failovers.count for each in counts),
             alpha=[round(each.alpha, 4) for each in counts],
             mean_gamma=[round(each.mean_gamma, 2) for each in counts],
-            seconds=round(time.perf_counter() - self._arrived, 4),
+            seconds=round(seconds, 4),
             first_token_seconds=round(min(first), 4) if first else None,
             draft_seconds=round(sum(each.draft for each in timings), 4),
             verdict_seconds=round(sum(each.verdict for each in timings), 4),

@@ -18,6 +18,7 @@ from draft_service.emission import Emitter
 from draft_service.failover import ResumingSequence
 from draft_service.lengths import SampleLengths
 from draft_service.request import Generation
+from draft_service.sample_watch import SampleWatch
 from draft_service.speculation_choice import POLICY_TO_WIRE
 from draft_service.statistics import SpeculationCounts, Timings
 from draft_service.verifier_link import VerifierLink
@@ -57,16 +58,29 @@ class Sample:
     """
 
     def __init__(
-        self, request: Generation, index: int, emitter: Emitter, lengths: SampleLengths, *, arrived: float
+        self,
+        request: Generation,
+        index: int,
+        emitter: Emitter,
+        lengths: SampleLengths,
+        watch: SampleWatch,
+        *,
+        arrived: float,
     ) -> None:
-        """`lengths` says how much to draft; `arrived` is the request's arrival, as `time.perf_counter()` had it."""
+        """`lengths` says how much to draft, and `watch` is told how it goes; `arrived` is the request's arrival, as
+        `time.perf_counter()` had it.
+        """
         self.counts = SpeculationCounts(drafter=KIND_TO_WIRE[request.drafter], policy=POLICY_TO_WIRE[request.policy])
-        self.timings = Timings(arrived, failovers=self.counts.failovers)
+        self.timings = Timings(arrived, watch, failovers=self.counts.failovers)
         self.finish_reason: sampling_pb2.FinishReason = sampling_pb2.FINISH_REASON_UNSPECIFIED
         self._request = request
         self._index = index
         self._emitter = emitter
         self._lengths = lengths
+        self._watch = watch
+        self._draft_seconds: float | None = (
+            None  # what drafting the round under way took; None: the target writes alone
+        )
         self._written = len(request.committed)
         self._drafting: HealingDrafting | None = None
         self._sent = 0.0  # when the round under way left
@@ -90,6 +104,7 @@ class Sample:
             return
         name = f"{request.request_id}/{self._index}"
         target = link.open(self.opening(), sequence_id=name, timeout=timeout, tally=self.counts.failovers)
+        self._watch.begins()
         try:
             if request.gamma:
                 self._drafting = HealingDrafting(drafter, self._draft_sequence())
@@ -98,6 +113,7 @@ class Sample:
             target.cancel()
             raise
         finally:
+            self._watch.ends()
             self._stop_drafting()
         self.finish_reason = self._emitter.finish(self.finish_reason, self.counts, self.timings)
         await target.close()
@@ -174,11 +190,13 @@ class Sample:
         drafted = await self._drafted(draft) if draft is not None else None
         if drafted is not None:
             self._alone = DECODE_WHILE_CAPPED
+            self._draft_seconds = drafted.seconds
             self._sent = time.perf_counter()
             self._lengths.sent(drafted)
             await target.propose(drafted.token_ids, [encode_distribution(law) for law in drafted.laws])
             return Round(drafted.token_ids, 1)
         tokens = min(self._left, self._tokens_alone())
+        self._draft_seconds = None
         self._sent = time.perf_counter()
         self._lengths.sent(None)
         await target.decode(tokens)
@@ -221,9 +239,12 @@ class Sample:
     async def _next_verdict(self, target: ResumingSequence, round_: Round) -> speculation_pb2.Verdict:
         verdict = await target.verdict()
         now = time.perf_counter()
-        self.timings.add(now - self._sent - target.pause, verdict)
+        waited = now - self._sent - target.pause
+        self.timings.add(waited, verdict)
         self._sent = now  # where more verdicts are to come, the next one's wait begins here
-        self.counts.add(len(round_.drafted), verdict, asked=self._lengths.asked)
+        drafted, asked = len(round_.drafted), self._lengths.asked
+        self.counts.add(drafted, verdict, asked=asked)
+        self._watch.judged(verdict, asked=asked, drafted=drafted, draft=self._draft_seconds, waited=waited)
         self._lengths.observe(verdict)
         self._written += len(verdict.token_ids)
         if self._drafting is not None:

@@ -12,6 +12,7 @@ import grpc
 from draft_service.breaker import Breaker, State
 from draft_service.losses import Loss
 from draft_service.verify_sequence import VerifySequence, translate
+from outrider import trace_context
 from outrider.rpc.errors import RequestError, unavailable
 from outrider.rpc.renewal import RenewedChannel
 from outrider.rpc.tls import ChannelTLS
@@ -128,7 +129,8 @@ class Replica:
         """Begins a sequence. `timeout` is what is left of the client's deadline, in seconds; `seat` its seat here, for
         who wants to tell the replica more than the sequence hears.
         """
-        call = self._channel.begin(lambda stub: stub.Verify(timeout=timeout, wait_for_ready=False))
+        metadata = trace_context.outgoing()
+        call = self._channel.begin(lambda stub: stub.Verify(timeout=timeout, wait_for_ready=False, metadata=metadata))
         return VerifySequence(
             call,
             opening,

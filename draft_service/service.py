@@ -8,8 +8,11 @@ from draft_service.drafter_choice import KIND_TO_WIRE
 from draft_service.generate_call import GenerateCall
 from draft_service.pair import Pair, Places
 from draft_service.propose_call import ProposeCall
+from draft_service.request_metrics import RequestMetrics
 from draft_service.settings import DraftSettings
+from outrider.metrics import Metrics
 from outrider.rpc.errors import guarded, unavailable
+from outrider.tracing import Tracing
 from protos.outrider.v1 import draft_service_pb2, draft_service_pb2_grpc
 
 SERVICE_NAME = draft_service_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
@@ -18,8 +21,10 @@ SERVICE_NAME = draft_service_pb2.DESCRIPTOR.services_by_name["DraftService"].ful
 class DraftService(draft_service_pb2_grpc.DraftServiceServicer):
     """Answers once `attach` has given it a pair; until then every call is UNAVAILABLE."""
 
-    def __init__(self, settings: DraftSettings) -> None:
+    def __init__(self, settings: DraftSettings, metrics: Metrics, tracing: Tracing) -> None:
         self._settings = settings
+        self._metrics = RequestMetrics(metrics)
+        self._tracing = tracing
         self.places = Places(settings.max_sequences)
         self._pair: Pair | None = None
 
@@ -31,16 +36,19 @@ class DraftService(draft_service_pb2_grpc.DraftServiceServicer):
     async def Generate(  # type: ignore[override]  # stubs know generators alone; this one writes to its context
         self, request: draft_service_pb2.GenerateRequest, context: Any
     ) -> None:
-        await GenerateCall(self._ready(), self.places, self._settings, context).run(request)
+        with self._tracing.call("Generate", context.invocation_metadata()) as trace:
+            call = GenerateCall(self._ready(), self.places, self._settings, context, metrics=self._metrics, trace=trace)
+            await call.run(request)
 
     @guarded
     async def Propose(
         self, request_iterator: Any, context: Any
     ) -> AsyncGenerator[draft_service_pb2.ProposeResponse, None]:
-        call = ProposeCall(self._ready(), self.places, self._settings, context)
-        async with aclosing(call.run()) as responses:
-            async for response in responses:
-                yield response
+        with self._tracing.call("Propose", context.invocation_metadata()):
+            call = ProposeCall(self._ready(), self.places, self._settings, context)
+            async with aclosing(call.run()) as responses:
+                async for response in responses:
+                    yield response
 
     @guarded
     async def GetModel(

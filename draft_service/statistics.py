@@ -5,6 +5,7 @@ It knows nothing of what is done with the numbers.
 
 import time
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from draft_service.drafters.base import Foresight
 from protos.outrider.v1 import draft_service_pb2, speculation_pb2
@@ -130,11 +131,22 @@ class SpeculationCounts:
         )
 
 
+class TokenWatch(Protocol):
+    """Who is told when tokens leave for the client."""
+
+    def first_token(self, seconds: float) -> None:
+        """The first one leaves, so long after the request came."""
+
+    def next_tokens(self, seconds: float, count: int) -> None:
+        """So many more leave together, so long after those before."""
+
+
 @dataclass(slots=True)
 class Timings:
-    """Where one sample's time goes, in seconds since `arrived` (`time.perf_counter()`)."""
+    """Where one sample's time goes, in seconds since `arrived` (`time.perf_counter()`); `watch` hears of its tokens."""
 
     arrived: float
+    watch: TokenWatch | None = None
     first_token: float | None = None
     draft: float = 0.0
     verdict: float = 0.0
@@ -143,6 +155,7 @@ class Timings:
     forward_us: int = 0
     verify_us: int = 0
     failovers: Failovers = field(default_factory=Failovers)
+    _last_token: float = 0.0
 
     def add(self, waited: float, verdict: speculation_pb2.Verdict) -> None:
         """Takes in a verdict that came `waited` seconds after its proposal had left."""
@@ -151,10 +164,16 @@ class Timings:
         self.forward_us += verdict.timings.forward_us
         self.verify_us += verdict.timings.verify_us
 
-    def token_out(self) -> None:
-        """A token leaves for the client."""
+    def tokens_out(self, count: int) -> None:
+        """So many tokens leave for the client, together."""
+        now = time.perf_counter()
         if self.first_token is None:
-            self.first_token = time.perf_counter() - self.arrived
+            self.first_token = now - self.arrived
+            if self.watch is not None:
+                self.watch.first_token(self.first_token)
+        elif self.watch is not None:
+            self.watch.next_tokens(now - self._last_token, count)
+        self._last_token = now
 
     def to_message(self) -> draft_service_pb2.GenerateTimings:
         """The times until now as the contract has them."""

@@ -7,7 +7,8 @@ It knows nothing of what health means.
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from outrider.rpc.server import HealthState, bind, create_server
+from outrider.rpc.health import HealthState
+from outrider.rpc.server import bind, create_server
 
 # Requests name a service, and answers are a number.
 _MAX_MESSAGE_BYTES = 4096

@@ -7,7 +7,7 @@ import asyncio
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, ExitStack
 from typing import Any, TypeVar
 
@@ -15,14 +15,19 @@ import grpc
 import structlog
 
 from outrider.health_port import health_port
+from outrider.life_metrics import show_life
+from outrider.lm.engine import Engine
 from outrider.lm.environment import ForeignKernelsError, check_environment
 from outrider.lm.errors import CheckpointError
 from outrider.metrics import Metrics, exposed
+from outrider.model_info import server_version
 from outrider.rpc.errors import RequestError
-from outrider.rpc.server import HealthState, StartupError, bind, create_server, enable_reflection, serve_until_signal
+from outrider.rpc.health import HealthState
+from outrider.rpc.server import StartupError, bind, create_server, enable_reflection, serve_until_signal
 from outrider.security import listening
 from outrider.settings import ServiceSettings, SettingsError
 from outrider.telemetry import configure_logging
+from outrider.tracing import Tracing
 
 _log = structlog.get_logger()
 
@@ -31,19 +36,31 @@ Result = TypeVar("Result")
 # The engine's thread takes the interpreter's lock often and briefly; with Python's default of 5 ms a verdict would wait
 # that long for the event loop.
 SWITCH_INTERVAL = 0.0005
+# How often it is seen whether the engine's loop goes round.
+GLANCE_SECONDS = 1.0
+
+
+Warm = Callable[[], Awaitable[None]]
+"""What `Service.load` calls once the model has run."""
 
 
 class Service(ABC):
     """A service, as its life sees it.
 
     Attributes:
+        name: of its gRPC service, in full.
         metrics: what it shows of itself, where the settings say so.
+        tracing: what is recorded of its calls, where the settings say so.
+        engine: what runs its model, where it has one, once that is loaded.
     """
 
     name: str
+    engine: Engine[Any, Any, Any] | None
 
     def __init__(self) -> None:
         self.metrics = Metrics()
+        self.tracing = Tracing()
+        self.engine = None
 
     @abstractmethod
     def max_message_bytes(self) -> int:
@@ -54,8 +71,9 @@ class Service(ABC):
         """Adds the servicer to a server that has not started. Calls may come before `load` has ended."""
 
     @abstractmethod
-    async def load(self) -> None:
-        """Loads the model, and whatever must be there to serve; returns when ready.
+    async def load(self, warm: Warm) -> None:
+        """Loads the model, and whatever must be there to serve; returns when ready. Awaits `warm` as soon as the model
+        is there and has run: who waits for others from then on need not be started anew.
 
         Raises:
             CheckpointError, RequestError: the service cannot serve; the text is one line.
@@ -70,13 +88,20 @@ class Service(ABC):
         """Frees what `load` made. No call is in progress any more."""
 
 
-async def live(service: Service, settings: ServiceSettings) -> None:
-    """Runs a service until a signal ends it.
+async def live(service: Service, settings: ServiceSettings, program: str) -> None:
+    """Runs a service until a signal ends it; `program` is its name in traces.
 
     Raises:
-        StartupError, CheckpointError, RequestError, SettingsError: it cannot serve.
+        StartupError, CheckpointError, RequestError: it cannot serve.
+        SettingsError: not as the settings have it.
     """
     with ExitStack() as running:
+        if settings.otlp_endpoint is not None:
+            service.tracing.open(
+                service=program, version=server_version(), endpoint=settings.otlp_endpoint, ratio=settings.trace_sample
+            )
+            running.callback(service.tracing.close)
+            _log.info("tracing", endpoint=settings.otlp_endpoint, ratio=settings.trace_sample)
         if settings.metrics_listen is not None:
             shown = running.enter_context(exposed(service.metrics, settings.metrics_listen))
             _log.info("metrics", address=f"http://{shown}/metrics")
@@ -92,6 +117,7 @@ async def _serve(service: Service, settings: ServiceSettings) -> None:
         doors=how.doors,
     )
     health = HealthState(server, [service.name])
+    show_life(service.metrics, health, lambda: service.engine)
     service.register(server)
     enable_reflection(server, [service.name])
     address = bind(server, settings.listen, None if how.tls is None else how.tls.credentials())
@@ -112,23 +138,39 @@ async def _run(service: Service, settings: ServiceSettings, server: grpc.aio.Ser
         serve_until_signal(server, health, grace_s=settings.grace, on_drain=service.drain), name="serving"
     )
     loading = asyncio.create_task(_load(service, health), name="loading")
+    watching = asyncio.create_task(_watch(service, health, settings.liveness_timeout), name="watching")
     try:
         await asyncio.wait((serving, loading), return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             loading.result()
         await serving
     finally:
-        for task in (serving, loading):
+        for task in (serving, loading, watching):
             task.cancel()
-        await asyncio.gather(serving, loading, return_exceptions=True)
+        await asyncio.gather(serving, loading, watching, return_exceptions=True)
         service.stop()
     _log.info("stopped")
 
 
 async def _load(service: Service, health: HealthState) -> None:
-    await service.load()
+    await service.load(health.warm)
     await health.serving()
     _log.info("serving")
+
+
+async def _watch(service: Service, health: HealthState, bound: float) -> None:
+    """Says for as long as it lasts that the engine is stuck, or has ended."""
+    last = ""
+    while True:
+        await asyncio.sleep(min(GLANCE_SECONDS, bound / 4))
+        trouble = "" if service.engine is None else service.engine.trouble(bound)
+        if bool(trouble) != bool(last):
+            if trouble:
+                _log.error("not alive", reason=trouble)
+            else:
+                _log.warning("alive again")
+            await health.alive(not trouble)
+        last = trouble
 
 
 async def in_thread(function: Callable[[], Result]) -> Result:
@@ -165,7 +207,7 @@ def run(program: str, settings: ServiceSettings, make: Callable[[], Service]) ->
     sys.setswitchinterval(SWITCH_INTERVAL)
     try:
         check_environment()
-        _run_loop(live(make(), settings))
+        _run_loop(live(make(), settings, program))
     except (StartupError, CheckpointError, ForeignKernelsError, RequestError, SettingsError) as error:
         message = error.message if isinstance(error, RequestError) else str(error)
         _log.error("cannot serve", reason=message)

@@ -63,7 +63,7 @@ def describe_tokenizer(
         default_rule=RULE_TO_WIRE[default_rule],
         noise_version=NOISE_VERSION,
         limits=limits,
-        server_version=_server_version(),
+        server_version=server_version(),
         has_chat_template=tokenizer.has_chat_template,
         lossy_rules=[RULE_TO_WIRE[rule] for rule in rules if rule in LOSSY_RULES],
     )
@@ -112,7 +112,8 @@ def _mismatch(what: str, draft: object, target: object) -> RequestError:
     return failed_precondition("PAIR_MISMATCH", f"draft and target differ in their {what}: {draft} against {target}")
 
 
-def _server_version() -> str:
+def server_version() -> str:
+    """The version of Outrider that is installed."""
     try:
         return version("outrider")
     except PackageNotFoundError:

@@ -30,6 +30,17 @@ ServiceAddress = Annotated[str, AfterValidator(_host_and_port_or_socket)]
 """Where a service of ours listens: `HOST:PORT`, or `unix:PATH`."""
 
 
+def _endpoint(value: str) -> str:
+    scheme, separator, rest = value.partition("://")
+    if not separator or scheme not in ("http", "https"):
+        raise ValueError(f"{value!r} is not http://HOST:PORT or https://HOST:PORT")
+    _host_and_port(rest.rstrip("/"))
+    return value
+
+
+Endpoint = Annotated[str, AfterValidator(_endpoint)]
+
+
 class SettingsError(Exception):
     """A setting that this machine cannot meet; the text is one line that names the flag."""
 
@@ -89,9 +100,30 @@ class ServiceSettings(SecuritySettings):
         description="largest message taken; default: what the largest one comes to by the model's vocabulary and these "
         "settings, and at least 4 MiB",
     )
-    grace: float = Field(30.0, ge=0, description="seconds that running requests get to finish after SIGTERM")
+    grace: float = Field(
+        30.0,
+        ge=0,
+        description="seconds from SIGTERM to the exit; running requests have all but the last tenth of it, or the last "
+        "2 s where that is less, to finish or to go on elsewhere",
+    )
+    liveness_timeout: float = Field(
+        60.0,
+        gt=0,
+        description="seconds that a step of the engine may last before the health service's `liveness` is NOT_SERVING; "
+        "never less than four times the longest so far",
+    )
     metrics_listen: Address | None = Field(
         None, description="HOST:PORT of Prometheus metrics over HTTP; port 0 takes a free one; default: none"
+    )
+    otlp_endpoint: Endpoint | None = Field(
+        None,
+        description="http:// or https:// HOST:PORT of a collector that takes traces by OTLP over gRPC; default: none",
+    )
+    trace_sample: float = Field(
+        0.01,
+        ge=0,
+        le=1,
+        description="share of the calls that are traced, of those that come without a trace; of others theirs decides",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log line written")
 

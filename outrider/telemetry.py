@@ -10,12 +10,17 @@ import sys
 import structlog
 from structlog.typing import Processor
 
+from outrider.trace_context import add_trace_ids
+
 
 def configure_logging(service: str, level: str = "info") -> None:
-    """Sets logging up for the process. Every line carries the service's name, a level and an ISO time in UTC."""
+    """Sets logging up for the process. Every line carries the service's name, a level and an ISO time in UTC, and where
+    it is of a call that stands in a trace, the ids of that.
+    """
     threshold = logging.getLevelNamesMapping()[level.upper()]
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
+        add_trace_ids,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.StackInfoRenderer(),

@@ -3,8 +3,9 @@
 import grpc
 import structlog
 
-from kernels.paths import PathUnavailable, VerifyPath, choose, rehearse, warm_up
-from outrider.lifecycle import Service, in_thread
+from kernels import paths
+from kernels.paths import PathUnavailable, VerifyPath, choose, rehearse
+from outrider.lifecycle import Service, Warm, in_thread
 from outrider.lm.checkpoint import find_device
 from outrider.lm.packed import PackedModel
 from outrider.lm.peek import vocabulary_size
@@ -16,10 +17,11 @@ from outrider.settings import SettingsError
 from protos.outrider.v1 import model_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import add_VerifierServiceServicer_to_server
 from verifier_service.engine import Drain, Observer, VerifierEngine
-from verifier_service.metrics import SpeculationMetrics
+from verifier_service.metrics import SequenceMetrics, SpeculationMetrics
 from verifier_service.rounds import FEATURES
 from verifier_service.service import SERVICE_NAME, VerifierService
 from verifier_service.settings import VerifierSettings
+from verifier_service.warm_up import warm_up
 
 _log = structlog.get_logger()
 
@@ -38,8 +40,8 @@ class VerifierApp(Service):
         super().__init__()
         self._settings = settings
         self._path = find_path(settings)
-        self._servicer = VerifierService(settings)
-        self._engine: VerifierEngine | None = None
+        self._servicer = VerifierService(settings, SequenceMetrics(self.metrics), self.tracing)
+        self.engine: VerifierEngine | None = None
 
     def max_message_bytes(self) -> int:
         return message_limit(self._settings)
@@ -47,9 +49,9 @@ class VerifierApp(Service):
     def register(self, server: grpc.aio.Server) -> None:
         add_VerifierServiceServicer_to_server(self._servicer, server)
 
-    async def load(self) -> None:
+    async def load(self, warm: Warm) -> None:
         observer = SpeculationMetrics(self.metrics, self._path.name, self._settings.max_gamma)
-        engine, model = await in_thread(lambda: build_engine(self._settings, self._path, observer))
+        engine, model = await in_thread(lambda: build_engine(self._settings, self._path))
         self.metrics.describe(
             service="verifier_service",
             version=model.server_version,
@@ -58,18 +60,21 @@ class VerifierApp(Service):
             verify_path=self._path.name,
         )
         _log.info("verifying", verify_path=self._path.name, reason=self._path.reason, device=model.device)
-        observer.watch(engine.packed.pool, engine.scheduler)
+        self.engine = engine
         engine.start()
-        self._engine = engine
+        await warm_up(engine, model)
+        engine.observer = observer  # what it was warmed up with is nobody's request
+        observer.watch(engine.packed.pool, engine.scheduler)
+        await warm()
         self._servicer.attach(engine, model)
 
     async def drain(self) -> None:
-        if self._engine is not None:
-            self._engine.post(Drain())
+        if self.engine is not None:
+            self.engine.post(Drain())
 
     def stop(self) -> None:
-        if self._engine is not None:
-            self._engine.stop()
+        if self.engine is not None:
+            self.engine.stop()
 
 
 def message_limit(settings: VerifierSettings) -> int:
@@ -102,7 +107,7 @@ def find_path(settings: VerifierSettings) -> VerifyPath:
 
 
 def build_engine(
-    settings: VerifierSettings, path: VerifyPath, observer: Observer
+    settings: VerifierSettings, path: VerifyPath, observer: Observer | None = None
 ) -> tuple[VerifierEngine, model_pb2.ModelInfo]:
     """Loads the model and warms it up. Takes as long as reading the weights does.
 
@@ -141,5 +146,5 @@ def build_engine(
         gamma_cap=settings.gamma_cap,
     )
     packed.warm_up([1, settings.max_gamma + 1])
-    warm_up(path.name, loaded.device, loaded.dtype, model.vocab_size, loaded.vocab_size)
+    paths.warm_up(path.name, loaded.device, loaded.dtype, model.vocab_size, loaded.vocab_size)
     return engine, model

@@ -100,6 +100,12 @@ class Observer(Protocol):
     def judged(self, rule: Rule, drafted: int, accepted: int) -> None:
         """A round of `drafted` tokens was judged, and `accepted` of them are in the text."""
 
+    def passed(self, tokens: int, sequences: int, seconds: float) -> None:
+        """The model ran once, over so many tokens of so many sequences."""
+
+    def waited(self, seconds: float) -> None:
+        """A round waited so long for its pass."""
+
     def begun(self, tokens: int, cached: int) -> None:
         """A sequence is to be run; `cached` of its `tokens` need not be."""
 
@@ -114,7 +120,11 @@ class Observer(Protocol):
 
 
 class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
-    """All sequences of one target model."""
+    """All sequences of one target model.
+
+    Attributes:
+        observer: who is told from now on, if anybody.
+    """
 
     def __init__(
         self,
@@ -137,7 +147,7 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
         self._model = model
         self._max_linger = max_linger
         self._verify_path = verify_path
-        self._observer = observer
+        self.observer = observer
         self.prefixes = PrefixCache(packed.pool, enabled=prefix_cache)
         self.cost: FittedCost  # of the passes so far; from `prepare` on
         self._caps = GammaCap() if gamma_cap else None
@@ -224,11 +234,11 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
     def schedule(self) -> list[TargetWork]:
         rounds = [(sequence, _guard(sequence, sequence.next_round)) for sequence in self.scheduler.running]
         plan = self.scheduler.plan(rounds)
-        if self._observer is not None:
+        if self.observer is not None:
             for sequence, cached in plan.begun:
-                self._observer.begun(len(sequence.tokens), cached)
+                self.observer.begun(len(sequence.tokens), cached)
             for _ in plan.preempted:
-                self._observer.preempted()
+                self.observer.preempted()
         return plan.work
 
     def forward(self, work: Sequence[TargetWork]) -> torch.Tensor:
@@ -237,6 +247,9 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
     def process(self, work: Sequence[TargetWork], logits: torch.Tensor) -> None:
         # logits: [Σ (γ + 1), V or more], for the work that has a round
         judged = [(item.sequence, item.round) for item in work if item.round is not None]
+        pass_tokens = sum(len(item.chunk.tokens) for item in work)
+        if self.observer is not None:
+            self.observer.passed(pass_tokens, len(work), self.forward_seconds)
         if not judged:
             return
         started = time.perf_counter()
@@ -244,9 +257,8 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
         proposals = [sequence.proposed(round_) for sequence, round_ in judged]
         rulings = verify(logits[:, : self._model.vocab_size], proposals, self._verify_path)
         verify_seconds = time.perf_counter() - started
-        if self._observer is not None:
-            self._observer.verified(verify_seconds)
-        pass_tokens = sum(len(item.chunk.tokens) for item in work)
+        if self.observer is not None:
+            self.observer.verified(verify_seconds)
         if all(item.chunk.logits_from == 0 for item in work):  # prompts cost other than rounds, and γ does not ask
             self.cost.add(pass_tokens, self.forward_seconds + verify_seconds)
         load = self._load()
@@ -256,8 +268,9 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
                     internal("BAD_LOGITS", f"the target's logits after {len(sequence.tokens)} tokens are no numbers")
                 )
                 continue
+            queued = max(0.0, self.pass_started - sequence.owed_since(round_))
             timings = speculation_pb2.VerdictTimings(
-                queue_us=_micros(self.pass_started - sequence.owed_since(round_)),
+                queue_us=_micros(queued),
                 forward_us=_micros(self.forward_seconds),
                 verify_us=_micros(verify_seconds),
                 pass_tokens=pass_tokens,
@@ -274,8 +287,9 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
                     turnaround=round_.arrived - before,
                     whole=sequence.judged_at - before,
                 )
-            if self._observer is not None:
-                self._observer.judged(proposed.rule, len(proposed.tokens), verdict.accepted)
+            if self.observer is not None:
+                self.observer.judged(proposed.rule, len(proposed.tokens), verdict.accepted)
+                self.observer.waited(queued)
             self.scheduler.settle(sequence)
         self._look_at_cap()
 
@@ -286,8 +300,8 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
         now = time.perf_counter()
         running = {sequence: len(sequence.tokens) for sequence in self.scheduler.running if sequence.takes_part(now)}
         self._caps.look(running, self.cost.line)
-        if self._observer is not None:
-            self._observer.capped(self._longest(self._caps.cap))
+        if self.observer is not None:
+            self.observer.capped(self._longest(self._caps.cap))
         for sequence in (*self.scheduler.running, *self.scheduler.waiting):
             self._tell_cap(sequence)
 
@@ -332,8 +346,8 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
             intact = False
         else:
             intact = True
-        if self._observer is not None:
-            self._observer.checked(intact)
+        if self.observer is not None:
+            self.observer.checked(intact)
 
     def _load(self) -> speculation_pb2.VerifierLoad:
         return speculation_pb2.VerifierLoad(
@@ -355,4 +369,4 @@ def _guard(sequence: TargetSequence, action: Callable[[], Result]) -> Result | N
 
 
 def _micros(seconds: float) -> int:
-    return max(0, round(seconds * 1e6))
+    return round(seconds * 1e6)

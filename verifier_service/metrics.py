@@ -3,17 +3,49 @@
 The engine feeds it (`engine.Observer`); what is in the pool and in the queue is looked up when somebody asks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from prometheus_client import Counter, Gauge, Histogram
 
 from kernels.verify import Rule
 from outrider.lm.kv_pool import KVPool
 from outrider.metrics import Metrics
+from outrider.rpc.errors import RequestError
 from verifier_service.scheduler import Scheduler
 
 # From what a kernel takes to what a float64 oracle does, each about twice the one before.
 _SECONDS = (10e-6, 20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0)
+
+
+class SequenceMetrics:
+    """Counts streams that have ended. Used on the event loop alone."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._ended = Counter(
+            "outrider_sequences",
+            "Streams of Verify that have ended, by their status; CANCELLED where the draft service left.",
+            ("status",),
+            registry=metrics.registry,
+        )
+        for status in ("OK", "CANCELLED"):
+            self._ended.labels(status)
+
+    @contextmanager
+    def sequence(self) -> Iterator[None]:
+        """A stream, until the block ends."""
+        status = "CANCELLED"
+        try:
+            yield
+            status = "OK"
+        except RequestError as error:
+            status = error.code.name
+            raise
+        except Exception:
+            status = "INTERNAL"
+            raise
+        finally:
+            self._ended.labels(status).inc()
 
 
 class SpeculationMetrics:
@@ -63,6 +95,25 @@ class SpeculationMetrics:
             buckets=_SECONDS,
             registry=metrics.registry,
         ).labels(verify_path)
+        self._pass = Histogram(
+            "outrider_pass_seconds",
+            "Time of one forward pass of the target, for all its sequences.",
+            buckets=_SECONDS,
+            registry=metrics.registry,
+        )
+        self._pass_tokens, self._pass_sequences = (
+            Counter(f"outrider_pass_{name}", text, registry=metrics.registry)
+            for name, text in (
+                ("tokens", "Tokens in the target's passes, prompts and drafts included."),
+                ("sequences", "Sequences in them, each as often as it was in one."),
+            )
+        )
+        self._queue = Histogram(
+            "outrider_queue_seconds",
+            "From the arrival of a round, or the verdict before it of a Decode, to the start of its pass.",
+            buckets=_SECONDS,
+            registry=metrics.registry,
+        )
 
     def watch(self, pool: KVPool, scheduler: Scheduler) -> None:
         """Shows what is in these from now on."""
@@ -78,6 +129,16 @@ class SpeculationMetrics:
     def verified(self, seconds: float) -> None:
         """One call of verification took so long."""
         self._seconds.observe(seconds)
+
+    def passed(self, tokens: int, sequences: int, seconds: float) -> None:
+        """The model ran once, over so many tokens of so many sequences."""
+        self._pass.observe(seconds)
+        self._pass_tokens.inc(tokens)
+        self._pass_sequences.inc(sequences)
+
+    def waited(self, seconds: float) -> None:
+        """A round waited so long for its pass."""
+        self._queue.observe(seconds)
 
     def begun(self, tokens: int, cached: int) -> None:
         """A sequence is to be run; `cached` of its `tokens` need not be."""

@@ -6,9 +6,11 @@ from typing import Any
 import grpc
 
 from outrider.rpc.errors import guarded, unavailable
+from outrider.tracing import Tracing
 from protos.outrider.v1 import model_pb2, verifier_service_pb2, verifier_service_pb2_grpc
 from verifier_service.admission import Admission
 from verifier_service.engine import VerifierEngine
+from verifier_service.metrics import SequenceMetrics
 from verifier_service.settings import VerifierSettings
 from verifier_service.stream import VerifyStream
 
@@ -18,8 +20,10 @@ SERVICE_NAME = verifier_service_pb2.DESCRIPTOR.services_by_name["VerifierService
 class VerifierService(verifier_service_pb2_grpc.VerifierServiceServicer):
     """Answers once `attach` has given it a model; until then every call is UNAVAILABLE."""
 
-    def __init__(self, settings: VerifierSettings) -> None:
+    def __init__(self, settings: VerifierSettings, metrics: SequenceMetrics, tracing: Tracing) -> None:
         self._settings = settings
+        self._metrics = metrics
+        self._tracing = tracing
         self._admission = Admission(settings.max_sequences, settings.max_waiting)
         self._engine: VerifierEngine | None = None
         self._model = model_pb2.ModelInfo()
@@ -33,7 +37,8 @@ class VerifierService(verifier_service_pb2_grpc.VerifierServiceServicer):
     async def Verify(  # type: ignore[override]
         self, request_iterator: AsyncIterator[verifier_service_pb2.VerifyRequest], context: Any
     ) -> None:
-        await VerifyStream(self._ready(), self._model, self._settings, self._admission, context).run()
+        with self._tracing.call("Verify", context.invocation_metadata()) as trace, self._metrics.sequence():
+            await VerifyStream(self._ready(), self._model, self._settings, self._admission, context, trace=trace).run()
 
     @guarded
     async def GetModel(

@@ -15,6 +15,7 @@ from outrider.padding import pad
 from outrider.rpc.errors import RequestError, idle, invalid_field, out_of_order, overloaded
 from outrider.rpc.patience import Patience
 from outrider.sampling import RULE_TO_WIRE, Sampling
+from outrider.tracing import CallTrace
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service.admission import Admission
 from verifier_service.engine import Close, HalfClose, Open, Read, Remind, Submit, VerifierEngine
@@ -38,12 +39,15 @@ class VerifyStream:
         settings: VerifierSettings,
         admission: Admission,
         context: Context,
+        *,
+        trace: CallTrace,
     ) -> None:
         self._engine = engine
         self._model = model
         self._settings = settings
         self._admission = admission
         self._context = context
+        self._trace = trace
         self._outbox: asyncio.Queue[Reply] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._heard = time.monotonic()
@@ -88,6 +92,14 @@ class VerifyStream:
                 helper.cancel()
             self._engine.post(Close(sequence))
             self._tally.log(sequence, outcome)
+            self._trace.describe(
+                {
+                    "outrider.request_id": sequence.opening.request_id,
+                    "outrider.sequence_id": sequence.sequence_id,
+                    "outrider.status": outcome,
+                    "outrider.tokens": self._tally.tokens,
+                }
+            )
 
     # ------------------------------------------------------------------------------------------------------- opening
 
@@ -175,7 +187,32 @@ class VerifyStream:
                 self._heard = time.monotonic()
                 if reply.WhichOneof("kind") == "verdict":
                     self._tally.add(reply.verdict)
+                    if self._trace.is_recorded:
+                        self._record(reply.verdict)
                     self._engine.post(Read(sequence, 1))
+
+    def _record(self, verdict: speculation_pb2.Verdict) -> None:
+        """Puts a round into the trace: from its arrival to now."""
+        if verdict.status != speculation_pb2.VERDICT_STATUS_JUDGED:
+            return
+        now, timings = time.perf_counter(), verdict.timings
+        self._trace.span(
+            "verdict",
+            now - (timings.queue_us + timings.forward_us + timings.verify_us) / 1e6,
+            now,
+            {
+                "outrider.round": verdict.round,
+                "outrider.base_length": verdict.base_length,
+                "outrider.judged": verdict.judged,
+                "outrider.accepted": verdict.accepted,
+                "outrider.committed": len(verdict.token_ids),
+                "outrider.queue_seconds": timings.queue_us / 1e6,
+                "outrider.pass_seconds": timings.forward_us / 1e6,
+                "outrider.accept_seconds": timings.verify_us / 1e6,
+                "outrider.pass_tokens": timings.pass_tokens,
+                "outrider.pass_sequences": timings.pass_sequences,
+            },
+        )
 
     async def _watch(self, sequence: TargetSequence) -> None:
         """Has QUEUED repeated while the sequence waits, and ends the stream where the client has gone silent."""

@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 import structlog
 import torch
 
+from outrider.lm.heartbeat import Heartbeat
 from outrider.lm.packed import PackedModel
 
 _log = structlog.get_logger()
@@ -24,14 +25,23 @@ Message = TypeVar("Message")
 Work = TypeVar("Work")
 Output = TypeVar("Output")
 
+# How long `stop` waits for the pass under way: nobody waits for that one any more, and it may never end.
+STOP_SECONDS = 3.0
+
 
 class Engine(ABC, Generic[Message, Work, Output]):
-    """A thread that runs one model. All methods below the line run on that thread alone, so none of them locks."""
+    """A thread that runs one model. All methods below the line run on that thread alone, so none of them locks.
+
+    Attributes:
+        heartbeat: of the thread's loop, once `prepare` is done.
+    """
 
     def __init__(self, packed: PackedModel, *, name: str, threads: int | None = None) -> None:
         self.packed = packed
+        self.heartbeat = Heartbeat()
         self._threads = threads
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.pass_started = 0.0  # time.perf_counter() at the start of the last pass
         self.pass_ended = 0.0  # the same at its end
@@ -42,15 +52,29 @@ class Engine(ABC, Generic[Message, Work, Output]):
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread after the pass it is in, and waits for it. Work left over is dropped."""
+        """Ends the thread after the pass it is in, and waits for it, for some seconds. Work left over is dropped."""
+        self._is_stopped = True
         self._inbox.put(None)
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(STOP_SECONDS)
 
     @property
     def alive(self) -> bool:
         """Whether the thread runs."""
         return self._thread.is_alive()
+
+    def trouble(self, bound: float) -> str:
+        """Why no pass will come any more, as far as one can tell; empty while all is well, and before `start`.
+
+        A step of the loop may last `bound` seconds, or some times the longest so far where that is more.
+        """
+        if self._thread.ident is None or self._is_stopped:
+            return ""
+        if not self.alive:
+            return "the engine's thread has ended"
+        if self.heartbeat.is_stuck(bound):
+            return f"the engine's step has lasted {self.heartbeat.step_seconds():.0f} s"
+        return ""
 
     def post(self, message: Message) -> None:
         """Hands a message to the engine. Any thread may call it; it does not wait."""
@@ -100,6 +124,7 @@ class Engine(ABC, Generic[Message, Work, Output]):
                 pass
 
     def _step(self) -> bool:
+        self.heartbeat.begin()
         if not self._receive_all(wait=0):
             return False
         while (seconds := self.linger()) > 0:
@@ -124,10 +149,15 @@ class Engine(ABC, Generic[Message, Work, Output]):
         to stop.
         """
         while True:
+            if wait != 0:
+                self.heartbeat.rest()
             try:
                 message = self._inbox.get(block=wait != 0, timeout=wait)
             except queue.Empty:
                 return True
+            finally:
+                if wait != 0:
+                    self.heartbeat.begin()
             if message is None:
                 return False
             self.receive(message)

@@ -28,18 +28,26 @@ class DrainGate(grpc.aio.ServerInterceptor):
 
     def __init__(self) -> None:
         self._open = True
-        self._running = 0
+        self._is_cut = False
+        self._running: list[asyncio.Task[Any] | None] = []
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def running(self) -> int:
         """Calls in progress, those about the server itself left out."""
-        return self._running
+        return len(self._running)
 
     def close(self) -> None:
         """From now on new calls end with UNAVAILABLE, reason DRAINING. Those inside go on."""
         self._open = False
+
+    def cut(self) -> None:
+        """Ends the calls in progress, as `close` does those that come: with UNAVAILABLE, reason DRAINING."""
+        self._is_cut = True
+        for task in self._running:
+            if task is not None:
+                task.cancel()
 
     async def wait_idle(self) -> None:
         """Returns once no call is in progress."""
@@ -62,14 +70,22 @@ class DrainGate(grpc.aio.ServerInterceptor):
         async def yielding(request: Any, context: _Context) -> AsyncIterator[Any]:
             await self._admit(context)
             with self._counted():
-                async with aclosing(inner(request, context)) as responses:
-                    async for response in responses:
-                        yield response
+                try:
+                    async with aclosing(inner(request, context)) as responses:
+                        async for response in responses:
+                            yield response
+                except asyncio.CancelledError:
+                    await self._explain(context)
+                    raise
 
         async def returning(request: Any, context: _Context) -> Any:
             await self._admit(context)
             with self._counted():
-                return await inner(request, context)
+                try:
+                    return await inner(request, context)
+                except asyncio.CancelledError:
+                    await self._explain(context)
+                    raise
 
         make = {
             (False, False): grpc.unary_unary_rpc_method_handler,
@@ -84,13 +100,19 @@ class DrainGate(grpc.aio.ServerInterceptor):
         if not self._open:
             await errors.abort(context, errors.draining())
 
+    async def _explain(self, context: _Context) -> None:
+        """Says why a call is cut, where it was cut here, and its client is still there."""
+        if self._is_cut and not context.done():
+            await errors.abort(context, errors.draining())
+
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        self._running += 1
+        task = asyncio.current_task()
+        self._running.append(task)
         self._idle.clear()
         try:
             yield
         finally:
-            self._running -= 1
-            if self._running == 0:
+            self._running.remove(task)
+            if not self._running:
                 self._idle.set()

@@ -1,4 +1,4 @@
-"""A server's frame: options, health, reflection, address, and the order in which it goes away.
+"""A server's frame: options, reflection, address, and the order in which it goes away.
 
 It knows no service of ours by name.
 """
@@ -9,22 +9,23 @@ import asyncio
 import logging
 import signal
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any
+from contextlib import suppress
 from weakref import WeakKeyDictionary
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health
 
 from outrider.rpc.drain import DrainGate
+from outrider.rpc.health import HealthState
 from outrider.rpc.locality import SOCKET
 
 _logger = logging.getLogger(__name__)
 
-_SERVING = health_pb2.HealthCheckResponse.SERVING
-_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-
 # Each server's gate, made with it and shut by whoever stops it.
 _gates: WeakKeyDictionary[grpc.aio.Server, DrainGate] = WeakKeyDictionary()
+
+# Of the grace, what is left for telling the calls that are cut, and for leaving.
+CLOSING_SHARE, CLOSING_SECONDS = 0.1, 2.0
 
 
 class StartupError(Exception):
@@ -70,46 +71,6 @@ def create_server(
     server = grpc.aio.server(interceptors=[*doors, gate, *interceptors], options=options)
     _gates[server] = gate
     return server
-
-
-class _HealthServicer(health.aio.HealthServicer):
-    """The standard servicer, but for its first word: it calls the empty name SERVING from birth."""
-
-    def __init__(self, names: Iterable[str]):
-        super().__init__()
-        self._server_status = dict.fromkeys(names, _NOT_SERVING)
-
-
-class HealthState:
-    """The health of a server and of each service on it: NOT_SERVING until told otherwise.
-
-    Registers the standard health service. Make it before the server starts.
-    """
-
-    def __init__(self, server: grpc.aio.Server, services: Iterable[str]):
-        self._names = ("", *services)
-        self._servicer = _HealthServicer(self._names)
-        self.register(server)
-
-    def register(self, server: grpc.aio.Server) -> None:
-        """Registers the same health on one more server, which has not started."""
-        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
-
-    async def serving(self) -> None:
-        """Says SERVING from now on. Without effect once the server drains."""
-        await self._set(_SERVING)
-
-    async def not_serving(self) -> None:
-        """Says NOT_SERVING until `serving` is called again."""
-        await self._set(_NOT_SERVING)
-
-    async def drain(self) -> None:
-        """Says NOT_SERVING for good."""
-        await self._servicer.enter_graceful_shutdown()
-
-    async def _set(self, status: Any) -> None:
-        for name in self._names:
-            await self._servicer.set(name, status)
 
 
 def enable_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
@@ -175,7 +136,7 @@ async def serve_until_signal(
             task.cancel()
         await asyncio.gather(draining, hurry, return_exceptions=True)
     finally:
-        # What is left by now has had its time: it is cancelled, and the port closes.
+        # What is left by now does not listen, or was told twice to go: it is cancelled, and the port closes.
         await server.stop(None)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
@@ -191,12 +152,18 @@ async def _drain(
     #    probes; a closed one would look like a crash.
     gate.close()
     _logger.info("draining: %d calls in progress, %g s of grace", gate.running, grace_s)
+    closing_s = min(CLOSING_SHARE * grace_s, CLOSING_SECONDS)
     try:
-        async with asyncio.timeout(grace_s):
+        async with asyncio.timeout(grace_s - closing_s):
             # 3. Those inside are told, now that nobody can come after them and miss it.
             if on_drain is not None:
                 await on_drain()
             # 4. And they finish. Watches of health are not waited for: they end with the server.
             await gate.wait_idle()
     except TimeoutError:
+        # 5. Who has not is told to go on elsewhere: a call that merely broke would say nothing of why.
         _logger.warning("the grace time is over: %d calls are cut", gate.running)
+        gate.cut()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(closing_s):
+                await gate.wait_idle()

@@ -56,9 +56,9 @@ def test_timings_add_up_over_rounds() -> None:
     timings.draft += 0.25
     timings.add(0.5, verdict(0, []))
     timings.add(0.25, verdict(0, []))
-    timings.token_out()
+    timings.tokens_out(1)
     first = timings.first_token
-    timings.token_out()
+    timings.tokens_out(1)
     message = timings.to_message()
     assert (message.draft_us, message.verdict_us) == (250_000, 750_000)
     assert (message.queue_us, message.forward_us, message.verify_us) == (20, 400, 60)

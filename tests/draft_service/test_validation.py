@@ -87,7 +87,8 @@ def test_the_default_gamma_stays_within_the_verifiers_limit(tokenizer: Tokenizer
 
 def test_the_rule_is_named_to_the_verifier_whatever_its_default(tokenizer: Tokenizer) -> None:
     checked = check(tokenizer, draft_service_pb2.GenerateRequest(text="x"))
-    sample = Sample(checked, 0, cast("Any", None), cast("Any", None), arrived=0.0)
+    nothing = cast("Any", None)
+    sample = Sample(checked, 0, nothing, nothing, nothing, arrived=0.0)
     assert sample.opening().sampling.rule == sampling_pb2.ACCEPTANCE_RULE_TOKENWISE
 
 

@@ -35,6 +35,12 @@ class Tally:
     def verified(self, seconds: float) -> None:
         self.seconds.append(seconds)
 
+    def passed(self, tokens: int, sequences: int, seconds: float) -> None:
+        assert sequences == 1
+
+    def waited(self, seconds: float) -> None:
+        assert seconds >= 0
+
     def begun(self, tokens: int, cached: int) -> None:
         assert cached == 0
 

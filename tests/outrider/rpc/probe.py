@@ -9,7 +9,8 @@ from typing import Any
 import grpc
 
 from outrider.rpc import errors
-from outrider.rpc.server import HealthState, bind, create_server, enable_reflection, serve_until_signal
+from outrider.rpc.health import HealthState
+from outrider.rpc.server import bind, create_server, enable_reflection, serve_until_signal
 
 NAME = "probe.v1.Probe"
 

@@ -18,7 +18,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from outrider.rpc import errors
 from outrider.rpc.channel import open_channel, wait_for_health, wait_for_health_blocking
-from outrider.rpc.server import HealthState, StartupError, bind, create_server
+from outrider.rpc.health import HealthState
+from outrider.rpc.server import StartupError, bind, create_server
 from tests.house.project import ROOT
 from tests.outrider.rpc.probe import NAME, Probe, both, many, once
 
@@ -30,33 +31,6 @@ LATE = "DEADLINE_EXCEEDED"  # the last question may have had no time left
 
 def _health(channel: Any) -> Any:
     return health_pb2_grpc.HealthStub(channel)  # its stubs forget its methods
-
-
-async def _status(channel: grpc.aio.Channel, service: str) -> int:
-    request = health_pb2.HealthCheckRequest(service=service)
-    return int((await _health(channel).Check(request)).status)
-
-
-async def test_no_service_is_serving_before_it_says_so() -> None:
-    server = create_server(max_message_bytes=1 << 20)
-    health = HealthState(server, [NAME])
-    address = bind(server, "127.0.0.1:0")
-    await server.start()
-    async with open_channel(address) as channel:
-        for service in ("", NAME):
-            assert await _status(channel, service) == NOT_SERVING
-        with pytest.raises(TimeoutError, match=f"after 0.5 s: (NOT_SERVING|{LATE})"):
-            await wait_for_health(channel, NAME, 0.5)
-        await health.serving()
-        for service in ("", NAME):
-            assert await _status(channel, service) == SERVING
-        await wait_for_health(address, NAME, 60)
-        await health.not_serving()
-        assert await _status(channel, "") == NOT_SERVING
-        await health.drain()
-        await health.serving()
-        assert await _status(channel, "") == NOT_SERVING
-    await server.stop(None)
 
 
 async def test_a_port_belongs_to_one_server() -> None:
@@ -220,8 +194,12 @@ def test_calls_that_outlast_the_grace_are_cut(process: Process) -> None:
         running = many(channel)(b"180")
         assert next(running) == b"first"
         process.signal()
-        with pytest.raises(grpc.RpcError):
+        with pytest.raises(grpc.RpcError) as caught:
             next(running)
+        cut = errors.from_rpc_error(caught.value)
+        assert (cut.code, cut.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING"), (
+            "so that its client goes on elsewhere"
+        )
         assert process.ended() == (0, ["told", "stopped"])
 
 

@@ -1,0 +1,1 @@
+"""Running it: life, metrics, traces, dashboards and alerts of real services."""

@@ -1,0 +1,41 @@
+"""The verifier service with an engine whose passes can be held up, to see who notices: a process of the tests' own.
+
+No pass ends while there is a file where `OUTRIDER_TEST_HOLD` says; a line in the log says when one is held up.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import structlog
+import torch
+
+from verifier_service import app
+from verifier_service.__main__ import main
+from verifier_service.engine import VerifierEngine
+from verifier_service.scheduler import TargetWork
+
+HOLD = "OUTRIDER_TEST_HOLD"
+HELD = "a pass is held up"
+
+_log = structlog.get_logger()
+
+
+class HeldEngine(VerifierEngine):
+    """The engine, but for that."""
+
+    def forward(self, work: Sequence[TargetWork]) -> torch.Tensor:
+        output = super().forward(work)
+        hold = Path(os.environ[HOLD])
+        if hold.exists():
+            _log.info(HELD)
+            while hold.exists():
+                time.sleep(0.01)
+        return output
+
+
+if __name__ == "__main__":
+    vars(app)["VerifierEngine"] = HeldEngine
+    sys.exit(main())

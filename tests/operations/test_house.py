@@ -1,0 +1,276 @@
+"""A house of services at work: its traces, its logs, its names; then one after the other goes, and nobody notices."""
+
+import secrets
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import pytest
+import yaml
+
+from outrider.cli.processes import ServiceProcess
+from outrider.client import Chunk, Client, Completion
+from outrider.client.results import Collector
+from protos.outrider.v1 import draft_service_pb2
+from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
+from tests.draft_service.calls import request
+from tests.operations.collector import Span
+from tests.operations.house import House, house, logged, metrics_of, metrics_url, until
+from tests.operations.promql import GIVEN, asked
+from tests.operations.shown import ALERTS, OPERATOR_RULES, Shown, alerts, documented, live, panels
+
+ASKED: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True, "gamma": 4}
+
+
+@pytest.fixture(scope="module")
+def watched() -> Iterator[House]:
+    """Two verifiers and two draft services, healthy and watched. The last tests leave none of it whole."""
+    with house() as running:
+        yield running
+
+
+def finished(
+    draft: ServiceProcess, traceparent: str | None = None, **fields: Any
+) -> list[draft_service_pb2.GenerateFinished]:
+    """How the samples of a request ended, which comes with this metadata."""
+    metadata = None if traceparent is None else (("traceparent", traceparent),)
+    with grpc.insecure_channel(draft.address) as channel:
+        call = DraftServiceStub(channel).Generate(request(**ASKED | fields), timeout=60, metadata=metadata)
+        return [response.finished for response in call if response.HasField("finished")]
+
+
+def about(service: ServiceProcess, event: str, request_id: str) -> dict[str, Any]:
+    """The line of its log with this event about a request; empty until it is there."""
+    return next((line for line in logged(service, event) if line["request_id"] == request_id), {})
+
+
+def named(spans: list[Span], name: str) -> list[Span]:
+    return [span for span in spans if span.name == name]
+
+
+# ------------------------------------------------------------------------------------------------------------ traces
+
+
+def test_one_trace_a_request_with_the_rounds_of_both_services(watched: House) -> None:
+    """The trace is the client's; each round is there twice, with what it did, and each span is under its whole."""
+    trace_id, caller = secrets.token_hex(16), secrets.token_hex(8)
+    (end,) = finished(watched.drafts[0], f"00-{trace_id}-{caller}-01", request_id="traced")
+    rounds = end.statistics.num_rounds
+    spans = watched.collector.wait(trace_id, lambda found: len(found) >= 2 + 2 * rounds)
+    assert len(spans) == 2 + 2 * rounds
+    (generate,), (verify,) = named(spans, "Generate"), named(spans, "Verify")
+    assert (generate.service, generate.parent) == ("draft_service", caller)
+    assert (verify.service, verify.parent) == ("verifier_service", generate.span_id)
+    assert generate.attributes["outrider.request_id"] == verify.attributes["outrider.request_id"] == "traced"
+    assert generate.attributes["outrider.tokens"] == end.usage.completion_tokens
+    assert not generate.is_error
+    assert not verify.is_error
+    asked, judged = named(spans, "round"), named(spans, "verdict")
+    for own, around in ((asked, generate), (judged, verify)):
+        assert len(own) == rounds
+        assert {(span.service, span.parent) for span in own} == {(around.service, around.span_id)}
+        assert len({span.span_id for span in own}) == rounds
+    assert sum(span.attributes["outrider.accepted"] for span in asked) == end.statistics.num_accepted_tokens
+    assert sum(span.attributes["outrider.drafted"] for span in asked) == end.statistics.num_draft_tokens
+    for sent, answered in zip(asked, judged, strict=True):
+        for key in ("round", "base_length", "accepted", "committed", "queue_seconds", "pass_seconds"):
+            assert sent.attributes[f"outrider.{key}"] == answered.attributes[f"outrider.{key}"]
+        assert generate.began <= sent.began <= sent.ended <= generate.ended
+
+
+def test_the_samples_of_a_request_share_its_trace(watched: House) -> None:
+    trace_id = secrets.token_hex(16)
+    ends = finished(watched.drafts[0], f"00-{trace_id}-{secrets.token_hex(8)}-01", n=2)
+    rounds = sum(end.statistics.num_rounds for end in ends)
+    spans = watched.collector.wait(trace_id, lambda found: len(found) >= 3 + 2 * rounds)
+    assert len(named(spans, "Generate")) == 1
+    assert len(named(spans, "Verify")) == 2
+    assert {span.attributes["outrider.sample"] for span in named(spans, "round")} == {0, 1}
+
+
+def test_what_is_not_sampled_leaves_no_span_and_its_logs_have_its_ids(watched: House) -> None:
+    """Nor does a request without a trace, where the share of those is 0. A request after them shows that they had
+    their time.
+    """
+    before = len(watched.collector.spans())
+    trace_id, later = secrets.token_hex(16), secrets.token_hex(16)
+    finished(watched.drafts[0], f"00-{trace_id}-{secrets.token_hex(8)}-00", request_id="unsampled")
+    finished(watched.drafts[0], request_id="without")
+    finished(watched.drafts[0], f"00-{later}-{secrets.token_hex(8)}-01")
+    spans = watched.collector.wait(later, lambda found: bool(named(found, "Generate") and named(found, "Verify")))
+    until(lambda: len(watched.collector.spans()) >= before + len(spans))
+    assert watched.collector.spans(trace_id) == []
+    assert {span.trace_id for span in watched.collector.spans()[before:]} == {later}
+
+    assert until(lambda: about(watched.drafts[0], "generate", "unsampled"))["trace_id"] == trace_id
+    (line,) = until(lambda: list(filter(None, (about(each, "sequence", "unsampled") for each in watched.verifiers))))
+    assert line["trace_id"] == trace_id
+    assert until(lambda: about(watched.drafts[0], "generate", "without"))["trace_id"] not in (trace_id, later)
+
+
+def test_of_requests_without_a_trace_a_share_gets_one(watched: House) -> None:
+    """All of them, at the second draft service; the log has its id."""
+    (end,) = finished(watched.drafts[1], request_id="sampled here")
+    line = until(lambda: about(watched.drafts[1], "generate", "sampled here"))
+    rounds = end.statistics.num_rounds
+    spans = watched.collector.wait(line["trace_id"], lambda found: len(found) >= 2 + 2 * rounds)
+    (generate,) = named(spans, "Generate")
+    assert generate.parent == ""
+    assert line["span_id"] == generate.span_id
+    assert {span.service for span in spans} == {"draft_service", "verifier_service"}
+
+
+def test_a_request_that_is_refused_is_an_error_in_its_trace(watched: House) -> None:
+    trace_id = secrets.token_hex(16)
+    try:
+        finished(watched.drafts[0], f"00-{trace_id}-{secrets.token_hex(8)}-01", max_new_tokens=1 << 20)
+    except grpc.RpcError:
+        (span,) = watched.collector.wait(trace_id, bool)
+        assert span.is_error
+        assert span.attributes["outrider.status"] == "INVALID_ARGUMENT"
+    else:
+        raise AssertionError("not refused")
+
+
+# ------------------------------------------------------------------------------------------------------------- names
+
+GRPC_STATUSES = {code.name for code in grpc.StatusCode}
+
+
+def test_dashboard_and_alerts_ask_for_what_is_there(watched: House) -> None:
+    """Each name, each label that it is matched, grouped or joined by, and each value that a label is compared with."""
+    shown: dict[str, Shown] = {}
+    for service in (watched.verifiers[0], watched.verifiers[1], watched.drafts[0]):
+        for name, found in live(metrics_url(service))[0].items():
+            for label, values in found.labels.items():
+                shown.setdefault(name, Shown()).labels.setdefault(label, set()).update(values)
+            shown.setdefault(name, Shown())
+    expressions = [*panels(), *((rule["alert"], rule["expr"]) for rule in alerts())]
+    assert len(expressions) > 50
+    for title, expression in expressions:
+        for each in asked(expression):
+            assert each.name in shown, f"{title}: nobody shows {each.name}"
+            labels = shown[each.name].labels
+            assert each.labels - GIVEN <= labels.keys(), f"{title}: {each.name} has {sorted(labels)}"
+            for label, value in each.values:
+                known = labels.get(label, set()) | (GRPC_STATUSES if label == "status" else set())
+                assert label in GIVEN or not value or value in known, f"{title}: {each.name} with {label}={value!r}"
+
+
+def test_each_alert_says_what_it_means_and_what_to_do() -> None:
+    rules = alerts()
+    assert len({rule["alert"] for rule in rules}) == len(rules)
+    for rule in rules:
+        assert rule["labels"]["severity"] in ("critical", "warning", "info")
+        assert all(len(rule["annotations"][key]) > 20 for key in ("summary", "description", "action"))
+
+
+def test_the_operator_gets_the_same_rules() -> None:
+    rules, wrapped = (yaml.safe_load(path.read_text(encoding="utf-8")) for path in (ALERTS, OPERATOR_RULES))
+    assert wrapped["kind"] == "PrometheusRule"
+    assert wrapped["spec"] == rules
+
+
+def test_the_table_of_metrics_is_what_is_shown(watched: House) -> None:
+    """Every name of ours with its labels, of each service, and nothing besides."""
+    rows, seen = documented(), dict[str, set[str]]()
+    for name, service in (("verifier", watched.verifiers), ("draft", watched.drafts)):
+        labels: dict[str, set[str]] = {}
+        for process in service:
+            for family, found in live(metrics_url(process))[1].items():
+                if family.startswith("outrider_"):
+                    labels.setdefault(family, set()).update(found.labels)
+        written = {family: row for family, row in rows.items() if name in row.services}
+        assert labels.keys() == written.keys()
+        for family, row in written.items():
+            # The same name may have other labels at the other service.
+            assert labels[family] <= row.labels, family
+            seen.setdefault(family, set()).update(labels[family])
+    for family, row in rows.items():
+        assert seen[family] == row.labels, family
+        assert row.services <= {"draft", "verifier"}, family
+        assert row.services, family
+
+
+# ------------------------------------------------------------------------------------------------------------- going
+
+REQUESTS, TOKENS = 4, 240
+PROMPT = "def area(radius):\n"
+
+
+def write(client: Client, seed: int, begun: threading.Event | None = None) -> Completion:
+    """One text; a seed is the same text whoever writes it. `begun` is set at its first chunk."""
+    collector = Collector()
+    for event in client.generate(PROMPT, temperature=1.0, seed=seed, max_new_tokens=TOKENS, ignore_eos=True):
+        collector.add(event)
+        if begun is not None and isinstance(event, Chunk):
+            begun.set()
+    return collector.completion()
+
+
+@contextmanager
+def writing(client: Client) -> Iterator[list[Future[Completion]]]:
+    """All texts at once, each begun."""
+    begun = [threading.Event() for _ in range(REQUESTS)]
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        texts = [pool.submit(write, client, seed, each) for seed, each in enumerate(begun)]
+        assert all(each.wait(60) for each in begun)
+        yield texts
+
+
+@pytest.fixture(scope="module")
+def undisturbed(watched: House) -> Sequence[str]:
+    """The texts, by seed."""
+    with Client(watched.draft_addresses, timeout=120) as client, writing(client) as texts:
+        return [text.result().text for text in texts]
+
+
+def sequences_at(house: House, verifier: ServiceProcess) -> float:
+    """How many the draft services have there."""
+    key = (("verifier", verifier.address),)
+    return sum(metrics_of(draft)["outrider_verifier_sequences"].get(key, 0.0) for draft in house.drafts)
+
+
+def test_a_verifier_that_is_told_to_go_hands_its_sequences_over(watched: House, undisturbed: Sequence[str]) -> None:
+    leaving, staying = watched.verifiers
+    with Client(watched.draft_addresses, timeout=120) as client, writing(client) as texts:
+        until(lambda: sequences_at(watched, leaving))
+        leaving.process.send_signal(signal.SIGTERM)
+        found = [text.result() for text in texts]
+    assert leaving.process.wait(60) == 0
+    assert [each.text for each in found] == undisturbed
+    assert sum(each.samples[0].statistics.num_drain_moves for each in found) > 0
+    assert not any(each.samples[0].num_resumes for each in found), "no client was bothered"
+    until(lambda: logged(leaving, "stopped"))
+    assert not any("are cut" in line["event"] for line in logged(leaving))
+    switches = [metrics_of(draft)["outrider_verifier_switches_total"] for draft in watched.drafts]
+    assert sum(each[("reason", "draining"),] for each in switches) > 0
+    assert sum(value for each in switches for value in each.values()) == sum(
+        each.samples[0].statistics.num_failovers for each in found
+    )
+    for draft in watched.drafts:
+        assert draft.is_healthy(within=20), "with a verifier less it is as ready as before"
+    assert staying.returncode is None
+
+
+def test_a_draft_service_that_is_told_to_go_is_left_for_another(watched: House, undisturbed: Sequence[str]) -> None:
+    """The verifier stands still from when all texts have begun until the draft service has gone: so the texts outlast
+    its grace, however fast this machine is.
+    """
+    leaving, _ = watched.drafts
+    (verifier,) = [each for each in watched.verifiers if each.returncode is None]
+    with Client(watched.draft_addresses, timeout=120) as client, writing(client) as texts:
+        verifier.process.send_signal(signal.SIGSTOP)
+        try:
+            leaving.process.send_signal(signal.SIGTERM)
+            assert leaving.process.wait(60) == 0
+        finally:
+            verifier.process.send_signal(signal.SIGCONT)
+        found = [text.result() for text in texts]
+    assert [each.text for each in found] == undisturbed
+    assert sum(each.samples[0].num_resumes for each in found) > 0
+    until(lambda: any("are cut" in line["event"] for line in logged(leaving)))

@@ -1,0 +1,154 @@
+"""An engine that does not come back from a pass, in a real process: what each probe says, and that it still can go."""
+
+import queue
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from outrider.cli.processes import ServiceProcess
+from outrider.rpc.errors import from_rpc_error
+from outrider.rpc.health import LIVENESS, READINESS, STARTUP
+from outrider.wire import PrefixHash
+from protos.outrider.v1 import verifier_service_pb2
+from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
+from tests.operations.held import HELD, HOLD
+from tests.operations.house import logged, metrics_of, until
+from tests.services import MODELS
+
+READY = {"", READINESS, "outrider.v1.VerifierService"}
+FLAGS = ("--listen", "127.0.0.1:0", "--dtype", "float32", "--threads", "1", "--metrics-listen", "127.0.0.1:0")
+NOBODY = "http://127.0.0.1:1"  # traces that nobody takes hold nothing up
+
+
+def serving(channel: grpc.Channel) -> set[str]:
+    """The names that are SERVING."""
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    return {
+        name
+        for name in (*READY, LIVENESS, STARTUP)
+        if stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=20).status
+        == health_pb2.HealthCheckResponse.SERVING
+    }
+
+
+class Stream:
+    """A sequence at the verifier that asks for one token after the other."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self._outbox: queue.SimpleQueue[verifier_service_pb2.VerifyRequest] = queue.SimpleQueue()
+        self.call = VerifierServiceStub(channel).Verify(iter(self._outbox.get, None), timeout=120)
+        self.tokens = [7, 8, 9]
+        self._round = 0
+        opening = verifier_service_pb2.OpenSequence(prompt_token_ids=self.tokens, max_new_tokens=50, ignore_eos=True)
+        opening.sampling.seed = 1
+        self._send(open=opening)
+
+    def ask(self) -> None:
+        self._round += 1
+        self._send(
+            decode=verifier_service_pb2.Decode(
+                round=self._round,
+                base_length=len(self.tokens),
+                prefix_hash=PrefixHash(self.tokens).digest(),
+                num_tokens=1,
+                seen_round=self._round - 1,
+            )
+        )
+
+    def verdict(self) -> None:
+        """Takes in the next one."""
+        self.tokens += next(each.verdict.token_ids for each in self.call if each.HasField("verdict"))
+
+    def _send(self, **kind: Any) -> None:
+        self._outbox.put(verifier_service_pb2.VerifyRequest(sequence_id="s", **kind))
+
+
+@pytest.fixture
+def hold(tmp_path: Path) -> Path:
+    """The file that holds passes up; it is there."""
+    path = tmp_path / "hold"
+    path.touch()
+    return path
+
+
+@pytest.fixture
+def service(hold: Path) -> Iterator[ServiceProcess]:
+    """A verifier whose first pass is held up. A grace of seconds, and of a pass no more than one."""
+    limits = ("--grace", "3", "--liveness-timeout", "1", "--otlp-endpoint", NOBODY, "--trace-sample", "1")
+    arguments = ["tests.operations.held", "--model", str(MODELS / "target"), *FLAGS, *limits]
+    with ServiceProcess.start(arguments, env={HOLD: str(hold)}) as process:
+        yield process
+
+
+def test_a_life_with_a_stuck_engine(service: ServiceProcess, hold: Path) -> None:
+    """One process through all of it: a start costs seconds."""
+    with grpc.insecure_channel(service.address) as channel:
+        not_ready_until_a_pass_has_run(service, channel, hold)
+        stuck_in_the_middle_of_requests(service, channel, hold)
+        told_to_go_while_stuck(service, channel, hold)
+
+
+def not_ready_until_a_pass_has_run(service: ServiceProcess, channel: grpc.Channel, hold: Path) -> None:
+    until(lambda: logged(service, HELD))
+    assert serving(channel) <= {LIVENESS}
+    with pytest.raises(grpc.RpcError) as caught:
+        VerifierServiceStub(channel).GetModel(verifier_service_pb2.VerifierServiceGetModelRequest(), timeout=20)
+    assert from_rpc_error(caught.value).reason == "NO_VERIFIER"
+    assert not logged(service, "serving")
+    hold.unlink()
+    until(lambda: serving(channel) == {*READY, LIVENESS, STARTUP})
+    shown = metrics_of(service)
+    assert shown["outrider_pass_seconds_count"] == {(): 0}, "what it was warmed up with is nobody's request"
+    assert shown["outrider_health"] == {(("probe", probe),): 1 for probe in (READINESS, LIVENESS, STARTUP)}
+
+
+def stuck_in_the_middle_of_requests(service: ServiceProcess, channel: grpc.Channel, hold: Path) -> None:
+    stream = Stream(channel)
+    stream.ask()
+    stream.verdict()
+    hold.touch()
+    stream.ask()
+    until(lambda: serving(channel) == {STARTUP})
+    until(lambda: logged(service, "not alive"))
+    shown = metrics_of(service)
+    assert shown["outrider_health"][("probe", LIVENESS),] == 0
+    assert shown["outrider_engine_step_seconds"][()] > 1
+    hold.unlink()
+    stream.verdict()
+    assert len(stream.tokens) == 3 + 2
+    until(lambda: serving(channel) == {*READY, LIVENESS, STARTUP})
+    stream.call.cancel()
+
+
+def told_to_go_while_stuck(service: ServiceProcess, channel: grpc.Channel, hold: Path) -> None:
+    """Its streams are told to go on elsewhere, and it exits well, with the pass still under way."""
+    held = len(logged(service, HELD))
+    hold.touch()
+    stream = Stream(channel)
+    stream.ask()
+    until(lambda: len(logged(service, HELD)) > held)
+    ended = threading.Event()
+    errors: list[grpc.RpcError] = []
+
+    def read() -> None:
+        try:
+            for _ in stream.call:
+                pass
+        except grpc.RpcError as error:
+            errors.append(error)
+        ended.set()
+
+    threading.Thread(target=read, daemon=True).start()
+    service.process.send_signal(signal.SIGTERM)
+    assert ended.wait(60)
+    (error,) = errors
+    told = from_rpc_error(error)
+    assert (told.code, told.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+    assert service.process.wait(60) == 0
+    assert hold.exists()
