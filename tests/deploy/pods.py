@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tests.deploy.manifests import Manifest, absent
+from tests.deploy.manifests import Manifest
 from tests.deploy.roots import Root
 from tests.house.project import ROOT
 
@@ -32,9 +32,9 @@ exec sleep 100000
 _LINK = """
 set -e
 ip netns add "$1"
-ip link add "to-$1" type veth peer name eth0 netns "$1"
-ip addr add "$2.1/24" dev "to-$1"
-ip link set "to-$1" up
+ip link add "$3" type veth peer name eth0 netns "$1"
+ip addr add "$2.1/24" dev "$3"
+ip link set "$3" up
 ip -n "$1" link set lo up
 ip -n "$1" addr add "$2.2/24" dev eth0
 ip -n "$1" link set eth0 up
@@ -89,16 +89,12 @@ class Node:
             [*making, "--mount-proc", "sh", "-c", _NODE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         assert self._holder.stdout is not None
-        if self._holder.stdout.readline().strip() != "up":
-            self._holder.kill()
-            absent(f"this machine lets nobody have a network of their own: {self._holder.communicate()[1].strip()}")
+        assert self._holder.stdout.readline().strip() == "up", self._holder.communicate()[1]
         children = Path(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children").read_text().split()
         self._pid = children[0]
-        for name in self._names:
-            done = self._run(["sh", "-c", _LINK, "link", name, self._subnet(name)])
-            if done.returncode != 0:
-                self._end()
-                absent(f"this machine lets nobody link networks of their own: {done.stderr.strip()}")
+        for number, name in enumerate(self._names):
+            done = self._run(["sh", "-c", _LINK, "link", name, self._subnet(name), f"pod{number}"])
+            assert done.returncode == 0, done.stderr
         return self
 
     def __exit__(
@@ -124,17 +120,23 @@ class Node:
         entering = self._inside("--user", "--net", "--mount", "--pid")
         return subprocess.run([*entering, *command], capture_output=True, text=True, check=False)
 
-    def ask(self, code: str, *arguments: str) -> Any:
+    def ask(self, code: str, *arguments: str, of: Sequence[Pod] = ()) -> Any:
         """What a Python program on the node prints as JSON: it can reach all pods, as a kubelet does.
 
         Raises:
-            AssertionError: it failed; the text has what it said.
+            AssertionError: it failed, or one of the pods that it is about ended; the text has what it said.
         """
-        entering = self._inside("--user", "--net")
-        command = [*entering, sys.executable, "-c", code, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        command = [*self._inside("--user", "--net"), sys.executable, "-c", code, *arguments]
+        asking = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        while asking.poll() is None:
+            for pod in of:
+                if pod.process.poll() is not None:
+                    asking.kill()
+                    raise AssertionError(f"{pod.name} ended with {pod.process.returncode}: {pod.said()}")
+            time.sleep(0.05)
+        out, err = asking.communicate()
+        assert asking.returncode == 0, err
+        return json.loads(out)
 
     def start(
         self,
@@ -191,15 +193,3 @@ def mounts(pod: Manifest, container: Manifest, secrets: Mapping[str, Path]) -> l
         else:
             found.append(("ro", str(secrets[volume["secret"]["secretName"]]), mount["mountPath"]))
     return found
-
-
-def wait_until(what: str, condition: Any, within: float = 110.0) -> None:
-    """Asks again and again until something holds.
-
-    Raises:
-        AssertionError: it does not within so many seconds.
-    """
-    end = time.monotonic() + within
-    while not condition():
-        assert time.monotonic() < end, f"not within {within:g} s: {what}"
-        time.sleep(0.1)

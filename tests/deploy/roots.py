@@ -23,16 +23,25 @@ root=$1; shift
 mount --bind "$root" "$root"
 while [ "$1" != -- ]; do
     kind=$1; from=$2; to=$root$3; shift 3
-    [ -d "$from" ] || [ "$kind" = tmpfs ] && mkdir -p "$to" || { mkdir -p "$(dirname "$to")"; touch "$to"; }
+    if [ -d "$from" ] || [ "$kind" = tmpfs ]; then
+        mkdir -p "$to"
+    elif [ ! -e "$to" ]; then
+        mkdir -p "$(dirname "$to")"
+        touch "$to"
+    fi
     case $kind in
         rw) mount --rbind "$from" "$to" ;;
         ro) mount --rbind "$from" "$to"; mount -o remount,bind,ro "$to" ;;
         tmpfs) mount -t tmpfs -o mode=1777 tmpfs "$to" ;;
-        overlay) mount -t overlay -o "userxattr,lowerdir=$from,upperdir=$root/.upper,workdir=$root/.work" overlay "$to" ;;
+        overlay)
+            layers="lowerdir=$from,upperdir=$root/.upper,workdir=$root/.work"
+            # A layer that is written to belongs to one mount; those that are read can be shared.
+            [ -z "$READ_ONLY" ] || layers="ro,lowerdir=$root/.upper:$from"
+            mount -t overlay -o "userxattr,$layers" overlay "$to" ;;
     esac
 done
 shift
-[ -z "${READ_ONLY:-}" ] || mount -o remount,bind,ro "$root"
+[ -z "$READ_ONLY" ] || mount -o remount,bind,ro "$root"
 unset READ_ONLY
 cd "$root"
 pivot_root . .
@@ -102,12 +111,17 @@ def _machine() -> tuple[tuple[str, str, str], ...]:
     return (*kept, *at_home, ("overlay", python, "/usr/local"), ("rw", "/proc", "/proc"), *devices)
 
 
+# One of a pod's links, in a network of its own.
+_PROBE = "ip link add probe type veth peer name eborp"
+
+
 @cache
 def need_namespaces() -> None:
-    """Skips the test where this machine lets nobody make roots of their own."""
-    for tool in ("unshare", "pivot_root", "mount", "setpriv"):
+    """Skips the test where this machine lets nobody make roots and networks of their own."""
+    for tool in ("unshare", "nsenter", "mount", "pivot_root", "ip"):
         if shutil.which(tool, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") is None:
             absent(f"{tool} is not on PATH")
-    probe = ["unshare", "--user", "--map-root-user", "--mount", "true"]
-    if subprocess.run(probe, capture_output=True, check=False).returncode != 0:
-        absent("this machine makes no user namespaces (unshare --user)")
+    making = ["unshare", "--user", "--map-root-user", "--mount", "--net", "--pid", "--fork", "--mount-proc"]
+    done = subprocess.run([*making, "sh", "-c", _PROBE], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        absent(f"this machine makes no user namespaces with networks: {done.stderr.strip()}")
