@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
@@ -38,7 +38,7 @@ def folders(kind: str) -> list[str]:
 @cache
 def rendered(overlay: str) -> tuple[Manifest, ...]:
     """An overlay of ours."""
-    return tuple(_objects(_kustomize(DEPLOY / "overlays" / overlay)))
+    return kustomized(DEPLOY / "overlays" / overlay)
 
 
 @cache
@@ -61,27 +61,26 @@ def composed(*components: str) -> tuple[Manifest, ...]:
             "components": [f"../../components/{name}" for name in components],
         }
         (overlay / "kustomization.yaml").write_text(yaml.safe_dump(file), encoding="utf-8")
-        return tuple(_objects(_kustomize(overlay)))
+        return kustomized(overlay)
 
 
 @cache
 def base() -> tuple[Manifest, ...]:
     """The base alone."""
-    return tuple(_objects(_kustomize(DEPLOY / "base")))
+    return kustomized(DEPLOY / "base")
 
 
-def _kustomize(folder: Path) -> str:
+def kustomized(folder: Path) -> tuple[Manifest, ...]:
+    """What `kubectl kustomize` makes of a folder.
+
+    Raises:
+        subprocess.CalledProcessError: nothing.
+    """
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         absent("kubectl is not on PATH")
-    done = subprocess.run([kubectl, "kustomize", str(folder)], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise subprocess.CalledProcessError(done.returncode, done.args, done.stdout, done.stderr)
-    return done.stdout
-
-
-def _objects(text: str) -> Iterator[Manifest]:
-    yield from (each for each in yaml.safe_load_all(text) if each is not None)
+    done = subprocess.run([kubectl, "kustomize", str(folder)], capture_output=True, text=True, check=True)
+    return tuple(each for each in yaml.safe_load_all(done.stdout) if each is not None)
 
 
 # ------------------------------------------------------------------------------------------------------------- parts
