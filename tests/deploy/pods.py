@@ -73,8 +73,10 @@ class Node:
         self._names = list(names)
         self._pods: list[Pod] = []
         hosts = ["127.0.0.1 localhost", *(f"{self.address(name)} {name}" for name in self._names)]
-        self._hosts = folder / "hosts"
+        self._hosts, self._resolver = folder / "hosts", folder / "resolv.conf"
         self._hosts.write_text("\n".join(hosts) + "\n", encoding="utf-8")
+        # Whoever asks DNS all the same hears at once that nobody is there.
+        self._resolver.write_text("nameserver 127.0.0.1\n", encoding="utf-8")
 
     def address(self, name: str) -> str:
         """Of the pod that is known by that name."""
@@ -155,7 +157,8 @@ class Node:
             command: what runs as `user`, with `env` and nothing else in its environment.
             mounts: what is mounted in the read-only root.
         """
-        more = [*mounts, ("ro", str(self._hosts), "/etc/hosts"), ("ro", "/sys", "/sys")]
+        known = (("ro", str(self._hosts), "/etc/hosts"), ("ro", str(self._resolver), "/etc/resolv.conf"))
+        more = [*mounts, *known, ("ro", "/sys", "/sys")]
         # Another user id, without any privilege, and in a namespace that cannot undo a mount.
         becoming = ["unshare", "--user", f"--map-user={user}", f"--map-group={user}"]
         alone = ["env", "-i", *(f"{key}={value}" for key, value in env.items()), *command]
@@ -175,7 +178,9 @@ class Node:
         self._pods.append(pod)
         return pod
 
-    def run(self, name: str, root: Root, command: Sequence[str], *, within: float = 110.0, **how: Any) -> tuple[int, str]:
+    def run(
+        self, name: str, root: Root, command: Sequence[str], *, within: float = 110.0, **how: Any
+    ) -> tuple[int, str]:
         """As `start`, to its end: exit code, and what it said."""
         pod = self.start(name, root, command, **how)
         return pod.process.wait(within), pod.said()

@@ -67,7 +67,9 @@ class Root:
         """Where a path of the root lies outside."""
         return self.path / path.lstrip("/")
 
-    def command(self, inner: Sequence[str], *, more: Sequence[tuple[str, str, str]] = (), read_only: bool = False) -> list[str]:
+    def command(
+        self, inner: Sequence[str], *, more: Sequence[tuple[str, str, str]] = (), read_only: bool = False
+    ) -> list[str]:
         """What runs `inner` in this root, as root of a user namespace that has been made already, in one of mounts."""
         for name in (".upper", ".work"):
             self.inside(name).mkdir(exist_ok=True)

@@ -16,13 +16,13 @@ from tests.deploy.dockerfile import entry_point, environment
 from tests.deploy.manifests import (
     SERVICES,
     Manifest,
-    absent,
     container,
-    environment as container_environment,
     of_kind,
     pod,
     rendered,
-    the,
+)
+from tests.deploy.manifests import (
+    environment as container_environment,
 )
 from tests.deploy.metric_names import metric_names
 from tests.deploy.offline import built_offline, stages
@@ -162,7 +162,9 @@ def _secrets(objects: tuple[Manifest, ...], folder: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module", params=["demo", "mtls"])
-def running(request: pytest.FixtureRequest, image: Builder, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def running(
+    request: pytest.FixtureRequest, image: Builder, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
     """An overlay at work: both services ready."""
     folder = tmp_path_factory.mktemp(request.param)
     secrets = _secrets(rendered(request.param), folder)
@@ -227,11 +229,24 @@ def test_only_the_mounts_of_the_manifest_can_be_written(running: Running) -> Non
 
 
 def test_metrics_that_the_manifests_name_are_shown(running: Running) -> None:
-    shown: set[str] = set()
-    for service in SERVICES:
-        text = running.node.ask(_SCRAPE, f"http://{running.at(service, running.port(service, 'metrics'))}/metrics")
-        shown |= set(re.findall(r"^(outrider_\w+)", text, re.MULTILINE))
+    shown = {
+        name for service in SERVICES for name in re.findall(r"^(outrider_\w+)", _scrape(running, service), re.MULTILINE)
+    }
     assert metric_names() - shown == set()
+
+
+def test_a_pod_that_has_served_is_within_its_memory(running: Running) -> None:
+    for service in SERVICES:
+        (used,) = re.findall(r"^process_resident_memory_bytes (\S+)", _scrape(running, service), re.MULTILINE)
+        limit = container(running.objects, service)["resources"]["limits"]["memory"]
+        assert limit.endswith("Mi")
+        assert float(used) < int(limit.removesuffix("Mi")) * 2**20
+
+
+def _scrape(running: Running, service: str) -> str:
+    address = running.at(service, running.port(service, "metrics"))
+    text: str = running.node.ask(_SCRAPE, f"http://{address}/metrics")
+    return text
 
 
 def test_a_pod_that_is_told_to_go_ends_well(running: Running) -> None:

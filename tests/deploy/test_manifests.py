@@ -149,7 +149,9 @@ def test_the_demo_asks_for_no_gpu_no_volume_and_little_else() -> None:
     for service in SERVICES:
         spec = container(rendered("demo"), service)
         assert spec["resources"]["limits"] == {"cpu": "1", "memory": "1536Mi"}
-        assert {"cache", "tmp", "shm"} == {volume["name"] for volume in pod(rendered("demo"), service)["spec"]["volumes"]}
+        assert {"cache", "tmp", "shm"} == {
+            volume["name"] for volume in pod(rendered("demo"), service)["spec"]["volumes"]
+        }
 
 
 def test_one_node_has_both() -> None:
@@ -226,7 +228,10 @@ def test_policies_let_in_who_has_business_and_nobody_else(what: str) -> None:
 
     def may_enter(service: str, port: str, namespace: dict[str, str], labels: dict[str, str], *, same: bool) -> bool:
         allowed = _allowed(objects, service, "ingress")
-        return any(number == ports[service][port] and _admits(peer, namespace, labels, same=same) for peer, number, _ in allowed)
+        return any(
+            number == ports[service][port] and _admits(peer, namespace, labels, same=same)
+            for peer, number, _ in allowed
+        )
 
     assert may_enter("verifier", "grpc", {}, draft, same=True)
     assert not may_enter("verifier", "grpc", {}, client, same=True)
@@ -254,9 +259,15 @@ def test_policies_let_out_what_is_needed_and_no_more(what: str) -> None:
     for service in SERVICES:
         allowed = _allowed(objects, service, "egress")
         assert {(port, protocol) for peer, port, protocol in allowed if peer is None} == {(53, "UDP"), (53, "TCP")}
-        collectors = {port for peer, port, _ in allowed if _admits(peer, {"kubernetes.io/metadata.name": "monitoring"}, {}, same=False)}
+        collectors = {
+            port
+            for peer, port, _ in allowed
+            if _admits(peer, {"kubernetes.io/metadata.name": "monitoring"}, {}, same=False)
+        }
         assert 4317 in collectors
-        assert (50052 in {port for peer, port, _ in allowed if _admits(peer, {}, verifier, same=True)}) == (service == "draft")
+        assert (50052 in {port for peer, port, _ in allowed if _admits(peer, {}, verifier, same=True)}) == (
+            service == "draft"
+        )
         outside = {port for peer, port, _ in allowed if peer is not None and "ipBlock" in peer}
         assert outside == ({443} if "hub-weights" in what else set())
 
@@ -269,7 +280,9 @@ def test_monitors_find_what_shows_metrics() -> None:
     (monitor,) = of_kind(objects, "ServiceMonitor")
     assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
     assert set(monitor["spec"]) == {"selector", "endpoints"}
-    found = [each for each in of_kind(objects, "Service") if selects(monitor["spec"]["selector"], each["metadata"]["labels"])]
+    found = [
+        each for each in of_kind(objects, "Service") if selects(monitor["spec"]["selector"], each["metadata"]["labels"])
+    ]
     assert {each["metadata"]["name"] for each in found} == {f"outrider-{service}" for service in SERVICES}
     (endpoint,) = monitor["spec"]["endpoints"]
     assert set(endpoint) == {"port", "path", "interval"}
@@ -290,7 +303,9 @@ def test_alert_rules_are_whole() -> None:
 
 def test_the_dashboard_is_where_grafana_looks() -> None:
     objects = composed("plaintext", "monitoring")
-    boards = [each for each in of_kind(objects, "ConfigMap") if "grafana_dashboard" in each["metadata"].get("labels", {})]
+    boards = [
+        each for each in of_kind(objects, "ConfigMap") if "grafana_dashboard" in each["metadata"].get("labels", {})
+    ]
     assert boards
     for board in boards:
         assert all(json.loads(text)["panels"] for text in board["data"].values())
