@@ -1,6 +1,6 @@
-"""Writes `components/monitoring/rules.yaml` from `alerts/outrider.yaml`: the same rules as an object of the Prometheus operator.
+"""Writes `components/monitoring/rules.yaml` from `alerts/outrider.yaml`: the rules as the Prometheus operator takes them.
 
-kustomize cannot put one file into another. Run it after the rules have changed; a test compares the two.
+kustomize cannot put one file into another. Run this after the rules have changed; a test compares the two.
 """
 
 from pathlib import Path

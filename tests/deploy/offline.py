@@ -1,7 +1,7 @@
 """The image as the Dockerfile makes it, built without a network: what pip would fetch is linked in beforehand.
 
-The steps are the file's own. pip finds all that it is told to install there already, in the versions that it is told, and
-would fail if it did not; what is ours it builds and installs for real.
+The steps are the file's own. pip finds all that it is told to install there already, in the versions that it is told,
+and would fail if it did not; what is ours it builds and installs for real.
 """
 
 import sysconfig

@@ -1,4 +1,4 @@
-"""Pods of a rendered manifest as processes: each with a network, a root and a user of its own, as a kubelet would have it.
+"""Pods of a manifest as processes: each with a network, a root and a user of its own, as a kubelet would have it.
 
 What a pod gets is what its manifest says: environment, mounts, user, read-only root. What differs: pods lie on one
 machine, names are in `/etc/hosts`, and no policy is enforced. Namespaces are those that any user may make.

@@ -1,4 +1,4 @@
-"""Manifests render, and are what the API server would take: strictly by its schemas, and by our own checks where it has none."""
+"""Manifests render, and are what the API server would take: by its schemas, strictly, and else by checks of our own."""
 
 import itertools
 import json
@@ -363,7 +363,8 @@ def test_certificates_are_signed_by_an_issuer_that_is_there() -> None:
         assert spec["issuerRef"]["kind"] == "Issuer"
         assert spec["issuerRef"]["name"] in issuers
         assert set(spec) <= {
-            "secretName", "duration", "renewBefore", "privateKey", "usages", "dnsNames", "issuerRef", "isCA", "commonName"
+            "secretName", "duration", "renewBefore", "privateKey", "usages", "dnsNames", "issuerRef", "isCA",
+            "commonName",
         }  # fmt: skip
         assert bool(spec.get("isCA")) != bool(spec.get("dnsNames"))
         if "renewBefore" in spec:
