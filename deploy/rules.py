@@ -1,4 +1,4 @@
-"""Writes `components/monitoring/rules.yaml` from `alerts/outrider.yaml`: the rules as the Prometheus operator takes them.
+"""Writes `components/monitoring/rules.yaml` from `alerts/outrider.yaml`: the rules, for the Prometheus operator.
 
 kustomize cannot put one file into another. Run this after the rules have changed; a test compares the two.
 """
