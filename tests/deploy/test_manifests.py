@@ -4,12 +4,15 @@ import itertools
 import json
 import subprocess
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
+import yaml
 
 from tests.deploy.manifests import (
+    DEPLOY,
     SERVICES,
     Manifest,
     base,
@@ -66,8 +69,8 @@ def _is_custom(each: Manifest) -> bool:
 def test_the_api_server_would_take_it(what: str, release: str) -> None:
     judged = [each for each in _objects(what) if not _is_custom(each)]
     assert judged
-    problems = {each["metadata"]["name"]: _problem(json.dumps(each, sort_keys=True), release) for each in judged}
-    assert {name: problem for name, problem in problems.items() if problem} == {}
+    problems = [(each["kind"], _problem(json.dumps(each, sort_keys=True), release)) for each in judged]
+    assert [problem for problem in problems if problem[1]] == []
 
 
 def test_a_typing_error_would_be_found() -> None:
@@ -75,6 +78,39 @@ def test_a_typing_error_would_be_found() -> None:
     wrong = json.loads(json.dumps(the(rendered("demo"), "Deployment", "outrider-draft")))
     wrong["spec"]["template"]["spec"]["containers"][0]["readinesProbe"] = {}
     assert "readinesProbe" in _problem(json.dumps(wrong), RELEASES[0])
+
+
+def _fields(value: Any) -> set[str]:
+    """The names of all fields, but of those that are taken out."""
+    if isinstance(value, dict):
+        if "$patch" in value:
+            return set()
+        kept = {name: each for name, each in value.items() if each is not None}
+        return set(kept).union(*map(_fields, kept.values()))
+    return set().union(*map(_fields, value)) if isinstance(value, list) else set()
+
+
+def _written(folder: Path) -> list[Any]:
+    """What the files of a folder say, patches among it."""
+    file = yaml.safe_load((folder / "kustomization.yaml").read_text(encoding="utf-8"))
+    texts = [patch["patch"] for patch in file.get("patches", ()) if "patch" in patch]
+    texts += [path.read_text(encoding="utf-8") for path in folder.glob("*.yaml") if path.name != "kustomization.yaml"]
+    return [each for text in texts for each in yaml.safe_load_all(text) if isinstance(each, dict)]
+
+
+@pytest.mark.parametrize("what", ["base", *(f"overlays/{name}" for name in folders("overlays")), *COMPONENTS, "mtls"])
+def test_no_field_is_lost_on_the_way(what: str) -> None:
+    # A patch takes what the schema of its kind does not know out of both sides, without a word.
+    if what == "base":
+        written, objects = _written(DEPLOY / "base"), base()
+    elif what.startswith("overlays/"):
+        written, objects = _written(DEPLOY / what), _objects(what)
+    else:
+        written = _written(DEPLOY / "components" / what)
+        objects = composed(what) if what == "mtls" else composed("plaintext", what)
+    assert _fields(written) - _fields(list(objects)) == set()
+    for each in base():
+        assert _problem(json.dumps(each, sort_keys=True), RELEASES[0]) == ""
 
 
 def test_the_base_asks_for_nothing_that_a_cluster_may_lack() -> None:
