@@ -1,10 +1,11 @@
-"""The metrics that manifests name, in rules, dashboards and scalers."""
+"""The metrics that manifests and documents name: in rules, dashboards, scalers, and what operators are told to look at."""
 
 import json
 import re
 from functools import cache
 
 from tests.deploy.manifests import composed
+from tests.house.project import ROOT
 
 COMPONENTS = ("hpa", "keda", "monitoring")
 
@@ -12,7 +13,7 @@ COMPONENTS = ("hpa", "keda", "monitoring")
 @cache
 def metric_names() -> frozenset[str]:
     """Their names, as a scrape has them. Whatever begins with `outrider_` is one: nothing else of ours does."""
-    found: set[str] = set()
+    found = set(re.findall(r"\boutrider_\w+", (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")))
     for component in COMPONENTS:
         # Objects and not text, so that comments do not count.
         text = json.dumps(composed("plaintext", component))

@@ -179,7 +179,7 @@ class Node:
         return pod
 
     def run(
-        self, name: str, root: Root, command: Sequence[str], *, within: float = 110.0, **how: Any
+        self, name: str, root: Root, command: Sequence[str], *, within: float = 400.0, **how: Any
     ) -> tuple[int, str]:
         """As `start`, to its end: exit code, and what it said."""
         pod = self.start(name, root, command, **how)

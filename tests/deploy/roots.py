@@ -123,6 +123,12 @@ def need_namespaces() -> None:
     for tool in ("unshare", "nsenter", "mount", "pivot_root", "ip"):
         if shutil.which(tool, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") is None:
             absent(f"{tool} is not on PATH")
+    python = Path(sys.base_prefix) / "bin" / "python"
+    if (
+        not python.exists()
+        or subprocess.run([python, "-m", "pip", "--version"], capture_output=True, check=False).returncode != 0
+    ):
+        absent(f"there is no pip beside {python}, as a base image has it")
     making = ["unshare", "--user", "--map-root-user", "--mount", "--net", "--pid", "--fork", "--mount-proc"]
     done = subprocess.run([*making, "sh", "-c", _PROBE], capture_output=True, text=True, check=False)
     if done.returncode != 0:

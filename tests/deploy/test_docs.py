@@ -13,10 +13,12 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from draft_service.settings import DraftSettings
 from outrider.cli.generate import generate_command
 from tests.deploy.manifests import DEPLOY, folders, kustomized, pod, selects
 from tests.deploy.offline import stages
 from tests.house.project import ROOT
+from verifier_service.settings import VerifierSettings
 
 KUBERNETES = ROOT / "docs" / "kubernetes.md"
 OPERATIONS = ROOT / "docs" / "operations.md"
@@ -114,6 +116,13 @@ def test_the_worked_example_comes_out_as_printed() -> None:
     (printed,) = _blocks(OPERATIONS, "text")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == printed
+
+
+@pytest.mark.parametrize("path", [KUBERNETES, OPERATIONS], ids=lambda path: path.name)
+def test_settings_that_are_named_exist(path: Path) -> None:
+    named = set(re.findall(r"\bOUTRIDER_[A-Z_]+", path.read_text(encoding="utf-8")))
+    known = {f"OUTRIDER_{field.upper()}" for kind in (DraftSettings, VerifierSettings) for field in kind.model_fields}
+    assert named - known == set()
 
 
 def test_every_alert_is_described() -> None:
