@@ -1,4 +1,4 @@
-"""The metrics that manifests and documents name: in rules, dashboards, scalers, and what operators are told to look at."""
+"""The metrics that are named in rules, dashboards and scalers, and those that operators are told to look at."""
 
 import json
 import re

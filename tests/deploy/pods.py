@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from tests.deploy.manifests import Manifest
-from tests.deploy.roots import Root
+from tests.deploy.roots import TOOLS, Root
 from tests.house.project import ROOT
 
 # For a network of a node's own, with a link to each pod's.
@@ -88,7 +88,11 @@ class Node:
     def __enter__(self) -> Self:
         making = ["unshare", "--user", "--map-root-user", "--mount", "--net", "--pid", "--fork", "--kill-child"]
         self._holder = subprocess.Popen(
-            [*making, "--mount-proc", "sh", "-c", _NODE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*making, "--mount-proc", "sh", "-c", _NODE],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=TOOLS,
         )
         assert self._holder.stdout is not None
         assert self._holder.stdout.readline().strip() == "up", self._holder.communicate()[1]
@@ -120,7 +124,7 @@ class Node:
     def _run(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         """On the node, as its root, in its mounts."""
         entering = self._inside("--user", "--net", "--mount", "--pid")
-        return subprocess.run([*entering, *command], capture_output=True, text=True, check=False)
+        return subprocess.run([*entering, *command], capture_output=True, text=True, check=False, env=TOOLS)
 
     def ask(self, code: str, *arguments: str, of: Sequence[Pod] = ()) -> Any:
         """What a Python program on the node prints as JSON: it can reach all pods, as a kubelet does.
@@ -173,6 +177,7 @@ class Node:
                 stdout=written,
                 stderr=subprocess.STDOUT,
                 text=True,
+                env=TOOLS,
             )
         pod = Pod(name, self.address(name), process, log)
         self._pods.append(pod)

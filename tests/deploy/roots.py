@@ -51,6 +51,10 @@ exec "$@"
 """
 
 
+# What mounts and links lies where only root's shells look.
+TOOLS = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
+
+
 @dataclass
 class Root:
     """A folder that becomes `/`.
@@ -96,6 +100,7 @@ class Root:
             capture_output=True,
             text=True,
             check=False,
+            env=TOOLS,
         )
         assert done.returncode == 0, f"{inner}: {done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout
@@ -121,7 +126,7 @@ _PROBE = "ip link add probe type veth peer name eborp"
 def need_namespaces() -> None:
     """Skips the test where this machine lets nobody make roots and networks of their own."""
     for tool in ("unshare", "nsenter", "mount", "pivot_root", "ip"):
-        if shutil.which(tool, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") is None:
+        if shutil.which(tool, path=TOOLS["PATH"]) is None:
             absent(f"{tool} is not on PATH")
     python = Path(sys.base_prefix) / "bin" / "python"
     if (
@@ -130,6 +135,6 @@ def need_namespaces() -> None:
     ):
         absent(f"there is no pip beside {python}, as a base image has it")
     making = ["unshare", "--user", "--map-root-user", "--mount", "--net", "--pid", "--fork", "--mount-proc"]
-    done = subprocess.run([*making, "sh", "-c", _PROBE], capture_output=True, text=True, check=False)
+    done = subprocess.run([*making, "sh", "-c", _PROBE], capture_output=True, text=True, check=False, env=TOOLS)
     if done.returncode != 0:
         absent(f"this machine makes no user namespaces with networks: {done.stderr.strip()}")
