@@ -1,0 +1,19 @@
+"""Prints what the project needs with the extras that are named, a requirement a line.
+
+pip installs those of a project only together with the project itself; an image wants them in a layer of their own.
+"""
+
+import sys
+import tomllib
+from pathlib import Path
+
+
+def main() -> None:
+    """Reads `pyproject.toml` of the working folder."""
+    project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = [project["optional-dependencies"][extra] for extra in sys.argv[1:]]
+    print(*project["dependencies"], *(line for extra in extras for line in extra), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

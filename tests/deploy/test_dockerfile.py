@@ -1,0 +1,97 @@
+"""What can be said of the Dockerfile without running it: the linter's word, and the rules of this house."""
+
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.build import Builder, patterns
+from tests.deploy.dockerfile import entry_point, environment, last, lineage
+from tests.deploy.manifests import DEPLOY, SERVICES, absent
+from tests.deploy.offline import DOCKERFILE, stages
+from tests.house.project import PACKAGES, ROOT
+
+VARIANTS = ("cpu", "cuda")
+TARGETS = [(service, variant) for service in SERVICES for variant in VARIANTS]
+
+# What compiles; what installs is taken out by the file itself.
+BUILD_TOOLS = ("gcc", "g++", "clang", "make", "cmake", "build-essential", "-dev", "git", "curl", "nvcc")
+
+
+def _installs(target: str, variant: str) -> set[str]:
+    """Packages of the distribution that a target keeps."""
+    runs = [step.rest() for stage in lineage(stages(variant), target) for step in stage.steps if step.name == "RUN"]
+    words = [word for run in runs if "apt-get install" in run for word in run.split("apt-get install")[1].split()]
+    return {word for word in words[: words.index("&&")] if not word.startswith("-")} if words else set()
+
+
+def test_the_linter_finds_nothing() -> None:
+    linter = Path(sysconfig.get_path("scripts")) / "hadolint"
+    if not linter.exists():
+        absent("hadolint is not installed here (the extra `dev` has it for Linux and macOS)")
+    done = subprocess.run([linter, DOCKERFILE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("service", "variant"), TARGETS)
+def test_each_service_has_a_target_in_each_variant(service: str, variant: str) -> None:
+    found = stages(variant)
+    assert entry_point(found, service) == ["python", "-m", f"{service}_service"]
+    assert f"{service}-{variant}" in [stage.name for stage in lineage(found, service)]
+    assert found["dependencies"].base == f"index-{variant}"
+
+
+@pytest.mark.parametrize(("service", "variant"), TARGETS)
+def test_no_target_runs_as_root_or_under_a_name(service: str, variant: str) -> None:
+    user = last(stages(variant), service, "USER") or "0"
+    # A kubelet cannot tell what a name stands for, and refuses it under runAsNonRoot.
+    assert all(part.isdigit() and int(part) > 0 for part in user.split(":"))
+
+
+@pytest.mark.parametrize(("service", "variant"), TARGETS)
+def test_build_tools_are_kept_for_triton_alone(service: str, variant: str) -> None:
+    kept = {name for name in _installs(service, variant) if name.startswith(BUILD_TOOLS) or name.endswith("-dev")}
+    assert kept == ({"gcc", "libc6-dev"} if (service, variant) == ("verifier", "cuda") else set())
+    # And what was built comes from other stages: none that builds is below one that is shipped.
+    assert {stage.name for stage in lineage(stages(variant), service)} & {"dependencies", "package"} == set()
+
+
+def test_the_compiler_that_triton_is_told_of_is_there() -> None:
+    assert environment(stages("cuda"), "verifier", {"PATH": ""})["CC"] in _installs("verifier", "cuda")
+
+
+def test_every_installation_keeps_to_the_constraints() -> None:
+    runs = [step.rest() for stage in stages().values() for step in stage.steps if step.name == "RUN"]
+    commands = [part for run in runs for part in run.split("&&") if "pip" in part and "install " in part]
+    commands = [command for command in commands if "uninstall" not in command]
+    assert len(commands) == 3
+    for command in commands:
+        # What takes nothing from an index needs no constraint.
+        assert "--constraint constraints.txt" in command or {"--no-index", "--no-deps"} <= set(command.split())
+
+
+def test_the_context_holds_what_is_copied_and_no_more(tmp_path: Path) -> None:
+    builder = Builder(
+        stages(),
+        context=ROOT,
+        ignored=patterns(DEPLOY / "Dockerfile.dockerignore"),
+        roots=tmp_path,
+        cache=tmp_path,
+    )
+    copied = {
+        source
+        for stage in stages().values()
+        for step in stage.steps
+        if step.name == "COPY" and "from" not in step.flags()
+        for source in step.rest().split()[:-1]
+    }
+    assert set(PACKAGES) <= copied
+    assert [path for path in copied if not builder.in_context(path)] == []
+    for left in (".git", ".venv", "tests", "benchmarks", "shared", "models/train.py", "deploy/base"):
+        assert not builder.in_context(left), left
+
+
+def test_both_models_of_the_demo_are_in_the_image() -> None:
+    copies = [step.rest() for stage in lineage(stages(), "draft") for step in stage.steps if step.name == "COPY"]
+    assert "models/demo /opt/outrider/demo" in copies

@@ -1,0 +1,261 @@
+"""The image is built by its own steps, and its services run as the manifests say, in namespaces of their own."""
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.certificates import Authority
+from tests.deploy.build import PATH, Builder, installed
+from tests.deploy.dockerfile import entry_point, environment
+from tests.deploy.manifests import (
+    SERVICES,
+    Manifest,
+    container,
+    of_kind,
+    pod,
+    rendered,
+)
+from tests.deploy.manifests import (
+    environment as container_environment,
+)
+from tests.deploy.metric_names import metric_names
+from tests.deploy.offline import built_offline, stages
+from tests.deploy.pods import Node, Pod, mounts
+from tests.deploy.roots import need_namespaces
+from tests.house.project import pyproject
+
+pytestmark = pytest.mark.timeout(900)  # two services start twice, on a machine that may be busy
+
+PYTHON = "/opt/outrider/bin/python"
+CLIENT = "a-client"
+TOKENS = 24
+
+_HEALTH = """
+import json, sys
+from outrider.rpc.channel import wait_for_health_blocking
+address, *services = sys.argv[1:]
+for service in services:
+    wait_for_health_blocking(address, service, 400.0)
+print(json.dumps(services))
+"""
+_PLAINTEXT = """
+import json, sys
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+with grpc.insecure_channel(sys.argv[1]) as channel:
+    try:
+        health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
+        print(json.dumps("answered"))
+    except grpc.RpcError as error:
+        print(json.dumps(error.code().name))
+"""
+_SCRAPE = """
+import json, sys, urllib.request
+print(json.dumps(urllib.request.urlopen(sys.argv[1], timeout=60).read().decode()))
+"""
+_WRITE = """
+import errno, json, os, pwd, sys
+def tried(folder):
+    try:
+        with open(folder + "/tried", "w"):
+            return "written"
+    except OSError as error:
+        return errno.errorcode[error.errno]
+try:
+    name = pwd.getpwuid(os.getuid()).pw_name
+except KeyError:
+    name = None
+print(json.dumps({"uid": os.getuid(), "name": name} | {folder: tried(folder) for folder in sys.argv[1:]}))
+"""
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Builder:
+    """What builds the images; a target is built once."""
+    need_namespaces()
+    return built_offline(tmp_path_factory.mktemp("image"))
+
+
+def test_the_image_holds_the_project_as_it_would_be_installed(image: Builder) -> None:
+    root = image.build("draft")
+    assert installed(root, PYTHON)["outrider"] == pyproject()["project"]["version"]
+    where = "import outrider, draft_service, verifier_service; print(outrider.__file__)"
+    assert root.run([PYTHON, "-P", "-c", where], env={"PATH": PATH}).startswith("/opt/outrider/lib/")
+
+
+def test_the_image_has_no_installer(image: Builder) -> None:
+    code = "import importlib.util as u; print([u.find_spec(n) is None for n in ('pip', 'setuptools')], end='')"
+    assert image.build("draft").run(["/usr/local/bin/python", "-P", "-c", code], env={"PATH": PATH}) == "[True, True]"
+
+
+class Running:
+    """Both services of an overlay, as pods of one node."""
+
+    def __init__(self, overlay: str, image: Builder, node: Node, secrets: dict[str, Path]) -> None:
+        self.objects = rendered(overlay)
+        self.image = image
+        self.node = node
+        self.secrets = secrets
+        self.pods: dict[str, Pod] = {}
+
+    def start(self, service: str, command: list[str] | None = None) -> Pod:
+        """The container of a service, by its manifest; or another command in its place."""
+        template, spec = pod(self.objects, service), container(self.objects, service)
+        security = template["spec"]["securityContext"]
+        assert spec["securityContext"]["readOnlyRootFilesystem"]
+        return self.node.start(
+            f"outrider-{service}",
+            self.image.build(service),
+            command or entry_point(stages(), service),
+            env={
+                **environment(stages(), service, {"PATH": PATH}),
+                **container_environment(self.objects, service),
+            },
+            mounts=mounts(template, spec, self.secrets),
+            user=security["runAsUser"],
+        )
+
+    def ask(self, *options: str) -> tuple[int, str]:
+        """What the command line says to a client in a pod of its own: exit code and output."""
+        address = f"outrider-draft:{self.port('draft', 'grpc')}"
+        asked = ["generate", "--draft", address, "--json", "--temperature", "0", "--max-new-tokens", str(TOKENS)]
+        secret = [("ro", str(folder), "/tls") for name, folder in self.secrets.items() if name == "outrider-client-tls"]
+        return self.node.run(
+            CLIENT,
+            self.image.build("draft"),
+            ["outrider", *asked, *options, "def area(radius):"],
+            env=environment(stages(), "draft", {"PATH": PATH}),
+            mounts=[("tmpfs", "none", "/tmp"), *secret],
+            user=65432,
+        )
+
+    def port(self, service: str, name: str) -> int:
+        """Of a container, by its name in the manifest."""
+        (found,) = (p["containerPort"] for p in container(self.objects, service)["ports"] if p["name"] == name)
+        return int(found)
+
+    def at(self, service: str, port: int) -> str:
+        """An address for the node, which knows no names."""
+        return f"{self.node.address(f'outrider-{service}')}:{port}"
+
+
+def _secrets(objects: tuple[Manifest, ...], folder: Path) -> dict[str, Path]:
+    """What cert-manager would make of the certificates that a manifest asks for."""
+    authority = Authority(folder / "authority")
+    found = {}
+    for each in of_kind(objects, "Certificate"):
+        spec = each["spec"]
+        if spec.get("isCA"):
+            continue
+        secret = found[spec["secretName"]] = folder / spec["secretName"]
+        secret.mkdir()
+        made = authority.issue(*spec["dnsNames"])
+        for name, source in (("tls.crt", made.cert), ("tls.key", made.key), ("ca.crt", authority.pem)):
+            (secret / name).write_bytes(source.read_bytes())
+    return found
+
+
+@pytest.fixture(scope="module", params=["demo", "mtls"])
+def running(
+    request: pytest.FixtureRequest, image: Builder, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
+    """An overlay at work: both services ready."""
+    folder = tmp_path_factory.mktemp(request.param)
+    secrets = _secrets(rendered(request.param), folder)
+    image.build("draft")
+    image.build("verifier")
+    with Node(folder, [*(f"outrider-{service}" for service in SERVICES), CLIENT]) as node:
+        them = Running(request.param, image, node, secrets)
+        them.pods = {service: them.start(service) for service in SERVICES}
+        for service, each in them.pods.items():
+            probes = _probes(container(them.objects, service))
+            (port,) = {port for port, _ in probes}
+            node.ask(_HEALTH, them.at(service, port), *(name for _, name in probes), of=[each])
+        yield them
+
+
+def _probes(spec: Manifest) -> list[tuple[int, str]]:
+    grpc = [spec[kind]["grpc"] for kind in ("startupProbe", "livenessProbe", "readinessProbe")]
+    return [(probe["port"], probe["service"]) for probe in grpc]
+
+
+def _calling(them: Running) -> list[str]:
+    if not them.secrets:
+        return ["--plaintext"]
+    return ["--tls-ca", "/tls/ca.crt", "--tls-cert", "/tls/tls.crt", "--tls-key", "/tls/tls.key"]
+
+
+def test_a_client_gets_text(running: Running) -> None:
+    code, said = running.ask(*_calling(running))
+    assert code == 0, said
+    done: dict[str, Any] = json.loads(said)
+    assert len(done["token_ids"]) == TOKENS
+    assert done["statistics"]["num_accepted_tokens"] > 0
+    assert done["text"].startswith("\n")
+
+
+def test_probes_need_no_certificate_and_clients_do(running: Running) -> None:
+    for service in SERVICES:
+        asked = {name: running.at(service, running.port(service, name)) for name in ("health", "grpc")}
+        answers = {name: running.node.ask(_PLAINTEXT, address) == "answered" for name, address in asked.items()}
+        assert answers == {"health": True, "grpc": not running.secrets}
+    if running.secrets:
+        code, said = running.ask("--tls-ca", "/tls/ca.crt", "--timeout", "8")
+        assert code == 1, said
+        assert re.search("UNAVAILABLE|DEADLINE_EXCEEDED", said), said
+
+
+def test_only_the_mounts_of_the_manifest_can_be_written(running: Running) -> None:
+    for service in SERVICES:
+        spec = container(running.objects, service)
+        writable = [mount["mountPath"] for mount in spec["volumeMounts"] if not mount.get("readOnly")]
+        fixed = ["", "/opt/outrider", "/usr/local/lib", *(["/tls"] if running.secrets else [])]
+        tried = running.start(service, ["python", "-c", _WRITE, *writable, *fixed])
+        assert tried.process.wait(300) == 0, tried.said()
+        found = json.loads(tried.said())
+        assert (found.pop("uid"), found.pop("name")) == (10001, None)
+        assert found == dict.fromkeys(writable, "written") | dict.fromkeys(fixed, "EROFS")
+        # Every folder that the environment names lies in one of those.
+        told = [value for value in container_environment(running.objects, service).items() if value[1].startswith("/")]
+        for name, value in told:
+            if not name.startswith("OUTRIDER_"):
+                assert any(value == path or value.startswith(f"{path}/") for path in writable), name
+
+
+def test_metrics_that_the_manifests_name_are_shown(running: Running) -> None:
+    shown: set[str] = set()
+    for service in SERVICES:
+        text = _scrape(running, service)
+        # A rule names a histogram's series, a document the histogram.
+        for kind in ("# TYPE ", ""):
+            shown |= set(re.findall(rf"^{kind}(outrider_\w+)", text, re.MULTILINE))
+    assert metric_names() - shown == set()
+
+
+def test_a_pod_that_has_served_is_within_its_memory(running: Running) -> None:
+    for service in SERVICES:
+        (used,) = re.findall(r"^process_resident_memory_bytes (\S+)", _scrape(running, service), re.MULTILINE)
+        limit = container(running.objects, service)["resources"]["limits"]["memory"]
+        assert limit.endswith("Mi")
+        assert float(used) < int(limit.removesuffix("Mi")) * 2**20
+
+
+def _scrape(running: Running, service: str) -> str:
+    address = running.at(service, running.port(service, "metrics"))
+    text: str = running.node.ask(_SCRAPE, f"http://{address}/metrics")
+    return text
+
+
+def test_a_pod_that_is_told_to_go_ends_well(running: Running) -> None:
+    for service in SERVICES:
+        each = running.pods[service]
+        (child,) = Path(f"/proc/{each.process.pid}/task/{each.process.pid}/children").read_text().split()
+        os.kill(int(child), signal.SIGTERM)
+        within = pod(running.objects, service)["spec"]["terminationGracePeriodSeconds"]
+        assert each.process.wait(within) == 0, each.said()
