@@ -23,8 +23,8 @@ _LOOK_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class PairSettings:
-    """What to run, and where. `drafter`, what belongs to it, and `speculation` are as the draft service takes them, and so
-    is `security`, flags and all.
+    """What to run, and where. `drafter` with what belongs to it, `speculation`, and `security`, which is flags and all, are
+    for the draft service.
     """
 
     target: str
