@@ -89,7 +89,7 @@ LAWS: dict[str, Options] = {
     "logprobs": SAMPLED | {"logprobs": 2},
     "at least so many": SAMPLED | {"stop": [" "], "min_new_tokens": 50},
     "text that is held": SAMPLED | {"stop": [" \0", "e\0", "\n    \0"]},
-    "frames": SAMPLED | {"stop": [" \0"], "frame_bytes": 400, "frame_pace": 0.004},
+    "frames of a few tokens": SAMPLED | {"stop": [" \0"], "logprobs": 5, "frame_bytes": 512},
     "the model's own end": {"temperature": 1.0, "seed": 3, "max_new_tokens": 200},
 }
 
