@@ -33,11 +33,6 @@ GAMMA = 4
 WITHIN_S = 60.0
 
 
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return load_model(ModelSource(str(DEMO / "draft"), dtype="float32", device="cpu"))
-
-
 class Open(DraftEngine):
     """An engine that can be looked into between two passes, on its own thread."""
 
@@ -291,6 +286,8 @@ def test_a_trial_is_told_of_a_round_together_with_what_it_saves(
         left = engine.look(lambda: driver.sequence.left)
         follows = fresh.propose(GAMMA + 1, committed).token_ids[GAMMA]
         clock.now += 0.01  # both have left
+        while engine.look(lambda: driver.sequence in engine._leaving):
+            pass
         if round_ % 2 == 0:
             driver.foresee()
         clock.now = left + 1.0
