@@ -54,7 +54,7 @@ class Eager(Open):
 
 
 class Clock:
-    """The engine's, moved by hand."""
+    """The engine's, moved by hand, on its own thread."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -62,6 +62,9 @@ class Clock:
 
     def perf_counter(self) -> float:
         return self.now
+
+    def move(self, to: float) -> None:
+        self.now = to
 
 
 @pytest.fixture(params=[1, 3], ids=["one by one", "three a pass"])
@@ -285,12 +288,12 @@ def test_a_trial_is_told_of_a_round_together_with_what_it_saves(
         draft = driver.propose(GAMMA, committed)
         left = engine.look(lambda: driver.sequence.left)
         follows = fresh.propose(GAMMA + 1, committed).token_ids[GAMMA]
-        clock.now += 0.01  # both have left
+        engine.look(lambda: clock.move(clock.now + 0.01))  # both have left
         while engine.look(lambda: driver.sequence in engine._leaving):
             pass
         if round_ % 2 == 0:
             driver.foresee()
-        clock.now = left + 1.0
+        engine.look(lambda left=left: clock.move(left + 1.0))
         committed = [*draft.token_ids, follows]
     engine.stop()
     assert len(told_of[True]) == len(told_of[False]) == 4
@@ -306,7 +309,7 @@ def test_where_waits_are_short_nothing_is_drafted_ahead(loaded: LoadedModel, mon
     driver, committed = Driver(engine, told(0.0, Rule.TOKENWISE), clock.perf_counter), list[int]()
     for _ in range(20):
         committed = [driver.propose(GAMMA, committed).token_ids[0], 12]
-        clock.now += 0.0006  # it has left, and the next is about to be asked for
+        engine.look(lambda: clock.move(clock.now + 0.0006))  # it has left, and the next is about to be asked for
         for _ in range(3):  # times that the engine looks for something to do
             engine.look(lambda: None)
     engine.stop()
