@@ -4,6 +4,7 @@ import queue
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import count, pairwise
 from typing import Any
 
@@ -293,7 +294,7 @@ def test_a_trial_is_told_of_a_round_together_with_what_it_saves(
             pass
         if round_ % 2 == 0:
             driver.foresee()
-        engine.look(lambda left=left: clock.move(left + 1.0))
+        engine.look(partial(clock.move, left + 1.0))
         committed = [*draft.token_ids, follows]
     engine.stop()
     assert len(told_of[True]) == len(told_of[False]) == 4
