@@ -6,6 +6,7 @@ import grpc
 import pytest
 
 from outrider.cli.processes import ServiceProcess
+from outrider.lm.checkpoint import LoadedModel, ModelSource, load_model
 from tests.draft_service.pairs import DEMO, write_awkward_draft
 from tests.forked import ForkedService
 
@@ -16,6 +17,12 @@ IDLE_S = 4.0
 """
 
 FLAGS = ("--listen", "127.0.0.1:0", "--dtype", "float32", "--threads", "1")
+
+
+@pytest.fixture(scope="session")
+def loaded() -> LoadedModel:
+    """The demo's draft, in this process."""
+    return load_model(ModelSource(str(DEMO / "draft"), dtype="float32", device="cpu"))
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ import queue
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import count, pairwise
 from typing import Any
 
@@ -33,11 +34,6 @@ GAMMA = 4
 WITHIN_S = 60.0
 
 
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return load_model(ModelSource(str(DEMO / "draft"), dtype="float32", device="cpu"))
-
-
 class Open(DraftEngine):
     """An engine that can be looked into between two passes, on its own thread."""
 
@@ -59,7 +55,7 @@ class Eager(Open):
 
 
 class Clock:
-    """The engine's, moved by hand."""
+    """The engine's, moved by hand, on its own thread."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -67,6 +63,9 @@ class Clock:
 
     def perf_counter(self) -> float:
         return self.now
+
+    def move(self, to: float) -> None:
+        self.now = to
 
 
 @pytest.fixture(params=[1, 3], ids=["one by one", "three a pass"])
@@ -290,10 +289,12 @@ def test_a_trial_is_told_of_a_round_together_with_what_it_saves(
         draft = driver.propose(GAMMA, committed)
         left = engine.look(lambda: driver.sequence.left)
         follows = fresh.propose(GAMMA + 1, committed).token_ids[GAMMA]
-        clock.now += 0.01  # both have left
+        engine.look(lambda: clock.move(clock.now + 0.01))  # both have left
+        while engine.look(lambda: driver.sequence in engine._leaving):
+            pass
         if round_ % 2 == 0:
             driver.foresee()
-        clock.now = left + 1.0
+        engine.look(partial(clock.move, left + 1.0))
         committed = [*draft.token_ids, follows]
     engine.stop()
     assert len(told_of[True]) == len(told_of[False]) == 4
@@ -309,7 +310,7 @@ def test_where_waits_are_short_nothing_is_drafted_ahead(loaded: LoadedModel, mon
     driver, committed = Driver(engine, told(0.0, Rule.TOKENWISE), clock.perf_counter), list[int]()
     for _ in range(20):
         committed = [driver.propose(GAMMA, committed).token_ids[0], 12]
-        clock.now += 0.0006  # it has left, and the next is about to be asked for
+        engine.look(lambda: clock.move(clock.now + 0.0006))  # it has left, and the next is about to be asked for
         for _ in range(3):  # times that the engine looks for something to do
             engine.look(lambda: None)
     engine.stop()

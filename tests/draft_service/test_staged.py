@@ -27,17 +27,11 @@ from kernels.sparse import SparseConfig, SparseLaw, sparsify
 from kernels.verify import Rule
 from outrider.lm.checkpoint import LoadedModel, ModelSource, load_model
 from outrider.lm.packed import Chunk, PackedModel
-from tests.draft_service.pairs import DEMO
 from tests.exactness import chisquare, pairs
 
 SPARSE = SparseConfig(keep_mass=0.98, max_support=40)
 PLAIN = LogitRules()
 TEXT = [5, 17, 300, 42, 7, 7, 1999, 5, 17, 300, 42, 8, 9, 5, 17, 300]
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return load_model(ModelSource(str(DEMO / "draft"), dtype="float32", device="cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +70,7 @@ class Driver:
         self._engine.post(Ask(self.sequence, list(committed), gamma, self._results.put))
 
     def answer(self) -> Draft:
-        result = self._results.get(timeout=20)
+        result = self._results.get(timeout=60)
         if isinstance(result, DraftError):
             raise result
         return result

@@ -188,7 +188,7 @@ async def _how_it_ended(process: ServiceProcess, request_id: str) -> str:
 
 async def test_leaving_the_iterator_cancels_the_call(draft_process: ServiceProcess) -> None:
     async with AsyncClient(draft_process.address) as client:
-        events = client.generate(PROMPT, request_id="left early", **LONG)
+        events = client.generate(PROMPT, **LONG | {"request_id": "left early"})
         async for event in events:
             if isinstance(event, Chunk):
                 break
@@ -199,7 +199,7 @@ async def test_leaving_the_iterator_cancels_the_call(draft_process: ServiceProce
 
 async def test_cancelling_the_task_cancels_the_call(draft_process: ServiceProcess) -> None:
     async with AsyncClient(draft_process.address) as client:
-        chunks = client.generate(PROMPT, request_id="given up", **LONG)
+        chunks = client.generate(PROMPT, **LONG | {"request_id": "given up"})
         begun = asyncio.Event()
 
         async def read() -> None:
@@ -252,7 +252,7 @@ def test_the_target_alone_writes_the_same(client: Client) -> None:
 
 
 async def test_a_plain_loop_streams_and_may_be_left(client: Client, draft_process: ServiceProcess) -> None:
-    events = client.generate(PROMPT, request_id="left plainly", **LONG)
+    events = client.generate(PROMPT, **LONG | {"request_id": "left plainly"})
     assert isinstance(next(events), Started)
     assert isinstance(next(events), Chunk)
     events.close()
