@@ -23,9 +23,7 @@ _LOOK_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class PairSettings:
-    """What to run, and where. `drafter` with what belongs to it, `speculation`, and `security`, which is flags and all, are
-    for the draft service.
-    """
+    """What to run, and where. All from `drafter` on is for the draft service alone; `security` is flags and all."""
 
     target: str
     draft: str
