@@ -136,6 +136,46 @@ def test_a_request_that_is_refused_is_an_error_in_its_trace(watched: House) -> N
         raise AssertionError("not refused")
 
 
+# ------------------------------------------------------------------------------------------------------------ counts
+
+
+def test_the_metrics_of_requests_are_the_requests_own_figures(watched: House) -> None:
+    """What two requests add, by their statistics and timings; one of them has its target write alone."""
+
+    def shown() -> dict[str, float]:
+        found = metrics_of(watched.drafts[0])
+        one = {name: values[()] for name, values in found.items() if name.startswith("outrider_") and () in values}
+        phases = {
+            f"{part} {dict(labels)['phase']}": value
+            for part in ("count", "sum")
+            for labels, value in found[f"outrider_round_seconds_{part}"].items()
+        }
+        return one | phases | {"OK": found["outrider_requests_total"][("status", "OK"),]}
+
+    before = shown()
+    drafted, alone = (finished(watched.drafts[0], gamma=gamma)[0] for gamma in (4, 0))
+    ends = (drafted, alone)
+    added = {name: value - before[name] for name, value in shown().items()}
+    tokens = sum(end.usage.completion_tokens for end in ends)
+    rounds = sum(end.statistics.num_rounds for end in ends)
+    assert added["OK"] == added["outrider_e2e_request_latency_seconds_count"] == 2
+    assert added["outrider_generation_tokens_total"] == tokens
+    assert added["outrider_prompt_tokens_total"] == sum(end.usage.prompt_tokens for end in ends)
+    assert added["outrider_time_to_first_token_seconds_count"] == 2
+    first = sum(end.timings.time_to_first_token_us for end in ends) / 1e6
+    assert added["outrider_time_to_first_token_seconds_sum"] == pytest.approx(first, abs=1e-5)
+    # All tokens but those that came with the first: at most a round's, and of the target alone only one.
+    assert tokens - 2 - ASKED["gamma"] <= added["outrider_inter_token_latency_seconds_count"] <= tokens - 2
+    assert added["count draft"] == drafted.statistics.num_drafts > 0
+    assert {added[f"count {phase}"] for phase in ("wire", "queue", "pass", "accept")} == {rounds}
+    for phase, field in (("queue", "queue_us"), ("pass", "forward_us"), ("accept", "verify_us"), ("draft", "draft_us")):
+        told = sum(getattr(end.timings, field) for end in ends) / 1e6
+        assert added[f"sum {phase}"] == pytest.approx(told, abs=1e-5), phase
+    waited = sum(end.timings.verdict_us for end in ends) / 1e6
+    assert sum(added[f"sum {phase}"] for phase in ("wire", "queue", "pass", "accept")) >= waited - 1e-5
+    assert added["outrider_num_requests_waiting"] == before["outrider_num_requests_waiting"] == 0
+
+
 # ------------------------------------------------------------------------------------------------------------- names
 
 GRPC_STATUSES = {code.name for code in grpc.StatusCode}
