@@ -43,11 +43,11 @@ class Emitter:
         *,
         index: int,
         prompt_tokens: int,
-        committed: int = 0,
+        committed: Sequence[int] = (),
         show_token: ShowToken | None = None,
         one_by_one: bool = False,
     ) -> None:
-        """`committed` counts the tokens that were told before. With `show_token`, which turns one token into text by
+        """`committed` are the tokens that were told before. With `show_token`, which turns one token into text by
         itself, rounds are reported too. `one_by_one` gives each token a response of its own, and each token's text.
         """
         self.cached_tokens = 0
@@ -55,10 +55,10 @@ class Emitter:
         self._text = text
         self._index = index
         self._prompt_tokens = prompt_tokens
-        self._committed = committed
-        self._told = committed
-        self._whole = committed  # of those told, in order: those whose text has been sent
-        self._last: int | None = None  # token
+        self._committed = len(committed)
+        self._told = len(committed)
+        self._whole = len(committed)  # of those told, in order: those whose text has been sent
+        self._last = committed[-1] if committed else None
         self._show_token = show_token
         self._one_by_one = one_by_one
         self._verdicts: list[tuple[speculation_pb2.Verdict, Sequence[int]]] = []  # not read yet
@@ -76,7 +76,6 @@ class Emitter:
         True where a stop string ends the text in them. `is_silent` says that the last of them has no text.
         """
         self._whole -= len(held)
-        self._last = held[-1]
         for i, token in enumerate(held):
             if is_silent and i == len(held) - 1:
                 self._text.push_silent()

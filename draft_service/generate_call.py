@@ -163,7 +163,7 @@ class GenerateCall:
             text,
             index=index,
             prompt_tokens=len(request.prompt),
-            committed=len(request.committed),
+            committed=request.committed,
             show_token=show,
             one_by_one=request.emission is not None,
         )
