@@ -34,6 +34,7 @@ from protos.outrider.v1 import (
     verifier_service_pb2_grpc,
 )
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
+from tests.draft_service.calls import BLOCK, COUPLED, TOKENWISE
 from tests.draft_service.conftest import FLAGS, HEALTHY_WITHIN_S
 from tests.draft_service.pairs import DEMO
 from tests.forked import ForkedService
@@ -41,18 +42,11 @@ from tests.proxy import Proxy, Way
 
 PROMPT = [5, 6, 7, 8, 9]
 TOKENS = 36
-SILENCE_S = 0.8
-PATIENT_S = 20.0
-"""Silence that no verifier keeps but one that is stalled on purpose."""
-
-TIMEOUT_S = 30.0
+SILENCE_S = 1.5
+PATIENT_S = 20.0  # silence that no verifier keeps but one that is stalled on purpose
+TIMEOUT_S = 60.0
 LIVES = 2  # under each rule, and as many more as it takes to lose that many verifiers
 MAX_BYTES = 1 << 20
-COUPLED, TOKENWISE, BLOCK = (
-    sampling_pb2.ACCEPTANCE_RULE_COUPLED,
-    sampling_pb2.ACCEPTANCE_RULE_TOKENWISE,
-    sampling_pb2.ACCEPTANCE_RULE_BLOCK,
-)
 
 
 @dataclass
