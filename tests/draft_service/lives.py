@@ -23,11 +23,11 @@ from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
 
 PROMPT = [5, 6, 7, 8, 9]
 TOKENS = 36
-SILENCE_S = 0.8
+SILENCE_S = 1.5
 PATIENT_S = 20.0
 """Silence that no verifier keeps but one that is stalled on purpose."""
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 LIVES = 2  # under each rule, and as many more as it takes to lose that many verifiers
 MAX_BYTES = 1 << 20
 COUPLED, TOKENWISE, BLOCK = (

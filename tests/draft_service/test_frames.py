@@ -153,7 +153,7 @@ async def test_frames_leave_by_the_clock_whether_or_not_there_is_something_to_sa
     responses.send(FINISHED)
     responses.end()
     await reader
-    assert [frame.WhichOneof("event") for frame in frames] == ["started", None, None, "chunk", None, "finished"]
+    assert [frame.WhichOneof("event") for frame in frames] == ["started", None, None, "chunk", "chunk", "finished"]
     assert {frame.ByteSize() for frame in frames[1:]} == {SIZE}
     assert times == pytest.approx([number * pace for number in range(6)])
 

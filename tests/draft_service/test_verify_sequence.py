@@ -268,7 +268,7 @@ async def test_what_others_were_told_is_forgotten_with_the_last_of_them() -> Non
 
 async def test_notices_are_no_silence() -> None:
     """Who waits in a queue for longer than the silence that is borne, and is told so meanwhile, waits on."""
-    silence, pause = 2.0, 0.1
+    silence, pause = 3.0, 0.1
     notice = verifier_service_pb2.Notice(kind=verifier_service_pb2.NOTICE_KIND_QUEUED, message="all places are taken")
 
     async def verify(_: Any, context: Any) -> None:
