@@ -20,6 +20,7 @@ from draft_service.statistics import Failovers
 from draft_service.verifier_link import VerifierLink
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
+from tests.draft_service.calls import COUPLED
 
 PROMPT = [5, 6, 7, 8, 9]
 TOKENS = 36
@@ -30,11 +31,6 @@ PATIENT_S = 20.0
 TIMEOUT_S = 60.0
 LIVES = 2  # under each rule, and as many more as it takes to lose that many verifiers
 MAX_BYTES = 1 << 20
-COUPLED, TOKENWISE, BLOCK = (
-    sampling_pb2.ACCEPTANCE_RULE_COUPLED,
-    sampling_pb2.ACCEPTANCE_RULE_TOKENWISE,
-    sampling_pb2.ACCEPTANCE_RULE_BLOCK,
-)
 
 
 @dataclass

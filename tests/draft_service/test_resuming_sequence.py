@@ -34,15 +34,12 @@ from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
 from tests.draft_service.calls import BLOCK, COUPLED, TOKENWISE
 from tests.draft_service.conftest import FLAGS, HEALTHY_WITHIN_S
 from tests.draft_service.lives import (
-    BLOCK,
-    COUPLED,
     LIVES,
     MAX_BYTES,
     PATIENT_S,
     PROMPT,
     TIMEOUT_S,
     TOKENS,
-    TOKENWISE,
     Told,
     life,
     linked,
