@@ -270,8 +270,8 @@ async def test_what_failover_costs_is_told(ways: list[Proxy]) -> None:
 async def test_with_its_budget_spent_a_sequence_waits_and_goes_on(ways: list[Proxy], real: ServiceProcess) -> None:
     """One opening in the bucket, and two deaths: the second waits for the next token, which time alone brings.
 
-    Both come right before a round is sent, so that neither finds its verdict here already. Between the two openings lies
-    a second, less a tenth for each of the four verdicts of the first round.
+    Both come right before a round is sent, so that neither finds its verdict here already. A second lies between the
+    two openings, less a tenth for each of the four verdicts of the first round.
     """
     tally, times = Failovers(), list[float]()
 
