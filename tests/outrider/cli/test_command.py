@@ -122,7 +122,7 @@ def test_every_option_of_generate_is_one_of_the_client() -> None:
     own = {"prompt", "draft", "chat", "system", "timeout", "as_json"}
     offered = {str(option.name) for option in main.commands["generate"].params} - own
     # What a command line is not for: features, resuming, and what demo shows.
-    left_out = {"required_features", "committed_token_ids", "weights_fingerprint", "report_rounds"}
+    left_out = {"required_features", "committed_token_ids", "held_tokens", "weights_fingerprint", "report_rounds"}
     assert offered == Options.__annotations__.keys() - left_out
 
 
