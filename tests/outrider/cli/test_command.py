@@ -124,7 +124,7 @@ def test_every_option_of_generate_is_one_of_the_client() -> None:
     own |= {"tls", "tls_ca", "tls_cert", "tls_key", "tls_name", "token_file", "plaintext"}
     offered = {str(option.name) for option in main.commands["generate"].params} - own
     # What a command line is not for: features, resuming, and what demo shows.
-    left_out = {"required_features", "committed_token_ids", "weights_fingerprint", "report_rounds"}
+    left_out = {"required_features", "committed_token_ids", "held_tokens", "weights_fingerprint", "report_rounds"}
     assert offered == Options.__annotations__.keys() - left_out
 
 
