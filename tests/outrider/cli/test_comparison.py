@@ -17,7 +17,7 @@ def test_both_ways_write_the_same_text_and_the_drawing_holds_it(draft_address: s
     out = StringIO()
     writer, collector = TokenWriter(Console(file=out, width=80)), Collector()
     with Client(draft_address, timeout=60) as client:
-        subject = Subject(client, PROMPT, {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True})
+        subject = Subject(client, PROMPT, {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True, "gamma": 5})
         subject.warm_up()
         for event in subject.stream():
             collector.add(event)
