@@ -28,6 +28,9 @@ MARGIN = 0.03
 FIRST_PAUSE, LONGEST_PAUSE = 32, 512
 """Tokens that the target writes between two tries."""
 
+SAME = 0.01
+"""A length that gives so little less than the best one is kept: what is drafted ahead is of the length before."""
+
 TRY_GAMMA, TRY_ROUNDS = 2, 3
 """Of one try: tokens of a proposal, and proposals."""
 
@@ -117,7 +120,10 @@ class Adaptive(Policy):
         best = max(range(len(rates)), key=lambda place: rates[place])
         alone = 1 / self._times.alone()
         pays = rates[best] > (alone / (1 + MARGIN) if self._experience.pays else (1 + MARGIN) * alone)
-        return best + 1 if pays or self._experience.rounds < FIRM_ROUNDS else 0
+        if not pays and self._experience.rounds >= FIRM_ROUNDS:
+            return 0
+        is_as_good = 0 < self._gamma <= len(rates) and rates[self._gamma - 1] > (1 - SAME) * rates[best]
+        return self._gamma if is_as_good else best + 1
 
     def _rates(self) -> list[float]:
         """Tokens a second at γ of 1 to the ceiling."""
