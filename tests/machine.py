@@ -1,4 +1,7 @@
-"""What the machine that runs the tests may lack, and what becomes of a test then. It knows nothing of what is tested."""
+"""What the machine that runs the tests may lack, and what becomes of a test then.
+
+It knows nothing of what is tested.
+"""
 
 import os
 import shutil

@@ -1,9 +1,9 @@
 """A process that has imported both services and forks them: real services at a tenth of the start-up time.
 
 Each child is a process of its own that runs the service's own `main` with flags as on any command line, in the network
-that it is told, after at most one deliberate fault (`tests.exactness.mutants.faults`). Orders come as lines of JSON through the socket whose
-descriptor is this program's argument, one answer for each; what a child says goes where the descriptor that came with
-its order leads. When the socket ends, all children are stopped. It knows nothing of tests.
+that it is told, after at most one deliberate fault (`tests.exactness.mutants.faults`). Orders come as lines of JSON
+through the socket whose descriptor is this program's argument, one answer for each; what a child says goes where the
+descriptor that came with its order leads. When the socket ends, all children are stopped. It knows nothing of tests.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Node:
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         self._folder = folder
-        self._network = Network(folder, {name: () for name in names}, own_processes=True)
+        self._network = Network(folder, dict.fromkeys(names, ()), own_processes=True)
         self._pods: list[Pod] = []
         self._resolver = folder / "resolv.conf"
         # Whoever asks DNS all the same hears at once that nobody is there.

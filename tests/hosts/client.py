@@ -191,9 +191,9 @@ class Load:
             self._finished[number] += 1
 
 
-def until(holds: Callable[[], bool]) -> None:
-    """Returns once it does."""
+def until(holds: Callable[[], bool], pause: float = 0.02) -> None:
+    """Returns once it does; so many seconds lie between two looks."""
     end = time.monotonic() + SOON_S
     while not holds():
         assert time.monotonic() < end, "not in time"
-        time.sleep(0.02)
+        time.sleep(pause)

@@ -5,7 +5,6 @@ Each is who its certificate says: verifiers admit drafts, and drafts admit clien
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -75,6 +74,8 @@ class House:
         return self
 
     def __exit__(self, *error: object) -> None:
+        for host in self.services:
+            self.signal(host, signal.SIGKILL)  # one that is frozen hears nothing else
         self._running.close()
         for host, service in self.services.items():
             print(f"--- {host}", *(line for line in service.log_lines() if '"info"' not in line), sep="\n")
@@ -114,7 +115,7 @@ class House:
 
     def signal(self, host: str, number: signal.Signals) -> None:
         """To its service."""
-        os.kill(self.services[host].process.pid, number)
+        self.services[host].process.send_signal(number)
 
     def start_again(self, host: str) -> None:
         """Starts the service of a host anew, where it was, and waits until it serves."""
@@ -154,7 +155,7 @@ class House:
                 answer.wait()
             return False
 
-        until(settled)
+        until(settled, pause=0.2)
 
     def _well(self, draft: str) -> int:
         return int(self.metrics(draft)["outrider_verifiers"][(("status", "closed"),)])

@@ -19,12 +19,12 @@ from tests.services import MODELS
 
 # A text has at least LENGTH / (GAMMA + 1) rounds, each of a pass: what comes after its first round and within so many
 # times SLOWLY_S comes in its middle.
-LENGTH, GAMMA = 64, 3
-SLOWLY_S = 0.5
+LENGTH, GAMMA = 40, 2
+SLOWLY_S = 0.6
 STREAMS = 20
 
 # For texts that come and go all the while.
-SHORT, ASKERS = 24, 4
+SHORT, ASKERS = 12, 4
 BRISKLY_S = 0.05
 
 
