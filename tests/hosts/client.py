@@ -161,17 +161,17 @@ class Load:
             thread.join()
 
     def goes_on(self, seconds: float = 0.0) -> None:
-        """Returns when each asker has got a text that was asked for later than now, and so many seconds have passed.
+        """Returns when each asker has got a text that was asked for so many seconds from now, or later.
 
         Raises:
             AssertionError: one has failed.
         """
-        until_then, before = time.monotonic() + seconds, list(self._finished)
+        time.sleep(seconds)
+        before = list(self._finished)
 
         def is_so() -> bool:
             self.check()
-            later = all(now >= then + 2 for then, now in zip(before, self._finished, strict=True))
-            return later and time.monotonic() >= until_then
+            return all(now >= then + 2 for then, now in zip(before, self._finished, strict=True))
 
         until(is_so)
 

@@ -117,10 +117,19 @@ class House:
         """To its service."""
         self.services[host].process.send_signal(number)
 
-    def start_again(self, host: str) -> None:
+    def start(self, host: str) -> None:
         """Starts the service of a host anew, where it was, and waits until it serves."""
         self.launch(host)
         self.wait_ready(host)
+
+    def restore(self) -> None:
+        """Undoes whatever happened to hosts and services."""
+        for host in HOSTS:
+            self.network.mend(host)
+        for host, service in list(self.services.items()):
+            service.process.send_signal(signal.SIGCONT)
+            if service.returncode is not None:
+                self.start(host)
 
     @contextmanager
     def slowly(self, seconds: float) -> Iterator[None]:
