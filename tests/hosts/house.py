@@ -154,6 +154,11 @@ class House:
                 held[host] += count
         return max(held, key=held.__getitem__)
 
+    def switches(self, reason: str) -> int:
+        """How many sequences went to another verifier for that reason, as long as these draft services live."""
+        found = [self.metrics(draft)["outrider_verifier_switches_total"] for draft in DRAFTS]
+        return int(sum(each[(("reason", reason),)] for each in found))
+
     def settle(self) -> None:
         """Both draft services know both verifiers to be well; where that takes a text, they are asked for one."""
 
