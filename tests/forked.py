@@ -26,7 +26,9 @@ _LOOK_S = 0.01
 
 
 class ForkedService(ServiceProcess):
-    """A `ServiceProcess` that is forked. Takes what that takes, for the two services alone."""
+    """A `ServiceProcess` that is forked. Takes what that takes, for the two services alone; and what `Nursery.start`
+    takes, of the nursery `of`: by default the one that all share.
+    """
 
     @classmethod
     def launch(
@@ -36,32 +38,37 @@ class ForkedService(ServiceProcess):
         env: Mapping[str, str] | None = None,
         on_line: Callable[[str], None] | None = None,
         cores: Collection[int] | None = None,
+        fault: str | None = None,
+        network: str | None = None,
+        of: Nursery | None = None,
     ) -> Self:
+        parent = nursery() if of is None else of
         reading, writing = os.pipe()
         try:
-            child = nursery().start(arguments[0], arguments[1:], writing, env=env)
+            child = parent.start(arguments[0], arguments[1:], writing, env=env, fault=fault, network=network)
         finally:
             os.close(writing)
         if cores:
             keep_on(child, cores)
         lines = open(reading, encoding="utf-8", errors="replace")  # noqa: SIM115  # its reader closes it
-        return cls(arguments[0], cast("subprocess.Popen[str]", Child(child, lines)), on_line)
+        return cls(arguments[0], cast("subprocess.Popen[str]", Child(child, lines, parent)), on_line)
 
 
 class Child:
-    """What `ServiceProcess` and tests use of a `Popen`, for a process whose parent is the nursery."""
+    """What `ServiceProcess` and tests use of a `Popen`, for a process whose parent is a nursery."""
 
-    def __init__(self, pid: int, stdout: IO[str]) -> None:
+    def __init__(self, pid: int, stdout: IO[str], parent: Nursery) -> None:
         self.pid = pid
         self.stdout = stdout
         self.returncode: int | None = None
+        self._parent = parent
         self._lock = threading.Lock()
 
     def poll(self) -> int | None:
         """The exit code, or None while it runs."""
         with self._lock:
             if self.returncode is None:
-                self.returncode = nursery().poll(self.pid)
+                self.returncode = self._parent.poll(self.pid)
             return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -90,13 +97,14 @@ class Child:
 class Nursery:
     """The process that forks services. Any thread may ask it."""
 
-    def __init__(self) -> None:
+    def __init__(self, entering: Sequence[str] = ()) -> None:
+        """`entering` is what its command begins with, where it is to live in other namespaces."""
         self._channel, theirs = socket.socketpair()
         self._answers = self._channel.makefile("r", encoding="utf-8")
         self._lock = threading.Lock()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.nursery", str(theirs.fileno())],
+                [*entering, sys.executable, "-m", "tests.nursery", str(theirs.fileno())],
                 # macOS refuses to fork a process that has loaded certain frameworks, unless told not to.
                 env={**os.environ, **service_environment(1), "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES"},
                 stdin=subprocess.DEVNULL,
@@ -112,12 +120,19 @@ class Nursery:
         *,
         env: Mapping[str, str] | None = None,
         fault: str | None = None,
+        network: str | None = None,
     ) -> int:
-        """Forks a service, after one of the `faults` where that is given; what it says goes to the descriptor `output`.
-        Returns its process id.
+        """Forks a service, after one of the `faults` where that is given, in the network that the file `network` stands
+        for; what it says goes to the descriptor `output`. Returns its process id.
         """
         environment = {**os.environ, **service_environment(), **(env or {})}
-        order = {"service": service, "arguments": [*arguments], "fault": fault, "environment": environment}
+        order = {
+            "service": service,
+            "arguments": [*arguments],
+            "fault": fault,
+            "network": network,
+            "environment": environment,
+        }
         return int(self._ask(order, [output]))
 
     def poll(self, child: int) -> int | None:

@@ -1,13 +1,14 @@
 """A process that has imported both services and forks them: real services at a tenth of the start-up time.
 
-Each child is a process of its own that runs the service's own `main` with flags as on any command line, after at most
-one deliberate fault (`tests.exactness.mutants.faults`). Orders come as lines of JSON through the socket whose
-descriptor is this program's argument, one answer for each; what a child says goes where the descriptor that came with
-its order leads. When the socket ends, all children are stopped. It knows nothing of tests.
+Each child is a process of its own that runs the service's own `main` with flags as on any command line, in the network
+that it is told, after at most one deliberate fault (`tests.exactness.mutants.faults`). Orders come as lines of JSON
+through the socket whose descriptor is this program's argument, one answer for each; what a child says goes where the
+descriptor that came with its order leads. When the socket ends, all children are stopped. It knows nothing of tests.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
@@ -21,6 +22,7 @@ from typing import Any, NoReturn
 SERVICES = ("verifier_service", "draft_service")
 GRACE_S = 5.0
 _MOST_BYTES = 1 << 20
+_CLONE_NEWNET = 0x40000000
 
 
 def main() -> int:
@@ -82,6 +84,8 @@ def _become(order: dict[str, Any], output: int) -> NoReturn:
     sys.argv = [order["service"], *order["arguments"]]
     code = 1
     try:
+        if order["network"] is not None:
+            _enter(order["network"])
         if order["fault"] is not None:
             fault: Callable[[], None] = importlib.import_module("tests.exactness.mutants.faults").FAULTS[order["fault"]]
             fault()
@@ -96,6 +100,14 @@ def _become(order: dict[str, Any], output: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # nothing of the parent's is ours to clean up
+
+
+def _enter(network: str) -> None:
+    """Moves this process, which has one thread yet, to the network namespace that a file stands for."""
+    with open(network, "rb") as file:
+        # `os.setns` came with Python 3.12.
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network {network}")
 
 
 def _stop(children: set[int]) -> None:

@@ -3,31 +3,23 @@
 It knows no service of ours by more than its name.
 """
 
-import os
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
-import pytest
 import yaml
 
 from tests.house.project import ROOT
+from tests.machine import absent
 
 Manifest: TypeAlias = Mapping[str, Any]
 
 DEPLOY = ROOT / "deploy"
 SERVICES = ("draft", "verifier")
-
-
-def absent(reason: str) -> NoReturn:
-    """Skips the test, since this machine lacks something; fails it where all must run."""
-    if os.environ.get("CI"):
-        pytest.fail(f"{reason}; CI skips none", pytrace=False)
-    pytest.skip(reason)
 
 
 def folders(kind: str) -> list[str]:

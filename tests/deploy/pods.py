@@ -1,7 +1,7 @@
 """Pods of a manifest as processes: each with a network, a root and a user of its own, as a kubelet would have it.
 
 What a pod gets is what its manifest says: environment, mounts, user, read-only root. What differs: pods lie on one
-machine, names are in `/etc/hosts`, and no policy is enforced. Namespaces are those that any user may make.
+machine (`tests.network`), names are in `/etc/hosts`, and no policy is enforced.
 """
 
 import json
@@ -16,30 +16,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from tests.deploy.manifests import Manifest
-from tests.deploy.roots import TOOLS, Root
+from tests.deploy.roots import Root
 from tests.house.project import ROOT
-
-# For a network of a node's own, with a link to each pod's.
-_NODE = """
-set -e
-mount -t tmpfs tmpfs /run
-ip link set lo up
-echo 1 > /proc/sys/net/ipv4/ip_forward
-mkdir /run/netns
-echo up
-exec sleep 100000
-"""
-_LINK = """
-set -e
-ip netns add "$1"
-ip link add "$3" type veth peer name eth0 netns "$1"
-ip addr add "$2.1/24" dev "$3"
-ip link set "$3" up
-ip -n "$1" link set lo up
-ip -n "$1" addr add "$2.2/24" dev eth0
-ip -n "$1" link set eth0 up
-ip -n "$1" route add default via "$2.1"
-"""
+from tests.machine import TOOLS
+from tests.network import Network
 
 
 @dataclass
@@ -70,61 +50,30 @@ class Node:
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         self._folder = folder
-        self._names = list(names)
+        self._network = Network(folder, dict.fromkeys(names, ()), own_processes=True)
         self._pods: list[Pod] = []
-        hosts = ["127.0.0.1 localhost", *(f"{self.address(name)} {name}" for name in self._names)]
-        self._hosts, self._resolver = folder / "hosts", folder / "resolv.conf"
-        self._hosts.write_text("\n".join(hosts) + "\n", encoding="utf-8")
+        self._resolver = folder / "resolv.conf"
         # Whoever asks DNS all the same hears at once that nobody is there.
         self._resolver.write_text("nameserver 127.0.0.1\n", encoding="utf-8")
 
     def address(self, name: str) -> str:
         """Of the pod that is known by that name."""
-        return f"{self._subnet(name)}.2"
-
-    def _subnet(self, name: str) -> str:
-        return f"10.77.{self._names.index(name)}"
+        return self._network.address(name)
 
     def __enter__(self) -> Self:
-        making = ["unshare", "--user", "--map-root-user", "--mount", "--net", "--pid", "--fork", "--kill-child"]
-        self._holder = subprocess.Popen(
-            [*making, "--mount-proc", "sh", "-c", _NODE],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=TOOLS,
-        )
-        assert self._holder.stdout is not None
-        assert self._holder.stdout.readline().strip() == "up", self._holder.communicate()[1]
-        children = Path(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children").read_text().split()
-        self._pid = children[0]
-        for number, name in enumerate(self._names):
-            done = self._run(["sh", "-c", _LINK, "link", name, self._subnet(name), f"pod{number}"])
-            assert done.returncode == 0, done.stderr
+        self._network.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end()
-        if kind is not None:
-            for pod in self._pods:
-                print(f"--- {pod.name}\n{pod.said()[-4000:]}")
-
-    def _end(self) -> None:
-        self._holder.kill()  # and with it all that runs in its namespaces
-        self._holder.communicate()
+        self._network.end()  # and with it all that runs in its namespaces
         for pod in self._pods:
             with suppress(subprocess.TimeoutExpired):
                 pod.process.wait(10)
-
-    def _inside(self, *namespaces: str) -> list[str]:
-        return ["nsenter", "--target", self._pid, *namespaces, "--preserve-credentials"]
-
-    def _run(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        """On the node, as its root, in its mounts."""
-        entering = self._inside("--user", "--net", "--mount", "--pid")
-        return subprocess.run([*entering, *command], capture_output=True, text=True, check=False, env=TOOLS)
+        if kind is not None:
+            for pod in self._pods:
+                print(f"--- {pod.name}\n{pod.said()[-4000:]}")
 
     def ask(self, code: str, *arguments: str, of: Sequence[Pod] = ()) -> Any:
         """What a Python program on the node prints as JSON: it can reach all pods, as a kubelet does.
@@ -132,7 +81,7 @@ class Node:
         Raises:
             AssertionError: it failed, or one of the pods that it is about ended; the text has what it said.
         """
-        command = [*self._inside("--user", "--net"), sys.executable, "-c", code, *arguments]
+        command = [*self._network.at_the_switch(in_mounts=False), sys.executable, "-c", code, *arguments]
         asking = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
         while asking.poll() is None:
             for pod in of:
@@ -161,7 +110,7 @@ class Node:
             command: what runs as `user`, with `env` and nothing else in its environment.
             mounts: what is mounted in the read-only root.
         """
-        known = (("ro", str(self._hosts), "/etc/hosts"), ("ro", str(self._resolver), "/etc/resolv.conf"))
+        known = (("ro", str(self._network.names), "/etc/hosts"), ("ro", str(self._resolver), "/etc/resolv.conf"))
         more = [*mounts, *known, ("ro", "/sys", "/sys")]
         # Another user id, without any privilege, and in a namespace that cannot undo a mount.
         becoming = ["unshare", "--user", f"--map-user={user}", f"--map-group={user}"]
@@ -170,10 +119,7 @@ class Node:
         log = self._folder / f"{name}-{len(self._pods)}.log"
         with log.open("w", encoding="utf-8") as written:
             process = subprocess.Popen(
-                [
-                    *self._inside("--user", "--net", "--mount", "--pid"),
-                    *("nsenter", f"--net=/run/netns/{name}", "unshare", "--mount", *entering),
-                ],
+                [*self._network.on(name), "unshare", "--mount", *entering],
                 stdout=written,
                 stderr=subprocess.STDOUT,
                 text=True,

@@ -4,8 +4,6 @@ A root has the machine's `/usr` and `/etc`, read-only, in the place of a base im
 `/usr/local`, as the image `python` has it. All else is empty, until somebody puts it there.
 """
 
-import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from tests.deploy.manifests import absent
+from tests.machine import TOOLS, absent, need_networks, need_tools
 
 # Mounts what its arguments say, KIND FROM TO each, and enters the new root. `pivot_root` and not `chroot`: from behind
 # that one, no further user namespace may be made.
@@ -49,10 +47,6 @@ umount -l .
 cd /
 exec "$@"
 """
-
-
-# What mounts and links lies where only root's shells look.
-TOOLS = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
 
 
 @dataclass
@@ -118,23 +112,14 @@ def _machine() -> tuple[tuple[str, str, str], ...]:
     return (*kept, *at_home, ("overlay", python, "/usr/local"), ("rw", "/proc", "/proc"), *devices)
 
 
-# One of a pod's links, in a network of its own.
-_PROBE = "ip link add probe type veth peer name eborp"
-
-
 @cache
 def need_namespaces() -> None:
     """Skips the test where this machine lets nobody make roots and networks of their own."""
-    for tool in ("unshare", "nsenter", "mount", "pivot_root", "ip"):
-        if shutil.which(tool, path=TOOLS["PATH"]) is None:
-            absent(f"{tool} is not on PATH")
+    need_networks()
+    need_tools("pivot_root")
     python = Path(sys.base_prefix) / "bin" / "python"
     if (
         not python.exists()
         or subprocess.run([python, "-m", "pip", "--version"], capture_output=True, check=False).returncode != 0
     ):
         absent(f"there is no pip beside {python}, as a base image has it")
-    making = ["unshare", "--user", "--map-root-user", "--mount", "--net", "--pid", "--fork", "--mount-proc"]
-    done = subprocess.run([*making, "sh", "-c", _PROBE], capture_output=True, text=True, check=False, env=TOOLS)
-    if done.returncode != 0:
-        absent(f"this machine makes no user namespaces with networks: {done.stderr.strip()}")

@@ -8,9 +8,10 @@ import pytest
 
 from tests.deploy.build import Builder, patterns
 from tests.deploy.dockerfile import entry_point, environment, last, lineage
-from tests.deploy.manifests import DEPLOY, SERVICES, absent
+from tests.deploy.manifests import DEPLOY, SERVICES
 from tests.deploy.offline import DOCKERFILE, stages
 from tests.house.project import PACKAGES, ROOT
+from tests.machine import absent
 
 VARIANTS = ("cpu", "cuda")
 TARGETS = [(service, variant) for service in SERVICES for variant in VARIANTS]

@@ -293,6 +293,23 @@ def unhurried() -> None:
     VerifierEngine.forward = forward  # type: ignore[method-assign]
 
 
+def braked() -> None:
+    """No fault: each of the verifier's passes takes so many seconds more as a file says (`tests.brake`) while it is
+    there.
+    """
+    from tests.brake import held_up
+    from verifier_service.engine import VerifierEngine
+
+    honest = VerifierEngine.forward
+
+    def forward(self: VerifierEngine, work: Any) -> Any:
+        output = honest(self, work)
+        held_up()
+        return output
+
+    VerifierEngine.forward = forward  # type: ignore[method-assign]
+
+
 def eager_outcome_cache() -> None:
     """No fault, but what shows one: whoever asks waits until four outcomes have been drafted for."""
     from draft_service.drafters import ahead
@@ -416,6 +433,7 @@ FAULTS: dict[str, Callable[[], None]] = {
         noise_of_another_seed,
         noise_of_the_round,
         unhurried,
+        braked,
         eager_outcome_cache,
         branches_take_the_likeliest,
         dies_after_every_round,

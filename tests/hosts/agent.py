@@ -1,0 +1,103 @@
+"""The client on its host: a program that asks draft services as it is ordered to, and tells what comes.
+
+Orders and what is told are lines of JSON, on standard input and output; each names its order. It ends with its input.
+"""
+
+import asyncio
+import json
+import ssl
+import sys
+from typing import Any
+
+import grpc
+
+from outrider.client import TLS, AsyncClient, Chunk, Finished, OutriderError
+from outrider.rpc.channel import open_channel
+from outrider.rpc.errors import from_rpc_error
+from outrider.rpc.tls import ChannelTLS
+from protos.outrider.v1 import draft_service_pb2, verifier_service_pb2
+from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
+from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
+from tests.metrics import scrape
+
+# Beyond any pause that is shown; what takes longer has failed.
+PATIENCE_S = 90.0
+
+
+class Agent:
+    """One client library for all orders."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    async def carry_out(self, number: int, what: str, order: dict[str, Any]) -> None:
+        def tell(**told: Any) -> None:
+            print(json.dumps({"order": number, **told}), flush=True)
+
+        try:
+            match what:
+                case "write":
+                    await self._write(tell, **order)
+                case "scrape":
+                    samples = await asyncio.to_thread(scrape, order["url"])
+                    tell(end=[[name, list(each.items())] for name, each in samples.items()])
+                case "show":
+                    tell(end=await asyncio.to_thread(ssl.get_server_certificate, (order["host"], order["port"])))
+                case "knock":
+                    tell(end=await _knock(**order))
+        except OutriderError as error:
+            tell(error=f"{error.code.name}: {error.message}")
+        except Exception as error:
+            tell(error=repr(error))
+
+    async def _write(self, tell: Any, prompt: str, options: Any) -> None:
+        async for event in self._client.generate(prompt, **options):
+            match event:
+                case Chunk() if event.token_ids:
+                    tell(token_ids=event.token_ids, text=event.text)
+                case Chunk():
+                    tell(token_ids=[], text=event.text)
+                case Finished():
+                    counted = event.statistics
+                    tell(
+                        end={
+                            "resumes": event.num_resumes,
+                            "failovers": counted.num_failovers,
+                            "moves": counted.num_drain_moves,
+                        }
+                    )
+
+
+async def _knock(address: str, tls: dict[str, str], verifier: bool) -> str:
+    """What a service answers to whoever shows this certificate, on a connection of its own: a status and its reason."""
+    _, credentials = ChannelTLS(TLS(**tls)).look()
+    options = [("grpc.default_authority", tls["name"])]
+    async with open_channel(address, options=options, credentials=credentials) as channel:
+        try:
+            if verifier:
+                await VerifierServiceStub(channel).GetModel(
+                    verifier_service_pb2.VerifierServiceGetModelRequest(), timeout=20
+                )
+            else:
+                await DraftServiceStub(channel).GetModel(draft_service_pb2.DraftServiceGetModelRequest(), timeout=20)
+        except grpc.RpcError as error:
+            return f"{error.code().name}: {from_rpc_error(error).message}"
+    return "OK"
+
+
+async def main() -> None:
+    """Carries out orders until there are no more."""
+    address, tls = sys.argv[1], json.loads(sys.argv[2])
+    underway: set[asyncio.Task[None]] = set()
+    async with AsyncClient(address, tls=TLS(**tls), timeout=PATIENCE_S) as client:
+        agent = Agent(client)
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            task = asyncio.create_task(agent.carry_out(**json.loads(line)))
+            underway.add(task)
+            task.add_done_callback(underway.discard)
+        for task in list(underway):
+            task.cancel()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,199 @@
+"""The client, as tests see it: orders for the program on its host (`tests.hosts.agent`), and what it has told so far.
+
+It knows nothing of services.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+from outrider.cli.sharing import service_environment
+from tests.machine import TOOLS
+from tests.metrics import Samples
+
+SOON_S = 120.0
+
+
+@dataclass
+class Answer:
+    """What has come of an order so far.
+
+    Attributes:
+        end: what it ended with; for a text, how often it changed services.
+        error: why it failed; empty where it did not.
+        ended: set when nothing more will come.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    end: Any = None
+    error: str = ""
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def wait(self) -> Any:
+        """What it ended with.
+
+        Raises:
+            AssertionError: it failed, or did not end.
+        """
+        assert self.ended.wait(SOON_S), f"no end, after {len(self.token_ids)} tokens"
+        assert not self.error, self.error
+        return self.end
+
+    def take(self, told: dict[str, Any]) -> None:
+        """More of it."""
+        self.token_ids += told.get("token_ids", ())
+        self.text += told.get("text", "")
+        if "end" in told or "error" in told:
+            self.end, self.error = told.get("end"), told.get("error", "")
+            self.ended.set()
+
+
+@dataclass(frozen=True)
+class Request:
+    """A text to ask for."""
+
+    prompt: str
+    options: dict[str, Any]
+
+
+class RemoteClient:
+    """A client library elsewhere. A context manager; any thread may ask it."""
+
+    def __init__(self, entering: Sequence[str], address: str, tls: dict[str, str]) -> None:
+        """`entering` is what a command begins with that runs on its host; `tls` are the arguments of `TLS`."""
+        self._command = [*entering, sys.executable, "-m", "tests.hosts.agent", address, json.dumps(tls)]
+        self._numbers = itertools.count()
+        self._answers: dict[int, Answer] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        self._process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**TOOLS, **service_environment(1)},
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+
+    def write(self, request: Request) -> Answer:
+        """Asks for a text, and returns at once."""
+        return self._order("write", prompt=request.prompt, options=request.options)
+
+    def scrape(self, url: str) -> Samples:
+        """As `tests.metrics.scrape`, from there."""
+        found = self._order("scrape", url=url).wait()
+        return {name: {tuple(map(tuple, labels)): value for labels, value in each} for name, each in found}
+
+    def shown_at(self, address: str) -> str:
+        """The certificate that a server shows, in PEM."""
+        host, _, port = address.rpartition(":")
+        return str(self._order("show", host=host, port=int(port)).wait())
+
+    def knock(self, address: str, tls: dict[str, str], *, verifier: bool = False) -> str:
+        """What a service says to a client with this certificate: `OK`, or a status and why."""
+        return str(self._order("knock", address=address, tls=tls, verifier=verifier).wait())
+
+    def _order(self, what: str, **order: Any) -> Answer:
+        answer, number = Answer(), next(self._numbers)
+        assert self._process.stdin is not None
+        with self._lock:
+            self._answers[number] = answer
+            self._process.stdin.write(json.dumps({"number": number, "what": what, "order": order}) + "\n")
+            self._process.stdin.flush()
+        return answer
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            told = json.loads(line)
+            self._answers[told.pop("order")].take(told)
+        for answer in self._answers.values():
+            if not answer.ended.is_set():
+                answer.take({"error": "the client has ended"})
+
+
+class Load:
+    """Askers who ask for one text after the other, until the block ends. None may fail.
+
+    Attributes:
+        texts: what has come, with the number of its request.
+    """
+
+    def __init__(self, client: RemoteClient, requests: Sequence[Request], askers: int) -> None:
+        self._client = client
+        self._requests = requests
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(number,), daemon=True) for number in range(askers)]
+        self._finished = [0] * askers
+        self.texts: list[tuple[int, Answer]] = []
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def goes_on(self, seconds: float = 0.0) -> None:
+        """Returns when each asker has got a text that was asked for so many seconds from now, or later.
+
+        Raises:
+            AssertionError: one has failed.
+        """
+        time.sleep(seconds)
+        before = list(self._finished)
+
+        def is_so() -> bool:
+            self.check()
+            return all(now >= then + 2 for then, now in zip(before, self._finished, strict=True))
+
+        until(is_so)
+
+    def check(self) -> None:
+        """Raises `AssertionError` where one has failed so far."""
+        failed = [answer.error for _, answer in self.texts if answer.error]
+        assert not failed, failed
+
+    def _ask(self, number: int) -> None:
+        for index in itertools.count(number, len(self._threads)):
+            if self._over.is_set():
+                return
+            answer = self._client.write(self._requests[index % len(self._requests)])
+            if not answer.ended.wait(SOON_S):
+                answer.take({"error": "no end"})
+            self.texts.append((index % len(self._requests), answer))
+            self._finished[number] += 1
+
+
+def until(holds: Callable[[], bool], pause: float = 0.02) -> None:
+    """Returns once it does; so many seconds lie between two looks."""
+    end = time.monotonic() + SOON_S
+    while not holds():
+        assert time.monotonic() < end, "not in time"
+        time.sleep(pause)

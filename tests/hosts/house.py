@@ -1,0 +1,198 @@
+"""Two verifiers and two draft services on hosts of their own, mutual TLS between all of them, a client on another host.
+
+Each is who its certificate says: verifiers admit drafts, and drafts admit clients. Names stand for the two of a kind.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from outrider.cli.processes import ServiceProcess
+from tests.brake import BRAKE, braking
+from tests.certificates import Authority, Certificate, write
+from tests.forked import ForkedService, Nursery
+from tests.hosts.client import RemoteClient, Request, until
+from tests.metrics import Samples
+from tests.network import Network
+from tests.services import HEALTHY_WITHIN_S, MODELS
+
+VERIFIERS, DRAFTS, CLIENT = ("verifier-1", "verifier-2"), ("draft-1", "draft-2"), "client"
+HOSTS: Mapping[str, str] = {
+    **dict.fromkeys(VERIFIERS, "verifiers"),
+    **dict.fromkeys(DRAFTS, "drafts"),
+    CLIENT: "clients",
+}
+"""And the name that each shares with its like."""
+
+PORT, METRICS = 50051, 9100
+# What a verifier may owe an answer, and what a sequence or a request may be without one, in seconds.
+SILENCE_S, PATIENCE_S = 3.0, 30.0
+# Connections are made anew this often: whoever then shows what no longer holds gets none.
+CONNECTION_AGE_S = 1.0
+FLAGS = ("--dtype", "float32", "--device", "cpu", "--threads", "1", "--max-connection-age", str(CONNECTION_AGE_S))
+
+
+class House:
+    """All of it. A context manager.
+
+    Attributes:
+        network: what they are linked by.
+        client: on its own host; it knows the draft services by their common name.
+        services: what runs at each host.
+    """
+
+    network: Network
+    client: RemoteClient
+
+    def __init__(self, folder: Path) -> None:
+        self.authority = Authority(folder / "authority")
+        self.services: dict[str, ServiceProcess] = {}
+        self._folder = folder
+        self._brake = folder / "brake"
+        self._running = ExitStack()
+        for host in HOSTS:
+            (folder / host).mkdir()
+            self.trust(host, self.authority)
+            self.certify(host, self.authority)
+
+    def __enter__(self) -> House:
+        with ExitStack() as running:
+            names = {host: (name,) for host, name in HOSTS.items()}
+            self.network = running.enter_context(Network(self._folder, names))
+            self._nursery = Nursery(self.network.beside())
+            running.callback(self._nursery.close)
+            for host in (*VERIFIERS, *DRAFTS):
+                self.launch(host)
+            entering = self.network.on(CLIENT)
+            self.client = running.enter_context(RemoteClient(entering, f"drafts:{PORT}", self.tls(CLIENT, "drafts")))
+            for host in self.services:
+                self.wait_ready(host)
+            self._running = running.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for host in self.services:
+            self.signal(host, signal.SIGKILL)  # one that is frozen hears nothing else
+        self._running.close()
+        for host, service in self.services.items():
+            print(f"--- {host}", *(line for line in service.log_lines() if '"info"' not in line), sep="\n")
+
+    # ------------------------------------------------------------------------------------------------------ processes
+
+    def launch(self, host: str) -> None:
+        """Starts a host's service."""
+        tls, at = self.tls(host, HOSTS[host]), self.network.address(host)
+        flags = ["--listen", f"{at}:{PORT}", *FLAGS, "--metrics-listen", f"{at}:{METRICS}"]
+        flags += ["--tls-cert", tls["cert"], "--tls-key", tls["key"], "--tls-client-ca", tls["ca"]]
+        if host in VERIFIERS:
+            arguments = ["verifier_service", "--model", str(MODELS / "target"), "--allow-client-san", "drafts"]
+        else:
+            arguments = ["draft_service", "--model", str(MODELS / "draft"), "--allow-client-san", "clients"]
+            flags += ["--verifier", f"verifiers:{PORT}", "--verifier-tls-ca", tls["ca"]]
+            flags += ["--verifier-tls-cert", tls["cert"], "--verifier-tls-key", tls["key"]]
+            flags += ["--verifier-timeout", str(SILENCE_S), "--failover-patience", str(PATIENCE_S)]
+        self.services[host] = ForkedService.launch(
+            [*arguments, *flags],
+            env={BRAKE: str(self._brake)},
+            fault="braked" if host in VERIFIERS else None,
+            network=self.network.file(host),
+            of=self._nursery,
+        )
+
+    def wait_ready(self, host: str) -> None:
+        """Returns once its service says that it serves; the test is on another network, and cannot ask."""
+        service = self.services[host]
+        service.wait_listening(HEALTHY_WITHIN_S)
+
+        def serves() -> bool:
+            service.check()
+            return any('"event": "serving"' in line for line in service.log_lines())
+
+        until(serves)
+
+    def signal(self, host: str, number: signal.Signals) -> None:
+        """To its service."""
+        self.services[host].process.send_signal(number)
+
+    def start(self, host: str) -> None:
+        """Starts the service of a host anew, where it was, and waits until it serves."""
+        self.launch(host)
+        self.wait_ready(host)
+
+    def restore(self) -> None:
+        """Undoes whatever happened to hosts and services."""
+        for host in HOSTS:
+            self.network.mend(host)
+        for host, service in list(self.services.items()):
+            service.process.send_signal(signal.SIGCONT)
+            if service.returncode is not None:
+                self.start(host)
+
+    @contextmanager
+    def slowly(self, seconds: float) -> Iterator[None]:
+        """Each of the verifiers' passes takes so long meanwhile."""
+        with braking(self._brake, seconds):
+            yield
+
+    # -------------------------------------------------------------------------------------------------- what they say
+
+    def metrics(self, host: str) -> Samples:
+        return self.client.scrape(f"http://{self.network.address(host)}:{METRICS}/metrics")
+
+    def at(self, host: str) -> str:
+        """`HOST:PORT` of its service."""
+        return f"{self.network.address(host)}:{PORT}"
+
+    def verifier_with_the_most_sequences(self) -> str:
+        held = dict.fromkeys(VERIFIERS, 0.0)
+        for draft in DRAFTS:
+            for labels, count in self.metrics(draft)["outrider_verifier_sequences"].items():
+                (host,) = (host for host in VERIFIERS if self.at(host) == dict(labels)["verifier"])
+                held[host] += count
+        return max(held, key=held.__getitem__)
+
+    def switches(self, reason: str) -> int:
+        """How many sequences went to another verifier for that reason, as long as these draft services live."""
+        found = [self.metrics(draft)["outrider_verifier_switches_total"] for draft in DRAFTS]
+        return int(sum(each[(("reason", reason),)] for each in found))
+
+    def settle(self) -> None:
+        """Both draft services know both verifiers to be well; where that takes a text, they are asked for one."""
+
+        def settled() -> bool:
+            if all(self._well(draft) == len(VERIFIERS) for draft in DRAFTS):
+                return True
+            for answer in [self.client.write(Request("def", {"max_new_tokens": 2, "seed": 1})) for _ in range(4)]:
+                answer.wait()
+            return False
+
+        until(settled, pause=0.2)
+
+    def _well(self, draft: str) -> int:
+        return int(self.metrics(draft)["outrider_verifiers"][(("status", "closed"),)])
+
+    # --------------------------------------------------------------------------------------------------- certificates
+
+    def tls(self, host: str, name: str) -> dict[str, str]:
+        """The files of a host, as arguments of `TLS`; `name` is whom it would speak to."""
+        folder = self._folder / host
+        return {
+            "ca": str(folder / "ca.crt"),
+            "cert": str(folder / "tls.crt"),
+            "key": str(folder / "tls.key"),
+            "name": name,
+        }
+
+    def trust(self, host: str, *authorities: Authority) -> None:
+        """Whom a host believes, from now on."""
+        write(self._folder / host / "ca.crt", b"".join(each.pem.read_bytes() for each in authorities))
+
+    def certify(self, host: str, authority: Authority) -> Certificate:
+        """Gives a host a certificate in the place of the one that it had."""
+        made = authority.issue(HOSTS[host])
+        write(self._folder / host / "tls.key", made.key.read_bytes())
+        write(self._folder / host / "tls.crt", made.cert.read_bytes())
+        return made

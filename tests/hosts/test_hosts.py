@@ -1,0 +1,210 @@
+"""What happens to hosts, while texts are written across them: services die, freeze, lose their link, are restarted one
+after the other, and get new certificates. No request fails, and each text is the one of an undisturbed run.
+
+Real processes in networks of their own. All in float32, where a seed's text does not depend on who shares a pass.
+"""
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.certificates import Authority
+from tests.hosts.client import Answer, Load, Request, until
+from tests.hosts.house import CLIENT, CONNECTION_AGE_S, DRAFTS, HOSTS, VERIFIERS, House
+from tests.machine import need_networks
+from tests.services import MODELS
+
+pytestmark = pytest.mark.timeout(300)
+
+# A text has at least LENGTH / (GAMMA + 1) rounds, each of a pass: what comes after its first round and within so many
+# times SLOWLY_S comes in its middle.
+LENGTH, GAMMA = 40, 2
+SLOWLY_S = 0.8
+STREAMS = 20
+
+# For texts that come and go all the while.
+SHORT, ASKERS = 12, 4
+BRISKLY_S = 0.05
+
+
+def _requests(count: int, length: int) -> list[Request]:
+    """Of seeds, and at temperature 0 in turn."""
+    lines = (MODELS / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    laws: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.0, "rule": "coupled"}]
+    how = {"max_new_tokens": length, "gamma": GAMMA, "ignore_eos": True}
+    return [
+        Request(json.loads(lines[number])["text"], {**how, **laws[number % 2], "seed": number})
+        for number in range(count)
+    ]
+
+
+TEXTS = _requests(STREAMS, LENGTH)
+
+
+@pytest.fixture(scope="module")
+def all_of_them(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    need_networks()
+    with House(tmp_path_factory.mktemp("hosts")) as house:
+        yield house
+
+
+@pytest.fixture
+def house(all_of_them: House) -> Iterator[House]:
+    """All hosts and services, whatever happened to them in the test before."""
+    yield all_of_them
+    all_of_them.restore()
+
+
+def _write(house: House, requests: list[Request], strike: Callable[[], None] | None = None) -> list[Answer]:
+    """Asks for all at once; `strike` is called when each has begun, and none has ended."""
+    if strike is None:
+        answers = [house.client.write(request) for request in requests]
+    else:
+        house.settle()
+        with house.slowly(SLOWLY_S):
+            answers = [house.client.write(request) for request in requests]
+            until(lambda: all(answer.token_ids or answer.ended.is_set() for answer in answers))
+            strike()
+            assert not any(answer.ended.is_set() for answer in answers)
+    for answer in answers:
+        answer.wait()
+    return answers
+
+
+def _known(answers: list[Answer]) -> list[tuple[list[int], str]]:
+    return [(answer.token_ids, answer.text) for answer in answers]
+
+
+def _sum(answers: list[Answer], what: str) -> int:
+    return sum(answer.end[what] for answer in answers)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(all_of_them: House) -> list[tuple[list[int], str]]:
+    """What each request gets where nothing happens."""
+    answers = _write(all_of_them, TEXTS)
+    assert _sum(answers, "resumes") == 0
+    assert all(len(answer.token_ids) == LENGTH for answer in answers)
+    texts = _known(answers)
+    assert len({text for _, text in texts}) == STREAMS
+    return texts
+
+
+# ------------------------------------------------------------------------------------------------------- one is lost
+
+
+def _kill(house: House, host: str) -> None:
+    house.signal(host, signal.SIGKILL)
+
+
+def _freeze(house: House, host: str) -> None:
+    house.signal(host, signal.SIGSTOP)
+
+
+def _cut(house: House, host: str) -> None:
+    house.network.cut(host)
+
+
+def _kill_draft(house: House, host: str) -> None:
+    house.signal(DRAFTS[0], signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    "happens",
+    [
+        pytest.param(_kill, id="a verifier is killed"),
+        pytest.param(_kill_draft, id="a draft is killed"),
+        pytest.param(_freeze, id="a verifier freezes"),
+        pytest.param(_cut, id="a verifier loses its link"),
+    ],
+)
+def test_every_text_goes_on_where_a_host_fails(
+    house: House, undisturbed: list[Any], happens: Callable[[House, str], None]
+) -> None:
+    """To the verifier that has the most sequences, or to one of the draft services."""
+    answers = _write(house, TEXTS, lambda: happens(house, house.verifier_with_the_most_sequences()))
+    assert _known(answers) == undisturbed
+    if happens is _kill_draft:
+        assert _sum(answers, "resumes") == STREAMS / 2, "calls go to the two in turn"
+    else:
+        assert _sum(answers, "failovers") >= STREAMS / 2
+        assert _sum(answers, "resumes") == 0, "the client sees a pause, and no more"
+
+
+# ----------------------------------------------------------------------------------------------------- none is lost
+
+
+@pytest.fixture(scope="module")
+def short(all_of_them: House) -> tuple[list[Request], list[Any]]:
+    """Requests of short texts, and what they get where nothing happens."""
+    requests = _requests(2 * ASKERS, SHORT)
+    return requests, _known(_write(all_of_them, requests))
+
+
+def _as_ever(load: Load, known: list[Any]) -> None:
+    load.check()
+    for number, answer in load.texts:
+        assert (answer.token_ids, answer.text) == known[number]
+
+
+def test_certificates_and_their_authority_are_replaced(house: House, short: tuple[list[Request], list[Any]]) -> None:
+    """As `docs/operations.md` has it. In the end nobody believes the old authority, and connections are made anew."""
+    requests, known = short
+    old, new = house.authority, Authority(house.authority.pem.parent / "new", "new")
+    former = {name: old.issue(name) for name in ("clients", "drafts")}
+    anew = 1.5 * CONNECTION_AGE_S
+    with house.slowly(BRISKLY_S), Load(house.client, requests, ASKERS) as load:
+        load.goes_on()
+        for host in HOSTS:
+            house.trust(host, old, new)
+        load.goes_on(anew)
+        made = {host: house.certify(host, new) for host in HOSTS}
+        load.goes_on(anew)
+        for host in HOSTS:
+            house.trust(host, new)
+        load.goes_on(anew)
+    _as_ever(load, known)
+    for host in (*VERIFIERS, *DRAFTS):
+        assert house.client.shown_at(house.at(host)) == made[host].cert.read_text(), host
+    for host, name in ((VERIFIERS[0], "drafts"), (DRAFTS[0], "clients")):
+        tls = {**house.tls(CLIENT, HOSTS[host]), "cert": str(former[name].cert), "key": str(former[name].key)}
+        said = house.client.knock(house.at(host), tls, verifier=host in VERIFIERS)
+        assert said.startswith("UNAVAILABLE"), f"what the old authority vouched for: {said}"
+
+
+def test_services_are_restarted_one_after_the_other(house: House, short: tuple[list[Request], list[Any]]) -> None:
+    """A verifier's sequences leave it before it does, and a draft service finishes its requests."""
+    requests, known = short
+    house.settle()
+    lost = house.switches("died")
+    with house.slowly(BRISKLY_S), Load(house.client, requests, ASKERS) as load:
+
+        def restart(host: str) -> None:
+            load.goes_on()
+            house.signal(host, signal.SIGTERM)
+            assert house.services[host].process.wait(60) == 0
+            house.start(host)
+            load.goes_on()
+
+        for host in VERIFIERS:
+            restart(host)
+        assert house.switches("died") == lost
+        before = len(load.texts)
+        for host in DRAFTS:
+            restart(host)
+        assert not [answer for _, answer in load.texts[before:] if not answer.error and answer.end["resumes"]]
+    _as_ever(load, known)
+
+
+def test_only_drafts_reach_verifiers_and_only_clients_reach_drafts(house: House) -> None:
+    shown = {host: house.tls(host, "") for host in (VERIFIERS[0], DRAFTS[0], CLIENT)}
+    answers = {
+        (who, to): house.client.knock(house.at(to), {**tls, "name": HOSTS[to]}, verifier=to in VERIFIERS).split(":")[0]
+        for who, tls in shown.items()
+        for to in (VERIFIERS[1], DRAFTS[1])
+    }
+    admitted = {(DRAFTS[0], VERIFIERS[1]), (CLIENT, DRAFTS[1])}
+    assert answers == {pair: "OK" if pair in admitted else "PERMISSION_DENIED" for pair in answers}

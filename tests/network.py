@@ -1,0 +1,135 @@
+"""A network of hosts on one switch, all on this machine: namespaces that any user may make. It knows no service.
+
+Each host has an address and links of its own, and reaches the others by their names. Files and users are the machine's.
+"""
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tests.machine import TOOLS, UNSHARE
+
+# Ends with whoever holds the other end of its standard input, however that ends.
+_SWITCH = """
+set -e
+mount --bind "$1" /etc/hosts
+mount -t tmpfs tmpfs /run
+mkdir /run/netns
+ip link set lo up
+ip link add switch type bridge
+ip addr add "$2/24" dev switch
+ip link set switch up
+echo up
+exec cat
+"""
+_HOST = """
+set -e
+ip netns add "$1"
+ip link add "$2" type veth peer name eth0 netns "$1"
+ip link set "$2" master switch up
+ip -n "$1" link set lo up
+ip -n "$1" addr add "$3/24" dev eth0
+ip -n "$1" link set eth0 up
+"""
+_SUBNET = "10.77.0"
+
+
+class Network:
+    """Hosts that are linked to one switch. A context manager: the namespaces end with it, once nobody runs in them.
+
+    Attributes:
+        names: the file that says who is who.
+    """
+
+    def __init__(self, folder: Path, hosts: Mapping[str, Sequence[str]], *, own_processes: bool = False) -> None:
+        """
+        Args:
+            folder: where its one file goes.
+            hosts: what each is called, and what it shares with others: such a name stands for all of them.
+            own_processes: who runs here sees nobody else's processes, and is killed at the end.
+        """
+        self._hosts = tuple(hosts)
+        self._own_processes = own_processes
+        self.names = folder / "hosts"
+        lines = [" ".join((self.address(host), host, *shared)) for host, shared in hosts.items()]
+        self.names.write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n", encoding="utf-8")
+
+    def address(self, host: str) -> str:
+        """Of a host, without a port."""
+        return f"{_SUBNET}.{10 + self._hosts.index(host)}"
+
+    def __enter__(self) -> Self:
+        apart = ["--pid", "--mount-proc"] if self._own_processes else []
+        self._holder = subprocess.Popen(
+            [*UNSHARE, *apart, "--fork", "--kill-child", "sh", "-c", _SWITCH, "switch", self.names, f"{_SUBNET}.1"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=TOOLS,
+            start_new_session=True,  # a terminal's Ctrl-C is for the tests
+        )
+        try:
+            assert self._holder.stdout is not None
+            assert self._holder.stdout.readline().strip() == "up", self._holder.communicate()[1]
+            (self._pid,) = Path(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children").read_text().split()
+            for host in self._hosts:
+                self._run("sh", "-c", _HOST, "host", host, self._port(host), self.address(host))
+        except BaseException:
+            self.end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Lets the namespaces go."""
+        self._holder.kill()
+        self._holder.communicate()
+
+    # ------------------------------------------------------------------------------------------------- who runs where
+
+    def beside(self) -> list[str]:
+        """What a command begins with that runs where the names are known, on no host."""
+        return [*self._entering("--user", "--mount")]
+
+    def at_the_switch(self, *, in_mounts: bool = True) -> list[str]:
+        """The same, of one that reaches all hosts, and is none; without `in_mounts` it has the machine's own files."""
+        own = ["--pid"] if self._own_processes and in_mounts else []
+        return [*self._entering("--user", "--net", *(["--mount"] if in_mounts else []), *own)]
+
+    def on(self, host: str) -> list[str]:
+        """The same, on a host."""
+        own = ["--pid"] if self._own_processes else []
+        return [*self._entering("--user", "--mount", *own), "nsenter", f"--net={self.file(host)}"]
+
+    @staticmethod
+    def file(host: str) -> str:
+        """What stands for a host's network, where the names are known."""
+        return f"/run/netns/{host}"
+
+    def _entering(self, *namespaces: str) -> list[str]:
+        return ["nsenter", "--target", self._pid, *namespaces, "--preserve-credentials"]
+
+    # ---------------------------------------------------------------------------------------------------------- links
+
+    def cut(self, host: str) -> None:
+        """Takes a host's cable out, at the switch."""
+        self._run("ip", "link", "set", self._port(host), "down")
+
+    def mend(self, host: str) -> None:
+        """Puts it back."""
+        self._run("ip", "link", "set", self._port(host), "up")
+
+    def _port(self, host: str) -> str:
+        return f"port{self._hosts.index(host)}"  # a link's name has 15 letters at most
+
+    def _run(self, *command: str) -> None:
+        entering = self.at_the_switch()
+        done = subprocess.run([*entering, *command], capture_output=True, text=True, check=False, env=TOOLS)
+        assert done.returncode == 0, done.stderr
