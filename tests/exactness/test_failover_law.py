@@ -92,7 +92,8 @@ def torn(nursery: Nursery, markov: World) -> Iterator[Torn]:
         metrics = fixed("127.0.0.1:0")
         names = ",".join(way.address for way in ways)
         flags = ("--verifier", names, "--metrics-listen", metrics, *sampling.DRAFT_FLAGS)
-        draft = nursery.draft(markov.drafts["uniform"], None, flags=flags)
+        # How many verifiers a round may lose in a row is another test's affair, and here a matter of chance.
+        draft = nursery.draft(markov.drafts["uniform"], None, fault="stubborn", flags=flags)
         wait_healthy(draft)
         yield Torn(draft, ways, f"http://{metrics}/metrics")
         draft.stop()

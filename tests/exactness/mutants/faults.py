@@ -278,6 +278,11 @@ def noise_of_the_round() -> None:
     _displace_noise("kernels.verify_torch", lambda places: [places[0]] * len(places))
 
 
+def stubborn() -> None:
+    """No fault: a round is not given up however many verifiers it loses, one right after the other."""
+    importlib.import_module("draft_service.trouble").__dict__["MOST_LOST_IN_A_ROUND"] = 1 << 30
+
+
 def unhurried() -> None:
     """No fault: each of the verifier's passes takes 10 ms more, so that a text is in progress for a while."""
     import time
@@ -432,6 +437,7 @@ FAULTS: dict[str, Callable[[], None]] = {
         noise_of_the_next_position,
         noise_of_another_seed,
         noise_of_the_round,
+        stubborn,
         unhurried,
         braked,
         eager_outcome_cache,
