@@ -7,20 +7,17 @@ and it closes the port at once, so that probes and late callers meet a refused c
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
-from typing import Any, TypeAlias
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 import grpc
 
 from outrider.rpc import errors
+from outrider.rpc.wrapping import Context, Handler, wrapped
 
 # Asked about the server, not of it: they pass a closed gate, and nobody waits for them to end.
 _ABOUT_THE_SERVER = ("/grpc.health.", "/grpc.reflection.")
-
-_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class DrainGate(grpc.aio.ServerInterceptor):
@@ -55,52 +52,29 @@ class DrainGate(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> _Handler | None:
+    ) -> Handler | None:
         handler = await continuation(handler_call_details)
         if handler is None or handler_call_details.method.startswith(_ABOUT_THE_SERVER):
             return handler
-        return self._gated(handler)
+        return wrapped(handler, self._gated)
 
-    def _gated(self, handler: _Handler) -> _Handler:
-        inner: Any = handler.unary_unary or handler.stream_unary or handler.unary_stream or handler.stream_stream
+    @asynccontextmanager
+    async def _gated(self, context: Context) -> AsyncIterator[None]:
+        await self._admit(context)
+        with self._counted():
+            try:
+                yield
+            except asyncio.CancelledError:
+                await self._explain(context)
+                raise
 
-        # A streaming method either yields its answers or writes them to the context.
-        async def yielding(request: Any, context: _Context) -> AsyncIterator[Any]:
-            await self._admit(context)
-            with self._counted():
-                try:
-                    async with aclosing(inner(request, context)) as responses:
-                        async for response in responses:
-                            yield response
-                except asyncio.CancelledError:
-                    await self._explain(context)
-                    raise
-
-        async def returning(request: Any, context: _Context) -> Any:
-            await self._admit(context)
-            with self._counted():
-                try:
-                    return await inner(request, context)
-                except asyncio.CancelledError:
-                    await self._explain(context)
-                    raise
-
-        make = {
-            (False, False): grpc.unary_unary_rpc_method_handler,
-            (False, True): grpc.unary_stream_rpc_method_handler,
-            (True, False): grpc.stream_unary_rpc_method_handler,
-            (True, True): grpc.stream_stream_rpc_method_handler,
-        }[bool(handler.request_streaming), bool(handler.response_streaming)]
-        behaviour: Any = yielding if inspect.isasyncgenfunction(inner) else returning
-        return make(behaviour, handler.request_deserializer, handler.response_serializer)
-
-    async def _admit(self, context: _Context) -> None:
+    async def _admit(self, context: Context) -> None:
         if not self._open:
             await errors.abort(context, errors.draining())
 
-    async def _explain(self, context: _Context) -> None:
+    async def _explain(self, context: Context) -> None:
         """Says why a call is cut, where it was cut here, and its client is still there."""
         if self._is_cut and not context.done():
             await errors.abort(context, errors.draining())
