@@ -2,8 +2,9 @@
 
 A slot is one sequence: a table of blocks, and how many positions are held. Blocks are taken as a sequence grows, given
 back as it is rolled back, shared by sequences that begin alike, and copied before they are written where they are
-shared. Attention wants a sequence in one piece of memory: where its blocks follow one another (nearly always, see
-`outrider.lm.blocks`) it gets views, elsewhere the blocks are gathered for the pass, and what was written goes back.
+shared. Paged attention reads a sequence by its table. Other attention wants it in one piece of memory: where its blocks
+follow one another (nearly always, see `outrider.lm.blocks`) it gets views, elsewhere the blocks are gathered for the
+pass, and what was written goes back.
 
 It knows nothing of models, tokens or passes. One thread owns a pool; no method locks.
 """
@@ -16,26 +17,12 @@ from torch import Tensor
 
 from outrider.lm.blocks import Blocks
 from outrider.lm.errors import PoolCorrupted, PoolExhausted
+from outrider.lm.kv_memory import KVMemory, MemoryByHead, MemoryShape, PagedMemory, SlotViews
 
 __all__ = ["BLOCK_TOKENS", "KVPool", "PoolCorrupted", "PoolExhausted", "SlotViews"]
 
 BLOCK_TOKENS = 32
 """Positions of a block."""
-
-
-@dataclass(slots=True)
-class SlotViews:
-    """One sequence's keys and values for a pass, one entry per layer.
-
-    Attributes:
-        keys: `[kv_heads, 1, end, head_dim]` each: heads as a batch, so that attention leaves its result in their order.
-        values: like `keys`.
-        new: `[2, kv_heads, end - start, head_dim]` each: keys and values of the positions from `start` on, to write.
-    """
-
-    keys: list[Tensor]
-    values: list[Tensor]
-    new: list[Tensor]
 
 
 @dataclass(slots=True)
@@ -77,6 +64,10 @@ class KVPool:
         dtype: of the stored keys and values.
         device: where they lie.
         block_tokens: positions of a block.
+        paged: whether attention reads by tables of blocks; else it reads `views`.
+
+    Attributes:
+        pages: the memory, where it is paged.
     """
 
     def __init__(
@@ -90,31 +81,23 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device | str,
         block_tokens: int = BLOCK_TOKENS,
+        paged: bool = False,
     ) -> None:
         sizes = {"layers": layers, "blocks": blocks, "max_length": max_length, "block_tokens": block_tokens}
         for name, value in sizes.items():
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
-        shapes = list(
-            zip(_per_layer("kv_heads", kv_heads, layers), _per_layer("head_dim", head_dim, layers), strict=True)
-        )
         self.layers = layers
         self.max_length = max_length
         self.block_tokens = block_tokens
         self.dtype = dtype
         self.device = torch.device(device)
         self.blocks = Blocks(blocks)
-        # Layers of one shape share a tensor [layers, 2, kv_heads, positions, head_dim]: one call makes the views of
-        # them all. Positions are those of all blocks, one after the other.
-        self._members = [[i for i in range(layers) if shapes[i] == shape] for shape in dict.fromkeys(shapes)]
-        self._stores = [
-            torch.empty(
-                (len(members), 2, shapes[members[0]][0], blocks * block_tokens, shapes[members[0]][1]),
-                dtype=dtype,
-                device=self.device,
-            )
-            for members in self._members
-        ]
+        shape = MemoryShape(
+            _per_layer("kv_heads", kv_heads, layers), _per_layer("head_dim", head_dim, layers), blocks, block_tokens
+        )
+        self.pages = PagedMemory(shape, dtype, self.device) if paged else None
+        self._by_head = None if paged else MemoryByHead(shape, dtype, self.device)
         self._slots: dict[int, _Slot] = {}
         self._next_slot = 0
 
@@ -211,8 +194,9 @@ class KVPool:
             raise ValueError(
                 f"slot {slot} holds {held.length} positions and has room for {room}: it cannot be extended to {length}"
             )
-        if held.gathered:
-            self._scatter(held, held.length, length)
+        if held.gathered and self._by_head is not None:
+            self._by_head.scatter(held.gathered, held.table, held.length, length)
+            held.gathered = []
         held.length = length
 
     def rollback(self, slot: int, length: int) -> None:
@@ -269,32 +253,25 @@ class KVPool:
 
         Raises:
             PoolExhausted: see `grow`.
-            ValueError: see `grow`.
+            ValueError: see `grow`; or the pool is paged.
         """
+        if self._by_head is None:
+            raise ValueError("a paged pool has no views: its sequences are read by their tables")
         held = self._of(slot)
         held.gathered = []  # of a pass that broke
         self.grow(slot, end)
         if held.straight < self._blocks_for(end):
             self._straighten(held)
         if held.straight >= self._blocks_for(end):
-            at = held.table[0] * self.block_tokens if held.table else 0
-            stores = [store.narrow(3, at, end) for store in self._stores]
+            stores = self._by_head.narrow(held.table[0] if held.table else 0, end)
         else:
-            held.gathered = stores = self._gather(held, end)
-        if len(stores) == 1:
-            return _views(stores[0], start, end)
-        keys: list[Tensor] = [torch.empty(0)] * self.layers
-        values, new = list(keys), list(keys)
-        for store, members in zip(stores, self._members, strict=True):
-            part = _views(store, start, end)
-            for i, layer in enumerate(members):
-                keys[layer], values[layer], new[layer] = part.keys[i], part.values[i], part.new[i]
-        return SlotViews(keys, values, new)
+            held.gathered = stores = self._by_head.gather(held.table[: self._blocks_for(end)], end)
+        return self._by_head.views(stores, start, end)
 
     @property
     def memory_bytes(self) -> int:
         """Bytes reserved; on a CPU those of positions never written are not taken."""
-        return sum(store.numel() * store.element_size() for store in self._stores)
+        return self._memory.bytes
 
     @property
     def used_blocks(self) -> int:
@@ -315,6 +292,12 @@ class KVPool:
                 raise PoolCorrupted(f"slot {slot} claims {held.length} positions in {len(held.table)} blocks")
             if any(block != held.table[0] + i for i, block in enumerate(held.table[: held.straight])):
                 raise PoolCorrupted(f"slot {slot} claims to lie straight, and does not: {held.table}")
+
+    @property
+    def _memory(self) -> KVMemory:
+        memory = self._by_head or self.pages
+        assert memory is not None
+        return memory
 
     # --------------------------------------------------------------------------------------------------- one sequence
 
@@ -348,7 +331,7 @@ class KVPool:
             self.blocks.forget(block)
             return
         copy = self._take(held, index)
-        self._copy([block], [copy])
+        self._memory.copy([block], [copy])
         self.blocks.release(block)
         held.replace(index, copy)
 
@@ -363,58 +346,15 @@ class KVPool:
         old, held.table, held.straight = held.table, [], 0
         for index in range(len(old)):
             held.append(self._take(held, index))
-        self._copy(old, held.table)
+        self._memory.copy(old, held.table)
         for block in reversed(old):
             self.blocks.release(block)
 
-    def _copy(self, source: Sequence[int], target: Sequence[int]) -> None:
-        """Copies blocks, as many at once as follow one another on both sides."""
-        at = 0
-        while at < len(source):
-            end = at + 1
-            while end < len(source) and source[end] == source[end - 1] + 1 and target[end] == target[end - 1] + 1:
-                end += 1
-            count = (end - at) * self.block_tokens
-            for store in self._stores:
-                run = store.narrow(3, source[at] * self.block_tokens, count)
-                store.narrow(3, target[at] * self.block_tokens, count).copy_(run)
-            at = end
 
-    def _gather(self, held: _Slot, end: int) -> list[Tensor]:
-        # one [layers, 2, kv_heads, end, head_dim] for each store
-        table = torch.tensor(held.table[: self._blocks_for(end)], device=self.device)
-        gathered = []
-        for store in self._stores:
-            layers, two, kv_heads, _, head_dim = store.shape
-            blocks = store.view(layers * two * kv_heads, self.blocks.count, self.block_tokens * head_dim)
-            together = blocks.index_select(1, table).view(layers, two, kv_heads, -1, head_dim)
-            gathered.append(together.narrow(3, 0, end))
-        return gathered
-
-    def _scatter(self, held: _Slot, start: int, end: int) -> None:
-        """Writes what a pass has made of gathered positions to where they belong."""
-        at = start
-        while at < end:
-            index, offset = divmod(at, self.block_tokens)
-            count = min(self.block_tokens - offset, end - at)
-            to = held.table[index] * self.block_tokens + offset
-            for store, gathered in zip(self._stores, held.gathered, strict=True):
-                store.narrow(3, to, count).copy_(gathered.narrow(3, at, count))
-            at += count
-        held.gathered = []
-
-
-def _per_layer(name: str, value: int | Sequence[int], layers: int) -> list[int]:
-    values = [value] * layers if isinstance(value, int) else list(value)
+def _per_layer(name: str, value: int | Sequence[int], layers: int) -> tuple[int, ...]:
+    values = (value,) * layers if isinstance(value, int) else tuple(value)
     if len(values) != layers:
         raise ValueError(f"{name} names {len(values)} layers of {layers}")
     if min(values) < 1:
         raise ValueError(f"{name} must be at least 1, not {min(values)}")
     return values
-
-
-def _views(store: Tensor, start: int, end: int) -> SlotViews:
-    # store: [layers, 2, kv_heads, end, head_dim]
-    held = store.flatten(0, 1).unsqueeze(2).unbind(0)
-    new = store.narrow(3, start, end - start).unbind(0)
-    return SlotViews(list(held[0::2]), list(held[1::2]), list(new))
