@@ -22,10 +22,9 @@ from draft_service.warm_up import warm_up
 from kernels.sparse import SparseConfig
 from outrider.lifecycle import Service, Warm, in_thread
 from outrider.lm.checkpoint import LoadedModel
-from outrider.lm.kv_size import blocks_for
 from outrider.lm.packed import PackedModel
 from outrider.lm.tokenizer import Tokenizer
-from outrider.loading import kv_blocks, load, load_tokenizer_alone, sequence_tokens
+from outrider.loading import build_packed, load, load_tokenizer_alone, sequence_tokens
 from outrider.model_info import describe, describe_tokenizer
 from outrider.sampling import DEFAULT_RULE, OFFERED_RULES, RULE_TO_WIRE
 from protos.outrider.v1 import model_pb2
@@ -135,8 +134,7 @@ def load_packed(settings: DraftSettings) -> tuple[PackedModel, Tokenizer]:
     """
     loaded, tokenizer = load(settings)
     length = sequence_tokens(settings, loaded)
-    blocks = min(kv_blocks(settings, loaded), settings.max_sequences * blocks_for(length))
-    packed = PackedModel.build(loaded, settings.max_sequences, length, blocks=blocks)
+    packed = build_packed(settings, loaded, length, most_sequences=settings.max_sequences)
     packed.warm_up((1, 2, 64))
     return packed, tokenizer
 

@@ -7,9 +7,8 @@ from kernels import paths
 from kernels.paths import PathUnavailable, VerifyPath, choose, rehearse
 from outrider.lifecycle import Service, Warm, in_thread
 from outrider.lm.checkpoint import find_device
-from outrider.lm.packed import PackedModel
 from outrider.lm.peek import vocabulary_size
-from outrider.loading import DEFAULT_SEQUENCE_TOKENS, kv_blocks, load, sequence_tokens
+from outrider.loading import DEFAULT_SEQUENCE_TOKENS, build_packed, load, sequence_tokens
 from outrider.message_sizes import limit_of, of_verify
 from outrider.model_info import describe
 from outrider.sampling import DEFAULT_RULE, OFFERED_RULES
@@ -117,7 +116,7 @@ def build_engine(
     """
     loaded, tokenizer = load(settings)
     tokens = sequence_tokens(settings, loaded)
-    packed = PackedModel.build(loaded, settings.max_sequences, tokens, blocks=kv_blocks(settings, loaded))
+    packed = build_packed(settings, loaded, tokens)
     model = describe(
         loaded,
         tokenizer,

@@ -7,6 +7,7 @@ one complex product, for which the pairs (i, i + D/2) that they rotate are laid 
 It knows transformers' modules by name and the layout of a pass. It does not know how its weights were loaded.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -19,8 +20,10 @@ from outrider.lm.batch import PackedBatch
 from outrider.lm.gated_layers import Frame, GatedLayers, LayerWeights, compiled
 from outrider.lm.linear import can_pack, is_plain, pack
 from outrider.lm.norm import doubled
+from outrider.lm.paged import PagedBatch
+from outrider.lm.paged_layers import run_paged
 from outrider.lm.probe import AttentionLayer
-from outrider.lm.program import Rows
+from outrider.lm.program import Batch, Rows
 from outrider.lm.writing import Sampling, Writer, Written
 
 FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
@@ -98,7 +101,11 @@ class GatedDecoder:
         self._layers = GatedLayers(frame, weights)
         self._run: Callable[..., Tensor] = compiled(self._layers)
 
-    def __call__(self, token_ids: Tensor, batch: PackedBatch, rows: Rows) -> Tensor:
+    def __call__(self, token_ids: Tensor, batch: Batch, rows: Rows) -> Tensor:
+        if isinstance(batch, PagedBatch):
+            if isinstance(rows, int):
+                rows = torch.arange(len(token_ids) - rows, len(token_ids), device=self._device)
+            return run_paged(self._layers, batch, self._rotations_to(batch.longest), rows)
         masks = [batch.masks_for(self._group, window) for window in self._layers.windows]
         last, chosen = (batch.rows, rows) if rows is None or isinstance(rows, Tensor) else (rows, None)
         rotation = self._rotation(batch)
@@ -127,12 +134,16 @@ class GatedDecoder:
 
     def _rotation(self, batch: PackedBatch) -> Tensor:
         """e^(i · angle) of each row, `[T, 1, D/2]`."""
-        last = max(start + count for start, count in zip(batch.starts, batch.counts, strict=True))
-        if last > len(self._rotations):
-            self._rotations = self._make_rotations(max(last, 2 * len(self._rotations)))
+        rotations = self._rotations_to(max(map(operator.add, batch.starts, batch.counts)))
         if len(batch.starts) == 1:
-            return self._rotations.narrow(0, batch.starts[0], batch.rows)
-        return self._rotations.index_select(0, batch.position_ids(self._rotations.device))
+            return rotations.narrow(0, batch.starts[0], batch.rows)
+        return rotations.index_select(0, batch.position_ids(rotations.device))
+
+    def _rotations_to(self, length: int) -> Tensor:
+        """Those of at least so many positions."""
+        if length > len(self._rotations):
+            self._rotations = self._make_rotations(max(length, 2 * len(self._rotations)))
+        return self._rotations
 
     def _make_rotations(self, length: int) -> Tensor:
         probe = torch.zeros(1, device=self._device)  # its dtype says in which the angles are wanted

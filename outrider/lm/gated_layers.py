@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.lm.attention import attend
 from outrider.lm.linear import linear, linear_add
 from outrider.lm.norm import SMALL, make_signs, rms_norm
+from outrider.lm.sdpa import attend
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,20 +154,10 @@ class GatedLayers(nn.Module):
         """
         x = torch.embedding(self.embedding, token_ids).unsqueeze(1)  # [T, 1, E]
         T, heads, kv_heads, head_dim = x.size(0), self.heads, self.kv_heads, self.head_dim
-        rotated = heads + kv_heads
-        width = (rotated + kv_heads) * head_dim
+        width = (heads + 2 * kv_heads) * head_dim
         pool_dtype = keys[0][0].dtype
         for i in range(len(self.qkv)):
-            normed = rms_norm(x, self.attention_norm[i], self.signs, self.eps, self.small)
-            # [T, 1, width]: queries, keys, values side by side; positions and norms of heads in float32.
-            qkv = linear(normed, self.qkv[i], self.qkv_bias[i], self.packed).float()
-            head_norm = self.head_norm[i]
-            if head_norm is not None:
-                each = qkv.as_strided([T, rotated, 1, head_dim], [width, head_dim, head_dim, 1])
-                each.copy_(rms_norm(each, self.ones, self.exact_signs, self.eps, self.small) * head_norm)
-            pairs = qkv.as_strided([T, rotated, head_dim // 2, 2], [width, head_dim, 2, 1])
-            torch.view_as_complex(pairs).mul_(rotation)
-
+            qkv = self.queries_keys_values(i, x, rotation)
             at = heads * head_dim
             for chunk, count in enumerate(counts):
                 kv = qkv.as_strided([2, kv_heads, count, head_dim], [kv_heads * head_dim, head_dim, width, 1], at)
@@ -176,16 +166,41 @@ class GatedLayers(nn.Module):
             query = qkv.as_strided([T, heads, head_dim], [width, head_dim, 1]).to(pool_dtype)
             kind = self.mask_kind[i]
             attended = attend(query, counts, keys, values, masks[kind], i, self.scaling[i], self.windows[kind])
-            attended = attended.to(x.dtype).reshape(T, 1, heads * head_dim)
-            x = linear_add(x, attended, self.output[i], self.output_bias[i], self.packed)
-
-            normed = rms_norm(x, self.mlp_norm[i], self.signs, self.eps, self.small)
-            gate, up = linear(normed, self.gate_up[i], self.gate_up_bias[i], self.packed).chunk(2, -1)
-            x = linear_add(x, F.silu(gate).mul_(up), self.down[i], self.down_bias[i], self.packed)
+            x = self.after_attention(i, x, attended)
         if rows is not None:
             x = x.index_select(0, rows)
         elif last < T:
             x = x.narrow(0, T - last, last)
+        return self.logits(x)
+
+    def queries_keys_values(self, i: int, x: Tensor, rotation: Tensor) -> Tensor:
+        """Of layer i and the residual stream `[T, 1, E]`: queries, keys and values side by side, `[T, 1, width]`.
+
+        Positions and norms of heads are computed in float32, and so is the result.
+        """
+        T, heads, kv_heads, head_dim = x.size(0), self.heads, self.kv_heads, self.head_dim
+        rotated = heads + kv_heads
+        width = (rotated + kv_heads) * head_dim
+        normed = rms_norm(x, self.attention_norm[i], self.signs, self.eps, self.small)
+        qkv = linear(normed, self.qkv[i], self.qkv_bias[i], self.packed).float()
+        head_norm = self.head_norm[i]
+        if head_norm is not None:
+            each = qkv.as_strided([T, rotated, 1, head_dim], [width, head_dim, head_dim, 1])
+            each.copy_(rms_norm(each, self.ones, self.exact_signs, self.eps, self.small) * head_norm)
+        pairs = qkv.as_strided([T, rotated, head_dim // 2, 2], [width, head_dim, 2, 1])
+        torch.view_as_complex(pairs).mul_(rotation)
+        return qkv
+
+    def after_attention(self, i: int, x: Tensor, attended: Tensor) -> Tensor:
+        """The residual stream after layer i, of the one before it and what was attended to, `[T, heads, head_dim]`."""
+        attended = attended.to(x.dtype).reshape(x.size(0), 1, self.heads * self.head_dim)
+        x = linear_add(x, attended, self.output[i], self.output_bias[i], self.packed)
+        normed = rms_norm(x, self.mlp_norm[i], self.signs, self.eps, self.small)
+        gate, up = linear(normed, self.gate_up[i], self.gate_up_bias[i], self.packed).chunk(2, -1)
+        return linear_add(x, F.silu(gate).mul_(up), self.down[i], self.down_bias[i], self.packed)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Of the residual stream `[R, 1, E]` at its end, `[R, V]`."""
         if x.size(0) == 0:
             return x.new_empty([0, self.vocab_size])
         normed = rms_norm(x, self.norm, self.signs, self.eps, self.small)

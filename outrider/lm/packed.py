@@ -4,7 +4,6 @@ It knows slots and tokens; nothing of texts, of proposals, of sampling, or of wh
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -12,33 +11,22 @@ from torch import Tensor
 
 from kernels.distribution import SamplingLaw
 from kernels.sparse import SparseConfig
+from outrider.lm.attention_choice import ORDINARY, AttentionChoice
 from outrider.lm.batch import CausalMasks, pack
 from outrider.lm.checkpoint import LoadedModel
+from outrider.lm.chunk import Chunk
 from outrider.lm.fusion import fuse_model
 from outrider.lm.kv_pool import KVPool
 from outrider.lm.kv_size import blocks_for, kv_dtype
+from outrider.lm.paged import lay_out
 from outrider.lm.program import Program, Rows, TransformersProgram, WritingProgram
+from outrider.lm.runner import PagedRunner, Runner
 from outrider.lm.selfcheck import make_pool
 from outrider.lm.writing import Sampling, Written
 
+__all__ = ["Chunk", "PackedModel"]
+
 _RUNS_TO_COMPILE = 3  # TorchScript watches two runs before it compiles
-
-
-@dataclass(slots=True)
-class Chunk:
-    """The next tokens of one sequence.
-
-    Attributes:
-        slot: a sequence of the pool.
-        tokens: at least one.
-        start: the position of the first; must equal the pool's length of the slot.
-        logits_from: index within the chunk from which on logits are wanted; `len(tokens)` is none.
-    """
-
-    slot: int
-    tokens: Sequence[int]
-    start: int
-    logits_from: int
 
 
 class PackedModel:
@@ -48,12 +36,16 @@ class PackedModel:
         loaded: the model.
         pool: of its shape; sequences no longer than the model's context.
         fuse: run an equivalent with fewer operations where there is one (`outrider.lm.fusion`).
+        attention: what rows attend with; of a pool that is paged where it is.
 
     Raises:
-        ValueError: the pool's sequences are longer than the context, or its layers are not the model's.
+        ValueError: the pool's sequences are longer than the context, or its layers are not the model's; or the pool is
+            paged and the attention is not, or the other way round.
     """
 
-    def __init__(self, loaded: LoadedModel, pool: KVPool, *, fuse: bool = True) -> None:
+    def __init__(
+        self, loaded: LoadedModel, pool: KVPool, *, fuse: bool = True, attention: AttentionChoice = ORDINARY
+    ) -> None:
         if pool.max_length > loaded.context_length:
             raise ValueError(
                 f"max_length {pool.max_length} is beyond {loaded.name}'s context of {loaded.context_length}"
@@ -66,10 +58,24 @@ class PackedModel:
         self.pool = pool
         self._program: Program = fuse_model(loaded) if fuse else TransformersProgram(loaded.model)
         self._masks = CausalMasks(pool.max_length, pool.dtype, pool.device)
+        if attention.is_paged != (pool.pages is not None):
+            raise ValueError(f"the attention is {attention.name}, and the pool is {'' if pool.pages else 'not '}paged")
+        self.attention = attention
+        self.runner: Runner | None = None
+        if pool.pages is not None:
+            attend = attention.build(pool.max_length, pool.dtype, pool.device)
+            self.runner = PagedRunner(self._program, pool.pages, attend, loaded.device)
 
     @classmethod
     def build(
-        cls, loaded: LoadedModel, max_sequences: int, max_length: int, *, blocks: int | None = None, fuse: bool = True
+        cls,
+        loaded: LoadedModel,
+        max_sequences: int,
+        max_length: int,
+        *,
+        blocks: int | None = None,
+        fuse: bool = True,
+        attention: AttentionChoice = ORDINARY,
     ) -> Self:
         """With a pool of its own, of so many blocks; None has room for all sequences at their longest.
 
@@ -77,11 +83,17 @@ class PackedModel:
             ValueError: see the class.
         """
         if blocks is None:
-            blocks = max_sequences * blocks_for(max_length)
+            blocks = max_sequences * blocks_for(max_length, attention.block_tokens)
         pool = make_pool(
-            loaded.layers, blocks=blocks, max_length=max_length, dtype=kv_dtype(loaded), device=loaded.device
+            loaded.layers,
+            blocks=blocks,
+            max_length=max_length,
+            dtype=kv_dtype(loaded),
+            device=loaded.device,
+            block_tokens=attention.block_tokens,
+            paged=attention.is_paged,
         )
-        return cls(loaded, pool, fuse=fuse)
+        return cls(loaded, pool, fuse=fuse, attention=attention)
 
     @property
     def fused(self) -> bool:
@@ -102,18 +114,24 @@ class PackedModel:
             PoolExhausted: the pool has no blocks for it (`KVPool.grow` tells before).
         """
         self._check(chunks)
-        tokens = chunks[0].tokens if len(chunks) == 1 else [token for chunk in chunks for token in chunk.tokens]
-        token_ids = torch.tensor(tokens, device=self.loaded.device)
-        batch = pack(((chunk.slot, chunk.start, len(chunk.tokens)) for chunk in chunks), self.pool, self._masks)
-        logits = self._program(token_ids, batch, self._rows(chunks)).float()
+        if self.runner is not None:
+            logits = self.runner.run(lay_out(chunks, self.pool)).float()
+        else:
+            logits = self._run(chunks)
         for chunk in chunks:
             self.pool.extend(chunk.slot, chunk.start + len(chunk.tokens))
         return logits
 
+    def _run(self, chunks: Sequence[Chunk]) -> Tensor:
+        tokens = chunks[0].tokens if len(chunks) == 1 else [token for chunk in chunks for token in chunk.tokens]
+        token_ids = torch.tensor(tokens, device=self.loaded.device)
+        batch = pack(((chunk.slot, chunk.start, len(chunk.tokens)) for chunk in chunks), self.pool, self._masks)
+        return self._program(token_ids, batch, self._rows(chunks)).float()
+
     @property
     def can_write(self) -> bool:
-        """Whether `write` is there: a fused model's program has it."""
-        return isinstance(self._program, WritingProgram)
+        """Whether `write` is there: a fused model's program has it, where keys and values are not paged."""
+        return self.runner is None and isinstance(self._program, WritingProgram)
 
     @torch.inference_mode()
     def write(self, chunks: Sequence[Chunk], samplings: Sequence[Sampling]) -> list[Written]:
@@ -131,8 +149,8 @@ class PackedModel:
             PoolExhausted: see `forward`.
         """
         program = self._program
-        if not isinstance(program, WritingProgram):
-            raise ValueError(f"{self.loaded.name} runs unfused, and an unfused model cannot write")
+        if self.runner is not None or not isinstance(program, WritingProgram):
+            raise ValueError(f"{self.loaded.name} runs unfused or on pages, and cannot write so")
         self._check(chunks)
         spans: list[tuple[int, int, int]] = []
         for chunk, sampling in zip(chunks, samplings, strict=True):

@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 
 from outrider.lm.batch import PackedBatch
+from outrider.lm.paged import PagedBatch
 from outrider.lm.writing import Sampling, Written
+
+Batch = PackedBatch | PagedBatch
+"""A pass, its keys and values in one piece for each sequence, or in pages."""
 
 Rows = Tensor | int | None
 """Which rows of a pass need logits: their indices, the last n, or (None) all."""
@@ -20,7 +24,7 @@ Rows = Tensor | int | None
 class Program(Protocol):
     """Runs one pass."""
 
-    def __call__(self, token_ids: Tensor, batch: PackedBatch, rows: Rows) -> Tensor:
+    def __call__(self, token_ids: Tensor, batch: Batch, rows: Rows) -> Tensor:
         """Writes keys and values of all rows, and returns logits of some.
 
         Args:
@@ -64,7 +68,7 @@ class TransformersProgram:
         self._model = model
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
-    def __call__(self, token_ids: Tensor, batch: PackedBatch, rows: Rows) -> Tensor:
+    def __call__(self, token_ids: Tensor, batch: Batch, rows: Rows) -> Tensor:
         inputs = {
             "input_ids": token_ids.unsqueeze(0),
             "position_ids": batch.position_ids(token_ids.device).unsqueeze(0),

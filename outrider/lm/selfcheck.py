@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.lm.attention import NAME
 from outrider.lm.batch import CausalMasks, pack
 from outrider.lm.errors import CheckpointError
-from outrider.lm.kv_pool import KVPool
+from outrider.lm.kv_pool import BLOCK_TOKENS, KVPool
 from outrider.lm.probe import AttentionLayer
 from outrider.lm.program import Program
 
@@ -66,7 +66,14 @@ def reference(model: Any, vocab_size: int, context_length: int) -> Reference:
 
 
 def make_pool(
-    layers: Sequence[AttentionLayer], *, blocks: int, max_length: int, dtype: torch.dtype, device: torch.device
+    layers: Sequence[AttentionLayer],
+    *,
+    blocks: int,
+    max_length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    block_tokens: int = BLOCK_TOKENS,
+    paged: bool = False,
 ) -> KVPool:
     """A pool for the attention layers of a model."""
     return KVPool(
@@ -77,6 +84,8 @@ def make_pool(
         max_length=max_length,
         dtype=dtype,
         device=device,
+        block_tokens=block_tokens,
+        paged=paged,
     )
 
 

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from outrider.lm import batch
-from outrider.lm.attention import NoPass, attend, packed_attention
+from outrider.lm.attention import NoPass, packed_attention
 from outrider.lm.batch import CausalMasks
 from outrider.lm.kv_pool import KVPool
+from outrider.lm.sdpa import attend
 
 HEAD_DIM = 8
 MAX_LENGTH = 80

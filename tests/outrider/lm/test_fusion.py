@@ -10,13 +10,12 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
 from outrider.lm import fusion, gated_decoder
-from outrider.lm.batch import PackedBatch
 from outrider.lm.checkpoint import CheckpointError, LoadedModel
 from outrider.lm.gated_decoder import GatedDecoder
 from outrider.lm.linear import PackedModule, can_pack, linear, linear_add, pack
 from outrider.lm.norm import RMSNormModule, doubled, make_signs, rms_norm
 from outrider.lm.packed import Chunk, PackedModel
-from outrider.lm.program import Rows
+from outrider.lm.program import Batch, Rows
 from outrider.lm.selfcheck import deviation
 from tests.outrider.lm.tiny import CONFIGS, GATED, VOCABULARY
 
@@ -94,7 +93,7 @@ def test_the_self_check_sees_what_is_wrong(load: Callable[..., LoadedModel]) -> 
     program = PackedModel.build(loaded, 1, 32)._program
 
     def measure(change: Callable[[Tensor], Tensor]) -> float:
-        def changed(token_ids: Tensor, batch: PackedBatch, rows: Rows) -> Tensor:
+        def changed(token_ids: Tensor, batch: Batch, rows: Rows) -> Tensor:
             return change(program(token_ids, batch, rows))
 
         return deviation(changed, loaded.layers, loaded.reference, loaded.dtype, loaded.device)
