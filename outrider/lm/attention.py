@@ -11,7 +11,7 @@ from transformers import AttentionInterface
 
 from outrider.lm.batch import PackedBatch
 from outrider.lm.paged import PagedBatch
-from outrider.lm.paged_attention import gather
+from outrider.lm.paged_attention import attend_gathered_scores
 from outrider.lm.scores import attend_scores
 from outrider.lm.sdpa import attend
 
@@ -123,7 +123,7 @@ def _paged(
     rows = query.transpose(0, 1).to(keys.dtype)
     if softcap is not None or sinks is not None:
         told: dict[str, Any] = {"scaling": scaling, "window": window, "softcap": softcap, "sinks": sinks}
-        return attend_scores(rows, *gather(keys, values, batch), **told)
+        return attend_gathered_scores(rows, keys, values, batch, **told)
     return batch.attention.attend(rows, keys, values, batch, scaling, window)
 
 

@@ -3,7 +3,7 @@
 It knows slots and tokens; nothing of texts, of proposals, of sampling, or of who the sequences belong to.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Self
 
 import torch
@@ -20,6 +20,8 @@ from outrider.lm.kv_pool import KVPool
 from outrider.lm.kv_size import blocks_for, kv_dtype
 from outrider.lm.paged import lay_out
 from outrider.lm.program import Program, Rows, TransformersProgram, WritingProgram
+from outrider.lm.recorded import Bucket, MakeTail, RecordedRunner, buckets_for
+from outrider.lm.recording import Recorder
 from outrider.lm.runner import PagedRunner, Runner
 from outrider.lm.selfcheck import make_pool
 from outrider.lm.writing import Sampling, Written
@@ -62,9 +64,10 @@ class PackedModel:
             raise ValueError(f"the attention is {attention.name}, and the pool is {'' if pool.pages else 'not '}paged")
         self.attention = attention
         self.runner: Runner | None = None
+        self.recorded: RecordedRunner | None = None
         if pool.pages is not None:
             attend = attention.build(pool.max_length, pool.dtype, pool.device)
-            self.runner = PagedRunner(self._program, pool.pages, attend, loaded.device)
+            self.runner = PagedRunner(self._program, pool.pages, attend, loaded.device, loaded.dtype)
 
     @classmethod
     def build(
@@ -101,23 +104,35 @@ class PackedModel:
         return self._program is self.loaded.fused
 
     @torch.inference_mode()
-    def forward(self, chunks: Sequence[Chunk]) -> Tensor:
+    def forward(self, chunks: Sequence[Chunk], *, before: Callable[[Bucket | None], None] | None = None) -> Tensor:
         """Runs one pass; afterwards each slot holds `start + len(tokens)` positions.
 
-        If it raises, no slot has changed its length.
+        If it raises, no slot has changed its length. On a GPU it may return before the pass is over.
+
+        Args:
+            chunks: of different slots.
+            before: told of the size whose record will run the pass, or of none, before it runs.
 
         Returns:
-            `[R, V]`, float32: logits of the wanted rows only, in the order of the chunks.
+            `[R, V]`: logits of the wanted rows only, in the order of the chunks; float32, or as the model computes them
+            where a record did. The next pass may write over them.
 
         Raises:
             ValueError: a chunk that does not fit its slot, or a token outside the vocabulary.
             PoolExhausted: the pool has no blocks for it (`KVPool.grow` tells before).
         """
         self._check(chunks)
+        bucket, layout = None, None
         if self.runner is not None:
-            logits = self.runner.run(lay_out(chunks, self.pool)).float()
-        else:
+            layout = lay_out(chunks, self.pool)
+            bucket = None if self.recorded is None else self.recorded.find(layout)
+        if before is not None:
+            before(bucket)
+        if self.runner is None or layout is None:
             logits = self._run(chunks)
+        else:
+            logits = self.runner.run(layout)
+            logits = logits if bucket is not None else logits.float()
         for chunk in chunks:
             self.pool.extend(chunk.slot, chunk.start + len(chunk.tokens))
         return logits
@@ -127,6 +142,39 @@ class PackedModel:
         token_ids = torch.tensor(tokens, device=self.loaded.device)
         batch = pack(((chunk.slot, chunk.start, len(chunk.tokens)) for chunk in chunks), self.pool, self._masks)
         return self._program(token_ids, batch, self._rows(chunks)).float()
+
+    def record(
+        self,
+        recorder: Recorder,
+        *,
+        max_sequences: int,
+        widest: int,
+        seconds: float,
+        most_bytes: int,
+        tail: MakeTail | None = None,
+    ) -> str:
+        """Has passes of the sizes that come often recorded, where the pool is paged.
+
+        Args:
+            recorder: of the model's device.
+            max_sequences: of such a pass.
+            widest: rows of one sequence in it.
+            seconds: see `RecordedRunner.record`; likewise the rest, and what is returned.
+            most_bytes: see `seconds`.
+            tail: see `seconds`.
+        """
+        if not isinstance(self.runner, PagedRunner):
+            return "none: keys and values are not in pages"
+        recorded = RecordedRunner(
+            self.runner,
+            max_length=self.pool.max_length,
+            block_tokens=self.pool.block_tokens,
+            vocab_size=self.loaded.vocab_size,
+        )
+        buckets = buckets_for(max_sequences, min(widest, self.pool.max_length))
+        said = recorded.record(recorder, buckets, tail=tail, seconds=seconds, most_bytes=most_bytes)
+        self.runner = self.recorded = recorded
+        return said
 
     @property
     def can_write(self) -> bool:

@@ -47,6 +47,17 @@ class Layout:
         """T, R, S and P."""
         return len(self.tokens), len(self.rows), *self.tables.shape
 
+    @property
+    def widest(self) -> int:
+        """Rows of a sequence at most."""
+        return int(np.diff(self.row_starts).max(initial=0))
+
+    @staticmethod
+    def empty() -> "Layout":
+        """A pass of no rows."""
+        none, ints = np.zeros(0, _LONG), np.zeros(0, _INT)
+        return Layout(none, none, none, none, np.zeros(1, _INT), ints, np.zeros((0, 0), _INT))
+
     def pack(self) -> bytes:
         """All of it as bytes, for `unpack`: `shape` says how they are to be read."""
         return b"".join(array.tobytes() for array in self._arrays())
@@ -208,6 +219,10 @@ class PagedBatch:
             self._key_starts = torch.nn.functional.pad(self.lengths.cumsum(0, dtype=torch.int32), (1, 0))
         return self._key_starts
 
+    def forget(self) -> None:
+        """Drops what was made of the tensors, which have other contents now."""
+        self._key_starts = None
+
     def position_ids(self, device: torch.device) -> Tensor:
         """`[T]`: the position of each row in its sequence."""
         return self.positions
@@ -224,14 +239,13 @@ def to_device(
     """A pass on its device, after one copy. `longest` is the largest of its lengths, or more."""
     room = torch.empty(Layout.size(layout.shape), dtype=torch.uint8, pin_memory=device.type == "cuda")
     layout.pack_into(room.numpy())
-    widest = int(np.diff(layout.row_starts).max())
     longest = longest or int(layout.lengths.max())
     return on_device(
         room.to(device, non_blocking=True),
         layout.shape,
         memory,
         attention,
-        widest=widest,
+        widest=layout.widest,
         longest=longest,
         layout=layout,
     )

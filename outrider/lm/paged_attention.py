@@ -10,6 +10,7 @@ from torch import Tensor
 
 from outrider.lm.batch import CausalMasks
 from outrider.lm.paged import PagedBatch
+from outrider.lm.scores import attend_scores
 from outrider.lm.sdpa import attend
 
 
@@ -73,9 +74,33 @@ class GatheredAttention:
             for start, count in zip(starts, counts, strict=True)
         ]
         by_layer = [[each] for each in seen_keys], [[each] for each in seen_values]
-        rows = sum(counts)
-        out = attend(query.narrow(0, 0, rows), counts, *by_layer, masks, 0, scaling, window)
-        return out if rows == query.size(0) else torch.cat((out, torch.zeros_like(query[rows:])))
+        rows = query.narrow(0, 0, sum(counts))
+        return _filled_up(attend(rows, counts, *by_layer, masks, 0, scaling, window) if counts else rows, query)
+
+
+def attend_gathered_scores(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    batch: PagedBatch,
+    *,
+    scaling: float,
+    window: int,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The attention of `outrider.lm.scores` over pages; see there, and `outrider.lm.paged.PagedAttention`."""
+    starts, counts, *seen = gather(keys, values, batch)
+    rows = query.narrow(0, 0, sum(counts))
+    if counts:
+        rows = attend_scores(rows, starts, counts, *seen, scaling=scaling, window=window, softcap=softcap, sinks=sinks)
+    return _filled_up(rows, query)
+
+
+def _filled_up(attended: Tensor, query: Tensor) -> Tensor:
+    """With zeros for the rows of no sequence, which come last."""
+    more = query.size(0) - attended.size(0)
+    return torch.cat((attended, torch.zeros_like(query.narrow(0, 0, more)))) if more else attended
 
 
 def gather(keys: Tensor, values: Tensor, batch: PagedBatch) -> tuple[list[int], list[int], list[Tensor], list[Tensor]]:

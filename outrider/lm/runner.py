@@ -27,13 +27,22 @@ class PagedRunner:
         memory: of its keys and values.
         attention: that reads them.
         device: of all.
+        dtype: of the logits.
     """
 
-    def __init__(self, program: Program, memory: PagedMemory, attention: PagedAttention, device: torch.device) -> None:
+    def __init__(
+        self,
+        program: Program,
+        memory: PagedMemory,
+        attention: PagedAttention,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
         self.program = program
         self.memory = memory
         self.attention = attention
         self.device = device
+        self.dtype = dtype
 
     @torch.inference_mode()
     def run(self, layout: Layout) -> Tensor:
