@@ -157,8 +157,9 @@ class PagedMemory:
             # Attention multiplies what it does not see by 0, and 0 times a number that is none is none.
             store.zero_()
             self._stores.append(store)
+            own = store.unbind(0)
             for i, layer in enumerate(members):
-                self.keys[layer], self.values[layer] = store[2 * i], store[2 * i + 1]
+                self.keys[layer], self.values[layer] = own[2 * i], own[2 * i + 1]
 
     @property
     def bytes(self) -> int:

@@ -34,7 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor, signs: Tensor, eps: float, small: int) -
     n = x.size(-1)
     if x.numel() <= small:
         return F.layer_norm(x * signs, [2, n], weight, None, eps).narrow(-2, 0, 1)
-    return torch.rms_norm(x, [n], weight[0], eps)
+    return torch.rms_norm(x, [n], weight.select(0, 0), eps)
 
 
 class RMSNormModule(nn.Module):

@@ -1,0 +1,177 @@
+"""Recorded passes give what passes give as they come, whatever they are filled up with; what is recorded, and when.
+
+Records here call again what they hold, over the same tensors as a CUDA graph would.
+"""
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.lm import paged
+from outrider.lm.attention_choice import GATHERED, AttentionChoice
+from outrider.lm.checkpoint import LoadedModel
+from outrider.lm.packed import Chunk, PackedModel
+from outrider.lm.recorded import Bucket, RecordedRunner, buckets_for
+from outrider.lm.recording import CannotRecord, Repeating
+from outrider.lm.runner import PagedRunner
+from tests.outrider.lm.tiny import VOCABULARY
+
+PAGED = AttentionChoice(GATHERED, "to be recorded", block_tokens=4)
+ROOM = 40
+SEQUENCES = 3
+WIDEST = 4
+
+
+def build(load: Callable[..., LoadedModel], name: str = "qwen3", dtype: str = "float32") -> PackedModel:
+    return PackedModel.build(load(name, dtype), SEQUENCES + 1, ROOM, attention=PAGED)
+
+
+def record(model: PackedModel, **how: object) -> str:
+    told = {"max_sequences": SEQUENCES, "widest": WIDEST, "seconds": 1e3, "most_bytes": 1 << 30, **how}
+    return model.record(Repeating(), **told)  # type: ignore[arg-type]
+
+
+def rounds(model: PackedModel, seed: int) -> tuple[list[Tensor], list[Bucket | None]]:
+    """Prompts and then rounds of any lengths, some rows of which are rolled back; logits, and which record ran each."""
+    rng = random.Random(seed)
+    slots = [model.pool.allocate() for _ in range(SEQUENCES + 1)]
+    told, ran = [], list[Bucket | None]()
+    for step in range(30):
+        chunks = []
+        for slot in rng.sample(slots, rng.randint(1, SEQUENCES + 1)):
+            model.pool.rollback(slot, max(0, model.pool.length(slot) - rng.randint(0, 3)))
+            held = model.pool.length(slot)
+            if held > ROOM - 8:
+                model.pool.rollback(slot, 2)
+                held = 2
+            count = rng.randint(1, WIDEST + (step % 7 == 0))
+            silent = count if step % 5 == 4 else 0
+            chunks.append(Chunk(slot, rng.choices(range(VOCABULARY), k=count), held, silent))
+        told.append(model.forward(chunks, before=ran.append).float().clone())
+    model.pool.check_integrity()
+    return told, ran
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral-sliding", "gpt2", "gemma2", "gpt-oss"])
+def test_a_recorded_pass_gives_what_it_gives_as_it_comes(name: str, load: Callable[..., LoadedModel]) -> None:
+    eager, model = build(load, name), build(load, name)
+    assert record(model) == f"{len(buckets_for(SEQUENCES, WIDEST))} of {len(buckets_for(SEQUENCES, WIDEST))} sizes"
+    (wanted, none), (found, ran) = rounds(eager, 5), rounds(model, 5)
+    assert set(none) == {None}
+    assert len(set(ran)) > 6, "several sizes"
+    assert None in ran, "and passes that no record takes"
+    for one, other in zip(found, wanted, strict=True):
+        assert one.shape == other.shape
+        # A pass of another number of rows may be rounded otherwise.
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_in_16_bits_too(load: Callable[..., LoadedModel]) -> None:
+    eager, model = build(load, dtype="bfloat16"), build(load, dtype="bfloat16")
+    record(model)
+    for one, other in zip(rounds(model, 6)[0], rounds(eager, 6)[0], strict=True):
+        assert torch.allclose(one, other, atol=0.05)
+
+
+@pytest.mark.parametrize("mutant", ["room", "nowhere", "lengths"])
+def test_a_record_that_is_filled_up_wrongly_shows(
+    mutant: str, load: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eager, model = build(load), build(load)
+    record(model)
+    whole = paged.Layout.padded
+
+    def wrong(self: paged.Layout, **told: int) -> paged.Layout:
+        layout = whole(self, **{**told, "nowhere": 0} if mutant == "nowhere" else told)
+        if mutant == "room":
+            layout.positions[:] = 0
+        if mutant == "lengths":
+            layout.lengths[: len(self.lengths)] -= 1
+        return layout
+
+    monkeypatch.setattr(paged.Layout, "padded", wrong)
+    with pytest.raises((AssertionError, RuntimeError)):  # noqa: PT012  # either: what differs, or what runs no more
+        for one, other in zip(rounds(model, 5)[0], rounds(eager, 5)[0], strict=True):
+            assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_sizes_go_up_to_the_longest_round_and_waste_at_most_half_of_what_they_take() -> None:
+    sizes = buckets_for(64, 17)
+    assert sizes == sorted(set(sizes))
+    assert sizes[0] == Bucket(1, 1, 1)
+    assert sizes[-1] == Bucket(64 * 17, 64, 17)
+    assert len(sizes) <= 7 * 8
+    for sequences in (1, 2, 4, 8, 16, 32, 64):
+        for width in range(1, 18):
+            rows = sequences * width
+            taken = min(size.rows for size in sizes if size.rows >= rows and size.sequences >= sequences)
+            assert taken <= 1.5 * rows
+    assert buckets_for(3, 2) == [Bucket(1, 1, 1), Bucket(2, 1, 2), Bucket(2, 2, 1), Bucket(3, 3, 1), Bucket(4, 2, 2),
+                                 Bucket(6, 3, 2)]  # fmt: skip
+    assert buckets_for(8, 4, pass_tokens=16)[-1].rows == 16
+
+
+class Ticking:
+    """A recorder whose records take a second each and hold a MiB, or which cannot make some."""
+
+    def __init__(self, cannot: int = 1 << 30) -> None:
+        self.now, self.bytes, self._cannot = 0.0, 0, cannot
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        if self.now >= self._cannot:
+            raise CannotRecord("it asks for a number")
+        run()
+        self.now += 1.0
+        self.bytes += 1 << 20
+        return run
+
+
+def test_what_time_or_memory_will_not_do_for_is_left_out_and_said(load: Callable[..., LoadedModel]) -> None:
+    sizes = buckets_for(SEQUENCES, WIDEST)
+
+    def recorded_with(recorder: Ticking, **bounds: float) -> tuple[str, list[Bucket]]:
+        model = build(load)
+        assert isinstance(model.runner, PagedRunner)
+        runner = RecordedRunner(model.runner, max_length=ROOM, block_tokens=4, vocab_size=model.loaded.vocab_size)
+        told = {"seconds": 1e3, "most_bytes": 1 << 30, **bounds}
+        said = runner.record(recorder, sizes, clock=lambda: recorder.now, **told)  # type: ignore[arg-type]
+        return said, runner.sizes
+
+    said, kept = recorded_with(Ticking(), seconds=4.5)
+    assert said == f"4 of {len(sizes)} sizes: one takes 1.0 s, and all may take 4.5"
+    assert kept == [*sizes[:3], sizes[-1]], "the first tells how long one takes; then the smallest"
+    said, kept = recorded_with(Ticking(), most_bytes=2 << 20)
+    assert said == f"3 of {len(sizes)} sizes: they hold 3 MiB of 2"
+    assert kept == sizes[-3:]
+    said, kept = recorded_with(Ticking(cannot=2))
+    assert said == f"2 of {len(sizes)} sizes: it asks for a number"
+    said, kept = recorded_with(Ticking(cannot=0))
+    assert (said, kept) == (f"0 of {len(sizes)} sizes: it asks for a number", [])
+
+
+def test_what_is_behind_the_logits_runs_with_them(load: Callable[..., LoadedModel]) -> None:
+    model = build(load)
+    best: dict[Bucket, Tensor] = {}
+
+    def tail(bucket: Bucket, logits: Tensor) -> Callable[[], None]:
+        best[bucket] = torch.zeros(bucket.rows, dtype=torch.int64)
+
+        def run() -> None:
+            best[bucket].copy_(logits.argmax(-1))
+
+        return run
+
+    record(model, tail=tail)
+    slot = model.pool.allocate()
+    ran: list[Bucket | None] = []
+    for held in range(3):
+        logits = model.forward([Chunk(slot, [held + 5], held, 0)], before=ran.append)
+        assert ran[-1] is not None
+        assert best[ran[-1]].tolist()[0] == int(logits.argmax())
+
+
+def test_where_keys_and_values_are_not_in_pages_nothing_is_recorded(load: Callable[..., LoadedModel]) -> None:
+    assert record(PackedModel.build(load("llama"), 1, 8)) == "none: keys and values are not in pages"
