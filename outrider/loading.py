@@ -3,11 +3,18 @@
 It knows nothing of what the service does with them.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import structlog
+from torch import Tensor
 
 from outrider.lm.attention_choice import choose_attention
-from outrider.lm.checkpoint import LoadedModel, ModelSource, load_model
-from outrider.lm.kv_size import MIB, block_bytes, blocks_for, free_device_bytes, kv_dtype
+from outrider.lm.checkpoint import LoadedModel, ModelSource, find_device, load_model
+from outrider.lm.fusion import fuse_model
+from outrider.lm.kv_size import MIB, block_bytes, blocks_for, kv_dtype
+from outrider.lm.largest import run_blocks, run_largest
+from outrider.lm.memory import DeviceMemory, MemoryUse, memory_of, telling
 from outrider.lm.packed import PackedModel
 from outrider.lm.tokenizer import Tokenizer, load_tokenizer
 from outrider.settings import ServiceSettings, SettingsError
@@ -25,7 +32,10 @@ def load(settings: ServiceSettings) -> tuple[LoadedModel, Tokenizer]:
         CheckpointError: the model cannot be loaded or run.
     """
     source = _source(settings)
-    return load_model(source), load_tokenizer(source)
+    with telling(memory_of(find_device(settings.device)), f"the weights of '{settings.model}'"):
+        loaded = load_model(source)
+        fuse_model(loaded)
+    return loaded, load_tokenizer(source)
 
 
 def load_tokenizer_alone(settings: ServiceSettings) -> Tokenizer:
@@ -52,46 +62,105 @@ def sequence_tokens(settings: ServiceSettings, loaded: LoadedModel) -> int:
     return min(settings.max_sequence_tokens or DEFAULT_SEQUENCE_TOKENS, loaded.context_length)
 
 
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A model that can run, and where memory went for it.
+
+    Attributes:
+        packed: the model with its pool.
+        memory: of its device.
+        workspace: bytes that the largest pass works in; 0 where that is not measured.
+    """
+
+    packed: PackedModel
+    memory: DeviceMemory
+    workspace: int
+
+    def tell_memory(self, records: int) -> None:
+        """Logs what went where. `records` is bytes of recorded passes."""
+        use = MemoryUse(self.packed.loaded.weight_bytes, self.packed.pool.memory_bytes, records, self.workspace)
+        pool = self.packed.pool
+        _log.info("memory", **use.told(self.memory), kv_tokens=pool.blocks.count * pool.block_tokens)
+
+
 def build_packed(
-    settings: ServiceSettings, loaded: LoadedModel, length: int, *, most_sequences: int | None = None
-) -> PackedModel:
+    settings: ServiceSettings,
+    loaded: LoadedModel,
+    length: int,
+    *,
+    pass_tokens: int,
+    behind: Callable[[Tensor], object] | None = None,
+    most_sequences: int | None = None,
+    memory: DeviceMemory | None = None,
+) -> Built:
     """The model with what it attends with, and a pool of as many blocks as there is room for.
+
+    On a GPU its largest pass runs before there is a pool, so that the room it takes is left to it, and once more when
+    there is one: what fails for want of memory fails here.
 
     Args:
         settings: of the service.
         loaded: the model.
         length: positions of a sequence at most.
+        pass_tokens: rows of a pass at most.
+        behind: what else is done with the logits of a pass, `[R, V]`.
         most_sequences: so many at their longest can be of use; None is any number.
+        memory: of the model's device; None is the real one.
 
     Raises:
-        CheckpointError: the attention asked for cannot run here.
+        CheckpointError: the attention asked for cannot run here, or there is no room for the largest pass.
         SettingsError: one sequence at its longest would not fit.
     """
+    memory = memory or memory_of(loaded.device)
     choice = choose_attention(settings.attention, loaded.layers, kv_dtype(loaded), loaded.device)
     _log.info("attending", attention=choice.name, reason=choice.reason, block_tokens=choice.block_tokens)
-    blocks = kv_blocks(settings, loaded, choice.block_tokens)
+
+    def build(blocks: int) -> PackedModel:
+        return PackedModel.build(loaded, settings.max_sequences, length, blocks=blocks, attention=choice)
+
+    def largest(packed: PackedModel) -> None:
+        logits = run_largest(packed, pass_tokens)
+        if behind is not None:
+            behind(logits)
+
+    enough = run_blocks(pass_tokens, length, choice.block_tokens)
+    with telling(memory, f"a pass of {pass_tokens} tokens"):
+        workspace = memory.peak(lambda: largest(build(enough))) - enough * block_bytes(loaded, choice.block_tokens)
+    graphs = settings.graph_memory_mb * MIB if settings.graphs and choice.can_be_recorded else 0
+    blocks = kv_blocks(settings, loaded, choice.block_tokens, left=memory.free() - max(0, workspace) - graphs)
     if most_sequences is not None:
         blocks = min(blocks, most_sequences * blocks_for(length, choice.block_tokens))
-    return PackedModel.build(loaded, settings.max_sequences, length, blocks=blocks, attention=choice)
+    with telling(memory, f"{blocks * block_bytes(loaded, choice.block_tokens) / MIB:.0f} MiB of keys and values"):
+        packed = build(blocks)
+    with telling(memory, f"a pass of {pass_tokens} tokens beside keys and values: lower --kv-memory-fraction"):
+        memory.peak(lambda: largest(packed))
+    return Built(packed, memory, max(0, workspace))
 
 
-def kv_blocks(settings: ServiceSettings, loaded: LoadedModel, block_tokens: int) -> int:
+def kv_blocks(settings: ServiceSettings, loaded: LoadedModel, block_tokens: int, *, left: int) -> int:
     """How many blocks of keys and values, of so many positions each, there is room for.
+
+    Args:
+        settings: of the service.
+        loaded: the model.
+        block_tokens: positions of a block.
+        left: bytes of the device that nothing else needs, where they are ours to share out.
 
     Raises:
         SettingsError: one sequence at its longest would not fit.
     """
     if settings.kv_cache_mb is not None:
-        room = settings.kv_cache_mb * MIB
+        flag, room = "--kv-cache-mb", settings.kv_cache_mb * MIB
     elif loaded.device.type == "cuda":
-        room = int(settings.kv_memory_fraction * free_device_bytes(loaded.device))
+        flag = f"--kv-memory-fraction {settings.kv_memory_fraction:g} of {left / MIB:.0f} MiB"
+        room = max(0, int(settings.kv_memory_fraction * left))
     else:
-        room = DEFAULT_CPU_KV_MB * MIB
+        flag, room = "--kv-cache-mb", DEFAULT_CPU_KV_MB * MIB
     size, tokens = block_bytes(loaded, block_tokens), sequence_tokens(settings, loaded)
     blocks, least = room // size, blocks_for(tokens, block_tokens)
     if blocks < least:
         raise SettingsError(
-            f"--kv-cache-mb: {room / MIB:.0f} MiB hold {blocks} blocks of {block_tokens} tokens; one sequence of "
+            f"{flag}: {room / MIB:.0f} MiB hold {blocks} blocks of {block_tokens} tokens; one sequence of "
             f"--max-sequence-tokens {tokens} takes {least} of them, {least * size / MIB:.1f} MiB"
         )
     return blocks

@@ -85,11 +85,23 @@ class ServiceSettings(SecuritySettings):
     kv_cache_mb: int | None = Field(
         None,
         ge=1,
-        description="MiB of keys and values of all sequences; default: on a GPU --kv-memory-fraction of what is free "
-        "once the model is loaded, on a CPU 1024",
+        description="MiB of keys and values of all sequences; default: on a GPU by --kv-memory-fraction, on a CPU 1024",
     )
     kv_memory_fraction: float = Field(
-        0.85, gt=0, le=1, description="share of a GPU's free memory that keys and values may take"
+        0.85,
+        gt=0,
+        le=1,
+        description="share that keys and values take of what weights, graphs and the largest pass leave of a GPU's "
+        "memory",
+    )
+    graphs: bool = Field(
+        True, description="on a GPU: record passes of the sizes that come often as CUDA graphs, at the start"
+    )
+    graph_seconds: float = Field(
+        120.0, gt=0, description="how long recording them may take; where it will not do, the largest are left out"
+    )
+    graph_memory_mb: int = Field(
+        2048, ge=1, description="MiB that they may hold; set aside before keys and values get their share"
     )
     listen: ServiceAddress = Field(
         "127.0.0.1:0", description="HOST:PORT or unix:PATH to listen at; port 0 takes a free one"

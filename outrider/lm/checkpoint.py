@@ -66,6 +66,7 @@ class LoadedModel:
         name: as in its source.
         eos_token_ids: all tokens that end a text by the generation config, or else by the config.
         weights_fingerprint: see `outrider.lm.fingerprint`.
+        weight_bytes: of all its tensors.
         layers: what each layer asks of the attention.
         reference: what transformers makes of a few tokens, to hold other programs against.
         fused: the fused program, once one has been made.
@@ -82,6 +83,7 @@ class LoadedModel:
     name: str
     eos_token_ids: tuple[int, ...]
     weights_fingerprint: str
+    weight_bytes: int
     layers: tuple[AttentionLayer, ...]
     reference: Reference = field(repr=False)
     fused: Program | None = field(default=None, repr=False)
@@ -138,6 +140,7 @@ def _load(source: ModelSource, folder: Path, device: torch.device) -> LoadedMode
         name=source.name,
         eos_token_ids=_eos_token_ids(model),
         weights_fingerprint=fingerprint,
+        weight_bytes=_weight_bytes(model),
         layers=layers,
         reference=expected,
     )
@@ -227,6 +230,11 @@ def _vocab_size(model: Any) -> int:
     if head is None or getattr(head, "weight", None) is None:
         raise CheckpointError(f"{type(model).__name__} has no output embedding: it is no causal language model")
     return int(head.weight.shape[0])
+
+
+def _weight_bytes(model: Any) -> int:
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum({each.data_ptr(): each.numel() * each.element_size() for each in tensors}.values())  # tied ones once
 
 
 def _context_length(config: Any) -> int:

@@ -22,9 +22,3 @@ def block_bytes(loaded: LoadedModel, block_tokens: int = BLOCK_TOKENS) -> int:
 def blocks_for(positions: int, block_tokens: int = BLOCK_TOKENS) -> int:
     """Blocks that so many positions of one sequence take."""
     return -(-positions // block_tokens)
-
-
-def free_device_bytes(device: torch.device) -> int:
-    """What a CUDA device has left, now."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free)
