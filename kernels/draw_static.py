@@ -1,9 +1,9 @@
 """One token for each row of the draft's logits, on whatever device they are, with no word to the host.
 
-The law drawn from is that of `sparse`, step for step: truncate, round to integers, then sample from the integers. Every
-shape is known beforehand and nothing is read back, so a CUDA graph may hold the draws of several single-token steps,
-each of which feeds the next. On a CPU laws and tokens are those of `sparse.draw`; on a GPU the softmax may round another
-way, and the law returned is still the one that was sampled from. Knows nothing of models and of graphs.
+The law drawn from is that of `sparse`, step for step: truncate, round to integers, then sample from the integers. All
+shapes are known beforehand and nothing is read back, so a CUDA graph may hold the draws of several single-token steps,
+each of which feeds the next. On a CPU laws and tokens are those of `sparse.draw`; on a GPU the softmax may round
+otherwise, and the law returned is still the one that was sampled from. Knows nothing of models and of graphs.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def laws_of(drawn: Drawn, laws: Sequence[SamplingLaw]) -> tuple[list[int], list[
 
 
 def _laws(z: Tensor, temperatures: Tensor) -> Tensor:
-    """Return the softmax of `z` `[B, V]`, float32, at these temperatures; what it is at temperature 0 has no meaning."""
+    """Return the softmax of `z` `[B, V]`, float32, at these temperatures; at 0 it has no meaning."""
     # Below 1 the quotient can overflow, unless the largest logit is zero first; as `distribution` has it.
     t = temperatures.clamp(min=_TINY).float().unsqueeze(1)
     shifted = torch.where(t < 1, z - z.amax(dim=1, keepdim=True), z)

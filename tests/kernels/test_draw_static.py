@@ -1,4 +1,4 @@
-"""Drawing without the host: laws and tokens are those of `sparse.draw`, and nothing in it keeps a graph from holding it."""
+"""Drawing without the host: laws and tokens are those of `sparse.draw`, and a graph can hold it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Numbers = tuple[int, tuple[list[int], list[int], int] | None]
 
 def _numbers(tokens: list[int], laws: Sequence[SparseLaw | None]) -> list[Numbers]:
     return [
-        (token, law and (law.ids.tolist(), law.weights.tolist(), law.total))
+        (token, None if law is None else (law.ids.tolist(), law.weights.tolist(), law.total))
         for token, law in zip(tokens, laws, strict=True)
     ]
 
@@ -155,7 +155,7 @@ def test_nothing_waits_for_the_host(config: SparseConfig) -> None:
 
 @pytest.mark.gpu
 def test_a_graph_of_several_steps_draws_as_the_host_does() -> None:
-    """Replayed for other logits and uniforms; within one unit of a weight, and the token is that of the law returned."""
+    """Replayed for other logits and uniforms; weights within one unit, and the token is that of the law returned."""
     steps, B, V, config = 3, 8, 32000, SparseConfig(max_support=64)
     z = torch.empty(steps, B, V, device="cuda")
     temperatures = torch.tensor([1.0, 0.7, 0.0, 1.5] * 2, dtype=torch.float64, device="cuda")
