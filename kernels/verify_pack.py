@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kernels.adjustments import RowAdjustment
 from kernels.dense import DenseLaw, DraftLogits
+from kernels.layout import Field, Layout
 from kernels.ruling import Proposed, Rule
 from kernels.sparse import SparseLaw
 
@@ -23,6 +24,15 @@ RULE_NUMBERS = {Rule.TOKENWISE: 0, Rule.BLOCK: 1, Rule.COUPLED: 2, Rule.SIGMOID:
 """How the kernels tell rules apart; temperature 0 is `GREEDY_NUMBER` under any of them."""
 
 GREEDY_NUMBER = 4
+
+INTS, FLOATS, DRAFT_INTS = 6, 7, 4
+"""How many columns `Batch.ints`, `Batch.floats` and `Batch.draft_ints` have."""
+
+BASE_LENGTH = 4
+"""A column of `Batch.ints`."""
+
+SUPPORT_SIZE = 2
+"""A column of `Batch.draft_ints`."""
 
 _TINY = 1.2e-38
 """A temperature that float32 would round to zero counts as about its smallest normal number."""
@@ -75,19 +85,28 @@ class Batch:
 
 def pack(proposals: Sequence[Proposed], V: int, tile: int, device: torch.device) -> Batch:
     """Return the proposals as arrays on `device`, for rows of `V` logits in tiles of `tile`."""
-    supports = _supports(proposals, V)
-    arrays = {
-        **_sequences(proposals),
-        **_rows(proposals),
-        **supports.arrays,
-        **_changes(proposals, V, tile),
-    }
+    arrays = {**arrays_of(proposals, V), **_changes(proposals, V, tile)}
     return Batch(
         **_upload(arrays, device),
         dense=_dense(proposals, V, device),
-        max_support=supports.largest,
-        has_races=any(each.rule is Rule.COUPLED and not each.law.is_greedy for each in proposals),
+        max_support=int(arrays["draft_ints"][:, SUPPORT_SIZE].max(initial=0)),
+        has_races=any(has_race(each) for each in proposals),
     )
+
+
+def arrays_of(proposals: Sequence[Proposed], V: int) -> dict[str, np.ndarray]:
+    """Return what `Batch` holds of the proposals, by name, but for what changes in their rows and for dense laws."""
+    return {**_sequences(proposals), **_rows(proposals), **_supports(proposals, V)}
+
+
+def is_filtered(proposal: Proposed) -> bool:
+    """Say whether top-k, top-p or min-p cut the rows of a proposal; at temperature 0 they change nothing."""
+    return not (proposal.law.is_greedy or proposal.law.has_no_filters)
+
+
+def has_race(proposal: Proposed) -> bool:
+    """Say whether a proposal is judged by a race with the noise: `coupled`, above temperature 0."""
+    return proposal.rule is Rule.COUPLED and not proposal.law.is_greedy
 
 
 def _sequences(proposals: Sequence[Proposed]) -> dict[str, np.ndarray]:
@@ -109,28 +128,22 @@ def _sequences(proposals: Sequence[Proposed]) -> dict[str, np.ndarray]:
         least = math.log2(law.min_p) if law.min_p > 0 else -math.inf
         floats.append((scale, each.lenience, lowest, 1 / span, law.top_k, law.top_p, least))
     return {
-        "ints": np.array(ints, np.int64),
-        "floats": np.array(floats, np.float64),
+        "ints": np.array(ints, np.int64).reshape(-1, INTS),
+        "floats": np.array(floats, np.float64).reshape(-1, FLOATS),
         "uniforms": np.array(uniforms, np.float64),
     }
 
 
 def _rows(proposals: Sequence[Proposed]) -> dict[str, np.ndarray]:
     lengths = [len(each.tokens) + 1 for each in proposals]
-    filtered = np.array([not (each.law.is_plain or each.law.is_greedy) for each in proposals]).repeat(lengths)
+    filtered = np.array([is_filtered(each) for each in proposals], bool).repeat(lengths)
     return {
         "row_sequence": np.arange(len(proposals), dtype=np.int32).repeat(lengths),
         "filtered_rows": np.flatnonzero(filtered).astype(np.int32),
     }
 
 
-@dataclass(frozen=True, slots=True)
-class _Supports:
-    arrays: dict[str, np.ndarray]
-    largest: int
-
-
-def _supports(proposals: Sequence[Proposed], V: int) -> _Supports:
+def _supports(proposals: Sequence[Proposed], V: int) -> dict[str, np.ndarray]:
     tokens: list[int] = []
     ids: list[np.ndarray] = []
     weights: list[np.ndarray] = []
@@ -167,13 +180,14 @@ def _supports(proposals: Sequence[Proposed], V: int) -> _Supports:
         sizes = np.bincount(draft, minlength=N)
     hit = flat == np.array(tokens, np.int64)[draft]
     ends = sizes.cumsum()
-    arrays = {
-        "draft_ints": np.stack((tokens, ends - sizes, sizes, dense_rows), axis=1).astype(np.int32).reshape(N, 4),
+    return {
+        "draft_ints": np.stack((tokens, ends - sizes, sizes, dense_rows), axis=1)
+        .astype(np.int32)
+        .reshape(N, DRAFT_INTS),
         "draft_q": np.bincount(draft[hit], q[hit], minlength=N).astype(np.float32),
         "support_ids": flat.astype(np.int32),
         "support_q": q.astype(np.float32),
     }
-    return _Supports(arrays, int(sizes.max(initial=0)))
 
 
 _ONE = np.ones(1, np.uint16)
@@ -219,16 +233,8 @@ def _flat(arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
 
 def _upload(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
     """Return the arrays on `device`, after one copy of them all."""
-    ends = list(accumulate((-(-array.nbytes // 16) * 16 for array in arrays.values()), initial=0))
-    buffer = torch.empty(max(ends[-1], 16), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    staged = buffer.numpy()
-    for start, array in zip(ends, arrays.values(), strict=False):
-        staged[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    there = buffer.to(device, non_blocking=True)
-    return {
-        name: there[start : start + array.nbytes].view(_TORCH[array.dtype.type]).view(array.shape)
-        for (name, array), start in zip(arrays.items(), ends, strict=False)
-    }
-
-
-_TORCH = {np.int64: torch.int64, np.int32: torch.int32, np.float64: torch.float64, np.float32: torch.float32}
+    layout = Layout({name: Field(array.dtype.type, array.shape) for name, array in arrays.items()})
+    buffer = layout.buffer(torch.device("cpu"), pinned=device.type == "cuda")
+    for name, staged in layout.arrays(buffer).items():
+        staged[...] = arrays[name]
+    return layout.tensors(buffer.to(device, non_blocking=True))

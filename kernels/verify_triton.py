@@ -70,7 +70,8 @@ RULING_OPTIONS = {"num_warps": 8, "maxnreg": 255}
 """How the kernels are compiled; see `stats_options`. Without a bound the assembler spills for the sake of occupancy."""
 
 _STATUS_OK, _STATUS_ZERO_RESIDUAL, _STATUS_BAD_LOGITS = (tl.constexpr(i) for i in range(3))
-_STATUSES = (Status.OK, Status.ZERO_RESIDUAL, Status.BAD_LOGITS)
+STATUSES = (Status.OK, Status.ZERO_RESIDUAL, Status.BAD_LOGITS)
+"""What the kernels' numbers mean."""
 _OUTCOME = tl.constexpr(3)  # status, accepted, next token
 
 
@@ -228,35 +229,14 @@ class Launch:
         ruling_kernel[(B,)](
             *where, batch.ints, batch.floats, *changes, self.cuts, *self.stats,
             batch.draft_ints, batch.draft_q, batch.support_ids, batch.support_q, batch.dense, batch.uniforms,
-            self.results[_beta_room(N) :], self.results[:N].view(torch.float32),
+            outcomes_of(self.results, N), self.results[:N].view(torch.float32),
             TILE=tile, TILES=tiles, K=16 if batch.max_support <= 16 else MAX_SUPPORT,
             ADJUSTED=adjusted, WITH_DENSE=len(batch.dense) > 0, **RULING_OPTIONS,
         )  # fmt: skip
 
     def rulings(self) -> list[Ruling]:
         """Wait for the last run, and return what it found, after one copy from the device."""
-        N = len(self.batch.draft_q)
-        results = self.results.cpu()
-        beta = results[:N].view(torch.float32).numpy()
-        outcomes = results[_beta_room(N) :].view(-1, 3).tolist()
-        rulings = []
-        first_row = 0
-        for b, (proposal, (status, accepted, token)) in enumerate(zip(self.proposals, outcomes, strict=True)):
-            ruling = BAD_LOGITS
-            if _STATUSES[status] is not Status.BAD_LOGITS:
-                ruling = Ruling(_STATUSES[status], accepted, token, _beta_of(proposal, accepted, beta[first_row - b :]))
-                if proposal.top_logprobs >= 0:
-                    ruling = self._with_logprobs(ruling, proposal, first_row)
-            rulings.append(ruling)
-            first_row += len(proposal.tokens) + 1
-        return rulings
-
-    def _with_logprobs(self, ruling: Ruling, proposal: Proposed, first_row: int) -> Ruling:
-        """Read the emitted rows again: few requests ask for this, so the kernels do without it."""
-        count = ruling.accepted + 1
-        raw = self.logits[first_row : first_row + count]
-        z = apply(raw, proposal.adjustments[:count])
-        return with_logprobs(ruling, proposal, raw, probabilities(z, proposal.law))
+        return rulings_of(self.results.cpu(), len(self.batch.draft_q), self.logits, self.proposals)
 
 
 def prepare(logits: Tensor, proposals: Sequence[Proposed]) -> Launch:
@@ -265,10 +245,14 @@ def prepare(logits: Tensor, proposals: Sequence[Proposed]) -> Launch:
         logits = logits.float()
     if logits.stride(1) != 1:
         logits = logits.contiguous()
+    V = logits.shape[1]
+    return launch_of(logits, proposals, pack(proposals, V, tile_size(V), logits.device))
+
+
+def launch_of(logits: Tensor, proposals: Sequence[Proposed], batch: Batch) -> Launch:
+    """Return a launch over `logits`, as `Launch` wants them, with room set aside for what the kernels write."""
     R, V = logits.shape
-    tile = tile_size(V)
-    batch = pack(proposals, V, tile, logits.device)
-    shape = (R, -(-V // tile))
+    shape = (R, -(-V // tile_size(V)))
     stats = (
         torch.empty(shape, dtype=torch.float32, device=logits.device),
         torch.empty(shape, dtype=torch.float32, device=logits.device),
@@ -276,9 +260,44 @@ def prepare(logits: Tensor, proposals: Sequence[Proposed]) -> Launch:
         torch.empty(shape, dtype=torch.float32, device=logits.device),
     )
     cuts = torch.empty(R, dtype=torch.float32, device=logits.device)
-    room = _beta_room(len(batch.draft_q)) + 3 * len(proposals)
+    room = _beta_room(len(batch.draft_q)) + 3 * len(batch.ints)
     results = torch.empty(room, dtype=torch.int32, device=logits.device)
     return Launch(logits, proposals, batch, stats, cuts, results)
+
+
+def rulings_of(results: Tensor, N: int, logits: Tensor, proposals: Sequence[Proposed]) -> list[Ruling]:
+    """Return what a run found.
+
+    Args:
+        results: `Launch.results`, on the host.
+        N: how many drafts they have room for.
+        logits: what was judged, `[R, V]` or longer; read where a proposal asks for log-probabilities, and nowhere else.
+        proposals: those of the run.
+    """
+    beta = results[:N].view(torch.float32).numpy()
+    outcomes = outcomes_of(results, N)[: len(proposals)].tolist()
+    rulings = []
+    first_row = 0
+    for b, (proposal, (status, accepted, token)) in enumerate(zip(proposals, outcomes, strict=True)):
+        ruling = BAD_LOGITS
+        if STATUSES[status] is not Status.BAD_LOGITS:
+            ruling = Ruling(STATUSES[status], accepted, token, _beta_of(proposal, accepted, beta[first_row - b :]))
+            if proposal.top_logprobs >= 0:
+                ruling = _with_logprobs(ruling, proposal, logits[first_row : first_row + accepted + 1])
+        rulings.append(ruling)
+        first_row += len(proposal.tokens) + 1
+    return rulings
+
+
+def outcomes_of(results: Tensor, N: int) -> Tensor:
+    """Return the part of `Launch.results` that is `[B, 3]`: place in `STATUSES`, accepted, next token."""
+    return results[_beta_room(N) :].view(-1, 3)
+
+
+def _with_logprobs(ruling: Ruling, proposal: Proposed, raw: Tensor) -> Ruling:
+    """Read the emitted rows again: few requests ask for this, so the kernels do without it."""
+    z = apply(raw, proposal.adjustments[: len(raw)])
+    return with_logprobs(ruling, proposal, raw, probabilities(z, proposal.law))
 
 
 def verify(logits: Tensor, proposals: Sequence[Proposed]) -> list[Ruling]:

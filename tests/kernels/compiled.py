@@ -54,6 +54,7 @@ def plain() -> Iterator[Variant]:
     """Yield them as most requests launch them."""
     for tile in (2048, 4096):
         yield "stats_kernel", stats_options(tile), {"TILE": tile, "ADJUSTED": False, "WITH_RACE": False}
+    yield "stats_kernel", stats_options(4096), {"TILE": 4096, "ADJUSTED": False, "WITH_RACE": True}  # in a graph
     sizes = {"TILE": 4096, "ADJUSTED": False, "TILES": 64}
     yield "filter_kernel", FILTER_OPTIONS, sizes
     yield "ruling_kernel", RULING_OPTIONS, {**sizes, "K": 16, "WITH_DENSE": False}

@@ -1,0 +1,62 @@
+"""Several arrays in one buffer of bytes, each on an edge of 16, so that one copy takes them all to a device.
+
+Kernels are compiled for pointers on such edges. Knows nothing of what the arrays hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_EDGE = 16
+_TORCH = {np.int64: torch.int64, np.int32: torch.int32, np.float64: torch.float64, np.float32: torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One array: a type of numpy's, and its shape."""
+
+    type: type[np.generic]
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it takes."""
+        return int(np.prod(self.shape)) * np.dtype(self.type).itemsize
+
+
+class Layout:
+    """Where arrays lie in a buffer, by name."""
+
+    def __init__(self, fields: Mapping[str, Field]) -> None:
+        """Lay the arrays out, one after the other."""
+        ends = list(accumulate((-(-field.nbytes // _EDGE) * _EDGE for field in fields.values()), initial=0))
+        self._fields = dict(fields)
+        self._starts = dict(zip(fields, ends, strict=False))
+        self.nbytes = max(ends[-1], _EDGE)
+
+    def buffer(self, device: torch.device, pinned: bool = False) -> Tensor:
+        """Return room for all of them, uint8 `[nbytes]`; what lies in it is unknown."""
+        return torch.empty(self.nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+
+    def arrays(self, buffer: Tensor) -> dict[str, np.ndarray]:
+        """Return the arrays as they lie in `buffer`, which is the host's."""
+        return {
+            name: buffer[start : start + field.nbytes].numpy().view(field.type).reshape(field.shape)
+            for name, field, start in self._placed()
+        }
+
+    def tensors(self, buffer: Tensor) -> dict[str, Tensor]:
+        """Return the same as tensors, on whatever device `buffer` is."""
+        return {
+            name: buffer[start : start + field.nbytes].view(_TORCH[field.type]).view(field.shape)
+            for name, field, start in self._placed()
+        }
+
+    def _placed(self) -> list[tuple[str, Field, int]]:
+        return [(name, field, self._starts[name]) for name, field in self._fields.items()]

@@ -1,0 +1,46 @@
+"""What stands for a CUDA graph in the tests refuses what a graph cannot hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.capturable import NotCapturable, OnlyCapturable
+
+_WAITING: dict[str, Callable[[Tensor], object]] = {
+    "item": lambda z: z[0, 0].item(),
+    "branch": lambda z: bool(z.any()),
+    "nonzero": lambda z: z.nonzero(),
+    "masked select": lambda z: z.masked_select(z > 0),
+    "index by a mask": lambda z: z[z > 0],
+    "put by a mask": lambda z: z.index_put_((z > 0,), z[0, 0]),
+    "repeat": lambda z: z[0].repeat_interleave((z[0] > 0).long()),
+    "unique": lambda z: z.unique(),
+    "equal": lambda z: torch.equal(z, z + 1),
+    "from the host": lambda z: z + torch.tensor([1.0]),
+    "to another device": lambda z: z.to("meta"),
+}
+
+
+@pytest.mark.parametrize("name", _WAITING)
+def test_what_waits_or_has_no_shape_beforehand_is_refused(name: str) -> None:
+    with pytest.raises(NotCapturable), OnlyCapturable():
+        _WAITING[name](torch.randn(3, 8))
+
+
+def test_all_else_passes_and_is_noted() -> None:
+    with OnlyCapturable() as operations:
+        torch.randn(3, 8).cumsum(1).argmax(1)
+    assert operations.seen == ["randn", "cumsum", "argmax"]
+
+
+def test_in_place_takes_no_memory() -> None:
+    z = torch.randn(3, 8)
+    with OnlyCapturable(in_place=True) as operations:
+        z[1].view(2, 4).add_(1)
+    assert operations.seen[-1] == "add_"
+    with pytest.raises(NotCapturable, match="add takes memory"), OnlyCapturable(in_place=True):
+        z + 1

@@ -1,0 +1,193 @@
+"""Drawing without the host: laws and tokens are those of `sparse.draw`, and a graph can hold it."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import sparse
+from kernels.distribution import SamplingLaw, probabilities
+from kernels.draw_static import Drawn, bits_of, draw, is_drawable, laws_of
+from kernels.sparse import SparseConfig, SparseLaw, sample
+from tests.kernels.capturable import OnlyCapturable
+
+JUST_BELOW_1 = 1 - 2**-53
+TEMPERATURES = (0.0, 1e-50, 1e-9, 0.3, 0.7, 1.0, 1.3, 5.0, 1e6, 1e30, 1e300)
+CONFIGS = [SparseConfig(mass, most) for mass in (1e-9, 0.5, 0.99, 1.0) for most in (1, 8, 256)]
+
+
+def _draw(z: Tensor, temperatures: Sequence[float], uniforms: Sequence[float], config: SparseConfig) -> Drawn:
+    return draw(
+        z,
+        torch.tensor(temperatures, dtype=torch.float64, device=z.device),
+        bits_of(torch.tensor(uniforms, dtype=torch.float64, device=z.device)),
+        config,
+    )
+
+
+Numbers = tuple[int, tuple[list[int], list[int], int] | None]
+
+
+def _numbers(tokens: list[int], laws: Sequence[SparseLaw | None]) -> list[Numbers]:
+    return [
+        (token, None if law is None else (law.ids.tolist(), law.weights.tolist(), law.total))
+        for token, law in zip(tokens, laws, strict=True)
+    ]
+
+
+def _both(
+    z: Tensor, temperatures: Sequence[float], uniforms: Sequence[float], config: SparseConfig
+) -> tuple[list[Numbers], list[Numbers]]:
+    """Return what `draw` and `sparse.draw` give."""
+    laws = [SamplingLaw(temperature=each) for each in temperatures]
+    mine = laws_of(_draw(z, temperatures, uniforms, config), laws)
+    return _numbers(*mine), _numbers(*sparse.draw(z, laws, config, uniforms))
+
+
+@pytest.mark.parametrize("V", [1, 2, 33, 257, 1025, 3001])
+def test_laws_and_tokens_are_those_of_the_host(V: int) -> None:
+    """768 rows a vocabulary, of every sharpness and type: ties, bans, rows that are no law, and the ends of u."""
+    source, generator = random.Random(V), torch.Generator().manual_seed(V)
+    for turn in range(24):
+        z = torch.randn(32, V, generator=generator) * (0.0, 0.5, 2.0, 6.0, 40.0)[turn % 5]
+        z[8:16] = (z[8:16] * 2).round() / 2
+        z[12:20] = z[12:20].masked_fill(torch.rand(8, V, generator=generator) < 0.5, -math.inf)
+        z[3, source.randrange(V)], z[17, source.randrange(V)] = math.nan, math.inf
+        z = z.to((torch.float32, torch.bfloat16, torch.float16)[turn % 3])
+        temperatures = [source.choice(TEMPERATURES) for _ in range(32)]
+        uniforms = [source.choice((0.0, JUST_BELOW_1, source.getrandbits(53) * 2**-53)) for _ in range(32)]
+        mine, expected = _both(z, temperatures, uniforms, CONFIGS[turn % len(CONFIGS)])
+        assert mine == expected
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_equal_tokens_at_the_cut_stay_from_the_lowest_id(config: SparseConfig) -> None:
+    """Whole rows of equals, and equals on both sides of every cut, more of them than there is room for."""
+    z = torch.full((4, 1000), -3.0)
+    z[0] = 0.0
+    z[1, [10, 400, 700, 900]] = 4.0
+    z[2, 500:] = 1.0
+    z[3, ::3] = 2.0
+    for u in (0.0, 0.4, JUST_BELOW_1):
+        mine, expected = _both(z, [1.0] * 4, [u] * 4, config)
+        assert mine == expected
+
+
+def test_the_law_returned_is_the_law_sampled_from() -> None:
+    """Law 1: of evenly spaced uniforms each token takes its q̂, to within one; the ends of each cell are exact."""
+    N = 2000
+    z = (torch.randn(1, 300, generator=torch.Generator().manual_seed(8)) * 2).expand(N, 300)
+    grid = [(k + 0.5) / N for k in range(N)]
+    tokens, laws = laws_of(_draw(z, [1.0] * N, grid, SparseConfig(0.9)), [SamplingLaw()] * N)
+    law = laws[0]
+    assert law is not None
+    expected = np.array([law.probability(token) for token in range(300)])
+    assert np.abs(np.bincount(tokens, minlength=300) - N * expected).max() < 1.0
+    assert 1 < len(law.ids) < 300
+    edges = [-(-cumulative * 2**53 // law.total) for cumulative in law.weights.cumsum(dtype=np.int64)[:-1].tolist()]
+    uniforms = [bits * 2.0**-53 for edge in edges for bits in (edge - 1, edge)]
+    found = _draw(z[: len(uniforms)], [1.0] * len(uniforms), uniforms, SparseConfig(0.9)).tokens.tolist()
+    assert found == [sample(law, u) for u in uniforms]
+    assert len(set(found)) == len(law.ids)
+
+
+def test_every_uniform_of_53_bits_is_exact_as_an_integer() -> None:
+    bits = [0, 1, 2**27 - 1, 2**27, 2**52 + 1, 2**53 - 1]
+    assert bits_of(torch.tensor(bits, dtype=torch.float64) * 2.0**-53).tolist() == bits
+
+
+def test_what_lies_past_the_support_is_no_token() -> None:
+    z = torch.full((4, 6), -math.inf)
+    z[:2, 4] = z[0, 1] = 0.0
+    z[3] = torch.arange(6.0)
+    drawn = _draw(z, [1.0, 1.0, 1.0, 0.0], [0.75, 0.0, 0.0, 0.0], SparseConfig(max_support=3))
+    assert drawn.tokens.tolist() == [4, 4, -1, 5]
+    assert drawn.ids.tolist() == [[1, 4, 6], [4, 6, 6], [6, 6, 6], [5, 6, 6]]
+    assert drawn.weights.tolist() == [[65535, 65535, 0], [65535, 0, 0], [0, 0, 0], [65535, 0, 0]]
+
+
+def test_no_row_sees_another() -> None:
+    z = torch.randn(6, 400, generator=torch.Generator().manual_seed(1)) * 3
+    z[2, 5] = math.nan
+    temperatures, uniforms = [1.0, 0.0, 0.5, 0.5, 2.0, 1.0], [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+    together = _draw(z, temperatures, uniforms, SparseConfig())
+    for row in range(6):
+        alone = _draw(z[row : row + 1], temperatures[row : row + 1], uniforms[row : row + 1], SparseConfig())
+        for mine, theirs in zip(alone, together, strict=True):
+            assert torch.equal(mine[0], theirs[row])
+
+
+@pytest.mark.parametrize(
+    ("law", "drawable"),
+    [
+        (SamplingLaw(), True),
+        (SamplingLaw(temperature=0.3), True),
+        (SamplingLaw(temperature=0, top_k=3), True),
+        (SamplingLaw(top_k=3), False),
+        (SamplingLaw(top_p=0.9), False),
+        (SamplingLaw(min_p=0.1), False),
+    ],
+)
+def test_laws_with_filters_are_not_drawn_so(law: SamplingLaw, drawable: bool) -> None:
+    assert is_drawable(law) is drawable
+
+
+# ----------------------------------------------------------------------------------------------------- in a CUDA graph
+
+
+@pytest.mark.parametrize("config", [SparseConfig(), SparseConfig(0.5, 8)], ids=str)
+def test_nothing_waits_for_the_host(config: SparseConfig) -> None:
+    """Nothing reads a value back and no shape depends on one: on the host's tensors, and on some that hold nothing."""
+    z = torch.randn(4, 50)
+    temperatures, bits = torch.ones(4, dtype=torch.float64), torch.zeros(4, dtype=torch.int64)
+    with OnlyCapturable() as operations:
+        drawn = draw(z, temperatures, bits, config)
+    assert {"topk", "searchsorted", "_softmax"} <= set(operations.seen)
+    empty = draw(z.to("meta"), temperatures.to("meta"), bits.to("meta"), config)
+    assert [each.shape for each in empty] == [each.shape for each in drawn]
+
+
+@pytest.mark.gpu
+def test_a_graph_of_several_steps_draws_as_the_host_does() -> None:
+    """Replayed for other logits and uniforms; weights within one unit, and the token is that of the law returned."""
+    steps, B, V, config = 3, 8, 32000, SparseConfig(max_support=64)
+    z = torch.empty(steps, B, V, device="cuda")
+    temperatures = torch.tensor([1.0, 0.7, 0.0, 1.5] * 2, dtype=torch.float64, device="cuda")
+    bits = torch.zeros(steps, B, dtype=torch.int64, device="cuda")
+    z.zero_()
+    warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up):
+        draw(z[0], temperatures, bits[0], config)
+    torch.cuda.current_stream().wait_stream(warm_up)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = [draw(z[step], temperatures, bits[step], config) for step in range(steps)]
+    laws = [SamplingLaw(temperature=each) for each in temperatures.tolist()]
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        z.copy_(torch.randn(steps, B, V, generator=generator) * 3)
+        uniforms = torch.rand(steps, B, generator=generator, dtype=torch.float64)
+        bits.copy_(bits_of(uniforms))
+        graph.replay()
+        for step in range(steps):
+            eager = draw(z[step], temperatures, bits[step], config)
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(held[step], eager, strict=True))
+            tokens, drawn = laws_of(held[step], laws)
+            for row, (token, law) in enumerate(zip(tokens, drawn, strict=True)):
+                p = probabilities(z[step, row : row + 1].cpu(), laws[row])
+                if law is None:
+                    assert token == int(z[step, row].argmax())
+                    continue
+                (expected,) = sparse.sparsify(p, config)
+                assert token == sample(law, float(uniforms[step, row]))
+                shared, mine, theirs = np.intersect1d(law.ids, expected.ids, return_indices=True)
+                assert len(shared) >= min(len(law.ids), len(expected.ids)) - 1
+                difference = law.weights[mine].astype(int) - expected.weights[theirs].astype(int)
+                assert np.abs(difference).max() <= 1

@@ -1,0 +1,34 @@
+"""Arrays in one buffer: each on its edge, none over another, and the same from the host and as tensors."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kernels.layout import Field, Layout
+
+FIELDS = {
+    "odd": Field(np.int32, (3,)),
+    "none": Field(np.float32, (0, 5)),
+    "table": Field(np.int64, (2, 3)),
+    "one": Field(np.float32, (1,)),
+    "fine": Field(np.float64, (5,)),
+}
+
+
+def test_each_array_lies_on_an_edge_of_16_bytes_and_keeps_to_itself() -> None:
+    layout = Layout(FIELDS)
+    buffer = layout.buffer(torch.device("cpu")).zero_()
+    arrays, tensors = layout.arrays(buffer), layout.tensors(buffer)
+    for number, array in enumerate(arrays.values()):
+        array[...] = number + 1
+    for number, (name, field) in enumerate(FIELDS.items()):
+        tensor = tensors[name]
+        assert (tensor.shape, arrays[name].dtype) == (field.shape, field.type)
+        assert tensor.tolist() == np.full(field.shape, number + 1).tolist()
+        assert tensor.storage_offset() * tensor.element_size() % 16 == 0
+    assert layout.nbytes == buffer.numel() == 16 + 48 + 16 + 48
+
+
+def test_nothing_to_lay_out_takes_some_room_all_the_same() -> None:
+    assert Layout({}).nbytes == Layout({"none": Field(np.int32, (0,))}).nbytes == 16
