@@ -139,12 +139,13 @@ class StaticLaunch:
         for number, each in enumerate(proposals):
             refuse_misfit(number, each)
             refuse_forms(number, each, V)
+        arrays = arrays_of(proposals, V)
         last = self._slots[self._filling % _SLOTS]
         self._filling += 1
         slot = self._slots[self._filling % _SLOTS]
         if slot.copied is not None:
             slot.copied.synchronize()
-        _write(slot.staged, arrays_of(proposals, V), self._nobody)
+        _write(slot.staged, arrays, self._nobody)
         slot.proposals = tuple(proposals)
         if slot.copied is None:
             self._buffer.copy_(slot.buffer)
@@ -172,7 +173,7 @@ class StaticLaunch:
             slot.results.copy_(results)
         else:
             here = torch.cuda.current_stream(self.logits.device)
-            there = stream or here
+            there = here if stream is None else stream
             if there != here:
                 there.wait_stream(here)
             with torch.cuda.stream(there):

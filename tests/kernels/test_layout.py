@@ -24,7 +24,7 @@ def test_each_array_lies_on_an_edge_of_16_bytes_and_keeps_to_itself() -> None:
         array[...] = number + 1
     for number, (name, field) in enumerate(FIELDS.items()):
         tensor = tensors[name]
-        assert (tensor.shape, arrays[name].dtype) == (field.shape, field.type)
+        assert (tuple(tensor.shape), arrays[name].dtype.type) == (field.shape, field.type)
         assert tensor.tolist() == np.full(field.shape, number + 1).tolist()
         assert tensor.storage_offset() * tensor.element_size() % 16 == 0
     assert layout.nbytes == buffer.numel() == 16 + 48 + 16 + 48

@@ -107,9 +107,11 @@ def judged() -> tuple[Tensor, list[Proposed], list[Ruling]]:
     return logits, proposals, verify_by_triton(logits, proposals)
 
 
-@pytest.mark.parametrize(
-    "left", [None, "row_sequence", "draft_ints", "draft_q", "support_ids", "support_q", "uniforms", "ints"]
-)
+# A sequence left over writes its β over another's; which of them writes last is certain in the interpreter alone.
+_LEFT = ("row_sequence", "draft_ints", "draft_q", "support_ids", "support_q", "uniforms")
+
+
+@pytest.mark.parametrize("left", [None, *_LEFT, *(["ints"] if IS_INTERPRETED else [])])
 def test_what_is_left_of_an_earlier_filling_would_be_noticed(
     left: str | None, judged: tuple[Tensor, list[Proposed], list[Ruling]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
