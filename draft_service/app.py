@@ -1,5 +1,6 @@
 """The draft service as a whole: loads the draft, finds the verifier, and hands the parts to each other."""
 
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -20,17 +21,22 @@ from draft_service.verifier_link import VerifierLink
 from draft_service.verifier_security import verifier_tls
 from draft_service.warm_up import warm_up
 from kernels.sparse import SparseConfig
+from kernels.verify import implementation_for
 from outrider.lifecycle import Service, Warm, in_thread
 from outrider.lm.checkpoint import LoadedModel
 from outrider.lm.packed import PackedModel
+from outrider.lm.recording import Recorder
 from outrider.lm.tokenizer import Tokenizer
-from outrider.loading import build_packed, load, load_tokenizer_alone, sequence_tokens
+from outrider.loading import Built, build_packed, load, load_tokenizer_alone, sequence_tokens
 from outrider.model_info import describe, describe_tokenizer
 from outrider.sampling import DEFAULT_RULE, OFFERED_RULES, RULE_TO_WIRE
 from protos.outrider.v1 import model_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import add_DraftServiceServicer_to_server
 
 _log = structlog.get_logger()
+
+# Sequences that may take recorded steps together: their logits are kept step by step.
+MOST_STEPPED = 64
 
 FEATURES = (
     "chat",
@@ -73,9 +79,9 @@ class DraftApp(Service):
     async def load(self, warm: Warm) -> None:
         settings = self._settings
         check_settings(settings)
-        packed: PackedModel | None = None
+        built: Built | None = None
         if loads_model(settings):
-            packed, tokenizer = await in_thread(lambda: load_packed(settings))
+            built, tokenizer = await in_thread(lambda: load_built(settings))
         else:
             tokenizer = await in_thread(lambda: load_tokenizer_alone(settings))
         await warm()  # whatever becomes of verifiers, there is no use in starting it anew
@@ -90,20 +96,20 @@ class DraftApp(Service):
             look_again=settings.verifier_resolve_interval,
         )
         show_verifiers(self.metrics, self._link)
-        draft = model_info(None if packed is None else packed.loaded, tokenizer, settings)
+        draft = model_info(None if built is None else built.packed.loaded, tokenizer, settings)
         target = await self._link.match(draft)
         limit_by(draft, target)
         if (short := short_of(settings, target.limits.max_sequence_tokens)) > 0:
             _log.warning("prompts as long as the target takes may not fit: --max-message-bytes", bytes_short=short)
         sparse = SparseConfig(keep_mass=settings.keep_mass, max_support=draft.limits.max_support)
         drafters = await in_thread(lambda: cheap_drafters(settings, tokenizer, target, sparse))
-        if packed is not None:
-            self.engine = await in_thread(lambda: build_engine(packed, target, sparse, settings))
+        if built is not None:
+            self.engine = await in_thread(lambda: build_engine(built, target, sparse, settings))
             self.engine.start()
             drafters |= model_drafters(settings, self.engine, drafters, target)
             await warm_up(drafters[Kind.MODEL], self.engine)
             show_outcome_cache(self.metrics, self.engine.cache.counts)
-        show_held(self.metrics, self._servicer.places, None if packed is None else packed.pool)
+        show_held(self.metrics, self._servicer.places, None if built is None else built.packed.pool)
         if not supports_rule_by_logits(drafters):
             remove_lossy_rules(draft)
         self.metrics.describe(
@@ -125,7 +131,7 @@ class DraftApp(Service):
             self.engine.stop()
 
 
-def load_packed(settings: DraftSettings) -> tuple[PackedModel, Tokenizer]:
+def load_built(settings: DraftSettings) -> tuple[Built, Tokenizer]:
     """The draft with its KV pool, warmed up, and its tokenizer.
 
     Raises:
@@ -134,15 +140,23 @@ def load_packed(settings: DraftSettings) -> tuple[PackedModel, Tokenizer]:
     """
     loaded, tokenizer = load(settings)
     length = sequence_tokens(settings, loaded)
-    packed = build_packed(settings, loaded, length, most_sequences=settings.max_sequences)
-    packed.warm_up((1, 2, 64))
-    return packed, tokenizer
+    built = build_packed(
+        settings, loaded, length, pass_tokens=settings.prefill_tokens, most_sequences=settings.max_sequences
+    )
+    built.packed.warm_up((1, 2, 64))
+    return built, tokenizer
 
 
 def build_engine(
-    packed: PackedModel, target: model_pb2.ModelInfo, config: SparseConfig, settings: DraftSettings
+    built: Built, target: model_pb2.ModelInfo, config: SparseConfig, settings: DraftSettings
 ) -> StagedEngine:
-    """The draft's engine, not started."""
+    """The draft's engine, not started.
+
+    Raises:
+        CheckpointError: there is no room for recorded passes.
+    """
+    packed = built.packed
+    built.tell_memory(built.record(settings, _records(packed, target, config, settings)))
     packed.warm_up_writing(config)
     return StagedEngine(
         packed,
@@ -152,6 +166,30 @@ def build_engine(
         guesses=settings.staged_guesses,
         threads=settings.threads,
     )
+
+
+def _records(
+    packed: PackedModel, target: model_pb2.ModelInfo, config: SparseConfig, settings: DraftSettings
+) -> Callable[..., str]:
+    """Records the passes that begin a round, of one or two rows each, and the steps that follow."""
+
+    def record(recorder: Recorder, *, seconds: float, most_bytes: int) -> str:
+        steps = packed.record_writing(
+            recorder,
+            config,
+            sequences=min(settings.max_sequences, MOST_STEPPED),
+            tokens=target.limits.max_gamma,
+            vocab_size=min(target.vocab_size, packed.loaded.vocab_size),
+            races=implementation_for(packed.loaded.device) == "triton",
+            seconds=seconds / 2,
+            most_bytes=most_bytes,
+        )
+        passes = packed.record(
+            recorder, max_sequences=settings.max_sequences, widest=2, seconds=seconds / 2, most_bytes=most_bytes
+        )
+        return f"{steps}; {passes}"
+
+    return record
 
 
 def model_info(loaded: LoadedModel | None, tokenizer: Tokenizer, settings: DraftSettings) -> model_pb2.ModelInfo:

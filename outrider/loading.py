@@ -3,6 +3,7 @@
 It knows nothing of what the service does with them.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from outrider.lm.kv_size import MIB, block_bytes, blocks_for, kv_dtype
 from outrider.lm.largest import run_blocks, run_largest
 from outrider.lm.memory import DeviceMemory, MemoryUse, memory_of, telling
 from outrider.lm.packed import PackedModel
+from outrider.lm.recording import recorder_for
 from outrider.lm.tokenizer import Tokenizer, load_tokenizer
 from outrider.settings import ServiceSettings, SettingsError
 
@@ -76,6 +78,29 @@ class Built:
     memory: DeviceMemory
     workspace: int
 
+    def record(self, settings: ServiceSettings, record: Callable[..., str]) -> int:
+        """Has passes recorded where that can be, within what the settings allow, and says which.
+
+        Args:
+            settings: of the service.
+            record: takes a recorder, and `seconds` and `most_bytes`, see `RecordedRunner.record`.
+
+        Returns:
+            Bytes that the records hold.
+
+        Raises:
+            CheckpointError: there is no room for them.
+        """
+        device = self.packed.loaded.device
+        if not settings.graphs or not self.packed.attention.can_be_recorded(device):
+            return 0
+        recorder, began = recorder_for(device), time.perf_counter()
+        most = settings.graph_memory_mb * MIB
+        with telling(self.memory, f"recorded passes: lower --graph-memory-mb {settings.graph_memory_mb}"):
+            said = record(recorder, seconds=settings.graph_seconds, most_bytes=most)
+        _log.info("recorded", passes=said, seconds=round(time.perf_counter() - began, 1))
+        return recorder.bytes
+
     def tell_memory(self, records: int) -> None:
         """Logs what went where. `records` is bytes of recorded passes."""
         use = MemoryUse(self.packed.loaded.weight_bytes, self.packed.pool.memory_bytes, records, self.workspace)
@@ -126,7 +151,7 @@ def build_packed(
     enough = run_blocks(pass_tokens, length, choice.block_tokens)
     with telling(memory, f"a pass of {pass_tokens} tokens"):
         workspace = memory.peak(lambda: largest(build(enough))) - enough * block_bytes(loaded, choice.block_tokens)
-    graphs = settings.graph_memory_mb * MIB if settings.graphs and choice.can_be_recorded else 0
+    graphs = settings.graph_memory_mb * MIB if settings.graphs and choice.can_be_recorded(loaded.device) else 0
     blocks = kv_blocks(settings, loaded, choice.block_tokens, left=memory.free() - max(0, workspace) - graphs)
     if most_sequences is not None:
         blocks = min(blocks, most_sequences * blocks_for(length, choice.block_tokens))

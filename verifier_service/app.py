@@ -16,6 +16,7 @@ from outrider.settings import SettingsError
 from protos.outrider.v1 import model_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import add_VerifierServiceServicer_to_server
 from verifier_service.engine import Drain, Observer, VerifierEngine
+from verifier_service.judging import judge_alone
 from verifier_service.metrics import SequenceMetrics, SpeculationMetrics
 from verifier_service.rounds import FEATURES
 from verifier_service.service import SERVICE_NAME, VerifierService
@@ -116,7 +117,13 @@ def build_engine(
     """
     loaded, tokenizer = load(settings)
     tokens = sequence_tokens(settings, loaded)
-    packed = build_packed(settings, loaded, tokens)
+    built = build_packed(
+        settings,
+        loaded,
+        tokens,
+        pass_tokens=max(settings.pass_tokens, settings.max_gamma + 1),
+        behind=lambda logits: judge_alone(logits, path.name),
+    )
     model = describe(
         loaded,
         tokenizer,
@@ -134,7 +141,7 @@ def build_engine(
         features=FEATURES,
     )
     engine = VerifierEngine(
-        packed,
+        built.packed,
         model,
         pass_tokens=settings.pass_tokens,
         max_linger=settings.max_linger / 1e3,
@@ -144,6 +151,13 @@ def build_engine(
         prefix_cache=settings.prefix_cache,
         gamma_cap=settings.gamma_cap,
     )
-    packed.warm_up([1, settings.max_gamma + 1])
+    records = built.record(
+        settings,
+        lambda recorder, **bounds: engine.judge.record(
+            recorder, max_sequences=settings.max_sequences, max_gamma=settings.max_gamma, **bounds
+        ),
+    )
+    built.tell_memory(records)
+    built.packed.warm_up([1, settings.max_gamma + 1])
     paths.warm_up(path.name, loaded.device, loaded.dtype, model.vocab_size, loaded.vocab_size)
     return engine, model

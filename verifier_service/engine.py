@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import structlog
-import torch
 
-from kernels.verify import Rule, verify
+from kernels.verify import Rule
 from outrider.cost_line import FittedCost
 from outrider.lm.engine import Engine
 from outrider.lm.errors import PoolCorrupted
@@ -21,6 +20,7 @@ from outrider.lm.prefix_cache import PrefixCache
 from outrider.rpc.errors import RequestError, internal
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service.gamma_cap import GammaCap
+from verifier_service.judging import Judge, Judged
 from verifier_service.linger import seconds_to_linger
 from verifier_service.rounds import Round
 from verifier_service.scheduler import IDLE_SECONDS, Scheduler, TargetWork
@@ -119,7 +119,7 @@ class Observer(Protocol):
         """The cap on γ is this from now on."""
 
 
-class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
+class VerifierEngine(Engine[Message, TargetWork, Judged]):
     """All sequences of one target model.
 
     Attributes:
@@ -146,7 +146,7 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
         super().__init__(packed, name="verifier-engine", threads=threads)
         self._model = model
         self._max_linger = max_linger
-        self._verify_path = verify_path
+        self.judge = Judge(packed, vocab_size=model.vocab_size, verify_path=verify_path)
         self.observer = observer
         self.prefixes = PrefixCache(packed.pool, enabled=prefix_cache)
         self.cost: FittedCost  # of the passes so far; from `prepare` on
@@ -166,9 +166,7 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
         """Seconds of a pass over so many tokens of one sequence."""
         slot = self.packed.pool.allocate()
         try:
-            started = time.perf_counter()
-            self.packed.forward([Chunk(slot, [0] * width, 0, 0)])
-            return time.perf_counter() - started
+            return self.judge([Chunk(slot, [0] * width, 0, 0)], []).forward_seconds
         finally:
             self.packed.pool.free(slot)
 
@@ -241,28 +239,24 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
                 self.observer.preempted()
         return plan.work
 
-    def forward(self, work: Sequence[TargetWork]) -> torch.Tensor:
-        return self.packed.forward([item.chunk for item in work])
+    def forward(self, work: Sequence[TargetWork]) -> Judged:
+        proposals = [item.sequence.proposed(item.round) for item in work if item.round is not None]
+        return self.judge([item.chunk for item in work], proposals)
 
-    def process(self, work: Sequence[TargetWork], logits: torch.Tensor) -> None:
-        # logits: [Σ (γ + 1), V or more], for the work that has a round
+    def process(self, work: Sequence[TargetWork], output: Judged) -> None:
         judged = [(item.sequence, item.round) for item in work if item.round is not None]
         pass_tokens = sum(len(item.chunk.tokens) for item in work)
+        forward_seconds, verify_seconds = output.forward_seconds, output.verify_seconds
         if self.observer is not None:
-            self.observer.passed(pass_tokens, len(work), self.forward_seconds)
+            self.observer.passed(pass_tokens, len(work), forward_seconds)
         if not judged:
             return
-        started = time.perf_counter()
-        # Columns beyond the tokenizer's ids are padding: no text uses them.
-        proposals = [sequence.proposed(round_) for sequence, round_ in judged]
-        rulings = verify(logits[:, : self._model.vocab_size], proposals, self._verify_path)
-        verify_seconds = time.perf_counter() - started
         if self.observer is not None:
             self.observer.verified(verify_seconds)
         if all(item.chunk.logits_from == 0 for item in work):  # prompts cost other than rounds, and γ does not ask
-            self.cost.add(pass_tokens, self.forward_seconds + verify_seconds)
+            self.cost.add(pass_tokens, forward_seconds + verify_seconds)
         load = self._load()
-        for (sequence, round_), proposed, ruling in zip(judged, proposals, rulings, strict=True):
+        for (sequence, round_), proposed, ruling in zip(judged, output.proposals, output.rulings, strict=True):
             if not is_sound(ruling):
                 sequence.end(
                     internal("BAD_LOGITS", f"the target's logits after {len(sequence.tokens)} tokens are no numbers")
@@ -271,7 +265,7 @@ class VerifierEngine(Engine[Message, TargetWork, torch.Tensor]):
             queued = max(0.0, self.pass_started - sequence.owed_since(round_))
             timings = speculation_pb2.VerdictTimings(
                 queue_us=_micros(queued),
-                forward_us=_micros(self.forward_seconds),
+                forward_us=_micros(forward_seconds),
                 verify_us=_micros(verify_seconds),
                 pass_tokens=pass_tokens,
                 pass_sequences=len(work),

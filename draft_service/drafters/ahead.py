@@ -123,6 +123,8 @@ class OutcomeCache:
         kind = _kind(trunk)
         if not trunk.looks_ahead or not self._trials.setdefault(kind, Trial()).choose():
             return
+        if trunk.chooses_by_scores and any(row is None for row in trunk.scores):  # a device told none
+            return
         forecast = self._forecasts.setdefault(kind, Forecast(by_scores=trunk.chooses_by_scores))
         assert trunk.slot is not None
         held = self._pool.length(trunk.slot)  # the last token too, where the draft was unsure of what follows it

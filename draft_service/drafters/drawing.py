@@ -43,9 +43,10 @@ class Drawing:
         self._vocab_size = min(target_size, draft_size)
         self._config = config
 
-    def samplings(self, writing: Sequence[ModelSequence]) -> list[Sampling]:
-        """How what is left of each sequence's round is drawn in one call."""
-        places = {(each.seed, each.base + i) for each in writing if each.shares_noise for i in _left(each)}
+    def samplings(self, writing: Sequence[ModelSequence], *, makes_noise: bool = False) -> list[Sampling]:
+        """How what is left of each sequence's round is drawn in one call; `makes_noise`: where the noise is made."""
+        sharing = [] if makes_noise else [each for each in writing if each.shares_noise]
+        places = {(each.seed, each.base + i) for each in sharing for i in _left(each)}
         # Branches of one sequence lie over one another: each place has one row, and each sequence's follow one another.
         rows = {place: row for row, place in enumerate(sorted(places))}
         noise = coupled.noise_of(list(rows), self._vocab_size) if rows else None
@@ -55,13 +56,15 @@ class Drawing:
         self, sequence: ModelSequence, rows: Mapping[tuple[int, int], int], noise: torch.Tensor | None
     ) -> Sampling:
         left = _left(sequence)
-        own = None
-        if sequence.shares_noise:
+        own, race = None, None
+        if sequence.shares_noise and noise is None:
+            race = sequence.seed, sequence.base + left.start
+        elif sequence.shares_noise:
             assert noise is not None
             own = noise[rows[sequence.seed, sequence.base + left.start] :][: len(left)]
         bounds = [] if sequence.max_entropy is None else [sequence.bound(place) for place in left]
         uniforms = [_uniform(sequence, place) for place in left]
-        return Sampling(sequence.law, self._config, uniforms, self._vocab_size, own, bounds)
+        return Sampling(sequence.law, self._config, uniforms, self._vocab_size, own, bounds, race)
 
     def draw(self, drawing: Sequence[ModelSequence], logits: torch.Tensor) -> Drawn:
         """The next token of each sequence."""

@@ -21,6 +21,7 @@ from kernels.sparse import SparseConfig
 from outrider.lm.engine import Engine
 from outrider.lm.packed import Chunk, PackedModel
 from outrider.lm.room import make_room
+from outrider.lm.writing import Sampling
 
 _log = structlog.get_logger()
 
@@ -189,14 +190,20 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
 
     def forward(self, work: Sequence[DraftWork]) -> list[Drawn]:
         """What each work has drawn: nothing, a token, or what is left of its proposal."""
-        if self.packed.can_write and all(item.draws and item.sequence.may_be_written for item in work):
-            samplings = self._drawing.samplings([item.sequence for item in work])
+        samplings = self._samplings(work)
+        if samplings and self.packed.can_write(samplings):
             written = self.packed.write([item.chunk for item in work], samplings)
             return [list(map(DrawnToken, each.tokens, each.laws, each.scores)) for each in written]
         logits = self.packed.forward([item.chunk for item in work])
         drawing = [item.sequence for item in work if item.draws]
         drawn = iter(self._drawing.draw(drawing, logits) if drawing else ())
         return [[next(drawn)] if item.draws else [] for item in work]
+
+    def _samplings(self, work: Sequence[DraftWork]) -> list[Sampling]:
+        """How all of the work is drawn in one call; nothing where some of it cannot be."""
+        if not self.packed.has_writer or not all(item.draws and item.sequence.may_be_written for item in work):
+            return []
+        return self._drawing.samplings([item.sequence for item in work], makes_noise=self.packed.makes_noise)
 
     def process(self, work: Sequence[DraftWork], output: Sequence[Drawn]) -> None:
         if all(item.draws for item in work):

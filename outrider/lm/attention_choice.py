@@ -54,10 +54,9 @@ class AttentionChoice:
         """Whether the pool is to be paged."""
         return self.name != SDPA
 
-    @property
-    def can_be_recorded(self) -> bool:
-        """Whether it neither waits for the device nor asks it for numbers."""
-        return self.name == VARLEN
+    def can_be_recorded(self, device: torch.device) -> bool:
+        """Whether a record of `outrider.lm.recording` can hold it: one of a GPU takes nothing that asks for numbers."""
+        return self.name == VARLEN or (self.is_paged and device.type == "cpu")
 
     def build(self, max_length: int, dtype: torch.dtype, device: torch.device) -> PagedAttention:
         """The attention, for a paged pool of such sequences.

@@ -4,8 +4,10 @@ It knows slots and tokens; nothing of texts, of proposals, of sampling, or of wh
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +23,7 @@ from outrider.lm.kv_size import blocks_for, kv_dtype
 from outrider.lm.paged import lay_out
 from outrider.lm.program import Program, Rows, TransformersProgram, WritingProgram
 from outrider.lm.recorded import Bucket, MakeTail, RecordedRunner, buckets_for
+from outrider.lm.recorded_writing import RecordedWriter, WriterSize
 from outrider.lm.recording import Recorder
 from outrider.lm.runner import PagedRunner, Runner
 from outrider.lm.selfcheck import make_pool
@@ -65,6 +68,7 @@ class PackedModel:
         self.attention = attention
         self.runner: Runner | None = None
         self.recorded: RecordedRunner | None = None
+        self._writer: RecordedWriter | None = None
         if pool.pages is not None:
             attend = attention.build(pool.max_length, pool.dtype, pool.device)
             self.runner = PagedRunner(self._program, pool.pages, attend, loaded.device, loaded.dtype)
@@ -176,10 +180,60 @@ class PackedModel:
         self.runner = self.recorded = recorded
         return said
 
+    def record_writing(
+        self,
+        recorder: Recorder,
+        config: SparseConfig,
+        *,
+        sequences: int,
+        tokens: int,
+        vocab_size: int,
+        races: bool,
+        seconds: float,
+        most_bytes: int,
+    ) -> str:
+        """Has the steps of `write` recorded, where the pool is paged.
+
+        Args:
+            recorder: of the model's device.
+            config: how much of a law is kept.
+            sequences: see `WriterSize`; likewise `tokens`, `vocab_size` and `races`.
+            tokens: see `sequences`.
+            vocab_size: see `sequences`.
+            races: see `sequences`.
+            seconds: see `RecordedWriter.record`; likewise the rest, and what is returned.
+            most_bytes: see `seconds`.
+        """
+        eager = self.recorded.eager if self.recorded is not None else self.runner
+        if not isinstance(eager, PagedRunner):
+            return "none: keys and values are not in pages"
+        size = WriterSize(
+            sequences=sequences,
+            tokens=tokens,
+            max_length=self.pool.max_length,
+            block_tokens=self.pool.block_tokens,
+            vocab_size=vocab_size,
+            logits_size=self.loaded.vocab_size,
+            races=races,
+        )
+        writer = RecordedWriter(eager, size, config)
+        said = writer.record(recorder, seconds=seconds, most_bytes=most_bytes)
+        self._writer = writer
+        return said
+
     @property
-    def can_write(self) -> bool:
-        """Whether `write` is there: a fused model's program has it, where keys and values are not paged."""
-        return self.runner is None and isinstance(self._program, WritingProgram)
+    def makes_noise(self) -> bool:
+        """Whether `write` makes the noise of positions itself: `Sampling.race` says which, and there is no `noise`."""
+        return self._writer is not None
+
+    @property
+    def has_writer(self) -> bool:
+        """Whether `write` is there: a fused model's program has it, and so has a device with steps recorded."""
+        return self._writer is not None or (self.runner is None and isinstance(self._program, WritingProgram))
+
+    def can_write(self, samplings: Sequence[Sampling]) -> bool:
+        """Whether `write` can do just these: steps are recorded for some ways of drawing alone."""
+        return self.has_writer and (self._writer is None or self._writer.refusal(samplings) is None)
 
     @torch.inference_mode()
     def write(self, chunks: Sequence[Chunk], samplings: Sequence[Sampling]) -> list[Written]:
@@ -193,12 +247,10 @@ class PackedModel:
             Of each sequence, the tokens and how each came about.
 
         Raises:
-            ValueError: a chunk or its tokens do not fit their slot, or a token is outside the vocabulary.
+            ValueError: a chunk or its tokens do not fit their slot, or a token is outside the vocabulary; or the model
+                cannot write these (`can_write`).
             PoolExhausted: see `forward`.
         """
-        program = self._program
-        if self.runner is not None or not isinstance(program, WritingProgram):
-            raise ValueError(f"{self.loaded.name} runs unfused or on pages, and cannot write so")
         self._check(chunks)
         spans: list[tuple[int, int, int]] = []
         for chunk, sampling in zip(chunks, samplings, strict=True):
@@ -208,12 +260,34 @@ class PackedModel:
                     f"slot {chunk.slot} holds {chunk.start} positions: {rows} more go beyond its {self.pool.max_length}"
                 )
             spans.append((chunk.slot, chunk.start, rows))
-        token_ids = torch.tensor([token for chunk in chunks for token in chunk.tokens], device=self.loaded.device)
-        batch = pack(spans, self.pool, self._masks)
-        written = program.write(token_ids, [len(chunk.tokens) for chunk in chunks], batch, samplings)
+        if not self.can_write(samplings):
+            why = "unfused" if self._writer is None else self._writer.refusal(samplings)
+            raise ValueError(f"{self.loaded.name} cannot write: {why}")
+        written = self._write(chunks, spans, samplings)
         for chunk, each in zip(chunks, written, strict=True):
             self.pool.extend(chunk.slot, chunk.start + len(chunk.tokens) + len(each.tokens) - 1)
         return written
+
+    def _write(
+        self, chunks: Sequence[Chunk], spans: Sequence[tuple[int, int, int]], samplings: Sequence[Sampling]
+    ) -> list[Written]:
+        if self._writer is None or self.runner is None:
+            assert isinstance(self._program, WritingProgram)
+            token_ids = torch.tensor([token for chunk in chunks for token in chunk.tokens], device=self.loaded.device)
+            batch = pack(spans, self.pool, self._masks)
+            return self._program.write(token_ids, [len(chunk.tokens) for chunk in chunks], batch, samplings)
+        for slot, start, rows in spans:
+            self.pool.grow(slot, start + rows)
+        # A record has logits of every row, so that short chunks ask for them all.
+        layout = lay_out([replace(chunk, logits_from=0) for chunk in chunks], self.pool)
+        last = layout.row_starts[1:] - 1
+        if self.recorded is None or self.recorded.find(layout) is None:
+            layout = lay_out([replace(chunk, logits_from=len(chunk.tokens) - 1) for chunk in chunks], self.pool)
+            last = np.arange(len(chunks))
+        logits = self.runner.run(layout)
+        if len(logits) > len(last):
+            logits = logits.index_select(0, torch.from_numpy(last).to(logits.device))
+        return self._writer.write(chunks, [self.pool.table(chunk.slot) for chunk in chunks], logits, samplings)
 
     def warm_up(self, widths: Iterable[int]) -> None:
         """Runs passes of these many tokens once: the first of a width costs several times the next.
@@ -237,7 +311,7 @@ class PackedModel:
         Raises:
             PoolExhausted: see `forward`.
         """
-        if not self.can_write:
+        if self._writer is not None or not self.has_writer:
             return
         slots = [self.pool.allocate() for _ in range(2)]
         uniforms = [0.5] * min(4, self.pool.max_length)

@@ -89,10 +89,13 @@ class RecordedRunner:
         max_length: positions of a sequence at most.
         block_tokens: positions of a block.
         vocab_size: V.
+
+    Attributes:
+        eager: as given.
     """
 
     def __init__(self, eager: PagedRunner, *, max_length: int, block_tokens: int, vocab_size: int) -> None:
-        self._eager = eager
+        self.eager = eager
         self._longest = max_length
         self._pages = -(-max_length // block_tokens)
         self._vocab_size = vocab_size
@@ -114,19 +117,19 @@ class RecordedRunner:
         """See `outrider.lm.runner.Runner`."""
         recorded = self._find(layout)
         if recorded is None:
-            return self._eager.run(layout)
+            return self.eager.run(layout)
         bucket = recorded.bucket
         padded = layout.padded(
             rows=bucket.rows,
             sequences=bucket.sequences,
             pages=self._pages,
-            nowhere=self._eager.memory.nowhere,
+            nowhere=self.eager.memory.nowhere,
         )
         if self._copied is not None:
             self._copied.synchronize()  # the copy before this one has left the staging room
         padded.pack_into(recorded.staging.numpy())
         recorded.room.copy_(recorded.staging, non_blocking=True)
-        if self._eager.device.type == "cuda":
+        if self.eager.device.type == "cuda":
             self._copied = torch.cuda.Event()
             self._copied.record()
         recorded.replay()
@@ -187,12 +190,12 @@ class RecordedRunner:
 
     def _record(self, recorder: Recorder, bucket: Bucket, logits: Tensor, tail: MakeTail | None) -> _Recorded:
         shape = (bucket.rows, bucket.rows, bucket.sequences, self._pages)
-        on_gpu = self._eager.device.type == "cuda"
+        on_gpu = self.eager.device.type == "cuda"
         staging = torch.empty(Layout.size(shape), dtype=torch.uint8, pin_memory=on_gpu)
-        _idle(bucket, self._pages, self._eager.memory.nowhere).pack_into(staging.numpy())
-        room = staging.to(self._eager.device)
+        _idle(bucket, self._pages, self.eager.memory.nowhere).pack_into(staging.numpy())
+        room = staging.to(self.eager.device)
         batch = on_device(
-            room, shape, self._eager.memory, self._eager.attention, widest=bucket.widest, longest=self._longest
+            room, shape, self.eager.memory, self.eager.attention, widest=bucket.widest, longest=self._longest
         )
         own = logits.narrow(0, 0, bucket.rows)
         behind = None if tail is None else tail(bucket, own)
@@ -206,10 +209,10 @@ class RecordedRunner:
 
     def _pass(self, batch: PagedBatch, logits: Tensor) -> None:
         batch.forget()
-        logits.copy_(self._eager.program(batch.tokens, batch, None))
+        logits.copy_(self.eager.program(batch.tokens, batch, None))
 
     def _logits(self, rows: int) -> Tensor:
-        return torch.zeros(rows, self._vocab_size, dtype=self._eager.dtype, device=self._eager.device)
+        return torch.zeros(rows, self._vocab_size, dtype=self.eager.dtype, device=self.eager.device)
 
 
 def _idle(bucket: Bucket, pages: int, nowhere: int) -> Layout:

@@ -32,6 +32,8 @@ class Sampling:
         vocab_size: ids from there on are padding, and never drawn.
         noise: what `kernels.coupled` chooses the tokens by, `[γ, vocab_size]`; None draws by the uniforms.
         bounds: of each token, the entropy of its law in nats above which writing ends before it; of none, no bounds.
+        race: seed and position of the first token, where a device makes that noise itself
+            (`outrider.lm.recorded_writing`).
     """
 
     law: SamplingLaw
@@ -40,6 +42,7 @@ class Sampling:
     vocab_size: int
     noise: Tensor | None = None
     bounds: Sequence[float] = ()
+    race: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import structlog
-import torch
 
 from verifier_service import app
 from verifier_service.__main__ import main
 from verifier_service.engine import VerifierEngine
+from verifier_service.judging import Judged
 from verifier_service.scheduler import TargetWork
 
 HOLD = "OUTRIDER_TEST_HOLD"
@@ -26,7 +26,7 @@ _log = structlog.get_logger()
 class HeldEngine(VerifierEngine):
     """The engine, but for that."""
 
-    def forward(self, work: Sequence[TargetWork]) -> torch.Tensor:
+    def forward(self, work: Sequence[TargetWork]) -> Judged:
         output = super().forward(work)
         hold = Path(os.environ[HOLD])
         if hold.exists():

@@ -33,7 +33,7 @@ def test_a_block_is_as_large_as_the_pool_makes_it(loaded: LoadedModel) -> None:
 @pytest.mark.parametrize("given", [None, 4])
 def test_on_a_cpu_a_setting_says_how_many(loaded: LoadedModel, given: int | None) -> None:
     flags = () if given is None else ("--kv-cache-mb", str(given))
-    blocks = kv_blocks(settings("--max-sequence-tokens", "64", *flags), loaded, BLOCK_TOKENS)
+    blocks = kv_blocks(settings("--max-sequence-tokens", "64", *flags), loaded, BLOCK_TOKENS, left=0)
     room = (given or DEFAULT_CPU_KV_MB) * MIB
     assert blocks * block_bytes(loaded) <= room < (blocks + 1) * block_bytes(loaded)
 
@@ -41,12 +41,12 @@ def test_on_a_cpu_a_setting_says_how_many(loaded: LoadedModel, given: int | None
 def test_one_sequence_at_its_longest_must_fit() -> None:
     target = load_model(ModelSource(str(MODELS / "target"), dtype="bfloat16", device="cpu"))
     with pytest.raises(SettingsError, match=r"--kv-cache-mb: 1 MiB hold \d+ blocks .* --max-sequence-tokens 1024"):
-        kv_blocks(settings("--kv-cache-mb", "1"), target, BLOCK_TOKENS)
+        kv_blocks(settings("--kv-cache-mb", "1"), target, BLOCK_TOKENS, left=0)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_it_is_a_share_of_what_is_free() -> None:
     loaded = load_model(ModelSource(DRAFT, dtype="bfloat16", device="cuda"))
     free, _ = torch.cuda.mem_get_info(loaded.device)
-    blocks = kv_blocks(settings("--kv-memory-fraction", "0.01"), loaded, BLOCK_TOKENS)
+    blocks = kv_blocks(settings("--kv-memory-fraction", "0.01"), loaded, BLOCK_TOKENS, left=free)
     assert blocks * block_bytes(loaded) == pytest.approx(0.01 * free, rel=0.05)

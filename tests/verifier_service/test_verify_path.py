@@ -16,7 +16,7 @@ from outrider.settings import SettingsError
 from tests.house.project import ROOT
 from tests.verifier_service.streams import PROMPT
 from tests.verifier_service.test_sequence import a_round, make
-from verifier_service import engine as engine_module
+from verifier_service import judging
 from verifier_service.app import build_engine, find_path
 from verifier_service.engine import Open, Submit
 from verifier_service.sequence import Reply
@@ -111,7 +111,7 @@ def test_the_engine_judges_by_the_path_it_was_given(name: str, monkeypatch: pyte
         asked.append(implementation)
         return verify(logits, proposals, implementation)
 
-    monkeypatch.setattr(engine_module, "verify", noted)
+    monkeypatch.setattr(judging, "verify", noted)
     settings = VerifierSettings.from_command_line(
         ["--model", TARGET, "--device", "cpu", "--max-sequences", "1", "--max-sequence-tokens", "32"],
         program="verifier_service",

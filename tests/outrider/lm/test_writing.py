@@ -232,8 +232,8 @@ def test_what_cannot_be_written_is_refused(load: Callable[..., LoadedModel]) -> 
     with pytest.raises(ValueError, match="holds 0 positions: 9 more go beyond its 8"):
         model.write([Chunk(slot, [1, 2, 3], 0, 3)], [sampling])
     assert model.pool.length(slot) == 0
-    assert model.can_write
+    assert model.has_writer
     unfused = PackedModel.build(load("llama"), max_sequences=1, max_length=48, fuse=False)
-    assert not unfused.can_write
+    assert not unfused.has_writer
     with pytest.raises(ValueError, match="cannot write"):
         unfused.write([Chunk(unfused.pool.allocate(), [1], 0, 1)], [sampling])

@@ -1,0 +1,165 @@
+"""Runs the target over a pass and judges the rounds in it. The host waits for the device once: for the rulings.
+
+Where passes are recorded (`outrider.lm.recorded`) the verification is part of the record, and a pass with its rulings
+is one call. It knows chunks and proposals; nothing of sequences, of who asked, or of what becomes of a ruling.
+"""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kernels.distribution import SamplingLaw
+from kernels.verify import Proposed, Ruling, verify
+from outrider.lm.packed import Chunk, PackedModel
+from outrider.lm.recorded import Bucket, Tail
+from outrider.lm.recording import Recorder
+
+if TYPE_CHECKING:
+    from kernels.verify_static import Fetched, StaticLaunch
+
+# The implementation that a record can hold.
+_RECORDED_PATH = "triton"
+# How often the verification of a size is timed by itself: within a record it cannot be told from the pass.
+_TRIALS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What came of a pass.
+
+    Attributes:
+        proposals: that were judged.
+        rulings: one for each, in order.
+        forward_seconds: of the model.
+        verify_seconds: of the verification, and of fetching what it found.
+    """
+
+    proposals: Sequence[Proposed]
+    rulings: list[Ruling]
+    forward_seconds: float
+    verify_seconds: float
+
+
+class Judge:
+    """One target's.
+
+    Args:
+        packed: the target.
+        vocab_size: tokens that may be written; columns beyond them are padding.
+        verify_path: an implementation of `kernels.verify`; None is the fastest on the device.
+    """
+
+    def __init__(self, packed: PackedModel, *, vocab_size: int, verify_path: str | None = None) -> None:
+        self._packed = packed
+        self._vocab_size = vocab_size
+        self._verify_path = verify_path
+        self._launches: dict[Bucket, StaticLaunch] = {}
+        self._verify_seconds: dict[Bucket, float] = {}
+        on_gpu = packed.loaded.device.type == "cuda"
+        self._side = torch.cuda.Stream(packed.loaded.device) if on_gpu else None
+
+    def __call__(self, chunks: Sequence[Chunk], proposals: Sequence[Proposed]) -> Judged:
+        """Runs the chunks in one pass, and judges the proposals by the rows that have logits, in order.
+
+        Raises:
+            ValueError, PoolExhausted: see `PackedModel.forward`; no slot has changed its length.
+        """
+        filled: list[tuple[Bucket, StaticLaunch]] = []
+
+        def before(bucket: Bucket | None) -> None:
+            launch = None if bucket is None else self._launches.get(bucket)
+            if bucket is not None and launch is not None and proposals and launch.refusal(proposals) is None:
+                launch.fill(proposals)
+                filled.append((bucket, launch))
+
+        clock = _clock(self._packed.loaded.device)
+        logits = self._packed.forward(chunks, before=before)
+        clock.mark()
+        if filled:
+            bucket, launch = filled[0]
+            rulings = self._fetch(launch).rulings()
+            whole = clock.seconds()[0]
+            verifying = min(self._verify_seconds[bucket], whole)
+            return Judged(proposals, rulings, whole - verifying, verifying)
+        rulings = verify(logits[:, : self._vocab_size], proposals, self._verify_path) if proposals else []
+        clock.mark()
+        forward, verifying = clock.seconds()
+        return Judged(proposals, rulings, forward, verifying)
+
+    def record(self, recorder: Recorder, *, max_sequences: int, max_gamma: int, seconds: float, most_bytes: int) -> str:
+        """Has passes of rounds recorded with their verification; see `RecordedRunner.record`."""
+        with_tail = self._verify_path == _RECORDED_PATH
+        return self._packed.record(
+            recorder,
+            max_sequences=max_sequences,
+            widest=max_gamma + 1,
+            tail=self._tail if with_tail else None,
+            seconds=seconds,
+            most_bytes=most_bytes,
+        )
+
+    def _tail(self, bucket: Bucket, logits: Tensor) -> Tail:
+        from kernels.verify_static import StaticLaunch  # its kernels need a device or their interpreter
+
+        launch = StaticLaunch(
+            logits[:, : self._vocab_size], sequences=bucket.sequences, drafts=bucket.rows - bucket.sequences
+        )
+        launch.run()  # compiled now, not within the record
+        times = []
+        for _ in range(_TRIALS):
+            clock = _clock(self._packed.loaded.device)
+            launch.run()
+            clock.mark()
+            times.append(clock.seconds()[0])
+        self._launches[bucket] = launch
+        self._verify_seconds[bucket] = statistics.median(times)
+        return launch.run
+
+    def _fetch(self, launch: "StaticLaunch") -> "Fetched":
+        return launch.fetch(self._side)
+
+
+def judge_alone(logits: Tensor, verify_path: str) -> None:
+    """Judges each row of `[R, V]` by itself, and forgets it: for the memory it takes."""
+    alone = Proposed(tokens=(), q=(), law=SamplingLaw(), seed=0, base_length=1)
+    verify(logits, [alone] * len(logits), verify_path)
+
+
+class _HostClock:
+    """Seconds between marks, where calls return when they are done."""
+
+    def __init__(self) -> None:
+        self._marks = [time.perf_counter()]
+
+    def mark(self) -> None:
+        self._marks.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        return [later - earlier for earlier, later in zip(self._marks, self._marks[1:], strict=False)]
+
+
+class _CudaClock:
+    """The same by the device's own time; the host waits in `seconds` alone."""
+
+    def __init__(self) -> None:
+        self._marks: list[torch.cuda.Event] = []
+        self.mark()
+
+    def mark(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+
+    def seconds(self) -> list[float]:
+        self._marks[-1].synchronize()
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        return [earlier.elapsed_time(later) / 1e3 for earlier, later in pairs]
+
+
+def _clock(device: torch.device) -> _HostClock | _CudaClock:
+    return _CudaClock() if device.type == "cuda" else _HostClock()
