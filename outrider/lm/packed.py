@@ -17,6 +17,7 @@ from outrider.lm.attention_choice import ORDINARY, AttentionChoice
 from outrider.lm.batch import CausalMasks, pack
 from outrider.lm.checkpoint import LoadedModel
 from outrider.lm.chunk import Chunk
+from outrider.lm.errors import CheckpointError
 from outrider.lm.fusion import fuse_model
 from outrider.lm.kv_pool import KVPool
 from outrider.lm.kv_size import blocks_for, kv_dtype
@@ -26,7 +27,7 @@ from outrider.lm.recorded import Bucket, MakeTail, RecordedRunner, buckets_for
 from outrider.lm.recorded_writing import RecordedWriter, WriterSize
 from outrider.lm.recording import Recorder
 from outrider.lm.runner import PagedRunner, Runner
-from outrider.lm.selfcheck import make_pool
+from outrider.lm.selfcheck import deviation, make_pool, tolerance
 from outrider.lm.writing import Sampling, Written
 
 __all__ = ["Chunk", "PackedModel"]
@@ -46,6 +47,7 @@ class PackedModel:
     Raises:
         ValueError: the pool's sequences are longer than the context, or its layers are not the model's; or the pool is
             paged and the attention is not, or the other way round.
+        CheckpointError: over pages it gives other logits than it should.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class PackedModel:
         self.recorded: RecordedRunner | None = None
         self._writer: RecordedWriter | None = None
         if pool.pages is not None:
+            self._check_pages()
             attend = attention.build(pool.max_length, pool.dtype, pool.device)
             self.runner = PagedRunner(self._program, pool.pages, attend, loaded.device, loaded.dtype)
 
@@ -326,6 +329,18 @@ class PackedModel:
         finally:
             for slot in slots:
                 self.pool.free(slot)
+
+    def _check_pages(self) -> None:
+        """Holds passes over pages to what transformers gives, on the device that will run them."""
+        loaded, size = self.loaded, self.pool.block_tokens
+        attention = self.attention.build(loaded.reference.tokens.shape[1], self.pool.dtype, self.pool.device)
+        told = loaded.layers, loaded.reference, self.pool.dtype, loaded.device
+        distance = deviation(self._program, *told, attention=attention, block_tokens=size)
+        if not distance <= tolerance(loaded.dtype, quantised=loaded.quantisation is not None):
+            raise CheckpointError(
+                f"{loaded.name} gives other logits over pages, by {attention.name}, than in transformers (they differ "
+                f"by {distance:.2g} of their size): --attention sdpa reads no pages"
+            )
 
     def _rows(self, chunks: Sequence[Chunk]) -> Rows:
         if len(chunks) == 1:

@@ -5,7 +5,7 @@ shows here as other logits, before any request does. It knows programs and pools
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,10 +13,12 @@ from torch import Tensor
 
 from outrider.lm.attention import NAME
 from outrider.lm.batch import CausalMasks, pack
+from outrider.lm.chunk import Chunk
 from outrider.lm.errors import CheckpointError
 from outrider.lm.kv_pool import BLOCK_TOKENS, KVPool
+from outrider.lm.paged import PagedAttention, lay_out, to_device
 from outrider.lm.probe import AttentionLayer
-from outrider.lm.program import Program
+from outrider.lm.program import Batch, Program
 
 _LENGTH = 9
 _SEED = 20221130
@@ -90,14 +92,38 @@ def make_pool(
 
 
 def deviation(
-    program: Program, layers: Sequence[AttentionLayer], expected: Reference, dtype: torch.dtype, device: torch.device
+    program: Program,
+    layers: Sequence[AttentionLayer],
+    expected: Reference,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    attention: PagedAttention | None = None,
+    block_tokens: int = BLOCK_TOKENS,
 ) -> float:
     """How far a program's logits lie from the reference: median over rows of |difference| / |logits|.
 
     Both sequences run interleaved, cut in two, the second part in the other order; only some rows ask for logits.
+
+    Args:
+        program: to be looked at.
+        layers: what its attention layers ask for.
+        expected: what it should give.
+        dtype: of keys and values.
+        device: of all.
+        attention: over pages of `block_tokens` positions; None runs each sequence in one piece.
+        block_tokens: see `attention`.
     """
     length = expected.tokens.shape[1]
-    pool = make_pool(layers, blocks=2, max_length=length, dtype=dtype, device=device)
+    pool = make_pool(
+        layers,
+        blocks=2 * -(-length // block_tokens),
+        max_length=length,
+        dtype=dtype,
+        device=device,
+        block_tokens=block_tokens,
+        paged=attention is not None,
+    )
     slots = (pool.allocate(), pool.allocate())
     masks = CausalMasks(length, dtype, device)
     cuts = (min(4, length), min(3, length))
@@ -111,7 +137,14 @@ def deviation(
                 continue
             token_ids = torch.cat([expected.tokens[i, start : start + count] for i, start, count in spans])
             rows = torch.arange(len(token_ids))[1:] if len(token_ids) > 1 else torch.arange(1)
-            batch = pack(((slots[i], start, count) for i, start, count in spans), pool, masks)
+            batch: Batch
+            if attention is None:
+                batch = pack(((slots[i], start, count) for i, start, count in spans), pool, masks)
+            else:
+                assert pool.pages is not None
+                layout = lay_out([Chunk(slots[i], [0] * count, start, 0) for i, start, count in spans], pool)
+                layout = replace(layout, tokens=token_ids.numpy())
+                batch = to_device(layout, pool.pages, attention, device)
             found.append(program(token_ids.to(device), batch, rows.to(device)).float().cpu())
             wanted.append(torch.cat([expected.logits[i, start : start + count] for i, start, count in spans])[rows])
             for i, start, count in spans:

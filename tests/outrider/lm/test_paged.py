@@ -123,6 +123,15 @@ def test_pool_and_attention_are_both_paged_or_neither(load: Callable[..., Loaded
         PackedModel(load("llama"), PackedModel.build(load("llama"), 1, 8).pool, attention=PAGED)
 
 
+def test_a_model_that_reads_its_pages_wrongly_is_refused(
+    load: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = PagedBatch.write
+    monkeypatch.setattr(PagedBatch, "write", lambda self, i, keys, values: right(self, i, values, keys))
+    with pytest.raises(CheckpointError, match=r"other logits over pages, by sdpa-paged, .*--attention sdpa reads no"):
+        PackedModel.build(load("llama"), 1, 8, attention=PAGED)
+
+
 # -------------------------------------------------------------------------------------------------------------- varlen
 
 KINDS = (
