@@ -3,24 +3,40 @@
 It knows nothing of what the service does with them.
 """
 
+import structlog
+
 from outrider.lm.checkpoint import LoadedModel, ModelSource, load_model
+from outrider.lm.device import describe_device, find_device, work_on
 from outrider.lm.kv_pool import BLOCK_TOKENS
 from outrider.lm.kv_size import MIB, block_bytes, blocks_for, free_device_bytes
 from outrider.lm.tokenizer import Tokenizer, load_tokenizer
 from outrider.settings import ServiceSettings, SettingsError
+
+_log = structlog.get_logger()
 
 DEFAULT_SEQUENCE_TOKENS = 8192  # where neither the settings nor a shorter context say less
 DEFAULT_CPU_KV_MB = 1024
 
 
 def load(settings: ServiceSettings) -> tuple[LoadedModel, Tokenizer]:
-    """The model and its tokenizer. Takes as long as reading the weights does.
+    """The model and its tokenizer; this thread works on its device from then on. Takes as long as reading the weights
+    does.
 
     Raises:
         CheckpointError: the model cannot be loaded or run.
     """
     source = _source(settings)
-    return load_model(source), load_tokenizer(source)
+    work_on(find_device(source.device))
+    loaded = load_model(source)
+    _log.info(
+        "loaded",
+        model=loaded.name,
+        device=str(loaded.device),
+        **describe_device(loaded.device),
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        reason=loaded.dtype_reason,
+    )
+    return loaded, load_tokenizer(source)
 
 
 def load_tokenizer_alone(settings: ServiceSettings) -> Tokenizer:
