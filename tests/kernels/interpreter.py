@@ -13,7 +13,7 @@ from typing import Any
 
 
 def patch_once_a_launch() -> None:
-    """Has the interpreter do it once in a launch. Does nothing where there is no triton, or one that does it otherwise."""
+    """Has the interpreter do it once in a launch. Does nothing where triton is missing, or has no such thing."""
     if find_spec("triton") is None:
         return
     from triton.runtime import interpreter
@@ -24,7 +24,7 @@ def patch_once_a_launch() -> None:
 
 
 class _Once:
-    """In the place of the interpreter's `patch`, which takes a function and replaces what this one sees of `modules`."""
+    """In the place of the `patch` of the interpreter, which replaces what a function sees of `modules`."""
 
     def __init__(self, patch: Callable[[Any], Any], modules: tuple[Any, ...]) -> None:
         self._patch = patch
