@@ -42,7 +42,13 @@ class _Once:
             return _Undo(lambda: None)
         undo = self._patch(function)
         self._patched |= seen
-        return _Undo(lambda: (undo.restore(), self._patched.clear())) if is_launch else _Undo(undo.restore)
+
+        def put_back() -> None:
+            undo.restore()
+            if is_launch:
+                self._patched.clear()
+
+        return _Undo(put_back)
 
 
 class _Undo:
