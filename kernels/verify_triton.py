@@ -206,6 +206,10 @@ class Launch:
 
     def run(self) -> None:
         """Queue the kernels: no host sync, and the same launches each time, so that a CUDA graph may hold them."""
+        with torch.cuda.device_of(self.logits):  # Triton launches on the current device, wherever its operands lie
+            self._launch()
+
+    def _launch(self) -> None:
         R, V = self.logits.shape
         batch = self.batch
         tile = tile_size(V)

@@ -11,7 +11,8 @@ import structlog
 from torch import Tensor
 
 from outrider.lm.attention_choice import choose_attention
-from outrider.lm.checkpoint import LoadedModel, ModelSource, find_device, load_model
+from outrider.lm.checkpoint import LoadedModel, ModelSource, load_model
+from outrider.lm.device import describe_device, find_device, work_on
 from outrider.lm.fusion import fuse_model
 from outrider.lm.kv_size import MIB, block_bytes, blocks_for, kv_dtype
 from outrider.lm.largest import run_blocks, run_largest
@@ -28,15 +29,26 @@ DEFAULT_CPU_KV_MB = 1024
 
 
 def load(settings: ServiceSettings) -> tuple[LoadedModel, Tokenizer]:
-    """The model and its tokenizer. Takes as long as reading the weights does.
+    """The model and its tokenizer; this thread works on its device from then on. Takes as long as reading the weights
+    does.
 
     Raises:
         CheckpointError: the model cannot be loaded or run.
     """
     source = _source(settings)
-    with telling(memory_of(find_device(settings.device)), f"the weights of '{settings.model}'"):
+    device = find_device(source.device)
+    work_on(device)
+    with telling(memory_of(device), f"the weights of '{settings.model}'"):
         loaded = load_model(source)
         fuse_model(loaded)
+    _log.info(
+        "loaded",
+        model=loaded.name,
+        device=str(loaded.device),
+        **describe_device(loaded.device),
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        reason=loaded.dtype_reason,
+    )
     return loaded, load_tokenizer(source)
 
 
@@ -92,6 +104,7 @@ class Built:
             CheckpointError: there is no room for them.
         """
         device = self.packed.loaded.device
+        work_on(device)
         if not settings.graphs or not self.packed.attention.can_be_recorded(device):
             return 0
         recorder, began = recorder_for(device), time.perf_counter()

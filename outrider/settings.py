@@ -67,7 +67,7 @@ class ServiceSettings(SecuritySettings):
     model: str = Field(description="folder or hub id of the model")
     revision: str | None = Field(None, description="branch, tag or commit, for a hub id")
     trust_remote_code: bool = Field(False, description="run model code that comes with the checkpoint")
-    device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
+    device: str = Field("auto", description="auto, cpu, cuda (the first GPU) or cuda:N")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="number format of the weights; auto: the checkpoint's own where the device is fast at it",

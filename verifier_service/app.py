@@ -6,7 +6,7 @@ import structlog
 from kernels import paths
 from kernels.paths import PathUnavailable, VerifyPath, choose, rehearse
 from outrider.lifecycle import Service, Warm, in_thread
-from outrider.lm.checkpoint import find_device
+from outrider.lm.device import find_device
 from outrider.lm.peek import vocabulary_size
 from outrider.loading import DEFAULT_SEQUENCE_TOKENS, build_packed, load, sequence_tokens
 from outrider.message_sizes import limit_of, of_verify

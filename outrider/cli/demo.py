@@ -18,7 +18,7 @@ from rich.table import Table
 
 from outrider.cli.comparison import Comparison, Subject
 from outrider.cli.drawing import TokenWriter
-from outrider.cli.options import law_options, request_of, temperature_option
+from outrider.cli.options import device_options, law_options, request_of, temperature_option
 from outrider.cli.pair import Pair, PairSettings, running_pair, terminated_as_interrupted
 from outrider.cli.report import Failure, completion_document, fails_in_one_line, warn_of_loss, write_json
 from outrider.client import AcceptanceRule, Chunk, Client, Unavailable
@@ -48,6 +48,7 @@ _DEATH_S = 3.0
 )
 @click.option("--target", metavar="DIR_OR_ID", help="Another target. Default: the one in the repository.")
 @click.option("--draft", metavar="DIR_OR_ID", help="Another draft. Default: the one in the repository.")
+@device_options
 @click.option(
     "--threads", type=click.IntRange(min=1), help="CPU threads of each service. Default: half of the processors."
 )
@@ -59,6 +60,9 @@ def demo_command(
     repeats: int,
     target: str | None,
     draft: str | None,
+    device: str | None,
+    target_device: str | None,
+    draft_device: str | None,
     threads: int | None,
     as_json: bool,
     **values: Any,
@@ -68,7 +72,14 @@ def demo_command(
     Every token is drawn by where it came from: drafted and accepted, drafted and rejected, or the target's own. Then
     the same prompt is timed with the draft and without, in turns. Both services end with the command.
     """
-    settings = PairSettings(target or _demo_model("target"), draft or _demo_model("draft"), threads=threads)
+    settings = PairSettings(
+        target or _demo_model("target"),
+        draft or _demo_model("draft"),
+        device=device,
+        target_device=target_device,
+        draft_device=draft_device,
+        threads=threads,
+    )
     values["temperature"] = 0.0 if values["temperature"] is None else values["temperature"]
     options = request_of(values)
     options["max_new_tokens"] = max_new_tokens

@@ -56,6 +56,24 @@ def _address(ctx: click.Context, param: click.Parameter, value: str) -> str:
     return value
 
 
+class DeviceName(click.ParamType[str]):
+    """`auto`, `cpu`, `cuda` or `cuda:N`. Whether it is there the service says, which has torch."""
+
+    name = "DEVICE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        kind, _, number = str(value).partition(":")
+        if value in ("auto", "cpu", "cuda") or (kind == "cuda" and number.isdecimal()):
+            return str(value)
+        self.fail(f"{value!r} is not auto, cpu, cuda or cuda:N", param, ctx)
+
+
+_DEVICES = (
+    click.option("--device", type=DeviceName(), help="Device of both models: cpu, cuda, cuda:1. Default: auto."),
+    click.option("--target-device", type=DeviceName(), help="Device of the target. Default: --device."),
+    click.option("--draft-device", type=DeviceName(), help="Device of the draft. Default: --device."),
+)
+
 _LAW = (
     click.option("--top-k", type=int, help="Keep the K most probable tokens. Default: all."),
     click.option("--top-p", type=float, help="Keep the most probable tokens up to this mass, in (0, 1]. Default: 1."),
@@ -127,6 +145,11 @@ _REST = (
     click.option("--fixed-size-rounds", is_flag=True, help="The services' messages about rounds have one size."),
     click.option("--request-id", metavar="NAME", help="Names the request in the services' logs."),
 )
+
+
+def device_options(command: Command) -> Command:
+    """`--device`, and one of its own for each model of a pair."""
+    return _apply(_DEVICES, command)
 
 
 def temperature_option(default: str) -> Callable[[Command], Command]:

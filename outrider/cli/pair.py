@@ -23,13 +23,17 @@ _LOOK_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class PairSettings:
-    """What to run, and where. All from `drafter` on is for the draft service alone; `security` is flags and all."""
+    """What to run, and where; a model's own device goes before that of both. All from `drafter` on is for the draft
+    service alone; `security` is flags and all.
+    """
 
     target: str
     draft: str
     verifier_listen: str = "127.0.0.1:0"
     draft_listen: str = "127.0.0.1:0"
     device: str | None = None
+    target_device: str | None = None
+    draft_device: str | None = None
     dtype: str | None = None
     threads: int | None = None
     drafter: str | None = None
@@ -38,9 +42,9 @@ class PairSettings:
     speculation: str | None = None
     security: tuple[str, ...] = ()
 
-    def flags(self) -> list[str]:
-        """The flags that both services share."""
-        return _given({"--device": self.device, "--dtype": self.dtype, "--threads": self.threads})
+    def flags(self, device: str | None = None) -> list[str]:
+        """The flags that both services share, and `device` where one has its own."""
+        return _given({"--device": device or self.device, "--dtype": self.dtype, "--threads": self.threads})
 
     def drafting(self) -> list[str]:
         """The flags of the draft service alone that say what proposes, and how much."""
@@ -122,10 +126,10 @@ def running_pair(settings: PairSettings, *, on_line: OnLine | None = None) -> It
     environment = service_environment(settings.threads)
     first, second = halves(int(environment["OMP_NUM_THREADS"])) or (None, None)
 
-    def launch(module: str, cores: Collection[int] | None, *arguments: str) -> ServiceProcess:
+    def launch(module: str, cores: Collection[int] | None, device: str | None, *arguments: str) -> ServiceProcess:
         return ServiceProcess.launch(
             # Health on a port of its own is there in plaintext whatever the other one speaks.
-            [module, *arguments, "--health-listen", "127.0.0.1:0", *settings.flags()],
+            [module, *arguments, "--health-listen", "127.0.0.1:0", *settings.flags(device)],
             env=environment,
             cores=cores,
             on_line=None if on_line is None else lambda line: on_line(module, line),
@@ -133,11 +137,16 @@ def running_pair(settings: PairSettings, *, on_line: OnLine | None = None) -> It
 
     with (
         launch(
-            "verifier_service", first, "--model", settings.target, "--listen", verifier_address, *plaintext
+            "verifier_service",
+            first,
+            settings.target_device,
+            *("--model", settings.target, "--listen", verifier_address),
+            *plaintext,
         ) as verifier,
         launch(
             "draft_service",
             second,
+            settings.draft_device,
             *("--model", settings.draft, "--verifier", verifier_address, "--listen", settings.draft_listen),
             *settings.drafting(),
             *settings.security,

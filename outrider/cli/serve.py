@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from outrider.cli.options import DRAFTERS, POLICIES, address_option
+from outrider.cli.options import DRAFTERS, POLICIES, address_option, device_options
 from outrider.cli.pair import PairSettings, running_pair, terminated_as_interrupted
 from outrider.cli.processes import ServiceError
 from outrider.cli.report import Failure
@@ -24,7 +24,7 @@ _PREFIXES = {"verifier_service": "verifier | ", "draft_service": "draft    | "}
 @click.option("--draft", metavar="DIR_OR_ID", required=True, help="The small model that proposes; same vocabulary.")
 @address_option("--listen", "127.0.0.1:50051", "Where the draft service, the front door, listens.")
 @address_option("--verifier-listen", "127.0.0.1:50052", "Where the verifier service listens.")
-@click.option("--device", help="Device of both models: cpu, cuda, cuda:0. Default: the services choose.")
+@device_options
 @click.option("--dtype", help="Number format of both models: float32, bfloat16, float16. Default: the services choose.")
 @click.option(
     "--threads", type=click.IntRange(min=1), help="CPU threads of each service. Default: half of the processors."
@@ -58,6 +58,8 @@ def serve_command(
     listen: str,
     verifier_listen: str,
     device: str | None,
+    target_device: str | None,
+    draft_device: str | None,
     dtype: str | None,
     threads: int | None,
     drafter: str | None,
@@ -82,6 +84,8 @@ def serve_command(
         verifier_listen=verifier_listen,
         draft_listen=listen,
         device=device,
+        target_device=target_device,
+        draft_device=draft_device,
         dtype=dtype,
         threads=threads,
         drafter=drafter,

@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from outrider.lm.attention import NAME
+from outrider.lm.device import find_device
 from outrider.lm.errors import CheckpointError
 from outrider.lm.fingerprint import weights_fingerprint
 from outrider.lm.probe import ELSEWHERE, AttentionLayer, probe_attention
@@ -38,7 +39,7 @@ class ModelSource:
         dtype: of weights and activations: `float32`, `bfloat16`, `float16`, or `auto`, the checkpoint's own where the
             device computes in it well. On a CPU without bfloat16 instructions, and for float16 on any CPU, that is
             float32.
-        device: `auto` (CUDA where there is one), `cpu`, `cuda` or `cuda:i`.
+        device: `auto` (CUDA where there is one), `cpu`, `cuda` (the first) or `cuda:i`.
         trust_remote_code: run Python code that comes with the checkpoint.
     """
 
@@ -144,25 +145,6 @@ def _load(source: ModelSource, folder: Path, device: torch.device) -> LoadedMode
         layers=layers,
         reference=expected,
     )
-
-
-def find_device(name: str) -> torch.device:
-    """The device of a name: `auto` (CUDA where there is one), `cpu`, `cuda` or `cuda:i`.
-
-    Raises:
-        CheckpointError: there is no such device.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise CheckpointError(f"device must be auto, cpu, cuda or cuda:i, not '{name}'") from error
-    if device.type not in ("cpu", "cuda"):
-        raise CheckpointError(f"device must be auto, cpu, cuda or cuda:i, not '{name}'")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise CheckpointError(f"device '{name}' is not there: torch sees {torch.cuda.device_count()} CUDA devices")
-    return device
 
 
 def _config(folder: Path, source: ModelSource) -> Any:

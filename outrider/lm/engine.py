@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 import structlog
 import torch
 
+from outrider.lm.device import work_on
 from outrider.lm.heartbeat import Heartbeat
 from outrider.lm.packed import PackedModel
 
@@ -118,6 +119,7 @@ class Engine(ABC, Generic[Message, Work, Output]):
     def _run(self) -> None:
         if self._threads is not None:
             torch.set_num_threads(self._threads)
+        work_on(self.packed.loaded.device)
         with torch.inference_mode():
             self.prepare()
             while self._step():

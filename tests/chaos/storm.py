@@ -1,4 +1,6 @@
-"""The minute itself: 64 workers, each with one stream after another, every one disturbed as its own dice have it.
+"""The storm itself: 64 workers, each with one stream after another, every one disturbed as its own dice have it.
+
+It lasts until enough of everything has happened, so that a slow machine has as much of it as a quick one.
 
 It knows what disturbs; not what may come of it.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -18,8 +21,11 @@ from tests.chaos.clients import PATIENCE_S, DraftClients
 from tests.chaos.house import SLOW_CLIENT_S, House
 from tests.chaos.rounds import VerifierStreams
 
-SECONDS = 60.0
-"""Of chaos: no stream begins after that."""
+LEAST_S, MOST_S = 35.0, 120.0
+"""Seconds of chaos: no stream begins after so many, and none once enough has happened and the lesser number is over."""
+
+ENOUGH = 20
+"""Streams disturbed in each way, left alone at each door, cancelled; and half as many that came to their due end."""
 
 WORKERS = {Door.DRAFT: 40, Door.FRAIL: 8, Door.VERIFIER: 16}
 SEED = 11
@@ -27,7 +33,7 @@ STALL = (0.2, 2 * SLOW_CLIENT_S)
 """Seconds of a slow reader's pause: within what is borne, or beyond it."""
 
 VANISHING = {Door.DRAFT: 4, Door.VERIFIER: 4}
-VANISH_WITHIN_S = 15.0
+VANISH_WITHIN_S = 5.0
 """Only in the beginning: a server pings a peer after 20 s, and gives it 10 s to answer."""
 
 CUT_EVERY_S, CUT_FOR_S = 9.0, 0.5
@@ -42,6 +48,13 @@ BEHAVIOURS: dict[Behaviour, float] = {
     Behaviour.CUT: 0.15,
 }
 """Shares of each. At the verifier a half-close takes the place of the time limit, which is the draft service's."""
+
+DUE: dict[Behaviour, set[tuple[str, str]]] = {
+    Behaviour.SLOW: {("DEADLINE_EXCEEDED", "IDLE")},
+    Behaviour.DEADLINE: {("DEADLINE_EXCEEDED", "UNSPECIFIED")},
+    Behaviour.CUT: {("UNAVAILABLE", "UNSPECIFIED")},
+}
+"""How a stream may fail that was disturbed in this way: status and reason."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +86,14 @@ async def storm(house: House, requests: Sequence[Request], expected: dict[int, E
             DraftClients(Door.FRAIL, house.frail.address, STALL, gone),
             VerifierStreams(house.verifier.address, expected, STALL, gone),
         ]
-        dice = _Dice(began)
+        dice = _Dice(began, outcomes)
         workers = [
             asyncio.create_task(_work(door, requests, random.Random(f"{SEED}/{door.door}/{number}"), dice, outcomes))
             for door in doors
             for number in range(WORKERS[door.door])
         ]
-        breaking = asyncio.create_task(_break(house, began))
-        _, pending = await asyncio.wait(workers, timeout=SECONDS + PATIENCE_S / 2)
+        breaking = asyncio.create_task(_break(house, dice))
+        _, pending = await asyncio.wait(workers, timeout=MOST_S + PATIENCE_S / 2)
         left_over = [str(worker) for worker in pending]
         for task in (*pending, breaking):
             task.cancel()
@@ -104,15 +117,27 @@ class _Dice:
     """What the workers have in common."""
 
     began: float
+    outcomes: list[Outcome]
     vanishing: dict[Door, int] = field(default_factory=VANISHING.copy)
     last_vanished: float = 0.0
 
     def over(self) -> bool:
-        return time.monotonic() > self.began + SECONDS
+        lasted = time.monotonic() - self.began
+        return lasted > MOST_S or (lasted > LEAST_S and self._enough())
+
+    def _enough(self) -> bool:
+        ways = Counter(each.behaviour for each in self.outcomes)
+        doors = Counter(each.door for each in self.outcomes if each.whole)
+        cancelled = sum(each.behaviour is Behaviour.CANCEL and each.status == "CANCELLED" for each in self.outcomes)
+        due = Counter(
+            each.behaviour for each in self.outcomes if (each.status, each.reason) in DUE.get(each.behaviour, ())
+        )
+        counts = [*(ways[each] for each in BEHAVIOURS), *(doors[each] for each in Door), cancelled]
+        return min(counts) >= ENOUGH and min(due[each] for each in DUE) >= ENOUGH // 2
 
     def behaviour(self, door: Door, chance: random.Random) -> Behaviour:
         early = time.monotonic() < self.began + VANISH_WITHIN_S
-        if early and self.vanishing.get(door, 0) and chance.random() < 0.1:
+        if early and self.vanishing.get(door, 0) and chance.random() < 0.3:
             self.vanishing[door] -= 1
             return Behaviour.VANISH
         (behaviour,) = chance.choices(list(BEHAVIOURS), list(BEHAVIOURS.values()))
@@ -147,10 +172,12 @@ async def _work(
             await asyncio.sleep(chance.uniform(0.0, 2 * CUT_FOR_S))
 
 
-async def _break(house: House, began: float) -> None:
+async def _break(house: House, dice: _Dice) -> None:
     """Cut the frail draft service's way to the verifier again and again."""
-    while time.monotonic() < began + SECONDS - CUT_EVERY_S:
+    while True:
         await asyncio.sleep(CUT_EVERY_S)
+        if dice.over():
+            return
         house.way.close()
         await asyncio.sleep(CUT_FOR_S)
         house.way.open()

@@ -1,4 +1,4 @@
-"""A minute of chaos: 64 streams at once, of which most are cancelled, stall, run out of time, or lose their connection.
+"""Chaos: 64 streams at once, of which most are cancelled, stall, run out of time, or lose their connection.
 
 Whoever is left alone writes what it writes alone; whoever is not has a prefix of it, and a status that says why. And
 afterwards nobody holds anything.
@@ -18,7 +18,7 @@ from outrider.rpc.channel import wait_for_health_blocking
 from tests.chaos.asked import Behaviour, Door, Expected, Outcome, Request, requests
 from tests.chaos.clients import PATIENCE_S
 from tests.chaos.house import PLACES, WAITING, House, Watched, running_house, until
-from tests.chaos.storm import BEHAVIOURS, VANISHING, Aftermath, expect, storm
+from tests.chaos.storm import BEHAVIOURS, DUE, VANISHING, Aftermath, expect, storm
 from tests.verifier_service.streams import Stream, opening
 
 pytestmark = pytest.mark.timeout(400)
@@ -40,13 +40,6 @@ CHECKS = "outrider_kv_integrity_checks_total"
 
 LEFT = {Behaviour.CANCEL, Behaviour.VANISH, Behaviour.HALF_CLOSE}
 """Who leaves gets no status but the one it makes itself, and no error in any case."""
-
-DUE: dict[Behaviour, set[tuple[str, str]]] = {
-    Behaviour.SLOW: {("DEADLINE_EXCEEDED", "IDLE")},
-    Behaviour.DEADLINE: {("DEADLINE_EXCEEDED", "UNSPECIFIED")},
-    Behaviour.CUT: {("UNAVAILABLE", "UNSPECIFIED")},
-}
-"""How a stream may fail that was disturbed in this way: status and reason."""
 
 OVERLOADED = ("RESOURCE_EXHAUSTED", "OVERLOADED")
 NO_VERIFIER = ("UNAVAILABLE", "NO_VERIFIER")

@@ -14,11 +14,16 @@ from pathlib import Path
 from tests.deploy.dockerfile import Stage, Step, lineage, set_by
 from tests.deploy.roots import Root
 
+MadeBy = tuple[tuple[Step, ...], frozenset[tuple[str, str]]]
+"""The steps of a target that make files or bear on those that do, and what they get in their environment."""
+
+_MAKING = {"ENV", "WORKDIR", "USER", "COPY", "RUN"}
+
 PATH = "/usr/local/bin:/usr/local/sbin:/usr/bin:/usr/sbin:/bin:/sbin"
 
 
 class Builder:
-    """Builds stages of one Dockerfile, each once.
+    """Builds stages of one Dockerfile, each once, and those that are made by the same steps together.
 
     Args:
         stages: as `dockerfile.read` gives them.
@@ -51,16 +56,17 @@ class Builder:
         self._env = env
         self._mounts = mounts or []
         self._after = after
-        self._built: dict[str, Root] = {}
+        self._built: dict[MadeBy, Root] = {}
 
     def build(self, target: str) -> Root:
         """The root of a target, with all that it is made of."""
-        if target in self._built:
-            return self._built[target]
+        made_by = self._made_by(target)
+        if made_by in self._built:
+            return self._built[made_by]
         path = self._roots / target
         path.mkdir()
         path.chmod(0o755)
-        root = self._built[target] = Root(path, list(self._mounts))
+        root = self._built[made_by] = Root(path, list(self._mounts))
         for name in ("/tmp", "/root"):
             root.inside(name).mkdir()
         folder, user, env = "/", "0", {"PATH": PATH, "HOME": "/root"}
@@ -79,6 +85,11 @@ class Builder:
                     assert user == "0", f"{stage.name}: RUN as user {user} is not known here"
                     self._run(root, step, folder, {**env, **self._env(target)})
         return root
+
+    def _made_by(self, target: str) -> MadeBy:
+        """What its files follow from: targets that differ in what they run alone are the same root."""
+        steps = (step for stage in lineage(self._stages, target) for step in stage.steps)
+        return tuple(step for step in steps if step.name in _MAKING), frozenset(self._env(target).items())
 
     def _run(self, root: Root, step: Step, folder: str, env: Mapping[str, str]) -> None:
         more = []

@@ -26,6 +26,7 @@ from tests.certificates import Authority, write
 from tests.commands import Command
 from tests.draft_service.conftest import FLAGS, HEALTHY_WITHIN_S
 from tests.draft_service.pairs import DEMO
+from tests.forked import ForkedService
 
 VERIFIER, DRAFT, FRONT = "verifier.models.svc", "spiffe://models/drafts", "draft.models.svc"
 FIRST, SECOND = "first-token-0123456789", "second-token-0123456789"
@@ -72,13 +73,13 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     arguments = ["verifier_service", "--model", str(DEMO / "target"), *FLAGS, *health, *mutual, "--listen", at]
     arguments += ["--tls-cert", str(verifier_files.cert), "--tls-key", str(verifier_files.key)]
     arguments += ["--max-connection-age", str(CONNECTION_AGE)]
-    with ServiceProcess.launch(arguments) as verifier:  # both at once: what takes long is each one's imports
+    with ForkedService.launch(arguments) as verifier:
         arguments = ["draft_service", "--model", str(DEMO / "draft"), *FLAGS, *health, "--verifier", at]
         arguments += ["--verifier-tls-ca", str(ours.pem), "--verifier-tls-name", VERIFIER]
         arguments += ["--verifier-tls-cert", str(draft_files.cert), "--verifier-tls-key", str(draft_files.key)]
         arguments += ["--tls-cert", str(front_files.cert), "--tls-key", str(front_files.key)]
         arguments += ["--auth-token-file", str(pki / "tokens"), "--max-prompt-tokens", str(LONGEST_PROMPT)]
-        with ServiceProcess.launch(arguments) as draft:
+        with ForkedService.launch(arguments) as draft:
             verifier.wait_healthy(HEALTHY_WITHIN_S)
             draft.wait_healthy(HEALTHY_WITHIN_S)
             yield House(pki, ours, others, verifier, draft)

@@ -36,6 +36,13 @@ def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) 
     assert obstacle("triton", CPU, ALL) is None
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_kernels_run_where_their_operands_lie() -> None:
+    rehearse("triton", CUDA)
+    assert torch.cuda.current_device() == 0
+
+
 def test_triton_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.paths.find_spec", lambda name: None)
     assert obstacle("triton", CUDA, ALL) == "triton is not installed"

@@ -4,6 +4,7 @@ The first draft service traces none but requests that come with a trace that is 
 """
 
 import json
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 
 from outrider.cli.pair import fixed
 from outrider.cli.processes import ServiceProcess
+from tests.forked import ForkedService
 from tests.metrics import Samples, scrape
 from tests.operations.collector import Collector, collecting
 from tests.services import HEALTHY_WITHIN_S, MODELS
@@ -44,7 +46,7 @@ def house() -> Iterator[House]:
 
         def launch(module: str, model: str, *flags: str) -> ServiceProcess:
             arguments = [module, "--model", str(MODELS / model), *traced, *FLAGS, *flags]
-            return running.enter_context(ServiceProcess.launch(arguments, env=SOON))
+            return running.enter_context(ForkedService.launch(arguments, env=SOON))
 
         addresses = [fixed("127.0.0.1:0") for _ in range(2)]
         verifiers = [
@@ -64,7 +66,7 @@ def house() -> Iterator[House]:
         yield House(verifiers, drafts, collector)
         for service in (*drafts, *verifiers):  # all at once: each takes seconds
             if service.returncode is None:
-                service.process.terminate()
+                service.process.send_signal(signal.SIGTERM)
 
 
 def logged(service: ServiceProcess, event: str | None = None) -> list[dict[str, Any]]:

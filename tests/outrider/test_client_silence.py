@@ -19,6 +19,7 @@ from outrider.client.results import Collector
 from outrider.rpc.errors import unavailable
 from protos.outrider.v1 import draft_service_pb2 as pb
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
+from tests.forked import ForkedService
 from tests.outrider.refusing import Refusing, refusing
 from tests.proxy import Proxy, Way
 from tests.services import HEALTHY_WITHIN_S, MODELS
@@ -51,7 +52,7 @@ def victim(way: Proxy) -> Iterator[ServiceProcess]:
         "127.0.0.1:0",
     ]
     arguments = ["draft_service", "--model", str(MODELS / "draft"), "--verifier", way.address, *flags]
-    with ServiceProcess.launch(arguments) as process:
+    with ForkedService.launch(arguments) as process:
         process.wait_listening()
         process.wait_healthy(HEALTHY_WITHIN_S)
         yield process

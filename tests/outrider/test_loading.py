@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from outrider.lm.checkpoint import LoadedModel, ModelSource, load_model
+from outrider.lm.errors import CheckpointError
 from outrider.lm.kv_pool import BLOCK_TOKENS
 from outrider.lm.kv_size import MIB, block_bytes
 from outrider.lm.packed import PackedModel
-from outrider.loading import DEFAULT_CPU_KV_MB, kv_blocks
+from outrider.loading import DEFAULT_CPU_KV_MB, kv_blocks, load
 from outrider.settings import ServiceSettings, SettingsError
 from tests.services import MODELS
 
@@ -42,6 +44,25 @@ def test_one_sequence_at_its_longest_must_fit() -> None:
     target = load_model(ModelSource(str(MODELS / "target"), dtype="bfloat16", device="cpu"))
     with pytest.raises(SettingsError, match=r"--kv-cache-mb: 1 MiB hold \d+ blocks .* --max-sequence-tokens 1024"):
         kv_blocks(settings("--kv-cache-mb", "1"), target, BLOCK_TOKENS, left=0)
+
+
+def test_the_log_says_what_runs_where_and_in_which_dtype() -> None:
+    with capture_logs() as lines:
+        load(settings("--device", "cpu", "--dtype", "bfloat16"))
+    (line,) = (line for line in lines if line["event"] == "loaded")
+    assert (line["model"], line["device"], line["dtype"], line["reason"]) == (DRAFT, "cpu", "bfloat16", "as asked for")
+    assert "gpu" not in line
+
+
+def test_a_device_that_is_not_there_is_named_by_its_flag_with_the_number_of_those_that_are() -> None:
+    count = torch.cuda.device_count()
+    for name, why in (
+        (f"cuda:{count}", rf"^--device cuda:{count} is not there: torch sees {count} CUDA devices$"),
+        ("gpu", "^--device must be auto, cpu, cuda or cuda:i, not 'gpu'$"),
+        ("meta", "^--device must be auto, cpu, cuda or cuda:i, not 'meta'$"),
+    ):
+        with pytest.raises(CheckpointError, match=why):
+            load(settings("--device", name))
 
 
 @pytest.mark.gpu

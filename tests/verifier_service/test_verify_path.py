@@ -11,7 +11,7 @@ import pytest
 from kernels.distribution import SamplingLaw
 from kernels.paths import VerifyPath
 from kernels.verify import Rule, implementations, verify
-from outrider.lm.checkpoint import find_device
+from outrider.lm.device import find_device
 from outrider.settings import SettingsError
 from tests.house.project import ROOT
 from tests.verifier_service.streams import PROMPT

@@ -41,6 +41,7 @@ def test_flags_are_passed_on_where_given() -> None:
     assert PairSettings("t", "d").flags() == []
     flags = PairSettings("t", "d", device="cpu", dtype="float32", threads=2).flags()
     assert flags == ["--device", "cpu", "--dtype", "float32", "--threads", "2"]
+    assert PairSettings("t", "d", device="cuda").flags("cuda:1") == ["--device", "cuda:1"]
     assert PairSettings("t", "d").drafting() == []
     drafting = PairSettings("t", "d", drafter="staged", staged_by="ngram", ngram_corpus="c.txt").drafting()
     assert drafting == ["--drafter", "staged", "--staged-by", "ngram", "--ngram-corpus", "c.txt"]

@@ -5,11 +5,13 @@ import re
 import signal
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
-from outrider.cli import main
+from outrider.cli import main, pair
 from tests.certificates import Authority
 from tests.commands import Command, linux
+from tests.forked import ForkedService
 from tests.services import MODELS
 
 PAIR = ["--target", str(MODELS / "target"), "--draft", str(MODELS / "draft"), "--threads", "1"]
@@ -74,3 +76,34 @@ def test_serve_fails_in_one_line_where_a_model_is_missing(tmp_path: Path) -> Non
     assert last.startswith("outrider: verifier_service ended with exit code 1: ")
     assert str(missing) in last
     assert command.left_behind() == []
+
+
+@pytest.mark.parametrize("command", [["serve", *PAIR, "--listen", "127.0.0.1:0"], ["demo"]], ids=lambda each: each[0])
+@pytest.mark.parametrize(
+    ("flags", "service"),
+    [
+        (["--target-device", "cpu", "--draft-device", "cuda:99"], "draft_service"),
+        (["--device", "cpu", "--target-device", "cuda:99"], "verifier_service"),
+    ],
+    ids=["draft", "target"],
+)
+def test_each_model_has_the_device_that_it_is_given(
+    command: list[str], flags: list[str], service: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which shows where one of the two is not there: its service says so, and how many there are."""
+    monkeypatch.setattr(pair, "ServiceProcess", ForkedService)
+    done = CliRunner().invoke(main, [*command, *flags])
+    assert done.exit_code == 1
+    last = done.stderr.splitlines()[-1]
+    assert re.fullmatch(
+        rf"outrider: {service} ended with exit code 1: --device cuda:99 is not there: torch sees \d+ CUDA devices",
+        last,
+    )
+
+
+def test_a_device_that_is_none_is_refused_by_the_name_of_its_flag() -> None:
+    for flag in ("--device", "--target-device", "--draft-device"):
+        for value in ("gpu", "cuda:", "cuda:-1", "cuda:1,2", "cpu:0", "1"):
+            done = CliRunner().invoke(main, ["serve", *PAIR, flag, value])
+            assert done.exit_code == 2
+            assert f"'{flag}': '{value}' is not auto, cpu, cuda or cuda:N" in done.stderr
