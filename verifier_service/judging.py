@@ -63,6 +63,7 @@ class Judge:
         on_gpu = packed.loaded.device.type == "cuda"
         self._side = torch.cuda.Stream(packed.loaded.device) if on_gpu else None
 
+    @torch.inference_mode()
     def __call__(self, chunks: Sequence[Chunk], proposals: Sequence[Proposed]) -> Judged:
         """Runs the chunks in one pass, and judges the proposals by the rows that have logits, in order.
 

@@ -1,0 +1,120 @@
+"""A pass and its rulings in one record are those of a pass and a verification one after the other.
+
+Records call again what they hold, and the kernels of the verification are interpreted: on a GPU both are a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from kernels.distribution import SamplingLaw
+from kernels.verify import Proposed, Rule, Ruling
+from kernels.verify_static import StaticLaunch
+from outrider.lm.attention_choice import GATHERED, AttentionChoice
+from outrider.lm.checkpoint import ModelSource, load_model
+from outrider.lm.packed import Chunk, PackedModel
+from outrider.lm.recording import Repeating
+from tests.services import MODELS
+from verifier_service.judging import Judge, Judged
+
+PAGED = AttentionChoice(GATHERED, "to be recorded")
+SEQUENCES, GAMMA, V = 3, 3, 2048
+LAWS = [SamplingLaw(), SamplingLaw(temperature=0.7), SamplingLaw(temperature=0), SamplingLaw(top_p=0.9)]
+RULES = [Rule.TOKENWISE, Rule.BLOCK, Rule.COUPLED]
+
+
+@pytest.fixture(scope="module")
+def packed() -> PackedModel:
+    loaded = load_model(ModelSource(str(MODELS / "target"), dtype="float32", device="cpu"))
+    model = PackedModel.build(loaded, SEQUENCES + 1, 64, attention=PAGED)
+    torch.set_num_threads(1)
+    return model
+
+
+def judge(packed: PackedModel, path: str, *, records: bool) -> Judge:
+    packed.recorded, runner = None, packed.runner
+    if runner is not None:
+        packed.runner = getattr(runner, "eager", runner)
+    found = Judge(packed, vocab_size=min(V, packed.loaded.vocab_size), verify_path=path)
+    if records:
+        said = found.record(Repeating(), max_sequences=SEQUENCES, max_gamma=GAMMA, seconds=1e3, most_bytes=1 << 30)
+        assert "sizes" in said
+    return found
+
+
+def rounds(packed: PackedModel, judged: Judge, seed: int) -> list[Ruling]:
+    """Rounds of a few sequences, one after the other; what does not stand is rolled back."""
+    rng = random.Random(seed)
+    texts = [[rng.randrange(V) for _ in range(rng.randint(2, 6))] for _ in range(SEQUENCES + 1)]
+    slots = [packed.pool.allocate() for _ in texts]
+    for slot, text in zip(slots, texts, strict=True):
+        packed.forward([Chunk(slot, text[:-1], 0, len(text) - 1)])
+    rulings = []
+    for step in range(6):
+        present = rng.sample(range(len(slots)), SEQUENCES + 1 if step == 3 else rng.randint(1, SEQUENCES))
+        chunks, proposals = [], []
+        for i in present:
+            drafted = tuple(rng.choices(range(V), k=rng.randint(0, GAMMA)))
+            if rng.random() < 0.5 and drafted:  # now and then what the target would write
+                best = packed.forward([Chunk(slots[i], texts[i][-1:], len(texts[i]) - 1, 0)])[0, :V].argmax()
+                packed.pool.rollback(slots[i], len(texts[i]) - 1)
+                drafted = (int(best), *drafted[1:])
+            law = LAWS[3] if step == 5 else rng.choice(LAWS[:3])
+            rule = rng.choice(RULES)
+            q = () if rule is Rule.COUPLED else (None,) * len(drafted)
+            proposals.append(Proposed(drafted, q, law, seed=seed + i, base_length=len(texts[i]), rule=rule))
+            chunks.append(Chunk(slots[i], [texts[i][-1], *drafted], len(texts[i]) - 1, 0))
+        told = judged(chunks, proposals)
+        assert told.proposals == proposals
+        assert min(told.forward_seconds, told.verify_seconds) >= 0
+        rulings += told.rulings
+        for i, proposal, ruling in zip(present, proposals, told.rulings, strict=True):
+            texts[i] += [*proposal.tokens[: ruling.accepted], ruling.next_token]
+            packed.pool.rollback(slots[i], len(texts[i]) - 1)
+    for slot in slots:
+        packed.pool.free(slot)
+    return rulings
+
+
+def same(found: list[Ruling], wanted: list[Ruling]) -> bool:
+    return [replace(each, beta=()) for each in found] == [replace(each, beta=()) for each in wanted]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton has no build for this platform")
+def test_a_recorded_pass_rules_as_one_that_comes(packed: PackedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds with filters, which no record judges, among them; and passes that fit no record."""
+    wanted = rounds(packed, judge(packed, "torch", records=False), 3)
+    recorded = judge(packed, "triton", records=True)
+    filled: list[int] = []
+    fill = StaticLaunch.fill
+
+    def noted(self: StaticLaunch, given: Sequence[Proposed]) -> None:
+        filled.append(len(given))
+        fill(self, given)
+
+    monkeypatch.setattr(StaticLaunch, "fill", noted)
+    found = rounds(packed, recorded, 3)
+    assert same(found, wanted)
+    assert {each.accepted for each in found} >= {0, 1}
+    assert len(filled) == 4, "one pass has too many sequences for its records, and one has filters"
+    for one, other in zip(found, wanted, strict=True):
+        assert one.beta == pytest.approx(other.beta, abs=1e-4)
+
+
+def test_where_the_verification_has_no_record_it_comes_after(packed: PackedModel) -> None:
+    wanted = rounds(packed, judge(packed, "torch", records=False), 4)
+    assert same(rounds(packed, judge(packed, "torch", records=True), 4), wanted)
+
+
+def test_a_pass_without_rounds_has_no_rulings(packed: PackedModel) -> None:
+    slot = packed.pool.allocate()
+    told = judge(packed, "torch", records=False)([Chunk(slot, [5, 6], 0, 2)], [])
+    assert isinstance(told, Judged)
+    assert told.rulings == []
+    packed.pool.free(slot)

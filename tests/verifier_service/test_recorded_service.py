@@ -1,0 +1,65 @@
+"""Both services on pages, with recorded passes and steps, as real processes: the texts are those of the plain path.
+
+Here a record calls again what it holds, and its verification is interpreted; on a GPU it is a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+
+from outrider.cli.pair import Pair
+from outrider.client import Client
+from tests.services import running_demo
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton has no build for this platform")
+
+PROMPT = "def add(a, b):\n"
+SETTINGS = {
+    "OUTRIDER_ATTENTION": "sdpa-paged",
+    "OUTRIDER_VERIFY_PATH": "triton",
+    "OUTRIDER_MAX_SEQUENCES": "2",
+    "OUTRIDER_MAX_GAMMA": "4",
+}
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Iterator[Pair]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SETTINGS.items():
+            patch.setenv(name, value)
+        with running_demo() as pair:
+            yield pair
+
+
+@pytest.mark.parametrize(
+    ("rule", "temperature"), [("block", 1.0), ("tokenwise", 0.7), ("coupled", 1.0), ("block", 0.0)]
+)
+def test_the_text_is_the_one_that_the_plain_path_gives(
+    recorded: Pair, demo_pair: Pair, rule: str, temperature: float
+) -> None:
+    """With a seed, in float32: the same tokens, the same counts."""
+    texts = []
+    for pair in (recorded, demo_pair):
+        with Client(pair.address) as client:
+            done = client.complete(
+                PROMPT, max_new_tokens=16, ignore_eos=True, seed=7, rule=rule, temperature=temperature, gamma=4
+            )
+        texts.append((done.token_ids, done.statistics.num_rounds, done.statistics.num_accepted_tokens))
+    assert texts[0] == texts[1]
+    assert texts[0][2] > 0
+
+
+def test_the_log_says_what_attends_what_is_recorded_and_where_memory_went(recorded: Pair) -> None:
+    for service, passes in ((recorded.verifier, "10 of 10 sizes"), (recorded.draft, "steps of up to 2 sequences; ")):
+        lines = [json.loads(line) for line in service.log_lines() if line.startswith("{")]
+        said = {line["event"]: line for line in lines}
+        assert said["attending"]["attention"] == "sdpa-paged"
+        assert said["attending"]["reason"] == "as asked for"
+        assert passes in said["recorded"]["passes"]
+        assert said["memory"]["weights_mib"] > 0
+        assert said["memory"]["kv_mib"] == 1024
+        assert said["memory"]["kv_tokens"] > 1000
