@@ -190,8 +190,9 @@ def kv_blocks(settings: ServiceSettings, loaded: LoadedModel, block_tokens: int,
     if settings.kv_cache_mb is not None:
         flag, room = "--kv-cache-mb", settings.kv_cache_mb * MIB
     elif loaded.device.type == "cuda":
+        left = max(0, left)
         flag = f"--kv-memory-fraction {settings.kv_memory_fraction:g} of {left / MIB:.0f} MiB"
-        room = max(0, int(settings.kv_memory_fraction * left))
+        room = int(settings.kv_memory_fraction * left)
     else:
         flag, room = "--kv-cache-mb", DEFAULT_CPU_KV_MB * MIB
     size, tokens = block_bytes(loaded, block_tokens), sequence_tokens(settings, loaded)

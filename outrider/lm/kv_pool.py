@@ -92,12 +92,12 @@ class KVPool:
         self.block_tokens = block_tokens
         self.dtype = dtype
         self.device = torch.device(device)
-        self.blocks = Blocks(blocks)
         shape = MemoryShape(
             _per_layer("kv_heads", kv_heads, layers), _per_layer("head_dim", head_dim, layers), blocks, block_tokens
         )
         self.pages = PagedMemory(shape, dtype, self.device) if paged else None
         self._by_head = None if paged else MemoryByHead(shape, dtype, self.device)
+        self.blocks = Blocks(blocks)
         self._slots: dict[int, _Slot] = {}
         self._next_slot = 0
 

@@ -122,7 +122,7 @@ def telling(memory: DeviceMemory, what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (torch.OutOfMemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError) as error:  # torch's own is a RuntimeError
         if not is_out_of_memory(error):
             raise
         raise OutOfMemory(f"out of memory for {what}: {_numbers(memory)} ({_wanted(str(error))})") from error
@@ -142,4 +142,4 @@ def _wanted(words: str) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether torch says that there is no room: on a GPU by its type, on a CPU in words."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -85,7 +85,7 @@ def test_written_tokens_are_those_drawn_step_by_step(
         model.record(Repeating(), max_sequences=3, widest=2, seconds=1e3, most_bytes=1 << 30)
     rng = random.Random(1)
     for law, by_race, first, gamma in product(LAWS, {False, races}, (1, 2, 9), (1, GAMMA)):
-        if races and first == 2:
+        if races and (first == 2 or gamma == 1):
             continue
         prompt = rng.choices(range(VOCABULARY), k=5 + first)
         one, other = held(model, prompt[:5]), held(model, prompt[:5])
