@@ -126,10 +126,12 @@ class RunningPair:
         else:  # prompts come again and again, and other contenders run them each time
             alone = ["--no-prefix-cache"]
         return ServiceProcess.start(
-            [module, *(part for flag in flags.items() for part in flag), *alone],
-            env=service_environment(threads),
-            cores=cores,
+            self._command(module, flags, alone), env=service_environment(threads), cores=cores
         )
+
+    def _command(self, module: str, flags: dict[str, str], alone: Sequence[str]) -> list[str]:
+        """What stands after `python -m`; `alone` are flags without a value, or with theirs behind them."""
+        return [module, *(part for flag in flags.items() for part in flag), *alone]
 
 
 def _metrics_address(service: ServiceProcess) -> str:

@@ -25,7 +25,7 @@ from outrider.lm.checkpoint import LoadedModel
 from outrider.lm.kv_size import blocks_for
 from outrider.lm.packed import PackedModel
 from outrider.lm.tokenizer import Tokenizer
-from outrider.loading import kv_blocks, load, load_tokenizer_alone, sequence_tokens
+from outrider.loading import Loader, kv_blocks, load, load_tokenizer_alone, sequence_tokens
 from outrider.model_info import describe, describe_tokenizer
 from outrider.sampling import DEFAULT_RULE, OFFERED_RULES, RULE_TO_WIRE
 from protos.outrider.v1 import model_pb2
@@ -56,10 +56,11 @@ class DraftApp(Service):
 
     name = SERVICE_NAME
 
-    def __init__(self, settings: DraftSettings) -> None:
+    def __init__(self, settings: DraftSettings, loader: Loader = load) -> None:
         """Raises `SettingsError` where the settings do not say how to speak to verifiers, or contradict each other."""
         super().__init__()
         self._settings = settings
+        self._loader = loader
         self._tls = verifier_tls(settings)
         self._servicer = DraftService(settings, self.metrics, self.tracing)
         self._link: VerifierLink | None = None
@@ -76,7 +77,7 @@ class DraftApp(Service):
         check_settings(settings)
         packed: PackedModel | None = None
         if loads_model(settings):
-            packed, tokenizer = await in_thread(lambda: load_packed(settings))
+            packed, tokenizer = await in_thread(lambda: load_packed(settings, self._loader))
         else:
             tokenizer = await in_thread(lambda: load_tokenizer_alone(settings))
         await warm()  # whatever becomes of verifiers, there is no use in starting it anew
@@ -126,14 +127,14 @@ class DraftApp(Service):
             self.engine.stop()
 
 
-def load_packed(settings: DraftSettings) -> tuple[PackedModel, Tokenizer]:
+def load_packed(settings: DraftSettings, loader: Loader = load) -> tuple[PackedModel, Tokenizer]:
     """The draft with its KV pool, warmed up, and its tokenizer.
 
     Raises:
         CheckpointError: the model cannot be loaded or run.
         SettingsError: the KV cache has no room for one sequence.
     """
-    loaded, tokenizer = load(settings)
+    loaded, tokenizer = loader(settings)
     length = sequence_tokens(settings, loaded)
     blocks = min(kv_blocks(settings, loaded), settings.max_sequences * blocks_for(length))
     packed = PackedModel.build(loaded, settings.max_sequences, length, blocks=blocks)

@@ -3,6 +3,8 @@
 It knows nothing of what the service does with them.
 """
 
+from collections.abc import Callable
+
 from outrider.lm.checkpoint import LoadedModel, ModelSource, load_model
 from outrider.lm.kv_pool import BLOCK_TOKENS
 from outrider.lm.kv_size import MIB, block_bytes, blocks_for, free_device_bytes
@@ -11,6 +13,9 @@ from outrider.settings import ServiceSettings, SettingsError
 
 DEFAULT_SEQUENCE_TOKENS = 8192  # where neither the settings nor a shorter context say less
 DEFAULT_CPU_KV_MB = 1024
+
+Loader = Callable[[ServiceSettings], tuple[LoadedModel, Tokenizer]]
+"""What gives a service its model: `load`, unless whoever starts the service has another way to it."""
 
 
 def load(settings: ServiceSettings) -> tuple[LoadedModel, Tokenizer]:
