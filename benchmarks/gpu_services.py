@@ -16,6 +16,7 @@ from benchmarks.services import Processes, RunningPair
 from outrider.client import Chunk, Client, Finished, Options
 
 PLANTED = "benchmarks.planted"
+_TIMEOUT_S = 60.0  # of one text
 
 
 class PairOn(RunningPair):
@@ -30,6 +31,8 @@ class PairOn(RunningPair):
         max_sequences: sequences at once.
         flags: further flags of each service.
     """
+
+    start_timeout = 90.0  # the whole benchmark has not much more
 
     def __init__(
         self,
@@ -95,7 +98,7 @@ def write(client: Client, prompt: Sequence[int] | str, count: int, **options: An
     stamps: list[tuple[float, int]] = []
     finished: Finished | None = None
     begin = time.perf_counter()
-    for event in client.generate(prompt, **asked):
+    for event in client.generate(prompt, timeout=_TIMEOUT_S, **asked):
         if isinstance(event, Chunk) and event.token_ids:
             tokens += event.token_ids
             stamps.append((time.perf_counter(), len(tokens)))

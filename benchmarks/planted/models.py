@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 from tokenizers import Tokenizer as Words
 from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from benchmarks.planted.shapes import Shape
 from benchmarks.planted.text import Plant
 from outrider.lm.checkpoint import LoadedModel, ModelSource, adopt, find_device
 from outrider.lm.tokenizer import Tokenizer, load_tokenizer
-from outrider.settings import ServiceSettings
+from outrider.settings import ServiceSettings, SettingsError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _SEED = 1
@@ -83,7 +83,10 @@ def load(settings: ServiceSettings) -> tuple[LoadedModel, Tokenizer]:
     Raises:
         CheckpointError: it cannot run, or its tokenizer cannot be read.
         OSError: the folder is no such folder.
+        SettingsError: the settings name no number format that it can have.
     """
+    if settings.dtype not in DTYPES:
+        raise SettingsError(f"--dtype {settings.dtype}: a planted model has {' or '.join(DTYPES)}")
     document = json.loads((Path(settings.model) / _PLANT).read_text(encoding="utf-8"))
     device = find_device(settings.device)
     model = loaded(
