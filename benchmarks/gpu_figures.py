@@ -51,6 +51,20 @@ def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]
     return merged
 
 
+def shares(busy: Sequence[tuple[float, float]], begin: float, end: float, bins: int) -> list[float]:
+    """How much of each of so many equal parts of the time from `begin` to `end` lies in the intervals of `union`."""
+    width = (end - begin) / bins
+    found = [0.0] * bins
+    for start, stop in busy:
+        first, last = max(start, begin), min(stop, end)
+        place = int((first - begin) / width)
+        while first < last and place < bins:
+            until = min(last, begin + (place + 1) * width)
+            found[place] += (until - first) / width
+            first, place = until, place + 1
+    return found
+
+
 def busy_share(busy: Sequence[tuple[float, float]]) -> float:
     """The share of the time from the first begin to the last end that lies in one of the intervals of `union`.
 

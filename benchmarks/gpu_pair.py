@@ -129,7 +129,10 @@ def _assisted_row(gamma: int, theirs: list[Generated], tokens: list[int], refere
 def cache(bench: Bench) -> Json:
     """With the outcome cache and without, on each placement of the draft that this machine has."""
     plan = bench.plan
-    target = cached(DEMO / "target", plan.depth, bench.scratch)
+    target, draft = (
+        cached(DEMO / name, depth, bench.scratch)
+        for name, depth in (("target", plan.depth), ("draft", plan.draft_depth))
+    )
     prompts = spread(read_prompts(DEMO / "prompts.jsonl"), plan.cache_prompts)
     drafts = {"draft on the processor": "cpu"}
     if bench.device.type == "cuda" and torch.cuda.device_count() > 1:
@@ -140,7 +143,7 @@ def cache(bench: Bench) -> Json:
         how = Processes(plan.dtype, 1, plan.dtype, 1)
         # One draft service for both ways: a request says whether it wants the cache.
         with PairOn(
-            target, DEMO / "draft", how, devices=devices, planted=False, max_sequences=2, flags=_flags(plan.kv_mb)
+            target, draft, how, devices=devices, planted=False, max_sequences=2, flags=_flags(plan.kv_mb)
         ) as services:
             bench.told(f"the services are up, {placement}")
             for way in plan.cache_ways:
@@ -149,7 +152,7 @@ def cache(bench: Bench) -> Json:
                     if rows and bench.deadline.over:
                         break
                     rows.append({"placement": placement, "way": way} | _cache_row(bench, services, prompts, way, gamma))
-    return {"depth": plan.depth, "rows": rows}
+    return {"depth": plan.depth, "draft_depth": plan.draft_depth, "rows": rows}
 
 
 def _flags(kv_mb: int) -> dict[str, tuple[str, ...]]:

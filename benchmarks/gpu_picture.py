@@ -162,9 +162,11 @@ def _share(found: Json) -> Figure:
 def _profile(found: Json) -> Figure:
     """When the device worked, over a stretch in the middle."""
     figure, panel = _plain(9.0, 2.4)
-    panel.broken_barh([(start / 1e3, (end - start) / 1e3) for start, end in found["window"]], (0, 1), color=_BLUE)
+    width = found["window_ms"] / len(found["window"])
+    panel.bar([i * width for i in range(len(found["window"]))], found["window"], width, align="edge", color=_BLUE)
     panel.set_xlim(0, found["window_ms"])
-    panel.set_yticks([])
+    panel.set_ylim(0, 1)
+    panel.set_ylabel("at work")
     panel.set_xlabel("ms")
     panel.set_title(f"{found['streams']} streams: the device works {found['busy_share']:.1%} of the time", fontsize=10)
     figure.subplots_adjust(bottom=0.38)

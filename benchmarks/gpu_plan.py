@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks.kernel import QUICK
 from benchmarks.kernel import Plan as KernelPlan
 from benchmarks.planted.shapes import LLAMA_1B, LLAMA_8B, LLAMA_13B, TINY_DRAFT, TINY_TARGET, Shape
 from benchmarks.planted.text import Plant
@@ -51,6 +50,7 @@ class GpuPlan:
         stream_repeats: how often each of its runs is made.
         texts_per_stream: texts of a run, over its streams.
         depth: how many times as deep as the demo target that of the part `cache` is.
+        draft_depth: the same of its draft.
         cache_gammas: γ of the part `cache`.
         cache_ways: of `benchmarks.outcome_cache.WAYS`.
         cache_prompts: of the demo corpus, once each.
@@ -85,6 +85,7 @@ class GpuPlan:
     stream_repeats: int
     texts_per_stream: int
     depth: int
+    draft_depth: int
     cache_gammas: tuple[int, ...]
     cache_ways: tuple[str, ...]
     cache_prompts: int
@@ -129,6 +130,7 @@ FULL = GpuPlan(
     stream_repeats=2,
     texts_per_stream=2,
     depth=16,
+    draft_depth=4,
     cache_gammas=(4, 8),
     cache_ways=("greedy", "coupled"),
     cache_prompts=6,
@@ -174,6 +176,7 @@ DRY = GpuPlan(
     stream_repeats=1,
     texts_per_stream=1,
     depth=2,
+    draft_depth=1,
     cache_gammas=(2,),
     cache_ways=("greedy",),
     cache_prompts=1,
@@ -181,8 +184,8 @@ DRY = GpuPlan(
     batches=(1, 2),
     context=8,
     matrix=64,
-    kernel=QUICK,
-    kernel_parts=("rules",),
+    kernel=KernelPlan(vocabularies=(512,), gammas=(2,), batches=(2,), gamma=2, rules_batches=(1,), repeats=5),
+    kernel_parts=("gamma", "batch", "rules"),
     profile_streams=2,
     profile_seconds=0.05,
     window_ms=20.0,

@@ -16,7 +16,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_bench import Bench, Json
-from benchmarks.gpu_figures import busy_share, union
+from benchmarks.gpu_figures import busy_share, shares, union
 from benchmarks.gpu_packed import as_served
 from outrider.wire import PrefixHash
 from protos.outrider.v1 import model_pb2, sampling_pb2, verifier_service_pb2
@@ -31,6 +31,7 @@ AIM = 0.9
 _PASS_TOKENS = 512
 _LONGEST = 1024  # tokens of each sequence: more than are written while it is watched
 _WARM_UP_PASSES = 5
+_BINS = 500  # that the picture is made of
 _LONGEST_WAIT_S = 60.0
 
 
@@ -117,6 +118,7 @@ def profiled(bench: Bench) -> Json:
     finally:
         engine.stop()
     busy = watch.busy()
+    middle = max(0.0, (busy[-1][1] - 1e3 * plan.window_ms) / 2)
     found: Json = {
         "streams": plan.profile_streams,
         "passes": watch.passes,
@@ -124,7 +126,7 @@ def profiled(bench: Bench) -> Json:
         "tokens_per_second": watch.passes * plan.profile_streams / watch.seconds,
         "busy_share": busy_share(busy),
         "window_ms": plan.window_ms,
-        "window": _window(busy, 1e3 * plan.window_ms),
+        "window": [round(share, 3) for share in shares(busy, middle, middle + 1e3 * plan.window_ms, _BINS)],
     }
     bench.told(f"{plan.profile_streams} streams: the device works {found['busy_share']:.1%} of the time")
     return found
@@ -152,13 +154,3 @@ def _decode(engine: VerifierEngine, model: model_pb2.ModelInfo, name: str, promp
         num_tokens=opening.max_new_tokens,
     )
     engine.post(Submit(sequence, check_decode(asked)))
-
-
-def _window(busy: Sequence[tuple[float, float]], microseconds: float) -> list[tuple[float, float]]:
-    """What lies in the middle of it, for so long, from 0 on, in microseconds to a tenth."""
-    begin = max(0.0, (busy[-1][1] - microseconds) / 2)
-    return [
-        (round(max(start, begin) - begin, 1), round(min(end, begin + microseconds) - begin, 1))
-        for start, end in busy
-        if end > begin and start < begin + microseconds
-    ]
