@@ -90,7 +90,8 @@ def _timed(
     ids = torch.tensor([list(prompt)], device=bench.device)
     bench.clock.wait()
     begin = time.perf_counter()
-    with torch.inference_mode():
+    # What is compiled would carry inference tensors from one call to the next.
+    with torch.no_grad() if "cache_implementation" in options else torch.inference_mode():
         text = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, use_cache=True, **options
         )
