@@ -152,7 +152,7 @@ class Steps:
         self._shape = shape
 
     def rate(self) -> float:
-        """Tokens a second of one text, its prompt not counted.
+        """Tokens a second of one text, of as many passes: the first is that over the prompt.
 
         Raises:
             WrongLength: it was another text.
@@ -161,9 +161,9 @@ class Steps:
         prompt = self._bench.prompt(self._shape, 0, count)
         slot = self._packed.pool.allocate()
         try:
-            tokens = [self._next(slot, prompt, 0)]
             self._bench.clock.wait()
             begin = time.perf_counter()
+            tokens = [self._next(slot, prompt, 0)]
             while len(tokens) < count:
                 tokens.append(self._next(slot, tokens[-1:], len(prompt) + len(tokens) - 1))
             self._bench.clock.wait()
@@ -172,7 +172,7 @@ class Steps:
             self._packed.pool.free(slot)
         if tokens != written(prompt, count, self._shape.vocab):
             raise WrongLength(f"Outrider wrote another text than {self._shape.name} was planted with")
-        return (count - 1) / seconds
+        return count / seconds
 
     def pass_seconds(self, width: int) -> float:
         """Seconds of a pass over so many tokens behind a prompt, all of whose logits are asked for."""

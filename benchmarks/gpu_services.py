@@ -62,62 +62,51 @@ class Text:
 
     Attributes:
         tokens: that came.
-        rate: tokens a second from the first piece on: those of the pieces behind it, over the time since it came.
-        first: until the first piece.
+        rate: tokens a second, the pass over the prompt included.
         rounds: verdicts.
         drafted: tokens proposed.
         alpha: the mean chance of acceptance over judged positions; None where nothing was drafted.
         draft: the draft service's time for proposals.
         verdict: from sending to having the verdict, summed over rounds.
         judging: forward and verify of those, by the verifier's clock.
-        hits: verdicts that the outcome cache had foreseen.
-        queries: verdicts for which it had drafted ahead.
     """
 
     tokens: tuple[int, ...]
     rate: float
-    first: float
     rounds: int
     drafted: int
     alpha: float | None
     draft: float
     verdict: float
     judging: float
-    hits: int
-    queries: int
 
 
 def write(client: Client, prompt: Sequence[int] | str, count: int, **options: Any) -> Text:
-    """Asks for `count` tokens, and takes the time of each piece.
+    """Asks for `count` tokens, and takes the time until the last of them is there.
 
     Raises:
         WrongLength: other than `count` came.
     """
     asked: Options = {"max_new_tokens": count, "ignore_eos": True, **options}  # type: ignore[typeddict-item]
     tokens: list[int] = []
-    stamps: list[tuple[float, int]] = []
     finished: Finished | None = None
-    begin = time.perf_counter()
+    begin = last = time.perf_counter()
     for event in client.generate(prompt, timeout=_TIMEOUT_S, **asked):
         if isinstance(event, Chunk) and event.token_ids:
             tokens += event.token_ids
-            stamps.append((time.perf_counter(), len(tokens)))
+            last = time.perf_counter()
         elif isinstance(event, Finished):
             finished = event
     if finished is None or len(tokens) != count:
         raise WrongLength(f"Outrider wrote {len(tokens)} tokens, not {count}")
     told, times = finished.statistics, finished.timings
-    (first, early), (last, all_) = stamps[0], stamps[-1]
     return Text(
         tokens=tuple(tokens),
-        rate=(all_ - early) / (last - first) if last > first else all_ / (last - begin),
-        first=first - begin,
+        rate=count / (last - begin),
         rounds=told.num_rounds,
         drafted=told.num_draft_tokens,
         alpha=told.alpha if told.num_draft_tokens else None,
         draft=times.draft_us / 1e6,
         verdict=times.verdict_us / 1e6,
         judging=(times.forward_us + times.verify_us) / 1e6,
-        hits=told.num_outcome_cache_hits,
-        queries=told.num_outcome_cache_queries,
     )

@@ -42,23 +42,22 @@ class HasClock(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What one text took: tokens a second behind the first token, and passes of the target where they were counted."""
+    """What one text took: tokens a second, the prompt's pass included, and passes of the target where counted."""
 
     rate: float
     passes: int | None = None
 
 
 def generated(bench: HasClock, model: Any, prompt: Sequence[int], count: int, **options: Any) -> Generated:
-    """One text by `generate`, greedily; what its first token takes is taken apart, and not counted.
+    """One text by `generate`, greedily.
 
     Raises:
         WrongLength: it is not the text that the model was planted with.
     """
-    first, _ = _timed(bench, model, prompt, 1, options)
-    whole, tokens = _timed(bench, model, prompt, count, options)
+    seconds, tokens = _timed(bench, model, prompt, count, options)
     if tokens != written(prompt, count, model.config.vocab_size):
         raise WrongLength(f"transformers wrote {len(tokens)} tokens of another text than was planted")
-    return Generated((count - 1) / max(whole - first, 1e-9))
+    return Generated(count / seconds)
 
 
 class Assisted:
@@ -76,12 +75,11 @@ class Assisted:
     def write(self, prompt: Sequence[int], count: int) -> Generated:
         """One text; see `generated`."""
         assisting = {"assistant_model": self._draft}
-        first, _ = _timed(self._bench, self._target, prompt, 1, {})
         self._passes.reset()
-        whole, tokens = _timed(self._bench, self._target, prompt, count, assisting)
+        seconds, tokens = _timed(self._bench, self._target, prompt, count, assisting)
         if tokens != written(prompt, count, self._target.config.vocab_size):
             raise WrongLength(f"assisted generation wrote {len(tokens)} tokens of another text than was planted")
-        return Generated((count - 1) / max(whole - first, 1e-9), self._passes.count)
+        return Generated(count / seconds, self._passes.count)
 
 
 def _timed(
