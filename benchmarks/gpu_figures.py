@@ -20,6 +20,17 @@ def weight_bound(weight_bytes: float, bandwidth: float) -> float:
     return bandwidth / weight_bytes
 
 
+def overall(rates: Sequence[float]) -> float:
+    """The rate of several texts of one length together: all their tokens over all their seconds.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not rates:
+        raise ValueError("no text was written")
+    return len(rates) / sum(1 / rate for rate in rates)
+
+
 def foretold(alpha: float, gamma: int, times: dict[str, float]) -> float:
     """Tokens a second by [L Thm 3.8] with the network, from `draft_step`, `verify_pass` and `round_trip` in seconds."""
     return tokens_per_second(alpha, gamma, times["draft_step"], times["verify_pass"], times["round_trip"])

@@ -9,7 +9,6 @@ measured on the demo pair, whose target is deepened on the device and whose draf
 from __future__ import annotations
 
 import argparse
-from statistics import median
 
 import torch
 
@@ -17,7 +16,7 @@ from benchmarks.arguments import DEMO
 from benchmarks.contenders import WrongLength
 from benchmarks.deepen import cached
 from benchmarks.gpu_bench import Bench, Json
-from benchmarks.gpu_figures import alpha_of, foretold
+from benchmarks.gpu_figures import alpha_of, foretold, overall
 from benchmarks.gpu_services import PairOn, Text, write
 from benchmarks.gpu_transformers import Assisted, Generated
 from benchmarks.outcome_cache import WAYS, measure
@@ -51,7 +50,7 @@ def pair(bench: Bench) -> Json:
                 theirs[alpha].append(_theirs(bench, assisted, alpha, turn))
         alone.append(_one(bench, services, plan.alphas[turn % len(plan.alphas)], turn, 0))
         bench.told(f"turn {turn + 1} of {plan.repeats}")
-    reference = median(text.rate for text in alone)
+    reference = overall([text.rate for text in alone])
     return {
         "alone_tokens_per_second": reference,
         "alphas": {
@@ -93,7 +92,7 @@ def _row(gamma: int, alpha: float, texts: list[Text], theirs: list[Generated], r
         "round_trip": max(0.0, sum(text.verdict for text in texts) - judging) / rounds,
     }
     found = sum((text.alpha or 0.0) * text.drafted for text in texts) / drafted
-    rate = median(text.rate for text in texts)
+    rate = overall([text.rate for text in texts])
     row: Json = {
         "gamma": gamma,
         "alpha": alpha,
@@ -112,7 +111,7 @@ def _row(gamma: int, alpha: float, texts: list[Text], theirs: list[Generated], r
 
 
 def _assisted_row(gamma: int, theirs: list[Generated], tokens: list[int], reference: float) -> Json:
-    rate = median(each.rate for each in theirs)
+    rate = overall([each.rate for each in theirs])
     per_pass = sum(tokens) / sum(each.passes or 1 for each in theirs)
     return {
         "tokens_per_second": rate,

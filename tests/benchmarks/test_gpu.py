@@ -16,7 +16,7 @@ import torch
 from benchmarks import gpu, gpu_alone, gpu_transformers
 from benchmarks.clocks import CpuClock
 from benchmarks.gpu_bench import Bench, Deadline, Json
-from benchmarks.gpu_figures import alpha_of, busy_share, foretold, shares, union, weight_bound
+from benchmarks.gpu_figures import alpha_of, busy_share, foretold, overall, shares, union, weight_bound
 from benchmarks.gpu_plan import DRY, FULL, PARTS
 from benchmarks.gpu_report import DRY_RUN, summarise, tables
 from benchmarks.planted import __main__ as planted_service
@@ -329,6 +329,12 @@ def test_the_bound_is_how_often_the_weights_can_be_read() -> None:
     assert weight_bound(16e9, 4e12) == 250.0
     with pytest.raises(ValueError, match="both must be above 0"):
         weight_bound(0, 4e12)
+
+
+def test_texts_count_by_the_time_they_take() -> None:
+    assert overall([10.0, 30.0]) == pytest.approx(200 / (100 / 10 + 100 / 30))
+    with pytest.raises(ValueError, match="no text was written"):
+        overall([])
 
 
 def test_the_theorem_is_taken_with_the_network() -> None:
