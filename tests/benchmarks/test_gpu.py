@@ -83,6 +83,18 @@ def test_a_dry_run_measures_every_part_and_says_that_it_means_nothing(
     assert capsys.readouterr().err.count("it is there already") == len(PARTS)
 
 
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_on_a_gpu_tiny_models_pass_through_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "FULL", DRY)
+    output = tmp_path / "gpu.json"
+    assert gpu.main(["--output", str(output), "--scratch", str(tmp_path)]) == 0
+    document = json.loads(output.read_text())
+    _check_figures({name: entry["figures"] for name, entry in document["parts"].items()})
+    assert "meaning" not in document
+    assert document["parts"]["profile"]["key"]["device"]["name"] == torch.cuda.get_device_name()
+
+
 def _check_figures(figures: dict[str, Json]) -> None:
     for row in figures["alone"]["shapes"].values():
         assert row["contenders"]["Outrider, eager"]["of_bound"] > 0
