@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"benchmarks.kernel: {error}", markup=False, soft_wrap=True)
         return 2
     record.once("copy", "bytes_per_second", clock.copy_bandwidth)
-    whole = _measure(plan, given.parts, _contenders(path), clock, record, given.seconds, console)
+    whole = measure(plan, given.parts, contenders_of(path), clock, record, given.seconds, console)
     record.put("summary", summarise(record.document))
     draw(record.document, record.path.with_suffix(".png"))
     text = tables(record.document)
@@ -138,7 +138,8 @@ def _head(plan: Plan, path: str, clock: Clock, arguments: Sequence[str]) -> dict
     }
 
 
-def _contenders(path: str) -> dict[str, Contender]:
+def contenders_of(path: str) -> dict[str, Contender]:
+    """All who verify, by name; `path` is Outrider's implementation."""
     return {
         "outrider": Outrider(path),
         "transformers": Transformers(),
@@ -148,7 +149,7 @@ def _contenders(path: str) -> dict[str, Contender]:
     }
 
 
-def _measure(
+def measure(
     plan: Plan,
     parts: Sequence[str],
     contenders: dict[str, Contender],

@@ -192,6 +192,7 @@ def _per_round(done: list[Completion]) -> Json:
         "draft": lambda each: each.timings.draft_us,
         "verdict": lambda each: each.timings.verdict_us,
         "forward": lambda each: each.timings.forward_us,
+        "verify": lambda each: each.timings.verify_us,
         "saved": lambda each: each.timings.saved_us,
     }
     return {name: round(sum(map(of, done)) / rounds / 1e3, 3) for name, of in figures.items()}

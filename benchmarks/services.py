@@ -27,7 +27,6 @@ from outrider.client import Client, Completion
 RULE = "block"
 # One text at a time is asked for; room for more would only be memory.
 _MAX_SEQUENCES = 2
-_START_TIMEOUT_S = 300.0
 _METRICS_TIMEOUT_S = 10.0
 
 
@@ -49,7 +48,12 @@ class RunningPair:
     """Both services of one pair, and a client of theirs, as a context manager that stops them when left.
 
     For a main thread: inside it SIGTERM interrupts, or else the services would outlive a benchmark that is told to end.
+
+    Attributes:
+        start_timeout: seconds until each service must be healthy.
     """
+
+    start_timeout = 300.0
 
     def __init__(
         self,
@@ -84,7 +88,7 @@ class RunningPair:
                 self._start("draft_service", self._draft, how.draft_dtype, how.draft_threads, second)
             )
             for service in (self.verifier, self.draft):
-                service.wait_healthy(_START_TIMEOUT_S)
+                service.wait_healthy(self.start_timeout)
                 self._metrics[service] = _metrics_address(service)  # now: of a long log only the end is kept
             self.client = opening.enter_context(Client(self.draft.address))
             self._open = opening.pop_all()
@@ -125,11 +129,11 @@ class RunningPair:
             alone = [*self._draft_flags]
         else:  # prompts come again and again, and other contenders run them each time
             alone = ["--no-prefix-cache"]
-        return ServiceProcess.start(
-            [module, *(part for flag in flags.items() for part in flag), *alone],
-            env=service_environment(threads),
-            cores=cores,
-        )
+        return ServiceProcess.start(self._command(module, flags, alone), env=service_environment(threads), cores=cores)
+
+    def _command(self, module: str, flags: dict[str, str], alone: Sequence[str]) -> list[str]:
+        """What stands after `python -m`; `alone` are flags without a value, or with theirs behind them."""
+        return [module, *(part for flag in flags.items() for part in flag), *alone]
 
 
 def _metrics_address(service: ServiceProcess) -> str:

@@ -27,7 +27,7 @@ from outrider.lm.checkpoint import LoadedModel
 from outrider.lm.packed import PackedModel
 from outrider.lm.recording import Recorder
 from outrider.lm.tokenizer import Tokenizer
-from outrider.loading import Built, build_packed, load, load_tokenizer_alone, sequence_tokens
+from outrider.loading import Built, Loader, build_packed, load, load_tokenizer_alone, sequence_tokens
 from outrider.model_info import describe, describe_tokenizer
 from outrider.sampling import DEFAULT_RULE, OFFERED_RULES, RULE_TO_WIRE
 from protos.outrider.v1 import model_pb2
@@ -61,10 +61,11 @@ class DraftApp(Service):
 
     name = SERVICE_NAME
 
-    def __init__(self, settings: DraftSettings) -> None:
+    def __init__(self, settings: DraftSettings, loader: Loader = load) -> None:
         """Raises `SettingsError` where the settings do not say how to speak to verifiers, or contradict each other."""
         super().__init__()
         self._settings = settings
+        self._loader = loader
         self._tls = verifier_tls(settings)
         self._servicer = DraftService(settings, self.metrics, self.tracing)
         self._link: VerifierLink | None = None
@@ -81,7 +82,7 @@ class DraftApp(Service):
         check_settings(settings)
         built: Built | None = None
         if loads_model(settings):
-            built, tokenizer = await in_thread(lambda: load_built(settings))
+            built, tokenizer = await in_thread(lambda: load_built(settings, self._loader))
         else:
             tokenizer = await in_thread(lambda: load_tokenizer_alone(settings))
         await warm()  # whatever becomes of verifiers, there is no use in starting it anew
@@ -131,14 +132,14 @@ class DraftApp(Service):
             self.engine.stop()
 
 
-def load_built(settings: DraftSettings) -> tuple[Built, Tokenizer]:
+def load_built(settings: DraftSettings, loader: Loader = load) -> tuple[Built, Tokenizer]:
     """The draft with its KV pool, warmed up, and its tokenizer.
 
     Raises:
         CheckpointError: the model cannot be loaded or run.
         SettingsError: the KV cache has no room for one sequence.
     """
-    loaded, tokenizer = load(settings)
+    loaded, tokenizer = loader(settings)
     length = sequence_tokens(settings, loaded)
     built = build_packed(
         settings, loaded, length, pass_tokens=settings.prefill_tokens, most_sequences=settings.max_sequences

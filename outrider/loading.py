@@ -27,6 +27,9 @@ _log = structlog.get_logger()
 DEFAULT_SEQUENCE_TOKENS = 8192  # where neither the settings nor a shorter context say less
 DEFAULT_CPU_KV_MB = 1024
 
+Loader = Callable[[ServiceSettings], tuple[LoadedModel, Tokenizer]]
+"""What gives a service its model: `load`, unless whoever starts the service has another way to it."""
+
 
 def load(settings: ServiceSettings) -> tuple[LoadedModel, Tokenizer]:
     """The model and its tokenizer; this thread works on its device from then on. Takes as long as reading the weights

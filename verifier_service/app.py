@@ -8,7 +8,7 @@ from kernels.paths import PathUnavailable, VerifyPath, choose, rehearse
 from outrider.lifecycle import Service, Warm, in_thread
 from outrider.lm.device import find_device
 from outrider.lm.peek import vocabulary_size
-from outrider.loading import DEFAULT_SEQUENCE_TOKENS, build_packed, load, sequence_tokens
+from outrider.loading import DEFAULT_SEQUENCE_TOKENS, Loader, build_packed, load, sequence_tokens
 from outrider.message_sizes import limit_of, of_verify
 from outrider.model_info import describe
 from outrider.sampling import DEFAULT_RULE, OFFERED_RULES
@@ -35,10 +35,11 @@ class VerifierApp(Service):
 
     name = SERVICE_NAME
 
-    def __init__(self, settings: VerifierSettings) -> None:
+    def __init__(self, settings: VerifierSettings, loader: Loader = load) -> None:
         """Raises `SettingsError` where the path of verification that was asked for cannot run here."""
         super().__init__()
         self._settings = settings
+        self._loader = loader
         self._path = find_path(settings)
         self._servicer = VerifierService(settings, SequenceMetrics(self.metrics), self.tracing)
         self.engine: VerifierEngine | None = None
@@ -51,7 +52,7 @@ class VerifierApp(Service):
 
     async def load(self, warm: Warm) -> None:
         observer = SpeculationMetrics(self.metrics, self._path.name, self._settings.max_gamma)
-        engine, model = await in_thread(lambda: build_engine(self._settings, self._path))
+        engine, model = await in_thread(lambda: build_engine(self._settings, self._path, loader=self._loader))
         self.metrics.describe(
             service="verifier_service",
             version=model.server_version,
@@ -107,7 +108,7 @@ def find_path(settings: VerifierSettings) -> VerifyPath:
 
 
 def build_engine(
-    settings: VerifierSettings, path: VerifyPath, observer: Observer | None = None
+    settings: VerifierSettings, path: VerifyPath, observer: Observer | None = None, loader: Loader = load
 ) -> tuple[VerifierEngine, model_pb2.ModelInfo]:
     """Loads the model and warms it up. Takes as long as reading the weights does.
 
@@ -115,7 +116,7 @@ def build_engine(
         CheckpointError: the model cannot be loaded or run.
         SettingsError: the KV cache has no room for one sequence.
     """
-    loaded, tokenizer = load(settings)
+    loaded, tokenizer = loader(settings)
     tokens = sequence_tokens(settings, loaded)
     built = build_packed(
         settings,

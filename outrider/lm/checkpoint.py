@@ -24,7 +24,7 @@ from outrider.lm.quantisation import placement, quantisation_method, settle_dtyp
 from outrider.lm.selfcheck import Reference, deviation, reference, tolerance
 from outrider.lm.snapshot import resolve_folder
 
-__all__ = ["CheckpointError", "LoadedModel", "ModelSource", "load_model"]
+__all__ = ["CheckpointError", "LoadedModel", "ModelSource", "adopt", "load_model"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -117,9 +117,43 @@ def _load(source: ModelSource, folder: Path, device: torch.device) -> LoadedMode
         raise CheckpointError(f"{error} (its weights are quantised by '{quantisation}')") from error
     if quantisation is not None:
         settle_dtype(model, dtype)
-    model = model.to(device).eval().requires_grad_(False)
+    return _ready(model.to(device), source.name, fingerprint, device, dtype, dtype_reason, quantisation)
+
+
+def adopt(model: Any, name: str, weights_fingerprint: str) -> LoadedModel:
+    """Takes a model that is in memory already, on its device and in its dtype, and holds it as `load_model` does.
+
+    Args:
+        model: a causal language model of transformers, of one dtype and on one device. It is changed: its attention
+            becomes ours.
+        name: how the model is called from here on.
+        weights_fingerprint: stands for its weights; two models with the same one are taken to be the same.
+
+    Raises:
+        CheckpointError: it needs something the packed attention does not do. The text is one line.
+    """
+    first = next(model.parameters())
+    with _quiet():
+        try:
+            model.set_attn_implementation(NAME)
+        except ValueError as error:
+            raise CheckpointError(f"the attention of {type(model).__name__} {ELSEWHERE}") from error
+        return _ready(model, name, weights_fingerprint, first.device, first.dtype, "as it came", None)
+
+
+def _ready(
+    model: Any,
+    name: str,
+    fingerprint: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    dtype_reason: str,
+    quantisation: str | None,
+) -> LoadedModel:
+    """A model that lies on its device, looked over and held against transformers' own forward."""
+    model = model.eval().requires_grad_(False)
     layers = probe_attention(model)
-    context_length = _context_length(config)
+    context_length = _context_length(model.config)
     vocab_size = _vocab_size(model)
     expected = reference(model, vocab_size, context_length)
     distance = deviation(TransformersProgram(model), layers, expected, dtype, device)
@@ -138,7 +172,7 @@ def _load(source: ModelSource, folder: Path, device: torch.device) -> LoadedMode
         quantisation=quantisation,
         vocab_size=vocab_size,
         context_length=context_length,
-        name=source.name,
+        name=name,
         eos_token_ids=_eos_token_ids(model),
         weights_fingerprint=fingerprint,
         weight_bytes=_weight_bytes(model),

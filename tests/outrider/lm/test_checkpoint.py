@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModelForCausalLM,
     BertConfig,
     FalconConfig,
     GPT2Config,
@@ -25,8 +26,9 @@ from transformers import (
 )
 
 from outrider.lm import checkpoint as checkpoint_module
-from outrider.lm.checkpoint import CheckpointError, LoadedModel, ModelSource, load_model
+from outrider.lm.checkpoint import CheckpointError, LoadedModel, ModelSource, adopt, load_model
 from outrider.lm.fingerprint import weights_fingerprint
+from outrider.lm.packed import Chunk, PackedModel
 from tests.outrider.lm import tiny
 
 SMALL: dict[str, Any] = {
@@ -261,3 +263,39 @@ def test_a_model_that_packing_changes_is_refused(tmp_path: Path, monkeypatch: py
     forward = GPT2MLP.forward
     monkeypatch.setattr(GPT2MLP, "forward", lambda self, x: forward(self, x) + x.cumsum(1))
     assert "give other logits than its own forward" in refusal(folder)
+
+
+def test_a_model_in_memory_is_taken_as_one_from_a_folder(
+    load: Callable[..., LoadedModel], checkpoint: Callable[[str], Path]
+) -> None:
+    expected = load("llama")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype=torch.float32).train()
+    adopted = adopt(model, "mine", "its fingerprint")
+    assert (adopted.name, adopted.weights_fingerprint) == ("mine", "its fingerprint")
+    assert not adopted.model.training
+    for name in ("layers", "vocab_size", "context_length", "eos_token_ids", "device", "dtype", "quantisation"):
+        assert getattr(adopted, name) == getattr(expected, name)
+    chunks = [Chunk(0, [5, 6, 7], 0, 0)]
+    logits = []
+    for loaded in (adopted, expected):
+        packed = PackedModel.build(loaded, max_sequences=1, max_length=8)
+        packed.pool.allocate()
+        logits.append(packed.forward(chunks))
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("feature", ["own attention", "memory elsewhere", "no arguments"])
+def test_a_model_in_memory_is_looked_over_as_any_other(feature: str) -> None:
+    config, message = REFUSED[feature]
+    with pytest.raises(CheckpointError, match=message):
+        adopt(AutoModelForCausalLM.from_config(config()).eval(), "mine", "its fingerprint")
+
+
+def test_a_model_in_memory_that_packing_changes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+
+    model = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=97, n_positions=64, n_embd=32, n_layer=2, n_head=4))
+    forward = GPT2MLP.forward
+    monkeypatch.setattr(GPT2MLP, "forward", lambda self, x: forward(self, x) + x.cumsum(1))
+    with pytest.raises(CheckpointError, match="give other logits than its own forward"):
+        adopt(model, "mine", "its fingerprint")

@@ -1,0 +1,168 @@
+"""A second of a saturated verifier, watched by torch's profiler: how much of it the device works. Part `profile`.
+
+The engine is the verifier's own, on its own thread; its sequences decode without end, so that it never waits for
+anybody. On a CPU the same code watches the operations of the engine's thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.gpu_bench import Bench, Json
+from benchmarks.gpu_figures import busy_share, shares, union
+from benchmarks.gpu_packed import RECORD_BYTES, RECORD_SECONDS, paged_model
+from kernels.verify import implementation_for
+from outrider.lm.recording import recorder_for
+from outrider.wire import PrefixHash
+from protos.outrider.v1 import model_pb2, sampling_pb2, verifier_service_pb2
+from verifier_service.engine import Open, Read, Submit, VerifierEngine
+from verifier_service.judging import Judged
+from verifier_service.rounds import check_decode, check_open
+from verifier_service.scheduler import TargetWork
+from verifier_service.sequence import Reply, TargetSequence
+
+AIM = 0.9
+"""Of the time, that the device works."""
+
+_PASS_TOKENS = 512
+_LONGEST = 1024  # tokens of each sequence: more than are written while it is watched
+_WARM_UP_PASSES = 5
+_BINS = 500  # that the picture is made of
+_LONGEST_WAIT_S = 60.0
+
+
+class Watch:
+    """What the profiler saw for so many seconds, from the beginning of a pass to that of another one.
+
+    `look` belongs to the engine's thread; all else is for after `done`.
+    """
+
+    def __init__(self, device: torch.device, seconds: float, sequences: int) -> None:
+        self.done = threading.Event()
+        self.passes = 0
+        self.seconds = 0.0
+        self._device = device
+        self._seconds = seconds
+        self._sequences = sequences
+        self._full = 0
+        self._begun = 0.0
+        self._profile: Any = None
+
+    def look(self, sequences: int) -> None:
+        """Called before each pass: begins after a few that hold all sequences, and ends once the time is over."""
+        if self.done.is_set():
+            return
+        if self._profile is None:
+            self._full += sequences == self._sequences
+            if self._full > _WARM_UP_PASSES:
+                self._profile = profile(activities=[_activity(self._device)])
+                self._profile.start()
+                self._begun = time.perf_counter()
+            return
+        self.passes += 1
+        if time.perf_counter() - self._begun >= self._seconds:
+            self.seconds = time.perf_counter() - self._begun
+            self._profile.stop()
+            self.done.set()
+
+    def busy(self) -> list[tuple[float, float]]:
+        """When the device worked, in microseconds from the first work on, as intervals that do not touch."""
+        kind = DeviceType.CUDA if self._device.type == "cuda" else DeviceType.CPU
+        found = union(
+            (event.time_range.start, event.time_range.end)
+            for event in self._profile.events()
+            if event.device_type == kind and event.time_range.end > event.time_range.start
+        )
+        return [(begin - found[0][0], end - found[0][0]) for begin, end in found]
+
+
+def _activity(device: torch.device) -> ProfilerActivity:
+    return ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
+
+
+class WatchedEngine(VerifierEngine):
+    """The verifier's engine, with a look before each pass."""
+
+    watch: Watch
+
+    def forward(self, work: Sequence[TargetWork]) -> Judged:
+        self.watch.look(len(work))
+        return super().forward(work)
+
+
+def profiled(bench: Bench) -> Json:
+    """The share of the time that the device works while so many sequences decode."""
+    plan = bench.plan
+    loaded = bench.loaded(plan.target)
+    tokens = min(loaded.context_length, _LONGEST)
+    packed = paged_model(loaded, plan.profile_streams, tokens)
+    watch = Watch(bench.device, plan.profile_seconds, plan.profile_streams)
+    model = model_pb2.ModelInfo(
+        vocab_size=loaded.vocab_size,
+        limits=model_pb2.Limits(max_gamma=4, max_sequences=plan.profile_streams, max_sequence_tokens=tokens),
+    )
+    path = implementation_for(bench.device)
+    engine = WatchedEngine(packed, model, pass_tokens=_PASS_TOKENS, prefix_cache=False, verify_path=path)
+    if packed.attention.can_be_recorded(bench.device):
+        engine.judge.record(
+            recorder_for(bench.device),
+            max_sequences=plan.profile_streams,
+            max_gamma=0,
+            seconds=RECORD_SECONDS,
+            most_bytes=RECORD_BYTES,
+        )
+    engine.watch = watch
+    with profile(activities=[_activity(bench.device)]):
+        pass  # what it sets up at its first use wants this thread, not the engine's
+    engine.start()
+    try:
+        for number in range(plan.profile_streams):
+            _decode(engine, model, f"profile-{number}", bench.prompt(plan.target, number, 1), tokens)
+        if not watch.done.wait(_LONGEST_WAIT_S):
+            raise TimeoutError(f"the engine made {watch.passes} watched passes in {_LONGEST_WAIT_S:g} s")
+    finally:
+        engine.stop()
+    busy = watch.busy()
+    middle = max(0.0, (busy[-1][1] - 1e3 * plan.window_ms) / 2)
+    found: Json = {
+        "streams": plan.profile_streams,
+        "passes": watch.passes,
+        "seconds": watch.seconds,
+        "tokens_per_second": watch.passes * plan.profile_streams / watch.seconds,
+        "busy_share": busy_share(busy),
+        "window_ms": plan.window_ms,
+        "window": [round(share, 3) for share in shares(busy, middle, middle + 1e3 * plan.window_ms, _BINS)],
+    }
+    bench.told(f"{plan.profile_streams} streams: the device works {found['busy_share']:.1%} of the time")
+    return found
+
+
+def _decode(engine: VerifierEngine, model: model_pb2.ModelInfo, name: str, prompt: Sequence[int], tokens: int) -> None:
+    """Opens a sequence, and asks for all the tokens that it may have."""
+    opening = verifier_service_pb2.OpenSequence(
+        prompt_token_ids=prompt,
+        sampling=sampling_pb2.SamplingParams(temperature=1.0, seed=1, rule=sampling_pb2.ACCEPTANCE_RULE_TOKENWISE),
+        max_new_tokens=tokens - len(prompt),
+        ignore_eos=True,
+    )
+
+    def read(reply: Reply) -> None:
+        if isinstance(reply, verifier_service_pb2.VerifyResponse) and reply.WhichOneof("kind") == "verdict":
+            engine.post(Read(sequence, 1))
+
+    sequence = TargetSequence(name, check_open(opening, model), model.vocab_size, read)
+    engine.post(Open(sequence))
+    asked = verifier_service_pb2.Decode(
+        round=1,
+        base_length=len(prompt),
+        prefix_hash=PrefixHash(prompt).digest(),
+        num_tokens=opening.max_new_tokens,
+    )
+    engine.post(Submit(sequence, check_decode(asked)))
