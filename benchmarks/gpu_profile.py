@@ -115,6 +115,7 @@ def profiled(bench: Bench) -> Json:
             recorder_for(bench.device),
             max_sequences=plan.profile_streams,
             max_gamma=0,
+            pass_tokens=_PASS_TOKENS,
             seconds=RECORD_SECONDS,
             most_bytes=RECORD_BYTES,
         )

@@ -101,7 +101,7 @@ class Built:
             record: takes a recorder, and `seconds` and `most_bytes`, see `RecordedRunner.record`.
 
         Returns:
-            Bytes that the records hold.
+            Bytes that they took.
 
         Raises:
             CheckpointError: there is no room for them.
@@ -110,12 +110,12 @@ class Built:
         work_on(device)
         if not settings.graphs or not self.packed.attention.can_be_recorded(device):
             return 0
-        recorder, began = recorder_for(device), time.perf_counter()
+        recorder, began, before = recorder_for(device), time.perf_counter(), self.memory.free()
         most = settings.graph_memory_mb * MIB
         with telling(self.memory, f"recorded passes: lower --graph-memory-mb {settings.graph_memory_mb}"):
             said = record(recorder, seconds=settings.graph_seconds, most_bytes=most)
         _log.info("recorded", passes=said, seconds=round(time.perf_counter() - began, 1))
-        return recorder.bytes
+        return max(recorder.bytes, before - self.memory.free())
 
     def tell_memory(self, records: int) -> None:
         """Logs what went where. `records` is bytes of recorded passes."""

@@ -1,5 +1,7 @@
 """The verifier service as a whole: loads the target, and hands its parts to each other."""
 
+from functools import partial
+
 import grpc
 import structlog
 
@@ -154,8 +156,11 @@ def build_engine(
     )
     records = built.record(
         settings,
-        lambda recorder, **bounds: engine.judge.record(
-            recorder, max_sequences=settings.max_sequences, max_gamma=settings.max_gamma, **bounds
+        partial(
+            engine.judge.record,
+            max_sequences=settings.max_sequences,
+            max_gamma=settings.max_gamma,
+            pass_tokens=settings.pass_tokens,
         ),
     )
     built.tell_memory(records)

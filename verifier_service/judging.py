@@ -92,13 +92,23 @@ class Judge:
         forward, verifying = clock.seconds()
         return Judged(proposals, rulings, forward, verifying)
 
-    def record(self, recorder: Recorder, *, max_sequences: int, max_gamma: int, seconds: float, most_bytes: int) -> str:
-        """Has passes of rounds recorded with their verification; see `RecordedRunner.record`."""
+    def record(
+        self,
+        recorder: Recorder,
+        *,
+        max_sequences: int,
+        max_gamma: int,
+        pass_tokens: int,
+        seconds: float,
+        most_bytes: int,
+    ) -> str:
+        """Has passes of rounds recorded with their verification; see `PackedModel.record`."""
         with_tail = self._verify_path == _RECORDED_PATH
         return self._packed.record(
             recorder,
             max_sequences=max_sequences,
             widest=max_gamma + 1,
+            pass_tokens=max(pass_tokens, max_gamma + 1),
             tail=self._tail if with_tail else None,
             seconds=seconds,
             most_bytes=most_bytes,

@@ -158,6 +158,7 @@ class PackedModel:
         widest: int,
         seconds: float,
         most_bytes: int,
+        pass_tokens: int | None = None,
         tail: MakeTail | None = None,
     ) -> str:
         """Has passes of the sizes that come often recorded, where the pool is paged.
@@ -166,6 +167,7 @@ class PackedModel:
             recorder: of the model's device.
             max_sequences: of such a pass.
             widest: rows of one sequence in it.
+            pass_tokens: rows of all; None is any number.
             seconds: see `RecordedRunner.record`; likewise the rest, and what is returned.
             most_bytes: see `seconds`.
             tail: see `seconds`.
@@ -178,7 +180,7 @@ class PackedModel:
             block_tokens=self.pool.block_tokens,
             vocab_size=self.loaded.vocab_size,
         )
-        buckets = buckets_for(max_sequences, min(widest, self.pool.max_length))
+        buckets = buckets_for(max_sequences, min(widest, self.pool.max_length), pass_tokens=pass_tokens)
         said = recorded.record(recorder, buckets, tail=tail, seconds=seconds, most_bytes=most_bytes)
         self.runner = self.recorded = recorded
         return said

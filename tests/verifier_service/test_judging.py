@@ -43,7 +43,14 @@ def judge(packed: PackedModel, path: str, *, records: bool) -> Judge:
         packed.runner = getattr(runner, "eager", runner)
     found = Judge(packed, vocab_size=min(V, packed.loaded.vocab_size), verify_path=path)
     if records:
-        said = found.record(Repeating(), max_sequences=SEQUENCES, max_gamma=GAMMA, seconds=1e3, most_bytes=1 << 30)
+        said = found.record(
+            Repeating(),
+            max_sequences=SEQUENCES,
+            max_gamma=GAMMA,
+            pass_tokens=64,
+            seconds=1e3,
+            most_bytes=1 << 30,
+        )
         assert "sizes" in said
     return found
 
