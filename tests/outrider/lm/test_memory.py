@@ -15,6 +15,7 @@ from outrider.lm.kv_size import MIB, block_bytes
 from outrider.lm.largest import run_blocks, run_largest
 from outrider.lm.memory import HostMemory, OutOfMemory, memory_of, telling
 from outrider.lm.packed import PackedModel
+from outrider.lm.recording import Recorder
 from outrider.loading import build_packed, kv_blocks
 from outrider.settings import ServiceSettings, SettingsError
 
@@ -123,6 +124,27 @@ def test_the_largest_pass_runs_without_a_pool_and_beside_one(load: Callable[...,
         "total_mib": 200,
         "kv_tokens": built.packed.pool.blocks.count * 32,
     }
+
+
+@pytest.mark.parametrize(
+    ("flags", "recorded"),
+    [(("--attention", "sdpa-paged"), True), (("--attention", "sdpa-paged", "--no-graphs"), False), ((), False)],
+)
+def test_passes_are_recorded_where_they_can_be_and_may_be(
+    flags: tuple[str, ...], recorded: bool, load: Callable[..., LoadedModel]
+) -> None:
+    told = settings("--device", "cpu", "--graph-seconds", "7", "--graph-memory-mb", "3", *flags)
+    built = build_packed(told, load("llama"), 32, pass_tokens=8)
+    bounds: list[tuple[float, int]] = []
+
+    def record(recorder: Recorder, *, seconds: float, most_bytes: int) -> str:
+        bounds.append((seconds, most_bytes))
+        return "2 of 3 sizes"
+
+    with capture_logs() as lines:
+        assert built.record(told, record) == 0
+    assert bounds == ([(7.0, 3 * MIB)] if recorded else [])
+    assert [line["passes"] for line in lines] == (["2 of 3 sizes"] if recorded else [])
 
 
 def test_weights_are_counted_once_where_they_are_tied(
