@@ -84,18 +84,18 @@ def test_written_tokens_are_those_drawn_step_by_step(
     if records_passes:
         model.record(Repeating(), max_sequences=3, widest=2, seconds=1e3, most_bytes=1 << 30)
     rng = random.Random(1)
-    for law, by_race, first, gamma in product(LAWS, {False, races}, (1, 2, 9), (1, GAMMA)):
-        if races and (first == 2 or gamma == 1):
-            continue
+    for law, first, gamma in product(
+        LAWS[:2] if races else LAWS, (1, 9) if races else (1, 2, 9), (GAMMA, 1)[: 2 - races]
+    ):
         prompt = rng.choices(range(VOCABULARY), k=5 + first)
         one, other = held(model, prompt[:5]), held(model, prompt[:5])
-        sampling = drawn(rng, law, gamma, (7, 5 + first) if by_race else None)
+        sampling = drawn(rng, law, gamma, (7, 5 + first) if races else None)
         assert model.can_write([sampling])
         (written,) = model.write([Chunk(one, prompt[5:], 5, first)], [sampling])
         tokens, laws = step_by_step(model, other, prompt[5:], spelled_out(sampling))
         assert written.tokens == tokens
         assert triples(written.laws) == triples(laws)
-        assert [row is not None for row in written.scores] == [law.is_greedy and not by_race] * gamma
+        assert [row is not None for row in written.scores] == [law.is_greedy and not races] * gamma
         assert model.pool.length(one) == model.pool.length(other) == 5 + first + gamma - 1
         ends = [model.forward([Chunk(slot, [7], model.pool.length(slot), 0)]).clone() for slot in (one, other)]
         assert torch.allclose(ends[0], ends[1], atol=1e-5)
