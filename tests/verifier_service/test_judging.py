@@ -20,8 +20,13 @@ from outrider.lm.attention_choice import GATHERED, AttentionChoice
 from outrider.lm.checkpoint import ModelSource, load_model
 from outrider.lm.packed import Chunk, PackedModel
 from outrider.lm.recording import Repeating
+from tests.kernels.interpreter import patch_once_a_launch
+from tests.kernels.paths import IS_INTERPRETED
 from tests.services import MODELS
 from verifier_service.judging import Judge, Judged
+
+if IS_INTERPRETED:
+    patch_once_a_launch()
 
 PAGED = AttentionChoice(GATHERED, "to be recorded")
 SEQUENCES, GAMMA, V = 3, 3, 2048
