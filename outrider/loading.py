@@ -4,6 +4,7 @@ It knows nothing of what the service does with them.
 """
 
 import structlog
+import torch
 
 from outrider.lm.attention_choice import choose_attention
 from outrider.lm.checkpoint import LoadedModel, ModelSource, load_model
@@ -24,7 +25,7 @@ def load(settings: ServiceSettings) -> tuple[LoadedModel, Tokenizer]:
     Raises:
         CheckpointError: the model cannot be loaded or run.
     """
-    source = _source(settings)
+    source = model_source(settings)
     return load_model(source), load_tokenizer(source)
 
 
@@ -34,16 +35,24 @@ def load_tokenizer_alone(settings: ServiceSettings) -> Tokenizer:
     Raises:
         CheckpointError: there is none, or it cannot be read.
     """
-    return load_tokenizer(_source(settings))
+    return load_tokenizer(model_source(settings))
 
 
-def _source(settings: ServiceSettings) -> ModelSource:
+def model_source(settings: ServiceSettings, *, device: torch.device | None = None, ranks: int = 1) -> ModelSource:
+    """Where the model comes from and how it is to run.
+
+    Args:
+        settings: of the service.
+        device: of this process, where it is one of several that share the model.
+        ranks: how many they are.
+    """
     return ModelSource(
         name=settings.model,
         revision=settings.revision,
         dtype=settings.dtype,
-        device=settings.device,
+        device=settings.device if device is None else str(device),
         trust_remote_code=settings.trust_remote_code,
+        ranks=ranks,
     )
 
 

@@ -3,14 +3,24 @@
 import sys
 
 from outrider.lifecycle import run
+from outrider.parallel.ending import leave
+from outrider.parallel.follower import follow
+from outrider.parallel.ranks import is_follower
 from verifier_service.app import VerifierApp
 from verifier_service.settings import VerifierSettings
 
+_PROGRAM = "verifier_service"
+
 
 def main() -> int:
-    """Runs the service; returns the exit code."""
-    settings = VerifierSettings.from_command_line(program="verifier_service")
-    return run("verifier_service", settings, lambda: VerifierApp(settings))
+    """Runs the service, or a part of its model; returns the exit code."""
+    settings = VerifierSettings.from_command_line(program=_PROGRAM)
+    if is_follower(settings.tensor_parallel_size):
+        follow(_PROGRAM, settings)
+    code = run(_PROGRAM, settings, lambda: VerifierApp(settings))
+    if settings.tensor_parallel_size > 1:
+        leave(code)
+    return code
 
 
 if __name__ == "__main__":

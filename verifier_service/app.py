@@ -1,5 +1,7 @@
 """The verifier service as a whole: loads the target, and hands its parts to each other."""
 
+import asyncio
+
 import grpc
 import structlog
 
@@ -8,9 +10,11 @@ from kernels.paths import PathUnavailable, VerifyPath, choose, rehearse
 from outrider.lifecycle import Service, Warm, in_thread
 from outrider.lm.checkpoint import find_device
 from outrider.lm.peek import vocabulary_size
-from outrider.loading import DEFAULT_SEQUENCE_TOKENS, build_packed, load, sequence_tokens
+from outrider.loading import DEFAULT_SEQUENCE_TOKENS, build_packed, load, load_tokenizer_alone, sequence_tokens
 from outrider.message_sizes import limit_of, of_verify
 from outrider.model_info import describe
+from outrider.parallel.lead import Lead, build_as_lead, load_as_lead
+from outrider.parallel.ranks import read_ranks
 from outrider.sampling import DEFAULT_RULE, OFFERED_RULES
 from outrider.settings import SettingsError
 from protos.outrider.v1 import model_pb2
@@ -35,9 +39,11 @@ class VerifierApp(Service):
     name = SERVICE_NAME
 
     def __init__(self, settings: VerifierSettings) -> None:
-        """Raises `SettingsError` where the path of verification that was asked for cannot run here."""
+        """Raises `SettingsError` where the path of verification cannot run here, or there are not the ranks asked for."""
         super().__init__()
         self._settings = settings
+        ranks = read_ranks(settings.tensor_parallel_size, "verifier_service")
+        self._lead = None if ranks is None else Lead(ranks, silence=settings.rank_timeout)
         self._path = find_path(settings)
         self._servicer = VerifierService(settings, SequenceMetrics(self.metrics), self.tracing)
         self.engine: VerifierEngine | None = None
@@ -50,7 +56,7 @@ class VerifierApp(Service):
 
     async def load(self, warm: Warm) -> None:
         observer = SpeculationMetrics(self.metrics, self._path.name, self._settings.max_gamma)
-        engine, model = await in_thread(lambda: build_engine(self._settings, self._path))
+        engine, model = await in_thread(self._build)
         self.metrics.describe(
             service="verifier_service",
             version=model.server_version,
@@ -71,9 +77,26 @@ class VerifierApp(Service):
         if self.engine is not None:
             self.engine.post(Drain())
 
+    async def broken(self) -> str:
+        return await (super().broken() if self._lead is None else asyncio.wrap_future(self._lead.lost))
+
     def stop(self) -> None:
+        lead = self._lead
+        if lead is not None and lead.lost.done():  # a pass under way may never end
+            lead.abandon(lead.lost.result())
+            return
         if self.engine is not None:
             self.engine.stop()
+        if lead is not None:
+            lead.dismiss()
+
+    def _build(self) -> tuple[VerifierEngine, model_pb2.ModelInfo]:
+        try:
+            return build_engine(self._settings, self._path, lead=self._lead)
+        except Exception as error:
+            if self._lead is not None:
+                self._lead.abandon(str(error))
+            raise
 
 
 def message_limit(settings: VerifierSettings) -> int:
@@ -106,17 +129,25 @@ def find_path(settings: VerifierSettings) -> VerifyPath:
 
 
 def build_engine(
-    settings: VerifierSettings, path: VerifyPath, observer: Observer | None = None
+    settings: VerifierSettings, path: VerifyPath, observer: Observer | None = None, *, lead: Lead | None = None
 ) -> tuple[VerifierEngine, model_pb2.ModelInfo]:
-    """Loads the model and warms it up. Takes as long as reading the weights does.
+    """Loads the model and warms it up. Takes as long as reading the weights does. `lead` has the other ranks, where
+    there are several.
 
     Raises:
         CheckpointError: the model cannot be loaded or run.
         SettingsError: the KV cache has no room for one sequence.
+        ModelLost: another rank is gone.
     """
-    loaded, tokenizer = load(settings)
-    tokens = sequence_tokens(settings, loaded)
-    packed = build_packed(settings, loaded, tokens)
+    if lead is None:
+        loaded, tokenizer = load(settings)
+        tokens = sequence_tokens(settings, loaded)
+        packed = build_packed(settings, loaded, tokens)
+    else:
+        tokenizer = load_tokenizer_alone(settings)
+        loaded = load_as_lead(settings, lead)
+        tokens = sequence_tokens(settings, loaded)
+        packed = build_as_lead(settings, loaded, tokens, lead)
     model = describe(
         loaded,
         tokenizer,

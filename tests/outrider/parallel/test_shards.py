@@ -1,0 +1,70 @@
+"""Two ranks give the logits of one, whatever becomes of the blocks: this process leads, a real one follows."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.lm.checkpoint import ModelSource, load_model
+from outrider.lm.packed import Chunk, PackedModel
+from tests.outrider.lm import tiny
+from tests.outrider.parallel.started import leading
+
+CLOSE = 1e-4  # of logits of some size, whose sums are put together from two halves
+FAMILIES = ("llama-biased", "qwen3", "mistral-sliding", "gemma3", "mixtral", "gpt-oss", "phi3")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a tiny model by its name in `tiny.FAMILIES`."""
+    return lambda name: tiny.save(tiny.FAMILIES[name](), tmp_path_factory.mktemp(name))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def alone(folder: Path) -> PackedModel:
+    """The same model on one rank."""
+    loaded = load_model(ModelSource(str(folder), dtype="float32", device="cpu"))
+    return PackedModel.build(loaded, max_sequences=4, max_length=64, fuse=False)
+
+
+def history(packed: PackedModel) -> Tensor:
+    """Logits of passes over sequences that are cut, forked in the middle of a block, rolled back and ended.
+
+    A fork that goes on writes into a copy of the block that it shares.
+    """
+    pool = packed.pool
+    first, second = pool.allocate(), pool.allocate()
+    logits = [packed.forward([Chunk(first, list(range(3, 23)), 0, 0), Chunk(second, [5, 80, 7], 0, 2)])]
+    fork = pool.fork(first)
+    logits.append(packed.forward([Chunk(fork, [40, 41, 42], 20, 0), Chunk(second, [9], 3, 0)]))
+    # What the first wrote is where it was, and not under what the fork has written.
+    pool.rollback(first, 18)
+    logits.append(packed.forward([Chunk(first, [60, 61, 62, 63], 18, 0), Chunk(fork, [43], 23, 0)]))
+    pool.free(second)
+    again = pool.allocate()
+    logits.append(packed.forward([Chunk(again, list(range(30, 70)), 0, 38), Chunk(first, [8], 22, 0)]))
+    for slot in (first, fork, again):
+        pool.free(slot)
+    pool.check_integrity()
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_give_the_logits_of_one(folder: Callable[[str], Path], family: str) -> None:
+    model = folder(family)
+    expected = history(alone(model))
+    with leading(model) as packed:
+        found = history(packed)
+        whole = packed.loaded.config.get_text_config()
+        if family != "phi3":  # whose queries, keys and values are one matrix, which is not split
+            assert {layer.heads for layer in packed.loaded.layers} == {whole.num_attention_heads // 2}
+            assert {layer.kv_heads for layer in packed.loaded.layers} == {whole.num_key_value_heads // 2}
+        assert packed.loaded.vocab_size == tiny.VOCABULARY
+    assert found.shape == expected.shape
+    assert float((found - expected).abs().max()) < CLOSE * float(expected.abs().max())
