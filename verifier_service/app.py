@@ -39,7 +39,7 @@ class VerifierApp(Service):
     name = SERVICE_NAME
 
     def __init__(self, settings: VerifierSettings) -> None:
-        """Raises `SettingsError` where the path of verification cannot run here, or there are not the ranks asked for."""
+        """Raises `SettingsError` where the path of verification, or the ranks that were asked for are not there."""
         super().__init__()
         self._settings = settings
         ranks = read_ranks(settings.tensor_parallel_size, "verifier_service")

@@ -19,7 +19,7 @@ from outrider.lm.packed import PackedModel
 from outrider.lm.paged import Layout
 from outrider.lm.runner import Runner
 from outrider.loading import model_source
-from outrider.parallel.line import Line, LineBroken
+from outrider.parallel.line import Line, LineBroken, receive
 from outrider.parallel.messages import TOKEN_BYTES, Greeting, Kind, pack_copy, pack_pass
 from outrider.parallel.ranks import Ranks
 from outrider.parallel.sharded import build_sharded
@@ -110,8 +110,8 @@ class Lead(Team):
         """The rank that has come; None of a stranger."""
         connection.settimeout(self._silence)
         try:
-            said = Greeting.unpack(connection.recv(Greeting.SIZE, socket.MSG_WAITALL))
-        except (OSError, ValueError):
+            said = Greeting.unpack(receive(connection, Greeting.SIZE))
+        except (OSError, LineBroken):
             return None
         is_ours = secrets.compare_digest(said.token, token)
         return said.rank if is_ours and 0 < said.rank < self.ranks.size and said.rank not in self._lines else None

@@ -82,24 +82,14 @@ class Line:
     def _listen(self) -> None:
         try:
             while True:
-                kind, size = _HEAD.unpack(self._receive(_HEAD.size))
-                payload = self._receive(size)
+                kind, size = _HEAD.unpack(receive(self._socket, _HEAD.size))
+                payload = receive(self._socket, size)
                 if kind != _BEAT:
                     self._on_frame(kind, payload)
         except (OSError, LineBroken) as error:
             self._ended.set()
             if not self._closed.is_set():
                 self._on_broken(self._described(error))
-
-    def _receive(self, size: int) -> bytes:
-        data = bytearray(size)
-        view, at = memoryview(data), 0
-        while at < size:
-            count = self._socket.recv_into(view[at:])
-            if not count:
-                raise LineBroken("it closed its connection")
-            at += count
-        return bytes(data)
 
     def _beat(self) -> None:
         while not self._closed.wait(min(_BEAT_SECONDS, self._silence / _BEATS_IN_SILENCE)):
@@ -112,3 +102,20 @@ class Line:
         if isinstance(error, TimeoutError):
             return f"it has been silent for {self._silence:g} s"
         return str(error)
+
+
+def receive(connection: socket.socket, size: int) -> bytes:
+    """So many bytes, however they arrive.
+
+    Raises:
+        LineBroken: the other side ends before.
+        OSError: the connection breaks, or nothing comes for as long as it may be silent.
+    """
+    data = bytearray(size)
+    view, at = memoryview(data), 0
+    while at < size:
+        count = connection.recv_into(view[at:])
+        if not count:
+            raise LineBroken("it closed its connection")
+        at += count
+    return bytes(data)

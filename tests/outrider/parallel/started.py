@@ -55,8 +55,8 @@ def two_ranks(model: Path, *flags: str) -> Iterator[tuple[ServiceProcess, Servic
         try:
             yield lead, follower
         finally:
-            if lead.returncode is not None:  # nobody tells it to end any more
-                follower.process.kill()
+            lead.stop()
+            follower.process.kill()  # it has ended with rank 0, unless it stands still
 
 
 @contextmanager
