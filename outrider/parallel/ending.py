@@ -9,9 +9,9 @@ import structlog
 _log = structlog.get_logger()
 
 
-def fail(program: str, reason: str, code: int = 1) -> NoReturn:
+def fail(program: str, reason: str, *, rank: int | None = None, code: int = 1) -> NoReturn:
     """Ends the process with the one line that an operator looks for."""
-    _log.error("cannot serve", reason=reason)
+    _log.error("cannot serve", reason=reason, rank=rank)
     print(f"{program}: {reason}", file=sys.stderr)  # noqa: T201
     leave(code)
 

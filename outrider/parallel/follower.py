@@ -16,18 +16,17 @@ import structlog
 import torch
 import torch.distributed as dist
 
-from outrider.lm.checkpoint import load_model
-from outrider.lm.environment import check_environment
+from outrider.lm.environment import ForeignKernelsError, check_environment
 from outrider.lm.errors import CheckpointError, ModelLost
 from outrider.lm.kv_memory import PagedMemory
 from outrider.lm.runner import Runner
-from outrider.loading import model_source, sequence_tokens
+from outrider.loading import sequence_tokens
 from outrider.parallel.ending import fail, leave
 from outrider.parallel.line import Line, LineBroken
 from outrider.parallel.messages import Greeting, Kind, unpack_copy, unpack_pass
 from outrider.parallel.ranks import Ranks, read_ranks
 from outrider.parallel.settings import ParallelSettings
-from outrider.parallel.sharded import build_sharded
+from outrider.parallel.sharded import build_sharded, load_share
 from outrider.parallel.team import JOIN_SECONDS, LEAD_KEY, Team
 from outrider.settings import SettingsError
 from outrider.telemetry import configure_logging
@@ -91,21 +90,27 @@ class Follower(Team):
             connection,
             silence=self._silence,
             on_frame=self._hear,
-            on_broken=lambda how: fail(self._program, f"rank 0 has gone: {how}"),
+            on_broken=lambda how: self._end(f"rank 0 has gone: {how}"),
         )
         self._line.start()
+        # torchrun and a terminal send their signals to all ranks: rank 0 drains, and needs the others until it has.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
 
     def _hear(self, kind: int, data: bytes) -> None:
         match kind:
             case Kind.FACTS:
                 self._told.set_result(data)
             case Kind.END:
-                _log.info("stopped")
+                _log.info("stopped", rank=self.ranks.rank)  # this thread knows no context
                 leave(0)
             case Kind.WOE:
-                fail(self._program, f"rank 0 has gone: {data.decode()}")
+                self._end(f"rank 0 has gone: {data.decode()}")
             case _:
                 self._orders.put((Kind(kind), data))
+
+    def _end(self, reason: str) -> NoReturn:
+        fail(self._program, reason, rank=self.ranks.rank)
 
 
 def follow(program: str, settings: ParallelSettings) -> NoReturn:
@@ -124,18 +129,15 @@ def follow(program: str, settings: ParallelSettings) -> NoReturn:
             torch.set_num_threads(settings.threads)
         team = Follower(ranks, silence=settings.rank_timeout, program=program)
         team.join(device)
-        # torchrun and a terminal send their signals to all ranks: rank 0 drains, and needs the others until it has.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
-        loaded = load_model(model_source(settings, device=device, ranks=ranks.size))
+        loaded = load_share(settings, device, team)
         packed = build_sharded(settings, loaded, sequence_tokens(settings, loaded), team)
         assert packed.runner is not None
         assert packed.pool.pages is not None
         _log.info("following", heads=loaded.layers[0].heads, device=str(device))
         team.follow(packed.runner, packed.pool.pages)
     except Exception as error:
-        known = isinstance(error, (CheckpointError, ModelLost, SettingsError, RuntimeError))
+        known = isinstance(error, (CheckpointError, ForeignKernelsError, ModelLost, SettingsError))
         reason = str(error) if known else f"{type(error).__name__}: {error}"
         if team is not None:
             team.abandon(reason)
-        fail(program, reason, 2 if isinstance(error, SettingsError) else 1)
+        fail(program, reason, code=2 if isinstance(error, SettingsError) else 1)

@@ -13,16 +13,15 @@ import structlog
 import torch.distributed as dist
 from torch import Tensor
 
-from outrider.lm.checkpoint import LoadedModel, load_model
-from outrider.lm.errors import CheckpointError, ModelLost
+from outrider.lm.checkpoint import LoadedModel
+from outrider.lm.errors import ModelLost
 from outrider.lm.packed import PackedModel
 from outrider.lm.paged import Layout
 from outrider.lm.runner import Runner
-from outrider.loading import model_source
 from outrider.parallel.line import Line, LineBroken, receive
 from outrider.parallel.messages import TOKEN_BYTES, Greeting, Kind, pack_copy, pack_pass
 from outrider.parallel.ranks import Ranks
-from outrider.parallel.sharded import build_sharded
+from outrider.parallel.sharded import build_sharded, load_share
 from outrider.parallel.team import JOIN_SECONDS, LEAD_KEY, Team
 from outrider.settings import ServiceSettings
 
@@ -170,13 +169,7 @@ def load_as_lead(settings: ServiceSettings, lead: Lead) -> LoadedModel:
     """
     device = lead.ranks.device(settings.device)
     lead.join(device)
-    source = model_source(settings, device=device, ranks=lead.ranks.size)
-    try:
-        return load_model(source)
-    except CheckpointError:
-        if lead.lost.done():  # a broken collective says less than who broke it
-            raise ModelLost(lead.lost.result()) from None
-        raise
+    return load_share(settings, device, lead)
 
 
 def build_as_lead(settings: ServiceSettings, loaded: LoadedModel, length: int, lead: Lead) -> PackedModel:

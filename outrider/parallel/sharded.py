@@ -3,17 +3,33 @@
 from typing import Any
 
 import structlog
+import torch
 
 from outrider.lm.attention_choice import choose_attention
-from outrider.lm.checkpoint import LoadedModel
-from outrider.lm.errors import CheckpointError
+from outrider.lm.checkpoint import LoadedModel, load_model
+from outrider.lm.errors import CheckpointError, ModelLost
 from outrider.lm.kv_size import kv_dtype
 from outrider.lm.packed import PackedModel
-from outrider.loading import kv_blocks
+from outrider.loading import kv_blocks, model_source
 from outrider.parallel.team import Team
 from outrider.settings import ServiceSettings
 
 _log = structlog.get_logger()
+
+
+def load_share(settings: ServiceSettings, device: torch.device, team: Team) -> LoadedModel:
+    """Loads this rank's share of the model, while the others load theirs: they have joined.
+
+    Raises:
+        CheckpointError: the model cannot be loaded or run.
+        ModelLost: another rank is gone.
+    """
+    try:
+        return load_model(model_source(settings, device=device, ranks=team.ranks.size))
+    except CheckpointError as error:
+        if isinstance(error.__cause__, RuntimeError):  # it ran: what broke may be another rank
+            raise ModelLost(team.broke("the load broke", error)) from error
+        raise
 
 
 def build_sharded(settings: ServiceSettings, loaded: LoadedModel, length: int, team: Team) -> PackedModel:

@@ -31,7 +31,7 @@ from tests.verifier_service.streams import PROMPT, Stream, opening
 SOON_S = 20.0
 """Within which ranks must have ended that nothing holds up: with a hang they would not at all."""
 
-REQUESTS, TOKENS, PROMPT_CHARS = 12, 72, 90
+REQUESTS, TOKENS, PROMPT_CHARS = 10, 64, 90
 POOL = ("--max-sequence-tokens", "160")
 DEMO_TOKENS = 2048
 LONG = 480
@@ -74,6 +74,10 @@ class House:
     metrics: str
     plain: ServiceProcess
 
+    def count(self, name: str) -> float:
+        """What the two ranks' metrics show under a name."""
+        return sum(scrape(self.metrics)[name].values())
+
 
 @pytest.fixture
 def house(checkpoints: Checkpoints) -> Iterator[House]:
@@ -98,11 +102,13 @@ def test_two_ranks_write_the_texts_of_one_and_drain_together(house: House) -> No
     short = [each for each in company.requests() if len(each.prompt) <= PROMPT_CHARS][:REQUESTS]
     asked = [replace(each, options=each.options | Options(max_new_tokens=TOKENS)) for each in short]
     alone = company.texts(house.plain.address, asked, together=False, salt="alone")
-    for _ in range(2):
+    for _ in range(5):  # as often as it takes: how many are there at once is the machine's affair too
         assert company.texts(house.front.address, asked, together=True, salt="in company") == alone
-    shown = scrape(house.metrics)
-    assert sum(shown["outrider_preemptions_total"].values()) >= 1
-    assert sum(shown["outrider_prefix_cache_hits_total"].values()) >= 1
+        preempted, known = house.count("outrider_preemptions_total"), house.count("outrider_prefix_cache_hits_total")
+        if preempted and known:
+            break
+    assert preempted >= 1
+    assert known >= 1
     with Client(house.front.address, timeout=60.0) as client:
         events = client.generate(asked[0].prompt, **asked[0].options)
         next(event for event in events if isinstance(event, Chunk))
