@@ -1,9 +1,10 @@
 """`python -m verifier_service --model DIR_OR_ID --listen HOST:PORT`."""
 
 import sys
+from functools import partial
 
 from outrider.lifecycle import run
-from outrider.parallel.ending import leave
+from outrider.parallel.ending import leave_after
 from outrider.parallel.follower import follow
 from outrider.parallel.ranks import is_follower
 from verifier_service.app import VerifierApp
@@ -17,10 +18,8 @@ def main() -> int:
     settings = VerifierSettings.from_command_line(program=_PROGRAM)
     if is_follower(settings.tensor_parallel_size):
         follow(_PROGRAM, settings)
-    code = run(_PROGRAM, settings, lambda: VerifierApp(settings))
-    if settings.tensor_parallel_size > 1:
-        leave(code)
-    return code
+    serve = partial(run, _PROGRAM, settings, lambda: VerifierApp(settings))
+    return serve() if settings.tensor_parallel_size == 1 else leave_after(serve)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 from typing import NoReturn
 
 import structlog
@@ -23,3 +24,13 @@ def leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def leave_after(main: Callable[[], int]) -> NoReturn:
+    """Ends the process so after `main`, with the code that it returns, or with 1 where it breaks."""
+    code = 1
+    try:
+        code = main()
+    except Exception:
+        _log.exception("the service broke")
+    leave(code)

@@ -60,21 +60,22 @@ def two_ranks(model: Path, *flags: str) -> Iterator[tuple[ServiceProcess, Servic
 
 
 @contextmanager
-def leading(model: Path, *flags: str) -> Iterator[PackedModel]:
-    """The model on two ranks: this process leads, the other is a service's own."""
+def leading(model: Path, *flags: str, theirs: Sequence[str] = ()) -> Iterator[PackedModel]:
+    """The model on two ranks: this process leads, the other is a service's own, told `theirs` too."""
     address = fixed("127.0.0.1:0")
     settings = VerifierSettings.from_command_line(["--model", str(model), *FLAGS, *TWO, *flags], program="test")
     lead = Lead(Ranks(0, 2, 0, 2), silence=settings.rank_timeout)
-    with pytest.MonkeyPatch.context() as patch, launch_rank(1, address, model, *flags) as follower:
+    with pytest.MonkeyPatch.context() as patch, launch_rank(1, address, model, *flags, *theirs) as follower:
         for name, value in told(0, address).items():
             patch.setenv(name, value)
         try:
             loaded = load_as_lead(settings, lead)
             yield build_as_lead(settings, loaded, sequence_tokens(settings, loaded), lead)
-        finally:
             lead.dismiss()
+            assert follower.process.wait(20) == 0, "\n".join(follower.log_lines())
+        finally:
+            follower.process.kill()
             dist.destroy_process_group()
-        assert follower.process.wait(20) == 0, "\n".join(follower.log_lines())
 
 
 def reason(service: ServiceProcess) -> str:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from outrider.lm.checkpoint import ModelSource, load_model
+from outrider.lm.errors import CheckpointError
 from outrider.lm.packed import Chunk, PackedModel
 from tests.outrider.lm import tiny
 from tests.outrider.parallel.started import leading
@@ -72,3 +73,19 @@ def test_two_ranks_give_the_logits_of_one(folder: Callable[[str], Path], family:
         assert packed.loaded.vocab_size == tiny.VOCABULARY
     assert found.shape == expected.shape
     assert float((found - expected).abs().max()) < CLOSE * float(expected.abs().max())
+
+
+def test_the_pool_has_the_blocks_that_every_rank_has_room_for(folder: Callable[[str], Path]) -> None:
+    model = folder("llama")
+    blocks = []
+    for ours, theirs in (("2", "1"), ("1", "2"), ("2", "2")):
+        with leading(model, "--kv-cache-mb", ours, theirs=("--kv-cache-mb", theirs)) as packed:
+            blocks.append(packed.pool.blocks.count)
+    assert blocks[0] == blocks[1] == blocks[2] // 2
+
+
+def test_ranks_that_were_told_otherwise_do_not_begin(folder: Callable[[str], Path]) -> None:
+    told = ("--max-sequence-tokens", "48")
+    said = "the ranks differ in their tokens of a sequence: 64 on rank 0, 48 on rank 1"
+    with pytest.raises(CheckpointError, match=said), leading(folder("llama"), theirs=told):
+        pass
