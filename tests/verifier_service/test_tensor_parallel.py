@@ -139,6 +139,8 @@ def test_a_rank_that_is_killed_ends_the_other(checkpoints: Checkpoints, victim: 
             with pytest.raises(grpc.RpcError) as ended:
                 list(iter(stream.verdict, None))
             assert ended.value.code() == grpc.StatusCode.UNAVAILABLE
+            told = victim == 1  # rank 0 is there to say so
+            assert ("try another one" in (ended.value.details() or "")) == told
 
 
 def test_a_rank_that_stands_still_ends_the_other(checkpoints: Checkpoints) -> None:
