@@ -15,6 +15,7 @@ _HEAD = struct.Struct("!BI")  # kind, bytes that follow
 _BEAT = 0
 _BEAT_SECONDS = 1.0
 _BEATS_IN_SILENCE = 4  # at least as many may be lost or late
+_CLOSED = "it closed its connection"
 
 
 class LineBroken(Exception):
@@ -101,7 +102,8 @@ class Line:
     def _described(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):
             return f"it has been silent for {self._silence:g} s"
-        return str(error)
+        # A process that is killed before it has read all resets its connections.
+        return _CLOSED if isinstance(error, ConnectionError) else str(error)
 
 
 def receive(connection: socket.socket, size: int) -> bytes:
@@ -116,6 +118,6 @@ def receive(connection: socket.socket, size: int) -> bytes:
     while at < size:
         count = connection.recv_into(view[at:])
         if not count:
-            raise LineBroken("it closed its connection")
+            raise LineBroken(_CLOSED)
         at += count
     return bytes(data)

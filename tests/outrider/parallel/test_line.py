@@ -50,6 +50,15 @@ def test_an_end_is_noticed_at_once_and_by_the_other_side_alone() -> None:
         ours.line.send(1)
 
 
+def test_who_ends_without_having_read_all_has_closed_its_connection_too() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        dying = socket.create_connection(listener.getsockname())
+        ours = End(listener.accept()[0])
+    ours.line.send(1, b"unread")
+    dying.close()
+    assert ours.broken.get(timeout=SOON_S) == "it closed its connection"
+
+
 def test_silence_is_an_end() -> None:
     ours, silent = socket.socketpair()
     listening = End(ours, silence=0.5)

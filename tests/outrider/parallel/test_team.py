@@ -71,6 +71,19 @@ def test_a_follower_ends_where_rank_0_is_gone_before_the_load(model: Path) -> No
         assert reason(follower) == "verifier_service: rank 0 has gone: it closed its connection"
 
 
+def test_rank_0_says_what_another_one_died_of(model: Path) -> None:
+    """Rank 0 is in the midst of its load by then, and waits for the other one's part in it."""
+    address = fixed("127.0.0.1:0")
+    with (
+        launch_rank(0, address, model, "--listen", "127.0.0.1:0") as lead,
+        launch_rank(1, address, model / "nowhere") as follower,
+    ):
+        assert ended_within(SOON_S, [lead, follower]) == [1, 1]
+        why = reason(follower).removeprefix("verifier_service: ")
+        assert str(model / "nowhere") in why
+        assert reason(lead) == f"verifier_service: rank 1 has gone: {why}"
+
+
 def test_torchrun_starts_the_ranks_and_its_signal_ends_them_in_order(model: Path) -> None:
     flags = ["--model", str(model), *FLAGS, *TWO, "--listen", "127.0.0.1:0"]
     arguments = ["torch.distributed.run", "--nproc-per-node", "2", "-m", "verifier_service", *flags]
