@@ -6,8 +6,6 @@ It knows configurations, and nothing of how ranks find each other.
 import inspect
 from typing import Any
 
-from transformers.distributed import DistributedConfig
-
 from outrider.lm.errors import CheckpointError
 
 
@@ -41,6 +39,8 @@ def sharding(config: Any, name: str, quantisation: str | None, ranks: int) -> di
         raise CheckpointError(
             f"{flag}: '{name}' has {heads} attention heads and {kv_heads} of keys and values, and must divide both"
         )
+    from transformers.distributed import DistributedConfig  # not in every release that runs a model in one process
+
     if "tp_size" not in inspect.signature(DistributedConfig).parameters:
         raise CheckpointError(f"{flag}: this transformers is too old to share a model among ranks by its own plan")
     return {"distributed_config": DistributedConfig(tp_size=ranks)}

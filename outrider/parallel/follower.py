@@ -105,7 +105,7 @@ class Follower(Team):
                 _log.info("stopped", rank=self.ranks.rank)  # this thread knows no context
                 leave(0)
             case Kind.WOE:
-                self._end(f"rank 0 has gone: {data.decode()}")
+                self._end(f"rank 0 ends: {data.decode()}")
             case _:
                 self._orders.put((Kind(kind), data))
 
