@@ -18,12 +18,12 @@ from outrider.health_port import health_port
 from outrider.life_metrics import show_life
 from outrider.lm.engine import Engine
 from outrider.lm.environment import ForeignKernelsError, check_environment
-from outrider.lm.errors import CheckpointError
+from outrider.lm.errors import CheckpointError, ModelLost
 from outrider.metrics import Metrics, exposed
 from outrider.model_info import server_version
 from outrider.rpc.errors import RequestError
 from outrider.rpc.health import HealthState
-from outrider.rpc.server import StartupError, bind, create_server, enable_reflection, serve_until_signal
+from outrider.rpc.server import StartupError, bind, create_server, cut_off, enable_reflection, serve_until_signal
 from outrider.security import listening
 from outrider.settings import ServiceSettings, SettingsError
 from outrider.telemetry import configure_logging
@@ -87,6 +87,10 @@ class Service(ABC):
     def stop(self) -> None:
         """Frees what `load` made. No call is in progress any more."""
 
+    async def broken(self) -> str:
+        """Returns once this process can never serve again, whatever is done, and says why. By default it never does."""
+        return await asyncio.get_running_loop().create_future()
+
 
 async def live(service: Service, settings: ServiceSettings, program: str) -> None:
     """Runs a service until a signal ends it; `program` is its name in traces.
@@ -94,6 +98,7 @@ async def live(service: Service, settings: ServiceSettings, program: str) -> Non
     Raises:
         StartupError, CheckpointError, RequestError: it cannot serve.
         SettingsError: not as the settings have it.
+        ModelLost: it served, and can no longer.
     """
     with ExitStack() as running:
         if settings.otlp_endpoint is not None:
@@ -139,15 +144,21 @@ async def _run(service: Service, settings: ServiceSettings, server: grpc.aio.Ser
     )
     loading = asyncio.create_task(_load(service, health), name="loading")
     watching = asyncio.create_task(_watch(service, health, settings.liveness_timeout), name="watching")
+    breaking = asyncio.create_task(service.broken(), name="breaking")
     try:
-        await asyncio.wait((serving, loading), return_when=asyncio.FIRST_COMPLETED)
-        if loading.done():
+        await asyncio.wait((serving, loading, breaking), return_when=asyncio.FIRST_COMPLETED)
+        if loading.done() and not breaking.done():
             loading.result()
+            await asyncio.wait((serving, breaking), return_when=asyncio.FIRST_COMPLETED)
+        if breaking.done():  # a drain under way waits for passes that will not come
+            _log.error("broken", reason=breaking.result())
+            await cut_off(server)
+            raise ModelLost(breaking.result())
         await serving
     finally:
-        for task in (serving, loading, watching):
+        for task in (serving, loading, watching, breaking):
             task.cancel()
-        await asyncio.gather(serving, loading, watching, return_exceptions=True)
+        await asyncio.gather(serving, loading, watching, breaking, return_exceptions=True)
         service.stop()
     _log.info("stopped")
 
@@ -200,15 +211,15 @@ async def in_thread(function: Callable[[], Result]) -> Result:
 
 
 def run(program: str, settings: ServiceSettings, make: Callable[[], Service]) -> int:
-    """Runs a service as a process and returns its exit code: 0 after a signal, 1 where it cannot serve, 2 where a
-    setting cannot be met on this machine.
+    """Runs a service as a process and returns its exit code: 0 after a signal, 1 where it cannot serve, or can no
+    longer, 2 where a setting cannot be met on this machine.
     """
     configure_logging(program, settings.log_level)
     sys.setswitchinterval(SWITCH_INTERVAL)
     try:
         check_environment()
         _run_loop(live(make(), settings, program))
-    except (StartupError, CheckpointError, ForeignKernelsError, RequestError, SettingsError) as error:
+    except (StartupError, CheckpointError, ForeignKernelsError, ModelLost, RequestError, SettingsError) as error:
         message = error.message if isinstance(error, RequestError) else str(error)
         _log.error("cannot serve", reason=message)
         print(f"{program}: {message}", file=sys.stderr)  # noqa: T201  # the one line an operator looks for

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
+import torch
 from torch import Tensor
 
-from outrider.lm.attention_choice import choose_attention
+from outrider.lm.attention_choice import AttentionChoice, choose_attention
 from outrider.lm.checkpoint import LoadedModel, ModelSource, load_model
 from outrider.lm.device import describe_device, find_device, work_on
 from outrider.lm.fusion import fuse_model
@@ -38,7 +39,7 @@ def load(settings: ServiceSettings) -> tuple[LoadedModel, Tokenizer]:
     Raises:
         CheckpointError: the model cannot be loaded or run.
     """
-    source = _source(settings)
+    source = model_source(settings)
     device = find_device(source.device)
     work_on(device)
     with telling(memory_of(device), f"the weights of '{settings.model}'"):
@@ -61,16 +62,24 @@ def load_tokenizer_alone(settings: ServiceSettings) -> Tokenizer:
     Raises:
         CheckpointError: there is none, or it cannot be read.
     """
-    return load_tokenizer(_source(settings))
+    return load_tokenizer(model_source(settings))
 
 
-def _source(settings: ServiceSettings) -> ModelSource:
+def model_source(settings: ServiceSettings, *, device: torch.device | None = None, ranks: int = 1) -> ModelSource:
+    """Where the model comes from and how it is to run.
+
+    Args:
+        settings: of the service.
+        device: of this process, where it is one of several that share the model.
+        ranks: how many they are.
+    """
     return ModelSource(
         name=settings.model,
         revision=settings.revision,
         dtype=settings.dtype,
-        device=settings.device,
+        device=settings.device if device is None else str(device),
         trust_remote_code=settings.trust_remote_code,
+        ranks=ranks,
     )
 
 
@@ -124,6 +133,10 @@ class Built:
         _log.info("memory", **use.told(self.memory), kv_tokens=pool.blocks.count * pool.block_tokens)
 
 
+Sharing = Callable[[AttentionChoice, int], int]
+"""Takes the attention and the blocks that one process has room for; returns the blocks of all that share the model."""
+
+
 def build_packed(
     settings: ServiceSettings,
     loaded: LoadedModel,
@@ -133,6 +146,7 @@ def build_packed(
     behind: Callable[[Tensor], object] | None = None,
     most_sequences: int | None = None,
     memory: DeviceMemory | None = None,
+    sharing: Sharing | None = None,
 ) -> Built:
     """The model with what it attends with, and a pool of as many blocks as there is room for.
 
@@ -147,17 +161,21 @@ def build_packed(
         behind: what else is done with the logits of a pass, `[R, V]`.
         most_sequences: so many at their longest can be of use; None is any number.
         memory: of the model's device; None is the real one.
+        sharing: where the model is shared by several processes, each of which calls this.
 
     Raises:
         CheckpointError: the attention asked for cannot run here, or there is no room for the largest pass.
         SettingsError: one sequence at its longest would not fit.
     """
     memory = memory or memory_of(loaded.device)
-    choice = choose_attention(settings.attention, loaded.layers, kv_dtype(loaded), loaded.device)
+    is_shared = sharing is not None
+    choice = choose_attention(settings.attention, loaded.layers, kv_dtype(loaded), loaded.device, paged=is_shared)
     _log.info("attending", attention=choice.name, reason=choice.reason, block_tokens=choice.block_tokens)
 
     def build(blocks: int) -> PackedModel:
-        return PackedModel.build(loaded, settings.max_sequences, length, blocks=blocks, attention=choice)
+        # The fused equivalents take weights apart, which are parts already where they are shared.
+        fuse = not is_shared
+        return PackedModel.build(loaded, settings.max_sequences, length, blocks=blocks, fuse=fuse, attention=choice)
 
     def largest(packed: PackedModel) -> None:
         logits = run_largest(packed, pass_tokens)
@@ -167,10 +185,13 @@ def build_packed(
     enough = run_blocks(pass_tokens, length, choice.block_tokens)
     with telling(memory, f"a pass of {pass_tokens} tokens"):
         workspace = memory.peak(lambda: largest(build(enough))) - enough * block_bytes(loaded, choice.block_tokens)
-    graphs = settings.graph_memory_mb * MIB if settings.graphs and choice.can_be_recorded(loaded.device) else 0
+    records = settings.graphs and choice.can_be_recorded(loaded.device) and not is_shared
+    graphs = settings.graph_memory_mb * MIB if records else 0
     blocks = kv_blocks(settings, loaded, choice.block_tokens, left=memory.free() - max(0, workspace) - graphs)
     if most_sequences is not None:
         blocks = min(blocks, most_sequences * blocks_for(length, choice.block_tokens))
+    if sharing is not None:
+        blocks = sharing(choice, blocks)
     with telling(memory, f"{blocks * block_bytes(loaded, choice.block_tokens) / MIB:.0f} MiB of keys and values"):
         packed = build(blocks)
     with telling(memory, f"a pass of {pass_tokens} tokens beside keys and values: lower --kv-memory-fraction"):

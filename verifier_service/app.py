@@ -1,5 +1,6 @@
 """The verifier service as a whole: loads the target, and hands its parts to each other."""
 
+import asyncio
 from functools import partial
 
 import grpc
@@ -10,9 +11,11 @@ from kernels.paths import PathUnavailable, VerifyPath, choose, rehearse
 from outrider.lifecycle import Service, Warm, in_thread
 from outrider.lm.device import find_device
 from outrider.lm.peek import vocabulary_size
-from outrider.loading import DEFAULT_SEQUENCE_TOKENS, Loader, build_packed, load, sequence_tokens
+from outrider.loading import DEFAULT_SEQUENCE_TOKENS, Loader, build_packed, load, load_tokenizer_alone, sequence_tokens
 from outrider.message_sizes import limit_of, of_verify
 from outrider.model_info import describe
+from outrider.parallel.lead import Lead, build_as_lead, load_as_lead
+from outrider.parallel.ranks import read_ranks
 from outrider.sampling import DEFAULT_RULE, OFFERED_RULES
 from outrider.settings import SettingsError
 from protos.outrider.v1 import model_pb2
@@ -38,10 +41,12 @@ class VerifierApp(Service):
     name = SERVICE_NAME
 
     def __init__(self, settings: VerifierSettings, loader: Loader = load) -> None:
-        """Raises `SettingsError` where the path of verification that was asked for cannot run here."""
+        """Raises `SettingsError` where the path of verification, or the ranks that were asked for are not there."""
         super().__init__()
         self._settings = settings
         self._loader = loader
+        ranks = read_ranks(settings.tensor_parallel_size, "verifier_service")
+        self._lead = None if ranks is None else Lead(ranks, silence=settings.rank_timeout)
         self._path = find_path(settings)
         self._servicer = VerifierService(settings, SequenceMetrics(self.metrics), self.tracing)
         self.engine: VerifierEngine | None = None
@@ -54,7 +59,7 @@ class VerifierApp(Service):
 
     async def load(self, warm: Warm) -> None:
         observer = SpeculationMetrics(self.metrics, self._path.name, self._settings.max_gamma)
-        engine, model = await in_thread(lambda: build_engine(self._settings, self._path, loader=self._loader))
+        engine, model = await in_thread(self._build)
         self.metrics.describe(
             service="verifier_service",
             version=model.server_version,
@@ -75,9 +80,26 @@ class VerifierApp(Service):
         if self.engine is not None:
             self.engine.post(Drain())
 
+    async def broken(self) -> str:
+        return await (super().broken() if self._lead is None else asyncio.wrap_future(self._lead.lost))
+
     def stop(self) -> None:
+        lead = self._lead
+        if lead is not None and lead.lost.done():  # a pass under way may never end
+            lead.abandon(lead.lost.result())
+            return
         if self.engine is not None:
             self.engine.stop()
+        if lead is not None:
+            lead.dismiss()
+
+    def _build(self) -> tuple[VerifierEngine, model_pb2.ModelInfo]:
+        try:
+            return build_engine(self._settings, self._path, loader=self._loader, lead=self._lead)
+        except Exception as error:
+            if self._lead is not None:
+                self._lead.abandon(str(error))
+            raise
 
 
 def message_limit(settings: VerifierSettings) -> int:
@@ -109,24 +131,38 @@ def find_path(settings: VerifierSettings) -> VerifyPath:
     return path
 
 
+def longest_pass(settings: VerifierSettings) -> int:
+    """Tokens of a pass at most: a round is never cut."""
+    return max(settings.pass_tokens, settings.max_gamma + 1)
+
+
 def build_engine(
-    settings: VerifierSettings, path: VerifyPath, observer: Observer | None = None, loader: Loader = load
+    settings: VerifierSettings,
+    path: VerifyPath,
+    observer: Observer | None = None,
+    loader: Loader = load,
+    *,
+    lead: Lead | None = None,
 ) -> tuple[VerifierEngine, model_pb2.ModelInfo]:
-    """Loads the model and warms it up. Takes as long as reading the weights does.
+    """Loads the model and warms it up. Takes as long as reading the weights does. `lead` has the other ranks, where
+    there are several.
 
     Raises:
         CheckpointError: the model cannot be loaded or run.
         SettingsError: the KV cache has no room for one sequence.
+        ModelLost: another rank is gone.
     """
-    loaded, tokenizer = loader(settings)
-    tokens = sequence_tokens(settings, loaded)
-    built = build_packed(
-        settings,
-        loaded,
-        tokens,
-        pass_tokens=max(settings.pass_tokens, settings.max_gamma + 1),
-        behind=lambda logits: judge_alone(logits, path.name),
-    )
+    pass_tokens = longest_pass(settings)
+    behind = partial(judge_alone, verify_path=path.name)
+    if lead is None:
+        loaded, tokenizer = loader(settings)
+        tokens = sequence_tokens(settings, loaded)
+        built = build_packed(settings, loaded, tokens, pass_tokens=pass_tokens, behind=behind)
+    else:
+        tokenizer = load_tokenizer_alone(settings)
+        loaded = load_as_lead(settings, lead)
+        tokens = sequence_tokens(settings, loaded)
+        built = build_as_lead(settings, loaded, tokens, lead, pass_tokens=pass_tokens, behind=behind)
     model = describe(
         loaded,
         tokenizer,
@@ -154,16 +190,13 @@ def build_engine(
         prefix_cache=settings.prefix_cache,
         gamma_cap=settings.gamma_cap,
     )
-    records = built.record(
-        settings,
-        partial(
-            engine.judge.record,
-            max_sequences=settings.max_sequences,
-            max_gamma=settings.max_gamma,
-            pass_tokens=settings.pass_tokens,
-        ),
+    record = partial(
+        engine.judge.record,
+        max_sequences=settings.max_sequences,
+        max_gamma=settings.max_gamma,
+        pass_tokens=settings.pass_tokens,
     )
-    built.tell_memory(records)
+    built.tell_memory(0 if lead is not None else built.record(settings, record))
     built.packed.warm_up([1, settings.max_gamma + 1])
     paths.warm_up(path.name, loaded.device, loaded.dtype, model.vocab_size, loaded.vocab_size)
     return engine, model

@@ -5,10 +5,11 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from outrider.settings import ServiceAddress, ServiceSettings
+from outrider.parallel.settings import ParallelSettings
+from outrider.settings import ServiceAddress
 
 
-class VerifierSettings(ServiceSettings):
+class VerifierSettings(ParallelSettings):
     """The verifier service: judges proposals with the target model, over gRPC."""
 
     model_config = SettingsConfigDict(cli_prog_name="python -m verifier_service")

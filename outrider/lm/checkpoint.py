@@ -22,6 +22,7 @@ from outrider.lm.probe import ELSEWHERE, AttentionLayer, probe_attention
 from outrider.lm.program import Program, TransformersProgram
 from outrider.lm.quantisation import placement, quantisation_method, settle_dtype
 from outrider.lm.selfcheck import Reference, deviation, reference, tolerance
+from outrider.lm.sharding import sharding
 from outrider.lm.snapshot import resolve_folder
 
 __all__ = ["CheckpointError", "LoadedModel", "ModelSource", "adopt", "load_model"]
@@ -41,6 +42,7 @@ class ModelSource:
             float32.
         device: `auto` (CUDA where there is one), `cpu`, `cuda` (the first) or `cuda:i`.
         trust_remote_code: run Python code that comes with the checkpoint.
+        ranks: how many processes share the model, each loading its part (`outrider.lm.sharding`).
     """
 
     name: str
@@ -48,6 +50,7 @@ class ModelSource:
     dtype: str = "auto"
     device: str = "auto"
     trust_remote_code: bool = False
+    ranks: int = 1
 
 
 @dataclass
@@ -68,7 +71,7 @@ class LoadedModel:
         eos_token_ids: all tokens that end a text by the generation config, or else by the config.
         weights_fingerprint: see `outrider.lm.fingerprint`.
         weight_bytes: of all its tensors.
-        layers: what each layer asks of the attention.
+        layers: what each layer asks of the attention; of a shared model, by the heads of this process.
         reference: what transformers makes of a few tokens, to hold other programs against.
         fused: the fused program, once one has been made.
     """
@@ -108,7 +111,9 @@ def _load(source: ModelSource, folder: Path, device: torch.device) -> LoadedMode
     quantisation = quantisation_method(config, source.name)
     dtype, dtype_reason = _dtype(source.dtype, config, device)
     fingerprint = weights_fingerprint(folder)
-    options = {} if quantisation is None else placement(device)
+    options = sharding(config, source.name, quantisation, source.ranks)
+    if quantisation is not None:
+        options |= placement(device)
     try:
         model = _load_weights(folder, source, config, dtype, options)
     except CheckpointError as error:

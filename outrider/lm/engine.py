@@ -16,6 +16,7 @@ import structlog
 import torch
 
 from outrider.lm.device import work_on
+from outrider.lm.errors import ModelLost
 from outrider.lm.heartbeat import Heartbeat
 from outrider.lm.packed import PackedModel
 
@@ -140,6 +141,9 @@ class Engine(ABC, Generic[Message, Work, Output]):
             output = self.forward(work)
             self.forward_seconds = time.perf_counter() - self.pass_started
             self.process(work, output)
+        except ModelLost as error:  # the sequences can go on elsewhere, and whoever ends the service tells them so
+            _log.error("the model is lost", reason=str(error))
+            return False
         except Exception as error:  # a broken pass must not take the other sequences with it
             _log.exception("pass failed", sequences=len(work))
             self.fail(work, error)

@@ -1,4 +1,4 @@
-"""What can go wrong with a checkpoint, a tokenizer or the KV pool. Knows nothing of who reports it."""
+"""What can go wrong with a checkpoint, a tokenizer, a loaded model or the KV pool. Knows nothing of who reports it."""
 
 
 class CheckpointError(Exception):
@@ -14,6 +14,10 @@ class TokenizerError(CheckpointError):
 
 class PoolExhausted(Exception):
     """A KV pool has fewer free blocks than are needed."""
+
+
+class ModelLost(Exception):
+    """No pass will ever run again: a process that held a part of the model is gone. The text says which, and how."""
 
 
 class PoolCorrupted(RuntimeError):

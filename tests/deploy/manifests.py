@@ -89,9 +89,19 @@ def the(objects: Iterable[Manifest], kind: str, name: str) -> Manifest:
     return found
 
 
+def workload(objects: Iterable[Manifest], service: str) -> Manifest:
+    """What makes a service's pods: its Deployment, or where they come in groups its LeaderWorkerSet."""
+    groups = of_kind(objects, "LeaderWorkerSet")
+    found = [each for each in groups if each["metadata"]["name"] == f"outrider-{service}-ranks"]
+    return found[0] if found else the(objects, "Deployment", f"outrider-{service}")
+
+
 def pod(objects: Iterable[Manifest], service: str) -> Manifest:
-    """What the Deployment of a service makes: metadata and spec of its pods."""
-    template: Manifest = the(objects, "Deployment", f"outrider-{service}")["spec"]["template"]
+    """What a service's pods are, those that serve: metadata and spec."""
+    spec = workload(objects, service)["spec"]
+    template: Manifest = (
+        spec["leaderWorkerTemplate"]["leaderTemplate"] if "leaderWorkerTemplate" in spec else spec["template"]
+    )
     return template
 
 

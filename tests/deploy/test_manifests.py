@@ -24,6 +24,7 @@ from tests.deploy.manifests import (
     rendered,
     selects,
     the,
+    workload,
 )
 
 # The oldest release with gRPC probes for good, and the newest one there are schemas of.
@@ -33,6 +34,7 @@ CUSTOM = {
     "cert-manager.io/v1": {"Certificate", "Issuer"},
     "monitoring.coreos.com/v1": {"PrometheusRule", "ServiceMonitor"},
     "keda.sh/v1alpha1": {"ScaledObject"},
+    "leaderworkerset.x-k8s.io/v1": {"LeaderWorkerSet"},
 }
 COMPONENTS = [name for name in folders("components") if name not in ("plaintext", "mtls")]
 SCALERS = ("hpa", "keda")
@@ -94,7 +96,8 @@ def _written(folder: Path) -> list[Any]:
     """What the files of a folder say, patches among it."""
     file = yaml.safe_load((folder / "kustomization.yaml").read_text(encoding="utf-8"))
     texts = [patch["patch"] for patch in file.get("patches", ()) if "patch" in patch]
-    texts += [path.read_text(encoding="utf-8") for path in folder.glob("*.yaml") if path.name != "kustomization.yaml"]
+    no_objects = {"kustomization.yaml", *file.get("configurations", ())}
+    texts += [path.read_text(encoding="utf-8") for path in folder.glob("*.yaml") if path.name not in no_objects]
     return [each for text in texts for each in yaml.safe_load_all(text) if isinstance(each, dict)]
 
 
@@ -173,7 +176,9 @@ def test_who_takes_a_gpu_tolerates_its_nodes_and_makes_room_first(what: str, ser
     objects = _objects(what)
     limits = container(objects, service)["resources"]["limits"]
     tolerated = [each["key"] for each in pod(objects, service)["spec"].get("tolerations", ())]
-    rolling = the(objects, "Deployment", f"outrider-{service}")["spec"]["strategy"]["rollingUpdate"]
+    spec = workload(objects, service)["spec"]
+    groups = spec.get("rolloutStrategy")
+    rolling = groups["rollingUpdateConfiguration"] if groups else spec["strategy"]["rollingUpdate"]
     on_gpu = "nvidia.com/gpu" in limits
     assert ("nvidia.com/gpu" in tolerated) == on_gpu
     assert (rolling == {"maxSurge": 0, "maxUnavailable": 1}) == on_gpu
@@ -220,12 +225,12 @@ def test_services_and_budgets_find_the_pods_of_their_name(what: str) -> None:
     labels = {service: pod(objects, service)["metadata"]["labels"] for service in SERVICES}
     for service in SERVICES:
         name = f"outrider-{service}"
-        selector = the(objects, "Deployment", name)["spec"]["selector"]
         budget = the(objects, "PodDisruptionBudget", name)["spec"]
         headless = the(objects, "Service", name)["spec"]
         assert headless["clusterIP"] == "None"
         assert budget["maxUnavailable"] == 1
-        for found in (selector, budget["selector"], {"matchLabels": headless["selector"]}):
+        own = workload(objects, service)["spec"].get("selector", budget["selector"])  # a group has none
+        for found in (own, budget["selector"], {"matchLabels": headless["selector"]}):
             assert [each for each in SERVICES if selects(found, labels[each])] == [service]
         names = {port["name"] for port in container(objects, service)["ports"]}
         assert {port["targetPort"] for port in headless["ports"]} <= names
@@ -353,7 +358,7 @@ def test_scalers_take_the_number_of_replicas_out_of_the_deployments() -> None:
             assert "replicas" not in the(composed("plaintext", scaler), "Deployment", f"outrider-{service}")["spec"]
     for overlay in folders("overlays"):
         for service in SERVICES:
-            assert the(rendered(overlay), "Deployment", f"outrider-{service}")["spec"]["replicas"] >= 1
+            assert workload(rendered(overlay), service)["spec"]["replicas"] >= 1
 
 
 @pytest.mark.parametrize("order", [SCALERS, SCALERS[::-1]])

@@ -1,0 +1,139 @@
+"""Models on several GPUs: what starts the ranks, on one machine and on several, fits the services and itself."""
+
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+from tests.deploy.manifests import Manifest, composed, container, environment, of_kind, pod, rendered, selects, the
+from tests.deploy.torchrun import GROUP, told
+
+GPU = "nvidia.com/gpu"
+SIZE = "OUTRIDER_TENSOR_PARALLEL_SIZE"
+PARTING_S = 5
+"""What rank 0 takes at most to part from the others, after its grace."""
+
+BESIDES_THE_KUBELET = {"ports", "startupProbe", "readinessProbe", "livenessProbe", "lifecycle"}
+"""What a container has that serves, and one that follows has not."""
+
+
+def groups() -> Manifest:
+    (found,) = of_kind(rendered("tensor-parallel"), "LeaderWorkerSet")
+    spec: Manifest = found["spec"]
+    return spec
+
+
+def pods() -> dict[str, Any]:
+    template = groups()["leaderWorkerTemplate"]
+    return {"leader": template["leaderTemplate"], "worker": template["workerTemplate"]}
+
+
+def only(template: Manifest) -> Any:
+    (found,) = template["spec"]["containers"]
+    return found
+
+
+@pytest.mark.parametrize("release", ["1.27", "1.37"])
+@pytest.mark.parametrize("role", ["leader", "worker"])
+def test_pods_of_a_group_are_what_the_api_server_would_take(role: str, release: str) -> None:
+    template = pods()[role]
+    whole = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": role, **template["metadata"]}}
+    kubernetes_validate.validate({**whole, "spec": template["spec"]}, release, strict=True)
+
+
+def test_a_group_has_the_fields_of_its_kind() -> None:
+    spec = groups()
+    assert set(spec) == {"replicas", "startupPolicy", "rolloutStrategy", "leaderWorkerTemplate"}
+    assert set(spec["leaderWorkerTemplate"]) == {"size", "restartPolicy", "leaderTemplate", "workerTemplate"}
+    assert spec["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
+    assert spec["startupPolicy"] == "LeaderCreated", "ranks wait for each other: none is ready before all are there"
+
+
+def test_a_group_has_as_many_ranks_as_the_setting_says() -> None:
+    size = groups()["leaderWorkerTemplate"]["size"]
+    settings = environment(rendered("tensor-parallel"), "verifier")
+    for template in pods().values():
+        arguments = told(only(template), settings | GROUP | {"LWS_GROUP_SIZE": str(size)})
+        assert arguments is not None
+        assert int(arguments.nnodes) == size
+        assert arguments.node_rank == int(GROUP["LWS_WORKER_INDEX"])
+        assert arguments.master_addr == GROUP["LWS_LEADER_ADDRESS"]
+        assert (arguments.module, arguments.training_script) == (True, "verifier_service")
+        ranks = int(arguments.nproc_per_node)
+        assert ranks * size == int(settings[SIZE]) > 1
+        assert only(template)["resources"]["limits"][GPU] == str(ranks)
+
+
+def test_a_pod_of_several_gpus_has_as_many_ranks() -> None:
+    objects = composed("plaintext", "tensor-parallel")
+    settings = environment(objects, "verifier")
+    arguments = told(container(objects, "verifier"), settings)
+    assert arguments is not None
+    assert arguments.standalone
+    assert arguments.nproc_per_node == settings[SIZE] == container(objects, "verifier")["resources"]["limits"][GPU]
+    assert int(settings[SIZE]) > 1
+    assert (arguments.module, arguments.training_script) == (True, "verifier_service")
+
+
+def test_ranks_are_killed_only_after_the_first_has_drained() -> None:
+    grace = float(environment(rendered("tensor-parallel"), "verifier")["OUTRIDER_GRACE"])
+    leader = pods()["leader"]
+    sleep = int(only(leader)["lifecycle"]["preStop"]["exec"]["command"][1])
+    alone = pod(composed("plaintext", "tensor-parallel"), "verifier")
+    for template, told_after in ((leader, sleep), (pods()["worker"], 0), (alone, sleep)):
+        arguments = told(only(template), {SIZE: "2", **GROUP})
+        assert arguments is not None
+        # The first hears of it after its preStop; the others have to be there until it has ended.
+        assert arguments.shutdown_timeout > grace + PARTING_S + (sleep - told_after)
+        assert told_after + arguments.shutdown_timeout < template["spec"]["terminationGracePeriodSeconds"]
+
+
+def test_ranks_that_follow_differ_from_the_one_that_serves_by_what_serves() -> None:
+    leader, worker = pods()["leader"]["spec"], pods()["worker"]["spec"]
+    assert {name for name in leader if leader[name] != worker.get(name)} == {"containers"}
+    serving, following = only(pods()["leader"]), only(pods()["worker"])
+    assert {name for name in serving if serving[name] != following.get(name)} == BESIDES_THE_KUBELET | {"name"}
+    assert set(following) <= set(serving)
+
+
+def test_pods_of_a_group_are_as_those_of_the_base() -> None:
+    ours, plain = pods()["leader"]["spec"], pod(rendered("cross-node"), "verifier")["spec"]
+    differing = {name for name in ours if ours[name] != plain.get(name)}
+    assert differing == {"containers", "volumes"}
+    mine, theirs = only(pods()["leader"]), plain["containers"][0]
+    assert {name for name in mine if mine[name] != theirs.get(name)} == {"command", "envFrom"}
+    volumes = [{volume["name"]: volume for volume in spec["volumes"]} for spec in (ours, plain)]
+    assert {name for name in volumes[0] if volumes[0][name] != volumes[1][name]} == {"shm"}
+
+
+def test_nobody_calls_a_rank_that_follows() -> None:
+    objects = rendered("tensor-parallel")
+    labels = {role: template["metadata"]["labels"] for role, template in pods().items()}
+    service = the(objects, "Service", "outrider-verifier")["spec"]
+    assert selects({"matchLabels": service["selector"]}, labels["leader"])
+    assert not selects({"matchLabels": service["selector"]}, labels["worker"])
+    # The controller makes a Service of the group's name, which must not be ours.
+    (group,) = of_kind(objects, "LeaderWorkerSet")
+    assert group["metadata"]["name"] not in {each["metadata"]["name"] for each in of_kind(objects, "Service")}
+
+
+def test_ranks_reach_each_other_and_nobody_else_does() -> None:
+    objects = rendered("tensor-parallel")
+    labels = [template["metadata"]["labels"] for template in pods().values()]
+    (port,) = {arguments.master_port for each in pods().values() if (arguments := told(only(each), GROUP))}
+    policy = the(objects, "NetworkPolicy", "outrider-verifier-ranks")["spec"]
+    assert all(selects(policy["podSelector"], each) for each in labels)
+    assert not selects(policy["podSelector"], pod(objects, "draft")["metadata"]["labels"])
+    for way, peers in (("ingress", "from"), ("egress", "to")):
+        (rule,) = policy[way]
+        (peer,) = rule[peers]
+        assert set(peer) == {"podSelector"}
+        assert all(selects(peer["podSelector"], each) for each in labels)
+        assert not selects(peer["podSelector"], pod(objects, "draft")["metadata"]["labels"])
+        (ports,) = rule["ports"]
+        assert ports["port"] <= port <= ports["endPort"]
+    # Those that follow are shut but for that, for names and for being scraped.
+    others = [each for each in of_kind(objects, "NetworkPolicy") if each["spec"] != policy]
+    assert {each["metadata"]["name"] for each in others if selects(each["spec"]["podSelector"], labels[1])} == {
+        "outrider-common"
+    }

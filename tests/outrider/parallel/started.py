@@ -1,0 +1,92 @@
+"""Two ranks as torchrun would have them, without its seconds: forked services with the variables that it sets.
+
+It knows processes and variables, and nothing of what the ranks run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from outrider.cli.pair import fixed
+from outrider.cli.processes import ServiceProcess
+from outrider.lm.packed import PackedModel
+from outrider.loading import sequence_tokens
+from outrider.parallel.lead import Lead, build_as_lead, load_as_lead
+from outrider.parallel.ranks import Ranks
+from tests.forked import ForkedService
+from verifier_service.app import longest_pass
+from verifier_service.settings import VerifierSettings
+
+FLAGS = ("--dtype", "float32", "--device", "cpu", "--threads", "1", "--kv-cache-mb", "1")
+TWO = ("--tensor-parallel-size", "2")
+
+
+def told(rank: int, address: str, *, size: int = 2) -> dict[str, str]:
+    """What torchrun tells a rank, where rank 0 is to be met at `address`."""
+    host, _, port = address.rpartition(":")
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+    }
+
+
+def launch_rank(rank: int, address: str, model: Path, *flags: str) -> ServiceProcess:
+    """One of two ranks of a verifier service."""
+    arguments = ["verifier_service", "--model", str(model), *FLAGS, *TWO, *flags]
+    return ForkedService.launch(arguments, env=told(rank, address))
+
+
+@contextmanager
+def two_ranks(model: Path, *flags: str) -> Iterator[tuple[ServiceProcess, ServiceProcess]]:
+    """A verifier service on two ranks, which end with it."""
+    address = fixed("127.0.0.1:0")
+    with (
+        launch_rank(0, address, model, "--listen", "127.0.0.1:0", *flags) as lead,
+        launch_rank(1, address, model, "--listen", "127.0.0.1:0", *flags) as follower,
+    ):
+        try:
+            yield lead, follower
+        finally:
+            lead.stop()
+            follower.process.kill()  # it has ended with rank 0, unless it stands still
+
+
+@contextmanager
+def leading(model: Path, *flags: str, theirs: Sequence[str] = ()) -> Iterator[PackedModel]:
+    """The model on two ranks: this process leads, the other is a service's own, told `theirs` too."""
+    address = fixed("127.0.0.1:0")
+    settings = VerifierSettings.from_command_line(["--model", str(model), *FLAGS, *TWO, *flags], program="test")
+    lead = Lead(Ranks(0, 2, 0, 2), silence=settings.rank_timeout)
+    with pytest.MonkeyPatch.context() as patch, launch_rank(1, address, model, *flags, *theirs) as follower:
+        for name, value in told(0, address).items():
+            patch.setenv(name, value)
+        try:
+            loaded = load_as_lead(settings, lead)
+            tokens = sequence_tokens(settings, loaded)
+            yield build_as_lead(settings, loaded, tokens, lead, pass_tokens=longest_pass(settings)).packed
+            lead.dismiss()
+            assert follower.process.wait(20) == 0, "\n".join(follower.log_lines())
+        finally:
+            follower.process.kill()
+            dist.destroy_process_group()
+
+
+def reason(service: ServiceProcess) -> str:
+    """The one line that an operator looks for, of a service that has ended."""
+    service.stop()
+    words = [line for line in service.log_lines() if line.startswith("verifier_service: ")]
+    return words[-1] if words else ""
+
+
+def ended_within(seconds: float, services: Sequence[ServiceProcess]) -> list[int]:
+    """The exit codes of services that end by themselves."""
+    return [service.process.wait(seconds) for service in services]

@@ -1,0 +1,166 @@
+"""A target on two ranks, as a service: the texts of one rank, and a prompt and clear end when a rank is gone.
+
+The processes are real, the ranks are gloo's on CPUs, and the sockets are sockets.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from outrider.cli.pair import fixed
+from outrider.cli.processes import ServiceProcess
+from outrider.client import Chunk, Client, Finished, Options
+from tests.exactness import company
+from tests.forked import ForkedService
+from tests.metrics import scrape
+from tests.outrider.lm import tiny
+from tests.outrider.parallel.started import FLAGS, ended_within, reason, two_ranks
+from tests.services import HEALTHY_WITHIN_S, MODELS
+from tests.verifier_service.streams import PROMPT, Stream, opening
+
+SOON_S = 20.0
+"""Within which ranks must have ended that nothing holds up: with a hang they would not at all."""
+
+REQUESTS, TOKENS, PROMPT_CHARS = 10, 64, 90
+POOL = ("--max-sequence-tokens", "160")
+DEMO_TOKENS = 2048
+LONG = 480
+"""Tokens of a text that cannot be done before a rank is killed."""
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """A target whose heads two ranks can share, and a draft that is often of its opinion."""
+
+    target: Path
+    draft: Path
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    folder = tmp_path_factory.mktemp("pair")
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 128}
+    config = LlamaConfig(
+        vocab_size=DEMO_TOKENS, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+        bos_token_id=None, eos_token_id=0, pad_token_id=0, **shape,
+    )  # fmt: skip
+    made = Checkpoints(tiny.save(config, folder / "target", seed=1), folder / "draft")
+    draft = LlamaForCausalLM.from_pretrained(made.target, dtype=torch.float32)
+    with torch.no_grad():
+        draft.lm_head.weight.add_(0.05 * torch.randn(draft.lm_head.weight.shape, generator=torch.manual_seed(5)))
+    draft.save_pretrained(made.draft)
+    for each in (made.target, made.draft):
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(MODELS / "target" / name, each / name)
+    return made
+
+
+@dataclass(frozen=True)
+class House:
+    """A verifier on two ranks, and one on one, each with a draft service."""
+
+    ranks: tuple[ServiceProcess, ServiceProcess]
+    front: ServiceProcess
+    metrics: str
+    plain: ServiceProcess
+
+    def count(self, name: str) -> float:
+        """What the two ranks' metrics show under a name."""
+        return sum(scrape(self.metrics)[name].values())
+
+
+@pytest.fixture
+def house(checkpoints: Checkpoints) -> Iterator[House]:
+    metrics, (one, two) = fixed("127.0.0.1:0"), (fixed("127.0.0.1:0") for _ in range(2))
+    target = ("--model", str(checkpoints.target), *FLAGS, *POOL)
+    draft = ("--model", str(checkpoints.draft), *FLAGS, "--listen", "127.0.0.1:0", "--kv-cache-mb", "32")
+    with (
+        ForkedService.launch(["verifier_service", *target, "--listen", one]) as alone,
+        two_ranks(checkpoints.target, *POOL, "--listen", two, "--metrics-listen", metrics) as ranks,
+        ForkedService.launch(["draft_service", *draft, "--verifier", one]) as plain,
+        ForkedService.launch(["draft_service", *draft, "--verifier", two]) as front,
+    ):
+        for each in (alone, ranks[0], plain, front):
+            each.wait_healthy(HEALTHY_WITHIN_S)
+        yield House(ranks, front, f"http://{metrics}/metrics", plain)
+
+
+def test_two_ranks_write_the_texts_of_one_and_drain_together(house: House) -> None:
+    """Greedy and by seeds; in company that is too many for the pool, and begins alike the second time. Then all ranks
+    get a signal, as from torchrun, while a text is being written.
+    """
+    short = [each for each in company.requests() if len(each.prompt) <= PROMPT_CHARS][:REQUESTS]
+    asked = [replace(each, options=each.options | Options(max_new_tokens=TOKENS)) for each in short]
+    alone = company.texts(house.plain.address, asked, together=False, salt="alone")
+    for _ in range(5):  # as often as it takes: how many are there at once is the machine's affair too
+        assert company.texts(house.front.address, asked, together=True, salt="in company") == alone
+        preempted, known = house.count("outrider_preemptions_total"), house.count("outrider_prefix_cache_hits_total")
+        if preempted and known:
+            break
+    assert preempted >= 1
+    assert known >= 1
+    with Client(house.front.address, timeout=60.0) as client:
+        events = client.generate(asked[0].prompt, **asked[0].options)
+        next(event for event in events if isinstance(event, Chunk))
+        for rank in reversed(house.ranks):
+            rank.process.send_signal(signal.SIGTERM)
+        last = [event for event in events if isinstance(event, Finished)]
+    assert len(last) == 1
+    assert ended_within(SOON_S, house.ranks) == [0, 0]
+    assert [reason(each) for each in house.ranks] == ["", ""]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("at_work", [False, True], ids=["idle", "at work"])
+def test_a_rank_that_is_killed_ends_the_other(checkpoints: Checkpoints, victim: int, at_work: bool) -> None:
+    with two_ranks(checkpoints.target) as ranks, ExitStack() as open_:
+        ranks[0].wait_healthy(HEALTHY_WITHIN_S)
+        stream = None
+        if at_work:
+            stream = open_.enter_context(Stream(open_.enter_context(grpc.insecure_channel(ranks[0].address))))
+            stream.open(opening(max_new_tokens=LONG))
+            stream.decode(1, PROMPT, tokens=LONG)
+            stream.verdict()
+        ranks[victim].process.kill()
+        other = ranks[1 - victim]
+        assert ended_within(SOON_S, [other]) == [1]
+        assert reason(other) == f"verifier_service: rank {victim} has gone: it closed its connection"
+        if stream is not None:
+            with pytest.raises(grpc.RpcError) as ended:
+                list(iter(stream.verdict, None))
+            assert ended.value.code() == grpc.StatusCode.UNAVAILABLE
+            told = victim == 1  # rank 0 is there to say so
+            assert ("try another one" in (ended.value.details() or "")) == told
+
+
+def test_a_rank_that_stands_still_ends_the_other(checkpoints: Checkpoints) -> None:
+    with two_ranks(checkpoints.target, "--rank-timeout", "2") as (lead, follower):
+        lead.wait_healthy(HEALTHY_WITHIN_S)
+        follower.process.send_signal(signal.SIGSTOP)
+        assert ended_within(SOON_S, [lead]) == [1]
+        assert reason(lead) == "verifier_service: rank 1 has gone: it has been silent for 2 s"
+
+
+def test_what_two_ranks_cannot_share_ends_both() -> None:
+    with two_ranks(MODELS / "target") as ranks:
+        assert ended_within(SOON_S, ranks) == [1, 1]
+        for each in ranks:
+            assert "--tensor-parallel-size 2: " in reason(each)
+            assert "has 5 attention heads and 1 of keys and values" in reason(each)
+
+
+def test_another_number_of_ranks_than_was_started_is_a_setting_that_cannot_be_met(checkpoints: Checkpoints) -> None:
+    arguments = ["verifier_service", "--model", str(checkpoints.target), "--tensor-parallel-size", "2"]
+    with ForkedService.launch(arguments) as service:
+        assert ended_within(SOON_S, [service]) == [2]
+        assert "torchrun --nproc-per-node 2 -m verifier_service --tensor-parallel-size 2" in reason(service)
