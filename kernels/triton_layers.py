@@ -1,8 +1,8 @@
 """What lies between the products of a decoder layer, in one kernel each: norm, rotation with its writes, gate.
 
-Each reads what a product wrote and writes what the next one reads, once. Inside all is float32, and what is written is
-rounded as torch's operations round it: a result differs from theirs by a step of the last bit where sums or exponentials
-come out next to each other. The launches depend on shapes alone, so that a CUDA graph may hold them.
+Each reads what a product wrote and writes what the next one reads, once. Inside all is float32, and results are rounded
+where torch's operations round theirs: they differ by a step of the last bit at most, in the few places where float32's
+own error decides. The launches depend on shapes alone and wait for nothing, so that a CUDA graph may hold them.
 
 It knows tensors by shape, and nothing of models, passes, or of who holds which page.
 """
@@ -38,7 +38,7 @@ def rotate_and_store_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate some heads of one row, and write each where it belongs. Grid: T · ⌈(HEADS + 2 · KV_HEADS) / GROUP⌉."""
+    """Norm and rotate GROUP heads of one row, and write each where it belongs. Grid: T · ⌈all heads / GROUP⌉."""
     ROTATED: tl.constexpr = HEADS + KV_HEADS
     ALL: tl.constexpr = ROTATED + KV_HEADS
     GROUPS: tl.constexpr = (ALL + GROUP - 1) // GROUP
@@ -161,11 +161,11 @@ def rotate_and_store(
         cos_sin: cosine and sine of each pair's angle, side by side, at every position there may be: float32
             `[P, ..., D/2, 2]`, contiguous.
         positions: int64 `[T]`, below P.
-        places: int64 `[T]`: where each row's keys and values go, among the positions of all pages. Of rows with the same
-            place one is kept.
+        places: int64 `[T]`: where each row's keys and values go, among the positions of all pages. Where rows share a
+            place, nobody may rely on what it holds.
         key_pages: `[pages, page_size, KV, D]`, contiguous; likewise `value_pages`, in the same dtype.
         value_pages: see `key_pages`.
-        head_norm: float32 `[H + KV, ..., D]`, contiguous: weights of the norms of each query and key head; None has none.
+        head_norm: float32 `[H + KV, ..., D]`, contiguous: weights of the norms of each query and key head, if any.
         heads: H.
         kv_heads: KV.
         eps: of those norms.
@@ -173,7 +173,7 @@ def rotate_and_store(
     Returns:
         The rotated queries, `[T, H, D]` in the dtype of the pages, rounded once.
     """
-    assert key_pages.is_contiguous() and value_pages.is_contiguous() and cos_sin.is_contiguous()
+    assert all(each.is_contiguous() for each in (key_pages, value_pages, cos_sin))
     T, head_dim = len(positions), key_pages.size(-1)
     sizes = rotation_sizes(heads, kv_heads, head_dim)
     groups = -(-(heads + 2 * kv_heads) // sizes["GROUP"])

@@ -1,8 +1,9 @@
-"""Which operations the layers of a decoder over pages run as, and why: Triton's kernels where they give what torch's do.
+"""What the layers of a decoder over pages run as, and why: Triton's kernels where they give what torch's operations do.
 
 It knows what a device can run, and nothing of pools' sizes or of passes.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -61,9 +62,7 @@ def choose_layer_ops(layers: GatedLayers, dtype: torch.dtype) -> LayerChoice:
 
 
 def _obstacle(layers: GatedLayers) -> str:
-    device, dtype = layers.embedding.device, layers.embedding.dtype
-    if dtype == torch.float64:
-        return "they compute in float32, and the model is float64"
+    device = layers.embedding.device
     if device.type != "cuda":
         return f"they need a CUDA device, and this is {device.type}"
     if find_spec("triton") is None:
@@ -72,11 +71,11 @@ def _obstacle(layers: GatedLayers) -> str:
 
 
 @torch.inference_mode()
-def try_out(kind: type[LayerOps], layers: GatedLayers, dtype: torch.dtype) -> str:
+def try_out(kind: Callable[[GatedLayers], LayerOps], layers: GatedLayers, dtype: torch.dtype) -> str:
     """Why operations cannot be used, or nothing: each is held to torch's, in shapes of the model.
 
     Args:
-        kind: the operations.
+        kind: makes the operations.
         layers: see `choose_layer_ops`; the first one's weights are used.
         dtype: of keys and values.
     """

@@ -13,9 +13,7 @@ from outrider.lm.linear import linear, linear_add
 from outrider.lm.paged import PagedBatch
 
 
-def run_paged(
-    layers: GatedLayers, ops: LayerOps, batch: PagedBatch, rotations: Tensor, rows: Tensor | None
-) -> Tensor:
+def run_paged(layers: GatedLayers, ops: LayerOps, batch: PagedBatch, rotations: Tensor, rows: Tensor | None) -> Tensor:
     """Runs a pass.
 
     Args:
