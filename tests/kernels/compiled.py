@@ -102,6 +102,9 @@ def describe(name: str, options: dict[str, int], constants: dict[str, Any], arch
         "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
         "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.MULTILINE)),
         "wide_loads": len(re.findall(r"\bLDG\.[A-Z.]*128", code)),
+        "stores": len(re.findall(r"\bSTG\.", code)),
+        "wide_stores": len(re.findall(r"\bSTG\.[A-Z.]*128", code)),
+        "barriers": len(re.findall(r"\bBAR\.", code)),
     }
 
 
