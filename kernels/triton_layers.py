@@ -32,7 +32,8 @@ def rms_norm_kernel(x, weight, out, eps, E: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + start + ids, (z * scale * w).to(out.dtype.element_ty), mask=there)
 
 
-@triton.jit
+# Rows of a pass begin where those before them end: an odd number of them must not ask for another compilation.
+@triton.jit(do_not_specialize_on_alignment=["positions", "places"])
 def rotate_and_store_kernel(
     qkv, cos_sin, positions, places, head_norm, query, keys, values, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,

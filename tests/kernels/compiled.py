@@ -77,6 +77,7 @@ def describe(name: str, options: dict[str, int], constants: dict[str, Any], arch
     """Return what the machine code of one kernel for one architecture is like."""
     kernel = getattr(verify_triton, name, None) or getattr(triton_layers, name)
     names = kernel.arg_names
+    free = [each.name for each in kernel.params if each.do_not_specialize_on_alignment]
     source = ASTSource(
         fn=kernel,
         signature={each: "constexpr" if each in constants else _TYPES[each] for each in names},
@@ -84,7 +85,7 @@ def describe(name: str, options: dict[str, int], constants: dict[str, Any], arch
         attrs={
             (i,): _ALIGNED
             for i, each in enumerate(names)
-            if each == "row_stride" or _TYPES.get(each, "").startswith("*")
+            if each not in free and (each == "row_stride" or _TYPES.get(each, "").startswith("*"))
         },
     )
     compiled = compile_for(source, target=GPUTarget("cuda", architecture, 32), options=options)
@@ -98,6 +99,7 @@ def describe(name: str, options: dict[str, int], constants: dict[str, Any], arch
         "kernel": name,
         "architecture": architecture,
         "constants": constants,
+        "of_any_alignment": free,
         "registers": int(registers[1]) if registers else None,
         "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
         "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.MULTILINE)),
