@@ -9,6 +9,8 @@ It knows tensors by shape, and nothing of models, passes, or of who holds which 
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -85,8 +87,9 @@ def gated_kernel(gate_up, out, INNER: tl.constexpr, TILE: tl.constexpr):
 # --------------------------------------------------------------------------------------------------------------- launch
 
 
+@cache
 def norm_sizes(E: int) -> dict[str, int]:
-    """Return the constants of `rms_norm_kernel`: a program holds a whole row."""
+    """Return the constants of `rms_norm_kernel`, not to be written to: a program holds a whole row."""
     return {"E": E, "BLOCK": triton.next_power_of_2(E)}
 
 
@@ -95,8 +98,9 @@ def norm_options(sizes: dict[str, int]) -> dict[str, int]:
     return _options(sizes["BLOCK"])
 
 
+@cache
 def rotation_sizes(heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
-    """Return the constants of `rotate_and_store_kernel`, but for NORMED: a program has as many heads as fill a tile."""
+    """Return those of `rotate_and_store_kernel`, but for NORMED: a program has as many heads as fill a tile."""
     block = triton.next_power_of_2(head_dim)
     group = max(1, min(_TILE // block, triton.next_power_of_2(heads + 2 * kv_heads)))
     return {"HEADS": heads, "KV_HEADS": kv_heads, "D": head_dim, "GROUP": group, "BLOCK": block}
@@ -107,8 +111,9 @@ def rotation_options(sizes: dict[str, int]) -> dict[str, int]:
     return _options(sizes["GROUP"] * sizes["BLOCK"])
 
 
+@cache
 def gate_sizes(inner: int) -> dict[str, int]:
-    """Return the constants of `gated_kernel`."""
+    """Return those of `gated_kernel`."""
     return {"INNER": inner, "TILE": min(_TILE, triton.next_power_of_2(inner))}
 
 
