@@ -194,6 +194,8 @@ def build_packed(
         blocks = sharing(choice, blocks)
     with telling(memory, f"{blocks * block_bytes(loaded, choice.block_tokens) / MIB:.0f} MiB of keys and values"):
         packed = build(blocks)
+    if packed.layer_choice is not None:
+        _log.info("layers", run_by=packed.layer_choice.name, reason=packed.layer_choice.reason)
     with telling(memory, f"a pass of {pass_tokens} tokens beside keys and values: lower --kv-memory-fraction"):
         memory.peak(lambda: largest(packed))
     return Built(packed, memory, max(0, workspace))

@@ -18,6 +18,7 @@ from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM,
 
 from outrider.lm.batch import PackedBatch
 from outrider.lm.gated_layers import Frame, GatedLayers, LayerWeights, compiled
+from outrider.lm.layer_choice import LayerChoice, choose_layer_ops
 from outrider.lm.linear import can_pack, is_plain, pack
 from outrider.lm.norm import doubled
 from outrider.lm.paged import PagedBatch
@@ -100,16 +101,24 @@ class GatedDecoder:
         )
         self._layers = GatedLayers(frame, weights)
         self._run: Callable[..., Tensor] = compiled(self._layers)
+        self._chosen: dict[torch.dtype, LayerChoice] = {}
 
     def __call__(self, token_ids: Tensor, batch: Batch, rows: Rows) -> Tensor:
         if isinstance(batch, PagedBatch):
             if isinstance(rows, int):
                 rows = torch.arange(len(token_ids) - rows, len(token_ids), device=self._device)
-            return run_paged(self._layers, batch, self._rotations_to(batch.longest), rows)
+            ops = self.choose_layers(batch.memory.keys[0].dtype).ops
+            return run_paged(self._layers, ops, batch, self._rotations_to(batch.longest), rows)
         masks = [batch.masks_for(self._group, window) for window in self._layers.windows]
         last, chosen = (batch.rows, rows) if rows is None or isinstance(rows, Tensor) else (rows, None)
         rotation = self._rotation(batch)
         return self._run(token_ids, rotation, batch.counts, batch.keys, batch.values, batch.new, masks, last, chosen)
+
+    def choose_layers(self, dtype: torch.dtype) -> LayerChoice:
+        """See `outrider.lm.program.PagedProgram`."""
+        if dtype not in self._chosen:
+            self._chosen[dtype] = choose_layer_ops(self._layers, dtype)
+        return self._chosen[dtype]
 
     def write(
         self, token_ids: Tensor, counts: Sequence[int], batch: PackedBatch, samplings: Sequence[Sampling]

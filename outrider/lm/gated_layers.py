@@ -178,11 +178,18 @@ class GatedLayers(nn.Module):
 
         Positions and norms of heads are computed in float32, and so is the result.
         """
-        T, heads, kv_heads, head_dim = x.size(0), self.heads, self.kv_heads, self.head_dim
+        normed = rms_norm(x, self.attention_norm[i], self.signs, self.eps, self.small)
+        return self.rotated(i, linear(normed, self.qkv[i], self.qkv_bias[i], self.packed), rotation)
+
+    def rotated(self, i: int, qkv: Tensor, rotation: Tensor) -> Tensor:
+        """Of queries, keys and values of layer i, `[T, 1, width]`: the same, queries and keys normed and rotated.
+
+        In float32; what it was given may be written over.
+        """
+        T, heads, kv_heads, head_dim = qkv.size(0), self.heads, self.kv_heads, self.head_dim
         rotated = heads + kv_heads
         width = (rotated + kv_heads) * head_dim
-        normed = rms_norm(x, self.attention_norm[i], self.signs, self.eps, self.small)
-        qkv = linear(normed, self.qkv[i], self.qkv_bias[i], self.packed).float()
+        qkv = qkv.float()
         head_norm = self.head_norm[i]
         if head_norm is not None:
             each = qkv.as_strided([T, rotated, 1, head_dim], [width, head_dim, head_dim, 1])

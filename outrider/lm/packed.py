@@ -21,8 +21,9 @@ from outrider.lm.errors import CheckpointError
 from outrider.lm.fusion import fuse_model
 from outrider.lm.kv_pool import KVPool
 from outrider.lm.kv_size import blocks_for, kv_dtype
+from outrider.lm.layer_choice import LayerChoice
 from outrider.lm.paged import lay_out
-from outrider.lm.program import Program, Rows, TransformersProgram, WritingProgram
+from outrider.lm.program import PagedProgram, Program, Rows, TransformersProgram, WritingProgram
 from outrider.lm.recorded import Bucket, MakeTail, RecordedRunner, buckets_for
 from outrider.lm.recorded_writing import RecordedWriter, WriterSize
 from outrider.lm.recording import Recorder
@@ -43,6 +44,9 @@ class PackedModel:
         pool: of its shape; sequences no longer than the model's context.
         fuse: run an equivalent with fewer operations where there is one (`outrider.lm.fusion`).
         attention: what rows attend with; of a pool that is paged where it is.
+
+    Attributes:
+        layer_choice: what a fused model's layers run as over pages, for the log; None for another model or pool.
 
     Raises:
         ValueError: the pool's sequences are longer than the context, or its layers are not the model's; or the pool is
@@ -71,7 +75,10 @@ class PackedModel:
         self.runner: Runner | None = None
         self.recorded: RecordedRunner | None = None
         self._writer: RecordedWriter | None = None
+        self.layer_choice: LayerChoice | None = None
         if pool.pages is not None:
+            if isinstance(self._program, PagedProgram):
+                self.layer_choice = self._program.choose_layers(pool.dtype)
             self._check_pages()
             attend = attention.build(pool.max_length, pool.dtype, pool.device)
             self.runner = PagedRunner(self._program, pool.pages, attend, loaded.device, loaded.dtype)

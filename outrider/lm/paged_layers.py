@@ -8,14 +8,17 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from outrider.lm.gated_layers import GatedLayers
+from outrider.lm.layer_ops import LayerOps
+from outrider.lm.linear import linear, linear_add
 from outrider.lm.paged import PagedBatch
 
 
-def run_paged(layers: GatedLayers, batch: PagedBatch, rotations: Tensor, rows: Tensor | None) -> Tensor:
+def run_paged(layers: GatedLayers, ops: LayerOps, batch: PagedBatch, rotations: Tensor, rows: Tensor | None) -> Tensor:
     """Runs a pass.
 
     Args:
         layers: of the decoder.
+        ops: what they do between their products.
         batch: the pass.
         rotations: e^(i · angle) of all positions there may be, `[max_length, 1, D/2]`, complex64.
         rows: indices of the rows that need logits, `[R]`; None is all.
@@ -24,14 +27,16 @@ def run_paged(layers: GatedLayers, batch: PagedBatch, rotations: Tensor, rows: T
         Logits `[R, V]`.
     """
     x = embedding(batch.tokens, layers.embedding).unsqueeze(1)  # [T, 1, E]
-    heads, kv_heads, head_dim = layers.heads, layers.kv_heads, layers.head_dim
-    rotation = rotations.index_select(0, batch.positions)
+    angles, packed = ops.angles(rotations, batch.positions), layers.packed
     for i in range(len(layers.qkv)):
-        qkv = layers.queries_keys_values(i, x, rotation).view(len(x), -1, head_dim)
-        query, keys, values = qkv.split([heads, kv_heads, kv_heads], 1)
-        batch.write(i, keys, values)
+        normed = ops.norm(x, layers.attention_norm[i])
+        query = ops.queries(i, linear(normed, layers.qkv[i], layers.qkv_bias[i], packed), angles, batch)
         pages = batch.memory.keys[i], batch.memory.values[i]
         window = layers.windows[layers.mask_kind[i]]
-        attended = batch.attention.attend(query.to(pages[0].dtype), *pages, batch, layers.scaling[i], window)
-        x = layers.after_attention(i, x, attended)
+        attended = batch.attention.attend(query, *pages, batch, layers.scaling[i], window)
+        attended = attended.to(x.dtype).reshape(len(x), 1, -1)
+        x = linear_add(x, attended, layers.output[i], layers.output_bias[i], packed)
+        normed = ops.norm(x, layers.mlp_norm[i])
+        gated = ops.gated(linear(normed, layers.gate_up[i], layers.gate_up_bias[i], packed))
+        x = linear_add(x, gated, layers.down[i], layers.down_bias[i], packed)
     return layers.logits(x if rows is None else x.index_select(0, rows))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.lm.batch import PackedBatch
+from outrider.lm.layer_choice import LayerChoice
 from outrider.lm.paged import PagedBatch
 from outrider.lm.writing import Sampling, Written
 
@@ -55,6 +56,14 @@ class WritingProgram(Program, Protocol):
         Returns:
             Of each sequence, the tokens and how each came about.
         """
+
+
+@runtime_checkable
+class PagedProgram(Program, Protocol):
+    """One whose layers over pages run as operations of its choice."""
+
+    def choose_layers(self, dtype: torch.dtype) -> LayerChoice:
+        """Chooses for pages of a dtype, at the first call, and says what was chosen: passes over them run as that."""
 
 
 class TransformersProgram:

@@ -1,4 +1,4 @@
-"""Compile the verification kernels for GPUs that are not here, and print what the machine code is like, as JSON.
+"""Compile the kernels for GPUs that are not here, and print what the machine code is like, as JSON.
 
 All for the newest of the two architectures that are given, and for the older one those with the most in them.
 
@@ -22,7 +22,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import verify_triton
+from kernels import triton_layers, verify_triton
 from kernels.verify_triton import FILTER_OPTIONS, RULING_OPTIONS, stats_options
 
 _TYPES = {
@@ -33,6 +33,9 @@ _TYPES = {
     "peaks": "*fp32", "masses": "*fp32", "bests": "*i32", "leads": "*fp32",
     "draft_ints": "*i32", "draft_q": "*fp32", "support_ids": "*i32", "support_q": "*fp32", "dense": "*fp32",
     "uniforms": "*fp64", "outcomes": "*i32", "beta": "*fp32",
+    "x": "*bf16", "weight": "*bf16", "out": "*bf16", "eps": "fp32", "qkv": "*bf16", "cos_sin": "*fp32",
+    "positions": "*i64", "places": "*i64", "head_norm": "*fp32",
+    "query": "*bf16", "keys": "*bf16", "values": "*bf16", "gate_up": "*bf16",
 }  # fmt: skip
 _ALIGNED = [["tt.divisibility", 16]]  # pointers, as torch allocates, and the stride of rows padded to 16
 
@@ -48,6 +51,10 @@ def fullest() -> Iterator[Variant]:
     yield "filter_kernel", FILTER_OPTIONS, {**sizes, "TILES": 64}
     yield "ruling_kernel", RULING_OPTIONS, {**sizes, "TILES": 64, "K": 16, "WITH_DENSE": False}
     yield "ruling_kernel", RULING_OPTIONS, {**sizes, "ADJUSTED": False, "TILES": 64, "K": 256, "WITH_DENSE": False}
+    rotation = triton_layers.rotation_sizes(32, 8, 128)
+    yield "rotate_and_store_kernel", triton_layers.rotation_options(rotation), {**rotation, "NORMED": True}
+    norm = triton_layers.norm_sizes(8192)
+    yield "rms_norm_kernel", triton_layers.norm_options(norm), norm
 
 
 def plain() -> Iterator[Variant]:
@@ -58,12 +65,19 @@ def plain() -> Iterator[Variant]:
     sizes = {"TILE": 4096, "ADJUSTED": False, "TILES": 64}
     yield "filter_kernel", FILTER_OPTIONS, sizes
     yield "ruling_kernel", RULING_OPTIONS, {**sizes, "K": 16, "WITH_DENSE": False}
+    rotation = triton_layers.rotation_sizes(14, 2, 80)  # a tile that no row fills, and heads that fill none
+    yield "rotate_and_store_kernel", triton_layers.rotation_options(rotation), {**rotation, "NORMED": False}
+    norm = triton_layers.norm_sizes(896)
+    yield "rms_norm_kernel", triton_layers.norm_options(norm), norm
+    gate = triton_layers.gate_sizes(4864)
+    yield "gated_kernel", triton_layers.gate_options(gate), gate
 
 
 def describe(name: str, options: dict[str, int], constants: dict[str, Any], architecture: int) -> dict[str, Any]:
     """Return what the machine code of one kernel for one architecture is like."""
-    kernel = getattr(verify_triton, name)
+    kernel = getattr(verify_triton, name, None) or getattr(triton_layers, name)
     names = kernel.arg_names
+    free = [each.name for each in kernel.params if each.do_not_specialize_on_alignment]
     source = ASTSource(
         fn=kernel,
         signature={each: "constexpr" if each in constants else _TYPES[each] for each in names},
@@ -71,7 +85,7 @@ def describe(name: str, options: dict[str, int], constants: dict[str, Any], arch
         attrs={
             (i,): _ALIGNED
             for i, each in enumerate(names)
-            if each == "row_stride" or _TYPES.get(each, "").startswith("*")
+            if each not in free and (each == "row_stride" or _TYPES.get(each, "").startswith("*"))
         },
     )
     compiled = compile_for(source, target=GPUTarget("cuda", architecture, 32), options=options)
@@ -85,10 +99,14 @@ def describe(name: str, options: dict[str, int], constants: dict[str, Any], arch
         "kernel": name,
         "architecture": architecture,
         "constants": constants,
+        "of_any_alignment": free,
         "registers": int(registers[1]) if registers else None,
         "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
         "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.MULTILINE)),
         "wide_loads": len(re.findall(r"\bLDG\.[A-Z.]*128", code)),
+        "stores": len(re.findall(r"\bSTG\.", code)),
+        "wide_stores": len(re.findall(r"\bSTG\.[A-Z.]*128", code)),
+        "barriers": len(re.findall(r"\bBAR\.", code)),
     }
 
 

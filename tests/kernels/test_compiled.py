@@ -1,4 +1,4 @@
-"""The kernels, compiled ahead of time for sm_80 and sm_90: nothing is spilled, logits are read 128 bits at a time."""
+"""The kernels, compiled ahead of time for sm_80 and sm_90: nothing is spilled, and they read 128 bits at a time."""
 
 from __future__ import annotations
 
@@ -60,3 +60,27 @@ def test_races_leave_room_for_three(compiled: list[dict[str, Any]]) -> None:
         if each["kernel"] == "stats_kernel" and each["constants"]["WITH_RACE"] and not each["constants"]["ADJUSTED"]
     ]
     assert races["registers"] <= 80
+
+
+def test_what_lies_between_products_is_read_and_written_128_bits_at_a_time(compiled: list[dict[str, Any]]) -> None:
+    """Eight numbers a thread in bfloat16; those in float32 (angles, norms of heads) take two loads."""
+    loads = {"rms_norm_kernel": 2, "gated_kernel": 2, "rotate_and_store_kernel": 3}
+    between = [each for each in compiled if each["kernel"] in loads]
+    assert {each["kernel"] for each in between} == loads.keys()
+    for each in between:
+        wanted = loads[each["kernel"]] + (2 if each["constants"].get("NORMED") else 0)
+        assert each["wide_loads"] >= wanted, each
+        assert each["wide_stores"] == each["stores"], each
+
+
+def test_heads_are_rotated_without_waiting_for_other_threads(compiled: list[dict[str, Any]]) -> None:
+    """What is rotated together, and summed in a norm, lies in one thread and in one warp: no barrier."""
+    rotations = [each for each in compiled if each["kernel"] == "rotate_and_store_kernel"]
+    assert len(rotations) == 3
+    assert [each for each in rotations if each["barriers"]] == []
+
+
+def test_an_odd_number_of_rows_asks_for_no_other_compilation(compiled: list[dict[str, Any]]) -> None:
+    """Positions and places lie behind others of the pass, 8 bytes a row; no pass may wait for a compiler."""
+    rotations = [each for each in compiled if each["kernel"] == "rotate_and_store_kernel"]
+    assert [each["of_any_alignment"] for each in rotations] == [["positions", "places"]] * 3

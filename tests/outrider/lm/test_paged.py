@@ -18,6 +18,7 @@ from outrider.lm.checkpoint import CheckpointError, LoadedModel
 from outrider.lm.gated_layers import Frame, GatedLayers, LayerWeights
 from outrider.lm.kv_memory import MemoryShape, PagedMemory
 from outrider.lm.kv_pool import KVPool
+from outrider.lm.layer_ops import TorchOps
 from outrider.lm.packed import Chunk, PackedModel
 from outrider.lm.paged import Layout, PagedBatch, lay_out
 from outrider.lm.paged_attention import VarlenAttention
@@ -254,7 +255,8 @@ def test_a_pass_on_a_gpu_never_asks_it_for_a_number(asks: bool) -> None:
             attention=VarlenAttention(kernel, gives_key_starts=True),
         )
         rotations = torch.empty(64, 1, 8, device="meta", dtype=torch.complex64)
-        return run_paged(weightless_layers(), batch, rotations, None)
+        layers = weightless_layers()
+        return run_paged(layers, TorchOps(layers), batch, rotations, None)
 
     if asks:
         with pytest.raises(RuntimeError, match=r"item\(\) cannot be called on meta tensors"):

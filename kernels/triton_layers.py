@@ -1,0 +1,203 @@
+"""What lies between the products of a decoder layer, in one kernel each: norm, rotation with its writes, gate.
+
+Each reads what a product wrote and writes what the next one reads, once. Inside all is float32, and results are rounded
+where torch's operations round theirs: they differ by a step of the last bit at most, in the few places where float32's
+own error decides. The launches depend on shapes alone and wait for nothing, so that a CUDA graph may hold them.
+
+It knows tensors by shape, and nothing of models, passes, or of who holds which page.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TILE = 1024
+_PER_THREAD = 8  # numbers of 16 bits in a load of 128
+
+# -------------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def rms_norm_kernel(x, weight, out, eps, E: tl.constexpr, BLOCK: tl.constexpr):
+    """Norm one row. Grid: T."""
+    start = tl.program_id(0).to(tl.int64) * E
+    ids = tl.arange(0, BLOCK)
+    there = ids < E
+    z = tl.load(x + start + ids, mask=there, other=0.0).to(tl.float32)
+    w = tl.load(weight + ids, mask=there, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(z * z, 0) / E + eps)
+    tl.store(out + start + ids, (z * scale * w).to(out.dtype.element_ty), mask=there)
+
+
+# Rows of a pass begin where those before them end: an odd number of them must not ask for another compilation.
+@triton.jit(do_not_specialize_on_alignment=["positions", "places"])
+def rotate_and_store_kernel(
+    qkv, cos_sin, positions, places, head_norm, query, keys, values, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, NORMED: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotate GROUP heads of one row, and write each where it belongs. Grid: T · ⌈all heads / GROUP⌉."""
+    ROTATED: tl.constexpr = HEADS + KV_HEADS
+    ALL: tl.constexpr = ROTATED + KV_HEADS
+    GROUPS: tl.constexpr = (ALL + GROUP - 1) // GROUP
+    row = (tl.program_id(0) // GROUPS).to(tl.int64)
+    head = (tl.program_id(0) % GROUPS) * GROUP + tl.arange(0, GROUP)[:, None]
+    ids = tl.arange(0, BLOCK)
+    there = (head < ALL) & (ids < D)[None, :]
+    within = head * D + ids[None, :]
+    x = tl.load(qkv + row * (ALL * D) + within, mask=there, other=0.0).to(tl.float32)
+
+    turns = head < ROTATED
+    if NORMED:
+        w = tl.load(head_norm + within, mask=there & turns, other=0.0)
+        scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)
+        x = tl.where(turns, x * scale[:, None] * w, x)
+    # Read by each head anew, so that it lies in the threads that need it.
+    angle = tl.load(cos_sin + tl.load(positions + row) * D + ids[None, :], mask=there & turns, other=0.0)
+    cos, sin = tl.split(tl.reshape(angle, [GROUP, BLOCK // 2, 2]))
+    real, imaginary = tl.split(tl.reshape(x, [GROUP, BLOCK // 2, 2]))
+    turned = tl.join(real * cos - imaginary * sin, real * sin + imaginary * cos)
+    x = tl.where(turns, tl.reshape(turned, [GROUP, BLOCK]), x).to(query.dtype.element_ty)
+
+    tl.store(query + row * (HEADS * D) + within, x, mask=there & (head < HEADS))
+    page = tl.load(places + row) * (KV_HEADS * D)
+    tl.store(keys + page + (within - HEADS * D), x, mask=there & (head >= HEADS) & turns)
+    tl.store(values + page + (within - ROTATED * D), x, mask=there & (head >= ROTATED))
+
+
+@triton.jit
+def gated_kernel(gate_up, out, INNER: tl.constexpr, TILE: tl.constexpr):
+    """Gate one tile of a row. Grid: T · ⌈INNER / TILE⌉."""
+    TILES: tl.constexpr = (INNER + TILE - 1) // TILE
+    row = (tl.program_id(0) // TILES).to(tl.int64)
+    ids = (tl.program_id(0) % TILES) * TILE + tl.arange(0, TILE)
+    there = ids < INNER
+    start = gate_up + row * (2 * INNER)
+    gate = tl.load(start + ids, mask=there, other=0.0).to(tl.float32)
+    up = tl.load(start + INNER + ids, mask=there, other=0.0).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty)  # torch's own is rounded before it is multiplied
+    tl.store(out + row * INNER + ids, (silu.to(tl.float32) * up).to(out.dtype.element_ty), mask=there)
+
+
+# --------------------------------------------------------------------------------------------------------------- launch
+
+
+@cache
+def norm_sizes(E: int) -> dict[str, int]:
+    """Return the constants of `rms_norm_kernel`, not to be written to: a program holds a whole row."""
+    return {"E": E, "BLOCK": triton.next_power_of_2(E)}
+
+
+def norm_options(sizes: dict[str, int]) -> dict[str, int]:
+    """Return how it is compiled."""
+    return _options(sizes["BLOCK"])
+
+
+@cache
+def rotation_sizes(heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
+    """Return those of `rotate_and_store_kernel`, but for NORMED: a program has as many heads as fill a tile."""
+    block = triton.next_power_of_2(head_dim)
+    group = max(1, min(_TILE // block, triton.next_power_of_2(heads + 2 * kv_heads)))
+    return {"HEADS": heads, "KV_HEADS": kv_heads, "D": head_dim, "GROUP": group, "BLOCK": block}
+
+
+def rotation_options(sizes: dict[str, int]) -> dict[str, int]:
+    """Return how it is compiled."""
+    return _options(sizes["GROUP"] * sizes["BLOCK"])
+
+
+@cache
+def gate_sizes(inner: int) -> dict[str, int]:
+    """Return those of `gated_kernel`."""
+    return {"INNER": inner, "TILE": min(_TILE, triton.next_power_of_2(inner))}
+
+
+def gate_options(sizes: dict[str, int]) -> dict[str, int]:
+    """Return how it is compiled."""
+    return _options(sizes["TILE"])
+
+
+def _options(numbers: int) -> dict[str, int]:
+    """Eight numbers a thread, as many as a load of 128 bits has in 16 each, up to 16 warps."""
+    return {"num_warps": max(1, min(16, numbers // (32 * _PER_THREAD)))}
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return x / √(mean(x²) + eps) · weight over the last dimension.
+
+    Args:
+        x: `[..., E]`.
+        weight: `[E]`.
+        eps: added to the mean square.
+
+    Returns:
+        Of the shape and dtype of x, rounded once.
+    """
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    E = x.size(-1)
+    sizes = norm_sizes(E)
+    rms_norm_kernel[(x.numel() // E,)](x, weight, out, eps, **sizes, **norm_options(sizes))
+    return out
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    places: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    head_norm: Tensor | None,
+    *,
+    heads: int,
+    kv_heads: int,
+    eps: float,
+) -> Tensor:
+    """Rotate queries and keys to their positions, after their norms where there are any; write keys and values.
+
+    Args:
+        qkv: queries, keys and values of each row side by side, `[T, ..., (H + 2 · KV) · D]`; what is rotated together
+            lies in pairs.
+        cos_sin: cosine and sine of each pair's angle, side by side, at every position there may be: float32
+            `[P, ..., D/2, 2]`, contiguous.
+        positions: int64 `[T]`, below P.
+        places: int64 `[T]`: where each row's keys and values go, among the positions of all pages. Where rows share a
+            place, nobody may rely on what it holds.
+        key_pages: `[pages, page_size, KV, D]`, contiguous; likewise `value_pages`, in the same dtype.
+        value_pages: see `key_pages`.
+        head_norm: float32 `[H + KV, ..., D]`, contiguous: weights of the norms of each query and key head, if any.
+        heads: H.
+        kv_heads: KV.
+        eps: of those norms.
+
+    Returns:
+        The rotated queries, `[T, H, D]` in the dtype of the pages, rounded once.
+    """
+    assert all(each.is_contiguous() for each in (key_pages, value_pages, cos_sin))
+    T, head_dim = len(positions), key_pages.size(-1)
+    sizes = rotation_sizes(heads, kv_heads, head_dim)
+    groups = -(-(heads + 2 * kv_heads) // sizes["GROUP"])
+    query = torch.empty(T, heads, head_dim, dtype=key_pages.dtype, device=qkv.device)
+    rotate_and_store_kernel[(T * groups,)](
+        qkv.contiguous(), cos_sin, positions, places,
+        cos_sin if head_norm is None else head_norm, query, key_pages, value_pages, eps,
+        **sizes, NORMED=head_norm is not None, **rotation_options(sizes),
+    )  # fmt: skip
+    return query
+
+
+def gated(gate_up: Tensor) -> Tensor:
+    """Return silu(gate) · up, rounded after each of the two, as torch does: `[..., 2 · I]` to `[..., I]`."""
+    gate_up = gate_up.contiguous()
+    inner = gate_up.size(-1) // 2
+    out = gate_up.new_empty((*gate_up.shape[:-1], inner))
+    sizes = gate_sizes(inner)
+    tiles = -(-inner // sizes["TILE"])
+    gated_kernel[(gate_up.numel() // (2 * inner) * tiles,)](gate_up, out, **sizes, **gate_options(sizes))
+    return out
