@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.adjustments import RowAdjustment
 from kernels.dense import DenseLaw, DraftLogits
-from kernels.layout import Field, Layout
+from kernels.rooms import Field, Rooms
 from kernels.ruling import Proposed, Rule
 from kernels.sparse import SparseLaw
 
@@ -233,8 +233,8 @@ def _flat(arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
 
 def _upload(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
     """Return the arrays on `device`, after one copy of them all."""
-    layout = Layout({name: Field(array.dtype.type, array.shape) for name, array in arrays.items()})
-    buffer = layout.buffer(torch.device("cpu"), pinned=device.type == "cuda")
-    for name, staged in layout.arrays(buffer).items():
+    rooms = Rooms({name: Field(array.dtype.type, array.shape) for name, array in arrays.items()})
+    buffer = rooms.buffer(torch.device("cpu"), pinned=device.type == "cuda")
+    for name, staged in rooms.arrays(buffer).items():
         staged[...] = arrays[name]
-    return layout.tensors(buffer.to(device, non_blocking=True))
+    return rooms.tensors(buffer.to(device, non_blocking=True))

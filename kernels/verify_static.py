@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.checks import refuse_forms, refuse_misfit
 from kernels.dense import DenseLaw, DraftLogits
 from kernels.distribution import SamplingLaw
-from kernels.layout import Field, Layout
+from kernels.rooms import Field, Rooms
 from kernels.ruling import Proposed, Rule, Ruling, Status
 from kernels.sparse import MAX_SUPPORT, SparseLaw
 from kernels.triton_rows import tile_size
@@ -81,16 +81,16 @@ class StaticLaunch:
         self.sequences, self.drafts, self.support, self.races = sequences, drafts, support, races
         self.rows, V = self.logits.shape
         device = logits.device
-        layout = _layout(self.rows, sequences + 1, drafts, support, -(-V // tile_size(V)))
-        self._buffer = layout.buffer(device)
+        rooms = _rooms(self.rows, sequences + 1, drafts, support, -(-V // tile_size(V)))
+        self._buffer = rooms.buffer(device)
         batch = Batch(
-            **layout.tensors(self._buffer),
+            **rooms.tensors(self._buffer),
             dense=torch.empty(0, V, device=device),
             max_support=support,
             has_races=races,
         )
         self._launch = launch_of(self.logits, (), batch)
-        self._slots = [_Slot.of(layout, self._launch.results) for _ in range(_SLOTS)]
+        self._slots = [_Slot.of(rooms, self._launch.results) for _ in range(_SLOTS)]
         self._filling = 0
         self._nobody = arrays_of([_NOBODY], V)
         self.fill(())
@@ -234,7 +234,7 @@ class _Slot:
     """What one filling takes on the host: pinned, where it is copied to and from a GPU.
 
     Attributes:
-        buffer: all that is copied to the device, as the layout has it.
+        buffer: all that is copied to the device, as the rooms lie.
         staged: the arrays in it.
         results: what comes back, as `Launch.results`.
         copied: done when `buffer` has been read; None where nothing is asynchronous.
@@ -250,18 +250,18 @@ class _Slot:
     proposals: tuple[Proposed, ...] = ()
 
     @classmethod
-    def of(cls, layout: Layout, results: Tensor) -> _Slot:
+    def of(cls, rooms: Rooms, results: Tensor) -> _Slot:
         on_gpu = results.device.type == "cuda"
-        buffer = layout.buffer(torch.device("cpu"), pinned=on_gpu)
+        buffer = rooms.buffer(torch.device("cpu"), pinned=on_gpu)
         buffer.zero_()
         events = (torch.cuda.Event(), torch.cuda.Event()) if on_gpu else (None, None)
-        return cls(buffer, layout.arrays(buffer), torch.empty_like(results, device="cpu", pin_memory=on_gpu), *events)
+        return cls(buffer, rooms.arrays(buffer), torch.empty_like(results, device="cpu", pin_memory=on_gpu), *events)
 
 
-def _layout(R: int, B: int, N: int, K: int, n_tiles: int) -> Layout:
+def _rooms(R: int, B: int, N: int, K: int, n_tiles: int) -> Rooms:
     """Return where the arrays of `Batch` lie, with room for so many rows, sequences, drafts, and tokens of each q̂."""
     changes = {name: Field(np.float32, (0,)) for name in ("change_divisors", "change_biases")}
-    return Layout(
+    return Rooms(
         {
             "ints": Field(np.int64, (B, INTS)),
             "floats": Field(np.float64, (B, FLOATS)),

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels import draw_static
-from kernels.layout import Field
-from kernels.layout import Layout as Rooms
+from kernels.rooms import Field, Rooms
 from kernels.ruling import Proposed, Rule
 from kernels.sparse import SparseConfig, SparseLaw
 from kernels.verify_static import StaticLaunch
