@@ -11,7 +11,6 @@ from transformers import AttentionInterface
 
 from outrider.lm.batch import PackedBatch
 from outrider.lm.paged import PagedBatch
-from outrider.lm.paged_attention import attend_gathered_scores
 from outrider.lm.scores import attend_scores
 from outrider.lm.sdpa import attend
 
@@ -121,10 +120,7 @@ def _paged(
     batch.write(layer, key.transpose(0, 1), value.transpose(0, 1))
     keys, values = batch.memory.keys[layer], batch.memory.values[layer]
     rows = query.transpose(0, 1).to(keys.dtype)
-    if softcap is not None or sinks is not None:
-        told: dict[str, Any] = {"scaling": scaling, "window": window, "softcap": softcap, "sinks": sinks}
-        return attend_gathered_scores(rows, keys, values, batch, **told)
-    return batch.attention.attend(rows, keys, values, batch, scaling, window)
+    return batch.attention.attend(rows, keys, values, batch, scaling, window, softcap, sinks)
 
 
 # No mask function goes with NAME: transformers then builds no mask, which saves a dozen tensor operations a pass.

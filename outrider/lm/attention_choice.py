@@ -4,31 +4,32 @@ It knows what layers ask for and what this torch has, and nothing of pools' size
 """
 
 import inspect
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from outrider.lm.chunk import Chunk
+from outrider.lm.attention_trial import try_out as try_attention
 from outrider.lm.errors import CheckpointError
-from outrider.lm.kv_pool import BLOCK_TOKENS, KVPool
-from outrider.lm.paged import PagedAttention, lay_out, to_device
-from outrider.lm.paged_attention import GatheredAttention, VarlenAttention
+from outrider.lm.kv_pool import BLOCK_TOKENS
+from outrider.lm.paged import PagedAttention
+from outrider.lm.paged_attention import GatheredAttention, TritonAttention, VarlenAttention
 from outrider.lm.probe import AttentionLayer
 
-AUTO, SDPA, GATHERED, VARLEN = "auto", "sdpa", GatheredAttention.name, VarlenAttention.name
+AUTO, SDPA, GATHERED = "auto", "sdpa", GatheredAttention.name
+VARLEN, TRITON = VarlenAttention.name, TritonAttention.name
 
 # Pages that some build of torch's kernel takes: any, or (FlashAttention 2) multiples of 256.
 _PAGES = (BLOCK_TOKENS, 256)
 
 _NEEDED = ("scale", "window_size", "enable_gqa", "seqused_k", "block_table")
 
-# What is tried: (positions held before, rows) of each sequence, so that keys take one page, several, and many.
-_TRIED = ((0, 1), (40, 6), (700, 17), (1500, 1))
-_CLOSE = 0.03  # of values about 1; a step of rounding in bfloat16 is 2^-8
+# What our kernel holds of a row at once.
+_LARGEST_HEAD, _LARGEST_GROUP = 256, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,8 @@ class AttentionChoice:
     """How a model attends.
 
     Attributes:
-        name: `varlen`, `sdpa` (each sequence by itself, in one piece of memory) or `sdpa-paged` (the same, gathered).
+        name: `varlen` (torch's kernel), `triton` (ours), `sdpa` (each sequence by itself, in one piece of memory) or
+            `sdpa-paged` (the same, gathered).
         reason: why this one, in a few words, for the log.
         block_tokens: positions of a block of the KV pool.
         kernel: torch's function, of `varlen`.
@@ -56,7 +58,7 @@ class AttentionChoice:
 
     def can_be_recorded(self, device: torch.device) -> bool:
         """Whether a record of `outrider.lm.recording` can hold it: one of a GPU takes nothing that asks for numbers."""
-        return self.name == VARLEN or (self.is_paged and device.type == "cpu")
+        return self.name in (VARLEN, TRITON) or (self.is_paged and device.type == "cpu")
 
     def build(self, max_length: int, dtype: torch.dtype, device: torch.device) -> PagedAttention:
         """The attention, for a paged pool of such sequences.
@@ -68,7 +70,7 @@ class AttentionChoice:
             raise ValueError(f"{self.name} reads no pages")
         if self.name == VARLEN:
             return VarlenAttention(self.kernel, gives_key_starts=self.gives_key_starts)
-        return GatheredAttention(max_length, dtype, device)
+        return TritonAttention() if self.name == TRITON else GatheredAttention(max_length, dtype, device)
 
 
 ORDINARY = AttentionChoice(SDPA, "what a CPU is fastest with")
@@ -93,16 +95,22 @@ def choose_attention(
     plain = GATHERED if paged else SDPA
     if asked == SDPA and paged:
         raise CheckpointError("--attention sdpa keeps a sequence in one piece, and here the pool must be paged")
-    if asked not in (AUTO, VARLEN):
+    if asked in (SDPA, GATHERED):
         return AttentionChoice(asked, "as asked for")
     if asked == AUTO and device.type == "cpu":
         return AttentionChoice(plain, ORDINARY.reason if plain == SDPA else "the one of a CPU that reads pages")
-    found = _varlen(layers, dtype, device)
-    if isinstance(found, AttentionChoice):
-        return found
-    if asked == VARLEN:
-        raise CheckpointError(f"--attention varlen cannot run here: {found}")
-    return AttentionChoice(plain, f"no varlen_attn: {found}")
+    refusals: list[str] = []
+    found: AttentionChoice | str = ""
+    for name, choose in ((VARLEN, _varlen), (TRITON, _triton)):
+        if asked in (AUTO, name):
+            found = choose(layers, dtype, device)
+            if isinstance(found, AttentionChoice):
+                before = "".join(f"; no {refusal}" for refusal in refusals)
+                return replace(found, reason=found.reason + before)
+            refusals.append(f"{name}: {found}")
+    if asked != AUTO:
+        raise CheckpointError(f"--attention {asked} cannot run here: {found}")
+    return AttentionChoice(plain, "; ".join(f"no {refusal}" for refusal in refusals))
 
 
 def _varlen(layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device) -> AttentionChoice | str:
@@ -129,6 +137,22 @@ def _varlen(layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.
     return f"tried, {refusal}"
 
 
+def _triton(layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device) -> AttentionChoice | str:
+    """Our kernel, tried likewise; or why not."""
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"it needs a CUDA device, and this is {device.type}"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    for i, layer in enumerate(layers):
+        group = layer.heads // layer.kv_heads
+        if layer.head_dim > _LARGEST_HEAD or group > _LARGEST_GROUP:
+            most = f"{_LARGEST_HEAD} and {_LARGEST_GROUP}"
+            return f"layer {i} has heads of {layer.head_dim}, {group} to a key head, and it takes {most} at most"
+    choice = AttentionChoice(TRITON, "our kernel gives what torch's ordinary attention does")
+    refusal = try_out(choice, layers, dtype, device)
+    return f"tried, {refusal}" if refusal else choice
+
+
 def _obstacle(layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device) -> str:
     if device.type != "cuda":
         return f"it needs a CUDA device, and this is {device.type}"
@@ -144,36 +168,7 @@ def _obstacle(layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torc
 
 
 def try_out(choice: AttentionChoice, layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device) -> str:
-    """Why an attention cannot be used, or nothing: held to gathered attention on each kind of layer there is."""
-    length = max(start + count for start, count in _TRIED)
-    for layer in dict.fromkeys(layers):
-        pool = KVPool(
-            1, layer.kv_heads, layer.head_dim,
-            blocks=sum(-(-(start + count) // choice.block_tokens) for start, count in _TRIED) + 2,
-            max_length=length, dtype=dtype, device=device, block_tokens=choice.block_tokens, paged=True,
-        )  # fmt: skip
-        assert pool.pages is not None
-        generator = torch.Generator().manual_seed(layer.head_dim)
-        for store in (pool.pages.keys[0], pool.pages.values[0]):
-            store.copy_(torch.randn(store.shape, generator=generator))
-        pool.grow(pool.allocate(), 1)  # so that no sequence begins where the memory does
-        chunks = []
-        for start, count in reversed(_TRIED):
-            slot = pool.allocate()
-            pool.grow(slot, start + count)
-            pool.extend(slot, start)
-            chunks.append(Chunk(slot, [0] * count, start, 0))
-        query = torch.randn(sum(count for _, count in _TRIED), layer.heads, layer.head_dim, generator=generator)
-        found: list[Tensor] = []
-        for attention in (choice.build(length, dtype, device), GatheredAttention(length, dtype, device)):
-            batch = to_device(lay_out(chunks, pool), pool.pages, attention, device)
-            told = pool.pages.keys[0], pool.pages.values[0], batch, layer.scaling, layer.window or 0
-            try:
-                found.append(attention.attend(query.to(device, dtype), *told).float().cpu())
-            except Exception as error:
-                words = (str(error).splitlines() or [""])[0]
-                return f"{type(error).__name__}: {words}"
-        distance = float((found[0] - found[1]).abs().max())
-        if not distance <= _CLOSE:
-            return f"it differs by {distance:.2g} from torch's ordinary attention, {_CLOSE} allowed"
-    return ""
+    """Why an attention cannot be used, or nothing; see `outrider.lm.attention_trial`."""
+    return try_attention(
+        lambda length: choice.build(length, dtype, device), layers, dtype, device, block_tokens=choice.block_tokens
+    )

@@ -81,7 +81,7 @@ class PackedModel:
                 self.layer_choice = self._program.choose_layers(pool.dtype)
             self._check_pages()
             attend = attention.build(pool.max_length, pool.dtype, pool.device)
-            self.runner = PagedRunner(self._program, pool.pages, attend, loaded.device, loaded.dtype)
+            self.runner = PagedRunner(self._program, pool.pages, attend, loaded.device, loaded.dtype, pool.max_length)
 
     @classmethod
     def build(

@@ -160,7 +160,15 @@ class PagedAttention(Protocol):
     name: str
 
     def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, batch: "PagedBatch", scaling: float, window: int
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        batch: "PagedBatch",
+        scaling: float,
+        window: int,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Lets each row see its own sequence up to itself. Keys and values of all rows have been written before.
 
@@ -171,9 +179,14 @@ class PagedAttention(Protocol):
             batch: the pass.
             scaling: of the scores.
             window: how many positions a row sees, its own included; 0 is all.
+            softcap: what bounds the scores (`outrider.lm.scores`); None bounds nothing.
+            sinks: `[heads]`: the score of each head's sink; None is none.
 
         Returns:
             `[T, heads, head_dim]`; rows of no sequence are no numbers to rely on.
+
+        Raises:
+            ValueError: the scores are to be bounded, or have sinks, and it does neither.
         """
 
 

@@ -1,4 +1,4 @@
-"""Attention that reads sequences by their tables of blocks: torch's kernel for it, and the same of ordinary operations.
+"""Attention that reads sequences by their tables of blocks: torch's kernel, ours, and the same of ordinary operations.
 
 It knows a pass (`outrider.lm.paged`), and nothing of what model calls it, nor of how one of them is chosen.
 """
@@ -29,9 +29,19 @@ class VarlenAttention:
         self._gives_key_starts = gives_key_starts
 
     def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, scaling: float, window: int
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        batch: PagedBatch,
+        scaling: float,
+        window: int,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `outrider.lm.paged.PagedAttention`."""
+        if softcap is not None or sinks is not None:
+            raise ValueError("varlen_attn neither bounds scores nor has sinks")
         return self._kernel(
             query,
             keys,
@@ -46,6 +56,41 @@ class VarlenAttention:
             enable_gqa=query.size(1) != keys.size(2),
             seqused_k=batch.lengths,
             block_table=batch.tables,
+        )
+
+
+class TritonAttention:
+    """The kernel of `kernels.triton_attention`: all sequences in one launch or two, in any dtype, nothing copied."""
+
+    name = "triton"
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        batch: PagedBatch,
+        scaling: float,
+        window: int,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See `outrider.lm.paged.PagedAttention`."""
+        from kernels.triton_attention import attend as attend_in_pages  # triton has no build for some platforms
+
+        return attend_in_pages(
+            query,
+            keys,
+            values,
+            batch.row_starts,
+            batch.lengths,
+            batch.tables,
+            widest=batch.widest,
+            longest=batch.longest,
+            scaling=scaling,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
         )
 
 
@@ -64,37 +109,39 @@ class GatheredAttention:
         self._masks = CausalMasks(max_length, dtype, device)
 
     def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, scaling: float, window: int
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        batch: PagedBatch,
+        scaling: float,
+        window: int,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `outrider.lm.paged.PagedAttention`."""
         starts, counts, seen_keys, seen_values = gather(keys, values, batch)
+        rows = query.narrow(0, 0, sum(counts))
+        if counts and (softcap is not None or sinks is not None):
+            rows = attend_scores(
+                rows,
+                starts,
+                counts,
+                seen_keys,
+                seen_values,
+                scaling=scaling,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+            )
+            return _filled_up(rows, query)
         group = query.size(1) // keys.size(2)
         masks = [
             self._masks.for_rows(count, start + count, group, window)
             for start, count in zip(starts, counts, strict=True)
         ]
         by_layer = [[each] for each in seen_keys], [[each] for each in seen_values]
-        rows = query.narrow(0, 0, sum(counts))
         return _filled_up(attend(rows, counts, *by_layer, masks, 0, scaling, window) if counts else rows, query)
-
-
-def attend_gathered_scores(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    batch: PagedBatch,
-    *,
-    scaling: float,
-    window: int,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """The attention of `outrider.lm.scores` over pages; see there, and `outrider.lm.paged.PagedAttention`."""
-    starts, counts, *seen = gather(keys, values, batch)
-    rows = query.narrow(0, 0, sum(counts))
-    if counts:
-        rows = attend_scores(rows, starts, counts, *seen, scaling=scaling, window=window, softcap=softcap, sinks=sinks)
-    return _filled_up(rows, query)
 
 
 def _filled_up(attended: Tensor, query: Tensor) -> Tensor:

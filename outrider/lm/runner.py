@@ -28,6 +28,8 @@ class PagedRunner:
         attention: that reads them.
         device: of all.
         dtype: of the logits.
+        max_length: positions of a sequence at most. Passes are told of that length, and not of their own longest: what
+            attends then shares work out alike in all of them, and is compiled once.
     """
 
     def __init__(
@@ -37,15 +39,17 @@ class PagedRunner:
         attention: PagedAttention,
         device: torch.device,
         dtype: torch.dtype,
+        max_length: int,
     ) -> None:
         self.program = program
         self.memory = memory
         self.attention = attention
         self.device = device
         self.dtype = dtype
+        self.max_length = max_length
 
     @torch.inference_mode()
     def run(self, layout: Layout) -> Tensor:
         """See `Runner`."""
-        batch = to_device(layout, self.memory, self.attention, self.device)
+        batch = to_device(layout, self.memory, self.attention, self.device, longest=self.max_length)
         return self.program(batch.tokens, batch, None if len(layout.rows) == len(layout.tokens) else batch.rows)

@@ -22,7 +22,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import triton_layers, verify_triton
+from kernels import triton_attention, triton_layers, verify_triton
 from kernels.verify_triton import FILTER_OPTIONS, RULING_OPTIONS, stats_options
 
 _TYPES = {
@@ -36,7 +36,11 @@ _TYPES = {
     "x": "*bf16", "weight": "*bf16", "out": "*bf16", "eps": "fp32", "qkv": "*bf16", "cos_sin": "*fp32",
     "positions": "*i64", "places": "*i64", "head_norm": "*fp32",
     "query": "*bf16", "keys": "*bf16", "values": "*bf16", "gate_up": "*bf16",
+    "row_starts": "*i32", "lengths": "*i32", "tables": "*i32", "sinks": "*bf16", "partial": "*fp32",
+    "scaling": "fp32", "softcap": "fp32", "window": "i32", "row_blocks": "i32", "pages": "i32", "splits": "i32",
+    "sequences": "i32",
 }  # fmt: skip
+_MODULES = (verify_triton, triton_layers, triton_attention)
 _ALIGNED = [["tt.divisibility", 16]]  # pointers, as torch allocates, and the stride of rows padded to 16
 
 
@@ -55,6 +59,9 @@ def fullest() -> Iterator[Variant]:
     yield "rotate_and_store_kernel", triton_layers.rotation_options(rotation), {**rotation, "NORMED": True}
     norm = triton_layers.norm_sizes(8192)
     yield "rms_norm_kernel", triton_layers.norm_options(norm), norm
+    heads = {"KV_HEADS": 8, "GROUP": 4, "D": 128, "BLOCK_D": 128, "PAGE": 32, "BLOCK_N": 64, "PRECISION": "tf32"}
+    split = {"BLOCK_M": 64, "STRETCH": 512, "SPLIT_UP": True, "CAPPED": True, "WITH_SINKS": True}
+    yield "attend_kernel", triton_attention.options(64), {**heads, **split}
 
 
 def plain() -> Iterator[Variant]:
@@ -69,13 +76,18 @@ def plain() -> Iterator[Variant]:
     yield "rotate_and_store_kernel", triton_layers.rotation_options(rotation), {**rotation, "NORMED": False}
     norm = triton_layers.norm_sizes(896)
     yield "rms_norm_kernel", triton_layers.norm_options(norm), norm
+    heads = {"KV_HEADS": 2, "GROUP": 7, "D": 64, "BLOCK_D": 64, "PAGE": 32, "BLOCK_N": 64, "PRECISION": "tf32"}
+    whole = {"BLOCK_M": 16, "STRETCH": 1 << 30, "SPLIT_UP": False, "CAPPED": False, "WITH_SINKS": False}
+    yield "attend_kernel", triton_attention.options(16), {**heads, **whole}
+    together = {"HEADS": 32, "D": 128, "BLOCK_D": 128, "BLOCK_S": 16, "WITH_SINKS": True}
+    yield "combine_kernel", triton_attention.COMBINE_OPTIONS, together
     gate = triton_layers.gate_sizes(4864)
     yield "gated_kernel", triton_layers.gate_options(gate), gate
 
 
 def describe(name: str, options: dict[str, int], constants: dict[str, Any], architecture: int) -> dict[str, Any]:
     """Return what the machine code of one kernel for one architecture is like."""
-    kernel = getattr(verify_triton, name, None) or getattr(triton_layers, name)
+    kernel = next(getattr(module, name) for module in _MODULES if hasattr(module, name))
     names = kernel.arg_names
     free = [each.name for each in kernel.params if each.do_not_specialize_on_alignment]
     source = ASTSource(

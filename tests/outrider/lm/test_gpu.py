@@ -58,16 +58,18 @@ def test_a_family_gives_on_the_device_what_it_gives_on_a_cpu(
 ) -> None:
     loaded = on_gpu(name, dtype)
     choice = chosen(loaded)
-    assert dtype == "bfloat16" or choice.name == "sdpa", "varlen_attn computes in 16 bits"
+    assert dtype == "bfloat16" or choice.name == "triton", "varlen_attn computes in 16 bits"
     model = PackedModel.build(loaded, 5, ROOM, attention=choice)
     wanted = chat(PackedModel.build(load(name, dtype), 5, ROOM), 3)
     for one, other in zip(chat(model, 3), wanted, strict=True):
         assert near(one, other, dtype, name), choice.reason
 
 
-def test_where_it_can_a_16_bit_model_attends_by_torchs_kernel(on_gpu: Callable[[str, str], LoadedModel]) -> None:
+def test_where_it_can_a_16_bit_model_attends_by_torchs_kernel_and_else_by_ours(
+    on_gpu: Callable[[str, str], LoadedModel],
+) -> None:
     choice = chosen(on_gpu("llama", "bfloat16"))
-    assert choice.name == "varlen" or "torch" in choice.reason, choice.reason
+    assert choice.name == "varlen" or (choice.name == "triton" and "no varlen: " in choice.reason), choice.reason
 
 
 def recorded(loaded: LoadedModel) -> PackedModel:

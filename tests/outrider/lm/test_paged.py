@@ -6,6 +6,7 @@ No GPU is needed: torch's kernel stands in for itself as its documentation has i
 import random
 import re
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -149,6 +150,32 @@ def varlen(kernel: Callable[..., Tensor], **told: Any) -> AttentionChoice:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_torchs_kernel_is_called_as_its_documentation_has_it(dtype: torch.dtype) -> None:
     assert try_out(varlen(documented), KINDS, dtype, torch.device("cpu")) == ""
+
+
+ASKING = (
+    AttentionLayer(4, 2, 8, 0.4, None, softcap=5.0),
+    AttentionLayer(4, 4, 8, 0.4, 7, sinks=True),
+)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton has no build for this platform")
+def test_our_kernel_is_tried_on_what_layers_ask_and_taken() -> None:
+    """Bounded scores and sinks too, which torch's kernel does not know; interpreted here."""
+    found = choose_attention("triton", (*KINDS[:2], *ASKING), torch.float32, torch.device("cpu"))
+    assert (found.name, found.block_tokens) == ("triton", 32)
+    assert found.can_be_recorded(torch.device("cuda"))
+    wide = AttentionLayer(1, 1, 512, 1.0, None)
+    with pytest.raises(CheckpointError, match="layer 1 has heads of 512, 1 to a key head, and it takes 256 and 64"):
+        choose_attention("triton", (KINDS[0], wide), torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton has no build for this platform")
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss"])
+def test_by_our_kernel_a_model_gives_what_it_gives_otherwise(name: str, load: Callable[..., LoadedModel]) -> None:
+    choice = AttentionChoice("triton", "interpreted", block_tokens=4)
+    ordinary, paged = (PackedModel.build(load(name), 5, ROOM, attention=each) for each in (ORDINARY, choice))
+    for found, wanted in zip(chat(paged, 3), chat(ordinary, 3), strict=True):
+        assert torch.allclose(found, wanted, atol=2e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,162 @@
+"""Attention over pages by Triton is what its definition says, whoever shares the pass and wherever the pages lie."""
+
+from __future__ import annotations
+
+import random
+from importlib.util import find_spec
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.paths import IS_INTERPRETED
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("triton") is None, reason="triton has no build for this platform"),
+    *(() if IS_INTERPRETED else (pytest.mark.gpu,)),
+]
+
+DEVICE = "cpu" if IS_INTERPRETED else "cuda"
+SCALING = 0.3
+
+
+class Pages:
+    """Keys and values of some sequences, in pages in any order, and rows that attend to them."""
+
+    def __init__(
+        self, heads: int, kv_heads: int, D: int, page: int, spans: list[tuple[int, int]], *, seed: int = 0
+    ) -> None:
+        """`spans`: of each sequence, its length and how many of its last positions are rows."""
+        made = torch.Generator().manual_seed(seed)
+        self.lengths = [length for length, _ in spans]
+        self.counts = [count for _, count in spans]
+        taken = [-(-length // page) for length in self.lengths]
+        free = random.Random(seed).sample(range(sum(taken) + 1), sum(taken) + 1)
+        self.tables = torch.zeros(len(spans), max(taken) + 1, dtype=torch.int32)
+        for own, count in zip(self.tables, taken, strict=True):
+            own[:count] = torch.tensor([free.pop() for _ in range(count)])
+        rows = sum(self.counts) + 2  # the last belong to nobody
+        self.query = torch.randn(rows, heads, D, generator=made)
+        self.keys, self.values = (torch.randn(sum(taken) + 1, page, kv_heads, D, generator=made) for _ in range(2))
+        self.sinks = torch.randn(heads, generator=made)
+
+    def attend(
+        self,
+        window: int,
+        softcap: float | None,
+        sinks: bool,
+        *,
+        longest: int = 0,
+        widest: int = 0,
+        **changed: Tensor,
+    ) -> Tensor:
+        from kernels.triton_attention import attend
+
+        starts = torch.tensor([0, *self.counts]).cumsum(0, dtype=torch.int32)
+        told = {
+            "query": self.query,
+            "keys": self.keys,
+            "values": self.values,
+            "row_starts": starts,
+            "lengths": torch.tensor(self.lengths, dtype=torch.int32),
+            "tables": self.tables,
+            **changed,
+        }
+        found = attend(
+            **{name: each.to(DEVICE) for name, each in told.items()},
+            widest=widest or max(self.counts),
+            longest=longest or max(self.lengths),
+            scaling=SCALING,
+            window=window,
+            softcap=softcap,
+            sinks=self.sinks.to(DEVICE) if sinks else None,
+        )
+        return found[: sum(self.counts)].cpu()
+
+    def naive(self, window: int, softcap: float | None, sinks: bool) -> Tensor:
+        """Row by row, in float64."""
+        out, first = [], 0
+        group = self.query.shape[1] // self.keys.shape[2]
+        for table, length, count in zip(self.tables, self.lengths, self.counts, strict=True):
+            keys, values = (pages[table.long()].flatten(0, 1)[:length].double() for pages in (self.keys, self.values))
+            for row in range(count):
+                end = length - count + row + 1
+                low = max(0, end - window) if window else 0
+                for head in range(self.query.shape[1]):
+                    query = self.query[first + row, head].double()
+                    scores = keys[low:end, head // group] @ query * SCALING
+                    if softcap is not None:
+                        scores = softcap * torch.tanh(scores / softcap)
+                    if sinks:
+                        scores = torch.cat((scores, self.sinks[head : head + 1].double()))
+                    out.append(scores.softmax(0)[: end - low] @ values[low:end, head // group])
+            first += count
+        return torch.stack(out).view(first, *self.query.shape[1:])
+
+
+SPANS = [(3, 1), (40, 5), (7, 0), (59, 9)]
+LONG = [(700, 1), (40, 5), (513, 2), (1400, 9)]
+MANY = [(150, 140), (1100, 3)]
+
+
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, False), (4.0, False), (None, True)])
+@pytest.mark.parametrize("spans", [SPANS, LONG, MANY], ids=["short", "in stretches", "many rows"])
+@pytest.mark.parametrize(("heads", "kv_heads", "D", "page"), [(4, 4, 16, 4), (6, 2, 12, 8), (5, 1, 40, 32)])
+def test_attention_equals_the_definition(
+    heads: int, kv_heads: int, D: int, page: int, spans: list[tuple[int, int]], softcap: float | None, sinks: bool
+) -> None:
+    pages = Pages(heads, kv_heads, D, page, spans)
+    for window in (0, 1, 7, 600):
+        found, wanted = pages.attend(window, softcap, sinks), pages.naive(window, softcap, sinks)
+        assert (found - wanted).abs().max() < 3e-5, window
+
+
+def test_in_16_bits_it_is_rounded_once_or_twice() -> None:
+    pages = Pages(6, 2, 16, 8, LONG)
+    made = {name: getattr(pages, name).half() for name in ("query", "keys", "values")}
+    assert (pages.attend(0, None, False, **made).double() - pages.naive(0, None, False)).abs().max() < 5e-3
+
+
+def test_a_sequence_is_told_the_same_alone_and_in_company_bit_for_bit() -> None:
+    """Also where a pass says that sequences may be longer than they are; in passes of as wide rounds, at least."""
+    together = Pages(6, 2, 16, 8, LONG)
+    found = together.attend(0, None, False)
+    assert torch.equal(together.attend(0, None, False, longest=4000), found)
+    first = 0
+    for s, (length, count) in enumerate(LONG):
+        alone = Pages(6, 2, 16, 8, [(length, count)])
+        alone.tables = together.tables[s : s + 1]
+        own = together.query[first : first + count]
+        pools = {"keys": together.keys, "values": together.values}
+        told = alone.attend(0, None, False, longest=1400, widest=max(together.counts), query=own, **pools)
+        assert torch.equal(told, found[first : first + count])
+        first += count
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("lengths", lambda each: each - 1),
+        ("tables", lambda each: each.roll(1, 1)),
+        ("row_starts", lambda each: each - torch.tensor([0, 0, 1, 1, 0], dtype=torch.int32)),
+        ("values", lambda each: each.roll(1, 2)),
+    ],
+)
+def test_what_is_told_wrongly_shows(name: str, change: object) -> None:
+    pages = Pages(4, 2, 16, 4, SPANS)
+    told = {
+        "lengths": torch.tensor(pages.lengths, dtype=torch.int32),
+        "tables": pages.tables,
+        "row_starts": torch.tensor([0, *pages.counts]).cumsum(0, dtype=torch.int32),
+        "values": pages.values,
+    }
+    changed = {name: change(told[name])}  # type: ignore[operator]
+    assert (pages.attend(0, None, False, **changed) - pages.naive(0, None, False)).abs().max() > 1e-2
+
+
+def test_heads_and_rows_beyond_a_program_are_those_of_others() -> None:
+    """A group of query heads that is no power of two, and more rows than one program takes."""
+    for (heads, kv_heads), window in product([(14, 2), (7, 1)], [0, 30]):
+        pages = Pages(heads, kv_heads, 16, 8, [(90, 33), (20, 20)])
+        assert (pages.attend(window, 5.0, True) - pages.naive(window, 5.0, True)).abs().max() < 3e-5
