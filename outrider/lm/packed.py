@@ -183,7 +183,6 @@ class PackedModel:
             return "none: keys and values are not in pages"
         recorded = RecordedRunner(
             self.runner,
-            max_length=self.pool.max_length,
             block_tokens=self.pool.block_tokens,
             vocab_size=self.loaded.vocab_size,
         )

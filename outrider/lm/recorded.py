@@ -10,15 +10,12 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import structlog
 import torch
 from torch import Tensor
 
 from outrider.lm.paged import Layout, PagedBatch, on_device
 from outrider.lm.recording import CannotRecord, Recorder
 from outrider.lm.runner import PagedRunner
-
-_log = structlog.get_logger()
 
 # Rows for each sequence, up to the longest round: a pass is filled up by half of itself at most, and rarely so much.
 _WIDTHS = (1, 2, 3, 4, 6, 9, 13, 17, 25, 33, 49, 65, 97, 129, 193, 257)
@@ -86,7 +83,6 @@ class RecordedRunner:
 
     Args:
         eager: runs what has none.
-        max_length: positions of a sequence at most.
         block_tokens: positions of a block.
         vocab_size: V.
 
@@ -94,10 +90,9 @@ class RecordedRunner:
         eager: as given.
     """
 
-    def __init__(self, eager: PagedRunner, *, max_length: int, block_tokens: int, vocab_size: int) -> None:
+    def __init__(self, eager: PagedRunner, *, block_tokens: int, vocab_size: int) -> None:
         self.eager = eager
-        self._longest = max_length
-        self._pages = -(-max_length // block_tokens)
+        self._pages = -(-eager.max_length // block_tokens)
         self._vocab_size = vocab_size
         self._recorded: list[_Recorded] = []  # the smallest first
         self._copied: torch.cuda.Event | None = None  # when the last pass was on its device
@@ -195,7 +190,7 @@ class RecordedRunner:
         _idle(bucket, self._pages, self.eager.memory.nowhere).pack_into(staging.numpy())
         room = staging.to(self.eager.device)
         batch = on_device(
-            room, shape, self.eager.memory, self.eager.attention, widest=bucket.widest, longest=self._longest
+            room, shape, self.eager.memory, self.eager.attention, widest=bucket.widest, longest=self.eager.max_length
         )
         own = logits.narrow(0, 0, bucket.rows)
         behind = None if tail is None else tail(bucket, own)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,12 +19,14 @@ from kernels import draw_static
 from kernels.rooms import Field, Rooms
 from kernels.ruling import Proposed, Rule
 from kernels.sparse import SparseConfig, SparseLaw
-from kernels.verify_static import StaticLaunch
 from outrider.lm.chunk import Chunk
 from outrider.lm.paged import PagedBatch
 from outrider.lm.recording import CannotRecord, Recorder
 from outrider.lm.runner import PagedRunner
 from outrider.lm.writing import Sampling, Written
+
+if TYPE_CHECKING:
+    from kernels.verify_static import StaticLaunch
 
 _STEPS = (8, 4, 2, 1)
 """How many steps a record may hold, the most first."""
@@ -188,9 +191,7 @@ class _Table:
         self._fetched = got.buffer(torch.device("cpu"), pinned=on_gpu)
         self._told = got.arrays(self._fetched)
         self._drawn_from = torch.zeros(S, size.logits_size, dtype=eager.dtype, device=eager.device)
-        self._race: StaticLaunch | None = None
-        if size.races:
-            self._race = StaticLaunch(self._drawn_from[:, : size.vocab_size], sequences=S, drafts=0, support=1)
+        self._race = _make_race(self._drawn_from[:, : size.vocab_size]) if size.races else None
         self._batch = PagedBatch(
             tokens=torch.zeros(S, dtype=torch.int64, device=eager.device),
             positions=torch.zeros(S, dtype=torch.int64, device=eager.device),
@@ -306,6 +307,13 @@ class _Table:
         positions.add_(1)
         self._put["step"].add_(1)
         self._logits.index_copy_(0, self._put["step"].clamp(max=size.tokens - 1), logits.unsqueeze(0))
+
+
+def _make_race(logits: Tensor) -> "StaticLaunch":
+    """What chooses a token of each row of `[S, V]` by the noise of its position."""
+    from kernels.verify_static import StaticLaunch  # triton need not be installed where there are no races
+
+    return StaticLaunch(logits, sequences=len(logits), drafts=0, support=1)
 
 
 def _law_of(ids: np.ndarray, weights: np.ndarray) -> SparseLaw | None:

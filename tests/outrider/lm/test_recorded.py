@@ -135,7 +135,7 @@ def test_what_time_or_memory_will_not_do_for_is_left_out_and_said(load: Callable
     def recorded_with(recorder: Ticking, **bounds: float) -> tuple[str, list[Bucket]]:
         model = build(load)
         assert isinstance(model.runner, PagedRunner)
-        runner = RecordedRunner(model.runner, max_length=ROOM, block_tokens=4, vocab_size=model.loaded.vocab_size)
+        runner = RecordedRunner(model.runner, block_tokens=4, vocab_size=model.loaded.vocab_size)
         told = {"seconds": 1e3, "most_bytes": 1 << 30, **bounds}
         said = runner.record(recorder, sizes, clock=lambda: recorder.now, **told)  # type: ignore[arg-type]
         return said, runner.sizes
