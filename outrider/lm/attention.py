@@ -12,6 +12,7 @@ from transformers import AttentionInterface
 from outrider.lm.batch import PackedBatch
 from outrider.lm.paged import PagedBatch
 from outrider.lm.scores import attend_scores
+from outrider.lm.scoring import Scoring
 from outrider.lm.sdpa import attend
 
 NAME = "outrider_packed"
@@ -72,24 +73,15 @@ def packed_attention(
     size = value.shape[3]
     if size < key.shape[3]:  # the pool keeps both in one size; what is added to the values adds nothing to the result
         value = F.pad(value, (0, key.shape[3] - size))
+    scoring = Scoring(scaling, sliding_window or 0, softcap, s_aux)
     if isinstance(batch, PagedBatch):
-        out = _paged(query[0], key[0], value[0], batch, layer, scaling, sliding_window or 0, softcap, s_aux)
+        out = _paged(query[0], key[0], value[0], batch, layer, scoring)
     else:
-        out = _packed(query[0], key[0], value[0], batch, layer, scaling, sliding_window or 0, softcap, s_aux)
+        out = _packed(query[0], key[0], value[0], batch, layer, scoring)
     return out.narrow(2, 0, size).to(query.dtype).unsqueeze(0), None
 
 
-def _packed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    batch: PackedBatch,
-    layer: int,
-    scaling: float,
-    window: int,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _packed(query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, layer: int, scoring: Scoring) -> Tensor:
     # query: [heads, T, head_dim]; key, value: [kv_heads, T, head_dim] -> [T, heads, head_dim]
     first = 0
     for new, count in zip(batch.new, batch.counts, strict=True):
@@ -97,30 +89,18 @@ def _packed(
         new[layer][1].copy_(value.narrow(1, first, count))
         first += count
     rows = query.transpose(0, 1).to(batch.dtype)
-    if softcap is not None or sinks is not None:
+    if not scoring.is_plain:
         keys, values = [held[layer] for held in batch.keys], [held[layer] for held in batch.values]
-        told: dict[str, Any] = {"scaling": scaling, "window": window, "softcap": softcap, "sinks": sinks}
-        return attend_scores(rows, batch.starts, batch.counts, keys, values, **told)
-    masks = batch.masks_for(query.shape[0] // key.shape[0], window)
-    return attend(rows, batch.counts, batch.keys, batch.values, masks, layer, scaling, window)
+        return attend_scores(rows, batch.starts, batch.counts, keys, values, scoring)
+    masks = batch.masks_for(query.shape[0] // key.shape[0], scoring.window)
+    return attend(rows, batch.counts, batch.keys, batch.values, masks, layer, scoring.scaling, scoring.window)
 
 
-def _paged(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    batch: PagedBatch,
-    layer: int,
-    scaling: float,
-    window: int,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _paged(query: Tensor, key: Tensor, value: Tensor, batch: PagedBatch, layer: int, scoring: Scoring) -> Tensor:
     # the same, with keys and values in pages
     batch.write(layer, key.transpose(0, 1), value.transpose(0, 1))
     keys, values = batch.memory.keys[layer], batch.memory.values[layer]
-    rows = query.transpose(0, 1).to(keys.dtype)
-    return batch.attention.attend(rows, keys, values, batch, scaling, window, softcap, sinks)
+    return batch.attention.attend(query.transpose(0, 1).to(keys.dtype), keys, values, batch, scoring)
 
 
 # No mask function goes with NAME: transformers then builds no mask, which saves a dozen tensor operations a pass.

@@ -13,6 +13,7 @@ from outrider.lm.kv_pool import KVPool
 from outrider.lm.paged import PagedAttention, lay_out, to_device
 from outrider.lm.paged_attention import GatheredAttention
 from outrider.lm.probe import AttentionLayer
+from outrider.lm.scoring import Scoring
 
 # Passes: (positions held before, rows) of each sequence. Keys of one page, of several, and of many; single rows alone;
 # and rows of a prompt.
@@ -83,9 +84,10 @@ def _attend(
     rows = sum(count for _, count in spans)
     query = torch.randn(rows, layer.heads, layer.head_dim, generator=generator).to(device, dtype)
     sinks = torch.randn(layer.heads, generator=generator).to(device, dtype) if layer.sinks else None
+    scoring = Scoring(layer.scaling, layer.window or 0, layer.softcap, sinks)
     results = []
     for attention in (build(_LENGTH), GatheredAttention(_LENGTH, dtype, device)):
         batch = to_device(lay_out(chunks, pool), pool.pages, attention, device, longest=_LENGTH)
-        told = pool.pages.keys[0], pool.pages.values[0], batch, layer.scaling, layer.window or 0, layer.softcap, sinks
+        told = pool.pages.keys[0], pool.pages.values[0], batch, scoring
         results.append(attention.attend(query, *told).float().cpu())
     return results

@@ -15,6 +15,7 @@ from torch import Tensor
 from outrider.lm.chunk import Chunk
 from outrider.lm.kv_memory import PagedMemory
 from outrider.lm.kv_pool import KVPool
+from outrider.lm.scoring import Scoring
 
 _LONG = np.dtype(np.int64)
 _INT = np.dtype(np.int32)
@@ -159,17 +160,7 @@ class PagedAttention(Protocol):
 
     name: str
 
-    def attend(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        batch: "PagedBatch",
-        scaling: float,
-        window: int,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, batch: "PagedBatch", scoring: Scoring) -> Tensor:
         """Lets each row see its own sequence up to itself. Keys and values of all rows have been written before.
 
         Args:
@@ -177,10 +168,7 @@ class PagedAttention(Protocol):
             keys: pages of a layer, `[blocks, block_tokens, kv_heads, head_dim]`.
             values: like `keys`.
             batch: the pass.
-            scaling: of the scores.
-            window: how many positions a row sees, its own included; 0 is all.
-            softcap: what bounds the scores (`outrider.lm.scores`); None bounds nothing.
-            sinks: `[heads]`: the score of each head's sink; None is none.
+            scoring: of the layer.
 
         Returns:
             `[T, heads, head_dim]`; rows of no sequence are no numbers to rely on.

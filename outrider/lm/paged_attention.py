@@ -11,6 +11,7 @@ from torch import Tensor
 from outrider.lm.batch import CausalMasks
 from outrider.lm.paged import PagedBatch
 from outrider.lm.scores import attend_scores
+from outrider.lm.scoring import Scoring
 from outrider.lm.sdpa import attend
 
 
@@ -28,19 +29,9 @@ class VarlenAttention:
         self._kernel = kernel
         self._gives_key_starts = gives_key_starts
 
-    def attend(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        batch: PagedBatch,
-        scaling: float,
-        window: int,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, scoring: Scoring) -> Tensor:
         """See `outrider.lm.paged.PagedAttention`."""
-        if softcap is not None or sinks is not None:
+        if not scoring.is_plain:
             raise ValueError("varlen_attn neither bounds scores nor has sinks")
         return self._kernel(
             query,
@@ -50,9 +41,9 @@ class VarlenAttention:
             batch.key_starts if self._gives_key_starts else None,
             batch.widest,
             batch.longest,
-            scale=scaling,
+            scale=scoring.scaling,
             # Ours counts the row itself, torch's what lies before it.
-            window_size=(window - 1 if window else -1, 0),
+            window_size=(scoring.window - 1 if scoring.window else -1, 0),
             enable_gqa=query.size(1) != keys.size(2),
             seqused_k=batch.lengths,
             block_table=batch.tables,
@@ -64,17 +55,7 @@ class TritonAttention:
 
     name = "triton"
 
-    def attend(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        batch: PagedBatch,
-        scaling: float,
-        window: int,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, scoring: Scoring) -> Tensor:
         """See `outrider.lm.paged.PagedAttention`."""
         from kernels.triton_attention import attend as attend_in_pages  # triton has no build for some platforms
 
@@ -87,10 +68,10 @@ class TritonAttention:
             batch.tables,
             widest=batch.widest,
             longest=batch.longest,
-            scaling=scaling,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
+            scaling=scoring.scaling,
+            window=scoring.window,
+            softcap=scoring.softcap,
+            sinks=scoring.sinks,
         )
 
 
@@ -108,40 +89,21 @@ class GatheredAttention:
     def __init__(self, max_length: int, dtype: torch.dtype, device: torch.device) -> None:
         self._masks = CausalMasks(max_length, dtype, device)
 
-    def attend(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        batch: PagedBatch,
-        scaling: float,
-        window: int,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, scoring: Scoring) -> Tensor:
         """See `outrider.lm.paged.PagedAttention`."""
         starts, counts, seen_keys, seen_values = gather(keys, values, batch)
         rows = query.narrow(0, 0, sum(counts))
-        if counts and (softcap is not None or sinks is not None):
-            rows = attend_scores(
-                rows,
-                starts,
-                counts,
-                seen_keys,
-                seen_values,
-                scaling=scaling,
-                window=window,
-                softcap=softcap,
-                sinks=sinks,
-            )
-            return _filled_up(rows, query)
+        if counts and not scoring.is_plain:
+            return _filled_up(attend_scores(rows, starts, counts, seen_keys, seen_values, scoring), query)
         group = query.size(1) // keys.size(2)
         masks = [
-            self._masks.for_rows(count, start + count, group, window)
+            self._masks.for_rows(count, start + count, group, scoring.window)
             for start, count in zip(starts, counts, strict=True)
         ]
         by_layer = [[each] for each in seen_keys], [[each] for each in seen_values]
-        return _filled_up(attend(rows, counts, *by_layer, masks, 0, scaling, window) if counts else rows, query)
+        if counts:
+            rows = attend(rows, counts, *by_layer, masks, 0, scoring.scaling, scoring.window)
+        return _filled_up(rows, query)
 
 
 def _filled_up(attended: Tensor, query: Tensor) -> Tensor:

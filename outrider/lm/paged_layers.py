@@ -11,6 +11,7 @@ from outrider.lm.gated_layers import GatedLayers
 from outrider.lm.layer_ops import LayerOps
 from outrider.lm.linear import linear, linear_add
 from outrider.lm.paged import PagedBatch
+from outrider.lm.scoring import Scoring
 
 
 def run_paged(layers: GatedLayers, ops: LayerOps, batch: PagedBatch, rotations: Tensor, rows: Tensor | None) -> Tensor:
@@ -32,8 +33,8 @@ def run_paged(layers: GatedLayers, ops: LayerOps, batch: PagedBatch, rotations: 
         normed = ops.norm(x, layers.attention_norm[i])
         query = ops.queries(i, linear(normed, layers.qkv[i], layers.qkv_bias[i], packed), angles, batch)
         pages = batch.memory.keys[i], batch.memory.values[i]
-        window = layers.windows[layers.mask_kind[i]]
-        attended = batch.attention.attend(query, *pages, batch, layers.scaling[i], window)
+        scoring = Scoring(layers.scaling[i], layers.windows[layers.mask_kind[i]])
+        attended = batch.attention.attend(query, *pages, batch, scoring)
         attended = attended.to(x.dtype).reshape(len(x), 1, -1)
         x = linear_add(x, attended, layers.output[i], layers.output_bias[i], packed)
         normed = ops.norm(x, layers.mlp_norm[i])

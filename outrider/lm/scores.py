@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.lm.batch import BLOCK
+from outrider.lm.scoring import Scoring
 
 _NEVER = float("-inf")
 
@@ -22,11 +23,7 @@ def attend_scores(
     counts: Sequence[int],
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
-    *,
-    scaling: float,
-    window: int,
-    softcap: float | None,
-    sinks: Tensor | None,
+    scoring: Scoring,
 ) -> Tensor:
     """Lets each row see its own sequence up to itself. Keys and values of all rows have been written before.
 
@@ -36,10 +33,7 @@ def attend_scores(
         counts: rows of each chunk.
         keys: of each chunk, `[kv_heads, 1, end, head_dim]`.
         values: like `keys`.
-        scaling: of the scores.
-        window: how many positions a row sees, its own included; 0 is all.
-        softcap: c, which bounds the scaled scores; None bounds nothing.
-        sinks: `[heads]`: the score of each head's sink; None is none.
+        scoring: of the layer.
 
     Returns:
         `[T, heads, head_dim]`, in the dtype of the values.
@@ -49,7 +43,7 @@ def attend_scores(
     for i, (start, count) in enumerate(zip(starts, counts, strict=True)):
         for done in range(0, count, BLOCK):
             rows = query.narrow(0, first + done, min(BLOCK, count - done))
-            blocks.append(_block(rows, start + done, keys[i], values[i], scaling, window, softcap, sinks))
+            blocks.append(_block(rows, start + done, keys[i], values[i], scoring))
         first += count
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
@@ -59,12 +53,10 @@ def _block(
     position: int,
     keys: Tensor,
     values: Tensor,
-    scaling: float,
-    window: int,
-    softcap: float | None,
-    sinks: Tensor | None,
+    scoring: Scoring,
 ) -> Tensor:
     """Rows at `position` and after it: query `[n, H, D]`, keys and values `[KV, 1, end, D]`; to `[n, H, D]`."""
+    window, softcap, sinks = scoring.window, scoring.softcap, scoring.sinks
     n, heads, head_dim = query.shape
     kv_heads = keys.size(0)
     group = heads // kv_heads
@@ -72,7 +64,7 @@ def _block(
     seen = position + n - first
     keys, values = keys.narrow(2, first, seen).squeeze(1), values.narrow(2, first, seen).squeeze(1)
     rows = query.reshape(n, kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, group * n, head_dim)
-    scores = torch.matmul(rows, keys.transpose(1, 2)).float().mul_(scaling).view(kv_heads, group, n, seen)
+    scores = torch.matmul(rows, keys.transpose(1, 2)).float().mul_(scoring.scaling).view(kv_heads, group, n, seen)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if n > 1:

@@ -1,8 +1,13 @@
-"""A verifier that judges by Triton's kernels, as a real service: here they are interpreted, on a GPU compiled."""
+"""Services that judge by Triton's kernels, as real processes: plainly, and on pages with recorded passes and steps.
+
+Here the kernels are interpreted, and a record calls again what it holds; on a GPU they are compiled, and it is a graph.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 
 import pytest
@@ -14,29 +19,63 @@ from tests.services import running_demo
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton has no build for this platform")
 
 PROMPT = "def add(a, b):\n"
+JUDGED = {"OUTRIDER_VERIFY_PATH": "triton"}
+RECORDED = {
+    **JUDGED,
+    "OUTRIDER_ATTENTION": "sdpa-paged",
+    "OUTRIDER_MAX_SEQUENCES": "2",
+    "OUTRIDER_MAX_GAMMA": "2",
+}
 
 
-@pytest.fixture(scope="module")
-def judged_by_triton() -> Iterator[Pair]:
+@contextmanager
+def running(settings: dict[str, str]) -> Iterator[Pair]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OUTRIDER_VERIFY_PATH", "triton")
+        for name, value in settings.items():
+            patch.setenv(name, value)
         with running_demo() as pair:
             yield pair
 
 
+@pytest.fixture(scope="module")
+def judged() -> Iterator[Pair]:
+    with running(JUDGED) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Iterator[Pair]:
+    with running(RECORDED) as pair:
+        yield pair
+
+
+@pytest.mark.parametrize("which", ["judged", "recorded"])
 @pytest.mark.parametrize(
     ("rule", "temperature"), [("block", 1.0), ("tokenwise", 0.7), ("coupled", 1.0), ("block", 0.0)]
 )
 def test_the_text_is_the_one_that_the_host_path_gives(
-    judged_by_triton: Pair, demo_pair: Pair, rule: str, temperature: float
+    which: str, request: pytest.FixtureRequest, demo_pair: Pair, rule: str, temperature: float
 ) -> None:
     """With a seed, in float32: the same tokens, the same counts."""
     texts = []
-    for pair in (judged_by_triton, demo_pair):
+    for pair in (request.getfixturevalue(which), demo_pair):
         with Client(pair.address) as client:
             done = client.complete(
-                PROMPT, max_new_tokens=10, ignore_eos=True, seed=7, rule=rule, temperature=temperature, gamma=4
+                PROMPT, max_new_tokens=12, ignore_eos=True, seed=7, rule=rule, temperature=temperature, gamma=2
             )
         texts.append((done.token_ids, done.statistics.num_rounds, done.statistics.num_accepted_tokens))
     assert texts[0] == texts[1]
     assert texts[0][2] > 0
+
+
+def test_the_log_says_what_attends_what_is_recorded_and_where_memory_went(recorded: Pair) -> None:
+    for service, passes in ((recorded.verifier, "6 of 6 sizes"), (recorded.draft, "steps of up to 2 sequences; ")):
+        lines = [json.loads(line) for line in service.log_lines() if line.startswith("{")]
+        said = {line["event"]: line for line in lines}
+        assert said["attending"]["attention"] == "sdpa-paged"
+        assert said["attending"]["reason"] == "as asked for"
+        assert passes in said["recorded"]["passes"]
+        assert said["memory"]["weights_mib"] > 0
+        assert said["memory"]["kv_mib"] > 0
+        assert said["memory"]["kv_tokens"] > 1000
+        assert said["layers"]["run_by"] in ("torch", "triton")
