@@ -125,11 +125,11 @@ class PackedModel:
 
         Args:
             chunks: of different slots.
-            before: told of the size whose record will run the pass, or of none, before it runs.
+            before: told of the size whose record will run the pass, or of none, before it runs. Who asks for that takes
+                logits as a record has them: in the dtype of the model, until the next pass writes over them.
 
         Returns:
-            `[R, V]`: logits of the wanted rows only, in the order of the chunks; float32, or as the model computes them
-            where a record did. The next pass may write over them.
+            `[R, V]`, float32 but for that: logits of the wanted rows only, in the order of the chunks.
 
         Raises:
             ValueError: a chunk that does not fit its slot, or a token outside the vocabulary.
@@ -146,7 +146,10 @@ class PackedModel:
             logits = self._run(chunks)
         else:
             logits = self.runner.run(layout)
-            logits = logits if bucket is not None else logits.float()
+            if bucket is None:
+                logits = logits.float()
+            elif before is None:
+                logits = logits.to(torch.float32, copy=True)
         for chunk in chunks:
             self.pool.extend(chunk.slot, chunk.start + len(chunk.tokens))
         return logits

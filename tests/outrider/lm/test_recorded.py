@@ -173,5 +173,17 @@ def test_what_is_behind_the_logits_runs_with_them(load: Callable[..., LoadedMode
         assert best[ran[-1]].tolist()[0] == int(logits.argmax())
 
 
+def test_logits_stay_what_they_are_unless_they_are_taken_as_a_record_has_them(load: Callable[..., LoadedModel]) -> None:
+    model = build(load)
+    record(model)
+    slot = model.pool.allocate()
+    kept = model.forward([Chunk(slot, [5], 0, 0)])
+    taken = model.forward([Chunk(slot, [6], 1, 0)], before=lambda bucket: None)
+    known = kept.clone(), taken.clone()
+    model.forward([Chunk(slot, [7], 2, 0)])
+    assert torch.equal(kept, known[0])
+    assert not torch.equal(taken, known[1])
+
+
 def test_where_keys_and_values_are_not_in_pages_nothing_is_recorded(load: Callable[..., LoadedModel]) -> None:
     assert record(PackedModel.build(load("llama"), 1, 8)) == "none: keys and values are not in pages"
