@@ -303,7 +303,7 @@ class _Table:
         place = block * size.block_tokens + batch.positions % size.block_tokens
         batch.places.copy_(torch.where(is_own, place, self._eager.memory.nowhere))
         batch.lengths.copy_(batch.positions + 1)
-        logits = self._eager.program(batch.tokens, batch, None)
+        logits = self._eager.program(batch.tokens, batch, None).to(self._logits.dtype)
         positions.add_(1)
         self._put["step"].add_(1)
         self._logits.index_copy_(0, self._put["step"].clamp(max=size.tokens - 1), logits.unsqueeze(0))

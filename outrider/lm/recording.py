@@ -84,6 +84,7 @@ class CudaRecorder:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
+            self._pool = torch.cuda.graph_pool_handle()  # what a broken capture leaves in the other is not known
             words = (str(error).splitlines() or [""])[0]
             raise CannotRecord(f"{type(error).__name__}: {words}") from error
         finally:
