@@ -297,7 +297,7 @@ def everything_is_free(draft: grpc.Channel) -> None:
 def take_all(draft: grpc.Channel) -> None:
     with fill(draft, PLACES - VERIFIER_PLACES), ThreadPoolExecutor(VERIFIER_PLACES) as threads:
         running = [
-            threads.submit(write, draft, temperature=1.0, max_new_tokens=12, ignore_eos=True)
+            threads.submit(write, draft, temperature=1.0, gamma=3, max_new_tokens=12, ignore_eos=True)
             for _ in range(VERIFIER_PLACES)
         ]
         for each in running:

@@ -186,7 +186,7 @@ def test_each_drafter_shows_what_it_costs(watched: Watched) -> None:
     before = {name: told(name) for name in (tokens, proposals, seconds)}
     assert set(before[tokens]) == {"model", "staged", "lookup", "random", "none"}
     for name, drafter in kinds.items():
-        speculation = draft_service_pb2.SpeculationParams(drafter=drafter)
+        speculation = draft_service_pb2.SpeculationParams(drafter=drafter, gamma=4)
         sample = write(watched.channel, [7, 8, 9] * 8, speculation=speculation, max_new_tokens=24, ignore_eos=True)
         statistics = sample.end.statistics
         assert told(tokens)[name] - before[tokens][name] == statistics.num_draft_tokens > 0
