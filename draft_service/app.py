@@ -141,9 +141,9 @@ def load_built(settings: DraftSettings, loader: Loader = load) -> tuple[Built, T
     """
     loaded, tokenizer = loader(settings)
     length = sequence_tokens(settings, loaded)
-    built = build_packed(
-        settings, loaded, length, pass_tokens=settings.prefill_tokens, most_sequences=settings.max_sequences
-    )
+    # Beside pieces of prompts a pass has the last token of each sequence that draws.
+    pass_tokens = settings.prefill_tokens + settings.max_sequences
+    built = build_packed(settings, loaded, length, pass_tokens=pass_tokens, most_sequences=settings.max_sequences)
     built.packed.warm_up((1, 2, 64))
     return built, tokenizer
 
