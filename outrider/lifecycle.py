@@ -38,6 +38,8 @@ Result = TypeVar("Result")
 SWITCH_INTERVAL = 0.0005
 # How often it is seen whether the engine's loop goes round.
 GLANCE_SECONDS = 1.0
+# The event loop may be late by this much on a busy machine, and is alive.
+SLOW_LOOP_SECONDS = 10.0
 
 
 Warm = Callable[[], Awaitable[None]]
@@ -122,7 +124,7 @@ async def _serve(service: Service, settings: ServiceSettings) -> None:
         doors=how.doors,
     )
     health = HealthState(server, [service.name])
-    show_life(service.metrics, health, lambda: service.engine)
+    show_life(service.metrics, health, lambda: service.engine, max(settings.liveness_timeout, SLOW_LOOP_SECONDS))
     service.register(server)
     enable_reflection(server, [service.name])
     address = bind(server, settings.listen, None if how.tls is None else how.tls.credentials())
@@ -152,6 +154,7 @@ async def _run(service: Service, settings: ServiceSettings, server: grpc.aio.Ser
             await asyncio.wait((serving, breaking), return_when=asyncio.FIRST_COMPLETED)
         if breaking.done():  # a drain under way waits for passes that will not come
             _log.error("broken", reason=breaking.result())
+            await health.drain()
             await cut_off(server)
             raise ModelLost(breaking.result())
         await serving
@@ -180,7 +183,7 @@ async def _watch(service: Service, health: HealthState, bound: float) -> None:
                 _log.error("not alive", reason=trouble)
             else:
                 _log.warning("alive again")
-            await health.alive(not trouble)
+        await health.alive(not trouble)
         last = trouble
 
 

@@ -17,10 +17,13 @@ from urllib.parse import urlsplit
 
 import structlog
 
+from outrider.best_effort import Component
 from outrider.settings import SettingsError
 from outrider.trace_context import TraceContext, current, incoming
 
 _log = structlog.get_logger()
+
+TRACING = Component("tracing")
 
 Attributes: TypeAlias = Mapping[str, str | int | float | bool]
 
@@ -44,6 +47,7 @@ class CallTrace:
         # Spans have times of day; ours are of the clock that never goes back.
         self._offset = time.time_ns() - time.perf_counter_ns() if self.is_recorded else 0
 
+    @TRACING.quiet
     def span(self, name: str, began: float, ended: float, attributes: Attributes) -> None:
         """Records a part of the call that has ended; the times are `time.perf_counter()`'s."""
         if not self.is_recorded:
@@ -53,6 +57,7 @@ class CallTrace:
         )
         part.end(end_time=self._at(ended))
 
+    @TRACING.quiet
     def describe(self, attributes: Attributes) -> None:
         """Adds to what is known of the call."""
         if self.is_recorded:
@@ -120,24 +125,31 @@ class Tracing:
         """A call, from now until the block ends; `metadata` are its caller's. What the block logs has the trace's ids,
         and so have the calls that it makes (`outrider.trace_context`).
         """
-        parent = incoming(metadata)
-        if self._tracer is None:
+        parent = TRACING.run(lambda: incoming(metadata), None)
+        span = None if self._tracer is None else TRACING.run(lambda: self._begin(name, parent), None)
+        if span is None:
             if parent is not None:
                 current.set(parent)
             yield UNTRACED
             return
-        from opentelemetry.trace import SpanKind, Status, StatusCode
+        is_recorded = TRACING.run(span.is_recording, False)
+        try:
+            yield CallTrace(span, self._tracer) if is_recorded else UNTRACED
+        except Exception as error:  # a client that leaves is no error of ours
+            text = str(error) or type(error).__name__
+            TRACING.run(lambda: _mark_failed(span, text), None)
+            raise
+        finally:
+            TRACING.run(span.end, None)
+
+    def _begin(self, name: str, parent: TraceContext | None) -> Any:
+        """Starts the span of a call, and makes it the current one."""
+        from opentelemetry.trace import SpanKind
 
         span = self._tracer.start_span(name, context=_from(parent), kind=SpanKind.SERVER)
         own = span.get_span_context()
         current.set(TraceContext(own.trace_id, own.span_id, own.trace_flags.sampled))
-        try:
-            yield CallTrace(span, self._tracer) if span.is_recording() else UNTRACED
-        except Exception as error:  # a client that leaves is none of ours
-            span.set_status(Status(StatusCode.ERROR, str(error) or type(error).__name__))
-            raise
-        finally:
-            span.end()
+        return span
 
     def close(self) -> None:
         """Sends what is left, as far as that takes some seconds at most."""
@@ -148,6 +160,12 @@ class Tracing:
         last.join(CLOSING_SECONDS)
         if last.is_alive():
             _log.warning("the last spans of traces were not sent", seconds=CLOSING_SECONDS)
+
+
+def _mark_failed(span: Any, text: str) -> None:
+    from opentelemetry.trace import Status, StatusCode
+
+    span.set_status(Status(StatusCode.ERROR, text))
 
 
 def _around(span: Any) -> Any:

@@ -1,13 +1,8 @@
 """The `outrider` command. It starts services and talks to them; no model runs in its own process."""
 
-import os
 from importlib import metadata
 
 import click
-
-# Before gRPC's core is loaded: what it has to say of connections that come and go is no answer to a user. Services that
-# a command starts inherit it.
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 from outrider.cli.demo import demo_command
 from outrider.cli.generate import generate_command

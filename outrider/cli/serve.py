@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from typing import Any
 
 import click
@@ -13,6 +12,7 @@ from outrider.cli.pair import PairSettings, running_pair, terminated_as_interrup
 from outrider.cli.processes import ServiceError
 from outrider.cli.report import Failure
 from outrider.cli.security import flags_of, serving_options
+from outrider.log_queue import take_over
 
 _PREFIXES = {"verifier_service": "verifier | ", "draft_service": "draft    | "}
 
@@ -94,11 +94,11 @@ def serve_command(
         speculation=speculation,
         security=flags,
     )
-    writing = threading.Lock()
+    # The pipes of the services are read however slowly standard output is.
+    take_over(lambda lines: f"outrider | {lines} log lines dropped")
 
     def pass_through(name: str, line: str) -> None:
-        with writing:  # two services log from two threads
-            click.echo(_PREFIXES[name] + line)
+        click.echo(_PREFIXES[name] + line)
 
     try:
         with terminated_as_interrupted(), running_pair(settings, on_line=pass_through) as pair:

@@ -1,10 +1,9 @@
-"""The verifier service with an engine whose passes can be held up, to see who notices: a process of the tests' own.
+"""A verifier's engine whose passes can be held up, to see who notices.
 
 No pass ends while there is a file where `OUTRIDER_TEST_HOLD` says; a line in the log says when one is held up.
 """
 
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 import structlog
 
 from verifier_service import app
-from verifier_service.__main__ import main
 from verifier_service.engine import VerifierEngine
 from verifier_service.judging import Judged
 from verifier_service.scheduler import TargetWork
@@ -36,6 +34,6 @@ class HeldEngine(VerifierEngine):
         return output
 
 
-if __name__ == "__main__":
+def install() -> None:
+    """Have the service that this process is about to become take it."""
     vars(app)["VerifierEngine"] = HeldEngine
-    sys.exit(main())

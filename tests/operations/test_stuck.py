@@ -17,6 +17,7 @@ from outrider.rpc.health import LIVENESS, READINESS, STARTUP
 from outrider.wire import PrefixHash
 from protos.outrider.v1 import verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
+from tests.forked import ForkedService
 from tests.operations.held import HELD, HOLD
 from tests.operations.house import logged, metrics_of, until
 from tests.services import MODELS
@@ -81,8 +82,9 @@ def hold(tmp_path: Path) -> Path:
 def service(hold: Path) -> Iterator[ServiceProcess]:
     """A verifier whose first pass is held up. A grace of seconds, and of a pass no more than one."""
     limits = ("--grace", "3", "--liveness-timeout", "1", "--otlp-endpoint", NOBODY, "--trace-sample", "1")
-    arguments = ["tests.operations.held", "--model", str(MODELS / "target"), *FLAGS, *limits]
-    with ServiceProcess.start(arguments, env={HOLD: str(hold)}) as process:
+    arguments = ["verifier_service", "--model", str(MODELS / "target"), *FLAGS, *limits]
+    with ForkedService.launch(arguments, env={HOLD: str(hold)}, fault="held") as process:
+        process.wait_listening()
         yield process
 
 

@@ -1,10 +1,15 @@
-"""Metrics are there over HTTP, and an address that cannot be had is an error at once."""
+"""Metrics are there over HTTP whoever else connects, and an address that cannot be had is an error at once."""
 
-from urllib.request import urlopen
+import gzip
+import socket
+import threading
+from contextlib import ExitStack, suppress
+from urllib.request import Request, urlopen
 
 import pytest
 
-from outrider.metrics import Metrics, exposed
+from outrider import metrics as module
+from outrider.metrics import MAX_CONNECTIONS, Metrics, exposed
 from outrider.rpc.server import StartupError
 
 
@@ -31,3 +36,58 @@ def test_a_port_that_is_taken_is_named() -> None:
 def test_a_host_that_is_not_here_is_named() -> None:
     with pytest.raises(StartupError, match=r"^cannot show metrics at 192\.0\.2\.1:0: "):
         exposed(Metrics(), "192.0.2.1:0").__enter__()
+
+
+def _connect(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=60)
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_idle_connections_cost_no_threads_and_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CONNECTION_SECONDS", 3600.0)
+    with exposed(Metrics(), "127.0.0.1:0") as address, ExitStack() as opened:
+        threads = threading.active_count()
+        idle = [opened.enter_context(_connect(address)) for _ in range(200)]
+        for connection in idle:
+            connection.sendall(b"GET /metrics HT")
+        shown = urlopen(f"http://{address}/metrics", timeout=60).read().decode()
+        assert "outrider_log_lines_dropped_total 0.0" in shown
+        assert threading.active_count() == threads
+        assert all(_is_closed(connection) for connection in idle[: 200 - MAX_CONNECTIONS])
+
+
+def test_a_connection_that_asks_for_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CONNECTION_SECONDS", 0.05)
+    with exposed(Metrics(), "127.0.0.1:0") as address, _connect(address) as idle:
+        assert _is_closed(idle)
+
+
+@pytest.mark.parametrize(
+    "head", [b"\r\n\r\n", b"GET\r\n\r\n", b"POST /metrics HTTP/1.1\r\n\r\n", b"\xff\xfe : \r\n:\r\n\r\n", b"x" * 70_000]
+)
+def test_a_request_that_is_none_harms_nobody(head: bytes) -> None:
+    with exposed(Metrics(), "127.0.0.1:0") as address:
+        with _connect(address) as connection:
+            connection.sendall(head)
+            with suppress(ConnectionResetError):
+                while connection.recv(1 << 16):
+                    pass
+        assert urlopen(f"http://{address}/metrics", timeout=60).status == 200
+
+
+def test_a_scraper_gets_the_form_that_it_accepts() -> None:
+    asking = {"Accept": "application/openmetrics-text; version=1.0.0", "Accept-Encoding": "gzip"}
+    with exposed(Metrics(), "127.0.0.1:0") as address:
+        response = urlopen(Request(f"http://{address}/?name[]=outrider_service_info", headers=asking), timeout=60)
+        assert response.headers["Content-Encoding"] == "gzip"
+        text = gzip.decompress(response.read()).decode()
+    assert text.endswith("# EOF\n")
+    assert "outrider_service_info" in text
+    assert "process_open_fds" not in text

@@ -1,0 +1,86 @@
+"""Code that only makes a text faster, or only watches it, may never fail it: each such call goes through a `Component`.
+
+A component catches what its calls raise, counts it, logs it once a minute and carries on with a safe default. `Metrics`
+shows the counts as `outrider_internal_errors_total{component}`. Authentication, limits, input checks and privacy pacing
+are not components: they fail closed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import ParamSpec, TypeVar
+
+import structlog
+
+LOG_INTERVAL_S = 60.0
+
+COMPONENTS: dict[str, Component] = {}
+"""All components of this process, by name."""
+
+Result = TypeVar("Result")
+Parameters = ParamSpec("Parameters")
+
+_log = structlog.get_logger()
+
+
+class Component:
+    """A part of a service that is allowed to fail. Make it once, at module level; any thread may use it.
+
+    Attributes:
+        name: the metric's label.
+        errors: failed calls so far.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+
+    def __init__(self, name: str) -> None:
+        if name in COMPONENTS:
+            raise ValueError(f"there is a component {name!r} already")
+        self.name = name
+        self.errors = 0
+        self._lock = threading.Lock()
+        self._last_log = -math.inf
+        COMPONENTS[name] = self
+
+    def run(self, call: Callable[[], Result], default: Result) -> Result:
+        """Returns what `call` returns, or `default` where it raises an `Exception`; a cancellation passes through."""
+        try:
+            return call()
+        except Exception as error:
+            self._note(error)
+            return default
+
+    def bounded(self, call: Callable[[], float], default: float, *, low: float, high: float) -> float:
+        """As `run`, for a number: clamped to [`low`, `high`], and `default` where it is NaN, or no number at all."""
+
+        def clamped() -> float:
+            value = call()
+            return default if math.isnan(value) else min(max(value, low), high)
+
+        return self.run(clamped, default)
+
+    def quiet(self, function: Callable[Parameters, None]) -> Callable[Parameters, None]:
+        """Decorates a function that returns nothing, so that it never raises."""
+
+        @functools.wraps(function)
+        def call(*arguments: Parameters.args, **named: Parameters.kwargs) -> None:
+            self.run(lambda: function(*arguments, **named), None)
+
+        return call
+
+    def _note(self, error: Exception) -> None:
+        now = time.monotonic()
+        with self._lock:
+            self.errors += 1
+            is_due = now - self._last_log >= LOG_INTERVAL_S
+            if is_due:
+                self._last_log = now
+        if is_due:
+            with suppress(Exception):
+                _log.error("internal error, ignored", component=self.name, errors=self.errors, exc_info=error)

@@ -1,0 +1,207 @@
+"""Standard output and standard error that never block or fail a process, whatever reads them.
+
+A pipe without a reader blocks its writers once it is full; a closed pipe or a full disk fails them. `take_over` puts a
+`LineQueue` in the place of `sys.stdout` and `sys.stderr`: logging, warnings, tracebacks and progress bars go through
+it. Libraries in C write to the descriptor itself, which `take_over` makes non-blocking: a line that finds no room is
+lost there, and one that says why the process dies still comes out.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import logging
+import os
+import select
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+LIMIT_BYTES = 1 << 20
+"""What a queue holds: some 3,000 log lines. The second half of it is for errors."""
+FLUSH_SECONDS = 1.0
+"""How long `flush_all` waits at most."""
+
+_ERRORS = ('"level": "error"', '"level": "critical"')
+_LONGEST_PART = 1 << 13
+
+_queues: list[LineQueue] = []
+
+
+class LineQueue(io.TextIOBase):
+    """A text stream whose `write` never waits and never fails; a thread of its own writes to the descriptor.
+
+    When the queue is full new lines are dropped, so the first ones of a process are kept; errors (JSON log lines of
+    that level) are dropped last. As soon as lines flow again, `notice(dropped)` is written after the gap.
+
+    Attributes:
+        dropped: lines that were not written so far.
+    """
+
+    encoding = "utf-8"
+    errors = "backslashreplace"
+
+    def __init__(self, descriptor: int, notice: Callable[[int], str], limit: int = LIMIT_BYTES) -> None:
+        self.dropped = 0
+        self._descriptor = descriptor
+        try:
+            self._target = os.dup(descriptor)
+        except OSError:  # closed: every line will be dropped
+            self._target = -1
+        self._notice = notice
+        self._limit = limit
+        # Reentrant: the garbage collector may run a destructor that logs, at any point.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._part = ""
+        self._lines: list[bytes] = []
+        self._queued_bytes = 0
+        self._unreported = 0
+        self._is_writing = False
+        threading.Thread(target=self._run, name=f"output-{descriptor}", daemon=True).start()
+
+    def write(self, text: str) -> int:
+        """Queues whole lines; what follows the last of them waits for the rest of its line, or for `flush`."""
+        if not isinstance(text, str):
+            raise TypeError(f"a text stream takes str, not {type(text).__name__}")
+        with self._lock:
+            self._part += text
+            end = max(self._part.rfind("\n"), self._part.rfind("\r")) + 1  # progress bars end in a carriage return
+            if len(self._part) - end > _LONGEST_PART:
+                end = len(self._part)
+            whole, self._part = self._part[:end], self._part[end:]
+            self._put(whole)
+        return len(text)
+
+    def flush(self) -> None:
+        """Queues an unfinished line too. Does not wait for it to be written: `drain` does."""
+        with self._lock:
+            part, self._part = self._part, ""
+            self._put(part)
+
+    def drain(self, timeout: float) -> bool:
+        """Waits until all is written, and says whether it is."""
+        self.flush()
+        with self._lock:
+            return self._changed.wait_for(lambda: not self._lines and not self._is_writing, timeout)
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def _put(self, text: str) -> None:
+        if not text:
+            return
+        data = text.encode(self.encoding, self.errors)
+        limit = self._limit if any(mark in text for mark in _ERRORS) else self._limit // 2
+        if self._queued_bytes + len(data) > limit:
+            self._drop(data.count(b"\n"))
+            return
+        self._lines.append(data)
+        self._queued_bytes += len(data)
+        self._changed.notify_all()
+
+    def _drop(self, lines: int) -> None:
+        self.dropped += lines
+        self._unreported += lines
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                self._is_writing = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._lines)
+                # All of it, so that what was dropped so far belongs after it.
+                data, missing = b"".join(self._lines), self._unreported
+                self._lines.clear()
+                self._queued_bytes = 0
+                self._is_writing = True
+            failed = self._write(data)
+            with self._lock:
+                self._drop(failed)
+            if missing and not failed and not self._write(self._notice(missing).encode() + b"\n"):
+                with self._lock:
+                    self._unreported -= missing
+
+    def _write(self, data: bytes) -> int:
+        """Writes to the descriptor; returns how many lines that failed for."""
+        rest = memoryview(data)
+        while rest:
+            try:
+                rest = rest[os.write(self._target, rest) :]
+            except BlockingIOError:
+                poll = select.poll()
+                poll.register(self._target, select.POLLOUT)
+                poll.poll()
+            except OSError:
+                return bytes(rest).count(b"\n")
+        return 0
+
+
+def take_over(notice: Callable[[int], str], error_notice: Callable[[int], str] | None = None) -> None:
+    """Replaces `sys.stdout` and `sys.stderr` for the rest of the process; does nothing where others have replaced them.
+
+    Args:
+        notice: makes the line that says how many lines were dropped.
+        error_notice: the same for standard error. Default: as `notice`.
+    """
+    for descriptor, name, make in ((1, "stdout", notice), (2, "stderr", error_notice or notice)):
+        original = getattr(sys, f"__{name}__")
+        if getattr(sys, name) is not original:
+            continue
+        queue = LineQueue(descriptor if original is not None else -1, make)
+        _queues.append(queue)
+        setattr(sys, name, queue)
+        if original is not None:
+            original.flush()
+            _move_handlers(original, queue)
+            _never_block(descriptor)
+    logging.raiseExceptions = False
+    atexit.register(_give_back)
+
+
+def flush_all() -> None:
+    """Waits until what was written is out, for `FLUSH_SECONDS` at most."""
+    end = time.monotonic() + FLUSH_SECONDS
+    for queue in _queues:
+        queue.drain(max(0.0, end - time.monotonic()))
+
+
+def dropped_lines() -> int:
+    """Lines that this process has dropped so far."""
+    return sum(queue.dropped for queue in _queues)
+
+
+def _give_back() -> None:
+    """What comes after this, at the end of the interpreter, comes when the queue's thread is gone."""
+    flush_all()
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+
+
+def _move_handlers(original: object, queue: LineQueue) -> None:
+    """Libraries that were imported before have handlers of their own, on the stream that was there."""
+    for logger in list(logging.Logger.manager.loggerDict.values()):
+        for handler in getattr(logger, "handlers", ()):
+            if isinstance(handler, logging.StreamHandler) and handler.stream is original:
+                handler.setStream(queue)
+
+
+def _never_block(descriptor: int) -> None:
+    """Makes writes of C libraries fail where they would wait.
+
+    O_NONBLOCK belongs to the open file, which other processes may share: a pipe is opened anew first. A socket cannot
+    be; whatever shares that with a service is a service's part. Files do not block, and terminals are read.
+    """
+    if stat.S_ISREG(os.fstat(descriptor).st_mode) or os.isatty(descriptor):
+        return
+    try:
+        own = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        os.set_blocking(descriptor, False)
+    else:
+        os.dup2(own, descriptor)
+        os.close(own)

@@ -1,0 +1,82 @@
+"""What is allowed to fail: errors are caught, counted and logged once a minute, and cancellation passes through."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+import uuid
+
+import pytest
+from prometheus_client import generate_latest
+from structlog.testing import capture_logs
+
+from outrider.best_effort import COMPONENTS, Component
+from outrider.metrics import Metrics
+
+
+@pytest.fixture
+def component() -> Component:
+    return Component(f"test-{uuid.uuid4().hex}")
+
+
+def fail() -> float:
+    raise ValueError("a bug")
+
+
+def test_an_error_gives_the_default_and_is_counted(component: Component) -> None:
+    assert component.run(lambda: 3, 7) == 3
+    assert component.errors == 0
+    assert component.run(fail, 7.0) == 7.0
+    assert component.errors == 1
+    shown = generate_latest(Metrics().registry).decode()
+    assert f'outrider_internal_errors_total{{component="{component.name}"}} 1.0' in shown
+
+
+def test_a_number_is_clamped_to_its_range(component: Component) -> None:
+    values = {3.0: 3.0, -1.0: 0.0, 11.0: 10.0, math.inf: 10.0, -math.inf: 0.0, math.nan: 5.0}
+    for value, expected in values.items():
+        assert component.bounded(lambda: value, 5.0, low=0.0, high=10.0) == expected  # noqa: B023
+    assert component.bounded(fail, 5.0, low=0.0, high=10.0) == 5.0
+
+
+def test_a_quiet_function_never_raises(component: Component) -> None:
+    seen: list[int] = []
+
+    @component.quiet
+    def note(value: int, *, twice: bool) -> None:
+        seen.append(value)
+        if twice:
+            raise ValueError("a bug")
+
+    note(1, twice=True)
+    note(2, twice=False)
+    assert seen == [1, 2]
+    assert component.errors == 1
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError, KeyboardInterrupt, SystemExit])
+def test_cancellation_passes_through(component: Component, error: type[BaseException]) -> None:
+    def cancel() -> None:
+        raise error
+
+    with pytest.raises(error):
+        component.run(cancel, None)
+    assert component.errors == 0
+
+
+def test_errors_are_logged_once_a_minute(component: Component, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with capture_logs() as lines:
+        for seconds in (0.0, 1.0, 58.0, 2.0, 1.0):
+            now[0] += seconds
+            component.run(fail, 0.0)
+    assert [line["errors"] for line in lines] == [1, 4]
+    assert all(line["component"] == component.name and isinstance(line["exc_info"], ValueError) for line in lines)
+
+
+def test_a_name_is_taken_once(component: Component) -> None:
+    assert COMPONENTS[component.name] is component
+    with pytest.raises(ValueError, match="already"):
+        Component(component.name)

@@ -1,0 +1,31 @@
+"""What the metrics say of health is true while the event loop, which answers probes, does not run."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from outrider.life_metrics import show_life
+from outrider.lifecycle import _watch
+from outrider.metrics import Metrics
+from outrider.rpc.health import PROBES, HealthState
+from outrider.rpc.server import create_server
+
+
+async def test_an_event_loop_that_does_not_run_is_neither_alive_nor_ready() -> None:
+    metrics, health = Metrics(), HealthState(create_server(max_message_bytes=1 << 20), [])
+    show_life(metrics, health, lambda: None, 60.0)
+
+    def shown() -> dict[str, float | None]:
+        return {probe: metrics.registry.get_sample_value("outrider_health", {"probe": probe}) for probe in PROBES}
+
+    await health.serving()
+    assert shown() == {"readiness": 1, "liveness": 1, "startup": 1}
+    health.last_glance -= 61
+    assert shown() == {"readiness": 0, "liveness": 0, "startup": 1}
+    service: Any = SimpleNamespace(engine=None)
+    watching = asyncio.create_task(_watch(service, health, bound=0.04))
+    async with asyncio.timeout(60):
+        while not shown()["liveness"]:  # noqa: ASYNC110  # a metric is no event
+            await asyncio.sleep(0.01)
+    watching.cancel()
+    assert shown() == {"readiness": 1, "liveness": 1, "startup": 1}
