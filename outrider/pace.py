@@ -1,38 +1,24 @@
-"""How soon a place will be free: the pace at which places are given back while all are taken.
+"""How long to wait before trying a full service again, by how long sequences have been in progress of late."""
 
-It knows nothing of what a place is, or of who is refused one. Used on one thread.
-"""
-
-import time
-from collections.abc import Callable
-
-# Seconds between two ends, before two were seen while all places were taken.
+# Seconds, before any sequence has ended.
 FIRST_GUESS = 1.0
-# Share of the mean that the last interval is.
-RECENT = 0.2
+# Share of the mean that the last sequence is.
+RECENT = 0.1
 LEAST_WAIT, LONGEST_WAIT = 0.1, 60.0
 
 
 class Pace:
-    """The mean time between two ends, and how many wait for one elsewhere."""
+    """The mean time that a sequence is in progress. Used on one thread."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._interval = FIRST_GUESS  # mean seconds between two ends while all places are taken
-        self._last_end: float | None = None  # None where places have been free since
-        self._refused = 0  # places, since the last end
+    def __init__(self) -> None:
+        self._mean: float | None = None  # seconds
 
-    def end(self, *, full: bool) -> None:
-        """A place was given back; `full` is whether all are taken still, by those who waited."""
-        now = self._clock()
-        if self._last_end is not None:
-            self._interval += RECENT * (now - self._last_end - self._interval)
-        self._refused = max(0, self._refused - 1)
-        self._last_end = now if full else None  # an idle place says nothing of the pace
+    def end(self, seconds: float) -> None:
+        """A sequence has ended, `seconds` after it began."""
+        self._mean = seconds if self._mean is None else self._mean + RECENT * (seconds - self._mean)
 
-    def refuse(self, places: int = 1) -> float:
-        """How many seconds whoever is refused so many places should wait: until those before it have had theirs."""
-        self._refused += places
-        since = 0.0 if self._last_end is None else self._clock() - self._last_end
-        pace = max(self._interval, since)  # slower than the mean by now
-        return min(max(self._refused * pace, LEAST_WAIT), LONGEST_WAIT)
+    def wait(self, ends: int, running: int) -> float:
+        """Seconds until about so many of `running` sequences have ended (Little's law)."""
+        if self._mean is None:
+            return FIRST_GUESS
+        return min(max(ends * self._mean / running, LEAST_WAIT), LONGEST_WAIT)

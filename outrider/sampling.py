@@ -4,9 +4,10 @@ Both services stand on it, so that what one accepts the other does too. It knows
 the size of the vocabulary.
 """
 
-import math
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
+
+import numpy as np
 
 from kernels.adjustments import LogitRules
 from kernels.distribution import SamplingLaw
@@ -24,6 +25,14 @@ LOSSY_RULES = frozenset({Rule.SIGMOID})
 DEFAULT_RULE = Rule.BLOCK
 """How proposals are judged where a request names no rule and nothing else in it decides. It accepts more tokens a round
 than `tokenwise` on the demo pair (`benchmarks/results/rules.json`); at temperature 0 all exact rules do the same."""
+
+# Ranges in which no step overflows float32 for logits up to 10^4: after penalties they are below 10^9, divided by the
+# least temperature below 10^15, and by the least width of a sigmoid below 10^18.
+TEMPERATURES = (1e-6, 100.0)
+"""Bounds of a temperature that is not 0."""
+_REPETITION_PENALTIES = (0.01, 100.0)
+_LENIENCES = (1e-6, 1.0)
+_MAX_SIGMOID_SCALE, _MIN_SIGMOID_WIDTH = 1e6, 1e-3
 
 MAX_TOKEN_LIST = 1024
 MAX_TOP_LOGPROBS = 20
@@ -76,7 +85,7 @@ def check_sampling(
     Raises:
         RequestError: INVALID_ARGUMENT, naming the field and the numbers.
     """
-    temperature = _within("temperature", params.temperature if params.HasField("temperature") else 1.0, 0.0, 100.0)
+    temperature = check_temperature("sampling.temperature", params.temperature if params.HasField("temperature") else 1)
     top_p = _within("top_p", params.top_p if params.HasField("top_p") else 1.0, 0.0, 1.0, open_below=True)
     min_p = _within("min_p", params.min_p, 0.0, 1.0)
     if params.top_k >= 2**31:
@@ -86,7 +95,7 @@ def check_sampling(
     return Sampling(
         law=SamplingLaw(temperature=temperature, top_k=params.top_k, top_p=top_p, min_p=min_p),
         logit_rules=LogitRules(
-            repetition_penalty=_within("repetition_penalty", repetition, 0.0, 100.0, open_below=True),
+            repetition_penalty=_within("repetition_penalty", repetition, *_REPETITION_PENALTIES),
             presence_penalty=_within("presence_penalty", params.presence_penalty, -100.0, 100.0),
             frequency_penalty=_within("frequency_penalty", params.frequency_penalty, -100.0, 100.0),
             logit_bias=_check_bias(params, vocab_size),
@@ -142,13 +151,35 @@ def check_logprobs(params: sampling_pb2.LogprobsParams) -> int:
     return params.top_n
 
 
+def check_temperature(field: str, value: float) -> float:
+    """A temperature: 0, or one by which logits can be divided.
+
+    Raises:
+        RequestError: INVALID_ARGUMENT, naming the field and the range.
+    """
+    if value == 0:
+        return 0.0
+    low, high = TEMPERATURES
+    if not _float32(low) <= value <= high:  # NaN neither
+        interval = f"[{low:g}, {high:g}]"
+        raise invalid_field(
+            field, f"{field} is {value:g}; it must be 0 or lie in {interval}", given=value, range=interval
+        )
+    return value
+
+
 def _within(name: str, value: float, low: float, high: float, *, open_below: bool = False) -> float:
-    if not math.isfinite(value) or not low <= value <= high or (open_below and value <= low):
+    if not _float32(low) <= value <= high or (open_below and value <= low):  # NaN neither
         interval = f"{'(' if open_below else '['}{low:g}, {high:g}]"
         raise invalid_field(
             f"sampling.{name}", f"{name} is {value:g}; it must lie in {interval}", given=value, range=interval
         )
     return value
+
+
+def _float32(bound: float) -> float:
+    """A bound as it comes over the wire, where it may round to less than itself."""
+    return float(np.float32(bound))
 
 
 def _check_rule(params: sampling_pb2.SamplingParams, rules: tuple[Rule, ...], default: Rule) -> Rule:
@@ -172,22 +203,21 @@ def _check_rule(params: sampling_pb2.SamplingParams, rules: tuple[Rule, ...], de
 
 def _check_sigmoid(scales: sampling_pb2.SigmoidScales) -> SigmoidScales:
     for name, value in (("alpha", scales.alpha), ("beta", scales.beta)):
-        if not math.isfinite(value):
-            raise invalid_field(
-                f"sampling.sigmoid.{name}", f"sigmoid.{name} is {value:g}; it must be finite", given=value
-            )
-    if not scales.alpha < scales.beta:
+        _within(f"sigmoid.{name}", value, -_MAX_SIGMOID_SCALE, _MAX_SIGMOID_SCALE)
+    if not scales.beta - scales.alpha >= _float32(_MIN_SIGMOID_WIDTH):
         raise invalid_field(
             "sampling.sigmoid.alpha",
-            f"sigmoid.alpha is {scales.alpha:g} and sigmoid.beta is {scales.beta:g}; alpha must be below beta",
+            f"sigmoid.alpha is {scales.alpha:g} and sigmoid.beta is {scales.beta:g}; alpha must be below beta by at "
+            f"least {_MIN_SIGMOID_WIDTH:g}",
             alpha=scales.alpha,
             beta=scales.beta,
+            minimum=_MIN_SIGMOID_WIDTH,
         )
     return SigmoidScales(scales.alpha, scales.beta)
 
 
 def _check_lenience(params: sampling_pb2.SamplingParams, rule: Rule) -> float:
-    lenience = _within("lenience", params.lenience if params.HasField("lenience") else 1.0, 0.0, 1.0, open_below=True)
+    lenience = _within("lenience", params.lenience if params.HasField("lenience") else 1.0, *_LENIENCES)
     if lenience < 1.0 and rule in (Rule.BLOCK, Rule.COUPLED):
         raise invalid_field("sampling.lenience", f"lenience {lenience:g} does not go with the rule {rule.value}")
     return lenience

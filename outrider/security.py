@@ -120,8 +120,10 @@ def _server_tls(settings: ServiceSettings) -> ServerTLS | None:
 
 
 def _limits(settings: ServiceSettings) -> ClientLimits | None:
-    if settings.client_rate is None and settings.max_client_calls is None:
+    if settings.client_rate is None and settings.max_client_sequences is None:
         if settings.client_burst is not None:
             raise SettingsError("--client-burst needs --client-rate")
         return None
-    return ClientLimits(rate=settings.client_rate, burst=settings.client_burst, max_calls=settings.max_client_calls)
+    return ClientLimits(
+        rate=settings.client_rate, burst=settings.client_burst, max_sequences=settings.max_client_sequences
+    )

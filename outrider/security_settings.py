@@ -44,14 +44,19 @@ class SecuritySettings(BaseSettings):
     max_concurrent_streams: int = Field(
         1024, ge=1, description="calls in progress on one connection at most; more wait at the client"
     )
-    max_client_calls: int | None = Field(
-        None, ge=1, description="calls in progress of one client at most; more are refused; default: any"
+    max_client_sequences: int | None = Field(
+        None,
+        ge=1,
+        description="sequences in progress of one client at most (each sample of a call is one); more are refused; "
+        "default: any",
     )
     client_rate: float | None = Field(
-        None, gt=0, description="calls a second of one client in the long run; more are refused; default: any"
+        None, gt=0, description="sequences a second of one client in the long run; more are refused; default: any"
     )
     client_burst: int | None = Field(
-        None, ge=1, description="calls of one client that may come at once after a pause; default: those of one second"
+        None,
+        ge=1,
+        description="sequences of one client that may come at once after a pause; default: those of one second",
     )
     max_connection_age: float | None = Field(
         None,

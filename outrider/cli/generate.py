@@ -10,7 +10,7 @@ import click
 from outrider.cli.options import addresses_option, request_of, request_options, temperature_option
 from outrider.cli.report import completion_document, fails_in_one_line, warn_of_loss, write_json
 from outrider.cli.security import calling_options, connected, security_of
-from outrider.client import Chunk, Client, Message, Options, Prompt, Started
+from outrider.client import Chunk, Client, Message, Options, Prompt, Queued, Started
 
 
 @click.command("generate", short_help="Text from a draft service that runs already.")
@@ -22,19 +22,32 @@ from outrider.client import Chunk, Client, Message, Options, Prompt, Started
 @click.option(
     "--timeout", metavar="SECONDS", type=float, default=300.0, show_default=True, help="After this the call fails."
 )
+@click.option(
+    "--patience",
+    metavar="SECONDS",
+    type=click.FloatRange(min=0),
+    help="How long to keep trying while no draft service takes the request. Default: --timeout.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object at the end in place of text as it comes.")
 @calling_options
 @temperature_option("1")
 @request_options
 @fails_in_one_line
 def generate_command(
-    prompt: str, draft: str, chat: bool, system: str | None, timeout: float, as_json: bool, **values: Any
+    prompt: str,
+    draft: str,
+    chat: bool,
+    system: str | None,
+    timeout: float,
+    patience: float | None,
+    as_json: bool,
+    **values: Any,
 ) -> None:
     r"""Continue PROMPT with a draft service; `-` reads the prompt from standard input.
 
-    Text goes to stdout as it comes, and a line to stderr where it is lossy. What is not given is left to the service,
-    whose neutral choice is the target's own law. Exit code 0, or 1 with one line on stderr that names the status, or 2
-    for wrong usage.
+    Text goes to stdout as it comes, and a line to stderr where it is lossy or has to wait. What is not given is left to
+    the service, whose neutral choice is the target's own law. Exit code 0, or 1 with one line on stderr that names the
+    status, or 2 for wrong usage.
 
     \b
     outrider generate --temperature 0 "def add(a, b):"
@@ -48,7 +61,7 @@ def generate_command(
     security = security_of(values)
     options = request_of(values)
     asked = _prompt(sys.stdin.read() if prompt == "-" else prompt, chat, system)
-    with connected(draft, timeout, security) as client:
+    with connected(draft, timeout, security, patience=patience) as client:
         if as_json:
             write_json(completion_document(client.complete(asked, **options)))
         elif options.get("n", 1) > 1:
@@ -65,7 +78,11 @@ def _prompt(text: str, chat: bool, system: str | None) -> Prompt:
 
 
 def _stream(client: Client, prompt: Prompt, options: Options) -> None:
+    is_queued = False
     for event in client.generate(prompt, **options):
+        if isinstance(event, Queued) and not is_queued:
+            is_queued = True
+            click.echo(f"outrider: in the queue, {event.position} requests ahead", err=True)
         if isinstance(event, Started):
             warn_of_loss(event)
         if isinstance(event, Chunk) and event.text:

@@ -58,14 +58,14 @@ def security_of(values: dict[str, Any]) -> dict[str, Any]:
     return {"tls": tls, "token_file": token, "plaintext": plaintext}
 
 
-def connected(addresses: str, timeout: float, security: dict[str, Any]) -> Client:
+def connected(addresses: str, timeout: float, security: dict[str, Any], *, patience: float | None = None) -> Client:
     """The client for these addresses.
 
     Raises:
         UsageError: they are not loopback, and nothing says that plaintext is meant; or a file is not what it should be.
     """
     try:
-        return Client(addresses, timeout=timeout, **security)
+        return Client(addresses, timeout=timeout, patience=patience, **security)
     except ValueError as error:
         text = str(error).replace("tls=TLS(...)", "--tls-ca or --tls").replace("plaintext=True", "--plaintext")
         raise click.UsageError(text) from error

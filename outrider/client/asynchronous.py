@@ -5,6 +5,8 @@ elsewhere, not what it asks for.
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import random
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -17,8 +19,8 @@ import grpc
 
 from outrider.client import events
 from outrider.client.errors import OutriderError, typed
-from outrider.client.events import Event
-from outrider.client.places import FIRST_BACKOFF_S, MAX_ATTEMPTS, MAX_BACKOFF_S, Places, Stub, split
+from outrider.client.events import Event, Started
+from outrider.client.places import Places, Stub, split
 from outrider.client.progress import Progress
 from outrider.client.request import Options, Prompt, build
 from outrider.client.results import Collector, Completion
@@ -28,24 +30,31 @@ from outrider.rpc.errors import UNSPECIFIED, unavailable
 from outrider.rpc.tls import TLS
 from protos.outrider.v1 import draft_service_pb2 as pb
 
-_ELSEWHERE = grpc.StatusCode.UNAVAILABLE
-_REFUSED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+# Between two tries the client pauses for as long as the service says, and at least for so long, doubled with each try.
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.2, 3.0
+# A pause takes half of the time left at most, so that the last try is not made too late. With less left it gives up.
+LEAST_LEFT_S = 0.05
+
+_logger = logging.getLogger("outrider.client")
 
 
 class AsyncClient:
     r"""Talks to draft services. One client serves any number of calls at once; make it inside the event loop that it
     is used in.
 
-    Where there are several, calls go to them in turn, past those that failed lately. A call whose service dies, or
-    leaves, goes on at another one after what has been delivered, as long as it has one sample (with more of them, as
-    long as none has begun): see "When a draft service dies" in docs/usage.md.
+    Where there are several, calls go to them in turn, past those that failed lately. A call whose service dies, leaves
+    or has no room goes on at another one, or at the same one once it is back, after what has been delivered, as long
+    as it has one sample (with more of them, as long as none has begun): see "When a draft service dies" in
+    docs/usage.md.
 
     Args:
         address: `HOST:PORT` of the draft service; or several, as a list or with commas between. A host that is a name
             stands for all its addresses, and is resolved again every 30 s and whenever one of them fails.
         timeout: seconds that a call may take in all, retries included, unless it says otherwise; None: for ever.
-        retry: whether a call that is refused as UNAVAILABLE or RESOURCE_EXHAUSTED is tried again, at most four times in
-            a row, and whether one that breaks with UNAVAILABLE after its first response goes on elsewhere.
+        patience: seconds that a call keeps trying while no draft service takes it, or goes on with it; None: as long as
+            its timeout allows. 0 tries each address once.
+        retry: whether a call is tried again at all, or goes on after what was delivered, where it ends as UNAVAILABLE
+            or as RESOURCE_EXHAUSTED for want of room.
         silence: seconds that a service may say nothing, where there are others; then the call goes on at one of them. A
             service that has nothing to tell says so every 5 s.
         tls: how to speak TLS; None is plaintext. Its files, and that of the token, are read anew when they change.
@@ -76,6 +85,7 @@ class AsyncClient:
         address: str | Sequence[str],
         *,
         timeout: float | None = 300.0,
+        patience: float | None = None,
         retry: bool = True,
         silence: float | None = 30.0,
         tls: TLS | None = None,
@@ -86,9 +96,10 @@ class AsyncClient:
         check_plaintext(names, tls=tls, plaintext=plaintext)
         self.address = ",".join(names)
         self._timeout = timeout
+        self._patience = patience
         self._retry = retry
         self._silence = silence
-        self._places = Places(names, retry=retry, security=Security(tls, token_file))
+        self._places = Places(names, security=Security(tls, token_file))
 
     async def __aenter__(self) -> Self:
         return self
@@ -105,7 +116,8 @@ class AsyncClient:
     async def generate(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]
     ) -> AsyncGenerator[Event, None]:
-        """Streams one generation: `Started`, then `Chunk`s, then a `Finished` for each sample.
+        """Streams one generation: `Started`, then `Chunk`s, then a `Finished` for each sample; and `Queued` whenever it
+        waits for its turn.
 
         Leaving the iterator, by `aclose`, by cancelling its task or by dropping it, cancels the call at both services.
 
@@ -118,37 +130,31 @@ class AsyncClient:
             OutriderError: of the type that fits; see `outrider.client.errors`.
             TypeError: an option that does not exist.
         """
-        patience = _Patience(self._timeout if timeout is None else timeout)
+        tries = _Tries(self._timeout if timeout is None else timeout, self._patience)
         progress = Progress(build(prompt, options))
         while True:
-            request, address, came = progress.request(), await self._places.choose(), False
+            request, address = progress.request(), await self._places.choose()
             silence = await self._bearable_silence()
-            call = self._places.begin(address, partial(_generate, request=request, timeout=patience.left))
+            call = self._places.begin(address, partial(_generate, request=request, timeout=tries.left))
             responses = Heard[pb.GenerateResponse](call, silence)
             try:
                 async for response in responses:
                     event = events.read(response)
                     if event is None:  # it is alive, and no more
                         continue
-                    came = True
-                    patience.renew()
+                    if not isinstance(event, Started):  # a service that fails each time after it has said so is no help
+                        tries.helped()
                     for told in progress.take(event):
                         yield told
                 return
-            except grpc.RpcError as error:
+            except (grpc.RpcError, TimeoutError) as error:
                 if progress.is_over:
                     return
-                failure = typed(error, patience.timeout)
-                await self._leave(address, failure, error, patience, may=progress.can_go_on, came=came)
-            except TimeoutError as error:
-                if progress.is_over:
-                    return
-                failure = _silent(address, self._silence)
-                await self._leave(address, failure, error, patience, may=progress.can_go_on, came=came)
+                await self._try_again(tries, address, error, progress)
             finally:
                 responses.close()
             if progress.needs_eos:
-                model = await self.get_model(timeout=patience.left)
+                model = await self.get_model(timeout=tries.left)
                 progress.eos_token_ids = frozenset(model.target.eos_token_ids)
             end = progress.ended()
             if end is not None:
@@ -168,48 +174,43 @@ class AsyncClient:
         Raises:
             OutriderError: of the type that fits.
         """
-        patience = _Patience(self._timeout if timeout is None else timeout)
+        tries = _Tries(self._timeout if timeout is None else timeout, self._patience)
         while True:
             address = await self._places.choose()
             silence = await self._bearable_silence()
             try:
                 async with asyncio.timeout(silence):
-                    return await self._places.begin(address, partial(_get_model, timeout=patience.left))
-            except grpc.RpcError as error:
-                await self._leave(address, typed(error, patience.timeout), error, patience)
-            except TimeoutError as error:
-                await self._leave(address, _silent(address, self._silence), error, patience)
+                    return await self._places.begin(address, partial(_get_model, timeout=tries.left))
+            except (grpc.RpcError, TimeoutError) as error:
+                await self._try_again(tries, address, error)
 
     async def _bearable_silence(self) -> float | None:
         """Seconds; None for ever, where there is nobody else to ask."""
         return self._silence if self._retry and len(await self._places.addresses()) > 1 else None
 
-    async def _leave(
-        self,
-        address: str,
-        failure: OutriderError,
-        cause: Exception,
-        patience: _Patience,
-        *,
-        may: bool = True,
-        came: bool = False,
+    async def _try_again(
+        self, tries: _Tries, address: str, cause: grpc.RpcError | TimeoutError, progress: Progress | None = None
     ) -> None:
-        """Returns when the call is to be made again, elsewhere; `came` is whether this one had been answered.
+        """Returns when the call that ended by `cause` is to be made again, after a pause or at once elsewhere.
 
         Raises:
-            OutriderError: `failure`, where it is not.
+            OutriderError: it is not.
         """
-        if failure.code in _REFUSED:
+        if isinstance(cause, grpc.RpcError):
+            failure = typed(cause, tries.timeout)
+        else:
+            failure = typed(
+                unavailable(UNSPECIFIED, f"the draft service at {address} was silent for {self._silence:g} s")
+            )
+        tries.failed(address, failure)
+        may = self._retry and failure.is_passing and (progress is None or progress.can_go_on)
+        if failure.is_passing:
             self._places.failed(address)
-        again = failure.code is _ELSEWHERE or (failure.code in _REFUSED and not came)
-        if not (again and may and self._retry and len(await self._places.addresses()) > 1):
+        addresses = await self._places.addresses()
+        elsewhere = tries.failures < len(addresses) and self._places.has_fresh()
+        if not (may and await tries.pause(failure, elsewhere=elsewhere)):
+            tries.describe(failure, addresses, 0 if progress is None else progress.delivered)
             raise failure from cause
-        if not await patience.may_try_again(at_once=self._places.has_fresh()):
-            raise failure from cause
-
-
-def _silent(address: str, seconds: float | None) -> OutriderError:
-    return typed(unavailable(UNSPECIFIED, f"the draft service at {address} was silent for {seconds:g} s"))
 
 
 def _generate(stub: Stub, metadata: Metadata, *, request: pb.GenerateRequest, timeout: float | None) -> Any:
@@ -220,31 +221,65 @@ def _get_model(stub: Stub, metadata: Metadata, *, timeout: float | None) -> Any:
     return stub.GetModel(pb.DraftServiceGetModelRequest(), timeout=timeout, metadata=metadata)
 
 
-class _Patience:
-    """How long one call may take, and how often in a row it may fail."""
+class _Tries:
+    """The tries of one call: how long they may go on, and what became of them.
 
-    def __init__(self, timeout: float | None) -> None:
+    Attributes:
+        failures: failed tries since a service was last of help.
+    """
+
+    def __init__(self, timeout: float | None, patience: float | None) -> None:
         self.timeout = timeout
-        self._end = None if timeout is None else time.monotonic() + timeout
-        self._failures = 0
+        self.failures = 0
+        self._end = math.inf if timeout is None else time.monotonic() + timeout
+        self._patience = math.inf if patience is None else patience
+        self._give_up = math.inf  # when
+        self._is_noted = False
+        self._counts: dict[str, int] = {}
+        self._last: OutriderError | None = None  # failure, but for that the time is over
 
     @property
     def left(self) -> float | None:
-        """Seconds; None is for ever."""
-        return None if self._end is None else max(self._end - time.monotonic(), 0.0)
+        """Seconds of the timeout; None is for ever."""
+        return None if self._end == math.inf else max(self._end - time.monotonic(), 0.0)
 
-    def renew(self) -> None:
-        """Something came."""
-        self._failures = 0
+    def helped(self) -> None:
+        """A service has gone on with the call, or has it in its queue."""
+        self.failures = 0
 
-    async def may_try_again(self, *, at_once: bool) -> bool:
-        """Whether another try is worth it, after a pause unless `at_once`; the pause has passed when this returns."""
-        self._failures += 1
-        if self._failures >= MAX_ATTEMPTS:
+    def failed(self, address: str, failure: OutriderError) -> None:
+        """A try has failed."""
+        if not self.failures:
+            self._give_up = time.monotonic() + self._patience
+        self.failures += 1
+        self._counts[address] = self._counts.get(address, 0) + 1
+        if failure.is_passing:
+            self._last = failure
+
+    async def pause(self, failure: OutriderError, *, elsewhere: bool) -> bool:
+        """Whether another try is worth it; the pause before it has passed then. None is needed `elsewhere`."""
+        now = time.monotonic()
+        if elsewhere:
+            return now < self._end
+        left = min(self._give_up, self._end) - now
+        if left < LEAST_LEFT_S:
             return False
-        pause = min(FIRST_BACKOFF_S * 2 ** (self._failures - 1), MAX_BACKOFF_S) * random.uniform(0.5, 1.5)
-        pause = 0.0 if at_once else pause
-        if self.left is not None and self.left <= pause:
-            return False
-        await asyncio.sleep(pause)
+        backoff = min(FIRST_BACKOFF_S * 2 ** min(self.failures - 1, 10), MAX_BACKOFF_S) * random.uniform(0.5, 1.5)
+        hint = (failure.retry_after or 0.0) * random.uniform(1.0, 1.25)
+        if not self._is_noted:
+            self._is_noted = True
+            _logger.warning("%s; trying again%s", failure, f" for {left:.3g} s" if left < math.inf else "")
+        await asyncio.sleep(min(max(backoff, hint), left / 2))
         return True
+
+    def describe(self, failure: OutriderError, addresses: Sequence[str], delivered: int) -> None:
+        """Adds to a failure that ends the call where it was tried, how often, and what came."""
+        is_late = failure.code is grpc.StatusCode.DEADLINE_EXCEEDED and failure.reason == UNSPECIFIED
+        if not (failure.is_passing or is_late):
+            return
+        failure.tries = {address: self._counts.get(address, 0) for address in (*addresses, *self._counts)}
+        failure.delivered_tokens = delivered
+        if is_late and self._last is not None:
+            failure.message += f"; before that {self._last}"
+        made = ", ".join(f"{address} ({count})" for address, count in failure.tries.items())
+        failure.message += f"; tries at {made}; {delivered} tokens were delivered"

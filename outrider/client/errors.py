@@ -12,7 +12,8 @@ class OutriderError(Exception):
 
     `code` is the gRPC status code; `reason` a name of `ErrorReason` without its prefix (UNSPECIFIED where no server of
     ours spoke); `metadata` holds the numbers, and `field` the field they belong to, or None. `retry_after` is when the
-    server thinks another try worth it, in seconds; None where it did not say.
+    server thinks another try worth it, in seconds; None where it did not say. `tries` has how often each address was
+    called, where the client has given up or the time was over, and `delivered_tokens` what had come by then.
     """
 
     def __init__(
@@ -30,6 +31,15 @@ class OutriderError(Exception):
         self.reason = reason
         self.metadata = dict(metadata or {})
         self.retry_after = retry_after
+        self.tries: dict[str, int] = {}
+        self.delivered_tokens = 0
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether another try may help: the service is away, drains, or has no room now."""
+        if self.code is grpc.StatusCode.RESOURCE_EXHAUSTED:  # not where a message is too large, which gRPC says so too
+            return self.reason in ("OVERLOADED", "IDLE")
+        return self.code is grpc.StatusCode.UNAVAILABLE
 
     @property
     def field(self) -> str | None:

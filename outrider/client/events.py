@@ -294,11 +294,20 @@ class Finished:
         )
 
 
-Event: TypeAlias = Started | Chunk | Finished
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """The service runs as much as it may, and the request waits: so many calls are ahead of it. Comes again whenever
+    that changes; before `Started`, or later where a request goes on elsewhere.
+    """
+
+    position: int
+
+
+Event: TypeAlias = Queued | Started | Chunk | Finished
 
 
 def read(response: draft_service_pb2.GenerateResponse) -> Event | None:
-    """The event that this message holds; None for a kind that only a newer server sends."""
+    """The event that this message holds; None for a sign of life, or a kind that only a newer server sends."""
     match response.WhichOneof("event"):
         case "started":
             return Started.of(response.started)
@@ -306,4 +315,4 @@ def read(response: draft_service_pb2.GenerateResponse) -> Event | None:
             return Chunk.of(response.chunk)
         case "finished":
             return Finished.of(response.finished)
-    return None
+    return Queued(response.queue_position) if response.HasField("queue_position") else None

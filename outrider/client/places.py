@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import json
 import random
 import socket
 import time
@@ -17,31 +16,10 @@ from typing import Any, TypeAlias, TypeVar
 from outrider.client.security import Metadata, Security
 from outrider.rpc.families import of_one_family
 from outrider.rpc.renewal import RenewedChannel
-from protos.outrider.v1 import draft_service_pb2 as pb
 from protos.outrider.v1 import draft_service_pb2_grpc
 
 # Responses stream in small pieces; requests may hold a long prompt.
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-
-# gRPC's own retries, where there is but one address: a call is tried again only while nothing of an answer has arrived,
-# within its deadline, after exponential backoff with jitter, and not at all while most calls fail. Attempts beyond five
-# it cuts to five.
-MAX_ATTEMPTS = 5
-FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.2, 3.0
-_RETRIES = {
-    "methodConfig": [
-        {
-            "name": [{"service": pb.DESCRIPTOR.services_by_name["DraftService"].full_name}],
-            "retryPolicy": {
-                "maxAttempts": MAX_ATTEMPTS,
-                "initialBackoff": f"{FIRST_BACKOFF_S}s",
-                "maxBackoff": f"{MAX_BACKOFF_S}s",
-                "backoffMultiplier": 2,
-                "retryableStatusCodes": ["UNAVAILABLE", "RESOURCE_EXHAUSTED"],
-            },
-        }
-    ]
-}
 
 # A name is asked again after this long, and whenever an address of it has failed.
 RESOLVED_FOR_S = 30.0
@@ -70,13 +48,11 @@ class Places:
 
     Args:
         names: `HOST:PORT` each; a host that is a name stands for all its addresses.
-        retry: whether gRPC itself tries again where there is one address alone.
         security: how to speak to them; by default in plaintext.
     """
 
-    def __init__(self, names: Sequence[str], *, retry: bool, security: Security | None = None) -> None:
+    def __init__(self, names: Sequence[str], *, security: Security | None = None) -> None:
         self._names = names
-        self._retry = retry
         self._security = Security() if security is None else security
         self._channels: dict[str, RenewedChannel[Stub]] = {}
         self._named: dict[str, str] = {}  # what each address was found by
@@ -118,15 +94,11 @@ class Places:
     def begin(self, address: str, start: Callable[[Stub, Metadata], Call]) -> Call:
         """Begins a call to the service there; `start` makes it, with the metadata that every call carries."""
         if address not in self._channels:
-            # Said either way: gRPC retries by default, though by a server's policy only. With several addresses the
-            # next try belongs elsewhere, which is ours to do.
-            by_itself = self._retry and len(self._addresses) == 1
-            options: list[tuple[str, Any]] = [("grpc.enable_retries", int(by_itself))]
             self._channels[address] = RenewedChannel(
                 address,
                 draft_service_pb2_grpc.DraftServiceStub,
                 max_message_bytes=MAX_MESSAGE_BYTES,
-                options=[*options, ("grpc.service_config", json.dumps(_RETRIES))] if by_itself else options,
+                options=[("grpc.enable_retries", 0)],  # the client retries, at the next address and for longer
                 tls=self._security.tls,
                 name=self._named.get(address, ""),
             )

@@ -15,6 +15,7 @@ from outrider.client.events import (
     Event,
     Finished,
     FinishReason,
+    Queued,
     Started,
     Statistics,
     Timings,
@@ -53,8 +54,13 @@ class Progress:
         """What to deliver, now that this has come."""
         match event:
             case Started():
-                again, self._started = self._started, self._started or event
-                return [event] if again is None else []
+                if self._started is not None:
+                    self.resumes += 1
+                    return []
+                self._started = event
+                return [event]
+            case Queued():
+                return [event]
             case Chunk():
                 return self._take_chunk(event)
             case Finished():
@@ -86,6 +92,11 @@ class Progress:
     def is_over(self) -> bool:
         """Whether every sample has ended, and nothing is missing but the end of the call."""
         return self._ends >= max(self._request.n, 1)
+
+    @property
+    def delivered(self) -> int:
+        """Tokens of all samples that came."""
+        return len(self._tokens) - self._given
 
     @property
     def can_go_on(self) -> bool:
@@ -126,7 +137,6 @@ class Progress:
         started = self._started
         if started is None:
             return self._request
-        self.resumes += 1
         request = pb.GenerateRequest()
         request.CopyFrom(self._request)
         request.request_id = started.request_id

@@ -44,7 +44,7 @@ class Door(grpc.aio.ServerInterceptor):
             allowed: names that a client's certificate must have; None: none is asked for.
             tokens: one of which each call must bear; None: none is asked for.
             limits: of each client, known by its token, else by its certificate, else by its address. Calls that stream
-                count: they are what costs.
+                count, as one sequence each unless they say how many: they are what costs.
         """
         self._allowed = allowed
         self._tokens = tokens

@@ -16,6 +16,11 @@ import grpc
 from outrider.rpc import errors
 from outrider.rpc.wrapping import Context, Handler, wrapped
 
+# gRPC takes calls in before their handlers begin, and a server that stops cuts those: the gate is idle once so many
+# looks, so many seconds apart, have found no call that came meanwhile. Who keeps on calling is not waited for.
+_QUIET_LOOKS, _LOOK_S = 10, 0.01
+_MOST_LOOKS = 200
+
 # Asked about the server, not of it: they pass a closed gate, and nobody waits for them to end.
 _ABOUT_THE_SERVER = ("/grpc.health.", "/grpc.reflection.")
 
@@ -26,6 +31,7 @@ class DrainGate(grpc.aio.ServerInterceptor):
     def __init__(self) -> None:
         self._open = True
         self._is_cut = False
+        self._arrived = 0
         self._running: list[asyncio.Task[Any] | None] = []
         self._idle = asyncio.Event()
         self._idle.set()
@@ -47,7 +53,15 @@ class DrainGate(grpc.aio.ServerInterceptor):
                 task.cancel()
 
     async def wait_idle(self) -> None:
-        """Returns once no call is in progress."""
+        """Returns once no call is in progress, and those that gRPC had taken in have met the gate."""
+        quiet, arrived = 0, self._arrived
+        for _ in range(_MOST_LOOKS):
+            await self._idle.wait()
+            if quiet == _QUIET_LOOKS:
+                return
+            await asyncio.sleep(_LOOK_S)
+            quiet = quiet + 1 if arrived == self._arrived else 0
+            arrived = self._arrived
         await self._idle.wait()
 
     async def intercept_service(
@@ -58,6 +72,7 @@ class DrainGate(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or handler_call_details.method.startswith(_ABOUT_THE_SERVER):
             return handler
+        self._arrived += 1
         return wrapped(handler, self._gated)
 
     @asynccontextmanager

@@ -126,6 +126,12 @@ def idle(message: str, **numbers: object) -> RequestError:
     return RequestError(grpc.StatusCode.DEADLINE_EXCEEDED, "IDLE", message, _texts(numbers))
 
 
+def yielded(message: str, *, retry_after: float, **numbers: object) -> RequestError:
+    """A stream was idle while others waited for its share: RESOURCE_EXHAUSTED. Worth another try later."""
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    return RequestError(code, "IDLE", message, _texts(numbers), retry_after=retry_after)
+
+
 def internal(reason: str, message: str) -> RequestError:
     """Our own fault: INTERNAL, with BAD_LOGITS or INTERNAL."""
     return RequestError(grpc.StatusCode.INTERNAL, reason, message)

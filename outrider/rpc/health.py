@@ -11,6 +11,7 @@ It knows no service of ours by name, and nothing of how one finds out what it sa
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -42,6 +43,7 @@ class HealthState:
     def __init__(self, server: grpc.aio.Server, services: Iterable[str]):
         self._ready_names = ("", READINESS, *services)
         self._is_ready = self._is_warm = self._is_stuck = self._drains = False
+        self.last_glance = time.monotonic()
         self._servicer = _HealthServicer(
             {**dict.fromkeys((*self._ready_names, STARTUP), _NOT_SERVING), LIVENESS: _SERVING}
         )
@@ -73,7 +75,10 @@ class HealthState:
         await self._tell()
 
     async def alive(self, is_alive: bool) -> None:
-        """Whether its loops go round; while they do not, requests are not welcome either."""
+        """Whether its loops go round; while they do not, requests are not welcome either. Call it at regular intervals,
+        from the event loop: for other threads `last_glance`, the time of the last call, says whether that goes round.
+        """
+        self.last_glance = time.monotonic()
         if self._is_stuck == is_alive:
             self._is_stuck = not is_alive
             await self._tell()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Self, TypeVar
 
 Result = TypeVar("Result")
+
+# Looks at a step in the time of the shorter bound, where there is one.
+LOOKS = 4
 
 
 class Patience:
@@ -15,18 +18,29 @@ class Patience:
     what it takes to write a message.
 
     Made and used in one task, as a context manager; one step at a time.
+
+    Attributes:
+        waited: seconds that the last step had taken at the last look.
     """
 
-    def __init__(self, seconds: float) -> None:
-        """`seconds` is how long a step may take."""
+    def __init__(
+        self, seconds: float, *, short: float | None = None, gives_way: Callable[[], bool] = lambda: False
+    ) -> None:
+        """A step may take `seconds`. One that has taken `short` is given up once `gives_way` returns true, which is
+        called `LOOKS` times in as many seconds, so it may take a little more.
+        """
         task = asyncio.current_task()
         assert task is not None
+        self.waited = 0.0
         self._task = task
         self._seconds = seconds
+        self._short = seconds if short is None else min(short, seconds)
+        self._gives_way = gives_way
+        self._interval = seconds if short is None else self._short / LOOKS
         self._loop = asyncio.get_running_loop()
         self._since: float | None = None  # when the step under way began
         self._lost = False
-        self._timer = self._loop.call_later(seconds, self._look)
+        self._timer = self._loop.call_later(self._interval, self._look)
 
     def __enter__(self) -> Self:
         return self
@@ -40,7 +54,7 @@ class Patience:
         """The result of a step.
 
         Raises:
-            TimeoutError: it took longer than `seconds`, and was cancelled.
+            TimeoutError: it took too long, and was cancelled.
         """
         self._since = self._loop.time()
         try:
@@ -53,9 +67,10 @@ class Patience:
             self._since = None
 
     def _look(self) -> None:
-        waited = 0.0 if self._since is None else self._loop.time() - self._since
-        if waited >= self._seconds:
+        self.waited = 0.0 if self._since is None else self._loop.time() - self._since
+        if self.waited >= self._seconds or (self.waited >= self._short and self._gives_way()):
             self._lost = True
             self._task.cancel()
         else:
-            self._timer = self._loop.call_later(self._seconds - waited, self._look)
+            left = self._seconds - self.waited
+            self._timer = self._loop.call_later(min(left, self._interval), self._look)

@@ -18,6 +18,7 @@ from grpc_health.v1 import health
 from outrider.rpc.drain import DrainGate
 from outrider.rpc.health import HealthState
 from outrider.rpc.locality import SOCKET
+from outrider.rpc.wrapping import Decoder
 
 _logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def create_server(
         max_connection_age_s: a connection older than this takes no new calls, so that its client makes another one;
             gRPC varies it by a tenth. Calls on it go on to their end. None: however old.
         doors: interceptors that decide who comes in; a call meets them first.
-        interceptors: others; a call meets them last.
+        interceptors: others; a call meets them last, and its request is decoded after them.
     """
     options: list[tuple[str, int]] = [
         ("grpc.max_receive_message_length", max_message_bytes),
@@ -70,7 +71,7 @@ def create_server(
     if max_connection_age_s is not None:
         options.append(("grpc.max_connection_age_ms", round(max_connection_age_s * 1e3)))
     gate = DrainGate()
-    server = grpc.aio.server(interceptors=[*doors, gate, *interceptors], options=options)
+    server = grpc.aio.server(interceptors=[*doors, gate, *interceptors, Decoder()], options=options)
     _gates[server] = gate
     return server
 

@@ -1,34 +1,48 @@
-"""A method of a server with something around each of its calls. It knows nothing of what that is."""
+"""A method of a server with something around each of its calls, and its requests decoded inside.
+
+It knows nothing of what that is, nor of what a request says.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import Any, TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError
+
+from outrider.rpc.errors import RequestError, abort, invalid_field
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
-def wrapped(handler: Handler, around: Callable[[Context], AbstractAsyncContextManager[None]]) -> Handler:
+def wrapped(
+    handler: Handler,
+    around: Callable[[Context], AbstractAsyncContextManager[None]],
+    decode: Callable[[bytes], Any] | None = None,
+) -> Handler:
     """The handler with `around(context)` open from before a call's first line until after its last.
 
     Handlers must be asynchronous, as all of ours are. Where `around` ends the call, the handler never learns of it.
+    `decode` takes the place of the handler's own deserializer, and runs inside `around`.
     """
     inner: Any = handler.unary_unary or handler.stream_unary or handler.unary_stream or handler.stream_stream
+    # gRPC decodes a single request before the call's first line, and those of a stream as they are read.
+    late = decode if decode is not None and not handler.request_streaming else _as_it_is
+    early = handler.request_deserializer if decode is None else decode if handler.request_streaming else None
 
     # A streaming method either yields its answers or writes them to the context.
     async def yielding(request: Any, context: Context) -> AsyncIterator[Any]:
-        async with around(context), aclosing(inner(request, context)) as responses:
+        async with around(context), aclosing(inner(late(request), context)) as responses:
             async for response in responses:
                 yield response
 
     async def returning(request: Any, context: Context) -> Any:
         async with around(context):
-            return await inner(request, context)
+            return await inner(late(request), context)
 
     make = {
         (False, False): grpc.unary_unary_rpc_method_handler,
@@ -37,4 +51,43 @@ def wrapped(handler: Handler, around: Callable[[Context], AbstractAsyncContextMa
         (True, True): grpc.stream_stream_rpc_method_handler,
     }[bool(handler.request_streaming), bool(handler.response_streaming)]
     behaviour: Any = yielding if inspect.isasyncgenfunction(inner) else returning
-    return make(behaviour, handler.request_deserializer, handler.response_serializer)
+    return make(behaviour, early, handler.response_serializer)
+
+
+class Decoder(grpc.aio.ServerInterceptor):
+    """Server interceptor; put it after all others: what they refuse is never decoded.
+
+    A request that cannot be decoded ends its call with INVALID_ARGUMENT.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_deserializer is None:
+            return handler
+        deserialize: Any = handler.request_deserializer
+
+        def decode(message: bytes) -> Any:
+            try:
+                return deserialize(message)
+            except DecodeError as error:
+                raise invalid_field(
+                    "message", f"the message of {len(message)} bytes cannot be decoded: {error}", given=len(message)
+                ) from None
+
+        return wrapped(handler, _refusing, decode)
+
+
+@asynccontextmanager
+async def _refusing(context: Context) -> AsyncIterator[None]:
+    try:
+        yield
+    except RequestError as error:
+        await abort(context, error)
+
+
+def _as_it_is(request: Any) -> Any:
+    return request

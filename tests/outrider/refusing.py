@@ -45,7 +45,7 @@ class Refusing(draft_service_pb2_grpc.DraftServiceServicer):
         refused = self.calls <= self.times
         if refused and not self.late and not self.at_the_end:
             raise self.error
-        yield pb.GenerateResponse(started=pb.GenerateStarted(request_id=f"call {self.calls}"))
+        yield pb.GenerateResponse(started=pb.GenerateStarted(request_id=f"call {self.calls}", max_new_tokens=9))
         if refused and not self.at_the_end:
             raise self.error
         yield pb.GenerateResponse(finished=pb.GenerateFinished())

@@ -183,18 +183,52 @@ async def test_nothing_is_lost_with_the_end_of_the_call_itself() -> None:
     assert sum(servicer.calls for servicer in servicers) == 1
 
 
-async def test_with_every_service_gone_it_fails_in_time_and_after_what_came(draft_address: str) -> None:
+@pytest.mark.parametrize("ways", [1, 2])
+async def test_with_every_service_gone_for_a_while_it_goes_on_when_one_is_back(draft_address: str, ways: int) -> None:
+    """Also where there is but one address, and twice in one text."""
     with two_ways(draft_address) as proxies:
+        used, tasks = proxies[:ways], set[asyncio.Task[None]]()
 
-        def close() -> None:
-            for proxy in proxies:
-                proxy.close()
+        async def come_back() -> None:
+            await asyncio.sleep(1.0)  # some tries fail
+            for proxy in used:
+                proxy.open()
 
-        async with AsyncClient(both(proxies), timeout=90) as client:
-            begun = time.monotonic()
-            with pytest.raises(Unavailable):
-                await collect(client.generate(PROMPT, **LONG), at=[3], then=close)
-    assert time.monotonic() - begun < 45
+        def leave() -> None:
+            for proxy in used:
+                proxy.refuse()
+                proxy.cut()
+            tasks.add(asyncio.create_task(come_back()))
+
+        options: Options = SAMPLED | {"max_new_tokens": 160}
+        async with AsyncClient([proxy.address for proxy in used], timeout=90) as client:
+            broken = await collect(client.generate(PROMPT, **options), at=[3, 12], then=leave)
+            whole = await client.complete(PROMPT, **options)
+        await asyncio.gather(*tasks)
+    assert broken.samples[0].num_resumes >= 1
+    assert_same(broken, whole)
+
+
+async def test_with_every_service_gone_it_fails_after_its_patience_and_says_what_came(draft_address: str) -> None:
+    with two_ways(draft_address) as proxies:
+        seen: list[Chunk] = []
+
+        async def read(client: AsyncClient) -> None:
+            async for event in client.generate(PROMPT, **LONG):
+                if isinstance(event, Chunk):
+                    seen.append(event)
+                    if len(seen) == 3:
+                        for proxy in proxies:
+                            proxy.close()
+
+        async with AsyncClient(both(proxies), timeout=90, patience=1.0) as client:
+            with pytest.raises(Unavailable) as caught:
+                await read(client)
+    error, tokens = caught.value, sum(len(chunk.token_ids) for chunk in seen)
+    assert error.delivered_tokens == tokens > 0
+    assert f"; {tokens} tokens were delivered" in str(error)
+    assert set(error.tries) == set(both(proxies))
+    assert min(error.tries.values()) >= 1
 
 
 async def test_of_several_samples_none_is_begun_twice(draft_address: str) -> None:
@@ -309,7 +343,7 @@ async def test_a_name_is_all_its_addresses_and_asked_again_when_one_fails(monkey
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, port)) for ip in known]
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo, raising=False)
-    places = Places(["drafts:50051", "127.0.0.1:7"], retry=True)
+    places = Places(["drafts:50051", "127.0.0.1:7"])
     first = [await places.choose() for _ in range(6)]
     assert sorted(set(first)) == ["10.0.0.1:50051", "10.0.0.2:50051", "127.0.0.1:7"]
     assert asked == ["drafts"]
@@ -330,7 +364,7 @@ async def test_a_service_of_both_families_is_one_place(monkeypatch: pytest.Monke
         return [*six, *((socket.AF_INET, socket.SOCK_STREAM, 6, "", (f"10.0.0.{i}", port)) for i in (1, 2))]
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo, raising=False)
-    assert await Places(["drafts:50051"], retry=True).addresses() == ["[fd00::1]:50051", "[fd00::2]:50051"]
+    assert await Places(["drafts:50051"]).addresses() == ["[fd00::1]:50051", "[fd00::2]:50051"]
 
 
 @pytest.mark.parametrize(

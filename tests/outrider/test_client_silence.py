@@ -120,7 +120,7 @@ async def test_a_hang_that_keepalive_does_not_see_is_left_too() -> None:
             for _ in range(2):
                 assert [type(event) async for event in client.generate("x")] == [Started, Finished]
         assert mute.calls >= 1
-        async with AsyncClient([one, one.replace("127.0.0.1", "localhost")], silence=0.1) as client:
+        async with AsyncClient([one, one.replace("127.0.0.1", "localhost")], silence=0.1, patience=0) as client:
             with pytest.raises(Unavailable, match="was silent"):
                 await client.get_model()
 

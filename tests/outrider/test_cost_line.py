@@ -1,5 +1,6 @@
 """The fitted cost of a pass: it finds the line that is there, stays a cost whatever it is told, and follows changes."""
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -106,7 +107,32 @@ def test_the_fastest_trial_of_a_width_counts() -> None:
     assert cost.line.per_token == pytest.approx(line.per_token)
 
 
-@pytest.mark.parametrize("wrong", [[], [(0, 0.1)], [(3, 0.0)], [(3, float("nan"))]])
+@pytest.mark.parametrize("wrong", [[], [(0, 0.1)], [(3, 0.0)], [(3, float("nan"))], [(3, float("inf"))]])
 def test_trials_that_say_nothing_are_refused(wrong: list[tuple[int, float]]) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         FittedCost(wrong)
+
+
+numbers = st.one_of(st.floats(), st.sampled_from([0.0, 5e-324, 1e308]))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    first=st.floats(1e-6, 10.0),
+    passes=st.lists(st.tuples(st.integers(0, 1 << 31), numbers, st.integers(1, 50)), max_size=20),
+)
+def test_whatever_a_clock_says_the_line_is_of_numbers(first: float, passes: list[tuple[int, float, int]]) -> None:
+    cost = FittedCost([(1, first)])
+    for tokens, seconds, burst in passes:
+        for _ in range(burst):
+            cost.add(tokens, seconds)
+        assert 0.0 <= cost.line.fixed < math.inf
+        assert 0.0 <= cost.line.per_token < math.inf
+
+
+def test_passes_of_nothing_leave_the_line_as_it_was() -> None:
+    cost = FittedCost([(1, 1e-3), (16, 2e-3)])
+    before = cost.line
+    for _ in range(20_000):
+        cost.add(0, 1e-3)
+    assert cost.line == before

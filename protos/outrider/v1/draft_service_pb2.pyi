@@ -303,16 +303,18 @@ class GenerateFinished(_message.Message):
     def __init__(self, index: _Optional[int] = ..., finish_reason: _Optional[_Union[_sampling_pb2.FinishReason, str]] = ..., stop: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., statistics: _Optional[_Union[SpeculationStatistics, _Mapping]] = ..., timings: _Optional[_Union[GenerateTimings, _Mapping]] = ..., cut_tokens: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("started", "chunk", "finished", "padding")
+    __slots__ = ("started", "chunk", "finished", "padding", "queue_position")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_POSITION_FIELD_NUMBER: _ClassVar[int]
     started: GenerateStarted
     chunk: GenerateChunk
     finished: GenerateFinished
     padding: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, started: _Optional[_Union[GenerateStarted, _Mapping]] = ..., chunk: _Optional[_Union[GenerateChunk, _Mapping]] = ..., finished: _Optional[_Union[GenerateFinished, _Mapping]] = ..., padding: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    queue_position: int
+    def __init__(self, started: _Optional[_Union[GenerateStarted, _Mapping]] = ..., chunk: _Optional[_Union[GenerateChunk, _Mapping]] = ..., finished: _Optional[_Union[GenerateFinished, _Mapping]] = ..., padding: _Optional[_Iterable[bytes]] = ..., queue_position: _Optional[int] = ...) -> None: ...
 
 class OpenDraft(_message.Message):
     __slots__ = ("prompt_token_ids", "committed_token_ids", "sampling", "required_features", "drafter", "draft_temperature")
@@ -363,14 +365,16 @@ class DraftOpened(_message.Message):
     def __init__(self, limits: _Optional[_Union[_model_pb2.Limits, _Mapping]] = ..., rule: _Optional[_Union[_sampling_pb2.AcceptanceRule, str]] = ..., drafter: _Optional[_Union[Drafter, str]] = ...) -> None: ...
 
 class ProposeResponse(_message.Message):
-    __slots__ = ("sequence_id", "opened", "proposal")
+    __slots__ = ("sequence_id", "opened", "proposal", "queue_position")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
     PROPOSAL_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_POSITION_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     opened: DraftOpened
     proposal: _speculation_pb2.Proposal
-    def __init__(self, sequence_id: _Optional[str] = ..., opened: _Optional[_Union[DraftOpened, _Mapping]] = ..., proposal: _Optional[_Union[_speculation_pb2.Proposal, _Mapping]] = ...) -> None: ...
+    queue_position: int
+    def __init__(self, sequence_id: _Optional[str] = ..., opened: _Optional[_Union[DraftOpened, _Mapping]] = ..., proposal: _Optional[_Union[_speculation_pb2.Proposal, _Mapping]] = ..., queue_position: _Optional[int] = ...) -> None: ...
 
 class DraftServiceGetModelRequest(_message.Message):
     __slots__ = ()

@@ -25,6 +25,7 @@ class ErrorReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_REASON_INTERNAL: _ClassVar[ErrorReason]
     ERROR_REASON_UNAUTHENTICATED: _ClassVar[ErrorReason]
     ERROR_REASON_PERMISSION_DENIED: _ClassVar[ErrorReason]
+    ERROR_REASON_STEP_FAILED: _ClassVar[ErrorReason]
 ERROR_REASON_UNSPECIFIED: ErrorReason
 ERROR_REASON_INVALID_FIELD: ErrorReason
 ERROR_REASON_OUT_OF_ORDER: ErrorReason
@@ -40,6 +41,7 @@ ERROR_REASON_BAD_LOGITS: ErrorReason
 ERROR_REASON_INTERNAL: ErrorReason
 ERROR_REASON_UNAUTHENTICATED: ErrorReason
 ERROR_REASON_PERMISSION_DENIED: ErrorReason
+ERROR_REASON_STEP_FAILED: ErrorReason
 
 class Limits(_message.Message):
     __slots__ = ("max_gamma", "max_support", "max_message_bytes", "max_sequences", "max_sequence_tokens", "max_outstanding", "max_samples", "max_stop_strings", "max_stop_string_chars", "max_stop_token_ids")

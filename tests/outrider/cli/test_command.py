@@ -73,13 +73,22 @@ def test_wrong_usage_is_2_and_says_what(arguments: list[str], said: str) -> None
 
 
 @pytest.mark.parametrize("extra", [[], ["--json"]])
-def test_a_failure_is_one_line_and_1(extra: list[str]) -> None:
+def test_a_failure_is_one_line_and_1_after_one_that_says_that_it_waits(extra: list[str]) -> None:
     failed = _run("generate", "--draft", "127.0.0.1:1", "--timeout", "0.5", *extra, "x")
     assert failed.exit_code == 1
     assert failed.stdout == ""
-    (line,) = failed.stderr.splitlines()
+    *waits, line = failed.stderr.splitlines()
+    assert len(waits) <= 1
     assert line.startswith("outrider: ")
     assert "UNAVAILABLE" in line or "DEADLINE_EXCEEDED" in line
+
+
+def test_without_patience_a_service_that_is_not_there_is_asked_once() -> None:
+    failed = _run("generate", "--draft", "127.0.0.1:1", "--patience", "0", "x")
+    assert failed.exit_code == 1
+    (line,) = failed.stderr.splitlines()
+    assert line.startswith("outrider: UNAVAILABLE")
+    assert "tries at 127.0.0.1:1 (1)" in line
 
 
 def test_the_demo_names_the_model_that_is_missing(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +128,7 @@ def test_options_say_what_the_client_is_told() -> None:
 
 
 def test_every_option_of_generate_is_one_of_the_client() -> None:
-    own = {"prompt", "draft", "chat", "system", "timeout", "as_json"}
+    own = {"prompt", "draft", "chat", "system", "timeout", "patience", "as_json"}
     # Of the client itself, not of a request.
     own |= {"tls", "tls_ca", "tls_cert", "tls_key", "tls_name", "token_file", "plaintext"}
     offered = {str(option.name) for option in main.commands["generate"].params} - own

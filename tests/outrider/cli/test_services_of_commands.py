@@ -11,10 +11,11 @@ from click.testing import CliRunner
 from outrider.cli import main, pair
 from tests.certificates import Authority
 from tests.commands import Command, linux
-from tests.forked import ForkedService
+from tests.forked import ForkedService, noting
 from tests.services import MODELS
 
 PAIR = ["--target", str(MODELS / "target"), "--draft", str(MODELS / "draft"), "--threads", "1"]
+ANYWHERE = ("--listen", "127.0.0.1:0", "--verifier-listen", "127.0.0.1:0")
 
 
 @linux
@@ -40,8 +41,7 @@ def test_serve_answers_until_it_is_told_to_stop(tmp_path: Path) -> None:
     security = ["--tls-cert", str(server.cert), "--tls-key", str(server.key), "--tls-client-ca", str(authority.pem)]
     security += ["--allow-client-san", "me", "--auth-token-file", str(tokens)]
     drafting = ("--drafter", "staged", "--staged-by", "ngram", "--ngram-corpus", __file__)
-    listening = ("--listen", "127.0.0.1:0", "--verifier-listen", "127.0.0.1:0")
-    command = Command("outrider.cli", "serve", *PAIR, *drafting, *listening, *security)
+    command = Command("outrider.cli", "serve", *PAIR, *drafting, *ANYWHERE, *security)
     assert command.process.stderr is not None
     line = command.process.stderr.readline()
     found = re.search(r"outrider generate --draft (127\.0\.0\.1:\d+) ", line)
@@ -64,21 +64,21 @@ def test_serve_answers_until_it_is_told_to_stop(tmp_path: Path) -> None:
     assert command.left_behind() == []
 
 
-@linux
-def test_serve_fails_in_one_line_where_a_model_is_missing(tmp_path: Path) -> None:
+def test_serve_fails_in_one_line_where_a_model_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[ForkedService] = []
+    monkeypatch.setattr(pair, "ServiceProcess", noting(started))
     missing = tmp_path / "nothing-here"
-    command = Command(
-        "outrider.cli", "serve", "--target", str(missing), "--draft", str(MODELS / "draft"), "--listen", "127.0.0.1:0"
-    )
-    code, _, err = command.ended()
-    assert code == 1
-    (last,) = err.splitlines()
+    models = ("--target", str(missing), "--draft", str(MODELS / "draft"))
+    done = CliRunner().invoke(main, ["serve", *models, *ANYWHERE])
+    assert done.exit_code == 1
+    (last,) = done.stderr.splitlines()
     assert last.startswith("outrider: verifier_service ended with exit code 1: ")
     assert str(missing) in last
-    assert command.left_behind() == []
+    assert len(started) == 2
+    assert None not in [service.returncode for service in started]
 
 
-@pytest.mark.parametrize("command", [["serve", *PAIR, "--listen", "127.0.0.1:0"], ["demo"]], ids=lambda each: each[0])
+@pytest.mark.parametrize("command", [["serve", *PAIR, *ANYWHERE], ["demo"]], ids=lambda each: each[0])
 @pytest.mark.parametrize(
     ("flags", "service"),
     [

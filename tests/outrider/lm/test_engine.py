@@ -36,8 +36,8 @@ class Breaking(Engine[str, str, None]):
     def process(self, work: Sequence[str], output: None) -> None:
         raise AssertionError("no pass gives anything")
 
-    def fail(self, work: Sequence[str], error: Exception) -> None:
-        self.failed += work
+    def fail(self, work: str, error: Exception, *, is_own: bool) -> None:
+        self.failed.append(work)
         self.told.set()
 
 
@@ -64,4 +64,4 @@ def test_a_lost_model_ends_the_engine_and_no_sequence(engine: Breaking) -> None:
     engine._thread.join(SOON_S)
     assert not engine.alive
     assert engine.failed == [], "they can go on elsewhere, which an error of ours would rule out"
-    assert engine.trouble(60.0) == "the engine's thread has ended"
+    assert engine.trouble(60.0) == "rank 1 has gone"

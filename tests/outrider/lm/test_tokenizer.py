@@ -190,6 +190,21 @@ def test_under_byte_fallback_only_invalid_bytes_may_differ(kind: str, data: st.D
     assert all(character in kept for character in visible(wanted)), "text was lost"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_token_has_more_bytes_than_the_longest(kind: str) -> None:
+    tokenizer = make(kind)
+    texts = [tokenizer.decode_token(token, skip_special=False) for token in tokenizer.vocabulary().values()]
+    assert tokenizer.longest_token_bytes == max(len(text.encode()) for text in texts)
+
+
+@pytest.mark.parametrize("kind", BYTES)
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(text=TEXT)
+def test_a_text_has_no_more_bytes_than_as_many_of_the_longest_token(kind: str, text: str) -> None:
+    tokenizer = make(kind)
+    assert len(text.encode()) <= len(tokenizer.encode(text)) * tokenizer.longest_token_bytes
+
+
 @pytest.mark.parametrize("kind", BYTES)
 def test_half_a_character_is_kept_back_until_the_flush(kind: str) -> None:
     tokenizer = make(kind)

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from outrider.rpc import errors
 from outrider.rpc.health import HealthState
@@ -14,20 +15,30 @@ from outrider.rpc.server import bind, create_server, enable_reflection, serve_un
 
 NAME = "probe.v1.Probe"
 
+BAD = b"\xff"
+
 Fault = Callable[[], Exception]
 
 
 class Probe:
-    """Fails as `fault` says, or answers; `closed` is set once a stream came to its end."""
+    """Fails as `fault` says, or answers; `closed` is set once a stream came to its end. What begins with `BAD` is no
+    message of its.
+    """
 
     def __init__(self, fault: Fault | None = None) -> None:
         self.fault = fault
-        self.started = 0
+        self.started = self.decoded = 0
         self.closed = asyncio.Event()
 
     def _maybe_fail(self) -> None:
         if self.fault is not None:
             raise self.fault()
+
+    def _decode(self, raw: bytes) -> bytes:
+        self.decoded += 1
+        if raw.startswith(BAD):
+            raise DecodeError("Error parsing message")
+        return raw
 
     @errors.guarded
     async def Once(self, request: bytes, context: Any) -> bytes:
@@ -62,10 +73,10 @@ class Probe:
 
     def register(self, server: grpc.aio.Server) -> None:
         handlers: dict[str, Any] = {
-            "Once": grpc.unary_unary_rpc_method_handler(self.Once),
-            "Many": grpc.unary_stream_rpc_method_handler(self.Many),
-            "Written": grpc.stream_stream_rpc_method_handler(self.Written),
-            "Both": grpc.stream_stream_rpc_method_handler(self.Both),
+            "Once": grpc.unary_unary_rpc_method_handler(self.Once, self._decode),
+            "Many": grpc.unary_stream_rpc_method_handler(self.Many, self._decode),
+            "Written": grpc.stream_stream_rpc_method_handler(self.Written, self._decode),
+            "Both": grpc.stream_stream_rpc_method_handler(self.Both, self._decode),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(NAME, handlers),))
 

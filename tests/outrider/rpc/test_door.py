@@ -21,7 +21,7 @@ from outrider.rpc.server import _gates, bind, create_server
 from outrider.rpc.tls import TLS, ChannelTLS, ServerTLS
 from outrider.rpc.tokens import Tokens
 from tests.certificates import Authority
-from tests.outrider.rpc.probe import Probe, both, many, once, serving, written
+from tests.outrider.rpc.probe import BAD, Probe, both, many, once, serving, written
 
 TOKENS = ("token-of-one-client", "token-of-another-client")
 ALLOWED = ("draft.models.svc", "spiffe://models/ns/drafts")
@@ -152,6 +152,41 @@ async def test_a_name_does_not_do_for_a_token_nor_a_token_for_a_name(authority: 
             assert (await refusal(once(channel)(b"x", metadata=bearing))).code is grpc.StatusCode.PERMISSION_DENIED
 
 
+# ------------------------------------------------------------------------------------------------------- undecodable
+
+
+async def test_who_may_not_come_in_has_nothing_decoded(tokens: Tokens) -> None:
+    probe = Probe()
+    async with serving(probe, doors=[Door(tokens=tokens)]) as address, open_channel(address) as channel:
+        for method, request in ((once, BAD), (many, BAD), (both, iter([BAD])), (written, iter([BAD]))):
+            error = await refusal(method(channel)(request, timeout=60))
+            assert (error.code, error.reason) == (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
+    assert (probe.started, probe.decoded) == (0, 0)
+
+
+async def test_calls_beyond_a_limit_are_not_decoded() -> None:
+    probe, door = Probe(), Door(limits=ClientLimits(rate=0.01, burst=3))
+    async with serving(probe, doors=[door]) as address, open_channel(address) as channel:
+        for method, request in ((many, BAD), (both, iter([BAD])), (written, iter([BAD]))):
+            assert (await refusal(method(channel)(request, timeout=60))).code is grpc.StatusCode.INVALID_ARGUMENT
+        for method, request in ((many, BAD), (both, iter([BAD])), (written, iter([BAD]))):
+            assert (await refusal(method(channel)(request, timeout=60))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert probe.decoded == 3
+
+
+async def test_a_message_that_cannot_be_decoded_is_an_invalid_argument(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(Probe()) as address, open_channel(address) as channel:
+        for method, request in ((once, BAD), (many, BAD), (both, iter([b"x", BAD])), (written, iter([b"x", BAD]))):
+            error = await refusal(method(channel)(request, timeout=60))
+            assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
+            assert error.message == "the message of 1 bytes cannot be decoded: Error parsing message"
+        health: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
+        assert (await refusal(health(BAD * 4, timeout=60))).code is grpc.StatusCode.INVALID_ARGUMENT
+        reflection: Any = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+        assert (await refusal(reflection(iter([BAD * 4]), timeout=60))).code is grpc.StatusCode.INVALID_ARGUMENT
+    assert not caplog.records
+
+
 # ------------------------------------------------------------------------------------------------------------ limits
 
 
@@ -159,16 +194,16 @@ async def test_a_client_is_its_token_before_its_name_and_its_name_before_its_add
     authority: Authority, tokens: Tokens
 ) -> None:
     """Each has a place of its own; a second call of any has none."""
-    door = Door(tokens=tokens, limits=ClientLimits(max_calls=1))
+    door = Door(tokens=tokens, limits=ClientLimits(max_sequences=1))
     async with guarded(authority, door, Probe()) as address, channel_of(address, authority, "a") as channel:
         held = await hold(channel, TOKENS[0])
         error = await refusal(many(channel)(b"0", metadata=(("authorization", f"Bearer {TOKENS[0]}"),)))
-        assert error.metadata["limit"] == "max-client-calls"
+        assert error.metadata["limit"] == "max-client-sequences"
         other = await hold(channel, TOKENS[1])
         assert await once(channel)(b"x", metadata=(("authorization", f"Bearer {TOKENS[0]}"),)) == b"x"
         held.cancel()
         other.cancel()
-    door = Door(limits=ClientLimits(max_calls=1))
+    door = Door(limits=ClientLimits(max_sequences=1))
     async with (
         guarded(authority, door, Probe()) as address,
         channel_of(address, authority, "a") as first,
@@ -177,7 +212,7 @@ async def test_a_client_is_its_token_before_its_name_and_its_name_before_its_add
         calls = [await hold(first), await hold(second)]
         assert (await refusal(many(first)(b"0"))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert not any(call.done() for call in calls)
-    door = Door(limits=ClientLimits(max_calls=1))
+    door = Door(limits=ClientLimits(max_sequences=1))
     own = [("grpc.use_local_subchannel_pool", 1)]  # a connection, and so a port, of its own
     async with (
         serving(Probe(), doors=[door]) as address,

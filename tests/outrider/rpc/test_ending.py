@@ -1,6 +1,10 @@
 """How a call ended is known, whatever was being written to it: a status of the server's is never lost to a write's."""
 
 import asyncio
+import os
+import signal
+import time
+from collections import Counter
 from typing import Any
 
 import grpc
@@ -8,7 +12,8 @@ import pytest
 
 from outrider.rpc.ending import Ending
 from outrider.rpc.errors import overloaded, to_status
-from outrider.rpc.server import bind, create_server
+from outrider.rpc.health import HealthState
+from outrider.rpc.server import bind, create_server, serve_until_signal
 
 
 async def _greet_and_refuse(_: Any, context: Any) -> None:
@@ -80,3 +85,35 @@ async def test_so_is_our_own_cancel(channel: grpc.aio.Channel) -> None:
     await call.write(b"open")
     call.cancel()
     assert (await ending.status()).code() is grpc.StatusCode.CANCELLED
+
+
+async def test_calls_that_no_handler_has_seen_when_a_server_drains_are_told_so() -> None:
+    """The server counts none of them yet, though gRPC has taken them in; cut, they would end as if by their client."""
+    server = create_server(max_message_bytes=1 << 20)
+    methods: Any = {"Greet": grpc.unary_unary_rpc_method_handler(_greet)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", methods),))
+    health = HealthState(server, [])
+    address = bind(server, "127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(address) as channel:
+        greet: Any = channel.unary_unary("/test/Greet")
+        assert await greet(b"") == b"hello"
+        calls = [asyncio.ensure_future(_status(greet(b""))) for _ in range(32)]
+        serving = asyncio.create_task(serve_until_signal(server, health, grace_s=20.0))
+        for _ in range(3):  # they leave, and nothing of the server's runs in between
+            await asyncio.sleep(0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)  # noqa: ASYNC251  # the loop is busy
+        await serving
+        ends = Counter(await asyncio.gather(*calls))
+    assert ends.keys() <= {"OK", "UNAVAILABLE"}, ends
+    assert ends["UNAVAILABLE"], "none was late"
+
+
+async def _greet(_: Any, context: Any) -> bytes:
+    return b"hello"
+
+
+async def _status(call: Any) -> str:
+    name: str = (await call.code()).name
+    return name

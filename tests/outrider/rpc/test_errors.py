@@ -172,7 +172,13 @@ def test_reasons_are_those_of_the_contract() -> None:
 
 
 def test_every_reason_of_the_contract_has_a_way_to_be_raised() -> None:
-    others = {"UNSPECIFIED", "UNKNOWN_FEATURE", "NO_CHAT_TEMPLATE", "INTERNAL"}  # by the factories above, by name
+    others = {
+        "UNSPECIFIED",
+        "UNKNOWN_FEATURE",
+        "NO_CHAT_TEMPLATE",
+        "INTERNAL",
+        "STEP_FAILED",
+    }  # by the factories above, by name
     assert {value.name.removeprefix("ERROR_REASON_") for value in model_pb2.ErrorReason.DESCRIPTOR.values} == (
         others | {error.reason for error, _ in RAISED}
     )

@@ -7,15 +7,15 @@ import pytest
 
 from outrider.rpc import rate as module
 from outrider.rpc.errors import RequestError
-from outrider.rpc.rate import LONGEST_WAIT, ClientLimits
+from outrider.rpc.rate import LONGEST_WAIT, ClientLimits, count_sequences
 
 
 class Clients:
     """Limits with a clock of their own."""
 
-    def __init__(self, rate: float | None = None, burst: int | None = None, max_calls: int | None = None) -> None:
+    def __init__(self, rate: float | None = None, burst: int | None = None, max_sequences: int | None = None) -> None:
         self.now = 100.0
-        self.limits = ClientLimits(rate=rate, burst=burst, max_calls=max_calls, clock=lambda: self.now)
+        self.limits = ClientLimits(rate=rate, burst=burst, max_sequences=max_sequences, clock=lambda: self.now)
 
     def call(self, name: str = "a") -> None:
         with self.limits.enter(name):
@@ -67,7 +67,7 @@ def test_each_that_is_turned_away_is_told_an_interval_more_up_to_a_bound() -> No
 
 
 def test_clients_do_not_share() -> None:
-    clients = Clients(rate=1, burst=1, max_calls=1)
+    clients = Clients(rate=1, burst=1, max_sequences=1)
     for name in "abc":
         clients.call(name)
     for name in "abc":
@@ -78,21 +78,65 @@ def test_clients_do_not_share() -> None:
 
 
 def test_calls_at_once_are_bounded_and_given_back_however_they_end() -> None:
-    clients = Clients(max_calls=2)
+    clients = Clients(max_sequences=2)
     for _ in range(3):
         with suppress(ZeroDivisionError), clients.limits.enter("a"), clients.limits.enter("a"):
             error = clients.refused()
-            assert error.message == "this client has 2 calls in progress; at most 2"
-            assert error.metadata == {"limit": "max-client-calls", "given": "2", "maximum": "2"}
+            assert error.message == "this client has 2 sequences in progress and asks for 1 more; at most 2"
+            assert error.metadata == {"limit": "max-client-sequences", "given": "3", "maximum": "2"}
             raise ZeroDivisionError
     clients.call()
+
+
+def test_each_sample_of_a_call_counts_as_a_sequence_until_the_call_ends() -> None:
+    clients = Clients(max_sequences=4)
+    with clients.limits.enter("a"):
+        count_sequences("n", 3)
+        clients.call()
+        with clients.limits.enter("a"):
+            clients.refused()
+            with pytest.raises(RequestError) as caught:
+                count_sequences("n", 2)
+            assert caught.value.metadata == {"limit": "max-client-sequences", "given": "5", "maximum": "4"}
+    with clients.limits.enter("a"):
+        count_sequences("n", 4)
+        clients.refused()
+
+
+def test_more_samples_than_a_client_ever_has_are_an_invalid_argument() -> None:
+    """Trying again would not help."""
+    clients = Clients(max_sequences=4)
+    with clients.limits.enter("a"), pytest.raises(RequestError) as caught:
+        count_sequences("n", 5)
+    assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.metadata == {"field": "n", "given": "5", "maximum": "4"}
+
+
+def test_each_sample_of_a_call_is_paid_for_at_the_rate() -> None:
+    """Also where they are more than a burst: then the calls that follow wait the longer."""
+    clients = Clients(rate=2, burst=2)
+    with clients.limits.enter("a"):
+        count_sequences("n", 9)
+    assert clients.wait_told() == pytest.approx(4.0)  # 2 - 9 = -7, and 1 is needed
+    clients.now += 4.5
+    clients.call()
+
+
+def test_without_limits_samples_are_not_counted() -> None:
+    clients = Clients()
+    for _ in range(2000):
+        with clients.limits.enter("a"):
+            count_sequences("n", 16)
 
 
 def test_the_refusal_names_the_numbers() -> None:
     clients = Clients(rate=2.5, burst=1)
     clients.call()
     error = clients.refused()
-    assert error.message == "this client's calls come faster than 2.5 a second, and 1 at once; try again in about 0.4 s"
+    assert (
+        error.message
+        == "this client's sequences come faster than 2.5 a second, and 1 at once; try again in about 0.4 s"
+    )
     assert error.metadata == {"limit": "client-rate", "rate": "2.5", "burst": "1"}
     assert error.retry_after == pytest.approx(0.4)
 
@@ -116,4 +160,4 @@ def test_clients_that_came_once_are_forgotten_and_those_that_owe_are_not(monkeyp
         assert len(clients.limits._clients) <= 9
         clients.now += 1.0
         clients.call("client 49")
-        assert clients.limits._clients["inside"].calls == 1
+        assert clients.limits._clients["inside"].sequences == 1

@@ -132,6 +132,11 @@ class Process:
         self.address = self.stdout.readline().strip()
         wait_for_health_blocking(self.address, NAME, 60)
 
+    def peak_memory(self) -> int:
+        """In bytes."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return 1024 * int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0])
+
     def signal(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)
 
@@ -156,6 +161,20 @@ def _until_not_serving(channel: grpc.Channel) -> None:
     while stub.Check(health_pb2.HealthCheckRequest(service=NAME)).status != NOT_SERVING:
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("process", [5.0], indirect=True)
+@pytest.mark.parametrize("algorithm", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+def test_a_compressed_message_unfolds_to_no_more_than_the_limit(process: Process, algorithm: grpc.Compression) -> None:
+    """The probe takes 1 MiB. 64 MiB of zeros travel in 64 KiB, and are refused without being held anywhere."""
+    with grpc.insecure_channel(process.address, [("grpc.max_send_message_length", -1)], algorithm) as channel:
+        assert len(once(channel)(bytes(1 << 19), timeout=60)) == 1 << 19
+        before = process.peak_memory()
+        with pytest.raises(grpc.RpcError) as caught:
+            once(channel)(bytes(1 << 26), timeout=60)
+        assert errors.from_rpc_error(caught.value).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert process.peak_memory() - before < 1 << 24
+        assert len(once(channel)(bytes(1 << 19), timeout=60)) == 1 << 19
 
 
 @pytest.mark.parametrize("process", [90.0], indirect=True)
