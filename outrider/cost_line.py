@@ -3,6 +3,7 @@
 It knows nothing of models, sequences or clocks: it is told how many tokens a pass held and how long it took.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ CREDIBLE_DEVIATIONS = 4.0
 LEAST_DEVIATION = 0.01
 # The mean deviation that is assumed of a line nothing has been held against yet.
 FIRST_DEVIATION = 0.1
+# Seconds beyond which it was not the pass that took them.
+LONGEST_PASS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class FittedCost:
         """
         fastest: dict[int, float] = {}
         for tokens, seconds in trials:
-            if tokens < 1 or not seconds > 0:
+            if tokens < 1 or not 0 < seconds < math.inf:
                 raise ValueError(f"a trial of {tokens} tokens took {seconds} s; at least 1 token, and more than 0 s")
             fastest[tokens] = min(seconds, fastest.get(tokens, seconds))
         if not fastest:
@@ -61,7 +64,9 @@ class FittedCost:
         self._deviation = FIRST_DEVIATION * self._seconds
 
     def add(self, tokens: int, seconds: float) -> None:
-        """Takes in a pass of `tokens` that took `seconds`."""
+        """Takes in a pass of `tokens` that took `seconds`; one that cannot have is left out."""
+        if tokens < 1 or not 0 <= seconds <= LONGEST_PASS:
+            return
         expected = self.line.seconds(tokens)
         least = LEAST_DEVIATION * max(expected, self._seconds)
         credible = CREDIBLE_DEVIATIONS * max(self._deviation, least)

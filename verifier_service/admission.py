@@ -17,11 +17,30 @@ from outrider.rpc.errors import overloaded
 class Admission:
     """Places in progress, and a bounded queue for them."""
 
-    def __init__(self, places: int, max_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, places: int, max_waiting: int, clock: Callable[[], float] | None = None) -> None:
         self._places = places
         self._max_waiting = max_waiting
-        self._pace = Pace(clock)
+        self._clock = clock or time.monotonic
+        self._pace = Pace()
         self._inside = 0  # in progress or waiting
+        self._leaving = 0  # in progress, and about to end for those that wait
+
+    def retry_after(self) -> float:
+        """Seconds until half of the queue has moved on."""
+        return self._pace.wait(max(1, (self._inside - self._places) // 2), max(self._inside, 1))
+
+    @contextmanager
+    def give_way(self) -> Iterator[bool]:
+        """Whether a sequence that holds a place idly is to end, since another one waits that has none of those ending.
+
+        Open it until it has ended.
+        """
+        gives_way = self._inside - self._places > self._leaving
+        self._leaving += gives_way
+        try:
+            yield gives_way
+        finally:
+            self._leaving -= gives_way
 
     @contextmanager
     def enter(self, *, resumed: bool = False) -> Iterator[None]:
@@ -37,7 +56,7 @@ class Admission:
         waiting = self._inside - self._places
         maximum = self._max_waiting + (self._places if resumed else 0)
         if waiting >= maximum:
-            seconds = self._pace.refuse()
+            seconds = self.retry_after()
             raise overloaded(
                 f"{waiting} sequences wait for room already, at most {maximum}; try again in about {seconds:.2g} s",
                 retry_after=seconds,
@@ -45,8 +64,9 @@ class Admission:
                 maximum=maximum,
             )
         self._inside += 1
+        came = self._clock()
         try:
             yield
         finally:
             self._inside -= 1
-            self._pace.end(full=self._inside >= self._places)
+            self._pace.end(self._clock() - came)

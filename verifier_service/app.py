@@ -1,6 +1,8 @@
 """The verifier service as a whole: loads the target, and hands its parts to each other."""
 
 import asyncio
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from functools import partial
 
 import grpc
@@ -47,6 +49,10 @@ class VerifierApp(Service):
         self._loader = loader
         ranks = read_ranks(settings.tensor_parallel_size, "verifier_service")
         self._lead = None if ranks is None else Lead(ranks, silence=settings.rank_timeout)
+        self._lost: Future[str] = Future()
+        self._lost.set_running_or_notify_cancel()  # a task that waits for it must not cancel it
+        if self._lead is not None:
+            self._lead.lost.add_done_callback(self._lose)
         self._path = find_path(settings)
         self._servicer = VerifierService(settings, SequenceMetrics(self.metrics), self.tracing)
         self.engine: VerifierEngine | None = None
@@ -69,6 +75,7 @@ class VerifierApp(Service):
         )
         _log.info("verifying", verify_path=self._path.name, reason=self._path.reason, device=model.device)
         self.engine = engine
+        engine.lost.add_done_callback(self._lose)
         engine.start()
         await warm_up(engine, model)
         engine.observer = observer  # what it was warmed up with is nobody's request
@@ -81,7 +88,11 @@ class VerifierApp(Service):
             self.engine.post(Drain())
 
     async def broken(self) -> str:
-        return await (super().broken() if self._lead is None else asyncio.wrap_future(self._lead.lost))
+        return await asyncio.wrap_future(self._lost)
+
+    def _lose(self, reason: Future[str]) -> None:
+        with suppress(InvalidStateError):  # it was lost before
+            self._lost.set_result(reason.result())
 
     def stop(self) -> None:
         lead = self._lead

@@ -1,7 +1,8 @@
-"""The verifier's engine: packs what is ready of all sequences into one pass, judges it with one `verify`, and answers.
+"""The verifier's engine: packs what is ready of all sequences into one batch, verifies it with one `verify`, replies.
 
-It runs on a thread of its own (`outrider.lm.engine`). It knows nothing of gRPC: replies leave through each sequence's
-`deliver`.
+A step is forward and verify, then per sequence commit and rollback (an error there ends that sequence alone), then the
+replies in one call, then accounting. What only makes it faster, or only watches, runs through a `Component`
+(`outrider.best_effort`). The loop and its thread are `outrider.lm.engine`'s.
 """
 
 import time
@@ -11,19 +12,20 @@ from typing import Protocol, TypeVar
 
 import structlog
 
-from kernels.verify import Rule
+from kernels.verify import Rule, Ruling
+from outrider.best_effort import Component
 from outrider.cost_line import FittedCost
 from outrider.lm.engine import Engine
 from outrider.lm.errors import PoolCorrupted
 from outrider.lm.packed import Chunk, PackedModel
 from outrider.lm.prefix_cache import PrefixCache
-from outrider.rpc.errors import RequestError, internal
+from outrider.rpc.errors import RequestError, internal, unavailable, yielded
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service.gamma_cap import GammaCap
 from verifier_service.judging import Judge, Judged
 from verifier_service.linger import seconds_to_linger
 from verifier_service.rounds import Round
-from verifier_service.scheduler import IDLE_SECONDS, Scheduler, TargetWork
+from verifier_service.scheduler import IDLE_SECONDS, TURN_SECONDS, Plan, Scheduler, TargetWork
 from verifier_service.sequence import TargetSequence, is_sound
 
 
@@ -91,8 +93,17 @@ QUIET_SECONDS = 1.0
 TRIALS = 3
 
 
+GAMMA_CAP = Component("gamma_cap")
+COST_MODEL = Component("cost_model")
+LINGER = Component("linger")
+LOAD = Component("load")
+METRICS = Component("engine_metrics")
+NOTICES = Component("queued_notices")
+POOL_CHECK = Component("kv_check")
+
+
 class Observer(Protocol):
-    """Who is told what was judged. Called on the engine's thread, so it must be quick, and must not raise."""
+    """Counts what the engine does. Called on the engine's thread, so it must be quick."""
 
     def verified(self, seconds: float) -> None:
         """One call of `verify` took so long."""
@@ -123,7 +134,8 @@ class VerifierEngine(Engine[Message, TargetWork, Judged]):
     """All sequences of one target model.
 
     Attributes:
-        observer: who is told from now on, if anybody.
+        observer: counts from now on, if there is one.
+        flush: sends the replies that sequences have delivered since the last call; once a step, after all commits.
     """
 
     def __init__(
@@ -148,12 +160,14 @@ class VerifierEngine(Engine[Message, TargetWork, Judged]):
         self._max_linger = max_linger
         self.judge = Judge(packed, vocab_size=model.vocab_size, verify_path=verify_path)
         self.observer = observer
+        self.flush: Callable[[], None] = lambda: None
         self.prefixes = PrefixCache(packed.pool, enabled=prefix_cache)
         self.cost: FittedCost  # of the passes so far; from `prepare` on
         self._caps = GammaCap() if gamma_cap else None
         self.scheduler = Scheduler(
             packed.pool, self.prefixes, pass_tokens=pass_tokens, max_sequences=model.limits.max_sequences
         )
+        self._load = speculation_pb2.VerifierLoad()  # after the last step, or when there was none to run
         self._draining = False
         self._unchecked = False  # whether a sequence was here since the pool was last checked
 
@@ -176,14 +190,14 @@ class VerifierEngine(Engine[Message, TargetWork, Judged]):
         match message:
             case Open(sequence):
                 self._open(sequence)
-                self._tell_cap(sequence)
+                self._update_cap(sequence)
             case Submit(sequence, round_):
                 if not sequence.finished:
-                    _guard(sequence, lambda: sequence.submit(round_))
+                    _run_for(sequence, lambda: sequence.submit(round_))
             case Read(sequence, replies):
                 sequence.backlog -= replies
             case Remind(sequence):
-                self._remind(sequence)
+                NOTICES.run(lambda: self._remind(sequence), None)
             case HalfClose(sequence):
                 sequence.half_close()
             case Close(sequence):
@@ -197,12 +211,12 @@ class VerifierEngine(Engine[Message, TargetWork, Judged]):
     def _open(self, sequence: TargetSequence) -> None:
         self._unchecked = True
         if not self.scheduler.add(sequence):
-            self._remind(sequence)
+            NOTICES.run(lambda: self._remind(sequence), None)
         if self._draining:  # it slipped in before the gate was shut
             sequence.notify(_DRAINING)
 
     def _remind(self, sequence: TargetSequence) -> None:
-        """Tells a sequence that it waits, for a place or for a pass; from this thread, as long as it makes passes."""
+        """Says that a sequence waits, for KV blocks or for a step; from this thread, as long as it makes steps."""
         if sequence.finished:
             return
         if sequence.slot is None:
@@ -210,6 +224,9 @@ class VerifierEngine(Engine[Message, TargetWork, Judged]):
             text = f"all {self._model.limits.max_sequences} places are taken"
         elif sequence.rounds:
             position, text = 0, "its round waits for what is to be run before it"
+        elif sequence.awaits_turn:
+            before = [each for each in self.scheduler.running if each.awaits_turn and each.came < sequence.came]
+            position, text = len(before), "it is isolated, and waits for its turn"
         else:
             return
         sequence.notify(
@@ -218,89 +235,141 @@ class VerifierEngine(Engine[Message, TargetWork, Judged]):
             )
         )
 
-    # ----------------------------------------------------------------------------- linger, schedule, forward, process
+    # ------------------------------------------------------------------------------------------------------ the loop
+
+    def turn(self) -> float | None:
+        try:
+            return super().turn()
+        finally:
+            self.flush()
 
     def linger(self) -> float:
+        if not self._max_linger:
+            return 0.0
+        return LINGER.bounded(self._linger, 0.0, low=0.0, high=self._max_linger)
+
+    def _linger(self) -> float:
         running = self.scheduler.running
         arrived = [sequence.owed_since(sequence.rounds[0]) for sequence in running if sequence.rounds]
-        if not arrived or not self._max_linger:
+        if not arrived:
             return 0.0
         due = [at for sequence in running if (at := sequence.due()) is not None]
         since = max(self.pass_ended, min(arrived))
         return seconds_to_linger(time.perf_counter(), since, due, min(self._max_linger, self.cost.line.fixed))
 
     def schedule(self) -> list[TargetWork]:
-        rounds = [(sequence, _guard(sequence, sequence.next_round)) for sequence in self.scheduler.running]
+        self._begin_turn()
+        rounds = [(sequence, _run_for(sequence, sequence.next_round)) for sequence in self.scheduler.running]
         plan = self.scheduler.plan(rounds)
-        if self.observer is not None:
-            for sequence, cached in plan.begun:
-                self.observer.begun(len(sequence.tokens), cached)
-            for _ in plan.preempted:
-                self.observer.preempted()
+        self._observe(lambda observer: _count_plan(observer, plan))
+        self.flush()  # rounds that were overtaken have been answered
         return plan.work
+
+    def _begin_turn(self) -> None:
+        """Lets the next isolated sequence send its round."""
+        if (overdue := self.scheduler.overdue()) is not None:
+            text = f"the sequence is isolated, and has sent no round within {TURN_SECONDS:g} s of its turn"
+            overdue.end(yielded(text, retry_after=TURN_SECONDS))
+        isolated = self.scheduler.next_isolated()
+        if isolated is not None and isolated.opened is not None:
+            isolated.deliver(isolated.opened)
+            isolated.opened = None
 
     def forward(self, work: Sequence[TargetWork]) -> Judged:
         proposals = [item.sequence.proposed(item.round) for item in work if item.round is not None]
         return self.judge([item.chunk for item in work], proposals)
 
-    def process(self, work: Sequence[TargetWork], output: Judged) -> None:
-        judged = [(item.sequence, item.round) for item in work if item.round is not None]
-        pass_tokens = sum(len(item.chunk.tokens) for item in work)
-        forward_seconds, verify_seconds = output.forward_seconds, output.verify_seconds
-        if self.observer is not None:
-            self.observer.passed(pass_tokens, len(work), forward_seconds)
-        if not judged:
-            return
-        if self.observer is not None:
-            self.observer.verified(verify_seconds)
-        if all(item.chunk.logits_from == 0 for item in work):  # prompts cost other than rounds, and γ does not ask
-            self.cost.add(pass_tokens, forward_seconds + verify_seconds)
-        load = self._load()
-        for (sequence, round_), proposed, ruling in zip(judged, output.proposals, output.rulings, strict=True):
-            if not is_sound(ruling):
-                sequence.end(
-                    internal("BAD_LOGITS", f"the target's logits after {len(sequence.tokens)} tokens are no numbers")
-                )
-                continue
-            queued = max(0.0, self.pass_started - sequence.owed_since(round_))
-            timings = speculation_pb2.VerdictTimings(
-                queue_us=_micros(queued),
-                forward_us=_micros(forward_seconds),
-                verify_us=_micros(verify_seconds),
-                pass_tokens=pass_tokens,
-                pass_sequences=len(work),
+    def fail(self, work: TargetWork, error: Exception, *, is_own: bool) -> None:
+        if is_own:
+            work.sequence.end(
+                internal("STEP_FAILED", "the target's step failed for this sequence, in a batch and alone")
             )
-            before = sequence.judged_at
-            verdict = sequence.commit(round_, ruling, timings, load)
-            if self._caps is not None and before:
-                self._caps.add(
-                    sequence,
-                    drafted=len(proposed.tokens),
-                    judged=verdict.judged,
-                    accepted=verdict.accepted,
-                    turnaround=round_.arrived - before,
-                    whole=sequence.judged_at - before,
-                )
-            if self.observer is not None:
-                self.observer.judged(proposed.rule, len(proposed.tokens), verdict.accepted)
-                self.observer.waited(queued)
-            self.scheduler.settle(sequence)
-        self._look_at_cap()
+        else:  # every sequence failed: it is this verifier's fault, and they go on at another one
+            work.sequence.end(unavailable("NO_VERIFIER", "the target's step failed for every sequence in it"))
 
-    def _look_at_cap(self) -> None:
-        """Sets the cap on γ anew, and tells each sequence for which it has changed."""
-        if self._caps is None:
+    # ------------------------------------------------------------------------------------------------------- process
+
+    def process(self, work: Sequence[TargetWork], output: Judged) -> None:
+        step = Step(work, output)
+        rounds = [(item.sequence, item.round) for item in work if item.round is not None]
+        for (sequence, round_), ruling in zip(rounds, output.rulings, strict=True):
+            judged = _run_for(sequence, lambda: self._commit(sequence, round_, ruling, step))  # noqa: B023
+            if judged is not None:
+                step.judged.append(judged)
+        self.flush()
+        self._account(step)
+
+    def _commit(self, sequence: TargetSequence, round_: Round, ruling: Ruling, step: "Step") -> "JudgedRound":
+        """Commits a round's tokens, and rolls the cache back to them.
+
+        Raises:
+            RequestError: INTERNAL, where its logits are no numbers.
+        """
+        if not is_sound(ruling):
+            raise internal("BAD_LOGITS", f"the target's logits after {len(sequence.tokens)} tokens are no numbers")
+        queued = max(0.0, self.pass_started - sequence.owed_since(round_))
+        before, drafted = sequence.judged_at, len(sequence.drafted(round_))
+        verdict = sequence.commit(round_, ruling, step.timings(queued), self._load)
+        self.scheduler.settle(sequence)
+        return JudgedRound(sequence, round_, drafted, verdict, queued, before)
+
+    # ---------------------------------------------------------------------------------------------------- accounting
+
+    def _account(self, step: "Step") -> None:
+        """What a step teaches, and what is counted of it. It cannot fail the step."""
+        self._observe(lambda observer: _count_step(observer, step))
+        if step.is_of_rounds:  # prompts cost other than rounds, and γ does not depend on them
+            COST_MODEL.run(lambda: self.cost.add(step.tokens, step.seconds), None)
+        if step.judged:
+            self._update_caps(step)
+        self._load = LOAD.run(self._measure_load, self._load)
+
+    def _observe(self, call: Callable[[Observer], None]) -> None:
+        observer = self.observer
+        if observer is not None:
+            METRICS.run(lambda: call(observer), None)
+
+    def _measure_load(self) -> speculation_pb2.VerifierLoad:
+        return speculation_pb2.VerifierLoad(
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            kv_usage=self.packed.pool.used_blocks / self.packed.pool.blocks.count,
+            pass_fixed_us=self.cost.line.fixed * 1e6,
+            pass_token_us=self.cost.line.per_token * 1e6,
+        )
+
+    def _update_caps(self, step: "Step") -> None:
+        """Sets the cap on γ anew, and sends it to each sequence for which it has changed."""
+        caps = self._caps
+        if caps is None:
             return
-        now = time.perf_counter()
-        running = {sequence: len(sequence.tokens) for sequence in self.scheduler.running if sequence.takes_part(now)}
-        self._caps.look(running, self.cost.line)
-        if self.observer is not None:
-            self.observer.capped(self._longest(self._caps.cap))
+        if not GAMMA_CAP.run(lambda: self._learn_caps(caps, step), False):
+            self._caps = GammaCap()  # without what it had learned: there is no cap
         for sequence in (*self.scheduler.running, *self.scheduler.waiting):
-            self._tell_cap(sequence)
+            self._update_cap(sequence)
 
-    def _tell_cap(self, sequence: TargetSequence) -> None:
-        cap = None if self._caps is None else self._caps.of(sequence)
+    def _learn_caps(self, caps: GammaCap, step: "Step") -> bool:
+        for each in step.judged:
+            if each.before:
+                caps.add(
+                    each.sequence,
+                    drafted=each.drafted,
+                    judged=each.verdict.judged,
+                    accepted=each.verdict.accepted,
+                    turnaround=each.round.arrived - each.before,
+                    whole=each.sequence.judged_at - each.before,
+                )
+        now = time.perf_counter()
+        caps.look(
+            {sequence: len(sequence.tokens) for sequence in self.scheduler.running if sequence.takes_part(now)},
+            self.cost.line,
+        )
+        self._observe(lambda observer: observer.capped(self._longest(caps.cap)))
+        return True
+
+    def _update_cap(self, sequence: TargetSequence) -> None:
+        caps = self._caps
+        cap = None if caps is None else GAMMA_CAP.run(lambda: caps.of(sequence), None)
         if cap != sequence.gamma_cap and not sequence.finished:
             sequence.gamma_cap = cap
             sequence.notify(
@@ -312,21 +381,22 @@ class VerifierEngine(Engine[Message, TargetWork, Judged]):
             )
 
     def _longest(self, cap: int | None) -> int:
-        return self._model.limits.max_gamma if cap is None else cap
+        longest = self._model.limits.max_gamma
+        return longest if cap is None else min(max(cap, 0), longest)
 
-    def fail(self, work: Sequence[TargetWork], error: Exception) -> None:
-        for item in work:
-            item.sequence.end(internal("INTERNAL", "the target's pass failed; the server's log has the rest"))
+    # ---------------------------------------------------------------------------------------------------------- idle
 
     def idle(self) -> float | None:
+        self._load = LOAD.run(self._measure_load, self._load)
         if self._unchecked and not self.scheduler.running:
             quiet = time.perf_counter() - self.pass_ended
-            if quiet < QUIET_SECONDS:  # the next request may be on its way, and a check takes milliseconds
+            if 0 <= quiet < QUIET_SECONDS:  # the next request may be on its way, and a check takes milliseconds
                 return QUIET_SECONDS - quiet
             self._unchecked = False
-            self._check_pool()
-        # Who waits for blocks may take those of a sequence that is silent for long enough: nobody else would say so.
-        return IDLE_SECONDS if self.scheduler.is_short else None
+            POOL_CHECK.run(self._check_pool, None)
+        # A sequence that waits for blocks may take those of one that is silent for long enough: no message says so. Nor
+        # does one say that an isolated sequence has held its turn for too long.
+        return IDLE_SECONDS if self.scheduler.is_short or self.scheduler.isolated is not None else None
 
     def _check_pool(self) -> None:
         """Looks the pool over, once all sequences have gone: nothing may be held then."""
@@ -340,27 +410,89 @@ class VerifierEngine(Engine[Message, TargetWork, Judged]):
             intact = False
         else:
             intact = True
-        if self.observer is not None:
-            self.observer.checked(intact)
+        self._observe(lambda observer: observer.checked(intact))
 
-    def _load(self) -> speculation_pb2.VerifierLoad:
-        return speculation_pb2.VerifierLoad(
-            running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting),
-            kv_usage=self.packed.pool.used_blocks / self.packed.pool.blocks.count,
-            pass_fixed_us=self.cost.line.fixed * 1e6,
-            pass_token_us=self.cost.line.per_token * 1e6,
+
+@dataclass(frozen=True, slots=True)
+class JudgedRound:
+    """A round whose verdict is committed.
+
+    Attributes:
+        drafted: its γ.
+        queued: seconds that it waited for its step.
+        before: `time.perf_counter()` at the verdict before it; 0 where it is the first.
+    """
+
+    sequence: TargetSequence
+    round: Round
+    drafted: int
+    verdict: speculation_pb2.Verdict
+    queued: float
+    before: float
+
+
+class Step:
+    """What came of a step, for verdicts and for accounting.
+
+    Attributes:
+        tokens: tokens in its forward pass.
+        sequences: sequences in it.
+        judged: rounds that were committed, in order.
+        is_of_rounds: whether it had rounds, and no piece of a prompt.
+    """
+
+    def __init__(self, work: Sequence[TargetWork], output: Judged) -> None:
+        self.tokens = sum(len(item.chunk.tokens) for item in work)
+        self.sequences = len(work)
+        self.forward_seconds = output.forward_seconds
+        self.verify_seconds = output.verify_seconds
+        self.judged: list[JudgedRound] = []
+        self.has_rounds = bool(output.proposals)
+        self.is_of_rounds = self.has_rounds and all(item.chunk.logits_from == 0 for item in work)
+
+    @property
+    def seconds(self) -> float:
+        """What it took."""
+        return self.forward_seconds + self.verify_seconds
+
+    def timings(self, queued: float) -> speculation_pb2.VerdictTimings:
+        """For the verdict of a round that had waited for `queued` seconds."""
+        return speculation_pb2.VerdictTimings(
+            queue_us=_micros(queued),
+            forward_us=_micros(self.forward_seconds),
+            verify_us=_micros(self.verify_seconds),
+            pass_tokens=self.tokens,
+            pass_sequences=self.sequences,
         )
 
 
-def _guard(sequence: TargetSequence, action: Callable[[], Result]) -> Result | None:
-    """Runs one sequence's action; an error in its input ends that sequence and no other."""
+def _count_plan(observer: Observer, plan: Plan) -> None:
+    for sequence, cached in plan.begun:
+        observer.begun(len(sequence.tokens), cached)
+    for _ in plan.preempted:
+        observer.preempted()
+
+
+def _count_step(observer: Observer, step: Step) -> None:
+    observer.passed(step.tokens, step.sequences, step.forward_seconds)
+    if step.has_rounds:
+        observer.verified(step.verify_seconds)
+    for each in step.judged:
+        observer.judged(each.sequence.opening.sampling.rule, each.drafted, each.verdict.accepted)
+        observer.waited(each.queued)
+
+
+def _run_for(sequence: TargetSequence, action: Callable[[], Result]) -> Result | None:
+    """Runs one sequence's action; an error ends that sequence and no other."""
     try:
         return action()
     except RequestError as error:
         sequence.end(error)
-        return None
+    except Exception:
+        _log.exception("a sequence failed", request_id=sequence.opening.request_id)
+        sequence.end(internal("INTERNAL", "internal error; the server's log has the rest"))
+    return None
 
 
 def _micros(seconds: float) -> int:
-    return round(seconds * 1e6)
+    return max(0, round(seconds * 1e6))

@@ -37,6 +37,8 @@ ROUNDS_PER_LOOK, LEAST_ROUNDS = 4, 32
 RECENT_ROUND, RECENT_LOOK = 1 / 128, 1 / 4
 # Cycles of more than so many medians are left out: who reads slowly is no measure of the verifier.
 CREDIBLE = 4.0
+# Seconds between which a measured time is believed: rates divide by a cycle.
+LEAST_CYCLE, LONGEST_CYCLE = 1e-9, 3600.0
 # Turnarounds that the line begins with: the first ones are slow.
 FIRST_ROUNDS = 8
 # With the cap at 0 nothing is learned of drafts. So every so many tokens of each sequence, on average, one of them may
@@ -75,7 +77,7 @@ class GammaCap:
     @property
     def alpha(self) -> float:
         """The share of judged tokens that were accepted, in the last rounds of all sequences."""
-        return self._accepted / self._judged if self._judged else 0.0
+        return min(1.0, self._accepted / self._judged) if self._judged > 0 else 0.0
 
     # ------------------------------------------------------------------------------------------------- what is known
 
@@ -92,7 +94,7 @@ class GammaCap:
             turnaround: seconds from the verdict before to its arrival; below 0 where it was sent ahead.
             whole: seconds from the verdict before to its own.
         """
-        if drafted:
+        if drafted and abs(turnaround) < LONGEST_CYCLE:
             self._learn(drafted, judged, accepted, turnaround)
         if sequence == self._prober:
             self._note_probe(drafted)
@@ -100,8 +102,8 @@ class GammaCap:
             self._rounds += 1
             self._drafted += drafted
             self._silent += self.cap == 0
-            if self._rounds > self._rounds_to_look() // 2:
-                self._cycles.append(whole)
+            if self._rounds > self._rounds_to_look() // 2 and abs(whole) < LONGEST_CYCLE:
+                self._cycles.append(max(whole, LEAST_CYCLE))
 
     def _learn(self, drafted: int, judged: int, accepted: int, turnaround: float) -> None:
         self._judged += judged - RECENT_ROUND * self._judged
@@ -133,7 +135,7 @@ class GammaCap:
         if len(running) <= 1:  # the γ of a lone sequence is its draft's affair
             self.cap = self._goal = None
             self._begin()
-        elif self._rounds >= self._rounds_to_look():
+        elif self._rounds >= self._rounds_to_look() and self._cycles:  # fewer sequences need fewer rounds to look
             gamma = self._drafted / self._rounds
             self._excess[self.cap == 0].add(_typical(self._cycles) / self._formula(gamma))
             if self.cap is None:
@@ -173,7 +175,7 @@ class GammaCap:
     def _formula(self, gamma: float) -> float:
         """The cycle, T(γ) + F + s·B·(γ+1), in seconds."""
         turnaround = self._turnaround.line.seconds(gamma) if gamma and self._turnaround is not None else 0.0
-        return turnaround + self._line.seconds(self._sequences * (gamma + 1))
+        return max(turnaround + self._line.seconds(self._sequences * (gamma + 1)), LEAST_CYCLE)
 
     def _probe(self, running: Mapping[Any, int]) -> None:
         """Begins or ends a probe: the youngest sequence has the least for its draft to catch up with."""
@@ -182,7 +184,7 @@ class GammaCap:
             self._end_probe()
         elif self._prober is None and over:
             self._prober, self._silent = min(running, key=lambda each: running[each]), 0
-            kept = min(1.0, PROBE_GAMMA * PROBE_ROUNDS / self._judged)  # what was known is old
+            kept = PROBE_GAMMA * PROBE_ROUNDS / max(self._judged, PROBE_GAMMA * PROBE_ROUNDS)  # old statistics
             self._judged, self._accepted = kept * self._judged, kept * self._accepted
 
     def _end_probe(self) -> None:

@@ -67,9 +67,19 @@ class Judge:
     def __call__(self, chunks: Sequence[Chunk], proposals: Sequence[Proposed]) -> Judged:
         """Runs the chunks in one pass, and judges the proposals by the rows that have logits, in order.
 
+        If it raises, no slot has changed its length.
+
         Raises:
-            ValueError, PoolExhausted: see `PackedModel.forward`; no slot has changed its length.
+            ValueError, PoolExhausted: see `PackedModel.forward`.
         """
+        try:
+            return self._judge(chunks, proposals)
+        except Exception:
+            for chunk in chunks:  # where the verification failed, the pass has already lengthened them
+                self._packed.pool.rollback(chunk.slot, chunk.start)
+            raise
+
+    def _judge(self, chunks: Sequence[Chunk], proposals: Sequence[Proposed]) -> Judged:
         filled: list[tuple[Bucket, StaticLaunch]] = []
 
         def before(bucket: Bucket | None) -> None:

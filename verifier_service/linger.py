@@ -12,6 +12,8 @@ from dataclasses import dataclass
 RECENT = 0.125
 # A sequence is late when it takes longer than its mean by so many mean deviations; nobody waits for the late.
 LATE = 2.0
+# Turnarounds beyond so many seconds say nothing of the next one.
+LONGEST = 3600.0
 
 
 @dataclass(slots=True)
@@ -23,7 +25,9 @@ class Turnaround:
     count: int = 0
 
     def add(self, seconds: float) -> None:
-        """Takes in one more."""
+        """Takes in one more; what is no time is left out."""
+        if not 0 <= seconds < LONGEST:
+            return
         if self.count == 0:
             self.mean, self.deviation = seconds, seconds / 2
         else:
@@ -48,4 +52,4 @@ def seconds_to_linger(now: float, since: float, due: Iterable[float], bound: flo
     Returns:
         Until the last of those that are due within the bound; 0 where there is none.
     """
-    return max((time - now for time in due if now < time <= since + bound), default=0.0)
+    return min(max((time - now for time in due if now < time <= since + bound), default=0.0), bound)

@@ -9,10 +9,13 @@ from contextlib import contextmanager
 from prometheus_client import Counter, Gauge, Histogram
 
 from kernels.verify import Rule
+from outrider.best_effort import Component
 from outrider.lm.kv_pool import KVPool
 from outrider.metrics import Metrics
 from outrider.rpc.errors import RequestError
 from verifier_service.scheduler import Scheduler
+
+STREAM_METRICS = Component("stream_metrics")
 
 # From what a kernel takes to what a float64 oracle does, each about twice the one before.
 _SECONDS = (10e-6, 20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0)
@@ -45,7 +48,7 @@ class SequenceMetrics:
             status = "INTERNAL"
             raise
         finally:
-            self._ended.labels(status).inc()
+            STREAM_METRICS.run(lambda: self._ended.labels(status).inc(), None)
 
 
 class SpeculationMetrics:

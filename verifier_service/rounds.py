@@ -35,6 +35,7 @@ class Opening:
 
     Attributes:
         resumed: it was in progress elsewhere, whether or not anything was committed there.
+        isolated: it has steps to itself until its first verdict.
     """
 
     request_id: str
@@ -49,6 +50,7 @@ class Opening:
     top_logprobs: int  # -1: none
     response_bytes: int = 0  # what each response is padded to a multiple of; 0: none
     resumed: bool = False
+    isolated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class Round:
     tokens: tuple[int, ...] = ()
     laws: tuple[SparseLaw | DraftLogits | None, ...] = ()
     decode: int = 0
-    arrived: float = field(default_factory=time.perf_counter)
+    arrived: float = field(default_factory=lambda: time.perf_counter())
 
 
 def check_open(message: verifier_service_pb2.OpenSequence, model: model_pb2.ModelInfo) -> Opening:
@@ -120,6 +122,7 @@ def check_open(message: verifier_service_pb2.OpenSequence, model: model_pb2.Mode
         top_logprobs=check_logprobs(message.logprobs) if message.HasField("logprobs") else -1,
         response_bytes=_check_response_bytes(message.response_bytes),
         resumed=message.reopened or bool(committed),
+        isolated=message.isolated,
     )
 
 

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from outrider.best_effort import Component
 from outrider.lm.kv_pool import KVPool
 from outrider.lm.packed import Chunk
 from outrider.lm.prefix_cache import PrefixCache
@@ -19,10 +20,17 @@ from outrider.lm.room import make_room
 from verifier_service.rounds import Round
 from verifier_service.sequence import TargetSequence
 
+PREFIX_CACHE = Component("prefix_cache")
+
 MAX_BACKLOG = 64  # unread replies at which a sequence pauses
 IDLE_SECONDS = 1.0  # without a round: whoever owes one for so long gives way to all others
+# How long an isolated sequence may hold its turn without a round.
+TURN_SECONDS = 5.0
 # Of a pass, while prompts wait: rounds never take all of it.
 PROMPT_SHARE = 0.25
+
+
+_Ready = tuple[TargetSequence, Round | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +69,9 @@ class Scheduler:
         self._pass_tokens = pass_tokens
         self._max_sequences = max_sequences
         self.is_short = False  # of blocks, at the last plan: then the oldest go first
+        self._isolated: TargetSequence | None = None  # whose turn it is
+        self._turn_began = 0.0
+        self._was_isolated = False  # the last step held an isolated sequence
         self._came = 0
 
     # -------------------------------------------------------------------------------------------------- come and go
@@ -109,8 +120,43 @@ class Scheduler:
         self.running.append(sequence)
 
     def _keep(self, sequence: TargetSequence) -> None:
-        assert sequence.slot is not None
-        self._prefixes.keep(sequence.slot, sequence.tokens, sequence.opening.cache_salt)
+        slot = sequence.slot
+        assert slot is not None
+        PREFIX_CACHE.run(lambda: self._prefixes.keep(slot, sequence.tokens, sequence.opening.cache_salt), None)
+
+    def _adopt(self, sequence: TargetSequence, slot: int) -> int:
+        """Lets an empty slot hold the known prefix of a sequence; returns its length."""
+        salt = sequence.opening.cache_salt
+        known = PREFIX_CACHE.run(lambda: self._prefixes.adopt(slot, sequence.tokens, salt), None)
+        if known is None:
+            self._pool.rollback(slot, 0)
+        return known or 0
+
+    # -------------------------------------------------------------------------------------------- isolated sequences
+
+    @property
+    def isolated(self) -> TargetSequence | None:
+        """The isolated sequence whose turn it is."""
+        return self._isolated if self._isolated in self.running else None
+
+    def next_isolated(self) -> TargetSequence | None:
+        """Gives the turn to the isolated sequence that came first, if it is free; returns that sequence.
+
+        A turn lasts until the first verdict. Its sequence sends a round only once the turn has begun, and nothing of it
+        is run before: so where the process ends meanwhile, no other isolated sequence can have ended it.
+        """
+        if (holder := self.isolated) is not None and holder.is_isolated and not holder.finished:
+            return None
+        waiting = [each for each in self.running if each.is_isolated and not each.finished]
+        self._isolated = min(waiting, key=lambda each: each.came, default=None)
+        self._turn_began = time.perf_counter()
+        return self._isolated
+
+    def overdue(self) -> TargetSequence | None:
+        """The sequence that has the turn and has sent no round for too long."""
+        holder = self.isolated
+        is_waited_for = holder is not None and holder.is_isolated and not holder.finished and not holder.rounds
+        return holder if is_waited_for and time.perf_counter() - self._turn_began > TURN_SECONDS else None
 
     # ------------------------------------------------------------------------------------------------------- a pass
 
@@ -118,9 +164,10 @@ class Scheduler:
         """Fills a pass from sequences and the rounds to judge now, in the order given.
 
         Rounds on prefixes that are there come first, and leave a share to prompts. A prompt too long for what is left
-        is cut. While blocks are short, age goes before both, so that the oldest gets what it needs.
+        is cut. While blocks are short, age goes before both, so that the oldest gets what it needs. An isolated
+        sequence has every other step to itself.
         """
-        ready = [item for item in rounds if _may_run(*item)]
+        ready = self._isolate([item for item in rounds if _may_run(*item)])
         prompts = [item for item in ready if self._behind(item[0]) > 1]
         order = [item for item in ready if self._behind(item[0]) == 1 and item[1] is not None] + prompts
         if self.is_short:
@@ -145,6 +192,13 @@ class Scheduler:
             served = {id(item.sequence) for item in plan.work}
             self.running.sort(key=lambda sequence: id(sequence) in served)
         return plan
+
+    def _isolate(self, ready: list[_Ready]) -> list[_Ready]:
+        """The isolated sequence whose turn it is, once it has a round; or all that are not isolated."""
+        isolated = [item for item in ready if item[0] is self._isolated and item[1] is not None]
+        others = [item for item in ready if not item[0].is_isolated]
+        self._was_isolated = bool(isolated) and not (others and self._was_isolated)
+        return isolated if self._was_isolated else others
 
     def _cut(self, sequence: TargetSequence, round_: Round | None, room: int, *, must: bool) -> TargetWork | None:
         """The round where it fits, or is alone and `must`; else a piece of what is to be run before it."""
@@ -172,7 +226,7 @@ class Scheduler:
         slot = sequence.slot
         assert slot is not None
         begins = self._pool.is_empty(slot)
-        known = self._prefixes.adopt(slot, sequence.tokens, sequence.opening.cache_salt) if begins else 0
+        known = self._adopt(sequence, slot) if begins else 0
         length = len(sequence.tokens) + (0 if round_ is None else len(sequence.drafted(round_)))
         # Whoever begins leaves each of the others a block to grow into, or would soon have to give way again.
         spare = sum(1 for each in self.running if each is not sequence and self._holds(each)) if begins else 0

@@ -29,10 +29,11 @@ class TargetSequence:
     Law 5: between passes the cache holds the committed tokens minus the last, or less while the prompt is prefilled.
 
     Attributes:
-        deliver: hands a reply to the sequence's stream; any thread may call it.
+        deliver: hands a reply to the sequence's stream; called on the engine's thread.
         slot: its place in the KV pool, or None while it waits for one.
         came: its number among those that came; the lower it is, the later it gives way.
         backlog: replies that its client has not read yet.
+        opened: what is sent when its turn begins, where it is isolated; None once it has been sent.
         gamma_cap: the longest proposal worth sending, as its client was told last; None: there is no cap.
     """
 
@@ -43,6 +44,7 @@ class TargetSequence:
     slot: int | None = None
     came: int = 0
     backlog: int = 0
+    opened: verifier_service_pb2.VerifyResponse | None = None
     gamma_cap: int | None = None
     rounds: deque[Round] = field(default_factory=deque)
     tokens: list[int] = field(init=False)
@@ -54,11 +56,13 @@ class TargetSequence:
     half_closed: bool = False  # no more rounds will come
     failed: bool = False  # it ended with an error: its keys and values may be no numbers
     prefix_kept: bool = False  # its first tokens are known to the prefix cache
+    is_isolated: bool = field(init=False)  # it has steps to itself until its first verdict
     _hash: PrefixHash = field(init=False)
     _adjuster: Adjuster | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.tokens = self.opening.prompt + self.opening.committed
+        self.is_isolated = self.opening.isolated
         self._hash = PrefixHash(self.tokens)
         self._adjuster = None
         if not self.opening.logit_rules.is_identity:
@@ -70,6 +74,11 @@ class TargetSequence:
     def written(self) -> int:
         """Output tokens so far, those committed before it was opened included."""
         return len(self.tokens) - len(self.opening.prompt)
+
+    @property
+    def awaits_turn(self) -> bool:
+        """Whether it is isolated and not open yet, so that no round of it can come."""
+        return self.opened is not None
 
     # ------------------------------------------------------------------------------------------------------- rounds
 
@@ -201,6 +210,7 @@ class TargetSequence:
             for token in tokens:
                 self._adjuster.push(token)
         self.judged_at = time.perf_counter()
+        self.is_isolated = False
         self.decoded += 1
         if self.decoded >= round_.decode:
             self.rounds.popleft()

@@ -39,4 +39,9 @@ class VerifierSettings(ParallelSettings):
     )
     prefix_cache: bool = Field(True, description="share keys and values among prompts that begin alike")
     idle_timeout: float = Field(60.0, gt=0, description="seconds after which a silent stream is closed")
+    contended_idle_timeout: float = Field(
+        5.0,
+        gt=0,
+        description="seconds instead, where less, for a stream whose place others wait for; looked at every 5 s",
+    )
     slow_client_timeout: float = Field(30.0, gt=0, description="seconds a client may leave 64 verdicts unread")

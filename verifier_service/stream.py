@@ -6,13 +6,15 @@ It knows nothing of models: it stands between one gRPC call and one sequence of 
 import asyncio
 import contextlib
 import time
+from functools import partial
 from typing import Any, cast
 
 import grpc
 import structlog
 
+from outrider.best_effort import Component
 from outrider.padding import pad
-from outrider.rpc.errors import RequestError, idle, invalid_field, out_of_order, overloaded
+from outrider.rpc.errors import RequestError, idle, internal, invalid_field, out_of_order, overloaded, yielded
 from outrider.rpc.patience import Patience
 from outrider.sampling import RULE_TO_WIRE, Sampling
 from outrider.tracing import CallTrace
@@ -20,13 +22,40 @@ from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service.admission import Admission
 from verifier_service.engine import Close, HalfClose, Open, Read, Remind, Submit, VerifierEngine
 from verifier_service.rounds import MAX_NAME_CHARS, Round, check_decode, check_open, check_proposal
+from verifier_service.scheduler import PREFIX_CACHE
 from verifier_service.sequence import Reply, TargetSequence
 from verifier_service.settings import VerifierSettings
 
 _log = structlog.get_logger()
 
 Context = grpc.aio.ServicerContext[verifier_service_pb2.VerifyRequest, verifier_service_pb2.VerifyResponse]
+STREAM_LOG = Component("stream_log")
+
 NOTICE_INTERVAL = 5.0  # seconds between QUEUED notices; who waits for several of them in vain may call us silent
+
+
+class Outbox:
+    """Carries the replies of a step from the engine's thread to their streams, in one call of the event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._replies: list[tuple[asyncio.Queue[Reply], Reply]] = []
+
+    def put(self, queue: asyncio.Queue[Reply], reply: Reply) -> None:
+        """Adds a reply for a stream; it leaves with the next `flush`."""
+        self._replies.append((queue, reply))
+
+    def flush(self) -> None:
+        """Sends what was put since the last call."""
+        if self._replies:
+            replies, self._replies = self._replies, []
+            with contextlib.suppress(RuntimeError):  # the loop has closed
+                self._loop.call_soon_threadsafe(_put_all, replies)
+
+
+def _put_all(replies: list[tuple[asyncio.Queue[Reply], Reply]]) -> None:
+    for queue, reply in replies:
+        queue.put_nowait(reply)
 
 
 class VerifyStream:
@@ -40,6 +69,7 @@ class VerifyStream:
         admission: Admission,
         context: Context,
         *,
+        outbox: Outbox,
         trace: CallTrace,
     ) -> None:
         self._engine = engine
@@ -48,8 +78,8 @@ class VerifyStream:
         self._admission = admission
         self._context = context
         self._trace = trace
-        self._outbox: asyncio.Queue[Reply] = asyncio.Queue()
-        self._loop = asyncio.get_running_loop()
+        self._replies: asyncio.Queue[Reply] = asyncio.Queue()
+        self._outbox = outbox
         self._heard = time.monotonic()
         self._tally = _Tally()
 
@@ -62,22 +92,26 @@ class VerifyStream:
         message = await self._opening()
         opening = check_open(message.open, self._model)
         with self._admission.enter(resumed=opening.resumed):
-            await self._serve(TargetSequence(message.sequence_id, opening, self._model.vocab_size, self._deliver))
+            deliver = partial(self._outbox.put, self._replies)
+            await self._serve(TargetSequence(message.sequence_id, opening, self._model.vocab_size, deliver))
 
     async def _serve(self, sequence: TargetSequence) -> None:
-        cached = self._engine.prefixes.find(sequence.tokens, sequence.opening.cache_salt)
-        self._outbox.put_nowait(
-            verifier_service_pb2.VerifyResponse(
-                sequence_id=sequence.sequence_id,
-                opened=verifier_service_pb2.Opened(
-                    cached_tokens=cached,
-                    limits=self._model.limits,
-                    rules=self._model.rules,
-                    rule=RULE_TO_WIRE[sequence.opening.sampling.rule],
-                    weights_fingerprint=self._model.weights_fingerprint,
-                ),
-            )
+        prefixes, salt = self._engine.prefixes, sequence.opening.cache_salt
+        cached = PREFIX_CACHE.run(lambda: prefixes.find(sequence.tokens, salt), 0)
+        opened = verifier_service_pb2.VerifyResponse(
+            sequence_id=sequence.sequence_id,
+            opened=verifier_service_pb2.Opened(
+                cached_tokens=cached,
+                limits=self._model.limits,
+                rules=self._model.rules,
+                rule=RULE_TO_WIRE[sequence.opening.sampling.rule],
+                weights_fingerprint=self._model.weights_fingerprint,
+            ),
         )
+        if sequence.is_isolated:
+            sequence.opened = opened  # the engine sends it when the sequence's turn comes
+        else:
+            self._replies.put_nowait(opened)
         self._engine.post(Open(sequence))
         helpers = [asyncio.create_task(self._read(sequence)), asyncio.create_task(self._watch(sequence))]
         outcome = "CANCELLED"
@@ -91,7 +125,7 @@ class VerifyStream:
             for helper in helpers:
                 helper.cancel()
             self._engine.post(Close(sequence))
-            self._tally.log(sequence, outcome)
+            STREAM_LOG.run(lambda: self._tally.log(sequence, outcome), None)
             self._trace.describe(
                 {
                     "outrider.request_id": sequence.opening.request_id,
@@ -145,7 +179,10 @@ class VerifyStream:
                 self._engine.post(Submit(sequence, self._check(message, sampling)))
             self._engine.post(HalfClose(sequence))
         except RequestError as error:
-            self._outbox.put_nowait(error)
+            self._replies.put_nowait(error)
+        except Exception as error:  # without a reader the stream would wait for its client until the idle time-out
+            _log.error("reading from a Verify stream failed", exc_info=error)
+            self._replies.put_nowait(internal("INTERNAL", "internal error; the server's log has the rest"))
 
     def _check(self, message: verifier_service_pb2.VerifyRequest, sampling: Sampling) -> Round:
         match message.WhichOneof("kind"):
@@ -167,15 +204,10 @@ class VerifyStream:
 
     # ------------------------------------------------------------------------------------------------------- writing
 
-    def _deliver(self, reply: Reply) -> None:
-        """Called on the engine's thread."""
-        with contextlib.suppress(RuntimeError):  # where the loop has closed, nobody is left to read it
-            self._loop.call_soon_threadsafe(self._outbox.put_nowait, reply)
-
     async def _write(self, sequence: TargetSequence) -> None:
         limit = self._settings.slow_client_timeout
         with Patience(limit) as patience:
-            while (reply := await self._outbox.get()) is not None:
+            while (reply := await self._replies.get()) is not None:
                 if isinstance(reply, RequestError):
                     raise reply
                 if sequence.opening.response_bytes:
@@ -186,10 +218,10 @@ class VerifyStream:
                     raise idle(f"the client left replies unread for {limit:g} s", seconds=limit) from None
                 self._heard = time.monotonic()
                 if reply.WhichOneof("kind") == "verdict":
-                    self._tally.add(reply.verdict)
+                    self._engine.post(Read(sequence, 1))
+                    STREAM_LOG.run(lambda: self._tally.add(reply.verdict), None)
                     if self._trace.is_recorded:
                         self._record(reply.verdict)
-                    self._engine.post(Read(sequence, 1))
 
     def _record(self, verdict: speculation_pb2.Verdict) -> None:
         """Puts a round into the trace: from its arrival to now."""
@@ -221,12 +253,23 @@ class VerifyStream:
         while True:
             await asyncio.sleep(interval)
             silent = time.monotonic() - self._heard
-            if sequence.slot is None or sequence.rounds:
+            if sequence.slot is None or sequence.rounds or sequence.awaits_turn:
                 if silent > interval / 2:
                     # The engine itself says so: where it hangs, the client shall notice the silence.
                     self._engine.post(Remind(sequence))
             elif silent > limit:
-                self._outbox.put_nowait(idle(f"the stream was silent for {limit:g} s", seconds=limit))
+                self._replies.put_nowait(idle(f"the stream was silent for {limit:g} s", seconds=limit))
+            elif silent > self._settings.contended_idle_timeout:
+                await self._give_way(f"{silent:.3g}")
+
+    async def _give_way(self, seconds: str) -> None:
+        """Ends an idle stream, where another sequence needs its place: it may go on later, and elsewhere at once."""
+        with self._admission.give_way() as gives_way:
+            if gives_way:
+                text = f"the stream was silent for {seconds} s while others wait in the queue"
+                error = yielded(text, retry_after=self._admission.retry_after(), seconds=seconds)
+                self._replies.put_nowait(error)
+                await asyncio.Event().wait()  # until the stream has ended, which cancels this
 
 
 class _Tally:

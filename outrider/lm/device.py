@@ -36,6 +36,17 @@ def work_on(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
+def is_lost(device: torch.device) -> bool:
+    """Whether a device has failed for good: after some CUDA errors every later call of the process raises, too."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
 def describe_device(device: torch.device) -> dict[str, str]:
     """What tells a device from others in a log, beside its name to torch: the model and the UUID of a GPU, as
     `nvidia-smi -L` shows them; of a CPU nothing.

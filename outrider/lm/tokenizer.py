@@ -103,6 +103,19 @@ class Tokenizer:
         return vocabulary
 
     @cached_property
+    def longest_token_bytes(self) -> int:
+        """UTF-8 bytes of text that one token stands for at most."""
+        # A vocabulary spells a token in as many bytes as its text, or in more: as soon as no spelling is longer than
+        # the longest text so far, no text is.
+        spellings = sorted(((len(token.encode()), number) for token, number in self.get_vocab().items()), reverse=True)
+        longest = 1
+        for spelling, number in spellings:
+            if spelling <= longest:
+                break
+            longest = max(longest, len(self.decode_token(number, skip_special=False).encode()))
+        return longest
+
+    @cached_property
     def fingerprint(self) -> str:
         """See `outrider.lm.fingerprint.tokenizer_fingerprint`."""
         return tokenizer_fingerprint(self)

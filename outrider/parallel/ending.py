@@ -7,6 +7,8 @@ from typing import NoReturn
 
 import structlog
 
+from outrider.log_queue import flush_all
+
 _log = structlog.get_logger()
 
 
@@ -21,8 +23,7 @@ def leave(code: int) -> NoReturn:
     """Ends the process without what Python and torch would do at the end: that waits for ranks that may be gone, and
     for threads that wait for them.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_all()
     os._exit(code)
 
 

@@ -3,13 +3,12 @@
 import queue
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import grpc
 
 from outrider.wire import PrefixHash
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
-from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
 
 TIMEOUT = 60.0
 PROMPT = [5, 6, 7, 8]
@@ -31,13 +30,22 @@ def opening(
     )
 
 
+def _serialized(message: verifier_service_pb2.VerifyRequest | bytes) -> bytes:
+    return message if isinstance(message, bytes) else message.SerializeToString()
+
+
 class Stream:
     """One call of `Verify`; `with` it, `send` messages and `take` replies."""
 
     def __init__(self, channel: grpc.Channel, sequence_id: str = "s", timeout: float = TIMEOUT) -> None:
         self.sequence_id = sequence_id
-        self._outbox: queue.SimpleQueue[verifier_service_pb2.VerifyRequest | None] = queue.SimpleQueue()
-        self.call = VerifierServiceStub(channel).Verify(self._requests(), timeout=timeout)
+        self._outbox: queue.SimpleQueue[verifier_service_pb2.VerifyRequest | bytes | None] = queue.SimpleQueue()
+        method: Any = channel.stream_stream(
+            "/outrider.v1.VerifierService/Verify",
+            request_serializer=_serialized,
+            response_deserializer=verifier_service_pb2.VerifyResponse.FromString,
+        )
+        self.call = method(self._requests(), timeout=timeout)
 
     def __enter__(self) -> Self:
         return self
@@ -48,11 +56,12 @@ class Stream:
         self._outbox.put(None)
         self.call.cancel()
 
-    def _requests(self) -> Iterator[verifier_service_pb2.VerifyRequest]:
+    def _requests(self) -> Iterator[verifier_service_pb2.VerifyRequest | bytes]:
         while (message := self._outbox.get()) is not None:
             yield message
 
-    def send(self, message: verifier_service_pb2.VerifyRequest) -> None:
+    def send(self, message: verifier_service_pb2.VerifyRequest | bytes) -> None:
+        """Sends a message, or bytes that are none."""
         self._outbox.put(message)
 
     def close_sending(self) -> None:

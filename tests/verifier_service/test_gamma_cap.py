@@ -6,8 +6,11 @@ Times are drawn, not measured, so nothing here depends on the machine.
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from outrider.cost_line import CostLine
 from outrider.theory import expected_tokens
@@ -213,3 +216,48 @@ def test_one_that_reads_slowly_does_not_move_the_cap() -> None:
                 )
         told.caps.look(told.running, LINE)
     assert told.caps.cap is None
+
+
+def test_where_sequences_leave_the_next_look_may_find_no_cycle() -> None:
+    """Cycles are noted in the second half of the rounds until a look, and with fewer sequences fewer rounds are needed:
+    the look may then come before the first note.
+    """
+    caps, line = GammaCap(), CostLine(0.004, 0.0004)
+    everyone = dict.fromkeys(range(24), 10)
+    caps.look(everyone, line)
+    for name in range(LEAST_ROUNDS):
+        caps.add(name % 24, drafted=5, judged=5, accepted=4, turnaround=0.002, whole=0.02)
+    caps.look({0: 10, 1: 10}, line)
+    assert caps.cap is None
+    for _ in range(2 * LEAST_ROUNDS):
+        caps.add(0, drafted=5, judged=5, accepted=0, turnaround=0.002, whole=0.02)
+    caps.look({0: 10, 1: 10}, line)
+    assert caps.cap is not None, "the rounds were not lost"
+
+
+SECONDS = st.floats(allow_nan=True, allow_infinity=True) | st.floats(-1.0, 1.0) | st.just(0.0)
+ROUNDS = st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), SECONDS, SECONDS)
+LOOKS = st.tuples(st.dictionaries(st.integers(0, 9), st.integers(0, 99)), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(ROUNDS, st.integers(1, 80)) | LOOKS, max_size=40))
+def test_whatever_happens_the_cap_is_in_its_range(events: list[Any]) -> None:
+    """Sequences come and go, rounds have no tokens, come in bursts, and take no time, less than none, or no number."""
+    caps, longest = GammaCap(), 0
+    for event in events:
+        if len(event) == 2:
+            (name, drafted, judged, accepted, turnaround, whole), times = event
+            judged = min(judged, drafted)
+            longest = max(longest, drafted)
+            for _ in range(times):
+                caps.add(
+                    name, drafted=drafted, judged=judged, accepted=min(accepted, judged), turnaround=turnaround,
+                    whole=whole,
+                )  # fmt: skip
+        else:
+            running, fixed, per_token = event
+            caps.look(running, CostLine(fixed, per_token))
+        assert caps.cap is None or 0 <= caps.cap <= longest
+        assert all(cap is None or 0 <= cap <= max(longest, PROBE_GAMMA) for cap in map(caps.of, range(10)))
+        assert 0.0 <= caps.alpha <= 1.0

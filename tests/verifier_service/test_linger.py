@@ -3,10 +3,13 @@
 The engine is real and runs the demo draft; its passes are driven by hand, so that no test waits.
 """
 
+import math
 import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kernels.adjustments import LogitRules
 from kernels.distribution import SamplingLaw
@@ -52,6 +55,23 @@ def test_a_turnaround_is_its_mean_and_a_margin() -> None:
     for step in range(400):
         turnaround.add(0.002 if step % 2 else 0.004)
     assert turnaround.latest() == pytest.approx(0.005, rel=0.1)  # mean 3 ms, mean deviation 1 ms
+
+
+ANY = st.floats(allow_nan=True, allow_infinity=True) | st.floats(-1.0, 10.0)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(turnarounds=st.lists(ANY, max_size=8), now=ANY, since=ANY, due=st.lists(ANY, max_size=4), bound=st.floats(0, 10))
+def test_whatever_clocks_do_a_step_is_not_held_back_for_longer_than_the_bound(
+    turnarounds: list[float], now: float, since: float, due: list[float], bound: float
+) -> None:
+    turnaround = Turnaround()
+    for seconds in turnarounds:
+        turnaround.add(seconds)
+    latest = turnaround.latest()
+    assert (latest is None) == (turnaround.count == 0)
+    assert latest is None or math.isfinite(latest)
+    assert 0.0 <= seconds_to_linger(now, since, due, bound) <= bound
 
 
 @pytest.fixture(scope="module")

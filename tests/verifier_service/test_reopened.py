@@ -14,13 +14,22 @@ from tests.services import HEALTHY_WITHIN_S, MODELS
 from tests.verifier_service.streams import PROMPT, Stream, opening
 
 IDLE_S = 8.0
-"""Also four times the interval at which who waits is told so."""
+"""Also four times the interval at which who waits is told so, and an idle stream looked at."""
 
 
 @pytest.fixture(scope="module")
 def channel() -> Iterator[grpc.Channel]:
     arguments = ["--model", str(MODELS / "target"), "--listen", "127.0.0.1:0", "--threads", "1", "--dtype", "float32"]
-    limits = ("--max-sequences", "1", "--max-waiting", "1", "--idle-timeout", str(IDLE_S))
+    limits = (
+        "--max-sequences",
+        "1",
+        "--max-waiting",
+        "1",
+        "--idle-timeout",
+        str(IDLE_S),
+        "--contended-idle-timeout",
+        "3",
+    )
     with ForkedService.start(["verifier_service", *arguments, *limits]) as process:
         process.wait_healthy(HEALTHY_WITHIN_S)
         with grpc.insecure_channel(process.address) as channel:
@@ -54,6 +63,22 @@ def test_it_is_let_in_and_goes_first_and_who_waits_hears_of_it(channel: grpc.Cha
         running.call.cancel()
         verdict = again.verdict()
         assert list(verdict.token_ids) == alone
-        assert verdict.load.waiting == 1, "the other one, which came before it, waits still"
+        assert verdict.load.waiting == 2, "the load is that before the step: this sequence and the other one waited"
         again.call.cancel()
         assert list(fresh.verdict().token_ids) == alone
+
+
+def test_an_idle_stream_gives_its_place_to_a_sequence_that_waits(channel: grpc.Channel) -> None:
+    with Stream(channel, "idle") as idle, Stream(channel, "waits") as waits:
+        idle.open()
+        idle.decode(1, PROMPT)
+        alone = list(idle.verdict().token_ids)
+        waits.open()
+        waits.decode(1, PROMPT)
+        assert list(waits.verdict().token_ids) == alone
+        with pytest.raises(grpc.RpcError) as caught:
+            idle.take()
+    error = from_rpc_error(caught.value)
+    assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "IDLE")
+    assert "others wait in the queue" in error.message
+    assert error.retry_after is not None

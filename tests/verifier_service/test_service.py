@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import grpc
 import pytest
@@ -17,10 +18,10 @@ from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_p
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
 from tests.forked import ForkedService
 from tests.services import HEALTHY_WITHIN_S
+from tests.verifier_service.bad_streams import BAD_STREAMS, COUPLED, GARBAGE, INVALID
 from tests.verifier_service.streams import PROMPT, Stream, opening
 
 PLACES, WAITING = 4, 1
-COUPLED = sampling_pb2.ACCEPTANCE_RULE_COUPLED
 TARGET = "models/demo/target"
 
 
@@ -201,76 +202,7 @@ def test_logprobs_come_with_every_committed_token(channel: grpc.Channel) -> None
 # ---------------------------------------------------------------------------------------------------------- bad input
 
 
-def _unnamed(stream: Stream) -> None:
-    stream.open()
-    stream.send(verifier_service_pb2.VerifyRequest(sequence_id=stream.sequence_id))
-
-
-def _foreign(stream: Stream) -> None:
-    stream.open()
-    stream.sequence_id = "another"
-    stream.decode(1, PROMPT)
-
-
-def _opened_twice(stream: Stream) -> None:
-    stream.open()
-    stream.open()
-
-
-def _unknown_feature(stream: Stream) -> None:
-    message = opening()
-    message.required_features.append("telepathy")
-    stream.open(message)
-
-
-def _own_support(stream: Stream) -> None:
-    stream.open()
-    stream.send(
-        verifier_service_pb2.VerifyRequest(
-            sequence_id="s",
-            proposal=speculation_pb2.Proposal(
-                round=1,
-                base_length=4,
-                prefix_hash=b"\0" * 8,
-                token_ids=[9],
-                distributions=[
-                    speculation_pb2.TokenDistribution(
-                        sparse=speculation_pb2.SparseDistribution(token_ids=b"\1\0\0\0", weights=b"\1\0")
-                    )
-                ],
-            ),
-        )
-    )
-
-
-INVALID, FAILED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION
-
-
-@pytest.mark.parametrize(
-    ("act", "code", "reason", "says"),
-    [
-        (lambda s: s.decode(1, PROMPT), INVALID, "OUT_OF_ORDER", "must be OpenSequence"),
-        (lambda s: s.close_sending(), INVALID, "OUT_OF_ORDER", "before OpenSequence"),
-        (_opened_twice, INVALID, "OUT_OF_ORDER", "second OpenSequence"),
-        (_unnamed, INVALID, "INVALID_FIELD", "kind is not set"),
-        (_foreign, INVALID, "INVALID_FIELD", "'another'"),
-        (_unknown_feature, FAILED, "UNKNOWN_FEATURE", "telepathy"),
-        (_own_support, INVALID, "INVALID_FIELD", "not in its own support"),
-        (lambda s: s.open(opening([])), INVALID, "INVALID_FIELD", "prompt_token_ids is empty"),
-        (lambda s: s.open(opening([2048])), INVALID, "INVALID_FIELD", "is 2048"),
-        (lambda s: s.open(opening([1] * 1020)), INVALID, "INVALID_FIELD", "a sequence holds 1024"),
-        (lambda s: (s.open(), s.decode(1, [*PROMPT, 1])), INVALID, "WRONG_BASE", "base_length of round 1 is 5"),
-        (lambda s: (s.open(), s.decode(1, [9, 9, 9, 9])), INVALID, "WRONG_BASE", "prefix_hash"),
-        (lambda s: (s.open(), s.propose(1, PROMPT, [1] * 17)), INVALID, "INVALID_FIELD", "17"),
-        (lambda s: (s.open(), s.propose(1, PROMPT, [1, 2], tells_laws=False)), INVALID, "INVALID_FIELD", "takes 2"),
-        (
-            lambda s: (s.open(opening(rule=COUPLED)), s.propose(1, PROMPT, [1, 2])),
-            INVALID,
-            "INVALID_FIELD",
-            "2 entries for 2 token_ids; the rule coupled takes 0",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("act", "code", "reason", "says"), BAD_STREAMS)
 def test_bad_input_ends_its_own_stream_with_a_clear_status(
     channel: grpc.Channel,
     alone: list[int],
@@ -287,6 +219,24 @@ def test_bad_input_ends_its_own_stream_with_a_clear_status(
         assert (error.code, error.reason) == (code, reason)
         assert says in error.message
         assert [bystander.verdict().token_ids[0] for _ in range(4)] == alone[:4]
+
+
+def test_streams_of_garbage_leave_their_places_at_once(channel: grpc.Channel, verifier: ServiceProcess) -> None:
+    """Each holds KV by then: a sequence with a round has been answered."""
+    for _ in range(2 * (PLACES + WAITING)):
+        with Stream(channel, "garbage") as stream:
+            stream.open()
+            stream.decode(1, PROMPT)
+            stream.verdict()
+            stream.send(GARBAGE)
+            assert ends(stream).code() is INVALID
+    with Stream(channel) as stream:
+        wait_until_alone(stream)
+    unary: Any = channel.unary_unary("/outrider.v1.VerifierService/GetModel")
+    with pytest.raises(grpc.RpcError) as caught:
+        unary(GARBAGE, timeout=60)
+    assert caught.value.code() is INVALID
+    assert not any("Traceback" in line or "DecodeError" in line for line in verifier.log_lines())
 
 
 def test_a_message_beyond_the_limit_is_refused(channel: grpc.Channel) -> None:

@@ -1,9 +1,6 @@
 """The path of verification that was asked for is the one that judges; one that cannot is refused at the start."""
 
-import os
 import queue
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -13,6 +10,7 @@ from kernels.paths import VerifyPath
 from kernels.verify import Rule, implementations, verify
 from outrider.lm.device import find_device
 from outrider.settings import SettingsError
+from tests.forked import ForkedService
 from tests.house.project import ROOT
 from tests.verifier_service.streams import PROMPT
 from tests.verifier_service.test_sequence import a_round, make
@@ -58,21 +56,14 @@ class Tally:
 
 def test_a_path_that_cannot_run_is_one_line_and_exit_code_2() -> None:
     arguments = ["--model", TARGET, "--device", "cpu", "--listen", "127.0.0.1:0", "--verify-path", "triton"]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "verifier_service", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        env=environment,
-    )
-    assert done.returncode == 2
-    assert done.stderr.splitlines() == [
+    with ForkedService.launch(["verifier_service", *arguments], env={"TRITON_INTERPRET": ""}) as service:
+        assert service.process.wait(60) == 2
+    lines = service.log_lines()
+    assert not any('"listening"' in line for line in lines)
+    assert [line for line in lines if not line.startswith("{")] == [
         "verifier_service: --verify-path triton: triton cannot judge on cpu: it needs a CUDA device, "
         "or TRITON_INTERPRET=1 in the environment to interpret it, slowly"
     ]
-    assert "listening" not in done.stdout
 
 
 def test_a_name_that_is_no_path_is_refused_with_those_that_are(capsys: pytest.CaptureFixture[str]) -> None:

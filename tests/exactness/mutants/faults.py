@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from kernels import philox
+from tests.exactness.mutants import conditions
 
 
 def shared_noise() -> None:
@@ -278,43 +278,6 @@ def noise_of_the_round() -> None:
     _displace_noise("kernels.verify_torch", lambda places: [places[0]] * len(places))
 
 
-def stubborn() -> None:
-    """No fault: a round is not given up however many verifiers it loses, one right after the other."""
-    importlib.import_module("draft_service.trouble").__dict__["MOST_LOST_IN_A_ROUND"] = 1 << 30
-
-
-def unhurried() -> None:
-    """No fault: each of the verifier's passes takes 10 ms more, so that a text is in progress for a while."""
-    import time
-
-    from verifier_service.engine import VerifierEngine
-
-    honest = VerifierEngine.forward
-
-    def forward(self: VerifierEngine, work: Any) -> Any:
-        time.sleep(0.01)
-        return honest(self, work)
-
-    VerifierEngine.forward = forward  # type: ignore[method-assign]
-
-
-def braked() -> None:
-    """No fault: each of the verifier's passes takes so many seconds more as a file says (`tests.brake`) while it is
-    there.
-    """
-    from tests.brake import held_up
-    from verifier_service.engine import VerifierEngine
-
-    honest = VerifierEngine.forward
-
-    def forward(self: VerifierEngine, work: Any) -> Any:
-        output = honest(self, work)
-        held_up()
-        return output
-
-    VerifierEngine.forward = forward  # type: ignore[method-assign]
-
-
 def eager_outcome_cache() -> None:
     """No fault, but what shows one: whoever asks waits until four outcomes have been drafted for."""
     from draft_service.drafters import ahead
@@ -329,7 +292,7 @@ def eager_outcome_cache() -> None:
     honest = DraftEngine.receive
 
     def receive(self: DraftEngine, message: Ask | Close) -> None:
-        while work := self._ahead():
+        while work := self._branches():
             self.process(work, self.forward(work))
         honest(self, message)
 
@@ -379,38 +342,6 @@ def _redirected(domains: dict[philox.Domain, philox.Domain]) -> Callable[..., fl
     return uniform
 
 
-def dies_after_every_round() -> None:
-    """The draft service ends each call with the first round that it has told of, as one that has died."""
-    _dies(lambda request_id: True)
-
-
-def dies_thrice() -> None:
-    """The same, for the first three calls of each request."""
-    calls = Counter[str]()
-
-    def is_early(request_id: str) -> bool:
-        calls[request_id] += 1
-        return calls[request_id] <= 3
-
-    _dies(is_early)
-
-
-def _dies(does: Callable[[str], bool]) -> None:
-    from draft_service import generation
-    from outrider.rpc.errors import unavailable
-
-    sample = generation.Sample
-    honest = sample._tell
-
-    async def tell(self: Any) -> None:
-        await honest(self)
-        has_more = self._written > len(self._request.committed)
-        if has_more and not self.finish_reason and does(self._request.request_id):
-            raise unavailable("DRAINING", "gone")
-
-    sample._tell = tell  # type: ignore[method-assign]
-
-
 FAULTS: dict[str, Callable[[], None]] = {
     fault.__name__: fault
     for fault in (
@@ -437,13 +368,21 @@ FAULTS: dict[str, Callable[[], None]] = {
         noise_of_the_next_position,
         noise_of_another_seed,
         noise_of_the_round,
-        stubborn,
-        unhurried,
-        braked,
+        conditions.stubborn,
+        conditions.unhurried,
+        conditions.impatient_keepalive,
+        conditions.briskly_interpreted,
+        conditions.held,
+        conditions.crowded,
+        conditions.braked,
+        conditions.broken_components,
         eager_outcome_cache,
         branches_take_the_likeliest,
-        dies_after_every_round,
-        dies_thrice,
+        conditions.dies_after_every_round,
+        conditions.dies_thrice,
+        conditions.poisoned_step,
+        conditions.deadly_step,
+        conditions.scheduler_breaks,
     )
 }
 """By name."""

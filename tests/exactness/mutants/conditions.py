@@ -1,0 +1,170 @@
+"""Conditions that services are put under, in the process that is about to become one: slow, broken, or about to end.
+
+They are called by name, as faults are (`tests.exactness.mutants.faults.FAULTS`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def stubborn() -> None:
+    """No fault: a round is not given up however many verifiers it loses, one right after the other."""
+    trouble = importlib.import_module("draft_service.trouble").__dict__
+    trouble["MOST_LOST_IN_A_ROUND"] = trouble["MOST_FAILED_IN_A_ROUND"] = 1 << 30
+
+
+def unhurried() -> None:
+    """No fault: each of the verifier's passes takes 10 ms more, so that a text is in progress for a while."""
+    _slow_passes(0.01)
+
+
+def crowded() -> None:
+    """No fault: each of the verifier's passes takes 50 ms more, so that many texts share it."""
+    _slow_passes(0.05)
+
+
+def _slow_passes(seconds: float) -> None:
+    import time
+
+    from verifier_service.engine import VerifierEngine
+
+    honest = VerifierEngine.forward
+
+    def forward(self: VerifierEngine, work: Any) -> Any:
+        time.sleep(seconds)
+        return honest(self, work)
+
+    VerifierEngine.forward = forward  # type: ignore[method-assign]
+
+
+def impatient_keepalive() -> None:
+    """No fault: a server that pings its peers does so after 6 s, and waits 6 s for the answer."""
+    import grpc.aio
+
+    honest = grpc.aio.server
+    sooner = {"grpc.keepalive_time_ms": 6_000, "grpc.keepalive_timeout_ms": 6_000}
+
+    def server(*, options: Sequence[tuple[str, int]], **other: Any) -> grpc.aio.Server:
+        return honest(options=[(name, sooner.get(name, value)) for name, value in options], **other)
+
+    setattr(grpc.aio, "server", server)  # noqa: B010  # its type names each argument
+
+
+def briskly_interpreted() -> None:
+    """No fault: Triton's interpreter as `tests.kernels` has it, which takes less than half of the time."""
+    from tests.kernels.interpreter import patch_once_a_launch
+
+    patch_once_a_launch()
+
+
+def held() -> None:
+    """No fault: a pass lasts as long as a file is there (`tests.operations.held`)."""
+    from tests.operations.held import install
+
+    install()
+
+
+def braked() -> None:
+    """No fault: each of the verifier's passes takes so many seconds more as a file says (`tests.brake`) while it is
+    there.
+    """
+    from tests.brake import held_up
+    from verifier_service.engine import VerifierEngine
+
+    honest = VerifierEngine.forward
+
+    def forward(self: VerifierEngine, work: Any) -> Any:
+        output = honest(self, work)
+        held_up()
+        return output
+
+    VerifierEngine.forward = forward  # type: ignore[method-assign]
+
+
+def broken_components() -> None:
+    """One `Component` after another fails, as a file says (`tests.load.broken`)."""
+    from tests.load import broken
+
+    broken.install()
+
+
+def dies_after_every_round() -> None:
+    """The draft service ends each call with the first round that it has told of, as one that has died."""
+    _dies(lambda request_id: True)
+
+
+def dies_thrice() -> None:
+    """The same, for the first three calls of each request."""
+    calls = Counter[str]()
+
+    def is_early(request_id: str) -> bool:
+        calls[request_id] += 1
+        return calls[request_id] <= 3
+
+    _dies(is_early)
+
+
+def _dies(does: Callable[[str], bool]) -> None:
+    from draft_service import generation
+    from outrider.rpc.errors import unavailable
+
+    sample = generation.Sample
+    honest = sample._tell
+
+    async def tell(self: Any) -> None:
+        await honest(self)
+        has_more = self._written > len(self._request.committed)
+        if has_more and not self.finish_reason and does(self._request.request_id):
+            raise unavailable("DRAINING", "gone")
+
+    sample._tell = tell  # type: ignore[method-assign]
+
+
+POISON = 1999
+"""The token that breaks what `poisoned_step` and `deadly_step` break."""
+
+
+def poisoned_step() -> None:
+    """A step of the target's fails where a token is in it."""
+    _poison(_fail)
+
+
+def deadly_step() -> None:
+    """It ends the process."""
+    _poison(lambda: os._exit(9))
+
+
+def _poison(end: Callable[[], Any]) -> None:
+    from outrider.lm.packed import Chunk, PackedModel
+
+    forward = PackedModel.forward
+
+    def poisoned(self: PackedModel, chunks: Sequence[Chunk], **named: Any) -> Any:
+        if any(POISON in chunk.tokens for chunk in chunks):
+            end()
+        return forward(self, chunks, **named)
+
+    PackedModel.forward = poisoned  # type: ignore[method-assign]
+
+
+def scheduler_breaks() -> None:
+    """The verifier's scheduler raises from the third sequence on."""
+    from verifier_service.scheduler import Scheduler
+
+    plan = Scheduler.plan
+
+    def broken(self: Scheduler, rounds: Any) -> Any:
+        if len(self.running) > 2:
+            _fail()
+        return plan(self, rounds)
+
+    Scheduler.plan = broken  # type: ignore[method-assign]
+
+
+def _fail() -> None:
+    raise RuntimeError("injected")
