@@ -85,6 +85,7 @@ class DraftApp(Service):
             built, tokenizer = await in_thread(lambda: load_built(settings, self._loader))
         else:
             tokenizer = await in_thread(lambda: load_tokenizer_alone(settings))
+        await in_thread(lambda: tokenizer.longest_token_bytes)  # some 0.1 s, once: requests are checked by it
         await warm()  # whatever becomes of verifiers, there is no use in starting it anew
         self._link = VerifierLink(
             settings.verifier,
@@ -110,7 +111,7 @@ class DraftApp(Service):
             drafters |= model_drafters(settings, self.engine, drafters, target)
             await warm_up(drafters[Kind.MODEL], self.engine)
             show_outcome_cache(self.metrics, self.engine.cache.counts)
-        show_held(self.metrics, self._servicer.places, None if built is None else built.packed.pool)
+        show_held(self.metrics, self._servicer.limit, None if built is None else built.packed.pool)
         if not supports_rule_by_logits(drafters):
             remove_lossy_rules(draft)
         self.metrics.describe(
@@ -123,7 +124,8 @@ class DraftApp(Service):
         )
 
     async def drain(self) -> None:
-        """Requests in progress finish by themselves."""
+        """Requests in progress finish by themselves; those in the queue go elsewhere."""
+        self._servicer.limit.drain()
 
     def stop(self) -> None:
         if self._link is not None:
@@ -202,7 +204,7 @@ def model_info(loaded: LoadedModel | None, tokenizer: Tokenizer, settings: Draft
             max_message_bytes=message_limit(settings),
             max_sequences=settings.max_sequences,
             max_outstanding=1,
-            max_samples=settings.max_samples,
+            max_samples=min(settings.max_samples, settings.max_sequences),
             max_stop_strings=settings.max_stop_strings,
             max_stop_string_chars=settings.max_stop_string_chars,
         ),

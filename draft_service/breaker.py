@@ -37,12 +37,12 @@ class Breaker:
     """
 
     def __init__(
-        self, *, clock: Callable[[], float] = time.monotonic, chance: Callable[[], float] = random.random
+        self, *, clock: Callable[[], float] | None = None, chance: Callable[[], float] = random.random
     ) -> None:
         """`clock` tells seconds, and `chance` draws from [0, 1)."""
         self.state = State.CLOSED
         self.epoch = 0
-        self._clock = clock
+        self._clock = clock or time.monotonic
         self._chance = chance
         self._failures = 0  # in a row
         self._until = 0.0  # when the pause ends, while open

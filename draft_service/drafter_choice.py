@@ -7,10 +7,8 @@ from collections.abc import Collection
 
 from draft_service.drafters.base import HAVE_LOGITS, Kind
 from outrider.rpc.errors import invalid_field
-from outrider.sampling import Sampling
+from outrider.sampling import Sampling, check_temperature
 from protos.outrider.v1 import draft_service_pb2
-
-MAX_TEMPERATURE = 100.0
 
 KIND_TO_WIRE = {
     Kind.MODEL: draft_service_pb2.DRAFTER_MODEL,
@@ -60,13 +58,7 @@ def check_draft_temperature(
     """
     if asked is None:
         return None if default == 0 and sampling.needs_logits else default
-    if not 0 <= asked <= MAX_TEMPERATURE:  # NaN neither
-        raise invalid_field(
-            field,
-            f"{field} is {asked:g}; it must lie in [0, {MAX_TEMPERATURE:g}]",
-            given=asked,
-            maximum=MAX_TEMPERATURE,
-        )
+    check_temperature(field, asked)
     if asked == 0 and sampling.needs_logits:
         raise invalid_field(field, f"{field} is 0; under the rule sigmoid it must be above 0", given=asked)
     return asked

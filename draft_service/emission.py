@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from draft_service.output import OutputText, Released
 from draft_service.responses import Responses
-from draft_service.statistics import SpeculationCounts, Timings
+from draft_service.statistics import STATISTICS, SpeculationCounts, Timings
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, speculation_pb2
 
 _DRAFT = draft_service_pb2.TOKEN_ORIGIN_DRAFT
@@ -116,8 +116,8 @@ class Emitter:
                 completion_tokens=self.completion_tokens,
                 cached_tokens=self.cached_tokens,
             ),
-            statistics=counts.to_message(),
-            timings=timings.to_message(),
+            statistics=STATISTICS.run(counts.to_message, draft_service_pb2.SpeculationStatistics()),
+            timings=STATISTICS.run(timings.to_message, draft_service_pb2.GenerateTimings()),
             cut_tokens=self._told - self._whole,
         )
         self._responses.send(draft_service_pb2.GenerateResponse(finished=finished))

@@ -4,6 +4,7 @@ A sample begins with what earlier ones have taught, so that a short text is writ
 nothing of policies, nor of whose rounds they were.
 """
 
+import math
 from collections import deque
 from statistics import median
 
@@ -39,6 +40,9 @@ class Chances:
 
     def add(self, place: int, value: float) -> None:
         """Takes in what became of a place, from 0: 1 where it went well, 0 where not, or the chance it had."""
+        if math.isnan(value):
+            return
+        value = min(max(value, 0.0), 1.0)
         while len(self._sums) <= place:
             self._sums.append(0.0)
             self._counts.append(0.0)
@@ -90,7 +94,9 @@ class Recent:
         return self._median
 
     def add(self, value: float) -> None:
-        """Takes in one more."""
+        """Takes in one more, where it is a number."""
+        if not math.isfinite(value):
+            return
         self._values.append(value)
         self._median = None
 
@@ -115,7 +121,7 @@ class DraftCost:
 
     def add(self, drafted: int, foreseen: int, seconds: float) -> None:
         """So many tokens, of which some were there already, took so long."""
-        fresh = drafted - foreseen
+        fresh = max(0, drafted - foreseen)
         self._fresh += (fresh / drafted - self._fresh) / SHARED_ROUNDS
         if fresh:
             self._token.add(max(0.0, seconds - (self._rest.value or 0.0)) / fresh)

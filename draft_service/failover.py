@@ -217,6 +217,7 @@ class ResumingSequence:
         loss = loss_of(error)
         if loss is Loss.MISMATCHED and self._asks_for_other_weights():
             loss = None
+        was_running = self._current is not None and self._current.is_awaited
         current, seat = self._leave()
         if loss is None or current is None or seat is None:
             raise error
@@ -230,7 +231,7 @@ class ResumingSequence:
                 reason=error.message,
                 tokens=self.length,
             )
-        self._trouble.met(seat.replica, loss, error, had_taken=current.is_open)
+        self._trouble.met(seat.replica, loss, error, had_taken=current.is_open, was_running=was_running)
 
     async def _resume(self) -> None:
         """Opens the sequence at another verifier.
@@ -310,6 +311,7 @@ class ResumingSequence:
         """Takes a seat at a replica: nothing is said there yet."""
         opening = verifier_service_pb2.OpenSequence()
         opening.CopyFrom(self._opening)
+        opening.isolated = self._trouble.is_suspect
         if self._opened is not None:
             opening.reopened = True
             if opening.committed_token_ids and "resume" not in opening.required_features:

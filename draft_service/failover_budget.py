@@ -21,14 +21,14 @@ PER_SECOND = 1.0
 class FailoverBudget:
     """The bucket."""
 
-    def __init__(self, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, burst: int, clock: Callable[[], float] | None = None) -> None:
         """`burst` is what it holds at most, and at the start; at least 1."""
         if burst < 1:
             raise ValueError(f"burst is {burst}; at least 1")
         self._burst = float(burst)
-        self._clock = clock
+        self._clock = clock or time.monotonic
         self._tokens = self._burst
-        self._looked = clock()
+        self._looked = self._clock()
         self._turn = asyncio.Lock()  # first come, first served
         self._more = asyncio.Event()
 
@@ -36,7 +36,7 @@ class FailoverBudget:
     def tokens(self) -> float:
         """What is in it."""
         now = self._clock()
-        self._tokens = min(self._burst, self._tokens + PER_SECOND * (now - self._looked))
+        self._tokens = min(self._burst, self._tokens + PER_SECOND * max(0.0, now - self._looked))
         self._looked = now
         return self._tokens
 

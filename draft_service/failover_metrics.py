@@ -12,7 +12,10 @@ from prometheus_client.registry import Collector
 from draft_service.breaker import State
 from draft_service.losses import Loss
 from draft_service.verifier_link import VerifierLink
+from outrider.best_effort import Component
 from outrider.metrics import Metrics
+
+FAILOVER_METRICS = Component("failover_metrics")
 
 _BREAKER = {State.CLOSED: 0, State.HALF_OPEN: 1, State.OPEN: 2}
 
@@ -35,10 +38,12 @@ class FailoverMetrics:
             registry=metrics.registry,
         )
 
+    @FAILOVER_METRICS.quiet
     def switched(self, loss: Loss) -> None:
         """A sequence has another verifier, since it has lost the one before."""
         self._switches.labels(loss.value).inc()
 
+    @FAILOVER_METRICS.quiet
     def paused(self, seconds: float) -> None:
         """It was without one for so long."""
         self._seconds.inc(seconds)

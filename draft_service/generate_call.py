@@ -5,29 +5,31 @@ It knows nothing of how a sample is written.
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import grpc
 import structlog
 
+from draft_service.concurrency import Claim, ConcurrencyLimit
 from draft_service.drafter_choice import KIND_TO_WIRE
 from draft_service.emission import Emitter
 from draft_service.frames import framed
 from draft_service.generation import Sample
 from draft_service.heartbeat import Heartbeat
 from draft_service.output import OutputText
-from draft_service.pair import Pair, Places
+from draft_service.pair import Pair
 from draft_service.request import Generation
-from draft_service.request_metrics import RequestMetrics
+from draft_service.request_metrics import REQUEST_LOG, REQUEST_METRICS, RequestMetrics
 from draft_service.responses import Responses
 from draft_service.sample_watch import SampleWatch
 from draft_service.settings import DraftSettings
 from draft_service.speculation import PolicyKind
 from draft_service.validation import check_generate
 from outrider.lm.tokenizer import IncrementalDetokenizer
-from outrider.rpc.errors import RequestError, idle
-from outrider.rpc.patience import Patience
+from outrider.rpc.errors import RequestError, overloaded
+from outrider.rpc.rate import count_sequences
 from outrider.sampling import RULE_TO_WIRE
 from outrider.tracing import CallTrace
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, verifier_service_pb2
@@ -36,8 +38,10 @@ _log = structlog.get_logger()
 
 Context = grpc.aio.ServicerContext[draft_service_pb2.GenerateRequest, draft_service_pb2.GenerateResponse]
 
-# A prompt of this many characters takes about a millisecond to tokenise; longer ones do it off the event loop.
+# A prompt of this many characters takes about a millisecond to tokenise; longer ones do it off the event loop, few at a
+# time: one of some megabytes takes seconds, and a hundred megabytes of memory.
 SHORT_PROMPT_CHARS = 4096
+_TOKENISING = ThreadPoolExecutor(2, thread_name_prefix="tokenise")
 
 
 class GenerateCall:
@@ -46,7 +50,7 @@ class GenerateCall:
     def __init__(
         self,
         pair: Pair,
-        places: Places,
+        limit: ConcurrencyLimit,
         settings: DraftSettings,
         context: Context,
         *,
@@ -54,7 +58,7 @@ class GenerateCall:
         trace: CallTrace,
     ) -> None:
         self._pair = pair
-        self._places = places
+        self._limit = limit
         self._settings = settings
         self._context = context
         self._metrics = metrics
@@ -74,10 +78,11 @@ class GenerateCall:
         request, outcome = None, "CANCELLED"
         try:
             request = await self._check(message)
-            with self._places.take(request.samples):
-                producer = asyncio.create_task(self._produce(request))
+            count_sequences("n", request.samples)
+            with self._limit.claim(request.samples, resumed=bool(request.committed)) as claim:
+                producer = asyncio.create_task(self._produce(request, claim))
                 try:
-                    await self._deliver(request)
+                    await self._deliver(request, claim)
                 finally:
                     producer.cancel()
                     await asyncio.gather(producer, return_exceptions=True)
@@ -91,17 +96,16 @@ class GenerateCall:
         finally:
             self._tell(message, request, outcome)
 
-    async def _deliver(self, request: Generation) -> None:
+    async def _deliver(self, request: Generation, claim: Claim) -> None:
         """Writes responses until the last, or until the client has not read one for too long."""
-        limit = self._settings.slow_client_timeout
         emission = request.emission
         responses = aiter(self._responses) if emission is None else framed(self._responses, emission, held=request.held)
-        with Patience(limit) as patience, Heartbeat(self._responses):
+        with claim.patience(self._settings.slow_client_timeout) as patience, Heartbeat(self._responses):
             async for response in responses:
                 try:
                     await patience.bear(self._context.write(response))
                 except TimeoutError:
-                    raise idle(f"the client left responses unread for {limit:g} s", seconds=limit) from None
+                    raise claim.idle("the client left responses unread", patience) from None
 
     async def _check(self, message: draft_service_pb2.GenerateRequest) -> Generation:
         check = partial(
@@ -120,18 +124,40 @@ class GenerateCall:
             max_prompt_tokens=self._settings.max_prompt_tokens,
         )
         chars = len(message.text) + sum(len(said.content) for said in message.chat.messages)
-        return check() if chars <= SHORT_PROMPT_CHARS else await asyncio.to_thread(check)
+        if chars <= SHORT_PROMPT_CHARS:
+            return check()
+        return await asyncio.get_running_loop().run_in_executor(_TOKENISING, check)
 
-    async def _produce(self, request: Generation) -> None:
+    async def _produce(self, request: Generation, claim: Claim) -> None:
         """Writes all samples; the first that fails ends them all."""
         try:
+            await self._wait_for_turn(request, claim)
             async with asyncio.TaskGroup() as group:
                 for index in range(request.samples):
                     group.create_task(self._write(request, index))
         except BaseExceptionGroup as errors:
             self._responses.end(errors.exceptions[0])
+        except Exception as error:  # otherwise the client would wait until its deadline
+            self._responses.end(error)
         else:
             self._responses.end()
+
+    async def _wait_for_turn(self, request: Generation, claim: Claim) -> None:
+        """Returns when the samples may run, or when their time limit has passed: then they have nothing to do."""
+        seconds, limit = self._time_left(), request.time_limit
+        if limit is not None:
+            limit -= time.perf_counter() - self._arrived
+        try:
+            async with asyncio.timeout(seconds if limit is None else min(limit, seconds)):
+                async for ahead in claim.turn():
+                    self._responses.send(draft_service_pb2.GenerateResponse(queue_position=ahead))
+        except TimeoutError:
+            if limit is None or limit > seconds:
+                raise overloaded(
+                    f"the request waited {seconds:.3g} s in the queue, as long as it may take",
+                    retry_after=self._limit.retry_after(),
+                    seconds=f"{seconds:.3g}",
+                ) from None
 
     async def _write(self, request: Generation, index: int) -> None:
         emitter = self._emitter(request, index)
@@ -190,6 +216,7 @@ class GenerateCall:
         left: Any = self._context.time_remaining()
         return self._settings.request_timeout if left is None else float(left)
 
+    @REQUEST_LOG.quiet
     def _tell(self, message: draft_service_pb2.GenerateRequest, request: Generation | None, outcome: str) -> None:
         """What became of it, to the metrics, the trace and the log."""
         counts = [sample.counts for sample in self._samples]
@@ -200,7 +227,7 @@ class GenerateCall:
         prompt = len(request.prompt) if request else 0
         tokens = sum(emitter.completion_tokens for emitter in self._emitters)
         request_id = request.request_id if request else message.request_id
-        self._metrics.ended(outcome, seconds, prompt=prompt, generated=tokens)
+        REQUEST_METRICS.run(lambda: self._metrics.ended(outcome, seconds, prompt=prompt, generated=tokens), None)
         self._trace.describe(
             {
                 "outrider.request_id": request_id,

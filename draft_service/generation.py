@@ -20,7 +20,7 @@ from draft_service.lengths import SampleLengths
 from draft_service.request import Generation
 from draft_service.sample_watch import SampleWatch
 from draft_service.speculation_choice import POLICY_TO_WIRE
-from draft_service.statistics import SpeculationCounts, Timings
+from draft_service.statistics import STATISTICS, SpeculationCounts, Timings
 from draft_service.verifier_link import VerifierLink
 from outrider.sampling import RULE_TO_WIRE
 from outrider.wire import encode_distribution
@@ -102,6 +102,11 @@ class Sample:
             on_open(None)
             self.finish_reason = self._emitter.finish(reason, self.counts, self.timings)
             return
+        if request.time_limit is not None and self._time_limit_left(request.time_limit) <= 0:  # it was queued for long
+            on_open(None)
+            reason = sampling_pb2.FINISH_REASON_TIME_LIMIT
+            self.finish_reason = self._emitter.finish(reason, self.counts, self.timings)
+            return
         name = f"{request.request_id}/{self._index}"
         target = link.open(self.opening(), sequence_id=name, timeout=timeout, tally=self.counts.failovers)
         self._watch.begins()
@@ -131,7 +136,7 @@ class Sample:
 
     async def _write_in_time(self, target: ResumingSequence, on_open: OnOpen) -> None:
         seconds = self._request.time_limit
-        limit = None if seconds is None else seconds - (time.perf_counter() - self.timings.arrived)
+        limit = None if seconds is None else self._time_limit_left(seconds)
         try:
             async with asyncio.timeout(limit) as clock:
                 await self._write(target, on_open)
@@ -141,6 +146,9 @@ class Sample:
             self.finish_reason = sampling_pb2.FINISH_REASON_TIME_LIMIT
             if not target.is_open:
                 on_open(None)
+
+    def _time_limit_left(self, seconds: float) -> float:
+        return seconds - (time.perf_counter() - self.timings.arrived)
 
     async def _write(self, target: ResumingSequence, on_open: OnOpen) -> None:
         draft = self._begin_draft(target)  # the draft reads the prompt while the target does
@@ -194,6 +202,7 @@ class Sample:
             self._sent = time.perf_counter()
             self._lengths.sent(drafted)
             await target.propose(drafted.token_ids, [encode_distribution(law) for law in drafted.laws])
+            self._count_draft(drafted)
             return Round(drafted.token_ids, 1)
         tokens = min(self._left, self._tokens_alone())
         self._draft_seconds = None
@@ -228,29 +237,42 @@ class Sample:
                     reason=str(error),
                 )
             return None
-        assert self._drafting is not None
-        self.counts.num_draft_recoveries = self._drafting.recoveries
-        self.timings.draft += drafted.seconds
-        if drafted.foresight is not None:
-            self.counts.add_foresight(drafted.foresight)
-            self.timings.saved += drafted.foresight.saved_seconds
         return drafted
 
     async def _next_verdict(self, target: ResumingSequence, round_: Round) -> speculation_pb2.Verdict:
         verdict = await target.verdict()
-        now = time.perf_counter()
-        waited = now - self._sent - target.pause
-        self.timings.add(waited, verdict)
-        self._sent = now  # where more verdicts are to come, the next one's wait begins here
-        drafted, asked = len(round_.drafted), self._lengths.asked
-        self.counts.add(drafted, verdict, asked=asked)
-        self._watch.judged(verdict, asked=asked, drafted=drafted, draft=self._draft_seconds, waited=waited)
-        self._lengths.observe(verdict)
         self._written += len(verdict.token_ids)
+        self.finish_reason = verdict.finish_reason
         if self._drafting is not None:
             self._drafting.advance(verdict.token_ids)
-        self.finish_reason = verdict.finish_reason
+        self._account(verdict, len(round_.drafted), pause=target.pause)
         return verdict
+
+    def _account(self, verdict: speculation_pb2.Verdict, drafted: int, *, pause: float) -> None:
+        """What a verdict teaches and shows; `pause` seconds of the wait for it were without a verifier.
+
+        What is called here may fail, and cannot raise.
+        """
+        now = time.perf_counter()
+        waited, self._sent = now - self._sent - pause, now  # where more verdicts come, the next one's wait begins here
+        asked = self._lengths.asked
+        self._lengths.observe(verdict)
+        self._count(verdict, drafted, asked, waited)
+        self._watch.judged(verdict, asked=asked, drafted=drafted, draft=self._draft_seconds, waited=waited)
+
+    @STATISTICS.quiet
+    def _count(self, verdict: speculation_pb2.Verdict, drafted: int, asked: int, waited: float) -> None:
+        self.timings.add(waited, verdict)
+        self.counts.add(drafted, verdict, asked=asked)
+
+    @STATISTICS.quiet
+    def _count_draft(self, draft: Draft) -> None:
+        if self._drafting is not None:
+            self.counts.num_draft_recoveries = self._drafting.recoveries
+        self.timings.draft += draft.seconds
+        if draft.foresight is not None:
+            self.counts.add_foresight(draft.foresight)
+            self.timings.saved += draft.foresight.saved_seconds
 
     @property
     def _left(self) -> int:

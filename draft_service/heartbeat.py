@@ -8,10 +8,13 @@ from types import TracebackType
 from typing import Self
 
 from draft_service.responses import Responses
+from outrider.best_effort import Component
 from protos.outrider.v1.draft_service_pb2 import GenerateResponse
 
 HEARTBEAT_SECONDS = 5.0
 """The contract names it (`GenerateResponse`)."""
+
+HEARTBEAT = Component("heartbeat")
 
 
 class Heartbeat:
@@ -39,6 +42,9 @@ class Heartbeat:
         self._timer = self._loop.call_later(self._seconds, self._beat)
 
     def _beat(self) -> None:
+        HEARTBEAT.run(self._send, None)
+        self._wait()
+
+    def _send(self) -> None:
         if self._responses.sent == self._sent and self._responses.are_read:
             self._responses.send(GenerateResponse())
-        self._wait()

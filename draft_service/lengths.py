@@ -3,6 +3,7 @@
 It knows messages of the contract and the clock, and nothing of how a policy decides.
 """
 
+import math
 import time
 
 from prometheus_client import Histogram
@@ -13,6 +14,7 @@ from draft_service.experience import Experience, Times
 from draft_service.request import Generation
 from draft_service.speculation import Fixed, Heuristic, Policy, PolicyKind, Round
 from kernels.verify import Rule
+from outrider.best_effort import Component
 from outrider.cost_line import CostLine
 from outrider.metrics import Metrics
 from protos.outrider.v1 import speculation_pb2
@@ -20,6 +22,11 @@ from protos.outrider.v1 import speculation_pb2
 # Requests that differ less than this in temperature, or in the bound on entropy, share what is learned of acceptance;
 # above the most of them all do.
 CLASS_WIDTH, MOST_CLASS = 0.5, 4.0
+
+GAMMA_POLICY = Component("gamma_policy")
+
+# Tokens that a policy may have the target write alone before it is asked again.
+MOST_PAUSE = 4096
 
 _BUCKETS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
 
@@ -40,8 +47,13 @@ class Lengths:
 
     def of(self, request: Generation) -> "SampleLengths":
         """Those of one sample of a request."""
-        policy = self._policy(request)
-        return SampleLengths(policy, self._chosen.labels(policy=request.policy), tells_chances=_tells_chances(request))
+        fixed: Policy = Fixed(request.first_gamma)
+        return SampleLengths(
+            GAMMA_POLICY.run(lambda: self._policy(request), fixed),
+            self._chosen.labels(policy=request.policy),
+            default=request.first_gamma,
+            tells_chances=_tells_chances(request),
+        )
 
     def _policy(self, request: Generation) -> Policy:
         match request.policy:
@@ -80,14 +92,17 @@ class Lengths:
 
 
 class SampleLengths:
-    """The lengths of one sample's proposals.
+    """The lengths of one sample's proposals. Whatever its policy does, none of its methods raises, and every length is
+    within its bounds.
 
     Attributes:
         asked: what was chosen for the round on its way; 0 where the target writes alone.
     """
 
-    def __init__(self, policy: Policy, histogram: Histogram, *, tells_chances: bool) -> None:
+    def __init__(self, policy: Policy, histogram: Histogram, *, default: int = 0, tells_chances: bool) -> None:
+        """`default` is the length where the policy has none."""
         self.asked = 0
+        self._default = default
         self._policy = policy
         self._histogram = histogram
         self._tells_chances = tells_chances
@@ -101,13 +116,15 @@ class SampleLengths:
     @property
     def pause(self) -> int:
         """See `Policy`."""
-        return self._policy.pause
+        return int(GAMMA_POLICY.bounded(lambda: self._policy.pause, 0, low=0, high=MOST_PAUSE))
 
     def next(self, most: int) -> int:
         """See `Policy`."""
-        self.asked = self._policy.next(most)
+        default = max(0, min(self._default, most))
+        self.asked = int(GAMMA_POLICY.bounded(lambda: self._policy.next(most), default, low=0, high=max(0, most)))
         return self.asked
 
+    @GAMMA_POLICY.quiet
     def sent(self, draft: Draft | None) -> None:
         """A round leaves now: a proposal, or None where the target is to write alone."""
         now = time.perf_counter()
@@ -119,10 +136,12 @@ class SampleLengths:
         self._since = None if is_alone or self._is_first else now
         self._is_first = False
 
+    @GAMMA_POLICY.quiet
     def observe(self, verdict: speculation_pb2.Verdict) -> None:
         """Its verdict is there, or the next of them."""
         now = time.perf_counter()
-        self._histogram.observe(self.asked)
+        since, self._since = self._since, now  # of a `Decode` the next verdict's wait begins here
+        self._verdict_at = now if self.asked else None
         self._policy.observe(
             Round(
                 asked=self.asked,
@@ -131,14 +150,13 @@ class SampleLengths:
                 accepted=verdict.accepted,
                 chances=verdict.beta if self._tells_chances else (),
                 drafting=self._drafting,
-                waited=None if self._since is None else now - self._since,
+                waited=None if since is None else now - since,
                 pass_tokens=max(1, verdict.timings.pass_tokens),
                 pass_cost=_pass_cost(verdict.load),
                 foreseen=self._foreseen,
             )
         )
-        self._verdict_at = now if self.asked else None
-        self._since = now  # of a `Decode` the next verdict's wait begins here
+        self._histogram.observe(self.asked)
 
 
 def _tells_chances(request: Generation) -> bool:
@@ -147,7 +165,8 @@ def _tells_chances(request: Generation) -> bool:
 
 
 def _pass_cost(load: speculation_pb2.VerifierLoad) -> CostLine | None:
-    if not (load.pass_fixed_us or load.pass_token_us):
+    parts = load.pass_fixed_us, load.pass_token_us
+    if not any(parts) or not all(0 <= part < math.inf for part in parts):
         return None
     return CostLine(load.pass_fixed_us / 1e6, load.pass_token_us / 1e6)
 

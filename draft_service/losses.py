@@ -17,7 +17,8 @@ class Loss(StrEnum):
     DIED = "died"  # or cannot be reached: nobody can tell the two apart
     SILENT = "silent"
     DRAINING = "draining"
-    REFUSED = "refused"  # it has no room
+    REFUSED = "refused"  # it has no room, or others need that of a sequence which was idle
+    STEP_FAILED = "step_failed"  # with this sequence, in a batch and alone
     MISMATCHED = "mismatched"  # it runs another model by now
 
 
@@ -28,8 +29,10 @@ def loss_of(error: RequestError) -> Loss | None:
             return Loss.DRAINING
         case grpc.StatusCode.UNAVAILABLE, _:
             return Loss.SILENT if SILENT in error.metadata else Loss.DIED
-        case grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED":
+        case (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED" | "IDLE") | (grpc.StatusCode.DEADLINE_EXCEEDED, "IDLE"):
             return Loss.REFUSED
+        case grpc.StatusCode.INTERNAL, "STEP_FAILED":
+            return Loss.STEP_FAILED
         case grpc.StatusCode.FAILED_PRECONDITION, "PAIR_MISMATCH":
             return Loss.MISMATCHED
         case _:

@@ -1,6 +1,6 @@
 """What the draft service shows of itself: the sequences it holds, its KV cache, its drafters and its outcome cache.
 
-It knows nothing of sequences: places, the pool, the drafters and the counts are asked when the metrics are read.
+It knows nothing of sequences: the limit, the pool, the drafters and the counts are asked when the metrics are read.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -9,22 +9,23 @@ from prometheus_client import Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from draft_service.concurrency import ConcurrencyLimit
 from draft_service.drafters.ahead import Counts
 from draft_service.drafters.base import Kind
 from draft_service.drafters.guard import GuardedDrafter
 from draft_service.drafters.staged import StagedCounts
-from draft_service.pair import Places
 from outrider.lm.kv_pool import KVPool
 from outrider.metrics import Metrics
 
 
-def show_held(metrics: Metrics, places: Places, pool: KVPool | None) -> None:
+def show_held(metrics: Metrics, limit: ConcurrencyLimit, pool: KVPool | None) -> None:
     """Shows what is in these from now on, under the names that the verifier's have; no pool where there is no model."""
 
     def gauge(name: str, text: str, value: Callable[[], int]) -> None:
         Gauge(f"outrider_{name}", text, registry=metrics.registry).set_function(value)
 
-    gauge("num_requests_running", "Samples and proposed sequences in progress.", lambda: places.taken)
+    gauge("num_requests_running", "Samples and proposed sequences in progress.", lambda: limit.running)
+    gauge("num_requests_queued", "Samples and proposed sequences in the queue of this service.", lambda: limit.waiting)
     if pool is not None:
         gauge("kv_blocks", "Blocks of the draft's KV pool.", lambda: pool.blocks.count)
         gauge("kv_blocks_used", "Blocks that sequences hold; the rest is free.", lambda: pool.used_blocks)

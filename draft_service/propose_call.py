@@ -5,20 +5,20 @@ It knows nothing of verdicts but what the client says was committed.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any, cast
 
 import grpc
 import structlog
 
+from draft_service.concurrency import Claim, ConcurrencyLimit
 from draft_service.drafter_choice import KIND_TO_WIRE, check_draft_temperature, check_drafter
 from draft_service.drafters.base import Draft, DraftError, Drafting, DraftSequence, Kind
-from draft_service.pair import Pair, Places
+from draft_service.pair import Pair
+from draft_service.request_metrics import REQUEST_LOG
 from draft_service.settings import DraftSettings
 from draft_service.validation import check_gamma, check_law, check_message_size, check_name, check_prompt_length
 from outrider.model_info import check_features
-from outrider.rpc.errors import RequestError, idle, internal, invalid_field, out_of_order, wrong_base
+from outrider.rpc.errors import RequestError, idle, internal, invalid_field, out_of_order, overloaded, wrong_base
 from outrider.sampling import RULE_TO_WIRE, check_token_ids
 from outrider.wire import PrefixHash, encode_distribution
 from protos.outrider.v1 import draft_service_pb2, model_pb2, speculation_pb2
@@ -31,44 +31,50 @@ Context = grpc.aio.ServicerContext[draft_service_pb2.ProposeRequest, draft_servi
 class ProposeCall:
     """One call, from its first message to its end."""
 
-    def __init__(self, pair: Pair, places: Places, settings: DraftSettings, context: Context) -> None:
+    def __init__(self, pair: Pair, limit: ConcurrencyLimit, settings: DraftSettings, context: Context) -> None:
         self._pair = pair
-        self._places = places
+        self._limit = limit
         self._limits = pair.draft.limits
         self._settings = settings
-        self._idle_timeout = settings.idle_timeout
         self._context = context
         self._started = time.perf_counter()
         self._proposals = self._tokens = 0
         self._sequence_id = ""
 
-    async def run(self) -> AsyncGenerator[draft_service_pb2.ProposeResponse, None]:
-        """The call's responses. Whatever way it ends, nothing of it is left, and one line is in the log.
+    async def run(self) -> None:
+        """Serves the call. Whatever way it ends, nothing of it is left, and one line is in the log.
 
         Raises:
             RequestError: how the call ends, where it does not end well.
         """
         outcome = "CANCELLED"
         try:
-            async with aclosing(self._serve()) as responses:
-                async for response in responses:
-                    yield response
+            await self._serve()
             outcome = "OK"
         except RequestError as error:
             outcome = error.code.name
             raise
         finally:
-            _log.info(
-                "propose",
-                sequence_id=self._sequence_id,
-                status=outcome,
-                proposals=self._proposals,
-                draft_tokens=self._tokens,
-                seconds=round(time.perf_counter() - self._started, 4),
-            )
+            self._tell(outcome)
 
-    async def _serve(self) -> AsyncGenerator[draft_service_pb2.ProposeResponse, None]:
-        message = await self._next()
+    @REQUEST_LOG.quiet
+    def _tell(self, outcome: str) -> None:
+        _log.info(
+            "propose",
+            sequence_id=self._sequence_id,
+            status=outcome,
+            proposals=self._proposals,
+            draft_tokens=self._tokens,
+            seconds=round(time.perf_counter() - self._started, 4),
+        )
+
+    async def _serve(self) -> None:
+        seconds = self._settings.idle_timeout
+        try:
+            async with asyncio.timeout(seconds):
+                message = await self._next()
+        except TimeoutError:
+            raise idle(f"the stream was silent for {seconds:g} s", seconds=seconds) from None
         if message is None:
             raise out_of_order("the stream ended before OpenDraft")
         if message.WhichOneof("kind") != "open":
@@ -76,25 +82,54 @@ class ProposeCall:
         check_name("sequence_id", message.sequence_id, required=True)
         self._sequence_id = message.sequence_id
         sequence, drafter = check_open(message.open, self._pair, self._settings)
-        with self._places.take(1):
+        with self._limit.claim(1, resumed=bool(sequence.committed)) as claim:
+            await self._wait_for_turn(claim)
             drafting = self._pair.drafters[drafter].open(sequence)
-            progress = _Progress(sequence)
             try:
-                opened = draft_service_pb2.DraftOpened(
-                    limits=self._limits, rule=RULE_TO_WIRE[sequence.rule], drafter=KIND_TO_WIRE[drafter]
-                )
-                yield self._response(opened=opened)
-                while (message := await self._next()) is not None:
-                    advance = self._check(message)
-                    progress.check(advance, self._limits, self._pair.target.vocab_size)
-                    if sequence.needs_logits:
-                        check_message_size("advance.gamma", advance.gamma, self._pair.draft, self._pair.target)
-                    draft = await _propose(drafting, advance)
-                    self._proposals += 1
-                    self._tokens += len(draft.token_ids)
-                    yield self._response(proposal=progress.proposal(draft))
+                await self._draft(sequence, drafter, drafting, claim)
             finally:
                 drafting.close()
+
+    async def _wait_for_turn(self, claim: Claim) -> None:
+        seconds = self._settings.request_timeout
+        try:
+            async with asyncio.timeout(seconds):  # the client's own deadline cancels the call
+                async for ahead in claim.turn():
+                    await self._write(queue_position=ahead)
+        except TimeoutError:
+            raise overloaded(
+                f"the stream waited {seconds:g} s in the queue", retry_after=self._limit.retry_after(), seconds=seconds
+            ) from None
+
+    async def _draft(self, sequence: DraftSequence, drafter: Kind, drafting: Drafting, claim: Claim) -> None:
+        """Answers each `Advance`, until the client ends the stream or is idle for too long."""
+        progress = _Progress(sequence)
+        opened = draft_service_pb2.DraftOpened(
+            limits=self._limits, rule=RULE_TO_WIRE[sequence.rule], drafter=KIND_TO_WIRE[drafter]
+        )
+        await self._write(opened=opened)
+        with (
+            claim.patience(self._settings.idle_timeout) as reading,
+            claim.patience(self._settings.slow_client_timeout) as writing,
+        ):
+            while True:
+                try:
+                    message = await reading.bear(self._next())
+                except TimeoutError:
+                    raise claim.idle("the stream was silent", reading) from None
+                if message is None:
+                    return
+                advance = self._check(message)
+                progress.check(advance, self._limits, self._pair.target.vocab_size)
+                if sequence.needs_logits:
+                    check_message_size("advance.gamma", advance.gamma, self._pair.draft, self._pair.target)
+                draft = await _propose(drafting, advance)
+                self._proposals += 1
+                self._tokens += len(draft.token_ids)
+                try:
+                    await writing.bear(self._write(proposal=progress.proposal(draft)))
+                except TimeoutError:
+                    raise claim.idle("the client left proposals unread", writing) from None
 
     def _check(self, message: draft_service_pb2.ProposeRequest) -> draft_service_pb2.Advance:
         if message.sequence_id != self._sequence_id:
@@ -110,15 +145,11 @@ class ProposeCall:
                 raise invalid_field("kind", "kind is not set; a message is an OpenDraft or an Advance")
 
     async def _next(self) -> draft_service_pb2.ProposeRequest | None:
-        try:
-            async with asyncio.timeout(self._idle_timeout):
-                message = cast("Any", await self._context.read())
-        except TimeoutError:
-            raise idle(f"the stream was silent for {self._idle_timeout:g} s", seconds=self._idle_timeout) from None
+        message = cast("Any", await self._context.read())
         return None if message is grpc.aio.EOF else cast("draft_service_pb2.ProposeRequest", message)
 
-    def _response(self, **kind: Any) -> draft_service_pb2.ProposeResponse:
-        return draft_service_pb2.ProposeResponse(sequence_id=self._sequence_id, **kind)
+    async def _write(self, **kind: Any) -> None:
+        await self._context.write(draft_service_pb2.ProposeResponse(sequence_id=self._sequence_id, **kind))
 
 
 async def _propose(drafting: Drafting, advance: draft_service_pb2.Advance) -> Draft:

@@ -192,6 +192,8 @@ class ReplicaSeat:
                 self.drains()
             case Loss.DIED | Loss.SILENT:
                 self._fail()
+            case Loss.STEP_FAILED:  # it has served the others
+                pass
 
     def _fail(self) -> None:
         if self.replica.breaker.failed(self._epoch):

@@ -16,7 +16,7 @@ from draft_service.replica import Replica
 from draft_service.resolver import Directory
 from draft_service.target_check import check_target
 from outrider.model_info import check_pair
-from outrider.rpc.errors import RequestError
+from outrider.rpc.errors import RequestError, internal
 from outrider.rpc.tls import ChannelTLS
 from protos.outrider.v1 import model_pb2
 
@@ -238,6 +238,9 @@ async def _answer(replica: Replica) -> model_pb2.ModelInfo | RequestError:
         return await replica.ask()
     except RequestError as error:
         return error
+    except Exception as error:  # without an answer its keeper would end, and it would never be used again
+        _log.exception("asking a verifier for its model failed", verifier=replica.address)
+        return internal("INTERNAL", f"asking {replica.address} for its model failed: {error}")
 
 
 def _first_pair(

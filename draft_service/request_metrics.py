@@ -5,7 +5,11 @@ It knows nothing of how a request is served.
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from outrider.best_effort import Component
 from outrider.metrics import Metrics
+
+REQUEST_METRICS = Component("request_metrics")
+REQUEST_LOG = Component("request_log")
 
 # From what a drafter that copies takes to what a long prompt does, each about twice the one before.
 _SHORT = (50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -43,6 +47,9 @@ class RequestMetrics:
         self._whole = seconds(
             "e2e_request_latency", "From a request's arrival to its end, where that was well.", _WHOLE
         )
+        self._queued = seconds(
+            "request_queue", "From a call's arrival in the queue of this service to its turn.", _FIRST_TOKEN
+        )
         rounds = seconds(
             "round", "Where the time of a round went; `draft` is of those alone that had a proposal.", _SHORT, "phase"
         )
@@ -52,6 +59,10 @@ class RequestMetrics:
             "Samples in progress that have had no verdict yet: they wait for a verifier, its queue, or their prompt.",
             registry=metrics.registry,
         )
+
+    def queued(self, seconds: float) -> None:
+        """A call has left the queue after so long."""
+        self._queued.observe(seconds)
 
     def ended(self, status: str, seconds: float, *, prompt: int, generated: int) -> None:
         """A request has ended with this status, `seconds` after it came."""
@@ -67,7 +78,7 @@ class RequestMetrics:
 
     def next_tokens(self, seconds: float, count: int) -> None:
         """So many more leave together, so long after those before."""
-        share = seconds / count
+        share = seconds / max(1, count)
         for _ in range(count):
             self._between.observe(share)
 

@@ -5,13 +5,13 @@ It looks at lengths and times, and changes nothing.
 
 import time
 
-from draft_service.request_metrics import RequestMetrics
+from draft_service.request_metrics import REQUEST_METRICS, RequestMetrics
 from outrider.tracing import CallTrace
 from protos.outrider.v1 import speculation_pb2
 
 
 class SampleWatch:
-    """Of one sample. Used on the event loop alone."""
+    """Of one sample; none of its methods raises. Used on the event loop alone."""
 
     def __init__(self, metrics: RequestMetrics, trace: CallTrace, index: int) -> None:
         """`index` is which sample of its request it is."""
@@ -20,25 +20,30 @@ class SampleWatch:
         self._index = index
         self._waits = False
 
+    @REQUEST_METRICS.quiet
     def begins(self) -> None:
         """It waits for its first verdict from now on."""
         self._waits = True
         self._metrics.waits(1)
 
+    @REQUEST_METRICS.quiet
     def ends(self) -> None:
         """It is over, or has its first verdict."""
         if self._waits:
             self._waits = False
             self._metrics.waits(-1)
 
+    @REQUEST_METRICS.quiet
     def first_token(self, seconds: float) -> None:
         """Its first token leaves, so long after the request came."""
         self._metrics.first_token(seconds)
 
+    @REQUEST_METRICS.quiet
     def next_tokens(self, seconds: float, count: int) -> None:
         """So many more leave together, so long after those before."""
         self._metrics.next_tokens(seconds, count)
 
+    @REQUEST_METRICS.quiet
     def judged(
         self, verdict: speculation_pb2.Verdict, *, asked: int, drafted: int, draft: float | None, waited: float
     ) -> None:

@@ -1,12 +1,11 @@
 """The gRPC face of the draft service. It knows nothing of models; each call is its own module's affair."""
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
+from draft_service.concurrency import ConcurrencyLimit
 from draft_service.drafter_choice import KIND_TO_WIRE
 from draft_service.generate_call import GenerateCall
-from draft_service.pair import Pair, Places
+from draft_service.pair import Pair
 from draft_service.propose_call import ProposeCall
 from draft_service.request_metrics import RequestMetrics
 from draft_service.settings import DraftSettings
@@ -25,7 +24,12 @@ class DraftService(draft_service_pb2_grpc.DraftServiceServicer):
         self._settings = settings
         self._metrics = RequestMetrics(metrics)
         self._tracing = tracing
-        self.places = Places(settings.max_sequences)
+        self.limit = ConcurrencyLimit(
+            settings.max_sequences,
+            max_waiting=settings.max_waiting,
+            contended_idle_timeout=settings.contended_idle_timeout,
+            on_start=self._metrics.queued,
+        )
         self._pair: Pair | None = None
 
     def attach(self, pair: Pair) -> None:
@@ -37,18 +41,13 @@ class DraftService(draft_service_pb2_grpc.DraftServiceServicer):
         self, request: draft_service_pb2.GenerateRequest, context: Any
     ) -> None:
         with self._tracing.call("Generate", context.invocation_metadata()) as trace:
-            call = GenerateCall(self._ready(), self.places, self._settings, context, metrics=self._metrics, trace=trace)
+            call = GenerateCall(self._ready(), self.limit, self._settings, context, metrics=self._metrics, trace=trace)
             await call.run(request)
 
     @guarded
-    async def Propose(
-        self, request_iterator: Any, context: Any
-    ) -> AsyncGenerator[draft_service_pb2.ProposeResponse, None]:
+    async def Propose(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
         with self._tracing.call("Propose", context.invocation_metadata()):
-            call = ProposeCall(self._ready(), self.places, self._settings, context)
-            async with aclosing(call.run()) as responses:
-                async for response in responses:
-                    yield response
+            await ProposeCall(self._ready(), self.limit, self._settings, context).run()
 
     @guarded
     async def GetModel(

@@ -106,6 +106,15 @@ class DraftSettings(ServiceSettings):
     failover_patience: float = Field(
         30.0, ge=0, description="seconds a sequence that has lost its verifier may wait for another one"
     )
+    max_waiting: int = Field(
+        256,
+        ge=0,
+        description="sequences that may wait in the queue while --max-sequences run, each until its deadline; more are "
+        "refused",
+    )
     request_timeout: float = Field(600.0, gt=0, description="seconds of a request whose client sets no deadline")
     idle_timeout: float = Field(60.0, gt=0, description="seconds after which a silent Propose stream is closed")
     slow_client_timeout: float = Field(30.0, gt=0, description="seconds a client may leave 64 responses unread")
+    contended_idle_timeout: float = Field(
+        5.0, gt=0, description="seconds instead of the two before, where less, while others wait in the queue"
+    )

@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from draft_service.drafters.base import Foresight
+from outrider.best_effort import Component
 from protos.outrider.v1 import draft_service_pb2, speculation_pb2
+
+STATISTICS = Component("speculation_statistics")
 
 
 @dataclass(slots=True)
@@ -80,7 +83,7 @@ class SpeculationCounts:
         self.num_outcome_cache_queries += 1
         self.num_outcome_cache_hits += foresight.hit
         self.num_predrafted_tokens += foresight.drafted
-        self.num_wasted_tokens += foresight.drafted - foresight.used
+        self.num_wasted_tokens += max(0, foresight.drafted - foresight.used)
 
     @property
     def num_draft_tokens(self) -> int:
@@ -164,6 +167,7 @@ class Timings:
         self.forward_us += verdict.timings.forward_us
         self.verify_us += verdict.timings.verify_us
 
+    @STATISTICS.quiet
     def tokens_out(self, count: int) -> None:
         """So many tokens leave for the client, together."""
         now = time.perf_counter()
@@ -191,4 +195,4 @@ class Timings:
 
 
 def _micros(seconds: float) -> int:
-    return round(seconds * 1e6)
+    return max(0, round(seconds * 1e6))

@@ -57,6 +57,7 @@ def check_generate(
         RequestError: INVALID_ARGUMENT naming the field and the numbers, or FAILED_PRECONDITION.
     """
     limits = draft.limits
+    room = limits.max_sequence_tokens
     check_features(message.required_features, draft.features)
     check_fingerprint(message.weights_fingerprint, target)
     check_name("request_id", message.request_id)
@@ -85,9 +86,10 @@ def check_generate(
     stop = _check_stop(message.stop, limits)
     committed = check_token_ids("committed_token_ids", message.committed_token_ids, target.vocab_size)
     held = _check_held(message)
+    check_prompt_bytes(message, tokenizer, min(max_prompt_tokens or room - 1, room - 1))
     prompt = _tokenise(message, tokenizer, target.vocab_size)
     check_prompt_length("prompt", len(prompt), max_prompt_tokens)
-    new = check_lengths(message, len(prompt), len(committed), limits.max_sequence_tokens)
+    new = check_lengths(message, len(prompt), len(committed), room)
     request_id = message.request_id or secrets.token_hex(8)
     stops = stop_token_ids if message.ignore_eos else [*stop_token_ids, *target.eos_token_ids]
     return Generation(
@@ -183,6 +185,33 @@ def check_prompt_length(field: str, tokens: int, most: int | None) -> None:
     if most is not None and tokens > most:
         raise invalid_field(
             field, f"the prompt has {tokens} tokens; this service takes at most {most}", given=tokens, maximum=most
+        )
+
+
+def check_prompt_bytes(message: draft_service_pb2.GenerateRequest, tokenizer: Tokenizer, most: int) -> None:
+    """Checks that the text of a prompt may have at most `most` tokens, before it is tokenised, which takes long.
+
+    Raises:
+        RequestError: INVALID_ARGUMENT, where it has more bytes than so many of the longest token.
+    """
+    match message.WhichOneof("prompt"):
+        case "text":
+            field, given = "text", len(message.text.encode())
+        case "chat":
+            said = message.chat.messages
+            field, given = "chat.messages", sum(len(each.role.encode()) + len(each.content.encode()) for each in said)
+        case _:
+            return
+    longest = tokenizer.longest_token_bytes
+    if given > most * longest:
+        raise invalid_field(
+            field,
+            f"{field} has {given} bytes; at most {most * longest}: a prompt holds {most} tokens, and the longest token "
+            f"has {longest} bytes",
+            given=given,
+            maximum=most * longest,
+            tokens=most,
+            token_bytes=longest,
         )
 
 

@@ -114,6 +114,11 @@ class VerifySequence:
         """Whether the verifier has taken the sequence."""
         return self._opened is not None
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the verifier runs something of the sequence: its prompt, or a round."""
+        return self.is_open and (not self._seen or self._outstanding > 0)
+
     async def begin(self) -> verifier_service_pb2.Opened:
         """Sends the opening, and returns what the verifier says to it.
 
@@ -147,7 +152,6 @@ class VerifySequence:
             RequestError: the stream has ended.
         """
         self._round += 1
-        self._outstanding = 1
         proposal = speculation_pb2.Proposal(
             round=self._round,
             base_length=self.length,
@@ -157,6 +161,7 @@ class VerifySequence:
             seen_round=self._seen,
         )
         await self._write(verifier_service_pb2.VerifyRequest(sequence_id=self._sequence_id, proposal=proposal))
+        self._outstanding = 1
 
     async def decode(self, tokens: int) -> None:
         """Asks for `tokens` of the target's own; one verdict comes for each.
@@ -165,7 +170,6 @@ class VerifySequence:
             RequestError: the stream has ended.
         """
         self._round += 1
-        self._outstanding = tokens
         decode = verifier_service_pb2.Decode(
             round=self._round,
             base_length=self.length,
@@ -174,6 +178,7 @@ class VerifySequence:
             seen_round=self._seen,
         )
         await self._write(verifier_service_pb2.VerifyRequest(sequence_id=self._sequence_id, decode=decode))
+        self._outstanding = tokens
 
     async def verdict(self) -> speculation_pb2.Verdict:
         """The next verdict. Its tokens count as committed from here on.
@@ -202,15 +207,16 @@ class VerifySequence:
 
     async def close(self) -> None:
         """Ends the stream. Where nothing is owed it ends well, and the verifier sees that it does."""
-        if self._ended or (self._seen and not self._outstanding):
-            try:
+        try:
+            if self._ended or (self._seen and not self._outstanding):
                 async with asyncio.timeout(CLOSING_SECONDS):
                     await self._call.done_writing()
                     while await self._call.read() is not grpc.aio.EOF:
                         pass
-            except (TimeoutError, grpc.RpcError, asyncio.InvalidStateError):
-                pass  # it is over all the same
-        self.cancel()
+        except (TimeoutError, grpc.RpcError, asyncio.InvalidStateError):
+            pass  # it is over all the same
+        finally:
+            self.cancel()  # also where the client leaves just now
 
     def cancel(self) -> None:
         """Ends the stream here and now, whatever it owes. Without effect on one that has ended."""

@@ -7,17 +7,15 @@ import asyncio
 
 import structlog
 
-from draft_service.drafters.base import Drafter, DraftError, DraftSequence
+from draft_service.drafters.base import Drafter, DraftError
 from draft_service.drafters.engine import DraftEngine
-from kernels.adjustments import LogitRules
-from kernels.distribution import SamplingLaw
+from draft_service.drafters.guard import PROBE, PROBE_GAMMA
 from outrider.rpc.errors import internal
 
 _log = structlog.get_logger()
 
 # How often it is seen whether the engine still runs.
 GLANCE_SECONDS = 0.5
-PROMPT_TOKENS, GAMMA = 2, 4
 
 
 async def warm_up(drafter: Drafter, engine: DraftEngine) -> None:
@@ -26,17 +24,8 @@ async def warm_up(drafter: Drafter, engine: DraftEngine) -> None:
     Raises:
         RequestError: the engine has ended.
     """
-    drafting = drafter.open(
-        DraftSequence(
-            prompt=[0] * PROMPT_TOKENS,
-            committed=[],
-            law=SamplingLaw(),
-            logit_rules=LogitRules(),
-            seed=0,
-            looks_ahead=False,
-        )
-    )
-    proposal = asyncio.ensure_future(drafting.propose(GAMMA))
+    drafting = drafter.open(PROBE)
+    proposal = asyncio.ensure_future(drafting.propose(PROBE_GAMMA))
     try:
         while not (await asyncio.wait((proposal,), timeout=GLANCE_SECONDS))[0]:
             if not engine.alive:

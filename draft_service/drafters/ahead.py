@@ -117,6 +117,7 @@ class OutcomeCache:
         self._lookaheads: dict[ModelSequence, _Lookahead] = {}
         self._forecasts: dict[_Kind, Forecast] = {}
         self._trials: dict[_Kind, Trial] = {}
+        self._slots: set[int] = set()  # of branches, but for those in their sequence's own
 
     def begin(self, trunk: ModelSequence) -> None:
         """The sequence's proposal has left."""
@@ -142,7 +143,7 @@ class OutcomeCache:
 
         Returns:
             The branch that it asks for, if there is one, and how it went, where anything was drafted. All other
-            branches are gone; this one's slot is the caller's to free, unless it is the sequence's own.
+            branches are gone; the caller takes this one's slot (`hand_over`), unless it is the sequence's own.
         """
         look = self._lookaheads.pop(trunk, None)
         if look is None:
@@ -162,6 +163,11 @@ class OutcomeCache:
         self.counts.add(foresight)
         return branch, foresight
 
+    def hand_over(self, branch: ModelSequence) -> None:
+        """The slot of a branch that `settle` has returned is the caller's from now on."""
+        if branch.slot is not None:
+            self._slots.discard(branch.slot)
+
     def serves(self, trunk: ModelSequence) -> bool:
         """Whether branches of the sequence are thought of."""
         return trunk in self._lookaheads
@@ -176,10 +182,11 @@ class OutcomeCache:
         """Nothing will be asked of this sequence, or its branches cannot be had."""
         self._free(self._lookaheads.pop(trunk, None), trunk)
 
-    def drop_all(self) -> None:
-        """Makes room."""
-        for trunk in list(self._lookaheads):
-            self.drop(trunk)
+    def reset(self) -> None:
+        """Drops all branches. Gives back what they hold, whatever state an error has left them in."""
+        self._lookaheads.clear()
+        while self._slots:
+            self._pool.free(self._slots.pop())
 
     # ------------------------------------------------------------------------------------------- what to draft next
 
@@ -222,8 +229,9 @@ class OutcomeCache:
     def take(self, branch: ModelSequence, drawn: Drawn) -> None:
         """Takes in what was drafted of a branch."""
         trunk = branch.trunk
-        assert trunk is not None
-        look = self._lookaheads[trunk]
+        look = None if trunk is None else self._lookaheads.get(trunk)
+        if trunk is None or look is None:  # dropped in the same step, for another branch of its sequence
+            return
         is_done = False
         for token, law, scores in drawn:
             if token == UNSURE:  # the proposal ends here, as whoever goes on with it will find
@@ -278,6 +286,7 @@ class OutcomeCache:
             look.goes_on_in_place = True
         else:
             branch.slot = self._pool.fork(trunk.slot)
+            self._slots.add(branch.slot)
             self._pool.rollback(branch.slot, min(held, at))
         return branch
 
@@ -287,6 +296,7 @@ class OutcomeCache:
 
     def _free_branch(self, branch: ModelSequence, trunk: ModelSequence) -> None:
         if branch.slot is not None and branch.slot != trunk.slot:
+            self._slots.discard(branch.slot)
             self._pool.free(branch.slot)
 
 

@@ -10,6 +10,9 @@ from kernels.dense import DraftLogits
 from kernels.distribution import SamplingLaw
 from kernels.sparse import SparseLaw
 from kernels.verify import Rule
+from outrider.best_effort import Component
+
+DRAFT_COST = Component("draft_cost")
 
 
 class Kind(StrEnum):
@@ -69,6 +72,13 @@ class Cost:
     tokens: int = 0
     seconds: float = 0.0
     failures: int = 0
+
+    @DRAFT_COST.quiet
+    def add(self, draft: "Draft") -> None:
+        """A proposal came."""
+        self.proposals += 1
+        self.tokens += len(draft.token_ids)
+        self.seconds += draft.seconds
 
     @property
     def seconds_per_token(self) -> float:

@@ -15,6 +15,7 @@ from draft_service.drafters.staged import StagedDrafter, StagedEngine
 from draft_service.settings import DraftSettings
 from kernels.sparse import SparseConfig
 from outrider.lm.tokenizer import Tokenizer
+from outrider.sampling import TEMPERATURES
 from outrider.settings import SettingsError
 from protos.outrider.v1 import model_pb2
 
@@ -23,8 +24,11 @@ def check_settings(settings: DraftSettings) -> None:
     """Checks what can be known before anything is loaded.
 
     Raises:
-        SettingsError: the drafter has nothing to count, or the corpus is not there.
+        SettingsError: a number is out of its range, the drafter has nothing to count, or the corpus is not there.
     """
+    least, given = TEMPERATURES[0], settings.draft_temperature
+    if given is not None and 0 < given < least:
+        raise SettingsError(f"--draft-temperature is {given:g}; it must be 0 or at least {least:g}")
     corpus = settings.ngram_corpus
     if corpus is not None and not corpus.is_file():
         raise SettingsError(f"--ngram-corpus: no file '{corpus}'")

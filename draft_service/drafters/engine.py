@@ -6,10 +6,9 @@ gRPC or of verdicts: it is told what was committed, and asked for tokens that ma
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import structlog
+from typing import TypeVar
 
 from draft_service.drafters.ahead import OutcomeCache
 from draft_service.drafters.base import DraftError, Foresight
@@ -18,12 +17,15 @@ from draft_service.drafters.sequence import Ask, Close, ModelSequence
 from draft_service.drafters.spare_time import SpareTime
 from kernels.entropy import UNSURE
 from kernels.sparse import SparseConfig
+from outrider.best_effort import Component
 from outrider.lm.engine import Engine
 from outrider.lm.packed import Chunk, PackedModel
 from outrider.lm.room import make_room
 from outrider.lm.writing import Sampling
 
-_log = structlog.get_logger()
+OUTCOME_CACHE = Component("outcome_cache")
+
+Result = TypeVar("Result")
 
 # Tokens that a sequence is expected to write: room in one piece is sought for so many.
 EXPECTED_OUTPUT = 512
@@ -95,17 +97,13 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
         sequence.done = ask.done
         sequence.gamma = ask.gamma
         self._busy.append(sequence)
-        self._spare.asked(sequence, ask.posted)
         self._leaving.pop(sequence, None)
-        # Where the target has written alone since, the time says nothing of what drafting ahead is worth.
-        sequence.was_ahead = self.cache.serves(sequence) if drafted and len(ask.committed) <= drafted + 1 else None
-        branch, foresight = self.cache.settle(sequence, ask.committed, kept)
-        if foresight is not None:
-            self._foreseen[sequence] = foresight
+        branch = self._ahead_of(lambda: self._find_branch(ask, drafted, kept), None)
         if branch is None:
             pool.rollback(sequence.slot, min(pool.length(sequence.slot), base + kept, sequence.base - 1))
             return
         assert branch.slot is not None
+        self.cache.hand_over(branch)
         if branch.slot != sequence.slot:
             pool.free(sequence.slot)
             sequence.slot = branch.slot
@@ -113,49 +111,72 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
         pool.rollback(sequence.slot, min(pool.length(sequence.slot), len(sequence.tokens) - 1))
         self._finish_if_done(sequence)
 
+    def _find_branch(self, ask: Ask, drafted: int, kept: int) -> ModelSequence | None:
+        """The branch that a verdict asks for, if there is one; `kept` of the `drafted` tokens stand."""
+        sequence = ask.sequence
+        self._spare.asked(sequence, ask.posted)
+        # Where the target has written alone since, the time says nothing of what drafting ahead is worth.
+        sequence.was_ahead = self.cache.serves(sequence) if drafted and len(ask.committed) <= drafted + 1 else None
+        branch, foresight = self.cache.settle(sequence, ask.committed, kept)
+        if foresight is not None:
+            self._foreseen[sequence] = foresight
+        return branch
+
     def _close(self, sequence: ModelSequence) -> None:
         sequence.closed = True
         sequence.done = None
-        self.cache.drop(sequence)
-        self._spare.gone(sequence)
-        self._leaving.pop(sequence, None)
-        self._foreseen.pop(sequence, None)
         if sequence in self._busy:
             self._busy.remove(sequence)
+        self._leaving.pop(sequence, None)
+        self._foreseen.pop(sequence, None)
+        self._ahead_of(lambda: self._forget(sequence), None)
         if sequence.slot is not None:
             self.packed.pool.free(sequence.slot)
             sequence.slot = None
             del self._held[sequence]
+
+    def _forget(self, sequence: ModelSequence) -> None:
+        self.cache.drop(sequence)
+        self._spare.gone(sequence)
+
+    def _ahead_of(self, call: Callable[[], Result], default: Result) -> Result:
+        """What a call of the outcome cache returns. Where it fails no branch is left, and none holds a slot."""
+        returned = OUTCOME_CACHE.run(lambda: (call(),), None)
+        if returned is not None:
+            return returned[0]
+        self._leaving.clear()
+        self.cache.reset()
+        return default
 
     # --------------------------------------------------------------------------------------- schedule, forward, process
 
     def schedule(self) -> list[DraftWork]:
         work: list[DraftWork] = []
         budget = self._prefill_tokens
-        for sequence in self._busy:
-            assert sequence.slot is not None
-            start = self.packed.pool.length(sequence.slot)
-            behind = len(sequence.tokens) - start  # at least 1: the last token is always still to run
-            piece = min(behind - 1, budget)
-            draws = piece == behind - 1
-            # Room for all of the round, but for the last drafted token, which is never run.
-            end = sequence.base + sequence.gamma - 1 if draws else start + piece
-            if end == start or not self._has_room(sequence, end):
+        for sequence in list(self._busy):
+            try:
+                item = self._work_of(sequence, budget)
+            except Exception as error:
+                self._end(sequence, error)
                 continue
-            budget -= piece
-            tokens = sequence.tokens[start:] if draws else sequence.tokens[start : start + piece]
-            work.append(DraftWork(sequence, Chunk(sequence.slot, tokens, start, piece), draws))
-        return work or self._ahead()
+            if item is not None:
+                budget -= item.chunk.logits_from
+                work.append(item)
+        return work or self._ahead_of(self._branches, [])
 
-    def _ahead(self) -> list[DraftWork]:
-        """What to draft while nobody asks. Whatever breaks here costs branches, and nobody's proposal."""
-        try:
-            return self._branches()
-        except Exception:
-            _log.exception("drafting ahead failed")
-            self._leaving.clear()
-            self.cache.drop_all()
-            return []
+    def _work_of(self, sequence: ModelSequence, budget: int) -> DraftWork | None:
+        """A sequence's share of the next pass, with `budget` tokens of prompt at most; None where it has to wait."""
+        assert sequence.slot is not None
+        start = self.packed.pool.length(sequence.slot)
+        behind = len(sequence.tokens) - start  # at least 1: the last token is always still to run
+        piece = min(behind - 1, budget)
+        draws = piece == behind - 1
+        # Room for all of the round, but for the last drafted token, which is never run.
+        end = sequence.base + sequence.gamma - 1 if draws else start + piece
+        if end == start or not self._has_room(sequence, end):
+            return None
+        tokens = sequence.tokens[start:] if draws else sequence.tokens[start : start + piece]
+        return DraftWork(sequence, Chunk(sequence.slot, tokens, start, piece), draws)
 
     def _branches(self) -> list[DraftWork]:
         """As much as is done before the first is likely to ask."""
@@ -182,7 +203,7 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
         if self.packed.pool.lacking(sequence.slot, end) <= self.packed.pool.blocks.unheld:
             self.packed.pool.grow(sequence.slot, end)
             return True
-        self.cache.drop_all()
+        self.cache.reset()
         idle = [each for each in self._held if each.done is None]
         later = self._busy[self._busy.index(sequence) + 1 :]
         victims = [each.slot for each in (*idle, *reversed(later)) if each.slot is not None]
@@ -190,6 +211,16 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
 
     def forward(self, work: Sequence[DraftWork]) -> list[Drawn]:
         """What each work has drawn: nothing, a token, or what is left of its proposal."""
+        try:
+            return self.draw(work)
+        except Exception:  # where the pass went well and drawing did not
+            pool = self.packed.pool
+            for item in work:
+                pool.rollback(item.chunk.slot, min(pool.length(item.chunk.slot), item.chunk.start))
+            raise
+
+    def draw(self, work: Sequence[DraftWork]) -> list[Drawn]:
+        """As `forward`; where it raises, slots may have changed their length."""
         samplings = self._samplings(work)
         if samplings and self.packed.can_write(samplings):
             written = self.packed.write([item.chunk for item in work], samplings)
@@ -206,13 +237,21 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
         return self._drawing.samplings([item.sequence for item in work], makes_noise=self.packed.makes_noise)
 
     def process(self, work: Sequence[DraftWork], output: Sequence[Drawn]) -> None:
-        if all(item.draws for item in work):
-            self._spare.spent(len(work), max(map(len, output)), self.forward_seconds)
+        for item, drawn in zip(work, output, strict=True):
+            if item.sequence.trunk is None:
+                try:
+                    self._take(item.sequence, drawn)
+                except Exception as error:
+                    self._end(item.sequence, error)
+        self._ahead_of(lambda: self._note_step(work, output), None)
+
+    def _note_step(self, work: Sequence[DraftWork], output: Sequence[Drawn]) -> None:
+        """What a step has drafted of branches, and how long it took."""
         for item, drawn in zip(work, output, strict=True):
             if item.sequence.trunk is not None:
                 self.cache.take(item.sequence, drawn)
-            else:
-                self._take(item.sequence, drawn)
+        if all(item.draws for item in work):
+            self._spare.spent(len(work), max(map(len, output), default=0), self.forward_seconds)
 
     def _take(self, sequence: ModelSequence, drawn: Drawn) -> None:
         for token, law, scores in drawn:
@@ -232,18 +271,21 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
         self._busy.remove(sequence)
         sequence.finish(foresight=self._foreseen.pop(sequence, None))
         now = time.perf_counter()
-        if sequence.looks_ahead and sequence.was_ahead is not None:
-            self.cache.took(sequence, now - sequence.left, on=sequence.was_ahead)
-        sequence.left = now
-        self._spare.left(sequence, now)
+        before, sequence.left = sequence.left, now
         self._leaving[sequence] = now
+        self._ahead_of(lambda: self._note_proposal(sequence, before, now), None)
 
-    def fail(self, work: Sequence[DraftWork], error: Exception) -> None:
-        for item in work:
-            if item.sequence.trunk is not None:
-                self.cache.drop(item.sequence.trunk)
-            elif item.sequence in self._busy:
-                self._end(item.sequence, error)
+    def _note_proposal(self, sequence: ModelSequence, before: float, now: float) -> None:
+        """A proposal leaves now; the last one did `before`."""
+        if sequence.looks_ahead and sequence.was_ahead is not None:
+            self.cache.took(sequence, now - before, on=sequence.was_ahead)
+        self._spare.left(sequence, now)
+
+    def fail(self, work: DraftWork, error: Exception, *, is_own: bool) -> None:
+        if (trunk := work.sequence.trunk) is not None:
+            self._ahead_of(lambda: self.cache.drop(trunk), None)
+        elif work.sequence in self._busy:
+            self._end(work.sequence, error)
 
     def _end(self, sequence: ModelSequence, error: Exception) -> None:
         if sequence in self._busy:

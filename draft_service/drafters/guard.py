@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
+import structlog
 
 from draft_service.drafters.base import (
     Cost,
@@ -23,12 +24,23 @@ from draft_service.drafters.base import (
     DraftSequence,
 )
 from draft_service.drafters.health import Health
+from kernels.adjustments import LogitRules
 from kernels.dense import EXCLUDED, DraftLogits
+from kernels.distribution import SamplingLaw
 from kernels.sparse import SparseLaw, validate
 from kernels.verify import Rule
 
+_log = structlog.get_logger()
+
 LATE_IN_A_ROW = 3
 """Proposals that may be late one after the other; then a sequence asks no more."""
+
+PROBE = DraftSequence(
+    prompt=[0, 0], committed=[], law=SamplingLaw(), logit_rules=LogitRules(), seed=0, looks_ahead=False
+)
+"""What the service asks a drafter itself. No client has a say in it."""
+
+PROBE_GAMMA = 4
 
 
 class GuardedDrafter(Drafter):
@@ -36,7 +48,8 @@ class GuardedDrafter(Drafter):
 
     Attributes:
         cost: what drafting has cost so far, over all sequences.
-        health: whether it works at all; while it does not, a sequence is refused without its being asked.
+        health: whether it works at all; while it does not, a sequence is refused without its being asked. What a
+            request's own parameters cause is no sign of that, so it is the service's own probe that tells.
         timeout: what a proposal may take, in seconds.
     """
 
@@ -48,9 +61,40 @@ class GuardedDrafter(Drafter):
         self.timeout = timeout
         self._vocab_size = vocab_size
         self._max_support = max_support
+        self._probing: asyncio.Task[None] | None = None
 
     def open(self, sequence: DraftSequence) -> Drafting:
         return _GuardedDrafting(lambda: self._drafter.open(sequence), sequence, self)
+
+    def failed(self) -> None:
+        """A proposal did not come."""
+        self.health.failed()
+        self.look()
+
+    def look(self) -> None:
+        """Probes the drafter where that is due."""
+        if self.health.needs_probe() and self._probing is None:
+            self._probing = asyncio.ensure_future(self._probe())
+
+    async def _probe(self) -> None:
+        drafting: Drafting | None = None
+        well = False
+        try:
+            drafting = self._drafter.open(PROBE)
+            proposal = asyncio.ensure_future(drafting.propose(PROBE_GAMMA))
+            proposal.add_done_callback(_retrieve)
+            await asyncio.wait((proposal,), timeout=self.timeout)
+            if proposal.done() and not proposal.cancelled():
+                self.check(proposal.result(), PROBE_GAMMA, PROBE)
+                well = True
+        except Exception as error:
+            _log.warning("a probe of the drafter failed", reason=f"{type(error).__name__}: {error}")
+        finally:
+            if drafting is not None:
+                with suppress(Exception):
+                    drafting.close()
+            self.health.probed(well=well)
+            self._probing = None
 
     def check(self, draft: Draft, gamma: int, sequence: DraftSequence) -> None:
         """Checks a proposal as the verifier will: it ends a sequence whose proposal makes no sense.
@@ -161,9 +205,7 @@ class _GuardedDrafting(Drafting):
             raise
         self._late = 0
         self._guard.health.proposed()
-        cost.proposals += 1
-        cost.tokens += len(draft.token_ids)
-        cost.seconds += draft.seconds
+        cost.add(draft)
         return draft
 
     async def _in_time(self, future: "asyncio.Future[Draft]", asked: float) -> Draft:
@@ -174,7 +216,7 @@ class _GuardedDrafting(Drafting):
             self._under_way = future
             self._late += 1
             if self._late < LATE_IN_A_ROW:
-                self._guard.health.failed()
+                self._guard.failed()
             text = f"no proposal came within {timeout:g} s, {self._late} times in a row"
             raise DraftLate(text) if self._late < LATE_IN_A_ROW else DraftError(text)
         if future.cancelled():  # by the drafter: its `CancelledError` is not the request's
@@ -195,16 +237,17 @@ class _GuardedDrafting(Drafting):
             return None
 
     def _admitted(self) -> bool:
-        if self._guard.health.admits():
+        if self._guard.health.is_well:
             return True
+        self._guard.look()
         self._error = DrafterOff("the drafter has failed for everybody of late, and is not asked")
         return False
 
     def _fail(self, error: DraftError) -> None:
-        """Keeps the first error; it tells on the drafter once."""
+        """Keeps the first error; it counts once."""
         if self._error is None:
             self._error = error
-            self._guard.health.failed()
+            self._guard.failed()
 
 
 class _Answer(Awaitable[Draft]):

@@ -1,49 +1,52 @@
-"""Whether a drafter works at all, over all its sequences: a circuit breaker.
+"""Whether a drafter works at all, over all its sequences: a circuit breaker that only a probe opens.
 
-It knows failures and the time; nothing of what is drafted.
+Failures of sequences raise a suspicion and no more, since a client's own parameters or prompts may cause them. It knows
+failures, probes and the time; nothing of what is drafted.
 """
 
 import time
 from collections.abc import Callable
 
 FAILURES_IN_A_ROW = 5
-"""After so many, with no proposal between them, nobody is let through but a probe now and then."""
+"""After so many, with no proposal between them, the drafter is probed. It is off where the probe fails too."""
 
 FIRST_PROBE_S, LATEST_PROBE_S = 1.0, 10.0
-"""Seconds from there to the first probe, and between two at most: doubled each time one fails."""
+"""Seconds between two probes, at least; doubled each time one fails, up to the most."""
 
 
 class Health:
-    """One drafter's."""
+    """One drafter's.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    Attributes:
+        is_well: whether sequences may ask it.
+    """
+
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self.is_well = True
+        self._clock = clock or time.monotonic
         self._failures = 0
         self._pause = FIRST_PROBE_S
-        self._probe_at = 0.0
+        self._probe_at = self._clock()
 
-    @property
-    def is_well(self) -> bool:
-        """Whether everybody is let through."""
-        return self._failures < FAILURES_IN_A_ROW
-
-    def admits(self) -> bool:
-        """Whether the drafter may be asked now. Where it is sick, one may at a time, and asks for all."""
-        if self.is_well:
-            return True
-        now = self._clock()
-        if now < self._probe_at:
-            return False
-        self._pause = min(2 * self._pause, LATEST_PROBE_S)
-        self._probe_at = now + self._pause
-        return True
+    def needs_probe(self) -> bool:
+        """Whether it is to be probed now."""
+        is_suspect = not self.is_well or self._failures >= FAILURES_IN_A_ROW
+        return is_suspect and self._clock() >= self._probe_at
 
     def failed(self) -> None:
-        """A proposal did not come."""
+        """A sequence's proposal did not come."""
         self._failures += 1
-        if self._failures == FAILURES_IN_A_ROW:
-            self._probe_at = self._clock() + self._pause
 
     def proposed(self) -> None:
         """One came."""
-        self._failures, self._pause = 0, FIRST_PROBE_S
+        self._failures, self._pause, self.is_well = 0, FIRST_PROBE_S, True
+
+    def probed(self, *, well: bool) -> None:
+        """A probe has ended."""
+        if well:
+            self.proposed()
+            self._probe_at = self._clock() + FIRST_PROBE_S
+        else:
+            self.is_well = False
+            self._probe_at = self._clock() + self._pause
+            self._pause = min(2 * self._pause, LATEST_PROBE_S)

@@ -5,6 +5,7 @@ It knows nothing of passes.
 
 import asyncio
 from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 
 from draft_service.drafters.base import Draft, Drafter, DraftError, Drafting, DraftSequence
 from draft_service.drafters.engine import DraftEngine
@@ -57,7 +58,7 @@ class _ModelDrafting(Drafting):
         loop = self._loop
 
         def done(result: Draft | DraftError) -> None:
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(_settle, future, result)
 
         self._engine.post(Ask(self._sequence, committed, gamma, done))

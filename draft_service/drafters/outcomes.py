@@ -24,6 +24,8 @@ TEMPERATURES = np.array([0.15, 0.3, 0.45, 0.7, 1.0, 1.5, 2.5])
 _MEMORY = 0.99
 # Chance of a token that is not among those looked at, where it came all the same.
 _UNSEEN = 0.02
+# A score that is so far below the best has no chance.
+_LEAST = -1e3
 # Verdicts that the first guesses of τ and α count as.
 _PRIOR = 8.0
 
@@ -98,6 +100,8 @@ class Forecast:
     def learn(self, places: Sequence[Place], drafted: Sequence[int], accepted: int, token: int | None) -> None:
         """Takes in a verdict: so many were accepted, and this came next; None where nothing did."""
         judged = min(accepted + 1, len(drafted))
+        if not judged:
+            return
         self._accepted = _MEMORY * self._accepted + min(accepted, judged)
         self._judged = _MEMORY * self._judged + judged
         if not self._by_scores:
@@ -108,11 +112,10 @@ class Forecast:
             if chosen is None:
                 return
             place = places[i]
-            if chosen in place.tokens:
-                scaled = np.array(place.scores)[None, :] / TEMPERATURES[:, None]
-                scaled -= scaled.max(axis=1, keepdims=True)
+            if chosen in place.tokens and math.isfinite(best := max(place.scores)):
+                scaled = np.maximum(np.array(place.scores) - best, _LEAST)[None, :] / TEMPERATURES[:, None]
                 logs = scaled[:, list(place.tokens).index(chosen)] - np.log(np.exp(scaled).sum(axis=1))
-                self._evidence += np.maximum(logs, math.log(_UNSEEN))
+                self._evidence += np.fmax(logs, math.log(_UNSEEN))
 
     def _followers(self, place: Place, accepted: int, chance: float, *, without: int | None) -> list[Guess]:
         kept = [
@@ -128,5 +131,8 @@ class Forecast:
 
 
 def _softmax(scores: NDArray[np.float64], temperature: float) -> NDArray[np.float64]:
-    weights: NDArray[np.float64] = np.exp((scores - scores.max()) / temperature)
+    best = scores.max()
+    if not math.isfinite(best):  # no numbers, or one that is above all numbers
+        return np.where(scores == best, 1.0, 0.0) / max(1, np.count_nonzero(scores == best))
+    weights: NDArray[np.float64] = np.exp(np.maximum(scores - best, _LEAST) / temperature)
     return weights / weights.sum()

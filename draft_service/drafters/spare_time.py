@@ -5,13 +5,20 @@ It knows clocks and counts: no model, no sequence's tokens, and not what the tim
 
 from collections.abc import Hashable
 
-from outrider.cost_line import FittedCost
+from outrider.cost_line import LONGEST_PASS, FittedCost
 
 # Weight of the newest of what is measured again and again.
 _NEWEST = 0.2
 
 # A wait of so many times the mean is another kind of wait: a slow client, a pause of the machine.
 _OUTLIER = 4.0
+
+
+# Seconds: no step takes less, so it was the clock that stood still.
+LEAST_STEP = 1e-9
+
+# Steps that are planned at once at most.
+MOST_STEPS = 1024
 
 
 class _Mean:
@@ -46,9 +53,11 @@ class SpareTime:
 
     def spent(self, width: int, steps: int, seconds: float) -> None:
         """So many steps of so many sequences took so long."""
-        if not steps or not seconds > 0:
+        if steps < 1 or width < 1:
             return
         each = seconds / steps
+        if not LEAST_STEP <= each <= LONGEST_PASS:
+            return
         if self._step is None:  # until other widths tell, two take twice as long as one
             self._step = FittedCost([(width, each), (2 * width, 2 * each)])
         else:
@@ -61,8 +70,11 @@ class SpareTime:
     def asked(self, who: Hashable, now: float) -> None:
         """It asks."""
         since = self._left.pop(who, None)
-        if since is not None and (self._wait.value is None or now - since < _OUTLIER * self._wait.value):
-            self._wait.add(now - since)
+        if since is None:
+            return
+        wait = max(0.0, now - since)
+        if not self._wait.value or wait < _OUTLIER * self._wait.value:
+            self._wait.add(wait)
 
     def gone(self, who: Hashable) -> None:
         """It will ask no more."""
@@ -71,8 +83,8 @@ class SpareTime:
     def steps(self, now: float, width: int) -> int:
         """How many steps of `width` are done before the first is likely to ask; 0 while nothing is known."""
         step = self.step_seconds(width)
-        if self._wait.value is None or not step:
+        if self._wait.value is None or not step > 0:
             return 0
         wait = self._wait.value - self._wait.spread / 2
         rest = min((since + wait - now for since in self._left.values() if now - since < _OUTLIER * wait), default=0.0)
-        return max(0, int(rest / step))
+        return max(0, int(min(rest / step, MOST_STEPS)))

@@ -19,7 +19,10 @@ from draft_service.drafters.sequence import ModelSequence
 from draft_service.drafters.staging import Guessed, StagedSequence, Staging
 from kernels.philox import Domain
 from kernels.sparse import SparseConfig
+from outrider.best_effort import Component
 from outrider.lm.packed import Chunk, PackedModel
+
+GUESSES = Component("staged_guesses")
 
 _log = structlog.get_logger()
 
@@ -88,6 +91,14 @@ class StagedEngine(DraftEngine):
 
     def schedule(self) -> list[DraftWork]:
         work = super().schedule()
+        guessed = GUESSES.run(lambda: self._add_guesses(work), None)
+        if guessed is None:
+            for item in work:
+                if isinstance(item.sequence, StagedSequence):
+                    item.sequence.guesser = None  # what it has read is unknown
+        return work if guessed is None else guessed
+
+    def _add_guesses(self, work: list[DraftWork]) -> list[DraftWork]:
         turns = {item.sequence: turn for item in work if (turn := self._turn(item)) is not None}
         if not turns:
             return work
@@ -136,10 +147,10 @@ class StagedEngine(DraftEngine):
         tokens = [*chunk.tokens, *run[:unknown]]
         return StagedWork(sequence, Chunk(chunk.slot, tokens, chunk.start, chunk.logits_from), True, game)
 
-    def forward(self, work: Sequence[DraftWork]) -> list[Drawn]:
+    def draw(self, work: Sequence[DraftWork]) -> list[Drawn]:
         staged = [item for item in work if isinstance(item, StagedWork)]
         if not staged:
-            return super().forward(work)
+            return super().draw(work)
         logits = self.packed.forward([item.chunk for item in work])
         plain_rows, staged_rows, row = list[int](), list[int](), 0
         for item in work:

@@ -66,6 +66,8 @@ class Trial:
 
     def add(self, seconds: float, *, on: bool) -> None:
         """A round took so long, with it or without."""
+        if not 0 <= seconds < math.inf:
+            return
         if self._seconds is None:
             self._until -= 1
             if self._until <= 0:
@@ -79,6 +81,9 @@ class Trial:
     def _decide(self, seconds: dict[bool, list[float]]) -> None:
         # In medians of this trial: the machine may be another speed today.
         median = statistics.median(seconds[True] + seconds[False])
+        if not median > 0:  # the clock stands still
+            self._until = self._pause
+            return
         for way, values in seconds.items():
             self._shown[way].add([min(value / median, _OUTLIER) for value in values])
         with_it, without = self._shown[True], self._shown[False]

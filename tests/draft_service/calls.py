@@ -96,7 +96,7 @@ class Result:
 def generate(channel: grpc.Channel, message: draft_service_pb2.GenerateRequest, timeout: float = TIMEOUT) -> Result:
     """Calls and reads to the end; the first response must be `started`."""
     call = DraftServiceStub(channel).Generate(message, timeout=timeout)
-    first = next(call)
+    first = next(response for response in call if response.WhichOneof("event"))
     assert first.WhichOneof("event") == "started"
     samples: dict[int, Sample] = {}
     for response in call:
@@ -105,7 +105,7 @@ def generate(channel: grpc.Channel, message: draft_service_pb2.GenerateRequest, 
             sample = samples.setdefault(chunk.index, Sample())
             assert sample.finished is None, "nothing comes after the end of a sample"
             sample.take(chunk)
-        else:
+        elif response.WhichOneof("event"):  # a sign of life has none
             assert response.WhichOneof("event") == "finished"
             samples.setdefault(response.finished.index, Sample()).finish(response.finished)
     assert all(sample.finished for sample in samples.values())
@@ -153,8 +153,8 @@ class ProposeStream:
         )
 
     def take(self) -> draft_service_pb2.ProposeResponse:
-        response: draft_service_pb2.ProposeResponse = next(self.call)
-        return response
+        """The next response, but for those that say that it is queued."""
+        return next(response for response in self.call if not response.HasField("queue_position"))
 
     def close_sending(self) -> None:
         self._outbox.put(None)

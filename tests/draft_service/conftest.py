@@ -11,6 +11,7 @@ from tests.draft_service.pairs import DEMO, write_awkward_draft
 from tests.forked import ForkedService
 
 PLACES, VERIFIER_PLACES = 6, 4
+CLIENT_SEQUENCES = 15  # of one client at once: more than there are places, and fewer than a request may have samples
 HEALTHY_WITHIN_S = 110.0
 IDLE_S = 4.0
 """How long it bears with a client that says nothing, or does not read: what a test has to act in, and one has to wait.
@@ -27,8 +28,8 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(scope="session")
 def target_process() -> Iterator[ServiceProcess]:
-    """A verifier with the demo target, few places and no queue to speak of."""
-    places = ("--max-sequences", str(VERIFIER_PLACES), "--max-waiting", "1")
+    """A verifier with the demo target, few places and no queue to speak of; a place that is held idly stays held."""
+    places = ("--max-sequences", str(VERIFIER_PLACES), "--max-waiting", "1", "--contended-idle-timeout", "60")
     with ForkedService.start(["verifier_service", "--model", str(DEMO / "target"), *places, *FLAGS]) as process:
         yield process
 
@@ -38,8 +39,10 @@ def pair_process(target_process: ServiceProcess, tmp_path_factory: pytest.TempPa
     """A draft service beside it."""
     draft = write_awkward_draft(tmp_path_factory.mktemp("pair") / "draft")
     limits = ("--max-sequences", str(PLACES), "--max-message-bytes", str(1 << 16))
-    patience = ("--idle-timeout", str(IDLE_S), "--slow-client-timeout", "2")
-    arguments = ["draft_service", "--model", str(draft), "--verifier", target_process.address, *limits, *patience]
+    of_client = ("--max-client-sequences", str(CLIENT_SEQUENCES))
+    patience = ("--idle-timeout", str(IDLE_S), "--slow-client-timeout", "2", "--contended-idle-timeout", "1.5")
+    model = ("--model", str(draft), "--verifier", target_process.address)
+    arguments = ["draft_service", *model, *limits, *of_client, *patience]
     with ForkedService.start([*arguments, *FLAGS]) as process:
         target_process.wait_healthy(HEALTHY_WITHIN_S)
         process.wait_healthy(HEALTHY_WITHIN_S)

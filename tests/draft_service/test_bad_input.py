@@ -2,8 +2,9 @@
 
 import math
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import grpc
@@ -15,12 +16,23 @@ from outrider.rpc.errors import RequestError, from_rpc_error
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, verifier_service_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 from tests.draft_service import oracle
-from tests.draft_service.calls import PROMPT, ProposeStream, generate, request, sampling, write
-from tests.draft_service.conftest import PLACES, VERIFIER_PLACES
+from tests.draft_service.calls import (
+    BLOCK,
+    COUPLED,
+    PROMPT,
+    TOKENWISE,
+    ProposeStream,
+    generate,
+    request,
+    sampling,
+    write,
+)
+from tests.draft_service.conftest import CLIENT_SEQUENCES, PLACES, VERIFIER_PLACES
 from tests.verifier_service.streams import Stream
 
 CONTEXT, VOCABULARY = 1024, 2048
 IDS = oracle.encode(PROMPT)
+NARROW = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]  # takes next to nothing unread
 NAN, INF = math.nan, math.inf
 SIGMOID, SCALES = sampling_pb2.ACCEPTANCE_RULE_SIGMOID, sampling_pb2.SigmoidScales(alpha=-10, beta=10)
 
@@ -52,6 +64,8 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("token_ids.ids", {"prompt": []}, ("token",)),
     ("token_ids.ids", {"prompt": [1, VOCABULARY]}, ("2048",)),
     ("text", {"prompt": ""}, ("no tokens",)),
+    ("text", {"prompt": "x" * 32_737}, ("32737 bytes", "32736", "1023 tokens", "32 bytes")),
+    ("chat.messages", chat(("user", "é" * 8_000), ("user", "x" * 16_730)), ("32738 bytes", "32736", "1023 tokens")),
     ("prompt", {"prompt": [1] * CONTEXT}, ("1024",)),
     ("prompt", {"prompt": [1] * 2000}, ("2000", "1024")),
     ("max_new_tokens", {"prompt": [1] * 1000, "max_new_tokens": 25}, ("25", "1000", "24")),
@@ -60,10 +74,11 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("min_new_tokens", {"max_new_tokens": 3, "min_new_tokens": 4}, ("3", "4")),
     ("committed_token_ids", {"committed_token_ids": [1, 4000]}, ("4000", "2048")),
     ("committed_token_ids", {"committed_token_ids": [1], "n": 2}, ("2",)),
-    ("n", {"n": 0}, ("0", "16")),
-    ("n", {"n": 17}, ("17", "16")),
+    ("n", {"n": 0}, ("0", str(PLACES))),
+    ("n", {"n": 17}, ("17", str(PLACES))),
     ("speculation.gamma", speculation(17), ("17", "16")),
     ("speculation.draft_temperature", draft_temperature(-0.5), ("-0.5", "100")),
+    ("speculation.draft_temperature", draft_temperature(1e-7), ("1e-07", "1e-06", "100")),
     ("speculation.draft_temperature", draft_temperature(101), ("101", "100")),
     ("speculation.draft_temperature", draft_temperature(NAN), ("nan", "100")),
     ("speculation.draft_temperature", draft_temperature(0) | law(rule=SIGMOID, sigmoid=SCALES), ("0", "sigmoid")),
@@ -82,22 +97,27 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("sampling.temperature", law(temperature=-1.0), ("-1",)),
     ("sampling.temperature", law(temperature=NAN), ("nan",)),
     ("sampling.temperature", law(temperature=INF), ("inf",)),
+    ("sampling.temperature", law(temperature=1e-30), ("1e-30", "1e-06", "100")),
     ("sampling.top_p", law(top_p=0.0), ("0",)),
     ("sampling.top_p", law(top_p=NAN), ("nan",)),
     ("sampling.min_p", law(min_p=1.5), ("1.5",)),
     ("sampling.top_k", law(top_k=2**31), (str(2**31),)),
     ("sampling.repetition_penalty", law(repetition_penalty=0.0), ("0",)),
+    ("sampling.repetition_penalty", law(repetition_penalty=1e-38), ("1e-38", "0.01")),
     ("sampling.presence_penalty", law(presence_penalty=101.0), ("101",)),
     ("sampling.frequency_penalty", law(frequency_penalty=-INF), ("-inf",)),
     ("sampling.logit_bias", law(logit_bias=[sampling_pb2.LogitBias(token_id=VOCABULARY)]), ("2048",)),
     ("sampling.logit_bias", law(logit_bias=[sampling_pb2.LogitBias(token_id=1, bias=101.0)]), ("101",)),
     ("sampling.banned_token_ids", law(banned_token_ids=[3000]), ("3000", "2048")),
     ("sampling.lenience", law(lenience=1.5), ("1.5",)),
+    ("sampling.lenience", law(lenience=1e-30), ("1e-30", "1e-06")),
     ("sampling.rule", law(rule=99), ("99",)),
     ("sampling.sigmoid", law(rule=SIGMOID), ("not set", "alpha and beta")),
     ("sampling.sigmoid", law(sigmoid=SCALES), ("block",)),
     ("sampling.sigmoid.alpha", law(rule=SIGMOID, sigmoid=sampling_pb2.SigmoidScales(alpha=2, beta=1)), ("2", "1")),
     ("sampling.sigmoid.beta", law(rule=SIGMOID, sigmoid=sampling_pb2.SigmoidScales(beta=NAN)), ("nan",)),
+    ("sampling.sigmoid.beta", law(rule=SIGMOID, sigmoid=sampling_pb2.SigmoidScales(beta=1e30)), ("1e+30", "1e+06")),
+    ("sampling.sigmoid.alpha", law(rule=SIGMOID, sigmoid=sampling_pb2.SigmoidScales(beta=1e-40)), ("0", "0.001")),
     ("speculation.gamma", speculation(16) | law(rule=SIGMOID, sigmoid=SCALES), ("16", "67072", "65536", "15")),
 ]
 
@@ -112,6 +132,38 @@ def test_a_bad_field_is_named_with_its_numbers(
     assert error.metadata["field"] == field
     for number in (field, *numbers):
         assert number in error.message
+
+
+# Both ends of each range, as the contract states them.
+SMALL: dict[str, Any] = {
+    "temperature": 1e-6,
+    "top_p": 1e-38,
+    "repetition_penalty": 0.01,
+    "presence_penalty": -100,
+    "frequency_penalty": -100,
+    "logit_bias": [sampling_pb2.LogitBias(token_id=token, bias=-100) for token in range(50)],
+}
+LARGE: dict[str, Any] = {
+    "temperature": 100,
+    "min_p": 1e-38,
+    "repetition_penalty": 100,
+    "presence_penalty": 100,
+    "frequency_penalty": 100,
+    "logit_bias": [sampling_pb2.LogitBias(token_id=token, bias=100) for token in range(50)],
+}
+RULES = [TOKENWISE, BLOCK, COUPLED, SIGMOID]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=sampling_pb2.AcceptanceRule.Name)
+@pytest.mark.parametrize("fields", [SMALL, LARGE, SMALL | {"temperature": 0}], ids=["small", "large", "greedy"])
+def test_no_number_within_its_range_fails_a_text(draft: grpc.Channel, fields: dict[str, Any], rule: Any) -> None:
+    fields = dict(fields)
+    if rule in (TOKENWISE, SIGMOID):
+        fields["lenience"] = 1e-6
+    if rule == SIGMOID:
+        fields["sigmoid"] = sampling_pb2.SigmoidScales(alpha=999_999, beta=1_000_000)
+    sample = write(draft, sampling=sampling_pb2.SamplingParams(**fields, rule=rule, seed=1), gamma=3, max_new_tokens=12)
+    assert 1 <= len(sample.ids) <= 12
 
 
 def test_a_prompt_is_needed(draft: grpc.Channel) -> None:
@@ -202,27 +254,113 @@ def test_an_unknown_feature_of_propose_is_refused(draft: grpc.Channel) -> None:
     assert from_rpc_error(caught.value).reason == "UNKNOWN_FEATURE"
 
 
+# --------------------------------------------------------------------------------------------------------- undecodable
+
+GARBAGE = b"\xff" * 4
+
+
+@pytest.mark.parametrize("method", ["Generate", "GetModel"])
+def test_a_request_that_cannot_be_decoded_is_an_invalid_argument(
+    draft: grpc.Channel, pair_process: ServiceProcess, method: str
+) -> None:
+    call: Any = draft.unary_unary(f"/outrider.v1.DraftService/{method}")
+    with pytest.raises(grpc.RpcError) as caught:
+        call(GARBAGE, timeout=60)
+    error = from_rpc_error(caught.value)
+    assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
+    assert "4 bytes cannot be decoded" in error.message
+    assert not any("Traceback" in line or "DecodeError" in line for line in pair_process.log_lines())
+
+
+@pytest.mark.parametrize("messages", [[], [draft_service_pb2.ProposeRequest(sequence_id="s", **opening())]])
+def test_a_propose_stream_that_cannot_be_decoded_ends_at_once(
+    draft: grpc.Channel, pair_process: ServiceProcess, messages: list[draft_service_pb2.ProposeRequest]
+) -> None:
+    sent = [*(message.SerializeToString() for message in messages), GARBAGE]
+    propose: Any = draft.stream_stream("/outrider.v1.DraftService/Propose")
+    for _ in range(PLACES + 1):
+        with pytest.raises(grpc.RpcError) as caught:
+            list(propose(iter(sent), timeout=60))
+        error = from_rpc_error(caught.value)
+        assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
+    assert not any("Traceback" in line or "DecodeError" in line for line in pair_process.log_lines())
+
+
 # ------------------------------------------------------------------------------------------------------ room and leaks
 
 
-def fill(draft: grpc.Channel, count: int) -> ExitStack:
+@contextmanager
+def fill(draft: grpc.Channel, count: int) -> Iterator[list[ProposeStream]]:
     """Takes so many places of the draft service, and of its engine, and none of the verifier's."""
-    held = ExitStack()
-    for _ in range(count):
-        stream = held.enter_context(ProposeStream(draft))
+    with ExitStack() as held:
+        streams = [held.enter_context(ProposeStream(draft)) for _ in range(count)]
+        for stream in streams:
+            stream.open(IDS)
+            stream.take()
+            stream.advance(1, len(IDS), [], gamma=1)
+            stream.take()
+        yield streams
+
+
+def test_calls_beyond_what_runs_at_once_wait_and_learn_their_position(draft: grpc.Channel) -> None:
+    with fill(draft, PLACES), ThreadPoolExecutor(4) as threads:
+        queued = [DraftServiceStub(draft).Generate(request(max_new_tokens=2), timeout=60) for _ in range(4)]
+        first = [next(call) for call in queued]
+        with ProposeStream(draft) as stream:
+            stream.open(IDS)
+            assert next(stream.call).WhichOneof("kind") == "queue_position"
+        assert sorted(response.queue_position for response in first) == [0, 1, 2, 3]
+        assert all(response.HasField("queue_position") for response in first)
+        ends = [threads.submit(list, call) for call in queued]
+    for end in ends:
+        assert end.result()[-1].WhichOneof("event") == "finished"
+    everything_is_free(draft)
+
+
+def test_more_samples_than_ever_run_at_once_are_refused_for_good(draft: grpc.Channel) -> None:
+    error = refusal(draft, request(n=PLACES + 1, max_new_tokens=2))
+    assert (error.code, error.metadata["maximum"]) == (grpc.StatusCode.INVALID_ARGUMENT, str(PLACES))
+
+
+def test_idle_streams_give_way_to_a_text_that_is_queued(draft: grpc.Channel) -> None:
+    with fill(draft, PLACES) as streams:
+        assert write(draft, max_new_tokens=2, ignore_eos=True).reason == "LENGTH"
+        assert [refused(stream) for stream in streams].count("RESOURCE_EXHAUSTED IDLE") == 1
+    everything_is_free(draft)
+
+
+def test_a_propose_client_that_does_not_read_is_cut(draft: grpc.Channel, pair_process: ServiceProcess) -> None:
+    """Its messages do not keep the stream alive."""
+    with grpc.insecure_channel(pair_process.address, options=NARROW) as channel, ProposeStream(channel) as stream:
         stream.open(IDS)
-        stream.take()
-        stream.advance(1, len(IDS), [], gamma=1)
-        stream.take()
-    return held
+        for number in range(1, 200):
+            stream.advance(number, len(IDS) + max(0, number - 2), [1] * (number > 1), gamma=8)
+        end = time.monotonic() + 60
+        while not any('"propose"' in line and "DEADLINE_EXCEEDED" in line for line in pair_process.log_lines()[-3:]):
+            assert time.monotonic() < end, "it is still served"
+            time.sleep(0.1)
+        assert refused(stream) == "DEADLINE_EXCEEDED IDLE"
+    everything_is_free(draft)
 
 
-def test_no_room_is_said_with_numbers_and_room_comes_back(draft: grpc.Channel) -> None:
-    with fill(draft, PLACES):
-        error = refusal(draft, request(max_new_tokens=2))
-        assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
-        assert str(PLACES) in error.message
-    assert refusal(draft, request(n=PLACES + 1, max_new_tokens=2)).reason == "OVERLOADED"
+def refused(stream: ProposeStream) -> str:
+    """How the service ends a stream whose client says nothing more, and reads to its end."""
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stream.call)
+    error = from_rpc_error(caught.value)
+    return f"{error.code.name} {error.reason}"
+
+
+def test_a_client_is_limited_by_its_sequences_whatever_calls_they_come_in(draft: grpc.Channel) -> None:
+    with ExitStack() as held:
+        for _ in range(CLIENT_SEQUENCES - PLACES + 1):  # some of them are queued
+            stream = held.enter_context(ProposeStream(draft))
+            stream.open(IDS)
+            next(stream.call)
+        error = refusal(draft, request(n=PLACES, max_new_tokens=2))
+        assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert error.metadata["limit"] == "max-client-sequences"
+        assert error.metadata["given"] == str(CLIENT_SEQUENCES + 1)
     everything_is_free(draft)
 
 
@@ -256,9 +394,8 @@ def test_vanished_clients_leave_nothing_behind(draft: grpc.Channel) -> None:
 
 def test_a_client_that_does_not_read_is_cut(draft: grpc.Channel, pair_process: ServiceProcess) -> None:
     """The service of these tests waits 2 s, and the client takes next to nothing unread."""
-    narrow = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
     heavy: dict[str, Any] = {"logprobs": sampling_pb2.LogprobsParams(top_n=20), "temperature": 1.0}
-    with grpc.insecure_channel(pair_process.address, options=narrow) as channel:
+    with grpc.insecure_channel(pair_process.address, options=NARROW) as channel:
         call = DraftServiceStub(channel).Generate(request(max_new_tokens=900, ignore_eos=True, **heavy), timeout=90)
         next(call)
         end = time.monotonic() + 60
@@ -289,16 +426,19 @@ def everything_is_free(draft: grpc.Channel) -> None:
         try:
             return take_all(draft)
         except grpc.RpcError as error:
-            assert from_rpc_error(error).reason == "OVERLOADED"  # noqa: PT017
+            assert from_rpc_error(error).reason in ("OVERLOADED", "IDLE")  # noqa: PT017
             assert time.monotonic() < end, "places are lost"
             time.sleep(0.1)
 
 
 def take_all(draft: grpc.Channel) -> None:
-    with fill(draft, PLACES - VERIFIER_PLACES), ThreadPoolExecutor(VERIFIER_PLACES) as threads:
+    with fill(draft, PLACES - VERIFIER_PLACES) as streams, ThreadPoolExecutor(VERIFIER_PLACES) as threads:
         running = [
             threads.submit(write, draft, temperature=1.0, gamma=3, max_new_tokens=12, ignore_eos=True)
             for _ in range(VERIFIER_PLACES)
         ]
         for each in running:
             assert each.result().end.statistics.num_drafts > 0, "the draft's engine had room for it"
+        for stream in streams:  # they would have given way to a text that was queued
+            stream.advance(2, len(IDS), [1], gamma=1)
+            stream.take()

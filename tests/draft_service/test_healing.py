@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from draft_service.drafters.base import Draft, Drafter, DrafterOff, DraftError, Drafting, DraftLate, DraftSequence
-from draft_service.drafters.guard import GuardedDrafter
+from draft_service.drafters.guard import PROBE, GuardedDrafter
 from draft_service.drafters.healing import FIRST_REST, LONGEST_REST, SOUND_AFTER, HealingDrafting
 from draft_service.drafters.health import FAILURES_IN_A_ROW, FIRST_PROBE_S, LATEST_PROBE_S, Health
 from draft_service.drafters.lookup import LookupDrafter
@@ -140,53 +140,133 @@ def test_a_late_proposal_is_no_reason_to_begin_anew() -> None:
 # --------------------------------------------------------------------------------------------------------- everybody's
 
 
-def test_after_failures_of_all_only_probes_are_let_through() -> None:
+def test_failures_in_a_row_ask_for_a_probe_and_only_a_probe_that_fails_turns_the_drafter_off() -> None:
     now = 100.0
     health = Health(lambda: now)
     for _ in range(FAILURES_IN_A_ROW - 1):
         health.failed()
     health.proposed()
     for _ in range(FAILURES_IN_A_ROW):
-        assert health.is_well
-        assert health.admits()
+        assert not health.needs_probe()
         health.failed()
-    assert not health.admits()
-    pause = FIRST_PROBE_S
-    for _ in range(6):
+    assert health.needs_probe()
+    was_well = [health.is_well]
+    health.probed(well=True)
+    for _ in range(FAILURES_IN_A_ROW):
+        health.failed()
+    assert not health.needs_probe(), "it has just been probed"
+    was_well.append(health.is_well)
+    pauses = [FIRST_PROBE_S, *(min(FIRST_PROBE_S * 2**i, LATEST_PROBE_S) for i in range(5))]
+    for pause in pauses:
         now += pause - 0.01
-        assert not health.admits()
+        assert not health.needs_probe()
         now += 0.02
-        assert health.admits(), f"after {pause} s"
-        assert not health.admits(), "one at a time"
-        health.failed()
-        pause = min(2 * pause, LATEST_PROBE_S)
-    now += pause
-    assert health.admits()
-    health.proposed()
-    assert health.is_well
-    assert health.admits()
+        assert health.needs_probe(), f"after {pause} s"
+        health.probed(well=False)
+        was_well.append(health.is_well)
+    health.probed(well=True)
+    assert [*was_well, health.is_well] == [True, True, *[False] * len(pauses), True]
+    assert not health.needs_probe()
 
 
-def test_who_is_refused_has_not_asked_and_does_not_count_as_a_failure() -> None:
-    moody = Moody(lambda place: RuntimeError("out of order") if place < FAILURES_IN_A_ROW else None)
+async def failing_in_a_row(guard: GuardedDrafter) -> None:
+    for _ in range(FAILURES_IN_A_ROW):
+        drafting = HealingDrafting(guard, TOLD)
+        with pytest.raises(DraftError, match="out of order"):
+            await drafting.propose(2)
+        drafting.close()
+    await settled()
+
+
+async def settled() -> None:
+    """Until a probe that has begun is over."""
+    for _ in range(200):
+        await asyncio.sleep(0.01)
+        if len(asyncio.all_tasks()) == 1:
+            return
+
+
+def test_a_drafter_that_fails_for_everybody_is_not_asked_until_a_probe_goes_well() -> None:
+    moody = Moody(lambda place: RuntimeError("out of order") if place <= FAILURES_IN_A_ROW else None)
 
     async def run() -> None:
         guard = guarded(moody)
         now = 0.0
         guard.health = Health(lambda: now)
-        for _ in range(FAILURES_IN_A_ROW):
-            with pytest.raises(DraftError, match="out of order"):
-                await HealingDrafting(guard, TOLD).propose(2)
+        await failing_in_a_row(guard)
         refused = HealingDrafting(guard, TOLD)
         with pytest.raises(DrafterOff, match="not asked"):
             await refused.propose(2)
-        assert moody.asked == guard.cost.failures == FAILURES_IN_A_ROW
+        assert moody.asked == FAILURES_IN_A_ROW + 1, "the probe"
+        assert guard.cost.failures == FAILURES_IN_A_ROW
         assert refused.rest == FIRST_REST
         now += FIRST_PROBE_S
-        assert (await HealingDrafting(guard, TOLD).propose(2)).token_ids == []
+        with pytest.raises(DrafterOff):
+            await HealingDrafting(guard, TOLD).propose(2)
+        await settled()
         refused.advance([9] * FIRST_REST)
         await refused.propose(2)
         assert refused.recoveries == 1
         assert guard.health.is_well
+        assert moody.opened.count(PROBE) == 2
+        assert moody.closed >= FAILURES_IN_A_ROW + 2, "probes are closed too"
+
+    asyncio.run(run())
+
+
+def test_one_client_whose_requests_break_the_draft_turns_it_off_for_nobody_else() -> None:
+    """It sends many times what others do, for as long as anybody looks."""
+
+    class Poisoned(Moody):
+        def open(self, sequence: DraftSequence) -> Drafting:
+            self.poisoned = not sequence.logit_rules.is_identity
+            return super().open(sequence)
+
+        def next_mood(self) -> Exception | None:
+            super().next_mood()
+            return DraftError("the logits are no numbers", reason="BAD_LOGITS") if self.poisoned else None
+
+    moody = Poisoned(lambda _: None)
+    poison = replace(TOLD, logit_rules=LogitRules(repetition_penalty=1e-38))
+
+    async def run() -> None:
+        guard = guarded(moody)
+        now = 0.0
+        guard.health = Health(lambda: now)
+        for _ in range(20):
+            for _ in range(3 * FAILURES_IN_A_ROW):
+                with pytest.raises(DraftError, match="no numbers"):
+                    await HealingDrafting(guard, poison).propose(2)
+                now += 0.1
+            await settled()
+            await HealingDrafting(guard, TOLD).propose(2)
+            assert guard.health.is_well
+        assert guard.cost.proposals == 20
+
+    asyncio.run(run())
+
+
+def test_a_probe_that_hangs_turns_the_drafter_off() -> None:
+    class Hanging(Moody):
+        def open(self, sequence: DraftSequence) -> Drafting:
+            return _Hanging() if sequence is PROBE else super().open(sequence)
+
+    class _Hanging(Drafting):
+        def room(self) -> int:
+            return 9
+
+        def advance(self, tokens: Sequence[int]) -> None: ...
+
+        def propose(self, gamma: int) -> Awaitable[Draft]:
+            return asyncio.get_running_loop().create_future()
+
+        def close(self) -> None: ...
+
+    moody = Hanging(lambda _: RuntimeError("out of order"))
+
+    async def run() -> None:
+        guard = GuardedDrafter(moody, timeout=0.05, vocab_size=100, max_support=8)
+        await failing_in_a_row(guard)
+        assert not guard.health.is_well
 
     asyncio.run(run())

@@ -13,7 +13,7 @@ import pytest
 from draft_service.drafters import engine as engine_module
 from draft_service.drafters.ahead import LEAST_CHANCE
 from draft_service.drafters.base import Draft, DraftError, DraftSequence
-from draft_service.drafters.engine import DraftEngine
+from draft_service.drafters.engine import OUTCOME_CACHE, DraftEngine
 from draft_service.drafters.sequence import Ask, Close, ModelSequence
 from draft_service.drafters.trial import Trial
 from kernels.adjustments import LogitRules
@@ -225,6 +225,101 @@ def test_nothing_is_left_of_sequences_that_end(engine: Eager) -> None:
     assert not engine.cache._lookaheads
     assert engine.packed.pool.used_blocks == 0
     engine.packed.pool.check_integrity()
+
+
+def rounds(engine: Eager, driver: Driver, *, until_foreseen: bool) -> list[Draft]:
+    """Six rounds, whose verdicts accept more and more of each proposal."""
+    drafts, committed = list[Draft](), list[int]()
+    for accepted in (0, 1, 4, 2, 3, 4):
+        drafts.append(driver.propose(GAMMA, committed))
+        if until_foreseen:
+            time.sleep(0.01)
+        committed = [*drafts[-1].token_ids[:accepted], 7]
+    return drafts
+
+
+@pytest.mark.parametrize("broken", ["settle", "begin", "next", "chunk", "take", "took", "drop", "before", "after"])
+def test_a_cache_that_fails_costs_branches_and_nothing_else(
+    engine: Eager, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every third call of it raises, or that of its component does, before it begins or once it is done."""
+    calls = count()
+    plain = Driver(engine, told(1.0, Rule.COUPLED, looks_ahead=False))
+    expected = rounds(engine, plain, until_foreseen=False)
+    of, name = (OUTCOME_CACHE, "run") if broken in ("before", "after") else (engine.cache, broken)
+    honest = getattr(of, name)
+
+    def fails(*arguments: Any, **named: Any) -> Any:
+        is_broken = next(calls) % 3 == 2
+        if of is OUTCOME_CACHE:
+            call, default = arguments
+
+            def broken_call() -> Any:
+                if broken == "after":
+                    call()
+                raise RuntimeError("injected")
+
+            return honest(broken_call if is_broken else call, default)
+        if is_broken:
+            raise RuntimeError("injected")
+        return honest(*arguments, **named)
+
+    monkeypatch.setattr(of, name, fails)
+    before = OUTCOME_CACHE.errors
+    drivers = [Driver(engine, told(1.0, Rule.COUPLED)) for _ in range(2)]
+    for driver in drivers:
+        for draft, other in zip(rounds(engine, driver, until_foreseen=True), expected, strict=True):
+            assert_alike(draft, other)
+    for driver in (plain, *drivers):
+        driver.close()
+    engine.stop()
+    assert not engine.lost.done()
+    assert next(calls) >= 3
+    assert OUTCOME_CACHE.errors > before
+    assert engine.packed.pool.used_blocks == 0
+    engine.packed.pool.check_integrity()
+
+
+def test_a_sequence_that_breaks_its_turn_ends_alone(engine: Eager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its message and its proposal, wherever that is."""
+    driver, other = Driver(engine, told(1.0, Rule.COUPLED)), Driver(engine, told(1.0, Rule.COUPLED, seed=4))
+    for owner, name in ((engine, "_work_of"), (engine, "_take"), (engine, "_begin")):
+        broken = Driver(engine, told(1.0, Rule.COUPLED, seed=5))
+        honest = getattr(owner, name)
+
+        def breaks(first: Any, *rest: Any, honest: Any = honest, broken: Driver = broken) -> Any:
+            if getattr(first, "sequence", first) is broken.sequence:
+                raise RuntimeError("injected")
+            return honest(first, *rest)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, breaks)
+            with pytest.raises(DraftError, match="injected"):
+                broken.propose(GAMMA, [])
+            assert len(other.propose(GAMMA, [7]).token_ids) == GAMMA
+        broken.close()
+    assert len(driver.propose(GAMMA, []).token_ids) == GAMMA
+    for each in (driver, other):
+        each.close()
+    engine.stop()
+    assert engine.packed.pool.used_blocks == 0
+
+
+def test_where_drawing_fails_the_pool_is_as_it_was(engine: Eager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass went well before it. The step is tried again, and drafts what it would have."""
+    plain = Driver(engine, told(1.0, Rule.COUPLED, ADJUSTED, looks_ahead=False))
+    expected = plain.propose(GAMMA, [])
+    honest, calls = engine._drawing.draw, count()
+
+    def fails(*arguments: Any) -> Any:
+        if next(calls) % 2 == 0:
+            raise RuntimeError("injected")
+        return honest(*arguments)
+
+    monkeypatch.setattr(engine._drawing, "draw", fails)
+    again = Driver(engine, told(1.0, Rule.COUPLED, ADJUSTED, looks_ahead=False))
+    assert_alike(again.propose(GAMMA, []), expected)
+    assert next(calls) > 2
 
 
 def test_branches_give_way_to_sequences(loaded: LoadedModel) -> None:

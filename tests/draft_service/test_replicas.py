@@ -211,6 +211,24 @@ async def test_a_verifier_that_comes_later_is_used() -> None:
                 await until(lambda: len(chosen(replicas)) == 2)
 
 
+async def test_an_unexpected_error_of_a_probe_does_not_end_probing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with peer() as address, found([address]) as replicas:
+        await replicas.match(MODEL)
+        (replica,) = replicas.all()
+        errors, ask = [ValueError("a bug"), ValueError("a bug")], replica.ask
+
+        async def broken() -> model_pb2.ModelInfo:
+            if errors:
+                raise errors.pop()
+            return await ask()
+
+        monkeypatch.setattr(replica, "ask", broken)
+        ReplicaSeat(replica).lost(Loss.DIED, GONE)
+        assert replicas.choose() is None
+        await until(lambda: replicas.choose() is not None)
+        assert not errors
+
+
 async def test_where_all_answer_and_none_forms_a_pair_there_is_no_waiting() -> None:
     odd = other(vocabulary_fingerprint="w")
     async with peer(odd) as one, peer(odd) as two, found([one, two]) as replicas:

@@ -20,7 +20,6 @@ import pytest
 from draft_service import failover
 from draft_service.losses import Loss
 from draft_service.statistics import Failovers
-from draft_service.trouble import MOST_LOST_IN_A_ROUND
 from outrider.cli.processes import ServiceProcess
 from outrider.rpc.errors import RequestError, failed_precondition, overloaded, to_status
 from outrider.rpc.server import bind, create_server
@@ -253,6 +252,7 @@ class Peer(verifier_service_pb2_grpc.VerifierServiceServicer):
 
     def __init__(self, model: model_pb2.ModelInfo, error: RequestError, *, opens: bool) -> None:
         self.openings = 0
+        self.isolated: list[bool] = []
         self._model, self._error, self._opens = model, error, opens
 
     async def GetModel(self, request: Any, context: Any) -> verifier_service_pb2.VerifierServiceGetModelResponse:
@@ -261,6 +261,7 @@ class Peer(verifier_service_pb2_grpc.VerifierServiceServicer):
     async def Verify(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
         asked = (await context.read()).open
         self.openings += 1
+        self.isolated.append(asked.isolated)
         if self._opens:
             opened = verifier_service_pb2.Opened(
                 rule=asked.sampling.rule, weights_fingerprint=self._model.weights_fingerprint
@@ -287,16 +288,55 @@ async def wrong(error: RequestError, real: ServiceProcess, *, opens: bool) -> As
         await server.stop(None)
 
 
-async def test_a_round_that_is_the_death_of_every_verifier_does_not_go_through_all(real: ServiceProcess) -> None:
-    dies = RequestError(grpc.StatusCode.UNAVAILABLE, "UNSPECIFIED", "killed")
+DIES = RequestError(grpc.StatusCode.UNAVAILABLE, "UNSPECIFIED", "killed")
+STEP_FAILED = RequestError(grpc.StatusCode.INTERNAL, "STEP_FAILED", "the step failed")
+
+
+async def test_a_round_that_ends_two_verifiers_is_sent_to_no_third(real: ServiceProcess) -> None:
+    """To the second with the word that it is to run alone."""
     async with (
-        wrong(dies, real, opens=True) as (one, first),
-        wrong(dies, real, opens=True) as (two, second),
+        wrong(DIES, real, opens=True) as (one, first),
+        wrong(DIES, real, opens=True) as (two, second),
         linked([one, two], Told()) as link,
     ):
         error, _ = await refused(life(link, COUPLED, 1.0))
-    assert error.code is grpc.StatusCode.UNAVAILABLE
-    assert first.openings + second.openings == MOST_LOST_IN_A_ROUND
+    assert (error.code, error.reason) == (grpc.StatusCode.INTERNAL, "STEP_FAILED")
+    assert "killed" in error.message
+    assert sorted(first.isolated + second.isolated) == [False, True]
+
+
+async def test_a_step_that_failed_is_tried_once_more_at_another_verifier_alone_there(real: ServiceProcess) -> None:
+    async with (
+        wrong(STEP_FAILED, real, opens=True) as (one, first),
+        wrong(STEP_FAILED, real, opens=True) as (two, second),
+        linked([one, two], Told()) as link,
+    ):
+        for _ in range(4):  # no breaker opens, so each is tried at both
+            error, _ = await refused(life(link, COUPLED, 1.0))
+            assert (error.code, error.reason) == (grpc.StatusCode.INTERNAL, "STEP_FAILED")
+            assert "the step failed" in error.message
+        assert [replica.status for replica in link.replicas.all()] == ["closed", "closed"]
+    assert first.openings == second.openings == 4
+    assert sum(first.isolated + second.isolated) == 4
+
+
+async def test_a_step_that_failed_at_one_verifier_alone_costs_the_text_nothing(real: ServiceProcess) -> None:
+    told = Told()
+    async with wrong(STEP_FAILED, real, opens=True) as (address, peer), linked([real.address, address], told) as link:
+        texts = [await life(link, COUPLED, 1.0, tokens=4)]
+        while not peer.openings:
+            assert len(texts) < 60
+            texts.append(await life(link, COUPLED, 1.0, tokens=4))
+    assert len({tuple(text) for text in texts}) == 1
+    assert told.losses == [Loss.STEP_FAILED]
+
+
+async def test_a_step_that_failed_at_the_only_verifier_ends_the_text_at_once(real: ServiceProcess) -> None:
+    async with wrong(STEP_FAILED, real, opens=True) as (one, peer), linked([one], Told(), patience=60.0) as link:
+        error, seconds = await refused(life(link, COUPLED, 1.0))
+    assert (error.code, error.reason, error.message) == (grpc.StatusCode.INTERNAL, "STEP_FAILED", "the step failed")
+    assert peer.openings == 1
+    assert seconds < 30.0
 
 
 async def test_who_is_refused_by_one_goes_to_another(real: ServiceProcess) -> None:

@@ -9,13 +9,11 @@ import pytest
 from draft_service import validation
 from draft_service.drafters.base import Kind
 from draft_service.generation import Sample
-from draft_service.pair import Places
 from draft_service.request import Generation
 from draft_service.validation import check_generate
 from kernels.verify import Rule
 from outrider.lm.checkpoint import ModelSource
 from outrider.lm.tokenizer import Tokenizer, load_tokenizer
-from outrider.pace import FIRST_GUESS
 from outrider.rpc.errors import RequestError
 from outrider.sampling import RULE_TO_WIRE
 from outrider.wire import bytes_with_logits
@@ -196,6 +194,21 @@ def test_limits_are_the_services_own(tokenizer: Tokenizer) -> None:
             check(tokenizer, request(**fields))
 
 
+def test_what_is_too_long_by_its_bytes_is_not_tokenised(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = (LIMITS.max_sequence_tokens - 1) * tokenizer.longest_token_bytes
+    assert check(tokenizer, request(" " * most, max_new_tokens=1)).prompt
+    monkeypatch.setattr(tokenizer, "encode", lambda _: pytest.fail("it was tokenised"))
+    with pytest.raises(RequestError) as caught:
+        check(tokenizer, request(" " * (most + 1)))
+    assert caught.value.metadata == {
+        "field": "text",
+        "given": str(most + 1),
+        "maximum": str(most),
+        "tokens": "299",
+        "token_bytes": str(tokenizer.longest_token_bytes),
+    }
+
+
 def test_a_conversation_needs_a_template(tokenizer: Tokenizer) -> None:
     """The demo's own tokenizer has none."""
     said = draft_service_pb2.ChatMessage(role="user", content="hello")
@@ -208,15 +221,3 @@ def test_a_fingerprint_must_be_the_targets(tokenizer: Tokenizer) -> None:
     assert check(tokenizer, request(weights_fingerprint="f" * 64)).weights_fingerprint == "f" * 64
     with pytest.raises(RequestError, match="PAIR_MISMATCH"):
         check(tokenizer, request(weights_fingerprint="e" * 64))
-
-
-def test_places_are_taken_together_or_not_at_all() -> None:
-    places = Places(3)
-    with places.take(2):
-        with pytest.raises(RequestError, match="2 sequences asked for, and 1 of 3") as caught, places.take(2):
-            pass
-        assert caught.value.retry_after == pytest.approx(FIRST_GUESS), "one place short, and no end was seen yet"
-        with places.take(1):
-            pass
-    with places.take(3):
-        pass

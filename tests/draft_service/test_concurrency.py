@@ -1,0 +1,243 @@
+"""The queue of the draft service: who runs, who waits and for how long, and what an idle client gives up.
+
+The clock leaps.
+"""
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+from draft_service.concurrency import POSITION_INTERVAL, ConcurrencyLimit
+from outrider.pace import FIRST_GUESS
+from outrider.rpc.errors import RequestError
+from tests.leaping import leaping
+
+CONTENDED_S, IDLE_S = 5.0, 60.0
+
+
+class Service:
+    """A limit, and calls that hold it until they are told to end."""
+
+    def __init__(self, maximum: int = 4, max_waiting: int = 256) -> None:
+        loop = asyncio.get_running_loop()
+        self.limit = ConcurrencyLimit(
+            maximum, max_waiting=max_waiting, contended_idle_timeout=CONTENDED_S, clock=loop.time
+        )
+        self.begun: list[str] = []
+        self.most = 0
+        self.positions: dict[str, list[int]] = {}
+        self.calls: dict[str, asyncio.Task[None]] = {}
+
+    async def call(self, name: str, count: int = 1, *, seconds: float = 1e6, resumed: bool = False) -> None:
+        """One call: it waits for its turn, runs for so many seconds and ends."""
+        with self.limit.claim(count, resumed=resumed) as claim:
+            async for ahead in claim.turn():
+                self.positions.setdefault(name, []).append(ahead)
+            self.begun.append(name)
+            self.most = max(self.most, self.limit.running)
+            await asyncio.sleep(seconds)
+
+    async def start(self, name: str, count: int = 1, **how: Any) -> None:
+        self.calls[name] = asyncio.create_task(self.call(name, count, **how))
+        await asyncio.sleep(0)
+
+    async def leave(self, name: str) -> None:
+        self.calls[name].cancel()
+        await asyncio.gather(self.calls[name], return_exceptions=True)
+        await asyncio.sleep(0.001)
+
+
+@leaping
+async def test_200_clients_at_once_are_all_served_in_their_order() -> None:
+    service = Service(64)
+    await asyncio.gather(*(service.call(str(i), seconds=0.7) for i in range(200)))
+    assert service.begun == [str(i) for i in range(200)]
+    assert service.most == 64
+    assert (service.limit.running, service.limit.waiting) == (0, 0)
+
+
+@leaping
+async def test_a_call_of_many_samples_is_not_overtaken() -> None:
+    service = Service(4)
+    for name in ("a", "b", "c"):
+        await service.start(name)
+    await service.start("large", 4)
+    await service.start("small")
+    assert service.begun == ["a", "b", "c"], "one is free, and the large one is the next to begin"
+    for name in ("a", "b", "c"):
+        await service.leave(name)
+    assert service.begun[3:] == ["large"]
+    await service.leave("large")
+    assert service.begun[3:] == ["large", "small"]
+
+
+@leaping
+async def test_a_client_that_leaves_the_queue_frees_its_place_at_once() -> None:
+    service = Service(4, max_waiting=2)
+    await service.start("runs", 4)
+    await service.start("large", 2)
+    with pytest.raises(RequestError):
+        await service.call("refused")
+    await service.leave("large")
+    assert (service.limit.running, service.limit.waiting) == (4, 0)
+    await service.start("next", 2)
+    await service.leave("runs")
+    assert service.begun == ["runs", "next"]
+
+
+@leaping
+async def test_those_behind_a_call_that_leaves_the_queue_may_begin() -> None:
+    service = Service(4)
+    await service.start("runs", 2)
+    await service.start("large", 4)
+    await service.start("small", 2)
+    assert service.begun == ["runs"]
+    await service.leave("large")
+    assert service.begun == ["runs", "small"]
+
+
+@leaping
+async def test_each_call_learns_how_many_are_ahead() -> None:
+    service = Service(1)
+    for name in ("a", "b", "c", "d"):
+        await service.start(name)
+    for name in ("a", "b", "c"):
+        await asyncio.sleep(10 * POSITION_INTERVAL)
+        await service.leave(name)
+    assert service.positions == {"b": [0], "c": [1, 0], "d": [2, 1, 0]}, "each position once"
+
+
+@leaping
+async def test_a_full_queue_refuses_with_the_numbers_and_has_room_for_resumed_calls() -> None:
+    service = Service(2, max_waiting=1)
+    await service.start("runs", 2)
+    await service.start("waits")
+    with pytest.raises(RequestError, match="all 2 sequences run, and 1 wait in the queue, at most 1") as caught:
+        await service.call("refused")
+    assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert caught.value.metadata == {"given": "1", "waiting": "1", "maximum": "1"}
+    await service.start("resumed", 2, resumed=True)
+    with pytest.raises(RequestError, match="at most 3"):
+        await service.call("refused", resumed=True)
+
+
+@leaping
+async def test_without_a_queue_a_call_runs_or_is_refused() -> None:
+    service = Service(2, max_waiting=0)
+    await service.start("a")
+    await service.start("b")
+    with pytest.raises(RequestError):
+        await service.call("c")
+    await service.leave("a")
+    await service.start("c")
+    assert service.begun == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("refused", [1, 200])
+@leaping
+async def test_the_hint_follows_the_measured_pace_however_often_clients_are_refused(refused: int) -> None:
+    service = Service(64, max_waiting=128)
+    load = [asyncio.create_task(service.call(str(i), seconds=4.0)) for i in range(192)]
+    await asyncio.sleep(0.001)
+    hints = []
+    for _ in range(refused):
+        with pytest.raises(RequestError) as caught:
+            await service.call("refused")
+        hints.append(caught.value.retry_after)
+    assert set(hints) == {FIRST_GUESS}, "nothing has been measured yet"
+    await asyncio.sleep(4.0)  # 64 have ended, and 64 wait: half of them begin in 2 s at this pace
+    for i in range(64):
+        await service.start(f"more {i}")
+    with pytest.raises(RequestError) as caught:
+        await service.call("refused")
+    assert caught.value.retry_after == pytest.approx(4.0, rel=0.1)
+    for call in load:
+        call.cancel()
+
+
+@leaping
+async def test_a_service_that_drains_sends_its_queue_elsewhere_and_finishes_the_rest() -> None:
+    service = Service(1)
+    await service.start("runs")
+    await service.start("queued")
+    service.limit.drain()
+    with pytest.raises(RequestError) as caught:
+        await service.calls["queued"]
+    assert caught.value.reason == "DRAINING"
+    assert not service.calls["runs"].done()
+    assert (service.limit.running, service.limit.waiting) == (1, 0)
+
+
+async def idle(service: Service) -> tuple[float, RequestError]:
+    """A call that runs and whose client does nothing: after how long it ends, and how."""
+    loop = asyncio.get_running_loop()
+    with service.limit.claim(1) as claim:
+        async for _ in claim.turn():
+            pass
+        begun = loop.time()
+        with claim.patience(IDLE_S) as patience:
+            try:
+                await patience.bear(asyncio.sleep(1e6))
+            except TimeoutError:
+                return loop.time() - begun, claim.idle("the stream was silent", patience)
+    raise AssertionError
+
+
+@leaping
+async def test_64_idle_streams_give_way_to_those_who_wait() -> None:
+    service = Service(64)
+    streams = [asyncio.create_task(idle(service)) for _ in range(64)]
+    await asyncio.sleep(0.001)
+    for i in range(4):
+        await service.start(f"waits {i}", 16, seconds=1.0)
+    for seconds, error in await asyncio.gather(*streams):
+        assert CONTENDED_S <= seconds <= 1.5 * CONTENDED_S
+        assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "IDLE")
+        assert error.retry_after is not None
+        assert "others wait in the queue" in error.message
+
+
+@leaping
+async def test_no_more_streams_give_way_than_are_in_the_way() -> None:
+    service = Service(64)
+    streams = [asyncio.create_task(idle(service)) for _ in range(64)]
+    await asyncio.sleep(0.001)
+    await service.start("waits", 16)
+    await asyncio.sleep(4 * CONTENDED_S)
+    assert sum(stream.done() for stream in streams) == 16
+    assert service.begun == ["waits"]
+    for stream in streams:
+        stream.cancel()
+
+
+@leaping
+async def test_an_idle_stream_keeps_its_place_while_it_is_in_nobodys_way() -> None:
+    seconds, error = await idle(Service(4))
+    assert seconds == pytest.approx(IDLE_S)
+    assert (error.code, error.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "IDLE")
+
+
+@leaping
+async def test_a_stream_that_was_idle_before_anybody_waited_is_ended_soon_after() -> None:
+    service = Service(1)
+    stream = asyncio.create_task(idle(service))
+    await asyncio.sleep(IDLE_S / 2)
+    await service.start("waits")
+    seconds, _ = await stream
+    assert IDLE_S / 2 <= seconds <= IDLE_S / 2 + CONTENDED_S
+
+
+@leaping
+async def test_a_client_that_acts_in_time_is_left_alone_however_many_wait() -> None:
+    service = Service(1)
+    with service.limit.claim(1) as claim:
+        async for _ in claim.turn():
+            pass
+        await service.start("waits")
+        with claim.patience(IDLE_S) as patience:
+            for _ in range(50):
+                await patience.bear(asyncio.sleep(0.9 * CONTENDED_S))
+    await asyncio.sleep(0.001)
+    assert service.begun == ["waits"]
