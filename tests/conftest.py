@@ -2,6 +2,9 @@
 
 import os
 
+import pytest
+import structlog
+
 from tests.services import demo_pair, draft_address, draft_process, verifier_address, verifier_process  # noqa: F401  # fixtures
 
 # Before any test imports torch. Two OpenMP pools that spin on two cores make every timing a matter of luck.
@@ -14,3 +17,18 @@ if not os.path.exists("/dev/nvidiactl"):
 # Everything a test loads lies in the repository: a test that asks a hub is wrong, and fails at once.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+# Tracebacks without the values of locals: to draw those of a model takes seconds.
+structlog.configure(
+    processors=[
+        structlog.processors.add_log_level,
+        structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback),
+    ]
+)
+
+# Of the last in the alphabet: while one of two workers runs them, the other would have nothing left to do.
+LONG = ("tests/verifier_service/test_tensor_parallel.py", "tests/verifier_service/test_triton_service.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files come first."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))

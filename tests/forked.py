@@ -54,6 +54,17 @@ class ForkedService(ServiceProcess):
         return cls(arguments[0], cast("subprocess.Popen[str]", Child(child, lines, parent)), on_line)
 
 
+def noting(started: list[ForkedService]) -> type[ForkedService]:
+    """Return the class, but each service that is made of it is added to `started`."""
+
+    class Noted(ForkedService):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            started.append(self)
+
+    return Noted
+
+
 class Child:
     """What `ServiceProcess` and tests use of a `Popen`, for a process whose parent is a nursery."""
 

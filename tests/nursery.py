@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from outrider.log_queue import flush_all
+
 SERVICES = ("verifier_service", "draft_service")
 GRACE_S = 5.0
 _MOST_BYTES = 1 << 20
@@ -29,6 +31,7 @@ def main() -> int:
     """Serves orders until there are no more."""
     for service in SERVICES:
         importlib.import_module(f"{service}.__main__")
+    _prepare_loading()
     channel = socket.socket(fileno=int(sys.argv[1]))
     children: set[int] = set()
     while (received := _receive(channel)) is not None:
@@ -48,6 +51,12 @@ def main() -> int:
         channel.sendall(json.dumps(answer).encode() + b"\n")
     _stop(children)
     return 0
+
+
+def _prepare_loading() -> None:
+    """What the first model of a process costs beside itself, once for all children: half of what they need to start."""
+    importlib.import_module("transformers.models.llama.modeling_llama")
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
 
 
 def _receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
@@ -99,6 +108,7 @@ def _become(order: dict[str, Any], output: int) -> NoReturn:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+        flush_all()
         os._exit(code)  # nothing of the parent's is ours to clean up
 
 

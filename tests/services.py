@@ -16,8 +16,9 @@ HEALTHY_WITHIN_S = 110.0
 
 
 @contextmanager
-def running_demo() -> Iterator[Pair]:
-    """The verifier service with the demo target and the draft service with the demo draft, both healthy.
+def running_demo(fault: str | None = None) -> Iterator[Pair]:
+    """The verifier service with the demo target and the draft service with the demo draft, both healthy, and both after
+    the fault that is named.
 
     In float32: a seed then gives the same text whoever shares a pass.
     """
@@ -26,8 +27,8 @@ def running_demo() -> Iterator[Pair]:
     target = ["--model", str(MODELS / "target"), "--listen", address]
     draft = ["--model", str(MODELS / "draft"), "--listen", "127.0.0.1:0", "--verifier", address]
     with (
-        ForkedService.launch(["verifier_service", *target, *flags]) as verifier,
-        ForkedService.launch(["draft_service", *draft, *flags]) as front,
+        ForkedService.launch(["verifier_service", *target, *flags], fault=fault) as verifier,
+        ForkedService.launch(["draft_service", *draft, *flags], fault=fault) as front,
     ):
         pair = Pair(verifier, front)
         pair.wait_healthy(HEALTHY_WITHIN_S)

@@ -1,24 +1,62 @@
 """Services that a benchmark starts end with it, whoever ends it."""
 
 import json
+import os
 import signal
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from benchmarks.load import main
 from benchmarks.services import Processes, RunningPair
 from tests.commands import Command, linux
+from tests.forked import ForkedService, noting
 from tests.services import HEALTHY_WITHIN_S, MODELS
+
+LEAST = ("--quick", "--parts", "closed", "--streams", "1", "--new-tokens", "2", "--least-texts", "1")
+ENDLESS = (*LEAST, "--repetitions", "10000", "--output")
+INTERRUPTED = "benchmarks.load: interrupted; --resume goes on from here"
+
+
+@pytest.mark.timeout(300)  # two services start, on whatever else the machine does
+def test_a_benchmark_told_to_end_ends_its_services_and_can_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, which gets the signal as soon as a run is on disk."""
+    output = tmp_path / "out.json"
+    started: list[ForkedService] = []
+    monkeypatch.setattr("benchmarks.services.ServiceProcess", noting(started))
+
+    def interrupt() -> None:
+        end = time.monotonic() + 2 * HEALTHY_WITHIN_S
+        while not _runs(output) and time.monotonic() < end:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # where the benchmark has ended by itself
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        code = main([*ENDLESS, str(output)])
+    finally:
+        thread.join()
+        signal.signal(signal.SIGTERM, before)
+    assert code == 130
+    assert capsys.readouterr().err.splitlines()[-1] == INTERRUPTED
+    assert len(started) == 2
+    assert None not in [service.returncode for service in started]
+    assert _runs(output)
 
 
 @linux
-@pytest.mark.timeout(300)  # two services start, on whatever else the machine does
-def test_a_benchmark_told_to_end_leaves_nothing_and_can_be_resumed(tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_no_process_outlives_a_benchmark_that_is_told_to_end(tmp_path: Path) -> None:
+    """As its user runs it: three processes, each with its own imports."""
     output = tmp_path / "out.json"
-    least = ("--quick", "--parts", "closed", "--streams", "1", "--new-tokens", "2", "--least-texts", "1")
-    asked = (*least, "--repetitions", "10000", "--output", str(output))
-    command = Command("benchmarks.load", *asked)
+    command = Command("benchmarks.load", *ENDLESS, str(output))
     end = time.monotonic() + 2 * HEALTHY_WITHIN_S
     while not _runs(output):
         assert command.process.poll() is None
@@ -29,7 +67,7 @@ def test_a_benchmark_told_to_end_leaves_nothing_and_can_be_resumed(tmp_path: Pat
     command.process.send_signal(signal.SIGTERM)
     code, _, err = command.ended()
     assert code == 130
-    assert err.splitlines()[-1] == "benchmarks.load: interrupted; --resume goes on from here"
+    assert err.splitlines()[-1] == INTERRUPTED
     assert command.left_behind() == []
     assert _runs(output)
 

@@ -83,7 +83,9 @@ def running_house() -> Iterator[House]:
         def launch(module: str, *flags: str) -> Watched:
             metrics, lines = fixed("127.0.0.1:0"), list[str]()
             arguments = [module, *flags, "--metrics-listen", metrics, *_SHARED]
-            process = stack.enter_context(ForkedService.launch(arguments, on_line=lines.append))
+            process = stack.enter_context(
+                ForkedService.launch(arguments, on_line=lines.append, fault="impatient_keepalive")
+            )
             return Watched(process, f"http://{metrics}/metrics", lines)
 
         def draft(verifier: str) -> Watched:

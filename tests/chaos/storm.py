@@ -21,7 +21,7 @@ from tests.chaos.clients import PATIENCE_S, DraftClients
 from tests.chaos.house import SLOW_CLIENT_S, House
 from tests.chaos.rounds import VerifierStreams
 
-LEAST_S, MOST_S = 35.0, 120.0
+LEAST_S, MOST_S = 18.0, 120.0
 """Seconds of chaos: no stream begins after so many, and none once enough has happened and the lesser number is over."""
 
 ENOUGH = 20
@@ -34,7 +34,7 @@ STALL = (0.2, 2 * SLOW_CLIENT_S)
 
 VANISHING = {Door.DRAFT: 4, Door.VERIFIER: 4}
 VANISH_WITHIN_S = 5.0
-"""Only in the beginning: a server pings a peer after 20 s, and gives it 10 s to answer."""
+"""Only in the beginning: a server here pings a peer after 6 s, and gives it 6 s to answer."""
 
 CUT_EVERY_S, CUT_FOR_S = 9.0, 0.5
 """The way of the frail draft service to the verifier."""
@@ -108,7 +108,7 @@ async def storm(house: House, requests: Sequence[Request], expected: dict[int, E
     return Aftermath(outcomes, left_over)
 
 
-KEEPALIVE_S = 35.0
+KEEPALIVE_S = 15.0
 """After this a server knows that a peer has vanished."""
 
 

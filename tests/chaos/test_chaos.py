@@ -202,7 +202,8 @@ def test_the_target_alone_goes_on_past_what_a_client_may_leave_unread(
         stream.decode(1, [*told.prompt_ids], long.length)
         verdicts = [stream.verdict() for _ in range(long.length)]
     assert [verdict.token_ids[0] for verdict in verdicts] == list(told.token_ids)
-    assert {(verdict.load.running, verdict.load.waiting) for verdict in verdicts} == {(1, 0)}
+    # The load is that of the step before; that of the first was another's.
+    assert {(verdict.load.running, verdict.load.waiting) for verdict in verdicts[1:]} == {(1, 0)}
 
 
 def test_the_logs_speak_of_no_fault(house: House, aftermath: Aftermath) -> None:

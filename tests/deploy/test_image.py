@@ -161,7 +161,7 @@ def _secrets(objects: tuple[Manifest, ...], folder: Path) -> dict[str, Path]:
     return found
 
 
-@pytest.fixture(scope="module", params=["demo", "mtls"])
+@pytest.fixture(scope="module", params=["demo", pytest.param("mtls", marks=pytest.mark.slow)])
 def running(
     request: pytest.FixtureRequest, image: Builder, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Running]:

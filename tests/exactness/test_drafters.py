@@ -1,6 +1,6 @@
 """Every drafter, through both services over gRPC: whatever proposes, the text keeps the target's law, or its tokens.
 
-The target is the Markov one, so that each of the 2,048 tokens of 64 texts is a sample: over the rank classes of each
+The target is the Markov one, so that each of the 1,664 tokens of 64 texts is a sample: over the rank classes of each
 token before (some 47 degrees of freedom) they notice a total variation of 0.09 at a level of 1 % with a power of 95 %
 (`chisquare` has the derivation). Laws are cut to 8 of 24 tokens, so that what is sampled from differs from what was
 counted, and so that the drafter `random` has supports to choose from. The mutants show that a law which is not the one
@@ -28,7 +28,7 @@ from tests.exactness.worlds import Chain, World, sampled_fits
 
 # Every letter once, so that there is something to copy whatever comes.
 PROMPT = (*range(VOCABULARY - 1), 15, 12, 14)
-LENGTH = 32
+LENGTH = 26
 PLAIN = Filters(temperature=1.0, top_k=20)
 LEVEL = 0.01
 DISTANCE = 0.09
@@ -78,8 +78,9 @@ def _fits(service: Service, world: World, drafter: str, **asked: Any) -> tuple[R
     return sampled_fits(service, world.target, PROMPT, gamma=2, drafter=drafter, **asked)
 
 
-@pytest.mark.parametrize("rule", ["tokenwise", "block"])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    ("drafter", "rule"), [("ngram", "tokenwise"), ("ngram", "block"), ("lookup", "tokenwise"), ("random", "block")]
+)
 def test_the_law_of_each_next_token_is_the_targets(
     drafter: str, rule: str, chain_service: Service, markov: World
 ) -> None:

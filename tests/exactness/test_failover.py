@@ -27,7 +27,7 @@ from tests.exactness.worlds import World
 from tests.metrics import Samples, scrape
 
 PROMPT = (15, 12, 14)
-LENGTH = 150
+LENGTH = 90
 STREAMS: tuple[Options, ...] = tuple(
     Options(temperature=temperature, rule=rule, gamma=gamma, seed=seed, max_new_tokens=LENGTH, ignore_eos=True)
     for seed, (temperature, rule, gamma) in enumerate(

@@ -1,7 +1,7 @@
 """The rules beside `tokenwise`, through both services over gRPC: the first three tokens against exact enumeration.
 
-As `test_first_tokens`, which has the derivation: 1,344 texts at γ = 4, over the 27 rank classes, notice a total
-variation of 0.09 at a level of 1 % with a power of 95 %. That the rules are exact is proven by enumeration beside the
+As `test_first_tokens`, which has the derivation: 896 texts at γ = 4, over the 27 rank classes, notice a total
+variation of 0.11 at a level of 1 % with a power of 95 %. That the rules are exact is proven by enumeration beside the
 kernels; here it is that the services carry them.
 """
 
@@ -14,7 +14,7 @@ from tests.exactness import chisquare, sampling
 from tests.exactness.worlds import FILTERS, FirstTokens, World
 
 PROMPT = (15, 12, 14)
-SAMPLES = 21 * sampling.SAMPLES_PER_REQUEST
+SAMPLES = 14 * sampling.SAMPLES_PER_REQUEST
 LEVEL = 0.01
 
 
@@ -35,7 +35,7 @@ def test_the_law_of_the_first_three_tokens_is_the_targets(rule: str, seed: int, 
     outcomes, classes = law.outcomes(tokens), law.by_class(tokens)
     print(f"{run}\noutcomes: {outcomes}\nclasses:  {classes}")
     assert 0.1 * run.drafted < run.accepted < 0.9 * run.drafted
-    assert chisquare.detectable(classes.df, classes.n, level=LEVEL, power=0.95) <= 0.09
+    assert chisquare.detectable(classes.df, classes.n, level=LEVEL, power=0.95) <= 0.11
     assert min(outcomes.p_value, classes.p_value) > LEVEL
 
 

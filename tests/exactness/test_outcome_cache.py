@@ -1,7 +1,7 @@
 """The outcome cache through both services: it changes no law, and under `coupled` and at temperature 0 no token.
 
 The draft service drafts for four outcomes whatever the time (`eager_outcome_cache`), so that half of all proposals
-come from the cache, with a target as small as this one. It is the Markov one: each of the 4,096 tokens of 64 texts is
+come from the cache, with a target as small as this one. It is the Markov one: each of the 2,688 tokens of 64 texts is
 a sample of one table, and a total variation of 0.07 is noticed at a level of 1 % with a power of 95 % (`chisquare`).
 That branches which tell other laws than they drew from (Law 1) would be noticed is shown by a mutant.
 """
@@ -23,7 +23,8 @@ from tests.exactness.worlds import Chain, World
 PROMPT = (14,)
 GAMMA = 2
 PLAIN = Filters(temperature=1.0, top_k=6)
-LENGTH = 64
+LENGTH = 42
+NOTICED_BY = 64  # tokens of a text, where a fault is to be seen
 AT_ONCE = 8
 TEXTS = 64
 LEVEL, POWER, DISTANCE = 0.01, 0.95, 0.07
@@ -43,9 +44,12 @@ def _write(service: Service, **options: object) -> Completion:
         return client.complete(PROMPT, **asked)
 
 
-def _many(service: Service, rule: str, seed: int) -> tuple[np.ndarray, float]:
+def _many(service: Service, rule: str, *, length: int = LENGTH) -> tuple[np.ndarray, float]:
     """Texts, and the share of their proposals that came from the cache."""
-    done = [_write(service, n=AT_ONCE, seed=seed + request, rule=rule).samples for request in range(TEXTS // AT_ONCE)]
+    done = [
+        _write(service, n=AT_ONCE, seed=31 + request, rule=rule, max_new_tokens=length).samples
+        for request in range(TEXTS // AT_ONCE)
+    ]
     samples = [sample for samples in done for sample in samples]
     hits = sum(sample.statistics.num_outcome_cache_hits for sample in samples)
     return np.array([sample.token_ids for sample in samples]), hits / sum(
@@ -55,7 +59,7 @@ def _many(service: Service, rule: str, seed: int) -> tuple[np.ndarray, float]:
 
 @pytest.mark.parametrize("rule", ["tokenwise", "block"])
 def test_the_law_of_each_next_token_is_the_targets(rule: str, eager: Service, markov: World) -> None:
-    tokens, share = _many(eager, rule, 31)
+    tokens, share = _many(eager, rule)
     outcomes, classes = Chain.of(markov.target, PLAIN).fits(PROMPT, tokens)
     print(f"{share:.0%} of the proposals came from the cache")
     assert share > 0.35
@@ -65,7 +69,7 @@ def test_the_law_of_each_next_token_is_the_targets(rule: str, eager: Service, ma
 
 def test_laws_that_are_not_the_ones_drawn_from_are_noticed(nursery: Nursery, markov: World, sharpened: Path) -> None:
     with markov.with_fault(nursery, sharpened, "draft_service", "branches_take_the_likeliest") as service:
-        tokens, share = _many(service, "tokenwise", 31)
+        tokens, share = _many(service, "tokenwise", length=NOTICED_BY)
     print(f"{share:.0%} of the proposals came from the cache")
     assert min(fit.p_value for fit in Chain.of(markov.target, PLAIN).fits(PROMPT, tokens)) < REFUTED
 

@@ -24,7 +24,7 @@ from tests.exactness.worlds import World, sampled_fits
 PROMPT = (*range(pairs.VOCABULARY - 1), 15, 12, 14)
 PLAIN = Filters(temperature=1.0, top_k=20)
 NARROW = Filters(temperature=1.0, top_k=6, top_p=0.8)
-LENGTH, GAMMA = 32, 4
+LENGTH, GAMMA = 26, 4
 LEVEL = 0.01
 DISTANCE = 0.09
 REFUTED = 1e-9
@@ -50,7 +50,9 @@ def _fits(service: Service, world: World, *, filters: Filters = PLAIN, **asked: 
     return sampled_fits(service, world.target, PROMPT, filters=filters, gamma=GAMMA, drafter="staged", **asked)
 
 
-@pytest.mark.parametrize("rule", ["tokenwise", "block"])
+@pytest.mark.parametrize(
+    ("service", "rule"), [("lookup", "block"), ("ngram", "tokenwise")], indirect=["service"], ids=str
+)
 def test_the_law_of_each_next_token_is_the_targets(rule: str, service: Service, markov: World) -> None:
     run, outcomes, classes = _fits(service, markov, length=LENGTH, seed=900 + (rule == "block"), rule=rule)
     assert 0.2 * run.drafted < run.accepted < 0.95 * run.drafted

@@ -4,6 +4,7 @@ import-linter reads the source; these tests run it, so that `__init__` modules o
 count as well.
 """
 
+import functools
 import json
 import subprocess
 import sys
@@ -42,6 +43,7 @@ sys.exit(main())
 """
 
 
+@functools.cache
 def _not_for_clients() -> list[str]:
     """Return the top-level modules here that no client installs, as far as metadata tells."""
     clients = closure(requirements()) | {"outrider"}

@@ -4,7 +4,7 @@ import ast
 
 from tests.house.project import ROOT, is_generated, sources
 
-MOST_LINES = 450
+MOST_LINES = 500
 """Of one file; a longer one has two reasons to change."""
 
 

@@ -1,6 +1,6 @@
 """Compile the kernels for GPUs that are not here, and print what the machine code is like, as JSON.
 
-All for the newest of the two architectures that are given, and for the older one those with the most in them.
+All for one architecture, or those with the most in them, over a support of the size that is given.
 
 Run by `test_compiled` in a process of its own, since a process that interprets kernels cannot compile them. It knows
 nothing of what is to be expected.
@@ -48,13 +48,15 @@ Variant = tuple[str, dict[str, int], dict[str, Any]]
 """A kernel's name, options, and constants."""
 
 
-def fullest() -> Iterator[Variant]:
-    """Yield each kernel with the most in it, as a verifier launches it over 128,000 and 152,000 tokens."""
+def fullest(support: int) -> Iterator[Variant]:
+    """Yield each kernel with the most in it, as a verifier launches it over 128,000 and 152,000 tokens.
+
+    `support` is how many tokens q̂ has at the most: the size of the ruling depends on it.
+    """
     sizes = {"TILE": 4096, "ADJUSTED": True}
     yield "stats_kernel", stats_options(4096), {**sizes, "WITH_RACE": True}
     yield "filter_kernel", FILTER_OPTIONS, {**sizes, "TILES": 64}
-    yield "ruling_kernel", RULING_OPTIONS, {**sizes, "TILES": 64, "K": 16, "WITH_DENSE": False}
-    yield "ruling_kernel", RULING_OPTIONS, {**sizes, "ADJUSTED": False, "TILES": 64, "K": 256, "WITH_DENSE": False}
+    yield "ruling_kernel", RULING_OPTIONS, {**sizes, "TILES": 64, "K": support, "WITH_DENSE": False}
     rotation = triton_layers.rotation_sizes(32, 8, 128)
     yield "rotate_and_store_kernel", triton_layers.rotation_options(rotation), {**rotation, "NORMED": True}
     norm = triton_layers.norm_sizes(8192)
@@ -69,9 +71,7 @@ def plain() -> Iterator[Variant]:
     for tile in (2048, 4096):
         yield "stats_kernel", stats_options(tile), {"TILE": tile, "ADJUSTED": False, "WITH_RACE": False}
     yield "stats_kernel", stats_options(4096), {"TILE": 4096, "ADJUSTED": False, "WITH_RACE": True}  # in a graph
-    sizes = {"TILE": 4096, "ADJUSTED": False, "TILES": 64}
-    yield "filter_kernel", FILTER_OPTIONS, sizes
-    yield "ruling_kernel", RULING_OPTIONS, {**sizes, "K": 16, "WITH_DENSE": False}
+    yield "filter_kernel", FILTER_OPTIONS, {"TILE": 4096, "ADJUSTED": False, "TILES": 64}
     rotation = triton_layers.rotation_sizes(14, 2, 80)  # a tile that no row fills, and heads that fill none
     yield "rotate_and_store_kernel", triton_layers.rotation_options(rotation), {**rotation, "NORMED": False}
     norm = triton_layers.norm_sizes(896)
@@ -129,6 +129,8 @@ def _dump(what: str, binary: Path) -> str:
 
 
 if __name__ == "__main__":
-    older, newest = map(int, sys.argv[1:])
-    found = [describe(*variant, each) for variant in fullest() for each in (older, newest)]
-    print(json.dumps(found + [describe(*variant, newest) for variant in plain()]))
+    architecture, support, with_plain = map(int, sys.argv[1:])
+    variants = list(fullest(support))
+    if with_plain:
+        variants += plain()
+    print(json.dumps([describe(*variant, architecture) for variant in variants]))

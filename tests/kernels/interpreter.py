@@ -2,7 +2,8 @@
 
 While a kernel is interpreted the members of `triton.language` are replaced by ones that compute, and put back after the
 launch. The interpreter replaces them all anew at each call of one kernel's function by another, where they have been
-replaced already: that alone was more than half of the time of an interpreted test. It knows no kernel of ours.
+replaced already: that alone was more than half of the time of an interpreted test. A third of the rest went into types
+and shapes, worked out anew for each value; there are few, so each is worked out once. It knows no kernel of ours.
 """
 
 from __future__ import annotations
@@ -21,6 +22,40 @@ def patch_once_a_launch() -> None:
     patch = getattr(interpreter, "_patch_lang", None)
     if patch is not None and not isinstance(patch, _Once):
         interpreter._patch_lang = _Once(patch, (interpreter.tl, interpreter.tl.core))
+        _remember_types(interpreter)
+
+
+def _remember_types(interpreter: Any) -> None:
+    """Has the NumPy dtype of each type, and the shape of its values, worked out once; types are told apart by name."""
+    core, numpy_dtype = interpreter.tl.core, interpreter._get_np_dtype
+    make_tensor, with_element = core.tensor.__init__, core.block_type.with_element_ty
+    dtypes: dict[str, Any] = {}
+    shapes: dict[str, tuple[Any, Any]] = {}
+    blocks: dict[tuple[str, str], Any] = {}
+
+    def get_np_dtype(type_: Any) -> Any:
+        name = type_.name
+        if name not in dtypes:
+            dtypes[name] = numpy_dtype(type_)
+        return dtypes[name]
+
+    def init(self: Any, handle: Any, kind: Any) -> None:
+        name = kind.name
+        if name not in shapes:
+            make_tensor(self, handle, kind)
+            shapes[name] = (self.numel, self.shape)
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.numel, self.shape = shapes[name]
+
+    def with_element_ty(self: Any, element: Any) -> Any:
+        names = (self.name, element.name)
+        if names not in blocks:
+            blocks[names] = with_element(self, element)
+        return blocks[names]
+
+    interpreter._get_np_dtype = get_np_dtype
+    core.tensor.__init__ = init
+    core.block_type.with_element_ty = with_element_ty
 
 
 class _Once:

@@ -184,12 +184,12 @@ def test_many_changes_of_a_row_lie_in_every_tile() -> None:
 
 def test_no_row_sees_another() -> None:
     """Neither the batch's order nor its parts, nor what lies past a rejection, change a ruling."""
-    logits, proposals = random_batch(seed=4, V=97, size=6)
+    logits, proposals = random_batch(seed=4, V=97, size=4)
     together = verify_by_triton(logits, proposals)
     starts = np.cumsum([0, *(each.gamma + 1 for each in proposals)])
     rows = [logits[a:b] for a, b in pairwise(starts)]
     assert verify_by_triton(torch.cat(rows[::-1]), proposals[::-1]) == together[::-1]
-    parts = [verify_by_triton(torch.cat(rows[a:b]), proposals[a:b]) for a, b in ((0, 1), (1, 4), (4, 6))]
+    parts = [verify_by_triton(torch.cat(rows[a:b]), proposals[a:b]) for a, b in ((0, 1), (1, 3), (3, 4))]
     assert [ruling for part in parts for ruling in part] == together
     for own, proposal, ruling in zip(rows, proposals, together, strict=True):
         if proposal.rule is not Rule.BLOCK:  # which looks past a failure, as long as the block can grow

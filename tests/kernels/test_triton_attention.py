@@ -100,13 +100,16 @@ LONG = [(700, 1), (40, 5), (513, 2), (1400, 9)]
 MANY = [(150, 140), (1100, 3)]
 
 
-@pytest.mark.parametrize(("softcap", "sinks"), [(None, False), (4.0, False), (None, True)])
-@pytest.mark.parametrize("spans", [SPANS, LONG, MANY], ids=["short", "in stretches", "many rows"])
-@pytest.mark.parametrize(("heads", "kv_heads", "D", "page"), [(4, 4, 16, 4), (6, 2, 12, 8), (5, 1, 40, 32)])
-def test_attention_equals_the_definition(
-    heads: int, kv_heads: int, D: int, page: int, spans: list[tuple[int, int]], softcap: float | None, sinks: bool
-) -> None:
-    pages = Pages(heads, kv_heads, D, page, spans)
+SHAPES = [(4, 4, 16, 4), (6, 2, 12, 8), (5, 1, 40, 32)]
+"""Heads, those of keys, their size, and positions of a page."""
+
+
+@pytest.mark.parametrize("scores", range(3), ids=["plain", "capped", "sinks"])
+@pytest.mark.parametrize("lengths", range(3), ids=["short", "in stretches", "many rows"])
+def test_attention_equals_the_definition(lengths: int, scores: int) -> None:
+    """Each two of scores, lengths and shapes meet once."""
+    pages = Pages(*SHAPES[(lengths + scores) % 3], (SPANS, LONG, MANY)[lengths])
+    softcap, sinks = [(None, False), (4.0, False), (None, True)][scores]
     for window in (0, 1, 7, 600):
         found, wanted = pages.attend(window, softcap, sinks), pages.naive(window, softcap, sinks)
         assert (found - wanted).abs().max() < 3e-5, window

@@ -1,0 +1,196 @@
+"""Texts of 1 to 4 tokens, by every drafter and exact rule, through real services; what each must be.
+
+At temperature 0, and under `coupled`, a text is what the target writes alone. The others are drawn anew each time:
+their length and ids are checked here, their distribution in `tests/exactness`. `sigmoid` is left out: it is lossy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice, product
+from pathlib import Path
+
+from outrider.cli.pair import fixed
+from outrider.client import AsyncClient, Drafter, Options
+from tests.chaos.house import Watched, until
+from tests.exactness import pairs
+from tests.forked import ForkedService
+from tests.services import HEALTHY_WITHIN_S
+
+LONGEST = 4
+AT_ONCE, STEADY = 32, 4
+"""Texts at once at the most and at the least: all but a few come in waves, so that their number rises and falls."""
+
+DRAFTERS = tuple(drafter for drafter in Drafter if drafter is not Drafter.UNSPECIFIED)
+RULES = ("tokenwise", "block", "coupled")
+SEEDS = (1, 2, 3)
+PROMPTS = tuple(tuple(random.Random(length).choices(range(pairs.END_ID), k=length)) for length in (1, 2, 3, 7, 17, 40))
+TIMEOUT_S = 120.0
+"""Of one text, failovers included."""
+
+FLAGS = ("--dtype", "float32", "--device", "cpu", "--threads", "1")
+CROWDED = "crowded"
+"""Passes of a tiny model are over before a second text is there; those of a real one are shared by many."""
+
+DRAFT_FLAGS = ("--ngram-learn",)
+"""Without it `ngram` has nothing to count."""
+
+HELD = ("outrider_kv_blocks_used", "outrider_num_requests_running", "outrider_num_requests_waiting")
+ERRORS = "outrider_internal_errors_total"
+
+Ids = tuple[int, ...]
+Alone = dict[tuple[Ids, int | None], Ids]
+"""What the target writes alone after a prompt: with a seed under `coupled`, and without one at temperature 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShortText:
+    """A request. `expected` is None where its text is drawn anew each time."""
+
+    prompt: Ids
+    options: Options
+    expected: Ids | None
+
+    def problem(self, written: Sequence[int]) -> str:
+        """Return what is wrong with a text; empty where nothing is."""
+        length = self.options["max_new_tokens"]
+        whole = len(written) == length and all(0 <= token < pairs.VOCABULARY for token in written)
+        right = whole if self.expected is None else tuple(written) == self.expected[:length]
+        return "" if right else f"wrote {list(written)}, expected {self.expected}"
+
+
+def texts(count: int, alone: Alone, *, seed: int = 0) -> Iterator[ShortText]:
+    """Yield `count` requests: all drafters, rules, temperatures and lengths in turn, the rest by chance."""
+    kinds = list(product(DRAFTERS, RULES, (0.0, 1.0), range(1, LONGEST + 1)))
+    chance = random.Random(seed)
+    for number in range(count):
+        if number % len(kinds) == 0:
+            chance.shuffle(kinds)
+        drafter, rule, temperature, length = kinds[number % len(kinds)]
+        prompt = chance.choice(PROMPTS)
+        options = Options(drafter=drafter, rule=rule, temperature=temperature, max_new_tokens=length, ignore_eos=True)
+        text_seed = chance.choice(SEEDS) if rule == "coupled" and temperature else None
+        if text_seed is not None:
+            options["seed"] = text_seed
+        if chance.random() < 0.5:  # otherwise `adaptive`
+            options["gamma"] = chance.choice((0, 1, 2, 4, 8))
+            options["speculation"] = chance.choice(("fixed", "heuristic", "adaptive"))
+        is_exact = rule == "coupled" or not temperature
+        yield ShortText(prompt, options, alone[prompt, text_seed] if is_exact else None)
+
+
+async def write_alone(client: AsyncClient) -> Alone:
+    """Have the target write every text that is exact, one after another, without a draft."""
+    alone: Alone = {}
+    for prompt, seed in product(PROMPTS, (None, *SEEDS)):
+        options = Options(drafter="none", gamma=0, max_new_tokens=LONGEST, ignore_eos=True)
+        law = Options(temperature=0.0) if seed is None else Options(temperature=1.0, rule="coupled", seed=seed)
+        done = await client.complete(prompt, **(options | law))
+        alone[prompt, seed] = done.token_ids
+    assert all(len(ids) == LONGEST for ids in alone.values())
+    assert len(set(alone.values())) > len(alone) / 2, "prompts and seeds make a difference"
+    return alone
+
+
+@dataclass(slots=True)
+class Tally:
+    """What came of many texts. `circumstances` is added to the description of each failure."""
+
+    whole: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    circumstances: Callable[[], str] = str
+
+
+async def load(client: AsyncClient, asked: Iterable[ShortText], tally: Tally) -> Tally:
+    """Write them, `AT_ONCE` at the most, and count in `tally` what came of them."""
+    left = iter(asked)
+
+    async def write(text: ShortText) -> None:
+        try:
+            done = await client.complete(text.prompt, timeout=TIMEOUT_S, **text.options)
+            problem = text.problem(done.token_ids)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            kind = f"{text.options['drafter']}, {text.options['rule']}"
+            tally.failures[f"{kind}: {problem} {tally.circumstances()}"] += 1
+        else:
+            tally.whole += 1
+
+    async def one_by_one() -> None:
+        for text in left:
+            await write(text)
+
+    async def in_waves() -> None:
+        while wave := list(islice(left, AT_ONCE - STEADY)):
+            await asyncio.gather(*map(write, wave))
+
+    await asyncio.gather(in_waves(), *(one_by_one() for _ in range(STEADY)))
+    return tally
+
+
+@dataclass(frozen=True, slots=True)
+class TinyPair:
+    """A verifier and a draft service with random weights: a text costs little beside what the services do for it."""
+
+    verifier: Watched
+    draft: Watched
+
+    @property
+    def services(self) -> tuple[Watched, Watched]:
+        """Return both."""
+        return self.verifier, self.draft
+
+    def errors(self) -> Counter[str]:
+        """Return how often each component failed, at both services together."""
+        counts = Counter[str]()
+        for service in self.services:
+            for labels, count in service.samples().get(ERRORS, {}).items():
+                counts[dict(labels)["component"]] += int(count)
+        return counts
+
+    def check_at_rest(self) -> None:
+        """Wait until neither service holds anything."""
+        for service in self.services:
+            assert until(lambda service=service: not held(service), 30.0), f"{service.process.name}: {held(service)}"  # type: ignore[misc]
+
+
+def held(service: Watched) -> dict[str, float]:
+    """Return what a service holds that is idle."""
+    samples = service.samples()
+    return {name: value for name in HELD for value in samples.get(name, {}).values() if value}
+
+
+@contextmanager
+def running_tiny_pair(
+    folder: Path, *, fault: str = CROWDED, env: dict[str, str] | None = None, max_sequences: int = 28
+) -> Iterator[TinyPair]:
+    """Start both services, with a draft that is right half of the time, and wait until they serve.
+
+    The verifier takes `max_sequences` at once, fewer than there are, so that some wait.
+    """
+    target = pairs.write_target(folder / "target", seed=1)
+    draft = pairs.write_draft(folder / "draft", target, "flattened")
+    address = fixed("127.0.0.1:0")
+
+    def launch(*arguments: str) -> Watched:
+        metrics, lines = fixed("127.0.0.1:0"), list[str]()
+        flags = (*FLAGS, "--metrics-listen", metrics)
+        process = ForkedService.launch([*arguments, *flags], on_line=lines.append, fault=fault, env=env)
+        return Watched(process, f"http://{metrics}/metrics", lines)
+
+    limit = ("--max-sequences", str(max_sequences))
+    verifier = launch("verifier_service", "--model", str(target), "--listen", address, *limit)
+    with verifier.process:
+        listen = ("--listen", "127.0.0.1:0")
+        front = launch("draft_service", "--model", str(draft), "--verifier", address, *listen, *DRAFT_FLAGS)
+        with front.process:
+            pair = TinyPair(verifier, front)
+            for service in pair.services:
+                service.process.wait_healthy(HEALTHY_WITHIN_S)
+            yield pair

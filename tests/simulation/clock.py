@@ -1,0 +1,80 @@
+"""One clock for a whole simulated world: an event loop that leaps from timer to timer, and `time` that agrees with it.
+
+Also faults at awaits: a coroutine that is cancelled, or broken by an error, at the n-th place where it waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Coroutine, Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from tests.leaping import LeapingLoop
+
+START = 1_000.0
+"""What the clock shows at first: some code takes 0.0 for "never"."""
+
+
+class SimulatedLoop(LeapingLoop):
+    """Its time passes a little with each turn of the loop, too: timers that just miss their time do not spin."""
+
+    def _run_once(self) -> None:
+        self.now += 1e-7
+        super()._run_once()  # type: ignore[misc]  # the one method that all turns go through
+
+
+@contextmanager
+def simulated_time() -> Iterator[SimulatedLoop]:
+    """An event loop in virtual time. Until the block ends the clocks of `time` show its time to the whole process."""
+    loop = SimulatedLoop()
+    loop.now = START
+    with ExitStack() as stack:
+        for name in ("monotonic", "perf_counter", "time"):
+            stack.enter_context(patch(f"time.{name}", loop.time))
+        for name in ("monotonic_ns", "perf_counter_ns", "time_ns"):
+            stack.enter_context(patch(f"time.{name}", lambda: int(loop.now * 1e9)))
+        try:
+            yield loop
+        finally:
+            asyncio.set_event_loop(None)
+            loop.close()
+
+
+class FaultAtAwait(Awaitable[Any]):
+    """Runs a coroutine; at its n-th await it is cancelled, or `error` is raised there in place of what would come.
+
+    Attributes:
+        has_struck: whether the coroutine came to that await.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], n: int, error: Exception | None) -> None:
+        """`error` None: the task that runs it is cancelled."""
+        self.has_struck = False
+        self._coroutine = coroutine
+        self._left = n
+        self._error = error
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        step: Any = lambda: self._coroutine.send(None)  # noqa: E731
+        while True:
+            try:
+                waits_for = step()
+                self._left -= 1
+                if self._left == 0:
+                    self.has_struck = True
+                    task = asyncio.current_task()
+                    if self._error is None and task is not None:
+                        task.cancel()
+                    else:
+                        step = lambda: self._coroutine.throw(self._error)  # type: ignore[arg-type]  # noqa: E731
+                        continue
+            except StopIteration as end:
+                return end.value
+            try:
+                yield waits_for
+            except BaseException as error:  # passed on to the coroutine, whatever it is
+                step = lambda error=error: self._coroutine.throw(error)  # noqa: E731
+            else:
+                step = lambda: self._coroutine.send(None)  # noqa: E731

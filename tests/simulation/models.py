@@ -1,0 +1,307 @@
+"""The models of a simulated world, in plain Python: a target whose right texts are known, and a drafter that is often
+right. Beside them the oracle, which hears of every verification and says what may follow from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import zlib
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from draft_service.drafters.base import UNBOUNDED, Draft, Drafter, Drafting, DraftSequence
+from kernels.verify import Proposed, Rule, Ruling, Status
+from outrider.lm.chunk import Chunk
+from outrider.lm.kv_pool import KVPool
+from verifier_service.judging import Judged
+
+VOCABULARY = 24
+EOS = 0
+
+
+class Violation(AssertionError):
+    """An invariant does not hold.
+
+    Attributes:
+        found: all of them since it was cleared; product code may have caught what was raised.
+    """
+
+    found: ClassVar[list[str]] = []
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.found.append(text)
+
+
+def require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise Violation(otherwise)
+
+
+def draw(*key: int) -> int:
+    """A number that follows from a few others alone, in [0, 2^32)."""
+    number = zlib.crc32(repr(key).encode())
+    return (number * 0x9E3779B1 ^ number >> 7) & 0xFFFFFFFF
+
+
+def target_token(salt: int, prefix: Sequence[int]) -> int:
+    """What the target writes after a prefix: of 40 tokens about one is the end."""
+    number = (zlib.crc32(bytes(prefix), salt & 0xFFFFFFFF) * 0x9E3779B1 & 0xFFFFFFFF) >> 8
+    return EOS if number % 40 == 0 else 1 + number % (VOCABULARY - 1)
+
+
+# ---------------------------------------------------------------------------------------------------------- the oracle
+
+
+@dataclass
+class Text:
+    """All that verifiers have committed to one seed, in which nothing is ever judged twice in two ways.
+
+    Attributes:
+        rounds: by base length, what was proposed there, and what came of it.
+    """
+
+    prompt: list[int]
+    salt: int
+    draws: bool  # the text follows from draws of each round, and so is not known before
+    stops: frozenset[int]
+    limit: int
+    tokens: list[int] = field(init=False)
+    rounds: dict[int, tuple[tuple[int, ...], Ruling]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+
+    @property
+    def right(self) -> list[int]:
+        """The output as far as it was verified, up to where it ends."""
+        written = self.tokens[len(self.prompt) :][: self.limit]
+        return next((written[: i + 1] for i, token in enumerate(written) if token in self.stops), written)
+
+    @property
+    def is_whole(self) -> bool:
+        right = self.right
+        return len(right) == self.limit or (bool(right) and right[-1] in self.stops)
+
+
+class Oracle:
+    """The texts of all seeds."""
+
+    def __init__(self) -> None:
+        self.texts: dict[int, Text] = {}
+
+    def judge(self, seed: int, context: list[int], proposed: Proposed) -> Ruling:
+        """Rules on a proposal after `context`, which is what the cache holds, and checks that it may be judged.
+
+        Raises:
+            Violation: invariant 2 (draws of a base length serve one round alone), 5 or 6.
+        """
+        text, base = self.texts[seed], proposed.base_length
+        require(len(context) == base, f"seed {seed}: a round of base {base} is judged after {len(context)} tokens")
+        require(
+            context == text.tokens[:base], f"seed {seed}: the cache before {base} holds other tokens than committed"
+        )
+        ruling = _rule(text, seed, list(context), proposed)
+        known = text.rounds.setdefault(base, (proposed.tokens, ruling))
+        require(
+            known[0] == proposed.tokens,
+            f"seed {seed}: draws of base {base} are used again: for {proposed.tokens}, and before for {known[0]}",
+        )
+        if base == len(text.tokens):
+            text.tokens += [*proposed.tokens[: ruling.accepted], ruling.next_token]
+        else:
+            require(known[1] == ruling, f"seed {seed}: two rulings at base {base}")
+        return ruling
+
+    def check_told(self, seed: int, tokens: Sequence[int], whom: str) -> None:
+        """Checks that tokens are a verified beginning of the text (invariant 3)."""
+        right = self.texts[seed].right
+        require(
+            list(tokens) == right[: len(tokens)], f"{whom} was told {list(tokens)}; verified are {right} (seed {seed})"
+        )
+
+
+def _rule(text: Text, seed: int, context: list[int], proposed: Proposed) -> Ruling:
+    base, accepted = proposed.base_length, 0
+    for i, token in enumerate(proposed.tokens):
+        if text.draws:
+            stands = draw(seed, base, i, 1, token) % 10 < 7
+        else:
+            stands = token == target_token(text.salt, context)
+        if not stands:
+            break
+        accepted += 1
+        context.append(token)
+    following = draw(seed, base, accepted, 2, *context) % VOCABULARY if text.draws else target_token(text.salt, context)
+    is_known = proposed.rule in (Rule.TOKENWISE, Rule.BLOCK)
+    beta = (0.5,) * min(accepted + 1, len(proposed.tokens)) if is_known else ()
+    return Ruling(Status.OK, accepted, following, beta=beta)
+
+
+# ----------------------------------------------------------------------------------------------------------- the target
+
+
+class TokenMemory:
+    """The tokens themselves in the place of keys and values: what a pass reads there decides what comes next."""
+
+    bytes = 0
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.blocks: dict[int, list[int]] = {}
+
+    def block(self, number: int) -> list[int]:
+        return self.blocks.setdefault(number, [VOCABULARY] * self.block_tokens)
+
+    def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
+        for one, other in zip(source, target, strict=True):
+            self.blocks[other] = list(self.block(one))
+
+
+class TokenPool(KVPool):
+    """The real pool's books over such a memory."""
+
+    def __init__(self, *, blocks: int, max_length: int, block_tokens: int) -> None:
+        super().__init__(
+            1, 1, 1, blocks=1, max_length=max_length, block_tokens=block_tokens, dtype=torch.int8, device="cpu"
+        )
+        self.blocks = type(self.blocks)(blocks)
+        self.memory = TokenMemory(block_tokens)
+        self._by_head: Any = self.memory
+
+    def held(self, slot: int) -> list[int]:
+        """The tokens whose keys and values a sequence has."""
+        found: list[int] = []
+        for block in self.table(slot):
+            found += self.memory.block(block)
+        return found[: self.length(slot)]
+
+    def write(self, slot: int, start: int, tokens: Sequence[int]) -> None:
+        table = self.table(slot)
+        for position, token in enumerate(tokens, start):
+            index, offset = divmod(position, self.block_tokens)
+            self.memory.block(table[index])[offset] = token
+
+
+class StepBroken(RuntimeError):
+    """A pass that fails, as planned."""
+
+
+class TokenJudge:
+    """The pass and the verification of one verifier (`verifier_service.judging.Judge`).
+
+    Attributes:
+        broken: the share of passes that fail.
+        poisoned: seeds whose rounds break every pass they are in.
+    """
+
+    def __init__(self, pool: TokenPool, oracle: Oracle, chance: random.Random) -> None:
+        self.broken = 0.0
+        self.poisoned: frozenset[int] = frozenset()
+        self._pool = pool
+        self._oracle = oracle
+        self._chance = chance
+
+    def __call__(self, chunks: Sequence[Chunk], proposals: Sequence[Proposed]) -> Judged:
+        if self._chance.random() < self.broken or any(each.seed in self.poisoned for each in proposals):
+            raise StepBroken("the device says no")
+        for chunk in chunks:
+            require(chunk.start == self._pool.length(chunk.slot), "a chunk begins elsewhere than its sequence ends")
+            self._pool.grow(chunk.slot, chunk.start + len(chunk.tokens))
+        rulings, left = [], list(proposals)
+        for chunk in chunks:
+            self._pool.write(chunk.slot, chunk.start, chunk.tokens)
+            self._pool.extend(chunk.slot, chunk.start + len(chunk.tokens))
+            if left and chunk.logits_from < len(chunk.tokens):
+                context = self._pool.held(chunk.slot)[: chunk.start + chunk.logits_from + 1]
+                proposed = left.pop(0)
+                rulings.append(self._oracle.judge(proposed.seed, context, proposed))
+        seconds = 1e-3 + 1e-4 * sum(len(chunk.tokens) for chunk in chunks)
+        return Judged(proposals, rulings, seconds, 1e-4)
+
+
+# ---------------------------------------------------------------------------------------------------------- the drafter
+
+
+@dataclass
+class DraftHabits:
+    """How a drafter behaves: shares of proposals, and seconds a token."""
+
+    right: float = 0.8
+    seconds: float = 2e-3
+    short: float = 0.05
+    raises: float = 0.0
+    nonsense: float = 0.0
+    late: float = 0.0
+    hangs: float = 0.0
+
+
+class TokenDrafter(Drafter):
+    """Drafts what the target would write, save where it errs.
+
+    Attributes:
+        num_open: its sequences.
+    """
+
+    def __init__(self, oracle: Oracle, habits: DraftHabits, chance: random.Random) -> None:
+        self.num_open = 0
+        self.oracle = oracle
+        self.habits = habits
+        self.chance = chance
+
+    def open(self, sequence: DraftSequence) -> Drafting:
+        return _TokenDrafting(self, sequence)
+
+
+class _TokenDrafting(Drafting):
+    def __init__(self, drafter: TokenDrafter, sequence: DraftSequence) -> None:
+        self._drafter = drafter
+        self._sequence = sequence
+        self._tokens = [*sequence.prompt, *sequence.committed]
+        self._is_open = True
+        self._under_way: asyncio.Future[Draft] | None = None
+        drafter.num_open += 1
+
+    def room(self) -> int:
+        return UNBOUNDED
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        self._tokens += tokens
+        text = self._drafter.oracle.texts[self._sequence.seed]
+        self._drafter.oracle.check_told(self._sequence.seed, self._tokens[len(text.prompt) :], "the drafter")
+
+    def propose(self, gamma: int) -> Awaitable[Draft]:
+        self._under_way = asyncio.ensure_future(self._draft(gamma))
+        return self._under_way
+
+    def close(self) -> None:
+        if self._under_way is not None:
+            self._under_way.cancel()
+        self._drafter.num_open -= self._is_open
+        self._is_open = False
+
+    async def _draft(self, gamma: int) -> Draft:
+        habits, chance, seed = self._drafter.habits, self._drafter.chance, self._sequence.seed
+        text, tokens, base = self._drafter.oracle.texts[seed], list(self._tokens), len(self._tokens)
+        await asyncio.sleep(habits.seconds * gamma * chance.uniform(0.5, 1.5))
+        mood = chance.random()
+        for share, seconds in ((habits.hangs, 200.0), (habits.late, 3.0)):
+            if mood < share:
+                await asyncio.sleep(seconds)
+            mood -= share
+        if 0 <= mood < habits.raises:
+            raise RuntimeError("the drafter is out of order")
+        if 0 <= mood - habits.raises < habits.nonsense:
+            return Draft([VOCABULARY + 5] * gamma, [], 0.0)
+        count = chance.randrange(gamma + 1) if chance.random() < habits.short else gamma
+        for i in range(count):
+            is_right = draw(seed, base, i, 3) % 100 < 100 * habits.right
+            token = target_token(text.salt, tokens)
+            tokens.append(token if is_right else (token + 1) % VOCABULARY)
+        drafted = tokens[base:]
+        laws: list[Any] = [] if self._sequence.rule is Rule.COUPLED else [None] * count
+        return Draft(drafted, laws, habits.seconds * gamma)

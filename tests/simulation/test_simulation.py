@@ -1,0 +1,151 @@
+"""Both services in worlds where everything goes wrong that can: a few hundred of the seeds that `__main__` runs.
+
+And the simulation itself: what is broken on purpose it finds, within a few seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from draft_service.drafters.healing import HealingDrafting
+from draft_service.emission import Emitter
+from draft_service.failover import ResumingSequence
+from draft_service.verify_sequence import VerifySequence
+from outrider.lm.blocks import Blocks
+from outrider.lm.engine import Engine
+from tests.simulation.plan import draw_plan
+from tests.simulation.world import simulate
+from verifier_service.engine import Close, VerifierEngine
+from verifier_service.scheduler import Scheduler
+from verifier_service.sequence import TargetSequence
+
+SEEDS, SHARES = 200, 4
+MOST_SEEDS = 150  # until a fault is found
+
+
+@pytest.mark.parametrize("share", range(SHARES))
+def test_texts_are_right_and_nothing_stays_held_whatever_fails(share: int) -> None:
+    for seed in range(share, SEEDS, SHARES):
+        outcome = simulate(seed)
+        assert not outcome.problem, str(outcome)
+
+
+def test_a_seed_gives_the_same_trace_again() -> None:
+    for seed in (3, 8, 15):
+        assert simulate(seed).trace == simulate(seed).trace
+
+
+# ------------------------------------------------------------------------------------------------------------ mutations
+
+Change = Callable[[Any], Any]  # of a method: takes it as it is
+
+
+def _keeps_rejected_tokens(_: Any) -> Any:
+    return lambda self, sequence: None
+
+
+def _resends_less(send: Any) -> Any:
+    async def changed(self: ResumingSequence, target: VerifySequence) -> None:
+        if self._trouble.error is not None:
+            self._round.token_ids, self._round.distributions = (), ()
+        await send(self, target)
+
+    return changed
+
+
+def _forgets_a_token_on_the_way(sit: Any) -> Any:
+    def changed(self: ResumingSequence, replica: Any) -> Any:
+        del self._opening.committed_token_ids[-1:]
+        return sit(self, replica)
+
+    return changed
+
+
+def _emits_what_was_drafted(take: Any) -> Any:
+    def changed(self: Emitter, verdict: Any, drafted: Any) -> None:
+        verdict.token_ids[: len(drafted)] = list(drafted)[: len(verdict.token_ids)]
+        take(self, verdict, drafted)
+
+    return changed
+
+
+def _emits_twice(take: Any) -> Any:
+    def changed(self: Emitter, verdict: Any, drafted: Any) -> None:
+        for _ in range(1 + (verdict.base_length % 7 == 0)):
+            take(self, verdict, drafted)
+
+    return changed
+
+
+def _takes_any_base(_: Any) -> Any:
+    return lambda self, round_: True
+
+
+def _finds_what_was_overwritten(_: Any) -> Any:
+    return lambda self, block: None
+
+
+def _leaves_the_draft_behind(advance: Any) -> Any:
+    return lambda self, tokens: advance(self, tokens[:3])
+
+
+def _ends_all_for_one(step_one_by_one: Any) -> Any:
+    def changed(self: VerifierEngine, work: Any) -> None:
+        for item in work:
+            self.fail(item, RuntimeError(), is_own=True)
+
+    return changed
+
+
+def _never_closes(receive: Any) -> Any:
+    def changed(self: VerifierEngine, message: Any) -> None:
+        if not (isinstance(message, Close) and message.sequence.failed):
+            receive(self, message)
+
+    return changed
+
+
+def _counts_what_is_cancelled(_: Any) -> Any:
+    async def changed(self: VerifySequence) -> None:
+        await self._call.done_writing()
+        while await self._call.read() is not None and not self._call.done():
+            pass
+        self.cancel()
+
+    return changed
+
+
+MUTATIONS: list[tuple[type, str, Change, str, str]] = [
+    (Scheduler, "settle", _keeps_rejected_tokens, "calm", "cache"),
+    (ResumingSequence, "_send", _resends_less, "wild", "used again"),
+    (ResumingSequence, "_sit", _forgets_a_token_on_the_way, "one", ""),
+    (Emitter, "take", _emits_what_was_drafted, "calm", "was told"),
+    (Emitter, "take", _emits_twice, "calm", "was told"),
+    (TargetSequence, "_is_base", _takes_any_base, "calm", "was judged at"),
+    (Blocks, "forget", _finds_what_was_overwritten, "calm", ""),
+    (HealingDrafting, "advance", _leaves_the_draft_behind, "calm", "drafter was told"),
+    (Engine, "_step_one_by_one", _ends_all_for_one, "steps", "INTERNAL"),
+    (VerifierEngine, "receive", _never_closes, "steps", "still has"),
+    (VerifySequence, "close", _counts_what_is_cancelled, "awaits", "counted"),
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "change", "kind", "sign"), MUTATIONS, ids=[each[2].__name__ for each in MUTATIONS]
+)
+def test_a_broken_invariant_is_found(
+    owner: type, name: str, change: Change, kind: str, sign: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, change(getattr(owner, name)))
+    plans = (plan for seed in range(100, 1_000_000) if (plan := draw_plan(seed)).kind == kind)
+    for plan in islice(plans, MOST_SEEDS):
+        outcome = simulate(plan.seed, plan)
+        if outcome.problem:
+            assert sign in outcome.problem, str(outcome)
+            print(f"found by seed {plan.seed}: {outcome.problem}")
+            return
+    pytest.fail(f"{MOST_SEEDS} seeds did not find it")

@@ -1,0 +1,162 @@
+"""A verifier of a world: its servicer, stream, engine and scheduler are real, its process and model are ours."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from outrider.lm.errors import ModelLost
+from outrider.rpc.errors import draining, to_status
+from outrider.tracing import Tracing
+from protos.outrider.v1 import model_pb2
+from tests.simulation.models import (
+    TokenJudge,
+    TokenPool,
+    Violation,
+    require,
+)
+from tests.simulation.network import Host, Status
+from tests.simulation.plan import MAX_TOKENS
+from verifier_service.engine import Drain, Message, VerifierEngine
+from verifier_service.scheduler import TargetWork
+from verifier_service.service import VerifierService
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+
+class SimulatedEngine(VerifierEngine):
+    """The real engine, without its thread: `run` takes its turns."""
+
+    def __init__(self, packed: Any, model: model_pb2.ModelInfo, *, linger: float) -> None:
+        self.posted = asyncio.Event()
+        super().__init__(packed, model, pass_tokens=16, max_linger=linger)
+
+    def post(self, message: Message) -> None:
+        super().post(message)
+        self.posted.set()
+
+
+class Verifier(Host):
+    """A verifier's process, which dies and is started again."""
+
+    def __init__(self, number: int, world: World) -> None:
+        self.address = f"10.0.0.{number + 1}:1"
+        super().__init__(f"v{number}", world.network)
+        self.world = world
+        self.loses_model = self.hangs = False
+        self.start()
+
+    def start(self) -> None:
+        plan, world = self.world.plan, self.world
+        self.pool = TokenPool(blocks=plan.blocks, max_length=MAX_TOKENS, block_tokens=4)
+        packed = SimpleNamespace(pool=self.pool, loaded=SimpleNamespace(device=torch.device("cpu")))
+        self.engine = SimulatedEngine(packed, world.model, linger=plan.linger)
+        self.judge = TokenJudge(self.pool, world.oracle, world.chance)
+        self.engine.judge = cast("Any", self.judge)
+        self.engine.prepare()
+        self.judge.broken, self.judge.poisoned = plan.broken_steps, world.poisoned
+        self.service = VerifierService(world.verifier_settings, cast("Any", _NoMetrics()), Tracing())
+        self.service.attach(self.engine, world.model)
+        self.methods = {"Verify": self.service.Verify, "GetModel": self.service.GetModel}
+        self.parting = None
+        self.running = asyncio.ensure_future(self._run(self.engine))
+
+    @property
+    def is_up(self) -> bool:
+        return bool(self.methods)
+
+    def restart(self) -> None:
+        """Starts it anew where it is not up."""
+        if not self.is_up:
+            self.start()
+
+    def stop(self, *, silently: bool = False) -> None:
+        self.running.cancel()
+        self.die(silently=silently)
+
+    async def drain(self, grace: float) -> None:
+        """Goes away as the service does: takes nothing new, tells sequences, and cuts those that stay too long."""
+        status = to_status(draining())
+        said = Status(status.code, status.details, tuple(status.trailing_metadata))
+
+        async def refuse(_: Any, context: Any) -> None:
+            await context.abort_with_status(status)
+
+        self.methods = {"Verify": refuse, "GetModel": refuse}
+        self.engine.post(Drain())
+        await asyncio.sleep(grace)
+        self.parting = said
+        for call in list(self.calls):
+            call.serving.cancel()
+        await asyncio.sleep(0.05)
+        self.stop()
+
+    async def _run(self, engine: SimulatedEngine) -> None:
+        """Takes the engine's turns; between its two halves passes the time that a step takes."""
+        try:
+            while True:
+                await self.thawed()
+                engine.posted.clear()
+                work, seconds = engine.next_work()
+                engine.flush()
+                if work:
+                    await asyncio.sleep(self.world.chance.uniform(1e-3, 1e-2))
+                    await self.thawed()
+                    if self.loses_model:
+                        raise ModelLost("planned")
+                    engine.step(work)
+                    engine.flush()
+                    self._check_step(engine, work)
+                elif seconds != 0:
+                    try:
+                        async with asyncio.timeout(seconds):
+                            await engine.posted.wait()
+                    except TimeoutError:
+                        pass
+        except ModelLost:  # as the service does: it ends, and the sequences go on elsewhere
+            self.world.note(f"{self.name} has lost its model")
+            self.loses_model = False
+            self.die()
+        except Exception as error:
+            Violation(f"the engine of {self.name} ended: {type(error).__name__}: {error}")
+            self.die()
+
+    def _check_step(self, engine: SimulatedEngine, work: Any) -> None:
+        """Invariant 5, and the books of the pool."""
+        self.world.steps += 1
+        self.pool.check_integrity()
+        judged = {id(item.sequence) for item in cast("list[TargetWork]", work) if item.round is not None}
+        for sequence in engine.scheduler.running:
+            if sequence.slot is None:
+                continue
+            held, committed = self.pool.held(sequence.slot), sequence.tokens
+            name = f"{self.name} {sequence.sequence_id}"
+            require(held == committed[: len(held)], f"{name}: the cache holds {held}, committed are {committed}")
+            if sequence.finished:
+                continue
+            require(len(held) < len(committed), f"{name}: {len(held)} of {len(committed)} tokens are in the cache")
+            if id(sequence) in judged:
+                require(
+                    len(held) == len(committed) - 1,
+                    f"{name}: {len(held)} tokens in the cache after a verdict, and {len(committed)} are committed",
+                )
+
+    def check_idle(self) -> None:
+        """Nothing is held, and nobody is counted."""
+        scheduler = self.engine.scheduler
+        here = [each.sequence_id for each in (*scheduler.running, *scheduler.waiting)]
+        require(not here, f"{self.name} still has {here}")
+        require(self.pool.used_blocks == 0, f"{self.name} holds {self.pool.used_blocks} blocks")
+        require(not self.pool._slots, f"{self.name} has slots that no sequence has: {list(self.pool._slots)}")
+        inside = self.service._admission._inside
+        require(inside == 0, f"{self.name} counts {inside} sequences inside")
+
+
+class _NoMetrics:
+    def sequence(self) -> AbstractContextManager[None]:
+        return nullcontext()
