@@ -1,9 +1,9 @@
 """What many requests at once do to it: the pair, the target alone by `Decode`, and transformers' continuous batching.
 
-A closed loop keeps so many streams busy; an open loop lets requests arrive as a Poisson process, at shares of the
-capacity that the closed loop found. In each run of the grid the contenders take turns, beginning with another one each
-time, so that whatever else the machine does falls on all of them. Last comes what the verifier's engine costs beside
-the model.
+A closed loop keeps so many streams busy; another one, as many as that has at the most, with texts of a few tokens; an
+open loop lets requests arrive as a Poisson process, at shares of the capacity that the closed loop found. In each run
+of the grid the contenders take turns, beginning with another one each time, so that whatever else the machine does
+falls on all of them. Last comes what the verifier's engine costs beside the model.
 
     python -m benchmarks.load            both pairs, about forty minutes on two cores; --only and --parts for less of it
     python -m benchmarks.load --resume   goes on where the same command was interrupted
@@ -42,6 +42,7 @@ from benchmarks.load_summary import (
     IN_OPEN_LOOP,
     OPEN,
     PAIR,
+    SHORT,
     STATIC,
     capacity,
     figures,
@@ -55,7 +56,7 @@ from benchmarks.plan import read_prompts
 from benchmarks.record import Record
 from benchmarks.services import Processes, RunningPair
 
-PARTS = ("engine", CLOSED, OPEN)
+PARTS = ("engine", CLOSED, SHORT, OPEN)
 # Where there is no terminal to ask.
 TABLE_WIDTH = 200
 # The rounds that the engine's share is taken on, and their γ: none, or the service's own.
@@ -71,7 +72,7 @@ class Cell:
 
     mode: str
     mix: str
-    level: str  # streams, or the share of the capacity
+    level: str  # streams, tokens of each text, or the share of the capacity
     repetition: int
 
 
@@ -123,6 +124,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--engine-tokens", type=int, help="tokens of each text that the engine's share is taken on")
     parser.add_argument("--texts-per-stream", type=int, help="texts of a run of the closed loop, over its streams")
     parser.add_argument("--least-texts", type=int, help="texts of such a run at the least")
+    parser.add_argument("--short-texts", type=int, nargs="+", help="tokens of each short text")
+    parser.add_argument("--short-texts-per-stream", type=int, help="texts of a run of short texts, over its streams")
     parser.add_argument("--repetitions", type=int, help="how often each run is made")
     parser.add_argument("--temperature", type=float, help="of all texts; nothing is filtered")
     parser.add_argument("--no-tuning", dest="tuned", action="store_false", default=None, help="do not try settings")
@@ -243,12 +246,13 @@ class Bench:
         """In order. Repetitions are outermost within a loop, so that each meets the machine at another time."""
         for mode, levels in (
             (CLOSED, [str(each) for each in self._plan.streams]),
+            (SHORT, [str(each) for each in self._plan.short_texts]),
             (OPEN, map("{:g}".format, self._plan.rates)),
         ):
             if mode in parts:
                 levels = list(levels)
                 for repetition in range(self._plan.repetitions):
-                    for mix in self._plan.mixes:
+                    for mix in self._plan.mixes[: 1 if mode == SHORT else None]:
                         for level in levels:
                             yield Cell(mode, mix, level, repetition)
 
@@ -278,7 +282,7 @@ class Bench:
             name
             for name in self._names
             if name not in gone
-            and (cell.mode == CLOSED or name in IN_OPEN_LOOP)
+            and (cell.mode != OPEN or name in IN_OPEN_LOOP)
             and not self._record.has_run(**self._keys(cell), contender=name)
         ]
 
@@ -289,6 +293,9 @@ class Bench:
         if cell.mode == CLOSED:
             tasks = self._work.closed(cell.mix, int(cell.level), cell.repetition)
             return contender.closed(tasks, int(cell.level)), {}
+        if cell.mode == SHORT:
+            tasks = self._work.short(cell.mix, int(cell.level), cell.repetition)
+            return contender.closed(tasks, max(self._plan.streams)), {}
         found = self._record.once("capacity", f"{self._models.name} {cell.mix}", lambda: self._capacity(cell.mix))
         rate = float(cell.level) * found
         tasks, due = self._work.open(cell.mix, rate, cell.repetition)

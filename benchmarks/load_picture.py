@@ -14,7 +14,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from benchmarks.load_summary import ALONE, BATCHING, CLOSED, CONTENDERS, LABELS, OPEN, PAIR, STATIC
+from benchmarks.load_summary import ALONE, BATCHING, CLOSED, CONTENDERS, LABELS, LEVELS, OPEN, PAIR, SHORT, STATIC
 from benchmarks.load_tables import machine_line
 
 Json = dict[str, Any]
@@ -74,6 +74,7 @@ _PANELS: dict[str, list[_Panel]] = {
         _Panel("refused, share of requests", lambda found: found["refused"] / found["requests"], None, "share"),
     ],
 }
+_PANELS[SHORT] = _PANELS[CLOSED]
 _COLUMNS = 4
 
 
@@ -103,7 +104,7 @@ def _draw(document: Json, pair: str, mode: str, by_mix: Json, path: Path) -> Non
     handles, labels = grid[0][0].get_legend_handles_labels()
     height = figure.get_size_inches()[1]
     layers = document["models"][pair]["target_layers"]
-    figure.suptitle(f"{pair} pair, target of {layers} layers, {mode} loop", fontsize=11, y=1 - 0.08 / height)
+    figure.suptitle(f"{pair} pair, target of {layers} layers, {mode}", fontsize=11, y=1 - 0.08 / height)
     below = 1 - 0.3 / height
     figure.legend(handles, labels, loc="upper center", ncol=2, frameon=False, fontsize=9, bbox_to_anchor=(0.5, below))
     missing = [
@@ -132,7 +133,7 @@ def _draw_panel(axes: Axes, mode: str, by_level: Json, panel: _Panel) -> None:
     levels = [float(level) for level in by_level]
     if panel is _RATIO:
         _draw_aim(axes, by_level)
-    if mode == CLOSED:
+    if mode != OPEN:
         axes.set_xscale("log", base=2)
     axes.set_xticks(levels, [f"{level:g}" for level in levels])
     axes.minorticks_off()
@@ -144,7 +145,7 @@ def _draw_panel(axes: Axes, mode: str, by_level: Json, panel: _Panel) -> None:
     else:
         axes.set_ylim(0, 1.03 if panel.scale == "share" else 1.05 * axes.get_ylim()[1])
     axes.set_title(panel.title, fontsize=9)
-    axes.set_xlabel("streams" if mode == CLOSED else "arrivals, share of capacity", fontsize=8)
+    axes.set_xlabel(LEVELS[mode], fontsize=8)
     axes.tick_params(labelsize=8)
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.6)
     for side in ("top", "right"):

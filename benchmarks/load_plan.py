@@ -32,6 +32,9 @@ class LoadPlan:
         long_tokens: tokens of the longest prompts of the long mix.
         texts_per_stream: texts of a run of the closed loop, over its streams.
         least_texts: texts of such a run at the least.
+        short_texts: tokens of each text of the runs of short texts, which have as many streams as the closed loop at
+            the most.
+        short_texts_per_stream: texts of such a run, over its streams.
         repetitions: how often each run is made, with other seeds.
         rates: of the open loop: arrivals as shares of the capacity that the closed loop found.
         open_seconds: how long requests arrive.
@@ -49,6 +52,8 @@ class LoadPlan:
     long_tokens: int
     texts_per_stream: int
     least_texts: int
+    short_texts: tuple[int, ...]
+    short_texts_per_stream: int
     repetitions: int
     rates: tuple[float, ...]
     open_seconds: float
@@ -71,6 +76,8 @@ FULL = LoadPlan(
     long_tokens=384,
     texts_per_stream=2,
     least_texts=8,
+    short_texts=(1, 4, 16),
+    short_texts_per_stream=8,
     repetitions=3,
     rates=(0.5, 0.8, 1.2),
     open_seconds=8.0,
@@ -81,7 +88,15 @@ FULL = LoadPlan(
     tuned=True,
 )
 # Twelve times as slow, in the same time: texts half as long, fewer of them, and of the short mix alone.
-DEEPENED = replace(FULL, mixes=("short",), new_tokens=32, least_texts=4, engine_tokens=120, static_batches=False)
+DEEPENED = replace(
+    FULL,
+    mixes=("short",),
+    new_tokens=32,
+    least_texts=4,
+    short_texts_per_stream=2,
+    engine_tokens=120,
+    static_batches=False,
+)
 QUICK = LoadPlan(
     streams=(1, 2),
     mixes=("short",),
@@ -89,6 +104,8 @@ QUICK = LoadPlan(
     long_tokens=64,
     texts_per_stream=1,
     least_texts=2,
+    short_texts=(1,),
+    short_texts_per_stream=1,
     repetitions=1,
     rates=(0.8,),
     open_seconds=1.0,
@@ -119,6 +136,11 @@ class Workload:
     def closed(self, mix: str, streams: int, repetition: int) -> list[Task]:
         """All texts of a run of the closed loop, in the order they are begun."""
         return self._tasks(mix, max(self._plan.least_texts, self._plan.texts_per_stream * streams), repetition)
+
+    def short(self, mix: str, new_tokens: int, repetition: int) -> list[Task]:
+        """All texts of a run of texts of so many tokens."""
+        count = self._plan.short_texts_per_stream * max(self._plan.streams)
+        return [replace(task, new_tokens=new_tokens) for task in self._tasks(mix, count, repetition)]
 
     def open(self, mix: str, rate: float, repetition: int) -> tuple[list[Task], list[float]]:
         """All texts of a run of the open loop, and when each arrives, in seconds; `rate` is in requests a second."""

@@ -31,7 +31,9 @@ LABELS = {
     PAIR: "the pair, Outrider",
 }
 PERCENTILES = (50, 95, 99)
-CLOSED, OPEN = "closed", "open"
+CLOSED, SHORT, OPEN = "closed", "short-texts", "open"
+LEVELS = {CLOSED: "streams", SHORT: "tokens a text", OPEN: "share of capacity"}
+"""What differs from one level of a mode to the next."""
 
 AHEAD_UP_TO = 4
 """Streams of the closed loop up to which the pair is to be ahead of the better of `REFERENCES`."""
@@ -99,7 +101,7 @@ def missed(summary: Json, engine: Json) -> list[str]:
         if found["share"] > MOST_OF_ENGINE
     ]
     return shares + [
-        f"{pair} pair, {mode} loop, {mix} prompts, {level}{' streams' if mode == CLOSED else ' of the capacity'}: "
+        f"{pair} pair, {mode}, {mix} prompts, {LEVELS[mode]} {level}: "
         f"{cell[PAIR]['ratio']:.2f} of the better of the two; aimed at {cell[PAIR]['aim']:.2f}"
         for pair, by_mode in summary.items()
         for mode, by_mix in by_mode.items()

@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.load_summary import CLOSED, CONTENDERS, LABELS, missed
+from benchmarks.load_summary import CONTENDERS, LABELS, LEVELS, missed
 
 Json = dict[str, Any]
 
@@ -40,9 +40,7 @@ def show(document: Json, console: Console) -> None:
             console.print(f"{pair} pair: {LABELS[name]} is not there: {reason}", markup=False, soft_wrap=True)
         for mode, by_mix in by_mode.items():
             for mix, by_level in by_mix.items():
-                loop = "streams at once" if mode == CLOSED else "Poisson arrivals, by share of the capacity"
-                title = f"{pair} pair, {mix} prompts, {mode} loop: {loop}"
-                console.print(_rates(title, mode, by_level))
+                console.print(_rates(f"{pair} pair, {mix} prompts, {mode}", mode, by_level))
                 console.print(_times(mode, by_level))
         for name in CONTENDERS:
             told = document["contenders"].get(pair, {}).get(name)
@@ -77,7 +75,7 @@ def _engine(by_pair: Json) -> Table:
 
 def _rates(title: str, mode: str, by_level: Json) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("streams" if mode == CLOSED else "load", justify="right", no_wrap=True)
+    table.add_column(LEVELS[mode], justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for heading in _RATES:
         table.add_column(heading, justify="right", no_wrap=True)
@@ -105,7 +103,7 @@ def _rates(title: str, mode: str, by_level: Json) -> Table:
 
 def _times(mode: str, by_level: Json) -> Table:
     table = Table(title="p50 / p95 / p99", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("streams" if mode == CLOSED else "load", justify="right", no_wrap=True)
+    table.add_column(LEVELS[mode], justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for heading in _TIMES:
         table.add_column(heading, justify="right", no_wrap=True)
