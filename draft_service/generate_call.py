@@ -28,7 +28,7 @@ from draft_service.settings import DraftSettings
 from draft_service.speculation import PolicyKind
 from draft_service.validation import check_generate
 from outrider.lm.tokenizer import IncrementalDetokenizer
-from outrider.rpc.errors import RequestError, overloaded
+from outrider.rpc.errors import RequestError, overloaded, write
 from outrider.rpc.rate import count_sequences
 from outrider.sampling import RULE_TO_WIRE
 from outrider.tracing import CallTrace
@@ -103,7 +103,7 @@ class GenerateCall:
         with claim.patience(self._settings.slow_client_timeout) as patience, Heartbeat(self._responses):
             async for response in responses:
                 try:
-                    await patience.bear(self._context.write(response))
+                    await patience.bear(write(self._context, response))
                 except TimeoutError:
                     raise claim.idle("the client left responses unread", patience) from None
 

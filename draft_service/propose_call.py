@@ -18,7 +18,7 @@ from draft_service.request_metrics import REQUEST_LOG
 from draft_service.settings import DraftSettings
 from draft_service.validation import check_gamma, check_law, check_message_size, check_name, check_prompt_length
 from outrider.model_info import check_features
-from outrider.rpc.errors import RequestError, idle, internal, invalid_field, out_of_order, overloaded, wrong_base
+from outrider.rpc.errors import RequestError, idle, internal, invalid_field, out_of_order, overloaded, write, wrong_base
 from outrider.sampling import RULE_TO_WIRE, check_token_ids
 from outrider.wire import PrefixHash, encode_distribution
 from protos.outrider.v1 import draft_service_pb2, model_pb2, speculation_pb2
@@ -149,7 +149,7 @@ class ProposeCall:
         return None if message is grpc.aio.EOF else cast("draft_service_pb2.ProposeRequest", message)
 
     async def _write(self, **kind: Any) -> None:
-        await self._context.write(draft_service_pb2.ProposeResponse(sequence_id=self._sequence_id, **kind))
+        await write(self._context, draft_service_pb2.ProposeResponse(sequence_id=self._sequence_id, **kind))
 
 
 async def _propose(drafting: Drafting, advance: draft_service_pb2.Advance) -> Draft:

@@ -19,8 +19,11 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from outrider.lm.checkpoint import ModelSource, load_model
 from outrider.log_queue import flush_all
+from tests.house.project import ROOT
 
+MODELS = ROOT / "models" / "demo"
 SERVICES = ("verifier_service", "draft_service")
 GRACE_S = 5.0
 _MOST_BYTES = 1 << 20
@@ -54,9 +57,8 @@ def main() -> int:
 
 
 def _prepare_loading() -> None:
-    """What the first model of a process costs beside itself, once for all children: half of what they need to start."""
-    importlib.import_module("transformers.models.llama.modeling_llama")
-    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
+    """Loads a small model, for what the first one of a process costs: half of what a child needs to start."""
+    load_model(ModelSource(str(MODELS / "draft"), dtype="float32", device="cpu"))
 
 
 def _receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:

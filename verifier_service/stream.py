@@ -14,7 +14,7 @@ import structlog
 
 from outrider.best_effort import Component
 from outrider.padding import pad
-from outrider.rpc.errors import RequestError, idle, internal, invalid_field, out_of_order, overloaded, yielded
+from outrider.rpc.errors import RequestError, idle, internal, invalid_field, out_of_order, overloaded, write, yielded
 from outrider.rpc.patience import Patience
 from outrider.sampling import RULE_TO_WIRE, Sampling
 from outrider.tracing import CallTrace
@@ -213,7 +213,7 @@ class VerifyStream:
                 if sequence.opening.response_bytes:
                     pad(reply, sequence.opening.response_bytes)
                 try:
-                    await patience.bear(self._context.write(reply))
+                    await patience.bear(write(self._context, reply))
                 except TimeoutError:
                     raise idle(f"the client left replies unread for {limit:g} s", seconds=limit) from None
                 self._heard = time.monotonic()

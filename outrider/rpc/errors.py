@@ -187,6 +187,14 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RequestError
     raise AssertionError("abort_with_status returned")
 
 
+async def write(context: grpc.aio.ServicerContext[Any, Any], message: Any) -> None:
+    """Writes a message to the client. Raises `asyncio.CancelledError` where the call is over, as for `abort`."""
+    try:
+        await context.write(message)
+    except (grpc.aio.InternalError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
+        raise asyncio.CancelledError from error
+
+
 # ------------------------------------------------------------------------------------------------------ from the wire
 
 
@@ -269,7 +277,5 @@ async def _end(context: grpc.aio.ServicerContext[Any, Any], method: Callable[...
         raise error
     if isinstance(error, RequestError):
         await abort(context, error)
-    if isinstance(error, asyncio.InvalidStateError | grpc.aio.UsageError) and context.done():
-        raise error  # the client left while we wrote to it: nobody is there to be told
     _logger.error("%s failed", method.__qualname__, exc_info=error)
     await abort(context, internal("INTERNAL", "internal error; the server's log has the rest"))

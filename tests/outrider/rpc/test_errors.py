@@ -119,15 +119,38 @@ async def test_a_status_that_cannot_leave_is_no_fault_of_the_servers(caplog: pyt
     assert not caplog.records
 
 
-class _Gone:
-    """A context whose call ends while its status is being sent, as gRPC tells it."""
+@pytest.mark.parametrize(
+    "told", [grpc.aio.InternalError("Failed"), grpc.aio.UsageError("finished already"), asyncio.InvalidStateError()]
+)
+async def test_a_message_that_cannot_leave_is_no_fault_of_the_servers(
+    told: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Over(Probe):
+        @errors.guarded
+        async def Once(self, request: bytes, context: Any) -> bytes:
+            await errors.write(_Gone(context, told), request)
+            return request
 
-    def __init__(self, context: Any) -> None:
+    with caplog.at_level(logging.INFO):
+        async with serving(Over()) as address, open_channel(address) as channel:
+            with pytest.raises((grpc.RpcError, asyncio.CancelledError)):
+                await once(channel)(b"0", timeout=1.0)
+    assert not caplog.records
+
+
+class _Gone:
+    """A context whose call ends while something is being sent, as gRPC tells it."""
+
+    def __init__(self, context: Any, told: Exception | None = None) -> None:
         self._context = context
+        self._told = told or grpc.aio.InternalError("Failed to send a status")
+
+    async def write(self, message: Any) -> None:
+        raise self._told
 
     async def abort_with_status(self, status: Any) -> None:
         await asyncio.sleep(0)
-        raise grpc.aio.InternalError("Failed to send a status")
+        raise self._told
 
 
 async def test_a_cancelled_call_closes_its_handler() -> None:
