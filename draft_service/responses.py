@@ -10,6 +10,9 @@ from collections.abc import AsyncIterator
 from protos.outrider.v1.draft_service_pb2 import GenerateResponse
 
 MAX_BACKLOG = 64
+# Whoever waits for room goes on once so many are left: to wake all samples of a request for each response that is read
+# would cost more than to write it.
+ROOM_AGAIN = MAX_BACKLOG // 2
 
 
 class Responses:
@@ -50,8 +53,7 @@ class Responses:
         """The next response; None where there is none now."""
         if not self._queue:
             return None
-        self._fewer.set()
-        return self._queue.popleft()
+        return self._take()
 
     @property
     def are_read(self) -> bool:
@@ -66,11 +68,16 @@ class Responses:
     async def __aiter__(self) -> AsyncIterator[GenerateResponse]:
         while True:
             while self._queue:
-                yield self._queue.popleft()
-                self._fewer.set()
+                yield self._take()
             if self._ended:
                 if self._error is not None:
                     raise self._error
                 return
             self._more.clear()
             await self._more.wait()
+
+    def _take(self) -> GenerateResponse:
+        response = self._queue.popleft()
+        if len(self._queue) <= ROOM_AGAIN:
+            self._fewer.set()
+        return response

@@ -116,18 +116,15 @@ def _scaled(z: Tensor, temperature: float) -> Tensor:
 
 
 def _nucleus_cuts(z: Tensor, p: Tensor, top_p: float) -> Tensor:
-    """Return the smallest logit inside the nucleus of each row, `[R, 1]`; `z` and `p` are `[R, V]`."""
+    """Return the smallest logit inside the nucleus of each row, `[R, 1]`; `z` and `p` are `[R, V]`.
+
+    The cut of a bad row is NaN, which nothing is below.
+    """
     rows, laws = z.cpu(), p.cpu()
-    cuts = [_nucleus_cut(rows[row], laws[row], top_p) for row in range(z.size(0))]
-    return torch.tensor(cuts, dtype=z.dtype, device=z.device).unsqueeze(1)
-
-
-def _nucleus_cut(z: Tensor, p: Tensor, top_p: float) -> float:
-    # z, p: [V]. All tokens below this bound together are less than half of what may go, so only the rest need sorting.
-    # z and p are sorted alike, as p never falls where z rises.
-    candidates = torch.nonzero(p > (1.0 - top_p) / (2 * p.size(0))).squeeze(1)
-    if candidates.size(0) == 0:  # a bad row, NaN throughout
-        return -math.inf
-    mass = p[candidates].sort(descending=True)[0].double().cumsum(0)
-    best = z[candidates].sort(descending=True)[0]
-    return float(best[min(int(torch.searchsorted(mass, top_p)), best.size(0) - 1)])
+    # All tokens below this bound together are less than half of what may go, so only the rest need sorting.
+    counts = (laws > (1.0 - top_p) / (2 * laws.size(1))).sum(dim=1, keepdim=True)
+    K = max(1, int(counts.max())) if counts.numel() else 1
+    best, at = torch.topk(rows, K)  # [R, K]
+    mass = laws.gather(1, at).double().cumsum(1)
+    last = torch.minimum((mass < top_p).sum(dim=1, keepdim=True), counts - 1).clamp(min=0)
+    return best.gather(1, last).to(z.device)

@@ -229,7 +229,7 @@ class Scheduler:
         known = self._adopt(sequence, slot) if begins else 0
         length = len(sequence.tokens) + (0 if round_ is None else len(sequence.drafted(round_)))
         # Whoever begins leaves each of the others a block to grow into, or would soon have to give way again.
-        spare = sum(1 for each in self.running if each is not sequence and self._holds(each)) if begins else 0
+        spare = self._pool.holders if begins else 0
         given = make_room(self._pool, slot, length, self._victims(sequence, plan), spare=spare)
         if given is None:
             if begins:

@@ -145,6 +145,11 @@ class KVPool:
         """
         return self._of(slot).length
 
+    @property
+    def holders(self) -> int:
+        """How many slots have blocks."""
+        return sum(1 for held in self._slots.values() if held.table)
+
     def is_empty(self, slot: int) -> bool:
         """Whether a slot has no blocks."""
         return not self._of(slot).table

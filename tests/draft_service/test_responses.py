@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from draft_service.responses import MAX_BACKLOG, Responses
+from draft_service.responses import MAX_BACKLOG, ROOM_AGAIN, Responses
 from outrider.rpc.errors import RequestError, internal
 from protos.outrider.v1.draft_service_pb2 import GenerateChunk, GenerateResponse
 
@@ -39,7 +39,7 @@ async def test_a_reader_waits_for_more() -> None:
     await producer
 
 
-async def test_reading_makes_room() -> None:
+async def test_reading_half_makes_room() -> None:
     responses = Responses()
     for index in range(MAX_BACKLOG):
         responses.send(response(index))
@@ -47,6 +47,7 @@ async def test_reading_makes_room() -> None:
     await asyncio.sleep(0)
     assert not waiting.done()
     reader = aiter(responses)
-    await anext(reader)
-    await anext(reader)
+    for _ in range(MAX_BACKLOG - ROOM_AGAIN):
+        assert not waiting.done()
+        await anext(reader)
     await asyncio.wait_for(waiting, 30.0)
