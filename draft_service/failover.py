@@ -293,7 +293,8 @@ class ResumingSequence:
             try:
                 if self._current is None:
                     until = min(latest, started + min(patience, self._means.patience) - looked)
-                    replica = await self._means.replicas.wait(until, self._trouble.avoid)
+                    trouble = self._trouble
+                    replica = await self._means.replicas.wait(until, trouble.avoid, failed=trouble.failed)
                     if replica is None:
                         raise self._trouble.given_up(self._means.replicas.names)
                     self._sit(replica)

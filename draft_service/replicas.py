@@ -6,7 +6,7 @@ It knows nothing of sequences: who opens one asks for a replica, and tells it wh
 import asyncio
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
 import structlog
@@ -117,7 +117,9 @@ class Replicas:
 
     # ------------------------------------------------------------------------------------------------------- choosing
 
-    def choose(self, avoid: Avoid | None = None, *, proven: bool = False) -> Replica | None:
+    def choose(
+        self, avoid: Avoid | None = None, *, failed: Collection[Replica] = (), proven: bool = False
+    ) -> Replica | None:
         """The less loaded of two that are usable now, by chance where that decides nothing; None where there is none.
 
         Of two, and not of all: what is known of a verifier's load is some rounds old, and where many draft services
@@ -125,6 +127,7 @@ class Replicas:
 
         Args:
             avoid: where a sequence is not wanted yet.
+            failed: where its round has failed; one of these is chosen where there is no other.
             proven: those alone that nothing speaks against.
         """
         now = time.monotonic()
@@ -135,15 +138,18 @@ class Replicas:
         ]
         if proven:
             ready = [each for each in ready if each.breaker.state is State.CLOSED and each.busy_until <= now]
+        ready = [each for each in ready if each not in failed] or ready
         # One that has refused others may have room again: where there is no better one it is asked, and says itself.
         ready = [each for each in ready if each.busy_until <= now] or ready
         if len(ready) > 2:
             ready = random.sample(ready, 2)
         return min(ready, key=lambda replica: (replica.load(), random.random()), default=None)
 
-    async def wait(self, until: float, avoid: Avoid | None = None) -> Replica | None:
+    async def wait(
+        self, until: float, avoid: Avoid | None = None, *, failed: Collection[Replica] = ()
+    ) -> Replica | None:
         """As `choose`, but waits until `time.monotonic()` is `until`; gives up at once where waiting is vain."""
-        while (replica := self.choose(avoid)) is None:
+        while (replica := self.choose(avoid, failed=failed)) is None:
             now = time.monotonic()
             free = [(avoid or {}).get(each, 0.0) for each in self._replicas.values() if each.is_usable()]
             hopeless = bool(self._replicas) and all(each.mismatch for each in self._replicas.values())

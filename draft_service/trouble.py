@@ -29,7 +29,7 @@ class Trouble:
         error: the last one; None where there is no trouble.
         loss: what it means.
         lost: verifiers that had taken the sequence, and were lost.
-        failed: addresses of those among them whose step failed with it, or whose process ended while running it.
+        failed: those among them whose step failed with it, or whose process ended while running it.
         step_error: what a verifier has said of a step that failed.
         avoid: replicas that have refused it, and until when, by `time.monotonic()`.
         mute: replicas that it would have moved to, and until when they are left alone. They are no trouble yet, and
@@ -39,7 +39,7 @@ class Trouble:
     error: RequestError | None = None
     loss: Loss = Loss.DIED
     lost: int = 0
-    failed: list[str] = field(default_factory=list)
+    failed: list[Replica] = field(default_factory=list)
     step_error: RequestError | None = None
     avoid: dict[Replica, float] = field(default_factory=dict)
     mute: dict[Replica, float] = field(default_factory=dict)
@@ -56,12 +56,13 @@ class Trouble:
             self.step_error = error
             self.avoid[replica] = math.inf
         if loss is Loss.STEP_FAILED or (loss is Loss.DIED and was_running):
-            self.failed.append(replica.address)
+            self.failed.append(replica)
         if len(self.failed) >= MOST_FAILED_IN_A_ROUND:
+            names = " and ".join(each.address for each in self.failed)
             raise RequestError(
                 grpc.StatusCode.INTERNAL,
                 "STEP_FAILED",
-                f"a round of this request failed at {len(self.failed)} verifiers, {' and '.join(self.failed)}, and is "
+                f"a round of this request failed at {len(self.failed)} verifiers, {names}, and is "
                 f"not sent to another one: {error.message}",
             )
         if loss is Loss.REFUSED and error.retry_after is not None:

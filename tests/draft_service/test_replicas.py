@@ -211,6 +211,15 @@ async def test_a_verifier_that_comes_later_is_used() -> None:
                 await until(lambda: len(chosen(replicas)) == 2)
 
 
+async def test_one_where_a_round_has_failed_is_chosen_only_where_there_is_no_other() -> None:
+    async with peer() as first, peer() as second, found([first, second]) as replicas:
+        await replicas.match(MODEL)
+        await until(lambda: len(chosen(replicas)) == 2)
+        failed, other = replicas.all()
+        assert {replicas.choose(failed=[failed]) for _ in range(60)} == {other}
+        assert replicas.choose(failed=[failed, other]) is not None
+
+
 async def test_an_unexpected_error_of_a_probe_does_not_end_probing(monkeypatch: pytest.MonkeyPatch) -> None:
     async with peer() as address, found([address]) as replicas:
         await replicas.match(MODEL)
