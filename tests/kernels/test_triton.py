@@ -184,11 +184,11 @@ def test_many_changes_of_a_row_lie_in_every_tile() -> None:
 
 def test_no_row_sees_another() -> None:
     """Neither the batch's order nor its parts, nor what lies past a rejection, change a ruling."""
-    logits, proposals = random_batch(seed=4, V=97, size=4)
+    logits, proposals = random_batch(seed=4, V=97, size=3)
     together = verify_by_triton(logits, proposals)
     starts = np.cumsum([0, *(each.gamma + 1 for each in proposals)])
     rows = [logits[a:b] for a, b in pairwise(starts)]
-    for part in ([3, 0], [2, 1]):
+    for part in ([2, 0], [1]):
         told = verify_by_triton(torch.cat([rows[i] for i in part]), [proposals[i] for i in part])
         assert told == [together[i] for i in part]
     for own, proposal, ruling in zip(rows, proposals, together, strict=True):
