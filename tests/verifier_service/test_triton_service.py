@@ -59,10 +59,11 @@ def test_the_text_is_the_one_that_the_host_path_gives(
     which: str, request: pytest.FixtureRequest, demo_pair: Pair, law: Options
 ) -> None:
     """With a seed, in float32: the same tokens, the same counts."""
+    asked = Options(max_new_tokens=6, ignore_eos=True, seed=7, gamma=2) | law
     texts = []
     for pair in (request.getfixturevalue(which), demo_pair):
         with Client(pair.address) as client:
-            done = client.complete(PROMPT, max_new_tokens=6, ignore_eos=True, seed=7, gamma=2, **law)
+            done = client.complete(PROMPT, **asked)
         texts.append((done.token_ids, done.statistics.num_rounds, done.statistics.num_accepted_tokens))
     assert texts[0] == texts[1]
     assert texts[0][2] > 0
