@@ -13,7 +13,7 @@ from tests.forked import ForkedService
 PLACES, VERIFIER_PLACES = 6, 4
 CLIENT_SEQUENCES = 15  # of one client at once: more than there are places, and fewer than a request may have samples
 HEALTHY_WITHIN_S = 110.0
-IDLE_S = 4.0
+IDLE_S = 3.0
 """How long it bears with a client that says nothing, or does not read: what a test has to act in, and one has to wait.
 """
 

@@ -47,6 +47,11 @@ def logits(ids: list[int], model: str = "target") -> Tensor:
 
 def greedy(prompt: list[int], tokens: int) -> list[int]:
     """What the target writes by itself, ending with no token in particular."""
+    return list(_greedy(tuple(prompt), tokens))
+
+
+@cache
+def _greedy(prompt: tuple[int, ...], tokens: int) -> list[int]:
     written: list[int] = []
     step, past = torch.tensor([prompt]), None
     with torch.inference_mode():

@@ -27,7 +27,7 @@ from tests.house.project import ROOT
 
 CHEAP = ("ngram", "lookup", "random", "none")
 CHEAP_WITHOUT_COUNTS = (pb.DRAFTER_LOOKUP, pb.DRAFTER_RANDOM, pb.DRAFTER_NONE)
-TOKENS = 40
+TOKENS = 24
 SIGMOID: dict[str, Any] = {"rule": "sigmoid", "sigmoid_scales": (-10.0, 10.0), "temperature": 1.0}
 
 
@@ -94,9 +94,8 @@ def test_the_greedy_text_is_the_targets_own_with_every_drafter(client: Client, w
         assert (done.token_ids, done.drafter) == (expected, drafter)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_a_seed_is_the_same_text_with_every_drafter(temperature: float, client: Client, with_model: Client) -> None:
-    asked: dict[str, Any] = {"max_new_tokens": TOKENS, "temperature": temperature, "seed": 12, "ignore_eos": True}
+def test_a_seed_is_the_same_text_with_every_drafter(client: Client, with_model: Client) -> None:
+    asked: dict[str, Any] = {"max_new_tokens": TOKENS, "temperature": 0.7, "seed": 12, "ignore_eos": True}
     texts = [client.complete(PROMPT, drafter=drafter, **asked) for drafter in CHEAP]
     others = ("model", "staged", "lookup", "random")
     texts += [with_model.complete(PROMPT, drafter=drafter, **asked) for drafter in others]

@@ -14,7 +14,7 @@ from tests.draft_service import oracle
 from tests.draft_service.calls import BLOCK, PROMPT, TOKENWISE, generate, request, sampling, write
 
 IDS = oracle.encode(PROMPT)
-TOKENS = 20
+TOKENS = 14
 
 LAWS: dict[str, dict[str, Any]] = {
     "greedy": {"sampling": sampling(0.0)},
@@ -29,15 +29,20 @@ def chunks_of(draft: grpc.Channel, message: draft_service_pb2.GenerateRequest) -
     return [response.chunk for response in responses if response.WhichOneof("event") == "chunk"]
 
 
-@pytest.mark.parametrize("end", ["limit", "stop string", "stop token"])
-@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS.keys())
-def test_after_any_chunk_it_goes_on_with_the_same_tokens(draft: grpc.Channel, law: dict[str, Any], end: str) -> None:
+ENDS = ("limit", "stop string", "stop token")
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [(name, end) for i, name in enumerate(LAWS) for j, end in enumerate(ENDS) if (i + j) % 3],
+)
+def test_after_any_chunk_it_goes_on_with_the_same_tokens(draft: grpc.Channel, name: str, end: str) -> None:
     """Also where the text of tokens is held, for it may become a stop string, and where the end alone is lost.
 
     Under `tokenwise` and `block` too: at a draft service of the same kind, and with a fixed γ, a round that nobody was
-    told of is drawn again by the same numbers (Law 2).
+    told of is drawn again by the same numbers (Law 2). Each law ends in two of three ways.
     """
-    options: dict[str, Any] = {"gamma": 3, "max_new_tokens": TOKENS, "ignore_eos": True, **law}
+    options: dict[str, Any] = {"gamma": 3, "max_new_tokens": TOKENS, "ignore_eos": True, **LAWS[name]}
     free = write(draft, IDS, **options)
     middle = len(free.text) // 2
     options["stop"] = [free.text[2:middle] + "\0", free.text[middle:] + "\0"]

@@ -146,7 +146,7 @@ def test_the_outcome_cache_shows_what_it_does(watched: Watched) -> None:
         }
 
     before = shown()
-    told = write(watched.channel, gamma=4, max_new_tokens=120, ignore_eos=True, sampling=sampling(0.0)).end.statistics
+    told = write(watched.channel, gamma=4, max_new_tokens=64, ignore_eos=True, sampling=sampling(0.0)).end.statistics
     counted = {name: value - before[name] for name, value in shown().items()}
     assert counted["queries"] == told.num_outcome_cache_queries > 0
     assert counted["hits"] == told.num_outcome_cache_hits

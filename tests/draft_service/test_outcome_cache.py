@@ -138,9 +138,15 @@ def assert_alike(draft: Draft, other: Draft) -> None:
             assert law.weights.tolist() == pytest.approx(same.weights.tolist(), rel=1e-4, abs=1)
 
 
-@pytest.mark.parametrize("rules", [PLAIN, ADJUSTED], ids=["plain", "adjusted"])
 @pytest.mark.parametrize(
-    ("temperature", "rule"), [(0.0, Rule.TOKENWISE), (1.0, Rule.TOKENWISE), (1.0, Rule.BLOCK), (1.0, Rule.COUPLED)]
+    ("temperature", "rule", "rules"),
+    [
+        (0.0, Rule.TOKENWISE, ADJUSTED),
+        (1.0, Rule.TOKENWISE, PLAIN),
+        (1.0, Rule.BLOCK, PLAIN),
+        (1.0, Rule.COUPLED, ADJUSTED),
+    ],
+    ids=["greedy, adjusted", "tokenwise", "block", "coupled, adjusted"],
 )
 def test_a_branch_is_the_proposal_that_would_be_drafted(
     engine: Eager, temperature: float, rule: Rule, rules: LogitRules
@@ -238,7 +244,21 @@ def rounds(engine: Eager, driver: Driver, *, until_foreseen: bool) -> list[Draft
     return drafts
 
 
-@pytest.mark.parametrize("broken", ["settle", "begin", "next", "chunk", "take", "took", "drop", "before", "after"])
+@pytest.mark.parametrize(
+    ("engine", "broken"),
+    [
+        (1, "settle"),
+        (3, "begin"),
+        (3, "next"),
+        (1, "chunk"),
+        (3, "take"),
+        (1, "took"),
+        (3, "drop"),
+        (1, "before"),
+        (3, "after"),
+    ],
+    indirect=["engine"],
+)
 def test_a_cache_that_fails_costs_branches_and_nothing_else(
     engine: Eager, broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from protos.outrider.v1 import draft_service_pb2 as pb
 from tests.draft_service import oracle
 from tests.draft_service.calls import PROMPT, request, write
 
-TOKENS = 40
+TOKENS = 28
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from tests.proxy.http2 import DataFrame, data_frames
 from tests.services import HEALTHY_WITHIN_S, MODELS
 
 PROMPT = "def area(radius):\n"
-TEXT: dict[str, Any] = {"temperature": 1.0, "seed": 11, "rule": "coupled", "max_new_tokens": 32, "gamma": 4}
+TEXT: dict[str, Any] = {"temperature": 1.0, "seed": 11, "rule": "coupled", "max_new_tokens": 24, "gamma": 4}
 PACE = 0.05
 FRAMES: dict[str, Any] = {"frame_bytes": 512, "frame_pace": PACE}
 DRAFTERS = ("model", "random")

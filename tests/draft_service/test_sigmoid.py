@@ -22,7 +22,7 @@ IDS = oracle.encode(PROMPT)
 STEEP = SigmoidScales(8.0, 10.0)  # acceptance is then well off 0 and 1
 STEEPER = SigmoidScales(20.0, 21.0)
 PAPERS = SigmoidScales(-1e4, 1e4)
-TOKENS, SEED = 64, 5
+TOKENS, SEED = 48, 5
 
 
 def _law(scales: SigmoidScales | None, temperature: float = 1.0, **fields: Any) -> sampling_pb2.SamplingParams:

@@ -24,7 +24,7 @@ Law = SparseLaw | DenseLaw
 Draft = tuple[Law, Sequence[Law]]
 
 V = 4
-_EXACT = 44  # bisections: an edge to 1e-13
+EXACT = 44  # bisections: an edge to 1e-13
 ROUGH = 14  # enough to see a wrong law
 _TINY = 2e-13  # of a cell's area: the bisection's own error
 _LAST = 1 - 2**-53
@@ -113,7 +113,7 @@ def emitted_law(
     verify: Verify,
     world: World,
     drawn_from: Draft | None = None,
-    bisections: int = _EXACT,
+    bisections: int = EXACT,
 ) -> np.ndarray:
     """Return the law of the first three tokens, `[4, 4, 4]`, where a round that emits fewer goes on as the target does.
 
@@ -126,7 +126,7 @@ def emitted_law(
     return law
 
 
-def joint_law(verify: Verify, world: World, drawn_from: Draft | None = None, bisections: int = _EXACT) -> np.ndarray:
+def joint_law(verify: Verify, world: World, drawn_from: Draft | None = None, bisections: int = EXACT) -> np.ndarray:
     """Return the law of (accepted, tokens) of one round, `[3, 4, 4, 4]`; the rest of a shorter round stands at 0."""
     drafts = [(x1, x2) for x1 in range(V) for x2 in range(V)]
     q1, q2 = drawn_from or world.q
@@ -149,7 +149,7 @@ def chance_of(law: Law, token: int) -> float:
     return law.probability(token) if isinstance(law, SparseLaw) else float(law.probabilities[token])
 
 
-def accepted_law(verify: Verify, world: World, bisections: int = _EXACT) -> np.ndarray:
+def accepted_law(verify: Verify, world: World, bisections: int = EXACT) -> np.ndarray:
     """Return the law of how many of the two drafts are accepted, `[3]`."""
     drafts = [(x1, x2) for x1 in range(V) for x2 in range(V)]
     law = np.zeros(3)

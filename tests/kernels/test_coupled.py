@@ -173,13 +173,13 @@ def _joint(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     return joint
 
 
-def test_the_joint_law_of_accepted_and_tokens_is_as_enumerated() -> None:
-    """6,000 rounds of γ = 2 over 4 tokens, each with a seed of its own, in 84 cells by χ².
+@pytest.mark.parametrize("N", [3_000, pytest.param(6_000, marks=pytest.mark.slow)])
+def test_the_joint_law_of_accepted_and_tokens_is_as_enumerated(N: int) -> None:
+    """3,000 rounds of γ = 2 over 4 tokens, each with a seed of its own, in 84 cells by χ².
 
-    At a level of 1e-6 a total variation of 0.08 is seen 999 times in 1,000. The target's own law, and the acceptance
-    Σ_i 1/Σ_j max(p_j/p_i, q_j/q_i), are sums over it.
+    At a level of 1e-6 a total variation of 0.12 is seen 999 times in 1,000; with the 6,000 of `-m slow` one of 0.08.
+    The target's own law, and the acceptance Σ_i 1/Σ_j max(p_j/p_i, q_j/q_i), are sums over it.
     """
-    N = 6_000
     source = torch.Generator().manual_seed(5)
     z = [torch.randn(V**depth, V, generator=source) * 1.2 for depth in range(3)]
     draft = [torch.softmax(each.flip(-1) * 0.5, -1).double().numpy() for each in z[:2]]

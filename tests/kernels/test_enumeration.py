@@ -15,6 +15,7 @@ from kernels.ruling import Rule
 from kernels.sparse import SparseConfig
 from tests.kernels.cases import law_of, proposed_of
 from tests.kernels.laws import (
+    EXACT,
     ROUGH,
     Verify,
     World,
@@ -35,21 +36,21 @@ from tests.kernels.mutants import (
 from tests.kernels.paths import verify_by_triton
 
 MODULES = {"reference": verify_reference, "torch": verify_torch}
-PATHS: dict[str, tuple[Verify, float]] = {
-    "reference": (verify_reference.verify, 1e-12),
-    "torch": (verify_torch.verify, 2e-6),  # a float32 softmax
+PATHS: dict[str, tuple[Verify, float, int]] = {
+    "reference": (verify_reference.verify, 1e-12, EXACT),
+    "torch": (verify_torch.verify, 2e-6, 28),  # a float32 softmax
 }
+"""The total variation that each may have, and the bisections that place edges far more precisely than that."""
 RULES = (Rule.TOKENWISE, Rule.BLOCK)
 """The exact ones that draw uniforms; `test_coupled` and `test_sigmoid` have the others."""
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("seed", [1, 2])
-def test_the_emitted_law_is_the_targets(path: str, rule: Rule, seed: int) -> None:
-    verify, bound = PATHS[path]
-    world = random_world(seed, rule=rule)
-    assert total_variation(emitted_law(verify, world), world.target) < bound
+def test_the_emitted_law_is_the_targets(path: str, rule: Rule) -> None:
+    verify, bound, bisections = PATHS[path]
+    world = random_world(1, rule=rule)
+    assert total_variation(emitted_law(verify, world, bisections=bisections), world.target) < bound
 
 
 @pytest.mark.gpu
@@ -62,27 +63,26 @@ def test_the_law_emitted_by_the_compiled_kernels_is_the_targets(rule: Rule) -> N
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_truncated_draft_leaves_the_law_alone(path: str, rule: Rule) -> None:
-    verify, bound = PATHS[path]
+    verify, bound, bisections = PATHS[path]
     world = random_world(3, config=SparseConfig(max_support=2), rule=rule)
-    assert total_variation(emitted_law(verify, world), world.target) < bound
+    assert total_variation(emitted_law(verify, world, bisections=bisections), world.target) < bound
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("rule", RULES)
-def test_a_dense_draft_and_a_mixture_of_forms_leave_the_law_alone(path: str, rule: Rule) -> None:
-    verify, bound = PATHS[path]
+def test_a_mixture_of_dense_and_sparse_drafts_leaves_the_law_alone(path: str, rule: Rule) -> None:
+    """After a first token with a dense q̂, the second has a sparse one for two of four tokens, and a dense one else."""
+    verify, bound, bisections = PATHS[path]
     world = random_world(7, rule=rule)
     first, second = world.q
-    dense = replace(world, q=(in_dyads(first), tuple(in_dyads(each) for each in second)))
-    assert total_variation(emitted_law(verify, dense), world.target) < bound
     mixed = replace(world, q=(in_dyads(first), (*second[:2], *(in_dyads(each) for each in second[2:]))))
-    assert total_variation(emitted_law(verify, mixed), world.target) < bound
+    assert total_variation(emitted_law(verify, mixed, bisections=bisections), world.target) < bound
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_dense_law_is_judged_as_the_sparse_one_that_says_the_same(path: str, rule: Rule) -> None:
-    verify, _ = PATHS[path]
+    verify, _, _ = PATHS[path]
     laws = [law_of({0: 4, 1: 3, 2: 1}), law_of({0: 1, 3: 1})]
     dense = [DenseLaw(torch.tensor(row)) for row in ([0.5, 0.375, 0.125, 0.0], [0.5, 0.0, 0.0, 0.5])]
     z = random_world(8).logits[2][0, :3]
@@ -96,21 +96,20 @@ def test_a_dense_law_is_judged_as_the_sparse_one_that_says_the_same(path: str, r
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("rule", RULES)
 def test_laws_with_zeros_and_disjoint_supports_come_out_exact(path: str, rule: Rule) -> None:
-    verify, bound = PATHS[path]
+    verify, bound, bisections = PATHS[path]
     world = _with_zeros(random_world(4, rule=rule))
     assert chance_of(world.q[0], 1) > 0  # the disjoint laws are reached
-    law = emitted_law(verify, world)
+    law = emitted_law(verify, world, bisections=bisections)
     assert total_variation(law, world.target) < bound
     assert (law[world.target == 0] == 0).all()
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("lenience", [0.5, 0.1])
+@pytest.mark.parametrize(("path", "lenience"), [("reference", 0.5), ("torch", 0.5), ("torch", 0.1)])
 def test_lenience_keeps_every_token_below_its_bound(path: str, lenience: float) -> None:
     """[L A.5]: the first token has P(x) ≤ p(x)/l; moreover P = p + Σ overshoot of what acceptance alone forces."""
-    verify, bound = PATHS[path]
+    verify, bound, bisections = PATHS[path]
     world = random_world(5, lenience=lenience)
-    first = emitted_law(verify, world).sum(axis=(1, 2))
+    first = emitted_law(verify, world, bisections=bisections).sum(axis=(1, 2))
     p = world.target.sum(axis=(1, 2))
     q = np.array([chance_of(world.q[0], x) for x in range(4)])
     assert (first <= p / lenience + bound).all()
@@ -129,7 +128,7 @@ def test_a_wrong_residual_is_seen(path: str, kind: str, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_draft_law_taken_before_truncation_is_seen(path: str) -> None:
-    verify, _ = PATHS[path]
+    verify, _, _ = PATHS[path]
     whole = random_world(6)
     cut = random_world(6, config=SparseConfig(max_support=2))
     assert total_variation(emitted_law(verify, whole, drawn_from=cut.q, bisections=ROUGH), whole.target) > 0.01
@@ -159,9 +158,9 @@ def test_a_block_that_stops_at_its_first_failure_is_seen() -> None:
 
 def test_block_accepts_no_fewer_tokens_than_tokenwise() -> None:
     """Sun et al. 2024, Theorem 2; and here some more."""
-    for seed in (1, 2, 5):
+    for seed in (1, 5):
         by_rule = [
-            accepted_law(verify_reference.verify, random_world(seed, rule=rule), bisections=30) @ np.arange(3)
+            accepted_law(verify_reference.verify, random_world(seed, rule=rule), bisections=20) @ np.arange(3)
             for rule in (Rule.TOKENWISE, Rule.BLOCK)
         ]
         assert by_rule[1] > by_rule[0] + 1e-3

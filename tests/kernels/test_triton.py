@@ -29,7 +29,7 @@ TILE = 1024  # of vocabularies of up to 2^15
 
 @pytest.mark.parametrize(
     ("V", "size"),
-    [(1, 6), (2, 12), (257, 5), (TILE - 1, 4), (TILE, 4), (TILE + 1, 4), (5003, 4)],
+    [(1, 6), (2, 12), (257, 3), (TILE - 1, 4), (TILE, 4), (TILE + 1, 4), (5003, 4)],
 )
 def test_rules_as_the_oracle_does(V: int, size: int) -> None:
     """Rules, laws, forms of q, lenience and adjustments mixed in one batch."""
@@ -85,7 +85,7 @@ def _coupled(seed: int, base_length: int) -> Proposed:
 
 def test_rows_may_lie_anywhere() -> None:
     """Padded with NaN, every other row of a larger tensor, one row for all, and columns apart."""
-    logits, proposals = random_batch(seed=5, V=64, size=4)
+    logits, proposals = random_batch(seed=5, V=64, size=3)
     expected = verify_by_triton(logits, proposals)
     padded = torch.full((2 * len(logits), 80), math.nan)
     padded[::2, :64] = logits
@@ -184,13 +184,13 @@ def test_many_changes_of_a_row_lie_in_every_tile() -> None:
 
 def test_no_row_sees_another() -> None:
     """Neither the batch's order nor its parts, nor what lies past a rejection, change a ruling."""
-    logits, proposals = random_batch(seed=4, V=97, size=4)
+    logits, proposals = random_batch(seed=4, V=97, size=3)
     together = verify_by_triton(logits, proposals)
     starts = np.cumsum([0, *(each.gamma + 1 for each in proposals)])
     rows = [logits[a:b] for a, b in pairwise(starts)]
-    assert verify_by_triton(torch.cat(rows[::-1]), proposals[::-1]) == together[::-1]
-    parts = [verify_by_triton(torch.cat(rows[a:b]), proposals[a:b]) for a, b in ((0, 1), (1, 3), (3, 4))]
-    assert [ruling for part in parts for ruling in part] == together
+    for part in ([2, 0], [1]):
+        told = verify_by_triton(torch.cat([rows[i] for i in part]), [proposals[i] for i in part])
+        assert told == [together[i] for i in part]
     for own, proposal, ruling in zip(rows, proposals, together, strict=True):
         if proposal.rule is not Rule.BLOCK:  # which looks past a failure, as long as the block can grow
             own[ruling.accepted + 1 :] = math.nan

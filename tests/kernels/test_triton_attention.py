@@ -110,7 +110,7 @@ def test_attention_equals_the_definition(lengths: int, scores: int) -> None:
     """Each two of scores, lengths and shapes meet once."""
     pages = Pages(*SHAPES[(lengths + scores) % 3], (SPANS, LONG, MANY)[lengths])
     softcap, sinks = [(None, False), (4.0, False), (None, True)][scores]
-    for window in (0, 1, 7, 600):
+    for window in (0, 7, 600) if lengths else (0, 1, 7):
         found, wanted = pages.attend(window, softcap, sinks), pages.naive(window, softcap, sinks)
         assert (found - wanted).abs().max() < 3e-5, window
 

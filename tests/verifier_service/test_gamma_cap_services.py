@@ -21,7 +21,7 @@ DRAFTING_S = 0.03
 DECODED = 16
 ROUNDS = 40  # of each of four sequences: enough for five looks
 
-STREAMS = 6
+STREAMS = 4
 LENGTH = 128
 # So hot that hardly any draft is accepted.
 HOT = Options(max_new_tokens=LENGTH, ignore_eos=True, temperature=3.0, rule="block")

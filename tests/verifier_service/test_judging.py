@@ -23,6 +23,7 @@ from outrider.lm.recording import Repeating
 from tests.kernels.interpreter import patch_once_a_launch
 from tests.kernels.paths import IS_INTERPRETED
 from tests.services import MODELS
+from verifier_service import judging
 from verifier_service.judging import Judge, Judged
 
 if IS_INTERPRETED:
@@ -101,6 +102,7 @@ def same(found: list[Ruling], wanted: list[Ruling]) -> bool:
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton has no build for this platform")
 def test_a_recorded_pass_rules_as_one_that_comes(packed: PackedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds with filters, which no record judges, among them; and passes that fit no record."""
+    monkeypatch.setattr(judging, "_TRIALS", 1)  # how long it takes is nobody's concern here
     wanted = rounds(packed, judge(packed, "torch", records=False), 3)
     recorded = judge(packed, "triton", records=True)
     filled: list[int] = []

@@ -1,6 +1,6 @@
 """Too little room for all: sequences give their keys and values back, are run again later, and write the same.
 
-A pool of 1 MiB holds 160 positions of the demo target in float32, and twelve requests ask for some 1,200. What each
+A pool of 1 MiB holds 160 positions of the demo target in float32, and seven requests ask for some 600. What each
 writes is compared with what it writes where it is alone, and has all the room it needs.
 """
 
@@ -19,7 +19,7 @@ from tests.metrics import scrape
 from tests.services import HEALTHY_WITHIN_S, MODELS
 
 POOL = ("--kv-cache-mb", "1", "--max-sequence-tokens", "160")
-REQUESTS, TOKENS, PROMPT_CHARS = 12, 72, 90
+REQUESTS, TOKENS, PROMPT_CHARS = 7, 64, 90
 """Prompts so short that some may begin together, and texts so long that they cannot go on so."""
 
 FLAGS = ("--dtype", "float32", "--device", "cpu", "--threads", "1")

@@ -33,7 +33,7 @@ def start(*flags: str) -> ServiceProcess:
 @pytest.fixture(scope="module")
 def verifier() -> Iterator[ServiceProcess]:
     process = start(
-        *("--max-sequences", str(PLACES), "--max-waiting", str(WAITING), "--idle-timeout", "4"),
+        *("--max-sequences", str(PLACES), "--max-waiting", str(WAITING), "--idle-timeout", "3"),
         *("--slow-client-timeout", "1.5"),
         *("--dtype", "float32", "--max-message-bytes", str(1 << 16)),
     )

@@ -31,7 +31,9 @@ from tests.verifier_service.streams import PROMPT, Stream, opening
 SOON_S = 20.0
 """Within which ranks must have ended that nothing holds up: with a hang they would not at all."""
 
-REQUESTS, TOKENS, PROMPT_CHARS = 10, 64, 90
+REQUESTS, TOKENS, PROMPT_CHARS, GAMMA = 9, 56, 90, 4
+"""By one γ they grow side by side, until the pool has no room for them."""
+
 POOL = ("--max-sequence-tokens", "160")
 DEMO_TOKENS = 2048
 LONG = 480
@@ -100,7 +102,7 @@ def test_two_ranks_write_the_texts_of_one_and_drain_together(house: House) -> No
     get a signal, as from torchrun, while a text is being written.
     """
     short = [each for each in company.requests() if len(each.prompt) <= PROMPT_CHARS][:REQUESTS]
-    asked = [replace(each, options=each.options | Options(max_new_tokens=TOKENS)) for each in short]
+    asked = [replace(each, options=each.options | Options(max_new_tokens=TOKENS, gamma=GAMMA)) for each in short]
     alone = company.texts(house.plain.address, asked, together=False, salt="alone")
     for _ in range(5):  # as often as it takes: how many are there at once is the machine's affair too
         assert company.texts(house.front.address, asked, together=True, salt="in company") == alone

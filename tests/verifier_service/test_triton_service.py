@@ -1,4 +1,4 @@
-"""Services that judge by Triton's kernels, as real processes: plainly, and on pages with recorded passes and steps.
+"""Services that judge by Triton's kernels, as real processes: on pages with recorded passes and steps, and plainly.
 
 Here the kernels are interpreted, and a record calls again what it holds; on a GPU they are compiled, and it is a graph.
 """
@@ -13,15 +13,23 @@ from importlib.util import find_spec
 import pytest
 
 from outrider.cli.pair import Pair
-from outrider.client import Client
+from outrider.client import Client, Options
 from tests.services import running_demo
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton has no build for this platform")
 
 PROMPT = "def add(a, b):\n"
-# Few sequences and a small γ: what is run at the start, over the largest batch, is interpreted too.
-JUDGED = {"OUTRIDER_VERIFY_PATH": "triton", "OUTRIDER_MAX_SEQUENCES": "2", "OUTRIDER_MAX_GAMMA": "2"}
+# One sequence and a small γ: what is run at the start, over the largest batch, is interpreted too.
+JUDGED = {"OUTRIDER_VERIFY_PATH": "triton", "OUTRIDER_MAX_SEQUENCES": "1", "OUTRIDER_MAX_GAMMA": "2"}
 RECORDED = {**JUDGED, "OUTRIDER_ATTENTION": "sdpa-paged"}
+LAWS: list[Options] = [
+    {"rule": "block", "temperature": 1.0},
+    {"rule": "tokenwise", "temperature": 0.7},
+    {"rule": "coupled", "temperature": 1.0},
+    {"rule": "block", "temperature": 0.0},
+    {"rule": "block", "temperature": 1.0, "top_p": 0.95},
+]
+"""The last has filters, which no record judges: the kernels are launched one by one."""
 
 
 @contextmanager
@@ -45,27 +53,24 @@ def recorded() -> Iterator[Pair]:
         yield pair
 
 
-@pytest.mark.parametrize("which", ["judged", "recorded"])
-@pytest.mark.parametrize(
-    ("rule", "temperature"), [("block", 1.0), ("tokenwise", 0.7), ("coupled", 1.0), ("block", 0.0)]
-)
+@pytest.mark.parametrize("which", [pytest.param("judged", marks=pytest.mark.slow), "recorded"])
+@pytest.mark.parametrize("law", LAWS, ids=str)
 def test_the_text_is_the_one_that_the_host_path_gives(
-    which: str, request: pytest.FixtureRequest, demo_pair: Pair, rule: str, temperature: float
+    which: str, request: pytest.FixtureRequest, demo_pair: Pair, law: Options
 ) -> None:
     """With a seed, in float32: the same tokens, the same counts."""
+    asked = Options(max_new_tokens=6, ignore_eos=True, seed=7, gamma=2) | law
     texts = []
     for pair in (request.getfixturevalue(which), demo_pair):
         with Client(pair.address) as client:
-            done = client.complete(
-                PROMPT, max_new_tokens=6, ignore_eos=True, seed=7, rule=rule, temperature=temperature, gamma=2
-            )
+            done = client.complete(PROMPT, **asked)
         texts.append((done.token_ids, done.statistics.num_rounds, done.statistics.num_accepted_tokens))
     assert texts[0] == texts[1]
     assert texts[0][2] > 0
 
 
 def test_the_log_says_what_attends_what_is_recorded_and_where_memory_went(recorded: Pair) -> None:
-    for service, passes in ((recorded.verifier, "6 of 6 sizes"), (recorded.draft, "steps of up to 2 sequences; ")):
+    for service, passes in ((recorded.verifier, "3 of 3 sizes"), (recorded.draft, "steps of up to 1 sequences; ")):
         lines = [json.loads(line) for line in service.log_lines() if line.startswith("{")]
         said = {line["event"]: line for line in lines}
         assert said["attending"]["attention"] == "sdpa-paged"

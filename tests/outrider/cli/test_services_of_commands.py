@@ -4,6 +4,7 @@ import json
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -18,18 +19,36 @@ PAIR = ["--target", str(MODELS / "target"), "--draft", str(MODELS / "draft"), "-
 ANYWHERE = ("--listen", "127.0.0.1:0", "--verifier-listen", "127.0.0.1:0")
 
 
+DEMO = ("demo", "--json", "--max-new-tokens", "16", "--repeats", "1", "--threads", "1")
+
+
+def test_the_demo_runs_from_start_to_end_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, with forked services. Below it is a command of its own."""
+    started: list[ForkedService] = []
+    monkeypatch.setattr(pair, "ServiceProcess", noting(started))
+    done = CliRunner().invoke(main, [*DEMO])
+    assert (done.exit_code, done.stderr) == (0, "")
+    check_document(json.loads(done.stdout))
+    assert len(started) == 2
+    assert None not in [service.returncode for service in started]
+
+
+@pytest.mark.slow
 @linux
-def test_the_demo_runs_from_start_to_end_and_leaves_nothing() -> None:
-    command = Command("outrider.cli", "demo", "--json", "--max-new-tokens", "16", "--repeats", "1", "--threads", "1")
+def test_the_demo_is_a_command_that_leaves_nothing() -> None:
+    command = Command("outrider.cli", *DEMO)
     code, out, err = command.ended()
     assert (code, err) == (0, "")
-    document = json.loads(out)
+    check_document(json.loads(out))
+    assert command.left_behind() == []
+
+
+def check_document(document: dict[str, Any]) -> None:
     assert document["finish_reason"] in {"length", "stop_token"}
     assert document["pair"]["tokens"] == document["target_alone"]["tokens"] == len(document["token_ids"])
     assert document["ratio"] > 0
     assert document["rounds"][0]["output_length"] == 0
     assert len(document["rounds"]) == document["statistics"]["num_rounds"]
-    assert command.left_behind() == []
 
 
 @linux

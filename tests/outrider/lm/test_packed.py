@@ -49,7 +49,7 @@ def close(found: Tensor, wanted: Tensor) -> bool:
     return bool((found - wanted).abs().max() <= CLOSE * max(1.0, float(wanted.abs().max())))
 
 
-@pytest.mark.parametrize("cuts", [[24], [1] * 24, [8, 1, 6, 1, 1, 7], [1, 23], [23, 1], [2, 11, 11]], ids=str)
+@pytest.mark.parametrize("cuts", [[24], [1] * 24, [8, 1, 6, 1, 1, 7], [23, 1]], ids=str)
 def test_however_a_sequence_is_cut_its_logits_are_those_of_transformers(
     pair: tuple[PackedModel, Truth], cuts: list[int]
 ) -> None:

@@ -84,7 +84,9 @@ def test_rank_0_says_what_another_one_died_of(model: Path) -> None:
         assert reason(lead) == f"verifier_service: rank 1 has gone: {why}"
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_ranks_and_its_signal_ends_them_in_order(model: Path) -> None:
+    """In all other tests of ranks the services are forked, with the variables that torchrun sets."""
     flags = ["--model", str(model), *FLAGS, *TWO, "--listen", "127.0.0.1:0"]
     arguments = ["torch.distributed.run", "--nproc-per-node", "2", "-m", "verifier_service", *flags]
     with ServiceProcess.launch(arguments) as ranks:
