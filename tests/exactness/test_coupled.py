@@ -44,7 +44,7 @@ LAWS: dict[str, Options] = {
     "adjusted": ADJUSTED,
     "greedy": Options(temperature=0.0, presence_penalty=0.5),
 }
-LEVEL = 0.01
+GAMMAS = {law: range(1, 9) if law == "plain" else (1, 2, 5, 8) for law in LAWS}
 
 Ids = tuple[int, ...]
 
@@ -86,7 +86,7 @@ def test_the_text_is_the_targets_with_the_noise_of_each_position(
 def test_the_tokens_are_the_same_with_every_draft_and_gamma(law: str, attentive: World, alone: dict[str, Ids]) -> None:
     accepted = {}
     for kind in BAD_DRAFTS:
-        for gamma in range(1, 9) if kind == "uniform" else (4,):
+        for gamma in GAMMAS[law] if kind == "uniform" else (4,):
             text = _write(attentive.services[kind], law, gamma=gamma)
             assert text.token_ids == alone[law], (kind, gamma)
             assert text.statistics.num_drafts > 0
@@ -165,7 +165,7 @@ def chances(markov: World, sharpened: Path) -> tuple[Array, Array]:
 
 def _samples(service: Service, gamma: int = 5, **changes: object) -> Sequence[Sample]:
     with Client(service.address) as client:
-        asked = _asked("plain", n=16, max_new_tokens=64, gamma=gamma, report_rounds=True, **changes)
+        asked = _asked("plain", **{"n": 16} | changes, max_new_tokens=64, gamma=gamma, report_rounds=True)
         return client.complete(PROMPT, **asked).samples
 
 
@@ -182,22 +182,34 @@ def _deviation(samples: Sequence[Sample], chance: Array) -> float:
     return surplus / math.sqrt(variance)
 
 
-def test_as_much_is_accepted_as_shared_noise_promises(sound: Service, chances: tuple[Array, Array]) -> None:
+@pytest.fixture(scope="module")
+def soundly(sound: Service) -> Sequence[Sample]:
+    """What is written with nothing wrong."""
+    return _samples(sound)
+
+
+def test_as_much_is_accepted_as_shared_noise_promises(soundly: Sequence[Sample], chances: tuple[Array, Array]) -> None:
     """Some 900 judged tokens: 0.1 more or less than the closed form is seen 9 times in 10, at a level of 1e-5."""
-    samples = _samples(sound)
     shared, own = chances
-    deviation, from_own = _deviation(samples, shared), _deviation(samples, own)
+    deviation, from_own = _deviation(soundly, shared), _deviation(soundly, own)
     print(f"{deviation:+.2f} σ from shared noise, {from_own:+.2f} σ from noise of its own")
     assert abs(deviation) < WIDE
     assert from_own > 2 * WIDE
-    for sample in samples:
+    for sample in soundly:
         judged = sum(min(report.accepted + 1, len(report.drafted_token_ids)) for report in sample.rounds)
         assert sample.statistics.alpha == pytest.approx(sample.statistics.num_accepted_tokens / judged)
 
 
-@pytest.mark.parametrize("fault", ["noise_of_the_next_position", "noise_of_another_seed"])
+@pytest.mark.parametrize(
+    "fault", ["noise_of_the_next_position", pytest.param("noise_of_another_seed", marks=pytest.mark.slow)]
+)
 def test_other_noise_in_the_draft_costs_acceptance_and_changes_no_token(
-    fault: str, nursery: Nursery, markov: World, sharpened: Path, sound: Service, chances: tuple[Array, Array]
+    fault: str,
+    nursery: Nursery,
+    markov: World,
+    sharpened: Path,
+    soundly: Sequence[Sample],
+    chances: tuple[Array, Array],
 ) -> None:
     with markov.with_fault(nursery, sharpened, "draft_service", fault) as service:
         samples = _samples(service)
@@ -206,14 +218,14 @@ def test_other_noise_in_the_draft_costs_acceptance_and_changes_no_token(
     print(f"{deviation:+.2f} σ from shared noise, {from_own:+.2f} σ from noise of its own")
     assert deviation < -2 * WIDE
     assert abs(from_own) < WIDE
-    assert [sample.token_ids for sample in samples] == [sample.token_ids for sample in _samples(sound)]
+    assert [sample.token_ids for sample in samples] == [sample.token_ids for sample in soundly]
 
 
 def test_a_verifier_that_keys_its_noise_by_the_round_is_noticed(
     nursery: Nursery, markov: World, sharpened: Path, sound: Service
 ) -> None:
     def texts(service: Service) -> list[list[Ids]]:
-        return [[sample.token_ids for sample in _samples(service, gamma)] for gamma in (0, 3)]
+        return [[sample.token_ids for sample in _samples(service, gamma, n=4)] for gamma in (0, 3)]
 
     by_decode, drafted = texts(sound)
     assert by_decode == drafted

@@ -28,9 +28,7 @@ of the mass is theirs.
 STOPS = [pairs.LETTERS[token] + "#" for token in sorted(HELD)]
 SIDE_BY_SIDE = 32
 
-TEXTS = 250
-"""Under each rule."""
-LEVEL, POWER, DISTANCE = 0.0001, 0.95, 0.16
+LEVEL, POWER = 0.0001, 0.95
 
 
 def _texts(addresses: list[str], requests: list[Options]) -> list[Completion]:
@@ -124,27 +122,29 @@ def _by_held(law: Array, tokens: Array) -> Fit:
     return chisquare.goodness_of_fit(np.bincount(classes[tuple(tokens.T)], minlength=8), expected)
 
 
-def test_the_law_is_the_targets_though_text_was_held(unlike: list[Service], attentive: World) -> None:
+@pytest.mark.parametrize(("number", "distance"), [(320, 0.2), pytest.param(1000, 0.12, marks=pytest.mark.slow)])
+def test_the_law_is_the_targets_though_text_was_held(
+    number: int, distance: float, unlike: list[Service], attentive: World
+) -> None:
     """By χ², where the next draft service draws otherwise, half of the texts by each rule.
 
-    Power (`chisquare` has the derivation): 500 texts over eight classes, 7 degrees of freedom, at a level of 0.01 %,
-    notice a total variation of 0.16 with 95 %, along these classes less: where tokens are told together with their text
-    it is 0.15, and χ² about 60, where 30 is enough.
+    Power (`chisquare` has the derivation): 320 texts over eight classes, 7 degrees of freedom, at a level of 0.01 %,
+    notice a total variation of 0.2 with 95 %, and 1,000 one of 0.12; along these classes less: where tokens are told
+    together with their text it is 0.15, and χ² about 40, where 30 is enough; 110 with 1,000 texts.
     """
     requests = [
         Options(
             temperature=FILTERS.temperature,
             top_k=FILTERS.top_k,
             top_p=FILTERS.top_p,
-            rule=rule,
+            rule=("tokenwise", "block")[seed % 2],
             gamma=1,
-            seed=2 * number + half,  # of one seed they would share their draws
+            seed=seed,  # of one seed they would share their draws
             max_new_tokens=5,
             ignore_eos=True,
             stop=STOPS,
         )
-        for number in range(TEXTS)
-        for half, rule in enumerate(("tokenwise", "block"))
+        for seed in range(number)
     ]
     texts = _texts([service.address for service in unlike], requests)
     tokens = np.array([text.token_ids[:3] for text in texts])
@@ -152,5 +152,5 @@ def test_the_law_is_the_targets_though_text_was_held(unlike: list[Service], atte
     fit = _by_held(laws.joint_law(laws.load(attentive.target), PROMPT, 3, FILTERS), tokens)
     print(f"{deaths:.2f} deaths a text; {fit}")
     assert deaths > 1.5
-    assert chisquare.detectable(fit.df, fit.n, level=LEVEL, power=POWER) <= DISTANCE
+    assert chisquare.detectable(fit.df, fit.n, level=LEVEL, power=POWER) <= distance
     assert fit.p_value > LEVEL

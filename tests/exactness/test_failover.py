@@ -27,7 +27,7 @@ from tests.exactness.worlds import World
 from tests.metrics import Samples, scrape
 
 PROMPT = (15, 12, 14)
-LENGTH = 90
+LENGTH = 64
 STREAMS: tuple[Options, ...] = tuple(
     Options(temperature=temperature, rule=rule, gamma=gamma, seed=seed, max_new_tokens=LENGTH, ignore_eos=True)
     for seed, (temperature, rule, gamma) in enumerate(
@@ -189,7 +189,7 @@ def undisturbed(house: House) -> list[Ids]:
     return ids(texts)
 
 
-SOME = LENGTH * len(STREAMS) // 4
+SOME = LENGTH * len(STREAMS) // 6
 
 
 def test_a_verifier_that_is_killed_costs_a_pause_and_no_token(house: House, undisturbed: list[Ids]) -> None:

@@ -1,6 +1,6 @@
 """Temperature 0, float32: through both services, token for token what transformers' own `generate` writes.
 
-20 prompts × 128 tokens on the demo pair (50 under `-m slow`), with proposals of 1 to 8 tokens. Passes of other widths
+10 prompts × 128 tokens on the demo pair (50 under `-m slow`), with proposals of 1 to 8 tokens. Passes of other widths
 add in another order, so two logits that are equal up to rounding may change places. Such a tie is counted and shown,
 never passed over: both candidates' logits are taken from transformers at that prefix and must be within `TIE_ULPS` of
 each other, and the text is compared from there on again, with `generate` going on after the token that was emitted.
@@ -22,7 +22,7 @@ from outrider.client import AsyncClient, Completion
 from tests.services import MODELS
 
 PROMPTS = 50
-IN_SHORT = 20
+IN_SHORT = 10
 PROMPT_TOKENS = 24
 NEW_TOKENS = 128
 GAMMAS = (1, 2, 3, 5, 8)

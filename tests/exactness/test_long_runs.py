@@ -5,8 +5,8 @@ a text are counted against it, row by row. This is the law after hundreds of rou
 as often; `test_first_tokens` has a target that attends.
 
 Power (`chisquare` has the derivation), with three rank classes for each of 24 tokens, some 45 degrees of freedom, at a
-level of 1 %: λ = 52 is passed with 95 %, so that N = λ/(4 · 0.04²) = 8,130 tokens notice any mean total variation of
-0.04. Token by token, `-m slow` has 363,520 tokens for each bad draft: at a level of 0.1 %, λ = 143 is passed with 99 %,
+level of 1 %: λ = 52 is passed with 95 %, so that N = λ/(4 · 0.05²) = 5,200 tokens notice any mean total variation of
+0.05. Token by token, `-m slow` has 363,520 tokens for each bad draft: at a level of 0.1 %, λ = 143 is passed with 99 %,
 and N = λ/(4 · 0.01²) = 357,000 notice 0.01.
 """
 
@@ -49,11 +49,11 @@ def _write(markov: World, kind: str, *, length: int, samples: int, rule: str = "
 
 
 def test_every_token_of_long_texts_follows_the_targets_law(markov: World, chain: Chain) -> None:
-    runs = {kind: _write(markov, kind, length=44, samples=64) for kind in BAD_DRAFTS}
+    runs = {kind: _write(markov, kind, length=28, samples=64) for kind in BAD_DRAFTS}
     counts = np.sum([chain.counts(PROMPT, run.tokens) for run in runs.values()], axis=0)
     outcomes, classes = chain.outcomes(counts), chain.by_class(counts)
     print(*(f"{kind}: {run}" for kind, run in runs.items()), f"outcomes: {outcomes}", f"classes:  {classes}", sep="\n")
-    assert chisquare.detectable(classes.df, classes.n, level=LEVEL, power=0.95) <= 0.04
+    assert chisquare.detectable(classes.df, classes.n, level=LEVEL, power=0.95) <= 0.05
     assert min(outcomes.p_value, classes.p_value) > LEVEL
 
 

@@ -57,8 +57,8 @@ def texts(client: Client, prompts: list[list[int]]) -> list[list[int] | Outrider
 
 
 @pytest.fixture(scope="module")
-def right() -> list[list[int] | OutriderError]:
-    with service([None]) as (client, _):
+def right(draft_address: str) -> list[list[int] | OutriderError]:
+    with Client(draft_address, plaintext=True, timeout=120.0) as client:
         return texts(client, PROMPTS)
 
 
