@@ -1,6 +1,7 @@
 """Both services serve whatever becomes of what they write: requests, SIGTERM, metrics and health go on."""
 
 import asyncio
+import functools
 import io
 import os
 import signal
@@ -34,6 +35,9 @@ class Unheard:
 
     def value(self, name: str, **labels: str) -> float:
         return self.scrape()[name][tuple(sorted(labels.items()))]
+
+    def has_dropped_more_than(self, lines: int) -> bool:
+        return self.value("outrider_log_lines_dropped_total") > lines
 
     def stop(self) -> int:
         """Its exit code after SIGTERM."""
@@ -98,7 +102,7 @@ def test_output_that_fails_fails_no_request() -> None:
             assert [len(answer.token_ids) for answer in answers] == [1] * 64
             for service in services:
                 # A line is dropped when it is its turn to be written, which may be after the answer.
-                until(lambda service=service: service.value("outrider_log_lines_dropped_total") > 64)
+                until(functools.partial(service.has_dropped_more_than, 64))
                 assert service.value("outrider_health", probe="liveness") == 1
             assert [service.stop() for service in reversed(services)] == [0, 0]
     finally:
