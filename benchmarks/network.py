@@ -242,7 +242,7 @@ def services(target: Path, draft: Path, dtype: str) -> Iterator[tuple[Client, Pr
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    parser = pair_parser("benchmarks.network", __doc__ or "", quick="two delays, two prompts, one turn")
+    parser = pair_parser("benchmarks.network", __doc__ or "", quick="two delays, one prompt, one turn")
     parser.add_argument("--delays", type=float, nargs="+", default=list(DELAYS_MS), help="added round trips, in ms")
     parser.add_argument("--gamma", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=96, help="of each text")
@@ -251,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16")
     asked = parser.parse_args(given)
     if asked.quick:
-        asked.delays, asked.prompts, asked.turns, asked.tokens = [0.0, 20.0], 2, 1, 32
+        asked.delays, asked.prompts, asked.turns, asked.tokens = [0.0, 20.0], 1, 1, 24
     prompts = _prompts(asked)
     loads = [machine.load_average()]
     with terminated_as_interrupted(), services(asked.target, asked.draft, asked.dtype) as (client, proxy):

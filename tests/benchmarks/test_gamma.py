@@ -23,7 +23,7 @@ TIMES = GivenTimes(draft_fixed=0.0005, draft_token=0.001, pass_fixed=0.01, pass_
 def test_every_arm_is_measured_and_replayed(demo_pair: Pair, tmp_path: Path) -> None:
     record = Record.open(tmp_path / "gamma.json", {"machine": {"cpu": "some", "cores": 2}}, resume=False)
     arms = arms_of("coupled", quick=True)
-    texts = texts_of(MODELS / "target", ["def mean(values):"], replace(QUICK, prompts=1, new_tokens=40))
+    texts = texts_of(MODELS / "target", ["def mean(values):"], replace(QUICK, prompts=1, new_tokens=24))
     with Client(demo_pair.address) as client:
         measure(client, "demo", texts, arms, record, Console(file=io.StringIO()))
         before = list(record.runs)
@@ -43,7 +43,7 @@ def test_every_arm_is_measured_and_replayed(demo_pair: Pair, tmp_path: Path) -> 
         if run["arm"] is None:
             assert agreements(run["rounds_recorded"])
         else:
-            assert run["tokens"] == 40
+            assert run["tokens"] == 24
     assert len(table(record.document).splitlines()) == 2 + 2 * (len(arms) + 1)
     draw(record.document, tmp_path / "gamma.png")
     assert (tmp_path / "gamma.png").read_bytes().startswith(b"\x89PNG")

@@ -13,7 +13,7 @@ from enum import StrEnum
 from outrider.client import Options
 from tests.services import MODELS
 
-SHORTEST, LONGEST = 16, 48
+SHORTEST, LONGEST = 12, 32
 """Tokens of a text, but for one."""
 
 VERY_LONG = 96

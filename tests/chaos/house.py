@@ -22,8 +22,8 @@ from tests.services import HEALTHY_WITHIN_S, MODELS
 PLACES, WAITING = 44, 16
 """Of the verifier: fewer than there are streams, so that some wait and some are refused."""
 
-KV_CACHE = ("--kv-cache-mb", "12")
-"""Of the verifier: some 2,000 positions, and so less than as many sequences want: some give way and are run again."""
+KV_CACHE = ("--kv-cache-mb", "10")
+"""Of the verifier: some 1,700 positions, and so less than as many sequences want: some give way and are run again."""
 
 SLOW_CLIENT_S = 3.0
 """How long either service bears with a reader that does not read."""

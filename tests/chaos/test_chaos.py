@@ -18,7 +18,7 @@ from outrider.rpc.channel import wait_for_health_blocking
 from tests.chaos.asked import Behaviour, Door, Expected, Outcome, Request, requests
 from tests.chaos.clients import PATIENCE_S
 from tests.chaos.house import PLACES, WAITING, House, Watched, running_house, until
-from tests.chaos.storm import BEHAVIOURS, DUE, VANISHING, Aftermath, expect, storm
+from tests.chaos.storm import BEHAVIOURS, DUE, ENOUGH, VANISHING, Aftermath, expect, storm
 from tests.verifier_service.streams import Stream, opening
 
 pytestmark = pytest.mark.timeout(400)
@@ -74,19 +74,22 @@ def aftermath(house: House, asked: list[Request], expected: dict[int, Expected])
 
 
 def test_there_was_chaos(aftermath: Aftermath) -> None:
-    """Each way to disturb did disturb, again and again, and enough streams went through undisturbed."""
+    """Each way to disturb did disturb, again and again, and enough streams went through undisturbed: half as many as
+    the storm waits for, should its time have been over before.
+    """
+    least = ENOUGH // 2
     ends = Counter((outcome.door, outcome.behaviour, outcome.status) for outcome in aftermath.outcomes)
     for (door, behaviour, status), count in sorted(ends.items()):
         print(f"{door:9} {behaviour:10} {status:18} {count}")
     for behaviour in BEHAVIOURS:
-        assert sum(outcome.behaviour is behaviour for outcome in aftermath.outcomes) >= 10, behaviour
+        assert sum(outcome.behaviour is behaviour for outcome in aftermath.outcomes) >= least, behaviour
     for behaviour, due in DUE.items():
-        assert sum((each.status, each.reason) in due for each in _of(aftermath, behaviour)) >= 5, behaviour
-    assert sum(each.status == "CANCELLED" for each in _of(aftermath, Behaviour.CANCEL)) >= 10
+        assert sum((each.status, each.reason) in due for each in _of(aftermath, behaviour)) >= least // 2, behaviour
+    assert sum(each.status == "CANCELLED" for each in _of(aftermath, Behaviour.CANCEL)) >= least
     vanished = Counter(each.door for each in _of(aftermath, Behaviour.VANISH) if each.status == "CANCELLED")
     assert vanished.keys() == VANISHING.keys()
     for door in Door:
-        assert sum(each.whole and each.door is door for each in aftermath.outcomes) >= 10, door
+        assert sum(each.whole and each.door is door for each in aftermath.outcomes) >= least, door
 
 
 def test_some_sequences_gave_way_to_others(house: House, aftermath: Aftermath) -> None:

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import kubernetes_validate
 import yaml
 
 from tests.house.project import ROOT
@@ -20,6 +21,9 @@ Manifest: TypeAlias = Mapping[str, Any]
 
 DEPLOY = ROOT / "deploy"
 SERVICES = ("draft", "verifier")
+
+# For each object that it judges it would read a megabyte of schemas anew.
+kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
 
 
 def folders(kind: str) -> list[str]:
@@ -72,7 +76,7 @@ def kustomized(folder: Path) -> tuple[Manifest, ...]:
     if kubectl is None:
         absent("kubectl is not on PATH")
     done = subprocess.run([kubectl, "kustomize", str(folder)], capture_output=True, text=True, check=True)
-    return tuple(each for each in yaml.safe_load_all(done.stdout) if each is not None)
+    return tuple(each for each in yaml.load_all(done.stdout, yaml.CSafeLoader) if each is not None)
 
 
 # ------------------------------------------------------------------------------------------------------------- parts

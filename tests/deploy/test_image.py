@@ -48,12 +48,14 @@ _PLAINTEXT = """
 import json, sys
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-with grpc.insecure_channel(sys.argv[1]) as channel:
-    try:
-        health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
-        print(json.dumps("answered"))
-    except grpc.RpcError as error:
-        print(json.dumps(error.code().name))
+def answers(address):
+    with grpc.insecure_channel(address) as channel:
+        try:
+            health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
+            return True
+        except grpc.RpcError:
+            return False
+print(json.dumps([answers(address) for address in sys.argv[1:]]))
 """
 _SCRAPE = """
 import json, sys, urllib.request
@@ -191,20 +193,29 @@ def _calling(them: Running) -> list[str]:
     return ["--tls-ca", "/tls/ca.crt", "--tls-cert", "/tls/tls.crt", "--tls-key", "/tls/tls.key"]
 
 
-def test_a_client_gets_text(running: Running) -> None:
+@pytest.fixture(scope="module")
+def text(running: Running) -> str:
+    """What a client is told that asks for one; some metrics are shown once there is something to count."""
     code, said = running.ask(*_calling(running))
     assert code == 0, said
-    done: dict[str, Any] = json.loads(said)
+    return said
+
+
+def test_a_client_gets_text(text: str) -> None:
+    done: dict[str, Any] = json.loads(text)
     assert len(done["token_ids"]) == TOKENS
     assert done["statistics"]["num_accepted_tokens"] > 0
     assert done["text"].startswith("\n")
 
 
 def test_probes_need_no_certificate_and_clients_do(running: Running) -> None:
-    for service in SERVICES:
-        asked = {name: running.at(service, running.port(service, name)) for name in ("health", "grpc")}
-        answers = {name: running.node.ask(_PLAINTEXT, address) == "answered" for name, address in asked.items()}
-        assert answers == {"health": True, "grpc": not running.secrets}
+    asked = {
+        (service, name): running.at(service, running.port(service, name))
+        for service in SERVICES
+        for name in ("health", "grpc")
+    }
+    answers = dict(zip(asked, running.node.ask(_PLAINTEXT, *asked.values()), strict=True))
+    assert answers == {(service, name): name == "health" or not running.secrets for service, name in asked}
     if running.secrets:
         code, said = running.ask("--tls-ca", "/tls/ca.crt", "--timeout", "8")
         assert code == 1, said
@@ -228,9 +239,8 @@ def test_only_the_mounts_of_the_manifest_can_be_written(running: Running) -> Non
                 assert any(value == path or value.startswith(f"{path}/") for path in writable), name
 
 
+@pytest.mark.usefixtures("text")
 def test_metrics_that_the_manifests_name_are_shown(running: Running) -> None:
-    code, said = running.ask(*_calling(running))  # some are shown once there is something to count
-    assert code == 0, said
     shown: set[str] = set()
     for service in SERVICES:
         text = _scrape(running, service)

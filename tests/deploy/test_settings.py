@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -29,28 +30,34 @@ from verifier_service.settings import VerifierSettings
 SETTINGS: Mapping[str, type[ServiceSettings]] = {"draft": DraftSettings, "verifier": VerifierSettings}
 PREFIX = "OUTRIDER_"
 
-# What each component goes with, where it does not go alone.
-SECURED = [("mtls", name) for name in folders("components") if name not in ("mtls", "plaintext")]
+SECURITY = ("mtls", "plaintext")
 
-EVERYTHING = {
-    **{f"overlay {name}": rendered for name in folders("overlays")},
-    **{f"component {name}": composed for name in folders("components")},
-}
+# With TLS, as `what` of `_objects`.
+SECURED = [f"component mtls+{name}" for name in folders("components") if name not in SECURITY]
+
+EVERYTHING = [
+    *(f"overlay {name}" for name in folders("overlays")),
+    *(f"component {name}" for name in folders("components")),
+]
 
 
 def _objects(what: str) -> tuple[Manifest, ...]:
+    """An overlay, or the base with components: without TLS, where none of them says how calls are secured."""
     kind, _, name = what.partition(" ")
     if kind == "overlay":
         return rendered(name)
-    return composed(name) if name in ("plaintext", "mtls") else composed("plaintext", name)
+    components = name.split("+")
+    return composed(*components) if components[0] in SECURITY else composed("plaintext", *components)
 
 
-every = pytest.mark.parametrize("what", list(EVERYTHING))
+every = pytest.mark.parametrize("what", EVERYTHING)
 each_service = pytest.mark.parametrize("service", SERVICES)
 
 
-def _settings(objects: tuple[Manifest, ...], service: str) -> Any:
+@cache
+def _settings(what: str, service: str) -> Any:
     """The service's own settings, as its process would read them."""
+    objects = _objects(what)
     spec = container(objects, service)
     told = {name: value for name, value in environment(objects, service).items() if name.startswith(PREFIX)}
     kept = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
@@ -69,7 +76,7 @@ def test_every_variable_is_a_setting_that_takes_its_value(what: str, service: st
     told = {name for name in environment(objects, service) if name.startswith(PREFIX)}
     known = {PREFIX + name.upper() for name in SETTINGS[service].model_fields}
     assert told - known == set()
-    settings = _settings(objects, service)
+    settings = _settings(what, service)
     assert settings.model == environment(objects, service)["OUTRIDER_MODEL"]
 
 
@@ -77,7 +84,7 @@ def test_every_variable_is_a_setting_that_takes_its_value(what: str, service: st
 @each_service
 def test_ports_are_those_that_the_service_listens_at(what: str, service: str) -> None:
     objects = _objects(what)
-    settings = _settings(objects, service)
+    settings = _settings(what, service)
     listening = {
         "grpc": settings.listen,
         "health": settings.health_listen,
@@ -96,14 +103,14 @@ def test_probes_ask_for_what_health_answers(what: str, service: str) -> None:
     spec = container(objects, service)
     asked = {kind: spec[f"{kind}Probe"]["grpc"] for kind in ("startup", "liveness", "readiness")}
     assert {kind: probe["service"] for kind, probe in asked.items()} == {name: name for name in PROBES}
-    assert {probe["port"] for probe in asked.values()} == {_port(_settings(objects, service).health_listen)}
+    assert {probe["port"] for probe in asked.values()} == {_port(_settings(what, service).health_listen)}
 
 
 @every
 @each_service
 def test_a_pod_has_time_to_drain(what: str, service: str) -> None:
     objects = _objects(what)
-    settings = _settings(objects, service)
+    settings = _settings(what, service)
     command = container(objects, service)["lifecycle"]["preStop"]["exec"]["command"]
     assert command[0] == "sleep"
     assert pod(objects, service)["spec"]["terminationGracePeriodSeconds"] > int(command[1]) + settings.grace
@@ -127,7 +134,7 @@ def test_a_slow_step_of_the_engine_is_no_reason_to_kill_a_pod(what: str) -> None
         probe = container(_objects(what), service)["livenessProbe"]
         # Liveness is NOT_SERVING only after its own bound; the probes come on top of it.
         assert probe["periodSeconds"] * probe["failureThreshold"] >= 30
-        assert _settings(_objects(what), service).liveness_timeout > 0
+        assert _settings(what, service).liveness_timeout > 0
 
 
 @every
@@ -137,26 +144,26 @@ def test_threads_have_the_cores_that_they_need(what: str, service: str) -> None:
     resources = container(objects, service)["resources"]
     assert resources["requests"]["cpu"] == resources["limits"]["cpu"]
     ranks = ranks_of_a_pod(container(objects, service), environment(objects, service))
-    assert _settings(objects, service).threads * ranks == int(resources["limits"]["cpu"])
+    assert _settings(what, service).threads * ranks == int(resources["limits"]["cpu"])
 
 
 @every
 def test_drafts_call_a_service_that_selects_verifiers(what: str) -> None:
     objects = _objects(what)
-    (address,) = _settings(objects, "draft").verifier
+    (address,) = _settings(what, "draft").verifier
     host, _, port = address.rpartition(":")
     (service,) = (each for each in of_kind(objects, "Service") if each["metadata"]["name"] == host)
     assert selects({"matchLabels": service["spec"]["selector"]}, pod(objects, "verifier")["metadata"]["labels"])
     # A headless Service forwards no port: the pod's own is what is called.
     assert {entry["port"] for entry in service["spec"]["ports"] if entry["name"] == "grpc"} == {int(port)}
-    assert int(port) == _port(_settings(objects, "verifier").listen)
+    assert int(port) == _port(_settings(what, "verifier").listen)
 
 
 @every
 @each_service
 def test_files_that_settings_name_are_mounted(what: str, service: str) -> None:
     objects = _objects(what)
-    settings = _settings(objects, service)
+    settings = _settings(what, service)
     mounted = {mount["mountPath"]: mount for mount in container(objects, service)["volumeMounts"]}
     files = [str(value) for name, value in settings if name.endswith(("_cert", "_key", "_ca", "_file")) and value]
     assert bool(files) == ("mtls" in what)
@@ -171,7 +178,7 @@ def test_files_that_settings_name_are_mounted(what: str, service: str) -> None:
 @every
 @each_service
 def test_plaintext_is_asked_for_or_there_is_tls(what: str, service: str) -> None:
-    settings = _settings(_objects(what), service)
+    settings = _settings(what, service)
     assert settings.plaintext == (settings.tls_cert is None)
     if settings.tls_cert is not None:
         assert settings.tls_key is not None
@@ -179,14 +186,14 @@ def test_plaintext_is_asked_for_or_there_is_tls(what: str, service: str) -> None
         assert settings.allow_client_san
 
 
-@pytest.mark.parametrize("components", SECURED)
-def test_names_in_certificates_are_those_that_are_asked_for(components: tuple[str, str]) -> None:
-    objects = composed(*components)
+@pytest.mark.parametrize("what", SECURED)
+def test_names_in_certificates_are_those_that_are_asked_for(what: str) -> None:
+    objects = _objects(what)
     names = {
         each["metadata"]["name"]: (set(each["spec"].get("dnsNames", ())), set(each["spec"].get("usages", ())))
         for each in of_kind(objects, "Certificate")
     }
-    draft, verifier = _settings(objects, "draft"), _settings(objects, "verifier")
+    draft, verifier = _settings(what, "draft"), _settings(what, "verifier")
     assert draft.verifier_tls_name in names["outrider-verifier"][0]
     assert set(verifier.allow_client_san) <= names["outrider-draft"][0]
     assert set(draft.allow_client_san) <= names["outrider-client"][0]
@@ -199,11 +206,12 @@ def test_names_in_certificates_are_those_that_are_asked_for(components: tuple[st
 
 def test_a_connection_ages_where_clients_balance_by_themselves() -> None:
     for overlay in folders("overlays"):
-        assert _settings(rendered(overlay), "draft").max_connection_age is not None
+        assert _settings(f"overlay {overlay}", "draft").max_connection_age is not None
 
 
 def test_weights_come_before_the_service_starts() -> None:
-    objects = composed("plaintext", "hub-weights")
+    what = "component hub-weights"
+    objects = _objects(what)
     for service in SERVICES:
         spec = pod(objects, service)["spec"]
         (init,) = spec["initContainers"]
@@ -214,7 +222,7 @@ def test_weights_come_before_the_service_starts() -> None:
         assert environment(objects, service, init=True)["HF_HUB_OFFLINE"] == "0"
         assert environment(objects, service)["HF_HUB_OFFLINE"] == "1"
         target = init["command"][init["command"].index("--local-dir") + 1]
-        assert target == _settings(objects, service).model
+        assert target == _settings(what, service).model
         # An overlay says which, in the ConfigMap that the service has as well.
         assert {"$(HUB_MODEL)", "$(HUB_REVISION)"} <= set(init["command"])
         assert init["envFrom"] == spec["containers"][0]["envFrom"]

@@ -23,11 +23,11 @@ pytestmark = pytest.mark.timeout(300)
 # times SLOWLY_S comes in its middle.
 LENGTH, GAMMA = 40, 2
 SLOWLY_S = 0.8
-STREAMS = 20
+STREAMS = 10
 
 # For texts that come and go all the while.
-SHORT, ASKERS = 12, 4
-BRISKLY_S = 0.05
+SHORT, ASKERS = 8, 3
+BRISKLY_S = 0.1
 
 
 def _requests(count: int, length: int) -> list[Request]:
@@ -186,12 +186,12 @@ def test_services_are_restarted_one_after_the_other(house: House, short: tuple[l
     with house.slowly(BRISKLY_S), Load(house.client, requests, ASKERS) as load:
 
         def restart(host: str) -> None:
-            load.goes_on()
             house.signal(host, signal.SIGTERM)
             assert house.services[host].process.wait(60) == 0
             house.start(host)
             load.goes_on()
 
+        load.goes_on()
         for host in VERIFIERS:
             restart(host)
         assert house.switches("died") == lost
