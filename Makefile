@@ -20,7 +20,7 @@ PIP_ARGS ?=
 DEMO_ARGS ?=
 TEST_ARGS ?=
 # Processes that share the tests, a file at a time; 0: all in one.
-TEST_WORKERS ?= 2
+TEST_WORKERS ?= 3
 BENCH_ARGS ?=
 
 BIN := $(VENV)/bin

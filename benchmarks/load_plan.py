@@ -112,7 +112,7 @@ QUICK = LoadPlan(
     temperature=1.0,
     factor=1,
     engine_streams=2,
-    engine_tokens=64,
+    engine_tokens=160,
     tuned=False,
 )
 

@@ -61,8 +61,8 @@ class FaultAtAwait(Awaitable[Any]):
         while True:
             try:
                 waits_for = step()
-                self._left -= 1
-                if self._left == 0:
+                self._left -= self._error is None or not self._waits_for_children()
+                if self._left == 0 and not self.has_struck:
                     self.has_struck = True
                     task = asyncio.current_task()
                     if self._error is None and task is not None:
@@ -78,3 +78,10 @@ class FaultAtAwait(Awaitable[Any]):
                 step = lambda error=error: self._coroutine.throw(error)  # noqa: E731
             else:
                 step = lambda: self._coroutine.send(None)  # noqa: E731
+
+    def _waits_for_children(self) -> bool:
+        """Whether a `TaskGroup` waits for its tasks: no error can come there, but that it is cancelled."""
+        inner: Any = self._coroutine
+        while hasattr(inner.cr_await, "cr_code"):
+            inner = inner.cr_await
+        return inner.cr_code.co_filename == asyncio.taskgroups.__file__

@@ -128,7 +128,8 @@ async def test_a_message_that_cannot_leave_is_no_fault_of_the_servers(
     class Over(Probe):
         @errors.guarded
         async def Once(self, request: bytes, context: Any) -> bytes:
-            await errors.write(_Gone(context, told), request)
+            gone: Any = _Gone(context, told)
+            await errors.write(gone, request)
             return request
 
     with caplog.at_level(logging.INFO):
