@@ -61,7 +61,7 @@ class FaultAtAwait(Awaitable[Any]):
         while True:
             try:
                 waits_for = step()
-                self._left -= self._error is None or not self._waits_for_children()
+                self._left -= self._error is None or self._may_fail()
                 if self._left == 0 and not self.has_struck:
                     self.has_struck = True
                     task = asyncio.current_task()
@@ -79,9 +79,12 @@ class FaultAtAwait(Awaitable[Any]):
             else:
                 step = lambda: self._coroutine.send(None)  # noqa: E731
 
-    def _waits_for_children(self) -> bool:
-        """Whether a `TaskGroup` waits for its tasks: no error can come there, but that it is cancelled."""
+    def _may_fail(self) -> bool:
+        """Not where a `TaskGroup` waits for its tasks, or a status leaves: only a cancel can come there."""
         inner: Any = self._coroutine
-        while hasattr(inner.cr_await, "cr_code"):
+        while hasattr(inner, "cr_code"):
+            code = inner.cr_code
+            if code.co_filename == asyncio.taskgroups.__file__ or code.co_name == "abort_with_status":
+                return False
             inner = inner.cr_await
-        return inner.cr_code.co_filename == asyncio.taskgroups.__file__
+        return True
