@@ -34,13 +34,12 @@ class World:
 
     @classmethod
     def begin(cls, nursery: Nursery, folder: Path, *, seed: int, markov: bool) -> World:
-        """Write a pair and start a verifier and a draft service of each kind."""
+        """Write a pair and start a verifier; a draft service of each kind starts when it is first asked for."""
         target = pairs.write_target(folder / "target", seed=seed, markov=markov)
         drafts = {kind: pairs.write_draft(folder / kind, target, kind) for kind in pairs.BAD_DRAFTS}
         verifier = nursery.verifier(target, flags=sampling.VERIFIER_FLAGS)
-        services = {kind: nursery.draft(draft, verifier, flags=sampling.DRAFT_FLAGS) for kind, draft in drafts.items()}
-        wait_healthy(verifier, *services.values())
-        return cls(target, drafts, verifier, services)
+        wait_healthy(verifier)
+        return cls(target, drafts, verifier, _Started(nursery, drafts, verifier))
 
     @contextmanager
     def with_fault(self, nursery: Nursery, draft: Path, service: str, fault: str | None) -> Iterator[Service]:
@@ -55,6 +54,20 @@ class World:
         front.stop()
         if verifier is not self.verifier:
             verifier.stop()
+
+
+class _Started(dict[str, Service]):
+    """The draft services of a verifier, each started when it is first asked for."""
+
+    def __init__(self, nursery: Nursery, drafts: dict[str, Path], verifier: Service) -> None:
+        super().__init__()
+        self._nursery, self._drafts, self._verifier = nursery, drafts, verifier
+
+    def __missing__(self, kind: str) -> Service:
+        service = self._nursery.draft(self._drafts[kind], self._verifier, flags=sampling.DRAFT_FLAGS)
+        wait_healthy(service)
+        self[kind] = service
+        return service
 
 
 @dataclass(frozen=True)
