@@ -49,9 +49,10 @@ help:
 demo: $(SERVICE)
 	@$(BIN)/outrider demo $(DEMO_ARGS)
 
+# Bytecode is kept, whatever the environment says: three processes read all tests, and start hundreds more.
 # In the order of their names: by the number of their tests, files of few and long ones would come last, to one worker.
 test: $(DEV)
-	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
 bench: $(BENCH)
 	@$(BIN)/python -m benchmarks.pair $(BENCH_ARGS)

@@ -200,9 +200,8 @@ def test_as_much_is_accepted_as_shared_noise_promises(soundly: Sequence[Sample],
         assert sample.statistics.alpha == pytest.approx(sample.statistics.num_accepted_tokens / judged)
 
 
-@pytest.mark.parametrize(
-    "fault", ["noise_of_the_next_position", pytest.param("noise_of_another_seed", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["noise_of_the_next_position", "noise_of_another_seed"])
 def test_other_noise_in_the_draft_costs_acceptance_and_changes_no_token(
     fault: str,
     nursery: Nursery,

@@ -4,7 +4,7 @@ The draft service drafts for four outcomes whatever the time (`eager_outcome_cac
 from the cache, with a target as small as this one. It is the Markov one: each of the 1,600 tokens of 64 texts is a
 sample of one table, and a total variation of 0.09 is noticed at a level of 1 % with a power of 95 % (`chisquare`); of
 16,384 (`-m slow`) one of 0.03. That branches which tell other laws than they drew from (Law 1) would be noticed is
-shown by a mutant.
+shown by a mutant, under `-m slow` too.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ def test_the_law_of_each_next_token_is_the_targets(
     assert min(outcomes.p_value, classes.p_value) > LEVEL
 
 
+@pytest.mark.slow
 def test_laws_that_are_not_the_ones_drawn_from_are_noticed(nursery: Nursery, markov: World, sharpened: Path) -> None:
     with markov.with_fault(nursery, sharpened, "draft_service", "branches_take_the_likeliest") as service:
         tokens, share = _many(service, "tokenwise", NOTICED_BY)

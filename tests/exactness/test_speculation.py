@@ -92,6 +92,7 @@ def test_a_stop_that_looks_at_the_token_it_drops_is_noticed(
     assert min(outcomes.p_value, classes.p_value) < REFUTED
 
 
+@pytest.mark.slow
 def test_a_length_that_looks_at_what_was_drafted_is_noticed(nursery: Nursery, markov: World, sharpened: Path) -> None:
     with markov.with_fault(nursery, sharpened, "draft_service", "restless_lengths_after_drafting") as service:
         _, outcomes, classes = _fits(

@@ -85,6 +85,7 @@ def test_drafts_and_text_are_those_of_the_model(
     assert (ours.num_draft_failures, ours.num_accepted_tokens > 0) == (0, True)
 
 
+@pytest.mark.slow
 def test_a_fault_is_noticed(nursery: Nursery, markov: World, draft: Path, tmp_path: Path) -> None:
     """The guesses come from a text in which each token's likeliest successor follows it, so that the fault makes that
     one likelier still.
