@@ -153,13 +153,13 @@ def _poison(end: Callable[[], Any]) -> None:
 
 
 def scheduler_breaks() -> None:
-    """The verifier's scheduler raises from the third sequence on."""
+    """The verifier's scheduler raises from the second sequence on."""
     from verifier_service.scheduler import Scheduler
 
     plan = Scheduler.plan
 
     def broken(self: Scheduler, rounds: Any) -> Any:
-        if len(self.running) > 2:
+        if len(self.running) > 1:
             _fail()
         return plan(self, rounds)
 
