@@ -1,6 +1,6 @@
 """What the draft service shows of itself: the sequences it holds, its KV cache, its drafters and its outcome cache.
 
-It knows nothing of sequences: the limit, the pool, the drafters and the counts are asked when the metrics are read.
+Values come from the limit, the pool, the drafters and the counts when the metrics are read.
 """
 
 from collections.abc import Callable, Iterator, Mapping

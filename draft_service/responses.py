@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 from protos.outrider.v1.draft_service_pb2 import GenerateResponse
 
 MAX_BACKLOG = 64
-# Whoever waits for room goes on once so many are left: to wake all samples of a request for each response that is read
-# would cost more than to write it.
+# Samples that wait for room go on once so few are left: waking all of them for each response would cost more than
+# writing it.
 ROOM_AGAIN = MAX_BACKLOG // 2
 
 

@@ -195,7 +195,7 @@ def _calling(them: Running) -> list[str]:
 
 @pytest.fixture(scope="module")
 def text(running: Running) -> str:
-    """What a client is told that asks for one; some metrics are shown once there is something to count."""
+    """One text by a client in a pod of its own; some metrics are shown only after a request."""
     code, said = running.ask(*_calling(running))
     assert code == 0, said
     return said
