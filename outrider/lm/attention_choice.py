@@ -1,4 +1,4 @@
-"""Which attention a model runs with on its device, and why: the fastest that gives what torch's ordinary one does.
+"""Which attention a model runs with on its device, and why: the fastest that gives what its definition says.
 
 It knows what layers ask for and what this torch has, and nothing of pools' sizes or of passes.
 """
@@ -148,7 +148,7 @@ def _triton(layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.
         if layer.head_dim > _LARGEST_HEAD or group > _LARGEST_GROUP:
             most = f"{_LARGEST_HEAD} and {_LARGEST_GROUP}"
             return f"layer {i} has heads of {layer.head_dim}, {group} to a key head, and it takes {most} at most"
-    choice = AttentionChoice(TRITON, "our kernel gives what torch's ordinary attention does")
+    choice = AttentionChoice(TRITON, "our kernel gives what attention spelled out does")
     refusal = try_out(choice, layers, dtype, device)
     return f"tried, {refusal}" if refusal else choice
 

@@ -1,4 +1,4 @@
-"""Tries attention over pages out, on random keys and values, against torch's ordinary attention on the same.
+"""Tries attention over pages out, on random keys and values, against attention spelled out on the same.
 
 It knows what layers ask for and how a pass is laid out; nothing of models, nor of what is done where a trial fails.
 """
@@ -11,8 +11,9 @@ from torch import Tensor
 from outrider.lm.chunk import Chunk
 from outrider.lm.kv_pool import KVPool
 from outrider.lm.paged import PagedAttention, lay_out, to_device
-from outrider.lm.paged_attention import GatheredAttention
+from outrider.lm.paged_attention import gather
 from outrider.lm.probe import AttentionLayer
+from outrider.lm.scores import attend_scores
 from outrider.lm.scoring import Scoring
 
 # Passes: (positions held before, rows) of each sequence. Keys of one page, of several, and of many; single rows alone;
@@ -52,7 +53,7 @@ def try_out(
                 return f"{type(error).__name__}: {words}"
             distance = float((found - wanted).abs().max())
             if not distance <= close:
-                return f"it differs by {distance:.2g} from torch's ordinary attention, {close:g} allowed"
+                return f"it differs by {distance:.2g} from attention spelled out, {close:g} allowed"
     return ""
 
 
@@ -64,7 +65,7 @@ def _attend(
     device: torch.device,
     block_tokens: int,
 ) -> list[Tensor]:
-    """What it gives, and what torch's ordinary attention gives."""
+    """What it gives, and what attention spelled out gives: products and a softmax, which run on any device."""
     blocks = sum(-(-(start + count) // block_tokens) for start, count in spans) + 2
     pool = KVPool(
         1, layer.kv_heads, layer.head_dim,
@@ -85,9 +86,9 @@ def _attend(
     query = torch.randn(rows, layer.heads, layer.head_dim, generator=generator).to(device, dtype)
     sinks = torch.randn(layer.heads, generator=generator).to(device, dtype) if layer.sinks else None
     scoring = Scoring(layer.scaling, layer.window or 0, layer.softcap, sinks)
-    results = []
-    for attention in (build(_LENGTH), GatheredAttention(_LENGTH, dtype, device)):
-        batch = to_device(lay_out(chunks, pool), pool.pages, attention, device, longest=_LENGTH)
-        told = pool.pages.keys[0], pool.pages.values[0], batch, scoring
-        results.append(attention.attend(query, *told).float().cpu())
-    return results
+    attention = build(_LENGTH)
+    batch = to_device(lay_out(chunks, pool), pool.pages, attention, device, longest=_LENGTH)
+    keys, values = pool.pages.keys[0], pool.pages.values[0]
+    found = attention.attend(query, keys, values, batch, scoring)
+    wanted = attend_scores(query, *gather(keys, values, batch), scoring)
+    return [found.float().cpu(), wanted.float().cpu()]

@@ -84,6 +84,8 @@ def _attend_block(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sca
         end = seen
     # The last n rows of the mask, each of which is there g times.
     mask = mask.narrow(0, mask.size(0) - n * group, n * group).narrow(1, mask.size(1) - end, end)
+    if mask.is_cuda:  # the fused kernels want a mask that begins at 16 bytes, and look at its strides alone
+        mask = mask.contiguous()
     # [n, KV, g, D] -> [KV, 1, n · g, D]: as for one row. With one KV head that is the query as it lies.
     grouped = query.reshape(n, kv_heads, group, head_dim)
     packed = grouped.transpose(0, 1).reshape(kv_heads, 1, n * group, head_dim)

@@ -16,9 +16,13 @@ import torch
 from kernels.distribution import SamplingLaw
 from kernels.sparse import SparseConfig
 from outrider.lm.attention_choice import AttentionChoice, choose_attention
+from outrider.lm.batch import CausalMasks
 from outrider.lm.checkpoint import LoadedModel, ModelSource, load_model
 from outrider.lm.packed import Chunk, PackedModel
 from outrider.lm.recording import CannotRecord, CudaRecorder
+from outrider.lm.scores import attend_scores
+from outrider.lm.scoring import Scoring
+from outrider.lm.sdpa import attend
 from outrider.lm.writing import Sampling
 from tests.outrider.lm.test_paged import chat
 from tests.outrider.lm.test_writing import step_by_step
@@ -110,6 +114,19 @@ def test_steps_in_graphs_write_what_is_drawn_step_by_step(on_gpu: Callable[[str,
         for slot in (one, other):
             model.pool.free(slot)
     assert parted <= 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_torchs_own_attention_takes_masks_of_any_length(dtype: torch.dtype) -> None:
+    """A mask is the right-hand end of a longer one: that of 717 positions begins at no edge of 16 bytes."""
+    generator = torch.Generator().manual_seed(0)
+    masks = CausalMasks(2048, dtype, CUDA)
+    for end in (700, 717, 1001):
+        query = torch.randn(6, 8, 64, generator=generator).to(CUDA, dtype)
+        keys, values = (torch.randn(2, 1, end, 64, generator=generator).to(CUDA, dtype) for _ in range(2))
+        found = attend(query, [6], [[keys]], [[values]], [masks.for_rows(6, end, 4, 0)], 0, 0.125, 0)
+        wanted = attend_scores(query, [end - 6], [6], [keys], [values], Scoring(0.125))
+        assert torch.allclose(found.float(), wanted.float(), atol=1e-4 if dtype == torch.float32 else 0.03)
 
 
 def test_what_waits_for_the_device_cannot_be_recorded_and_says_why() -> None:

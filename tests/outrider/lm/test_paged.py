@@ -202,6 +202,14 @@ def test_a_kernel_that_gives_something_else_is_seen(
     assert re.search(told, try_out(varlen(changed), KINDS[1:2], torch.float32, torch.device("cpu")))
 
 
+def test_what_attention_is_held_to_is_none_of_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU these may fail on their own masks, and no kernel of ours may be refused for that."""
+    monkeypatch.setattr("outrider.lm.paged_attention.attend", lambda query, *told: query)
+    gathered = AttentionChoice(GATHERED, "on trial")
+    assert try_out(varlen(documented), KINDS[1:2], torch.float32, torch.device("cpu")) == ""
+    assert "differs by" in try_out(gathered, KINDS[1:2], torch.float32, torch.device("cpu"))
+
+
 def test_what_is_taken_and_why() -> None:
     cpu, layers = torch.device("cpu"), KINDS[:1]
     assert choose_attention("auto", layers, torch.float32, cpu) == ORDINARY
