@@ -31,9 +31,6 @@ INTS, FLOATS, DRAFT_INTS = 6, 7, 4
 BASE_LENGTH = 4
 """A column of `Batch.ints`."""
 
-SUPPORT_SIZE = 2
-"""A column of `Batch.draft_ints`."""
-
 _TINY = 1.2e-38
 """A temperature that float32 would round to zero counts as about its smallest normal number."""
 
@@ -60,7 +57,6 @@ class Batch:
         change_ids: int32 `[C]`, with float32 `change_divisors` and `change_biases`.
         change_divisors: see `change_ids`.
         change_biases: see `change_ids`.
-        max_support: the largest support.
         has_races: whether any proposal is `coupled` above temperature 0.
     """
 
@@ -79,7 +75,6 @@ class Batch:
     change_ids: Tensor
     change_divisors: Tensor
     change_biases: Tensor
-    max_support: int
     has_races: bool
 
 
@@ -89,7 +84,6 @@ def pack(proposals: Sequence[Proposed], V: int, tile: int, device: torch.device)
     return Batch(
         **_upload(arrays, device),
         dense=_dense(proposals, V, device),
-        max_support=int(arrays["draft_ints"][:, SUPPORT_SIZE].max(initial=0)),
         has_races=any(has_race(each) for each in proposals),
     )
 

@@ -47,8 +47,7 @@ class StaticLaunch:
     All of it belongs to one stream, on which the logits are written, too; only the copy of `fetch` may take another.
     Kernels are compiled at the first `run`, which therefore comes before a capture.
 
-    The outcomes are bit for bit those of `kernels.verify.verify`, whatever lies in the empty rooms, so long as both add
-    up supports in one width: `verify` takes 16 where no support of its batch is larger, a launch where `support` is.
+    The outcomes are bit for bit those of `kernels.verify.verify` on the same logits, whatever lies in the empty rooms.
     """
 
     def __init__(
@@ -86,7 +85,6 @@ class StaticLaunch:
         batch = Batch(
             **rooms.tensors(self._buffer),
             dense=torch.empty(0, V, device=device),
-            max_support=support,
             has_races=races,
         )
         self._launch = launch_of(self.logits, (), batch)

@@ -234,7 +234,7 @@ class Launch:
             *where, batch.ints, batch.floats, *changes, self.cuts, *self.stats,
             batch.draft_ints, batch.draft_q, batch.support_ids, batch.support_q, batch.dense, batch.uniforms,
             outcomes_of(self.results, N), self.results[:N].view(torch.float32),
-            TILE=tile, TILES=tiles, K=16 if batch.max_support <= 16 else MAX_SUPPORT,
+            TILE=tile, TILES=tiles, K=MAX_SUPPORT,  # one width, so that no larger support waits for a compiler
             ADJUSTED=adjusted, WITH_DENSE=len(batch.dense) > 0, **RULING_OPTIONS,
         )  # fmt: skip
 

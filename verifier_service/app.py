@@ -36,6 +36,9 @@ MAX_SUPPORT = 256
 MAX_OUTSTANDING = 8
 MAX_STOP_TOKEN_IDS = 64
 
+# Attention has a kernel of its own for passes of some rows: more than a round's, fewer than a long prompt's.
+SHORT_PROMPT = 64
+
 
 class VerifierApp(Service):
     """The verifier service."""
@@ -208,6 +211,6 @@ def build_engine(
         pass_tokens=settings.pass_tokens,
     )
     built.tell_memory(0 if lead is not None else built.record(settings, record))
-    built.packed.warm_up([1, settings.max_gamma + 1])
+    built.packed.warm_up([1, settings.max_gamma + 1, SHORT_PROMPT])
     paths.warm_up(path.name, loaded.device, loaded.dtype, model.vocab_size, loaded.vocab_size)
     return engine, model

@@ -225,7 +225,7 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
         if samplings and self.packed.can_write(samplings):
             written = self.packed.write([item.chunk for item in work], samplings)
             return [list(map(DrawnToken, each.tokens, each.laws, each.scores)) for each in written]
-        logits = self.packed.forward([item.chunk for item in work])
+        logits = self.packed.logits([item.chunk for item in work])
         drawing = [item.sequence for item in work if item.draws]
         drawn = iter(self._drawing.draw(drawing, logits) if drawing else ())
         return [[next(drawn)] if item.draws else [] for item in work]

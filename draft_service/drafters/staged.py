@@ -151,7 +151,7 @@ class StagedEngine(DraftEngine):
         staged = [item for item in work if isinstance(item, StagedWork)]
         if not staged:
             return super().draw(work)
-        logits = self.packed.forward([item.chunk for item in work])
+        logits = self.packed.logits([item.chunk for item in work])
         plain_rows, staged_rows, row = list[int](), list[int](), 0
         for item in work:
             count = len(item.chunk.tokens) - item.chunk.logits_from

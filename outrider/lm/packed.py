@@ -125,11 +125,11 @@ class PackedModel:
 
         Args:
             chunks: of different slots.
-            before: told of the size whose record will run the pass, or of none, before it runs. Who asks for that takes
-                logits as a record has them: in the dtype of the model, until the next pass writes over them.
+            before: told of the size whose record will run the pass, or of none, before it runs.
 
         Returns:
-            `[R, V]`, float32 but for that: logits of the wanted rows only, in the order of the chunks.
+            `[R, V]`: logits of the wanted rows only, in the order of the chunks. Over pages in the dtype of the model,
+            whether the pass was recorded or not, and the next pass may write over them; else in float32.
 
         Raises:
             ValueError: a chunk that does not fit its slot, or a token outside the vocabulary.
@@ -146,10 +146,6 @@ class PackedModel:
             logits = self._run(chunks)
         else:
             logits = self.runner.run(layout)
-            if bucket is None:
-                logits = logits.float()
-            elif before is None:
-                logits = logits.to(torch.float32, copy=True)
         for chunk in chunks:
             self.pool.extend(chunk.slot, chunk.start + len(chunk.tokens))
         return logits
@@ -234,6 +230,11 @@ class PackedModel:
         said = writer.record(recorder, seconds=seconds, most_bytes=most_bytes)
         self._writer = writer
         return said
+
+    @torch.inference_mode()
+    def logits(self, chunks: Sequence[Chunk]) -> Tensor:
+        """As `forward`, in float32, and kept when the next pass runs."""
+        return self.forward(chunks).to(torch.float32, copy=self.recorded is not None)
 
     @property
     def makes_noise(self) -> bool:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from kernels.paths import PathUnavailable, choose, obstacle, rehearse, warm_up
 from kernels.verify import implementation_for, implementations
+from tests.kernels.cases import random_batch
 from tests.kernels.paths import IS_INTERPRETED, PATHS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:1")
@@ -60,6 +65,48 @@ def test_a_rehearsal_and_a_warm_up_pass_where_the_path_runs(path: str) -> None:
     device = torch.device("cuda") if path == "triton" and not IS_INTERPRETED else CPU
     rehearse(path, device)
     warm_up(path, device, torch.bfloat16, 300, 304)
+
+
+class Launches:
+    """Stands for a kernel, and takes down what Triton would compile anew for: constants, types, alignment."""
+
+    run = True
+
+    def __init__(self, kernel: Any, seen: set[Any]) -> None:
+        self._kernel, self._seen = kernel, seen
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            kinds = tuple(
+                (each.dtype, each.data_ptr() % 16) if isinstance(each, Tensor) else (each == 1, each % 16)
+                for each in arguments
+            )
+            self._seen.add((self._kernel.__name__, kinds, tuple(sorted(constants.items()))))
+            if self.run:
+                self._kernel[grid](*arguments, **constants)
+
+        return launch
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="looks at what the interpreter is given")
+def test_after_the_warm_up_no_proposal_asks_for_another_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass that waited for a compiler would hold up every stream for seconds."""
+    from kernels import verify_triton
+
+    seen: set[Any] = set()
+    for name in ("stats_kernel", "filter_kernel", "ruling_kernel"):
+        monkeypatch.setattr(verify_triton, name, Launches(getattr(verify_triton, name), seen))
+    V, width = 300, 304
+    warm_up("triton", CPU, torch.bfloat16, V, width)
+    compiled = set(seen)
+    assert len({each[0] for each in compiled}) == 3
+    monkeypatch.setattr(Launches, "run", False)
+    for seed in range(100):
+        logits, proposals = random_batch(seed, V, 1 + seed % 3, torch.bfloat16)
+        wide = torch.zeros(len(logits), width, dtype=torch.bfloat16)
+        wide[:, :V] = logits
+        verify_triton.prepare(wide[:, :V], proposals).run()
+        assert seen == compiled, seed
 
 
 def test_a_rehearsal_tells_what_went_wrong() -> None:
