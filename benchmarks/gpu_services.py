@@ -32,7 +32,7 @@ class PairOn(RunningPair):
         flags: further flags of each service.
     """
 
-    start_timeout = 90.0  # the whole benchmark has not much more
+    start_timeout = 240.0  # a first start compiles some ten kernels, and captures some twenty passes
 
     def __init__(
         self,

@@ -5,7 +5,6 @@ for. It runs as one call, with what is recorded behind it (`Tail`); whatever fit
 layouts, and nothing of proposals or of what is behind the logits.
 """
 
-import itertools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,9 +15,6 @@ from torch import Tensor
 from outrider.lm.paged import Layout, PagedBatch, on_device
 from outrider.lm.recording import CannotRecord, Recorder
 from outrider.lm.runner import PagedRunner
-
-# Rows for each sequence, up to the longest round: a pass is filled up by half of itself at most, and rarely so much.
-_WIDTHS = (1, 2, 3, 4, 6, 9, 13, 17, 25, 33, 49, 65, 97, 129, 193, 257)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -43,23 +39,19 @@ class Bucket:
 
 
 def buckets_for(max_sequences: int, widest: int, *, pass_tokens: int | None = None) -> list[Bucket]:
-    """Sizes for rounds of up to so many rows each, the smallest first.
+    """Sizes for rounds of up to so many rows each, the smallest first: 1, 2, 3, 4, 6, 8, 12 and so on.
+
+    A pass is filled up by half of itself at most. Sequences that a size has room for and a pass lacks cost next to
+    nothing, so sizes differ by their rows alone, and few take long to capture.
 
     Args:
         max_sequences: of a pass.
         widest: rows of a sequence.
         pass_tokens: rows of a pass; None is any number.
     """
-    counts = sorted({min(1 << i, max_sequences) for i in range(max_sequences.bit_length() + 1)})
-    widths = sorted({min(width, widest) for width in _WIDTHS})
     most = max_sequences * widest if pass_tokens is None else min(pass_tokens, max_sequences * widest)
-    return sorted(
-        {
-            Bucket(min(sequences * width, most), sequences, 1 if width == 1 else widest)
-            for sequences, width in itertools.product(counts, widths)
-            if sequences <= most
-        }
-    )
+    sizes = {size for i in range(most.bit_length()) for size in (1 << i, 3 << i >> 1) if size < most} | {most}
+    return [Bucket(rows, min(rows, max_sequences), min(rows, widest)) for rows in sorted(sizes)]
 
 
 Tail = Callable[[], None]
