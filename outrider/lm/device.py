@@ -31,9 +31,14 @@ def find_device(name: str) -> torch.device:
 def work_on(device: torch.device) -> None:
     """Makes a CUDA device the current one of this thread, for whatever asks for that and not for its operands' own:
     each thread begins with the first device. Does nothing for others.
+
+    Products in 16 bits then add up in float32 throughout. By default parts of a sum meet in bfloat16, and rows in passes
+    of other sizes differ by more than their rounding.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def is_lost(device: torch.device) -> bool:

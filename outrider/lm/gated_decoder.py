@@ -83,7 +83,7 @@ class GatedDecoder:
         self._group = first.heads // first.kv_heads
         self._half = first.head_dim // 2
         self._rotary = base.rotary_emb
-        self._rotations = self._make_rotations(_FIRST_POSITIONS)
+        self._rotation_tables = [self._make_rotations(_FIRST_POSITIONS)]
         weights = [self._take(module, ask) for module, ask in zip(base.layers, layers, strict=True)]
         vocab_size = model.lm_head.weight.shape[0]
         head, head_bias = self._merge(model.lm_head)
@@ -100,7 +100,7 @@ class GatedDecoder:
             vocab_size=vocab_size,
         )
         self._layers = GatedLayers(frame, weights)
-        self._run: Callable[..., Tensor] = compiled(self._layers)
+        self._run: Callable[..., Tensor] = compiled(self._layers, self._device)
         self._chosen: dict[torch.dtype, LayerChoice] = {}
 
     def __call__(self, token_ids: Tensor, batch: Batch, rows: Rows) -> Tensor:
@@ -149,10 +149,10 @@ class GatedDecoder:
         return rotations.index_select(0, batch.position_ids(rotations.device))
 
     def _rotations_to(self, length: int) -> Tensor:
-        """Those of at least so many positions."""
-        if length > len(self._rotations):
-            self._rotations = self._make_rotations(max(length, 2 * len(self._rotations)))
-        return self._rotations
+        """Those of at least so many positions. Shorter tables are kept: a CUDA graph may read them."""
+        if length > len(self._rotation_tables[-1]):
+            self._rotation_tables.append(self._make_rotations(max(length, 2 * len(self._rotation_tables[-1]))))
+        return self._rotation_tables[-1]
 
     def _make_rotations(self, length: int) -> Tensor:
         probe = torch.zeros(1, device=self._device)  # its dtype says in which the angles are wanted

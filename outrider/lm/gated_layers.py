@@ -214,8 +214,10 @@ class GatedLayers(nn.Module):
         return linear(normed, self.head, self.head_bias, self.packed).squeeze(1)
 
 
-def compiled(module: nn.Module) -> Callable[..., Any]:
-    """The module as TorchScript compiles it, or as it is where this torch cannot."""
+def compiled(module: nn.Module, device: torch.device) -> Callable[..., Any]:
+    """The module as TorchScript compiles it for a CPU; as it is elsewhere, or where this torch cannot."""
+    if device.type != "cpu":  # there TorchScript compiles kernels of its own while passes run
+        return module
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # it is what this torch has; without it all is the same
         try:

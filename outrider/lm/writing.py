@@ -207,7 +207,7 @@ class Writer:
     """Writes with the layers of a fused model."""
 
     def __init__(self, layers: GatedLayers) -> None:
-        self._loop = compiled(WritingLoop(layers))
+        self._loop = compiled(WritingLoop(layers), layers.embedding.device)
 
     def __call__(
         self,

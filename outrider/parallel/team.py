@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from outrider.lm.device import work_on
 from outrider.lm.errors import ModelLost
 from outrider.parallel.line import LineBroken
 from outrider.parallel.ranks import Ranks
@@ -52,6 +53,7 @@ class Team(ABC):
             ModelLost: they do not, or one of them is gone again.
         """
         is_cuda = device.type == "cuda"
+        work_on(device)
         try:
             store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=JOIN_SECONDS)))
             self._connect(store)

@@ -1,6 +1,7 @@
 """What is fused computes what it replaces, and what only resembles it is left alone."""
 
 import random
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from outrider.lm import fusion, gated_decoder
 from outrider.lm.checkpoint import CheckpointError, LoadedModel
 from outrider.lm.gated_decoder import GatedDecoder
+from outrider.lm.gated_layers import compiled
 from outrider.lm.linear import PackedModule, can_pack, linear, linear_add, pack
 from outrider.lm.norm import RMSNormModule, doubled, make_signs, rms_norm
 from outrider.lm.packed import Chunk, PackedModel
@@ -68,6 +70,17 @@ def test_a_sequence_beyond_the_first_table_of_positions(
         for model, slot in ((model, model.pool.allocate()) for model in models)
     )
     assert close(found, wanted)
+
+
+def test_a_table_of_positions_stays_when_a_longer_one_is_made(load: Callable[..., LoadedModel]) -> None:
+    """CUDA graphs of an earlier pool read it where it lies."""
+    loaded = load("llama")
+    PackedModel.build(loaded, 1, 32)
+    assert isinstance(loaded.fused, GatedDecoder)
+    first = weakref.ref(loaded.fused._rotations_to(32))
+    longer = loaded.fused._rotations_to(5000)
+    assert len(longer) >= 5000
+    assert first() is not None
 
 
 def test_two_pools_share_one_fused_model(load: Callable[..., LoadedModel]) -> None:
@@ -145,6 +158,13 @@ def test_compiled_or_not_the_layers_do_the_same(name: str, load: Callable[..., L
         model.pool.free(slot)
     program._run = program._layers
     assert torch.equal(logits(model, 5), found)
+
+
+def test_layers_are_compiled_for_a_cpu_alone() -> None:
+    """On a GPU TorchScript would compile kernels of its own while passes run."""
+    module = nn.Linear(2, 2)
+    assert compiled(module, torch.device("cuda", 0)) is module
+    assert isinstance(compiled(module, torch.device("cpu")), torch.jit.ScriptModule)
 
 
 def test_where_nothing_compiles_the_layers_run_as_they_are(
