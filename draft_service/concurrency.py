@@ -104,8 +104,8 @@ class ConcurrencyLimit:
 
     @property
     def running(self) -> int:
-        """Sequences that run."""
-        return sum(claim.count for claim in self._running)
+        """Sequences that run. Any thread may ask, and so may of `waiting`."""
+        return sum(claim.count for claim in list(self._running))
 
     @property
     def shortage(self) -> int:
@@ -116,7 +116,7 @@ class ConcurrencyLimit:
     @property
     def waiting(self) -> int:
         """Sequences in the queue."""
-        return sum(claim.count for claim in self._queue)
+        return sum(claim.count for claim in list(self._queue))
 
     def ahead_of(self, claim: Claim) -> int:
         """How many queued calls begin before this one."""

@@ -34,11 +34,8 @@ class FailoverBudget:
 
     @property
     def tokens(self) -> float:
-        """What is in it."""
-        now = self._clock()
-        self._tokens = min(self._burst, self._tokens + PER_SECOND * max(0.0, now - self._looked))
-        self._looked = now
-        return self._tokens
+        """What is in it. Any thread may ask."""
+        return min(self._burst, self._tokens + PER_SECOND * max(0.0, self._clock() - self._looked))
 
     def earn(self) -> None:
         """A round was judged."""
@@ -52,7 +49,7 @@ class FailoverBudget:
         """Takes a token if there is one and nobody waits for it."""
         if self.tokens < 1.0 or self._turn.locked():
             return False
-        self._tokens -= 1.0
+        self._add(-1.0)
         return True
 
     async def take(self, until: float) -> bool:
@@ -61,8 +58,8 @@ class FailoverBudget:
             async with asyncio.timeout(max(0.0, until - self._clock())), self._turn:
                 while self.tokens < 1.0:
                     self._more.clear()
-                    await self._wait((1.0 - self._tokens) / PER_SECOND)
-                self._tokens -= 1.0
+                    await self._wait((1.0 - self.tokens) / PER_SECOND)
+                self._add(-1.0)
                 return True
         except TimeoutError:
             return False
@@ -76,5 +73,6 @@ class FailoverBudget:
             pass
 
     def _add(self, tokens: float) -> None:
-        self._tokens = min(self._burst, self.tokens + tokens)
-        self._more.set()
+        self._tokens, self._looked = min(self._burst, self.tokens + tokens), self._clock()
+        if tokens > 0:
+            self._more.set()

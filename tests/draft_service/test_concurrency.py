@@ -4,6 +4,10 @@ The clock leaps.
 """
 
 import asyncio
+import sys
+import threading
+import time
+from contextlib import ExitStack
 from typing import Any
 
 import grpc
@@ -241,3 +245,41 @@ async def test_a_client_that_acts_in_time_is_left_alone_however_many_wait() -> N
                 await patience.bear(asyncio.sleep(0.9 * CONTENDED_S))
     await asyncio.sleep(0.001)
     assert service.begun == ["waits"]
+
+
+def test_a_scrape_reads_the_limit_while_calls_come_and_go() -> None:
+    """Metrics are read on a thread of their own; a set that changes meanwhile must not fail them."""
+    limit = ConcurrencyLimit(1 << 20, max_waiting=8, contended_idle_timeout=CONTENDED_S)
+    errors: list[BaseException] = []
+    over = threading.Event()
+
+    def scrape() -> None:
+        try:
+            while not over.is_set():
+                assert limit.running + limit.waiting >= 500
+        except BaseException as error:
+            errors.append(error)
+
+    async def come_and_go(stack: ExitStack) -> None:
+        claims = [stack.enter_context(limit.claim(1, resumed=False)) for _ in range(500)]
+        for claim in claims:
+            async for _ in claim.turn():
+                pass
+        thread = threading.Thread(target=scrape)
+        thread.start()
+        end = time.monotonic() + 1.0
+        while time.monotonic() < end and not errors:
+            with limit.claim(1, resumed=False) as claim:
+                async for _ in claim.turn():
+                    pass
+        over.set()
+        thread.join()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ExitStack() as stack:
+            asyncio.run(come_and_go(stack))
+    finally:
+        sys.setswitchinterval(interval)
+    assert errors == []
