@@ -2,6 +2,7 @@
 #
 #   make demo     environment, install, and the two services at work on the model pair in the repository
 #   make test     the same for the tests; style, types and import rules are among them
+#   make gpu      what a GPU machine is for: choices, tests and benchmarks, in three runs of nine minutes (PART=1..3)
 #
 # What may be set:
 #
@@ -10,7 +11,10 @@
 #   TORCH_INDEX=URL          one more index, where torch is looked for too: a build named there for a device
 #                            (2.13.0+cpu) goes before the plain one
 #   PIP_ARGS="..."           further arguments of every pip install; pip's own configuration holds as well
-#   DEMO_ARGS, TEST_ARGS, BENCH_ARGS
+#   PART=1, WHEELS=DIR, DRY=1
+#                            of make gpu: one run of the three; a folder of wheels that PYTHON lacks (wheels); all of it
+#                            with tiny models on a CPU, in the environment of the tests
+#   DEMO_ARGS, TEST_ARGS, BENCH_ARGS, GPU_ARGS
 #                            further arguments of the command that the target runs
 
 PYTHON ?= python3
@@ -22,6 +26,10 @@ TEST_ARGS ?=
 # Processes that share the tests, a file at a time; 0: all in one.
 TEST_WORKERS ?= 3
 BENCH_ARGS ?=
+PART ?=
+WHEELS ?= wheels
+DRY ?=
+GPU_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check \
@@ -34,7 +42,7 @@ BENCH := $(VENV)/.installed-bench
 DEV := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format protos bench constraints clean
+.PHONY: help demo test lint format protos bench gpu constraints clean
 
 help:
 	@echo "make demo         run both services on the model pair in the repository"
@@ -43,6 +51,7 @@ help:
 	@echo "make format       put the code into the one format"
 	@echo "make protos       write the stubs anew from the .proto files"
 	@echo "make bench        measure the pair against the target alone"
+	@echo "make gpu          test and measure on a GPU; PART=1, 2 or 3 for one run, DRY=1 for a trial on a CPU"
 	@echo "make constraints  resolve all extras anew and write constraints.txt"
 	@echo "make clean        remove the environment and what the tools leave behind"
 
@@ -56,6 +65,13 @@ test: $(DEV)
 
 bench: $(BENCH)
 	@$(BIN)/python -m benchmarks.pair $(BENCH_ARGS)
+
+# With the torch of PYTHON, which fits its GPU, and not with one of an environment of ours.
+GPU_PYTHON = $(if $(DRY),$(BIN)/python,$(PYTHON))
+gpu: $(if $(DRY),$(DEV))
+	@$(GPU_PYTHON) -m benchmarks.gpu_packages --wheels $(WHEELS) --target build/gpu
+	@PYTHONPATH=build/gpu$(if $(PYTHONPATH),:$(PYTHONPATH)) $(GPU_PYTHON) -m benchmarks.gpu \
+		$(if $(DRY),--dry-run) $(if $(PART),--run $(PART)) $(GPU_ARGS)
 
 lint: $(DEV)
 	@$(BIN)/ruff check .

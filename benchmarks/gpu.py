@@ -1,12 +1,14 @@
-"""Outrider on a GPU, in one command of less than eight minutes: from the device's own speed to a saturated verifier.
+"""Outrider on a GPU: what runs there, whether it is right, and how fast it is; three runs of nine minutes.
 
-    python -m benchmarks.gpu                        all parts
-    python -m benchmarks.gpu --parts alone,pair     some of them
+    python -m benchmarks.gpu --run 1                choices of kernels, tests, memory accesses
+    python -m benchmarks.gpu --run 2                the kernel, one stream, a saturated verifier
+    python -m benchmarks.gpu --run 3                the pair, many streams, the outcome cache
+    python -m benchmarks.gpu --parts alone,pair     some parts
     python -m benchmarks.gpu --resume               those that the result lacks, or that failed
     python -m benchmarks.gpu --dry-run              does it work at all: all of it with tiny models on a CPU
 
-Parts: `device`, `alone`, `pair`, `streams`, `cache`, `share`, `kernel`, `profile`. Each has its own time, and one that
-fails takes no other with it. This file knows the order of things; what a part does is known elsewhere.
+`make gpu` looks after packages first (`benchmarks.gpu_packages`). Each part has its own time, and one that fails takes
+no other with it. All write into one result. This file knows the order of things; what a part does is known elsewhere.
 """
 
 from __future__ import annotations
@@ -29,25 +31,27 @@ from benchmarks import machine
 from benchmarks.clocks import clock_of
 from benchmarks.gpu_alone import alone, device_rates
 from benchmarks.gpu_bench import Bench, Json
+from benchmarks.gpu_checks import choices, memcheck, tests
 from benchmarks.gpu_kernel import kernel
 from benchmarks.gpu_pair import cache, pair
 from benchmarks.gpu_picture import draw
-from benchmarks.gpu_plan import DRY, FULL, PARTS, GpuPlan
+from benchmarks.gpu_plan import DRY, FULL, PARTS, RUN_SECONDS, RUNS, GpuPlan
 from benchmarks.gpu_profile import profiled
 from benchmarks.gpu_report import DRY_RUN, summarise, tables
 from benchmarks.gpu_streams import share, streams
 from benchmarks.record import Record
+from outrider.lm.device import work_on
 
 RESULT = Path(__file__).resolve().parent / "results" / "gpu.json"
 DRY_FOLDER = "outrider-gpu-dry-run"
-SECONDS = 450.0
-"""After which no part begins."""
-
 _WITH_SERVICES = ("pair", "streams")
 _VERSIONS = ("triton", "flashinfer-python")
 
 Measure = Callable[[Bench, Json], Json]
 MEASURES: dict[str, Measure] = {
+    "choices": lambda bench, found: choices(bench),
+    "tests": lambda bench, found: tests(bench),
+    "memcheck": lambda bench, found: memcheck(bench),
     "device": lambda bench, found: device_rates(bench),
     "alone": lambda bench, found: alone(bench, _bandwidth(bench, found)),
     "pair": lambda bench, found: pair(bench),
@@ -72,9 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan = DRY if given.dry_run else FULL
     try:
         device = _device(given)
-        parts = _parts(given.parts)
+        parts = _parts(given)
         clock = clock_of(device, plan.clock_repeats)
-        record = Record.open(_output(given), _head(given, arguments), resume=given.resume)
+        record = Record.open(_output(given), _head(given, arguments), resume=given.resume or given.run is not None)
         scratch = tempfile.TemporaryDirectory(prefix="outrider-gpu-", dir=given.scratch)
     except (OSError, RuntimeError, ValueError) as error:
         told(f"benchmarks.gpu: {error}")
@@ -82,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with scratch as folder:
         bench = Bench(plan, device, clock, Path(folder), told)
         try:
-            _measure(bench, parts, record, _key(plan, clock.describe()), told)
+            _measure(bench, parts, record, _key(plan, clock.describe()), told, anew=not given.resume)
         except KeyboardInterrupt:
             told("benchmarks.gpu: interrupted; --resume goes on from here")
             return 130
@@ -99,7 +103,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--dry-run", action="store_true", help="all of it with tiny models on a CPU; figures mean nothing"
     )
-    parser.add_argument("--parts", default=",".join(PARTS), help="which, with commas (default: %(default)s)")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--run", type=int, choices=list(RUNS), help="the parts of one run, beside what the file holds")
+    chosen.add_argument("--parts", default=",".join(PARTS), help="which, with commas (default: %(default)s)")
     parser.add_argument("--resume", action="store_true", help="leave out the parts that the output file has already")
     parser.add_argument("--device", default="cuda:0", help="cuda:N (default: %(default)s); a dry run takes the CPU")
     parser.add_argument("--scratch", type=Path, help="folder for what need not be kept (default: the system's own)")
@@ -115,12 +121,14 @@ def _device(given: argparse.Namespace) -> torch.device:
     device = torch.device(given.device)
     if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"--device is {given.device}; torch sees {torch.cuda.device_count()} CUDA devices")
-    torch.cuda.set_device(device)
+    work_on(device)
     return torch.device("cuda", device.index or 0)
 
 
-def _parts(named: str) -> list[str]:
-    asked = [name.strip() for name in named.split(",") if name.strip()]
+def _parts(given: argparse.Namespace) -> list[str]:
+    if given.run is not None:
+        return list(RUNS[given.run])
+    asked = [name.strip() for name in given.parts.split(",") if name.strip()]
     if unknown := [name for name in asked if name not in PARTS]:
         raise ValueError(f"--parts names {unknown[0]}; there are {', '.join(PARTS)}")
     return [name for name in PARTS if name in asked]
@@ -160,19 +168,21 @@ def _version(package: str) -> str | None:
 # ---------------------------------------------------------------------------------------------------------- measurement
 
 
-def _measure(bench: Bench, parts: Sequence[str], record: Record, key: Json, told: Callable[[str], None]) -> None:
-    """Measures the parts that the record does not hold yet, each in its time."""
+def _measure(
+    bench: Bench, parts: Sequence[str], record: Record, key: Json, told: Callable[[str], None], *, anew: bool
+) -> None:
+    """Measures parts, each in its time: all of them `anew`, or those that the record does not hold yet."""
     if "meaning" in record.document:
         told(DRY_RUN)
     budgets = bench.plan.budgets
     done: Json = record.document["parts"]
-    left = [name for name in parts if not _is_done(done.get(name), key)]
+    left = [name for name in parts if anew or not _is_done(done.get(name), key)]
     for name in (name for name in parts if name not in left):
         told(f"{PARTS[name]}: it is there already")
-    end = time.monotonic() + SECONDS
+    end = time.monotonic() + RUN_SECONDS * sum(any(name in parts for name in run) for run in RUNS.values())
     for number, name in enumerate(left):
         if time.monotonic() > end:
-            told(f"{SECONDS:g} s are over; --resume goes on with {', '.join(left[number:])}")
+            told(f"the time is over; --resume goes on with {', '.join(left[number:])}")
             return
         if name not in _WITH_SERVICES:
             bench.close_services()
@@ -206,8 +216,11 @@ def _troubles(entry: Json) -> list[str]:
 
 
 def _bandwidth(bench: Bench, done: Json) -> float:
-    known = done.get("device", {}).get("figures")
-    return float(known["copy_bytes_per_second"]) if known else bench.clock.copy_bandwidth()
+    """What this device copies; another may have been measured before."""
+    known = done.get("device", {})
+    if "figures" in known and known["key"]["device"] == json.loads(json.dumps(bench.clock.describe())):
+        return float(known["figures"]["copy_bytes_per_second"])
+    return bench.clock.copy_bandwidth()
 
 
 # --------------------------------------------------------------------------------------------------------------- report
@@ -218,8 +231,7 @@ def _report(record: Record, parts: Sequence[str], told: Callable[[str], None]) -
     record.put("summary", summarise(document))
     text = tables(document)
     record.path.with_suffix(".md").write_text(text, encoding="utf-8")
-    for picture in draw(document, record.path.with_suffix("")):
-        told(f"drew {picture.name}")
+    draw(document, record.path.with_suffix(""))
     print(text)
     print(json.dumps({key: value for key, value in document.items() if key != "parts"}, ensure_ascii=False))
     failed = {name: _troubles(document["parts"][name]) for name in parts if name in document["parts"]}

@@ -29,7 +29,7 @@ from kernels.verify import Proposed, verify
 from outrider.lm.checkpoint import LoadedModel
 from outrider.lm.packed import Chunk, PackedModel
 
-AIMS = {"1B": 0.35, "8B": 0.6, "13B": 0.7}
+AIMS = {"1B": 0.5, "8B": 0.7, "13B": 0.8}
 """Of the bound by the weights, for Outrider as it serves."""
 
 GRAPHS, EAGER = "Outrider, graphs", "Outrider, eager"

@@ -1,4 +1,4 @@
-"""The figures of `benchmarks.gpu` as pictures, one a part. It knows the JSON, and computes nothing."""
+"""The figures of `benchmarks.gpu` as one picture, a panel a part. It knows the JSON, and computes nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import matplotlib
 
 matplotlib.use("Agg")  # no window: it writes files
 from matplotlib import pyplot
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 
 from benchmarks import gpu_alone, kernel_picture
 from benchmarks.gpu_report import figures_of
@@ -22,33 +22,39 @@ Json = dict[str, Any]
 
 
 def draw(document: Json, stem: Path) -> list[Path]:
-    """Writes `STEM-PART.png` of each part that has something to draw, and returns them."""
+    """Writes `STEM.png`, and `STEM-kernel.png` where the kernel was measured; returns what was written."""
     figures = figures_of(document)
+    shown = [(part, paint) for part, paint in _PAINTERS if part in figures]
     drawn = []
-    for part, painter in _PAINTERS.items():
-        if part not in figures:
-            continue
-        figure = painter(figures[part])
-        if figure is None:
-            continue
-        path = stem.with_name(f"{stem.name}-{part}.png")
-        figure.text(0.5, 0.01, _caption(document, part), ha="center", fontsize=7, color="#555555", wrap=True)
+    if shown:
+        columns = min(4, len(shown))
+        rows = -(-len(shown) // columns)
+        figure, panels = pyplot.subplots(rows, columns, figsize=(4.6 * columns, 3.8 * rows), squeeze=False)
+        for panel, (part, paint) in zip(panels.flat, shown, strict=False):
+            paint(panel, figures[part])
+            for side in ("top", "right"):
+                panel.spines[side].set_visible(False)
+        for panel in panels.flat[len(shown) :]:
+            panel.set_axis_off()
+        figure.tight_layout(rect=(0, 0.06, 1, 1))
+        figure.text(0.5, 0.01, _caption(document), ha="center", fontsize=7, color="#555555", wrap=True)
         if "meaning" in document:
             figure.text(0.5, 0.5, "DRY RUN", ha="center", va="center", fontsize=60, color="#cc0000", alpha=0.25)
-        figure.savefig(path, dpi=150)
+        drawn.append(stem.with_suffix(".png"))
+        figure.savefig(drawn[-1], dpi=110)
         pyplot.close(figure)
-        drawn.append(path)
     if "kernel" in figures:
         drawn.append(stem.with_name(f"{stem.name}-kernel.png"))
         kernel_picture.draw(_named(document, figures["kernel"]), drawn[-1])
     return drawn
 
 
-def _caption(document: Json, part: str) -> str:
-    key = document["parts"][part]["key"]
-    versions = ", ".join(f"{name} {value}" for name, value in key["versions"].items() if value)
-    told = f"{key['device']['name']}; {versions}"
-    return f"{document['meaning']}\n{told}" if "meaning" in document else told
+def _caption(document: Json) -> str:
+    told = {
+        f"{key['device']['name']}; {', '.join(f'{name} {value}' for name, value in key['versions'].items() if value)}"
+        for key in (entry["key"] for entry in document["parts"].values())
+    }
+    return "\n".join([*([document["meaning"]] if "meaning" in document else []), *sorted(told)])
 
 
 def _named(document: Json, kernel: Json) -> Json:
@@ -60,22 +66,11 @@ def _named(document: Json, kernel: Json) -> Json:
     return kernel | {"settings": kernel["settings"] | {"device": named}}
 
 
-def _plain(width: float = 6.4, height: float = 4.2) -> tuple[Figure, Any]:
-    figure, panel = pyplot.subplots(figsize=(width, height))
-    for side in ("top", "right"):
-        panel.spines[side].set_visible(False)
-    figure.subplots_adjust(bottom=0.2)
-    return figure, panel
-
-
-def _alone(found: Json) -> Figure | None:
-    """Bars: each contender's share of the bound, a group a shape."""
+def _alone(panel: Axes, found: Json) -> None:
+    """Bars: each contender's share of the bound, a group a shape; dotted is what is aimed at."""
     shapes = {name: row["contenders"] for name, row in found["shapes"].items() if "contenders" in row}
     names = list(dict.fromkeys(name for row in shapes.values() for name in row if "of_bound" in row[name]))
-    if not names:
-        return None
-    figure, panel = _plain()
-    width = 0.8 / len(names)
+    width = 0.8 / max(1, len(names))
     for place, name in enumerate(names):
         points = [
             (i + (place - (len(names) - 1) / 2) * width, row[name]["of_bound"])
@@ -88,15 +83,13 @@ def _alone(found: Json) -> Figure | None:
             panel.plot([i - 0.45, i + 0.45], [gpu_alone.AIMS[name]] * 2, color="black", linewidth=0.8, linestyle=":")
     panel.set_xticks(range(len(shapes)), list(shapes))
     panel.set_ylabel("of the bound by the weights")
-    panel.set_title("The target alone, one stream (dotted: what is aimed at)", fontsize=10)
+    panel.set_title("The target alone, one stream", fontsize=10)
     panel.legend(frameon=False, fontsize=8)
-    return figure
 
 
-def _pair(found: Json) -> Figure:
+def _pair(panel: Axes, found: Json) -> None:
     """Lines over α: measured, foretold, assisted generation, and the target alone."""
     rows = list(found["alphas"].values())
-    figure, panel = _plain()
     panel.plot([r["alpha"] for r in rows], [r["tokens_per_second"] for r in rows], "o-", color=_BLUE, label="the pair")
     panel.plot([r["alpha"] for r in rows], [r["foretold"] for r in rows], "D:", color="black", label="Theorem 3.8")
     theirs = [(r["alpha"], r["assisted"]["tokens_per_second"]) for r in rows if "assisted" in r]
@@ -108,46 +101,44 @@ def _pair(found: Json) -> Figure:
     panel.set_ylabel("tokens/s")
     panel.set_title(f"The pair over gRPC at γ = {rows[0]['gamma']}", fontsize=10)
     panel.legend(frameon=False, fontsize=8)
-    return figure
 
 
-def _streams(found: Json) -> Figure:
-    """Rates by streams, and the time between pieces beside it."""
-    figure, panels = pyplot.subplots(1, 2, figsize=(9.0, 4.2))
-    figure.subplots_adjust(bottom=0.22)
+def _rates(panel: Axes, found: Json) -> None:
+    """Tokens a second by streams."""
+    _by_streams(panel, found, "tokens/s", lambda row: {"": row["tokens_per_second"]})
+
+
+def _gaps(panel: Axes, found: Json) -> None:
+    """Time between pieces by streams."""
+    _by_streams(panel, found, "ms between pieces", lambda row: row["itl_piece_ms"] or {})
+
+
+def _by_streams(panel: Axes, found: Json, label: str, values: Callable[[Json], Json]) -> None:
     levels = [int(level) for level in found["levels"]]
     for name, colour in (("target alone", _GREY), ("the pair", _BLUE)):
-        rows = [by_name[name] for by_name in found["levels"].values()]
-        panels[0].plot(levels, [row["tokens_per_second"] for row in rows], "o-", color=colour, label=name)
-        for percent, line in (("p50", "-"), ("p99", ":")):
-            shown = [(row["itl_piece_ms"] or {}).get(percent) for row in rows]
-            panels[1].plot(levels, shown, f"o{line}", color=colour, label=f"{name}, {percent}")
-    for panel, label in zip(panels, ("tokens/s", "ms between pieces"), strict=True):
-        panel.set_xscale("log", base=2)
-        panel.set_xlabel("streams")
-        panel.set_ylabel(label)
-        panel.set_ylim(bottom=0)
-        panel.legend(frameon=False, fontsize=8)
-        for side in ("top", "right"):
-            panel.spines[side].set_visible(False)
-    return figure
+        rows = [values(by_name[name]) for by_name in found["levels"].values()]
+        for key, line in (("", "-"), ("p50", "-"), ("p99", ":")):
+            if any(key in row for row in rows):
+                told = f"{name}, {key}" if key else name
+                panel.plot(levels, [row.get(key) for row in rows], f"o{line}", color=colour, label=told)
+    panel.set_xscale("log", base=2)
+    panel.set_xlabel("streams")
+    panel.set_ylabel(label)
+    panel.set_ylim(bottom=0)
+    panel.set_title("Many streams", fontsize=10)
+    panel.legend(frameon=False, fontsize=8)
 
 
-def _cache(found: Json) -> Figure | None:
-    if not found["rows"]:
-        return None
-    figure, panel = _plain()
+def _cache(panel: Axes, found: Json) -> None:
     labels = [f"{row['way']}, γ = {row['gamma']}\n{row['placement']}" for row in found["rows"]]
     panel.barh(labels, [row["ratio"] for row in found["rows"]], color=_BLUE, height=0.5)
     panel.axvline(1.0, color="#333333", linewidth=0.8, linestyle=":")
     panel.tick_params(axis="y", labelsize=7)
-    panel.set_xlabel("tokens/s with the outcome cache over without")
-    figure.subplots_adjust(left=0.32)
-    return figure
+    panel.set_xlabel("tokens/s, with over without")
+    panel.set_title("The outcome cache", fontsize=10)
 
 
-def _share(found: Json) -> Figure:
-    figure, panel = _plain()
+def _share(panel: Axes, found: Json) -> None:
     batches = list(found["batches"])
     for name, colour, place in (("forward_us", _GREY, 0), ("verify_us", _GREEN, 1)):
         below = [row["forward_us"] if place else 0.0 for row in found["batches"].values()]
@@ -155,13 +146,12 @@ def _share(found: Json) -> Figure:
         panel.bar(batches, values, 0.5, bottom=below, color=colour, label=name.removesuffix("_us"))
     panel.set_xlabel("sequences")
     panel.set_ylabel("µs of a pass")
+    panel.set_title("Verification's share of a pass", fontsize=10)
     panel.legend(frameon=False, fontsize=8)
-    return figure
 
 
-def _profile(found: Json) -> Figure:
+def _profile(panel: Axes, found: Json) -> None:
     """When the device worked, over a stretch in the middle."""
-    figure, panel = _plain(9.0, 2.4)
     width = found["window_ms"] / len(found["window"])
     panel.bar([i * width for i in range(len(found["window"]))], found["window"], width, align="edge", color=_BLUE)
     panel.set_xlim(0, found["window_ms"])
@@ -169,15 +159,14 @@ def _profile(found: Json) -> Figure:
     panel.set_ylabel("at work")
     panel.set_xlabel("ms")
     panel.set_title(f"{found['streams']} streams: the device works {found['busy_share']:.1%} of the time", fontsize=10)
-    figure.subplots_adjust(bottom=0.38)
-    return figure
 
 
-_PAINTERS: dict[str, Callable[[Json], Figure | None]] = {
-    "alone": _alone,
-    "pair": _pair,
-    "streams": _streams,
-    "cache": _cache,
-    "share": _share,
-    "profile": _profile,
-}
+_PAINTERS: tuple[tuple[str, Callable[[Axes, Json], None]], ...] = (
+    ("alone", _alone),
+    ("pair", _pair),
+    ("streams", _rates),
+    ("streams", _gaps),
+    ("cache", _cache),
+    ("share", _share),
+    ("profile", _profile),
+)

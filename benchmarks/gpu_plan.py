@@ -13,17 +13,32 @@ from benchmarks.planted.text import Plant
 
 PARTS = MappingProxyType(
     {
+        "choices": "attention, layers and graphs",
+        "tests": "the tests marked gpu",
+        "memcheck": "memory accesses",
         "device": "the device itself",
+        "kernel": "the kernel",
         "alone": "the target alone",
+        "share": "verification's share of a pass",
+        "profile": "a saturated verifier",
         "pair": "the pair over gRPC",
         "streams": "many streams",
         "cache": "the outcome cache",
-        "share": "verification's share of a pass",
-        "kernel": "the kernel",
-        "profile": "a saturated verifier",
     }
 )
 """In the order they are measured, with what they are called."""
+
+RUNS = MappingProxyType(
+    {
+        1: ("choices", "tests", "memcheck"),
+        2: ("device", "kernel", "alone", "share", "profile"),
+        3: ("pair", "streams", "cache"),
+    }
+)
+"""The parts of each run, which takes nine minutes at most: does it work, one stream, the pair."""
+
+RUN_SECONDS = 500.0
+"""After so much of a run no part begins; the rest is for imports and pictures."""
 
 Json = dict[str, Any]
 
@@ -33,6 +48,7 @@ class GpuPlan:
     """What is measured.
 
     Attributes:
+        is_dry: whether it only shows that everything runs.
         dtype: of all models.
         shapes: of the part `alone`.
         compiled: those of them that transformers also runs compiled, and seconds that each may take for it.
@@ -68,6 +84,7 @@ class GpuPlan:
         budgets: seconds of each part.
     """
 
+    is_dry: bool
     dtype: str
     shapes: tuple[Shape, ...]
     compiled: dict[str, float]
@@ -113,6 +130,7 @@ class GpuPlan:
 
 
 FULL = GpuPlan(
+    is_dry=False,
     dtype="bfloat16",
     shapes=(LLAMA_1B, LLAMA_8B, LLAMA_13B),
     compiled={LLAMA_1B.name: 45.0, LLAMA_8B.name: 60.0},
@@ -153,12 +171,14 @@ FULL = GpuPlan(
     kv_mb=6144,
     clock_repeats=30,
     budgets={
-        "device": 10.0, "alone": 165.0, "pair": 95.0, "streams": 45.0,
-        "cache": 50.0, "share": 20.0, "kernel": 35.0, "profile": 25.0,
+        "choices": 60.0, "tests": 320.0, "memcheck": 120.0,
+        "device": 10.0, "kernel": 60.0, "alone": 250.0, "share": 60.0, "profile": 60.0,
+        "pair": 250.0, "streams": 120.0, "cache": 130.0,
     },
 )  # fmt: skip
 
 DRY = GpuPlan(
+    is_dry=True,
     dtype="bfloat16",
     shapes=(TINY_DRAFT, TINY_TARGET),
     compiled={TINY_DRAFT.name: 60.0},

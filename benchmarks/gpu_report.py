@@ -13,6 +13,10 @@ from benchmarks.kernel_report import tables as kernel_tables
 
 DRY_RUN = "A dry run with tiny models on a CPU: it shows that the benchmark works. None of its figures means anything."
 
+ONE_DEVICE = (
+    "Draft and target share one GPU, which runs one process at a time: on a GPU each, many streams would be faster."
+)
+
 Json = dict[str, Any]
 
 
@@ -77,6 +81,9 @@ def tables(document: Json) -> str:
         f"**{document['meaning']}**\n" if "meaning" in document else "",
         _places(document),
         _aims(document["summary"]["aims"]),
+        _choices(figures.get("choices")),
+        _tests(figures.get("tests")),
+        _memcheck(figures.get("memcheck")),
         _device(figures.get("device")),
         _alone(figures.get("alone")),
         _pair(figures.get("pair"), document["summary"].get("pair_of_bare_passes", {})),
@@ -102,8 +109,48 @@ def _places(document: Json) -> str:
 
 
 def _aims(aims: Sequence[Json]) -> str:
-    words = {True: "met", False: "missed", None: "not measured"}
-    return _table("Aims", ["aim", "worst found", ""], [[a["aim"], _n(a["found"], 2), words[a["met"]]] for a in aims])
+    """Each aim as a sentence: whether it holds, what it is, and the worst case found."""
+    if not aims:
+        return ""
+    words = {True: "Holds", False: "Does not hold", None: "Not measured"}
+    lines = []
+    for each in aims:
+        found = "" if each["found"] is None else f"; {each['found']:.2f} at worst"
+        lines.append(f"- **{words[each['met']]}**: {each['aim']}{found}.")
+    return "\n".join(["## Which aims hold\n", *lines]) + "\n"
+
+
+def _choices(found: Json | None) -> str:
+    rows = [
+        [row["shape"], row["dtype"], row["error"]]
+        if "error" in row
+        else [
+            row["shape"],
+            row["dtype"],
+            f"`{row['attention']}`, blocks of {row['block_tokens']}: {row['attention_why']}",
+            f"`{row['layers']}`: {row['layers_why']}",
+            row["graphs"],
+        ]
+        for row in (found or {}).get("rows", [])
+    ]
+    return _table("What runs here, and why", ["shape", "dtype", "attention", "layers", "graphs"], rows)
+
+
+def _tests(found: Json | None) -> str:
+    rows = [
+        [name, row["outcome"], _n(row["seconds"], 0), "failed" if row["exit_code"] else "passed"]
+        for name, row in (found or {}).get("groups", {}).items()
+    ]
+    title = "The tests marked gpu" + (", collected and not run" if (found or {}).get("collected_only") else "")
+    return _table(title, ["group", "", "s", ""], rows)
+
+
+def _memcheck(found: Json | None) -> str:
+    if not found:
+        return ""
+    tool = f"under `{found['tool']}`" if found["tool"] else "compute-sanitizer did not watch"
+    outcome = "no error" if not found["exit_code"] else f"exit code {found['exit_code']}"
+    return f"## Memory accesses\n\nEvery kernel once, {tool}: {outcome}.\n"
 
 
 def _device(found: Json | None) -> str:
@@ -173,7 +220,8 @@ def _streams(found: Json | None) -> str:
                 cells += [_n((row[times] or {}).get(percent), 2) for percent in ("p50", "p99")]
             rows.append(cells)
     head = ["streams", "", "tokens/s", "tokens/round", "TTFT, ms, p50", "p99", "between tokens, ms, p50", "p99"]
-    return _table("Many streams", [*head, "between pieces, ms, p50", "p99"], rows)
+    table = _table("Many streams", [*head, "between pieces, ms, p50", "p99"], rows)
+    return table and f"{table}\n{ONE_DEVICE}\n"
 
 
 def _cache(found: Json | None) -> str:

@@ -32,8 +32,8 @@ def work_on(device: torch.device) -> None:
     """Makes a CUDA device the current one of this thread, for whatever asks for that and not for its operands' own:
     each thread begins with the first device. Does nothing for others.
 
-    Products in 16 bits then add up in float32 throughout. By default parts of a sum meet in bfloat16, and rows in passes
-    of other sizes differ by more than their rounding.
+    Products in 16 bits then add up in float32 throughout. By default parts of a sum meet in bfloat16, so that the same
+    row differs from pass to pass by more than its rounding.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -17,7 +17,7 @@ from benchmarks import gpu, gpu_alone, gpu_transformers
 from benchmarks.clocks import CpuClock
 from benchmarks.gpu_bench import Bench, Deadline, Json
 from benchmarks.gpu_figures import alpha_of, busy_share, foretold, overall, shares, union, weight_bound
-from benchmarks.gpu_plan import DRY, FULL, PARTS
+from benchmarks.gpu_plan import DRY, FULL, PARTS, RUN_SECONDS, RUNS
 from benchmarks.gpu_report import DRY_RUN, summarise, tables
 from benchmarks.planted import __main__ as planted_service
 from benchmarks.planted.models import build
@@ -75,8 +75,7 @@ def test_a_dry_run_measures_every_part_and_says_that_it_means_nothing(
     assert DRY_RUN in output.with_suffix(".md").read_text()
     assert DRY_RUN in told.out
     assert DRY_RUN in " ".join(told.err.split())
-    drawn = {path.name for path in tmp_path.glob("*.png")}
-    assert drawn == {f"gpu-{name}.png" for name in PARTS if name != "device"}
+    assert {path.name for path in tmp_path.iterdir()} == {"gpu.json", "gpu.md", "gpu.png", "gpu-kernel.png"}
 
     assert gpu.main([*arguments, "--resume"]) == 0
     assert json.loads(output.read_text())["parts"] == document["parts"]
@@ -96,6 +95,13 @@ def test_on_a_gpu_tiny_models_pass_through_every_part(tmp_path: Path, monkeypatc
 
 
 def _check_figures(figures: dict[str, Json]) -> None:
+    for row in figures["choices"]["rows"]:
+        assert row["attention"]
+        assert row["layers_why"]
+        assert row["graphs"] == "9 of 9 sizes"
+    assert list(figures["tests"]["groups"]) == ["all"]
+    assert all(row["exit_code"] == 0 for row in figures["tests"]["groups"].values())
+    assert figures["memcheck"]["exit_code"] == 0
     for row in figures["alone"]["shapes"].values():
         assert row["contenders"]["Outrider, eager"]["of_bound"] > 0
         assert row["contenders"]["transformers"]["of_bound"] > 0
@@ -197,12 +203,14 @@ def test_without_a_gpu_it_says_so_in_one_line(capsys: pytest.CaptureFixture[str]
 
 def test_a_part_that_does_not_exist_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--dry-run", "--parts", "device,dreams", "--output", str(tmp_path / "out.json")]) == 2
-    assert "--parts names dreams; there are device, alone" in capsys.readouterr().err
+    assert "--parts names dreams; there are choices, tests" in capsys.readouterr().err
 
 
-def test_all_parts_together_take_less_than_eight_minutes() -> None:
+def test_each_run_takes_less_than_nine_minutes_and_all_have_each_part_once() -> None:
+    assert [name for run in RUNS.values() for name in run] == list(PARTS)
     assert set(FULL.budgets) == set(DRY.budgets) == set(PARTS)
-    assert sum(FULL.budgets.values()) <= gpu.SECONDS < 480 - 20  # what is imported and drawn takes its time too
+    for run in RUNS.values():
+        assert sum(FULL.budgets[name] for name in run) <= RUN_SECONDS < 540 - 20  # imports and pictures take their time
 
 
 def test_a_part_whose_time_is_over_has_one_turn() -> None:
@@ -412,7 +420,7 @@ def test_aims_are_judged_by_their_worst_case_and_by_what_is_served() -> None:
     found = {aim["aim"].split(",")[0]: (aim["found"], aim["met"]) for aim in summary["aims"]}
     assert found == {
         "1B alone": (None, None),
-        "8B alone": (0.65, True),
+        "8B alone": (0.65, False),
         "13B alone": (None, None),
         "the pair": (0.85, False),
         "the outcome cache": (1.3, True),
@@ -421,6 +429,7 @@ def test_aims_are_judged_by_their_worst_case_and_by_what_is_served() -> None:
     bare = 250.0 / (expected_tokens(0.8, 4) / (4 * 0.001 + 0.008))
     assert summary["pair_of_bare_passes"]["0.8"] == pytest.approx(bare)
     text = tables(document)
-    assert "| the pair, of Theorem 3.8: 0.9 or more | 0.85 | missed |" in text
+    assert "- **Does not hold**: the pair, of Theorem 3.8: 0.9 or more; 0.85 at worst." in text
+    assert "- **Not measured**: 13B alone, of the bound by its weights: 0.8 or more." in text
     assert "some GPU" in text
     assert "dry run" not in text

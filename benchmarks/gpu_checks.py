@@ -1,0 +1,184 @@
+"""What must hold before anything is timed: parts `choices`, `tests` and `memcheck` of `benchmarks.gpu`."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+
+from benchmarks.gpu_bench import Bench, Json, Unavailable
+from benchmarks.gpu_packed import paged_model
+from benchmarks.planted import models
+from benchmarks.planted.shapes import Shape
+from outrider.lm.attention_choice import SDPA
+from outrider.lm.kv_size import MIB
+from outrider.lm.recording import recorder_for
+
+ROOT = Path(__file__).resolve().parents[1]
+
+GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "verification": (
+            "tests/kernels/test_paths.py",
+            "tests/kernels/test_rule.py",
+            "tests/kernels/test_block.py",
+            "tests/kernels/test_coupled.py",
+            "tests/kernels/test_sigmoid.py",
+            "tests/kernels/test_verify.py",
+            "tests/kernels/test_triton.py",
+            "tests/kernels/test_enumeration.py",
+            "tests/kernels/test_statistics.py",
+            "tests/kernels/test_verify_static.py",
+        ),
+        "attention": ("tests/kernels/test_triton_attention.py",),
+        "layers": ("tests/kernels/test_triton_layers.py", "tests/outrider/lm/test_layer_ops.py"),
+        "draws": ("tests/kernels/test_draw_static.py",),
+        "models and graphs": ("tests/outrider/lm/test_gpu.py",),
+        "memory": ("tests/outrider/lm/test_memory.py", "tests/outrider/test_loading.py"),
+        "the pair": ("tests/exactness/test_gpu_pair.py",),
+        "benchmarks": ("tests/benchmarks/test_kernel.py", "tests/benchmarks/test_gpu.py"),
+    }
+)
+"""The files with tests marked gpu, in the order of what everything else stands on."""
+
+SANITIZER = "compute-sanitizer"
+
+_SEQUENCES, _LENGTH, _WIDEST = 4, 256, 5
+_GRAPH_SECONDS, _GRAPH_BYTES = 30.0, 1024 * MIB
+_SHOWN_LINES = 40
+_MEMORY_ERROR = 9  # exit code
+
+
+# -------------------------------------------------------------------------------------------------------------- choices
+
+
+def choices(bench: Bench) -> Json:
+    """Which attention, layers and graphs a model of each shape gets here, and why; of one layer each."""
+    plan = bench.plan
+    asked = [(shape, plan.dtype) for shape in plan.shapes] + [(plan.shapes[0], "float32")]
+    rows = []
+    for shape, dtype in asked:
+        row = bench.tried(f"{shape.name} in {dtype}", partial(_chosen, bench, replace(shape, layers=1), dtype))
+        rows.append({"shape": shape.name, "dtype": dtype} | row)
+    return {"rows": rows}
+
+
+def _chosen(bench: Bench, shape: Shape, dtype: str) -> Json:
+    loaded = models.loaded(
+        shape, bench.plan.plant(shape), drafts=False, device=bench.device, dtype=models.DTYPES[dtype]
+    )
+    packed = paged_model(loaded, _SEQUENCES, _LENGTH)
+    attention, layers = packed.attention, packed.layer_choice
+    graphs = "none: this attention cannot be captured"
+    if attention.can_be_recorded(bench.device):
+        graphs = packed.record(
+            recorder_for(bench.device),
+            max_sequences=_SEQUENCES,
+            widest=_WIDEST,
+            seconds=_GRAPH_SECONDS,
+            most_bytes=_GRAPH_BYTES,
+        )
+    if bench.device.type == "cuda" and attention.name == SDPA:
+        bench.troubles.append(f"{shape.name} in {dtype} attends one sequence at a time: {attention.reason}")
+    bench.told(f"{shape.name} in {dtype}: attention {attention.name}, graphs {graphs}")
+    return {
+        "attention": attention.name,
+        "attention_why": attention.reason,
+        "block_tokens": attention.block_tokens,
+        "layers": "transformers" if layers is None else layers.name,
+        "layers_why": "" if layers is None else layers.reason,
+        "graphs": graphs,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------- tests
+
+
+def tests(bench: Bench) -> Json:
+    """The tests marked gpu, group by group, up to the first group in which one fails; a dry run only collects them."""
+    found: Json = {}
+    groups = {"all": tuple(file for files in GROUPS.values() for file in files)} if bench.plan.is_dry else GROUPS
+    for name, files in groups.items():
+        if bench.deadline.over:
+            bench.troubles.append(f"the time was over before the tests of {name}")
+            break
+        found[name] = _tested(bench, files)
+        bench.told(f"{name}: {found[name]['outcome']}")
+        if found[name]["exit_code"]:
+            bench.troubles.append(f"tests of {name}: {found[name]['outcome']}; the groups after it did not run")
+            break
+    return {"collected_only": bench.plan.is_dry, "groups": found}
+
+
+def _tested(bench: Bench, files: Sequence[str]) -> Json:
+    how = ["--collect-only"] if bench.plan.is_dry else ["--tb=short"]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *how, *files]
+    began = time.monotonic()
+    code, lines = _run(command, bench.deadline.left)
+    summary = next((line for line in reversed(lines) if re.search(r"\d+ (passed|failed|error)|collected", line)), "")
+    row: Json = {
+        "exit_code": code,
+        "outcome": summary.strip("= ") or f"exit code {code}",
+        "seconds": round(time.monotonic() - began, 1),
+    }
+    return row | ({"output": lines[-_SHOWN_LINES:]} if code else {})
+
+
+# ------------------------------------------------------------------------------------------------------------- memcheck
+
+
+def memcheck(bench: Bench) -> Json:
+    """Every kernel once, under compute-sanitizer where it is there: accesses out of bounds, and misaligned ones.
+
+    Raises:
+        Unavailable: the tool takes too long, or does not know the device.
+    """
+    tool = None if bench.plan.is_dry else shutil.which(SANITIZER)
+    command = [sys.executable, "-m", "benchmarks.gpu_exercise", str(bench.device)]
+    environment = {"TRITON_INTERPRET": "1"} if bench.device.type == "cpu" else {}
+    if tool is not None:
+        command = [tool, "--tool", "memcheck", "--error-exitcode", str(_MEMORY_ERROR), *command]
+        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # each tensor then ends where its memory does
+    code, lines = _run(command, bench.deadline.left, environment)
+    said = [line for line in lines if line.startswith("=========")]
+    if tool is not None and any("not supported" in line for line in said):
+        raise Unavailable(f"{SANITIZER}: {next(line for line in said if 'not supported' in line)}")
+    if code:
+        bench.troubles.append(f"exit code {code}: {next(iter([*said, *lines[-1:]]), 'no word')}")
+    outcome = "it runs" if tool is None else "no error"
+    bench.told(f"every kernel once{'' if tool is None else f' under {SANITIZER}'}: {outcome if not code else 'failed'}")
+    return {
+        "tool": SANITIZER if tool is not None else None,
+        "exit_code": code,
+        **({"output": (said or lines)[:_SHOWN_LINES]} if code else {}),
+    }
+
+
+def _run(command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None) -> tuple[int, list[str]]:
+    """The exit code and the lines of a command of this repository.
+
+    Raises:
+        Unavailable: it takes longer than `seconds`.
+    """
+    try:
+        done = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | (environment or {}),
+            timeout=max(1.0, seconds),
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise Unavailable(f"{' '.join(command[1:4])} took more than {seconds:.0f} s") from None
+    return done.returncode, done.stdout.splitlines()

@@ -1,0 +1,98 @@
+"""Every kernel of ours once, on sizes that fill no tile: to be watched by compute-sanitizer.
+
+    python -m benchmarks.gpu_exercise cuda:0
+    TRITON_INTERPRET=1 python -m benchmarks.gpu_exercise cpu
+
+Results are held to what they should be. Nothing is captured: it must run without torch's cache of memory, too.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from benchmarks.planted import models
+from benchmarks.planted.shapes import TINY_TARGET
+from benchmarks.planted.text import Plant
+from kernels import paths
+from kernels.distribution import SamplingLaw
+from kernels.sparse import SparseConfig
+from kernels.verify import Proposed, Rule
+from outrider.lm import layer_choice
+from outrider.lm.attention_choice import TRITON, AttentionChoice, try_out
+from outrider.lm.device import find_device, work_on
+from outrider.lm.gated_decoder import GatedDecoder
+from outrider.lm.kv_size import MIB
+from outrider.lm.layer_ops import TritonOps
+from outrider.lm.packed import Chunk, PackedModel
+from outrider.lm.probe import AttentionLayer
+from outrider.lm.recording import Repeating
+from outrider.lm.writing import Sampling
+from verifier_service.judging import Judge
+
+_HEADS = (
+    AttentionLayer(6, 2, 80, 0.1, None),
+    AttentionLayer(8, 8, 64, 0.1, 100, softcap=5.0),
+    AttentionLayer(8, 1, 128, 0.1, None, sinks=True),
+)
+_CONFIG = SparseConfig(keep_mass=0.97, max_support=40)
+_LENGTH = 100
+
+
+def main() -> int:
+    """The command; returns 0, or 1 where a kernel gives something else than it should."""
+    device = find_device(sys.argv[1] if len(sys.argv) > 1 else "auto")
+    work_on(device)
+    # Triton's interpreter is slow, and its products of bfloat16 are wrong: on a CPU it gets the least.
+    on_gpu = device.type == "cuda"
+    dtypes = [torch.float32, torch.bfloat16] if on_gpu else [torch.float32]
+    for dtype in dtypes:
+        for V in (300, 5003) if on_gpu else (300,):
+            paths.warm_up("triton", device, dtype, V, V + 5)
+        heads = _HEADS if on_gpu else _HEADS[:1]
+        refusal = try_out(AttentionChoice(TRITON, "exercised"), heads, dtype, device)
+        if refusal:
+            print(f"attention in {dtype}: {refusal}")
+            return 1
+    refusal = _rounds(device, dtypes[-1])
+    print(refusal or "every kernel ran")
+    return 1 if refusal else 0
+
+
+@torch.inference_mode()
+def _rounds(device: torch.device, dtype: torch.dtype) -> str:
+    """Passes, rounds and drafted tokens of a tiny model; why they are wrong, or nothing."""
+    plant = Plant(TINY_TARGET.vocab, (0.5,))
+    loaded = models.loaded(TINY_TARGET, plant, drafts=False, device=device, dtype=dtype)
+    packed = PackedModel.build(loaded, 3, _LENGTH, attention=AttentionChoice(TRITON, "exercised"))
+    assert isinstance(loaded.fused, GatedDecoder)
+    refusal = layer_choice.try_out(TritonOps, loaded.fused._layers, dtype)
+    if refusal:
+        return f"layers: {refusal}"
+    judge = Judge(packed, vocab_size=TINY_TARGET.vocab, verify_path="triton")
+    room = {"seconds": 1e3, "most_bytes": 1024 * MIB}
+    judge.record(Repeating(), max_sequences=1, max_gamma=1, pass_tokens=64, **room)
+    packed.record_writing(Repeating(), _CONFIG, sequences=2, tokens=3, vocab_size=TINY_TARGET.vocab, races=True, **room)
+    follows, slots = plant.successors().tolist(), [packed.pool.allocate() for _ in range(2)]
+    packed.forward([Chunk(slot, [5 + slot] * 37, 0, 37) for slot in slots])
+    for rule, judged in ((Rule.TOKENWISE, slots[:1]), (Rule.COUPLED, slots)):  # a recorded pass, and one as it comes
+        last, chunks, proposals = 9, [], []
+        for slot in judged:
+            right = follows[last]
+            chunks.append(Chunk(slot, [last, right], packed.pool.length(slot), 0))
+            q = (None,) if rule is Rule.TOKENWISE else ()
+            proposals.append(Proposed((right,), q, SamplingLaw(), seed=1, base_length=40, rule=rule))
+        told = [(each.accepted, each.next_token) for each in judge(chunks, proposals).rulings]
+        if told != [(1, follows[follows[last]])] * len(judged):
+            return f"rounds under {rule}: {told}"
+    sampling = Sampling(SamplingLaw(), _CONFIG, [0.5, 0.5, 0.5], TINY_TARGET.vocab)
+    written = packed.write([Chunk(slot, [9], packed.pool.length(slot), 0) for slot in slots], [sampling] * len(slots))
+    wanted = [follows[9], follows[follows[9]], follows[follows[follows[9]]]]
+    if any(list(each.tokens) != wanted for each in written):
+        return f"drafted tokens: {[list(each.tokens) for each in written]}"
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

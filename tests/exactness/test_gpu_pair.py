@@ -1,0 +1,60 @@
+"""Both services on a CUDA device write the texts that they write on a CPU: drafted, verified and captured there.
+
+The other tests of services need no device, and run with the pair on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from outrider.cli.pair import Pair, fixed
+from outrider.cli.processes import ServiceProcess
+from outrider.client import Client
+from tests.services import MODELS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+PROMPTS = [[number, 40, 50 + number] for number in range(10, 22)]
+TOKENS = 24
+HEALTHY_WITHIN_S = 240.0  # a first start compiles kernels
+
+
+@contextmanager
+def pair_on(device: str, *, log: list[str] | None = None) -> Iterator[Client]:
+    """A client of the demo pair on a device, in float32."""
+    verifier = fixed("127.0.0.1:0")
+    flags = ("--dtype", "float32", "--threads", "1", "--device", device, "--kv-cache-mb", "256")
+    target = ["--model", str(MODELS / "target"), "--listen", verifier]
+    draft = ["--model", str(MODELS / "draft"), "--listen", "127.0.0.1:0", "--verifier", verifier]
+    with (
+        ServiceProcess.launch(["verifier_service", *target, *flags]) as behind,
+        ServiceProcess.launch(["draft_service", *draft, *flags]) as front,
+    ):
+        Pair(behind, front).wait_healthy(HEALTHY_WITHIN_S)
+        if log is not None:
+            log += behind.log_lines()
+        with Client(front.address, plaintext=True, timeout=120.0) as client:
+            yield client
+
+
+def texts(client: Client) -> list[list[int]]:
+    """Of each prompt one at temperature 0 and one of a seed, in proposals of 4 tokens."""
+    return [
+        list(client.complete(prompt, max_new_tokens=TOKENS, ignore_eos=True, gamma=4, **how).token_ids)
+        for prompt in PROMPTS
+        for how in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 7})
+    ]
+
+
+def test_a_pair_on_the_device_writes_what_it_writes_on_a_cpu() -> None:
+    """In float32 logits differ in their last bits, so that a near-tie may part one text of 24, and hardly two."""
+    with pair_on("cpu") as client:
+        wanted = texts(client)
+    log: list[str] = []
+    with pair_on("cuda:0", log=log) as client:
+        found = texts(client)
+    assert sum(one != other for one, other in zip(found, wanted, strict=True)) <= 1
+    assert any("recorded" in line and " sizes" in line for line in log), "passes were captured"
