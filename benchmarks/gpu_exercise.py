@@ -71,9 +71,11 @@ def _rounds(device: torch.device, dtype: torch.dtype) -> str:
     if refusal:
         return f"layers: {refusal}"
     judge = Judge(packed, vocab_size=TINY_TARGET.vocab, verify_path="triton")
-    room = {"seconds": 1e3, "most_bytes": 1024 * MIB}
-    judge.record(Repeating(), max_sequences=1, max_gamma=1, pass_tokens=64, **room)
-    packed.record_writing(Repeating(), _CONFIG, sequences=2, tokens=3, vocab_size=TINY_TARGET.vocab, races=True, **room)
+    record = {"seconds": 1000, "most_bytes": 1024 * MIB}
+    judge.record(Repeating(), max_sequences=1, max_gamma=1, pass_tokens=64, **record)
+    packed.record_writing(
+        Repeating(), _CONFIG, sequences=2, tokens=3, vocab_size=TINY_TARGET.vocab, races=True, **record
+    )
     follows, slots = plant.successors().tolist(), [packed.pool.allocate() for _ in range(2)]
     packed.forward([Chunk(slot, [5 + slot] * 37, 0, 37) for slot in slots])
     for rule, judged in ((Rule.TOKENWISE, slots[:1]), (Rule.COUPLED, slots)):  # a recorded pass, and one as it comes

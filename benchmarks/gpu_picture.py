@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,8 @@ def _alone(panel: Axes, found: Json) -> None:
             for i, row in enumerate(shapes.values())
             if "of_bound" in row.get(name, {})
         ]
-        panel.bar(*zip(*points, strict=True), width * 0.9, label=name, color=_COLOURS[place % len(_COLOURS)])
+        colour = _COLOURS[place % len(_COLOURS)]
+        panel.bar([at for at, _ in points], [share for _, share in points], width * 0.9, label=name, color=colour)
     for i, name in enumerate(shapes):
         if name in gpu_alone.AIMS:
             panel.plot([i - 0.45, i + 0.45], [gpu_alone.AIMS[name]] * 2, color="black", linewidth=0.8, linestyle=":")
@@ -120,7 +122,8 @@ def _by_streams(panel: Axes, found: Json, label: str, values: Callable[[Json], J
         for key, line in (("", "-"), ("p50", "-"), ("p99", ":")):
             if any(key in row for row in rows):
                 told = f"{name}, {key}" if key else name
-                panel.plot(levels, [row.get(key) for row in rows], f"o{line}", color=colour, label=told)
+                shown = [row.get(key, math.nan) for row in rows]
+                panel.plot(levels, shown, f"o{line}", color=colour, label=told)
     panel.set_xscale("log", base=2)
     panel.set_xlabel("streams")
     panel.set_ylabel(label)

@@ -14,6 +14,7 @@ from tests.benchmarks import quick
 ARGUMENTS = ("--quick", "--new-tokens", "12")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # two services start, on whatever else the machine does
 def test_quick_measures_every_drafter_and_says_so_in_one_json_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -122,15 +122,13 @@ def _by_held(law: Array, tokens: Array) -> Fit:
     return chisquare.goodness_of_fit(np.bincount(classes[tuple(tokens.T)], minlength=8), expected)
 
 
-@pytest.mark.parametrize(("number", "distance"), [(320, 0.2), pytest.param(1000, 0.12, marks=pytest.mark.slow)])
-def test_the_law_is_the_targets_though_text_was_held(
-    number: int, distance: float, unlike: list[Service], attentive: World
-) -> None:
+@pytest.mark.slow
+def test_the_law_is_the_targets_though_text_was_held(unlike: list[Service], attentive: World) -> None:
     """By χ², where the next draft service draws otherwise, half of the texts by each rule.
 
-    Power (`chisquare` has the derivation): 320 texts over eight classes, 7 degrees of freedom, at a level of 0.01 %,
-    notice a total variation of 0.2 with 95 %, and 1,000 one of 0.12; along these classes less: where tokens are told
-    together with their text it is 0.15, and χ² about 40, where 30 is enough; 110 with 1,000 texts.
+    Power (`chisquare` has the derivation): 1,000 texts over eight classes, 7 degrees of freedom, at a level of 0.01 %,
+    notice a total variation of 0.12 with 95 %; along these classes less: where tokens are told together with their text
+    it is 0.15, and χ² about 110, where 30 is enough.
     """
     requests = [
         Options(
@@ -144,7 +142,7 @@ def test_the_law_is_the_targets_though_text_was_held(
             ignore_eos=True,
             stop=STOPS,
         )
-        for seed in range(number)
+        for seed in range(1000)
     ]
     texts = _texts([service.address for service in unlike], requests)
     tokens = np.array([text.token_ids[:3] for text in texts])
@@ -152,5 +150,5 @@ def test_the_law_is_the_targets_though_text_was_held(
     fit = _by_held(laws.joint_law(laws.load(attentive.target), PROMPT, 3, FILTERS), tokens)
     print(f"{deaths:.2f} deaths a text; {fit}")
     assert deaths > 1.5
-    assert chisquare.detectable(fit.df, fit.n, level=LEVEL, power=POWER) <= distance
+    assert chisquare.detectable(fit.df, fit.n, level=LEVEL, power=POWER) <= 0.12
     assert fit.p_value > LEVEL

@@ -12,7 +12,7 @@ import pytest
 
 from outrider.cli.pair import Pair, fixed
 from outrider.cli.processes import ServiceProcess
-from outrider.client import Client
+from outrider.client import Client, Options
 from tests.services import MODELS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -42,11 +42,9 @@ def pair_on(device: str, *, log: list[str] | None = None) -> Iterator[Client]:
 
 def texts(client: Client) -> list[list[int]]:
     """Of each prompt one at temperature 0 and one of a seed, in proposals of 4 tokens."""
-    return [
-        list(client.complete(prompt, max_new_tokens=TOKENS, ignore_eos=True, gamma=4, **how).token_ids)
-        for prompt in PROMPTS
-        for how in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 7})
-    ]
+    ways: list[Options] = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 7}]
+    asked: Options = {"max_new_tokens": TOKENS, "ignore_eos": True, "gamma": 4}
+    return [list(client.complete(prompt, **(asked | how)).token_ids) for prompt in PROMPTS for how in ways]
 
 
 def test_a_pair_on_the_device_writes_what_it_writes_on_a_cpu() -> None:

@@ -178,6 +178,7 @@ def test_certificates_and_their_authority_are_replaced(house: House, short: tupl
         assert said.startswith("UNAVAILABLE"), f"what the old authority vouched for: {said}"
 
 
+@pytest.mark.slow
 def test_services_are_restarted_one_after_the_other(house: House, short: tuple[list[Request], list[Any]]) -> None:
     """A verifier's sequences leave it before it does, and a draft service finishes its requests."""
     requests, known = short
