@@ -36,7 +36,6 @@ GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "tests/kernels/test_triton.py",
             "tests/kernels/test_enumeration.py",
             "tests/kernels/test_statistics.py",
-            "tests/kernels/test_verify_static.py",
         ),
         "attention": ("tests/kernels/test_triton_attention.py",),
         "layers": ("tests/kernels/test_triton_layers.py", "tests/outrider/lm/test_layer_ops.py"),

@@ -28,10 +28,7 @@ GREEDY_NUMBER = 4
 INTS, FLOATS, DRAFT_INTS = 6, 7, 4
 """How many columns `Batch.ints`, `Batch.floats` and `Batch.draft_ints` have."""
 
-BASE_LENGTH = 4
-"""A column of `Batch.ints`."""
-
-_TINY = 1.2e-38
+TINY = 1.2e-38
 """A temperature that float32 would round to zero counts as about its smallest normal number."""
 
 
@@ -116,7 +113,7 @@ def _sequences(proposals: Sequence[Proposed]) -> dict[str, np.ndarray]:
         seed = each.seed - 2**64 if each.seed >= 2**63 else each.seed
         rule = GREEDY_NUMBER if greedy else RULE_NUMBERS[each.rule]
         ints.append((first_row, len(each.tokens), rule, seed, each.base_length, given))
-        scale = math.log2(math.e) / (1.0 if greedy else max(law.temperature, _TINY))
+        scale = math.log2(math.e) / (1.0 if greedy else max(law.temperature, TINY))
         scales = each.sigmoid
         lowest, span = (scales.alpha, scales.beta - scales.alpha) if scales is not None else (0.0, 1.0)
         least = math.log2(law.min_p) if law.min_p > 0 else -math.inf

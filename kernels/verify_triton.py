@@ -12,6 +12,7 @@ of how proposals become arrays: that is `verify_pack`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,7 +61,7 @@ from kernels.triton_walk import (
     walk_greedily,
     walk_tokenwise,
 )
-from kernels.verify_pack import Batch, pack
+from kernels.verify_pack import FLOATS, GREEDY_NUMBER, RULE_NUMBERS, TINY, Batch, pack
 
 RULES = frozenset(Rule)
 """What this implementation judges by."""
@@ -233,29 +234,40 @@ class Launch:
         ruling_kernel[(B,)](
             *where, batch.ints, batch.floats, *changes, self.cuts, *self.stats,
             batch.draft_ints, batch.draft_q, batch.support_ids, batch.support_q, batch.dense, batch.uniforms,
-            outcomes_of(self.results, N), self.results[:N].view(torch.float32),
+            _outcomes(self.results, N), self.results[:N].view(torch.float32),
             TILE=tile, TILES=tiles, K=MAX_SUPPORT,  # one width, so that no larger support waits for a compiler
             ADJUSTED=adjusted, WITH_DENSE=len(batch.dense) > 0, **RULING_OPTIONS,
         )  # fmt: skip
 
     def rulings(self) -> list[Ruling]:
-        """Wait for the last run, and return what it found, after one copy from the device."""
-        return rulings_of(self.results.cpu(), len(self.batch.draft_q), self.logits, self.proposals)
+        """Wait for the last run, and return what it found, after one copy from the device.
+
+        Log-probabilities are read from the logits as they stand now, where a proposal asks for them.
+        """
+        results, N = self.results.cpu(), len(self.batch.draft_q)
+        beta = results[:N].view(torch.float32).numpy()
+        outcomes = _outcomes(results, N).tolist()
+        rulings = []
+        first_row = 0
+        for b, (proposal, (status, accepted, token)) in enumerate(zip(self.proposals, outcomes, strict=True)):
+            ruling = BAD_LOGITS
+            if STATUSES[status] is not Status.BAD_LOGITS:
+                ruling = Ruling(STATUSES[status], accepted, token, _beta_of(proposal, accepted, beta[first_row - b :]))
+                if proposal.top_logprobs >= 0:
+                    ruling = _with_logprobs(ruling, proposal, self.logits[first_row : first_row + accepted + 1])
+            rulings.append(ruling)
+            first_row += len(proposal.tokens) + 1
+        return rulings
 
 
 def prepare(logits: Tensor, proposals: Sequence[Proposed]) -> Launch:
-    """Pack the proposals, copy them to the logits' device, and set room aside for the results."""
+    """Pack the proposals, copy them to the logits' device, and set room aside for what the kernels write."""
     if logits.dtype == torch.float64:
         logits = logits.float()
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    V = logits.shape[1]
-    return launch_of(logits, proposals, pack(proposals, V, tile_size(V), logits.device))
-
-
-def launch_of(logits: Tensor, proposals: Sequence[Proposed], batch: Batch) -> Launch:
-    """Return a launch over `logits`, as `Launch` wants them, with room set aside for what the kernels write."""
     R, V = logits.shape
+    batch = pack(proposals, V, tile_size(V), logits.device)
     shape = (R, -(-V // tile_size(V)))
     stats = (
         torch.empty(shape, dtype=torch.float32, device=logits.device),
@@ -265,35 +277,10 @@ def launch_of(logits: Tensor, proposals: Sequence[Proposed], batch: Batch) -> La
     )
     cuts = torch.empty(R, dtype=torch.float32, device=logits.device)
     room = _beta_room(len(batch.draft_q)) + 3 * len(batch.ints)
-    results = torch.empty(room, dtype=torch.int32, device=logits.device)
-    return Launch(logits, proposals, batch, stats, cuts, results)
+    return Launch(logits, proposals, batch, stats, cuts, torch.empty(room, dtype=torch.int32, device=logits.device))
 
 
-def rulings_of(results: Tensor, N: int, logits: Tensor, proposals: Sequence[Proposed]) -> list[Ruling]:
-    """Return what a run found.
-
-    Args:
-        results: `Launch.results`, on the host.
-        N: how many drafts they have room for.
-        logits: what was judged, `[R, V]` or longer; read where a proposal asks for log-probabilities, and nowhere else.
-        proposals: those of the run.
-    """
-    beta = results[:N].view(torch.float32).numpy()
-    outcomes = outcomes_of(results, N)[: len(proposals)].tolist()
-    rulings = []
-    first_row = 0
-    for b, (proposal, (status, accepted, token)) in enumerate(zip(proposals, outcomes, strict=True)):
-        ruling = BAD_LOGITS
-        if STATUSES[status] is not Status.BAD_LOGITS:
-            ruling = Ruling(STATUSES[status], accepted, token, _beta_of(proposal, accepted, beta[first_row - b :]))
-            if proposal.top_logprobs >= 0:
-                ruling = _with_logprobs(ruling, proposal, logits[first_row : first_row + accepted + 1])
-        rulings.append(ruling)
-        first_row += len(proposal.tokens) + 1
-    return rulings
-
-
-def outcomes_of(results: Tensor, N: int) -> Tensor:
+def _outcomes(results: Tensor, N: int) -> Tensor:
     """Return the part of `Launch.results` that is `[B, 3]`: place in `STATUSES`, accepted, next token."""
     return results[_beta_room(N) :].view(-1, 3)
 
@@ -309,6 +296,42 @@ def verify(logits: Tensor, proposals: Sequence[Proposed]) -> list[Ruling]:
     launch = prepare(logits, proposals)
     launch.run()
     return launch.rulings()
+
+
+def gumbel_max(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Return the token of each row that wins with the noise of its position, int64 `[B]`, as `kernels.coupled` does.
+
+    Nothing waits for the host, so that a CUDA graph may hold the draws of several steps, each of which feeds the next.
+    A row of NaN or -inf alone gives some token.
+
+    Args:
+        logits: `[B, V]`, columns side by side.
+        temperatures: float64 `[B]`; 0 takes the largest logit.
+        seeds: of the noise, int64 `[B]`.
+        positions: of the tokens, int64 `[B]`.
+    """
+    B, V = logits.shape
+    tile = tile_size(V)
+    shape = (B, -(-V // tile))
+    greedy = temperatures == 0
+    rows = torch.arange(B, device=logits.device)
+    rules = torch.full_like(seeds, RULE_NUMBERS[Rule.COUPLED]).masked_fill(greedy, GREEDY_NUMBER)
+    ints = torch.stack((rows, rows * 0, rules, seeds, positions, rows * 0 - 1), dim=1)
+    scales = math.log2(math.e) / temperatures.clamp(min=TINY).masked_fill(greedy, 1.0)
+    floats = torch.nn.functional.pad(scales.unsqueeze(1), (0, FLOATS - 1))
+    nothing = torch.empty(0, dtype=torch.int32, device=logits.device)
+    cuts = torch.empty(B, dtype=torch.float32, device=logits.device)
+    peaks, masses, leads = torch.empty((3, *shape), dtype=torch.float32, device=logits.device).unbind(0)
+    bests = torch.empty(shape, dtype=torch.int32, device=logits.device)
+    with torch.cuda.device_of(logits):
+        stats_kernel[(B * shape[1],)](
+            logits, logits.stride(0), V, shape[1], rows.int(), ints, floats,
+            nothing, nothing, nothing, nothing.float(), nothing.float(), cuts, peaks, masses, bests, leads,
+            TILE=tile, ADJUSTED=False, WITH_RACE=True, **stats_options(tile),
+        )  # fmt: skip
+    ahead = (peaks - peaks.amax(1, keepdim=True)) * scales.float().unsqueeze(1) + leads
+    first = ahead.nan_to_num(nan=-math.inf, posinf=-math.inf).argmax(1, keepdim=True)
+    return bests.gather(1, first).squeeze(1).long()
 
 
 def _beta_room(N: int) -> int:

@@ -1,14 +1,12 @@
-"""Runs the target over a pass and judges the rounds in it. The host waits for the device once: for the rulings.
+"""Runs the target over a pass, and verifies the proposals in it. The host waits for the device once: for the results.
 
-Where passes are recorded (`outrider.lm.recorded`) the verification is part of the record, and a pass with its rulings
-is one call. It knows chunks and proposals; nothing of sequences, of who asked, or of what becomes of a ruling.
+A GPU runs the pass while the host packs the proposals; the verification is queued behind it, whether the pass is a CUDA
+graph or not. It knows chunks and proposals; nothing of sequences, of who asked, or of what becomes of a result.
 """
 
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,16 +14,7 @@ from torch import Tensor
 from kernels.distribution import SamplingLaw
 from kernels.verify import Proposed, Ruling, verify
 from outrider.lm.packed import Chunk, PackedModel
-from outrider.lm.recorded import Bucket, Tail
 from outrider.lm.recording import Recorder
-
-if TYPE_CHECKING:
-    from kernels.verify_static import Fetched, StaticLaunch
-
-# The implementation that a record can hold.
-_RECORDED_PATH = "triton"
-# How often the verification of a size is timed by itself: within a record it cannot be told from the pass.
-_TRIALS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +47,6 @@ class Judge:
         self._packed = packed
         self._vocab_size = vocab_size
         self._verify_path = verify_path
-        self._launches: dict[Bucket, StaticLaunch] = {}
-        self._verify_seconds: dict[Bucket, float] = {}
-        on_gpu = packed.loaded.device.type == "cuda"
-        self._side = torch.cuda.Stream(packed.loaded.device) if on_gpu else None
 
     @torch.inference_mode()
     def __call__(self, chunks: Sequence[Chunk], proposals: Sequence[Proposed]) -> Judged:
@@ -80,23 +65,9 @@ class Judge:
             raise
 
     def _judge(self, chunks: Sequence[Chunk], proposals: Sequence[Proposed]) -> Judged:
-        filled: list[tuple[Bucket, StaticLaunch]] = []
-
-        def before(bucket: Bucket | None) -> None:
-            launch = None if bucket is None else self._launches.get(bucket)
-            if bucket is not None and launch is not None and proposals and launch.refusal(proposals) is None:
-                launch.fill(proposals)
-                filled.append((bucket, launch))
-
         clock = _clock(self._packed.loaded.device)
-        logits = self._packed.forward(chunks, before=before)
+        logits = self._packed.forward(chunks)
         clock.mark()
-        if filled:
-            bucket, launch = filled[0]
-            rulings = self._fetch(launch).rulings()
-            whole = clock.seconds()[0]
-            verifying = min(self._verify_seconds[bucket], whole)
-            return Judged(proposals, rulings, whole - verifying, verifying)
         rulings = verify(logits[:, : self._vocab_size], proposals, self._verify_path) if proposals else []
         clock.mark()
         forward, verifying = clock.seconds()
@@ -112,36 +83,15 @@ class Judge:
         seconds: float,
         most_bytes: int,
     ) -> str:
-        """Has passes of rounds recorded with their verification; see `PackedModel.record`."""
-        with_tail = self._verify_path == _RECORDED_PATH
+        """Has passes of rounds recorded; see `PackedModel.record`."""
         return self._packed.record(
             recorder,
             max_sequences=max_sequences,
             widest=max_gamma + 1,
             pass_tokens=max(pass_tokens, max_gamma + 1),
-            tail=self._tail if with_tail else None,
             seconds=seconds,
             most_bytes=most_bytes,
         )
-
-    def _tail(self, bucket: Bucket, logits: Tensor) -> Tail:
-        from kernels.verify_static import StaticLaunch  # its kernels need a device or their interpreter
-
-        # As many drafts as one sequence alone may bring: few sequences may have long rounds.
-        launch = StaticLaunch(logits[:, : self._vocab_size], sequences=bucket.sequences, drafts=bucket.rows - 1)
-        launch.run()  # compiled now, not within the record
-        times = []
-        for _ in range(_TRIALS):
-            clock = _clock(self._packed.loaded.device)
-            launch.run()
-            clock.mark()
-            times.append(clock.seconds()[0])
-        self._launches[bucket] = launch
-        self._verify_seconds[bucket] = statistics.median(times)
-        return launch.run
-
-    def _fetch(self, launch: "StaticLaunch") -> "Fetched":
-        return launch.fetch(self._side)
 
 
 def judge_alone(logits: Tensor, verify_path: str) -> None:

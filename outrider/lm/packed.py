@@ -3,7 +3,7 @@
 It knows slots and tokens; nothing of texts, of proposals, of sampling, or of who the sequences belong to.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -24,7 +24,7 @@ from outrider.lm.kv_size import blocks_for, kv_dtype
 from outrider.lm.layer_choice import LayerChoice
 from outrider.lm.paged import lay_out
 from outrider.lm.program import PagedProgram, Program, Rows, TransformersProgram, WritingProgram
-from outrider.lm.recorded import Bucket, MakeTail, RecordedRunner, buckets_for
+from outrider.lm.recorded import RecordedRunner, buckets_for
 from outrider.lm.recorded_writing import RecordedWriter, WriterSize
 from outrider.lm.recording import Recorder
 from outrider.lm.runner import PagedRunner, Runner
@@ -118,14 +118,13 @@ class PackedModel:
         return self._program is self.loaded.fused
 
     @torch.inference_mode()
-    def forward(self, chunks: Sequence[Chunk], *, before: Callable[[Bucket | None], None] | None = None) -> Tensor:
+    def forward(self, chunks: Sequence[Chunk]) -> Tensor:
         """Runs one pass; afterwards each slot holds `start + len(tokens)` positions.
 
         If it raises, no slot has changed its length. On a GPU it may return before the pass is over.
 
         Args:
             chunks: of different slots.
-            before: told of the size whose record will run the pass, or of none, before it runs.
 
         Returns:
             `[R, V]`: logits of the wanted rows only, in the order of the chunks. Over pages in the dtype of the model,
@@ -136,16 +135,7 @@ class PackedModel:
             PoolExhausted: the pool has no blocks for it (`KVPool.grow` tells before).
         """
         self._check(chunks)
-        bucket, layout = None, None
-        if self.runner is not None:
-            layout = lay_out(chunks, self.pool)
-            bucket = None if self.recorded is None else self.recorded.find(layout)
-        if before is not None:
-            before(bucket)
-        if self.runner is None or layout is None:
-            logits = self._run(chunks)
-        else:
-            logits = self.runner.run(layout)
+        logits = self._run(chunks) if self.runner is None else self.runner.run(lay_out(chunks, self.pool))
         for chunk in chunks:
             self.pool.extend(chunk.slot, chunk.start + len(chunk.tokens))
         return logits
@@ -165,7 +155,6 @@ class PackedModel:
         seconds: float,
         most_bytes: int,
         pass_tokens: int | None = None,
-        tail: MakeTail | None = None,
     ) -> str:
         """Has passes of the sizes that come often recorded, where the pool is paged.
 
@@ -176,7 +165,6 @@ class PackedModel:
             pass_tokens: rows of all; None is any number.
             seconds: see `RecordedRunner.record`; likewise the rest, and what is returned.
             most_bytes: see `seconds`.
-            tail: see `seconds`.
         """
         if not isinstance(self.runner, PagedRunner):
             return "none: keys and values are not in pages"
@@ -186,7 +174,7 @@ class PackedModel:
             vocab_size=self.loaded.vocab_size,
         )
         buckets = buckets_for(max_sequences, min(widest, self.pool.max_length), pass_tokens=pass_tokens)
-        said = recorded.record(recorder, buckets, tail=tail, seconds=seconds, most_bytes=most_bytes)
+        said = recorded.record(recorder, buckets, seconds=seconds, most_bytes=most_bytes)
         self.runner = self.recorded = recorded
         return said
 

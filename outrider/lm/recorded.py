@@ -1,8 +1,7 @@
 """Passes of fixed sizes, recorded once and run again for any pass that fits: what a GPU does between prompts.
 
 A pass in which every row has logits, as rounds and single steps have, is filled up to the next size there is a record
-for. It runs as one call, with what is recorded behind it (`Tail`); whatever fits no record runs as it comes. It knows
-layouts, and nothing of proposals or of what is behind the logits.
+for, and runs as one call; whatever fits no record runs as it comes. It knows layouts, and nothing of proposals.
 """
 
 import time
@@ -52,13 +51,6 @@ def buckets_for(max_sequences: int, widest: int, *, pass_tokens: int | None = No
     most = max_sequences * widest if pass_tokens is None else min(pass_tokens, max_sequences * widest)
     sizes = {size for i in range(most.bit_length()) for size in (1 << i, 3 << i >> 1) if size < most} | {most}
     return [Bucket(rows, min(rows, max_sequences), min(rows, widest)) for rows in sorted(sizes)]
-
-
-Tail = Callable[[], None]
-"""What is run behind the logits of a pass, on the device, in the same record."""
-
-MakeTail = Callable[[Bucket, Tensor], Tail]
-"""Makes the tail of a size, whose logits always lie in the same `[rows, V]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +120,6 @@ class RecordedRunner:
         recorder: Recorder,
         buckets: Iterable[Bucket],
         *,
-        tail: MakeTail | None = None,
         seconds: float,
         most_bytes: int,
         clock: Callable[[], float] = time.perf_counter,
@@ -140,7 +131,6 @@ class RecordedRunner:
         Args:
             recorder: of the device.
             buckets: sizes.
-            tail: makes what is recorded behind the logits.
             seconds: how long it may take, as far as the first one tells.
             most_bytes: how much memory the records may hold; recording ends with the one that takes more.
             clock: seconds.
@@ -157,7 +147,7 @@ class RecordedRunner:
         left, began, why = list(wanted), clock(), ""
         while left:
             try:
-                recorded.append(self._record(recorder, left.pop(), logits, tail))
+                recorded.append(self._record(recorder, left.pop(), logits))
             except CannotRecord as error:
                 why = str(error)
                 break
@@ -175,7 +165,7 @@ class RecordedRunner:
     def _find(self, layout: Layout) -> _Recorded | None:
         return next((each for each in self._recorded if each.bucket.takes(layout)), None)
 
-    def _record(self, recorder: Recorder, bucket: Bucket, logits: Tensor, tail: MakeTail | None) -> _Recorded:
+    def _record(self, recorder: Recorder, bucket: Bucket, logits: Tensor) -> _Recorded:
         shape = (bucket.rows, bucket.rows, bucket.sequences, self._pages)
         on_gpu = self.eager.device.type == "cuda"
         staging = torch.empty(Layout.size(shape), dtype=torch.uint8, pin_memory=on_gpu)
@@ -185,14 +175,7 @@ class RecordedRunner:
             room, shape, self.eager.memory, self.eager.attention, widest=bucket.widest, longest=self.eager.max_length
         )
         own = logits.narrow(0, 0, bucket.rows)
-        behind = None if tail is None else tail(bucket, own)
-
-        def run() -> None:
-            self._pass(batch, own)
-            if behind is not None:
-                behind()
-
-        return _Recorded(bucket, staging, room, own, recorder.record(run))
+        return _Recorded(bucket, staging, room, own, recorder.record(lambda: self._pass(batch, own)))
 
     def _pass(self, batch: PagedBatch, logits: Tensor) -> None:
         batch.forget()

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,16 +16,12 @@ from torch import Tensor
 
 from kernels import draw_static
 from kernels.rooms import Field, Rooms
-from kernels.ruling import Proposed, Rule
 from kernels.sparse import SparseConfig, SparseLaw
 from outrider.lm.chunk import Chunk
 from outrider.lm.paged import PagedBatch
 from outrider.lm.recording import CannotRecord, Recorder
 from outrider.lm.runner import PagedRunner
 from outrider.lm.writing import Sampling, Written
-
-if TYPE_CHECKING:
-    from kernels.verify_static import StaticLaunch
 
 _STEPS = (8, 4, 2, 1)
 """How many steps a record may hold, the most first."""
@@ -169,6 +164,8 @@ class _Table:
                 "limits": Field(np.int64, (S,)),  # rows at these positions and later are nobody's
                 "bits": Field(np.int64, (size.tokens, S)),
                 "races": Field(np.int64, (S,)),
+                "race_seeds": Field(np.int64, (S,)),
+                "race_positions": Field(np.int64, (S,)),
                 "step": Field(np.int64, (1,)),
                 "temperatures": Field(np.float64, (S,)),
                 "tables": Field(np.int32, (S, pages)),
@@ -191,7 +188,7 @@ class _Table:
         self._fetched = got.buffer(torch.device("cpu"), pinned=on_gpu)
         self._told = got.arrays(self._fetched)
         self._drawn_from = torch.zeros(S, size.logits_size, dtype=eager.dtype, device=eager.device)
-        self._race = _make_race(self._drawn_from[:, : size.vocab_size]) if size.races else None
+        self._gumbel_max = _gumbel_max() if size.races else None
         self._batch = PagedBatch(
             tokens=torch.zeros(S, dtype=torch.int64, device=eager.device),
             positions=torch.zeros(S, dtype=torch.int64, device=eager.device),
@@ -210,8 +207,6 @@ class _Table:
 
     def record(self, recorder: Recorder) -> None:
         """Records steps, and the last draw."""
-        if self._race is not None:
-            self._race.run()  # compiled now, not within the record
         for count in _STEPS:
             if count < self._size.tokens:
                 self._put["step"].zero_()
@@ -235,13 +230,13 @@ class _Table:
             host["positions"][s] = chunk.start + len(chunk.tokens)
             host["limits"][s] = chunk.start + len(chunk.tokens) + count - 1
             host["bits"][:count, s] = [int(u * 2.0**53) for u in sampling.uniforms]
-            host["races"][s] = sampling.race is not None
+            if sampling.race is not None:
+                host["races"][s] = 1
+                host["race_seeds"][s], host["race_positions"][s] = _signed(sampling.race[0]), sampling.race[1]
             host["temperatures"][s] = sampling.law.temperature
             host["tables"][s, : len(blocks)] = blocks
         self._buffer.copy_(self._staged, non_blocking=True)
         self._logits[0, : len(chunks)].copy_(logits)
-        if self._race is not None:
-            self._race.fill([_race_of(each) for each in samplings])
 
     def run(self, steps: int) -> None:
         """So many steps, and one more draw."""
@@ -284,10 +279,12 @@ class _Table:
         bits = self._put["bits"].index_select(0, step).squeeze(0)
         drawn = draw_static.draw(self._drawn_from[:, :V], self._put["temperatures"], bits, self._config)
         tokens = drawn.tokens
-        if self._race is not None:
-            self._race.run()
-            tokens = torch.where(self._put["races"] != 0, self._race.next_tokens(), tokens)
-            self._race.advance()
+        if self._gumbel_max is not None:
+            chosen = self._gumbel_max(
+                self._drawn_from[:, :V], self._put["temperatures"], self._put["race_seeds"], self._put["race_positions"]
+            )
+            tokens = torch.where((self._put["races"] != 0) & (tokens >= 0), chosen, tokens)
+            self._put["race_positions"].add_(1)
         for name, each in (("tokens", tokens), ("ids", drawn.ids), ("weights", drawn.weights)):
             self._got[name].index_copy_(0, step, each.unsqueeze(0))
         self._batch.tokens.copy_(tokens.clamp(min=0))
@@ -309,11 +306,15 @@ class _Table:
         self._logits.index_copy_(0, self._put["step"].clamp(max=size.tokens - 1), logits.unsqueeze(0))
 
 
-def _make_race(logits: Tensor) -> "StaticLaunch":
-    """What chooses a token of each row of `[S, V]` by the noise of its position."""
-    from kernels.verify_static import StaticLaunch  # triton need not be installed where there are no races
+def _gumbel_max() -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    from kernels.verify_triton import gumbel_max  # triton need not be installed where there are no races
 
-    return StaticLaunch(logits, sequences=len(logits), drafts=0, support=1)
+    return gumbel_max
+
+
+def _signed(seed: int) -> int:
+    """A seed of 64 bits as int64 holds it."""
+    return seed - 2**64 if seed >= 2**63 else seed
 
 
 def _law_of(ids: np.ndarray, weights: np.ndarray) -> SparseLaw | None:
@@ -322,9 +323,3 @@ def _law_of(ids: np.ndarray, weights: np.ndarray) -> SparseLaw | None:
     if not size:
         return None
     return SparseLaw(ids[:size].copy(), weights[:size].astype(np.uint16), int(weights.sum(dtype=np.int64)))
-
-
-def _race_of(sampling: Sampling) -> Proposed:
-    """What the verification's kernel draws a token by that noise chooses; any, where it is not to be used."""
-    seed, position = sampling.race or (0, 0)
-    return Proposed(tokens=(), q=(), law=sampling.law, seed=seed, base_length=position, rule=Rule.COUPLED)

@@ -7,23 +7,28 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from kernels import coupled
 from kernels.adjustments import Adjuster, LogitRules
 from kernels.distribution import SamplingLaw
 from kernels.ruling import Proposed, Rule, Status, Uniforms
 from kernels.sparse import SparseConfig, sample, sparsify
 from kernels.verify_reference import verify as oracle
+from tests.kernels.capturable import OnlyCapturable
 from tests.kernels.cases import differing, law_of, proposed_of, random_batch
-from tests.kernels.paths import TRITON, verify_by_triton
+from tests.kernels.paths import IS_INTERPRETED, TRITON, verify_by_triton
 
 pytestmark = TRITON.marks
+DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 TILE = 1024  # of vocabularies of up to 2^15
 
 
@@ -202,6 +207,43 @@ def test_a_batch_may_have_no_drafts_at_all() -> None:
     z[1, 3] = math.nan
     good, bad = verify_by_triton(z, [proposed_of((), ())] * 2)
     assert (good.status, good.accepted, good.beta, bad.status) == (Status.OK, 0, (), Status.BAD_LOGITS)
+
+
+def test_gumbel_max_is_what_a_coupled_draft_draws_on_the_host() -> None:
+    """At several temperatures, positions that overflow 32 bits soon, and every seed; a row of NaN gives some token."""
+    B, V = 40, 1500
+    laws = [SamplingLaw(temperature=each) for each in (0.0, 0.3, 1.0, 2.0)] * 10
+    seeds, positions = [2**64 - 1 - b for b in range(B)], [0, 5, 9, 2**32 - 3, 700] * 8
+    z = torch.randn(B, V, generator=torch.Generator().manual_seed(6)) * 3
+    expected = coupled.draw(z, laws, coupled.noise_of(list(zip(seeds, positions, strict=True)), V))
+    z[2, 7] = math.nan
+    drawn = _gumbel_max(z, laws, seeds, positions).tolist()
+    assert 0 <= drawn[2] < V
+    assert drawn[:2] + drawn[3:] == expected[:2] + expected[3:]
+
+
+def test_gumbel_max_may_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read back, and no shape follows from what tensors hold."""
+    from kernels import verify_triton
+
+    class Nothing:
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            return lambda *arguments, **constants: None
+
+    monkeypatch.setattr(verify_triton, "stats_kernel", Nothing())
+    z = torch.zeros(3, 1500, device=DEVICE)
+    numbers = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    with OnlyCapturable() as operations:
+        verify_triton.gumbel_max(z, numbers.double(), numbers, numbers)
+    assert {"masked_fill", "argmax", "gather"} <= set(operations.seen)
+
+
+def _gumbel_max(z: Tensor, laws: list[SamplingLaw], seeds: list[int], positions: list[int]) -> Tensor:
+    from kernels.verify_triton import gumbel_max
+
+    temperatures = torch.tensor([law.temperature for law in laws], dtype=torch.float64, device=DEVICE)
+    words = torch.tensor([seed - 2**64 if seed >= 2**63 else seed for seed in seeds], device=DEVICE)
+    return gumbel_max(z.to(DEVICE), temperatures, words, torch.tensor(positions, device=DEVICE))
 
 
 @pytest.mark.gpu

@@ -1,13 +1,14 @@
-"""A pass and its rulings in one record are those of a pass and a verification one after the other.
+"""A pass that was recorded is verified as one that comes as it is: the same results, by whichever path.
 
-Records call again what they hold, and the kernels of the verification are interpreted: on a GPU both are a CUDA graph.
+Records call again what they hold, and the kernels of the verification are interpreted.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -15,7 +16,6 @@ import torch
 
 from kernels.distribution import SamplingLaw
 from kernels.verify import Proposed, Rule, Ruling
-from kernels.verify_static import StaticLaunch
 from outrider.lm.attention_choice import GATHERED, AttentionChoice
 from outrider.lm.checkpoint import ModelSource, load_model
 from outrider.lm.packed import Chunk, PackedModel
@@ -23,12 +23,12 @@ from outrider.lm.recording import Repeating
 from tests.kernels.interpreter import patch_once_a_launch
 from tests.kernels.paths import IS_INTERPRETED
 from tests.services import MODELS
-from verifier_service import judging
 from verifier_service.judging import Judge, Judged
 
 if IS_INTERPRETED:
     patch_once_a_launch()
 
+NEEDS_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="triton has no build for this platform")
 PAGED = AttentionChoice(GATHERED, "to be recorded")
 SEQUENCES, GAMMA, V = 3, 3, 2048
 LAWS = [SamplingLaw(), SamplingLaw(temperature=0.7), SamplingLaw(temperature=0), SamplingLaw(top_p=0.9)]
@@ -99,31 +99,32 @@ def same(found: list[Ruling], wanted: list[Ruling]) -> bool:
     return [replace(each, beta=()) for each in found] == [replace(each, beta=()) for each in wanted]
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton has no build for this platform")
-def test_a_recorded_pass_rules_as_one_that_comes(packed: PackedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds with filters, which no record judges, among them; and passes that fit no record."""
-    monkeypatch.setattr(judging, "_TRIALS", 1)  # how long it takes is nobody's concern here
-    wanted = rounds(packed, judge(packed, "torch", records=False), 3)
-    recorded = judge(packed, "triton", records=True)
-    filled: list[int] = []
-    fill = StaticLaunch.fill
-
-    def noted(self: StaticLaunch, given: Sequence[Proposed]) -> None:
-        filled.append(len(given))
-        fill(self, given)
-
-    monkeypatch.setattr(StaticLaunch, "fill", noted)
+@pytest.mark.parametrize("path", ["torch", pytest.param("triton", marks=NEEDS_TRITON)])
+def test_a_recorded_pass_rules_as_one_that_comes(packed: PackedModel, path: str) -> None:
+    """Bit for bit by one path; rounds with filters among them, and a pass that fits no record."""
+    eager = rounds(packed, judge(packed, path, records=False), 3)
+    recorded = judge(packed, path, records=True)
+    assert packed.recorded is not None
+    replayed: list[int] = []
+    for each in packed.recorded._recorded:
+        object.__setattr__(each, "replay", partial(noted, replayed, each.replay))
     found = rounds(packed, recorded, 3)
-    assert same(found, wanted)
+    assert len(replayed) > 4
     assert {each.accepted for each in found} >= {0, 1}
-    assert len(filled) == 4, "one pass has too many sequences for its records, and one has filters"
+    assert same(found, eager)
+
+
+def noted(seen: list[int], replay: Callable[[], None]) -> None:
+    seen.append(1)
+    replay()
+
+
+@NEEDS_TRITON
+def test_both_paths_rule_alike(packed: PackedModel) -> None:
+    found, wanted = (rounds(packed, judge(packed, path, records=False), 3) for path in ("triton", "torch"))
+    assert same(found, wanted)
     for one, other in zip(found, wanted, strict=True):
         assert one.beta == pytest.approx(other.beta, abs=1e-4)
-
-
-def test_where_the_verification_has_no_record_it_comes_after(packed: PackedModel) -> None:
-    wanted = rounds(packed, judge(packed, "torch", records=False), 4)
-    assert same(rounds(packed, judge(packed, "torch", records=True), 4), wanted)
 
 
 def test_a_pass_without_rounds_has_no_rulings(packed: PackedModel) -> None:
