@@ -1,14 +1,13 @@
 """Several tokens of each of a few sequences with no word to the host in between: draws and passes, as records.
 
-A step draws a token of each sequence from its logits, puts it into the next pass, and runs that. Records hold one, two,
-four and eight steps, so that a proposal of γ tokens takes a few calls. It knows runners, laws and pages; not what the
+A step draws a token of each sequence from its logits, puts it into the next pass, and runs that. It is captured once and
+replayed for each token: replays do not wait for each other on the host. It knows runners, laws and pages; not what the
 tokens are for.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -22,10 +21,6 @@ from outrider.lm.paged import PagedBatch
 from outrider.lm.recording import CannotRecord, Recorder
 from outrider.lm.runner import PagedRunner
 from outrider.lm.writing import Sampling, Written
-
-_STEPS = (8, 4, 2, 1)
-"""How many steps a record may hold, the most first."""
-
 
 @dataclass(frozen=True, slots=True)
 class WriterSize:
@@ -202,17 +197,15 @@ class _Table:
             memory=eager.memory,
             attention=eager.attention,
         )
-        self._steps: dict[int, Callable[[], None]] = {}
-        self._last: Callable[[], None]
+        self._replay_step: Callable[[], None]
+        self._replay_draw: Callable[[], None]
 
     def record(self, recorder: Recorder) -> None:
-        """Records steps, and the last draw."""
-        for count in _STEPS:
-            if count < self._size.tokens:
-                self._put["step"].zero_()
-                self._steps[count] = recorder.record(partial(self._step, count))
+        """Records a step, and the last draw."""
         self._put["step"].zero_()
-        self._last = recorder.record(self._draw)
+        self._replay_step = recorder.record(self._step)
+        self._put["step"].zero_()
+        self._replay_draw = recorder.record(self._draw)
 
     def fill(
         self,
@@ -240,11 +233,9 @@ class _Table:
 
     def run(self, steps: int) -> None:
         """So many steps, and one more draw."""
-        for count, run in self._steps.items():
-            while steps >= count:
-                run()
-                steps -= count
-        self._last()
+        for _ in range(steps):
+            self._replay_step()
+        self._replay_draw()
 
     def fetch(self, samplings: Sequence[Sampling]) -> list[Written]:
         """Waits for what was drawn."""
@@ -267,10 +258,9 @@ class _Table:
 
     # ------------------------------------------------------------------------------------------------------- recorded
 
-    def _step(self, count: int) -> None:
-        for _ in range(count):
-            self._draw()
-            self._advance()
+    def _step(self) -> None:
+        self._draw()
+        self._advance()
 
     def _draw(self) -> None:
         """A token of each sequence from the logits of this step."""
