@@ -192,8 +192,8 @@ class Steps:
 
     def _next(self, slot: int, tokens: Any, start: int) -> int:
         logits = self._packed.forward([Chunk(slot, tokens, start, len(tokens) - 1)])
-        (ruling,) = verify(logits, [Proposed((), (), _GREEDY, 0, start + len(tokens))])
-        return ruling.next_token
+        (result,) = verify(logits, [Proposed((), (), _GREEDY, 0, start + len(tokens))])
+        return result.next_token
 
 
 def _compiled(bench: Bench, name: str, seconds: float) -> Json:

@@ -29,7 +29,7 @@ from outrider.lm.packed import Chunk, PackedModel
 from outrider.lm.probe import AttentionLayer
 from outrider.lm.recording import Repeating
 from outrider.lm.writing import Sampling
-from verifier_service.judging import Judge
+from verifier_service.target_runner import TargetRunner
 
 _HEADS = (
     AttentionLayer(6, 2, 80, 0.1, None),
@@ -70,7 +70,7 @@ def _rounds(device: torch.device, dtype: torch.dtype) -> str:
     refusal = layer_choice.try_out(TritonOps, loaded.fused._layers, dtype)
     if refusal:
         return f"layers: {refusal}"
-    judge = Judge(packed, vocab_size=TINY_TARGET.vocab, verify_path="triton")
+    judge = TargetRunner(packed, vocab_size=TINY_TARGET.vocab, verify_path="triton")
     record = {"seconds": 1000, "most_bytes": 1024 * MIB}
     judge.record(Repeating(), max_sequences=1, max_gamma=1, pass_tokens=64, **record)
     packed.record_writing(
@@ -85,7 +85,7 @@ def _rounds(device: torch.device, dtype: torch.dtype) -> str:
             chunks.append(Chunk(slot, [last, right], packed.pool.length(slot), 0))
             q = (None,) if rule is Rule.TOKENWISE else ()
             proposals.append(Proposed((right,), q, SamplingLaw(), seed=1, base_length=40, rule=rule))
-        told = [(each.accepted, each.next_token) for each in judge(chunks, proposals).rulings]
+        told = [(each.accepted, each.next_token) for each in judge(chunks, proposals).results]
         if told != [(1, follows[follows[last]])] * len(judged):
             return f"rounds under {rule}: {told}"
     sampling = Sampling(SamplingLaw(), _CONFIG, [0.5, 0.5, 0.5], TINY_TARGET.vocab)

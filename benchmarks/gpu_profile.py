@@ -23,10 +23,10 @@ from outrider.lm.recording import recorder_for
 from outrider.wire import PrefixHash
 from protos.outrider.v1 import model_pb2, sampling_pb2, verifier_service_pb2
 from verifier_service.engine import Open, Read, Submit, VerifierEngine
-from verifier_service.judging import Judged
 from verifier_service.rounds import check_decode, check_open
 from verifier_service.scheduler import TargetWork
 from verifier_service.sequence import Reply, TargetSequence
+from verifier_service.target_runner import PassResult
 
 AIM = 0.9
 """Of the time, that the device works."""
@@ -92,7 +92,7 @@ class WatchedEngine(VerifierEngine):
 
     watch: Watch
 
-    def forward(self, work: Sequence[TargetWork]) -> Judged:
+    def forward(self, work: Sequence[TargetWork]) -> PassResult:
         self.watch.look(len(work))
         return super().forward(work)
 
@@ -111,7 +111,7 @@ def profiled(bench: Bench) -> Json:
     path = implementation_for(bench.device)
     engine = WatchedEngine(packed, model, pass_tokens=_PASS_TOKENS, prefix_cache=False, verify_path=path)
     if packed.attention.can_be_recorded(bench.device):
-        engine.judge.record(
+        engine.runner.record(
             recorder_for(bench.device),
             max_sequences=plan.profile_streams,
             max_gamma=0,

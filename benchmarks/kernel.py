@@ -31,8 +31,7 @@ from benchmarks.kernel_contenders import Contender, FlashInfer, Outrider, Ready,
 from benchmarks.kernel_picture import draw
 from benchmarks.kernel_report import SHOWN_GAMMAS, summarise, tables
 from benchmarks.record import Record
-from kernels.ruling import Rule
-from kernels.verify import implementation_for, implementations
+from kernels.verify import Rule, implementation_for, implementations
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".models-cache"

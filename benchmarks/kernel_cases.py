@@ -17,8 +17,8 @@ from kernels.dense import DraftLogits, SigmoidScales
 from kernels.distribution import SamplingLaw
 from kernels.noise import gumbel
 from kernels.philox import Domain, uniform
-from kernels.ruling import Proposed, Rule
 from kernels.sparse import SparseConfig, SparseLaw, sample, sparsify
+from kernels.verify import Proposed, Rule
 
 MAX_GAMMA = 20
 BASE_LENGTH = 1000

@@ -20,8 +20,7 @@ from transformers.generation.utils import _speculative_sampling
 
 from benchmarks.clocks import Work
 from benchmarks.kernel_cases import Case
-from kernels.ruling import Rule
-from kernels.verify import implementations, verify
+from kernels.verify import Rule, implementations, verify
 
 MOST_IN_TURN = 16
 """Sequences that a contender without batches takes one after the other; more would only take longer."""
@@ -77,7 +76,7 @@ class Outrider(Contender):
             return verify(logits, case.proposals, self.path)
 
         def accepted() -> float:
-            return sum(ruling.accepted for ruling in whole()) / case.shape.B
+            return sum(result.accepted for result in whole()) / case.shape.B
 
         if self.path != "triton":
             return Ready(whole, accepted, graphable=False, moved_bytes=lambda: traffic(whole), whole=whole)

@@ -102,7 +102,7 @@ def measure_rounds(cases: list[Case]) -> Json:
 
 
 def measure_speed(cases: list[Case], repeats: int) -> Json:
-    """Time of one ruling, over that of tokenwise on the same round."""
+    """Time of one verification, over that of tokenwise on the same round."""
     ways = [
         Way("tokenwise", Rule.TOKENWISE),
         Way("tokenwise, dense q", Rule.TOKENWISE, dense=True),

@@ -1,4 +1,4 @@
-"""Real places and real rounds of the demo pair, and rulings on them under each rule, counted and timed.
+"""Real places and real rounds of the demo pair, and their verification under each rule, counted and timed.
 
 It knows the pair's models and `kernels.verify`, and nothing of services.
 """
@@ -137,7 +137,7 @@ def synthetic(vocab_size: int, gamma: int, count: int) -> list[Case]:
 def accepted(cases: Sequence[Case], rule: Rule, scales: SigmoidScales | None = None) -> list[int]:
     """How many drafts of each round stand."""
     rows = torch.cat([case.target for case in cases])
-    return [ruling.accepted for ruling in verify(rows, [case.proposed(rule, scales) for case in cases])]
+    return [result.accepted for result in verify(rows, [case.proposed(rule, scales) for case in cases])]
 
 
 @dataclass(frozen=True, slots=True)

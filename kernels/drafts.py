@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kernels.dense import DenseLaw, DraftLogits
-from kernels.ruling import DraftLaw, Proposed, Rule
 from kernels.sparse import SparseLaw
+from kernels.verify import DraftLaw, Proposed, Rule
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,21 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.ruling import Proposed, Ruling, TokenLogprobs
+from kernels.verify import Proposed, TokenLogprobs, VerifyResult
 
 
-def with_logprobs(ruling: Ruling, proposal: Proposed, raw: Tensor, law: Tensor) -> Ruling:
-    """Return the ruling with the log-probabilities that its proposal asks for.
+def with_logprobs(result: VerifyResult, proposal: Proposed, raw: Tensor, law: Tensor) -> VerifyResult:
+    """Return the result with the log-probabilities that its proposal asks for.
 
     Args:
-        ruling: of `proposal`; its tokens are sound.
+        result: of `proposal`; its tokens are sound.
         proposal: with `top_logprobs` of at least 0.
         raw: the target's untouched logits from the proposal's first row on, `[accepted + 1 or more, V]`.
         law: p of the same rows.
     """
-    emitted = (*proposal.tokens[: ruling.accepted], ruling.next_token)
+    emitted = (*proposal.tokens[: result.accepted], result.next_token)
     rows = slice(0, len(emitted))
-    return replace(ruling, logprobs=token_logprobs(raw[rows], law[rows], emitted, proposal.top_logprobs))
+    return replace(result, logprobs=token_logprobs(raw[rows], law[rows], emitted, proposal.top_logprobs))
 
 
 def token_logprobs(raw: Tensor, law: Tensor, tokens: Sequence[int], top: int) -> tuple[TokenLogprobs, ...]:

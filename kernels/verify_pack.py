@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kernels.adjustments import RowAdjustment
 from kernels.dense import DenseLaw, DraftLogits
-from kernels.rooms import Field, Rooms
-from kernels.ruling import Proposed, Rule
+from kernels.packed_arrays import Field, PackedArrays
 from kernels.sparse import SparseLaw
+from kernels.verify import Proposed, Rule
 
 RULE_NUMBERS = {Rule.TOKENWISE: 0, Rule.BLOCK: 1, Rule.COUPLED: 2, Rule.SIGMOID: 3}
 """How the kernels tell rules apart; temperature 0 is `GREEDY_NUMBER` under any of them."""
@@ -224,8 +224,8 @@ def _flat(arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
 
 def _upload(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
     """Return the arrays on `device`, after one copy of them all."""
-    rooms = Rooms({name: Field(array.dtype.type, array.shape) for name, array in arrays.items()})
-    buffer = rooms.buffer(torch.device("cpu"), pinned=device.type == "cuda")
-    for name, staged in rooms.arrays(buffer).items():
+    packed = PackedArrays({name: Field(array.dtype.type, array.shape) for name, array in arrays.items()})
+    buffer = packed.buffer(torch.device("cpu"), pinned=device.type == "cuda")
+    for name, staged in packed.arrays(buffer).items():
         staged[...] = arrays[name]
-    return rooms.tensors(buffer.to(device, non_blocking=True))
+    return packed.tensors(buffer.to(device, non_blocking=True))

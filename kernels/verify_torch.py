@@ -21,9 +21,9 @@ from kernels.dense import DenseLaw, DraftLogits
 from kernels.distribution import bad_rows, probabilities
 from kernels.drafts import Drafts, gather
 from kernels.logprobs import with_logprobs
-from kernels.ruling import BAD_LOGITS, DraftLaw, Proposed, Rule, Ruling, Status
 from kernels.sigmoid import Scores
 from kernels.sparse import SparseLaw
+from kernels.verify import BAD_LOGITS, DraftLaw, Proposed, Rule, Status, VerifyResult
 
 RULES = frozenset({Rule.TOKENWISE, Rule.BLOCK, Rule.COUPLED, Rule.SIGMOID})
 """What this implementation judges by."""
@@ -32,7 +32,7 @@ _ROUNDING = 1e-6
 """A residual of less mass than this, of the mass it is taken from, is what float32 rounding leaves of p = q̂."""
 
 
-def verify(logits: Tensor, proposals: Sequence[Proposed]) -> list[Ruling]:
+def verify(logits: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
     """Rule on each proposal; `logits` `[R, V]`, rows in order. See `kernels.verify.verify`."""
     raw = logits.cpu()
     z = _adjusted(raw, proposals)
@@ -41,13 +41,13 @@ def verify(logits: Tensor, proposals: Sequence[Proposed]) -> list[Ruling]:
         return _rule_on(raw, z, proposals)
 
     starts = np.cumsum([0, *(len(proposal.tokens) + 1 for proposal in proposals)]).tolist()
-    rulings: list[Ruling | None] = [None] * len(proposals)
+    results: list[VerifyResult | None] = [None] * len(proposals)
     for kind in dict.fromkeys(kinds):
         members = [b for b, each in enumerate(kinds) if each == kind]
         rows = [row for b in members for row in range(starts[b], starts[b + 1])]
-        for b, ruling in zip(members, _rule_on(raw[rows], z[rows], [proposals[b] for b in members]), strict=True):
-            rulings[b] = ruling
-    return [ruling for ruling in rulings if ruling is not None]
+        for b, result in zip(members, _rule_on(raw[rows], z[rows], [proposals[b] for b in members]), strict=True):
+            results[b] = result
+    return [result for result in results if result is not None]
 
 
 def accepts(u: float, lenience: float, q: float, p: float) -> bool:
@@ -60,7 +60,7 @@ def residual(p: np.ndarray, ids: np.ndarray | slice, q: np.ndarray) -> np.ndarra
 
     Under `block`, `p` is what the block may still keep of it, P · p.
 
-    Lenience leaves it as it is; `verify_reference.residual` says why.
+    Lenience leaves it as it is; [L A.5] has it so: tests/kernels/reference.py says why.
     """
     rest = p.astype(np.float64)
     rest[ids] = np.maximum(0.0, rest[ids] - q)
@@ -74,7 +74,7 @@ def _adjusted(raw: Tensor, proposals: Sequence[Proposed]) -> Tensor:
     return apply(raw, rows)
 
 
-def _rule_on(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> list[Ruling]:
+def _rule_on(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
     """Rule on proposals of one law, by `sigmoid` or not; `raw` and the adjusted `z` hold their rows, `[n, V]`."""
     if proposals[0].law.is_greedy:
         return _rule_greedily(raw, z, proposals)
@@ -83,15 +83,15 @@ def _rule_on(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> list[Ruli
     p = probabilities(z, proposals[0].law)
     rows = p.numpy()
     drafts = gather(rows, proposals)
-    rulings: list[Ruling] = []
+    results: list[VerifyResult] = []
     start = 0
     for proposal in proposals:
-        ruling = _walk(rows, drafts, start, len(rulings), proposal)
-        if proposal.top_logprobs >= 0 and ruling.status is not Status.BAD_LOGITS:
-            ruling = with_logprobs(ruling, proposal, raw[start:], p[start:])
-        rulings.append(ruling)
+        result = _walk(rows, drafts, start, len(results), proposal)
+        if proposal.top_logprobs >= 0 and result.status is not Status.BAD_LOGITS:
+            result = with_logprobs(result, proposal, raw[start:], p[start:])
+        results.append(result)
         start += len(proposal.tokens) + 1
-    return rulings
+    return results
 
 
 def block_step(P: float, p: float, q: float) -> float:
@@ -108,8 +108,8 @@ def block_reach(P: float, p: np.ndarray, q: np.ndarray) -> float:
     return Z / (Z + (1 - P)) if Z > 0 else 0.0
 
 
-def _walk(rows: np.ndarray, drafts: Drafts, start: int, number: int, proposal: Proposed) -> Ruling:
-    """Judge one proposal, whose rows begin at `start`, above temperature 0."""
+def _walk(rows: np.ndarray, drafts: Drafts, start: int, number: int, proposal: Proposed) -> VerifyResult:
+    """TargetRunner one proposal, whose rows begin at `start`, above temperature 0."""
     if proposal.rule is Rule.COUPLED:
         return _walk_coupled(rows, start, proposal)
     walk = _walk_block if proposal.rule is Rule.BLOCK else _walk_tokenwise
@@ -154,7 +154,7 @@ def _walk_block(rows: np.ndarray, drafts: Drafts, start: int, draft: int, propos
     return tau, P_tau
 
 
-def _walk_coupled(rows: np.ndarray, start: int, proposal: Proposed) -> Ruling:
+def _walk_coupled(rows: np.ndarray, start: int, proposal: Proposed) -> VerifyResult:
     """Accept while argmax(log p + g) is the drafted token; the first that differs comes next."""
     gamma, V = len(proposal.tokens), rows.shape[1]
     step = rows_at_once(V)
@@ -168,40 +168,42 @@ def _walk_coupled(rows: np.ndarray, start: int, proposal: Proposed) -> Ruling:
             return BAD_LOGITS
         if i == gamma or best[i] != proposal.tokens[i]:
             break
-    return Ruling(Status.OK, i, best[i])
+    return VerifyResult(Status.OK, i, best[i])
 
 
-def _resampled(row: np.ndarray, drafts: Drafts, draft: int, accepted: int, P: float, proposal: Proposed) -> Ruling:
+def _resampled(
+    row: np.ndarray, drafts: Drafts, draft: int, accepted: int, P: float, proposal: Proposed
+) -> VerifyResult:
     """Draw the next token from the stopping `row` `[V]`: from p after the last draft, else from max(0, P · p - q̂)."""
     gamma = len(proposal.tokens)
     beta = tuple(drafts.beta[draft : draft + min(accepted + 1, gamma)])
     u = proposal.resample_uniform(accepted)
     if accepted == gamma:
-        return Ruling(Status.OK, accepted, _inverse_cdf(row, u), beta)
+        return VerifyResult(Status.OK, accepted, _inverse_cdf(row, u), beta)
     ids, q, _ = drafts.support(draft + accepted)
     rest = residual(row if P == 1 else P * row, ids, q)
     if rest.sum() > _ROUNDING * P:
-        return Ruling(Status.OK, accepted, _inverse_cdf(rest, u), beta)
-    return Ruling(Status.ZERO_RESIDUAL, accepted, _inverse_cdf(row, u), beta)
+        return VerifyResult(Status.OK, accepted, _inverse_cdf(rest, u), beta)
+    return VerifyResult(Status.ZERO_RESIDUAL, accepted, _inverse_cdf(row, u), beta)
 
 
-def _rule_by_sigmoid(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> list[Ruling]:
+def _rule_by_sigmoid(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
     """Rule by σ of scaled logits, above temperature 0 [W 3.2.2]. Lossy."""
     bad = bad_rows(z).tolist()
-    rulings: list[Ruling] = []
+    results: list[VerifyResult] = []
     start = 0
     for proposal in proposals:
         end = start + len(proposal.tokens) + 1
-        ruling = _walk_sigmoid(z[start:end], bad[start:end], proposal)
-        if proposal.top_logprobs >= 0 and ruling.status is not Status.BAD_LOGITS:
-            emitted = slice(start, start + ruling.accepted + 1)
-            ruling = with_logprobs(ruling, proposal, raw[emitted], probabilities(z[emitted], proposal.law))
-        rulings.append(ruling)
+        result = _walk_sigmoid(z[start:end], bad[start:end], proposal)
+        if proposal.top_logprobs >= 0 and result.status is not Status.BAD_LOGITS:
+            emitted = slice(start, start + result.accepted + 1)
+            result = with_logprobs(result, proposal, raw[emitted], probabilities(z[emitted], proposal.law))
+        results.append(result)
         start = end
-    return rulings
+    return results
 
 
-def _walk_sigmoid(z: Tensor, bad: Sequence[bool], proposal: Proposed) -> Ruling:
+def _walk_sigmoid(z: Tensor, bad: Sequence[bool], proposal: Proposed) -> VerifyResult:
     """Accept until the first failure, and draw from norm(max(0, p̂ - q̂)) there.
 
     Where all are accepted the next token comes from the target's own law, the softmax of the last row. The code
@@ -222,13 +224,13 @@ def _walk_sigmoid(z: Tensor, bad: Sequence[bool], proposal: Proposed) -> Ruling:
         p_row, q_row = scores.rows(i)
         rest = residual(p_row, slice(None), q_row)
         if rest.any():
-            return Ruling(Status.OK, i, _inverse_cdf(rest, u))
+            return VerifyResult(Status.OK, i, _inverse_cdf(rest, u))
         law = probabilities(z[i : i + 1], proposal.law)[0].numpy()
-        return Ruling(Status.ZERO_RESIDUAL, i, _inverse_cdf(law, u))
+        return VerifyResult(Status.ZERO_RESIDUAL, i, _inverse_cdf(law, u))
     if bad[gamma]:
         return BAD_LOGITS
     law = probabilities(z[gamma:], proposal.law)[0].numpy()
-    return Ruling(Status.OK, gamma, _inverse_cdf(law, proposal.resample_uniform(gamma)))
+    return VerifyResult(Status.OK, gamma, _inverse_cdf(law, proposal.resample_uniform(gamma)))
 
 
 def _inverse_cdf(weights: np.ndarray, u: float) -> int:
@@ -237,26 +239,26 @@ def _inverse_cdf(weights: np.ndarray, u: float) -> int:
     return int(cdf.searchsorted(u * cdf[-1], side="right"))
 
 
-def _rule_greedily(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> list[Ruling]:
+def _rule_greedily(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
     """Rule at temperature 0: a drafted token stands where it is the argmax, or nearly, as lenience allows [L A.5]."""
     # z: [n, V]
     rows = z.to(torch.float32).numpy()
     best = rows.argmax(axis=1)
     top = rows[np.arange(len(rows)), best].astype(np.float64).tolist()  # NaN where there is one
     best_ids = best.tolist()
-    rulings: list[Ruling] = []
+    results: list[VerifyResult] = []
     start = 0
     for proposal in proposals:
         end = start + len(proposal.tokens)
-        ruling = _walk_greedily(rows[start : end + 1], best_ids[start : end + 1], top[start : end + 1], proposal)
-        if proposal.top_logprobs >= 0 and ruling.status is not Status.BAD_LOGITS:
-            ruling = with_logprobs(ruling, proposal, raw[start:], probabilities(z[start : end + 1], proposal.law))
-        rulings.append(ruling)
+        result = _walk_greedily(rows[start : end + 1], best_ids[start : end + 1], top[start : end + 1], proposal)
+        if proposal.top_logprobs >= 0 and result.status is not Status.BAD_LOGITS:
+            result = with_logprobs(result, proposal, raw[start:], probabilities(z[start : end + 1], proposal.law))
+        results.append(result)
         start = end + 1
-    return rulings
+    return results
 
 
-def _walk_greedily(rows: np.ndarray, best: list[int], top: list[float], proposal: Proposed) -> Ruling:
+def _walk_greedily(rows: np.ndarray, best: list[int], top: list[float], proposal: Proposed) -> VerifyResult:
     # rows: [γ+1, V]
     beta: list[float] = []
     accepted = 0
@@ -271,7 +273,7 @@ def _walk_greedily(rows: np.ndarray, best: list[int], top: list[float], proposal
         accepted += 1
     if not math.isfinite(top[accepted]):
         return BAD_LOGITS
-    return Ruling(Status.OK, accepted, best[accepted], tuple(beta))
+    return VerifyResult(Status.OK, accepted, best[accepted], tuple(beta))
 
 
 def _chance(law: DraftLaw, token: int, choice: int) -> float:

@@ -2,7 +2,7 @@
 
 1. *Stats*, a program for each tile of each row: its largest logit and the sum of exponentials above it (and its argmax,
    or the winner of its race with the shared noise). The logits are read here, once.
-2. *Ruling*, a program for each proposal: puts its rows together in fixed order, walks the tests (`triton_walk`), and
+2. *Verify*, a program for each proposal: puts its rows together in fixed order, walks the tests (`triton_walk`), and
    draws the next token from the one row that needs it (`triton_draw`).
 
 Rows with top-k, top-p or min-p take a launch between the two (`triton_filters`). Nothing waits for the host, so the
@@ -25,7 +25,6 @@ from torch import Tensor
 from kernels.adjustments import apply
 from kernels.distribution import probabilities
 from kernels.logprobs import with_logprobs
-from kernels.ruling import BAD_LOGITS, Proposed, Rule, Ruling, Status
 from kernels.sparse import MAX_SUPPORT
 from kernels.triton_draw import DENSE, SPARSE, TARGET, Draft, Law, draw
 from kernels.triton_draw import SIGMOID as SIGMOID_REST
@@ -61,13 +60,14 @@ from kernels.triton_walk import (
     walk_greedily,
     walk_tokenwise,
 )
+from kernels.verify import BAD_LOGITS, Proposed, Rule, Status, VerifyResult
 from kernels.verify_pack import FLOATS, GREEDY_NUMBER, RULE_NUMBERS, TINY, Batch, pack
 
 RULES = frozenset(Rule)
 """What this implementation judges by."""
 
 FILTER_OPTIONS = {"num_warps": 8, "maxnreg": 128}
-RULING_OPTIONS = {"num_warps": 8, "maxnreg": 255}
+VERIFY_OPTIONS = {"num_warps": 8, "maxnreg": 255}
 """How the kernels are compiled; see `stats_options`. Without a bound the assembler spills for the sake of occupancy."""
 
 _STATUS_OK, _STATUS_ZERO_RESIDUAL, _STATUS_BAD_LOGITS = (tl.constexpr(i) for i in range(3))
@@ -120,7 +120,7 @@ def filter_kernel(
 
 
 @triton.jit
-def ruling_kernel(
+def verify_kernel(
     logits, row_stride, V, n_tiles, ints, floats,
     adjusted, tile_starts, change_ids, change_divisors, change_biases, cuts,
     peaks, masses, bests, leads,
@@ -129,7 +129,7 @@ def ruling_kernel(
     TILE: tl.constexpr, TILES: tl.constexpr, K: tl.constexpr,
     ADJUSTED: tl.constexpr, WITH_DENSE: tl.constexpr,
 ):  # fmt: skip
-    """Judge one proposal, and write its outcome `[B, 3]` and β `[N]`. Grid: B."""
+    """TargetRunner one proposal, and write its outcome `[B, 3]` and β `[N]`. Grid: B."""
     b = tl.program_id(0)
     rows = Rows(logits, row_stride, V, n_tiles, adjusted, tile_starts, change_ids, change_divisors, change_biases, cuts)
     stats = TileStats(peaks, masses, bests, leads)
@@ -194,7 +194,7 @@ class Launch:
         batch: their arrays.
         stats: room for what the tiles say: peaks, masses, bests and leads, `[R, n_tiles]` each.
         cuts: room for where filters cut, float32 `[R]`.
-        results: room for what comes back, in one piece: int32 `[_beta_room(N) + 3 · B]`, β as the bits of float32, then
+        out: room for what comes back, in one piece: int32 `[_beta_room(N) + 3 · B]`, β as the bits of float32, then
             statuses, accepted counts and next tokens.
     """
 
@@ -203,7 +203,7 @@ class Launch:
     batch: Batch
     stats: tuple[Tensor, Tensor, Tensor, Tensor]
     cuts: Tensor
-    results: Tensor
+    out: Tensor
 
     def run(self) -> None:
         """Queue the kernels: no host sync, and the same launches each time, so that a CUDA graph may hold them."""
@@ -231,33 +231,35 @@ class Launch:
                 *where, batch.row_sequence, batch.ints, batch.floats, batch.filtered_rows, *changes, self.cuts,
                 *self.stats, TILE=tile, TILES=tiles, ADJUSTED=adjusted, **FILTER_OPTIONS,
             )  # fmt: skip
-        ruling_kernel[(B,)](
+        verify_kernel[(B,)](
             *where, batch.ints, batch.floats, *changes, self.cuts, *self.stats,
             batch.draft_ints, batch.draft_q, batch.support_ids, batch.support_q, batch.dense, batch.uniforms,
-            _outcomes(self.results, N), self.results[:N].view(torch.float32),
+            _outcomes(self.out, N), self.out[:N].view(torch.float32),
             TILE=tile, TILES=tiles, K=MAX_SUPPORT,  # one width, so that no larger support waits for a compiler
-            ADJUSTED=adjusted, WITH_DENSE=len(batch.dense) > 0, **RULING_OPTIONS,
+            ADJUSTED=adjusted, WITH_DENSE=len(batch.dense) > 0, **VERIFY_OPTIONS,
         )  # fmt: skip
 
-    def rulings(self) -> list[Ruling]:
+    def results(self) -> list[VerifyResult]:
         """Wait for the last run, and return what it found, after one copy from the device.
 
         Log-probabilities are read from the logits as they stand now, where a proposal asks for them.
         """
-        results, N = self.results.cpu(), len(self.batch.draft_q)
-        beta = results[:N].view(torch.float32).numpy()
-        outcomes = _outcomes(results, N).tolist()
-        rulings = []
+        out, N = self.out.cpu(), len(self.batch.draft_q)
+        beta = out[:N].view(torch.float32).numpy()
+        outcomes = _outcomes(out, N).tolist()
+        results = []
         first_row = 0
         for b, (proposal, (status, accepted, token)) in enumerate(zip(self.proposals, outcomes, strict=True)):
-            ruling = BAD_LOGITS
+            result = BAD_LOGITS
             if STATUSES[status] is not Status.BAD_LOGITS:
-                ruling = Ruling(STATUSES[status], accepted, token, _beta_of(proposal, accepted, beta[first_row - b :]))
+                result = VerifyResult(
+                    STATUSES[status], accepted, token, _beta_of(proposal, accepted, beta[first_row - b :])
+                )
                 if proposal.top_logprobs >= 0:
-                    ruling = _with_logprobs(ruling, proposal, self.logits[first_row : first_row + accepted + 1])
-            rulings.append(ruling)
+                    result = _with_logprobs(result, proposal, self.logits[first_row : first_row + accepted + 1])
+            results.append(result)
             first_row += len(proposal.tokens) + 1
-        return rulings
+        return results
 
 
 def prepare(logits: Tensor, proposals: Sequence[Proposed]) -> Launch:
@@ -280,22 +282,22 @@ def prepare(logits: Tensor, proposals: Sequence[Proposed]) -> Launch:
     return Launch(logits, proposals, batch, stats, cuts, torch.empty(room, dtype=torch.int32, device=logits.device))
 
 
-def _outcomes(results: Tensor, N: int) -> Tensor:
-    """Return the part of `Launch.results` that is `[B, 3]`: place in `STATUSES`, accepted, next token."""
-    return results[_beta_room(N) :].view(-1, 3)
+def _outcomes(out: Tensor, N: int) -> Tensor:
+    """Return the part of `Launch.out` that is `[B, 3]`: place in `STATUSES`, accepted, next token."""
+    return out[_beta_room(N) :].view(-1, 3)
 
 
-def _with_logprobs(ruling: Ruling, proposal: Proposed, raw: Tensor) -> Ruling:
+def _with_logprobs(result: VerifyResult, proposal: Proposed, raw: Tensor) -> VerifyResult:
     """Read the emitted rows again: few requests ask for this, so the kernels do without it."""
     z = apply(raw, proposal.adjustments[: len(raw)])
-    return with_logprobs(ruling, proposal, raw, probabilities(z, proposal.law))
+    return with_logprobs(result, proposal, raw, probabilities(z, proposal.law))
 
 
-def verify(logits: Tensor, proposals: Sequence[Proposed]) -> list[Ruling]:
+def verify(logits: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
     """Rule on each proposal; `logits` `[R, V]`, rows in order. See `kernels.verify.verify`."""
     launch = prepare(logits, proposals)
     launch.run()
-    return launch.rulings()
+    return launch.results()
 
 
 def gumbel_max(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:

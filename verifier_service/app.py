@@ -23,11 +23,11 @@ from outrider.settings import SettingsError
 from protos.outrider.v1 import model_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import add_VerifierServiceServicer_to_server
 from verifier_service.engine import Drain, Observer, VerifierEngine
-from verifier_service.judging import judge_alone
 from verifier_service.metrics import SequenceMetrics, SpeculationMetrics
 from verifier_service.rounds import FEATURES
 from verifier_service.service import SERVICE_NAME, VerifierService
 from verifier_service.settings import VerifierSettings
+from verifier_service.target_runner import verify_rows
 from verifier_service.warm_up import warm_up
 
 _log = structlog.get_logger()
@@ -167,7 +167,7 @@ def build_engine(
         ModelLost: another rank is gone.
     """
     pass_tokens = longest_pass(settings)
-    behind = partial(judge_alone, verify_path=path.name)
+    behind = partial(verify_rows, verify_path=path.name)
     if lead is None:
         loaded, tokenizer = loader(settings)
         tokens = sequence_tokens(settings, loaded)
@@ -205,7 +205,7 @@ def build_engine(
         gamma_cap=settings.gamma_cap,
     )
     record = partial(
-        engine.judge.record,
+        engine.runner.record,
         max_sequences=settings.max_sequences,
         max_gamma=settings.max_gamma,
         pass_tokens=settings.pass_tokens,

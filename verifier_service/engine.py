@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 import structlog
 
-from kernels.verify import Rule, Ruling
+from kernels.verify import Rule, VerifyResult
 from outrider.best_effort import Component
 from outrider.cost_line import FittedCost
 from outrider.lm.engine import Engine
@@ -22,11 +22,11 @@ from outrider.lm.prefix_cache import PrefixCache
 from outrider.rpc.errors import RequestError, internal, unavailable, yielded
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service.gamma_cap import GammaCap
-from verifier_service.judging import Judge, Judged
 from verifier_service.linger import seconds_to_linger
 from verifier_service.rounds import Round
 from verifier_service.scheduler import IDLE_SECONDS, TURN_SECONDS, Plan, Scheduler, TargetWork
 from verifier_service.sequence import TargetSequence, is_sound
+from verifier_service.target_runner import PassResult, TargetRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class Observer(Protocol):
         """The cap on γ is this from now on."""
 
 
-class VerifierEngine(Engine[Message, TargetWork, Judged]):
+class VerifierEngine(Engine[Message, TargetWork, PassResult]):
     """All sequences of one target model.
 
     Attributes:
@@ -158,7 +158,7 @@ class VerifierEngine(Engine[Message, TargetWork, Judged]):
         super().__init__(packed, name="verifier-engine", threads=threads)
         self._model = model
         self._max_linger = max_linger
-        self.judge = Judge(packed, vocab_size=model.vocab_size, verify_path=verify_path)
+        self.runner = TargetRunner(packed, vocab_size=model.vocab_size, verify_path=verify_path)
         self.observer = observer
         self.flush: Callable[[], None] = lambda: None
         self.prefixes = PrefixCache(packed.pool, enabled=prefix_cache)
@@ -180,7 +180,7 @@ class VerifierEngine(Engine[Message, TargetWork, Judged]):
         """Seconds of a pass over so many tokens of one sequence."""
         slot = self.packed.pool.allocate()
         try:
-            return self.judge([Chunk(slot, [0] * width, 0, 0)], []).forward_seconds
+            return self.runner([Chunk(slot, [0] * width, 0, 0)], []).forward_seconds
         finally:
             self.packed.pool.free(slot)
 
@@ -275,9 +275,9 @@ class VerifierEngine(Engine[Message, TargetWork, Judged]):
             isolated.deliver(isolated.opened)
             isolated.opened = None
 
-    def forward(self, work: Sequence[TargetWork]) -> Judged:
+    def forward(self, work: Sequence[TargetWork]) -> PassResult:
         proposals = [item.sequence.proposed(item.round) for item in work if item.round is not None]
-        return self.judge([item.chunk for item in work], proposals)
+        return self.runner([item.chunk for item in work], proposals)
 
     def fail(self, work: TargetWork, error: Exception, *, is_own: bool) -> None:
         if is_own:
@@ -289,27 +289,27 @@ class VerifierEngine(Engine[Message, TargetWork, Judged]):
 
     # ------------------------------------------------------------------------------------------------------- process
 
-    def process(self, work: Sequence[TargetWork], output: Judged) -> None:
+    def process(self, work: Sequence[TargetWork], output: PassResult) -> None:
         step = Step(work, output)
         rounds = [(item.sequence, item.round) for item in work if item.round is not None]
-        for (sequence, round_), ruling in zip(rounds, output.rulings, strict=True):
-            judged = _run_for(sequence, lambda: self._commit(sequence, round_, ruling, step))  # noqa: B023
+        for (sequence, round_), result in zip(rounds, output.results, strict=True):
+            judged = _run_for(sequence, lambda: self._commit(sequence, round_, result, step))  # noqa: B023
             if judged is not None:
                 step.judged.append(judged)
         self.flush()
         self._account(step)
 
-    def _commit(self, sequence: TargetSequence, round_: Round, ruling: Ruling, step: "Step") -> "JudgedRound":
+    def _commit(self, sequence: TargetSequence, round_: Round, result: VerifyResult, step: "Step") -> "JudgedRound":
         """Commits a round's tokens, and rolls the cache back to them.
 
         Raises:
             RequestError: INTERNAL, where its logits are no numbers.
         """
-        if not is_sound(ruling):
+        if not is_sound(result):
             raise internal("BAD_LOGITS", f"the target's logits after {len(sequence.tokens)} tokens are no numbers")
         queued = max(0.0, self.pass_started - sequence.owed_since(round_))
         before, drafted = sequence.judged_at, len(sequence.drafted(round_))
-        verdict = sequence.commit(round_, ruling, step.timings(queued), self._load)
+        verdict = sequence.commit(round_, result, step.timings(queued), self._load)
         self.scheduler.settle(sequence)
         return JudgedRound(sequence, round_, drafted, verdict, queued, before)
 
@@ -441,7 +441,7 @@ class Step:
         is_of_rounds: whether it had rounds, and no piece of a prompt.
     """
 
-    def __init__(self, work: Sequence[TargetWork], output: Judged) -> None:
+    def __init__(self, work: Sequence[TargetWork], output: PassResult) -> None:
         self.tokens = sum(len(item.chunk.tokens) for item in work)
         self.sequences = len(work)
         self.forward_seconds = output.forward_seconds

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kernels.adjustments import Adjuster, RowAdjustment
-from kernels.verify import Proposed, Ruling, Status
+from kernels.verify import Proposed, Status, VerifyResult
 from outrider.rpc.errors import RequestError, out_of_order, wrong_base
 from outrider.wire import PrefixHash, encode_logprobs
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
@@ -197,13 +197,13 @@ class TargetSequence:
     def commit(
         self,
         round_: Round,
-        ruling: Ruling,
+        result: VerifyResult,
         timings: speculation_pb2.VerdictTimings,
         load: speculation_pb2.VerifierLoad,
     ) -> speculation_pb2.Verdict:
-        """Takes in a ruling: commits its tokens, cut where the sequence ends, and answers with the verdict."""
+        """Takes in a result: commits its tokens, cut where the sequence ends, and answers with the verdict."""
         base, drafted = len(self.tokens), self.drafted(round_)
-        tokens, reason = self._cut([*drafted[: ruling.accepted], ruling.next_token])
+        tokens, reason = self._cut([*drafted[: result.accepted], result.next_token])
         self.tokens += tokens
         self._hash.extend(tokens)
         if self._adjuster is not None:
@@ -221,11 +221,11 @@ class TargetSequence:
             round=round_.number,
             base_length=base,
             status=speculation_pb2.VERDICT_STATUS_JUDGED,
-            judged=min(ruling.accepted + 1, len(drafted)),
-            accepted=min(ruling.accepted, len(tokens)),
+            judged=min(result.accepted + 1, len(drafted)),
+            accepted=min(result.accepted, len(tokens)),
             token_ids=tokens,
-            beta=ruling.beta,
-            logprobs=encode_logprobs(ruling.logprobs[: len(tokens)]),
+            beta=result.beta,
+            logprobs=encode_logprobs(result.logprobs[: len(tokens)]),
             finish_reason=reason,
             timings=timings,
             load=load,
@@ -266,6 +266,6 @@ class TargetSequence:
         self.deliver(verifier_service_pb2.VerifyResponse(sequence_id=self.sequence_id, verdict=verdict))
 
 
-def is_sound(ruling: Ruling) -> bool:
-    """Whether a ruling can be committed; otherwise the logits were no numbers."""
-    return ruling.status is not Status.BAD_LOGITS
+def is_sound(result: VerifyResult) -> bool:
+    """Whether a result can be committed; otherwise the logits were no numbers."""
+    return result.status is not Status.BAD_LOGITS

@@ -33,9 +33,9 @@ class VerifierSettings(ParallelSettings):
         True,
         description="tell draft services the longest proposal worth sending while many sequences run, down to 0",
     )
-    verify_path: Literal["auto", "torch", "triton", "reference"] = Field(
+    verify_path: Literal["auto", "torch", "triton"] = Field(
         "auto",
-        description="what judges proposals; auto: the fastest on the device; reference is float64, for comparison",
+        description="what judges proposals; auto: the fastest on the device",
     )
     prefix_cache: bool = Field(True, description="share keys and values among prompts that begin alike")
     idle_timeout: float = Field(60.0, gt=0, description="seconds after which a silent stream is closed")

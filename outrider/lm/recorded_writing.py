@@ -1,8 +1,8 @@
 """Several tokens of each of a few sequences with no word to the host in between: draws and passes, as records.
 
-A step draws a token of each sequence from its logits, puts it into the next pass, and runs that. It is captured once and
-replayed for each token: replays do not wait for each other on the host. It knows runners, laws and pages; not what the
-tokens are for.
+A step draws a token of each sequence from its logits, puts it into the next pass, and runs that. It is captured once
+and replayed for each token: replays do not wait for each other on the host. It knows runners, laws and pages; not what
+the tokens are for.
 """
 
 import time
@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from kernels import draw_static
-from kernels.rooms import Field, Rooms
+from kernels.packed_arrays import Field, PackedArrays
 from kernels.sparse import SparseConfig, SparseLaw
 from outrider.lm.chunk import Chunk
 from outrider.lm.paged import PagedBatch
 from outrider.lm.recording import CannotRecord, Recorder
 from outrider.lm.runner import PagedRunner
 from outrider.lm.writing import Sampling, Written
+
 
 @dataclass(frozen=True, slots=True)
 class WriterSize:
@@ -153,7 +154,7 @@ class _Table:
         pages = -(-size.max_length // size.block_tokens)
         support = min(config.max_support, size.vocab_size)
         on_gpu = eager.device.type == "cuda"
-        put = Rooms(
+        put = PackedArrays(
             {
                 "positions": Field(np.int64, (S,)),
                 "limits": Field(np.int64, (S,)),  # rows at these positions and later are nobody's
@@ -171,7 +172,7 @@ class _Table:
         self._host = put.arrays(self._staged)
         self._buffer = self._staged.to(eager.device)
         self._put = put.tensors(self._buffer)
-        got = Rooms(
+        got = PackedArrays(
             {
                 "tokens": Field(np.int64, (size.tokens, S)),
                 "ids": Field(np.int64, (size.tokens, S, support)),

@@ -11,9 +11,9 @@ import torch
 
 from benchmarks.acceptance import EXPECTED, Drafted, estimate
 from kernels.distribution import SamplingLaw
-from kernels.ruling import Proposed, Rule, Uniforms
 from kernels.sparse import SparseConfig, sparsify
-from kernels.verify_reference import verify
+from kernels.verify import Proposed, Rule, Uniforms
+from tests.kernels.reference import verify
 
 V, GAMMA = 6, 3
 LAW = SamplingLaw()

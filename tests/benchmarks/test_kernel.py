@@ -15,8 +15,7 @@ from benchmarks.clocks import CpuClock, Times
 from benchmarks.kernel_cases import Case, Rows, Shape
 from benchmarks.kernel_contenders import Outrider, Transformers, held_traffic, traffic, unfused
 from benchmarks.kernel_report import LABELS, summarise
-from kernels.ruling import Rule
-from kernels.verify import verify
+from kernels.verify import Rule, verify
 from tests.exactness import chisquare
 
 CPU = torch.device("cpu")
@@ -66,10 +65,10 @@ def test_transformers_samples_from_the_targets_law(rows: Rows) -> None:
 def test_outriders_cases_are_drawn_from_their_own_law(rows: Rows, rule: Rule) -> None:
     """3,000 sequences: drafts that were not drawn from the q̂ they state would show in the text."""
     case = Case(Shape(V, 3_000, GAMMA, rule), rows)
-    rulings = verify(case.logits.flatten(0, 1), case.proposals)
+    results = verify(case.logits.flatten(0, 1), case.proposals)
     emitted = [
-        [*proposal.tokens[: ruling.accepted], ruling.next_token]
-        for proposal, ruling in zip(case.proposals, rulings, strict=True)
+        [*proposal.tokens[: result.accepted], result.next_token]
+        for proposal, result in zip(case.proposals, results, strict=True)
     ]
     check_law(rows, emitted, notices=0.1)
 
@@ -83,10 +82,10 @@ def test_coupled_cases_share_the_targets_noise(rows: Rows) -> None:
     tokens = case.proposals[0].tokens
     for i, token in enumerate(tokens):  # each row by itself, so that one rejection does not hide the rest
         single = case.proposals[0]
-        (ruling,) = verify(
+        (result,) = verify(
             logits[i : i + 1], [type(single)((), (), single.law, single.seed, single.base_length + i, Rule.COUPLED)]
         )
-        accepted += ruling.next_token == token
+        accepted += result.next_token == token
     assert accepted / 20 > 0.6
 
 

@@ -41,7 +41,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     """
     awkward = write_awkward_draft(tmp_path_factory.mktemp("watched") / "draft")
     watching = ("--metrics-listen", "127.0.0.1:0")
-    target = ["verifier_service", "--model", str(DEMO / "target"), "--verify-path", "reference", *watching, *FLAGS]
+    target = ["verifier_service", "--model", str(DEMO / "target"), "--verify-path", "torch", *watching, *FLAGS]
     with ForkedService.start(target) as verifier:
         arguments = ["draft_service", "--model", str(awkward), "--verifier", verifier.address]
         with ForkedService.start([*arguments, *watching, *FLAGS]) as draft:
@@ -98,7 +98,7 @@ def test_counters_are_the_requests_own_statistics(watched: Watched) -> None:
     while (found := counters(watched.verifier)) != expected and time.monotonic() < end:
         time.sleep(0.05)
     assert found == expected
-    assert scrape(watched.verifier)["outrider_verify_seconds_count"] == {(("path", "reference"),): rounds}
+    assert scrape(watched.verifier)["outrider_verify_seconds_count"] == {(("path", "torch"),): rounds}
     (seconds,) = scrape(watched.verifier)["outrider_verify_seconds_sum"].values()
     assert 0 < seconds < 60
 
@@ -157,7 +157,7 @@ def test_the_outcome_cache_shows_what_it_does(watched: Watched) -> None:
 
 def test_both_services_say_what_they_run(watched: Watched) -> None:
     (target,) = scrape(watched.verifier)["outrider_service_info"]
-    assert {("service", "verifier_service"), ("device", "cpu"), ("verify_path", "reference")} < set(target)
+    assert {("service", "verifier_service"), ("device", "cpu"), ("verify_path", "torch")} < set(target)
     assert dict(target)["model"].endswith("target")
     assert re.match(r"\d+\.\d+", dict(target)["version"])
     (draft,) = scrape(watched.draft)["outrider_service_info"]
@@ -167,7 +167,7 @@ def test_both_services_say_what_they_run(watched: Watched) -> None:
 
 def test_the_log_names_the_path_and_why(watched: Watched) -> None:
     line = logged(watched.verifier, "verifying")
-    assert (line["verify_path"], line["reason"], line["device"]) == ("reference", "asked for", "cpu")
+    assert (line["verify_path"], line["reason"], line["device"]) == ("torch", "asked for", "cpu")
 
 
 def test_each_drafter_shows_what_it_costs(watched: Watched) -> None:

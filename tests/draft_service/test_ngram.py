@@ -17,7 +17,7 @@ from kernels.distribution import SamplingLaw, probabilities
 from kernels.philox import Domain, uniform
 from kernels.sparse import SparseConfig, sample, sparsify
 from kernels.verify import Rule
-from kernels.verify_reference import coupled_choice, standardise
+from tests.kernels.reference import coupled_choice, standardise
 
 V = 12
 SPARSE = SparseConfig(keep_mass=0.9, max_support=6)

@@ -5,16 +5,15 @@ from typing import Any
 import grpc
 import pytest
 
-from kernels import verify_reference
 from kernels.distribution import SamplingLaw
-from kernels.ruling import Proposed, Rule
 from kernels.sigmoid import Scores, draft_logits
-from kernels.verify import SigmoidScales
+from kernels.verify import Proposed, Rule, SigmoidScales
 from outrider.rpc.errors import from_rpc_error
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, verifier_service_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 from tests.draft_service import oracle
 from tests.draft_service.calls import PROMPT, ProposeStream, Sample, generate, request, sampling
+from tests.kernels import reference
 from tests.verifier_service.streams import Stream
 
 RULE = sampling_pb2.ACCEPTANCE_RULE_SIGMOID
@@ -52,11 +51,11 @@ def _replayed(sample: Sample, law: SamplingLaw, scales: SigmoidScales) -> list[t
             drafts = oracle.logits(whole, "draft")[base - 1 : -1]
         said = tuple(draft_logits(drafts, law))
         proposed = Proposed(tuple(drafted), said, law, SEED, base, rule=Rule.SIGMOID, sigmoid=scales)
-        (ruling,) = verify_reference.verify(rows, [proposed])
+        (result,) = reference.verify(rows, [proposed])
         scores = Scores(rows, law, said, scales)
         ratios = [p_x / q_x for p_x, q_x in (scores.at(i, x) for i, x in enumerate(drafted))]
-        judged = [min(1.0, ratio) for ratio in ratios[: ruling.accepted + 1]]
-        outcomes.append((ruling.accepted, ruling.next_token, judged))
+        judged = [min(1.0, ratio) for ratio in ratios[: result.accepted + 1]]
+        outcomes.append((result.accepted, result.next_token, judged))
     return outcomes
 
 

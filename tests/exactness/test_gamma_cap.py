@@ -106,9 +106,9 @@ class Chain:
                 )
                 for text, drafted in zip(unfinished, sent, strict=True)
             ]
-            for text, drafted, ruling in zip(unfinished, sent, verify(self.logits[rows], proposals), strict=True):
-                text.tokens += [*drafted[: ruling.accepted], ruling.next_token]
-                self._tell(text, len(drafted), ruling.accepted)
+            for text, drafted, result in zip(unfinished, sent, verify(self.logits[rows], proposals), strict=True):
+                text.tokens += [*drafted[: result.accepted], result.next_token]
+                self._tell(text, len(drafted), result.accepted)
         return all_texts
 
     def _tell(self, text: Text, gamma: int, accepted: int) -> None:

@@ -18,11 +18,11 @@ from torch import Tensor
 from kernels.adjustments import Adjuster, LogitRules
 from kernels.dense import EXCLUDED, DenseLaw, SigmoidScales
 from kernels.distribution import SamplingLaw, probabilities
-from kernels.ruling import DraftLaw, Proposed, Rule, Ruling, Uniforms
 from kernels.sigmoid import draft_logits
 from kernels.sparse import SparseConfig, SparseLaw, sample, sparsify
+from kernels.verify import DraftLaw, Proposed, Rule, Uniforms, VerifyResult
 
-Verify = Callable[[Tensor, Sequence[Proposed]], list[Ruling]]
+Verify = Callable[[Tensor, Sequence[Proposed]], list[VerifyResult]]
 
 LAWS = (
     SamplingLaw(),
@@ -133,56 +133,56 @@ def _adjustments(adjuster: Adjuster, tokens: list[int]) -> tuple:  # type: ignor
 
 
 def differing(tested: Verify, oracle: Verify, logits: Tensor, proposals: Sequence[Proposed]) -> int:
-    """Assert that both rule alike, within rounding of an edge; return how many rulings lay there and differ."""
+    """Assert that both rule alike, within rounding of an edge; return how many results lay there and differ."""
     near = 0
-    for b, (ruling, expected) in enumerate(zip(tested(logits, proposals), oracle(logits, proposals), strict=True)):
-        if (ruling.status, ruling.accepted, ruling.next_token) != (
+    for b, (result, expected) in enumerate(zip(tested(logits, proposals), oracle(logits, proposals), strict=True)):
+        if (result.status, result.accepted, result.next_token) != (
             expected.status,
             expected.accepted,
             expected.next_token,
         ):
             near += 1
-            assert _is_neighbour(ruling, oracle, _rows_of(b, logits, proposals), proposals[b]), (b, ruling, expected)
+            assert _is_neighbour(result, oracle, _rows_of(b, logits, proposals), proposals[b]), (b, result, expected)
             continue
-        assert ruling.beta == pytest.approx(expected.beta, abs=1e-5)
-        _assert_same_logprobs(ruling, expected)
+        assert result.beta == pytest.approx(expected.beta, abs=1e-5)
+        _assert_same_logprobs(result, expected)
     return near
 
 
-def _assert_same_logprobs(ruling: Ruling, expected: Ruling) -> None:
-    assert len(ruling.logprobs) == len(expected.logprobs)
-    for mine, theirs in zip(ruling.logprobs, expected.logprobs, strict=True):
+def _assert_same_logprobs(result: VerifyResult, expected: VerifyResult) -> None:
+    assert len(result.logprobs) == len(expected.logprobs)
+    for mine, theirs in zip(result.logprobs, expected.logprobs, strict=True):
         assert (mine.token, mine.top_ids) == (theirs.token, theirs.top_ids)
         assert (mine.raw, mine.adjusted) == pytest.approx((theirs.raw, theirs.adjusted), abs=1e-4)
         assert mine.top_raw == pytest.approx(theirs.top_raw, abs=1e-4)
         assert mine.top_adjusted == pytest.approx(theirs.top_adjusted, abs=1e-4)
 
 
-def _is_neighbour(ruling: Ruling, oracle: Verify, rows: Tensor, proposal: Proposed) -> bool:
-    """Say whether the ruling is the oracle's for uniforms a little lower or higher, or for noise that is."""
+def _is_neighbour(result: VerifyResult, oracle: Verify, rows: Tensor, proposal: Proposed) -> bool:
+    """Say whether the result is the oracle's for uniforms a little lower or higher, or for noise that is."""
     if proposal.rule is Rule.COUPLED:
-        return _is_near_tie(ruling, oracle, rows, proposal)
+        return _is_near_tie(result, oracle, rows, proposal)
     around = []
     for factor in (1 - _NEAR, 1 + _NEAR):
         accept = tuple(min(proposal.accept_uniform(i) * factor, 1 - 2**-53) for i in range(proposal.gamma))
         for step in (-_NEAR, _NEAR):
-            drawn = min(max(proposal.resample_uniform(ruling.accepted) + step, 0.0), 1 - 2**-53)
+            drawn = min(max(proposal.resample_uniform(result.accepted) + step, 0.0), 1 - 2**-53)
             (moved,) = oracle(rows, [replace(proposal, uniforms=Uniforms(accept, drawn))])
             around.append(moved)
-    alike = [each.next_token for each in around if each.accepted == ruling.accepted]
-    return bool(alike) and min(alike) <= ruling.next_token <= max(alike)
+    alike = [each.next_token for each in around if each.accepted == result.accepted]
+    return bool(alike) and min(alike) <= result.next_token <= max(alike)
 
 
-def _is_near_tie(ruling: Ruling, oracle: Verify, rows: Tensor, proposal: Proposed) -> bool:
+def _is_near_tie(result: VerifyResult, oracle: Verify, rows: Tensor, proposal: Proposed) -> bool:
     """Say whether the oracle would have taken the same token where the two first differ, had its logit been higher."""
     (expected,) = oracle(rows, [proposal])
-    place = min(ruling.accepted, expected.accepted)
-    preferred = proposal.tokens[place] if ruling.accepted > place else ruling.next_token
+    place = min(result.accepted, expected.accepted)
+    preferred = proposal.tokens[place] if result.accepted > place else result.next_token
     raised = rows.to(torch.float64, copy=True)
     raised[place, preferred] += _NEAR * max(1.0, proposal.law.temperature)
     (moved,) = oracle(raised, [proposal])
     return (
-        moved.accepted > place if ruling.accepted > place else (moved.accepted, moved.next_token) == (place, preferred)
+        moved.accepted > place if result.accepted > place else (moved.accepted, moved.next_token) == (place, preferred)
     )
 
 

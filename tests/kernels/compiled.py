@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels import triton_attention, triton_layers, verify_triton
-from kernels.verify_triton import FILTER_OPTIONS, RULING_OPTIONS, stats_options
+from kernels.verify_triton import FILTER_OPTIONS, VERIFY_OPTIONS, stats_options
 
 _TYPES = {
     "logits": "*bf16", "row_stride": "i64", "V": "i32", "n_tiles": "i32", "row_sequence": "*i32",
@@ -51,12 +51,12 @@ Variant = tuple[str, dict[str, int], dict[str, Any]]
 def fullest(support: int) -> Iterator[Variant]:
     """Yield each kernel with the most in it, as a verifier launches it over 128,000 and 152,000 tokens.
 
-    `support` is how many tokens q̂ has at the most: the size of the ruling depends on it.
+    `support` is how many tokens q̂ has at the most: the size of the result depends on it.
     """
     sizes = {"TILE": 4096, "ADJUSTED": True}
     yield "stats_kernel", stats_options(4096), {**sizes, "WITH_RACE": True}
     yield "filter_kernel", FILTER_OPTIONS, {**sizes, "TILES": 64}
-    yield "ruling_kernel", RULING_OPTIONS, {**sizes, "TILES": 64, "K": support, "WITH_DENSE": False}
+    yield "verify_kernel", VERIFY_OPTIONS, {**sizes, "TILES": 64, "K": support, "WITH_DENSE": False}
     rotation = triton_layers.rotation_sizes(32, 8, 128)
     yield "rotate_and_store_kernel", triton_layers.rotation_options(rotation), {**rotation, "NORMED": True}
     norm = triton_layers.norm_sizes(8192)

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from kernels.dense import DenseLaw, DraftLogits, SigmoidScales
 from kernels.distribution import SamplingLaw
-from kernels.ruling import Proposed, Rule, Ruling, Uniforms
 from kernels.sparse import SparseConfig, SparseLaw, sparsify
+from kernels.verify import Proposed, Rule, Uniforms, VerifyResult
 
-Verify = Callable[[Tensor, Sequence[Proposed]], list[Ruling]]
+Verify = Callable[[Tensor, Sequence[Proposed]], list[VerifyResult]]
 Law = SparseLaw | DenseLaw
 Draft = tuple[Law, Sequence[Law]]
 
@@ -181,7 +181,7 @@ def _cells(verify: Verify, world: World, drafts: list[tuple[int, int]], bisectio
             verify,
             len(drafts),
             lambda b, u: world.proposal(*drafts[b], ask(u), 0.5),
-            lambda _, ruling: ruling.accepted > place,
+            lambda _, result: result.accepted > place,
             bisections,
         )
 
@@ -194,9 +194,9 @@ def _cells(verify: Verify, world: World, drafts: list[tuple[int, int]], bisectio
         for b_width, b in ((second, second / 2), (1 - second, (1 + second) / 2))
     ]
     asked = [world.proposal(*draft, inside, 0.5) for draft, _, inside in points]
-    rulings = verify(torch.cat([rows for rows, _ in asked]), [proposed for _, proposed in asked])
+    results = verify(torch.cat([rows for rows, _ in asked]), [proposed for _, proposed in asked])
     cells = [
-        _Cell(chance, inside, ruling.accepted) for (_, chance, inside), ruling in zip(points, rulings, strict=True)
+        _Cell(chance, inside, result.accepted) for (_, chance, inside), result in zip(points, results, strict=True)
     ]
     return [cells[i : i + 4] for i in range(0, len(cells), 4)]
 
@@ -226,17 +226,17 @@ def _bisect(
     verify: Verify,
     count: int,
     ask: Callable[[int, float], tuple[Tensor, Proposed]],
-    holds: Callable[[int, Ruling], bool],
+    holds: Callable[[int, VerifyResult], bool],
     bisections: int,
 ) -> list[float]:
-    """Return, for each of `count` questions, the u in [0, 1] up to which the ruling holds; all asked in one batch."""
+    """Return, for each of `count` questions, the u in [0, 1] up to which the result holds; all asked in one batch."""
     low, high = [-1.0] * count, [1.0] * count  # a question that fails at u = 0 has its edge there
     middle = [0.0] * count
     for _ in range(bisections):
         asked = [ask(b, middle[b]) for b in range(count)]
-        rulings = verify(torch.cat([rows for rows, _ in asked]), [proposed for _, proposed in asked]) if asked else []
-        for b, ruling in enumerate(rulings):
-            if holds(b, ruling):
+        results = verify(torch.cat([rows for rows, _ in asked]), [proposed for _, proposed in asked]) if asked else []
+        for b, result in enumerate(results):
+            if holds(b, result):
                 low[b] = middle[b]
             else:
                 high[b] = middle[b]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels import philox
 from kernels.philox import Domain
-from kernels.ruling import Proposed, Ruling, Uniforms
+from kernels.verify import Proposed, Uniforms, VerifyResult
 from tests.kernels.cases import Verify
 
 
@@ -48,13 +48,13 @@ WRONG_BLOCKS: dict[str, tuple[str, Callable[..., float]]] = {
 def stopping_at_the_first_failure(verify: Verify) -> Verify:
     """Return a `verify` of two drafts that accepts the second only where it also accepts the first alone."""
 
-    def wrong(logits: Tensor, proposals: Sequence[Proposed]) -> list[Ruling]:
+    def wrong(logits: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
         alone = [
             replace(each, uniforms=Uniforms((each.accept_uniform(0), 1 - 2**-53), each.resample_uniform(0)))
             for each in proposals
         ]
         both = zip(verify(logits, proposals), verify(logits, alone), strict=True)
-        return [ruling if first.accepted > 0 else first for ruling, first in both]
+        return [result if first.accepted > 0 else first for result, first in both]
 
     return wrong
 

@@ -14,10 +14,12 @@ import pytest
 from torch import Tensor
 
 from kernels import verify as door
-from kernels.ruling import Proposed, Ruling
+from kernels.verify import Proposed, VerifyResult
+
+door._MODULES.setdefault("reference", "tests.kernels.reference")  # so that `verify` takes it, after its checks
 
 HOST = ("torch", "reference")
-"""For tests that patch an implementation, or that ask for thousands of rulings."""
+"""For tests that patch an implementation, or that ask for thousands of results."""
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -30,13 +32,13 @@ TRITON = pytest.param("triton", marks=_MARKS)
 PATHS = (*HOST, TRITON)
 
 
-def verify(logits: Tensor, proposals: Sequence[Proposed], path: str | None = None) -> list[Ruling]:
+def verify(logits: Tensor, proposals: Sequence[Proposed], path: str | None = None) -> list[VerifyResult]:
     """Rule by `path`, with the logits where it wants them."""
     if path == "triton" and not IS_INTERPRETED:
         logits = logits.cuda()
     return door.verify(logits, proposals, path)
 
 
-def verify_by_triton(logits: Tensor, proposals: Sequence[Proposed]) -> list[Ruling]:
+def verify_by_triton(logits: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
     """Rule by Triton's kernels."""
     return verify(logits, proposals, "triton")

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.ruling import Proposed
-from kernels.verify import Rule, Status, Uniforms
+from kernels.verify import Proposed, Rule, Status, Uniforms
 from tests.kernels.cases import law_of, logits_of, proposed_of
 from tests.kernels.paths import HOST, PATHS, verify
 
@@ -48,8 +47,8 @@ def test_the_edge_of_a_shorter_block_is_where_it_should_be(path: str) -> None:
     z = logits_of([[0.2, 0.8, 0.0, 0.0], [0.1, 0.1, 0.8, 0.0], [0.25] * 4])
     h = 0.32 / 0.92
     for u, accepted in ((h - 1e-4, 1), (h + 1e-4, 0)):
-        (ruling,) = verify(z, [_block((0, 1), (HALF, HALF), (u, LAST), resample=0.6)], path)
-        assert (ruling.accepted, ruling.next_token) == (accepted, 2 if accepted else 1)
+        (result,) = verify(z, [_block((0, 1), (HALF, HALF), (u, LAST), resample=0.6)], path)
+        assert (result.accepted, result.next_token) == (accepted, 2 if accepted else 1)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -58,9 +57,9 @@ def test_equal_laws_accept_all_and_leave_no_remainder_to_divide_by(path: str) ->
     law = law_of({0: 1, 1: 2, 2: 4, 3: 1})
     z = logits_of([[0.125, 0.25, 0.5, 0.125]] * 4)
     for u in (0.0, 0.5, 1 - 1e-6):
-        (ruling,) = verify(z, [_block((2, 0, 3), (law,) * 3, (u,) * 3)], path)
-        assert (ruling.accepted, ruling.status) == (3, Status.OK)
-        assert ruling.beta == pytest.approx((1.0, 1.0, 1.0))
+        (result,) = verify(z, [_block((2, 0, 3), (law,) * 3, (u,) * 3)], path)
+        assert (result.accepted, result.status) == (3, Status.OK)
+        assert result.beta == pytest.approx((1.0, 1.0, 1.0))
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -77,23 +76,23 @@ def test_a_token_of_probability_zero_ends_the_block(path: str) -> None:
 @pytest.mark.parametrize("token", [-1, 4, 2**40])
 def test_a_token_outside_the_vocabulary_ends_the_block(path: str, token: int) -> None:
     z = logits_of([[0.1, 0.2, 0.3, 0.4]] * 3)
-    (ruling,) = verify(z, [_block((token, 3), (EVEN, EVEN), (0.0, 0.0), LAST)], path)
-    assert (ruling.accepted, ruling.next_token) == (0, 3)
+    (result,) = verify(z, [_block((token, 3), (EVEN, EVEN), (0.0, 0.0), LAST)], path)
+    assert (result.accepted, result.next_token) == (0, 3)
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_equal_laws_leave_no_residual_and_the_target_is_drawn_from(path: str) -> None:
     z = torch.tensor([[0.125, 0.25, 0.5, 0.125]] * 2, dtype=torch.float64).log()
-    (ruling,) = verify(z, [_block((-1,), (law_of({0: 1, 1: 2, 2: 4, 3: 1}),), (0.5,), 0.9)], path)
-    assert (ruling.status, ruling.next_token) == (Status.ZERO_RESIDUAL, 3)
+    (result,) = verify(z, [_block((-1,), (law_of({0: 1, 1: 2, 2: 4, 3: 1}),), (0.5,), 0.9)], path)
+    assert (result.status, result.next_token) == (Status.ZERO_RESIDUAL, 3)
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_block_of_small_weight_still_leaves_its_residual(path: str) -> None:
     """P_1 = 2e-7, and what it leaves of the second law is all of token 3."""
     z = logits_of([[1e-7, 1 - 1e-7, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0], [0.25] * 4])
-    (ruling,) = verify(z, [_block((0, 1), (HALF, HALF), (0.0, LAST))], path)
-    assert (ruling.status, ruling.accepted, ruling.next_token) == (Status.OK, 1, 3)
+    (result,) = verify(z, [_block((0, 1), (HALF, HALF), (0.0, LAST))], path)
+    assert (result.status, result.accepted, result.next_token) == (Status.OK, 1, 3)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -101,8 +100,8 @@ def test_a_point_mass_is_a_law_like_any(path: str) -> None:
     z = logits_of([[0.5, 0.5], [0.25, 0.75], [0.5, 0.5]])
     # P_1 = 0.5, Z = 0.5 (1 - 0.25), h_1 = 0.375/0.875; P_2 = 0.125.
     for u, accepted in (((0.0, 0.124), 2), ((0.428, 0.126), 1), ((0.429, 0.126), 0)):
-        (ruling,) = verify(z, [_block((0, 0), (None, None), u)], path)
-        assert ruling.accepted == accepted
+        (result,) = verify(z, [_block((0, 0), (None, None), u)], path)
+        assert result.accepted == accepted
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -111,8 +110,8 @@ def test_after_a_success_what_the_block_may_keep_is_drawn_from(path: str) -> Non
     # P_1 = 0.5, and P_1 · p exceeds q̂ at token 1 alone, by 0.05: h_1 = 0.05/0.55. All of p exceeds it at 2 too.
     laws = (HALF, law_of({0: 13, 1: 2, 2: 3, 3: 2}))
     for resample in (0.0, 0.9, LAST):
-        (ruling,) = verify(z, [_block((0, 0), laws, (0.09, LAST), resample)], path)
-        assert (ruling.accepted, ruling.next_token) == (1, 1)
+        (result,) = verify(z, [_block((0, 0), laws, (0.09, LAST), resample)], path)
+        assert (result.accepted, result.next_token) == (1, 1)
 
 
 @pytest.mark.parametrize("path", PATHS)

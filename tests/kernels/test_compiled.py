@@ -1,6 +1,6 @@
 """The kernels, compiled ahead of time for sm_90: nothing is spilled, and they read 128 bits at a time.
 
-In each run the ruling takes supports of 16 tokens, which compiles in a quarter of the time. With `-m slow` it takes
+In each run the result takes supports of 16 tokens, which compiles in a quarter of the time. With `-m slow` it takes
 256, as it does when it serves, and all are compiled for sm_80 too.
 """
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 from scipy import integrate, stats
 
-from kernels import coupled, noise, verify_reference, verify_torch
+from kernels import coupled, noise, verify_torch
 from kernels.distribution import SamplingLaw
 from kernels.noise import exponential, gumbel, row_key, words
-from kernels.ruling import Proposed
-from kernels.verify import Rule, Status
+from kernels.verify import Proposed, Rule, Status
+from tests.kernels import reference
 from tests.kernels.cases import LAWS, logits_of
 from tests.kernels.paths import HOST, PATHS, verify
 
@@ -45,9 +45,9 @@ def test_the_text_does_not_depend_on_the_drafts(path: str, law: SamplingLaw) -> 
             tokens = [int(token) for token in (texts[0][len(text) :] if texts else [])[: gamma // 2]]
             tokens += [source.randrange(50) for _ in range(gamma - len(tokens))]
             rows = z[[text[-1], *tokens]]
-            (ruling,) = verify(rows, [_coupled(tuple(tokens), 5, len(text), law)], path)
-            assert (ruling.status, ruling.beta) == (Status.OK, ())
-            text += [*tokens[: ruling.accepted], ruling.next_token]
+            (result,) = verify(rows, [_coupled(tuple(tokens), 5, len(text), law)], path)
+            assert (result.status, result.beta) == (Status.OK, ())
+            text += [*tokens[: result.accepted], result.next_token]
         texts.append(text[:30])
     assert texts[1:] == texts[:1] * 3
 
@@ -65,17 +65,17 @@ def test_the_next_token_is_the_best_of_target_and_noise(path: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("token", [-1, 4, 2**40])
 def test_a_token_outside_the_vocabulary_is_not_taken(path: str, token: int) -> None:
-    (ruling,) = verify(logits_of([[0.25] * 4] * 2), [_coupled((token,), 1, 1)], path)
-    assert ruling.accepted == 0
-    assert 0 <= ruling.next_token < 4
+    (result,) = verify(logits_of([[0.25] * 4] * 2), [_coupled((token,), 1, 1)], path)
+    assert result.accepted == 0
+    assert 0 <= result.next_token < 4
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_greed_needs_no_noise(path: str) -> None:
     z = logits_of([[0.2, 0.5, 0.3]] * 3)
     for seed in range(5):
-        (ruling,) = verify(z, [_coupled((1, 2), seed, 9, SamplingLaw(temperature=0))], path)
-        assert (ruling.accepted, ruling.next_token, ruling.beta) == (1, 1, ())
+        (result,) = verify(z, [_coupled((1, 2), seed, 9, SamplingLaw(temperature=0))], path)
+        assert (result.accepted, result.next_token, result.beta) == (1, 1, ())
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -97,8 +97,8 @@ def test_the_draft_chooses_as_the_oracle_would_by_its_law() -> None:
     places = [(2**64 - 1 - row, 7 * row) for row in range(60)]
     tokens = coupled.draw(z, laws, coupled.noise_of(places, 300))
     for row, (token, law, (seed, position)) in enumerate(zip(tokens, laws, places, strict=True)):
-        q = verify_reference.standardise(z[row].double().numpy(), law)
-        assert token == verify_reference.coupled_choice(q, seed, position)
+        q = reference.standardise(z[row].double().numpy(), law)
+        assert token == reference.coupled_choice(q, seed, position)
 
 
 @pytest.mark.parametrize("path", HOST)
@@ -106,8 +106,8 @@ def test_the_draft_chooses_as_the_oracle_would_by_its_law() -> None:
 def test_a_draft_that_is_the_target_is_accepted_whole(path: str, law: SamplingLaw) -> None:
     z = torch.randn(9, 500, generator=torch.Generator().manual_seed(6)) * 2
     tokens = coupled.draw(z, [law] * 9, coupled.noise_of([(3, 12 + i) for i in range(9)], 500))
-    (ruling,) = verify(z, [_coupled(tuple(tokens[:8]), 3, 12, law)], path)
-    assert (ruling.accepted, ruling.next_token) == (8, tokens[8])
+    (result,) = verify(z, [_coupled(tuple(tokens[:8]), 3, 12, law)], path)
+    assert (result.accepted, result.next_token) == (8, tokens[8])
 
 
 def test_a_row_that_is_no_law_drafts_nothing() -> None:
@@ -201,9 +201,9 @@ def test_the_joint_law_of_accepted_and_tokens_is_as_enumerated(N: int) -> None:
     x1 = np.array(coupled.choose_each(torch.from_numpy(draft[0]).expand(N, V), noises[0]))
     x2 = np.array(coupled.choose_each(torch.from_numpy(draft[1][x1]), noises[1]))
     rows = torch.stack((z[0].expand(N, V), z[1][x1], z[2][x1 * V + x2]), dim=1).view(3 * N, V)
-    rulings = verify(rows, [_coupled((int(x1[n]), int(x2[n])), n, at) for n in range(N)])
+    results = verify(rows, [_coupled((int(x1[n]), int(x2[n])), n, at) for n in range(N)])
     counts = np.zeros_like(expected)
-    for n, each in enumerate(rulings):
+    for n, each in enumerate(results):
         tokens = [*(int(x1[n]), int(x2[n]))[: each.accepted], each.next_token, 0, 0]
         counts[each.accepted, tokens[0], tokens[1], tokens[2]] += 1
     possible = expected > 0
@@ -224,7 +224,7 @@ def test_noise_keyed_by_the_round_would_be_seen(path: str, monkeypatch: pytest.M
         return coupled.noise_of([(seed, 0) for seed, _ in places], size)
 
     if path == "reference":
-        monkeypatch.setattr(verify_reference, "gumbel", of_the_round)
+        monkeypatch.setattr(reference, "gumbel", of_the_round)
     else:
         monkeypatch.setattr(verify_torch, "noise_of", places_of_the_round)
     drawn = {verify(logits_of([[0.25] * 4]), [_coupled((), 1, at)], path)[0].next_token for at in range(40)}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels.distribution import SamplingLaw, bad_rows, probabilities
-from kernels.verify_reference import standardise
+from tests.kernels.reference import standardise
 
 LAWS = [
     SamplingLaw(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import verify_reference, verify_torch
+from kernels import verify_torch
 from kernels.dense import DenseLaw
-from kernels.ruling import Rule
 from kernels.sparse import SparseConfig
+from kernels.verify import Rule
+from tests.kernels import reference
 from tests.kernels.cases import law_of, proposed_of
 from tests.kernels.laws import (
     EXACT,
@@ -35,9 +36,9 @@ from tests.kernels.mutants import (
 )
 from tests.kernels.paths import verify_by_triton
 
-MODULES = {"reference": verify_reference, "torch": verify_torch}
+MODULES = {"reference": reference, "torch": verify_torch}
 PATHS: dict[str, tuple[Verify, float, int]] = {
-    "reference": (verify_reference.verify, 1e-12, EXACT),
+    "reference": (reference.verify, 1e-12, EXACT),
     "torch": (verify_torch.verify, 2e-6, 28),  # a float32 softmax
 }
 """The total variation that each may have, and the bisections that place edges far more precisely than that."""
@@ -151,7 +152,7 @@ def test_a_wrong_block_rule_is_seen(path: str, kind: str, monkeypatch: pytest.Mo
 
 
 def test_a_block_that_stops_at_its_first_failure_is_seen() -> None:
-    verify = stopping_at_the_first_failure(verify_reference.verify)
+    verify = stopping_at_the_first_failure(reference.verify)
     world = random_world(1, rule=Rule.BLOCK)
     assert total_variation(emitted_law(verify, world, bisections=ROUGH), world.target) > 0.01
 
@@ -160,7 +161,7 @@ def test_block_accepts_no_fewer_tokens_than_tokenwise() -> None:
     """Sun et al. 2024, Theorem 2; and here some more."""
     for seed in (1, 5):
         by_rule = [
-            accepted_law(verify_reference.verify, random_world(seed, rule=rule), bisections=20) @ np.arange(3)
+            accepted_law(reference.verify, random_world(seed, rule=rule), bisections=20) @ np.arange(3)
             for rule in (Rule.TOKENWISE, Rule.BLOCK)
         ]
         assert by_rule[1] > by_rule[0] + 1e-3

@@ -94,7 +94,7 @@ def test_after_the_warm_up_no_proposal_asks_for_another_compilation(monkeypatch:
     from kernels import verify_triton
 
     seen: set[Any] = set()
-    for name in ("stats_kernel", "filter_kernel", "ruling_kernel"):
+    for name in ("stats_kernel", "filter_kernel", "verify_kernel"):
         monkeypatch.setattr(verify_triton, name, Launches(getattr(verify_triton, name), seen))
     V, width = 300, 304
     warm_up("triton", CPU, torch.bfloat16, V, width)

@@ -8,15 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels import verify_reference, verify_torch
+from kernels import verify_torch
 from kernels.adjustments import Adjuster, LogitRules
 from kernels.distribution import SamplingLaw
 from kernels.verify import Rule, Status, Uniforms
+from tests.kernels import reference
 from tests.kernels.cases import law_of, logits_of, proposed_of
 from tests.kernels.mutants import accepts_equality
 from tests.kernels.paths import HOST, PATHS, verify
 
-MODULES = {"reference": verify_reference, "torch": verify_torch}
+MODULES = {"reference": reference, "torch": verify_torch}
 GREEDY = SamplingLaw(temperature=0)
 JUST_BELOW_1 = 1 - 2**-53
 
@@ -38,8 +39,8 @@ def test_a_test_with_equality_would_be_seen(path: str, monkeypatch: pytest.Monke
 def _rejects_impossible_token(path: str) -> bool:
     z = logits_of([[0.0, 0.5, 0.5, 0.0], [0.25] * 4])
     proposed = proposed_of(tokens=(3,), q=(law_of({1: 1, 3: 2}),), accept=(0.0,), resample=0.9)
-    (ruling,) = verify(z, [proposed], path)
-    return (ruling.accepted, ruling.next_token) == (0, 2)
+    (result,) = verify(z, [proposed], path)
+    return (result.accepted, result.next_token) == (0, 2)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -48,24 +49,24 @@ def _rejects_impossible_token(path: str) -> bool:
 def test_a_token_outside_the_vocabulary_is_rejected(path: str, token: int, law: dict[int, int] | None) -> None:
     z = logits_of([[0.1, 0.2, 0.3, 0.4], [0.25] * 4])
     proposed = proposed_of(tokens=(token,), q=(law_of(law) if law else None,), accept=(0.0,), resample=0.999)
-    (ruling,) = verify(z, [proposed], path)
-    assert (ruling.accepted, ruling.next_token) == (0, 3)
+    (result,) = verify(z, [proposed], path)
+    assert (result.accepted, result.next_token) == (0, 3)
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_token_outside_its_own_support_is_rejected(path: str) -> None:
     z = logits_of([[0.1, 0.2, 0.3, 0.4], [0.25] * 4])
-    (ruling,) = verify(z, [proposed_of(tokens=(0,), q=(law_of({1: 1, 2: 1}),), accept=(0.0,))], path)
-    assert ruling.accepted == 0
+    (result,) = verify(z, [proposed_of(tokens=(0,), q=(law_of({1: 1, 2: 1}),), accept=(0.0,))], path)
+    assert result.accepted == 0
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_support_outside_the_vocabulary_is_not_read(path: str) -> None:
     z = logits_of([[0.1, 0.2, 0.3, 0.4], [0.25] * 4])
     proposed = proposed_of(tokens=(2,), q=(law_of({-7: 1, 0: 1, 2: 1, 900: 1}),), accept=(0.999,), resample=0.0)
-    (ruling,) = verify(z, [proposed], path)
-    assert (ruling.accepted, ruling.next_token) == (1, 0)
-    assert ruling.beta == pytest.approx((0.1 + 0.25,))
+    (result,) = verify(z, [proposed], path)
+    assert (result.accepted, result.next_token) == (1, 0)
+    assert result.beta == pytest.approx((0.1 + 0.25,))
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -73,9 +74,9 @@ def test_support_outside_the_vocabulary_is_not_read(path: str) -> None:
 def test_equal_laws_accept(path: str, u: float) -> None:
     law = law_of({0: 1, 1: 2, 2: 4, 3: 1})
     z = logits_of([[0.125, 0.25, 0.5, 0.125], [0.25] * 4])
-    (ruling,) = verify(z, [proposed_of(tokens=(2,), q=(law,), accept=(u,))], path)
-    assert ruling.accepted == 1
-    assert ruling.beta == pytest.approx((1.0,))
+    (result,) = verify(z, [proposed_of(tokens=(2,), q=(law,), accept=(u,))], path)
+    assert result.accepted == 1
+    assert result.beta == pytest.approx((1.0,))
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -83,8 +84,8 @@ def test_equal_laws_leave_no_residual_and_the_target_is_drawn_from(path: str) ->
     # The token is not in the vocabulary, so it is rejected though p = q̂.
     law = law_of({0: 1, 1: 2, 2: 4, 3: 1})
     z = torch.tensor([[0.125, 0.25, 0.5, 0.125], [0.25] * 4], dtype=torch.float64).log()
-    (ruling,) = verify(z, [proposed_of(tokens=(-1,), q=(law,), accept=(0.5,), resample=0.9)], path)
-    assert (ruling.status, ruling.next_token) == (Status.ZERO_RESIDUAL, 3)
+    (result,) = verify(z, [proposed_of(tokens=(-1,), q=(law,), accept=(0.5,), resample=0.9)], path)
+    assert (result.status, result.next_token) == (Status.ZERO_RESIDUAL, 3)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -103,17 +104,17 @@ def test_one_hot_laws_that_agree_accept_and_that_differ_do_not(path: str) -> Non
 def test_disjoint_supports_reject_and_draw_from_the_target(path: str, resample: float) -> None:
     z = logits_of([[0.0, 0.0, 0.5, 0.5], [0.25] * 4])
     proposed = proposed_of(tokens=(0,), q=(law_of({0: 1, 1: 1}),), accept=(0.0,), resample=resample)
-    (ruling,) = verify(z, [proposed], path)
-    assert (ruling.accepted, ruling.next_token, ruling.beta) == (0, 2 if resample < 0.5 else 3, (0.0,))
-    assert ruling.status is Status.OK
+    (result,) = verify(z, [proposed], path)
+    assert (result.accepted, result.next_token, result.beta) == (0, 2 if resample < 0.5 else 3, (0.0,))
+    assert result.status is Status.OK
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("resample", [0.0, JUST_BELOW_1])
 def test_the_ends_of_the_uniform_never_draw_an_impossible_token(path: str, resample: float) -> None:
     p = [0.0, 0.0, 0.2, 0.0, 0.8, 0.0, 0.0]
-    (ruling,) = verify(logits_of([p]), [proposed_of(tokens=(), q=(), resample=resample)], path)
-    assert ruling.next_token == (2 if resample == 0 else 4)
+    (result,) = verify(logits_of([p]), [proposed_of(tokens=(), q=(), resample=resample)], path)
+    assert result.next_token == (2 if resample == 0 else 4)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -167,16 +168,16 @@ def test_greed_accepts_the_argmax_alone_whatever_the_draft_believed(path: str, r
     z = logits_of([[0.2, 0.5, 0.3]] * 3)
     for q in (None, law_of({1: 1, 2: 9})):
         proposed = proposed_of(tokens=(1, 2), q=(q, q), accept=(JUST_BELOW_1, 0.0), law=GREEDY, rule=rule)
-        (ruling,) = verify(z, [proposed], path)
-        assert (ruling.accepted, ruling.next_token) == (1, 1)
-        assert ruling.beta == pytest.approx((1.0, 0.0) if q is None else (0.1, 0.1))
+        (result,) = verify(z, [proposed], path)
+        assert (result.accepted, result.next_token) == (1, 1)
+        assert result.beta == pytest.approx((1.0, 0.0) if q is None else (0.1, 0.1))
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_ties_at_the_maximum_go_to_the_lowest_id(path: str) -> None:
     z = torch.tensor([[1.0, 3.0, 3.0, 3.0]]).expand(3, 4)
-    (ruling,) = verify(z, [proposed_of(tokens=(1, 2), q=(None, None), law=GREEDY)], path)
-    assert (ruling.accepted, ruling.next_token) == (1, 1)
+    (result,) = verify(z, [proposed_of(tokens=(1, 2), q=(None, None), law=GREEDY)], path)
+    assert (result.accepted, result.next_token) == (1, 1)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -185,16 +186,16 @@ def test_lenient_greed_accepts_what_is_nearly_the_best(path: str, lenience: floa
     """[L A.5] p(x) ≥ l · max p: here p(x)/max p is 0.6, then 0.4, then 0."""
     z = logits_of([[0.3, 0.5, 0.2], [0.3, 0.5, 0.2], [0.0, 0.5, 0.5], [1.0, 0.0, 0.0]])
     proposed = proposed_of(tokens=(0, 2, 0), q=(None, None, None), law=GREEDY, lenience=lenience)
-    (ruling,) = verify(z, [proposed], path)
-    assert (ruling.accepted, ruling.next_token) == (accepted, 1)
+    (result,) = verify(z, [proposed], path)
+    assert (result.accepted, result.next_token) == (accepted, 1)
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_lenient_greed_sums_beta_over_what_would_stand(path: str) -> None:
     z = logits_of([[0.3, 0.5, 0.2], [1.0, 0.0, 0.0]])
     proposed = proposed_of(tokens=(0,), q=(law_of({0: 2, 1: 1, 2: 7}),), law=GREEDY, lenience=0.5)
-    (ruling,) = verify(z, [proposed], path)
-    assert ruling.beta == pytest.approx((0.3,))
+    (result,) = verify(z, [proposed], path)
+    assert result.beta == pytest.approx((0.3,))
 
 
 # ------------------------------------------------------------------------------------------------------- bad rows
@@ -220,11 +221,11 @@ def test_a_bad_row_spoils_its_own_sequence_alone(path: str, kind: str, law: Samp
     z = logits_of([[0.1, 0.7, 0.1, 0.1]] * 9)
     z[3 + at] = torch.tensor(BAD_ROWS[kind])
     proposed = proposed_of(tokens=(1, 1), q=(None, None), accept=(0.0, 0.0), law=law, top_logprobs=2)
-    rulings = verify(z, [proposed] * 3, path)
-    assert [each.status for each in rulings] == [Status.OK, Status.BAD_LOGITS, Status.OK]
-    assert (rulings[1].accepted, rulings[1].next_token, rulings[1].logprobs) == (0, -1, ())
-    assert rulings[0] == rulings[2]
-    assert rulings[0].accepted == 2
+    results = verify(z, [proposed] * 3, path)
+    assert [each.status for each in results] == [Status.OK, Status.BAD_LOGITS, Status.OK]
+    assert (results[1].accepted, results[1].next_token, results[1].logprobs) == (0, -1, ())
+    assert results[0] == results[2]
+    assert results[0].accepted == 2
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -232,16 +233,16 @@ def test_a_bad_row_spoils_its_own_sequence_alone(path: str, kind: str, law: Samp
 def test_a_bad_row_that_is_not_needed_spoils_nothing(path: str, law: SamplingLaw) -> None:
     z = logits_of([[0.1, 0.9], [0.1, 0.9], [0.1, 0.9]])
     z[2] = math.nan
-    (ruling,) = verify(z, [proposed_of(tokens=(1, 0), q=(None, None), accept=(0.0, 0.99), law=law)], path)
-    assert (ruling.status, ruling.accepted) == (Status.OK, 1)
+    (result,) = verify(z, [proposed_of(tokens=(1, 0), q=(None, None), accept=(0.0, 0.99), law=law)], path)
+    assert (result.status, result.accepted) == (Status.OK, 1)
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_bans_that_leave_no_token_are_reported(path: str) -> None:
     adjuster = Adjuster(LogitRules(banned_tokens=(0, 1, 2)), [], 3)
     proposed = replace(proposed_of(tokens=(), q=()), adjustments=(adjuster.row(),))
-    (ruling,) = verify(logits_of([[0.2, 0.3, 0.5]]), [proposed], path)
-    assert ruling.status is Status.BAD_LOGITS
+    (result,) = verify(logits_of([[0.2, 0.3, 0.5]]), [proposed], path)
+    assert result.status is Status.BAD_LOGITS
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from kernels.dense import EXCLUDED, DraftLogits, SigmoidScales
 from kernels.distribution import SamplingLaw
-from kernels.ruling import Proposed
 from kernels.sigmoid import draft_logits
 from kernels.sparse import SparseConfig
-from kernels.verify import Rule, Status
+from kernels.verify import Proposed, Rule, Status
 from tests.kernels.cases import proposed_of
 from tests.kernels.laws import World, chance_of, in_dyads, joint_law, random_world, total_variation
 from tests.kernels.paths import HOST, PATHS, verify
@@ -67,8 +66,8 @@ def test_a_token_stands_below_the_ratio_of_sigmoids(
                 _proposed((1,), (draft,), (u,), law=SamplingLaw(temperature=temperature), scales=scales),
                 lenience=lenience,
             )
-            (ruling,) = verify(z, [proposed], path)
-            assert (ruling.accepted, ruling.beta) == (accepted, ())
+            (result,) = verify(z, [proposed], path)
+            assert (result.accepted, result.beta) == (accepted, ())
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -77,12 +76,12 @@ def test_the_temperature_divides_the_targets_logits_alone(path: str) -> None:
     rows, draft, law = torch.tensor([[-2.0, 0.5, 1.0]] * 2), _logits(-9.0, 1.5, 1.0), SamplingLaw(temperature=0.5)
     p, q = [_sigma(z / 0.5) for z in (-2.0, 0.5, 1.0)], [_sigma(v) for v in (-9.0, 1.5, 1.0)]
     for u, accepted in ((p[1] / q[1] - 1e-6, 1), (p[1] / q[1] + 1e-6, 0)):
-        (ruling,) = verify(rows, [_proposed((1,), (draft,), (u,), law=law)], path)
-        assert ruling.accepted == accepted
+        (result,) = verify(rows, [_proposed((1,), (draft,), (u,), law=law)], path)
+        assert result.accepted == accepted
     edge = (p[0] - q[0]) / (p[0] - q[0] + p[2] - q[2])
     for u, expected in ((edge - 1e-6, 0), (edge + 1e-6, 2)):
-        (ruling,) = verify(rows, [_proposed((1,), (draft,), (LAST,), u, law)], path)
-        assert (ruling.accepted, ruling.next_token) == (0, expected)
+        (result,) = verify(rows, [_proposed((1,), (draft,), (LAST,), u, law)], path)
+        assert (result.accepted, result.next_token) == (0, expected)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -91,8 +90,8 @@ def test_the_test_is_strict(path: str) -> None:
     z = torch.tensor([[0.0, 0.0], [0.0, 0.0]])
     scales = SigmoidScales(0.0, 1.0)
     for u, accepted in ((0.5, 0), (0.5 - 2**-53, 1)):
-        (ruling,) = verify(z, [_proposed((1,), (_logits(0.0, 6e4),), (u,), scales=scales)], path)
-        assert ruling.accepted == accepted
+        (result,) = verify(z, [_proposed((1,), (_logits(0.0, 6e4),), (u,), scales=scales)], path)
+        assert result.accepted == accepted
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -101,9 +100,9 @@ def test_what_the_targets_filters_drop_is_neither_accepted_nor_drawn(path: str, 
     z = torch.tensor([[3.0, 2.5, 0.0, 0.0]] * 2)
     for resample in (0.0, 0.5, LAST):
         proposed = _proposed((2,), (_logits(-9.0, -9.0, 0.0, -9.0),), (0.0,), resample, law)
-        (ruling,) = verify(z, [proposed], path)
-        assert (ruling.accepted, ruling.status) == (0, Status.OK)
-        assert ruling.next_token in (0, 1)
+        (result,) = verify(z, [proposed], path)
+        assert (result.accepted, result.status) == (0, Status.OK)
+        assert result.next_token in (0, 1)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -112,8 +111,8 @@ def test_what_the_draft_excluded_has_no_share_in_the_draft(path: str) -> None:
     z = torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
     draft = _logits(1.0, EXCLUDED, 1.0)
     for resample in (0.0, 0.5, LAST):
-        (ruling,) = verify(z, [_proposed((1,), (draft,), (0.0,), resample)], path)
-        assert (ruling.accepted, ruling.next_token, ruling.status) == (0, 1, Status.OK)
+        (result,) = verify(z, [_proposed((1,), (draft,), (0.0,), resample)], path)
+        assert (result.accepted, result.next_token, result.status) == (0, 1, Status.OK)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -124,23 +123,23 @@ def test_an_excluded_token_has_no_share_though_the_scales_be_wide(path: str) -> 
     edge = whole / (whole + part)
     for u, expected in ((edge - 1e-6, 1), (edge + 1e-6, 2)):
         proposed = _proposed((-1,), (_logits(0.0, EXCLUDED, -6e4),), (0.5,), u, scales=scales)
-        (ruling,) = verify(torch.zeros(2, 3), [proposed], path)
-        assert (ruling.accepted, ruling.next_token) == (0, expected)
+        (result,) = verify(torch.zeros(2, 3), [proposed], path)
+        assert (result.accepted, result.next_token) == (0, expected)
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_banned_tokens_have_no_score(path: str) -> None:
     z = torch.tensor([[1.0, -math.inf, 1.0], [0.0, 0.0, 0.0]])
-    (ruling,) = verify(z, [_proposed((1,), (_logits(0.0, 5.0, 1.0),), (0.0,), 0.5)], path)
-    assert (ruling.accepted, ruling.next_token) == (0, 0)
+    (result,) = verify(z, [_proposed((1,), (_logits(0.0, 5.0, 1.0),), (0.0,), 0.5)], path)
+    assert (result.accepted, result.next_token) == (0, 0)
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("token", [-1, 3, 2**40, -(2**62)])
 def test_a_token_outside_the_vocabulary_is_rejected(path: str, token: int) -> None:
     z = torch.tensor([[1.0, 1.0, 2.0]] * 2)
-    (ruling,) = verify(z, [_proposed((token,), (_logits(1.0, 1.0, 1.0),), (0.0,))], path)
-    assert (ruling.accepted, ruling.next_token) == (0, 2)
+    (result,) = verify(z, [_proposed((token,), (_logits(1.0, 1.0, 1.0),), (0.0,))], path)
+    assert (result.accepted, result.next_token) == (0, 2)
 
 
 # ------------------------------------------------------------------------------------------------ the next token
@@ -154,8 +153,8 @@ def test_the_next_token_is_drawn_from_what_is_left_in_order_of_id(path: str, sca
     first, second = rest[0] / sum(rest), (rest[0] + rest[2]) / sum(rest)
     rows = torch.tensor([z, z])
     for u, expected in ((0.0, 0), (first - 1e-6, 0), (first + 1e-6, 2), (second - 1e-6, 2), (second + 1e-6, 3)):
-        (ruling,) = verify(rows, [_proposed((1,), (_logits(*v),), (LAST,), u, scales=scales)], path)
-        assert (ruling.accepted, ruling.next_token, ruling.status) == (0, expected, Status.OK)
+        (result,) = verify(rows, [_proposed((1,), (_logits(*v),), (LAST,), u, scales=scales)], path)
+        assert (result.accepted, result.next_token, result.status) == (0, expected, Status.OK)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -166,8 +165,8 @@ def test_where_nothing_is_left_the_targets_law_is_drawn_from(path: str, v: tuple
     z = torch.tensor([[0.5, 1.0, 0.0]] * 2)
     edge = 1 / (1 + math.e)
     for u, expected in ((0.0, 0), (edge - 1e-5, 0), (edge + 1e-5, 1), (LAST, 1)):
-        (ruling,) = verify(z, [_proposed((token,), (_logits(*v),), (LAST,), u, law)], path)
-        assert (ruling.accepted, ruling.status, ruling.next_token) == (0, Status.ZERO_RESIDUAL, expected)
+        (result,) = verify(z, [_proposed((token,), (_logits(*v),), (LAST,), u, law)], path)
+        assert (result.accepted, result.status, result.next_token) == (0, Status.ZERO_RESIDUAL, expected)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -179,16 +178,16 @@ def test_after_the_last_draft_the_next_token_has_the_targets_law(path: str, gamm
     p = torch.softmax(z[gamma].double() / 0.5, -1).cumsum(-1).tolist()
     for u, expected in ((0.0, 0), (p[0] - 1e-5, 0), (p[0] + 1e-5, 1), (p[1] - 1e-5, 1), (p[1] + 1e-5, 2)):
         given = replace(proposed, uniforms=replace(proposed.uniforms, resample=u))  # type: ignore[type-var]
-        (ruling,) = verify(z, [given], path)
-        assert (ruling.accepted, ruling.status, ruling.next_token) == (gamma, Status.OK, expected)
+        (result,) = verify(z, [given], path)
+        assert (result.accepted, result.status, result.next_token) == (gamma, Status.OK, expected)
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_greed_is_as_under_any_rule(path: str) -> None:
     z = torch.tensor([[0.2, 0.5, 0.3]] * 3)
     for q in (None, _logits(9.0, 0.0, 0.0)):
-        (ruling,) = verify(z, [_proposed((1, 2), (q, q), (LAST, 0.0), law=SamplingLaw(temperature=0))], path)
-        assert (ruling.accepted, ruling.next_token, ruling.beta) == (1, 1, ())
+        (result,) = verify(z, [_proposed((1, 2), (q, q), (LAST, 0.0), law=SamplingLaw(temperature=0))], path)
+        assert (result.accepted, result.next_token, result.beta) == (1, 1, ())
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kernels import verify_reference
 from kernels.sparse import SparseLaw
 from kernels.staged import accepts, resample
+from tests.kernels import reference
 
 V = 12
 
@@ -37,11 +37,11 @@ def test_it_is_algorithm_1_with_the_quantised_law_for_a_target(is_point_mass: bo
         token = int(generator.integers(V)) if guessed is None else int(generator.choice(guessed.ids))
         q, r = dense(told), np.eye(V)[token] if guessed is None else dense(guessed)
         u, w = generator.random(2)
-        stands = verify_reference.accepts(u, 1.0, r[token], q[token])
+        stands = reference.accepts(u, 1.0, r[token], q[token])
         assert accepts(u, guessed, told, token) == stands
         kept += stands
         if not stands:
-            cdf = verify_reference.residual(q, r).cumsum()
+            cdf = reference.residual(q, r).cumsum()
             assert resample(w, guessed, told, token) == np.searchsorted(cdf, w * cdf[-1], side="right")
     assert 200 < kept < 2800
 

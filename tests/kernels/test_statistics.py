@@ -13,7 +13,7 @@ import pytest
 import torch
 from scipy import stats
 
-from kernels import ruling
+from kernels import verify as verification
 from kernels.distribution import SamplingLaw, probabilities
 from kernels.philox import Domain, uniforms
 from kernels.sparse import SparseConfig, SparseLaw, sample, sparsify
@@ -163,12 +163,12 @@ def test_block_with_the_round_left_out_of_the_counter_is_seen(monkeypatch: pytes
         return _pvalue(np.bincount(run.tokens.flatten(), minlength=2), law)
 
     assert pvalue() > LEVEL
-    monkeypatch.setattr(ruling, "uniform", by_absolute_position)
+    monkeypatch.setattr(verification, "uniform", by_absolute_position)
     assert pvalue() < LEVEL
 
 
 def test_noise_shared_between_drafting_and_acceptance_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ruling, "uniform", shared_noise)
+    monkeypatch.setattr(verification, "uniform", shared_noise)
     run = _run(SparseConfig(keep_mass=1.0), n=60)
     assert _single(run) < LEVEL
 

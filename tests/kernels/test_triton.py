@@ -20,12 +20,12 @@ from torch import Tensor
 from kernels import coupled
 from kernels.adjustments import Adjuster, LogitRules
 from kernels.distribution import SamplingLaw
-from kernels.ruling import Proposed, Rule, Status, Uniforms
 from kernels.sparse import SparseConfig, sample, sparsify
-from kernels.verify_reference import verify as oracle
+from kernels.verify import Proposed, Rule, Status, Uniforms
 from tests.kernels.capturable import OnlyCapturable
 from tests.kernels.cases import differing, law_of, proposed_of, random_batch
 from tests.kernels.paths import IS_INTERPRETED, TRITON, verify_by_triton
+from tests.kernels.reference import verify as oracle
 
 pytestmark = TRITON.marks
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
@@ -64,9 +64,9 @@ def test_long_proposals_go_on_from_group_to_group(rule: Rule) -> None:
         z, proposed = _agreeable(rule, gamma, K, V=1100, seed=gamma)
         rows.append(z)
         proposals.append(proposed)
-    rulings = verify_by_triton(torch.cat(rows), proposals)
-    assert differing(lambda *_: rulings, oracle, torch.cat(rows), proposals) == 0
-    assert max(each.accepted for each in rulings) > 8
+    results = verify_by_triton(torch.cat(rows), proposals)
+    assert differing(lambda *_: results, oracle, torch.cat(rows), proposals) == 0
+    assert max(each.accepted for each in results) > 8
 
 
 def _agreeable(rule: Rule, gamma: int, K: int, V: int, seed: int) -> tuple[Tensor, Proposed]:
@@ -121,9 +121,9 @@ def test_a_residual_may_lie_across_tiles() -> None:
     law = law_of({token: 3 + 4 * (i % 3) for i, token in enumerate(ids)})
     N = 24
     proposals = [proposed_of((V,), (law,), resample=(n + 0.5) / N) for n in range(N)]  # outside V: never accepted
-    rulings = verify_by_triton(z.repeat(N, 1), proposals)
-    assert differing(lambda *_: rulings, oracle, z.repeat(N, 1), proposals) == 0
-    assert len({each.next_token for each in rulings}) > 3
+    results = verify_by_triton(z.repeat(N, 1), proposals)
+    assert differing(lambda *_: results, oracle, z.repeat(N, 1), proposals) == 0
+    assert len({each.next_token for each in results}) > 3
 
 
 def test_a_stratified_sweep_counts_every_outcome_to_within_one() -> None:
@@ -164,8 +164,8 @@ def test_the_largest_logit_may_lie_in_any_tile(lenience: float) -> None:
         z[row, token] = 9.0
     z[2, [TILE, 2 * TILE]] = 9.0
     greedy = proposed_of(tuple(best[:3]), (None, None, None), law=SamplingLaw(temperature=0), lenience=lenience)
-    (ruling,) = verify_by_triton(z, [greedy])
-    assert (ruling.accepted, ruling.next_token, ruling.beta) == (3, best[3], (1.0, 1.0, 1.0))
+    (result,) = verify_by_triton(z, [greedy])
+    assert (result.accepted, result.next_token, result.beta) == (3, best[3], (1.0, 1.0, 1.0))
     (other,) = verify_by_triton(z, [replace(greedy, tokens=(best[0], best[1] - 1, 0))])
     assert (other.accepted, other.next_token) == (1, best[1])
 
@@ -188,7 +188,7 @@ def test_many_changes_of_a_row_lie_in_every_tile() -> None:
 
 
 def test_no_row_sees_another() -> None:
-    """Neither the batch's order nor its parts, nor what lies past a rejection, change a ruling."""
+    """Neither the batch's order nor its parts, nor what lies past a rejection, change a result."""
     logits, proposals = random_batch(seed=4, V=97, size=3)
     together = verify_by_triton(logits, proposals)
     starts = np.cumsum([0, *(each.gamma + 1 for each in proposals)])
@@ -196,9 +196,9 @@ def test_no_row_sees_another() -> None:
     for part in ([2, 0], [1]):
         told = verify_by_triton(torch.cat([rows[i] for i in part]), [proposals[i] for i in part])
         assert told == [together[i] for i in part]
-    for own, proposal, ruling in zip(rows, proposals, together, strict=True):
+    for own, proposal, result in zip(rows, proposals, together, strict=True):
         if proposal.rule is not Rule.BLOCK:  # which looks past a failure, as long as the block can grow
-            own[ruling.accepted + 1 :] = math.nan
+            own[result.accepted + 1 :] = math.nan
     assert verify_by_triton(torch.cat(rows), proposals) == together
 
 
@@ -264,13 +264,13 @@ def test_a_graph_replayed_twice_gives_what_eager_gives() -> None:
         held.copy_(each)
         for _ in range(2):
             graph.replay()
-            assert launch.rulings() == wanted
+            assert launch.results() == wanted
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("V", "size"), [(257, 400), (32000, 200), (50257, 100), (128256, 60), (151936, 60)])
 def test_rules_as_the_oracle_does_at_full_size(V: int, size: int) -> None:
-    """At most one ruling in a hundred may lie so near an edge that float32 takes the neighbour."""
+    """At most one result in a hundred may lie so near an edge that float32 takes the neighbour."""
     for dtype in (torch.float32, torch.bfloat16):
         logits, proposals = random_batch(seed=V, V=V, size=size, dtype=dtype)
         assert differing(verify_by_triton, oracle, logits, proposals) <= size // 100 + 1

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import ruling as ruling_module
-from kernels import verify_reference, verify_torch
+from kernels import verify as verification
+from kernels import verify_torch
 from kernels.adjustments import Adjuster, LogitRules, RowAdjustment
 from kernels.distribution import SamplingLaw
 from kernels.philox import Domain, uniform
@@ -26,6 +26,7 @@ from kernels.verify import (
     UnsupportedRule,
     implementation_for,
 )
+from tests.kernels import reference
 from tests.kernels.cases import differing, law_of, logits_of, proposed_of, random_batch
 from tests.kernels.paths import HOST, PATHS, verify
 
@@ -40,13 +41,13 @@ LOGITS = DraftLogits(torch.zeros(2).half())
 @pytest.mark.parametrize(("V", "size"), [(1, 20), (2, 60), (257, 60), (5003, 40), (50257, 12)])
 def test_the_fast_path_rules_as_the_oracle_does(V: int, size: int) -> None:
     logits, proposals = random_batch(seed=V, V=V, size=size)
-    assert differing(verify_torch.verify, verify_reference.verify, logits, proposals) <= 1
+    assert differing(verify_torch.verify, reference.verify, logits, proposals) <= 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_the_fast_path_takes_logits_of_any_dtype(dtype: torch.dtype) -> None:
     logits, proposals = random_batch(seed=9, V=300, size=30, dtype=dtype)
-    assert differing(verify_torch.verify, verify_reference.verify, logits, proposals) <= 1
+    assert differing(verify_torch.verify, reference.verify, logits, proposals) <= 1
 
 
 def test_a_stratified_sweep_counts_every_outcome_to_within_one() -> None:
@@ -60,7 +61,7 @@ def test_a_stratified_sweep_counts_every_outcome_to_within_one() -> None:
 
 
 def test_rows_stand_alone() -> None:
-    """Neither splitting the batch, nor its order, nor rows of other sequences change a ruling."""
+    """Neither splitting the batch, nor its order, nor rows of other sequences change a result."""
     logits, proposals = random_batch(seed=4, V=97, size=24)
     together = verify(logits, proposals)
     starts = np.cumsum([0, *(each.gamma + 1 for each in proposals)])
@@ -92,10 +93,10 @@ def test_the_draws_are_those_of_the_round(path: str) -> None:
             accepted += 1
         given = Uniforms(accept, uniform(11, base_length, accepted, Domain.RESAMPLE))
         proposed = replace(proposed_of(tokens=(0, 1), q=(law, law)), seed=11, base_length=base_length, uniforms=None)
-        (ruling,) = verify(z, [proposed], path)
-        assert ruling == verify(z, [replace(proposed, uniforms=given)], path)[0]
-        assert ruling.accepted == accepted
-        outcomes.add((ruling.accepted, ruling.next_token))
+        (result,) = verify(z, [proposed], path)
+        assert result == verify(z, [replace(proposed, uniforms=given)], path)[0]
+        assert result.accepted == accepted
+        outcomes.add((result.accepted, result.next_token))
     assert len(outcomes) > 5
 
 
@@ -106,7 +107,7 @@ def test_no_draw_is_made_past_the_stopping_row(monkeypatch: pytest.MonkeyPatch) 
         made.append((index, domain))
         return 0.9
 
-    monkeypatch.setattr(ruling_module, "uniform", recording)
+    monkeypatch.setattr(verification, "uniform", recording)
     proposed = replace(proposed_of(tokens=(0, 1, 0), q=(None,) * 3), uniforms=None)
     verify(logits_of([[0.95, 0.05]] * 4), [proposed])
     assert made == [(0, Domain.ACCEPT), (1, Domain.ACCEPT), (1, Domain.RESAMPLE)]
@@ -120,8 +121,8 @@ def test_each_row_has_its_own_adjustment(path: str) -> None:
     z = logits_of([[0.4, 0.3, 0.3]] * 3)
     proposed = proposed_of(tokens=(1, 0), q=(None, None), law=GREEDY)
     adjusted = replace(proposed, adjustments=(ban(0), None, ban(0)))
-    (ruling,) = verify(z, [adjusted], path)
-    assert (ruling.accepted, ruling.next_token) == (2, 1)
+    (result,) = verify(z, [adjusted], path)
+    assert (result.accepted, result.next_token) == (2, 1)
     assert torch.equal(z, logits_of([[0.4, 0.3, 0.3]] * 3))
 
 
@@ -138,32 +139,32 @@ def test_logprobs_are_raw_and_adjusted(path: str) -> None:
         proposed_of(tokens=tokens, q=(None, None), accept=(0.0, 0.0), law=law, top_logprobs=7),
         adjustments=(None, adjuster.row(), None),
     )
-    (ruling,) = verify(z, [proposed], path)
-    assert ruling.accepted == 2
+    (result,) = verify(z, [proposed], path)
+    assert result.accepted == 2
     raw = torch.log_softmax(z.double(), -1)
-    for i, (token, at) in enumerate(zip((*tokens, ruling.next_token), ruling.logprobs, strict=True)):
+    for i, (token, at) in enumerate(zip((*tokens, result.next_token), result.logprobs, strict=True)):
         assert at.token == token
         assert at.raw == pytest.approx(raw[i, token].item(), abs=1e-5)
         assert at.top_ids == tuple(raw[i].topk(7).indices.tolist())
         assert at.top_raw == pytest.approx(raw[i].topk(7).values.tolist(), abs=1e-5)
         assert sum(math.exp(each) for each in at.top_adjusted) == pytest.approx(1, abs=1e-5)
-    assert ruling.logprobs[1].top_adjusted[0] == -math.inf
+    assert result.logprobs[1].top_adjusted[0] == -math.inf
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_logprobs_of_greed_are_those_of_a_point_mass(path: str) -> None:
     z = logits_of([[0.3, 0.5, 0.2], [0.2, 0.2, 0.6]])
     proposed = proposed_of(tokens=(0,), q=(None,), law=GREEDY, lenience=0.5, top_logprobs=0)
-    (ruling,) = verify(z, [proposed], path)
-    assert [(at.token, at.adjusted) for at in ruling.logprobs] == [(0, -math.inf), (2, 0.0)]
-    assert [at.raw for at in ruling.logprobs] == pytest.approx([math.log(0.3), math.log(0.6)], abs=1e-6)
-    assert ruling.logprobs[0].top_ids == ()
+    (result,) = verify(z, [proposed], path)
+    assert [(at.token, at.adjusted) for at in result.logprobs] == [(0, -math.inf), (2, 0.0)]
+    assert [at.raw for at in result.logprobs] == pytest.approx([math.log(0.3), math.log(0.6)], abs=1e-6)
+    assert result.logprobs[0].top_ids == ()
 
 
 def test_the_best_of_equals_come_in_order_of_id() -> None:
     z = torch.tensor([[2.0, 1.0, 2.0, 2.0, 0.0]])
-    (ruling,) = verify(z, [proposed_of(tokens=(), q=(), top_logprobs=2)])
-    assert ruling.logprobs[0].top_ids == (0, 2)
+    (result,) = verify(z, [proposed_of(tokens=(), q=(), top_logprobs=2)])
+    assert result.logprobs[0].top_ids == (0, 2)
     (all_of_it,) = verify(z, [proposed_of(tokens=(), q=(), top_logprobs=20)])
     assert all_of_it.logprobs[0].top_ids == (0, 2, 3, 1, 4)
 
@@ -223,5 +224,5 @@ def test_what_does_not_fit_is_named(change: dict[str, object], rows: int, named:
 
 
 def test_an_unknown_implementation_is_named() -> None:
-    with pytest.raises(ValueError, match=r"'magic'.*reference, torch"):
+    with pytest.raises(ValueError, match=r"'magic'.*torch, triton"):
         verify(torch.zeros(0, 2), [], "magic")

@@ -12,8 +12,8 @@ import structlog
 
 from verifier_service import app
 from verifier_service.engine import VerifierEngine
-from verifier_service.judging import Judged
 from verifier_service.scheduler import TargetWork
+from verifier_service.target_runner import PassResult
 
 HOLD = "OUTRIDER_TEST_HOLD"
 HELD = "a pass is held up"
@@ -24,7 +24,7 @@ _log = structlog.get_logger()
 class HeldEngine(VerifierEngine):
     """The engine, but for that."""
 
-    def forward(self, work: Sequence[TargetWork]) -> Judged:
+    def forward(self, work: Sequence[TargetWork]) -> PassResult:
         output = super().forward(work)
         hold = Path(os.environ[HOLD])
         if hold.exists():

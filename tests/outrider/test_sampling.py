@@ -9,10 +9,9 @@ import torch
 
 from kernels.adjustments import Adjuster, apply
 from kernels.distribution import bad_rows, probabilities
-from kernels.ruling import Proposed, Status
 from kernels.sigmoid import draft_logits
 from kernels.sparse import SparseConfig, draw
-from kernels.verify import Rule
+from kernels.verify import Proposed, Rule, Status
 from outrider.rpc.errors import RequestError
 from outrider.sampling import OFFERED_RULES, RULE_TO_WIRE, Sampling, check_sampling
 from protos.outrider.v1 import sampling_pb2
@@ -106,9 +105,9 @@ def round_of(sampling: Sampling, rng: random.Random) -> tuple[torch.Tensor, Prop
 def test_every_number_within_its_range_makes_a_law(path: str) -> None:
     rng = random.Random(7)
     logits, proposals = zip(*(round_of(at_some_ends(rng), rng) for _ in range(150)), strict=True)
-    for proposed, ruling in zip(proposals, verify(torch.cat(logits), proposals, path), strict=True):
-        assert ruling.status is not Status.BAD_LOGITS, proposed
-        assert all(0 <= beta <= 1 + 1e-5 for beta in ruling.beta if not math.isnan(beta)), proposed
+    for proposed, result in zip(proposals, verify(torch.cat(logits), proposals, path), strict=True):
+        assert result.status is not Status.BAD_LOGITS, proposed
+        assert all(0 <= beta <= 1 + 1e-5 for beta in result.beta if not math.isnan(beta)), proposed
 
 
 @pytest.mark.parametrize("fields", BEYOND, ids=str)

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 import torch
 
 from draft_service.drafters.base import UNBOUNDED, Draft, Drafter, Drafting, DraftSequence
-from kernels.verify import Proposed, Rule, Ruling, Status
+from kernels.verify import Proposed, Rule, Status, VerifyResult
 from outrider.lm.chunk import Chunk
 from outrider.lm.kv_pool import KVPool
-from verifier_service.judging import Judged
+from verifier_service.target_runner import PassResult
 
 VOCABULARY = 24
 EOS = 0
@@ -71,7 +71,7 @@ class Text:
     stops: frozenset[int]
     limit: int
     tokens: list[int] = field(init=False)
-    rounds: dict[int, tuple[tuple[int, ...], Ruling]] = field(default_factory=dict)
+    rounds: dict[int, tuple[tuple[int, ...], VerifyResult]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -94,7 +94,7 @@ class Oracle:
     def __init__(self) -> None:
         self.texts: dict[int, Text] = {}
 
-    def judge(self, seed: int, context: list[int], proposed: Proposed) -> Ruling:
+    def judge(self, seed: int, context: list[int], proposed: Proposed) -> VerifyResult:
         """Rules on a proposal after `context`, which is what the cache holds, and checks that it may be judged.
 
         Raises:
@@ -105,17 +105,17 @@ class Oracle:
         require(
             context == text.tokens[:base], f"seed {seed}: the cache before {base} holds other tokens than committed"
         )
-        ruling = _rule(text, seed, list(context), proposed)
-        known = text.rounds.setdefault(base, (proposed.tokens, ruling))
+        result = _rule(text, seed, list(context), proposed)
+        known = text.rounds.setdefault(base, (proposed.tokens, result))
         require(
             known[0] == proposed.tokens,
             f"seed {seed}: draws of base {base} are used again: for {proposed.tokens}, and before for {known[0]}",
         )
         if base == len(text.tokens):
-            text.tokens += [*proposed.tokens[: ruling.accepted], ruling.next_token]
+            text.tokens += [*proposed.tokens[: result.accepted], result.next_token]
         else:
-            require(known[1] == ruling, f"seed {seed}: two rulings at base {base}")
-        return ruling
+            require(known[1] == result, f"seed {seed}: two results at base {base}")
+        return result
 
     def check_told(self, seed: int, tokens: Sequence[int], whom: str) -> None:
         """Checks that tokens are a verified beginning of the text (invariant 3)."""
@@ -125,7 +125,7 @@ class Oracle:
         )
 
 
-def _rule(text: Text, seed: int, context: list[int], proposed: Proposed) -> Ruling:
+def _rule(text: Text, seed: int, context: list[int], proposed: Proposed) -> VerifyResult:
     base, accepted = proposed.base_length, 0
     for i, token in enumerate(proposed.tokens):
         if text.draws:
@@ -139,7 +139,7 @@ def _rule(text: Text, seed: int, context: list[int], proposed: Proposed) -> Ruli
     following = draw(seed, base, accepted, 2, *context) % VOCABULARY if text.draws else target_token(text.salt, context)
     is_known = proposed.rule in (Rule.TOKENWISE, Rule.BLOCK)
     beta = (0.5,) * min(accepted + 1, len(proposed.tokens)) if is_known else ()
-    return Ruling(Status.OK, accepted, following, beta=beta)
+    return VerifyResult(Status.OK, accepted, following, beta=beta)
 
 
 # ----------------------------------------------------------------------------------------------------------- the target
@@ -192,7 +192,7 @@ class StepBroken(RuntimeError):
 
 
 class TokenJudge:
-    """The pass and the verification of one verifier (`verifier_service.judging.Judge`).
+    """The pass and the verification of one verifier (`verifier_service.target_runner.TargetRunner`).
 
     Attributes:
         broken: the share of passes that fail.
@@ -206,22 +206,22 @@ class TokenJudge:
         self._oracle = oracle
         self._chance = chance
 
-    def __call__(self, chunks: Sequence[Chunk], proposals: Sequence[Proposed]) -> Judged:
+    def __call__(self, chunks: Sequence[Chunk], proposals: Sequence[Proposed]) -> PassResult:
         if self._chance.random() < self.broken or any(each.seed in self.poisoned for each in proposals):
             raise StepBroken("the device says no")
         for chunk in chunks:
             require(chunk.start == self._pool.length(chunk.slot), "a chunk begins elsewhere than its sequence ends")
             self._pool.grow(chunk.slot, chunk.start + len(chunk.tokens))
-        rulings, left = [], list(proposals)
+        results, left = [], list(proposals)
         for chunk in chunks:
             self._pool.write(chunk.slot, chunk.start, chunk.tokens)
             self._pool.extend(chunk.slot, chunk.start + len(chunk.tokens))
             if left and chunk.logits_from < len(chunk.tokens):
                 context = self._pool.held(chunk.slot)[: chunk.start + chunk.logits_from + 1]
                 proposed = left.pop(0)
-                rulings.append(self._oracle.judge(proposed.seed, context, proposed))
+                results.append(self._oracle.judge(proposed.seed, context, proposed))
         seconds = 1e-3 + 1e-4 * sum(len(chunk.tokens) for chunk in chunks)
-        return Judged(proposals, rulings, seconds, 1e-4)
+        return PassResult(proposals, results, seconds, 1e-4)
 
 
 # ---------------------------------------------------------------------------------------------------------- the drafter

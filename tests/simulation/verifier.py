@@ -56,10 +56,10 @@ class Verifier(Host):
         self.pool = TokenPool(blocks=plan.blocks, max_length=MAX_TOKENS, block_tokens=4)
         packed = SimpleNamespace(pool=self.pool, loaded=SimpleNamespace(device=torch.device("cpu")))
         self.engine = SimulatedEngine(packed, world.model, linger=plan.linger)
-        self.judge = TokenJudge(self.pool, world.oracle, world.chance)
-        self.engine.judge = cast("Any", self.judge)
+        self.runner = TokenJudge(self.pool, world.oracle, world.chance)
+        self.engine.runner = cast("Any", self.runner)
         self.engine.prepare()
-        self.judge.broken, self.judge.poisoned = plan.broken_steps, world.poisoned
+        self.runner.broken, self.runner.poisoned = plan.broken_steps, world.poisoned
         self.service = VerifierService(world.verifier_settings, cast("Any", _NoMetrics()), Tracing())
         self.service.attach(self.engine, world.model)
         self.methods = {"Verify": self.service.Verify, "GetModel": self.service.GetModel}

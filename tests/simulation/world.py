@@ -259,12 +259,12 @@ class World:
             case "lose":
                 verifier.loses_model = True
             case "hang":
-                verifier.judge.broken = 1.0  # every pass fails
+                verifier.runner.broken = 1.0  # every pass fails
         await asyncio.sleep(lasts)
         self.note(f"{verifier.name} is back")
         if verifier.is_frozen:
             verifier.thaw()
-        verifier.judge.broken = self.plan.broken_steps
+        verifier.runner.broken = self.plan.broken_steps
         verifier.loses_model = False
         verifier.restart()
 

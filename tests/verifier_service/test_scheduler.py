@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from kernels.verify import Ruling, Status
+from kernels.verify import Status, VerifyResult
 from outrider.lm.kv_pool import KVPool
 from outrider.lm.prefix_cache import PrefixCache
 from protos.outrider.v1 import speculation_pb2
@@ -20,7 +20,7 @@ BLOCK = 4
 
 
 class House:
-    """A scheduler whose passes write one number a position, and whose rulings accept what they are told to."""
+    """A scheduler whose passes write one number a position, and whose results accept what they are told to."""
 
     def __init__(
         self, *, blocks: int = 64, pass_tokens: int = 16, max_sequences: int = 8, max_length: int = 128
@@ -60,9 +60,9 @@ class House:
         for item in plan.work:
             if item.round is not None:
                 drafted = len(item.sequence.drafted(item.round))
-                ruling = Ruling(status=Status.OK, accepted=min(accepted, drafted), next_token=8, beta=())
+                result = VerifyResult(status=Status.OK, accepted=min(accepted, drafted), next_token=8, beta=())
                 item.sequence.commit(
-                    item.round, ruling, speculation_pb2.VerdictTimings(), speculation_pb2.VerifierLoad()
+                    item.round, result, speculation_pb2.VerdictTimings(), speculation_pb2.VerifierLoad()
                 )
                 item.sequence.backlog = 0
                 self.scheduler.settle(item.sequence)
@@ -197,12 +197,12 @@ def test_a_stop_token_ends_it_too() -> None:
     sequence = house.open(9)
     house.ask(sequence)
     plan = house.scheduler.plan([(sequence, sequence.next_round())])
-    ruling = Ruling(status=Status.OK, accepted=0, next_token=STOP, beta=())
+    result = VerifyResult(status=Status.OK, accepted=0, next_token=STOP, beta=())
     round_ = plan.work[0].round
     assert round_ is not None
     house.pool.views(plan.work[0].chunk.slot, 0, 11)
     house.pool.extend(plan.work[0].chunk.slot, 11)
-    sequence.commit(round_, ruling, speculation_pb2.VerdictTimings(), speculation_pb2.VerifierLoad())
+    sequence.commit(round_, result, speculation_pb2.VerdictTimings(), speculation_pb2.VerifierLoad())
     house.scheduler.settle(sequence)
     assert house.pool.used_blocks == 0
 

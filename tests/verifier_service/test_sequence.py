@@ -7,7 +7,7 @@ import pytest
 
 from kernels.adjustments import LogitRules, RowAdjustment
 from kernels.distribution import SamplingLaw
-from kernels.verify import Rule, Ruling, Status
+from kernels.verify import Rule, Status, VerifyResult
 from outrider.rpc.errors import RequestError
 from outrider.sampling import Sampling
 from outrider.wire import PrefixHash
@@ -54,8 +54,10 @@ def a_round(number: int, prefix: Sequence[int], tokens: Sequence[int] = (), *, s
 def judge(sequence: TargetSequence, accepted: int, next_token: int) -> None:
     current = sequence.next_round()
     assert current is not None
-    ruling = Ruling(status=Status.OK, accepted=accepted, next_token=next_token, beta=(0.5,) * min(accepted + 1, 1))
-    sequence.commit(current, ruling, speculation_pb2.VerdictTimings(), speculation_pb2.VerifierLoad())
+    result = VerifyResult(
+        status=Status.OK, accepted=accepted, next_token=next_token, beta=(0.5,) * min(accepted + 1, 1)
+    )
+    sequence.commit(current, result, speculation_pb2.VerdictTimings(), speculation_pb2.VerifierLoad())
 
 
 def verdicts(replies: list[Reply]) -> list[Any]:

@@ -81,11 +81,11 @@ def test_a_proposal_in_the_targets_own_words_is_accepted_whole(channel: grpc.Cha
         assert list(verdict.token_ids) == alone[:5]
         assert (verdict.judged, verdict.accepted) == (4, 4)
         assert verdict.timings.forward_us > 0
-        assert verdict.load.running >= 1
         stream.propose(2, PROMPT + alone[:5], [alone[5], (alone[6] + 1) % 50, alone[7]], seen=1)
         verdict = stream.verdict()
         assert list(verdict.token_ids) == alone[5:7]
         assert (verdict.judged, verdict.accepted) == (2, 1)
+        assert verdict.load.running >= 1, "as of the step before"
 
 
 def test_under_coupled_the_text_is_the_seeds_and_proposals_are_bare(channel: grpc.Channel) -> None:

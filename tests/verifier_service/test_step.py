@@ -186,7 +186,7 @@ def test_a_failed_verification_leaves_rounds_and_cache_lengths_as_they_were(
     clients = [verifier.open(prompt) for prompt in PROMPTS]
     for client in clients:
         client.submit()
-    monkeypatch.setattr("verifier_service.judging.verify", lambda *arguments: 1 / 0)
+    monkeypatch.setattr("verifier_service.target_runner.verify", lambda *arguments: 1 / 0)
     work = verifier.engine.schedule()
     pool = verifier.engine.packed.pool
     before = [pool.length(item.chunk.slot) for item in work], [len(client.sequence.rounds) for client in clients]

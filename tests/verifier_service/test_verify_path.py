@@ -14,7 +14,7 @@ from tests.forked import ForkedService
 from tests.house.project import ROOT
 from tests.verifier_service.streams import PROMPT
 from tests.verifier_service.test_sequence import a_round, make
-from verifier_service import judging
+from verifier_service import target_runner
 from verifier_service.app import build_engine, find_path
 from verifier_service.engine import Open, Submit
 from verifier_service.sequence import Reply
@@ -72,7 +72,7 @@ def test_a_name_that_is_no_path_is_refused_with_those_that_are(capsys: pytest.Ca
     assert caught.value.code == 2
     told = capsys.readouterr().err
     assert "--verify-path" in told
-    assert all(name in told for name in ("auto", "torch", "triton", "reference"))
+    assert all(name in told for name in ("auto", "torch", "triton"))
 
 
 def test_auto_is_the_fastest_on_the_device() -> None:
@@ -94,7 +94,7 @@ def test_a_path_that_fails_its_rehearsal_is_refused_too(monkeypatch: pytest.Monk
     )
 
 
-@pytest.mark.parametrize("name", ["torch", "reference"])
+@pytest.mark.parametrize("name", ["torch", "triton"])
 def test_the_engine_judges_by_the_path_it_was_given(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str | None] = []
 
@@ -102,7 +102,7 @@ def test_the_engine_judges_by_the_path_it_was_given(name: str, monkeypatch: pyte
         asked.append(implementation)
         return verify(logits, proposals, implementation)
 
-    monkeypatch.setattr(judging, "verify", noted)
+    monkeypatch.setattr(target_runner, "verify", noted)
     settings = VerifierSettings.from_command_line(
         ["--model", TARGET, "--device", "cpu", "--max-sequences", "1", "--max-sequence-tokens", "32"],
         program="verifier_service",

@@ -28,19 +28,19 @@ def shared_noise() -> None:
 
 def shared_resampling() -> None:
     """The verifier draws the next token with the number that it rejected the drafted one by."""
-    from kernels import ruling
+    from kernels import verify
 
-    _replace(ruling, "uniform", _redirected({philox.Domain.RESAMPLE: philox.Domain.ACCEPT}))
+    _replace(verify, "uniform", _redirected({philox.Domain.RESAMPLE: philox.Domain.ACCEPT}))
 
 
 def repeated_noise() -> None:
     """The verifier's numbers do not depend on the round: every round of a sequence gets the same ones."""
-    from kernels import ruling
+    from kernels import verify
 
     def uniform(seed: int, base_length: int, index: int, domain: philox.Domain, draw: int = 0) -> float:
         return philox.uniform(seed, 0, index, domain, draw)
 
-    _replace(ruling, "uniform", uniform)
+    _replace(verify, "uniform", uniform)
 
 
 def untruncated_q() -> None:
@@ -247,12 +247,12 @@ def negative_residual() -> None:
 
 def zero_uniform() -> None:
     """Every acceptance test draws exactly 0, as one in 2^53 may: no fault, but where `<=` shows."""
-    from kernels import ruling
+    from kernels import verify
 
     def uniform(seed: int, base_length: int, index: int, domain: philox.Domain, draw: int = 0) -> float:
         return 0.0 if domain == philox.Domain.ACCEPT else philox.uniform(seed, base_length, index, domain, draw)
 
-    _replace(ruling, "uniform", uniform)
+    _replace(verify, "uniform", uniform)
 
 
 def zero_uniform_and_weak_inequality() -> None:

@@ -256,8 +256,8 @@ def test_what_time_will_not_do_for_is_left_out_and_said(load: Callable[..., Load
     )
     for recorder, seconds, said in (
         (Ticking(), 100.0, "steps of up to 4 sequences"),
-        (Ticking(), 9.0, "steps of up to 2 sequences: 8.0 s have passed, and all may take 9"),
-        (Ticking(cannot=5), 100.0, "steps of up to 1 sequences: it asks for a number"),
+        (Ticking(), 5.0, "steps of up to 2 sequences: 4.0 s have passed, and all may take 5"),
+        (Ticking(cannot=3), 100.0, "steps of up to 1 sequences: it asks for a number"),
     ):
         writer = recorded_writing.RecordedWriter(model.runner, size, CONFIG)
         assert writer.record(recorder, seconds=seconds, most_bytes=1 << 30, clock=recorder.clock) == said

@@ -19,22 +19,22 @@ from kernels.dense import EXCLUDED, DenseLaw, DraftLogits, SigmoidScales
 from kernels.distribution import SamplingLaw
 from kernels.logprobs import token_logprobs
 from kernels.noise import gumbel
-from kernels.ruling import BAD_LOGITS, DraftLaw, Proposed, Rule, Ruling, Status
 from kernels.sparse import SparseLaw
+from kernels.verify import BAD_LOGITS, DraftLaw, Proposed, Rule, Status, VerifyResult
 
 _ROUNDING = 1e-12
 """A residual of less mass than this, of the mass it is taken from, is rounding: p = q̂."""
 
 
-def verify(logits: Tensor, proposals: Sequence[Proposed]) -> list[Ruling]:
+def verify(logits: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
     """Rule on each proposal; `logits` `[R, V]`, rows in order. See `kernels.verify.verify`."""
-    rulings = []
+    results = []
     start = 0
     for proposal in proposals:
         raw = logits[start : start + proposal.gamma + 1].cpu()
-        rulings.append(_judge(raw, proposal))
+        results.append(_judge(raw, proposal))
         start += proposal.gamma + 1
-    return rulings
+    return results
 
 
 def standardise(z: np.ndarray, law: SamplingLaw) -> np.ndarray:
@@ -140,21 +140,21 @@ class _Laws:
         return tuple(float(np.minimum(self.p(i) / self.proposal.lenience, self.q(i)).sum()) for i in range(rows))
 
 
-def _judge(raw: Tensor, proposal: Proposed) -> Ruling:
+def _judge(raw: Tensor, proposal: Proposed) -> VerifyResult:
     # raw: [γ+1, V]
     laws = _Laws(apply(raw, proposal.adjustments).to(torch.float64).numpy(), proposal)
     try:
-        ruling = _greedily(laws) if proposal.law.is_greedy else _RULES[proposal.rule](laws)
+        result = _greedily(laws) if proposal.law.is_greedy else _RULES[proposal.rule](laws)
     except _NoLaw:
         return BAD_LOGITS
     if proposal.top_logprobs < 0:
-        return ruling
-    emitted = (*proposal.tokens[: ruling.accepted], ruling.next_token)
+        return result
+    emitted = (*proposal.tokens[: result.accepted], result.next_token)
     p = torch.from_numpy(np.stack([laws.p(i) for i in range(len(emitted))]))
-    return replace(ruling, logprobs=token_logprobs(raw[: len(emitted)], p, emitted, proposal.top_logprobs))
+    return replace(result, logprobs=token_logprobs(raw[: len(emitted)], p, emitted, proposal.top_logprobs))
 
 
-def _tokenwise(laws: _Laws) -> Ruling:
+def _tokenwise(laws: _Laws) -> VerifyResult:
     """Accept until the first failure [L Alg. 1]."""
     proposal = laws.proposal
     accepted = 0
@@ -166,7 +166,7 @@ def _tokenwise(laws: _Laws) -> Ruling:
     return _resampled(laws, accepted, 1.0)
 
 
-def _block(laws: _Laws) -> Ruling:
+def _block(laws: _Laws) -> VerifyResult:
     """Accept up to the last success; P is the weight that the block so far may keep (Sun et al. 2024, Alg. 2)."""
     proposal = laws.proposal
     P = P_tau = 1.0
@@ -182,14 +182,14 @@ def _block(laws: _Laws) -> Ruling:
     return _resampled(laws, tau, P_tau)
 
 
-def _coupled(laws: _Laws) -> Ruling:
+def _coupled(laws: _Laws) -> VerifyResult:
     """Accept while the target, with the noise that the draft had too, takes the same token."""
     proposal = laws.proposal
     for i in range(proposal.gamma + 1):
         y = coupled_choice(laws.p(i), proposal.seed, proposal.base_length + i)
         if i == proposal.gamma or y != proposal.tokens[i]:
             break
-    return Ruling(Status.OK, i, y)
+    return VerifyResult(Status.OK, i, y)
 
 
 def coupled_choice(p: np.ndarray, seed: int, position: int) -> int:
@@ -198,8 +198,8 @@ def coupled_choice(p: np.ndarray, seed: int, position: int) -> int:
         return int((np.log(p) + gumbel(seed, [position], len(p), torch.float64)[0].numpy()).argmax())
 
 
-def _sigmoid(laws: _Laws) -> Ruling:
-    """Judge by p̂ and q̂, which are no laws, until the first failure [W 3.2.2]. Lossy.
+def _sigmoid(laws: _Laws) -> VerifyResult:
+    """TargetRunner by p̂ and q̂, which are no laws, until the first failure [W 3.2.2]. Lossy.
 
     After the last drafted token the next one is drawn from p. The code released with [W] has the raw logits there in
     place of a law, which seems to be a slip.
@@ -213,13 +213,13 @@ def _sigmoid(laws: _Laws) -> Ruling:
             continue
         rest, u = residual(p_hat, q_hat), proposal.resample_uniform(i)
         if rest.any():
-            return Ruling(Status.OK, i, _inverse_cdf(rest, u))
-        return Ruling(Status.ZERO_RESIDUAL, i, _inverse_cdf(laws.p(i), u))
+            return VerifyResult(Status.OK, i, _inverse_cdf(rest, u))
+        return VerifyResult(Status.ZERO_RESIDUAL, i, _inverse_cdf(laws.p(i), u))
     last = proposal.gamma
-    return Ruling(Status.OK, last, _inverse_cdf(laws.p(last), proposal.resample_uniform(last)))
+    return VerifyResult(Status.OK, last, _inverse_cdf(laws.p(last), proposal.resample_uniform(last)))
 
 
-def _greedily(laws: _Laws) -> Ruling:
+def _greedily(laws: _Laws) -> VerifyResult:
     """Accept the most probable tokens, or nearly those, as lenience allows [L A.5]; the same under every rule."""
     proposal = laws.proposal
     beta: list[float] = []
@@ -233,23 +233,23 @@ def _greedily(laws: _Laws) -> Ruling:
             beta.append(float(laws.q(accepted)[stands].sum()))
         if not (0 <= x < laws.vocab_size and stands[x]):
             break
-    return Ruling(Status.OK, accepted, best, tuple(beta))
+    return VerifyResult(Status.OK, accepted, best, tuple(beta))
 
 
-def _resampled(laws: _Laws, accepted: int, P: float) -> Ruling:
+def _resampled(laws: _Laws, accepted: int, P: float) -> VerifyResult:
     """Draw the next token: from p after the last drafted one, from norm(max(0, P · p - q)) before."""
     proposal = laws.proposal
     p, u = laws.p(accepted), proposal.resample_uniform(accepted)
     beta = laws.beta(min(accepted + 1, proposal.gamma))
     if accepted == proposal.gamma:
-        return Ruling(Status.OK, accepted, _inverse_cdf(p, u), beta)
+        return VerifyResult(Status.OK, accepted, _inverse_cdf(p, u), beta)
     rest = residual(P * p, laws.q(accepted))
     if rest.sum() > _ROUNDING * P:
-        return Ruling(Status.OK, accepted, _inverse_cdf(rest, u), beta)
-    return Ruling(Status.ZERO_RESIDUAL, accepted, _inverse_cdf(p, u), beta)
+        return VerifyResult(Status.OK, accepted, _inverse_cdf(rest, u), beta)
+    return VerifyResult(Status.ZERO_RESIDUAL, accepted, _inverse_cdf(p, u), beta)
 
 
-_RULES: dict[Rule, Callable[[_Laws], Ruling]] = {
+_RULES: dict[Rule, Callable[[_Laws], VerifyResult]] = {
     Rule.TOKENWISE: _tokenwise,
     Rule.BLOCK: _block,
     Rule.COUPLED: _coupled,

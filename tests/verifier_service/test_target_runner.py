@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kernels.distribution import SamplingLaw
-from kernels.verify import Proposed, Rule, Ruling
+from kernels.verify import Proposed, Rule, VerifyResult
 from outrider.lm.attention_choice import GATHERED, AttentionChoice
 from outrider.lm.checkpoint import ModelSource, load_model
 from outrider.lm.packed import Chunk, PackedModel
@@ -23,7 +23,7 @@ from outrider.lm.recording import Repeating
 from tests.kernels.interpreter import patch_once_a_launch
 from tests.kernels.paths import IS_INTERPRETED
 from tests.services import MODELS
-from verifier_service.judging import Judge, Judged
+from verifier_service.target_runner import PassResult, TargetRunner
 
 if IS_INTERPRETED:
     patch_once_a_launch()
@@ -43,11 +43,11 @@ def packed() -> PackedModel:
     return model
 
 
-def judge(packed: PackedModel, path: str, *, records: bool) -> Judge:
+def runner(packed: PackedModel, path: str, *, records: bool) -> TargetRunner:
     packed.recorded, runner = None, packed.runner
     if runner is not None:
         packed.runner = getattr(runner, "eager", runner)
-    found = Judge(packed, vocab_size=min(V, packed.loaded.vocab_size), verify_path=path)
+    found = TargetRunner(packed, vocab_size=min(V, packed.loaded.vocab_size), verify_path=path)
     if records:
         said = found.record(
             Repeating(),
@@ -61,14 +61,14 @@ def judge(packed: PackedModel, path: str, *, records: bool) -> Judge:
     return found
 
 
-def rounds(packed: PackedModel, judged: Judge, seed: int) -> list[Ruling]:
+def rounds(packed: PackedModel, judged: TargetRunner, seed: int) -> list[VerifyResult]:
     """Rounds of a few sequences, one after the other; what does not stand is rolled back."""
     rng = random.Random(seed)
     texts = [[rng.randrange(V) for _ in range(rng.randint(2, 6))] for _ in range(SEQUENCES + 1)]
     slots = [packed.pool.allocate() for _ in texts]
     for slot, text in zip(slots, texts, strict=True):
         packed.forward([Chunk(slot, text[:-1], 0, len(text) - 1)])
-    rulings = []
+    results = []
     for step in range(6):
         present = rng.sample(range(len(slots)), SEQUENCES + 1 if step == 3 else rng.randint(1, SEQUENCES))
         chunks, proposals = [], []
@@ -86,24 +86,24 @@ def rounds(packed: PackedModel, judged: Judge, seed: int) -> list[Ruling]:
         told = judged(chunks, proposals)
         assert told.proposals == proposals
         assert min(told.forward_seconds, told.verify_seconds) >= 0
-        rulings += told.rulings
-        for i, proposal, ruling in zip(present, proposals, told.rulings, strict=True):
-            texts[i] += [*proposal.tokens[: ruling.accepted], ruling.next_token]
+        results += told.results
+        for i, proposal, result in zip(present, proposals, told.results, strict=True):
+            texts[i] += [*proposal.tokens[: result.accepted], result.next_token]
             packed.pool.rollback(slots[i], len(texts[i]) - 1)
     for slot in slots:
         packed.pool.free(slot)
-    return rulings
+    return results
 
 
-def same(found: list[Ruling], wanted: list[Ruling]) -> bool:
+def same(found: list[VerifyResult], wanted: list[VerifyResult]) -> bool:
     return [replace(each, beta=()) for each in found] == [replace(each, beta=()) for each in wanted]
 
 
 @pytest.mark.parametrize("path", ["torch", pytest.param("triton", marks=NEEDS_TRITON)])
 def test_a_recorded_pass_rules_as_one_that_comes(packed: PackedModel, path: str) -> None:
     """Bit for bit by one path; rounds with filters among them, and a pass that fits no record."""
-    eager = rounds(packed, judge(packed, path, records=False), 3)
-    recorded = judge(packed, path, records=True)
+    eager = rounds(packed, runner(packed, path, records=False), 3)
+    recorded = runner(packed, path, records=True)
     assert packed.recorded is not None
     replayed: list[int] = []
     for each in packed.recorded._recorded:
@@ -121,7 +121,7 @@ def noted(seen: list[int], replay: Callable[[], None]) -> None:
 
 @NEEDS_TRITON
 def test_both_paths_rule_alike(packed: PackedModel) -> None:
-    found, wanted = (rounds(packed, judge(packed, path, records=False), 3) for path in ("triton", "torch"))
+    found, wanted = (rounds(packed, runner(packed, path, records=False), 3) for path in ("triton", "torch"))
     assert same(found, wanted)
     for one, other in zip(found, wanted, strict=True):
         assert one.beta == pytest.approx(other.beta, abs=1e-4)
@@ -129,7 +129,7 @@ def test_both_paths_rule_alike(packed: PackedModel) -> None:
 
 def test_a_pass_without_rounds_has_no_rulings(packed: PackedModel) -> None:
     slot = packed.pool.allocate()
-    told = judge(packed, "torch", records=False)([Chunk(slot, [5, 6], 0, 2)], [])
-    assert isinstance(told, Judged)
-    assert told.rulings == []
+    told = runner(packed, "torch", records=False)([Chunk(slot, [5, 6], 0, 2)], [])
+    assert isinstance(told, PassResult)
+    assert told.results == []
     packed.pool.free(slot)

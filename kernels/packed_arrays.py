@@ -30,7 +30,7 @@ class Field:
         return int(np.prod(self.shape)) * np.dtype(self.type).itemsize
 
 
-class Rooms:
+class PackedArrays:
     """Where arrays lie in a buffer, by name."""
 
     def __init__(self, fields: Mapping[str, Field]) -> None:

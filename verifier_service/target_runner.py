@@ -12,29 +12,29 @@ import torch
 from torch import Tensor
 
 from kernels.distribution import SamplingLaw
-from kernels.verify import Proposed, Ruling, verify
+from kernels.verify import Proposed, VerifyResult, verify
 from outrider.lm.packed import Chunk, PackedModel
 from outrider.lm.recording import Recorder
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class PassResult:
     """What came of a pass.
 
     Attributes:
         proposals: that were judged.
-        rulings: one for each, in order.
+        results: one for each, in order.
         forward_seconds: of the model.
         verify_seconds: of the verification, and of fetching what it found.
     """
 
     proposals: Sequence[Proposed]
-    rulings: list[Ruling]
+    results: list[VerifyResult]
     forward_seconds: float
     verify_seconds: float
 
 
-class Judge:
+class TargetRunner:
     """One target's.
 
     Args:
@@ -49,7 +49,7 @@ class Judge:
         self._verify_path = verify_path
 
     @torch.inference_mode()
-    def __call__(self, chunks: Sequence[Chunk], proposals: Sequence[Proposed]) -> Judged:
+    def __call__(self, chunks: Sequence[Chunk], proposals: Sequence[Proposed]) -> PassResult:
         """Runs the chunks in one pass, and judges the proposals by the rows that have logits, in order.
 
         If it raises, no slot has changed its length.
@@ -58,20 +58,20 @@ class Judge:
             ValueError, PoolExhausted: see `PackedModel.forward`.
         """
         try:
-            return self._judge(chunks, proposals)
+            return self._run(chunks, proposals)
         except Exception:
             for chunk in chunks:  # where the verification failed, the pass has already lengthened them
                 self._packed.pool.rollback(chunk.slot, chunk.start)
             raise
 
-    def _judge(self, chunks: Sequence[Chunk], proposals: Sequence[Proposed]) -> Judged:
+    def _run(self, chunks: Sequence[Chunk], proposals: Sequence[Proposed]) -> PassResult:
         clock = _clock(self._packed.loaded.device)
         logits = self._packed.forward(chunks)
         clock.mark()
-        rulings = verify(logits[:, : self._vocab_size], proposals, self._verify_path) if proposals else []
+        results = verify(logits[:, : self._vocab_size], proposals, self._verify_path) if proposals else []
         clock.mark()
         forward, verifying = clock.seconds()
-        return Judged(proposals, rulings, forward, verifying)
+        return PassResult(proposals, results, forward, verifying)
 
     def record(
         self,
@@ -94,7 +94,7 @@ class Judge:
         )
 
 
-def judge_alone(logits: Tensor, verify_path: str) -> None:
+def verify_rows(logits: Tensor, verify_path: str) -> None:
     """Judges each row of `[R, V]` by itself, and forgets it: for the memory it takes."""
     alone = Proposed(tokens=(), q=(), law=SamplingLaw(), seed=0, base_length=1)
     verify(logits, [alone] * len(logits), verify_path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kernels.rooms import Field, Rooms
+from kernels.packed_arrays import Field, PackedArrays
 
 FIELDS = {
     "odd": Field(np.int32, (3,)),
@@ -17,9 +17,9 @@ FIELDS = {
 
 
 def test_each_array_lies_on_an_edge_of_16_bytes_and_keeps_to_itself() -> None:
-    rooms = Rooms(FIELDS)
-    buffer = rooms.buffer(torch.device("cpu")).zero_()
-    arrays, tensors = rooms.arrays(buffer), rooms.tensors(buffer)
+    packed = PackedArrays(FIELDS)
+    buffer = packed.buffer(torch.device("cpu")).zero_()
+    arrays, tensors = packed.arrays(buffer), packed.tensors(buffer)
     for number, array in enumerate(arrays.values()):
         array[...] = number + 1
     for number, (name, field) in enumerate(FIELDS.items()):
@@ -27,8 +27,8 @@ def test_each_array_lies_on_an_edge_of_16_bytes_and_keeps_to_itself() -> None:
         assert (tuple(tensor.shape), arrays[name].dtype.type) == (field.shape, field.type)
         assert tensor.tolist() == np.full(field.shape, number + 1).tolist()
         assert tensor.storage_offset() * tensor.element_size() % 16 == 0
-    assert rooms.nbytes == buffer.numel() == 16 + 48 + 16 + 48
+    assert packed.nbytes == buffer.numel() == 16 + 48 + 16 + 48
 
 
 def test_nothing_to_lay_out_takes_some_room_all_the_same() -> None:
-    assert Rooms({}).nbytes == Rooms({"none": Field(np.int32, (0,))}).nbytes == 16
+    assert PackedArrays({}).nbytes == PackedArrays({"none": Field(np.int32, (0,))}).nbytes == 16
