@@ -26,7 +26,7 @@ from benchmarks.planted.shapes import Shape
 from benchmarks.planted.text import written
 from kernels.distribution import SamplingLaw
 from kernels.verify import Proposed, verify
-from outrider.lm.checkpoint import LoadedModel
+from outrider.lm.loader import LoadedModel
 from outrider.lm.packed import Chunk, PackedModel
 
 AIMS = {"1B": 0.5, "8B": 0.7, "13B": 0.8}

@@ -19,8 +19,8 @@ from benchmarks.gpu_packed import paged_model
 from benchmarks.planted import models
 from benchmarks.planted.shapes import Shape
 from outrider.lm.attention_choice import SDPA
-from outrider.lm.kv_size import MIB
-from outrider.lm.recording import recorder_for
+from outrider.lm.cuda_graph import recorder_for
+from outrider.lm.memory import MIB
 
 ROOT = Path(__file__).resolve().parents[1]
 

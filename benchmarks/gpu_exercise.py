@@ -19,15 +19,15 @@ from kernels import paths
 from kernels.distribution import SamplingLaw
 from kernels.sparse import SparseConfig
 from kernels.verify import Proposed, Rule
-from outrider.lm import layer_choice
+from outrider.lm import layer_ops
 from outrider.lm.attention_choice import TRITON, AttentionChoice, try_out
+from outrider.lm.cuda_graph import Repeating
 from outrider.lm.device import find_device, work_on
 from outrider.lm.gated_decoder import GatedDecoder
-from outrider.lm.kv_size import MIB
 from outrider.lm.layer_ops import TritonOps
+from outrider.lm.memory import MIB
 from outrider.lm.packed import Chunk, PackedModel
 from outrider.lm.probe import AttentionLayer
-from outrider.lm.recording import Repeating
 from outrider.lm.writing import Sampling
 from verifier_service.target_runner import TargetRunner
 
@@ -67,7 +67,7 @@ def _rounds(device: torch.device, dtype: torch.dtype) -> str:
     loaded = models.loaded(TINY_TARGET, plant, drafts=False, device=device, dtype=dtype)
     packed = PackedModel.build(loaded, 3, _LENGTH, attention=AttentionChoice(TRITON, "exercised"))
     assert isinstance(loaded.fused, GatedDecoder)
-    refusal = layer_choice.try_out(TritonOps, loaded.fused._layers, dtype)
+    refusal = layer_ops.try_out(TritonOps, loaded.fused._layers, dtype)
     if refusal:
         return f"layers: {refusal}"
     judge = TargetRunner(packed, vocab_size=TINY_TARGET.vocab, verify_path="triton")

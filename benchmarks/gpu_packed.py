@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from benchmarks.gpu_bench import Unavailable
 from outrider.lm.attention_choice import AUTO, choose_attention
-from outrider.lm.checkpoint import LoadedModel
-from outrider.lm.kv_size import MIB, kv_dtype
+from outrider.lm.cuda_graph import recorder_for
+from outrider.lm.loader import LoadedModel
+from outrider.lm.memory import MIB, kv_dtype
 from outrider.lm.packed import PackedModel
-from outrider.lm.recording import recorder_for
 
 RECORD_SECONDS = 60.0
 RECORD_BYTES = 4096 * MIB

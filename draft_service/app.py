@@ -23,9 +23,9 @@ from draft_service.warm_up import warm_up
 from kernels.sparse import SparseConfig
 from kernels.verify import implementation_for
 from outrider.lifecycle import Service, Warm, in_thread
-from outrider.lm.checkpoint import LoadedModel
+from outrider.lm.cuda_graph import Recorder
+from outrider.lm.loader import LoadedModel
 from outrider.lm.packed import PackedModel
-from outrider.lm.recording import Recorder
 from outrider.lm.tokenizer import Tokenizer
 from outrider.loading import Built, Loader, build_packed, load, load_tokenizer_alone, sequence_tokens
 from outrider.model_info import describe, describe_tokenizer

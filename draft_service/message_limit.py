@@ -2,7 +2,7 @@
 
 from draft_service.drafters.build import loads_model
 from draft_service.settings import DraftSettings
-from outrider.lm.peek import vocabulary_size
+from outrider.lm.loader import vocabulary_size
 from outrider.loading import DEFAULT_SEQUENCE_TOKENS
 from outrider.message_sizes import limit_of, of_generate, of_verify
 

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from outrider.lm.attention_choice import AttentionChoice, choose_attention
-from outrider.lm.checkpoint import LoadedModel, ModelSource, load_model
+from outrider.lm.cuda_graph import recorder_for
 from outrider.lm.device import describe_device, find_device, work_on
 from outrider.lm.fusion import fuse_model
-from outrider.lm.kv_size import MIB, block_bytes, blocks_for, kv_dtype
 from outrider.lm.largest import run_blocks, run_largest
-from outrider.lm.memory import DeviceMemory, MemoryUse, memory_of, telling
+from outrider.lm.loader import LoadedModel, ModelSource, load_model
+from outrider.lm.memory import MIB, DeviceMemory, MemoryUse, block_bytes, blocks_for, kv_dtype, memory_of, telling
 from outrider.lm.packed import PackedModel
-from outrider.lm.recording import recorder_for
 from outrider.lm.tokenizer import Tokenizer, load_tokenizer
 from outrider.settings import ServiceSettings, SettingsError
 

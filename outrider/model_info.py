@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 
 from kernels.verify import Rule
-from outrider.lm.checkpoint import LoadedModel
+from outrider.lm.loader import LoadedModel
 from outrider.lm.tokenizer import Tokenizer
 from outrider.rpc.errors import RequestError, failed_precondition
 from outrider.sampling import LOSSY_RULES, RULE_TO_WIRE

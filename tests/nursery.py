@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from outrider.lm.checkpoint import ModelSource, load_model
+from outrider.lm.loader import ModelSource, load_model
 from outrider.log_queue import flush_all
 from tests.house.project import ROOT
 

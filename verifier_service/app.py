@@ -12,7 +12,7 @@ from kernels import paths
 from kernels.paths import PathUnavailable, VerifyPath, choose, rehearse
 from outrider.lifecycle import Service, Warm, in_thread
 from outrider.lm.device import find_device
-from outrider.lm.peek import vocabulary_size
+from outrider.lm.loader import vocabulary_size
 from outrider.loading import DEFAULT_SEQUENCE_TOKENS, Loader, build_packed, load, load_tokenizer_alone, sequence_tokens
 from outrider.message_sizes import limit_of, of_verify
 from outrider.model_info import describe

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kernels.distribution import SamplingLaw
 from kernels.verify import Proposed, VerifyResult, verify
+from outrider.lm.cuda_graph import Recorder
 from outrider.lm.packed import Chunk, PackedModel
-from outrider.lm.recording import Recorder
 
 
 @dataclass(frozen=True, slots=True)

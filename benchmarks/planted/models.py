@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from benchmarks.planted.shapes import Shape
 from benchmarks.planted.text import Plant
-from outrider.lm.checkpoint import LoadedModel, ModelSource, adopt
 from outrider.lm.device import find_device
+from outrider.lm.loader import LoadedModel, ModelSource, adopt
 from outrider.lm.tokenizer import Tokenizer, load_tokenizer
 from outrider.settings import ServiceSettings, SettingsError
 

@@ -19,8 +19,8 @@ from kernels.entropy import UNSURE
 from kernels.sparse import SparseConfig
 from outrider.best_effort import Component
 from outrider.lm.engine import Engine
+from outrider.lm.kv_pool import make_room
 from outrider.lm.packed import Chunk, PackedModel
-from outrider.lm.room import make_room
 from outrider.lm.writing import Sampling
 
 OUTCOME_CACHE = Component("outcome_cache")

@@ -11,8 +11,7 @@ from transformers import AttentionInterface
 
 from outrider.lm.batch import PackedBatch
 from outrider.lm.paged import PagedBatch
-from outrider.lm.scores import attend_scores
-from outrider.lm.scoring import Scoring
+from outrider.lm.scores import Scoring, attend_scores
 from outrider.lm.sdpa import attend
 
 NAME = "outrider_packed"

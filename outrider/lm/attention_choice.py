@@ -57,7 +57,7 @@ class AttentionChoice:
         return self.name != SDPA
 
     def can_be_recorded(self, device: torch.device) -> bool:
-        """Whether a record of `outrider.lm.recording` can hold it: one of a GPU takes nothing that asks for numbers."""
+        """Whether a CUDA graph can hold it: nothing in it may wait for the device. On a CPU anything over pages may."""
         return self.name in (VARLEN, TRITON) or (self.is_paged and device.type == "cpu")
 
     def build(self, max_length: int, dtype: torch.dtype, device: torch.device) -> PagedAttention:

@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from outrider.lm.chunk import Chunk
+from outrider.lm.batch import Chunk
 from outrider.lm.kv_pool import KVPool
 from outrider.lm.paged import PagedAttention, lay_out, to_device
 from outrider.lm.paged_attention import gather
 from outrider.lm.probe import AttentionLayer
-from outrider.lm.scores import attend_scores
-from outrider.lm.scoring import Scoring
+from outrider.lm.scores import Scoring, attend_scores
 
 # Passes: (positions held before, rows) of each sequence. Keys of one page, of several, and of many; single rows alone;
 # and rows of a prompt.

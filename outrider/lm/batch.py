@@ -3,7 +3,7 @@
 It knows the KV pool, and nothing of models, layers' weights or tokens.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,24 @@ import torch
 from torch import Tensor
 
 from outrider.lm.kv_pool import KVPool
+
+
+@dataclass(slots=True)
+class Chunk:
+    """The next tokens of one sequence.
+
+    Attributes:
+        slot: a sequence of the pool.
+        tokens: at least one.
+        start: the position of the first; must equal the pool's length of the slot.
+        logits_from: index within the chunk from which on logits are wanted; `len(tokens)` is none.
+    """
+
+    slot: int
+    tokens: Sequence[int]
+    start: int
+    logits_from: int
+
 
 BLOCK = 256
 """Rows of scores that share a mask; longer chunks are attended in blocks, each blind to what comes after it."""

@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Generic, TypeVar
@@ -18,8 +18,49 @@ import torch
 
 from outrider.lm.device import is_lost, work_on
 from outrider.lm.errors import ModelLost
-from outrider.lm.heartbeat import Heartbeat
 from outrider.lm.packed import PackedModel
+
+# However short the bound that is set: a step may last this many times the longest one that ended.
+TIMES_THE_LONGEST = 4.0
+
+
+class Heartbeat:
+    """Of a loop on a thread of its own, which tells when a step begins and when it rests; any thread may ask.
+
+    Attributes:
+        longest: seconds of the longest step that has ended.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        """`clock` tells seconds."""
+        self.longest = 0.0
+        self._clock = clock
+        self._since: float | None = None
+
+    def begin(self) -> None:
+        """A step begins, and with it the one before has ended."""
+        now = self._clock()
+        self._end(now)
+        self._since = now
+
+    def rest(self) -> None:
+        """The loop waits for work; for how long does not matter."""
+        self._end(self._clock())
+        self._since = None
+
+    def step_seconds(self) -> float:
+        """How long the step of now has lasted; 0 while the loop rests."""
+        since = self._since
+        return 0.0 if since is None else max(0.0, self._clock() - since)
+
+    def is_stuck(self, bound: float) -> bool:
+        """Whether the step of now lasts longer than `bound` seconds, and much longer than any that ended."""
+        return self.step_seconds() > max(bound, TIMES_THE_LONGEST * self.longest)
+
+    def _end(self, now: float) -> None:
+        if self._since is not None:
+            self.longest = max(self.longest, now - self._since)
+
 
 _log = structlog.get_logger()
 

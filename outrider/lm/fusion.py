@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from outrider.lm.checkpoint import LoadedModel
 from outrider.lm.errors import CheckpointError
 from outrider.lm.gated_decoder import GatedDecoder, is_gated_decoder
 from outrider.lm.linear import PackedModule, can_pack, is_plain
+from outrider.lm.loader import LoadedModel
 from outrider.lm.norm import RMSNormModule
 from outrider.lm.program import Program, TransformersProgram
 from outrider.lm.selfcheck import deviation, tolerance

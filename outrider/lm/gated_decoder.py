@@ -18,11 +18,10 @@ from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM,
 
 from outrider.lm.batch import PackedBatch
 from outrider.lm.gated_layers import Frame, GatedLayers, LayerWeights, compiled
-from outrider.lm.layer_choice import LayerChoice, choose_layer_ops
+from outrider.lm.layer_ops import LayerChoice, choose_layer_ops, run_paged
 from outrider.lm.linear import can_pack, is_plain, pack
 from outrider.lm.norm import doubled
 from outrider.lm.paged import PagedBatch
-from outrider.lm.paged_layers import run_paged
 from outrider.lm.probe import AttentionLayer
 from outrider.lm.program import Batch, Rows
 from outrider.lm.writing import Sampling, Writer, Written

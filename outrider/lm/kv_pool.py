@@ -9,7 +9,8 @@ pass, and what was written goes back.
 It knows nothing of models, tokens or passes. One thread owns a pool; no method locks.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -363,3 +364,30 @@ def _per_layer(name: str, value: int | Sequence[int], layers: int) -> tuple[int,
     if min(values) < 1:
         raise ValueError(f"{name} must be at least 1, not {min(values)}")
     return values
+
+
+def make_room(pool: KVPool, slot: int, length: int, victims: Iterable[int] = (), *, spare: int = 0) -> list[int] | None:
+    """Grows a slot to `length` positions; where the pool is full, `victims` lose theirs, in order, as far as need be.
+
+    `spare` blocks are to be left over.
+
+    Returns:
+        The slots that lost all they held; None where all of them would not have sufficed, and nothing was changed.
+    """
+    lacking = pool.lacking(slot, length) + spare - pool.blocks.unheld
+    chosen: list[int] = []
+    if lacking > 0:
+        given: Counter[int] = Counter()
+        for victim in victims:
+            chosen.append(victim)
+            for block in pool.table(victim):
+                given[block] += 1
+                lacking -= given[block] == pool.blocks.holders(block)  # the last holder's leave frees it
+            if lacking <= 0:
+                break
+        else:
+            return None
+        for victim in chosen:
+            pool.rollback(victim, 0)
+    pool.grow(slot, length)
+    return chosen

@@ -5,8 +5,8 @@ It knows a model and its pool, and nothing of what a service does.
 
 from torch import Tensor
 
-from outrider.lm.chunk import Chunk
-from outrider.lm.kv_size import blocks_for
+from outrider.lm.batch import Chunk
+from outrider.lm.memory import blocks_for
 from outrider.lm.packed import PackedModel
 
 

@@ -14,20 +14,17 @@ from torch import Tensor
 from kernels.distribution import SamplingLaw
 from kernels.sparse import SparseConfig
 from outrider.lm.attention_choice import ORDINARY, AttentionChoice
-from outrider.lm.batch import CausalMasks, pack
-from outrider.lm.checkpoint import LoadedModel
-from outrider.lm.chunk import Chunk
+from outrider.lm.batch import CausalMasks, Chunk, pack
+from outrider.lm.cuda_graph import PagedRunner, RecordedRunner, Recorder, Runner, buckets_for
 from outrider.lm.errors import CheckpointError
 from outrider.lm.fusion import fuse_model
 from outrider.lm.kv_pool import KVPool
-from outrider.lm.kv_size import blocks_for, kv_dtype
-from outrider.lm.layer_choice import LayerChoice
+from outrider.lm.layer_ops import LayerChoice
+from outrider.lm.loader import LoadedModel
+from outrider.lm.memory import blocks_for, kv_dtype
 from outrider.lm.paged import lay_out
 from outrider.lm.program import PagedProgram, Program, Rows, TransformersProgram, WritingProgram
-from outrider.lm.recorded import RecordedRunner, buckets_for
 from outrider.lm.recorded_writing import RecordedWriter, WriterSize
-from outrider.lm.recording import Recorder
-from outrider.lm.runner import PagedRunner, Runner
 from outrider.lm.selfcheck import deviation, make_pool, tolerance
 from outrider.lm.writing import Sampling, Written
 

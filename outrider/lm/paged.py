@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.lm.chunk import Chunk
+from outrider.lm.batch import Chunk
 from outrider.lm.kv_memory import PagedMemory
 from outrider.lm.kv_pool import KVPool
-from outrider.lm.scoring import Scoring
+from outrider.lm.scores import Scoring
 
 _LONG = np.dtype(np.int64)
 _INT = np.dtype(np.int32)

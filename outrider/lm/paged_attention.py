@@ -10,8 +10,7 @@ from torch import Tensor
 
 from outrider.lm.batch import CausalMasks
 from outrider.lm.paged import PagedBatch
-from outrider.lm.scores import attend_scores
-from outrider.lm.scoring import Scoring
+from outrider.lm.scores import Scoring, attend_scores
 from outrider.lm.sdpa import attend
 
 

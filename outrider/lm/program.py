@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.lm.batch import PackedBatch
-from outrider.lm.layer_choice import LayerChoice
+from outrider.lm.layer_ops import LayerChoice
 from outrider.lm.paged import PagedBatch
 from outrider.lm.writing import Sampling, Written
 

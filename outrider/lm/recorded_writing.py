@@ -16,10 +16,9 @@ from torch import Tensor
 from kernels import draw_static
 from kernels.packed_arrays import Field, PackedArrays
 from kernels.sparse import SparseConfig, SparseLaw
-from outrider.lm.chunk import Chunk
+from outrider.lm.batch import Chunk
+from outrider.lm.cuda_graph import CannotRecord, PagedRunner, Recorder
 from outrider.lm.paged import PagedBatch
-from outrider.lm.recording import CannotRecord, Recorder
-from outrider.lm.runner import PagedRunner
 from outrider.lm.writing import Sampling, Written
 
 

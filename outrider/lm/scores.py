@@ -1,18 +1,39 @@
-"""Attention with its scores spelled out, for what torch's fused attention leaves out: soft-capping and sinks.
+"""Attention with its scores spelled out: the definition, and what torch's fused attention leaves out.
 
 Soft-capping (Gemma 2) bounds each score s to c · tanh(s / c) before the softmax. A sink (GPT-OSS) is a learned score of
 each head that stands beside those of the positions, takes its share of the softmax, and has no value.
-
-It knows tensors and the layout of a pass (`outrider.lm.batch`), and nothing of models.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from outrider.lm.batch import BLOCK
-from outrider.lm.scoring import Scoring
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How one layer scores.
+
+    Attributes:
+        scaling: of the scores.
+        window: how many positions a row sees, its own included; 0 is all.
+        softcap: c, which bounds the scaled scores (`outrider.lm.scores`); None bounds nothing.
+        sinks: `[heads]`: the score of each head's sink; None is none.
+    """
+
+    scaling: float
+    window: int = 0
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the softmax is over the scaled scores of the positions, and nothing else."""
+        return self.softcap is None and self.sinks is None
+
 
 _NEVER = float("-inf")
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.lm.attention import NAME
-from outrider.lm.batch import CausalMasks, pack
-from outrider.lm.chunk import Chunk
+from outrider.lm.batch import CausalMasks, Chunk, pack
 from outrider.lm.errors import CheckpointError
 from outrider.lm.kv_pool import BLOCK_TOKENS, KVPool
 from outrider.lm.paged import PagedAttention, lay_out, to_device

@@ -11,10 +11,9 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
-from outrider.lm.checkpoint import ModelSource
 from outrider.lm.errors import TokenizerError
 from outrider.lm.fingerprint import tokenizer_fingerprint
-from outrider.lm.snapshot import resolve_folder
+from outrider.lm.loader import ModelSource, resolve_folder
 
 __all__ = ["ChatTemplateError", "IncrementalDetokenizer", "Tokenizer", "TokenizerError", "load_tokenizer"]
 

@@ -16,10 +16,10 @@ import structlog
 import torch
 import torch.distributed as dist
 
+from outrider.lm.cuda_graph import Runner
 from outrider.lm.environment import ForeignKernelsError, check_environment
 from outrider.lm.errors import CheckpointError, ModelLost
 from outrider.lm.kv_memory import PagedMemory
-from outrider.lm.runner import Runner
 from outrider.loading import sequence_tokens
 from outrider.parallel.ending import fail, leave
 from outrider.parallel.line import Line, LineBroken

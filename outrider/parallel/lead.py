@@ -13,10 +13,10 @@ import structlog
 import torch.distributed as dist
 from torch import Tensor
 
-from outrider.lm.checkpoint import LoadedModel
+from outrider.lm.cuda_graph import Runner
 from outrider.lm.errors import ModelLost
+from outrider.lm.loader import LoadedModel
 from outrider.lm.paged import Layout
-from outrider.lm.runner import Runner
 from outrider.loading import Built
 from outrider.parallel.line import Line, LineBroken, receive
 from outrider.parallel.messages import TOKEN_BYTES, Greeting, Kind, pack_copy, pack_pass

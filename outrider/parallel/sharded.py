@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from outrider.lm.attention_choice import AttentionChoice
-from outrider.lm.checkpoint import LoadedModel, load_model
 from outrider.lm.errors import CheckpointError, ModelLost
+from outrider.lm.loader import LoadedModel, load_model
 from outrider.loading import Built, build_packed, model_source
 from outrider.parallel.team import Team
 from outrider.settings import ServiceSettings

@@ -14,7 +14,7 @@ from kernels.adjustments import LogitRules
 from kernels.distribution import SamplingLaw
 from kernels.sparse import SparseConfig
 from kernels.verify import Rule
-from outrider.lm.checkpoint import LoadedModel
+from outrider.lm.loader import LoadedModel
 from outrider.lm.packed import PackedModel
 
 VOCABULARY = 2000  # less than the logits have columns: the rest is padding

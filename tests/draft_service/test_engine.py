@@ -16,7 +16,7 @@ from kernels.distribution import SamplingLaw, probabilities
 from kernels.philox import Domain, uniform
 from kernels.sparse import SparseLaw, sample, sparsify
 from kernels.verify import Rule
-from outrider.lm.checkpoint import LoadedModel
+from outrider.lm.loader import LoadedModel
 from outrider.lm.packed import Chunk, PackedModel
 from tests.draft_service.engines import CONFIG, PROMPT, VOCABULARY, Driver, running, sequence
 from tests.kernels.reference import coupled_choice, standardise

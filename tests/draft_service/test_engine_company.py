@@ -13,7 +13,7 @@ from kernels.dense import DraftLogits
 from kernels.distribution import SamplingLaw
 from kernels.sparse import SparseLaw
 from kernels.verify import Rule
-from outrider.lm.checkpoint import LoadedModel
+from outrider.lm.loader import LoadedModel
 from outrider.lm.packed import PackedModel
 from tests.draft_service.engines import CONFIG, PLAIN, PROMPT, VOCABULARY, Driver, running, sequence
 

@@ -20,8 +20,8 @@ from kernels.adjustments import LogitRules
 from kernels.distribution import SamplingLaw
 from kernels.sparse import SparseConfig, SparseLaw
 from kernels.verify import Rule
-from outrider.lm.checkpoint import LoadedModel, ModelSource, load_model
 from outrider.lm.gated_decoder import GatedDecoder
+from outrider.lm.loader import LoadedModel, ModelSource, load_model
 from outrider.lm.packed import PackedModel
 from tests.draft_service.pairs import DEMO
 

@@ -25,7 +25,7 @@ from kernels.distribution import SamplingLaw, probabilities
 from kernels.philox import Domain
 from kernels.sparse import SparseConfig, SparseLaw, sparsify
 from kernels.verify import Rule
-from outrider.lm.checkpoint import LoadedModel, ModelSource, load_model
+from outrider.lm.loader import LoadedModel, ModelSource, load_model
 from outrider.lm.packed import Chunk, PackedModel
 from tests.exactness import chisquare, pairs
 

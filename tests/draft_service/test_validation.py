@@ -12,7 +12,7 @@ from draft_service.generation import Sample
 from draft_service.request import Generation
 from draft_service.validation import check_generate
 from kernels.verify import Rule
-from outrider.lm.checkpoint import ModelSource
+from outrider.lm.loader import ModelSource
 from outrider.lm.tokenizer import Tokenizer, load_tokenizer
 from outrider.rpc.errors import RequestError
 from outrider.sampling import RULE_TO_WIRE

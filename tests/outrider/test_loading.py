@@ -6,10 +6,10 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from outrider.lm.checkpoint import LoadedModel, ModelSource, load_model
 from outrider.lm.errors import CheckpointError
 from outrider.lm.kv_pool import BLOCK_TOKENS
-from outrider.lm.kv_size import MIB, block_bytes
+from outrider.lm.loader import LoadedModel, ModelSource, load_model
+from outrider.lm.memory import MIB, block_bytes
 from outrider.lm.packed import PackedModel
 from outrider.loading import DEFAULT_CPU_KV_MB, kv_blocks, load
 from outrider.settings import ServiceSettings, SettingsError

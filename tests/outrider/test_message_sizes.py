@@ -8,7 +8,7 @@ import pytest
 
 from draft_service.message_limit import message_limit, short_of
 from draft_service.settings import DraftSettings
-from outrider.lm.peek import vocabulary_size
+from outrider.lm.loader import vocabulary_size
 from outrider.message_sizes import LEAST_LIMIT, limit_of, of_generate, of_verify
 from outrider.sampling import MAX_TOKEN_LIST, MAX_TOP_LOGPROBS
 from outrider.wire import bytes_with_logits

@@ -13,7 +13,7 @@ import pytest
 from kernels.adjustments import LogitRules
 from kernels.distribution import SamplingLaw
 from kernels.verify import Rule
-from outrider.lm.checkpoint import LoadedModel, ModelSource, load_model
+from outrider.lm.loader import LoadedModel, ModelSource, load_model
 from outrider.lm.packed import PackedModel
 from outrider.sampling import Sampling
 from outrider.wire import PrefixHash

@@ -11,8 +11,8 @@ import pytest
 from kernels.adjustments import LogitRules
 from kernels.distribution import SamplingLaw
 from kernels.verify import Rule
-from outrider.lm.checkpoint import ModelSource, load_model
-from outrider.lm.kv_size import MIB, block_bytes
+from outrider.lm.loader import ModelSource, load_model
+from outrider.lm.memory import MIB, block_bytes
 from outrider.metrics import Metrics
 from outrider.sampling import Sampling
 from tests.forked import ForkedService

@@ -15,7 +15,7 @@ from kernels.adjustments import LogitRules
 from kernels.distribution import SamplingLaw
 from kernels.verify import Rule
 from outrider.best_effort import COMPONENTS, Component
-from outrider.lm.checkpoint import LoadedModel, ModelSource, load_model
+from outrider.lm.loader import LoadedModel, ModelSource, load_model
 from outrider.lm.packed import Chunk, PackedModel
 from outrider.rpc.errors import RequestError
 from outrider.sampling import Sampling

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.lm.checkpoint import LoadedModel, ModelSource, load_model
+from outrider.lm.loader import LoadedModel, ModelSource, load_model
 from tests.kernels.interpreter import patch_once_a_launch
 from tests.kernels.paths import IS_INTERPRETED
 from tests.outrider.lm import tiny

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from outrider.lm.checkpoint import LoadedModel
 from outrider.lm.engine import Engine
 from outrider.lm.errors import ModelLost
+from outrider.lm.loader import LoadedModel
 from outrider.lm.packed import PackedModel
 
 SOON_S = 20.0

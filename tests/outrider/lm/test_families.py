@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.lm.checkpoint import CheckpointError, LoadedModel, ModelSource, load_model
+from outrider.lm.loader import CheckpointError, LoadedModel, ModelSource, load_model
 from outrider.lm.packed import Chunk, PackedModel
 from tests.outrider.lm import tiny
 from tests.outrider.lm.tiny import CONFIGS, EXPERTS, FAMILIES, VOCABULARY, WINDOW, Truth

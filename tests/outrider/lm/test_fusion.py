@@ -11,10 +11,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
 from outrider.lm import fusion, gated_decoder
-from outrider.lm.checkpoint import CheckpointError, LoadedModel
 from outrider.lm.gated_decoder import GatedDecoder
 from outrider.lm.gated_layers import compiled
 from outrider.lm.linear import PackedModule, can_pack, linear, linear_add, pack
+from outrider.lm.loader import CheckpointError, LoadedModel
 from outrider.lm.norm import RMSNormModule, doubled, make_signs, rms_norm
 from outrider.lm.packed import Chunk, PackedModel
 from outrider.lm.program import Batch, Rows

@@ -1,6 +1,6 @@
 """On a CUDA device: attention over pages, recorded passes and recorded steps give what the CPU gives.
 
-None of it runs where there is no device; `test_paged`, `test_recorded` and `test_recorded_writing` hold what can be
+None of it runs where there is no device; `test_paged`, `test_cuda_graph` and `test_recorded_writing` hold what can be
 held without one.
 """
 
@@ -17,11 +17,10 @@ from kernels.distribution import SamplingLaw
 from kernels.sparse import SparseConfig
 from outrider.lm.attention_choice import AttentionChoice, choose_attention
 from outrider.lm.batch import CausalMasks
-from outrider.lm.checkpoint import LoadedModel, ModelSource, load_model
+from outrider.lm.cuda_graph import CannotRecord, CudaRecorder
+from outrider.lm.loader import LoadedModel, ModelSource, load_model
 from outrider.lm.packed import Chunk, PackedModel
-from outrider.lm.recording import CannotRecord, CudaRecorder
-from outrider.lm.scores import attend_scores
-from outrider.lm.scoring import Scoring
+from outrider.lm.scores import Scoring, attend_scores
 from outrider.lm.sdpa import attend
 from outrider.lm.writing import Sampling
 from tests.outrider.lm.test_paged import chat

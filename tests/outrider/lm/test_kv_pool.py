@@ -8,8 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from outrider.lm.kv_pool import KVPool, PoolCorrupted, PoolExhausted
-from outrider.lm.room import make_room
+from outrider.lm.kv_pool import KVPool, PoolCorrupted, PoolExhausted, make_room
 
 BLOCK = 4
 

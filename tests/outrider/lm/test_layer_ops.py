@@ -10,17 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.lm import gated_decoder, layer_choice
+from outrider.lm import gated_decoder, layer_ops
 from outrider.lm.attention_choice import GATHERED, AttentionChoice, choose_attention
-from outrider.lm.checkpoint import LoadedModel, ModelSource, load_model
+from outrider.lm.cuda_graph import CudaRecorder
 from outrider.lm.fusion import fuse_model
 from outrider.lm.gated_decoder import GatedDecoder
 from outrider.lm.gated_layers import GatedLayers
-from outrider.lm.layer_choice import LayerChoice, choose_layer_ops, try_out
-from outrider.lm.layer_ops import LayerOps, TorchOps, TritonOps
+from outrider.lm.layer_ops import LayerChoice, LayerOps, TorchOps, TritonOps, choose_layer_ops, try_out
+from outrider.lm.loader import LoadedModel, ModelSource, load_model
 from outrider.lm.packed import Chunk, PackedModel
 from outrider.lm.paged import PagedBatch
-from outrider.lm.recording import CudaRecorder
 from tests.kernels.paths import IS_INTERPRETED, TRITON
 from tests.outrider.lm.tiny import VOCABULARY
 
@@ -167,13 +166,13 @@ def test_operations_that_give_something_else_are_not_taken(
     kind: type[TorchOps], told: str, layers: Callable[..., GatedLayers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a device that could run them: torch's are taken, and the reason is told."""
-    monkeypatch.setattr(layer_choice, "_obstacle", lambda layers: "")
-    monkeypatch.setattr(layer_choice, "TritonOps", kind)
+    monkeypatch.setattr(layer_ops, "_obstacle", lambda layers: "")
+    monkeypatch.setattr(layer_ops, "TritonOps", kind)
     for dtype in ("float32", "bfloat16"):
         choice = choose_layer_ops(layers(dtype), torch.float32)
         assert type(choice.ops) is TorchOps
         assert choice.reason.startswith(f"no kernels of Triton: tried, {told}")
-    monkeypatch.setattr(layer_choice, "TritonOps", type("Good", (TorchOps,), {}))
+    monkeypatch.setattr(layer_ops, "TritonOps", type("Good", (TorchOps,), {}))
     assert choose_layer_ops(layers("float32"), torch.float32).reason == "they give what torch's operations do"
 
 

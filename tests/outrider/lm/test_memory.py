@@ -10,12 +10,11 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from outrider.lm.checkpoint import LoadedModel
-from outrider.lm.kv_size import MIB, block_bytes
+from outrider.lm.cuda_graph import Recorder
 from outrider.lm.largest import run_blocks, run_largest
-from outrider.lm.memory import HostMemory, OutOfMemory, memory_of, telling
+from outrider.lm.loader import LoadedModel
+from outrider.lm.memory import MIB, HostMemory, OutOfMemory, block_bytes, memory_of, telling
 from outrider.lm.packed import PackedModel
-from outrider.lm.recording import Recorder
 from outrider.loading import build_packed, kv_blocks
 from outrider.settings import ServiceSettings, SettingsError
 

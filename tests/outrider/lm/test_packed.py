@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2LMHeadModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from outrider.lm.checkpoint import CheckpointError, LoadedModel, ModelSource, load_model
 from outrider.lm.gated_decoder import GatedDecoder
+from outrider.lm.loader import CheckpointError, LoadedModel, ModelSource, load_model
 from outrider.lm.packed import Chunk, PackedModel
 from tests.outrider.lm import tiny
 from tests.outrider.lm.tiny import CONFIGS, VOCABULARY, Truth

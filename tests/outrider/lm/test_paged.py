@@ -16,15 +16,14 @@ import torch
 from torch import Tensor
 
 from outrider.lm.attention_choice import GATHERED, ORDINARY, AttentionChoice, choose_attention, try_out
-from outrider.lm.checkpoint import CheckpointError, LoadedModel
 from outrider.lm.gated_layers import Frame, GatedLayers, LayerWeights
 from outrider.lm.kv_memory import MemoryShape, PagedMemory
 from outrider.lm.kv_pool import KVPool
-from outrider.lm.layer_ops import TorchOps
+from outrider.lm.layer_ops import TorchOps, run_paged
+from outrider.lm.loader import CheckpointError, LoadedModel
 from outrider.lm.packed import Chunk, PackedModel
 from outrider.lm.paged import Layout, PagedBatch, lay_out
 from outrider.lm.paged_attention import VarlenAttention
-from outrider.lm.paged_layers import run_paged
 from outrider.lm.probe import AttentionLayer
 from tests.outrider.lm.tiny import FAMILIES, VOCABULARY
 from tests.outrider.lm.varlen import documented

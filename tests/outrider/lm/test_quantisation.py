@@ -16,11 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.integrations.gemma_quant import QuantizedLinear
 
-from outrider.lm.checkpoint import CheckpointError, LoadedModel, ModelSource, load_model
 from outrider.lm.gated_decoder import GatedDecoder
 from outrider.lm.linear import is_plain
+from outrider.lm.loader import CheckpointError, LoadedModel, ModelSource, load_model, settle_dtype
 from outrider.lm.packed import Chunk, PackedModel
-from outrider.lm.quantisation import settle_dtype
 from outrider.lm.selfcheck import reference
 from tests.outrider.lm.test_families import read, sequence
 from tests.outrider.lm.tiny import Truth

@@ -16,11 +16,10 @@ from kernels.distribution import SamplingLaw
 from kernels.sparse import SparseConfig
 from outrider.lm import recorded_writing
 from outrider.lm.attention_choice import GATHERED, AttentionChoice
-from outrider.lm.checkpoint import LoadedModel
+from outrider.lm.cuda_graph import CannotRecord, PagedRunner, Repeating
 from outrider.lm.gated_decoder import GatedDecoder
+from outrider.lm.loader import LoadedModel
 from outrider.lm.packed import Chunk, PackedModel
-from outrider.lm.recording import CannotRecord, Repeating
-from outrider.lm.runner import PagedRunner
 from outrider.lm.writing import Sampling, Written
 from tests.outrider.lm.test_writing import step_by_step, triples
 from tests.outrider.lm.tiny import VOCABULARY

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 from transformers import PreTrainedTokenizerFast
 
-from outrider.lm.checkpoint import CheckpointError, ModelSource
+from outrider.lm.loader import CheckpointError, ModelSource
 from outrider.lm.tokenizer import ChatTemplateError, IncrementalDetokenizer, Tokenizer, TokenizerError, load_tokenizer
 
 BROKEN = "\ufffd"

@@ -13,8 +13,8 @@ from kernels import coupled
 from kernels.distribution import SamplingLaw, probabilities
 from kernels.entropy import UNSURE, entropy, entropy_of_weights
 from kernels.sparse import SparseConfig, SparseLaw, draw
-from outrider.lm.checkpoint import LoadedModel
 from outrider.lm.gated_decoder import GatedDecoder
+from outrider.lm.loader import LoadedModel
 from outrider.lm.packed import Chunk, PackedModel
 from outrider.lm.writing import Sampling, WritingLoop
 from tests.outrider.lm.tiny import GATED, VOCABULARY

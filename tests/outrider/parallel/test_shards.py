@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.lm.checkpoint import ModelSource, load_model
 from outrider.lm.errors import CheckpointError
+from outrider.lm.loader import ModelSource, load_model
 from outrider.lm.packed import Chunk, PackedModel
 from tests.outrider.lm import tiny
 from tests.outrider.parallel.started import leading

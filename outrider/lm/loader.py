@@ -1,29 +1,146 @@
 """Loads a causal language model of transformers so that it runs packed passes, or says in one line why it cannot.
 
+From a folder or a hub id: its files, the size of its vocabulary, how its weights are quantised, and the model itself.
 It knows nothing of tokenizers, of slots or of what is done with logits.
 """
 
 import contextlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.utils import is_accelerate_available
 from transformers.utils import logging as transformers_logging
 
 from outrider.lm.attention import NAME
 from outrider.lm.device import find_device
 from outrider.lm.errors import CheckpointError
 from outrider.lm.fingerprint import weights_fingerprint
+from outrider.lm.linear import is_changed, is_plain_tensor
 from outrider.lm.probe import ELSEWHERE, AttentionLayer, probe_attention
 from outrider.lm.program import Program, TransformersProgram
-from outrider.lm.quantisation import placement, quantisation_method, settle_dtype
 from outrider.lm.selfcheck import Reference, deviation, reference, tolerance
 from outrider.lm.sharding import sharding
-from outrider.lm.snapshot import resolve_folder
+
+# All that a tokenizer and a configuration consist of; weights and code are asked for by name.
+_TEXTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+
+
+def resolve_folder(name: str, revision: str | None = None, *, weights: bool = True, code: bool = False) -> Path:
+    """The local folder of `name`, fetched from the hub where it is a hub id that is not here yet.
+
+    Args:
+        name: a folder, or a hub id such as `org/model`.
+        revision: branch, tag or commit of a hub id; None is the default branch.
+        weights: fetch the weights too, preferring safetensors.
+        code: fetch Python files too (remote code).
+
+    Raises:
+        CheckpointError: there is no such folder, and the hub has no such model or cannot be reached.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_absolute() or name.startswith(("./", "../", "~")) or name.count("/") > 1:
+        raise CheckpointError(f"no folder '{name}'")
+    patterns = [*_TEXTS, *(["*.safetensors"] if weights else []), *(["*.py"] if code else [])]
+    try:
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        if weights and not any(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns, "*.bin"]))
+    except HFValidationError as error:
+        raise CheckpointError(f"'{name}' is neither a folder here nor a possible hub id") from error
+    except LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"'{name}' is no folder here, and as a hub id it is not in the local cache and the hub cannot be reached"
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        at = f" at revision '{revision}'" if revision else ""
+        raise CheckpointError(f"cannot get '{name}'{at} from the hub: {error}") from error
+    return folder
+
+
+def vocabulary_size(name: str, revision: str | None = None) -> int | None:
+    """What the configuration of a folder or hub id says it is; None where it says nothing, or is not to be had."""
+    path = Path(name).expanduser() / "config.json"
+    try:
+        if not path.parent.is_dir():
+            path = Path(hf_hub_download(name, "config.json", revision=revision))
+        config = json.loads(path.read_bytes())
+    except Exception:  # of many kinds, from the hub's client; whoever loads the model says in one line what is wrong
+        return None
+    texts = [config, config.get("text_config")] if isinstance(config, dict) else []
+    sizes = (text.get("vocab_size") for text in texts if isinstance(text, dict))
+    return next((size for size in sizes if isinstance(size, int) and size > 0), None)
+
+
+# Where modules come from that hold plain numbers; quantised ones come from elsewhere.
+_ORDINARY = ("torch.nn.", "transformers.models.", "transformers.pytorch_utils", "transformers_modules.")
+
+
+def quantisation_method(config: Any, name: str) -> str | None:
+    """The method a checkpoint's weights are quantised by; None where they are not.
+
+    Args:
+        config: of the checkpoint.
+        name: what to call it in an error.
+
+    Raises:
+        CheckpointError: transformers does not know the method. It would load the weights as if they were plain ones.
+    """
+    said = getattr(config, "quantization_config", None)
+    if said is None:
+        return None
+    said = said if isinstance(said, dict) else said.to_dict()
+    method = said.get("quant_method")
+    method = getattr(method, "value", method)
+    for bits in ("4bit", "8bit"):
+        if said.get(f"load_in_{bits}"):
+            method = f"bitsandbytes_{bits}"
+    if method is None:
+        raise CheckpointError(f"the quantization_config of '{name}' names no quant_method")
+    if method not in AUTO_QUANTIZER_MAPPING:
+        known = ", ".join(sorted(AUTO_QUANTIZER_MAPPING))
+        raise CheckpointError(
+            f"the weights of '{name}' are quantised by '{method}', which this transformers does not know (it knows "
+            f"{known})"
+        )
+    return str(method)
+
+
+def placement(device: torch.device) -> dict[str, Any]:
+    """How quantised weights are to be loaded: on a GPU at once, as some methods choose their kernels while loading."""
+    return {"device_map": {"": device}} if device.type == "cuda" and is_accelerate_available() else {}
+
+
+def settle_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts what is not quantised, or was dequantised while loading, to the dtype asked for.
+
+    transformers casts all that it loads, but not from a quantised checkpoint: there, embedding, norms and head stay as
+    they were stored. Scales of quantised layers are left alone, and so is what the model keeps in float32.
+    """
+    kept: set[str] = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for name, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        if not type(module).__module__.startswith(_ORDINARY) or is_changed(module):
+            continue
+        if not all(is_plain_tensor(parameter) for parameter in own.values()):
+            continue
+        for key, parameter in own.items():
+            if not any(part in f"{name}.{key}" for part in kept):
+                parameter.data = parameter.data.to(dtype)
+
 
 __all__ = ["CheckpointError", "LoadedModel", "ModelSource", "adopt", "load_model"]
 

@@ -13,11 +13,9 @@ from torch import Tensor
 
 from outrider.lm import paged
 from outrider.lm.attention_choice import GATHERED, AttentionChoice
-from outrider.lm.checkpoint import LoadedModel
+from outrider.lm.cuda_graph import Bucket, CannotRecord, PagedRunner, RecordedRunner, Repeating, buckets_for
+from outrider.lm.loader import LoadedModel
 from outrider.lm.packed import Chunk, PackedModel
-from outrider.lm.recorded import Bucket, RecordedRunner, buckets_for
-from outrider.lm.recording import CannotRecord, Repeating
-from outrider.lm.runner import PagedRunner
 from tests.outrider.lm.tiny import VOCABULARY
 
 PAGED = AttentionChoice(GATHERED, "to be recorded", block_tokens=4)

@@ -1,19 +1,154 @@
-"""Passes of fixed sizes, recorded once and run again for any pass that fits: what a GPU does between prompts.
+"""Runs passes over pages: as they come, or as CUDA graphs of the sizes that come often.
 
-A pass in which every row has logits, as rounds and single steps have, is filled up to the next size there is a record
-for, and runs as one call; whatever fits no record runs as it comes. It knows layouts, and nothing of proposals.
+A pass in which every row has logits, as rounds and single steps have, is filled up to the next size that was captured,
+and runs as one call; whatever fits no graph runs as it comes. Elsewhere than on CUDA a capture is the function itself.
+What is captured reads and writes the same tensors each time, so what differs from pass to pass is written there before.
 """
 
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from outrider.lm.paged import Layout, PagedBatch, on_device
-from outrider.lm.recording import CannotRecord, Recorder
-from outrider.lm.runner import PagedRunner
+from outrider.lm.kv_memory import PagedMemory
+from outrider.lm.paged import Layout, PagedAttention, PagedBatch, on_device, to_device
+from outrider.lm.program import Program
+
+
+class Runner(Protocol):
+    """Runs passes, one after the other, on one thread."""
+
+    def run(self, layout: Layout) -> Tensor:
+        """Writes keys and values of all rows, and returns logits of those that need them, `[R, V]`, in the order of the
+        rows and the dtype of the model. Another run may write over them.
+        """
+
+
+class PagedRunner:
+    """Runs each pass as it comes.
+
+    Args:
+        program: of the model.
+        memory: of its keys and values.
+        attention: that reads them.
+        device: of all.
+        dtype: of the logits.
+        max_length: positions of a sequence at most. Passes are told of that length, and not of their own longest: what
+            attends then shares work out alike in all of them, and is compiled once.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        memory: PagedMemory,
+        attention: PagedAttention,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_length: int,
+    ) -> None:
+        self.program = program
+        self.memory = memory
+        self.attention = attention
+        self.device = device
+        self.dtype = dtype
+        self.max_length = max_length
+
+    @torch.inference_mode()
+    def run(self, layout: Layout) -> Tensor:
+        """See `Runner`."""
+        batch = to_device(layout, self.memory, self.attention, self.device, longest=self.max_length)
+        return self.program(batch.tokens, batch, None if len(layout.rows) == len(layout.tokens) else batch.rows)
+
+
+# The first runs make what later ones keep: workspaces, compiled kernels, plans of products.
+_WARM_UPS = 2
+
+
+class Recorder(Protocol):
+    """Records on one device."""
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Runs it some times, and returns what runs it again.
+
+        Raises:
+            CannotRecord: the device cannot hold it; the text says why.
+        """
+
+    @property
+    def bytes(self) -> int:
+        """Memory that the records hold."""
+
+
+class CannotRecord(RuntimeError):
+    """What was to be recorded asks for something that a record cannot hold."""
+
+
+class Repeating:
+    """Repeats by calling again: where there are no graphs."""
+
+    bytes = 0
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """See `Recorder`."""
+        run()
+        return run
+
+
+class CudaRecorder:
+    """Records CUDA graphs, which share one pool of memory: they never run at once.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._bytes = 0
+
+    @property
+    def bytes(self) -> int:
+        """See `Recorder`: what the device has lost since the first record."""
+        return self._bytes
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """See `Recorder`."""
+        graph = torch.cuda.CUDAGraph()
+        before = torch.cuda.memory_reserved(self._device)
+        mode = torch.cuda.get_sync_debug_mode()
+        current = torch.cuda.current_stream(self._device)
+        try:
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                for _ in range(_WARM_UPS):
+                    run()
+                torch.cuda.set_sync_debug_mode("error")  # what waits for the device says so here, in plain words
+                run()
+                torch.cuda.set_sync_debug_mode(mode)
+            current.wait_stream(self._stream)
+            torch.cuda.synchronize(self._device)
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                run()
+            torch.cuda.synchronize(self._device)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self._pool = torch.cuda.graph_pool_handle()  # what a broken capture leaves in the other is not known
+            words = (str(error).splitlines() or [""])[0]
+            raise CannotRecord(f"{type(error).__name__}: {words}") from error
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+        self._bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
+        return graph.replay
+
+
+def recorder_for(device: torch.device) -> Recorder:
+    """What records on a device."""
+    return CudaRecorder(device) if device.type == "cuda" else Repeating()
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -63,7 +198,7 @@ class _Recorded:
 
 
 class RecordedRunner:
-    """A runner (`outrider.lm.runner`) that has records of the sizes that come often.
+    """A runner (`outrider.lm.cuda_graph`) that has records of the sizes that come often.
 
     Args:
         eager: runs what has none.
@@ -93,7 +228,7 @@ class RecordedRunner:
 
     @torch.inference_mode()
     def run(self, layout: Layout) -> Tensor:
-        """See `outrider.lm.runner.Runner`."""
+        """See `outrider.lm.cuda_graph.Runner`."""
         recorded = self._find(layout)
         if recorded is None:
             return self.eager.run(layout)

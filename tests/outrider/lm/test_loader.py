@@ -25,9 +25,9 @@ from transformers import (
     T5Config,
 )
 
-from outrider.lm import checkpoint as checkpoint_module
-from outrider.lm.checkpoint import CheckpointError, LoadedModel, ModelSource, adopt, load_model
+from outrider.lm import loader as checkpoint_module
 from outrider.lm.fingerprint import weights_fingerprint
+from outrider.lm.loader import CheckpointError, LoadedModel, ModelSource, adopt, load_model
 from outrider.lm.packed import Chunk, PackedModel
 from tests.outrider.lm import tiny
 

@@ -1,6 +1,6 @@
 """A loop is stuck when its step lasts too long, and long is what is long for it."""
 
-from outrider.lm.heartbeat import TIMES_THE_LONGEST, Heartbeat
+from outrider.lm.engine import TIMES_THE_LONGEST, Heartbeat
 
 
 class Clock:
