@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from outrider.lm.attention_choice import AttentionChoice, choose_attention
+from outrider.lm.batch import Chunk
 from outrider.lm.cuda_graph import recorder_for
 from outrider.lm.device import describe_device, find_device, work_on
 from outrider.lm.fusion import fuse_model
-from outrider.lm.largest import run_blocks, run_largest
 from outrider.lm.loader import LoadedModel, ModelSource, load_model
 from outrider.lm.memory import MIB, DeviceMemory, MemoryUse, block_bytes, blocks_for, kv_dtype, memory_of, telling
 from outrider.lm.packed import PackedModel
@@ -228,3 +228,35 @@ def kv_blocks(settings: ServiceSettings, loaded: LoadedModel, block_tokens: int,
             f"--max-sequence-tokens {tokens} takes {least} of them, {least * size / MIB:.1f} MiB"
         )
     return blocks
+
+
+# --------------------------------------------------------------------------------------------------- profiling run
+
+
+def run_blocks(tokens: int, length: int, block_tokens: int) -> int:
+    """Blocks that `run_largest` takes, where there are as many."""
+    whole, rest = divmod(tokens, length)
+    return whole * blocks_for(length, block_tokens) + blocks_for(rest, block_tokens)
+
+
+def run_largest(packed: PackedModel, tokens: int) -> Tensor:
+    """A pass of so many tokens with logits of them all, `[tokens, V]`; nothing of it stays in the pool.
+
+    They are those of few long sequences. Where the pool has no room for so many, it has none for such a pass either,
+    and the pass is as large as there is room for.
+    """
+    pool = packed.pool
+    slots: list[int] = []
+    chunks: list[Chunk] = []
+    room = pool.blocks.unheld
+    try:
+        while tokens and room:
+            count = min(tokens, pool.max_length, room * pool.block_tokens)
+            slots.append(pool.allocate())
+            chunks.append(Chunk(slots[-1], [0] * count, 0, 0))
+            tokens -= count
+            room -= blocks_for(count, pool.block_tokens)
+        return packed.forward(chunks)
+    finally:
+        for slot in slots:
+            pool.free(slot)

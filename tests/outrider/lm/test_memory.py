@@ -11,11 +11,10 @@ import torch
 from structlog.testing import capture_logs
 
 from outrider.lm.cuda_graph import Recorder
-from outrider.lm.largest import run_blocks, run_largest
 from outrider.lm.loader import LoadedModel
 from outrider.lm.memory import MIB, HostMemory, OutOfMemory, block_bytes, memory_of, telling
 from outrider.lm.packed import PackedModel
-from outrider.loading import build_packed, kv_blocks
+from outrider.loading import build_packed, kv_blocks, run_blocks, run_largest
 from outrider.settings import ServiceSettings, SettingsError
 
 
