@@ -19,7 +19,7 @@ from benchmarks.gpu_packed import paged_model
 from benchmarks.planted import models
 from benchmarks.planted.shapes import Shape
 from outrider.lm.attention_choice import SDPA
-from outrider.lm.cuda_graph import recorder_for
+from outrider.lm.cuda_graph import capturer_for
 from outrider.lm.memory import MIB
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -77,9 +77,9 @@ def _chosen(bench: Bench, shape: Shape, dtype: str) -> Json:
     packed = paged_model(loaded, _SEQUENCES, _LENGTH)
     attention, layers = packed.attention, packed.layer_choice
     graphs = "none: this attention cannot be captured"
-    if attention.can_be_recorded(bench.device):
-        graphs = packed.record(
-            recorder_for(bench.device),
+    if attention.can_be_captured(bench.device):
+        graphs = packed.capture(
+            capturer_for(bench.device),
             max_sequences=_SEQUENCES,
             widest=_WIDEST,
             seconds=_GRAPH_SECONDS,

@@ -71,14 +71,14 @@ def _rounds(device: torch.device, dtype: torch.dtype) -> str:
     if refusal:
         return f"layers: {refusal}"
     judge = TargetRunner(packed, vocab_size=TINY_TARGET.vocab, verify_path="triton")
-    record = {"seconds": 1000, "most_bytes": 1024 * MIB}
-    judge.record(Repeating(), max_sequences=1, max_gamma=1, pass_tokens=64, **record)
-    packed.record_writing(
-        Repeating(), _CONFIG, sequences=2, tokens=3, vocab_size=TINY_TARGET.vocab, races=True, **record
+    capture = {"seconds": 1000, "most_bytes": 1024 * MIB}
+    judge.capture(Repeating(), max_sequences=1, max_gamma=1, pass_tokens=64, **capture)
+    packed.capture_decode_loop(
+        Repeating(), _CONFIG, sequences=2, tokens=3, vocab_size=TINY_TARGET.vocab, races=True, **capture
     )
     follows, slots = plant.successors().tolist(), [packed.pool.allocate() for _ in range(2)]
     packed.forward([Chunk(slot, [5 + slot] * 37, 0, 37) for slot in slots])
-    for rule, judged in ((Rule.TOKENWISE, slots[:1]), (Rule.COUPLED, slots)):  # a recorded pass, and one as it comes
+    for rule, judged in ((Rule.TOKENWISE, slots[:1]), (Rule.COUPLED, slots)):  # a captured pass, and one as it comes
         last, chunks, proposals = 9, [], []
         for slot in judged:
             right = follows[last]

@@ -1,4 +1,4 @@
-"""Outrider's packed model for `benchmarks.gpu`, as the services build it: with recorded passes or without."""
+"""Outrider's packed model for `benchmarks.gpu`, as the services build it: with captured passes or without."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from benchmarks.gpu_bench import Unavailable
 from outrider.lm.attention_choice import AUTO, choose_attention
-from outrider.lm.cuda_graph import recorder_for
+from outrider.lm.cuda_graph import capturer_for
 from outrider.lm.loader import LoadedModel
 from outrider.lm.memory import MIB, kv_dtype
 from outrider.lm.packed import PackedModel
@@ -24,19 +24,19 @@ def paged_model(loaded: LoadedModel, max_sequences: int, max_length: int) -> Pac
 def packed_model(
     loaded: LoadedModel, max_sequences: int, max_length: int, *, graphs: bool, widths: Sequence[int] = (1,)
 ) -> PackedModel:
-    """Outrider's packed model, with passes recorded (CUDA graphs; on a CPU they are called again) or without.
+    """Outrider's packed model, with passes captured (CUDA graphs; on a CPU they are called again) or without.
 
     As the verifier does, it runs passes of these `widths` once before anything is timed.
 
     Raises:
-        Unavailable: what attends on this device cannot be recorded.
+        Unavailable: what attends on this device cannot be captured.
     """
     packed = paged_model(loaded, max_sequences, max_length)
     if graphs:
-        if not packed.attention.can_be_recorded(loaded.device):
-            raise Unavailable(f"{packed.attention.name} cannot be recorded ({packed.attention.reason})")
-        packed.record(
-            recorder_for(loaded.device),
+        if not packed.attention.can_be_captured(loaded.device):
+            raise Unavailable(f"{packed.attention.name} cannot be captured ({packed.attention.reason})")
+        packed.capture(
+            capturer_for(loaded.device),
             max_sequences=max_sequences,
             widest=max(widths),
             seconds=RECORD_SECONDS,
@@ -47,7 +47,7 @@ def packed_model(
 
 
 def as_served(loaded: LoadedModel, max_sequences: int, max_length: int, *, widths: Sequence[int] = (1,)) -> PackedModel:
-    """The same with records where there are any."""
+    """The same with graphs where there are any."""
     try:
         return packed_model(loaded, max_sequences, max_length, graphs=True, widths=widths)
     except Unavailable:

@@ -19,7 +19,7 @@ from benchmarks.gpu_bench import Bench, Json
 from benchmarks.gpu_figures import busy_share, shares, union
 from benchmarks.gpu_packed import RECORD_BYTES, RECORD_SECONDS, paged_model
 from kernels.verify import implementation_for
-from outrider.lm.cuda_graph import recorder_for
+from outrider.lm.cuda_graph import capturer_for
 from outrider.wire import PrefixHash
 from protos.outrider.v1 import model_pb2, sampling_pb2, verifier_service_pb2
 from verifier_service.engine import Open, Read, Submit, VerifierEngine
@@ -110,9 +110,9 @@ def profiled(bench: Bench) -> Json:
     )
     path = implementation_for(bench.device)
     engine = WatchedEngine(packed, model, pass_tokens=_PASS_TOKENS, prefix_cache=False, verify_path=path)
-    if packed.attention.can_be_recorded(bench.device):
-        engine.runner.record(
-            recorder_for(bench.device),
+    if packed.attention.can_be_captured(bench.device):
+        engine.runner.capture(
+            capturer_for(bench.device),
             max_sequences=plan.profile_streams,
             max_gamma=0,
             pass_tokens=_PASS_TOKENS,

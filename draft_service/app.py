@@ -23,7 +23,7 @@ from draft_service.warm_up import warm_up
 from kernels.sparse import SparseConfig
 from kernels.verify import implementation_for
 from outrider.lifecycle import Service, Warm, in_thread
-from outrider.lm.cuda_graph import Recorder
+from outrider.lm.cuda_graph import Capturer
 from outrider.lm.loader import LoadedModel
 from outrider.lm.packed import PackedModel
 from outrider.lm.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ from protos.outrider.v1.draft_service_pb2_grpc import add_DraftServiceServicer_t
 
 _log = structlog.get_logger()
 
-# Sequences that may take recorded steps together: their logits are kept step by step.
+# Sequences that may take captured steps together: their logits are kept step by step.
 MOST_STEPPED = 64
 
 FEATURES = (
@@ -156,10 +156,10 @@ def build_engine(
     """The draft's engine, not started.
 
     Raises:
-        CheckpointError: there is no room for recorded passes.
+        CheckpointError: there is no room for captured passes.
     """
     packed = built.packed
-    built.tell_memory(built.record(settings, _records(packed, target, config, settings)))
+    built.tell_memory(built.capture(settings, _captures(packed, target, config, settings)))
     packed.warm_up_writing(config)
     return StagedEngine(
         packed,
@@ -171,14 +171,14 @@ def build_engine(
     )
 
 
-def _records(
+def _captures(
     packed: PackedModel, target: model_pb2.ModelInfo, config: SparseConfig, settings: DraftSettings
 ) -> Callable[..., str]:
-    """Records the passes that begin a round, of one or two rows each, and the steps that follow."""
+    """Captures the passes that begin a round, of one or two rows each, and the steps that follow."""
 
-    def record(recorder: Recorder, *, seconds: float, most_bytes: int) -> str:
-        steps = packed.record_writing(
-            recorder,
+    def capture(capturer: Capturer, *, seconds: float, most_bytes: int) -> str:
+        steps = packed.capture_decode_loop(
+            capturer,
             config,
             sequences=min(settings.max_sequences, MOST_STEPPED),
             tokens=target.limits.max_gamma,
@@ -187,12 +187,12 @@ def _records(
             seconds=seconds / 2,
             most_bytes=most_bytes,
         )
-        passes = packed.record(
-            recorder, max_sequences=settings.max_sequences, widest=2, seconds=seconds / 2, most_bytes=most_bytes
+        passes = packed.capture(
+            capturer, max_sequences=settings.max_sequences, widest=2, seconds=seconds / 2, most_bytes=most_bytes
         )
         return f"{steps}; {passes}"
 
-    return record
+    return capture
 
 
 def model_info(loaded: LoadedModel | None, tokenizer: Tokenizer, settings: DraftSettings) -> model_pb2.ModelInfo:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.lm.attention_choice import AttentionChoice, choose_attention
 from outrider.lm.batch import Chunk
-from outrider.lm.cuda_graph import recorder_for
+from outrider.lm.cuda_graph import capturer_for
 from outrider.lm.device import describe_device, find_device, work_on
 from outrider.lm.fusion import fuse_model
 from outrider.lm.loader import LoadedModel, ModelSource, load_model
@@ -101,12 +101,12 @@ class Built:
     memory: DeviceMemory
     workspace: int
 
-    def record(self, settings: ServiceSettings, record: Callable[..., str]) -> int:
-        """Has passes recorded where that can be, within what the settings allow, and says which.
+    def capture(self, settings: ServiceSettings, capture: Callable[..., str]) -> int:
+        """Has passes captured where that can be, within what the settings allow, and says which.
 
         Args:
             settings: of the service.
-            record: takes a recorder, and `seconds` and `most_bytes`, see `RecordedRunner.record`.
+            capture: takes a capturer, and `seconds` and `most_bytes`, see `GraphRunner.capture`.
 
         Returns:
             Bytes that they took.
@@ -116,18 +116,18 @@ class Built:
         """
         device = self.packed.loaded.device
         work_on(device)
-        if not settings.graphs or not self.packed.attention.can_be_recorded(device):
+        if not settings.graphs or not self.packed.attention.can_be_captured(device):
             return 0
-        recorder, began, before = recorder_for(device), time.perf_counter(), self.memory.free()
+        capturer, began, before = capturer_for(device), time.perf_counter(), self.memory.free()
         most = settings.graph_memory_mb * MIB
-        with telling(self.memory, f"recorded passes: lower --graph-memory-mb {settings.graph_memory_mb}"):
-            said = record(recorder, seconds=settings.graph_seconds, most_bytes=most)
-        _log.info("recorded", passes=said, seconds=round(time.perf_counter() - began, 1))
-        return max(recorder.bytes, before - self.memory.free())
+        with telling(self.memory, f"captured passes: lower --graph-memory-mb {settings.graph_memory_mb}"):
+            said = capture(capturer, seconds=settings.graph_seconds, most_bytes=most)
+        _log.info("captured", passes=said, seconds=round(time.perf_counter() - began, 1))
+        return max(capturer.bytes, before - self.memory.free())
 
-    def tell_memory(self, records: int) -> None:
-        """Logs what went where. `records` is bytes of recorded passes."""
-        use = MemoryUse(self.packed.loaded.weight_bytes, self.packed.pool.memory_bytes, records, self.workspace)
+    def tell_memory(self, graphs: int) -> None:
+        """Logs what went where. `graphs` is bytes of captured passes."""
+        use = MemoryUse(self.packed.loaded.weight_bytes, self.packed.pool.memory_bytes, graphs, self.workspace)
         pool = self.packed.pool
         _log.info("memory", **use.told(self.memory), kv_tokens=pool.blocks.count * pool.block_tokens)
 
@@ -184,8 +184,8 @@ def build_packed(
     enough = run_blocks(pass_tokens, length, choice.block_tokens)
     with telling(memory, f"a pass of {pass_tokens} tokens"):
         workspace = memory.peak(lambda: largest(build(enough))) - enough * block_bytes(loaded, choice.block_tokens)
-    records = settings.graphs and choice.can_be_recorded(loaded.device) and not is_shared
-    graphs = settings.graph_memory_mb * MIB if records else 0
+    captures = settings.graphs and choice.can_be_captured(loaded.device) and not is_shared
+    graphs = settings.graph_memory_mb * MIB if captures else 0
     blocks = kv_blocks(settings, loaded, choice.block_tokens, left=memory.free() - max(0, workspace) - graphs)
     if most_sequences is not None:
         blocks = min(blocks, most_sequences * blocks_for(length, choice.block_tokens))

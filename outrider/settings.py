@@ -96,10 +96,10 @@ class ServiceSettings(SecuritySettings):
         "memory",
     )
     graphs: bool = Field(
-        True, description="on a GPU: record passes of the sizes that come often as CUDA graphs, at the start"
+        True, description="on a GPU: capture passes of the sizes that come often as CUDA graphs, at the start"
     )
     graph_seconds: float = Field(
-        120.0, gt=0, description="how long recording them may take; where it will not do, the largest are left out"
+        120.0, gt=0, description="how long capturing them may take; where it will not do, the largest are left out"
     )
     graph_memory_mb: int = Field(
         2048, ge=1, description="MiB that they may hold; set aside before keys and values get their share"

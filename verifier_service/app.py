@@ -204,13 +204,13 @@ def build_engine(
         prefix_cache=settings.prefix_cache,
         gamma_cap=settings.gamma_cap,
     )
-    record = partial(
-        engine.runner.record,
+    capture = partial(
+        engine.runner.capture,
         max_sequences=settings.max_sequences,
         max_gamma=settings.max_gamma,
         pass_tokens=settings.pass_tokens,
     )
-    built.tell_memory(0 if lead is not None else built.record(settings, record))
+    built.tell_memory(0 if lead is not None else built.capture(settings, capture))
     built.packed.warm_up([1, settings.max_gamma + 1, SHORT_PROMPT])
     paths.warm_up(path.name, loaded.device, loaded.dtype, model.vocab_size, loaded.vocab_size)
     return engine, model

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.distribution import SamplingLaw
 from kernels.verify import Proposed, VerifyResult, verify
-from outrider.lm.cuda_graph import Recorder
+from outrider.lm.cuda_graph import Capturer
 from outrider.lm.packed import Chunk, PackedModel
 
 
@@ -73,9 +73,9 @@ class TargetRunner:
         forward, verifying = clock.seconds()
         return PassResult(proposals, results, forward, verifying)
 
-    def record(
+    def capture(
         self,
-        recorder: Recorder,
+        capturer: Capturer,
         *,
         max_sequences: int,
         max_gamma: int,
@@ -83,9 +83,9 @@ class TargetRunner:
         seconds: float,
         most_bytes: int,
     ) -> str:
-        """Has passes of rounds recorded; see `PackedModel.record`."""
-        return self._packed.record(
-            recorder,
+        """Has passes of rounds captured; see `PackedModel.capture`."""
+        return self._packed.capture(
+            capturer,
             max_sequences=max_sequences,
             widest=max_gamma + 1,
             pass_tokens=max(pass_tokens, max_gamma + 1),

@@ -58,7 +58,7 @@ class AttentionChoice:
         """Whether the pool is to be paged."""
         return self.name != SDPA
 
-    def can_be_recorded(self, device: torch.device) -> bool:
+    def can_be_captured(self, device: torch.device) -> bool:
         """Whether a CUDA graph can hold it: nothing in it may wait for the device. On a CPU anything over pages may."""
         return self.name in (VARLEN, TRITON) or (self.is_paged and device.type == "cpu")
 

@@ -67,23 +67,23 @@ class PagedRunner:
 _WARM_UPS = 2
 
 
-class Recorder(Protocol):
-    """Records on one device."""
+class Capturer(Protocol):
+    """Captures on one device."""
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Runs it some times, and returns what runs it again.
 
         Raises:
-            CannotRecord: the device cannot hold it; the text says why.
+            CannotCapture: the device cannot hold it; the text says why.
         """
 
     @property
     def bytes(self) -> int:
-        """Memory that the records hold."""
+        """Memory that the graphs hold."""
 
 
-class CannotRecord(RuntimeError):
-    """What was to be recorded asks for something that a record cannot hold."""
+class CannotCapture(RuntimeError):
+    """What was to be captured asks for something that a graph cannot hold."""
 
 
 class Repeating:
@@ -91,14 +91,14 @@ class Repeating:
 
     bytes = 0
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """See `Recorder`."""
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """See `Capturer`."""
         run()
         return run
 
 
-class CudaRecorder:
-    """Records CUDA graphs, which share one pool of memory: they never run at once.
+class CudaCapturer:
+    """Captures CUDA graphs, which share one pool of memory: they never run at once.
 
     Args:
         device: a CUDA device.
@@ -112,11 +112,11 @@ class CudaRecorder:
 
     @property
     def bytes(self) -> int:
-        """See `Recorder`: what the device has lost since the first record."""
+        """See `Capturer`: what the device has lost since the first capture."""
         return self._bytes
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """See `Recorder`."""
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """See `Capturer`."""
         graph = torch.cuda.CUDAGraph()
         before = torch.cuda.memory_reserved(self._device)
         mode = torch.cuda.get_sync_debug_mode()
@@ -139,16 +139,16 @@ class CudaRecorder:
         except RuntimeError as error:
             self._pool = torch.cuda.graph_pool_handle()  # what a broken capture leaves in the other is not known
             words = (str(error).splitlines() or [""])[0]
-            raise CannotRecord(f"{type(error).__name__}: {words}") from error
+            raise CannotCapture(f"{type(error).__name__}: {words}") from error
         finally:
             torch.cuda.set_sync_debug_mode(mode)
         self._bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
         return graph.replay
 
 
-def recorder_for(device: torch.device) -> Recorder:
-    """What records on a device."""
-    return CudaRecorder(device) if device.type == "cuda" else Repeating()
+def capturer_for(device: torch.device) -> Capturer:
+    """What captures on a device."""
+    return CudaCapturer(device) if device.type == "cuda" else Repeating()
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -189,7 +189,7 @@ def buckets_for(max_sequences: int, widest: int, *, pass_tokens: int | None = No
 
 
 @dataclass(frozen=True, slots=True)
-class _Recorded:
+class _Captured:
     bucket: Bucket
     staging: Tensor
     room: Tensor
@@ -197,8 +197,8 @@ class _Recorded:
     replay: Callable[[], None]
 
 
-class RecordedRunner:
-    """A runner (`outrider.lm.cuda_graph`) that has records of the sizes that come often.
+class GraphRunner:
+    """A runner (`outrider.lm.cuda_graph`) that has graphs of the sizes that come often.
 
     Args:
         eager: runs what has none.
@@ -213,26 +213,26 @@ class RecordedRunner:
         self.eager = eager
         self._pages = -(-eager.max_length // block_tokens)
         self._vocab_size = vocab_size
-        self._recorded: list[_Recorded] = []  # the smallest first
+        self._captured: list[_Captured] = []  # the smallest first
         self._copied: torch.cuda.Event | None = None  # when the last pass was on its device
 
     @property
     def sizes(self) -> list[Bucket]:
-        """Those that are recorded, the smallest first."""
-        return [each.bucket for each in self._recorded]
+        """Those that are captured, the smallest first."""
+        return [each.bucket for each in self._captured]
 
     def find(self, layout: Layout) -> Bucket | None:
-        """The size whose record runs a pass; None where there is none."""
-        recorded = self._find(layout)
-        return None if recorded is None else recorded.bucket
+        """The size whose graph runs a pass; None where there is none."""
+        captured = self._find(layout)
+        return None if captured is None else captured.bucket
 
     @torch.inference_mode()
     def run(self, layout: Layout) -> Tensor:
         """See `outrider.lm.cuda_graph.Runner`."""
-        recorded = self._find(layout)
-        if recorded is None:
+        captured = self._find(layout)
+        if captured is None:
             return self.eager.run(layout)
-        bucket = recorded.bucket
+        bucket = captured.bucket
         padded = layout.padded(
             rows=bucket.rows,
             sequences=bucket.sequences,
@@ -241,66 +241,66 @@ class RecordedRunner:
         )
         if self._copied is not None:
             self._copied.synchronize()  # the copy before this one has left the staging room
-        padded.pack_into(recorded.staging.numpy())
-        recorded.room.copy_(recorded.staging, non_blocking=True)
+        padded.pack_into(captured.staging.numpy())
+        captured.room.copy_(captured.staging, non_blocking=True)
         if self.eager.device.type == "cuda":
             self._copied = torch.cuda.Event()
             self._copied.record()
-        recorded.replay()
-        return recorded.logits.narrow(0, 0, len(layout.tokens))
+        captured.replay()
+        return captured.logits.narrow(0, 0, len(layout.tokens))
 
     @torch.inference_mode()
-    def record(
+    def capture(
         self,
-        recorder: Recorder,
+        capturer: Capturer,
         buckets: Iterable[Bucket],
         *,
         seconds: float,
         most_bytes: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> str:
-        """Records passes of these sizes, the largest first: the others then lie in its memory.
+        """Captures passes of these sizes, the largest first: the others then lie in its memory.
 
-        Where time will not do for all of them, the smallest are recorded, as few streams gain the most.
+        Where time will not do for all of them, the smallest are captured, as few streams gain the most.
 
         Args:
-            recorder: of the device.
+            capturer: of the device.
             buckets: sizes.
             seconds: how long it may take, as far as the first one tells.
-            most_bytes: how much memory the records may hold; recording ends with the one that takes more.
+            most_bytes: how much memory the graphs may hold; capturing ends with the one that takes more.
             clock: seconds.
 
         Returns:
-            In a few words what is recorded, and what is not, and why.
+            In a few words what is captured, and what is not, and why.
 
         Raises:
-            torch.OutOfMemoryError: the device has no room for a record.
+            torch.OutOfMemoryError: the device has no room for a graph.
         """
         wanted = sorted(buckets)
         logits = self._logits(wanted[-1].rows)
-        recorded: list[_Recorded] = []
+        captured: list[_Captured] = []
         left, began, why = list(wanted), clock(), ""
         while left:
             try:
-                recorded.append(self._record(recorder, left.pop(), logits))
-            except CannotRecord as error:
+                captured.append(self._capture(capturer, left.pop(), logits))
+            except CannotCapture as error:
                 why = str(error)
                 break
-            if recorder.bytes > most_bytes:
-                why = f"they hold {recorder.bytes >> 20} MiB of {most_bytes >> 20}"
+            if capturer.bytes > most_bytes:
+                why = f"they hold {capturer.bytes >> 20} MiB of {most_bytes >> 20}"
                 break
-            each = (clock() - began) / len(recorded)
+            each = (clock() - began) / len(captured)
             room = max(0, int((seconds - (clock() - began)) / max(each, 1e-9)))
             if room < len(left):
                 why = f"one takes {each:.1f} s, and all may take {seconds:g}"
                 left = left[:room]
-        self._recorded = recorded[::-1]
-        return f"{len(recorded)} of {len(wanted)} sizes" + (f": {why}" if why else "")
+        self._captured = captured[::-1]
+        return f"{len(captured)} of {len(wanted)} sizes" + (f": {why}" if why else "")
 
-    def _find(self, layout: Layout) -> _Recorded | None:
-        return next((each for each in self._recorded if each.bucket.takes(layout)), None)
+    def _find(self, layout: Layout) -> _Captured | None:
+        return next((each for each in self._captured if each.bucket.takes(layout)), None)
 
-    def _record(self, recorder: Recorder, bucket: Bucket, logits: Tensor) -> _Recorded:
+    def _capture(self, capturer: Capturer, bucket: Bucket, logits: Tensor) -> _Captured:
         shape = (bucket.rows, bucket.rows, bucket.sequences, self._pages)
         on_gpu = self.eager.device.type == "cuda"
         staging = torch.empty(Layout.size(shape), dtype=torch.uint8, pin_memory=on_gpu)
@@ -310,7 +310,7 @@ class RecordedRunner:
             room, shape, self.eager.memory, self.eager.attention, widest=bucket.widest, longest=self.eager.max_length
         )
         own = logits.narrow(0, 0, bucket.rows)
-        return _Recorded(bucket, staging, room, own, recorder.record(lambda: self._pass(batch, own)))
+        return _Captured(bucket, staging, room, own, capturer.capture(lambda: self._pass(batch, own)))
 
     def _pass(self, batch: PagedBatch, logits: Tensor) -> None:
         batch.forget()

@@ -106,13 +106,13 @@ class MemoryUse:
     Attributes:
         weights: of the model.
         keys_and_values: the KV pool.
-        records: passes of fixed sizes, with what they work in.
+        graphs: passes of fixed sizes, with what they work in.
         workspace: what the largest pass works in; 0 where it is not measured.
     """
 
     weights: int
     keys_and_values: int
-    records: int
+    graphs: int
     workspace: int
 
     def told(self, memory: DeviceMemory) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class MemoryUse:
         parts = {
             "weights_mib": self.weights,
             "kv_mib": self.keys_and_values,
-            "records_mib": self.records,
+            "graphs_mib": self.graphs,
             "workspace_mib": self.workspace,
         }
         if memory.total:

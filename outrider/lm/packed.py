@@ -15,7 +15,8 @@ from kernels.distribution import SamplingLaw
 from kernels.sparse import SparseConfig
 from outrider.lm.attention_choice import ORDINARY, AttentionChoice
 from outrider.lm.batch import CausalMasks, Chunk, pack
-from outrider.lm.cuda_graph import PagedRunner, RecordedRunner, Recorder, Runner, buckets_for
+from outrider.lm.captured_decode_loop import CapturedDecodeLoop, WriterSize
+from outrider.lm.cuda_graph import Capturer, GraphRunner, PagedRunner, Runner, buckets_for
 from outrider.lm.errors import CheckpointError
 from outrider.lm.fusion import fuse_model
 from outrider.lm.kv_pool import KVPool
@@ -24,7 +25,6 @@ from outrider.lm.loader import LoadedModel
 from outrider.lm.memory import blocks_for, kv_dtype
 from outrider.lm.paged import lay_out
 from outrider.lm.program import PagedProgram, Program, Rows, TransformersProgram, WritingProgram
-from outrider.lm.recorded_writing import RecordedWriter, WriterSize
 from outrider.lm.selfcheck import deviation, make_pool, tolerance
 from outrider.lm.writing import Sampling, Written
 
@@ -70,8 +70,8 @@ class PackedModel:
             raise ValueError(f"the attention is {attention.name}, and the pool is {'' if pool.pages else 'not '}paged")
         self.attention = attention
         self.runner: Runner | None = None
-        self.recorded: RecordedRunner | None = None
-        self._writer: RecordedWriter | None = None
+        self.captured: GraphRunner | None = None
+        self._writer: CapturedDecodeLoop | None = None
         self.layer_choice: LayerChoice | None = None
         if pool.pages is not None:
             if isinstance(self._program, PagedProgram):
@@ -125,7 +125,7 @@ class PackedModel:
 
         Returns:
             `[R, V]`: logits of the wanted rows only, in the order of the chunks. Over pages in the dtype of the model,
-            whether the pass was recorded or not, and the next pass may write over them; else in float32.
+            whether the pass was captured or not, and the next pass may write over them; else in float32.
 
         Raises:
             ValueError: a chunk that does not fit its slot, or a token outside the vocabulary.
@@ -143,9 +143,9 @@ class PackedModel:
         batch = pack(((chunk.slot, chunk.start, len(chunk.tokens)) for chunk in chunks), self.pool, self._masks)
         return self._program(token_ids, batch, self._rows(chunks)).float()
 
-    def record(
+    def capture(
         self,
-        recorder: Recorder,
+        capturer: Capturer,
         *,
         max_sequences: int,
         widest: int,
@@ -153,31 +153,31 @@ class PackedModel:
         most_bytes: int,
         pass_tokens: int | None = None,
     ) -> str:
-        """Has passes of the sizes that come often recorded, where the pool is paged.
+        """Has passes of the sizes that come often captured, where the pool is paged.
 
         Args:
-            recorder: of the model's device.
+            capturer: of the model's device.
             max_sequences: of such a pass.
             widest: rows of one sequence in it.
             pass_tokens: rows of all; None is any number.
-            seconds: see `RecordedRunner.record`; likewise the rest, and what is returned.
+            seconds: see `GraphRunner.capture`; likewise the rest, and what is returned.
             most_bytes: see `seconds`.
         """
         if not isinstance(self.runner, PagedRunner):
             return "none: keys and values are not in pages"
-        recorded = RecordedRunner(
+        captured = GraphRunner(
             self.runner,
             block_tokens=self.pool.block_tokens,
             vocab_size=self.loaded.vocab_size,
         )
         buckets = buckets_for(max_sequences, min(widest, self.pool.max_length), pass_tokens=pass_tokens)
-        said = recorded.record(recorder, buckets, seconds=seconds, most_bytes=most_bytes)
-        self.runner = self.recorded = recorded
+        said = captured.capture(capturer, buckets, seconds=seconds, most_bytes=most_bytes)
+        self.runner = self.captured = captured
         return said
 
-    def record_writing(
+    def capture_decode_loop(
         self,
-        recorder: Recorder,
+        capturer: Capturer,
         config: SparseConfig,
         *,
         sequences: int,
@@ -187,19 +187,19 @@ class PackedModel:
         seconds: float,
         most_bytes: int,
     ) -> str:
-        """Has the steps of `write` recorded, where the pool is paged.
+        """Has the steps of `write` captured, where the pool is paged.
 
         Args:
-            recorder: of the model's device.
+            capturer: of the model's device.
             config: how much of a law is kept.
             sequences: see `WriterSize`; likewise `tokens`, `vocab_size` and `races`.
             tokens: see `sequences`.
             vocab_size: see `sequences`.
             races: see `sequences`.
-            seconds: see `RecordedWriter.record`; likewise the rest, and what is returned.
+            seconds: see `CapturedDecodeLoop.capture`; likewise the rest, and what is returned.
             most_bytes: see `seconds`.
         """
-        eager = self.recorded.eager if self.recorded is not None else self.runner
+        eager = self.captured.eager if self.captured is not None else self.runner
         if not isinstance(eager, PagedRunner):
             return "none: keys and values are not in pages"
         size = WriterSize(
@@ -211,15 +211,15 @@ class PackedModel:
             logits_size=self.loaded.vocab_size,
             races=races,
         )
-        writer = RecordedWriter(eager, size, config)
-        said = writer.record(recorder, seconds=seconds, most_bytes=most_bytes)
+        writer = CapturedDecodeLoop(eager, size, config)
+        said = writer.capture(capturer, seconds=seconds, most_bytes=most_bytes)
         self._writer = writer
         return said
 
     @torch.inference_mode()
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
         """As `forward`, in float32, and kept when the next pass runs."""
-        return self.forward(chunks).to(torch.float32, copy=self.recorded is not None)
+        return self.forward(chunks).to(torch.float32, copy=self.captured is not None)
 
     @property
     def makes_noise(self) -> bool:
@@ -228,11 +228,11 @@ class PackedModel:
 
     @property
     def has_writer(self) -> bool:
-        """Whether `write` is there: a fused model's program has it, and so has a device with steps recorded."""
+        """Whether `write` is there: a fused model's program has it, and so has a device with steps captured."""
         return self._writer is not None or (self.runner is None and isinstance(self._program, WritingProgram))
 
     def can_write(self, samplings: Sequence[Sampling]) -> bool:
-        """Whether `write` can do just these: steps are recorded for some ways of drawing alone."""
+        """Whether `write` can do just these: steps are captured for some ways of drawing alone."""
         return self.has_writer and (self._writer is None or self._writer.refusal(samplings) is None)
 
     @torch.inference_mode()
@@ -278,10 +278,10 @@ class PackedModel:
             return self._program.write(token_ids, [len(chunk.tokens) for chunk in chunks], batch, samplings)
         for slot, start, rows in spans:
             self.pool.grow(slot, start + rows)
-        # A record has logits of every row, so that short chunks ask for them all.
+        # A graph has logits of every row, so that short chunks ask for them all.
         layout = lay_out([replace(chunk, logits_from=0) for chunk in chunks], self.pool)
         last = layout.row_starts[1:] - 1
-        if self.recorded is None or self.recorded.find(layout) is None:
+        if self.captured is None or self.captured.find(layout) is None:
             layout = lay_out([replace(chunk, logits_from=len(chunk.tokens) - 1) for chunk in chunks], self.pool)
             last = np.arange(len(chunks))
         logits = self.runner.run(layout)

@@ -194,7 +194,7 @@ class PagedBatch:
         longest: positions of a sequence at most.
         memory: keys and values of all blocks.
         attention: how rows attend to them.
-        layout: the same as numbers on the host; None where the tensors are filled anew behind it (a recorded pass).
+        layout: the same as numbers on the host; None where the tensors are filled anew behind it (a captured pass).
         observer: None; see `outrider.lm.batch.PackedBatch`, beside which a model's attention takes this.
     """
 

@@ -33,7 +33,7 @@ class Sampling:
         noise: what `kernels.coupled` chooses the tokens by, `[γ, vocab_size]`; None draws by the uniforms.
         bounds: of each token, the entropy of its law in nats above which writing ends before it; of none, no bounds.
         race: seed and position of the first token, where a device makes that noise itself
-            (`outrider.lm.recorded_writing`).
+            (`outrider.lm.captured_decode_loop`).
     """
 
     law: SamplingLaw

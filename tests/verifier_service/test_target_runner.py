@@ -1,6 +1,6 @@
-"""A pass that was recorded is verified as one that comes as it is: the same results, by whichever path.
+"""A pass that was captured is verified as one that comes as it is: the same results, by whichever path.
 
-Records call again what they hold, and the kernels of the verification are interpreted.
+Captures call again what they hold, and the kernels of the verification are interpreted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if IS_INTERPRETED:
     patch_once_a_launch()
 
 NEEDS_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="triton has no build for this platform")
-PAGED = AttentionChoice(GATHERED, "to be recorded")
+PAGED = AttentionChoice(GATHERED, "to be captured")
 SEQUENCES, GAMMA, V = 3, 3, 2048
 LAWS = [SamplingLaw(), SamplingLaw(temperature=0.7), SamplingLaw(temperature=0), SamplingLaw(top_p=0.9)]
 RULES = [Rule.TOKENWISE, Rule.BLOCK, Rule.COUPLED]
@@ -43,13 +43,13 @@ def packed() -> PackedModel:
     return model
 
 
-def runner(packed: PackedModel, path: str, *, records: bool) -> TargetRunner:
-    packed.recorded, runner = None, packed.runner
+def runner(packed: PackedModel, path: str, *, graphs: bool) -> TargetRunner:
+    packed.captured, runner = None, packed.runner
     if runner is not None:
         packed.runner = getattr(runner, "eager", runner)
     found = TargetRunner(packed, vocab_size=min(V, packed.loaded.vocab_size), verify_path=path)
-    if records:
-        said = found.record(
+    if graphs:
+        said = found.capture(
             Repeating(),
             max_sequences=SEQUENCES,
             max_gamma=GAMMA,
@@ -100,15 +100,15 @@ def same(found: list[VerifyResult], wanted: list[VerifyResult]) -> bool:
 
 
 @pytest.mark.parametrize("path", ["torch", pytest.param("triton", marks=NEEDS_TRITON)])
-def test_a_recorded_pass_rules_as_one_that_comes(packed: PackedModel, path: str) -> None:
-    """Bit for bit by one path; rounds with filters among them, and a pass that fits no record."""
-    eager = rounds(packed, runner(packed, path, records=False), 3)
-    recorded = runner(packed, path, records=True)
-    assert packed.recorded is not None
+def test_a_captured_pass_rules_as_one_that_comes(packed: PackedModel, path: str) -> None:
+    """Bit for bit by one path; rounds with filters among them, and a pass that fits no graph."""
+    eager = rounds(packed, runner(packed, path, graphs=False), 3)
+    captured = runner(packed, path, graphs=True)
+    assert packed.captured is not None
     replayed: list[int] = []
-    for each in packed.recorded._recorded:
+    for each in packed.captured._captured:
         object.__setattr__(each, "replay", partial(noted, replayed, each.replay))
-    found = rounds(packed, recorded, 3)
+    found = rounds(packed, captured, 3)
     assert len(replayed) > 4
     assert {each.accepted for each in found} >= {0, 1}
     assert same(found, eager)
@@ -121,7 +121,7 @@ def noted(seen: list[int], replay: Callable[[], None]) -> None:
 
 @NEEDS_TRITON
 def test_both_paths_rule_alike(packed: PackedModel) -> None:
-    found, wanted = (rounds(packed, runner(packed, path, records=False), 3) for path in ("triton", "torch"))
+    found, wanted = (rounds(packed, runner(packed, path, graphs=False), 3) for path in ("triton", "torch"))
     assert same(found, wanted)
     for one, other in zip(found, wanted, strict=True):
         assert one.beta == pytest.approx(other.beta, abs=1e-4)
@@ -129,7 +129,7 @@ def test_both_paths_rule_alike(packed: PackedModel) -> None:
 
 def test_a_pass_without_rounds_has_no_rulings(packed: PackedModel) -> None:
     slot = packed.pool.allocate()
-    told = runner(packed, "torch", records=False)([Chunk(slot, [5, 6], 0, 2)], [])
+    told = runner(packed, "torch", graphs=False)([Chunk(slot, [5, 6], 0, 2)], [])
     assert isinstance(told, PassResult)
     assert told.results == []
     packed.pool.free(slot)

@@ -1,6 +1,6 @@
-"""Services that judge by Triton's kernels, as real processes: on pages with recorded passes and steps, and plainly.
+"""Services that judge by Triton's kernels, as real processes: on pages with captured passes and steps, and plainly.
 
-Here the kernels are interpreted, and a record calls again what it holds; on a GPU they are compiled, and it is a graph.
+Here the kernels are interpreted, and a graph calls again what it holds; on a GPU they are compiled, and it is a graph.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LAWS: list[Options] = [
     {"rule": "block", "temperature": 0.0},
     {"rule": "block", "temperature": 1.0, "top_p": 0.95},
 ]
-"""The last has filters, which no record judges: the kernels are launched one by one."""
+"""The last has filters, which no graph judges: the kernels are launched one by one."""
 
 
 @contextmanager
@@ -48,12 +48,12 @@ def judged() -> Iterator[Pair]:
 
 
 @pytest.fixture(scope="module")
-def recorded() -> Iterator[Pair]:
+def captured() -> Iterator[Pair]:
     with running(RECORDED) as pair:
         yield pair
 
 
-@pytest.mark.parametrize("which", [pytest.param("judged", marks=pytest.mark.slow), "recorded"])
+@pytest.mark.parametrize("which", [pytest.param("judged", marks=pytest.mark.slow), "captured"])
 @pytest.mark.parametrize("law", LAWS, ids=str)
 def test_the_text_is_the_one_that_the_host_path_gives(
     which: str, request: pytest.FixtureRequest, demo_pair: Pair, law: Options
@@ -69,13 +69,13 @@ def test_the_text_is_the_one_that_the_host_path_gives(
     assert texts[0][2] > 0
 
 
-def test_the_log_says_what_attends_what_is_recorded_and_where_memory_went(recorded: Pair) -> None:
-    for service, passes in ((recorded.verifier, "3 of 3 sizes"), (recorded.draft, "steps of up to 1 sequences; ")):
+def test_the_log_says_what_attends_what_is_captured_and_where_memory_went(captured: Pair) -> None:
+    for service, passes in ((captured.verifier, "3 of 3 sizes"), (captured.draft, "steps of up to 1 sequences; ")):
         lines = [json.loads(line) for line in service.log_lines() if line.startswith("{")]
         said = {line["event"]: line for line in lines}
         assert said["attending"]["attention"] == "sdpa-paged"
         assert said["attending"]["reason"] == "as asked for"
-        assert passes in said["recorded"]["passes"]
+        assert passes in said["captured"]["passes"]
         assert said["memory"]["weights_mib"] > 0
         assert said["memory"]["kv_mib"] > 0
         assert said["memory"]["kv_tokens"] > 1000

@@ -1,6 +1,6 @@
-"""Recorded passes give what passes give as they come, whatever they are filled up with; what is recorded, and when.
+"""Captured passes give what passes give as they come, whatever they are filled up with; what is captured, and when.
 
-Records here call again what they hold, over the same tensors as a CUDA graph would.
+Captures here call again what they hold, over the same tensors as a CUDA graph would.
 """
 
 import random
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from outrider.lm import paged
 from outrider.lm.attention_choice import GATHERED, AttentionChoice
-from outrider.lm.cuda_graph import Bucket, CannotRecord, PagedRunner, RecordedRunner, Repeating, buckets_for
+from outrider.lm.cuda_graph import Bucket, CannotCapture, GraphRunner, PagedRunner, Repeating, buckets_for
 from outrider.lm.loader import LoadedModel
 from outrider.lm.packed import Chunk, PackedModel
 from tests.outrider.lm.tiny import VOCABULARY
 
-PAGED = AttentionChoice(GATHERED, "to be recorded", block_tokens=4)
+PAGED = AttentionChoice(GATHERED, "to be captured", block_tokens=4)
 ROOM = 40
 SEQUENCES = 3
 WIDEST = 4
@@ -28,29 +28,29 @@ def build(load: Callable[..., LoadedModel], name: str = "qwen3", dtype: str = "f
     return PackedModel.build(load(name, dtype), SEQUENCES + 1, ROOM, attention=PAGED)
 
 
-def record(model: PackedModel, **how: object) -> str:
+def capture(model: PackedModel, **how: object) -> str:
     told = {"max_sequences": SEQUENCES, "widest": WIDEST, "seconds": 1e3, "most_bytes": 1 << 30, **how}
-    return model.record(Repeating(), **told)  # type: ignore[arg-type]
+    return model.capture(Repeating(), **told)  # type: ignore[arg-type]
 
 
 def ran_by(model: PackedModel) -> list[Bucket | None]:
-    """Will hold the size whose record runs each pass from now on, or None where none does."""
+    """Will hold the size whose graph runs each pass from now on, or None where none does."""
     ran: list[Bucket | None] = []
-    if model.recorded is None:
+    if model.captured is None:
         return ran
-    find = model.recorded._find
+    find = model.captured._find
 
     def noted(layout: paged.Layout) -> Any:
         found = find(layout)
         ran.append(None if found is None else found.bucket)
         return found
 
-    model.recorded._find = noted  # type: ignore[method-assign]
+    model.captured._find = noted  # type: ignore[method-assign]
     return ran
 
 
 def rounds(model: PackedModel, seed: int) -> tuple[list[Tensor], list[Bucket | None]]:
-    """Prompts and then rounds of any lengths, some rows of which are rolled back; logits, and which record ran each."""
+    """Prompts and then rounds of any lengths, some rows of which are rolled back; logits, and which graph ran each."""
     rng = random.Random(seed)
     slots = [model.pool.allocate() for _ in range(SEQUENCES + 1)]
     told, ran = [], ran_by(model)
@@ -71,12 +71,12 @@ def rounds(model: PackedModel, seed: int) -> tuple[list[Tensor], list[Bucket | N
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral-sliding", "gpt2", "gemma2", "gpt-oss"])
-def test_a_recorded_pass_gives_what_it_gives_as_it_comes(name: str, load: Callable[..., LoadedModel]) -> None:
+def test_a_captured_pass_gives_what_it_gives_as_it_comes(name: str, load: Callable[..., LoadedModel]) -> None:
     eager, model = build(load, name), build(load, name)
-    assert record(model) == f"{len(buckets_for(SEQUENCES, WIDEST))} of {len(buckets_for(SEQUENCES, WIDEST))} sizes"
+    assert capture(model) == f"{len(buckets_for(SEQUENCES, WIDEST))} of {len(buckets_for(SEQUENCES, WIDEST))} sizes"
     (wanted, _), (found, ran) = rounds(eager, 5), rounds(model, 5)
     assert len(set(ran)) > 6, "several sizes"
-    assert None in ran, "and passes that no record takes"
+    assert None in ran, "and passes that no graph takes"
     for one, other in zip(found, wanted, strict=True):
         assert one.shape == other.shape
         # A pass of another number of rows may be rounded otherwise.
@@ -85,17 +85,17 @@ def test_a_recorded_pass_gives_what_it_gives_as_it_comes(name: str, load: Callab
 
 def test_in_16_bits_too(load: Callable[..., LoadedModel]) -> None:
     eager, model = build(load, dtype="bfloat16"), build(load, dtype="bfloat16")
-    record(model)
+    capture(model)
     for one, other in zip(rounds(model, 6)[0], rounds(eager, 6)[0], strict=True):
         assert torch.allclose(one, other, atol=0.05)
 
 
 @pytest.mark.parametrize("mutant", ["room", "nowhere", "lengths"])
-def test_a_record_that_is_filled_up_wrongly_shows(
+def test_a_graph_that_is_filled_up_wrongly_shows(
     mutant: str, load: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     eager, model = build(load), build(load)
-    record(model)
+    capture(model)
     whole = paged.Layout.padded
 
     def wrong(self: paged.Layout, **told: int) -> paged.Layout:
@@ -130,14 +130,14 @@ def test_sizes_go_up_to_the_longest_round_and_waste_at_most_half_of_what_they_ta
 
 
 class Ticking:
-    """A recorder whose records take a second each and hold a MiB, or which cannot make some."""
+    """A capturer whose graphs take a second each and hold a MiB, or which cannot make some."""
 
     def __init__(self, cannot: int = 1 << 30) -> None:
         self.now, self.bytes, self._cannot = 0.0, 0, cannot
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         if self.now >= self._cannot:
-            raise CannotRecord("it asks for a number")
+            raise CannotCapture("it asks for a number")
         run()
         self.now += 1.0
         self.bytes += 1 << 20
@@ -147,40 +147,40 @@ class Ticking:
 def test_what_time_or_memory_will_not_do_for_is_left_out_and_said(load: Callable[..., LoadedModel]) -> None:
     sizes = buckets_for(SEQUENCES, WIDEST)
 
-    def recorded_with(recorder: Ticking, **bounds: float) -> tuple[str, list[Bucket]]:
+    def captured_with(capturer: Ticking, **bounds: float) -> tuple[str, list[Bucket]]:
         model = build(load)
         assert isinstance(model.runner, PagedRunner)
-        runner = RecordedRunner(model.runner, block_tokens=4, vocab_size=model.loaded.vocab_size)
+        runner = GraphRunner(model.runner, block_tokens=4, vocab_size=model.loaded.vocab_size)
         told = {"seconds": 1e3, "most_bytes": 1 << 30, **bounds}
-        said = runner.record(recorder, sizes, clock=lambda: recorder.now, **told)  # type: ignore[arg-type]
+        said = runner.capture(capturer, sizes, clock=lambda: capturer.now, **told)  # type: ignore[arg-type]
         return said, runner.sizes
 
-    said, kept = recorded_with(Ticking(), seconds=4.5)
+    said, kept = captured_with(Ticking(), seconds=4.5)
     assert said == f"4 of {len(sizes)} sizes: one takes 1.0 s, and all may take 4.5"
     assert kept == [*sizes[:3], sizes[-1]], "the first tells how long one takes; then the smallest"
-    said, kept = recorded_with(Ticking(), most_bytes=2 << 20)
+    said, kept = captured_with(Ticking(), most_bytes=2 << 20)
     assert said == f"3 of {len(sizes)} sizes: they hold 3 MiB of 2"
     assert kept == sizes[-3:]
-    said, kept = recorded_with(Ticking(cannot=2))
+    said, kept = captured_with(Ticking(cannot=2))
     assert said == f"2 of {len(sizes)} sizes: it asks for a number"
-    said, kept = recorded_with(Ticking(cannot=0))
+    said, kept = captured_with(Ticking(cannot=0))
     assert (said, kept) == (f"0 of {len(sizes)} sizes: it asks for a number", [])
 
 
-@pytest.mark.parametrize("recorded", [False, True])
-def test_logits_over_pages_are_in_the_dtype_of_the_model(recorded: bool, load: Callable[..., LoadedModel]) -> None:
-    """Recorded or not: kernels that judge them are compiled for one dtype."""
+@pytest.mark.parametrize("captured", [False, True])
+def test_logits_over_pages_are_in_the_dtype_of_the_model(captured: bool, load: Callable[..., LoadedModel]) -> None:
+    """Captured or not: kernels that judge them are compiled for one dtype."""
     model = build(load, "llama", "bfloat16")
-    if recorded:
-        record(model)
+    if captured:
+        capture(model)
     slot, ran = model.pool.allocate(), ran_by(model)
     assert model.forward([Chunk(slot, [5], 0, 0)]).dtype == torch.bfloat16
-    assert ran == ([Bucket(1, 1, 1)] if recorded else [])
+    assert ran == ([Bucket(1, 1, 1)] if captured else [])
 
 
 def test_the_next_pass_writes_over_logits_but_not_over_those_that_are_kept(load: Callable[..., LoadedModel]) -> None:
     model = build(load)
-    record(model)
+    capture(model)
     slot = model.pool.allocate()
     kept = model.logits([Chunk(slot, [5], 0, 0)])
     lent = model.forward([Chunk(slot, [6], 1, 0)])
@@ -190,5 +190,5 @@ def test_the_next_pass_writes_over_logits_but_not_over_those_that_are_kept(load:
     assert not torch.equal(lent, known[1])
 
 
-def test_where_keys_and_values_are_not_in_pages_nothing_is_recorded(load: Callable[..., LoadedModel]) -> None:
-    assert record(PackedModel.build(load("llama"), 1, 8)) == "none: keys and values are not in pages"
+def test_where_keys_and_values_are_not_in_pages_nothing_is_captured(load: Callable[..., LoadedModel]) -> None:
+    assert capture(PackedModel.build(load("llama"), 1, 8)) == "none: keys and values are not in pages"

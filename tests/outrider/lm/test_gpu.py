@@ -1,7 +1,7 @@
-"""On a CUDA device: attention over pages, recorded passes and recorded steps give what the CPU gives.
+"""On a CUDA device: attention over pages, captured passes and captured steps give what the CPU gives.
 
-None of it runs where there is no device; `test_paged`, `test_cuda_graph` and `test_recorded_writing` hold what can be
-held without one.
+None of it runs where there is no device; `test_paged`, `test_cuda_graph` and `test_captured_decode_loop` hold what can
+be held without one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kernels.distribution import SamplingLaw
 from kernels.sparse import SparseConfig
 from outrider.lm.attention_choice import AttentionChoice, choose_attention
 from outrider.lm.batch import CausalMasks
-from outrider.lm.cuda_graph import CannotRecord, CudaRecorder
+from outrider.lm.cuda_graph import CannotCapture, CudaCapturer
 from outrider.lm.loader import LoadedModel, ModelSource, load_model
 from outrider.lm.packed import Chunk, PackedModel
 from outrider.lm.scores import Scoring, attend_scores
@@ -75,20 +75,20 @@ def test_where_it_can_a_16_bit_model_attends_by_torchs_kernel_and_else_by_ours(
     assert choice.name == "varlen" or (choice.name == "triton" and "no varlen: " in choice.reason), choice.reason
 
 
-def recorded(loaded: LoadedModel) -> PackedModel:
+def captured(loaded: LoadedModel) -> PackedModel:
     choice = chosen(loaded)
-    if not choice.can_be_recorded(CUDA):
+    if not choice.can_be_captured(CUDA):
         pytest.skip(choice.reason)
     model = PackedModel.build(loaded, 5, ROOM, attention=choice)
-    said = model.record(CudaRecorder(CUDA), max_sequences=4, widest=8, seconds=300, most_bytes=1 << 32)
-    sizes = model.recorded.sizes if model.recorded is not None else []
+    said = model.capture(CudaCapturer(CUDA), max_sequences=4, widest=8, seconds=300, most_bytes=1 << 32)
+    sizes = model.captured.sizes if model.captured is not None else []
     assert said == f"{len(sizes)} of {len(sizes)} sizes"
     return model
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-sliding", "gpt2", "phi"])
 def test_graphs_give_what_passes_give_as_they_come(name: str, on_gpu: Callable[[str, str], LoadedModel]) -> None:
-    model, eager = recorded(on_gpu(name, "bfloat16")), on_gpu(name, "bfloat16")
+    model, eager = captured(on_gpu(name, "bfloat16")), on_gpu(name, "bfloat16")
     plain = PackedModel.build(eager, 5, ROOM, attention=chosen(eager))
     for one, other in zip(chat(model, 4), chat(plain, 4), strict=True):
         assert near(one, other.float().cpu(), "bfloat16", name)
@@ -96,9 +96,9 @@ def test_graphs_give_what_passes_give_as_they_come(name: str, on_gpu: Callable[[
 
 def test_steps_in_graphs_write_what_is_drawn_step_by_step(on_gpu: Callable[[str, str], LoadedModel]) -> None:
     """In bfloat16 a step of another number of rows may round otherwise, so some texts may part, and few do."""
-    model = recorded(on_gpu("llama", "bfloat16"))
-    said = model.record_writing(
-        CudaRecorder(CUDA), CONFIG, sequences=4, tokens=8, vocab_size=VOCABULARY, races=True, seconds=300,
+    model = captured(on_gpu("llama", "bfloat16"))
+    said = model.capture_decode_loop(
+        CudaCapturer(CUDA), CONFIG, sequences=4, tokens=8, vocab_size=VOCABULARY, races=True, seconds=300,
         most_bytes=1 << 32,
     )  # fmt: skip
     assert said == "steps of up to 4 sequences"
@@ -128,20 +128,20 @@ def test_torchs_own_attention_takes_masks_of_any_length(dtype: torch.dtype) -> N
         assert torch.allclose(found.float(), wanted.float(), atol=1e-4 if dtype == torch.float32 else 0.03)
 
 
-def test_what_waits_for_the_device_cannot_be_recorded_and_says_why() -> None:
+def test_what_waits_for_the_device_cannot_be_captured_and_says_why() -> None:
     there = torch.ones(3, device=CUDA)
-    with pytest.raises(CannotRecord, match=r"RuntimeError: .*synchroniz"):
-        CudaRecorder(CUDA).record(lambda: print(float(there.sum())))
+    with pytest.raises(CannotCapture, match=r"RuntimeError: .*synchroniz"):
+        CudaCapturer(CUDA).capture(lambda: print(float(there.sum())))
     assert float(there.sum()) == 3.0, "the device goes on"
 
 
-def test_a_record_reads_what_lies_there_when_it_runs() -> None:
+def test_a_graph_reads_what_lies_there_when_it_runs() -> None:
     here, there = torch.zeros(4, device=CUDA), torch.zeros(4, device=CUDA)
 
     def run() -> None:
         there.copy_(here * 2)
 
-    again = CudaRecorder(CUDA).record(run)
+    again = CudaCapturer(CUDA).capture(run)
     for value in (1.0, 5.0):
         here.fill_(value)
         again()

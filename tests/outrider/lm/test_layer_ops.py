@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.lm import gated_decoder, layer_ops
 from outrider.lm.attention_choice import GATHERED, AttentionChoice, choose_attention
-from outrider.lm.cuda_graph import CudaRecorder
+from outrider.lm.cuda_graph import CudaCapturer
 from outrider.lm.fusion import fuse_model
 from outrider.lm.gated_decoder import GatedDecoder
 from outrider.lm.gated_layers import GatedLayers
@@ -184,7 +184,7 @@ def test_operations_that_give_something_else_are_not_taken(
 def test_a_graph_holds_a_pass_by_triton(
     name: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chosen by itself, recorded, and near to torch's operations as they come."""
+    """Chosen by itself, captured, and near to torch's operations as they come."""
     device = torch.device("cuda")
 
     def build() -> PackedModel:
@@ -196,12 +196,12 @@ def test_a_graph_holds_a_pass_by_triton(
     assert by_triton.layer_choice is not None
     assert by_triton.layer_choice.name == "triton", by_triton.layer_choice.reason
     eager = chat(by_triton)
-    recorded = build()
-    recorded.record(CudaRecorder(device), max_sequences=2, widest=8, seconds=60, most_bytes=1 << 30)
-    assert recorded.recorded is not None
-    assert recorded.recorded.sizes
+    captured = build()
+    captured.capture(CudaCapturer(device), max_sequences=2, widest=8, seconds=60, most_bytes=1 << 30)
+    assert captured.captured is not None
+    assert captured.captured.sizes
     choose(TorchOps, monkeypatch)
     wanted = chat(build())
     size = float(wanted.abs().max())
-    for found in (eager, chat(recorded)):
+    for found in (eager, chat(captured)):
         assert float((found - wanted).abs().max()) <= 0.1 * size

@@ -10,7 +10,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from outrider.lm.cuda_graph import Recorder
+from outrider.lm.cuda_graph import Capturer
 from outrider.lm.loader import LoadedModel
 from outrider.lm.memory import MIB, HostMemory, OutOfMemory, block_bytes, memory_of, telling
 from outrider.lm.packed import PackedModel
@@ -116,7 +116,7 @@ def test_the_largest_pass_runs_without_a_pool_and_beside_one(load: Callable[...,
         "device": "cuda:7",
         "weights_mib": round(built.packed.loaded.weight_bytes / MIB),
         "kv_mib": 1,
-        "records_mib": 3,
+        "graphs_mib": 3,
         "workspace_mib": 10,
         "free_mib": 100,
         "total_mib": 200,
@@ -125,24 +125,24 @@ def test_the_largest_pass_runs_without_a_pool_and_beside_one(load: Callable[...,
 
 
 @pytest.mark.parametrize(
-    ("flags", "recorded"),
+    ("flags", "captured"),
     [(("--attention", "sdpa-paged"), True), (("--attention", "sdpa-paged", "--no-graphs"), False), ((), False)],
 )
-def test_passes_are_recorded_where_they_can_be_and_may_be(
-    flags: tuple[str, ...], recorded: bool, load: Callable[..., LoadedModel]
+def test_passes_are_captured_where_they_can_be_and_may_be(
+    flags: tuple[str, ...], captured: bool, load: Callable[..., LoadedModel]
 ) -> None:
     told = settings("--device", "cpu", "--graph-seconds", "7", "--graph-memory-mb", "3", *flags)
     built = build_packed(told, load("llama"), 32, pass_tokens=8)
     bounds: list[tuple[float, int]] = []
 
-    def record(recorder: Recorder, *, seconds: float, most_bytes: int) -> str:
+    def capture(capturer: Capturer, *, seconds: float, most_bytes: int) -> str:
         bounds.append((seconds, most_bytes))
         return "2 of 3 sizes"
 
     with capture_logs() as lines:
-        assert built.record(told, record) == 0
-    assert bounds == ([(7.0, 3 * MIB)] if recorded else [])
-    assert [line["passes"] for line in lines] == (["2 of 3 sizes"] if recorded else [])
+        assert built.capture(told, capture) == 0
+    assert bounds == ([(7.0, 3 * MIB)] if captured else [])
+    assert [line["passes"] for line in lines] == (["2 of 3 sizes"] if captured else [])
 
 
 def test_weights_are_counted_once_where_they_are_tied(

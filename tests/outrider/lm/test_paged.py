@@ -165,7 +165,7 @@ def test_our_kernel_is_tried_on_what_layers_ask_and_taken() -> None:
     """Bounded scores and sinks too, which torch's kernel does not know; interpreted here."""
     found = choose_attention("triton", (KINDS[1], *ASKING), torch.float32, torch.device("cpu"))
     assert (found.name, found.block_tokens) == ("triton", 32)
-    assert found.can_be_recorded(torch.device("cuda"))
+    assert found.can_be_captured(torch.device("cuda"))
     wide = AttentionLayer(1, 1, 512, 1.0, None)
     with pytest.raises(CheckpointError, match="layer 1 has heads of 512, 1 to a key head, and it takes 256 and 64"):
         choose_attention("triton", (KINDS[0], wide), torch.float32, torch.device("cpu"))

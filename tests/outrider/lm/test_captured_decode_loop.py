@@ -1,6 +1,6 @@
-"""Tokens written by recorded steps are those drawn step by step, alone and in company, and leave the same behind.
+"""Tokens written by captured steps are those drawn step by step, alone and in company, and leave the same behind.
 
-Records here call again what they hold, over the same tensors as a CUDA graph would.
+Captures here call again what they hold, over the same tensors as a CUDA graph would.
 """
 
 import random
@@ -14,9 +14,9 @@ import torch
 from kernels import coupled
 from kernels.distribution import SamplingLaw
 from kernels.sparse import SparseConfig
-from outrider.lm import recorded_writing
+from outrider.lm import captured_decode_loop
 from outrider.lm.attention_choice import GATHERED, AttentionChoice
-from outrider.lm.cuda_graph import CannotRecord, PagedRunner, Repeating
+from outrider.lm.cuda_graph import CannotCapture, PagedRunner, Repeating
 from outrider.lm.gated_decoder import GatedDecoder
 from outrider.lm.loader import LoadedModel
 from outrider.lm.packed import Chunk, PackedModel
@@ -24,7 +24,7 @@ from outrider.lm.writing import Sampling, Written
 from tests.outrider.lm.test_writing import step_by_step, triples
 from tests.outrider.lm.tiny import VOCABULARY
 
-PAGED = AttentionChoice(GATHERED, "to be recorded", block_tokens=4)
+PAGED = AttentionChoice(GATHERED, "to be captured", block_tokens=4)
 CONFIG = SparseConfig(keep_mass=0.97, max_support=40)
 KNOWN = VOCABULARY - 3  # the rest is padding
 GAMMA = 6
@@ -33,12 +33,12 @@ LAWS = [SamplingLaw(temperature=0), SamplingLaw(), SamplingLaw(temperature=0.6)]
 
 def build(load: Callable[..., LoadedModel], name: str = "qwen3", *, races: bool = True) -> PackedModel:
     model = PackedModel.build(load(name), 8, 48, attention=PAGED, blocks=60)
-    assert record(model, races=races) == "steps of up to 3 sequences"
+    assert capture(model, races=races) == "steps of up to 3 sequences"
     return model
 
 
-def record(model: PackedModel, *, races: bool = True) -> str:
-    return model.record_writing(
+def capture(model: PackedModel, *, races: bool = True) -> str:
+    return model.capture_decode_loop(
         Repeating(),
         CONFIG,
         sequences=3,
@@ -72,16 +72,16 @@ def held(model: PackedModel, tokens: Sequence[int]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "records_passes", "races"),
+    ("name", "captures_passes", "races"),
     [("qwen3", False, True), ("qwen3", True, False), ("mistral-sliding", True, False), ("gpt2", True, False)],
 )
 def test_written_tokens_are_those_drawn_step_by_step(
-    name: str, records_passes: bool, races: bool, load: Callable[..., LoadedModel]
+    name: str, captures_passes: bool, races: bool, load: Callable[..., LoadedModel]
 ) -> None:
     """The kernels that races take are interpreted here, which is slow."""
     model = build(load, name, races=races)
-    if records_passes:
-        model.record(Repeating(), max_sequences=3, widest=2, seconds=1e3, most_bytes=1 << 30)
+    if captures_passes:
+        model.capture(Repeating(), max_sequences=3, widest=2, seconds=1e3, most_bytes=1 << 30)
     rng = random.Random(1)
     for law, first, gamma in product(
         LAWS[:2] if races else LAWS, (1, 9) if races else (1, 2, 9), (GAMMA, 1)[: 2 - races]
@@ -157,9 +157,9 @@ def test_what_is_put_in_place_wrongly_shows(
     mutant: str, load: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build(load)
-    whole = recorded_writing._Table.fill
+    whole = captured_decode_loop._Table.fill
 
-    def wrong(self: recorded_writing._Table, *told: object) -> None:
+    def wrong(self: captured_decode_loop._Table, *told: object) -> None:
         whole(self, *told)  # type: ignore[arg-type]
         if mutant == "limits":
             self._put["limits"].fill_(48)
@@ -170,7 +170,7 @@ def test_what_is_put_in_place_wrongly_shows(
         if mutant == "positions":
             self._put["positions"].sub_(1)
 
-    monkeypatch.setattr(recorded_writing._Table, "fill", wrong)
+    monkeypatch.setattr(captured_decode_loop._Table, "fill", wrong)
     if mutant == "bits":  # alone and in company alike
         slot, sampling = model.pool.allocate(), drawn(random.Random(2), SamplingLaw(), GAMMA)
         tokens = model.write([Chunk(slot, [5], 0, 1)], [sampling])[0].tokens
@@ -188,7 +188,7 @@ def test_what_is_put_in_place_wrongly_shows(
 def test_logits_that_are_no_numbers_end_the_writing(load: Callable[..., LoadedModel]) -> None:
     loaded = load("llama")
     model = PackedModel.build(loaded, 2, 48, attention=PAGED)
-    record(model)
+    capture(model)
     assert isinstance(loaded.fused, GatedDecoder)
     embedding = loaded.fused._layers.embedding
     for law, race in ((SamplingLaw(temperature=0), None), (SamplingLaw(), None), (SamplingLaw(), (1, 1))):
@@ -204,11 +204,11 @@ def test_logits_that_are_no_numbers_end_the_writing(load: Callable[..., LoadedMo
         model.pool.free(slot)
 
 
-def test_what_has_no_record_is_said_and_left_to_others(load: Callable[..., LoadedModel]) -> None:
+def test_what_has_no_graph_is_said_and_left_to_others(load: Callable[..., LoadedModel]) -> None:
     model = PackedModel.build(load("llama"), 4, 48, attention=PAGED)
     plain = Sampling(SamplingLaw(), CONFIG, [0.5], KNOWN)
     assert not model.can_write([plain])
-    record(model, races=False)
+    capture(model, races=False)
     assert model.has_writer
     assert model.makes_noise
     assert model.can_write([plain] * 3)
@@ -230,7 +230,7 @@ def test_what_has_no_record_is_said_and_left_to_others(load: Callable[..., Loade
 
 
 class Ticking:
-    """A recorder whose records take a second each, and which cannot make some."""
+    """A capturer whose graphs take a second each, and which cannot make some."""
 
     bytes = 0
 
@@ -240,9 +240,9 @@ class Ticking:
     def clock(self) -> float:
         return self.now
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         if self.now >= self._cannot:
-            raise CannotRecord("it asks for a number")
+            raise CannotCapture("it asks for a number")
         self.now += 1.0
         return run
 
@@ -250,13 +250,13 @@ class Ticking:
 def test_what_time_will_not_do_for_is_left_out_and_said(load: Callable[..., LoadedModel]) -> None:
     model = PackedModel.build(load("llama"), 4, 48, attention=PAGED)
     assert isinstance(model.runner, PagedRunner)
-    size = recorded_writing.WriterSize(
+    size = captured_decode_loop.WriterSize(
         sequences=4, tokens=GAMMA, max_length=48, block_tokens=4, vocab_size=KNOWN, logits_size=VOCABULARY, races=False
     )
-    for recorder, seconds, said in (
+    for capturer, seconds, said in (
         (Ticking(), 100.0, "steps of up to 4 sequences"),
         (Ticking(), 5.0, "steps of up to 2 sequences: 4.0 s have passed, and all may take 5"),
         (Ticking(cannot=3), 100.0, "steps of up to 1 sequences: it asks for a number"),
     ):
-        writer = recorded_writing.RecordedWriter(model.runner, size, CONFIG)
-        assert writer.record(recorder, seconds=seconds, most_bytes=1 << 30, clock=recorder.clock) == said
+        writer = captured_decode_loop.CapturedDecodeLoop(model.runner, size, CONFIG)
+        assert writer.capture(capturer, seconds=seconds, most_bytes=1 << 30, clock=capturer.clock) == said

@@ -1,4 +1,4 @@
-"""Several tokens of each of a few sequences with no word to the host in between: draws and passes, as records.
+"""Several tokens of each of a few sequences with no word to the host in between: draws and passes, as graphs.
 
 A step draws a token of each sequence from its logits, puts it into the next pass, and runs that. It is captured once
 and replayed for each token: replays do not wait for each other on the host. It knows runners, laws and pages; not what
@@ -17,7 +17,7 @@ from kernels import draw_static
 from kernels.packed_arrays import Field, PackedArrays
 from kernels.sparse import SparseConfig, SparseLaw
 from outrider.lm.batch import Chunk
-from outrider.lm.cuda_graph import CannotRecord, PagedRunner, Recorder
+from outrider.lm.cuda_graph import CannotCapture, Capturer, PagedRunner
 from outrider.lm.paged import PagedBatch
 from outrider.lm.writing import Sampling, Written
 
@@ -45,7 +45,7 @@ class WriterSize:
     races: bool
 
 
-class RecordedWriter:
+class CapturedDecodeLoop:
     """Writes for up to so many sequences at once.
 
     Args:
@@ -106,18 +106,18 @@ class RecordedWriter:
         return table.fetch(samplings)
 
     @torch.inference_mode()
-    def record(
+    def capture(
         self,
-        recorder: Recorder,
+        capturer: Capturer,
         *,
         seconds: float,
         most_bytes: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> str:
-        """Records steps for 1, 2, 4 … sequences, the fewest first; see `RecordedRunner.record`.
+        """Captures steps for 1, 2, 4 … sequences, the fewest first; see `GraphRunner.capture`.
 
         Returns:
-            In a few words what is recorded, and what is not, and why.
+            In a few words what is captured, and what is not, and why.
         """
         counts = sorted({min(1 << i, self._size.sequences) for i in range(self._size.sequences.bit_length() + 1)})
         began, why = clock(), ""
@@ -125,14 +125,14 @@ class RecordedWriter:
             spent = clock() - began
             if spent * (len(self._tables) + 1) > seconds * max(1, len(self._tables)):
                 why = f"{spent:.1f} s have passed, and all may take {seconds:g}"
-            elif recorder.bytes > most_bytes:
-                why = f"they hold {recorder.bytes >> 20} MiB of {most_bytes >> 20}"
+            elif capturer.bytes > most_bytes:
+                why = f"they hold {capturer.bytes >> 20} MiB of {most_bytes >> 20}"
             if why:
                 break
             table = _Table(self._eager, self._size, self._config, count, self._logits)
             try:
-                table.record(recorder)
-            except CannotRecord as error:
+                table.capture(capturer)
+            except CannotCapture as error:
                 why = str(error)
                 break
             self._tables.append(table)
@@ -142,7 +142,7 @@ class RecordedWriter:
 
 
 class _Table:
-    """The tensors that steps of S sequences read and write, and the records of those steps."""
+    """The tensors that steps of S sequences read and write, and the graphs of those steps."""
 
     def __init__(
         self, eager: PagedRunner, size: WriterSize, config: SparseConfig, sequences: int, logits: Tensor
@@ -200,12 +200,12 @@ class _Table:
         self._replay_step: Callable[[], None]
         self._replay_draw: Callable[[], None]
 
-    def record(self, recorder: Recorder) -> None:
-        """Records a step, and the last draw."""
+    def capture(self, capturer: Capturer) -> None:
+        """Captures a step, and the last draw."""
         self._put["step"].zero_()
-        self._replay_step = recorder.record(self._step)
+        self._replay_step = capturer.capture(self._step)
         self._put["step"].zero_()
-        self._replay_draw = recorder.record(self._draw)
+        self._replay_draw = capturer.capture(self._draw)
 
     def fill(
         self,
@@ -256,7 +256,7 @@ class _Table:
         ids, weights = self._told["ids"][: len(tokens), s], self._told["weights"][: len(tokens), s]
         return Written(tokens, list(map(_law_of, ids, weights)), [None] * len(tokens))
 
-    # ------------------------------------------------------------------------------------------------------- recorded
+    # ------------------------------------------------------------------------------------------------------- captured
 
     def _step(self) -> None:
         self._draw()
