@@ -40,7 +40,7 @@ from benchmarks.gpu_profile import profiled
 from benchmarks.gpu_report import DRY_RUN, summarise, tables
 from benchmarks.gpu_streams import share, streams
 from benchmarks.record import Record
-from outrider.lm.device import work_on
+from outrider.runtime.device import work_on
 
 RESULT = Path(__file__).resolve().parent / "results" / "gpu.json"
 DRY_FOLDER = "outrider-gpu-dry-run"

@@ -26,8 +26,8 @@ from benchmarks.planted.shapes import Shape
 from benchmarks.planted.text import written
 from kernels.distribution import SamplingLaw
 from kernels.verify import Proposed, verify
-from outrider.lm.loader import LoadedModel
-from outrider.lm.packed import Chunk, PackedModel
+from outrider.runtime.loader import LoadedModel
+from outrider.runtime.packed import Chunk, PackedModel
 
 AIMS = {"1B": 0.5, "8B": 0.7, "13B": 0.8}
 """Of the bound by the weights, for Outrider as it serves."""

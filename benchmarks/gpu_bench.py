@@ -21,7 +21,7 @@ from benchmarks.planted import models
 from benchmarks.planted.models import DTYPES
 from benchmarks.planted.shapes import Shape
 from benchmarks.services import Processes
-from outrider.lm.loader import LoadedModel
+from outrider.runtime.loader import LoadedModel
 
 Result = TypeVar("Result")
 Json = dict[str, Any]

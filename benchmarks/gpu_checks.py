@@ -18,9 +18,9 @@ from benchmarks.gpu_bench import Bench, Json, Unavailable
 from benchmarks.gpu_packed import paged_model
 from benchmarks.planted import models
 from benchmarks.planted.shapes import Shape
-from outrider.lm.attention_choice import SDPA
-from outrider.lm.cuda_graph import capturer_for
-from outrider.lm.memory import MIB
+from outrider.runtime.attention_choice import SDPA
+from outrider.runtime.cuda_graph import capturer_for
+from outrider.runtime.memory import MIB
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -38,10 +38,10 @@ GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "tests/kernels/test_statistics.py",
         ),
         "attention": ("tests/kernels/test_triton_attention.py",),
-        "layers": ("tests/kernels/test_triton_layers.py", "tests/outrider/lm/test_layer_ops.py"),
+        "layers": ("tests/kernels/test_triton_layers.py", "tests/outrider/runtime/test_layer_ops.py"),
         "draws": ("tests/kernels/test_draw_static.py",),
-        "models and graphs": ("tests/outrider/lm/test_gpu.py",),
-        "memory": ("tests/outrider/lm/test_memory.py", "tests/outrider/test_loading.py"),
+        "models and graphs": ("tests/outrider/runtime/test_gpu.py",),
+        "memory": ("tests/outrider/runtime/test_memory.py", "tests/outrider/test_loading.py"),
         "the pair": ("tests/exactness/test_gpu_pair.py",),
         "benchmarks": ("tests/benchmarks/test_kernel.py", "tests/benchmarks/test_gpu.py"),
     }

@@ -19,16 +19,16 @@ from kernels import paths
 from kernels.distribution import SamplingLaw
 from kernels.sparse import SparseConfig
 from kernels.verify import Proposed, Rule
-from outrider.lm import layer_ops
-from outrider.lm.attention_choice import TRITON, AttentionChoice, try_out
-from outrider.lm.cuda_graph import Repeating
-from outrider.lm.device import find_device, work_on
-from outrider.lm.gated_decoder import GatedDecoder
-from outrider.lm.layer_ops import TritonOps
-from outrider.lm.memory import MIB
-from outrider.lm.packed import Chunk, PackedModel
-from outrider.lm.probe import AttentionLayer
-from outrider.lm.writing import Sampling
+from outrider.runtime import layer_ops
+from outrider.runtime.attention_choice import TRITON, AttentionChoice, try_out
+from outrider.runtime.cuda_graph import Repeating
+from outrider.runtime.decode_loop import Sampling
+from outrider.runtime.device import find_device, work_on
+from outrider.runtime.fused_decoder import FusedDecoder
+from outrider.runtime.layer_ops import TritonOps
+from outrider.runtime.memory import MIB
+from outrider.runtime.packed import Chunk, PackedModel
+from outrider.runtime.probe import AttentionLayer
 from verifier_service.target_runner import TargetRunner
 
 _HEADS = (
@@ -66,7 +66,7 @@ def _rounds(device: torch.device, dtype: torch.dtype) -> str:
     plant = Plant(TINY_TARGET.vocab, (0.5,))
     loaded = models.loaded(TINY_TARGET, plant, drafts=False, device=device, dtype=dtype)
     packed = PackedModel.build(loaded, 3, _LENGTH, attention=AttentionChoice(TRITON, "exercised"))
-    assert isinstance(loaded.fused, GatedDecoder)
+    assert isinstance(loaded.fused, FusedDecoder)
     refusal = layer_ops.try_out(TritonOps, loaded.fused._layers, dtype)
     if refusal:
         return f"layers: {refusal}"
@@ -89,7 +89,7 @@ def _rounds(device: torch.device, dtype: torch.dtype) -> str:
         if told != [(1, follows[follows[last]])] * len(judged):
             return f"rounds under {rule}: {told}"
     sampling = Sampling(SamplingLaw(), _CONFIG, [0.5, 0.5, 0.5], TINY_TARGET.vocab)
-    written = packed.write([Chunk(slot, [9], packed.pool.length(slot), 0) for slot in slots], [sampling] * len(slots))
+    written = packed.decode([Chunk(slot, [9], packed.pool.length(slot), 0) for slot in slots], [sampling] * len(slots))
     wanted = [follows[9], follows[follows[9]], follows[follows[follows[9]]]]
     if any(list(each.tokens) != wanted for each in written):
         return f"drafted tokens: {[list(each.tokens) for each in written]}"

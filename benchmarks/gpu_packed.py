@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.gpu_bench import Unavailable
-from outrider.lm.attention_choice import AUTO, choose_attention
-from outrider.lm.cuda_graph import capturer_for
-from outrider.lm.loader import LoadedModel
-from outrider.lm.memory import MIB, kv_dtype
-from outrider.lm.packed import PackedModel
+from outrider.runtime.attention_choice import AUTO, choose_attention
+from outrider.runtime.cuda_graph import capturer_for
+from outrider.runtime.loader import LoadedModel
+from outrider.runtime.memory import MIB, kv_dtype
+from outrider.runtime.packed import PackedModel
 
 RECORD_SECONDS = 60.0
 RECORD_BYTES = 4096 * MIB

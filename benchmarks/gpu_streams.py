@@ -19,7 +19,7 @@ from benchmarks.kernel_contenders import Transformers
 from benchmarks.load_services import OutriderUnderLoad
 from benchmarks.load_summary import figures
 from kernels.verify import verify
-from outrider.lm.packed import Chunk, PackedModel
+from outrider.runtime.packed import Chunk, PackedModel
 
 ALONE, PAIR = "target alone", "the pair"
 _LEAST_TEXTS = 4

@@ -23,12 +23,12 @@ from draft_service.warm_up import warm_up
 from kernels.sparse import SparseConfig
 from kernels.verify import implementation_for
 from outrider.lifecycle import Service, Warm, in_thread
-from outrider.lm.cuda_graph import Capturer
-from outrider.lm.loader import LoadedModel
-from outrider.lm.packed import PackedModel
-from outrider.lm.tokenizer import Tokenizer
 from outrider.loading import Built, Loader, build_packed, load, load_tokenizer_alone, sequence_tokens
 from outrider.model_info import describe, describe_tokenizer
+from outrider.runtime.cuda_graph import Capturer
+from outrider.runtime.loader import LoadedModel
+from outrider.runtime.packed import PackedModel
+from outrider.runtime.tokenizer import Tokenizer
 from outrider.sampling import DEFAULT_RULE, OFFERED_RULES, RULE_TO_WIRE
 from protos.outrider.v1 import model_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import add_DraftServiceServicer_to_server
@@ -160,7 +160,7 @@ def build_engine(
     """
     packed = built.packed
     built.tell_memory(built.capture(settings, _captures(packed, target, config, settings)))
-    packed.warm_up_writing(config)
+    packed.warm_up_decoding(config)
     return StagedEngine(
         packed,
         vocab_size=target.vocab_size,

@@ -2,9 +2,9 @@
 
 from draft_service.drafters.build import loads_model
 from draft_service.settings import DraftSettings
-from outrider.lm.loader import vocabulary_size
 from outrider.loading import DEFAULT_SEQUENCE_TOKENS
 from outrider.message_sizes import limit_of, of_generate, of_verify
+from outrider.runtime.loader import vocabulary_size
 
 # As verifiers of ours have it; theirs are not known before one answers.
 _STOP_TOKEN_IDS = 64

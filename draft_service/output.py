@@ -10,7 +10,7 @@ from typing import Protocol
 
 
 class Detokenizer(Protocol):
-    """What turns tokens into text (`outrider.lm.tokenizer.IncrementalDetokenizer`)."""
+    """What turns tokens into text (`outrider.runtime.tokenizer.IncrementalDetokenizer`)."""
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that these tokens complete; what ends inside a character stays inside."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from draft_service.drafters.base import Drafter, Kind
 from draft_service.lengths import Lengths
 from draft_service.verifier_link import VerifierLink
-from outrider.lm.tokenizer import Tokenizer
+from outrider.runtime.tokenizer import Tokenizer
 from protos.outrider.v1 import model_pb2
 
 

@@ -15,9 +15,9 @@ from draft_service.speculation import PolicyKind
 from draft_service.speculation_choice import check_max_entropy, check_policy
 from kernels.adjustments import LogitRules
 from kernels.verify import Rule
-from outrider.lm.tokenizer import Tokenizer
 from outrider.model_info import check_features
 from outrider.rpc.errors import RequestError, failed_precondition, invalid_field
+from outrider.runtime.tokenizer import Tokenizer
 from outrider.sampling import (
     OFFERED_RULES,
     RULE_TO_WIRE,

@@ -10,9 +10,9 @@ from typing import Any
 
 from prometheus_client import Gauge
 
-from outrider.lm.engine import Engine
 from outrider.metrics import Metrics
 from outrider.rpc.health import PROBES, STARTUP, HealthState
+from outrider.runtime.engine import Engine
 
 
 def show_life(

@@ -16,14 +16,14 @@ import structlog
 
 from outrider.health_port import health_port
 from outrider.life_metrics import show_life
-from outrider.lm.engine import Engine
-from outrider.lm.environment import ForeignKernelsError, check_environment
-from outrider.lm.errors import CheckpointError, ModelLost
 from outrider.metrics import Metrics, exposed
 from outrider.model_info import server_version
 from outrider.rpc.errors import RequestError
 from outrider.rpc.health import HealthState
 from outrider.rpc.server import StartupError, bind, create_server, cut_off, enable_reflection, serve_until_signal
+from outrider.runtime.engine import Engine
+from outrider.runtime.environment import ForeignKernelsError, check_environment
+from outrider.runtime.errors import CheckpointError, ModelLost
 from outrider.security import listening
 from outrider.settings import ServiceSettings, SettingsError
 from outrider.telemetry import configure_logging

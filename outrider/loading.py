@@ -11,15 +11,15 @@ import structlog
 import torch
 from torch import Tensor
 
-from outrider.lm.attention_choice import AttentionChoice, choose_attention
-from outrider.lm.batch import Chunk
-from outrider.lm.cuda_graph import capturer_for
-from outrider.lm.device import describe_device, find_device, work_on
-from outrider.lm.fusion import fuse_model
-from outrider.lm.loader import LoadedModel, ModelSource, load_model
-from outrider.lm.memory import MIB, DeviceMemory, MemoryUse, block_bytes, blocks_for, kv_dtype, memory_of, telling
-from outrider.lm.packed import PackedModel
-from outrider.lm.tokenizer import Tokenizer, load_tokenizer
+from outrider.runtime.attention_choice import AttentionChoice, choose_attention
+from outrider.runtime.batch import Chunk
+from outrider.runtime.cuda_graph import capturer_for
+from outrider.runtime.device import describe_device, find_device, work_on
+from outrider.runtime.fusion import fuse_model
+from outrider.runtime.loader import LoadedModel, ModelSource, load_model
+from outrider.runtime.memory import MIB, DeviceMemory, MemoryUse, block_bytes, blocks_for, kv_dtype, memory_of, telling
+from outrider.runtime.packed import PackedModel
+from outrider.runtime.tokenizer import Tokenizer, load_tokenizer
 from outrider.settings import ServiceSettings, SettingsError
 
 _log = structlog.get_logger()

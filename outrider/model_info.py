@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 
 from kernels.verify import Rule
-from outrider.lm.loader import LoadedModel
-from outrider.lm.tokenizer import Tokenizer
 from outrider.rpc.errors import RequestError, failed_precondition
+from outrider.runtime.loader import LoadedModel
+from outrider.runtime.tokenizer import Tokenizer
 from outrider.sampling import LOSSY_RULES, RULE_TO_WIRE
 from protos.outrider.v1 import model_pb2
 

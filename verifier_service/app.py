@@ -11,13 +11,13 @@ import structlog
 from kernels import paths
 from kernels.paths import PathUnavailable, VerifyPath, choose, rehearse
 from outrider.lifecycle import Service, Warm, in_thread
-from outrider.lm.device import find_device
-from outrider.lm.loader import vocabulary_size
 from outrider.loading import DEFAULT_SEQUENCE_TOKENS, Loader, build_packed, load, load_tokenizer_alone, sequence_tokens
 from outrider.message_sizes import limit_of, of_verify
 from outrider.model_info import describe
 from outrider.parallel.lead import Lead, build_as_lead, load_as_lead
 from outrider.parallel.ranks import read_ranks
+from outrider.runtime.device import find_device
+from outrider.runtime.loader import vocabulary_size
 from outrider.sampling import DEFAULT_RULE, OFFERED_RULES
 from outrider.settings import SettingsError
 from protos.outrider.v1 import model_pb2

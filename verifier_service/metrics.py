@@ -10,9 +10,9 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from kernels.verify import Rule
 from outrider.best_effort import Component
-from outrider.lm.kv_pool import KVPool
 from outrider.metrics import Metrics
 from outrider.rpc.errors import RequestError
+from outrider.runtime.kv_pool import KVPool
 from verifier_service.scheduler import Scheduler
 
 STREAM_METRICS = Component("stream_metrics")

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from outrider.best_effort import Component
-from outrider.lm.kv_pool import KVPool, make_room
-from outrider.lm.packed import Chunk
-from outrider.lm.prefix_cache import PrefixCache
+from outrider.runtime.kv_pool import KVPool, make_room
+from outrider.runtime.packed import Chunk
+from outrider.runtime.prefix_cache import PrefixCache
 from verifier_service.rounds import Round
 from verifier_service.sequence import TargetSequence
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kernels.distribution import SamplingLaw
 from kernels.verify import Proposed, VerifyResult, verify
-from outrider.lm.cuda_graph import Capturer
-from outrider.lm.packed import Chunk, PackedModel
+from outrider.runtime.cuda_graph import Capturer
+from outrider.runtime.packed import Chunk, PackedModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from benchmarks.planted.shapes import Shape
 from benchmarks.planted.text import Plant
-from outrider.lm.device import find_device
-from outrider.lm.loader import LoadedModel, ModelSource, adopt
-from outrider.lm.tokenizer import Tokenizer, load_tokenizer
+from outrider.runtime.device import find_device
+from outrider.runtime.loader import LoadedModel, ModelSource, adopt
+from outrider.runtime.tokenizer import Tokenizer, load_tokenizer
 from outrider.settings import ServiceSettings, SettingsError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

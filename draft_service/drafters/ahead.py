@@ -25,8 +25,8 @@ from kernels.dense import DraftLogits
 from kernels.entropy import UNSURE
 from kernels.sparse import SparseLaw
 from kernels.verify import Rule
-from outrider.lm.kv_pool import KVPool
-from outrider.lm.packed import Chunk
+from outrider.runtime.kv_pool import KVPool
+from outrider.runtime.packed import Chunk
 
 RUNNERS_UP = 4
 """Tokens that are thought of behind each place."""

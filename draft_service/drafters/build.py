@@ -14,7 +14,7 @@ from draft_service.drafters.random import RandomDrafter
 from draft_service.drafters.staged import StagedDrafter, StagedEngine
 from draft_service.settings import DraftSettings
 from kernels.sparse import SparseConfig
-from outrider.lm.tokenizer import Tokenizer
+from outrider.runtime.tokenizer import Tokenizer
 from outrider.sampling import TEMPERATURES
 from outrider.settings import SettingsError
 from protos.outrider.v1 import model_pb2

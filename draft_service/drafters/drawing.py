@@ -14,7 +14,7 @@ from kernels.adjustments import apply
 from kernels.philox import Domain, uniform
 from kernels.sigmoid import draft_logits
 from kernels.sparse import SparseConfig, draw
-from outrider.lm.writing import Sampling
+from outrider.runtime.decode_loop import Sampling
 
 
 class DrawnToken(NamedTuple):
@@ -23,7 +23,7 @@ class DrawnToken(NamedTuple):
     Attributes:
         token: its id; `kernels.entropy.UNSURE` ends the proposal, -1 says that the logits were no numbers.
         law: what is told of it.
-        scores: what it was chosen by, see `outrider.lm.writing.Written`; None where it was drawn from a law.
+        scores: what it was chosen by, see `outrider.runtime.decode_loop.Decoded`; None where it was drawn from a law.
     """
 
     token: int

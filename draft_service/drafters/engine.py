@@ -1,8 +1,9 @@
 """The draft's engine: all sequences that have a proposal to draft take their steps together, one packed pass a step.
 
-It runs on a thread of its own (`outrider.lm.engine`): γ tokens are γ passes, with no way back to the event loop between
-them, and in one call where the model can write. Where nobody asks it drafts ahead (`OutcomeCache`). It knows nothing of
-gRPC or of verdicts: it is told what was committed, and asked for tokens that may follow.
+It runs on a thread of its own (`outrider.runtime.engine`): γ tokens are γ passes, with no way back to the event loop
+between them, and one call of the decode loop where the model has one. Where nobody asks it drafts ahead
+(`OutcomeCache`). It knows nothing of gRPC or of verdicts: it is told what was committed, and asked for tokens that may
+follow.
 """
 
 import time
@@ -18,10 +19,10 @@ from draft_service.drafters.spare_time import SpareTime
 from kernels.entropy import UNSURE
 from kernels.sparse import SparseConfig
 from outrider.best_effort import Component
-from outrider.lm.engine import Engine
-from outrider.lm.kv_pool import make_room
-from outrider.lm.packed import Chunk, PackedModel
-from outrider.lm.writing import Sampling
+from outrider.runtime.decode_loop import Sampling
+from outrider.runtime.engine import Engine
+from outrider.runtime.kv_pool import make_room
+from outrider.runtime.packed import Chunk, PackedModel
 
 OUTCOME_CACHE = Component("outcome_cache")
 
@@ -222,9 +223,9 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
     def draw(self, work: Sequence[DraftWork]) -> list[Drawn]:
         """As `forward`; where it raises, slots may have changed their length."""
         samplings = self._samplings(work)
-        if samplings and self.packed.can_write(samplings):
-            written = self.packed.write([item.chunk for item in work], samplings)
-            return [list(map(DrawnToken, each.tokens, each.laws, each.scores)) for each in written]
+        if samplings and self.packed.can_decode(samplings):
+            decoded = self.packed.decode([item.chunk for item in work], samplings)
+            return [list(map(DrawnToken, each.tokens, each.laws, each.scores)) for each in decoded]
         logits = self.packed.logits([item.chunk for item in work])
         drawing = [item.sequence for item in work if item.draws]
         drawn = iter(self._drawing.draw(drawing, logits) if drawing else ())
@@ -232,7 +233,7 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
 
     def _samplings(self, work: Sequence[DraftWork]) -> list[Sampling]:
         """How all of the work is drawn in one call; nothing where some of it cannot be."""
-        if not self.packed.has_writer or not all(item.draws and item.sequence.may_be_written for item in work):
+        if not self.packed.has_decode_loop or not all(item.draws and item.sequence.may_be_decoded for item in work):
             return []
         return self._drawing.samplings([item.sequence for item in work], makes_noise=self.packed.makes_noise)
 

@@ -35,7 +35,7 @@ class ModelSequence:
         max_entropy: of a law in nats; a proposal ends before a token of more. None is no bound.
         gamma: how many to draft in the round under way; 0 between rounds.
         laws: what is told of the drafted ones: what they were sampled from, or the logits (`tells_logits`).
-        scores: what they were chosen by where there is no law, see `outrider.lm.writing.Written`.
+        scores: what they were chosen by where there is no law, see `outrider.runtime.decode_loop.Decoded`.
         left: when the last proposal left.
         was_ahead: whether it had branches when this round was asked for; None where that round was not the next.
         looks_ahead: whether the outcome cache is to serve it.
@@ -96,7 +96,7 @@ class ModelSequence:
         return self.law.is_greedy or self.shares_noise
 
     @property
-    def may_be_written(self) -> bool:
+    def may_be_decoded(self) -> bool:
         """Whether its tokens can be drawn in one call: there, logits are neither adjusted nor kept."""
         return self.adjuster is None and not self.tells_logits
 

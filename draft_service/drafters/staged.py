@@ -20,7 +20,7 @@ from draft_service.drafters.staging import Guessed, StagedSequence, Staging
 from kernels.philox import Domain
 from kernels.sparse import SparseConfig
 from outrider.best_effort import Component
-from outrider.lm.packed import Chunk, PackedModel
+from outrider.runtime.packed import Chunk, PackedModel
 
 GUESSES = Component("staged_guesses")
 

@@ -16,10 +16,6 @@ import structlog
 import torch
 import torch.distributed as dist
 
-from outrider.lm.cuda_graph import Runner
-from outrider.lm.environment import ForeignKernelsError, check_environment
-from outrider.lm.errors import CheckpointError, ModelLost
-from outrider.lm.kv_memory import PagedMemory
 from outrider.loading import sequence_tokens
 from outrider.parallel.ending import fail, leave
 from outrider.parallel.line import Line, LineBroken
@@ -28,6 +24,10 @@ from outrider.parallel.ranks import Ranks, read_ranks
 from outrider.parallel.settings import ParallelSettings
 from outrider.parallel.sharded import build_sharded, load_share
 from outrider.parallel.team import JOIN_SECONDS, LEAD_KEY, Team
+from outrider.runtime.cuda_graph import Runner
+from outrider.runtime.environment import ForeignKernelsError, check_environment
+from outrider.runtime.errors import CheckpointError, ModelLost
+from outrider.runtime.kv_memory import PagedMemory
 from outrider.settings import SettingsError
 from outrider.telemetry import configure_logging
 

@@ -13,16 +13,16 @@ import structlog
 import torch.distributed as dist
 from torch import Tensor
 
-from outrider.lm.cuda_graph import Runner
-from outrider.lm.errors import ModelLost
-from outrider.lm.loader import LoadedModel
-from outrider.lm.paged import Layout
 from outrider.loading import Built
 from outrider.parallel.line import Line, LineBroken, receive
 from outrider.parallel.messages import TOKEN_BYTES, Greeting, Kind, pack_copy, pack_pass
 from outrider.parallel.ranks import Ranks
 from outrider.parallel.sharded import build_sharded, load_share
 from outrider.parallel.team import JOIN_SECONDS, LEAD_KEY, Team
+from outrider.runtime.cuda_graph import Runner
+from outrider.runtime.errors import ModelLost
+from outrider.runtime.loader import LoadedModel
+from outrider.runtime.paged import Layout
 from outrider.settings import ServiceSettings
 
 _log = structlog.get_logger()

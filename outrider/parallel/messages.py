@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from outrider.lm.paged import Layout
+from outrider.runtime.paged import Layout
 
 _SHAPE = struct.Struct("!4I")
 _BLOCK = np.dtype(np.int64)

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.lm.attention_choice import AttentionChoice
-from outrider.lm.errors import CheckpointError, ModelLost
-from outrider.lm.loader import LoadedModel, load_model
 from outrider.loading import Built, build_packed, model_source
 from outrider.parallel.team import Team
+from outrider.runtime.attention_choice import AttentionChoice
+from outrider.runtime.errors import CheckpointError, ModelLost
+from outrider.runtime.loader import LoadedModel, load_model
 from outrider.settings import ServiceSettings
 
 

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from outrider.lm.device import work_on
-from outrider.lm.errors import ModelLost
 from outrider.parallel.line import LineBroken
 from outrider.parallel.ranks import Ranks
+from outrider.runtime.device import work_on
+from outrider.runtime.errors import ModelLost
 
 JOIN_SECONDS = 300.0
 """How long ranks wait for each other at the start. torchrun, which starts them together, waits before that."""

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from outrider.cli.processes import ServiceProcess
-from outrider.lm.loader import LoadedModel, ModelSource, load_model
+from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from tests.draft_service.pairs import DEMO, write_awkward_draft
 from tests.forked import ForkedService
 

@@ -14,8 +14,8 @@ from kernels.adjustments import LogitRules
 from kernels.distribution import SamplingLaw
 from kernels.sparse import SparseConfig
 from kernels.verify import Rule
-from outrider.lm.loader import LoadedModel
-from outrider.lm.packed import PackedModel
+from outrider.runtime.loader import LoadedModel
+from outrider.runtime.packed import PackedModel
 
 VOCABULARY = 2000  # less than the logits have columns: the rest is padding
 CONFIG = SparseConfig(keep_mass=0.98, max_support=40)

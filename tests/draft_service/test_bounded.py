@@ -11,7 +11,7 @@ from draft_service.drafters.guessing import Guesser, Guesses, GuessingDrafter
 from draft_service.drafters.lookup import LookupDrafter
 from kernels.distribution import SamplingLaw
 from kernels.philox import Domain
-from outrider.lm.loader import LoadedModel, ModelSource, load_model
+from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from tests.draft_service.pairs import DEMO
 from tests.draft_service.test_staged import Driver, engine_of, sequence
 

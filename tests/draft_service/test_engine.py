@@ -16,8 +16,8 @@ from kernels.distribution import SamplingLaw, probabilities
 from kernels.philox import Domain, uniform
 from kernels.sparse import SparseLaw, sample, sparsify
 from kernels.verify import Rule
-from outrider.lm.loader import LoadedModel
-from outrider.lm.packed import Chunk, PackedModel
+from outrider.runtime.loader import LoadedModel
+from outrider.runtime.packed import Chunk, PackedModel
 from tests.draft_service.engines import CONFIG, PROMPT, VOCABULARY, Driver, running, sequence
 from tests.kernels.reference import coupled_choice, standardise
 

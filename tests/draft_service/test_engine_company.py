@@ -13,8 +13,8 @@ from kernels.dense import DraftLogits
 from kernels.distribution import SamplingLaw
 from kernels.sparse import SparseLaw
 from kernels.verify import Rule
-from outrider.lm.loader import LoadedModel
-from outrider.lm.packed import PackedModel
+from outrider.runtime.loader import LoadedModel
+from outrider.runtime.packed import PackedModel
 from tests.draft_service.engines import CONFIG, PLAIN, PROMPT, VOCABULARY, Driver, running, sequence
 
 

@@ -20,9 +20,9 @@ from kernels.adjustments import LogitRules
 from kernels.distribution import SamplingLaw
 from kernels.sparse import SparseConfig, SparseLaw
 from kernels.verify import Rule
-from outrider.lm.gated_decoder import GatedDecoder
-from outrider.lm.loader import LoadedModel, ModelSource, load_model
-from outrider.lm.packed import PackedModel
+from outrider.runtime.fused_decoder import FusedDecoder
+from outrider.runtime.loader import LoadedModel, ModelSource, load_model
+from outrider.runtime.packed import PackedModel
 from tests.draft_service.pairs import DEMO
 
 VOCABULARY = 2000
@@ -359,9 +359,9 @@ def test_branches_give_way_to_sequences(loaded: LoadedModel) -> None:
 def test_a_branch_whose_logits_are_no_numbers_harms_nobody(loaded: LoadedModel) -> None:
     """The token that follows in one outcome has an embedding that is none."""
     broken = load_model(ModelSource(str(DEMO / "draft"), dtype="float32", device="cpu"))
-    assert isinstance(broken.fused, GatedDecoder) or broken.fused is None
+    assert isinstance(broken.fused, FusedDecoder) or broken.fused is None
     packed = PackedModel.build(broken, max_sequences=2, max_length=160, blocks=64)
-    assert isinstance(broken.fused, GatedDecoder)
+    assert isinstance(broken.fused, FusedDecoder)
     engine = Eager(packed, vocab_size=VOCABULARY, config=CONFIG, prefill_tokens=64, threads=1)
     engine.start()
     probe = Driver(engine, told(0.0, Rule.TOKENWISE))
@@ -388,13 +388,13 @@ def test_a_trial_is_told_of_a_round_together_with_what_it_saves(
         Eager(packed, vocab_size=VOCABULARY, config=CONFIG, prefill_tokens=64, threads=1),
         Clock(monkeypatch),
     )
-    write, turns, told_of = packed.write, count(), {True: list[float](), False: list[float]()}
+    write, turns, told_of = packed.decode, count(), {True: list[float](), False: list[float]()}
 
     def slow(*arguments: Any) -> Any:
         clock.now += 0.03
         return write(*arguments)
 
-    monkeypatch.setattr(packed, "write", slow)
+    monkeypatch.setattr(packed, "decode", slow)
     monkeypatch.setattr(Trial, "choose", lambda self: next(turns) % 2 == 0)
     monkeypatch.setattr(Trial, "add", lambda self, seconds, on: told_of[on].append(seconds))
     engine.start()

@@ -25,8 +25,8 @@ from kernels.distribution import SamplingLaw, probabilities
 from kernels.philox import Domain
 from kernels.sparse import SparseConfig, SparseLaw, sparsify
 from kernels.verify import Rule
-from outrider.lm.loader import LoadedModel, ModelSource, load_model
-from outrider.lm.packed import Chunk, PackedModel
+from outrider.runtime.loader import LoadedModel, ModelSource, load_model
+from outrider.runtime.packed import Chunk, PackedModel
 from tests.exactness import chisquare, pairs
 
 SPARSE = SparseConfig(keep_mass=0.98, max_support=40)

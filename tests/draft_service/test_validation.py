@@ -12,9 +12,9 @@ from draft_service.generation import Sample
 from draft_service.request import Generation
 from draft_service.validation import check_generate
 from kernels.verify import Rule
-from outrider.lm.loader import ModelSource
-from outrider.lm.tokenizer import Tokenizer, load_tokenizer
 from outrider.rpc.errors import RequestError
+from outrider.runtime.loader import ModelSource
+from outrider.runtime.tokenizer import Tokenizer, load_tokenizer
 from outrider.sampling import RULE_TO_WIRE
 from outrider.wire import bytes_with_logits
 from protos.outrider.v1 import draft_service_pb2, model_pb2, sampling_pb2

@@ -6,12 +6,12 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from outrider.lm.errors import CheckpointError
-from outrider.lm.kv_pool import BLOCK_TOKENS
-from outrider.lm.loader import LoadedModel, ModelSource, load_model
-from outrider.lm.memory import MIB, block_bytes
-from outrider.lm.packed import PackedModel
 from outrider.loading import DEFAULT_CPU_KV_MB, kv_blocks, load
+from outrider.runtime.errors import CheckpointError
+from outrider.runtime.kv_pool import BLOCK_TOKENS
+from outrider.runtime.loader import LoadedModel, ModelSource, load_model
+from outrider.runtime.memory import MIB, block_bytes
+from outrider.runtime.packed import PackedModel
 from outrider.settings import ServiceSettings, SettingsError
 from tests.services import MODELS
 

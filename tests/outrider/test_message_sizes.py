@@ -8,8 +8,8 @@ import pytest
 
 from draft_service.message_limit import message_limit, short_of
 from draft_service.settings import DraftSettings
-from outrider.lm.loader import vocabulary_size
 from outrider.message_sizes import LEAST_LIMIT, limit_of, of_generate, of_verify
+from outrider.runtime.loader import vocabulary_size
 from outrider.sampling import MAX_TOKEN_LIST, MAX_TOP_LOGPROBS
 from outrider.wire import bytes_with_logits
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2

@@ -15,8 +15,8 @@ import torch
 
 from draft_service.drafters.base import UNBOUNDED, Draft, Drafter, Drafting, DraftSequence
 from kernels.verify import Proposed, Rule, Status, VerifyResult
-from outrider.lm.batch import Chunk
-from outrider.lm.kv_pool import KVPool
+from outrider.runtime.batch import Chunk
+from outrider.runtime.kv_pool import KVPool
 from verifier_service.target_runner import PassResult
 
 VOCABULARY = 24

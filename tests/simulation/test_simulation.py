@@ -15,8 +15,8 @@ from draft_service.drafters.healing import HealingDrafting
 from draft_service.emission import Emitter
 from draft_service.failover import ResumingSequence
 from draft_service.verify_sequence import VerifySequence
-from outrider.lm.blocks import Blocks
-from outrider.lm.engine import Engine
+from outrider.runtime.blocks import Blocks
+from outrider.runtime.engine import Engine
 from tests.simulation.plan import draw_plan
 from tests.simulation.world import simulate
 from verifier_service.engine import Close, VerifierEngine

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from outrider.lm.errors import ModelLost
 from outrider.rpc.errors import draining, to_status
+from outrider.runtime.errors import ModelLost
 from outrider.tracing import Tracing
 from protos.outrider.v1 import model_pb2
 from tests.simulation.models import (

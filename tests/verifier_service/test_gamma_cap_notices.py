@@ -13,8 +13,8 @@ import pytest
 from kernels.adjustments import LogitRules
 from kernels.distribution import SamplingLaw
 from kernels.verify import Rule
-from outrider.lm.loader import LoadedModel, ModelSource, load_model
-from outrider.lm.packed import PackedModel
+from outrider.runtime.loader import LoadedModel, ModelSource, load_model
+from outrider.runtime.packed import PackedModel
 from outrider.sampling import Sampling
 from outrider.wire import PrefixHash
 from protos.outrider.v1 import model_pb2, verifier_service_pb2

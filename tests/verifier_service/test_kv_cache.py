@@ -11,9 +11,9 @@ import pytest
 from kernels.adjustments import LogitRules
 from kernels.distribution import SamplingLaw
 from kernels.verify import Rule
-from outrider.lm.loader import ModelSource, load_model
-from outrider.lm.memory import MIB, block_bytes
 from outrider.metrics import Metrics
+from outrider.runtime.loader import ModelSource, load_model
+from outrider.runtime.memory import MIB, block_bytes
 from outrider.sampling import Sampling
 from tests.forked import ForkedService
 from tests.services import MODELS

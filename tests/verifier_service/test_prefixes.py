@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from outrider.client import AsyncClient, Client, Completion
-from outrider.lm.kv_pool import BLOCK_TOKENS
-from outrider.lm.packed import Chunk
 from outrider.metrics import Metrics
 from outrider.rpc.errors import internal
+from outrider.runtime.kv_pool import BLOCK_TOKENS
+from outrider.runtime.packed import Chunk
 from tests.services import MODELS
 from tests.verifier_service.test_sequence import make
 from verifier_service.app import build_engine, find_path

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.lm.loader import LoadedModel, ModelSource, load_model
+from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from protos.outrider.v1 import verifier_service_pb2
 from tests.verifier_service.test_gamma_cap_notices import MODEL, PLACES, Client, Verifier
 from verifier_service.engine import Close, Drain, Open, Remind

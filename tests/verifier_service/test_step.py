@@ -15,9 +15,9 @@ from kernels.adjustments import LogitRules
 from kernels.distribution import SamplingLaw
 from kernels.verify import Rule
 from outrider.best_effort import COMPONENTS, Component
-from outrider.lm.loader import LoadedModel, ModelSource, load_model
-from outrider.lm.packed import Chunk, PackedModel
 from outrider.rpc.errors import RequestError
+from outrider.runtime.loader import LoadedModel, ModelSource, load_model
+from outrider.runtime.packed import Chunk, PackedModel
 from outrider.sampling import Sampling
 from outrider.wire import PrefixHash
 from protos.outrider.v1 import model_pb2, verifier_service_pb2

@@ -16,10 +16,10 @@ import torch
 
 from kernels.distribution import SamplingLaw
 from kernels.verify import Proposed, Rule, VerifyResult
-from outrider.lm.attention_choice import GATHERED, AttentionChoice
-from outrider.lm.cuda_graph import Repeating
-from outrider.lm.loader import ModelSource, load_model
-from outrider.lm.packed import Chunk, PackedModel
+from outrider.runtime.attention_choice import GATHERED, AttentionChoice
+from outrider.runtime.cuda_graph import Repeating
+from outrider.runtime.loader import ModelSource, load_model
+from outrider.runtime.packed import Chunk, PackedModel
 from tests.kernels.interpreter import patch_once_a_launch
 from tests.kernels.paths import IS_INTERPRETED
 from tests.services import MODELS

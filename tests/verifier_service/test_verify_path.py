@@ -8,7 +8,7 @@ import pytest
 from kernels.distribution import SamplingLaw
 from kernels.paths import VerifyPath
 from kernels.verify import Rule, implementations, verify
-from outrider.lm.device import find_device
+from outrider.runtime.device import find_device
 from outrider.settings import SettingsError
 from tests.forked import ForkedService
 from tests.house.project import ROOT

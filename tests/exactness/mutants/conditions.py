@@ -140,7 +140,7 @@ def deadly_step() -> None:
 
 
 def _poison(end: Callable[[], Any]) -> None:
-    from outrider.lm.packed import Chunk, PackedModel
+    from outrider.runtime.packed import Chunk, PackedModel
 
     forward = PackedModel.forward
 

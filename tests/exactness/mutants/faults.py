@@ -326,7 +326,7 @@ def _draw_one_by_one() -> None:
     """Each drafted token is drawn by `drawing.draw`, and not in a call for the whole proposal."""
     from draft_service.drafters.sequence import ModelSequence
 
-    ModelSequence.may_be_written = property(lambda self: False)  # type: ignore[assignment]
+    ModelSequence.may_be_decoded = property(lambda self: False)  # type: ignore[assignment]
 
 
 def _replace(module: ModuleType, name: str, value: Callable[..., Any]) -> None:

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from outrider.cli.pair import fixed
 from outrider.cli.processes import ServiceProcess
-from outrider.lm.packed import PackedModel
 from outrider.loading import sequence_tokens
 from outrider.parallel.lead import Lead, build_as_lead, load_as_lead
 from outrider.parallel.ranks import Ranks
+from outrider.runtime.packed import PackedModel
 from tests.forked import ForkedService
 from verifier_service.app import longest_pass
 from verifier_service.settings import VerifierSettings

@@ -5,12 +5,12 @@ import sys
 import pytest
 import torch
 
-from outrider.lm.errors import CheckpointError
-from outrider.lm.sharding import sharding
 from outrider.parallel.ranks import Ranks, is_follower, read_ranks
+from outrider.runtime.errors import CheckpointError
+from outrider.runtime.sharding import sharding
 from outrider.settings import SettingsError
-from tests.outrider.lm import tiny
 from tests.outrider.parallel.started import told
+from tests.outrider.runtime import tiny
 
 VARIABLES = tuple(told(0, "localhost:1"))
 

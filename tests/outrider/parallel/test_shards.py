@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.lm.errors import CheckpointError
-from outrider.lm.loader import ModelSource, load_model
-from outrider.lm.packed import Chunk, PackedModel
-from tests.outrider.lm import tiny
+from outrider.runtime.errors import CheckpointError
+from outrider.runtime.loader import ModelSource, load_model
+from outrider.runtime.packed import Chunk, PackedModel
 from tests.outrider.parallel.started import leading
+from tests.outrider.runtime import tiny
 
 CLOSE = 1e-4  # of logits of some size, whose sums are put together from two halves
 SPLIT = ("llama-biased", "qwen3", "gemma3", "mixtral")

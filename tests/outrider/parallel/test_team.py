@@ -15,8 +15,8 @@ from outrider.cli.processes import ServiceProcess
 from outrider.parallel.line import receive
 from outrider.parallel.messages import TOKEN_BYTES, Greeting
 from outrider.parallel.team import LEAD_KEY
-from tests.outrider.lm import tiny
 from tests.outrider.parallel.started import FLAGS, TWO, ended_within, launch_rank, reason
+from tests.outrider.runtime import tiny
 
 SOON_S = 20.0
 WAITING = timedelta(seconds=60)

@@ -1,0 +1,214 @@
+"""The decoder that Llama, Mistral, Qwen2 and Qwen3 share, with half the operations and no interpreter between them.
+
+Pre-norm attention with rotary positions, then a gated MLP; both add to a residual stream. What is fused: queries, keys
+and values into one product, gate and up into one, each residual sum into the product before it; rotary positions become
+one complex product, for which the pairs (i, i + D/2) that they rotate are laid side by side in the weights.
+
+It knows transformers' modules by name and the layout of a pass. It does not know how its weights were loaded.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+
+from outrider.runtime.batch import PackedBatch
+from outrider.runtime.decode_loop import Decoded, DecodeLoop, Sampling
+from outrider.runtime.fused_layers import Frame, FusedLayers, LayerWeights, compiled
+from outrider.runtime.layer_ops import LayerChoice, choose_layer_ops, run_paged
+from outrider.runtime.linear import can_pack, is_plain, pack
+from outrider.runtime.norm import doubled
+from outrider.runtime.paged import PagedBatch
+from outrider.runtime.probe import AttentionLayer
+from outrider.runtime.program import Batch, Rows
+
+FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+
+# Kinds of rotary embedding whose angles depend on the position alone.
+_FIXED_ROTARY = frozenset({"default", "linear", "llama3", "yarn"})
+
+_FIRST_POSITIONS = 2048
+
+
+def has_fused_decoder(model: Any, layers: Sequence[AttentionLayer]) -> bool:
+    """Whether a model is one this decoder computes: its class says so, and its configuration has no exception."""
+    config = model.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    return (
+        type(model) in FAMILIES
+        and config.hidden_act in ("silu", "swish")
+        and rope.get("rope_type", "default") in _FIXED_ROTARY
+        and rope.get("partial_rotary_factor", 1.0) == 1.0
+        and len({(layer.heads, layer.kv_heads, layer.head_dim) for layer in layers}) == 1
+        and all(layer.scores_alone for layer in layers)
+        and layers[0].head_dim % 2 == 0
+        and _has_plain_weights(model)
+    )
+
+
+def _has_plain_weights(model: Any) -> bool:
+    """Whether all that `FusedDecoder` takes apart is what it seems, in one dtype: quantised weights are not."""
+    embedding = model.model.embed_tokens
+    linear = [model.lm_head]
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        linear += [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+        linear += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    return is_plain(embedding, nn.Embedding) and all(
+        is_plain(module, nn.Linear) and module.weight.dtype == embedding.weight.dtype for module in linear
+    )
+
+
+class FusedDecoder:
+    """A program (`outrider.runtime.program`) equal to the model's own forward up to rounding.
+
+    Positions, and on a CPU attention too, are computed in float32 whatever the dtype. The weights of the model's layers
+    move into the program one by one: its own forward runs no more.
+
+    Args:
+        model: one for which `has_fused_decoder` holds.
+        layers: what its attention layers ask for.
+    """
+
+    def __init__(self, model: Any, layers: Sequence[AttentionLayer]) -> None:
+        base, first = model.model, layers[0]
+        embedding: Tensor = base.embed_tokens.weight.detach()
+        self._device = embedding.device
+        self._packed = can_pack(embedding.dtype, embedding.device)
+        self._group = first.heads // first.kv_heads
+        self._half = first.head_dim // 2
+        self._rotary = base.rotary_emb
+        self._rotation_tables = [self._make_rotations(_FIRST_POSITIONS)]
+        weights = [self._take(module, ask) for module, ask in zip(base.layers, layers, strict=True)]
+        vocab_size = model.lm_head.weight.shape[0]
+        head, head_bias = self._merge(model.lm_head)
+        frame = Frame(
+            heads=first.heads,
+            kv_heads=first.kv_heads,
+            head_dim=first.head_dim,
+            eps=base.norm.variance_epsilon,
+            packed=self._packed,
+            embedding=embedding,
+            norm=doubled(base.norm.weight),
+            head=head,
+            head_bias=head_bias,
+            vocab_size=vocab_size,
+        )
+        self._layers = FusedLayers(frame, weights)
+        self._run: Callable[..., Tensor] = compiled(self._layers, self._device)
+        self._chosen: dict[torch.dtype, LayerChoice] = {}
+
+    def __call__(self, token_ids: Tensor, batch: Batch, rows: Rows) -> Tensor:
+        if isinstance(batch, PagedBatch):
+            if isinstance(rows, int):
+                rows = torch.arange(len(token_ids) - rows, len(token_ids), device=self._device)
+            ops = self.choose_layers(batch.memory.keys[0].dtype).ops
+            return run_paged(self._layers, ops, batch, self._rotations_to(batch.longest), rows)
+        masks = [batch.masks_for(self._group, window) for window in self._layers.windows]
+        last, chosen = (batch.rows, rows) if rows is None or isinstance(rows, Tensor) else (rows, None)
+        rotation = self._rotation(batch)
+        return self._run(token_ids, rotation, batch.counts, batch.keys, batch.values, batch.new, masks, last, chosen)
+
+    def choose_layers(self, dtype: torch.dtype) -> LayerChoice:
+        """See `outrider.runtime.program.PagedProgram`."""
+        if dtype not in self._chosen:
+            self._chosen[dtype] = choose_layer_ops(self._layers, dtype)
+        return self._chosen[dtype]
+
+    def decode(
+        self, token_ids: Tensor, counts: Sequence[int], batch: PackedBatch, samplings: Sequence[Sampling]
+    ) -> list[Decoded]:
+        """See `outrider.runtime.program.DecodingProgram`."""
+        held = [start + count for start, count in zip(batch.starts, counts, strict=True)]
+        masks = [
+            [
+                batch.masks.for_rows(count, length, self._group, window)
+                for count, length in zip(counts, held, strict=True)
+            ]
+            for window in self._layers.windows
+        ]
+        views = (batch.keys, batch.values, batch.new)
+        return self._decode_loop(
+            token_ids, list(counts), self._rotation(batch), views, masks, batch.masks.none, samplings
+        )
+
+    @cached_property
+    def _decode_loop(self) -> DecodeLoop:
+        return DecodeLoop(self._layers)
+
+    # ------------------------------------------------------------------------------------------------------- positions
+
+    def _rotation(self, batch: PackedBatch) -> Tensor:
+        """e^(i · angle) of each row, `[T, 1, D/2]`."""
+        rotations = self._rotations_to(max(map(operator.add, batch.starts, batch.counts)))
+        if len(batch.starts) == 1:
+            return rotations.narrow(0, batch.starts[0], batch.rows)
+        return rotations.index_select(0, batch.position_ids(rotations.device))
+
+    def _rotations_to(self, length: int) -> Tensor:
+        """Those of at least so many positions. Shorter tables are kept: a CUDA graph may read them."""
+        if length > len(self._rotation_tables[-1]):
+            self._rotation_tables.append(self._make_rotations(max(length, 2 * len(self._rotation_tables[-1]))))
+        return self._rotation_tables[-1]
+
+    def _make_rotations(self, length: int) -> Tensor:
+        probe = torch.zeros(1, device=self._device)  # its dtype says in which the angles are wanted
+        cos, sin = self._rotary(probe, position_ids=torch.arange(length, device=self._device).unsqueeze(0))
+        return torch.complex(cos[0, :, : self._half], sin[0, :, : self._half]).unsqueeze(1)
+
+    # --------------------------------------------------------------------------------------------------------- weights
+
+    def _take(self, module: Any, ask: AttentionLayer) -> LayerWeights:
+        attention, mlp = module.self_attn, module.mlp
+        pairs = torch.arange(ask.head_dim).view(2, -1).t().reshape(-1)  # 0, D/2, 1, D/2 + 1, …
+        head_norm = None
+        if hasattr(attention, "q_norm"):
+            norms = [attention.q_norm.weight] * ask.heads + [attention.k_norm.weight] * ask.kv_heads
+            head_norm = torch.stack([norm.detach().float()[pairs.to(norm.device)] for norm in norms]).unsqueeze(1)
+        qkv, qkv_bias = self._merge(attention.q_proj, attention.k_proj, attention.v_proj, order=(pairs, pairs, None))
+        output, output_bias = self._merge(attention.o_proj)
+        gate_up, gate_up_bias = self._merge(mlp.gate_proj, mlp.up_proj)
+        down, down_bias = self._merge(mlp.down_proj)
+        return LayerWeights(
+            attention_norm=doubled(module.input_layernorm.weight),
+            qkv=qkv,
+            qkv_bias=qkv_bias,
+            head_norm=head_norm,
+            output=output,
+            output_bias=output_bias,
+            mlp_norm=doubled(module.post_attention_layernorm.weight),
+            gate_up=gate_up,
+            gate_up_bias=gate_up_bias,
+            down=down,
+            down_bias=down_bias,
+            scaling=ask.scaling,
+            window=ask.window or 0,
+        )
+
+    def _merge(
+        self, *modules: nn.Linear, order: Sequence[Tensor | None] = (None, None, None)
+    ) -> tuple[Tensor, Tensor | None]:
+        """One weight and bias for several; rows of each head in that order. The modules give theirs up."""
+        weights, biases = [], []
+        for module, rows in zip(modules, order, strict=False):
+            weights.append(_reorder(module.weight.detach(), rows))
+            if module.bias is not None:
+                biases.append(_reorder(module.bias.detach(), rows))
+            module.register_parameter("weight", None)
+            module.register_parameter("bias", None)
+        if biases and len(biases) < len(weights):
+            raise ValueError("layers with and without bias cannot be one")
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        return pack(weight) if self._packed else weight, torch.cat(biases) if biases else None
+
+
+def _reorder(tensor: Tensor, order: Tensor | None) -> Tensor:
+    """Reorders the first dimension within each head."""
+    if order is None:
+        return tensor
+    heads = tensor.unflatten(0, (-1, len(order)))
+    return heads.index_select(1, order.to(tensor.device)).flatten(0, 1)

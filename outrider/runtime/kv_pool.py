@@ -1,0 +1,393 @@
+"""Keys and values of many sequences in one place, in blocks of a few positions each.
+
+A slot is one sequence: a table of blocks, and how many positions are held. Blocks are taken as a sequence grows, given
+back as it is rolled back, shared by sequences that begin alike, and copied before they are written where they are
+shared. Paged attention reads a sequence by its table. Other attention wants it in one piece of memory: where its blocks
+follow one another (nearly always, see `outrider.runtime.blocks`) it gets views, elsewhere the blocks are gathered for
+the pass, and what was written goes back.
+
+It knows nothing of models, tokens or passes. One thread owns a pool; no method locks.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from outrider.runtime.blocks import Blocks
+from outrider.runtime.errors import PoolCorrupted, PoolExhausted
+from outrider.runtime.kv_memory import KVMemory, MemoryByHead, MemoryShape, PagedMemory, SlotViews
+
+__all__ = ["BLOCK_TOKENS", "KVPool", "PoolCorrupted", "PoolExhausted", "SlotViews"]
+
+BLOCK_TOKENS = 32
+"""Positions of a block."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A sequence: its blocks in order, of which the first `straight` follow one another in memory."""
+
+    expected: int
+    table: list[int] = field(default_factory=list)
+    length: int = 0
+    straight: int = 0
+    promised: range = field(default_factory=lambda: range(0))
+    gathered: list[Tensor] = field(default_factory=list)  # for the pass under way, one for each store
+
+    def append(self, block: int) -> None:
+        if self.straight == len(self.table) and (not self.table or block == self.table[-1] + 1):
+            self.straight += 1
+        self.table.append(block)
+
+    def replace(self, index: int, block: int) -> None:
+        """Puts another block in a place of the table."""
+        rest = self.table[index + 1 :]
+        del self.table[index:]
+        self.straight = min(self.straight, index)
+        for each in (block, *rest):
+            self.append(each)
+
+
+class KVPool:
+    """Blocks of keys and values, reserved at once, and the sequences that hold them.
+
+    On a CPU the memory is only reserved here, and taken as positions are written.
+
+    Args:
+        layers: how many layers hold keys and values.
+        kv_heads: heads per layer; a sequence where layers differ.
+        head_dim: size of a head; a sequence where layers differ.
+        blocks: how many there are.
+        max_length: positions of a sequence at most.
+        dtype: of the stored keys and values.
+        device: where they lie.
+        block_tokens: positions of a block.
+        paged: whether attention reads by tables of blocks; else it reads `views`.
+
+    Attributes:
+        pages: the memory, where it is paged.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int | Sequence[int],
+        head_dim: int | Sequence[int],
+        *,
+        blocks: int,
+        max_length: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        block_tokens: int = BLOCK_TOKENS,
+        paged: bool = False,
+    ) -> None:
+        sizes = {"layers": layers, "blocks": blocks, "max_length": max_length, "block_tokens": block_tokens}
+        for name, value in sizes.items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        self.layers = layers
+        self.max_length = max_length
+        self.block_tokens = block_tokens
+        self.dtype = dtype
+        self.device = torch.device(device)
+        shape = MemoryShape(
+            _per_layer("kv_heads", kv_heads, layers), _per_layer("head_dim", head_dim, layers), blocks, block_tokens
+        )
+        self.pages = PagedMemory(shape, dtype, self.device) if paged else None
+        self._by_head = None if paged else MemoryByHead(shape, dtype, self.device)
+        self.blocks = Blocks(blocks)
+        self._slots: dict[int, _Slot] = {}
+        self._next_slot = 0
+
+    def reset(self) -> None:
+        """Forgets every sequence and all that is known: for books that no longer agree."""
+        self.blocks = Blocks(self.blocks.count)
+        self._slots = {}
+
+    # ---------------------------------------------------------------------------------------------------------- slots
+
+    def allocate(self, expected: int = 0) -> int:
+        """A new sequence, empty. `expected` is how many positions it may come to hold; room is sought by it."""
+        slot = self._next_slot
+        self._next_slot += 1
+        self._slots[slot] = _Slot(min(expected, self.max_length))
+        return slot
+
+    def fork(self, slot: int) -> int:
+        """A new sequence that holds what `slot` does: the same blocks, until either writes.
+
+        Raises:
+            ValueError: there is no such slot.
+        """
+        held = self._of(slot)
+        fork = self.allocate(held.expected)
+        self.share(fork, held.table[: self._blocks_for(held.length)], held.length)
+        return fork
+
+    def free(self, slot: int) -> None:
+        """Ends a sequence, and gives its blocks back.
+
+        Raises:
+            ValueError: there is no such slot.
+        """
+        self.rollback(slot, 0)
+        del self._slots[slot]
+
+    # -------------------------------------------------------------------------------------------------------- lengths
+
+    def length(self, slot: int) -> int:
+        """How many positions of a slot are held.
+
+        Raises:
+            ValueError: there is no such slot.
+        """
+        return self._of(slot).length
+
+    @property
+    def holders(self) -> int:
+        """How many slots have blocks."""
+        return sum(1 for held in self._slots.values() if held.table)
+
+    def is_empty(self, slot: int) -> bool:
+        """Whether a slot has no blocks."""
+        return not self._of(slot).table
+
+    def lacking(self, slot: int, length: int) -> int:
+        """How many blocks `grow` would take."""
+        held = self._of(slot)
+        lacking = max(0, self._blocks_for(length) - len(held.table))
+        inside, offset = divmod(held.length, self.block_tokens)
+        shared = offset and length > held.length and self.blocks.holders(held.table[inside]) > 1
+        return lacking + bool(shared)
+
+    def grow(self, slot: int, length: int) -> None:
+        """Makes room for positions up to `length`, and those that are not held yet its own to write.
+
+        Raises:
+            PoolExhausted: there are not as many free blocks; the slot is as it was.
+            ValueError: there is no such slot, or a sequence is never that long.
+        """
+        held = self._of(slot)
+        if length > self.max_length:
+            raise ValueError(f"slot {slot} cannot grow to {length} positions: a sequence has {self.max_length} at most")
+        if length <= held.length:
+            return
+        lacking = self.lacking(slot, length)
+        if lacking > self.blocks.unheld:
+            raise PoolExhausted(
+                f"slot {slot} needs {lacking} more blocks for {length} positions; {self.blocks.unheld} of "
+                f"{self.blocks.count} are free"
+            )
+        if not held.table and lacking:
+            self._promise(held, self._blocks_for(max(held.expected, length)))
+        if held.table:
+            self._own(held)
+        while len(held.table) < self._blocks_for(length):
+            held.append(self._take(held, len(held.table)))
+
+    def extend(self, slot: int, length: int) -> None:
+        """Says that positions up to `length` have been written.
+
+        Raises:
+            ValueError: there is no such slot, it is already longer, or has no such room.
+        """
+        held = self._of(slot)
+        room = min(len(held.table) * self.block_tokens, self.max_length)
+        if not held.length <= length <= room:
+            raise ValueError(
+                f"slot {slot} holds {held.length} positions and has room for {room}: it cannot be extended to {length}"
+            )
+        if held.gathered and self._by_head is not None:
+            self._by_head.scatter(held.gathered, held.table, held.length, length)
+            held.gathered = []
+        held.length = length
+
+    def rollback(self, slot: int, length: int) -> None:
+        """Forgets the positions from `length` on, and gives back the blocks that held nothing else.
+
+        Raises:
+            ValueError: there is no such slot, or it holds fewer.
+        """
+        held = self._of(slot)
+        if not 0 <= length <= held.length:
+            raise ValueError(f"slot {slot} holds {held.length} positions: it cannot be rolled back to {length}")
+        held.length = length
+        held.gathered = []
+        kept = self._blocks_for(length)
+        if not kept and held.promised:  # before its blocks are let go, so that they take their place by age
+            self.blocks.withdraw(held.promised)
+            held.promised = range(0)
+        while len(held.table) > kept:  # the last first: a beginning is worth more than what follows it
+            self.blocks.release(held.table.pop())
+        held.straight = min(held.straight, kept)
+
+    # -------------------------------------------------------------------------------------------------------- sharing
+
+    def table(self, slot: int) -> tuple[int, ...]:
+        """The blocks of a slot, in order.
+
+        Raises:
+            ValueError: there is no such slot.
+        """
+        return tuple(self._of(slot).table)
+
+    def share(self, slot: int, blocks: Sequence[int], length: int) -> None:
+        """Lets an empty slot hold the first `length` positions of these blocks, whoever holds them besides.
+
+        Raises:
+            ValueError: the slot is not empty, or the blocks are not as many as `length` takes.
+        """
+        held = self._of(slot)
+        if held.table:
+            raise ValueError(f"slot {slot} holds {held.length} positions; only an empty one shares blocks")
+        if len(blocks) != self._blocks_for(length):
+            raise ValueError(f"{length} positions lie in {self._blocks_for(length)} blocks, not {len(blocks)}")
+        for block in blocks:
+            self.blocks.hold(block)
+            held.append(block)
+        held.length = length
+
+    # ---------------------------------------------------------------------------------------------------------- memory
+
+    def views(self, slot: int, start: int, end: int) -> SlotViews:
+        """Positions 0 to `end` of a slot, to attend to, and `start` to `end`, to write; `extend` ends what this begins.
+
+        `start` is what the slot holds, or less where nothing is to be written.
+
+        Raises:
+            PoolExhausted: see `grow`.
+            ValueError: see `grow`; or the pool is paged.
+        """
+        if self._by_head is None:
+            raise ValueError("a paged pool has no views: its sequences are read by their tables")
+        held = self._of(slot)
+        held.gathered = []  # of a pass that broke
+        self.grow(slot, end)
+        if held.straight < self._blocks_for(end):
+            self._straighten(held)
+        if held.straight >= self._blocks_for(end):
+            stores = self._by_head.narrow(held.table[0] if held.table else 0, end)
+        else:
+            held.gathered = stores = self._by_head.gather(held.table[: self._blocks_for(end)], end)
+        return self._by_head.views(stores, start, end)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes reserved; on a CPU those of positions never written are not taken."""
+        return self._memory.bytes
+
+    @property
+    def used_blocks(self) -> int:
+        """Blocks that sequences hold."""
+        return self.blocks.count - self.blocks.unheld
+
+    def check_integrity(self) -> None:
+        """Checks that the books agree: no block is lost, none owned twice, and every sequence has what it claims.
+
+        Raises:
+            PoolCorrupted: they do not.
+        """
+        self.blocks.check_integrity(held.table for held in self._slots.values())
+        for slot, held in self._slots.items():
+            if len(set(held.table)) < len(held.table):
+                raise PoolCorrupted(f"slot {slot} holds a block twice: {held.table}")
+            if not 0 <= held.length <= min(len(held.table) * self.block_tokens, self.max_length):
+                raise PoolCorrupted(f"slot {slot} claims {held.length} positions in {len(held.table)} blocks")
+            if any(block != held.table[0] + i for i, block in enumerate(held.table[: held.straight])):
+                raise PoolCorrupted(f"slot {slot} claims to lie straight, and does not: {held.table}")
+
+    @property
+    def _memory(self) -> KVMemory:
+        memory = self._by_head or self.pages
+        assert memory is not None
+        return memory
+
+    # --------------------------------------------------------------------------------------------------- one sequence
+
+    def _of(self, slot: int) -> _Slot:
+        held = self._slots.get(slot)
+        if held is None:
+            raise ValueError(f"slot {slot} is not taken (the pool has {len(self._slots)} sequences)")
+        return held
+
+    def _blocks_for(self, length: int) -> int:
+        return -(-length // self.block_tokens)
+
+    def _take(self, held: _Slot, index: int) -> int:
+        """A block for a place of the table: the one that was promised for it, while there is a choice."""
+        return self.blocks.take(held.promised[index] if index < len(held.promised) else None)
+
+    def _promise(self, held: _Slot, count: int) -> bool:
+        start = self.blocks.promise(count)
+        if start is not None:
+            self.blocks.withdraw(held.promised)
+            held.promised = range(start, start + count)
+        return start is not None
+
+    def _own(self, held: _Slot) -> None:
+        """Makes the block that the next position lies in the slot's own, known to nobody."""
+        index, offset = divmod(held.length, self.block_tokens)
+        if not offset:
+            return
+        block = held.table[index]
+        if self.blocks.holders(block) == 1:
+            self.blocks.forget(block)
+            return
+        copy = self._take(held, index)
+        self._memory.copy([block], [copy])
+        self.blocks.release(block)
+        held.replace(index, copy)
+
+    def _straighten(self, held: _Slot) -> None:
+        """Moves a sequence whose blocks lie apart into a run of its own, where room is plentiful.
+
+        It costs as much as one pass that gathers, and spares all that follow.
+        """
+        count = self._blocks_for(max(held.expected, len(held.table) * self.block_tokens))
+        if self.blocks.unheld < 2 * count or not self._promise(held, count):
+            return
+        old, held.table, held.straight = held.table, [], 0
+        for index in range(len(old)):
+            held.append(self._take(held, index))
+        self._memory.copy(old, held.table)
+        for block in reversed(old):
+            self.blocks.release(block)
+
+
+def _per_layer(name: str, value: int | Sequence[int], layers: int) -> tuple[int, ...]:
+    values = (value,) * layers if isinstance(value, int) else tuple(value)
+    if len(values) != layers:
+        raise ValueError(f"{name} names {len(values)} layers of {layers}")
+    if min(values) < 1:
+        raise ValueError(f"{name} must be at least 1, not {min(values)}")
+    return values
+
+
+def make_room(pool: KVPool, slot: int, length: int, victims: Iterable[int] = (), *, spare: int = 0) -> list[int] | None:
+    """Grows a slot to `length` positions; where the pool is full, `victims` lose theirs, in order, as far as need be.
+
+    `spare` blocks are to be left over.
+
+    Returns:
+        The slots that lost all they held; None where all of them would not have sufficed, and nothing was changed.
+    """
+    lacking = pool.lacking(slot, length) + spare - pool.blocks.unheld
+    chosen: list[int] = []
+    if lacking > 0:
+        given: Counter[int] = Counter()
+        for victim in victims:
+            chosen.append(victim)
+            for block in pool.table(victim):
+                given[block] += 1
+                lacking -= given[block] == pool.blocks.holders(block)  # the last holder's leave frees it
+            if lacking <= 0:
+                break
+        else:
+            return None
+        for victim in chosen:
+            pool.rollback(victim, 0)
+    pool.grow(slot, length)
+    return chosen

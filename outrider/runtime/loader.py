@@ -1,0 +1,415 @@
+"""Loads a causal language model of transformers so that it runs packed passes, or says in one line why it cannot.
+
+From a folder or a hub id: its files, the size of its vocabulary, how its weights are quantised, and the model itself.
+It knows nothing of tokenizers, of slots or of what is done with logits.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.utils import is_accelerate_available
+from transformers.utils import logging as transformers_logging
+
+from outrider.runtime.attention import NAME
+from outrider.runtime.device import find_device
+from outrider.runtime.errors import CheckpointError
+from outrider.runtime.fingerprint import weights_fingerprint
+from outrider.runtime.linear import is_changed, is_plain_tensor
+from outrider.runtime.probe import ELSEWHERE, AttentionLayer, probe_attention
+from outrider.runtime.program import Program, TransformersProgram
+from outrider.runtime.selfcheck import Reference, deviation, reference, tolerance
+from outrider.runtime.sharding import sharding
+
+# All that a tokenizer and a configuration consist of; weights and code are asked for by name.
+_TEXTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+
+
+def resolve_folder(name: str, revision: str | None = None, *, weights: bool = True, code: bool = False) -> Path:
+    """The local folder of `name`, fetched from the hub where it is a hub id that is not here yet.
+
+    Args:
+        name: a folder, or a hub id such as `org/model`.
+        revision: branch, tag or commit of a hub id; None is the default branch.
+        weights: fetch the weights too, preferring safetensors.
+        code: fetch Python files too (remote code).
+
+    Raises:
+        CheckpointError: there is no such folder, and the hub has no such model or cannot be reached.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_absolute() or name.startswith(("./", "../", "~")) or name.count("/") > 1:
+        raise CheckpointError(f"no folder '{name}'")
+    patterns = [*_TEXTS, *(["*.safetensors"] if weights else []), *(["*.py"] if code else [])]
+    try:
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        if weights and not any(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns, "*.bin"]))
+    except HFValidationError as error:
+        raise CheckpointError(f"'{name}' is neither a folder here nor a possible hub id") from error
+    except LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"'{name}' is no folder here, and as a hub id it is not in the local cache and the hub cannot be reached"
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        at = f" at revision '{revision}'" if revision else ""
+        raise CheckpointError(f"cannot get '{name}'{at} from the hub: {error}") from error
+    return folder
+
+
+def vocabulary_size(name: str, revision: str | None = None) -> int | None:
+    """What the configuration of a folder or hub id says it is; None where it says nothing, or is not to be had."""
+    path = Path(name).expanduser() / "config.json"
+    try:
+        if not path.parent.is_dir():
+            path = Path(hf_hub_download(name, "config.json", revision=revision))
+        config = json.loads(path.read_bytes())
+    except Exception:  # of many kinds, from the hub's client; whoever loads the model says in one line what is wrong
+        return None
+    texts = [config, config.get("text_config")] if isinstance(config, dict) else []
+    sizes = (text.get("vocab_size") for text in texts if isinstance(text, dict))
+    return next((size for size in sizes if isinstance(size, int) and size > 0), None)
+
+
+# Where modules come from that hold plain numbers; quantised ones come from elsewhere.
+_ORDINARY = ("torch.nn.", "transformers.models.", "transformers.pytorch_utils", "transformers_modules.")
+
+
+def quantisation_method(config: Any, name: str) -> str | None:
+    """The method a checkpoint's weights are quantised by; None where they are not.
+
+    Args:
+        config: of the checkpoint.
+        name: what to call it in an error.
+
+    Raises:
+        CheckpointError: transformers does not know the method. It would load the weights as if they were plain ones.
+    """
+    said = getattr(config, "quantization_config", None)
+    if said is None:
+        return None
+    said = said if isinstance(said, dict) else said.to_dict()
+    method = said.get("quant_method")
+    method = getattr(method, "value", method)
+    for bits in ("4bit", "8bit"):
+        if said.get(f"load_in_{bits}"):
+            method = f"bitsandbytes_{bits}"
+    if method is None:
+        raise CheckpointError(f"the quantization_config of '{name}' names no quant_method")
+    if method not in AUTO_QUANTIZER_MAPPING:
+        known = ", ".join(sorted(AUTO_QUANTIZER_MAPPING))
+        raise CheckpointError(
+            f"the weights of '{name}' are quantised by '{method}', which this transformers does not know (it knows "
+            f"{known})"
+        )
+    return str(method)
+
+
+def placement(device: torch.device) -> dict[str, Any]:
+    """How quantised weights are to be loaded: on a GPU at once, as some methods choose their kernels while loading."""
+    return {"device_map": {"": device}} if device.type == "cuda" and is_accelerate_available() else {}
+
+
+def settle_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts what is not quantised, or was dequantised while loading, to the dtype asked for.
+
+    transformers casts all that it loads, but not from a quantised checkpoint: there, embedding, norms and head stay as
+    they were stored. Scales of quantised layers are left alone, and so is what the model keeps in float32.
+    """
+    kept: set[str] = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for name, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        if not type(module).__module__.startswith(_ORDINARY) or is_changed(module):
+            continue
+        if not all(is_plain_tensor(parameter) for parameter in own.values()):
+            continue
+        for key, parameter in own.items():
+            if not any(part in f"{name}.{key}" for part in kept):
+                parameter.data = parameter.data.to(dtype)
+
+
+__all__ = ["CheckpointError", "LoadedModel", "ModelSource", "adopt", "load_model"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from and how it is to run.
+
+    Attributes:
+        name: a folder, or a hub id.
+        revision: branch, tag or commit of a hub id.
+        dtype: of weights and activations: `float32`, `bfloat16`, `float16`, or `auto`, the checkpoint's own where the
+            device computes in it well. On a CPU without bfloat16 instructions, and for float16 on any CPU, that is
+            float32.
+        device: `auto` (CUDA where there is one), `cpu`, `cuda` (the first) or `cuda:i`.
+        trust_remote_code: run Python code that comes with the checkpoint.
+        ranks: how many processes share the model, each loading its part (`outrider.runtime.sharding`).
+    """
+
+    name: str
+    revision: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    trust_remote_code: bool = False
+    ranks: int = 1
+
+
+@dataclass
+class LoadedModel:
+    """A model ready to be driven by `outrider.runtime.packed.PackedModel`.
+
+    Attributes:
+        model: the transformers model, in eval mode, with our attention: it runs packed passes only. Fusing it takes the
+            weights away from it.
+        config: its configuration.
+        device: where it lies.
+        dtype: what it runs in.
+        dtype_reason: why, in a few words, for the log.
+        quantisation: the method its weights are quantised by in the checkpoint, as transformers names it; None is none.
+        vocab_size: V, the size of its logits; padded rows of the embedding included.
+        context_length: how many positions it takes.
+        name: as in its source.
+        eos_token_ids: all tokens that end a text by the generation config, or else by the config.
+        weights_fingerprint: see `outrider.runtime.fingerprint`.
+        weight_bytes: of all its tensors.
+        layers: what each layer asks of the attention; of a shared model, by the heads of this process.
+        reference: what transformers makes of a few tokens, to hold other programs against.
+        fused: the fused program, once one has been made.
+    """
+
+    model: Any
+    config: Any
+    device: torch.device
+    dtype: torch.dtype
+    dtype_reason: str
+    quantisation: str | None
+    vocab_size: int
+    context_length: int
+    name: str
+    eos_token_ids: tuple[int, ...]
+    weights_fingerprint: str
+    weight_bytes: int
+    layers: tuple[AttentionLayer, ...]
+    reference: Reference = field(repr=False)
+    fused: Program | None = field(default=None, repr=False)
+
+
+def load_model(source: ModelSource) -> LoadedModel:
+    """Loads a model, quietly, and holds its packed forward against transformers' own.
+
+    Raises:
+        CheckpointError: it cannot be found, is no causal language model, its weights are incomplete, or it needs
+            something the packed attention does not do. The text is one line.
+    """
+    device = find_device(source.device)
+    folder = resolve_folder(source.name, source.revision, code=source.trust_remote_code)
+    with _quiet():
+        return _load(source, folder, device)
+
+
+def _load(source: ModelSource, folder: Path, device: torch.device) -> LoadedModel:
+    config = _config(folder, source)
+    quantisation = quantisation_method(config, source.name)
+    dtype, dtype_reason = _dtype(source.dtype, config, device)
+    fingerprint = weights_fingerprint(folder)
+    options = sharding(config, source.name, quantisation, source.ranks)
+    if quantisation is not None:
+        options |= placement(device)
+    try:
+        model = _load_weights(folder, source, config, dtype, options)
+    except CheckpointError as error:
+        if quantisation is None:
+            raise
+        raise CheckpointError(f"{error} (its weights are quantised by '{quantisation}')") from error
+    if quantisation is not None:
+        settle_dtype(model, dtype)
+    return _ready(model.to(device), source.name, fingerprint, device, dtype, dtype_reason, quantisation)
+
+
+def adopt(model: Any, name: str, weights_fingerprint: str) -> LoadedModel:
+    """Takes a model that is in memory already, on its device and in its dtype, and holds it as `load_model` does.
+
+    Args:
+        model: a causal language model of transformers, of one dtype and on one device. It is changed: its attention
+            becomes ours.
+        name: how the model is called from here on.
+        weights_fingerprint: stands for its weights; two models with the same one are taken to be the same.
+
+    Raises:
+        CheckpointError: it needs something the packed attention does not do. The text is one line.
+    """
+    first = next(model.parameters())
+    with _quiet():
+        try:
+            model.set_attn_implementation(NAME)
+        except ValueError as error:
+            raise CheckpointError(f"the attention of {type(model).__name__} {ELSEWHERE}") from error
+        return _ready(model, name, weights_fingerprint, first.device, first.dtype, "as it came", None)
+
+
+def _ready(
+    model: Any,
+    name: str,
+    fingerprint: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    dtype_reason: str,
+    quantisation: str | None,
+) -> LoadedModel:
+    """A model that lies on its device, looked over and held against transformers' own forward."""
+    model = model.eval().requires_grad_(False)
+    layers = probe_attention(model)
+    context_length = _context_length(model.config)
+    vocab_size = _vocab_size(model)
+    expected = reference(model, vocab_size, context_length)
+    distance = deviation(TransformersProgram(model), layers, expected, dtype, device)
+    allowed = tolerance(dtype, quantised=quantisation is not None)
+    if not distance <= allowed:
+        raise CheckpointError(
+            f"packed passes of {type(model).__name__} give other logits than its own forward (they differ by "
+            f"{distance:.2g} of their size, {allowed:g} allowed): it has a state or a mask of its own"
+        )
+    return LoadedModel(
+        model=model,
+        config=model.config,
+        device=device,
+        dtype=dtype,
+        dtype_reason=dtype_reason,
+        quantisation=quantisation,
+        vocab_size=vocab_size,
+        context_length=context_length,
+        name=name,
+        eos_token_ids=_eos_token_ids(model),
+        weights_fingerprint=fingerprint,
+        weight_bytes=_weight_bytes(model),
+        layers=layers,
+        reference=expected,
+    )
+
+
+def _config(folder: Path, source: ModelSource) -> Any:
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"'{source.name}' has no config.json")
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
+    except Exception as error:
+        raise CheckpointError(f"cannot read the configuration of '{source.name}': {error}") from error
+    remote = source.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not remote:
+        raise CheckpointError(f"'{source.name}' is no causal language model: its model type is '{config.model_type}'")
+    return config
+
+
+def _dtype(name: str, config: Any, device: torch.device) -> tuple[torch.dtype, str]:
+    if name in _DTYPES:
+        return _DTYPES[name], "as asked for"
+    if name != "auto":
+        raise CheckpointError(f"dtype must be auto, {', '.join(_DTYPES)}, not '{name}'")
+    own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
+    if own not in _DTYPES.values():
+        return torch.float32, f"the checkpoint's {own} is none we run"
+    if device.type == "cuda" or own == torch.float32:
+        return own, "the checkpoint's own"
+    if own == torch.bfloat16 and _cpu_computes_bfloat16():
+        return own, "the checkpoint's own, and this CPU computes in bfloat16"
+    return torch.float32, f"this CPU ({torch.backends.cpu.get_cpu_capability()}) does not compute in {own}"
+
+
+def _cpu_computes_bfloat16() -> bool:
+    checks = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return any(check is not None and check() for check in checks)
+
+
+def _load_weights(folder: Path, source: ModelSource, config: Any, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=NAME,
+            trust_remote_code=source.trust_remote_code,
+            output_loading_info=True,
+            **options,
+        )
+    except KeyError as error:
+        if NAME not in str(error):
+            raise CheckpointError(f"cannot load '{source.name}': no {error}") from error
+        kind = ", ".join(getattr(config, "architectures", None) or [config.model_type])
+        raise CheckpointError(f"the attention of {kind} {ELSEWHERE}") from error
+    except Exception as error:
+        raise CheckpointError(f"cannot load '{source.name}': {type(error).__name__}: {error}") from error
+    for problem in ("missing_keys", "mismatched_keys"):
+        keys = sorted(str(key) for key in report.get(problem) or ())
+        if keys:
+            raise CheckpointError(
+                f"the weights of '{source.name}' do not fit its model: {problem} {', '.join(keys[:3])}"
+                + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+            )
+    return model
+
+
+def _vocab_size(model: Any) -> int:
+    head = model.get_output_embeddings()
+    if head is None or getattr(head, "weight", None) is None:
+        raise CheckpointError(f"{type(model).__name__} has no output embedding: it is no causal language model")
+    return int(head.weight.shape[0])
+
+
+def _weight_bytes(model: Any) -> int:
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum({each.data_ptr(): each.numel() * each.element_size() for each in tensors}.values())  # tied ones once
+
+
+def _context_length(config: Any) -> int:
+    text = config.get_text_config()
+    lengths = (getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"))
+    length = next((length for length in lengths if isinstance(length, int) and length > 0), None)
+    if length is None:
+        raise CheckpointError(f"the configuration of model type '{config.model_type}' names no context length")
+    # Beyond its original length this rotary embedding follows the longest sequence of a pass: who else is there.
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # one, or one for each kind of layer
+    for kind in kinds:
+        if kind.get("rope_type") == "longrope":
+            length = min(length, kind.get("original_max_position_embeddings") or length)
+    return length
+
+
+def _eos_token_ids(model: Any) -> tuple[int, ...]:
+    generation = getattr(model, "generation_config", None)
+    found = getattr(generation, "eos_token_id", None)
+    if found is None:
+        found = getattr(model.config.get_text_config(), "eos_token_id", None)
+    if found is None:
+        return ()
+    return (found,) if isinstance(found, int) else tuple(dict.fromkeys(found))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and no advice from transformers; refusals come as exceptions."""
+    level = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()

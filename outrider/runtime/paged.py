@@ -1,0 +1,293 @@
+"""One paged pass: which row belongs to which sequence, where its keys go, and by which table its sequence is read.
+
+First as plain numbers (`Layout`), which one process may send another; then as tensors on a device (`PagedBatch`). It
+knows the pool's tables, and nothing of layers, weights or logits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.runtime.batch import Chunk
+from outrider.runtime.kv_memory import PagedMemory
+from outrider.runtime.kv_pool import KVPool
+from outrider.runtime.scores import Scoring
+
+_LONG = np.dtype(np.int64)
+_INT = np.dtype(np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """A pass of T rows of S sequences, S of which R rows need logits.
+
+    Attributes:
+        tokens: int64 `[T]`, one sequence after the other.
+        positions: int64 `[T]`, of each row in its sequence.
+        places: int64 `[T]`: where its keys and values go, among the positions of all blocks.
+        rows: int64 `[R]`: those that need logits, ascending.
+        row_starts: int32 `[S + 1]`: the first row of each sequence, and T.
+        lengths: int32 `[S]`: how many positions of each hold keys and values, those of this pass included.
+        tables: int32 `[S, P]`: the blocks of each, in order; what lies beyond its length is not read.
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    places: np.ndarray
+    rows: np.ndarray
+    row_starts: np.ndarray
+    lengths: np.ndarray
+    tables: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """T, R, S and P."""
+        return len(self.tokens), len(self.rows), *self.tables.shape
+
+    @property
+    def widest(self) -> int:
+        """Rows of a sequence at most."""
+        return int(np.diff(self.row_starts).max(initial=0))
+
+    @staticmethod
+    def empty() -> "Layout":
+        """A pass of no rows."""
+        none, ints = np.zeros(0, _LONG), np.zeros(0, _INT)
+        return Layout(none, none, none, none, np.zeros(1, _INT), ints, np.zeros((0, 0), _INT))
+
+    def pack(self) -> bytes:
+        """All of it as bytes, for `unpack`: `shape` says how they are to be read."""
+        return b"".join(array.tobytes() for array in self._arrays())
+
+    def pack_into(self, room: np.ndarray) -> None:
+        """Writes `pack` into uint8 `[size]`."""
+        at = 0
+        for array in self._arrays():
+            room[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            at += array.nbytes
+
+    def _arrays(self) -> tuple[np.ndarray, ...]:
+        return self.tokens, self.positions, self.places, self.rows, self.row_starts, self.lengths, self.tables
+
+    @staticmethod
+    def size(shape: tuple[int, int, int, int]) -> int:
+        """Bytes of `pack` by its shape."""
+        T, R, S, P = shape
+        return _LONG.itemsize * (3 * T + R) + _INT.itemsize * (S + 1 + S + S * P)
+
+    @staticmethod
+    def unpack(shape: tuple[int, int, int, int], data: bytes) -> "Layout":
+        """What `pack` was made of.
+
+        Raises:
+            ValueError: the bytes are not as many as the shape has.
+        """
+        if len(data) != Layout.size(shape):
+            raise ValueError(f"a layout of shape {shape} has {Layout.size(shape)} bytes, not {len(data)}")
+        room = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        tokens, positions, places, rows, row_starts, lengths, tables = (part.numpy() for part in _split(room, shape))
+        return Layout(tokens, positions, places, rows, row_starts, lengths, tables)
+
+    def padded(self, *, rows: int, sequences: int, pages: int, nowhere: int) -> "Layout":
+        """The same pass, filled up to a fixed size; all rows of the result have logits, and those added are nobody's.
+
+        They belong to no sequence, and write to `nowhere`; the sequences added have no rows and hold nothing.
+
+        Raises:
+            ValueError: the pass is larger than that, or lacks logits of some row.
+        """
+        T, R, S, P = self.shape
+        if not all((T == R, rows >= T, sequences >= S, pages >= P)):
+            raise ValueError(
+                f"a pass of {self.shape} (rows, with logits, sequences, pages) does not fit {rows} rows, "
+                f"{sequences} sequences and {pages} pages"
+            )
+        tables = np.zeros((sequences, pages), _INT)
+        tables[:S, :P] = self.tables
+        return Layout(
+            tokens=_fill(self.tokens, rows, 0),
+            positions=_fill(self.positions, rows, 0),
+            places=_fill(self.places, rows, nowhere),
+            rows=np.arange(rows, dtype=_LONG),
+            row_starts=_fill(self.row_starts, sequences + 1, T),
+            lengths=_fill(self.lengths, sequences, 0),
+            tables=tables,
+        )
+
+
+def _fill(array: np.ndarray, length: int, value: int) -> np.ndarray:
+    return np.concatenate((array, np.full(length - len(array), value, array.dtype)))
+
+
+def lay_out(chunks: Sequence[Chunk], pool: KVPool) -> Layout:
+    """Makes room for the chunks in a paged pool, and says where each row goes.
+
+    Raises:
+        PoolExhausted: see `KVPool.grow`; slots before may have grown, and none has another length.
+    """
+    tables: list[tuple[int, ...]] = []
+    for chunk in chunks:
+        pool.grow(chunk.slot, chunk.start + len(chunk.tokens))
+        tables.append(pool.table(chunk.slot))
+    counts = np.array([len(chunk.tokens) for chunk in chunks], _LONG)
+    starts = np.array([chunk.start for chunk in chunks], _LONG)
+    froms = np.array([chunk.logits_from for chunk in chunks], _LONG)
+    row_starts = np.concatenate(([0], counts.cumsum()))
+    owner = np.arange(len(chunks)).repeat(counts)
+    within = np.arange(row_starts[-1]) - row_starts[owner]
+    positions = starts[owner] + within
+    table = np.zeros((len(chunks), max(map(len, tables))), _INT)
+    for own, blocks in zip(table, tables, strict=True):
+        own[: len(blocks)] = blocks
+    index, offset = np.divmod(positions, pool.block_tokens)
+    return Layout(
+        tokens=np.array([token for chunk in chunks for token in chunk.tokens], _LONG),
+        positions=positions,
+        places=table[owner, index].astype(_LONG) * pool.block_tokens + offset,
+        rows=np.flatnonzero(within >= froms[owner]),
+        row_starts=row_starts.astype(_INT),
+        lengths=(starts + counts).astype(_INT),
+        tables=table,
+    )
+
+
+class PagedAttention(Protocol):
+    """How rows attend to their sequences' pages."""
+
+    name: str
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, batch: "PagedBatch", scoring: Scoring) -> Tensor:
+        """Lets each row see its own sequence up to itself. Keys and values of all rows have been written before.
+
+        Args:
+            query: `[T, heads, head_dim]`.
+            keys: pages of a layer, `[blocks, block_tokens, kv_heads, head_dim]`.
+            values: like `keys`.
+            batch: the pass.
+            scoring: of the layer.
+
+        Returns:
+            `[T, heads, head_dim]`; rows of no sequence are no numbers to rely on.
+
+        Raises:
+            ValueError: the scores are to be bounded, or have sinks, and it does neither.
+        """
+
+
+@dataclass(slots=True)
+class PagedBatch:
+    """A pass on its device; it travels through the model to the attention as a keyword argument.
+
+    Attributes:
+        tokens: int64 `[T]`; likewise `positions`, `places` and `rows` `[R]`, see `Layout`.
+        positions: see `tokens`.
+        places: see `tokens`.
+        rows: see `tokens`.
+        row_starts: int32 `[S + 1]`; likewise `lengths` `[S]` and `tables` `[S, P]`.
+        lengths: see `row_starts`.
+        tables: see `row_starts`.
+        widest: rows of a sequence at most.
+        longest: positions of a sequence at most.
+        memory: keys and values of all blocks.
+        attention: how rows attend to them.
+        layout: the same as numbers on the host; None where the tensors are filled anew behind it (a captured pass).
+        observer: None; see `outrider.runtime.batch.PackedBatch`, beside which a model's attention takes this.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    places: Tensor
+    rows: Tensor
+    row_starts: Tensor
+    lengths: Tensor
+    tables: Tensor
+    widest: int
+    longest: int
+    memory: PagedMemory
+    attention: PagedAttention
+    layout: Layout | None = None
+    observer: Any = None
+    _key_starts: Tensor | None = None
+
+    @property
+    def key_starts(self) -> Tensor:
+        """int32 `[S + 1]`: sums of `lengths`, for attention that asks where keys would begin without pages."""
+        if self._key_starts is None:
+            self._key_starts = torch.nn.functional.pad(self.lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        return self._key_starts
+
+    def forget(self) -> None:
+        """Drops what was made of the tensors, which have other contents now."""
+        self._key_starts = None
+
+    def position_ids(self, device: torch.device) -> Tensor:
+        """`[T]`: the position of each row in its sequence."""
+        return self.positions
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Puts keys and values of all rows, `[T, kv_heads, head_dim]` each, where they belong."""
+        for pages, new in ((self.memory.keys[layer], keys), (self.memory.values[layer], values)):
+            pages.flatten(0, 1).index_copy_(0, self.places, new.to(pages.dtype))
+
+
+def to_device(
+    layout: Layout, memory: PagedMemory, attention: PagedAttention, device: torch.device, *, longest: int | None = None
+) -> PagedBatch:
+    """A pass on its device, after one copy. `longest` is the largest of its lengths, or more."""
+    room = torch.empty(Layout.size(layout.shape), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    layout.pack_into(room.numpy())
+    longest = longest or int(layout.lengths.max())
+    return on_device(
+        room.to(device, non_blocking=True),
+        layout.shape,
+        memory,
+        attention,
+        widest=layout.widest,
+        longest=longest,
+        layout=layout,
+    )
+
+
+def on_device(
+    room: Tensor,
+    shape: tuple[int, int, int, int],
+    memory: PagedMemory,
+    attention: PagedAttention,
+    *,
+    widest: int,
+    longest: int,
+    layout: Layout | None = None,
+) -> PagedBatch:
+    """The pass whose packed layout lies in `room`, uint8 on the device: views of it, no copies."""
+    tokens, positions, places, rows, row_starts, lengths, tables = _split(room, shape)
+    return PagedBatch(
+        tokens,
+        positions,
+        places,
+        rows,
+        row_starts,
+        lengths,
+        tables,
+        widest=widest,
+        longest=longest,
+        memory=memory,
+        attention=attention,
+        layout=layout,
+    )
+
+
+def _split(room: Tensor, shape: tuple[int, int, int, int]) -> list[Tensor]:
+    """Tokens, positions, places, rows, row starts, lengths and tables of packed bytes."""
+    T, R, S, P = shape
+    sizes = [(T,), (T,), (T,), (R,), (S + 1,), (S,), (S, P)]
+    kinds = [torch.int64] * 4 + [torch.int32] * 3
+    parts, at = [], 0
+    for size, kind in zip(sizes, kinds, strict=True):
+        count = kind.itemsize * int(np.prod(size))
+        parts.append(room.narrow(0, at, count).view(kind).view(size))
+        at += count
+    return parts

@@ -1,0 +1,227 @@
+"""Text to tokens and back: encoding, chat templates, and text that comes out as tokens come in.
+
+It knows nothing of models beyond where their tokenizer lies.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import AutoTokenizer
+from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+from outrider.runtime.errors import TokenizerError
+from outrider.runtime.fingerprint import tokenizer_fingerprint
+from outrider.runtime.loader import ModelSource, resolve_folder
+
+__all__ = ["ChatTemplateError", "IncrementalDetokenizer", "Tokenizer", "TokenizerError", "load_tokenizer"]
+
+_BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet one
+
+
+class ChatTemplateError(ValueError):
+    """There is no chat template, or it refuses the messages."""
+
+
+def load_tokenizer(source: ModelSource) -> "Tokenizer":
+    """The tokenizer that lies beside a model.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read; the text is one line.
+    """
+    folder = resolve_folder(source.name, source.revision, weights=False, code=source.trust_remote_code)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
+    except Exception as error:
+        raise TokenizerError(f"cannot load the tokenizer of '{source.name}': {error}") from error
+    return Tokenizer(tokenizer)
+
+
+class Tokenizer:
+    """A tokenizer of transformers. Its methods may be called from any thread.
+
+    Args:
+        tokenizer: as `AutoTokenizer` loads it.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        # Straight to the library where nothing stands between: a tenth of the time for the few tokens of a round.
+        plain = isinstance(tokenizer, TokenizersBackend) and type(tokenizer)._decode is TokenizersBackend._decode
+        self._decode = tokenizer.backend_tokenizer.decode if plain else self._decode_slowly
+        # A token with text of its own, to stand before another. The first call also settles how the library pads and
+        # cuts, which it must not change while other threads use it.
+        self._anchor = list(tokenizer.encode("a", add_special_tokens=False))[-1:]
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, with the special tokens that the tokenizer adds by default."""
+        return list(self._tokenizer.encode(text, verbose=False))
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `encode_chat` can work."""
+        return bool(self._tokenizer.chat_template)
+
+    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+        """Token ids of a conversation by the tokenizer's chat template, up to where the next answer begins.
+
+        Args:
+            messages: (role, content), oldest first.
+
+        Raises:
+            ChatTemplateError: there is no template, or it refuses these messages.
+        """
+        if not self.has_chat_template:
+            raise ChatTemplateError("the tokenizer has no chat template: give the prompt as text or as token ids")
+        conversation = [{"role": role, "content": content} for role, content in messages]
+        try:
+            ids = self._tokenizer.apply_chat_template(
+                conversation, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except TemplateError as error:
+            raise ChatTemplateError(str(error)) from error
+        return list(ids)
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """The text of tokens, as they stand: no spaces are cleaned up, ids without a token have no text."""
+        return str(self._decode(list(ids), skip_special_tokens=skip_special))
+
+    def decode_token(self, token: int, skip_special: bool = True) -> str:
+        """The text of one token as it reads after others, its leading space included."""
+        anchor = self._anchor
+        return self.decode([*anchor, token], skip_special)[len(self.decode(anchor, skip_special)) :]
+
+    def vocabulary(self) -> dict[str, int]:
+        """Token to id, added tokens included."""
+        return dict(self.get_vocab())
+
+    def get_vocab(self) -> Mapping[str, int]:
+        """As `vocabulary`, under the name transformers has for it."""
+        vocabulary: Mapping[str, int] = self._tokenizer.get_vocab()
+        return vocabulary
+
+    @cached_property
+    def longest_token_bytes(self) -> int:
+        """UTF-8 bytes of text that one token stands for at most."""
+        # A vocabulary spells a token in as many bytes as its text, or in more: as soon as no spelling is longer than
+        # the longest text so far, no text is.
+        spellings = sorted(((len(token.encode()), number) for token, number in self.get_vocab().items()), reverse=True)
+        longest = 1
+        for spelling, number in spellings:
+            if spelling <= longest:
+                break
+            longest = max(longest, len(self.decode_token(number, skip_special=False).encode()))
+        return longest
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """See `outrider.runtime.fingerprint.tokenizer_fingerprint`."""
+        return tokenizer_fingerprint(self)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The token that ends a text, where the tokenizer names one."""
+        found = self._tokenizer.eos_token_id
+        return () if found is None else (int(found),)
+
+    def _decode_slowly(self, ids: list[int], skip_special_tokens: bool) -> str:
+        text: str = self._tokenizer.decode(
+            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+class IncrementalDetokenizer:
+    """Text as tokens come in: what `push` and `flush` return, put together, is what decoding all at once adds.
+
+    A token's text depends on those before it: a first token loses its leading space, a character may lie in several
+    tokens. So a few earlier tokens are decoded along (the window), and only what the new ones add is returned. A text
+    that ends inside a character is kept back until the character is complete, or is known never to be.
+
+    One exception is in the tokenizers: those with byte fallback judge a run of byte tokens as a whole, so invalid bytes
+    after valid ones turn all of the run into U+FFFD, and what is out is out.
+
+    Args:
+        tokenizer: decodes.
+        prompt_ids: the tokens before; their text is not returned.
+        skip_special: special tokens have no text.
+    """
+
+    _KEEP = 4  # tokens a new window begins with
+    _LONG = 12  # tokens at which to begin one
+    _LONGEST = 64  # tokens without a complete character after which none is expected any more
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._window = self._begin(prompt_ids)
+        text = self._decode(self._window)
+        self._sent = len(_complete(text))
+        # The prompt may end in a character half said, or in one that says it is broken: what follows decides.
+        self._doubtful = text if len(text) > self._sent else None
+        self._pending = False
+
+    @property
+    def pending(self) -> bool:
+        """Whether the tokens pushed so far end inside a character, kept back."""
+        return self._pending
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete: characters only, never a part of one."""
+        if not token_ids:
+            return ""
+        self._window.extend(token_ids)
+        text = self._decode(self._window)
+        complete = _complete(text)
+        if len(complete) < len(text) and len(self._window) > self._LONGEST:
+            complete = text[:-1]  # no encoding leaves this much open: only the last can still become a character
+        self._pending = len(complete) < len(text)
+        if self._doubtful is not None and len(complete) >= len(self._doubtful):
+            if complete.startswith(self._doubtful):
+                self._sent = len(self._doubtful)
+            self._doubtful = None
+        new = complete[self._sent :]
+        self._sent = max(self._sent, len(complete))
+        self._shorten()
+        return new
+
+    def flush(self) -> str:
+        """What is still kept back, at the end: bytes that never became a character read U+FFFD."""
+        if not self._pending:
+            return ""
+        text = self._decode(self._window)
+        rest = text[self._sent :]
+        self._sent, self._pending = max(self._sent, len(text)), False
+        return rest
+
+    def _begin(self, prompt_ids: Sequence[int]) -> list[int]:
+        """The last tokens of the prompt: as many as have text and begin with a whole character."""
+        kept = self._KEEP
+        while kept < min(len(prompt_ids), self._LONGEST):
+            if _stands_alone(self._decode(prompt_ids[-kept:])):
+                break
+            kept *= 2
+        return list(prompt_ids[-kept:])
+
+    def _shorten(self) -> None:
+        if len(self._window) < self._LONG:
+            return
+        kept = self._window[-self._KEEP :]
+        text = self._decode(kept)
+        if self._pending:
+            if len(self._window) > self._LONGEST:
+                self._window, self._sent = kept, max(0, len(text) - 1)
+        elif _stands_alone(text):
+            self._window, self._sent = kept, len(text)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, self._skip_special)
+
+
+def _complete(text: str) -> str:
+    return text.rstrip(_BROKEN) if text.endswith(_BROKEN) else text
+
+
+def _stands_alone(text: str) -> bool:
+    return bool(text) and not text.startswith(_BROKEN)

@@ -1,0 +1,37 @@
+"""Our folder `kernels` is not the optional package of that name that transformers looks for."""
+
+import importlib.metadata
+import importlib.util
+from pathlib import Path
+
+import pytest
+from transformers.utils import import_utils
+
+from outrider.runtime.environment import ForeignKernelsError, check_environment
+
+
+def test_transformers_sees_no_kernels_package() -> None:
+    found = importlib.util.find_spec("kernels")
+    assert found is not None
+    assert found.origin is not None, "our package is what the name finds"
+    assert import_utils.is_kernels_available() is False
+    import_utils.is_kernels_available.cache_clear()
+    assert import_utils.is_kernels_available() is False
+    check_environment()
+
+
+def test_a_foreign_distribution_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "kernels-0.18.5.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.18.5\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert importlib.metadata.version("kernels") == "0.18.5"
+    with pytest.raises(ForeignKernelsError, match=r"'kernels' 0\.18\.5 is installed") as caught:
+        check_environment()
+    assert "\n" not in str(caught.value)
+
+
+def test_being_taken_for_the_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_utils, "is_kernels_available", lambda: True)
+    with pytest.raises(ForeignKernelsError, match="optional one"):
+        check_environment()

@@ -1,0 +1,148 @@
+"""On a CUDA device: attention over pages, captured passes and captured steps give what the CPU gives.
+
+None of it runs where there is no device; `test_paged`, `test_cuda_graph` and `test_captured_decode_loop` hold what can
+be held without one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.distribution import SamplingLaw
+from kernels.sparse import SparseConfig
+from outrider.runtime.attention_choice import AttentionChoice, choose_attention
+from outrider.runtime.batch import CausalMasks
+from outrider.runtime.cuda_graph import CannotCapture, CudaCapturer
+from outrider.runtime.decode_loop import Sampling
+from outrider.runtime.loader import LoadedModel, ModelSource, load_model
+from outrider.runtime.packed import Chunk, PackedModel
+from outrider.runtime.scores import Scoring, attend_scores
+from outrider.runtime.sdpa import attend
+from tests.outrider.runtime.test_decode_loop import step_by_step
+from tests.outrider.runtime.test_paged import chat
+from tests.outrider.runtime.tiny import EXPERTS, FAMILIES, VOCABULARY
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda", 0)
+ROOM = 32
+NEAR = {"float32": 1e-4, "bfloat16": 0.06}
+CONFIG = SparseConfig(keep_mass=0.97, max_support=40)
+
+
+@pytest.fixture
+def on_gpu(checkpoint: Callable[[str], Path]) -> Callable[[str, str], LoadedModel]:
+    def get(name: str, dtype: str) -> LoadedModel:
+        return load_model(ModelSource(str(checkpoint(name)), dtype=dtype, device="cuda:0"))
+
+    return get
+
+
+def chosen(loaded: LoadedModel) -> AttentionChoice:
+    return choose_attention("auto", loaded.layers, loaded.dtype, loaded.device)
+
+
+def near(found: torch.Tensor, wanted: torch.Tensor, dtype: str, name: str = "") -> bool:
+    """In 16 bits by the median row: rounding decides between experts now and then."""
+    distance = (found.float().cpu() - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-6)
+    most = distance.max() if dtype == "float32" and name not in EXPERTS else distance.median()
+    return len(distance) == 0 or float(most) <= NEAR[dtype] * (2 if name in EXPERTS else 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_gives_on_the_device_what_it_gives_on_a_cpu(
+    name: str, dtype: str, on_gpu: Callable[[str, str], LoadedModel], load: Callable[..., LoadedModel]
+) -> None:
+    loaded = on_gpu(name, dtype)
+    choice = chosen(loaded)
+    assert dtype == "bfloat16" or choice.name == "triton", "varlen_attn computes in 16 bits"
+    model = PackedModel.build(loaded, 5, ROOM, attention=choice)
+    wanted = chat(PackedModel.build(load(name, dtype), 5, ROOM), 3)
+    for one, other in zip(chat(model, 3), wanted, strict=True):
+        assert near(one, other, dtype, name), choice.reason
+
+
+def test_where_it_can_a_16_bit_model_attends_by_torchs_kernel_and_else_by_ours(
+    on_gpu: Callable[[str, str], LoadedModel],
+) -> None:
+    choice = chosen(on_gpu("llama", "bfloat16"))
+    assert choice.name == "varlen" or (choice.name == "triton" and "no varlen: " in choice.reason), choice.reason
+
+
+def captured(loaded: LoadedModel) -> PackedModel:
+    choice = chosen(loaded)
+    if not choice.can_be_captured(CUDA):
+        pytest.skip(choice.reason)
+    model = PackedModel.build(loaded, 5, ROOM, attention=choice)
+    said = model.capture(CudaCapturer(CUDA), max_sequences=4, widest=8, seconds=300, most_bytes=1 << 32)
+    sizes = model.captured.sizes if model.captured is not None else []
+    assert said == f"{len(sizes)} of {len(sizes)} sizes"
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-sliding", "gpt2", "phi"])
+def test_graphs_give_what_passes_give_as_they_come(name: str, on_gpu: Callable[[str, str], LoadedModel]) -> None:
+    model, eager = captured(on_gpu(name, "bfloat16")), on_gpu(name, "bfloat16")
+    plain = PackedModel.build(eager, 5, ROOM, attention=chosen(eager))
+    for one, other in zip(chat(model, 4), chat(plain, 4), strict=True):
+        assert near(one, other.float().cpu(), "bfloat16", name)
+
+
+def test_steps_in_graphs_write_what_is_drawn_step_by_step(on_gpu: Callable[[str, str], LoadedModel]) -> None:
+    """In bfloat16 a step of another number of rows may round otherwise, so some texts may part, and few do."""
+    model = captured(on_gpu("llama", "bfloat16"))
+    said = model.capture_decode_loop(
+        CudaCapturer(CUDA), CONFIG, sequences=4, tokens=8, vocab_size=VOCABULARY, races=True, seconds=300,
+        most_bytes=1 << 32,
+    )  # fmt: skip
+    assert said == "steps of up to 4 sequences"
+    rng, parted = random.Random(1), 0
+    for number in range(30):
+        law = SamplingLaw(temperature=(0.0, 1.0, 0.7)[number % 3])
+        prompt = rng.choices(range(VOCABULARY), k=6)
+        one, other = model.pool.allocate(), model.pool.allocate()
+        sampling = Sampling(law, CONFIG, [rng.random() for _ in range(8)], VOCABULARY)
+        tokens = model.decode([Chunk(one, prompt, 0, 6)], [sampling])[0].tokens
+        parted += tokens != step_by_step(model, other, prompt, sampling)[0]
+        for slot in (one, other):
+            model.pool.free(slot)
+    assert parted <= 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_torchs_own_attention_takes_masks_of_any_length(dtype: torch.dtype) -> None:
+    """A mask is the right-hand end of a longer one: that of 717 positions begins at no edge of 16 bytes."""
+    generator = torch.Generator().manual_seed(0)
+    masks = CausalMasks(2048, dtype, CUDA)
+    for end in (700, 717, 1001):
+        query = torch.randn(6, 8, 64, generator=generator).to(CUDA, dtype)
+        keys, values = (torch.randn(2, 1, end, 64, generator=generator).to(CUDA, dtype) for _ in range(2))
+        found = attend(query, [6], [[keys]], [[values]], [masks.for_rows(6, end, 4, 0)], 0, 0.125, 0)
+        wanted = attend_scores(query, [end - 6], [6], [keys], [values], Scoring(0.125))
+        assert torch.allclose(found.float(), wanted.float(), atol=1e-4 if dtype == torch.float32 else 0.03)
+
+
+def test_what_waits_for_the_device_cannot_be_captured_and_says_why() -> None:
+    there = torch.ones(3, device=CUDA)
+    with pytest.raises(CannotCapture, match=r"RuntimeError: .*synchroniz"):
+        CudaCapturer(CUDA).capture(lambda: print(float(there.sum())))
+    assert float(there.sum()) == 3.0, "the device goes on"
+
+
+def test_a_graph_reads_what_lies_there_when_it_runs() -> None:
+    here, there = torch.zeros(4, device=CUDA), torch.zeros(4, device=CUDA)
+
+    def run() -> None:
+        there.copy_(here * 2)
+
+    again = CudaCapturer(CUDA).capture(run)
+    for value in (1.0, 5.0):
+        here.fill_(value)
+        again()
+        assert there.tolist() == [2 * value] * 4

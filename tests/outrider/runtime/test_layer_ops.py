@@ -1,0 +1,207 @@
+"""Layers over pages by Triton's kernels and by torch's operations: the same logits; what is taken; what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.runtime import fused_decoder, layer_ops
+from outrider.runtime.attention_choice import GATHERED, AttentionChoice, choose_attention
+from outrider.runtime.cuda_graph import CudaCapturer
+from outrider.runtime.fused_decoder import FusedDecoder
+from outrider.runtime.fused_layers import FusedLayers
+from outrider.runtime.fusion import fuse_model
+from outrider.runtime.layer_ops import LayerChoice, LayerOps, TorchOps, TritonOps, choose_layer_ops, try_out
+from outrider.runtime.loader import LoadedModel, ModelSource, load_model
+from outrider.runtime.packed import Chunk, PackedModel
+from outrider.runtime.paged import PagedBatch
+from tests.kernels.paths import IS_INTERPRETED, TRITON
+from tests.outrider.runtime.tiny import VOCABULARY
+
+PAGED = AttentionChoice(GATHERED, "to be held against the other", block_tokens=4)
+
+
+DEVICE = "cpu" if IS_INTERPRETED else "cuda"
+
+
+def choose(kind: Callable[[FusedLayers], LayerOps], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has models that are built from here on take these operations."""
+    monkeypatch.setattr(fused_decoder, "choose_layer_ops", lambda layers, dtype: LayerChoice(kind(layers), "on trial"))
+
+
+def chat(model: PackedModel) -> Tensor:
+    """A few passes of two sequences, over several pages and past the window; their logits."""
+    first, second = model.pool.allocate(), model.pool.allocate()
+    tokens = torch.randint(VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(1)).tolist()
+    told = []
+    for spans in ([(0, 0, 7)], [(1, 0, 3), (0, 7, 2)], [(0, 9, 1), (1, 3, 4)]):
+        chunks = [Chunk((first, second)[i], tokens[i][start : start + n], start, 0) for i, start, n in spans]
+        told.append(model.forward(chunks).clone())
+    return torch.cat(told)
+
+
+@pytest.mark.parametrize("path", [TRITON])
+@pytest.mark.parametrize(
+    ("name", "dtype", "allowed"),
+    [
+        ("llama-scaled-rope", "float32", 1e-5),  # heads of 12
+        ("qwen2", "float32", 1e-5),  # queries, keys and values with biases
+        ("qwen3", "float32", 1e-5),  # norms of heads
+        pytest.param("mistral-sliding", "float32", 1e-5, marks=pytest.mark.slow),
+        ("qwen3", "float16", 0.01),
+        ("qwen2", "bfloat16", 0.1),  # which the interpreter cuts off in place of rounding it
+    ],
+)
+def test_triton_gives_the_logits_that_torch_gives(
+    name: str,
+    dtype: str,
+    allowed: float,
+    path: str,
+    checkpoint: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logits = []
+    for kind in (TorchOps, TritonOps):
+        choose(kind, monkeypatch)
+        loaded = load_model(ModelSource(str(checkpoint(name)), dtype=dtype, device=DEVICE))
+        model = PackedModel.build(loaded, 2, 16, attention=PAGED)
+        assert model.layer_choice is not None
+        assert model.layer_choice.name == {TorchOps: "torch", TritonOps: path}[kind]
+        logits.append(chat(model))
+    wanted, found = logits
+    assert float((found - wanted).abs().max()) <= allowed * float(wanted.abs().max())
+
+
+# ------------------------------------------------------------------------------------------------------- what is taken
+
+
+@pytest.fixture(scope="module")
+def layers(checkpoint: Callable[[str], Path]) -> Callable[..., FusedLayers]:
+    """The layers of a tiny model, by its dtype and device."""
+    made: dict[tuple[str, str], FusedLayers] = {}
+
+    def get(dtype: str, device: str = "cpu") -> FusedLayers:
+        if (dtype, device) not in made:
+            program = fuse_model(load_model(ModelSource(str(checkpoint("qwen3")), dtype=dtype, device=device)))
+            assert isinstance(program, FusedDecoder)
+            made[dtype, device] = program._layers
+        return made[dtype, device]
+
+    return get
+
+
+def test_what_is_chosen_is_told_and_chosen_once(load: Callable[..., LoadedModel]) -> None:
+    loaded = load("llama")
+    model = PackedModel.build(loaded, 1, 8, attention=PAGED)
+    assert model.layer_choice is not None
+    assert model.layer_choice.name == "torch"
+    assert model.layer_choice.reason == "no kernels of Triton: they need a CUDA device, and this is cpu"
+    assert PackedModel(loaded, model.pool, attention=PAGED).layer_choice is model.layer_choice
+    assert PackedModel.build(load("llama"), 1, 8).layer_choice is None, "its pool has no pages"
+    assert PackedModel.build(load("gpt2"), 1, 8, attention=PAGED).layer_choice is None, "its layers are transformers'"
+
+
+@pytest.mark.parametrize("path", [TRITON])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_tritons_kernels_pass_the_trial(dtype: str, path: str, layers: Callable[..., FusedLayers]) -> None:
+    for pages in (torch.float32, getattr(torch, dtype)):
+        assert try_out(TritonOps, layers(dtype, DEVICE), pages) == ""
+
+
+class TurnedBack(TorchOps):
+    def angles(self, rotations: Tensor, positions: Tensor) -> Tensor:
+        return super().angles(rotations.conj().resolve_conj(), positions)
+
+
+class OneOn(TorchOps):
+    def queries(self, i: int, qkv: Tensor, angles: Tensor, batch: PagedBatch) -> Tensor:
+        return super().queries(i, qkv, angles, replace(batch, places=batch.places + 1))
+
+
+class KeysForValues(TorchOps):
+    def queries(self, i: int, qkv: Tensor, angles: Tensor, batch: PagedBatch) -> Tensor:
+        query = super().queries(i, qkv, angles, batch)
+        batch.memory.values[i].copy_(batch.memory.keys[i])
+        return query
+
+
+class NotNormed(TorchOps):
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x * weight[0]
+
+
+class UpForGate(TorchOps):
+    def gated(self, gate_up: Tensor) -> Tensor:
+        return super().gated(torch.cat(gate_up.chunk(2, -1)[::-1], -1))
+
+
+class NoNumber(TorchOps):
+    def gated(self, gate_up: Tensor) -> Tensor:
+        return super().gated(gate_up) * torch.nan
+
+
+class NotCompiled(TorchOps):
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        raise RuntimeError("ptxas is not there\nand more of that")
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (TurnedBack, "queries differ by"),
+        (OneOn, "keys differ by"),
+        (KeysForValues, "values differ by"),
+        (NotNormed, "norms differ by"),
+        (UpForGate, "gates differ by"),
+        (NoNumber, "gates differ by nan"),
+        (NotCompiled, "RuntimeError: ptxas is not there"),
+    ],
+)
+def test_operations_that_give_something_else_are_not_taken(
+    kind: type[TorchOps], told: str, layers: Callable[..., FusedLayers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that could run them: torch's are taken, and the reason is told."""
+    monkeypatch.setattr(layer_ops, "_obstacle", lambda layers: "")
+    monkeypatch.setattr(layer_ops, "TritonOps", kind)
+    for dtype in ("float32", "bfloat16"):
+        choice = choose_layer_ops(layers(dtype), torch.float32)
+        assert type(choice.ops) is TorchOps
+        assert choice.reason.startswith(f"no kernels of Triton: tried, {told}")
+    monkeypatch.setattr(layer_ops, "TritonOps", type("Good", (TorchOps,), {}))
+    assert choose_layer_ops(layers("float32"), torch.float32).reason == "they give what torch's operations do"
+
+
+# -------------------------------------------------------------------------------------------------------- on a device
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral-sliding"])
+def test_a_graph_holds_a_pass_by_triton(
+    name: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chosen by itself, captured, and near to torch's operations as they come."""
+    device = torch.device("cuda")
+
+    def build() -> PackedModel:
+        loaded = load_model(ModelSource(str(checkpoint(name)), dtype="bfloat16", device="cuda"))
+        attention = choose_attention("varlen", loaded.layers, loaded.dtype, device)
+        return PackedModel.build(loaded, 2, 16, attention=attention)
+
+    by_triton = build()
+    assert by_triton.layer_choice is not None
+    assert by_triton.layer_choice.name == "triton", by_triton.layer_choice.reason
+    eager = chat(by_triton)
+    captured = build()
+    captured.capture(CudaCapturer(device), max_sequences=2, widest=8, seconds=60, most_bytes=1 << 30)
+    assert captured.captured is not None
+    assert captured.captured.sizes
+    choose(TorchOps, monkeypatch)
+    wanted = chat(build())
+    size = float(wanted.abs().max())
+    for found in (eager, chat(captured)):
+        assert float((found - wanted).abs().max()) <= 0.1 * size

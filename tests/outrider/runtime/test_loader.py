@@ -1,0 +1,301 @@
+"""What a checkpoint says of itself comes out right, and what we cannot run is refused in a line that says why."""
+
+import json
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    FalconConfig,
+    GPT2Config,
+    Lfm2Config,
+    Llama4TextConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2MoeConfig,
+    StableLmConfig,
+    T5Config,
+)
+
+from outrider.runtime import loader as checkpoint_module
+from outrider.runtime.fingerprint import weights_fingerprint
+from outrider.runtime.loader import CheckpointError, LoadedModel, ModelSource, adopt, load_model
+from outrider.runtime.packed import Chunk, PackedModel
+from tests.outrider.runtime import tiny
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def refusal(folder: Path | str, **source: Any) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        load_model(ModelSource(str(folder), **{"dtype": "float32", "device": "cpu", **source}))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_loaded_model_says_what_it_is(load: Callable[..., LoadedModel], checkpoint: Callable[[str], Path]) -> None:
+    loaded = load("llama")
+    assert (loaded.vocab_size, loaded.context_length, loaded.eos_token_ids) == (97, 64, (2,))
+    assert (loaded.dtype, loaded.device) == (torch.float32, torch.device("cpu"))
+    assert loaded.name == str(checkpoint("llama"))
+    assert loaded.weights_fingerprint == weights_fingerprint(checkpoint("llama"))
+    assert loaded.config.model_type == "llama"
+    assert not loaded.model.training
+    assert [(layer.heads, layer.kv_heads, layer.head_dim, layer.window) for layer in loaded.layers] == [
+        (4, 2, 8, None)
+    ] * 3
+
+
+def test_each_layer_keeps_its_own_window(load: Callable[..., LoadedModel]) -> None:
+    assert [layer.window for layer in load("gemma3").layers] == [tiny.WINDOW, None, tiny.WINDOW]
+    assert [layer.window for layer in load("mistral-sliding").layers] == [tiny.WINDOW] * 3
+
+
+def test_loading_writes_nothing(
+    checkpoint: Callable[[str], Path], capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    folders = [checkpoint("llama"), checkpoint("gpt2")]
+    capfd.readouterr()
+    with caplog.at_level(logging.WARNING):
+        for folder in folders:
+            load_model(ModelSource(str(folder), device="cpu"))
+    assert capfd.readouterr() == ("", "")
+    assert not caplog.records
+
+
+def test_all_stop_tokens_of_the_generation_config_count(tmp_path: Path) -> None:
+    folder = tiny.save(LlamaConfig(**SMALL), tmp_path)
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [2, 7, 11]}))
+    assert load_model(ModelSource(str(folder), device="cpu")).eos_token_ids == (2, 7, 11)
+    path.unlink()
+    assert load_model(ModelSource(str(folder), device="cpu")).eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize(
+    ("stored", "computes_bfloat16", "chosen"),
+    [
+        (torch.bfloat16, True, torch.bfloat16),
+        (torch.bfloat16, False, torch.float32),
+        (torch.float16, True, torch.float32),
+        (torch.float32, True, torch.float32),
+    ],
+    ids=str,
+)
+def test_auto_takes_the_checkpoints_dtype_where_the_cpu_computes_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, computes_bfloat16: bool, chosen: torch.dtype
+) -> None:
+    monkeypatch.setattr(checkpoint_module, "_cpu_computes_bfloat16", lambda: computes_bfloat16)
+    loaded = load_model(ModelSource(str(tiny.save(LlamaConfig(**SMALL), tmp_path, dtype=stored)), device="cpu"))
+    assert loaded.dtype == chosen == next(loaded.model.parameters()).dtype
+    assert loaded.dtype_reason
+
+
+def test_a_hub_id_is_its_local_snapshot(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repo = tmp_path / "models--someone--tiny"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text(commit)
+    (repo / "snapshots").mkdir()
+    (repo / "snapshots" / commit).symlink_to(checkpoint("llama"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    loaded = load_model(ModelSource("someone/tiny", dtype="float32", device="cpu"))
+    assert loaded.name == "someone/tiny"
+    assert loaded.weights_fingerprint == weights_fingerprint(checkpoint("llama"))
+    assert "cannot be reached" in refusal("someone/other")
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "nowhere") == f"no folder '{tmp_path / 'nowhere'}'"
+    assert "neither a folder here nor a possible hub id" in refusal("not a name!")
+    assert "has no config.json" in refusal(tmp_path)
+
+
+def test_unknown_dtypes_and_devices_are_named(checkpoint: Callable[[str], Path]) -> None:
+    folder = checkpoint("llama")
+    assert "not 'int8'" in refusal(folder, dtype="int8")
+    assert "not 'tpu'" in refusal(folder, device="tpu")
+    assert "not 'meta'" in refusal(folder, device="meta")
+    assert f"torch sees {torch.cuda.device_count()} CUDA devices" in refusal(folder, device="cuda:99")
+
+
+def test_weights_that_are_not_all_there_are_refused(tmp_path: Path) -> None:
+    folder = tiny.save(LlamaConfig(**SMALL), tmp_path)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert "missing_keys model.layers.1.mlp.up_proj.weight" in refusal(folder)
+
+
+def test_what_is_no_causal_language_model_is_refused(tmp_path: Path) -> None:
+    T5Config(vocab_size=97, d_model=32, num_layers=1, num_heads=2).save_pretrained(tmp_path)
+    assert "no causal language model: its model type is 't5'" in refusal(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
+    assert "cannot read the configuration" in refusal(tmp_path)
+
+
+REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
+    "chunks": (
+        lambda: Llama4TextConfig(
+            **SMALL,
+            num_key_value_heads=2,
+            head_dim=8,
+            attention_chunk_size=4,
+            num_local_experts=2,
+            intermediate_size_mlp=48,
+        ),
+        "all but 4 positions.* no layer names that .*chunked attention",
+    ),
+    "memory elsewhere": (
+        lambda: Lfm2Config(**SMALL, num_key_value_heads=2, layer_types=["conv", "full_attention"]),
+        "Lfm2.* attention in 1 of 2 layers",
+    ),
+    "a window in the mask alone": (
+        lambda: Qwen2MoeConfig(
+            **SMALL,
+            num_key_value_heads=2,
+            num_experts=2,
+            num_experts_per_tok=1,
+            use_sliding_window=True,
+            sliding_window=3,
+        ),
+        "all but 3 positions",
+    ),
+    "both directions": (lambda: BertConfig(**SMALL), "both directions"),
+    "own attention": (
+        lambda: FalconConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4),
+        "Falcon.* attention interface",
+    ),
+    "no arguments": (lambda: StableLmConfig(**SMALL), "does not hand keyword arguments"),
+}
+
+
+@pytest.mark.parametrize("feature", REFUSED)
+def test_what_the_packed_attention_cannot_do_is_named(feature: str, tmp_path: Path) -> None:
+    config, message = REFUSED[feature]
+    assert re.search(message, refusal(tiny.save(config(), tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("name", "meaning"),
+    [
+        ("sinks", "attention sinks that follow the token"),
+        ("position_bias", "a bias by position"),
+        ("block_sequence_ids", "attention in both directions"),
+    ],
+)
+def test_what_a_model_hands_to_its_attention_and_ours_leaves_out_is_named(
+    name: str, meaning: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+
+    forward = GPT2Attention.forward
+    asked = {name: torch.zeros(1)}
+    monkeypatch.setattr(GPT2Attention, "forward", lambda self, *args, **given: forward(self, *args, **given, **asked))
+    assert meaning in refusal(checkpoint("gpt2"))
+
+
+def test_sinks_that_are_not_one_per_head_are_refused(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+
+    forward = GPT2Attention.forward
+    asked = {"s_aux": torch.zeros(4, 2)}
+    monkeypatch.setattr(GPT2Attention, "forward", lambda self, *args, **given: forward(self, *args, **given, **asked))
+    assert "sinks of layer 0 are [4, 2], not one per head" in refusal(checkpoint("gpt2"))
+
+
+def test_what_each_layer_adds_to_its_scores_is_known(load: Callable[..., LoadedModel]) -> None:
+    assert [(layer.softcap, layer.sinks) for layer in load("gemma2").layers] == [(0.5, False)] * 3
+    assert [(layer.softcap, layer.sinks) for layer in load("gpt-oss").layers] == [(None, True)] * 3
+    assert all(layer.scores_alone for layer in load("llama").layers)
+
+
+@pytest.mark.parametrize("by_layer_type", [False, True])
+def test_the_context_ends_where_a_rotary_embedding_would_follow_the_pass(by_layer_type: bool) -> None:
+    """Longrope takes its other factors as soon as one sequence of a pass is beyond the original length."""
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 32}
+    config = LlamaConfig(**SMALL)
+    nested = {"sliding_attention": {"rope_type": "default"}, "full_attention": rope}
+    config.rope_parameters = nested if by_layer_type else rope
+    assert checkpoint_module._context_length(config) == 32
+
+
+def test_a_model_that_transformers_cannot_run_is_refused(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def explode(*args: object, **options: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", explode)
+    assert "does not run in transformers itself: RuntimeError: no such kernel" in refusal(checkpoint("llama"))
+
+
+def test_a_model_that_packing_changes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state outside the attention, here a sum over the rows of a pass, shows in the logits of the self-check."""
+    from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+
+    folder = tiny.save(GPT2Config(vocab_size=97, n_positions=64, n_embd=32, n_layer=2, n_head=4), tmp_path)
+    forward = GPT2MLP.forward
+    monkeypatch.setattr(GPT2MLP, "forward", lambda self, x: forward(self, x) + x.cumsum(1))
+    assert "give other logits than its own forward" in refusal(folder)
+
+
+def test_a_model_in_memory_is_taken_as_one_from_a_folder(
+    load: Callable[..., LoadedModel], checkpoint: Callable[[str], Path]
+) -> None:
+    expected = load("llama")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype=torch.float32).train()
+    adopted = adopt(model, "mine", "its fingerprint")
+    assert (adopted.name, adopted.weights_fingerprint) == ("mine", "its fingerprint")
+    assert not adopted.model.training
+    for name in ("layers", "vocab_size", "context_length", "eos_token_ids", "device", "dtype", "quantisation"):
+        assert getattr(adopted, name) == getattr(expected, name)
+    chunks = [Chunk(0, [5, 6, 7], 0, 0)]
+    logits = []
+    for loaded in (adopted, expected):
+        packed = PackedModel.build(loaded, max_sequences=1, max_length=8)
+        packed.pool.allocate()
+        logits.append(packed.forward(chunks))
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("feature", ["own attention", "memory elsewhere", "no arguments"])
+def test_a_model_in_memory_is_looked_over_as_any_other(feature: str) -> None:
+    config, message = REFUSED[feature]
+    with pytest.raises(CheckpointError, match=message):
+        adopt(AutoModelForCausalLM.from_config(config()).eval(), "mine", "its fingerprint")
+
+
+def test_a_model_in_memory_that_packing_changes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+
+    model = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=97, n_positions=64, n_embd=32, n_layer=2, n_head=4))
+    forward = GPT2MLP.forward
+    monkeypatch.setattr(GPT2MLP, "forward", lambda self, x: forward(self, x) + x.cumsum(1))
+    with pytest.raises(CheckpointError, match="give other logits than its own forward"):
+        adopt(model, "mine", "its fingerprint")

@@ -1,0 +1,164 @@
+"""What goes where is counted, and what there is no room for is one line with the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from outrider.loading import build_packed, kv_blocks, run_blocks, run_largest
+from outrider.runtime.cuda_graph import Capturer
+from outrider.runtime.loader import LoadedModel
+from outrider.runtime.memory import MIB, HostMemory, OutOfMemory, block_bytes, memory_of, telling
+from outrider.runtime.packed import PackedModel
+from outrider.settings import ServiceSettings, SettingsError
+
+
+class Counted:
+    """The memory of a device with so many MiB, of which a pass takes some while it runs."""
+
+    name = "cuda:7"
+
+    def __init__(self, total: int, free: int, takes: int) -> None:
+        self.total, self._free, self._takes = total * MIB, free * MIB, takes * MIB
+        self.passes = 0
+
+    def free(self) -> int:
+        return self._free
+
+    def peak(self, run: Callable[[], Any]) -> int:
+        run()
+        self.passes += 1
+        return self._takes
+
+
+def settings(*flags: str) -> ServiceSettings:
+    found: ServiceSettings = ServiceSettings.from_command_line(["--model", "m", *flags], program="a service")
+    return found
+
+
+def test_more_than_there_is_is_one_line_with_the_numbers() -> None:
+    with pytest.raises(OutOfMemory) as caught, telling(HostMemory(), "the weights of 'm'"):
+        torch.empty(1 << 50)
+    assert str(caught.value) == (
+        "out of memory for the weights of 'm': cpu has no room (4503599627370496 bytes more were wanted)"
+    )
+    with pytest.raises(OutOfMemory) as caught, telling(Counted(total=1000, free=30, takes=0), "keys and values"):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 7 has a total capacity of …")
+    assert str(caught.value) == (
+        "out of memory for keys and values: cuda:7 has 1000 MiB, 30 of them free (2.50 GiB more were wanted)"
+    )
+
+
+def test_what_fails_otherwise_is_left_as_it_is() -> None:
+    with pytest.raises(RuntimeError, match="a bug"), telling(HostMemory(), "anything"):
+        raise RuntimeError("a bug")
+
+
+def test_a_pool_that_the_host_has_no_room_for_is_refused(load: Callable[..., LoadedModel]) -> None:
+    with pytest.raises(OutOfMemory, match=r"out of memory for \d+ MiB of keys and values: cpu has no room \(\d+ bytes"):
+        build_packed(settings("--kv-cache-mb", str(1 << 29), "--device", "cpu"), load("llama"), 32, pass_tokens=8)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "sdpa-paged"])
+def test_the_largest_pass_is_as_large_as_said_and_leaves_nothing(
+    attention: str, load: Callable[..., LoadedModel]
+) -> None:
+    built = build_packed(settings("--attention", attention, "--device", "cpu"), load("llama"), 20, pass_tokens=50)
+    packed = built.packed
+    assert run_largest(packed, 50).shape == (50, packed.loaded.vocab_size)
+    assert packed.pool.used_blocks == 0
+    packed.pool.check_integrity()
+    small = PackedModel.build(load("llama"), 1, 20, blocks=2)
+    assert len(run_largest(small, 500)) == 40, "no pass is larger than the pool"
+    assert run_blocks(50, 20, 8) == 3 + 3 + 2
+
+
+def test_on_a_gpu_keys_and_values_get_their_share_of_what_the_rest_leaves(load: Callable[..., LoadedModel]) -> None:
+    """Of 100 MiB free a pass takes 10, beside the blocks it is tried with, and graphs may take 30."""
+    loaded = load("llama")
+    loaded.device = torch.device("cuda:7")
+    size = block_bytes(loaded, 32)
+    assert kv_blocks(settings("--kv-memory-fraction", "0.5"), loaded, 32, left=60 * MIB) == 30 * MIB // size
+    with pytest.raises(
+        SettingsError,
+        match=r"^--kv-memory-fraction 0.5 of 0 MiB: 0 MiB hold 0 blocks of 32 tokens; one sequence of "
+        r"--max-sequence-tokens 64 takes 2 of them, 0.0 MiB$",
+    ):
+        kv_blocks(settings("--kv-memory-fraction", "0.5"), loaded, 32, left=-5)
+
+
+def test_the_largest_pass_runs_without_a_pool_and_beside_one(load: Callable[..., LoadedModel]) -> None:
+    memory = Counted(total=200, free=100, takes=10)
+    seen: list[tuple[int, ...]] = []
+    built = build_packed(
+        settings("--attention", "sdpa-paged", "--device", "cpu", "--kv-cache-mb", "1"),
+        load("llama"),
+        32,
+        pass_tokens=40,
+        behind=lambda logits: seen.append(tuple(logits.shape)),
+        memory=memory,
+    )
+    assert memory.passes == 2
+    assert seen == [(40, built.packed.loaded.vocab_size)] * 2
+    tried = 2 * block_bytes(built.packed.loaded, 32)
+    assert built.workspace == 10 * MIB - tried
+    with capture_logs() as lines:
+        built.tell_memory(3 * MIB)
+    (line,) = lines
+    assert line == {
+        "event": "memory",
+        "log_level": "info",
+        "device": "cuda:7",
+        "weights_mib": round(built.packed.loaded.weight_bytes / MIB),
+        "kv_mib": 1,
+        "graphs_mib": 3,
+        "workspace_mib": 10,
+        "free_mib": 100,
+        "total_mib": 200,
+        "kv_tokens": built.packed.pool.blocks.count * 32,
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "captured"),
+    [(("--attention", "sdpa-paged"), True), (("--attention", "sdpa-paged", "--no-graphs"), False), ((), False)],
+)
+def test_passes_are_captured_where_they_can_be_and_may_be(
+    flags: tuple[str, ...], captured: bool, load: Callable[..., LoadedModel]
+) -> None:
+    told = settings("--device", "cpu", "--graph-seconds", "7", "--graph-memory-mb", "3", *flags)
+    built = build_packed(told, load("llama"), 32, pass_tokens=8)
+    bounds: list[tuple[float, int]] = []
+
+    def capture(capturer: Capturer, *, seconds: float, most_bytes: int) -> str:
+        bounds.append((seconds, most_bytes))
+        return "2 of 3 sizes"
+
+    with capture_logs() as lines:
+        assert built.capture(told, capture) == 0
+    assert bounds == ([(7.0, 3 * MIB)] if captured else [])
+    assert [line["passes"] for line in lines] == (["2 of 3 sizes"] if captured else [])
+
+
+def test_weights_are_counted_once_where_they_are_tied(
+    load: Callable[..., LoadedModel], checkpoint: Callable[[str], Path]
+) -> None:
+    stored = sum(file.stat().st_size for file in checkpoint("llama-tied-mqa").glob("*.safetensors"))
+    assert stored * 0.7 < load("llama-tied-mqa").weight_bytes <= stored
+
+
+@pytest.mark.gpu
+def test_on_a_device_the_numbers_are_its_own(load: Callable[..., LoadedModel]) -> None:
+    memory = memory_of(torch.device("cuda:0"))
+    before = memory.free()
+    kept: list[torch.Tensor] = []
+    assert memory.peak(lambda: kept.append(torch.empty(64 * MIB, dtype=torch.uint8, device="cuda:0"))) == 64 * MIB
+    assert before - memory.free() >= 64 * MIB
+    refused = r"^out of memory for a test: cuda:0 has \d+ MiB, \d+ of them free \("
+    with pytest.raises(OutOfMemory, match=refused), telling(memory, "a test"):
+        torch.empty(2 * memory.total, dtype=torch.uint8, device="cuda:0")

@@ -1,0 +1,303 @@
+"""Passes over pages: the same logits as over one piece of memory, bit for bit, however blocks lie and passes are cut.
+
+No GPU is needed: torch's kernel stands in for itself as its documentation has it, or as its shapes do.
+"""
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.runtime.attention_choice import GATHERED, ORDINARY, AttentionChoice, choose_attention, try_out
+from outrider.runtime.fused_layers import Frame, FusedLayers, LayerWeights
+from outrider.runtime.kv_memory import MemoryShape, PagedMemory
+from outrider.runtime.kv_pool import KVPool
+from outrider.runtime.layer_ops import TorchOps, run_paged
+from outrider.runtime.loader import CheckpointError, LoadedModel
+from outrider.runtime.packed import Chunk, PackedModel
+from outrider.runtime.paged import Layout, PagedBatch, lay_out
+from outrider.runtime.paged_attention import VarlenAttention
+from outrider.runtime.probe import AttentionLayer
+from tests.outrider.runtime.tiny import FAMILIES, VOCABULARY
+from tests.outrider.runtime.varlen import documented
+
+PAGED = AttentionChoice(GATHERED, "to be held against the other", block_tokens=4)
+ROOM = 32
+
+
+def chat(model: PackedModel, seed: int, passes: int = 25) -> list[Tensor]:
+    """Many passes of a few sequences, which come, go, fork, are rolled back and meet in any mixture; their logits."""
+    rng = random.Random(seed)
+    slots: list[int] = []
+    told = []
+    for _ in range(passes):
+        if len(slots) < 2 or (len(slots) < 4 and rng.random() < 0.3):
+            slots.append(model.pool.fork(rng.choice(slots)) if slots and rng.random() < 0.5 else model.pool.allocate())
+        if rng.random() < 0.2:
+            model.pool.free(slots.pop(rng.randrange(len(slots))))
+        chunks = []
+        for slot in rng.sample(slots, rng.randint(1, len(slots)) if slots else 0):
+            held = model.pool.length(slot)
+            if rng.random() < 0.3 or held > ROOM - 9:
+                held = rng.randint(0, held)
+                model.pool.rollback(slot, held)
+            count = rng.randint(1, 8)
+            chunks.append(Chunk(slot, rng.choices(range(VOCABULARY), k=count), held, rng.randint(0, count)))
+        if chunks:
+            told.append(model.forward(chunks).clone())
+    model.pool.check_integrity()
+    return told
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*product(FAMILIES, ["float32"]), *product(["llama", "gpt2", "gemma2", "gpt-oss"], ["bfloat16"])],
+)
+def test_pages_give_what_one_piece_of_memory_gives(name: str, dtype: str, load: Callable[..., LoadedModel]) -> None:
+    ordinary, paged = (PackedModel.build(load(name, dtype), 5, ROOM, attention=choice) for choice in (ORDINARY, PAGED))
+    assert ordinary.fused == paged.fused
+    assert paged.pool.pages is not None
+    for found, wanted in zip(chat(paged, 3, 16), chat(ordinary, 3, 16), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_a_layout_says_where_each_row_goes_and_goes_itself_as_bytes() -> None:
+    pool = KVPool(1, 1, 2, blocks=9, max_length=12, dtype=torch.float32, device="cpu", block_tokens=4, paged=True)
+    first, second = pool.allocate(), pool.allocate()
+    pool.grow(second, 1)
+    for slot, held in ((first, 3), (second, 5)):
+        pool.grow(slot, held)
+        pool.extend(slot, held)
+    layout = lay_out([Chunk(second, [7, 8], 5, 1), Chunk(first, [9, 10, 11], 3, 3)], pool)
+    table = {slot: pool.table(slot) for slot in (first, second)}
+    assert layout.shape == (5, 1, 2, 2)
+    assert layout.tokens.tolist() == [7, 8, 9, 10, 11]
+    assert layout.positions.tolist() == [5, 6, 3, 4, 5]
+    assert layout.places.tolist() == [
+        4 * table[second][1] + 1,
+        4 * table[second][1] + 2,
+        4 * table[first][0] + 3,
+        4 * table[first][1],
+        4 * table[first][1] + 1,
+    ]
+    assert (layout.rows.tolist(), layout.row_starts.tolist(), layout.lengths.tolist()) == ([1], [0, 2, 5], [7, 6])
+    assert layout.tables.tolist() == [list(table[second]), list(table[first])]
+    again = Layout.unpack(layout.shape, layout.pack())
+    assert all(map(np.array_equal, again._arrays(), layout._arrays()))
+    with pytest.raises(ValueError, match=r"has 164 bytes, not 163"):
+        Layout.unpack(layout.shape, layout.pack()[:-1])
+    with pytest.raises(ValueError, match="does not fit 8 rows, 2 sequences and 3 pages"):
+        layout.padded(rows=8, sequences=2, pages=3, nowhere=36)
+
+
+def test_a_pool_of_pages_has_no_views_and_copies_what_is_shared_before_it_is_written() -> None:
+    pool = KVPool(2, [1, 2], 2, blocks=4, max_length=12, dtype=torch.float32, device="cpu", block_tokens=4, paged=True)
+    assert pool.pages is not None
+    slot = pool.allocate()
+    with pytest.raises(ValueError, match="no views"):
+        pool.views(slot, 0, 2)
+    pool.grow(slot, 2)
+    pool.extend(slot, 2)
+    (block,) = pool.table(slot)
+    for layer in range(2):
+        pool.pages.keys[layer][block] = 1 + layer
+        pool.pages.values[layer][block] = 5 + layer
+    told: list[tuple[Sequence[int], Sequence[int]]] = []
+    pool.pages.on_copy = lambda source, target: told.append((source, target))
+    fork = pool.fork(slot)
+    pool.grow(fork, 3)
+    (copy,) = pool.table(fork)
+    assert copy != block
+    assert told == [([block], [copy])]
+    for layer in range(2):
+        assert bool((pool.pages.keys[layer][copy] == 1 + layer).all())
+        assert bool((pool.pages.values[layer][copy] == 5 + layer).all())
+    assert pool.pages.nowhere == 16, "behind all blocks that anybody may hold"
+
+
+def test_pool_and_attention_are_both_paged_or_neither(load: Callable[..., LoadedModel]) -> None:
+    with pytest.raises(ValueError, match="the attention is sdpa-paged, and the pool is not paged"):
+        PackedModel(load("llama"), PackedModel.build(load("llama"), 1, 8).pool, attention=PAGED)
+
+
+def test_a_model_that_reads_its_pages_wrongly_is_refused(
+    load: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = PagedBatch.write
+    monkeypatch.setattr(PagedBatch, "write", lambda self, i, keys, values: right(self, i, values, keys))
+    with pytest.raises(CheckpointError, match=r"other logits over pages, by sdpa-paged, .*--attention sdpa reads no"):
+        PackedModel.build(load("llama"), 1, 8, attention=PAGED)
+
+
+# -------------------------------------------------------------------------------------------------------------- varlen
+
+KINDS = (
+    AttentionLayer(4, 4, 16, 0.25, None),
+    AttentionLayer(6, 2, 8, 0.4, 5),
+    AttentionLayer(4, 1, 8, 0.4, 700),
+)
+
+
+def varlen(kernel: Callable[..., Tensor], **told: Any) -> AttentionChoice:
+    return AttentionChoice("varlen", "on trial", kernel=kernel, **told)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torchs_kernel_is_called_as_its_documentation_has_it(dtype: torch.dtype) -> None:
+    assert try_out(varlen(documented), KINDS, dtype, torch.device("cpu")) == ""
+
+
+ASKING = (
+    AttentionLayer(4, 2, 8, 0.4, None, softcap=5.0),
+    AttentionLayer(4, 4, 8, 0.4, 7, sinks=True),
+)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton has no build for this platform")
+def test_our_kernel_is_tried_on_what_layers_ask_and_taken() -> None:
+    """Bounded scores and sinks too, which torch's kernel does not know; interpreted here."""
+    found = choose_attention("triton", (KINDS[1], *ASKING), torch.float32, torch.device("cpu"))
+    assert (found.name, found.block_tokens) == ("triton", 32)
+    assert found.can_be_captured(torch.device("cuda"))
+    wide = AttentionLayer(1, 1, 512, 1.0, None)
+    with pytest.raises(CheckpointError, match="layer 1 has heads of 512, 1 to a key head, and it takes 256 and 64"):
+        choose_attention("triton", (KINDS[0], wide), torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton has no build for this platform")
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss"])
+def test_by_our_kernel_a_model_gives_what_it_gives_otherwise(name: str, load: Callable[..., LoadedModel]) -> None:
+    choice = AttentionChoice("triton", "interpreted", block_tokens=4)
+    ordinary, paged = (PackedModel.build(load(name), 5, ROOM, attention=each) for each in (ORDINARY, choice))
+    for found, wanted in zip(chat(paged, 3, 12), chat(ordinary, 3, 12), strict=True):
+        assert torch.allclose(found, wanted, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda told: {**told, "window_size": (told["window_size"][0] + 1, 0)}, "differs by"),
+        (lambda told: {**told, "window_size": (told["window_size"][0], -1)}, "differs by"),
+        (lambda told: {**told, "seqused_k": told["seqused_k"] - 1}, "differs by"),
+        (lambda told: {**told, "block_table": told["block_table"].roll(1, 0)}, "differs by|IndexError"),
+        (lambda told: {**told, "scale": 1.1 * told["scale"]}, "differs by"),
+        (lambda told: {**told, "page": 1}, "TypeError: .*unexpected keyword"),
+    ],
+    ids=["wider", "not causal", "shorter", "another's pages", "scale", "refused"],
+)
+def test_a_kernel_that_gives_something_else_is_seen(
+    change: Callable[[dict[str, Any]], dict[str, Any]], told: str
+) -> None:
+    def changed(*args: Any, **kwargs: Any) -> Tensor:
+        return documented(*args, **change(kwargs))
+
+    assert re.search(told, try_out(varlen(changed), KINDS[1:2], torch.float32, torch.device("cpu")))
+
+
+def test_what_attention_is_held_to_is_none_of_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU these may fail on their own masks, and no kernel of ours may be refused for that."""
+    monkeypatch.setattr("outrider.runtime.paged_attention.attend", lambda query, *told: query)
+    gathered = AttentionChoice(GATHERED, "on trial")
+    assert try_out(varlen(documented), KINDS[1:2], torch.float32, torch.device("cpu")) == ""
+    assert "differs by" in try_out(gathered, KINDS[1:2], torch.float32, torch.device("cpu"))
+
+
+def test_what_is_taken_and_why() -> None:
+    cpu, layers = torch.device("cpu"), KINDS[:1]
+    assert choose_attention("auto", layers, torch.float32, cpu) == ORDINARY
+    assert choose_attention("auto", layers, torch.float32, cpu, paged=True).name == GATHERED
+    assert choose_attention("sdpa-paged", layers, torch.float32, cpu).is_paged
+    with pytest.raises(CheckpointError, match="needs a CUDA device, and this is cpu"):
+        choose_attention("varlen", layers, torch.bfloat16, cpu)
+    with pytest.raises(CheckpointError, match="the pool must be paged"):
+        choose_attention("sdpa", layers, torch.bfloat16, cpu, paged=True)
+    for changed, dtype, why in (
+        (AttentionLayer(1, 1, 8, 1.0, None), torch.float32, "computes in 16 bits, and keys and values are float32"),
+        (AttentionLayer(1, 1, 8, 1.0, None, softcap=30.0), torch.bfloat16, "does not bound scores, as layer 1 asks"),
+        (AttentionLayer(1, 1, 8, 1.0, None, sinks=True), torch.bfloat16, "has no sinks, as layer 1 asks"),
+    ):
+        found = choose_attention("auto", (*layers, changed), dtype, torch.device("cuda"))
+        assert found.name == "sdpa"
+        assert why in found.reason
+
+
+def weightless_layers(**weights: Any) -> FusedLayers:
+    """A decoder of one layer, in bfloat16, that has shapes and no numbers."""
+    made: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16}
+    heads, kv_heads, head_dim, size, inner = 4, 2, 16, 32, 48
+    frame = Frame(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        eps=1e-5,
+        packed=False,
+        embedding=torch.empty(VOCABULARY, size, **made),
+        norm=torch.empty(2, size, **made),
+        head=torch.empty(VOCABULARY, size, **made),
+        head_bias=None,
+        vocab_size=VOCABULARY,
+    )
+    layer = LayerWeights(
+        attention_norm=torch.empty(2, size, **made),
+        qkv=torch.empty((heads + 2 * kv_heads) * head_dim, size, **made),
+        qkv_bias=None,
+        head_norm=torch.empty(heads + kv_heads, 1, head_dim, device="meta"),
+        output=torch.empty(size, heads * head_dim, **made),
+        output_bias=None,
+        mlp_norm=torch.empty(2, size, **made),
+        gate_up=torch.empty(2 * inner, size, **made),
+        gate_up_bias=None,
+        down=torch.empty(size, inner, **made),
+        down_bias=None,
+        scaling=0.25,
+        window=7,
+    )
+    return FusedLayers(frame, [layer])
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_pass_on_a_gpu_never_asks_it_for_a_number(asks: bool) -> None:
+    """Else the host would wait, and no graph could hold it. Here there are shapes alone, and no numbers to be had."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    def kernel(*args: Any, **told: Any) -> Tensor:
+        if asks:
+            assert int(told["seqused_k"].max()) >= 0
+        attended = varlen_attn(*args, **told)
+        assert isinstance(attended, Tensor)
+        return attended
+
+    def run() -> Tensor:
+        ints: dict[str, Any] = {"device": "meta", "dtype": torch.int32}
+        longs: dict[str, Any] = {"device": "meta", "dtype": torch.int64}
+        memory = PagedMemory(MemoryShape((2,), (16,), 9, 32), torch.bfloat16, torch.device("meta"))
+        batch = PagedBatch(
+            tokens=torch.zeros(5, **longs),
+            positions=torch.zeros(5, **longs),
+            places=torch.zeros(5, **longs),
+            rows=torch.zeros(5, **longs),
+            row_starts=torch.zeros(4, **ints),
+            lengths=torch.zeros(3, **ints),
+            tables=torch.zeros(3, 2, **ints),
+            widest=3,
+            longest=64,
+            memory=memory,
+            attention=VarlenAttention(kernel, gives_key_starts=True),
+        )
+        rotations = torch.empty(64, 1, 8, device="meta", dtype=torch.complex64)
+        layers = weightless_layers()
+        return run_paged(layers, TorchOps(layers), batch, rotations, None)
+
+    if asks:
+        with pytest.raises(RuntimeError, match=r"item\(\) cannot be called on meta tensors"):
+            run()
+        return
+    logits = run()
+    assert (logits.shape, logits.dtype, logits.device.type) == ((5, VOCABULARY), torch.bfloat16, "meta")

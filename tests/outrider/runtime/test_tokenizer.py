@@ -1,0 +1,353 @@
+"""Text that comes out token by token is the text of all tokens, and never half a character, for every tokenizer."""
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Library
+from transformers import PreTrainedTokenizerFast
+
+from outrider.runtime.loader import CheckpointError, ModelSource
+from outrider.runtime.tokenizer import (
+    ChatTemplateError,
+    IncrementalDetokenizer,
+    Tokenizer,
+    TokenizerError,
+    load_tokenizer,
+)
+
+BROKEN = "\ufffd"
+SPECIAL = ["<s>", "</s>", "<unk>"]
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog, and doesn't look back.",
+    "  two spaces, a tab\t, a line\nand another\n\nend ",
+    "naïve café über straße, Здравствуй мир, 你好世界, こんにちは, שלום",
+    "emoji 😀😃 👩‍👩‍👧 🇩🇪 and combining e\u0301 a\u0308 n\u0303",
+    "def f(x): return x ** 2  # code",
+] * 4
+
+
+def byte_level() -> Library:
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    library.train_from_iterator(CORPUS, trainer)
+    return library
+
+
+def byte_level_across_characters() -> Library:
+    """Merges that cross characters: most tokens end inside one."""
+    library = byte_level()
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=900, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    library.train_from_iterator(["你好世界你们好世界人民" * 3, "世界你好" * 5, *CORPUS], trainer)
+    return library
+
+
+def sentence_piece_unigram() -> Library:
+    """As T5 and Llama read: ▁ for a space, one before the text, bytes for what the vocabulary lacks."""
+    pieces = [(token, 0.0) for token in SPECIAL]
+    pieces += [(f"<0x{byte:02X}>", -20.0) for byte in range(256)]
+    words = {word for line in CORPUS[:3] for word in line.split() if word.isascii()}
+    pieces += [(f"▁{word}", -8.0) for word in sorted(words)]
+    pieces += [("▁", -5.0)] + [(chr(code), -9.0) for code in range(33, 127)] + [("é", -9.0), ("好", -9.0)]
+    return _metaspaced(models.Unigram(pieces, unk_id=2, byte_fallback=True))
+
+
+def sentence_piece_bpe() -> Library:
+    letters = ["▁", *map(chr, range(97, 123)), ",", ".", "'"]
+    tokens = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
+    merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("o", "x"), ("▁", "▁")]
+    tokens += ["".join(pair) for pair in merges]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    return _metaspaced(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+
+
+def _metaspaced(model: models.Model) -> Library:
+    library = Library(model)
+    library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    library.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return library
+
+
+def metaspace() -> Library:
+    library = Library(
+        models.Unigram([("<unk>", 0.0), ("▁", -3.0), *((chr(c), -4.0) for c in range(97, 123))], unk_id=0)
+    )
+    library.pre_tokenizer = pre_tokenizers.Metaspace()
+    library.decoder = decoders.Metaspace()
+    return library
+
+
+def word_piece() -> Library:
+    library = Library(models.WordPiece(unk_token="<unk>"))
+    library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    library.decoder = decoders.WordPiece(cleanup=True)
+    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=SPECIAL, show_progress=False)
+    library.train_from_iterator(CORPUS, trainer)
+    return library
+
+
+KINDS: dict[str, Callable[[], Library]] = {
+    "byte-level": byte_level,
+    "byte-level across characters": byte_level_across_characters,
+    "sentence-piece unigram": sentence_piece_unigram,
+    "sentence-piece BPE": sentence_piece_bpe,
+    "metaspace": metaspace,
+    "word-piece": word_piece,
+}
+BYTES = ["byte-level", "byte-level across characters", "sentence-piece unigram", "sentence-piece BPE"]
+_made: dict[str, Tokenizer] = {}
+
+
+def make(kind: str) -> Tokenizer:
+    if kind not in _made:
+        library = KINDS[kind]()
+        library.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+        _made[kind] = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=library, bos_token="<s>", eos_token="</s>"))
+    return _made[kind]
+
+
+def stream(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], seed: int) -> tuple[list[str], str]:
+    """Pushes tokens in pieces of random size; what each push gave, and the flush."""
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt)
+    rng = random.Random(seed)
+    pieces, done = [], 0
+    while done < len(ids):
+        count = rng.choice([1, 1, 1, 2, 5])
+        pieces.append(detokenizer.push(ids[done : done + count]))
+        done += count
+    pending = detokenizer.pending
+    flushed = detokenizer.flush()
+    assert pending == bool(flushed)
+    assert detokenizer.flush() == ""
+    return pieces, flushed
+
+
+TEXT = st.one_of(
+    st.text(max_size=60).map(lambda text: text.replace(BROKEN, "")),
+    st.text(alphabet="ab ▁ ,'é好😀\u0301\u200d👩👧\n", max_size=40),
+    st.lists(st.sampled_from(["the", " the", "  ", "fox", "😀", "好", "e\u0301", ".", "doesn't", "\n", "世界"])).map(
+        "".join
+    ),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(prompt=TEXT, text=TEXT, seed=st.integers(0, 9))
+def test_pieces_of_a_text_make_the_text(kind: str, prompt: str, text: str, seed: int) -> None:
+    tokenizer = make(kind)
+    ids = tokenizer.encode(prompt + text)
+    cut = len(tokenizer.encode(prompt)) if prompt else 0
+    pieces, flushed = stream(tokenizer, ids[:cut], ids[cut:], seed)
+    assert not any(BROKEN in piece for piece in pieces)
+    assert flushed == ""
+    whole, before = tokenizer.decode(ids), tokenizer.decode(ids[:cut])
+    assert "".join(pieces) == whole[len(before.rstrip(BROKEN)) :]
+    if not cut and kind in BYTES and "▁" not in text:  # which such a tokenizer reads as a space
+        assert "".join(pieces) == text
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "byte-level across characters", "metaspace", "word-piece"])
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(data=st.data(), seed=st.integers(0, 9))
+def test_any_tokens_in_pieces_decode_as_all_at_once(kind: str, data: st.DataObject, seed: int) -> None:
+    tokenizer = make(kind)
+    size = max(tokenizer.vocabulary().values()) + 1
+    tokens = st.lists(st.integers(0, size + 2), max_size=90)  # ids without a token among them
+    ids = data.draw(tokens)
+    pieces, flushed = stream(tokenizer, [], ids, seed)
+    assert "".join(pieces) + flushed == tokenizer.decode(ids)
+    assert not flushed.strip(BROKEN)
+
+
+@pytest.mark.parametrize("kind", ["sentence-piece unigram", "sentence-piece BPE"])
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(data=st.data(), seed=st.integers(0, 9))
+def test_under_byte_fallback_only_invalid_bytes_may_differ(kind: str, data: st.DataObject, seed: int) -> None:
+    """The tokenizer judges a run of bytes as a whole, afterwards; all that is not such a run must be the same."""
+    tokenizer = make(kind)
+    size = max(tokenizer.vocabulary().values()) + 1
+    ids = data.draw(st.lists(st.integers(0, size - 1), max_size=60))
+    pieces, flushed = stream(tokenizer, [], ids, seed)
+    texts = [token for token, index in sorted(tokenizer.vocabulary().items(), key=lambda item: item[1])]
+    found, wanted = "".join(pieces) + flushed, tokenizer.decode(ids)
+    if not any(texts[index].startswith("<0x") for index in ids):
+        assert found == wanted
+
+    def visible(text: str) -> str:
+        return "".join(character for character in text if character != BROKEN and ord(character) < 127)
+
+    kept = iter(visible(found))
+    assert all(character in kept for character in visible(wanted)), "text was lost"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_token_has_more_bytes_than_the_longest(kind: str) -> None:
+    tokenizer = make(kind)
+    texts = [tokenizer.decode_token(token, skip_special=False) for token in tokenizer.vocabulary().values()]
+    assert tokenizer.longest_token_bytes == max(len(text.encode()) for text in texts)
+
+
+@pytest.mark.parametrize("kind", BYTES)
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(text=TEXT)
+def test_a_text_has_no_more_bytes_than_as_many_of_the_longest_token(kind: str, text: str) -> None:
+    tokenizer = make(kind)
+    assert len(text.encode()) <= len(tokenizer.encode(text)) * tokenizer.longest_token_bytes
+
+
+@pytest.mark.parametrize("kind", BYTES)
+def test_half_a_character_is_kept_back_until_the_flush(kind: str) -> None:
+    tokenizer = make(kind)
+    ids = tokenizer.encode("x🦜")
+    tokens_of_the_bird = len(ids) - len(tokenizer.encode("x"))
+    assert tokens_of_the_bird > 1
+    for cut in range(1, tokens_of_the_bird):
+        detokenizer = IncrementalDetokenizer(tokenizer)
+        assert "".join(detokenizer.push([index]) for index in ids[:-cut]) == "x"
+        assert detokenizer.pending
+        assert set(detokenizer.flush()) == {BROKEN}
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    assert "".join(detokenizer.push([index]) for index in ids) == "x🦜"
+    assert not detokenizer.pending
+
+
+@pytest.mark.parametrize("kind", BYTES)
+def test_a_character_begun_in_the_prompt_is_completed(kind: str) -> None:
+    tokenizer = make(kind)
+    ids = tokenizer.encode("🦜 snow")
+    cuts = [cut for cut in range(1, len(ids)) if tokenizer.decode(ids[:cut]).endswith(BROKEN)]
+    assert cuts
+    for cut in cuts:
+        pieces, flushed = stream(tokenizer, ids[:cut], ids[cut:], 0)
+        assert "".join(pieces) + flushed == "🦜 snow"
+
+
+def test_bytes_that_are_no_character_come_out_once_that_is_certain() -> None:
+    tokenizer = make("byte-level")
+    [start, *_], [letter] = tokenizer.encode("😀"), tokenizer.encode("x")
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    assert detokenizer.push([start]) == ""
+    assert detokenizer.push([letter]) == BROKEN + "x"
+    after = IncrementalDetokenizer(tokenizer, [start])
+    assert after.push([letter]) == "x", "the broken character was the prompt's"
+    endless = IncrementalDetokenizer(tokenizer)
+    written = "".join(endless.push([start]) for _ in range(500))
+    assert len(written) > 400, "bytes that never become a character must not be kept for ever"
+    assert written + endless.flush() == tokenizer.decode([start] * 500)
+
+
+def test_a_push_costs_the_same_however_long_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = make("byte-level")
+    ids = tokenizer.encode("some words and 😀 then more of them ") * 60
+    longest: list[int] = []
+    decode = Tokenizer.decode
+
+    def counting(self: Tokenizer, ids: Sequence[int], skip_special: bool = True) -> str:
+        longest.append(len(ids))
+        return decode(self, ids, skip_special)
+
+    monkeypatch.setattr(Tokenizer, "decode", counting)
+    detokenizer = IncrementalDetokenizer(tokenizer, ids)
+    for index in ids:
+        detokenizer.push([index])
+    assert max(longest) < 32
+    assert len(longest) < 1.5 * len(ids) + 8
+
+
+def test_special_tokens_have_text_only_where_asked_for() -> None:
+    tokenizer = make("sentence-piece unigram")
+    ids = [*tokenizer.encode("The fox"), 1, *tokenizer.encode("fox")]
+    hidden, shown = IncrementalDetokenizer(tokenizer), IncrementalDetokenizer(tokenizer, skip_special=False)
+    assert "".join(hidden.push([index]) for index in ids) == tokenizer.decode(ids) == "The fox fox"
+    assert "".join(shown.push([index]) for index in ids) == tokenizer.decode(ids, skip_special=False)
+    assert "</s>" in tokenizer.decode(ids, skip_special=False)
+
+
+def test_a_space_after_special_tokens_at_the_end_of_the_prompt_is_kept() -> None:
+    tokenizer = make("sentence-piece unigram")
+    prompt = [*tokenizer.encode("The quick"), *[0] * 20]
+    assert IncrementalDetokenizer(tokenizer, prompt).push(tokenizer.encode("fox")) == " fox"
+
+
+def test_a_single_token_reads_as_it_does_after_others() -> None:
+    unigram, level = make("sentence-piece unigram"), make("byte-level")
+    assert unigram.decode_token(unigram.encode("fox")[0]) == " fox"
+    assert level.decode_token(level.encode("x")[0]) == "x"
+    assert level.decode_token(level.encode("😀")[0]) == BROKEN
+    assert level.decode_token(1) == ""
+    assert level.decode_token(1, skip_special=False) == "</s>"
+
+
+def test_vocabulary_and_fingerprint_include_added_tokens() -> None:
+    plain = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token="</s>"))
+    same = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token="</s>"))
+    more = PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token="</s>")
+    more.add_tokens(["<tool>"])
+    added = Tokenizer(more)
+    assert plain.fingerprint == same.fingerprint != added.fingerprint
+    assert added.vocabulary()["<tool>"] == len(plain.vocabulary())
+    assert added.eos_token_ids == (1,)
+    assert Tokenizer(PreTrainedTokenizerFast(tokenizer_object=byte_level())).eos_token_ids == ()
+
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'fool' %}{{ raise_exception('no fools') }}{% endif %}"
+    "<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant:{% endif %}"
+)
+
+
+def test_a_conversation_goes_through_the_template(tmp_path: Path) -> None:
+    fast = PreTrainedTokenizerFast(tokenizer_object=byte_level(), bos_token="<s>", eos_token="</s>")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(ModelSource(str(tmp_path)))
+    assert tokenizer.has_chat_template
+    ids = tokenizer.encode_chat([("system", "be brief"), ("user", "hello")])
+    wanted = "<s>system: be brief</s><s>user: hello</s><s>assistant:"
+    assert tokenizer.decode(ids, skip_special=False) == wanted
+    assert ids.count(0) == 3
+    assert ids.count(1) == 2
+    with pytest.raises(ChatTemplateError, match="no fools"):
+        tokenizer.encode_chat([("fool", "hello")])
+
+
+def test_a_tokenizer_without_template_says_so() -> None:
+    tokenizer = make("byte-level")
+    assert not tokenizer.has_chat_template
+    with pytest.raises(ChatTemplateError, match="no chat template"):
+        tokenizer.encode_chat([("user", "hello")])
+
+
+def test_special_tokens_the_tokenizer_adds_are_added(tmp_path: Path) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    library = byte_level()
+    library.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    PreTrainedTokenizerFast(tokenizer_object=library, bos_token="<s>").save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(ModelSource(str(tmp_path)))
+    assert tokenizer.encode("x")[0] == 0
+    assert tokenizer.decode(tokenizer.encode("x")) == "x"
+
+
+def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match="cannot load the tokenizer") as caught:
+        load_tokenizer(ModelSource(str(tmp_path)))
+    assert "\n" not in str(caught.value)
+    with pytest.raises(CheckpointError, match="no folder"):
+        load_tokenizer(ModelSource(str(tmp_path / "nowhere")))
