@@ -101,10 +101,9 @@ def _share(bench: Bench, packed: PackedModel, slots: list[int], case: Case) -> J
             packed.pool.rollback(slot, plan.context)
         packed.forward(chunks)
 
-    # As the engine has them from a pass, on the device: as the model computes them from a graph, else in float32. What
-    # they say is of `benchmarks.kernel_cases`: laws and drafts like those of a trained pair, most of which stand.
+    # Of the model's dtype, as the engine has them. What they say is of `benchmarks.kernel_cases`: laws and drafts like
+    # those of a trained pair, most of which stand.
     logits = case.logits.flatten(0, 1)
-    logits = logits.float() if packed.captured is None else logits
     passing = bench.clock.wall(forward).median
     judging = bench.clock.wall(lambda: verify(logits, case.proposals)).median
     row: Json = {"forward_us": passing, "verify_us": judging, "share": judging / (passing + judging)}

@@ -270,16 +270,20 @@ def prepare(logits: Tensor, proposals: Sequence[Proposed]) -> Launch:
         logits = logits.contiguous()
     R, V = logits.shape
     batch = pack(proposals, V, tile_size(V), logits.device)
-    shape = (R, -(-V // tile_size(V)))
-    stats = (
-        torch.empty(shape, dtype=torch.float32, device=logits.device),
-        torch.empty(shape, dtype=torch.float32, device=logits.device),
-        torch.empty(shape, dtype=torch.int32, device=logits.device),
-        torch.empty(shape, dtype=torch.float32, device=logits.device),
-    )
+    stats = _room_for_stats((R, -(-V // tile_size(V))), logits.device)
     cuts = torch.empty(R, dtype=torch.float32, device=logits.device)
     room = _beta_room(len(batch.draft_q)) + 3 * len(batch.ints)
     return Launch(logits, proposals, batch, stats, cuts, torch.empty(room, dtype=torch.int32, device=logits.device))
+
+
+def _room_for_stats(shape: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return room for peaks, masses, bests and leads, each on an edge of 16 bytes, for which kernels are compiled."""
+    return (
+        torch.empty(shape, dtype=torch.float32, device=device),
+        torch.empty(shape, dtype=torch.float32, device=device),
+        torch.empty(shape, dtype=torch.int32, device=device),
+        torch.empty(shape, dtype=torch.float32, device=device),
+    )
 
 
 def _outcomes(out: Tensor, N: int) -> Tensor:
@@ -323,8 +327,7 @@ def gumbel_max(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: T
     floats = torch.nn.functional.pad(scales.unsqueeze(1), (0, FLOATS - 1))
     nothing = torch.empty(0, dtype=torch.int32, device=logits.device)
     cuts = torch.empty(B, dtype=torch.float32, device=logits.device)
-    peaks, masses, leads = torch.empty((3, *shape), dtype=torch.float32, device=logits.device).unbind(0)
-    bests = torch.empty(shape, dtype=torch.int32, device=logits.device)
+    peaks, masses, bests, leads = _room_for_stats(shape, logits.device)
     with torch.cuda.device_of(logits):
         stats_kernel[(B * shape[1],)](
             logits, logits.stride(0), V, shape[1], rows.int(), ints, floats,
