@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 
@@ -48,10 +49,15 @@ GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """The files with tests marked gpu, in the order of what everything else stands on."""
 
+ALONE = frozenset({"memory", "the pair", "benchmarks"})
+"""Groups that look at the memory or the time of the whole device. Others run in several processes: most of their time
+is the compiler's."""
+
 SANITIZER = "compute-sanitizer"
 
 _SEQUENCES, _LENGTH, _WIDEST = 4, 256, 5
 _GRAPH_SECONDS, _GRAPH_BYTES = 30.0, 1024 * MIB
+_PROCESSES = min(6, max(1, (os.cpu_count() or 1) // 2))
 _SHOWN_LINES = 40
 _MEMORY_ERROR = 9  # exit code
 
@@ -109,7 +115,7 @@ def tests(bench: Bench) -> Json:
         if bench.deadline.over:
             bench.troubles.append(f"the time was over before the tests of {name}")
             break
-        found[name] = _tested(bench, files)
+        found[name] = _tested(bench, files, processes=1 if name in ALONE else _PROCESSES)
         bench.told(f"{name}: {found[name]['outcome']}")
         if found[name]["exit_code"]:
             bench.troubles.append(f"tests of {name}: {found[name]['outcome']}; the groups after it did not run")
@@ -117,8 +123,10 @@ def tests(bench: Bench) -> Json:
     return {"collected_only": bench.plan.is_dry, "groups": found}
 
 
-def _tested(bench: Bench, files: Sequence[str]) -> Json:
+def _tested(bench: Bench, files: Sequence[str], *, processes: int) -> Json:
     how = ["--collect-only"] if bench.plan.is_dry else ["--tb=short"]
+    if processes > 1 and bench.device.type == "cuda" and find_spec("xdist") is not None:
+        how += ["-n", str(processes), "--dist", "worksteal"]
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *how, *files]
     # The tests take a machine without /dev/nvidiactl for one without a GPU, unless they are told.
     environment = {"TRITON_INTERPRET": "0"} if bench.device.type == "cuda" else {}
