@@ -6,7 +6,6 @@ import json
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from benchmarks.planted.models import build
 from benchmarks.planted.shapes import LLAMA_1B, LLAMA_8B, LLAMA_13B, TINY_DRAFT, TINY_TARGET
 from benchmarks.planted.text import Plant, written
 from outrider.theory import expected_tokens
-from tests.commands import Command
 
 CPU = torch.device("cpu")
 LEVEL = 0.001
@@ -33,28 +31,10 @@ LEVEL = 0.001
 # ------------------------------------------------------------------------------------------------------ the whole of it
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_the_command_runs_dry(tmp_path: Path) -> None:
-    """All of it, with processes of its own: about a minute on one core."""
-    output = tmp_path / "gpu.json"
-    code, out, err = Command("benchmarks.gpu", "--dry-run", "--output", str(output)).ended(within=390.0)
-    assert code == 0, err
-    document = json.loads(output.read_text())
-    _check_figures({name: entry["figures"] for name, entry in document["parts"].items()})
-    (compiled,) = DRY.compiled
-    assert document["parts"]["alone"]["figures"]["shapes"][compiled]["contenders"]["transformers, static cache"][
-        "rates"
-    ]
-    assert DRY_RUN in out
-
-
 @pytest.mark.timeout(300)  # services start four times, on whatever else the machine does
 def test_a_dry_run_measures_every_part_and_says_that_it_means_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # All but the process with the static cache, which takes as long to import as the rest to run.
-    monkeypatch.setattr(gpu, "DRY", replace(DRY, compiled={}))
     output = tmp_path / "gpu.json"
     arguments = ["--dry-run", "--output", str(output), "--scratch", str(tmp_path)]
     assert gpu.main(arguments) == 0
@@ -67,6 +47,8 @@ def test_a_dry_run_measures_every_part_and_says_that_it_means_nothing(
         assert entry["key"]["versions"]["torch"] == torch.__version__
     figures = {name: entry["figures"] for name, entry in document["parts"].items()}
     _check_figures(figures)
+    (compiled,) = DRY.compiled
+    assert figures["alone"]["shapes"][compiled]["contenders"]["transformers, static cache"]["rates"]
     assert str(tmp_path) not in output.read_text()
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []  # nothing is left in the scratch folder
 

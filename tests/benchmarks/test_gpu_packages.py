@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -75,3 +76,13 @@ def test_wheels_are_installed_beside_what_is_there(
     (tmp_path / "broken-1.0-py3-none-any.whl").write_bytes(b"no wheel")
     assert gpu_packages.main(["--wheels", str(tmp_path), "--target", str(tmp_path / "to")]) == 2
     assert "pip could not install the wheels" in capsys.readouterr().err
+
+
+def test_make_looks_for_packages_and_then_takes_one_run() -> None:
+    told = subprocess.run(
+        ["make", "--dry-run", "gpu", "PART=2", "PYTHON=python-of-the-gpu", "WHEELS=there"],
+        cwd=gpu_packages.ROOT, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    packages, run = " ".join(told.split()).split("PYTHONPATH=build/gpu")
+    assert packages.strip() == "python-of-the-gpu -m benchmarks.gpu_packages --wheels there --target build/gpu"
+    assert " ".join(run.replace("\\", " ").split()) == "python-of-the-gpu -m benchmarks.gpu --run 2"
