@@ -51,7 +51,7 @@ Measure = Callable[[Bench, Json], Json]
 MEASURES: dict[str, Measure] = {
     "choices": lambda bench, found: choices(bench),
     "tests": lambda bench, found: tests(bench),
-    "memcheck": lambda bench, found: memcheck(bench),
+    "memcheck": lambda bench, found: bench.tried("memcheck", lambda: memcheck(bench), ours=False),
     "device": lambda bench, found: device_rates(bench),
     "alone": lambda bench, found: alone(bench, _bandwidth(bench, found)),
     "pair": lambda bench, found: pair(bench),

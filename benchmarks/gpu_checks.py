@@ -115,7 +115,11 @@ def tests(bench: Bench) -> Json:
         if bench.deadline.over:
             bench.troubles.append(f"the time was over before the tests of {name}")
             break
-        found[name] = _tested(bench, files, processes=1 if name in ALONE else _PROCESSES)
+        try:
+            found[name] = _tested(bench, files, processes=1 if name in ALONE else _PROCESSES)
+        except Unavailable as error:  # those before it stand
+            bench.troubles.append(f"tests of {name}: {error}")
+            break
         bench.told(f"{name}: {found[name]['outcome']}")
         if found[name]["exit_code"]:
             bench.troubles.append(f"tests of {name}: {found[name]['outcome']}; the groups after it did not run")

@@ -148,6 +148,8 @@ def _tests(found: Json | None) -> str:
 def _memcheck(found: Json | None) -> str:
     if not found:
         return ""
+    if "error" in found:
+        return f"## Memory accesses\n\nNot checked: {found['error']}.\n"
     tool = f"under `{found['tool']}`" if found["tool"] else "compute-sanitizer did not watch"
     outcome = "no error" if not found["exit_code"] else f"exit code {found['exit_code']}"
     return f"## Memory accesses\n\nEvery kernel once, {tool}: {outcome}.\n"

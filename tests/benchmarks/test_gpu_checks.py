@@ -16,6 +16,7 @@ from benchmarks.clocks import CpuClock
 from benchmarks.gpu_bench import Bench, Unavailable
 from benchmarks.gpu_checks import GROUPS, memcheck
 from benchmarks.gpu_plan import DRY
+from benchmarks.gpu_report import _memcheck
 from tests.house.project import ROOT
 
 CPU = torch.device("cpu")
@@ -57,6 +58,31 @@ def test_groups_end_with_the_first_in_which_a_test_fails(
     assert bench.troubles == [
         f"tests of bad: {found['groups']['bad']['outcome']}; the groups after it did not run",
     ]
+
+
+def test_a_group_that_takes_too_long_takes_no_other_with_it(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "test_good.py").write_text("import pytest\n@pytest.mark.gpu\ndef test_good(): pass\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    monkeypatch.setattr(gpu_checks, "GROUPS", {"good": (str(tmp_path / "test_good.py"),), "slow": ("test_slow.py",)})
+    monkeypatch.setattr(gpu_checks, "ROOT", tmp_path)
+    run = gpu_checks._run
+
+    def late(command: list[str], seconds: float, environment: dict[str, str]) -> tuple[int, list[str]]:
+        return run(command, 0.0 if "test_slow.py" in command else seconds, environment)
+
+    (tmp_path / "test_slow.py").write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.setattr(gpu_checks, "_run", late)
+    assert list(gpu_checks.tests(bench)["groups"]) == ["good"]
+    (trouble,) = bench.troubles
+    assert trouble.startswith("tests of slow: ")
+    assert "took more than 0 s" in trouble
+
+
+def test_a_memcheck_that_cannot_run_is_told_on_the_page() -> None:
+    assert "Not checked: Device not supported." in _memcheck({"error": "Device not supported"})
+    assert "no error" in _memcheck({"tool": gpu_checks.SANITIZER, "exit_code": 0})
 
 
 SANITIZER = """#!{python}
