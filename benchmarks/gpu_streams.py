@@ -101,8 +101,8 @@ def _share(bench: Bench, packed: PackedModel, slots: list[int], case: Case) -> J
             packed.pool.rollback(slot, plan.context)
         packed.forward(chunks)
 
-    # Of the model's dtype, as the engine has them. What they say is of `benchmarks.kernel_cases`: laws and drafts like
-    # those of a trained pair, most of which stand.
+    # In the model's dtype, as the engine passes them on. `benchmarks.kernel_cases` makes distributions and drafts like
+    # those of a trained pair, most of which are accepted.
     logits = case.logits.flatten(0, 1)
     passing = bench.clock.wall(forward).median
     judging = bench.clock.wall(lambda: verify(logits, case.proposals)).median
