@@ -24,7 +24,7 @@ from benchmarks.gpu_packed import packed_model
 from benchmarks.gpu_transformers import generated
 from benchmarks.planted.shapes import Shape
 from benchmarks.planted.text import written
-from kernels.distribution import SamplingLaw
+from kernels.sampling import SamplingLaw
 from kernels.verify import Proposed, verify
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.packed import Chunk, PackedModel

@@ -16,13 +16,13 @@ from benchmarks.planted import models
 from benchmarks.planted.shapes import TINY_TARGET
 from benchmarks.planted.text import Plant
 from kernels import paths
-from kernels.distribution import SamplingLaw
+from kernels.sampling import Draw, SamplingLaw
 from kernels.sparse import SparseConfig
 from kernels.verify import Proposed, Rule
 from outrider.runtime import layer_ops
 from outrider.runtime.attention_choice import TRITON, AttentionChoice, try_out
 from outrider.runtime.cuda_graph import Repeating
-from outrider.runtime.decode_loop import Sampling
+from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.device import find_device, work_on
 from outrider.runtime.fused_decoder import FusedDecoder
 from outrider.runtime.layer_ops import TritonOps
@@ -73,9 +73,8 @@ def _rounds(device: torch.device, dtype: torch.dtype) -> str:
     judge = TargetRunner(packed, vocab_size=TINY_TARGET.vocab, verify_path="triton")
     capture = {"seconds": 1000, "most_bytes": 1024 * MIB}
     judge.capture(Repeating(), max_sequences=1, max_gamma=1, pass_tokens=64, **capture)
-    packed.capture_decode_loop(
-        Repeating(), _CONFIG, sequences=2, tokens=3, vocab_size=TINY_TARGET.vocab, races=True, **capture
-    )
+    loop = DecodeLoop(packed, TINY_TARGET.vocab, _CONFIG)
+    loop.capture(Repeating(), sequences=2, tokens=3, with_noise=True, **capture)
     follows, slots = plant.successors().tolist(), [packed.pool.allocate() for _ in range(2)]
     packed.forward([Chunk(slot, [5 + slot] * 37, 0, 37) for slot in slots])
     for rule, judged in ((Rule.TOKENWISE, slots[:1]), (Rule.COUPLED, slots)):  # a captured pass, and one as it comes
@@ -88,11 +87,11 @@ def _rounds(device: torch.device, dtype: torch.dtype) -> str:
         told = [(each.accepted, each.next_token) for each in judge(chunks, proposals).results]
         if told != [(1, follows[follows[last]])] * len(judged):
             return f"rounds under {rule}: {told}"
-    sampling = Sampling(SamplingLaw(), _CONFIG, [0.5, 0.5, 0.5], TINY_TARGET.vocab)
-    written = packed.decode([Chunk(slot, [9], packed.pool.length(slot), 0) for slot in slots], [sampling] * len(slots))
-    wanted = [follows[9], follows[follows[9]], follows[follows[follows[9]]]]
-    if any(list(each.tokens) != wanted for each in written):
-        return f"drafted tokens: {[list(each.tokens) for each in written]}"
+    draws = [[Draw(SamplingLaw(), 0.5)] * 3 for _ in slots]
+    samples = loop.decode([Chunk(slot, [9], packed.pool.length(slot), 0) for slot in slots], draws)
+    drafted = [[each.token for each in own] for own in samples]
+    if any(tokens != [follows[9], follows[follows[9]], follows[follows[follows[9]]]] for tokens in drafted):
+        return f"drafted tokens: {drafted}"
     return ""
 
 

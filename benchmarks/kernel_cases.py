@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from kernels.dense import DraftLogits, SigmoidScales
-from kernels.distribution import SamplingLaw
-from kernels.noise import gumbel
-from kernels.philox import Domain, uniform
-from kernels.sparse import SparseConfig, SparseLaw, sample, sparsify
+from kernels.rng import Domain, gumbel, uniform
+from kernels.sampling import SamplingLaw
+from kernels.sparse import SparseConfig, SparseLaw, sparsify
 from kernels.verify import Proposed, Rule
 
 MAX_GAMMA = 20
@@ -108,7 +107,7 @@ class Case:
             scales = _SCALES
         return [
             Proposed(
-                tuple(sample(each, uniform(b, BASE_LENGTH, i, Domain.DRAFT)) for i, each in enumerate(laws)),
+                tuple(each.token_at(uniform(b, BASE_LENGTH, i, Domain.DRAFT)) for i, each in enumerate(laws)),
                 q, law, b, BASE_LENGTH, shape.rule, sigmoid=scales,
             )
             for b in range(shape.B)

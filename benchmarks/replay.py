@@ -20,7 +20,7 @@ from transformers import DynamicCache
 
 from benchmarks.acceptance import Drafted
 from benchmarks.local import load
-from kernels.distribution import SamplingLaw, probabilities
+from kernels.sampling import SamplingLaw, probabilities
 from outrider.client.events import AcceptanceRule
 from outrider.wire import decode_sparse
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, speculation_pb2

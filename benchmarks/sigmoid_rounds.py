@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from kernels.distribution import SamplingLaw, probabilities
-from kernels.philox import Domain, uniform
+from kernels.rng import Domain, uniform
+from kernels.sampling import SamplingLaw, probabilities
 from kernels.sigmoid import draft_logits
-from kernels.sparse import SparseConfig, SparseLaw, sample, sparsify
+from kernels.sparse import SparseConfig, SparseLaw, sparsify
 from kernels.verify import DenseLaw, Proposed, Rule, SigmoidScales, verify
 from models.generation import Writer, steps
 
@@ -108,7 +108,7 @@ def rounds(target: LlamaForCausalLM, draft: LlamaForCausalLM, texts: Texts, gamm
         for place in range(gamma):
             said.append(logits)
             laws.append(sparsify(probabilities(logits, LAW), KEPT))
-            drawn = [sample(law, uniform(row, base, place, Domain.DRAFT)) for row, law in enumerate(laws[-1])]
+            drawn = [law.token_at(uniform(row, base, place, Domain.DRAFT)) for row, law in enumerate(laws[-1])]
             drafted = torch.cat((drafted, torch.tensor(drawn)[:, None]), dim=1)
             if place < gamma - 1:
                 logits = writer.extend(drafted[:, -1:])[:, -1]
@@ -129,7 +129,7 @@ def synthetic(vocab_size: int, gamma: int, count: int) -> list[Case]:
         z = torch.randn(gamma + 1, vocab_size, generator=generator) * 3
         v = z[:gamma] + torch.randn(gamma, vocab_size, generator=generator)
         laws = tuple(sparsify(probabilities(v, LAW), KEPT))
-        tokens = tuple(sample(law, uniform(number, 1, i, Domain.DRAFT)) for i, law in enumerate(laws))
+        tokens = tuple(law.token_at(uniform(number, 1, i, Domain.DRAFT)) for i, law in enumerate(laws))
         cases.append(Case(z, v, tokens, laws, number, 1))
     return cases
 

@@ -9,7 +9,8 @@ import structlog
 from draft_service.drafter_choice import supports_rule_by_logits
 from draft_service.drafters.base import Kind
 from draft_service.drafters.build import cheap_drafters, check_settings, guarded, loads_model, model_drafters
-from draft_service.drafters.staged import StagedEngine
+from draft_service.drafters.engine import DraftEngine
+from draft_service.drafters.staged import Staging
 from draft_service.failover_metrics import FailoverMetrics, show_verifiers
 from draft_service.lengths import Lengths
 from draft_service.message_limit import message_limit, short_of
@@ -27,7 +28,6 @@ from outrider.loading import Built, Loader, build_packed, load, load_tokenizer_a
 from outrider.model_info import describe, describe_tokenizer
 from outrider.runtime.cuda_graph import Capturer
 from outrider.runtime.loader import LoadedModel
-from outrider.runtime.packed import PackedModel
 from outrider.runtime.tokenizer import Tokenizer
 from outrider.sampling import DEFAULT_RULE, OFFERED_RULES, RULE_TO_WIRE
 from protos.outrider.v1 import model_pb2
@@ -69,7 +69,7 @@ class DraftApp(Service):
         self._tls = verifier_tls(settings)
         self._servicer = DraftService(settings, self.metrics, self.tracing)
         self._link: VerifierLink | None = None
-        self.engine: StagedEngine | None = None
+        self.engine: DraftEngine | None = None
 
     def max_message_bytes(self) -> int:
         return message_limit(self._settings)
@@ -118,7 +118,7 @@ class DraftApp(Service):
             service="draft_service", version=draft.server_version, model=draft.name, device=draft.device
         )
         chosen = guarded(drafters, settings, target, sparse)
-        show_drafters(self.metrics, chosen, None if self.engine is None else self.engine.counts)
+        show_drafters(self.metrics, chosen, None if self.engine is None else self.engine.staging)
         self._servicer.attach(
             Pair(chosen, Kind(settings.drafter), Lengths(self.metrics), self._link, tokenizer, draft, target)
         )
@@ -152,42 +152,38 @@ def load_built(settings: DraftSettings, loader: Loader = load) -> tuple[Built, T
 
 def build_engine(
     built: Built, target: model_pb2.ModelInfo, config: SparseConfig, settings: DraftSettings
-) -> StagedEngine:
+) -> DraftEngine:
     """The draft's engine, not started.
 
     Raises:
         CheckpointError: there is no room for captured passes.
     """
     packed = built.packed
-    built.tell_memory(built.capture(settings, _captures(packed, target, config, settings)))
-    packed.warm_up_decoding(config)
-    return StagedEngine(
+    engine = DraftEngine(
         packed,
         vocab_size=target.vocab_size,
         config=config,
         prefill_tokens=settings.prefill_tokens,
-        guesses=settings.staged_guesses,
+        staging=Staging(settings.staged_guesses, packed.loaded.vocab_size),
         threads=settings.threads,
     )
+    built.tell_memory(built.capture(settings, _captures(engine, target, settings)))
+    return engine
 
 
-def _captures(
-    packed: PackedModel, target: model_pb2.ModelInfo, config: SparseConfig, settings: DraftSettings
-) -> Callable[..., str]:
+def _captures(engine: DraftEngine, target: model_pb2.ModelInfo, settings: DraftSettings) -> Callable[..., str]:
     """Captures the passes that begin a round, of one or two rows each, and the steps that follow."""
 
     def capture(capturer: Capturer, *, seconds: float, most_bytes: int) -> str:
-        steps = packed.capture_decode_loop(
+        steps = engine.loop.capture(
             capturer,
-            config,
             sequences=min(settings.max_sequences, MOST_STEPPED),
             tokens=target.limits.max_gamma,
-            vocab_size=min(target.vocab_size, packed.loaded.vocab_size),
-            races=implementation_for(packed.loaded.device) == "triton",
+            with_noise=implementation_for(engine.packed.loaded.device) == "triton",
             seconds=seconds / 2,
             most_bytes=most_bytes,
         )
-        passes = packed.capture(
+        passes = engine.packed.capture(
             capturer, max_sequences=settings.max_sequences, widest=2, seconds=seconds / 2, most_bytes=most_bytes
         )
         return f"{steps}; {passes}"

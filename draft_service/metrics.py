@@ -13,7 +13,7 @@ from draft_service.concurrency import ConcurrencyLimit
 from draft_service.drafters.ahead import Counts
 from draft_service.drafters.base import Kind
 from draft_service.drafters.guard import GuardedDrafter
-from draft_service.drafters.staged import StagedCounts
+from draft_service.drafters.staged import StagedCounts, Staging
 from outrider.metrics import Metrics
 from outrider.runtime.kv_pool import KVPool
 
@@ -31,11 +31,11 @@ def show_held(metrics: Metrics, limit: ConcurrencyLimit, pool: KVPool | None) ->
         gauge("kv_blocks_used", "Blocks that sequences hold; the rest is free.", lambda: pool.used_blocks)
 
 
-def show_drafters(metrics: Metrics, drafters: Mapping[Kind, GuardedDrafter], staged: StagedCounts | None) -> None:
-    """Shows from now on what each drafter has cost, by its name; `staged` where there is a draft model."""
+def show_drafters(metrics: Metrics, drafters: Mapping[Kind, GuardedDrafter], staging: Staging | None) -> None:
+    """Shows from now on what each drafter has cost, by its name; `staging` where there is a draft model."""
     metrics.registry.register(_Drafters(drafters))
-    if staged is not None:
-        metrics.registry.register(_Staged(staged))
+    if staging is not None:
+        metrics.registry.register(_Staged(staging.counts))
 
 
 def show_outcome_cache(metrics: Metrics, counts: Counts) -> None:

@@ -212,7 +212,7 @@ def apply(logits: Tensor, rows: Sequence[RowAdjustment | None]) -> Tensor:
     """Return `logits` `[R, V]` with each row's adjustment made, in float32.
 
     `rows` holds one entry a row, or none at all. The same tensor is returned where nothing changes, and a copy
-    otherwise. A row whose every id is banned comes out as -inf throughout, which `distribution.bad_rows` reports.
+    otherwise. A row whose every id is banned comes out as -inf throughout, which `sampling.bad_rows` reports.
 
     Raises:
         ValueError: `rows` is neither empty nor of length R.

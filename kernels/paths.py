@@ -15,7 +15,7 @@ import torch
 
 from kernels.adjustments import RowAdjustment
 from kernels.dense import DraftLogits, SigmoidScales
-from kernels.distribution import SamplingLaw
+from kernels.sampling import SamplingLaw
 from kernels.sparse import MAX_SUPPORT, SparseLaw
 from kernels.verify import Proposed, Rule, implementation_for, implementations, verify
 

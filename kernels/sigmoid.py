@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.dense import EXCLUDED, DraftLogits, SigmoidScales
-from kernels.distribution import SamplingLaw, kept
+from kernels.sampling import SamplingLaw, kept
 
 _LARGEST = 65504.0
 _LEAST_KEPT = -65472.0  # the neighbour of EXCLUDED

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from kernels.noise import FIRST_MULTIPLIER, SECOND_MULTIPLIER, SPREAD
-from kernels.philox import Domain
+from kernels.rng import FIRST_MULTIPLIER, SECOND_MULTIPLIER, SPREAD, Domain
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -139,7 +138,7 @@ def load_at(rows, row, ids, wanted, TILE: tl.constexpr, ADJUSTED: tl.constexpr, 
 
 @triton.jit
 def _uniforms(seed, base_length, index, domain: tl.constexpr):
-    """Return `kernels.philox.uniform` of these, float64, in the shape of `index`."""
+    """Return `kernels.rng.uniform` of these, float64, in the shape of `index`."""
     index = index.to(tl.uint32)
     zero = index ^ index
     high, low, _, _ = tl.philox(seed, zero + base_length.to(tl.uint32), index, zero + domain, zero)
@@ -161,7 +160,7 @@ def resample_uniforms(seed, base_length, index):
 
 @triton.jit
 def exponentials(seed, position, ids):
-    """Return the exponential variables of `kernels.noise` at one position, float32, in the shape of `ids`."""
+    """Return the exponential variables of `kernels.rng` at one position, float32, in the shape of `ids`."""
     position = position.to(tl.uint32)
     zero = position ^ position
     key0, key1, key2, _ = tl.philox(seed, position, zero, zero + _COUPLED, zero)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from kernels.adjustments import RowAdjustment
 from kernels.dense import DenseLaw, DraftLogits, SigmoidScales
-from kernels.distribution import SamplingLaw
-from kernels.philox import Domain, uniform
+from kernels.rng import Domain, uniform
+from kernels.sampling import SamplingLaw
 from kernels.sparse import SparseLaw
 
 __all__ = [

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from kernels.adjustments import apply
-from kernels.coupled import choose_each, noise_of, rows_at_once
 from kernels.dense import DenseLaw, DraftLogits
-from kernels.distribution import bad_rows, probabilities
 from kernels.drafts import Drafts, gather
 from kernels.logprobs import with_logprobs
+from kernels.rng import noise_rows
+from kernels.sampling import bad_rows, gumbel_max, probabilities
 from kernels.sigmoid import Scores
 from kernels.sparse import SparseLaw
 from kernels.verify import BAD_LOGITS, DraftLaw, Proposed, Rule, Status, VerifyResult
@@ -157,18 +157,15 @@ def _walk_block(rows: np.ndarray, drafts: Drafts, start: int, draft: int, propos
 def _walk_coupled(rows: np.ndarray, start: int, proposal: Proposed) -> VerifyResult:
     """Accept while argmax(log p + g) is the drafted token; the first that differs comes next."""
     gamma, V = len(proposal.tokens), rows.shape[1]
-    step = rows_at_once(V)
-    best: list[int] = []
     for i in range(gamma + 1):
-        if i == len(best):  # some rows at once: most walks go on for a few
-            law = rows[start + i : start + min(i + step, gamma + 1)]
-            places = [(proposal.seed, proposal.base_length + i + k) for k in range(len(law))]
-            best += choose_each(torch.from_numpy(law), noise_of(places, V))
-        if math.isnan(rows[start + i, 0]):
+        p = rows[start + i]
+        if math.isnan(p[0]):
             return BAD_LOGITS
-        if i == gamma or best[i] != proposal.tokens[i]:
+        noise = noise_rows([(proposal.seed, proposal.base_length + i)], V)
+        (best,) = gumbel_max(torch.from_numpy(p[None, :]), noise)
+        if i == gamma or best != proposal.tokens[i]:
             break
-    return VerifyResult(Status.OK, i, best[i])
+    return VerifyResult(Status.OK, i, best)
 
 
 def _resampled(

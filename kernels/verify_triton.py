@@ -23,8 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.adjustments import apply
-from kernels.distribution import probabilities
 from kernels.logprobs import with_logprobs
+from kernels.sampling import probabilities
 from kernels.sparse import MAX_SUPPORT
 from kernels.triton_draw import DENSE, SPARSE, TARGET, Draft, Law, draw
 from kernels.triton_draw import SIGMOID as SIGMOID_REST
@@ -305,7 +305,7 @@ def verify(logits: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
 
 
 def gumbel_max(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Return the token of each row that wins with the noise of its position, int64 `[B]`, as `kernels.coupled` does.
+    """Return argmax(log p + g) of each row, int64 `[B]`, as `sampling.gumbel_max` does.
 
     Nothing waits for the host, so that a CUDA graph may hold the draws of several steps, each of which feeds the next.
     A row of NaN or -inf alone gives some token.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kernels.adjustments import LogitRules
-from kernels.distribution import SamplingLaw
+from kernels.sampling import SamplingLaw
 from kernels.verify import Rule, SigmoidScales
 from outrider.rpc.errors import invalid_field
 from protos.outrider.v1 import sampling_pb2

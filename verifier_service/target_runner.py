@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.distribution import SamplingLaw
+from kernels.sampling import SamplingLaw
 from kernels.verify import Proposed, VerifyResult, verify
 from outrider.runtime.cuda_graph import Capturer
 from outrider.runtime.packed import Chunk, PackedModel

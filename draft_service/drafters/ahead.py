@@ -15,14 +15,12 @@ import numpy as np
 import torch
 
 from draft_service.drafters.base import Foresight
-from draft_service.drafters.drawing import Drawn
 from draft_service.drafters.outcomes import Forecast, Guess, Place
-from draft_service.drafters.sequence import ModelSequence, TokenLaw
+from draft_service.drafters.sequence import Drawn, ModelSequence, TokenLaw
 from draft_service.drafters.spare_time import SpareTime
 from draft_service.drafters.trial import Trial
-from kernels import coupled
 from kernels.dense import DraftLogits
-from kernels.entropy import UNSURE
+from kernels.sampling import UNSURE
 from kernels.sparse import SparseLaw
 from kernels.verify import Rule
 from outrider.runtime.kv_pool import KVPool
@@ -311,7 +309,8 @@ def _places(sequence: ModelSequence) -> list[Place]:
         return [_of_law(law, count) for law in sequence.laws]
     rows = torch.stack([row for row in sequence.scores if row is not None])  # [γ, V]
     if sequence.shares_noise:
-        found = coupled.runners_up(rows, count)
+        least, tokens = rows.topk(min(count, rows.shape[-1]), largest=False)
+        found = tokens.tolist(), least.neg().log().tolist()  # log p + g, see `kernels.sampling.race`
     else:
         scores, tokens = rows.topk(min(count, rows.shape[-1]))
         found = tokens.tolist(), scores.tolist()

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from kernels.adjustments import LogitRules
 from kernels.dense import DraftLogits
-from kernels.distribution import SamplingLaw
+from kernels.sampling import SamplingLaw
 from kernels.sparse import SparseLaw
 from kernels.verify import Rule
 from outrider.best_effort import Component

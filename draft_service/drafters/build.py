@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from draft_service.drafters.base import RUN_A_MODEL, Drafter, Kind
+from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.guard import GuardedDrafter
 from draft_service.drafters.guessing import GuessingDrafter
 from draft_service.drafters.lookup import LookupDrafter
@@ -11,7 +12,6 @@ from draft_service.drafters.model import ModelDrafter
 from draft_service.drafters.ngram import NGramConfig, NGramDrafter
 from draft_service.drafters.none import NoDrafter
 from draft_service.drafters.random import RandomDrafter
-from draft_service.drafters.staged import StagedDrafter, StagedEngine
 from draft_service.settings import DraftSettings
 from kernels.sparse import SparseConfig
 from outrider.runtime.tokenizer import Tokenizer
@@ -71,14 +71,14 @@ def cheap_drafters(
 
 
 def model_drafters(
-    settings: DraftSettings, engine: StagedEngine, cheap: Mapping[Kind, Drafter], target: model_pb2.ModelInfo
+    settings: DraftSettings, engine: DraftEngine, cheap: Mapping[Kind, Drafter], target: model_pb2.ModelInfo
 ) -> dict[Kind, Drafter]:
     """Those that take the draft model; one of the `cheap` ones guesses for it."""
     guesses = cheap[Kind(settings.staged_by)]
     assert isinstance(guesses, GuessingDrafter)
     return {
         Kind.MODEL: ModelDrafter(engine, vocab_size=target.vocab_size),
-        Kind.STAGED: StagedDrafter(engine, guesses, vocab_size=target.vocab_size),
+        Kind.STAGED: ModelDrafter(engine, vocab_size=target.vocab_size, cheap=guesses),
     }
 
 

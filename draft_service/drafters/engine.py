@@ -1,25 +1,25 @@
-"""The draft's engine: all sequences that have a proposal to draft take their steps together, one packed pass a step.
+"""The draft's engine: all sequences that have a proposal to draft take their steps together, one forward pass a step.
 
-It runs on a thread of its own (`outrider.runtime.engine`): γ tokens are γ passes, with no way back to the event loop
-between them, and one call of the decode loop where the model has one. Where nobody asks it drafts ahead
-(`OutcomeCache`). It knows nothing of gRPC or of verdicts: it is told what was committed, and asked for tokens that may
-follow.
+A step gives each of them one token, or several: all that its guesses let stand (`Staging`), or all that is left of its
+proposal, where steps are captured on a device (`outrider.runtime.decode_loop`). While no proposal is asked for, the
+engine drafts ahead (`OutcomeCache`). It runs on a thread of its own (`outrider.runtime.engine`).
 """
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from draft_service.drafters.ahead import OutcomeCache
 from draft_service.drafters.base import DraftError, Foresight
-from draft_service.drafters.drawing import Drawing, Drawn, DrawnToken
-from draft_service.drafters.sequence import Ask, Close, ModelSequence
+from draft_service.drafters.sequence import Ask, Close, DraftWork, Drawn, DrawnToken, ModelSequence
 from draft_service.drafters.spare_time import SpareTime
-from kernels.entropy import UNSURE
+from draft_service.drafters.staged import Staging, row_adjustments, row_draws
+from kernels.adjustments import RowAdjustment, apply
+from kernels.sampling import UNSURE, Draw, sample
+from kernels.sigmoid import draft_logits
 from kernels.sparse import SparseConfig
 from outrider.best_effort import Component
-from outrider.runtime.decode_loop import Sampling
+from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.engine import Engine
 from outrider.runtime.kv_pool import make_room
 from outrider.runtime.packed import Chunk, PackedModel
@@ -40,17 +40,14 @@ LEAVING_SECONDS = 0.5e-3
 BRANCHES_ON_CPU, BRANCHES_ELSEWHERE = 4, 8
 
 
-@dataclass(frozen=True, slots=True)
-class DraftWork:
-    """One sequence's share of a pass; `draws` is False where it is prompt alone, with more to come."""
-
-    sequence: ModelSequence
-    chunk: Chunk
-    draws: bool
-
-
 class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
-    """All sequences of one draft model."""
+    """All sequences of one draft model.
+
+    Attributes:
+        cache: the outcome cache.
+        loop: draws with the model.
+        staging: None where no sequence has a guesser.
+    """
 
     def __init__(
         self,
@@ -59,11 +56,16 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
         vocab_size: int,
         config: SparseConfig,
         prefill_tokens: int,
+        staging: Staging | None = None,
         threads: int | None = None,
     ) -> None:
-        """`vocab_size` is the target's: ids from there on are padding, and never drafted."""
+        """`vocab_size` is the target's: ids from there on are padding, and never drafted. `staging` serves sequences
+        that have a guesser.
+        """
         super().__init__(packed, name="draft-engine", threads=threads)
-        self._drawing = Drawing(target_size=vocab_size, draft_size=packed.loaded.vocab_size, config=config)
+        self.loop = DecodeLoop(packed, min(vocab_size, packed.loaded.vocab_size), config)
+        self._target_size = vocab_size
+        self.staging = staging
         self._prefill_tokens = prefill_tokens
         self._busy: list[ModelSequence] = []  # those with a round under way, in the order they asked
         self._held: dict[ModelSequence, None] = {}  # those with a slot, those who have not asked for longest first
@@ -163,7 +165,9 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
             if item is not None:
                 budget -= item.chunk.logits_from
                 work.append(item)
-        return work or self._ahead_of(self._branches, [])
+        if not work:
+            return self._ahead_of(self._branches, [])
+        return work if self.staging is None else self.staging.add_guesses(work)
 
     def _work_of(self, sequence: ModelSequence, budget: int) -> DraftWork | None:
         """A sequence's share of the next pass, with `budget` tokens of prompt at most; None where it has to wait."""
@@ -222,20 +226,40 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
 
     def draw(self, work: Sequence[DraftWork]) -> list[Drawn]:
         """As `forward`; where it raises, slots may have changed their length."""
-        samplings = self._samplings(work)
-        if samplings and self.packed.can_decode(samplings):
-            decoded = self.packed.decode([item.chunk for item in work], samplings)
-            return [list(map(DrawnToken, each.tokens, each.laws, each.scores)) for each in decoded]
-        logits = self.packed.logits([item.chunk for item in work])
-        drawing = [item.sequence for item in work if item.draws]
-        drawn = iter(self._drawing.draw(drawing, logits) if drawing else ())
-        return [[next(drawn)] if item.draws else [] for item in work]
+        decoded = self._decode(work)
+        if decoded is not None:
+            return decoded
+        z = self.packed.logits([item.chunk for item in work])[:, : self.loop.vocab_size]
+        draws, changes = list[Draw](), list[RowAdjustment | None]()
+        for item in work:
+            if item.draws:
+                draws += row_draws(item.sequence, item.guesses, item.rows)
+                changes += row_adjustments(item.sequence, item.guesses, item.rows)
+        z = apply(z, changes)
+        samples = sample(z, draws, self.loop.config)
+        drawn, row = list[Drawn](), 0
+        for item in work:
+            own = samples[row : row + item.rows]
+            if item.guesses:
+                assert self.staging is not None
+                own = self.staging.judge(item, own, self.packed.pool)
+            told = [DrawnToken(*each) for each in own]
+            if item.sequence.tells_logits:
+                laws = draft_logits(z[row : row + len(own)], item.sequence.law, self._target_size)
+                told = [each._replace(law=law) for each, law in zip(told, laws, strict=True)]
+            drawn.append(told)
+            row += item.rows
+        return drawn
 
-    def _samplings(self, work: Sequence[DraftWork]) -> list[Sampling]:
-        """How all of the work is drawn in one call; nothing where some of it cannot be."""
-        if not self.packed.has_decode_loop or not all(item.draws and item.sequence.may_be_decoded for item in work):
-            return []
-        return self._drawing.samplings([item.sequence for item in work], makes_noise=self.packed.makes_noise)
+    def _decode(self, work: Sequence[DraftWork]) -> list[Drawn] | None:
+        """All that is left of the proposals, in one call of the decode loop; None where it cannot draw them."""
+        if not all(item.draws and not item.guesses and item.sequence.may_be_decoded for item in work):
+            return None
+        draws = [[item.sequence.draw(i) for i in range(item.sequence.drafted, item.sequence.gamma)] for item in work]
+        if self.loop.obstacle(draws) is not None:
+            return None
+        decoded = self.loop.decode([item.chunk for item in work], draws)
+        return [[DrawnToken(*token) for token in each] for each in decoded]
 
     def process(self, work: Sequence[DraftWork], output: Sequence[Drawn]) -> None:
         for item, drawn in zip(work, output, strict=True):

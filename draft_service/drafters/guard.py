@@ -26,7 +26,7 @@ from draft_service.drafters.base import (
 from draft_service.drafters.health import Health
 from kernels.adjustments import LogitRules
 from kernels.dense import EXCLUDED, DraftLogits
-from kernels.distribution import SamplingLaw
+from kernels.sampling import SamplingLaw
 from kernels.sparse import SparseLaw, validate
 from kernels.verify import Rule
 

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 
 from draft_service.drafters.base import UNBOUNDED, Draft, Drafter, Drafting, DraftSequence
-from kernels.philox import Domain
+from kernels.rng import Domain
 from kernels.sparse import SparseLaw
 from kernels.verify import Rule
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from draft_service.drafters.base import DraftSequence
 from draft_service.drafters.guessing import Guesser, Guesses, GuessingDrafter
-from kernels.philox import Domain
+from kernels.rng import Domain
 
 CANDIDATES = 64
 """Earlier places that are compared, the latest ones, so that a proposal's cost is bounded."""

@@ -1,31 +1,38 @@
-"""The drafter that runs a small model: it carries requests to the engine's thread and results back to the event loop.
-
-It knows nothing of passes.
-"""
+"""The drafter that runs a small model: requests go to the engine's thread, results come back to the event loop."""
 
 import asyncio
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from draft_service.drafters.base import Draft, Drafter, DraftError, Drafting, DraftSequence
+from draft_service.drafters.bounded import LateGuesser
 from draft_service.drafters.engine import DraftEngine
-from draft_service.drafters.sequence import Ask, Close, ModelSequence
+from draft_service.drafters.guessing import GuessingDrafter
+from draft_service.drafters.sequence import Ask, Close, GuessingState, ModelSequence
+from kernels.rng import Domain
 
 
 class ModelDrafter(Drafter):
-    """Drafts with a model."""
+    """Drafts with a model, alone or with a cheaper drafter before it [L 6]."""
 
-    def __init__(self, engine: DraftEngine, *, vocab_size: int) -> None:
-        """`vocab_size` is the target's."""
+    def __init__(self, engine: DraftEngine, *, vocab_size: int, cheap: GuessingDrafter | None = None) -> None:
+        """`vocab_size` is the target's; `cheap` guesses tokens for the model to judge, several in one pass."""
         self._engine = engine
         self._vocab_size = vocab_size
+        self._cheap = cheap
 
     def open(self, sequence: DraftSequence) -> Drafting:
         return _ModelDrafting(self._engine, self.begin(sequence))
 
     def begin(self, sequence: DraftSequence) -> ModelSequence:
-        """What the engine is to keep of a sequence."""
-        return ModelSequence.begin(sequence, self._vocab_size)
+        """The engine's state of a sequence."""
+        if (cheap := self._cheap) is None:
+            return ModelSequence.begin(sequence, self._vocab_size)
+        # Guesses do not end where the draft is unsure, and nothing is drafted ahead.
+        begun = ModelSequence.begin(replace(sequence, max_entropy=None, looks_ahead=False), self._vocab_size)
+        begun.guessing = GuessingState(LateGuesser(lambda: cheap.guesser(sequence, Domain.STAGED_DRAFT)))
+        return begun
 
 
 class _ModelDrafting(Drafting):

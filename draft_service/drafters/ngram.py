@@ -15,10 +15,10 @@ import torch
 from draft_service.drafters.base import DraftSequence
 from draft_service.drafters.guessing import Guesser, Guesses, GuessingDrafter
 from draft_service.drafters.ngram_counts import MAX_ORDER, NGramCounts, back_off
-from kernels import coupled
 from kernels.adjustments import Adjuster, apply
-from kernels.philox import Domain, uniform
-from kernels.sparse import SparseConfig, SparseLaw, draw
+from kernels.rng import Domain, uniform
+from kernels.sampling import Draw, sample
+from kernels.sparse import SparseConfig, SparseLaw
 from kernels.verify import Rule
 
 _PIECE = 512  # tokens that are counted before others may look at the counts
@@ -140,14 +140,15 @@ class _Counter(Guesser):
         if p is None:
             return -1, None
         sequence, base = self._sequence, len(self._tokens)
-        bounds = [math.inf if place == 0 or sequence.max_entropy is None else sequence.max_entropy]
+        bound = math.inf if place == 0 or sequence.max_entropy is None else sequence.max_entropy
         z = torch.from_numpy(np.log(p)).to(torch.float32).unsqueeze(0)  # [1, V]
         if self._adjuster is not None:
             z = apply(z, [self._adjuster.row()])
+        law = sequence.draft_law
         if sequence.shares_noise:
-            noise = coupled.noise_of([(sequence.seed, base + inner_base + place)], self._vocab_size)
-            return coupled.draw(z, [sequence.draft_law], noise, bounds)[0], None
-        greedy = sequence.draft_law.is_greedy
-        u = 0.0 if greedy else uniform(sequence.seed, base, place, self._domain, inner_base)
-        (token,), (law,) = draw(z, sequence.draft_law, self._sparse, [u], bounds)
-        return token, law
+            how = Draw(law, noise=(sequence.seed, base + inner_base + place), max_entropy=bound)
+        else:
+            u = 0.0 if law.is_greedy else uniform(sequence.seed, base, place, self._domain, inner_base)
+            how = Draw(law, u, max_entropy=bound)
+        (found,) = sample(z, [how], self._sparse)
+        return found.token, found.q

@@ -10,8 +10,8 @@ import numpy as np
 
 from draft_service.drafters.base import DraftSequence
 from draft_service.drafters.guessing import Guesser, Guesses, GuessingDrafter
-from kernels.philox import Domain, uniform
-from kernels.sparse import SparseLaw, sample
+from kernels.rng import Domain, uniform
+from kernels.sparse import SparseLaw
 
 # The draws of a place: they are disjoint, so the support does not depend on the token (Law 1), nor on other places.
 _TOKEN, _SUPPORT = 0, 1
@@ -49,7 +49,7 @@ class _RandomGuesser(Guesser):
     def _draw(self, place: int) -> tuple[int, SparseLaw | None]:
         seed = self._sequence.seed
         law = support(seed, self._base, place, vocab_size=self._vocab_size, size=self._size)
-        token = sample(law, uniform(seed, self._base, place, Domain.DRAFT, _TOKEN))
+        token = law.token_at(uniform(seed, self._base, place, Domain.DRAFT, _TOKEN))
         return token, None if self._sequence.law.is_greedy else law
 
 

@@ -1,24 +1,57 @@
-"""One sequence of the draft model: what the engine's thread keeps of it, and what it is asked.
-
-It knows nothing of passes, of the pool or of how tokens are drawn.
-"""
+"""One sequence of the draft model: its state on the engine's thread, its work in a step, and the engine's messages."""
 
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
 from draft_service.drafters.base import Draft, DraftError, DraftSequence, Foresight
+from draft_service.drafters.guessing import Guesser, Guesses
 from kernels.adjustments import Adjuster
 from kernels.dense import DraftLogits
-from kernels.distribution import SamplingLaw
+from kernels.rng import Domain, uniform
+from kernels.sampling import Draw, SamplingLaw
 from kernels.sparse import SparseLaw
 from kernels.verify import Rule
+from outrider.runtime.batch import Chunk
 
 TokenLaw = SparseLaw | DraftLogits | None
 Done = Callable[[Draft | DraftError], None]
+
+
+class DrawnToken(NamedTuple):
+    """A drafted token.
+
+    Attributes:
+        token: its id, or `kernels.sampling.NO_LOGITS`, or `kernels.sampling.UNSURE`, which ends the proposal.
+        law: what is sent with it: q̂, or the draft's logits (`ModelSequence.tells_logits`).
+        scores: what it was chosen by where it was not drawn from q̂, see `kernels.sampling.Sample`.
+    """
+
+    token: int
+    law: TokenLaw
+    scores: torch.Tensor | None
+
+
+Drawn = list[DrawnToken]
+
+
+@dataclass(slots=True)
+class GuessingState:
+    """What a sequence has of its guesser, in staged drafting.
+
+    Attributes:
+        guesser: None once it has failed.
+        read: committed tokens that it has read.
+        silent: the base of a round in which it had no guess; the model drafts the rest of that round alone.
+    """
+
+    guesser: Guesser | None
+    read: int = 0
+    silent: int = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -35,10 +68,11 @@ class ModelSequence:
         max_entropy: of a law in nats; a proposal ends before a token of more. None is no bound.
         gamma: how many to draft in the round under way; 0 between rounds.
         laws: what is told of the drafted ones: what they were sampled from, or the logits (`tells_logits`).
-        scores: what they were chosen by where there is no law, see `outrider.runtime.decode_loop.Decoded`.
+        scores: what they were chosen by where there is no law, see `kernels.sampling.Sample`.
         left: when the last proposal left.
         was_ahead: whether it had branches when this round was asked for; None where that round was not the next.
         looks_ahead: whether the outcome cache is to serve it.
+        guessing: in staged drafting; None where the model drafts alone.
         trunk: for a branch of the outcome cache the sequence that it would go on; None for a sequence itself.
         done: takes the round's result; any thread may call it.
         slot: its place in the KV pool; None before its first pass and after its end.
@@ -62,6 +96,7 @@ class ModelSequence:
     left: float = 0.0
     was_ahead: bool | None = None
     looks_ahead: bool = False
+    guessing: GuessingState | None = None
     trunk: "ModelSequence | None" = None
 
     @staticmethod
@@ -105,9 +140,13 @@ class ModelSequence:
         """Tokens drafted in this round."""
         return len(self.tokens) - self.base
 
-    def bound(self, place: int) -> float:
-        """The entropy above which nothing is sampled at a place of the proposal; its first token always is."""
-        return math.inf if self.max_entropy is None or place == 0 else self.max_entropy
+    def draw(self, place: int) -> Draw:
+        """How the token at a place of the proposal is drawn (invariant 2); the first one always is."""
+        bound = math.inf if self.max_entropy is None or place == 0 else self.max_entropy
+        if self.shares_noise:
+            return Draw(self.law, noise=(self.seed, self.base + place), max_entropy=bound)
+        u = 0.0 if self.law.is_greedy else uniform(self.seed, self.base, place, Domain.DRAFT)
+        return Draw(self.law, u, max_entropy=bound)
 
     def commit(self, committed: Sequence[int]) -> int:
         """Puts what was committed in place of what was drafted; how many of its tokens had been drafted."""
@@ -179,6 +218,27 @@ class ModelSequence:
             done=None,
             trunk=self,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class DraftWork:
+    """One sequence's share of a step.
+
+    Attributes:
+        chunk: the tokens to run, with the guesses behind them that the model knows.
+        draws: False where it is prompt alone, with more to come.
+        guesses: in staged drafting: tokens for this step to judge.
+    """
+
+    sequence: ModelSequence
+    chunk: Chunk
+    draws: bool
+    guesses: Guesses = field(default_factory=list)
+
+    @property
+    def rows(self) -> int:
+        """Rows of logits of the pass that are its own."""
+        return len(self.chunk.tokens) - self.chunk.logits_from
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,41 +1,44 @@
-"""The drafter that is a model with a cheaper drafter before it [L 6]: one pass judges several guesses.
+"""Staged drafting [L 6]: a cheap drafter guesses tokens, and one pass of the draft model judges several of them.
 
-Its engine drafts for both kinds of sequences, with and without guesses, in the same passes: there is one model, on one
-thread. It knows nothing of how guesses are judged (`staging`), nor of which drafter makes them.
+The draft model is the target here, and it judges by q̂ itself, truncated and rounded: the proposal is distributed as
+the model alone would have drawn it. All tests and draws are made in integers, so that is exact. Draws have three
+domains of their own, keyed by the base of the round and by the inner base, which is how many of the round's tokens
+there were (invariant 2).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import structlog
 
-from draft_service.drafters.base import DraftSequence
-from draft_service.drafters.bounded import BoundedGuessers, Guessing, LateGuesser
-from draft_service.drafters.drawing import Drawn
-from draft_service.drafters.engine import DraftEngine, DraftWork
-from draft_service.drafters.guessing import GuessingDrafter
-from draft_service.drafters.model import ModelDrafter
-from draft_service.drafters.sequence import ModelSequence
-from draft_service.drafters.staging import Guessed, StagedSequence, Staging
-from kernels.philox import Domain
-from kernels.sparse import SparseConfig
+from draft_service.drafters.bounded import BoundedGuessers, Guessing
+from draft_service.drafters.guessing import Guesses
+from draft_service.drafters.sequence import DraftWork, ModelSequence
+from kernels.adjustments import RowAdjustment
+from kernels.rng import Domain, uniform
+from kernels.sampling import Draw, Sample
+from kernels.sparse import SparseLaw
 from outrider.best_effort import Component
-from outrider.runtime.packed import Chunk, PackedModel
+from outrider.runtime.batch import Chunk
+from outrider.runtime.kv_pool import KVPool
 
 GUESSES = Component("staged_guesses")
 
 _log = structlog.get_logger()
 
+_BITS = 53
+
 
 @dataclass(slots=True)
 class StagedCounts:
-    """How the inner game goes, over all sequences.
+    """Totals over all sequences.
 
     Attributes:
         passes: of the draft model that judged guesses, counted for each sequence in them.
         guessed: tokens guessed.
-        accepted: of them, those that the draft's law let stand.
-        failures: guessers that broke; their sequences are drafted by the model alone.
+        accepted: of them, those that the draft model accepted.
+        failures: guessers that broke; the model drafts their sequences alone.
     """
 
     passes: int = 0
@@ -44,61 +47,44 @@ class StagedCounts:
     failures: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class StagedWork(DraftWork):
-    """A share of a pass that has guesses in it."""
-
-    game: Guessed
-
-
-class StagedDrafter(ModelDrafter):
-    """Drafts with a model that a cheaper drafter guesses for."""
-
-    def __init__(self, engine: "StagedEngine", cheap: GuessingDrafter, *, vocab_size: int) -> None:
-        """`vocab_size` is the target's."""
-        super().__init__(engine, vocab_size=vocab_size)
-        self._target_size = vocab_size
-        self._cheap = cheap
-
-    def begin(self, sequence: DraftSequence) -> ModelSequence:
-        guesser = LateGuesser(lambda: self._cheap.guesser(sequence, Domain.STAGED_DRAFT))
-        return StagedSequence.with_guesser(sequence, self._target_size, guesser)
-
-
-class StagedEngine(DraftEngine):
-    """The draft's engine, which also takes sequences with guesses.
+class Staging:
+    """Adds guesses to the engine's work, and judges them by what the draft model sampled.
 
     Attributes:
-        counts: of the inner game.
+        counts: of guesses.
     """
 
-    def __init__(
-        self,
-        packed: PackedModel,
-        *,
-        vocab_size: int,
-        config: SparseConfig,
-        prefill_tokens: int,
-        guesses: int,
-        threads: int | None = None,
-    ) -> None:
-        """`guesses` is how many tokens are guessed at once at most; never more than are left to draft but one."""
-        super().__init__(packed, vocab_size=vocab_size, config=config, prefill_tokens=prefill_tokens, threads=threads)
+    def __init__(self, guesses: int, known: int) -> None:
+        """At most `guesses` tokens are guessed at once; the draft model has `known` tokens."""
         self.counts = StagedCounts()
-        self._staging = Staging(target_size=vocab_size, draft_size=packed.loaded.vocab_size, config=config)
         self._guesses = guesses
+        self._known = known
         self._guessers = BoundedGuessers("draft-guesses")
 
-    def schedule(self) -> list[DraftWork]:
-        work = super().schedule()
-        guessed = GUESSES.run(lambda: self._add_guesses(work), None)
-        if guessed is None:
-            for item in work:
-                if isinstance(item.sequence, StagedSequence):
-                    item.sequence.guesser = None  # what it has read is unknown
-        return work if guessed is None else guessed
+    def add_guesses(self, work: list[DraftWork]) -> list[DraftWork]:
+        """Returns the work with guesses behind the tokens of the sequences that have a guesser."""
+        guessed = GUESSES.run(lambda: self._add(work), None)
+        if guessed is not None:
+            return guessed
+        for item in work:
+            if item.sequence.guessing is not None:
+                item.sequence.guessing.guesser = None  # it may have read anything
+        return work
 
-    def _add_guesses(self, work: list[DraftWork]) -> list[DraftWork]:
+    def judge(self, work: DraftWork, samples: Sequence[Sample], pool: KVPool) -> list[Sample]:
+        """Returns the guesses that stand and the token after them; rolls the cache back to them.
+
+        `samples` are the model's own, of the row after the sequence's tokens and after each guess that was run.
+        """
+        kept = _walk(work.sequence, work.guesses, samples)
+        accepted = len(kept) - 1
+        pool.rollback(work.chunk.slot, len(work.sequence.tokens) + accepted)
+        self.counts.passes += 1
+        self.counts.guessed += len(work.guesses)
+        self.counts.accepted += accepted
+        return kept
+
+    def _add(self, work: list[DraftWork]) -> list[DraftWork]:
         turns = {item.sequence: turn for item in work if (turn := self._turn(item)) is not None}
         if not turns:
             return work
@@ -106,72 +92,132 @@ class StagedEngine(DraftEngine):
         return [self._with_guesses(item, turns[item.sequence]) if item.sequence in turns else item for item in work]
 
     def _turn(self, item: DraftWork) -> Guessing | None:
-        """What is asked of a sequence's guesser before the pass; None for nothing.
+        """What the sequence's guesser has to do before the pass; None for nothing.
 
         It reads as far as the pass does, so that a long prompt is taken in pieces, and guesses before any draw.
         """
         sequence, chunk = item.sequence, item.chunk
-        if not isinstance(sequence, StagedSequence) or sequence.guesser is None:
+        guessing = sequence.guessing
+        if guessing is None or guessing.guesser is None:
             return None
-        end = min(chunk.start + len(chunk.tokens), sequence.base)
-        unread = sequence.tokens[sequence.read : end]
+        unread = sequence.tokens[guessing.read : min(chunk.start + len(chunk.tokens), sequence.base)]
         count = min(self._guesses, sequence.gamma - sequence.drafted - 1)
-        if not item.draws or count < 1 or sequence.silent == sequence.base:
+        if not item.draws or count < 1 or guessing.silent == sequence.base:
             count = 0
-        return Guessing(sequence.guesser, unread, count, sequence.tokens[sequence.base :]) if unread or count else None
+        drafted = sequence.tokens[sequence.base :]
+        return Guessing(guessing.guesser, unread, count, drafted) if unread or count else None
 
     def _with_guesses(self, item: DraftWork, turn: Guessing) -> DraftWork:
-        """The work with what was guessed for it.
-
-        Where nothing is guessed, the rest of the round is drafted as without a guesser. That is settled by the text
-        alone, so that the same round comes out in any company.
+        """Where nothing is guessed, the rest of the round is drafted without a guesser. The text alone decides that, so
+        that the same round comes out in any batch.
         """
         sequence, chunk = item.sequence, item.chunk
-        assert isinstance(sequence, StagedSequence)
-        if turn.error is not None:  # what is guessed decides nothing but speed
+        guessing = sequence.guessing
+        assert guessing is not None
+        if turn.error is not None:
             _log.error("guessing failed; the draft model goes on alone", reason=repr(turn.error))
             self.counts.failures += 1
-            sequence.guesser = None
+            guessing.guesser = None
             return item
-        if turn.guesses is None:  # another one hangs
+        if turn.guesses is None:  # another guesser hangs
             return item
-        sequence.read += len(turn.unread)
+        guessing.read += len(turn.unread)
         if not turn.guesses:
-            sequence.silent = sequence.base if turn.count else sequence.silent
+            guessing.silent = sequence.base if turn.count else guessing.silent
             return item
-        guesses, known = turn.guesses, self.packed.loaded.vocab_size
-        run = [token for token, _ in guesses]
-        unknown = next((place for place, token in enumerate(run) if token >= known), len(run))
-        # A token that the draft lacks was guessed all the same (Law 4): the law rejects it, so it need not be run.
-        game = Guessed(sequence, guesses[: unknown + 1], unknown + 1)
-        tokens = [*chunk.tokens, *run[:unknown]]
-        return StagedWork(sequence, Chunk(chunk.slot, tokens, chunk.start, chunk.logits_from), True, game)
+        tokens = [token for token, _ in turn.guesses]
+        unknown = next((place for place, token in enumerate(tokens) if token >= self._known), len(tokens))
+        # A token that the draft lacks was guessed all the same (invariant 4). q̂ rejects it, so it need not be run.
+        longer = Chunk(chunk.slot, [*chunk.tokens, *tokens[:unknown]], chunk.start, chunk.logits_from)
+        return replace(item, chunk=longer, guesses=turn.guesses[: unknown + 1])
 
-    def draw(self, work: Sequence[DraftWork]) -> list[Drawn]:
-        staged = [item for item in work if isinstance(item, StagedWork)]
-        if not staged:
-            return super().draw(work)
-        logits = self.packed.logits([item.chunk for item in work])
-        plain_rows, staged_rows, row = list[int](), list[int](), 0
-        for item in work:
-            count = len(item.chunk.tokens) - item.chunk.logits_from
-            (staged_rows if isinstance(item, StagedWork) else plain_rows).extend(range(row, row + count))
-            row += count
-        drawing = [item.sequence for item in work if item.draws and not isinstance(item, StagedWork)]
-        plain = iter(self._drawing.draw(drawing, logits[plain_rows]) if drawing else ())
-        judged = iter(self._staging.judge([item.game for item in staged], logits[staged_rows]))
-        drawn = list[Drawn]()
-        for item in work:
-            if isinstance(item, StagedWork):
-                drawn.append(next(judged))
-                self._settle(item, len(drawn[-1]) - 1)
-            else:
-                drawn.append([next(plain)] if item.draws else [])
-        return drawn
 
-    def _settle(self, item: StagedWork, accepted: int) -> None:
-        """Takes back what was run and does not stand."""
-        self.packed.pool.rollback(item.chunk.slot, len(item.sequence.tokens) + accepted)
-        self.counts.passes += 1
-        self.counts.guessed += len(item.game.guesses)
-        self.counts.accepted += accepted
+def row_draws(sequence: ModelSequence, guesses: Guesses, rows: int) -> list[Draw]:
+    """How the model samples the row after the sequence's tokens and after each guess that was run, `rows` in all.
+
+    Behind guesses a token is drawn in the last row alone, and there only if no guess is left to be judged by it.
+    """
+    if not guesses:
+        return [sequence.draw(sequence.drafted)]
+    if sequence.shares_noise:
+        at = len(sequence.tokens)
+        return [Draw(sequence.law, noise=(sequence.seed, at + place)) for place in range(rows)]
+    last = rows - 1
+    is_drawn = not sequence.law.is_greedy and rows > len(guesses)
+    u = _uniform(sequence, last, Domain.STAGED_RESAMPLE) if is_drawn else 0.0
+    return [Draw(sequence.law, u if place == last else 0.0) for place in range(rows)]
+
+
+def row_adjustments(sequence: ModelSequence, guesses: Guesses, rows: int) -> list[RowAdjustment | None]:
+    """Penalties of the same rows: guessed tokens count as generated."""
+    adjuster = sequence.adjuster
+    if adjuster is None:
+        return [None] * rows
+    generated, changes = adjuster.n_generated, [adjuster.row()]
+    for token, _ in guesses[: rows - 1]:
+        adjuster.push(token)
+        changes.append(adjuster.row())
+    adjuster.truncate(generated)
+    return changes
+
+
+def _walk(sequence: ModelSequence, guesses: Guesses, samples: Sequence[Sample]) -> list[Sample]:
+    # [L Alg. 1]
+    kept = list[Sample]()
+    for place, (token, guessed) in enumerate(guesses):
+        own = samples[place]
+        if own.q is None:  # the model's choice is settled, or there are no logits
+            if own.token != token:
+                return [*kept, own]
+        elif not accepts(_uniform(sequence, place, Domain.STAGED_ACCEPT), guessed, own.q, token):
+            u = _uniform(sequence, place, Domain.STAGED_RESAMPLE)
+            return [*kept, own._replace(token=resample(u, guessed, own.q, token))]
+        kept.append(own._replace(token=token))
+    return [*kept, samples[len(kept)]]
+
+
+def _uniform(sequence: ModelSequence, place: int, domain: Domain) -> float:
+    return uniform(sequence.seed, sequence.base, place, domain, sequence.drafted)
+
+
+def accepts(u: float, guessed: SparseLaw | None, q: SparseLaw, token: int) -> bool:
+    """Whether a guessed token stands: u · r(x) < q̂(x), strictly, so that q̂ = 0 never does.
+
+    Args:
+        u: uniform of 53 bits in [0, 1).
+        guessed: r, what the token was sampled from; None is the point mass on it.
+        q: q̂, of the draft.
+        token: x; where r does not have it, it never stands.
+    """
+    r, total = (1, 1) if guessed is None else (_weight(guessed, token), guessed.total)
+    return r > 0 and int(u * 2.0**_BITS) * r * q.total < (_weight(q, token) * total) << _BITS
+
+
+def resample(u: float, guessed: SparseLaw | None, q: SparseLaw, token: int) -> int:
+    """The token of the inverse CDF of norm(max(0, q̂ - r)) at `u`, after `token` was rejected.
+
+    After a rejection the residual has mass: q̂(x) < r(x) there, so elsewhere q̂ is the larger.
+
+    Raises:
+        ValueError: it has none, since `token` cannot have been rejected.
+    """
+    ids = q.ids.astype(np.int64)
+    if guessed is None:
+        rest = np.where(ids == token, 0, q.weights.astype(np.int64))
+    else:
+        # q̂ - r over the common denominator: weights of 16 bits times totals of 24.
+        r = np.zeros(len(ids), dtype=np.int64)
+        slots = np.searchsorted(guessed.ids, ids).clip(max=len(guessed.ids) - 1)
+        same = guessed.ids[slots] == ids
+        r[same] = guessed.weights[slots[same]]
+        rest = np.maximum(0, q.weights.astype(np.int64) * guessed.total - r * q.total)
+    cdf = rest.cumsum()
+    total = int(cdf[-1])
+    if not total:
+        raise ValueError(f"token {token} was rejected, and q̂ has nothing else")
+    return int(ids[cdf.searchsorted((int(u * 2.0**_BITS) * total) >> _BITS, side="right")])
+
+
+def _weight(q: SparseLaw, token: int) -> int:
+    slot = int(np.searchsorted(q.ids, token)) if token >= 0 else len(q.ids)
+    return int(q.weights[slot]) if slot < len(q.ids) and int(q.ids[slot]) == token else 0

@@ -83,16 +83,17 @@ def packed_attention(
 def _packed(query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, layer: int, scoring: Scoring) -> Tensor:
     # query: [heads, T, head_dim]; key, value: [kv_heads, T, head_dim] -> [T, heads, head_dim]
     first = 0
-    for new, count in zip(batch.new, batch.counts, strict=True):
-        new[layer][0].copy_(key.narrow(1, first, count))
-        new[layer][1].copy_(value.narrow(1, first, count))
+    for views, count in zip(batch.views, batch.counts, strict=True):
+        new = views.new[layer]
+        new[0].copy_(key.narrow(1, first, count))
+        new[1].copy_(value.narrow(1, first, count))
         first += count
     rows = query.transpose(0, 1).to(batch.dtype)
+    keys, values = [views.keys[layer] for views in batch.views], [views.values[layer] for views in batch.views]
     if not scoring.is_plain:
-        keys, values = [held[layer] for held in batch.keys], [held[layer] for held in batch.values]
         return attend_scores(rows, batch.starts, batch.counts, keys, values, scoring)
     masks = batch.masks_for(query.shape[0] // key.shape[0], scoring.window)
-    return attend(rows, batch.counts, batch.keys, batch.values, masks, layer, scoring.scaling, scoring.window)
+    return attend(rows, batch.counts, keys, values, masks, scoring.scaling, scoring.window)
 
 
 def _paged(query: Tensor, key: Tensor, value: Tensor, batch: PagedBatch, layer: int, scoring: Scoring) -> Tensor:

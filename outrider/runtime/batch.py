@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.runtime.kv_pool import KVPool
+from outrider.runtime.kv_pool import KVPool, SlotViews
 
 
 @dataclass(slots=True)
@@ -107,9 +107,8 @@ class PackedBatch:
         starts: the position of the first row of each chunk.
         counts: the rows of each, one chunk after the other.
         rows: T, the rows of all.
-        keys: of each chunk and layer, see `SlotViews`.
-        values: like `keys`.
-        new: like `keys`: where the chunk's own go.
+        stores: of each chunk, its keys and values for each shape of layer, see `MemoryByHead.narrow`; they may reach
+            beyond its rows.
         dtype: of keys and values.
         masks: shared by the passes of a pool.
         observer: sees each call of the attention; for looking a model over, not for passes.
@@ -118,13 +117,29 @@ class PackedBatch:
     starts: list[int]
     counts: list[int]
     rows: int
-    keys: list[list[Tensor]]
-    values: list[list[Tensor]]
-    new: list[list[Tensor]]
+    stores: list[list[Tensor]]
     dtype: torch.dtype
     masks: CausalMasks
+    pool: KVPool | None = None
     observer: Any = None
     _needed: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+    _views: list[SlotViews] = field(default_factory=list)
+
+    @property
+    def views(self) -> list[SlotViews]:
+        """Keys and values of each chunk, layer by layer."""
+        if not self._views and self.pool is not None:
+            self._views = [
+                self.pool.split(stores, start, start + count)
+                for stores, start, count in zip(self.stores, self.starts, self.counts, strict=True)
+            ]
+        return self._views
+
+    def next_rows(self, chunks: Sequence[int]) -> "PackedBatch":
+        """The batch of one more row of each of these chunks, which lie in `stores` already."""
+        starts = [self.starts[i] + self.counts[i] for i in chunks]
+        stores = [self.stores[i] for i in chunks]
+        return PackedBatch(starts, [1] * len(chunks), len(chunks), stores, self.dtype, self.masks, self.pool)
 
     def masks_for(self, group: int, window: int) -> list[Tensor]:
         """What each chunk needs (`CausalMasks.for_rows`), made once a pass."""
@@ -147,15 +162,14 @@ class PackedBatch:
         )
 
 
-def pack(spans: Iterable[tuple[int, int, int]], pool: KVPool, masks: CausalMasks) -> PackedBatch:
-    """Lays (slot, start, count) spans one after the other."""
-    batch = PackedBatch([], [], 0, [], [], [], pool.dtype, masks)
-    for slot, start, count in spans:
-        views = pool.views(slot, start, start + count)
+def pack(
+    spans: Iterable[tuple[int, int, int]], pool: KVPool, masks: CausalMasks, ahead: Sequence[int] = ()
+) -> PackedBatch:
+    """Lays (slot, start, count) spans one after the other; `ahead` is how many rows each will have in later batches."""
+    batch = PackedBatch([], [], 0, [], pool.dtype, masks, pool)
+    for i, (slot, start, count) in enumerate(spans):
+        batch.stores.append(pool.stores(slot, start + count + (ahead[i] if ahead else 0)))
         batch.starts.append(start)
         batch.counts.append(count)
         batch.rows += count
-        batch.keys.append(views.keys)
-        batch.values.append(views.values)
-        batch.new.append(views.new)
     return batch

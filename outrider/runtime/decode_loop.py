@@ -1,248 +1,400 @@
-"""Several tokens of each of a few sequences in one call, each drawn from the logits after the one before.
+"""The decode loop: several tokens of each of a few sequences in one call, each drawn from the logits after the last.
 
-TorchScript compiles the loop with the layers and the draw in it: between two tokens there is then no interpreter, whose
-work costs a small model a third of its time. Sequences take their steps together, since a step of several costs hardly
-more than a step of one. It knows a model's layers and how a token is drawn. It does not know what the tokens are for,
-nor where uniforms and noise come from.
+Where steps are captured (over a paged pool), a step draws a token of each sequence on the device and runs it; it is
+captured once for each number of sequences and replayed for each token, and replays do not wait for each other on the
+host. Elsewhere the same steps are taken one by one, and `kernels.sampling` draws between them.
 """
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kernels.coupled import weigh
-from kernels.distribution import SamplingLaw, sampled_law
-from kernels.entropy import entropy, entropy_of_greedy, entropy_of_weights
-from kernels.sparse import SparseConfig, SparseLaw, as_law, place, truncate
-from outrider.runtime.fused_layers import FusedLayers, compiled
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the tokens of a sequence are drawn.
-
-    Attributes:
-        law: how logits become a law.
-        config: how much of it is kept (`kernels.sparse`).
-        uniforms: one for each token to draw, in [0, 1); not used at temperature 0, nor where there is noise.
-        vocab_size: ids from there on are padding, and never drawn.
-        noise: what `kernels.coupled` chooses the tokens by, `[γ, vocab_size]`; None draws by the uniforms.
-        bounds: of each token, the entropy of its law in nats above which decoding ends before it; of none, no bounds.
-        race: seed and position of the first token, where a device makes that noise itself
-            (`outrider.runtime.captured_decode_loop`).
-    """
-
-    law: SamplingLaw
-    config: SparseConfig
-    uniforms: Sequence[float]
-    vocab_size: int
-    noise: Tensor | None = None
-    bounds: Sequence[float] = ()
-    race: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """What was decoded of a sequence.
-
-    Attributes:
-        tokens: the tokens; the last may be -1, where the logits were no numbers, or -2, where a law is above its bound.
-        laws: what each was sampled from; None at temperature 0 and with noise.
-        scores: what each was chosen by where there is no law, `[V]`: logits, of which the largest wins, or with noise
-            what `kernels.coupled.weigh` gives, of which the least does.
-    """
-
-    tokens: list[int]
-    laws: list[SparseLaw | None]
-    scores: list[Tensor | None]
-
-
-class _How(NamedTuple):
-    """`Sampling` as TorchScript takes it; `noise` has no rows, or `bounds` no numbers, where there is none."""
-
-    vocab_size: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    keep_mass: float
-    max_support: int
-    uniforms: list[float]
-    bounds: list[float]
-    noise: Tensor
-
-
-_Told = tuple[list[int], list[Tensor], list[Tensor], list[Tensor]]
-"""Tokens; ids and weights of the law of each (none at temperature 0, nor with noise); else `Decoded.scores` of each."""
-
-
-class ScriptedLoop(nn.Module):
-    """The loop. Uncompiled it does the same."""
-
-    def __init__(self, layers: FusedLayers) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(
-        self,
-        token_ids: Tensor,
-        counts: list[int],
-        rotation: Tensor,
-        keys: list[list[Tensor]],
-        values: list[list[Tensor]],
-        new: list[list[Tensor]],
-        masks: list[list[Tensor]],
-        no_mask: Tensor,
-        hows: list[_How],
-    ) -> list[tuple[list[int], list[Tensor], list[Tensor], list[Tensor]]]:
-        """Runs `token_ids`, draws a token of each of B sequences, runs those, and so on: one for each of its uniforms.
-
-        Args:
-            token_ids: `[T]`: what is to be run before the first tokens can be drawn, one sequence after the other.
-            counts: how many of them are each sequence's, `[B]`.
-            rotation: of all positions that are run, one sequence after the other, see `FusedLayers.forward`.
-            keys: of each sequence and layer up to the last position that is run, see `SlotViews`.
-            values: like `keys`.
-            new: like `keys`, of the positions that are run.
-            masks: what `token_ids` need, see `FusedLayers.forward`.
-            no_mask: what a single token needs.
-            hows: how each sequence's are drawn.
-
-        Returns:
-            Of each sequence, see `_Told`. A token of -1 says that the logits were no numbers, one of -2 that the law is
-            above its bound; either is a sequence's last.
-        """
-        told: list[tuple[list[int], list[Tensor], list[Tensor], list[Tensor]]] = []
-        begins: list[int] = []  # of each sequence, its first row in `rotation`
-        at: list[int] = []  # and how many of its rows have been run
-        begin = 0
-        for each in new:
-            tokens: list[int] = []
-            ids: list[Tensor] = []
-            weights: list[Tensor] = []
-            scores: list[Tensor] = []
-            told.append((tokens, ids, weights, scores))
-            begins.append(begin)
-            at.append(0)
-            begin += each[0].size(2)
-        active = list(range(len(hows)))  # those that are not done
-        while len(active) > 0:
-            seen_keys: list[list[Tensor]] = []
-            seen_values: list[list[Tensor]] = []
-            written: list[list[Tensor]] = []
-            rotations: list[Tensor] = []
-            for i, b in enumerate(active):
-                count = counts[i]
-                end = keys[b][0].size(2) - new[b][0].size(2) + at[b] + count
-                seen_keys.append([each.narrow(2, 0, end) for each in keys[b]])
-                seen_values.append([each.narrow(2, 0, end) for each in values[b]])
-                written.append([each.narrow(2, at[b], count) for each in new[b]])
-                rotations.append(rotation.narrow(0, begins[b] + at[b], count))
-                at[b] += count
-            rows: Tensor | None = None
-            if len(counts) > 1 and token_ids.size(0) > len(counts):
-                rows = torch.tensor(counts, dtype=torch.int64, device=token_ids.device).cumsum(0) - 1
-            logits = self.layers(
-                token_ids,
-                rotations[0] if len(rotations) == 1 else torch.cat(rotations),
-                counts,
-                seen_keys,
-                seen_values,
-                written,
-                masks,
-                len(counts),
-                rows,
-            )
-            z = logits.float().cpu()  # to draw is many small steps: one copy, not one for each
-            left: list[int] = []
-            drawn: list[int] = []
-            for i, b in enumerate(active):
-                how = hows[b]
-                token = self._draw(z.narrow(0, i, 1).narrow(1, 0, how.vocab_size), how, told[b])
-                told[b][0].append(token)
-                if token >= 0 and len(told[b][0]) < len(how.uniforms):
-                    left.append(b)
-                    drawn.append(token)
-            active = left
-            counts = [1] * len(left)
-            token_ids = torch.tensor(drawn, dtype=torch.int64, device=token_ids.device)
-            masks = [[no_mask] * len(left)] * len(masks)
-        return told
-
-    def _draw(self, z: Tensor, how: _How, told: tuple[list[int], list[Tensor], list[Tensor], list[Tensor]]) -> int:
-        # z: [1, V]
-        tokens, ids, weights, scores = told
-        place_in_round = len(tokens)
-        bound = how.bounds[place_in_round] if len(how.bounds) > 0 else math.inf
-        if how.temperature == 0:
-            best = z.argmax()
-            if not bool(z.view(-1)[best].isfinite()):
-                return -1
-            scores.append(z[0])
-            if bound < math.inf and entropy_of_greedy(z[0]) > bound:
-                return -2
-            return int(best)
-        p = sampled_law(z, how.temperature, how.top_k, how.top_p, how.min_p).squeeze(0)
-        if bool(p[0].isnan()):
-            return -1
-        if how.noise.size(0) > 0:
-            if bound < math.inf and entropy(p) > bound:
-                return -2
-            weighed = weigh(p, how.noise[place_in_round])
-            scores.append(weighed)
-            return int(weighed.argmin())
-        support, integers = truncate(p, how.keep_mass, how.max_support)
-        if bound < math.inf and entropy_of_weights(integers) > bound:
-            return -2  # before anything is sampled
-        ids.append(support)
-        weights.append(integers)
-        return int(support[place(integers, int(integers.sum()), how.uniforms[place_in_round])])
+from kernels import sampling_device
+from kernels.packed_arrays import Field, PackedArrays
+from kernels.sampling import NO_LOGITS, Draw, Sample, sample
+from kernels.sampling_device import DeviceDraws
+from kernels.sparse import SparseConfig
+from outrider.runtime.batch import Chunk, pack
+from outrider.runtime.cuda_graph import CannotCapture, Capturer, PagedRunner
+from outrider.runtime.packed import PackedModel
+from outrider.runtime.paged import PagedBatch, lay_out
 
 
 class DecodeLoop:
-    """Decodes with the layers of a fused model."""
+    """Decodes with one model.
 
-    def __init__(self, layers: FusedLayers) -> None:
-        self._loop = compiled(ScriptedLoop(layers), layers.embedding.device)
+    Args:
+        packed: the model.
+        vocab_size: tokens that may be drawn; the model's logits may have more.
+        config: how much of q is kept.
+    """
 
-    def __call__(
+    def __init__(self, packed: PackedModel, vocab_size: int, config: SparseConfig) -> None:
+        self.packed = packed
+        self.vocab_size = vocab_size
+        self.config = config
+        self._captured: CapturedSteps | None = None
+
+    def obstacle(self, draws: Sequence[Sequence[Draw]]) -> str | None:
+        """Why `decode` cannot draw these; None where it can."""
+        if self._captured is not None:
+            return self._captured.obstacle(draws)
+        return None if self.packed.runner is None else "no steps are captured"
+
+    @torch.inference_mode()
+    def decode(self, chunks: Sequence[Chunk], draws: Sequence[Sequence[Draw]]) -> list[list[Sample]]:
+        """Runs a chunk of each sequence, draws its next token, runs that, and so on; the last one drawn is not run.
+
+        Each sequence gets one token for each of its draws: the one that `kernels.sampling.sample` gives. Afterwards a
+        slot holds its chunk and the tokens drawn but the last. If it raises, no slot has changed its length.
+
+        Returns:
+            The samples of each sequence; none follows one without a token.
+
+        Raises:
+            ValueError: a chunk or its tokens do not fit their slot, a token is outside the vocabulary, or there is an
+                `obstacle`.
+            PoolExhausted: see `PackedModel.forward`.
+        """
+        packed, pool = self.packed, self.packed.pool
+        packed.check(chunks)
+        for chunk, own in zip(chunks, draws, strict=True):
+            rows = len(chunk.tokens) + len(own) - 1
+            if chunk.start + rows > pool.max_length:
+                raise ValueError(
+                    f"slot {chunk.slot} holds {chunk.start} positions: {rows} more go beyond its {pool.max_length}"
+                )
+        if (why := self.obstacle(draws)) is not None:
+            raise ValueError(f"{packed.loaded.name} cannot decode: {why}")
+        samples = self._step_by_step(chunks, draws) if self._captured is None else self._captured.decode(chunks, draws)
+        for chunk, own_samples in zip(chunks, samples, strict=True):
+            pool.extend(chunk.slot, chunk.start + len(chunk.tokens) + len(own_samples) - 1)
+        return samples
+
+    def _step_by_step(self, chunks: Sequence[Chunk], draws: Sequence[Sequence[Draw]]) -> list[list[Sample]]:
+        packed = self.packed
+        samples: list[list[Sample]] = [[] for _ in chunks]
+        active = list(range(len(chunks)))
+        tokens = [token for chunk in chunks for token in chunk.tokens]
+        counts = [len(chunk.tokens) for chunk in chunks]
+        spans = ((chunk.slot, chunk.start, count) for chunk, count in zip(chunks, counts, strict=True))
+        batch = pack(spans, packed.pool, packed.masks, ahead=[len(own) - 1 for own in draws])
+        last = None if len(tokens) == len(chunks) else torch.tensor(counts, device=packed.loaded.device).cumsum(0) - 1
+        while active:
+            z = packed.run_packed(tokens, batch, last).narrow(1, 0, self.vocab_size)
+            drawn = sample(z, [draws[b][len(samples[b])] for b in active], self.config)
+            for b, each in zip(active, drawn, strict=True):
+                samples[b].append(each)
+            going = [i for i, b in enumerate(active) if drawn[i].token >= 0 and len(samples[b]) < len(draws[b])]
+            tokens, last = [drawn[i].token for i in going], None
+            active = [active[i] for i in going]
+            batch = batch.next_rows(going)
+        return samples
+
+    def capture(
         self,
-        token_ids: Tensor,
-        counts: list[int],
-        rotation: Tensor,
-        views: tuple[list[list[Tensor]], list[list[Tensor]], list[list[Tensor]]],
-        masks: list[list[Tensor]],
-        no_mask: Tensor,
-        samplings: Sequence[Sampling],
-    ) -> list[Decoded]:
-        """See `ScriptedLoop.forward`."""
-        told = self._loop(token_ids, counts, rotation, *views, masks, no_mask, list(map(_as_how, samplings)))
-        return list(map(_as_written, told))
+        capturer: Capturer,
+        *,
+        sequences: int,
+        tokens: int,
+        with_noise: bool,
+        seconds: float,
+        most_bytes: int,
+    ) -> str:
+        """Has steps captured, where the pool is paged.
+
+        Args:
+            capturer: of the model's device.
+            sequences: see `DecodeLoopSize`; likewise `tokens` and `with_noise`.
+            tokens: see `sequences`.
+            with_noise: see `sequences`.
+            seconds: see `CapturedSteps.capture`; likewise `most_bytes`, and what is returned.
+            most_bytes: see `seconds`.
+        """
+        packed = self.packed
+        eager = packed.captured.eager if packed.captured is not None else packed.runner
+        if not isinstance(eager, PagedRunner):
+            return "none: keys and values are not in pages"
+        size = DecodeLoopSize(
+            sequences=sequences,
+            tokens=tokens,
+            max_length=packed.pool.max_length,
+            block_tokens=packed.pool.block_tokens,
+            vocab_size=self.vocab_size,
+            logits_size=packed.loaded.vocab_size,
+            with_noise=with_noise,
+        )
+        self._captured = CapturedSteps(packed, eager, size, self.config)
+        return self._captured.capture(capturer, seconds=seconds, most_bytes=most_bytes)
 
 
-def _as_how(sampling: Sampling) -> _How:
-    law, config = sampling.law, sampling.config
-    noise = torch.empty(0, 0) if sampling.noise is None else sampling.noise
-    return _How(
-        sampling.vocab_size,
-        law.temperature,
-        law.top_k,
-        law.top_p,
-        law.min_p,
-        config.keep_mass,
-        config.max_support,
-        list(sampling.uniforms),
-        list(sampling.bounds),
-        noise,
-    )
+@dataclass(frozen=True, slots=True)
+class DecodeLoopSize:
+    """What a decode loop has room for.
+
+    Attributes:
+        sequences: at most, in one call.
+        tokens: of each at most, γ.
+        max_length: positions of a sequence.
+        block_tokens: positions of a block.
+        vocab_size: tokens that may be drawn.
+        logits_size: those that the model has logits for.
+        with_noise: whether noise may choose tokens, which takes the verification's kernels.
+    """
+
+    sequences: int
+    tokens: int
+    max_length: int
+    block_tokens: int
+    vocab_size: int
+    logits_size: int
+    with_noise: bool
 
 
-def _as_written(told: _Told) -> Decoded:
-    tokens, ids, weights, scores = told
-    missing = [None] * len(tokens)  # where the last is no token there is neither
-    laws = [*map(as_law, ids, weights), *missing]
-    return Decoded(tokens, laws[: len(tokens)], [*scores, *missing][: len(tokens)])
+class CapturedSteps:
+    """Captured steps of up to so many sequences at once.
+
+    Args:
+        packed: the model.
+        eager: its runner.
+        size: what there is room for.
+        config: how much of q is kept.
+    """
+
+    def __init__(self, packed: PackedModel, eager: PagedRunner, size: DecodeLoopSize, config: SparseConfig) -> None:
+        self._packed = packed
+        self._eager = eager
+        self._size = size
+        self._config = config
+        self._tables: list[_Table] = []  # the smallest first
+        # [γ, S, V]: what each token was drawn from; all sizes use the same room, one at a time.
+        self._logits = torch.zeros(
+            size.tokens * size.sequences, size.logits_size, dtype=eager.dtype, device=eager.device
+        )
+
+    def obstacle(self, draws: Sequence[Sequence[Draw]]) -> str | None:
+        """Why these cannot be drawn here; None where they can."""
+        most = self._tables[-1].sequences if self._tables else 0
+        if len(draws) > most:
+            return f"{len(draws)} sequences, where there is room for {most}"
+        for own in draws:
+            if len(own) > self._size.tokens:
+                return f"{len(own)} tokens, where there is room for {self._size.tokens}"
+            for each in own:
+                if (why := sampling_device.obstacle(each)) is not None:
+                    return why
+                if each.noise is not None and not self._size.with_noise:
+                    return "noise, which takes Triton"
+        return None
+
+    def decode(self, chunks: Sequence[Chunk], draws: Sequence[Sequence[Draw]]) -> list[list[Sample]]:
+        """See `DecodeLoop.decode`; the slots keep their length."""
+        packed, pool = self._packed, self._packed.pool
+        assert packed.runner is not None
+        for chunk, own in zip(chunks, draws, strict=True):
+            pool.grow(chunk.slot, chunk.start + len(chunk.tokens) + len(own) - 1)
+        # A graph has logits of every row, so that short chunks ask for them all.
+        layout = lay_out([replace(chunk, logits_from=0) for chunk in chunks], pool)
+        last = layout.row_starts[1:] - 1
+        if packed.captured is None or packed.captured.find(layout) is None:
+            layout = lay_out([replace(chunk, logits_from=len(chunk.tokens) - 1) for chunk in chunks], pool)
+            last = np.arange(len(chunks))
+        logits = packed.runner.run(layout)
+        if len(logits) > len(last):
+            logits = logits.index_select(0, torch.from_numpy(last).to(logits.device))
+        table = next(each for each in self._tables if each.sequences >= len(chunks))
+        table.fill(chunks, [pool.table(chunk.slot) for chunk in chunks], logits, draws)
+        table.run(max(map(len, draws)) - 1)
+        return table.fetch(draws)
+
+    @torch.inference_mode()
+    def capture(
+        self,
+        capturer: Capturer,
+        *,
+        seconds: float,
+        most_bytes: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> str:
+        """Captures steps for 1, 2, 4 … sequences, the fewest first; see `GraphRunner.capture`.
+
+        Returns:
+            In a few words what is captured, and what is not, and why.
+        """
+        counts = sorted({min(1 << i, self._size.sequences) for i in range(self._size.sequences.bit_length() + 1)})
+        began, why = clock(), ""
+        for count in counts:
+            spent = clock() - began
+            if spent * (len(self._tables) + 1) > seconds * max(1, len(self._tables)):
+                why = f"{spent:.1f} s have passed, and all may take {seconds:g}"
+            elif capturer.bytes > most_bytes:
+                why = f"they hold {capturer.bytes >> 20} MiB of {most_bytes >> 20}"
+            if why:
+                break
+            table = _Table(self._eager, self._size, self._config, count, self._logits)
+            try:
+                table.capture(capturer)
+            except CannotCapture as error:
+                why = str(error)
+                break
+            self._tables.append(table)
+        return f"steps of up to {self._tables[-1].sequences if self._tables else 0} sequences" + (
+            f": {why}" if why else ""
+        )
+
+
+class _Table:
+    """The tensors that steps of S sequences read and write, and the graphs of those steps."""
+
+    def __init__(
+        self, eager: PagedRunner, size: DecodeLoopSize, config: SparseConfig, sequences: int, logits: Tensor
+    ) -> None:
+        self.sequences = S = sequences
+        self._eager, self._size, self._config = eager, size, config
+        self._logits = logits[: size.tokens * S].view(size.tokens, S, -1)
+        pages = -(-size.max_length // size.block_tokens)
+        support = min(config.max_support, size.vocab_size)
+        on_gpu = eager.device.type == "cuda"
+        put = PackedArrays(
+            {
+                "positions": Field(np.int64, (S,)),
+                "limits": Field(np.int64, (S,)),  # rows at these positions and later are nobody's
+                "bits": Field(np.int64, (size.tokens, S)),
+                "by_noise": Field(np.int64, (S,)),
+                "seeds": Field(np.int64, (S,)),
+                "noise_positions": Field(np.int64, (S,)),
+                "step": Field(np.int64, (1,)),
+                "temperatures": Field(np.float64, (S,)),
+                "tables": Field(np.int32, (S, pages)),
+            }
+        )
+        self._staged = put.buffer(torch.device("cpu"), pinned=on_gpu)
+        self._staged.zero_()
+        self._host = put.arrays(self._staged)
+        self._buffer = self._staged.to(eager.device)
+        self._put = put.tensors(self._buffer)
+        got = PackedArrays(
+            {
+                "tokens": Field(np.int64, (size.tokens, S)),
+                "ids": Field(np.int64, (size.tokens, S, support)),
+                "weights": Field(np.int32, (size.tokens, S, support)),
+            }
+        )
+        self._results = got.buffer(eager.device)
+        self._got = got.tensors(self._results)
+        self._fetched = got.buffer(torch.device("cpu"), pinned=on_gpu)
+        self._told = got.arrays(self._fetched)
+        self._drawn_from = torch.zeros(S, size.logits_size, dtype=eager.dtype, device=eager.device)
+        self._batch = PagedBatch(
+            tokens=torch.zeros(S, dtype=torch.int64, device=eager.device),
+            positions=torch.zeros(S, dtype=torch.int64, device=eager.device),
+            places=torch.full((S,), eager.memory.nowhere, dtype=torch.int64, device=eager.device),
+            rows=torch.arange(S, device=eager.device),
+            row_starts=torch.arange(S + 1, dtype=torch.int32, device=eager.device),
+            lengths=torch.ones(S, dtype=torch.int32, device=eager.device),
+            tables=self._put["tables"],
+            widest=1,
+            longest=size.max_length,
+            memory=eager.memory,
+            attention=eager.attention,
+        )
+        self._replay_step: Callable[[], None]
+        self._replay_draw: Callable[[], None]
+
+    def capture(self, capturer: Capturer) -> None:
+        """Captures a step, and the last draw."""
+        self._put["step"].zero_()
+        self._replay_step = capturer.capture(self._step)
+        self._put["step"].zero_()
+        self._replay_draw = capturer.capture(self._draw)
+
+    def fill(
+        self,
+        chunks: Sequence[Chunk],
+        tables: Sequence[Sequence[int]],
+        logits: Tensor,
+        draws: Sequence[Sequence[Draw]],
+    ) -> None:
+        """Puts in place what the first step begins with."""
+        host = self._host
+        for array in host.values():
+            array[...] = 0
+        for s, (chunk, blocks, own) in enumerate(zip(chunks, tables, draws, strict=True)):
+            count = len(own)
+            host["positions"][s] = chunk.start + len(chunk.tokens)
+            host["limits"][s] = chunk.start + len(chunk.tokens) + count - 1
+            host["bits"][:count, s] = [int(each.uniform * 2.0**53) for each in own]
+            if own[0].noise is not None:
+                seed, position = own[0].noise
+                host["by_noise"][s] = 1
+                host["seeds"][s] = seed - 2**64 if seed >= 2**63 else seed
+                host["noise_positions"][s] = position
+            host["temperatures"][s] = own[0].law.temperature
+            host["tables"][s, : len(blocks)] = blocks
+        self._buffer.copy_(self._staged, non_blocking=True)
+        self._logits[0, : len(chunks)].copy_(logits)
+
+    def run(self, steps: int) -> None:
+        """So many steps, and one more draw."""
+        for _ in range(steps):
+            self._replay_step()
+        self._replay_draw()
+
+    def fetch(self, draws: Sequence[Sequence[Draw]]) -> list[list[Sample]]:
+        """Waits for the results."""
+        self._fetched.copy_(self._results)
+        return [self._samples(s, own) for s, own in enumerate(draws)]
+
+    def _samples(self, s: int, draws: Sequence[Draw]) -> list[Sample]:
+        count = len(draws)
+        tokens, ids, weights = (self._told[name][:count, s] for name in ("tokens", "ids", "weights"))
+        samples = sampling_device.to_samples(tokens, ids, weights, draws)
+        end = next((i + 1 for i, each in enumerate(samples) if each.token == NO_LOGITS), count)  # the rest is garbage
+        if draws[0].law.is_greedy:
+            rows = self._logits[:end, s, : self._size.vocab_size].clone().unbind(0)
+            return [
+                each if each.token == NO_LOGITS else each._replace(scores=row)
+                for each, row in zip(samples[:end], rows, strict=True)
+            ]
+        return samples[:end]
+
+    # ------------------------------------------------------------------------------------------------------- captured
+
+    def _step(self) -> None:
+        self._draw()
+        self._advance()
+
+    def _draw(self) -> None:
+        """A token of each sequence from the logits of this step."""
+        put, V = self._put, self._size.vocab_size
+        step = put["step"].clamp(max=self._size.tokens - 1)
+        self._drawn_from.copy_(self._logits.index_select(0, step).squeeze(0))
+        bits = put["bits"].index_select(0, step).squeeze(0)
+        noise = (put["by_noise"], put["seeds"], put["noise_positions"]) if self._size.with_noise else ()
+        drawn = sampling_device.sample(
+            self._drawn_from[:, :V], DeviceDraws(put["temperatures"], bits, *noise), self._config
+        )
+        put["noise_positions"].add_(1)
+        for name, each in zip(("tokens", "ids", "weights"), drawn, strict=True):
+            self._got[name].index_copy_(0, step, each.unsqueeze(0))
+        self._batch.tokens.copy_(drawn.tokens.clamp(min=0))
+
+    def _advance(self) -> None:
+        """Runs the tokens drawn; their logits are those of the next step."""
+        batch, size = self._batch, self._size
+        batch.forget()
+        positions = self._put["positions"]
+        is_own = positions < self._put["limits"]
+        batch.positions.copy_(positions.clamp(max=size.max_length - 1))
+        block = batch.tables.gather(1, (batch.positions // size.block_tokens).unsqueeze(1)).squeeze(1)
+        place = block * size.block_tokens + batch.positions % size.block_tokens
+        batch.places.copy_(torch.where(is_own, place, self._eager.memory.nowhere))
+        batch.lengths.copy_(batch.positions + 1)
+        logits = self._eager.program(batch.tokens, batch, None).to(self._logits.dtype)
+        positions.add_(1)
+        self._put["step"].add_(1)
+        self._logits.index_copy_(0, self._put["step"].clamp(max=size.tokens - 1), logits.unsqueeze(0))

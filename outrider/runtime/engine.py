@@ -265,9 +265,8 @@ class Engine(ABC, Generic[Message, Work, Output]):
             self._receive_one(message)
 
     def _receive_all(self) -> None:
-        with suppress(queue.Empty):
-            while True:
-                self._receive_one(self._inbox.get_nowait())
+        while not self._inbox.empty():  # this thread alone takes from it
+            self._receive_one(self._inbox.get_nowait())
 
     def _receive_one(self, message: Message | None) -> None:
         if message is None:

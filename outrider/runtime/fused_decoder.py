@@ -9,15 +9,12 @@ It knows transformers' modules by name and the layout of a pass. It does not kno
 
 import operator
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
-from outrider.runtime.batch import PackedBatch
-from outrider.runtime.decode_loop import Decoded, DecodeLoop, Sampling
 from outrider.runtime.fused_layers import Frame, FusedLayers, LayerWeights, compiled
 from outrider.runtime.layer_ops import LayerChoice, choose_layer_ops, run_paged
 from outrider.runtime.linear import can_pack, is_plain, pack
@@ -110,8 +107,9 @@ class FusedDecoder:
             return run_paged(self._layers, ops, batch, self._rotations_to(batch.longest), rows)
         masks = [batch.masks_for(self._group, window) for window in self._layers.windows]
         last, chosen = (batch.rows, rows) if rows is None or isinstance(rows, Tensor) else (rows, None)
-        rotation = self._rotation(batch)
-        return self._run(token_ids, rotation, batch.counts, batch.keys, batch.values, batch.new, masks, last, chosen)
+        rotations = self._rotations_to(max(map(operator.add, batch.starts, batch.counts)))
+        stores = [store for (store,) in batch.stores]  # all layers have one shape
+        return self._run(token_ids, rotations, batch.starts, batch.counts, stores, masks, last, chosen)
 
     def choose_layers(self, dtype: torch.dtype) -> LayerChoice:
         """See `outrider.runtime.program.PagedProgram`."""
@@ -119,38 +117,13 @@ class FusedDecoder:
             self._chosen[dtype] = choose_layer_ops(self._layers, dtype)
         return self._chosen[dtype]
 
-    def decode(
-        self, token_ids: Tensor, counts: Sequence[int], batch: PackedBatch, samplings: Sequence[Sampling]
-    ) -> list[Decoded]:
-        """See `outrider.runtime.program.DecodingProgram`."""
-        held = [start + count for start, count in zip(batch.starts, counts, strict=True)]
-        masks = [
-            [
-                batch.masks.for_rows(count, length, self._group, window)
-                for count, length in zip(counts, held, strict=True)
-            ]
-            for window in self._layers.windows
-        ]
-        views = (batch.keys, batch.values, batch.new)
-        return self._decode_loop(
-            token_ids, list(counts), self._rotation(batch), views, masks, batch.masks.none, samplings
-        )
-
-    @cached_property
-    def _decode_loop(self) -> DecodeLoop:
-        return DecodeLoop(self._layers)
-
     # ------------------------------------------------------------------------------------------------------- positions
 
-    def _rotation(self, batch: PackedBatch) -> Tensor:
-        """e^(i · angle) of each row, `[T, 1, D/2]`."""
-        rotations = self._rotations_to(max(map(operator.add, batch.starts, batch.counts)))
-        if len(batch.starts) == 1:
-            return rotations.narrow(0, batch.starts[0], batch.rows)
-        return rotations.index_select(0, batch.position_ids(rotations.device))
-
     def _rotations_to(self, length: int) -> Tensor:
-        """Those of at least so many positions. Shorter tables are kept: a CUDA graph may read them."""
+        """e^(i · angle) of at least so many positions, `[length, 1, D/2]`.
+
+        Shorter tables are kept: a CUDA graph may read them.
+        """
         if length > len(self._rotation_tables[-1]):
             self._rotation_tables.append(self._make_rotations(max(length, 2 * len(self._rotation_tables[-1]))))
         return self._rotation_tables[-1]

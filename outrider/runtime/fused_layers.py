@@ -127,11 +127,10 @@ class FusedLayers(nn.Module):
     def forward(
         self,
         token_ids: Tensor,
-        rotation: Tensor,
+        rotations: Tensor,
+        starts: list[int],
         counts: list[int],
-        keys: list[list[Tensor]],
-        values: list[list[Tensor]],
-        new: list[list[Tensor]],
+        stores: list[Tensor],
         masks: list[list[Tensor]],
         last: int,
         rows: Tensor | None,
@@ -140,38 +139,47 @@ class FusedLayers(nn.Module):
 
         Args:
             token_ids: `[T]`.
-            rotation: e^(i · angle) of each row, `[T, 1, D/2]`, complex64.
-            counts: rows of each chunk.
-            keys: of each chunk and layer, see `SlotViews`.
-            values: like `keys`.
-            new: like `keys`.
+            rotations: e^(i · angle) of all positions, `[max_length, 1, D/2]`, complex64.
+            starts: the position of the first row of each chunk.
+            counts: rows of each.
+            stores: keys and values of each up to its last row, or further, `[layers, 2, kv_heads, end, head_dim]`.
             masks: for each of `windows`, of each chunk (`CausalMasks.for_rows`).
             last: how many rows at the end need logits, where `rows` is None.
             rows: indices of those that do.
 
         Returns:
-            Logits `[R, V]`.
+            Logits `[R, V]`, float32.
         """
         x = torch.embedding(self.embedding, token_ids).unsqueeze(1)  # [T, 1, E]
         T, heads, kv_heads, head_dim = x.size(0), self.heads, self.kv_heads, self.head_dim
         width = (heads + 2 * kv_heads) * head_dim
-        pool_dtype = keys[0][0].dtype
+        rotation = rotations.narrow(0, starts[0], counts[0])
+        if len(counts) > 1:
+            rotation = torch.cat([rotations.narrow(0, start, counts[i]) for i, start in enumerate(starts)])
+        pool_dtype = stores[0].dtype
+        by_layer = [store.unbind(0) for store in stores]
         for i in range(len(self.qkv)):
             qkv = self.queries_keys_values(i, x, rotation)
             at = heads * head_dim
+            keys: list[Tensor] = []
+            values: list[Tensor] = []
             for chunk, count in enumerate(counts):
+                held = by_layer[chunk][i].narrow(2, 0, starts[chunk] + count)
                 kv = qkv.as_strided([2, kv_heads, count, head_dim], [kv_heads * head_dim, head_dim, width, 1], at)
-                new[chunk][i].copy_(kv)
+                held.narrow(2, starts[chunk], count).copy_(kv)
                 at += count * width
+                key, value = held.unsqueeze(2).unbind(0)
+                keys.append(key)
+                values.append(value)
             query = qkv.as_strided([T, heads, head_dim], [width, head_dim, 1]).to(pool_dtype)
             kind = self.mask_kind[i]
-            attended = attend(query, counts, keys, values, masks[kind], i, self.scaling[i], self.windows[kind])
+            attended = attend(query, counts, keys, values, masks[kind], self.scaling[i], self.windows[kind])
             x = self.after_attention(i, x, attended)
         if rows is not None:
             x = x.index_select(0, rows)
         elif last < T:
             x = x.narrow(0, T - last, last)
-        return self.logits(x)
+        return self.logits(x).float()
 
     def queries_keys_values(self, i: int, x: Tensor, rotation: Tensor) -> Tensor:
         """Of layer i and the residual stream `[T, 1, E]`: queries, keys and values side by side, `[T, 1, width]`.

@@ -178,7 +178,8 @@ def _bytes(stores: Sequence[Tensor]) -> int:
 
 
 def _views(store: Tensor, start: int, end: int) -> SlotViews:
-    # store: [layers, 2, kv_heads, end, head_dim]
+    # store: [layers, 2, kv_heads, end or more, head_dim]
+    store = store.narrow(3, 0, end)
     held = store.flatten(0, 1).unsqueeze(2).unbind(0)
     new = store.narrow(3, start, end - start).unbind(0)
     return SlotViews(list(held[0::2]), list(held[1::2]), list(new))

@@ -252,10 +252,11 @@ class KVPool:
 
     # ---------------------------------------------------------------------------------------------------------- memory
 
-    def views(self, slot: int, start: int, end: int) -> SlotViews:
-        """Positions 0 to `end` of a slot, to attend to, and `start` to `end`, to write; `extend` ends what this begins.
+    def stores(self, slot: int, end: int) -> list[Tensor]:
+        """Positions 0 to `end` of a slot, to attend to, and to write behind those held; `extend` ends what this begins.
 
-        `start` is what the slot holds, or less where nothing is to be written.
+        Returns:
+            See `MemoryByHead.narrow`.
 
         Raises:
             PoolExhausted: see `grow`.
@@ -269,10 +270,23 @@ class KVPool:
         if held.straight < self._blocks_for(end):
             self._straighten(held)
         if held.straight >= self._blocks_for(end):
-            stores = self._by_head.narrow(held.table[0] if held.table else 0, end)
-        else:
-            held.gathered = stores = self._by_head.gather(held.table[: self._blocks_for(end)], end)
+            return self._by_head.narrow(held.table[0] if held.table else 0, end)
+        held.gathered = self._by_head.gather(held.table[: self._blocks_for(end)], end)
+        return held.gathered
+
+    def split(self, stores: Sequence[Tensor], start: int, end: int) -> SlotViews:
+        """What `stores` gave, layer by layer; `start` to `end` is to be written.
+
+        Raises:
+            ValueError: the pool is paged.
+        """
+        if self._by_head is None:
+            raise ValueError("a paged pool has no views: its sequences are read by their tables")
         return self._by_head.views(stores, start, end)
+
+    def views(self, slot: int, start: int, end: int) -> SlotViews:
+        """`stores` and `split` in one; `start` is what the slot holds, or less where nothing is to be written."""
+        return self.split(self.stores(slot, end), start, end)
 
     @property
     def memory_bytes(self) -> int:

@@ -4,20 +4,14 @@ It knows slots and tokens; nothing of texts, of proposals, of sampling, or of wh
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.distribution import SamplingLaw
-from kernels.sparse import SparseConfig
 from outrider.runtime.attention_choice import ORDINARY, AttentionChoice
-from outrider.runtime.batch import CausalMasks, Chunk, pack
-from outrider.runtime.captured_decode_loop import CapturedDecodeLoop, DecodeLoopSize
+from outrider.runtime.batch import CausalMasks, Chunk, PackedBatch, pack
 from outrider.runtime.cuda_graph import Capturer, GraphRunner, PagedRunner, Runner, buckets_for
-from outrider.runtime.decode_loop import Decoded, Sampling
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fusion import fuse_model
 from outrider.runtime.kv_pool import KVPool
@@ -25,12 +19,10 @@ from outrider.runtime.layer_ops import LayerChoice
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.memory import blocks_for, kv_dtype
 from outrider.runtime.paged import lay_out
-from outrider.runtime.program import DecodingProgram, PagedProgram, Program, Rows, TransformersProgram
+from outrider.runtime.program import PagedProgram, Program, Rows, TransformersProgram
 from outrider.runtime.selfcheck import deviation, make_pool, tolerance
 
 __all__ = ["Chunk", "PackedModel"]
-
-_RUNS_TO_COMPILE = 3  # TorchScript watches two runs before it compiles
 
 
 class PackedModel:
@@ -64,21 +56,20 @@ class PackedModel:
             raise ValueError(f"{loaded.name} has been fused and given up its own weights: load it again")
         self.loaded = loaded
         self.pool = pool
-        self._program: Program = fuse_model(loaded) if fuse else TransformersProgram(loaded.model)
-        self._masks = CausalMasks(pool.max_length, pool.dtype, pool.device)
+        self.program: Program = fuse_model(loaded) if fuse else TransformersProgram(loaded.model)
+        self.masks = CausalMasks(pool.max_length, pool.dtype, pool.device)
         if attention.is_paged != (pool.pages is not None):
             raise ValueError(f"the attention is {attention.name}, and the pool is {'' if pool.pages else 'not '}paged")
         self.attention = attention
         self.runner: Runner | None = None
         self.captured: GraphRunner | None = None
-        self._decode_loop: CapturedDecodeLoop | None = None
         self.layer_choice: LayerChoice | None = None
         if pool.pages is not None:
-            if isinstance(self._program, PagedProgram):
-                self.layer_choice = self._program.choose_layers(pool.dtype)
+            if isinstance(self.program, PagedProgram):
+                self.layer_choice = self.program.choose_layers(pool.dtype)
             self._check_pages()
             attend = attention.build(pool.max_length, pool.dtype, pool.device)
-            self.runner = PagedRunner(self._program, pool.pages, attend, loaded.device, loaded.dtype, pool.max_length)
+            self.runner = PagedRunner(self.program, pool.pages, attend, loaded.device, loaded.dtype, pool.max_length)
 
     @classmethod
     def build(
@@ -112,7 +103,7 @@ class PackedModel:
     @property
     def fused(self) -> bool:
         """Whether passes run through the fused equivalent."""
-        return self._program is self.loaded.fused
+        return self.program is self.loaded.fused
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk]) -> Tensor:
@@ -131,7 +122,7 @@ class PackedModel:
             ValueError: a chunk that does not fit its slot, or a token outside the vocabulary.
             PoolExhausted: the pool has no blocks for it (`KVPool.grow` tells before).
         """
-        self._check(chunks)
+        self.check(chunks)
         logits = self._run(chunks) if self.runner is None else self.runner.run(lay_out(chunks, self.pool))
         for chunk in chunks:
             self.pool.extend(chunk.slot, chunk.start + len(chunk.tokens))
@@ -139,9 +130,12 @@ class PackedModel:
 
     def _run(self, chunks: Sequence[Chunk]) -> Tensor:
         tokens = chunks[0].tokens if len(chunks) == 1 else [token for chunk in chunks for token in chunk.tokens]
-        token_ids = torch.tensor(tokens, device=self.loaded.device)
-        batch = pack(((chunk.slot, chunk.start, len(chunk.tokens)) for chunk in chunks), self.pool, self._masks)
-        return self._program(token_ids, batch, self._rows(chunks)).float()
+        batch = pack(((chunk.slot, chunk.start, len(chunk.tokens)) for chunk in chunks), self.pool, self.masks)
+        return self.run_packed(tokens, batch, self._rows(chunks))
+
+    def run_packed(self, tokens: Sequence[int], batch: PackedBatch, rows: Rows) -> Tensor:
+        """Runs a batch over a pool that is not paged, of the same number of `tokens`; logits of `rows` in float32."""
+        return self.program(torch.tensor(tokens, device=self.loaded.device), batch, rows).float()
 
     def capture(
         self,
@@ -175,119 +169,10 @@ class PackedModel:
         self.runner = self.captured = captured
         return said
 
-    def capture_decode_loop(
-        self,
-        capturer: Capturer,
-        config: SparseConfig,
-        *,
-        sequences: int,
-        tokens: int,
-        vocab_size: int,
-        races: bool,
-        seconds: float,
-        most_bytes: int,
-    ) -> str:
-        """Has the steps of `decode` captured, where the pool is paged.
-
-        Args:
-            capturer: of the model's device.
-            config: how much of a law is kept.
-            sequences: see `DecodeLoopSize`; likewise `tokens`, `vocab_size` and `races`.
-            tokens: see `sequences`.
-            vocab_size: see `sequences`.
-            races: see `sequences`.
-            seconds: see `CapturedDecodeLoop.capture`; likewise the rest, and what is returned.
-            most_bytes: see `seconds`.
-        """
-        eager = self.captured.eager if self.captured is not None else self.runner
-        if not isinstance(eager, PagedRunner):
-            return "none: keys and values are not in pages"
-        size = DecodeLoopSize(
-            sequences=sequences,
-            tokens=tokens,
-            max_length=self.pool.max_length,
-            block_tokens=self.pool.block_tokens,
-            vocab_size=vocab_size,
-            logits_size=self.loaded.vocab_size,
-            races=races,
-        )
-        loop = CapturedDecodeLoop(eager, size, config)
-        said = loop.capture(capturer, seconds=seconds, most_bytes=most_bytes)
-        self._decode_loop = loop
-        return said
-
-    @torch.inference_mode()
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
         """As `forward`, in float32, and kept when the next pass runs."""
-        return self.forward(chunks).to(torch.float32, copy=self.captured is not None)
-
-    @property
-    def makes_noise(self) -> bool:
-        """Whether `decode` makes the noise of positions itself: `Sampling.race` says which, and there is no `noise`."""
-        return self._decode_loop is not None
-
-    @property
-    def has_decode_loop(self) -> bool:
-        """Whether `decode` is there: a fused model's program has it, and so has a device with steps captured."""
-        return self._decode_loop is not None or (self.runner is None and isinstance(self._program, DecodingProgram))
-
-    def can_decode(self, samplings: Sequence[Sampling]) -> bool:
-        """Whether `decode` can do just these: steps are captured for some ways of drawing alone."""
-        return self.has_decode_loop and (self._decode_loop is None or self._decode_loop.refusal(samplings) is None)
-
-    @torch.inference_mode()
-    def decode(self, chunks: Sequence[Chunk], samplings: Sequence[Sampling]) -> list[Decoded]:
-        """Runs a chunk of each sequence, draws its next token, runs that, and so on, in one call.
-
-        Each sequence gets one token for each of its uniforms: the one that `kernels.sparse.draw` would draw, or
-        `kernels.coupled.draw` where there is noise. Afterwards a slot holds its chunk and the tokens drawn but the
-        last. If it raises, no slot has changed its length.
-
-        Returns:
-            Of each sequence, the tokens and how each came about.
-
-        Raises:
-            ValueError: a chunk or its tokens do not fit their slot, or a token is outside the vocabulary; or the model
-                cannot decode these (`can_decode`).
-            PoolExhausted: see `forward`.
-        """
-        self._check(chunks)
-        spans: list[tuple[int, int, int]] = []
-        for chunk, sampling in zip(chunks, samplings, strict=True):
-            rows = len(chunk.tokens) + len(sampling.uniforms) - 1
-            if chunk.start + rows > self.pool.max_length:
-                raise ValueError(
-                    f"slot {chunk.slot} holds {chunk.start} positions: {rows} more go beyond its {self.pool.max_length}"
-                )
-            spans.append((chunk.slot, chunk.start, rows))
-        if not self.can_decode(samplings):
-            why = "unfused" if self._decode_loop is None else self._decode_loop.refusal(samplings)
-            raise ValueError(f"{self.loaded.name} cannot decode: {why}")
-        decoded = self._decode(chunks, spans, samplings)
-        for chunk, each in zip(chunks, decoded, strict=True):
-            self.pool.extend(chunk.slot, chunk.start + len(chunk.tokens) + len(each.tokens) - 1)
-        return decoded
-
-    def _decode(
-        self, chunks: Sequence[Chunk], spans: Sequence[tuple[int, int, int]], samplings: Sequence[Sampling]
-    ) -> list[Decoded]:
-        if self._decode_loop is None or self.runner is None:
-            assert isinstance(self._program, DecodingProgram)
-            token_ids = torch.tensor([token for chunk in chunks for token in chunk.tokens], device=self.loaded.device)
-            batch = pack(spans, self.pool, self._masks)
-            return self._program.decode(token_ids, [len(chunk.tokens) for chunk in chunks], batch, samplings)
-        for slot, start, rows in spans:
-            self.pool.grow(slot, start + rows)
-        # A graph has logits of every row, so that short chunks ask for them all.
-        layout = lay_out([replace(chunk, logits_from=0) for chunk in chunks], self.pool)
-        last = layout.row_starts[1:] - 1
-        if self.captured is None or self.captured.find(layout) is None:
-            layout = lay_out([replace(chunk, logits_from=len(chunk.tokens) - 1) for chunk in chunks], self.pool)
-            last = np.arange(len(chunks))
-        logits = self.runner.run(layout)
-        if len(logits) > len(last):
-            logits = logits.index_select(0, torch.from_numpy(last).to(logits.device))
-        return self._decode_loop.decode(chunks, [self.pool.table(chunk.slot) for chunk in chunks], logits, samplings)
+        logits = self.forward(chunks)
+        return logits.to(torch.float32, copy=self.captured is not None)
 
     def warm_up(self, widths: Iterable[int]) -> None:
         """Runs passes of these many tokens once: the first of a width costs several times the next.
@@ -305,34 +190,12 @@ class PackedModel:
         finally:
             self.pool.free(slot)
 
-    def warm_up_decoding(self, config: SparseConfig) -> None:
-        """Decodes a few tokens, where the model can: the first calls are compiled.
-
-        Raises:
-            PoolExhausted: see `forward`.
-        """
-        if self._decode_loop is not None or not self.has_decode_loop:
-            return
-        slots = [self.pool.allocate() for _ in range(2)]
-        uniforms = [0.5] * min(4, self.pool.max_length)
-        try:
-            for law, by_noise in ((SamplingLaw(temperature=0), False), (SamplingLaw(), False), (SamplingLaw(), True)):
-                noise = torch.full((len(uniforms), self.loaded.vocab_size), -0.5) if by_noise else None
-                sampling = Sampling(law, config, uniforms, self.loaded.vocab_size, noise)
-                for some in [slots[:1]] * _RUNS_TO_COMPILE + [slots]:
-                    for slot in slots:
-                        self.pool.rollback(slot, 0)
-                    self.decode([Chunk(slot, [0], 0, 1) for slot in some], [sampling] * len(some))
-        finally:
-            for slot in slots:
-                self.pool.free(slot)
-
     def _check_pages(self) -> None:
         """Holds passes over pages to what transformers gives, on the device that will run them."""
         loaded, size = self.loaded, self.pool.block_tokens
         attention = self.attention.build(loaded.reference.tokens.shape[1], self.pool.dtype, self.pool.device)
         told = loaded.layers, loaded.reference, self.pool.dtype, loaded.device
-        distance = deviation(self._program, *told, attention=attention, block_tokens=size)
+        distance = deviation(self.program, *told, attention=attention, block_tokens=size)
         if not distance <= tolerance(loaded.dtype, quantised=loaded.quantisation is not None):
             raise CheckpointError(
                 f"{loaded.name} gives other logits over pages, by {attention.name}, than in transformers (they differ "
@@ -353,7 +216,8 @@ class PackedModel:
             first += len(chunk.tokens)
         return None if len(rows) == first else torch.tensor(rows, dtype=torch.int64, device=self.loaded.device)
 
-    def _check(self, chunks: Sequence[Chunk]) -> None:
+    def check(self, chunks: Sequence[Chunk]) -> None:
+        """Refuses chunks that `forward` would refuse; raises `ValueError`."""
         if not chunks:
             raise ValueError("a pass needs at least one chunk")
         if len(chunks) > 1 and len({chunk.slot for chunk in chunks}) < len(chunks):

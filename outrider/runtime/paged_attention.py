@@ -99,9 +99,8 @@ class GatheredAttention:
             self._masks.for_rows(count, start + count, group, scoring.window)
             for start, count in zip(starts, counts, strict=True)
         ]
-        by_layer = [[each] for each in seen_keys], [[each] for each in seen_values]
         if counts:
-            rows = attend(rows, counts, *by_layer, masks, 0, scoring.scaling, scoring.window)
+            rows = attend(rows, counts, seen_keys, seen_values, masks, scoring.scaling, scoring.window)
         return _filled_up(rows, query)
 
 

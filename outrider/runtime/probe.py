@@ -78,7 +78,7 @@ def probe_attention(model: Any) -> tuple[AttentionLayer, ...]:
                 input_ids=torch.zeros_like(positions),
                 position_ids=positions,
                 use_cache=False,
-                packed_batch=PackedBatch([], [], 0, [], [], [], torch.float32, masks, observer=observer),
+                packed_batch=PackedBatch([], [], 0, [], torch.float32, masks, observer=observer),
             )
     except CheckpointError:
         raise

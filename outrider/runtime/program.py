@@ -4,14 +4,12 @@ It knows the layout of a pass, and nothing of slots or of who asks.
 """
 
 import inspect
-from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from outrider.runtime.batch import PackedBatch
-from outrider.runtime.decode_loop import Decoded, Sampling
 from outrider.runtime.layer_ops import LayerChoice
 from outrider.runtime.paged import PagedBatch
 
@@ -35,26 +33,6 @@ class Program(Protocol):
 
         Returns:
             `[R, V]`, in the dtype of the model.
-        """
-
-
-@runtime_checkable
-class DecodingProgram(Program, Protocol):
-    """One that can also decode several tokens of a few sequences in one call."""
-
-    def decode(
-        self, token_ids: Tensor, counts: Sequence[int], batch: PackedBatch, samplings: Sequence[Sampling]
-    ) -> list[Decoded]:
-        """Runs `token_ids`, draws a token of each sequence, runs those, and so on; the last ones drawn are not run.
-
-        Args:
-            token_ids: `[T]`: what is to be run before the first tokens can be drawn, one sequence after the other.
-            counts: how many of them are each sequence's.
-            batch: one chunk for each sequence, of all rows that will be run: its count + its γ - 1.
-            samplings: how the γ tokens of each are drawn.
-
-        Returns:
-            Of each sequence, the tokens and how each came about.
         """
 
 

@@ -12,10 +12,9 @@ from torch import Tensor
 def attend(
     query: Tensor,
     counts: list[int],
-    keys: list[list[Tensor]],
-    values: list[list[Tensor]],
+    keys: list[Tensor],
+    values: list[Tensor],
     masks: list[Tensor],
-    layer: int,
     scaling: float,
     window: int,
 ) -> Tensor:
@@ -24,10 +23,9 @@ def attend(
     Args:
         query: `[T, heads, head_dim]`, in the dtype of the pool.
         counts: rows of each chunk.
-        keys: of each chunk and layer, `[kv_heads, 1, end, head_dim]`.
+        keys: of each chunk, `[kv_heads, 1, end, head_dim]`.
         values: like `keys`.
         masks: of each chunk, see `CausalMasks.for_rows`.
-        layer: which.
         scaling: of the scores.
         window: how many positions a row sees, its own included; 0 is all.
 
@@ -35,12 +33,12 @@ def attend(
         `[T, heads, head_dim]`, perhaps strided.
     """
     if len(counts) == 1:
-        return _attend(query, keys[0][layer], values[0][layer], masks[0], scaling, window)
+        return _attend(query, keys[0], values[0], masks[0], scaling, window)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     first = 0
     for i, count in enumerate(counts):
         rows = query.narrow(0, first, count)
-        attended = _attend(rows, keys[i][layer], values[i][layer], masks[i], scaling, window)
+        attended = _attend(rows, keys[i], values[i], masks[i], scaling, window)
         out.narrow(0, first, count).copy_(attended)
         first += count
     return out

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.acceptance import EXPECTED, Drafted, estimate
-from kernels.distribution import SamplingLaw
+from kernels.sampling import SamplingLaw
 from kernels.sparse import SparseConfig, sparsify
 from kernels.verify import Proposed, Rule, Uniforms
 from tests.kernels.reference import verify

@@ -11,7 +11,7 @@ from draft_service.drafters.base import Draft, DraftError, DraftSequence
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.sequence import Ask, Close, ModelSequence
 from kernels.adjustments import LogitRules
-from kernels.distribution import SamplingLaw
+from kernels.sampling import SamplingLaw
 from kernels.sparse import SparseConfig
 from kernels.verify import Rule
 from outrider.runtime.loader import LoadedModel

@@ -9,11 +9,11 @@ from draft_service.drafters.base import DraftSequence
 from draft_service.drafters.bounded import MOST_HUNG, BoundedGuessers, Guessing, LateGuesser
 from draft_service.drafters.guessing import Guesser, Guesses, GuessingDrafter
 from draft_service.drafters.lookup import LookupDrafter
-from kernels.distribution import SamplingLaw
-from kernels.philox import Domain
+from kernels.rng import Domain
+from kernels.sampling import SamplingLaw
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from tests.draft_service.pairs import DEMO
-from tests.draft_service.test_staged import Driver, engine_of, sequence
+from tests.draft_service.test_staged import Driver, counts_of, engine_of, sequence
 
 LONG_S = 60.0
 
@@ -106,5 +106,5 @@ def test_the_engine_goes_on_without_a_guesser_that_hangs(over: threading.Event) 
         hung, guessed, alone = (driver.answer() for driver in drivers)
         assert hung.token_ids == guessed.token_ids == alone.token_ids
     engine.stop()
-    assert engine.counts.failures == 1
-    assert engine.counts.passes > 0, "the other one is guessed for still"
+    assert counts_of(engine).failures == 1
+    assert counts_of(engine).passes > 0, "the other one is guessed for still"

@@ -13,8 +13,8 @@ from draft_service.drafters.lookup import LookupDrafter
 from draft_service.drafters.none import NoDrafter
 from draft_service.drafters.random import RandomDrafter, support
 from kernels.adjustments import LogitRules
-from kernels.distribution import SamplingLaw
-from kernels.philox import Domain, uniform
+from kernels.rng import Domain, uniform
+from kernels.sampling import SamplingLaw
 from kernels.sparse import SparseLaw, validate
 from kernels.verify import Rule
 

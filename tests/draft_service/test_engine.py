@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from draft_service.drafters.base import DraftSequence
-from draft_service.drafters.drawing import Drawn
-from draft_service.drafters.engine import DraftEngine, DraftWork
+from draft_service.drafters.engine import DraftEngine
+from draft_service.drafters.sequence import DraftWork, Drawn
 from kernels.adjustments import LogitRules
 from kernels.dense import EXCLUDED, DraftLogits
-from kernels.distribution import SamplingLaw, probabilities
-from kernels.philox import Domain, uniform
-from kernels.sparse import SparseLaw, sample, sparsify
+from kernels.rng import Domain, uniform
+from kernels.sampling import SamplingLaw, probabilities
+from kernels.sparse import SparseLaw, sparsify
 from kernels.verify import Rule
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.packed import Chunk, PackedModel
@@ -43,7 +43,7 @@ def reference(
             tokens = [*tokens, coupled_choice(standardise(logits[0].double().numpy(), law), seed, len(tokens))]
         else:
             (q,) = sparsify(probabilities(logits, law), CONFIG)
-            tokens = [*tokens, sample(q, uniform(seed, base, index, Domain.DRAFT))]
+            tokens = [*tokens, q.token_at(uniform(seed, base, index, Domain.DRAFT))]
     return tokens[base:]
 
 
@@ -124,7 +124,7 @@ def test_what_is_sent_is_what_was_sampled_from(engine: DraftEngine) -> None:
     draft = Driver(engine, sequence()).propose(8)
     for index, (token, law) in enumerate(zip(draft.token_ids, draft.laws, strict=True)):
         assert isinstance(law, SparseLaw)
-        assert token == sample(law, uniform(3, len(PROMPT), index, Domain.DRAFT))
+        assert token == law.token_at(uniform(3, len(PROMPT), index, Domain.DRAFT))
         assert 1 <= len(law.ids) <= CONFIG.max_support
         assert law.total == int(law.weights.sum(dtype=np.int64))
 

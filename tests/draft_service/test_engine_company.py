@@ -10,7 +10,7 @@ from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.sequence import Ask, ModelSequence
 from kernels.adjustments import LogitRules
 from kernels.dense import DraftLogits
-from kernels.distribution import SamplingLaw
+from kernels.sampling import SamplingLaw
 from kernels.sparse import SparseLaw
 from kernels.verify import Rule
 from outrider.runtime.loader import LoadedModel

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from draft_service.request import derive_seed
-from kernels.distribution import SamplingLaw, probabilities
+from kernels.sampling import SamplingLaw, probabilities
 from outrider.cli.processes import ServiceProcess
 from outrider.rpc.errors import from_rpc_error
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2

@@ -15,7 +15,7 @@ from draft_service.drafters.base import Draft, Drafter, DraftError, Drafting, Dr
 from draft_service.drafters.guard import LATE_IN_A_ROW, GuardedDrafter
 from kernels.adjustments import LogitRules
 from kernels.dense import EXCLUDED, DraftLogits
-from kernels.distribution import SamplingLaw
+from kernels.sampling import SamplingLaw
 from kernels.sparse import SparseLaw
 from kernels.verify import Rule
 from tests.leaping import leaping

@@ -10,8 +10,8 @@ from draft_service.drafters.base import Draft, Drafting, DraftLate, DraftSequenc
 from draft_service.drafters.guard import GuardedDrafter
 from draft_service.drafters.guessing import MAX_WORKERS, STALLED_AFTER_S, Guesser, Guesses, GuessingDrafter
 from kernels.adjustments import LogitRules
-from kernels.distribution import SamplingLaw
-from kernels.philox import Domain
+from kernels.rng import Domain
+from kernels.sampling import SamplingLaw
 from kernels.verify import Rule
 
 TOLD = DraftSequence([1, 2, 3], [4], SamplingLaw(), LogitRules(), 5)

@@ -14,7 +14,7 @@ from draft_service.privacy import RoundSizes
 from draft_service.request import Generation
 from draft_service.speculation import Fixed, Heuristic, Policy, PolicyKind, Round
 from kernels.adjustments import LogitRules
-from kernels.distribution import SamplingLaw
+from kernels.sampling import SamplingLaw
 from kernels.verify import Rule
 from outrider.cost_line import CostLine
 from outrider.metrics import Metrics

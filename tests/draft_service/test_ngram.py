@@ -13,9 +13,9 @@ from draft_service.drafters.base import Draft, DraftSequence
 from draft_service.drafters.ngram import NGramConfig, NGramDrafter
 from draft_service.drafters.ngram_counts import NGramCounts, back_off
 from kernels.adjustments import LogitRules
-from kernels.distribution import SamplingLaw, probabilities
-from kernels.philox import Domain, uniform
-from kernels.sparse import SparseConfig, sample, sparsify
+from kernels.rng import Domain, uniform
+from kernels.sampling import SamplingLaw, probabilities
+from kernels.sparse import SparseConfig, sparsify
 from kernels.verify import Rule
 from tests.kernels.reference import coupled_choice, standardise
 
@@ -135,7 +135,7 @@ def reference(tokens: list[int], told: DraftSequence, gamma: int = 4) -> list[in
             token = coupled_choice(standardise(z.double().numpy(), told.draft_law), told.seed, len(tokens))
         else:
             (q,) = sparsify(probabilities(z[None], told.draft_law), SPARSE)
-            token = sample(q, uniform(told.seed, base, place, Domain.DRAFT))
+            token = q.token_at(uniform(told.seed, base, place, Domain.DRAFT))
         tokens = [*tokens, token]
     return tokens[base:]
 
@@ -221,7 +221,7 @@ def test_what_is_ahead_is_drafted_behind_and_leaves_no_trace(penalty: float) -> 
     ahead = [2, 9]
     for place, (token, law) in enumerate(guesser.guess(3, ahead)):
         assert law is not None
-        assert token == sample(law, uniform(told.seed, len(told.prompt), place, Domain.STAGED_DRAFT, len(ahead)))
+        assert token == law.token_at(uniform(told.seed, len(told.prompt), place, Domain.STAGED_DRAFT, len(ahead)))
     after = guesser.guess(3)
     assert [token for token, _ in after] == [token for token, _ in before]
     guesser.read(ahead)

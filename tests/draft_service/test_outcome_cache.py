@@ -17,7 +17,7 @@ from draft_service.drafters.engine import OUTCOME_CACHE, DraftEngine
 from draft_service.drafters.sequence import Ask, Close, ModelSequence
 from draft_service.drafters.trial import Trial
 from kernels.adjustments import LogitRules
-from kernels.distribution import SamplingLaw
+from kernels.sampling import SamplingLaw, sample
 from kernels.sparse import SparseConfig, SparseLaw
 from kernels.verify import Rule
 from outrider.runtime.fused_decoder import FusedDecoder
@@ -329,14 +329,14 @@ def test_where_drawing_fails_the_pool_is_as_it_was(engine: Eager, monkeypatch: p
     """The pass went well before it. The step is tried again, and drafts what it would have."""
     plain = Driver(engine, told(1.0, Rule.COUPLED, ADJUSTED, looks_ahead=False))
     expected = plain.propose(GAMMA, [])
-    honest, calls = engine._drawing.draw, count()
+    honest, calls = sample, count()
 
     def fails(*arguments: Any) -> Any:
         if next(calls) % 2 == 0:
             raise RuntimeError("injected")
         return honest(*arguments)
 
-    monkeypatch.setattr(engine._drawing, "draw", fails)
+    monkeypatch.setattr(engine_module, "sample", fails)
     again = Driver(engine, told(1.0, Rule.COUPLED, ADJUSTED, looks_ahead=False))
     assert_alike(again.propose(GAMMA, []), expected)
     assert next(calls) > 2
@@ -388,13 +388,13 @@ def test_a_trial_is_told_of_a_round_together_with_what_it_saves(
         Eager(packed, vocab_size=VOCABULARY, config=CONFIG, prefill_tokens=64, threads=1),
         Clock(monkeypatch),
     )
-    write, turns, told_of = packed.decode, count(), {True: list[float](), False: list[float]()}
+    decode, turns, told_of = engine.loop.decode, count(), {True: list[float](), False: list[float]()}
 
     def slow(*arguments: Any) -> Any:
         clock.now += 0.03
-        return write(*arguments)
+        return decode(*arguments)
 
-    monkeypatch.setattr(packed, "decode", slow)
+    monkeypatch.setattr(engine.loop, "decode", slow)
     monkeypatch.setattr(Trial, "choose", lambda self: next(turns) % 2 == 0)
     monkeypatch.setattr(Trial, "add", lambda self, seconds, on: told_of[on].append(seconds))
     engine.start()

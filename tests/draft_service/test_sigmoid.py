@@ -5,7 +5,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kernels.distribution import SamplingLaw
+from kernels.sampling import SamplingLaw
 from kernels.sigmoid import Scores, draft_logits
 from kernels.verify import Proposed, Rule, SigmoidScales
 from outrider.rpc.errors import from_rpc_error

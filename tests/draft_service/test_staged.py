@@ -13,16 +13,17 @@ import numpy as np
 import pytest
 
 from draft_service.drafters.base import Draft, DraftError, DraftSequence
+from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.guessing import Guesser, Guesses, GuessingDrafter
 from draft_service.drafters.lookup import LookupDrafter
+from draft_service.drafters.model import ModelDrafter
 from draft_service.drafters.ngram import NGramConfig, NGramDrafter
-from draft_service.drafters.sequence import Ask, Close, ModelSequence
-from draft_service.drafters.staged import StagedEngine
-from draft_service.drafters.staging import StagedSequence
+from draft_service.drafters.sequence import Ask, Close, GuessingState
+from draft_service.drafters.staged import StagedCounts, Staging
 from kernels.adjustments import LogitRules
 from kernels.dense import DraftLogits
-from kernels.distribution import SamplingLaw, probabilities
-from kernels.philox import Domain
+from kernels.rng import Domain
+from kernels.sampling import SamplingLaw, probabilities
 from kernels.sparse import SparseConfig, SparseLaw, sparsify
 from kernels.verify import Rule
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
@@ -42,13 +43,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 def engine_of(
     loaded: LoadedModel, *, vocab_size: int, config: SparseConfig = SPARSE, guesses: int = 8, length: int = 160
-) -> StagedEngine:
-    packed = PackedModel.build(loaded, max_sequences=4, max_length=length)
-    return StagedEngine(packed, vocab_size=vocab_size, config=config, prefill_tokens=16, guesses=guesses, threads=1)
+) -> DraftEngine:
+    packed, staging = PackedModel.build(loaded, max_sequences=4, max_length=length), Staging(guesses, loaded.vocab_size)
+    return DraftEngine(packed, vocab_size=vocab_size, config=config, prefill_tokens=16, staging=staging, threads=1)
+
+
+def counts_of(engine: DraftEngine) -> StagedCounts:
+    assert engine.staging is not None
+    return engine.staging.counts
 
 
 @pytest.fixture
-def engine(loaded: LoadedModel) -> Iterator[StagedEngine]:
+def engine(loaded: LoadedModel) -> Iterator[DraftEngine]:
     engine = engine_of(loaded, vocab_size=2000)
     engine.start()
     yield engine
@@ -58,12 +64,9 @@ def engine(loaded: LoadedModel) -> Iterator[StagedEngine]:
 class Driver:
     """One sequence of an engine, driven by hand; `cheap` guesses for it, or nobody."""
 
-    def __init__(self, engine: StagedEngine, told: DraftSequence, cheap: GuessingDrafter | None, size: int) -> None:
+    def __init__(self, engine: DraftEngine, told: DraftSequence, cheap: GuessingDrafter | None, size: int) -> None:
         self._engine = engine
-        self.sequence = ModelSequence.begin(told, size)
-        if cheap is not None:
-            guesser = cheap.guesser(told, Domain.STAGED_DRAFT)
-            self.sequence = StagedSequence.with_guesser(told, size, guesser)
+        self.sequence = ModelDrafter(engine, vocab_size=size, cheap=cheap).begin(told)
         self._results: queue.SimpleQueue[Draft | DraftError] = queue.SimpleQueue()
 
     def ask(self, gamma: int, committed: Sequence[int] = ()) -> None:
@@ -81,9 +84,8 @@ class Driver:
 
     def begin_anew(self, told: DraftSequence, cheap: GuessingDrafter) -> None:
         """As if another sequence of the same prompt, its prompt read. Between rounds nobody else looks at it."""
-        assert isinstance(self.sequence, StagedSequence)
-        self.sequence.seed, self.sequence.read, self.sequence.silent = told.seed, 0, -1
-        self.sequence.guesser = cheap.guesser(told, Domain.STAGED_DRAFT)
+        self.sequence.seed = told.seed
+        self.sequence.guessing = GuessingState(cheap.guesser(told, Domain.STAGED_DRAFT))
 
     def close(self) -> None:
         self._engine.post(Close(self.sequence))
@@ -117,7 +119,7 @@ GREEDY = SamplingLaw(temperature=0.0)
     ],
     ids=["greedy", "coupled", "coupled, colder", "greedy draft", "penalties", "penalties and bans, coupled"],
 )
-def test_tokens_are_the_models_own_over_many_rounds(cheap: str, told: DraftSequence, engine: StagedEngine) -> None:
+def test_tokens_are_the_models_own_over_many_rounds(cheap: str, told: DraftSequence, engine: DraftEngine) -> None:
     """Verdicts that accept all, some and none of a proposal, and one of what nobody drafted."""
     staged, alone = Driver(engine, told, CHEAP[cheap], 2000), Driver(engine, told, None, 2000)
     committed = list[int]()
@@ -126,8 +128,8 @@ def test_tokens_are_the_models_own_over_many_rounds(cheap: str, told: DraftSeque
         assert drafts[0].token_ids == drafts[1].token_ids
         assert drafts[0].laws == drafts[1].laws
         committed = [*drafts[0].token_ids[:accepted], 11 + accepted, 5, 17]
-    assert engine.counts.passes > 0
-    assert engine.counts.failures == 0
+    assert counts_of(engine).passes > 0
+    assert counts_of(engine).failures == 0
 
 
 def test_one_pass_gives_several_tokens_where_the_guesses_are_good(loaded: LoadedModel) -> None:
@@ -138,14 +140,14 @@ def test_one_pass_gives_several_tokens_where_the_guesses_are_good(loaded: Loaded
     for _ in range(16):
         committed = driver.propose(6, committed).token_ids
     engine.stop()
-    counts = engine.counts
+    counts = counts_of(engine)
     print(counts)
     assert 0 < counts.accepted <= counts.guessed <= 5 * counts.passes
     assert counts.accepted > counts.passes
 
 
 @pytest.mark.parametrize("cheap", CHEAP)
-def test_neighbours_change_nothing(cheap: str, engine: StagedEngine) -> None:
+def test_neighbours_change_nothing(cheap: str, engine: DraftEngine) -> None:
     """Staged and plain sequences, of different rules, in the same passes and alone."""
     kinds = [
         (sequence(seed=1), True),
@@ -192,7 +194,7 @@ def test_a_long_prompt_is_read_in_pieces_and_guessed_from_as_a_whole(loaded: Loa
     engine.stop()
     assert max(read) <= 17
     assert sum(read) == len(told.prompt)
-    assert engine.counts.guessed > 0
+    assert counts_of(engine).guessed > 0
 
 
 def test_a_guesser_that_breaks_is_left_out(loaded: LoadedModel) -> None:
@@ -215,13 +217,13 @@ def test_a_guesser_that_breaks_is_left_out(loaded: LoadedModel) -> None:
     for committed in ([], [1, 2]):
         assert broken.propose(4, committed).token_ids == alone.propose(4, committed).token_ids
     engine.stop()
-    assert (engine.counts.failures, engine.counts.passes) == (1, 0)
+    assert (counts_of(engine).failures, counts_of(engine).passes) == (1, 0)
 
 
-def test_under_sigmoid_the_logits_are_told(engine: StagedEngine) -> None:
+def test_under_sigmoid_the_logits_are_told(engine: DraftEngine) -> None:
     told = sequence(rule=Rule.SIGMOID, law=SamplingLaw(temperature=0.4))
     draft = Driver(engine, told, CHEAP["ngram"], 2000).propose(6)
-    assert engine.counts.passes > 0
+    assert counts_of(engine).passes > 0
     for token, logits in zip(draft.token_ids, draft.laws, strict=True):
         assert isinstance(logits, DraftLogits)
         assert np.isfinite(float(logits.values[token]))
@@ -264,7 +266,7 @@ class Model:
 
 def proposals(
     loaded: LoadedModel, cheap: GuessingDrafter, *, count: int, size: int = SIZE
-) -> tuple[np.ndarray, StagedEngine, list[Draft]]:
+) -> tuple[np.ndarray, DraftEngine, list[Draft]]:
     """Counts `[V, V, V]` of so many proposals after the prompt, each with a seed of its own."""
     engine = engine_of(loaded, vocab_size=size, config=CUT, guesses=2, length=64)
     engine.start()
@@ -302,9 +304,9 @@ def test_the_joint_law_of_a_proposal_is_the_drafts(kind: str, count: int, distan
     cheap, size = cheap_for_tiny(kind)
     counts, engine, _ = proposals(tiny, cheap, count=count, size=size)
     fit = chisquare.goodness_of_fit(counts.ravel(), Model(tiny).joint().ravel())
-    print(fit, engine.counts)
+    print(fit, counts_of(engine))
     assert chisquare.detectable(fit.df, fit.n, level=LEVEL, power=0.95) <= distance
-    assert 0.05 * engine.counts.guessed < engine.counts.accepted < 0.9 * engine.counts.guessed
+    assert 0.05 * counts_of(engine).guessed < counts_of(engine).accepted < 0.9 * counts_of(engine).guessed
     assert fit.p_value > LEVEL
 
 
@@ -324,37 +326,36 @@ def test_what_is_told_is_the_law_after_each_prefix(tiny: LoadedModel) -> None:
 
 def _accepts_all_that_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test at all: a guess stands wherever the draft could have said it."""
-    from draft_service.drafters import staging
+    from draft_service.drafters import staged
 
-    monkeypatch.setattr(staging, "accepts", lambda u, guessed, law, token: law.probability(token) > 0)
+    monkeypatch.setattr(staged, "accepts", lambda u, guessed, law, token: law.probability(token) > 0)
 
 
 def _whole_law_after_a_rejection(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was rejected is drawn from q̂, and not from what is left of it."""
-    from draft_service.drafters import staging
-    from kernels.sparse import sample
+    from draft_service.drafters import staged
 
-    monkeypatch.setattr(staging, "resample", lambda u, guessed, law, token: sample(law, u))
+    monkeypatch.setattr(staged, "resample", lambda u, guessed, law, token: law.token_at(u))
 
 
 def _tests_by_the_guesses_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """A guess is judged by the number that it was drawn by."""
-    from draft_service.drafters import staging
-    from kernels.philox import uniform
+    from draft_service.drafters import staged
+    from kernels.rng import uniform
 
     def shared(seed: int, base: int, place: int, domain: Domain, draw: int) -> float:
         return uniform(seed, base, place, Domain.STAGED_DRAFT if domain is Domain.STAGED_ACCEPT else domain, draw)
 
-    monkeypatch.setattr(staging, "uniform", shared)
+    monkeypatch.setattr(staged, "uniform", shared)
 
 
 def _draws_without_the_inner_base(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every inner round of a proposal has the same draws."""
-    from draft_service.drafters import staging
-    from kernels.philox import uniform
+    from draft_service.drafters import staged
+    from kernels.rng import uniform
 
     monkeypatch.setattr(
-        staging, "uniform", lambda seed, base, place, domain, draw: uniform(seed, base, place, domain, 0)
+        staged, "uniform", lambda seed, base, place, domain, draw: uniform(seed, base, place, domain, 0)
     )
 
 
@@ -376,11 +377,11 @@ def test_a_fault_is_noticed(fault: Any, kind: str, tiny: LoadedModel, monkeypatc
     assert fit.p_value < REFUTED
 
 
-def test_no_draw_is_used_twice_nor_for_anything_else(engine: StagedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_draw_is_used_twice_nor_for_anything_else(engine: DraftEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law 2: over rounds and inner rounds, by guesser, test and residual alike, every counter is new."""
     from draft_service.drafters import ngram as module
-    from draft_service.drafters import staging
-    from kernels.philox import uniform
+    from draft_service.drafters import staged
+    from kernels.rng import uniform
 
     made = list[tuple[int, int, Domain, int]]()
 
@@ -388,7 +389,7 @@ def test_no_draw_is_used_twice_nor_for_anything_else(engine: StagedEngine, monke
         made.append((base, place, domain, draw))
         return uniform(seed, base, place, domain, draw)
 
-    monkeypatch.setattr(staging, "uniform", recorded)
+    monkeypatch.setattr(staged, "uniform", recorded)
     monkeypatch.setattr(module, "uniform", recorded)
     driver, committed = Driver(engine, sequence(), CHEAP["ngram"], 2000), list[int]()
     for accepted in (0, 6, 2, 6, 1, 0):

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.noise import gumbel
+from kernels.rng import gumbel
 from outrider.client import AcceptanceRule, AsyncClient, Client, Options, Sample, Started
 from tests.exactness import laws
 from tests.exactness.chisquare import Array

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.distribution import SamplingLaw
-from kernels.philox import Domain, uniform
-from kernels.sparse import SparseConfig, SparseLaw, sample, sparsify
+from kernels.rng import Domain, uniform
+from kernels.sampling import SamplingLaw
+from kernels.sparse import SparseConfig, SparseLaw, sparsify
 from kernels.verify import Proposed, Rule, verify
 from outrider.cost_line import CostLine
 from tests.exactness import chisquare
@@ -84,7 +84,7 @@ class Chain:
         drafted: list[int] = []
         for index in range(text.gamma):
             last = [*text.tokens, *drafted][-1]
-            drafted.append(sample(self.q[last], uniform(text.seed, len(text.tokens), index, Domain.DRAFT)))
+            drafted.append(self.q[last].token_at(uniform(text.seed, len(text.tokens), index, Domain.DRAFT)))
         return drafted
 
     def write(self, rule: Rule, texts: int, drop: Drop = lambda text, drafted: drafted) -> list[Text]:

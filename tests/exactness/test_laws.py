@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.distribution import SamplingLaw, probabilities
+from kernels.sampling import SamplingLaw, probabilities
 from tests.exactness import laws, pairs
 from tests.exactness.laws import Filters, TooClose
 from tests.exactness.worlds import FILTERS

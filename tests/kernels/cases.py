@@ -17,9 +17,9 @@ from torch import Tensor
 
 from kernels.adjustments import Adjuster, LogitRules
 from kernels.dense import EXCLUDED, DenseLaw, SigmoidScales
-from kernels.distribution import SamplingLaw, probabilities
+from kernels.sampling import SamplingLaw, probabilities
 from kernels.sigmoid import draft_logits
-from kernels.sparse import SparseConfig, SparseLaw, sample, sparsify
+from kernels.sparse import SparseConfig, SparseLaw, sparsify
 from kernels.verify import DraftLaw, Proposed, Rule, Uniforms, VerifyResult
 
 Verify = Callable[[Tensor, Sequence[Proposed]], list[VerifyResult]]
@@ -104,7 +104,7 @@ def _drafted_laws(source: random.Random, q: Tensor) -> list[tuple[int, DraftLaw]
         elif form == "dense":
             drafts.append((_drawn(row, source.random()), DenseLaw(row)))
         else:
-            drafts.append((sample(law, source.random()), law))
+            drafts.append((law.token_at(source.random()), law))
     return drafts
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.dense import DenseLaw, DraftLogits, SigmoidScales
-from kernels.distribution import SamplingLaw
+from kernels.sampling import SamplingLaw
 from kernels.sparse import SparseConfig, SparseLaw, sparsify
 from kernels.verify import Proposed, Rule, Uniforms, VerifyResult
 

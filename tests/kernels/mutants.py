@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
-from kernels import philox
-from kernels.philox import Domain
+from kernels import rng
+from kernels.rng import Domain
 from kernels.verify import Proposed, Uniforms, VerifyResult
 from tests.kernels.cases import Verify
 
@@ -29,12 +29,12 @@ def accepts_without_q(u: float, lenience: float, q: float, p: float) -> bool:
 
 def shared_noise(seed: int, base_length: int, index: int, domain: Domain, draw: int = 0) -> float:
     """Draw acceptance and resampling from the numbers that drafting used."""
-    return philox.uniform(seed, base_length, index, Domain.DRAFT, draw)
+    return rng.uniform(seed, base_length, index, Domain.DRAFT, draw)
 
 
 def by_absolute_position(seed: int, base_length: int, index: int, domain: Domain, draw: int = 0) -> float:
     """Draw by absolute position, with the round left out: numbers of a rejected draft come again in the next round."""
-    return philox.uniform(seed, base_length + index, 0, domain, draw)
+    return rng.uniform(seed, base_length + index, 0, domain, draw)
 
 
 WRONG_BLOCKS: dict[str, tuple[str, Callable[..., float]]] = {

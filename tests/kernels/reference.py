@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kernels.adjustments import apply
 from kernels.dense import EXCLUDED, DenseLaw, DraftLogits, SigmoidScales
-from kernels.distribution import SamplingLaw
 from kernels.logprobs import token_logprobs
-from kernels.noise import gumbel
+from kernels.rng import gumbel
+from kernels.sampling import SamplingLaw
 from kernels.sparse import SparseLaw
 from kernels.verify import BAD_LOGITS, DraftLaw, Proposed, Rule, Status, VerifyResult
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.adjustments import Adjuster, LogitRules, RowAdjustment, apply
-from kernels.distribution import bad_rows
+from kernels.sampling import bad_rows
 
 V = 12
 EVERYTHING = LogitRules(

@@ -14,9 +14,10 @@ import pytest
 import torch
 from scipy import integrate, stats
 
-from kernels import coupled, noise, verify_torch
-from kernels.distribution import SamplingLaw
-from kernels.noise import exponential, gumbel, row_key, words
+from kernels import rng, verify_torch
+from kernels.rng import exponential, gumbel, noise_rows, row_key, words
+from kernels.sampling import Draw, SamplingLaw, gumbel_max, sample
+from kernels.sparse import SparseConfig
 from kernels.verify import Proposed, Rule, Status
 from tests.kernels import reference
 from tests.kernels.cases import LAWS, logits_of
@@ -90,62 +91,24 @@ def test_a_bad_row_counts_where_it_is_met(path: str) -> None:
 # ----------------------------------------------------------------------------------------------------- the draft's part
 
 
-def test_the_draft_chooses_as_the_oracle_would_by_its_law() -> None:
-    """Rows of different laws and places in one call, each as the float64 oracle has it by itself."""
-    z = torch.randn(60, 300, generator=torch.Generator().manual_seed(4)) * 2
-    laws = [LAWS[row % len(LAWS)] for row in range(60)]
-    places = [(2**64 - 1 - row, 7 * row) for row in range(60)]
-    tokens = coupled.draw(z, laws, coupled.noise_of(places, 300))
-    for row, (token, law, (seed, position)) in enumerate(zip(tokens, laws, places, strict=True)):
-        q = reference.standardise(z[row].double().numpy(), law)
-        assert token == reference.coupled_choice(q, seed, position)
-
-
 @pytest.mark.parametrize("path", HOST)
 @pytest.mark.parametrize("law", LAWS)
 def test_a_draft_that_is_the_target_is_accepted_whole(path: str, law: SamplingLaw) -> None:
     z = torch.randn(9, 500, generator=torch.Generator().manual_seed(6)) * 2
-    tokens = coupled.draw(z, [law] * 9, coupled.noise_of([(3, 12 + i) for i in range(9)], 500))
+    tokens = [each.token for each in sample(z, [Draw(law, noise=(3, 12 + i)) for i in range(9)], SparseConfig())]
     (result,) = verify(z, [_coupled(tuple(tokens[:8]), 3, 12, law)], path)
     assert (result.accepted, result.next_token) == (8, tokens[8])
-
-
-def test_a_row_that_is_no_law_drafts_nothing() -> None:
-    z = torch.zeros(4, 6)
-    z[1], z[2, 3] = -torch.inf, torch.nan
-    noise = coupled.noise_of([(1, at) for at in range(4)], 6)
-    for law in (SamplingLaw(), SamplingLaw(temperature=0), SamplingLaw(top_k=2, top_p=0.5)):
-        tokens = coupled.draw(z, [law] * 4, noise)
-        assert tokens[1:3] == [-1, -1]
-        assert min(tokens[0], tokens[3]) >= 0
-
-
-def test_a_token_without_mass_is_never_chosen() -> None:
-    p = torch.zeros(200, 50)
-    p[:, 7], p[:, 9] = 1e-30, 1.0
-    noise = coupled.noise_of([(1, at) for at in range(200)], 50)
-    assert set(coupled.pick(coupled.weigh(p, noise))) == {9}
-    assert coupled.choose_each(p, noise) == [9] * 200
 
 
 @pytest.mark.parametrize("V", [1, 50, 40_000])
 def test_noise_is_the_same_in_company(V: int) -> None:
     """Also where so many tokens are made in several pieces."""
     places = [(5, 1), (5, 2), (6, 1), (2**64 - 1, 2**32 - 1)]
-    together = coupled.noise_of(places, V)
+    together = noise_rows(places, V)
     assert together.shape == (4, V)
     for place, row in zip(places, together, strict=True):
-        assert torch.equal(coupled.noise_of([place], V)[0], row)
+        assert torch.equal(noise_rows([place], V)[0], row)
         assert torch.equal(row.log1p().neg(), exponential(words([row_key(*place)], V))[0])
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"1 laws and noise of shape \(2, 5\) for logits \(2, 5\)"):
-        coupled.draw(torch.zeros(2, 5), [SamplingLaw()], torch.zeros(2, 5))
-    with pytest.raises(ValueError, match=r"noise of shape \(2, 4\) for logits \(2, 5\)"):
-        coupled.draw(torch.zeros(2, 5), [SamplingLaw()] * 2, torch.zeros(2, 4))
-    with pytest.raises(ValueError, match="position is -1"):
-        coupled.noise_of([(1, -1)], 4)
 
 
 # ------------------------------------------------------------------------------------------------------------ its law
@@ -197,9 +160,9 @@ def test_the_joint_law_of_accepted_and_tokens_is_as_enumerated(N: int) -> None:
         expected[2, x] = first[x, x] * np.diag(second)[:, None] * target[2][x * V : (x + 1) * V]
 
     at = 40
-    noises = [coupled.noise_of([(seed, at + i) for seed in range(N)], V) for i in range(2)]
-    x1 = np.array(coupled.choose_each(torch.from_numpy(draft[0]).expand(N, V), noises[0]))
-    x2 = np.array(coupled.choose_each(torch.from_numpy(draft[1][x1]), noises[1]))
+    noises = [noise_rows([(seed, at + i) for seed in range(N)], V) for i in range(2)]
+    x1 = np.array(gumbel_max(torch.from_numpy(draft[0]).expand(N, V), noises[0]))
+    x2 = np.array(gumbel_max(torch.from_numpy(draft[1][x1]), noises[1]))
     rows = torch.stack((z[0].expand(N, V), z[1][x1], z[2][x1 * V + x2]), dim=1).view(3 * N, V)
     results = verify(rows, [_coupled((int(x1[n]), int(x2[n])), n, at) for n in range(N)])
     counts = np.zeros_like(expected)
@@ -218,14 +181,14 @@ def test_noise_keyed_by_the_round_would_be_seen(path: str, monkeypatch: pytest.M
     """With every position of a round drawing the noise of its base, the text would depend on where rounds begin."""
 
     def of_the_round(seed: int, positions: list[int], size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return noise.gumbel(seed, [0] * len(positions), size, dtype)
+        return rng.gumbel(seed, [0] * len(positions), size, dtype)
 
     def places_of_the_round(places: list[tuple[int, int]], size: int) -> torch.Tensor:
-        return coupled.noise_of([(seed, 0) for seed, _ in places], size)
+        return noise_rows([(seed, 0) for seed, _ in places], size)
 
     if path == "reference":
         monkeypatch.setattr(reference, "gumbel", of_the_round)
     else:
-        monkeypatch.setattr(verify_torch, "noise_of", places_of_the_round)
+        monkeypatch.setattr(verify_torch, "noise_rows", places_of_the_round)
     drawn = {verify(logits_of([[0.25] * 4]), [_coupled((), 1, at)], path)[0].next_token for at in range(40)}
     assert len(drawn) == 1

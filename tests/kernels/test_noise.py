@@ -10,8 +10,8 @@ import pytest
 import torch
 from scipy import stats
 
-from kernels import noise
-from kernels.noise import exponential, gumbel, row_key, words
+from kernels import rng
+from kernels.rng import exponential, gumbel, row_key, words
 
 LEVEL = 1e-6
 V = 1 << 16
@@ -99,7 +99,7 @@ def test_the_best_of_law_and_noise_has_the_law() -> None:
 
 @pytest.mark.parametrize(("multiplier", "lag"), [("SPREAD", 4096), ("SECOND_MULTIPLIER", 1024)])
 def test_a_hash_with_a_multiplication_less_is_seen(multiplier: str, lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(noise, multiplier, 1)
+    monkeypatch.setattr(rng, multiplier, 1)
     u = _uniforms(_keys([11], list(range(8))))
     assert not _independent(u[:, :-lag].ravel(), u[:, lag:].ravel())
 

@@ -10,7 +10,7 @@ import torch
 
 from kernels import verify_torch
 from kernels.adjustments import Adjuster, LogitRules
-from kernels.distribution import SamplingLaw
+from kernels.sampling import SamplingLaw
 from kernels.verify import Rule, Status, Uniforms
 from tests.kernels import reference
 from tests.kernels.cases import law_of, logits_of, proposed_of

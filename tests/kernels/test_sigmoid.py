@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.dense import EXCLUDED, DraftLogits, SigmoidScales
-from kernels.distribution import SamplingLaw
+from kernels.sampling import SamplingLaw
 from kernels.sigmoid import draft_logits
 from kernels.sparse import SparseConfig
 from kernels.verify import Proposed, Rule, Status

@@ -14,9 +14,9 @@ import torch
 from scipy import stats
 
 from kernels import verify as verification
-from kernels.distribution import SamplingLaw, probabilities
-from kernels.philox import Domain, uniforms
-from kernels.sparse import SparseConfig, SparseLaw, sample, sparsify
+from kernels.rng import Domain, uniforms
+from kernels.sampling import SamplingLaw, probabilities
+from kernels.sparse import SparseConfig, SparseLaw, sparsify
 from kernels.verify import Proposed, Rule
 from tests.kernels.mutants import by_absolute_position, shared_noise
 from tests.kernels.paths import verify
@@ -75,7 +75,7 @@ def _run_with(
 
 
 def _proposal(q: SparseLaw, draws: list[float], seed: int, base_length: int) -> Proposed:
-    return Proposed(tuple(sample(q, u) for u in draws), (q,) * len(draws), TARGET, seed, base_length)
+    return Proposed(tuple(q.token_at(u) for u in draws), (q,) * len(draws), TARGET, seed, base_length)
 
 
 def _logits() -> torch.Tensor:
@@ -179,7 +179,7 @@ def test_draft_laws_taken_before_truncation_are_seen(monkeypatch: pytest.MonkeyP
     (cut,) = sparsify(torch.softmax(torch.linspace(0, 2, V), -1)[None], SparseConfig(max_support=4))
 
     def claiming(q: SparseLaw, draws: list[float], seed: int, base_length: int) -> Proposed:
-        return Proposed(tuple(sample(cut, u) for u in draws), (whole,) * len(draws), TARGET, seed, base_length)
+        return Proposed(tuple(cut.token_at(u) for u in draws), (whole,) * len(draws), TARGET, seed, base_length)
 
     monkeypatch.setitem(globals(), "_proposal", claiming)
     assert _single(_run(SparseConfig(), n=60)) < LEVEL

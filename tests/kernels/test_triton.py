@@ -17,10 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import coupled
 from kernels.adjustments import Adjuster, LogitRules
-from kernels.distribution import SamplingLaw
-from kernels.sparse import SparseConfig, sample, sparsify
+from kernels.sampling import Draw, SamplingLaw, sample
+from kernels.sparse import SparseConfig, sparsify
 from kernels.verify import Proposed, Rule, Status, Uniforms
 from tests.kernels.capturable import OnlyCapturable
 from tests.kernels.cases import differing, law_of, proposed_of, random_batch
@@ -77,7 +76,7 @@ def _agreeable(rule: Rule, gamma: int, K: int, V: int, seed: int) -> tuple[Tenso
         (alone,) = zip(*(oracle(row[None], [_coupled(seed, 50 + i)]) for i, row in enumerate(z[:gamma])), strict=True)
         return z, replace(_coupled(seed, 50), tokens=tuple(each.next_token for each in alone))
     laws = sparsify(torch.softmax(z[:gamma] + torch.randn(gamma, V, generator=source) * 0.1, -1), SparseConfig(1.0, K))
-    tokens = tuple(sample(law, random.Random(seed + i).random()) for i, law in enumerate(laws))
+    tokens = tuple(law.token_at(random.Random(seed + i).random()) for i, law in enumerate(laws))
     return z, Proposed(tokens, tuple(laws), SamplingLaw(), seed, 50, rule)
 
 
@@ -215,7 +214,8 @@ def test_gumbel_max_is_what_a_coupled_draft_draws_on_the_host() -> None:
     laws = [SamplingLaw(temperature=each) for each in (0.0, 0.3, 1.0, 2.0)] * 10
     seeds, positions = [2**64 - 1 - b for b in range(B)], [0, 5, 9, 2**32 - 3, 700] * 8
     z = torch.randn(B, V, generator=torch.Generator().manual_seed(6)) * 3
-    expected = coupled.draw(z, laws, coupled.noise_of(list(zip(seeds, positions, strict=True)), V))
+    draws = [Draw(law, noise=place) for law, place in zip(laws, zip(seeds, positions, strict=True), strict=True)]
+    expected = [each.token for each in sample(z, draws, SparseConfig())]
     z[2, 7] = math.nan
     drawn = _gumbel_max(z, laws, seeds, positions).tolist()
     assert 0 <= drawn[2] < V

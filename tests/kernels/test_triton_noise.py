@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.noise import exponential, row_key, words
-from kernels.philox import Domain, uniform
+from kernels.rng import Domain, exponential, row_key, uniform, words
 from tests.kernels.paths import IS_INTERPRETED, TRITON
 
 pytestmark = TRITON.marks

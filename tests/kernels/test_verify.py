@@ -14,8 +14,8 @@ import torch
 from kernels import verify as verification
 from kernels import verify_torch
 from kernels.adjustments import Adjuster, LogitRules, RowAdjustment
-from kernels.distribution import SamplingLaw
-from kernels.philox import Domain, uniform
+from kernels.rng import Domain, uniform
+from kernels.sampling import SamplingLaw
 from kernels.verify import (
     SUPPORTED_RULES,
     DenseLaw,

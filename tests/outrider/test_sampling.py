@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kernels.adjustments import Adjuster, apply
-from kernels.distribution import bad_rows, probabilities
+from kernels.sampling import Draw, bad_rows, probabilities, sample
 from kernels.sigmoid import draft_logits
-from kernels.sparse import SparseConfig, draw
+from kernels.sparse import SparseConfig
 from kernels.verify import Proposed, Rule, Status
 from outrider.rpc.errors import RequestError
 from outrider.sampling import OFFERED_RULES, RULE_TO_WIRE, Sampling, check_sampling
@@ -82,7 +82,8 @@ def round_of(sampling: Sampling, rng: random.Random) -> tuple[torch.Tensor, Prop
     assert not bad_rows(drafted).any()
     assert torch.isfinite(probabilities(drafted, sampling.law)).all()
     laws: Any
-    tokens, laws = draw(drafted, sampling.law, SparseConfig(), [rng.random() for _ in range(GAMMA)])
+    samples = sample(drafted, [Draw(sampling.law, rng.random()) for _ in range(GAMMA)], SparseConfig())
+    tokens, laws = [each.token for each in samples], [each.q for each in samples]
     if sampling.rule is Rule.COUPLED:
         laws = ()
     elif sampling.needs_logits:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kernels.adjustments import LogitRules
-from kernels.distribution import SamplingLaw
+from kernels.sampling import SamplingLaw
 from kernels.verify import Rule
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.packed import PackedModel

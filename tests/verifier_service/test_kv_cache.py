@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kernels.adjustments import LogitRules
-from kernels.distribution import SamplingLaw
+from kernels.sampling import SamplingLaw
 from kernels.verify import Rule
 from outrider.metrics import Metrics
 from outrider.runtime.loader import ModelSource, load_model

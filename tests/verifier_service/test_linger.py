@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.adjustments import LogitRules
-from kernels.distribution import SamplingLaw
+from kernels.sampling import SamplingLaw
 from kernels.verify import Rule
 from outrider.cost_line import FittedCost
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kernels.adjustments import LogitRules, RowAdjustment
-from kernels.distribution import SamplingLaw
+from kernels.sampling import SamplingLaw
 from kernels.verify import Rule, Status, VerifyResult
 from outrider.rpc.errors import RequestError
 from outrider.sampling import Sampling

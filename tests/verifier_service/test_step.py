@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kernels.adjustments import LogitRules
-from kernels.distribution import SamplingLaw
+from kernels.sampling import SamplingLaw
 from kernels.verify import Rule
 from outrider.best_effort import COMPONENTS, Component
 from outrider.rpc.errors import RequestError

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from kernels.distribution import SamplingLaw
+from kernels.sampling import SamplingLaw
 from kernels.verify import Proposed, Rule, VerifyResult
 from outrider.runtime.attention_choice import GATHERED, AttentionChoice
 from outrider.runtime.cuda_graph import Repeating

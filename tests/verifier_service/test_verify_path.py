@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from kernels.distribution import SamplingLaw
 from kernels.paths import VerifyPath
+from kernels.sampling import SamplingLaw
 from kernels.verify import Rule, implementations, verify
 from outrider.runtime.device import find_device
 from outrider.settings import SettingsError

@@ -10,79 +10,61 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 
-from kernels import philox
+from draft_service.drafters import engine, ngram
+from kernels import rng
+from kernels.sampling import UNSURE, Draw, Sample
+from kernels.sparse import SparseConfig, sparsify
+from outrider.runtime import decode_loop
 from tests.exactness.mutants import conditions
 
 
 def shared_noise() -> None:
     """The draft draws its tokens with the numbers that the verifier will accept them by."""
-    from draft_service.drafters import drawing
+    from draft_service.drafters import sequence
 
-    _replace(drawing, "uniform", _redirected({philox.Domain.DRAFT: philox.Domain.ACCEPT}))
+    _replace(sequence, "uniform", _redirected({rng.Domain.DRAFT: rng.Domain.ACCEPT}))
 
 
 def shared_resampling() -> None:
     """The verifier draws the next token with the number that it rejected the drafted one by."""
     from kernels import verify
 
-    _replace(verify, "uniform", _redirected({philox.Domain.RESAMPLE: philox.Domain.ACCEPT}))
+    _replace(verify, "uniform", _redirected({rng.Domain.RESAMPLE: rng.Domain.ACCEPT}))
 
 
 def repeated_noise() -> None:
     """The verifier's numbers do not depend on the round: every round of a sequence gets the same ones."""
     from kernels import verify
 
-    def uniform(seed: int, base_length: int, index: int, domain: philox.Domain, draw: int = 0) -> float:
-        return philox.uniform(seed, 0, index, domain, draw)
+    def uniform(seed: int, base_length: int, index: int, domain: rng.Domain, draw: int = 0) -> float:
+        return rng.uniform(seed, 0, index, domain, draw)
 
     _replace(verify, "uniform", uniform)
 
 
 def untruncated_q() -> None:
     """The draft samples from q after top-k, top-p and the cut to q̂, and sends q as it was before them."""
-    import torch
-
-    from draft_service.drafters import drawing
-    from kernels.sparse import SparseConfig, sparsify
-
-    honest = drawing.__dict__["draw"]
-
-    def draw(logits: torch.Tensor, law: Any, config: SparseConfig, *drawn_by: Sequence[float]) -> Any:
-        tokens, laws = honest(logits, law, config, *drawn_by)
-        full = sparsify(torch.softmax(logits.float(), dim=-1), SparseConfig(keep_mass=1.0))
-        return tokens, [None if law is None else whole for law, whole in zip(laws, full, strict=True)]
-
-    _replace(drawing, "draw", draw)
-    _draw_one_by_one()
+    _tell_all_of_q(SparseConfig(keep_mass=1.0), engine, decode_loop)
 
 
 def unsure_after_sampling() -> None:
     """The draft ends a proposal where the token that it has drawn was unlikely, in place of a law that is unsure."""
-    import torch
 
-    from draft_service.drafters import drawing
-    from kernels.entropy import UNSURE
-    from kernels.sparse import SparseConfig
-
-    honest = drawing.__dict__["draw"]
-
-    def draw(
-        logits: torch.Tensor, law: Any, config: SparseConfig, uniforms: Sequence[float], bounds: Sequence[float]
-    ) -> Any:
-        tokens, laws = honest(logits, law, config, uniforms)
-        kept = [
-            token if drawn is None or -math.log(drawn.probability(token)) <= bound else UNSURE
-            for token, drawn, bound in zip(tokens, laws, bounds, strict=True)
+    def wrong(honest: Callable[..., Any], logits: torch.Tensor, draws: Sequence[Draw], config: SparseConfig) -> Any:
+        samples = honest(logits, [draw._replace(max_entropy=math.inf) for draw in draws], config)
+        return [
+            each if each.q is None or -math.log(each.q.probability(each.token)) <= draw.max_entropy else Sample(UNSURE)
+            for each, draw in zip(samples, draws, strict=True)
         ]
-        return kept, laws
 
-    _replace(drawing, "draw", draw)
-    _draw_one_by_one()
+    _wrap_sample(wrong, engine, decode_loop)
 
 
 def lengths_after_drafting() -> None:
@@ -126,19 +108,7 @@ def restless_lengths_after_drafting() -> None:
 
 def untruncated_ngrams() -> None:
     """As `untruncated_q`, in the drafter `ngram`."""
-    import torch
-
-    from draft_service.drafters import ngram
-    from kernels.sparse import SparseConfig, sparsify
-
-    honest = ngram.__dict__["draw"]
-
-    def draw(logits: torch.Tensor, law: Any, config: SparseConfig, *drawn_by: Sequence[float]) -> Any:
-        tokens, laws = honest(logits, law, config, *drawn_by)
-        full = sparsify(torch.softmax(logits.float(), dim=-1), SparseConfig(keep_mass=1.0, max_support=8))
-        return tokens, [None if law is None else whole for law, whole in zip(laws, full, strict=True)]
-
-    _replace(ngram, "draw", draw)
+    _tell_all_of_q(SparseConfig(keep_mass=1.0, max_support=8), ngram)
 
 
 def copies_with_a_law() -> None:
@@ -164,12 +134,12 @@ def support_around_the_token() -> None:
     from kernels.sparse import SparseLaw
 
     def support(seed: int, base: int, place: int, *, vocab_size: int, size: int) -> SparseLaw:
-        token = int(philox.uniform(seed, base, place, philox.Domain.DRAFT) * vocab_size)
+        token = int(rng.uniform(seed, base, place, rng.Domain.DRAFT) * vocab_size)
         others = [other for other in range(size) if other != token][: size - 1]
         return SparseLaw(np.sort([token, *others]), np.ones(size, np.uint16), size)
 
     _replace(random, "support", support)
-    _replace(random, "sample", lambda law, u: int(u * 24))
+    SparseLaw.token_at = lambda self, u: int(u * 24)  # type: ignore[method-assign]
 
 
 def sick(how: Callable[[Any], Any], when: Callable[[int], bool] = lambda number: number % 2 == 1) -> None:
@@ -224,13 +194,13 @@ def lookup_stalls() -> None:
 
 def staged_draws_from_the_whole_law() -> None:
     """In staged drafting, what comes after a rejected guess is drawn from q̂ and not from what is left of it."""
-    from draft_service.drafters import staging
-    from kernels.sparse import SparseLaw, sample
+    from draft_service.drafters import staged
+    from kernels.sparse import SparseLaw
 
     def resample(u: float, guessed: SparseLaw | None, law: SparseLaw, token: int) -> int:
-        return sample(law, u)
+        return law.token_at(u)
 
-    _replace(staging, "resample", resample)
+    _replace(staged, "resample", resample)
 
 
 def negative_residual() -> None:
@@ -249,8 +219,8 @@ def zero_uniform() -> None:
     """Every acceptance test draws exactly 0, as one in 2^53 may: no fault, but where `<=` shows."""
     from kernels import verify
 
-    def uniform(seed: int, base_length: int, index: int, domain: philox.Domain, draw: int = 0) -> float:
-        return 0.0 if domain == philox.Domain.ACCEPT else philox.uniform(seed, base_length, index, domain, draw)
+    def uniform(seed: int, base_length: int, index: int, domain: rng.Domain, draw: int = 0) -> float:
+        return 0.0 if domain == rng.Domain.ACCEPT else rng.uniform(seed, base_length, index, domain, draw)
 
     _replace(verify, "uniform", uniform)
 
@@ -265,17 +235,28 @@ def zero_uniform_and_weak_inequality() -> None:
 
 def noise_of_the_next_position() -> None:
     """Under `coupled` the draft chooses by the noise of the token after the one it drafts."""
-    _displace_noise("kernels.coupled", lambda places: [(seed, position + 1) for seed, position in places])
+    _displace_noise("kernels.sampling", lambda places: [(seed, position + 1) for seed, position in places])
 
 
 def noise_of_another_seed() -> None:
     """Under `coupled` the draft has noise of its own."""
-    _displace_noise("kernels.coupled", lambda places: [(seed ^ 1, position) for seed, position in places])
+    _displace_noise("kernels.sampling", lambda places: [(seed ^ 1, position) for seed, position in places])
 
 
 def noise_of_the_round() -> None:
     """Under `coupled` the verifier judges every token of a round by the noise of the first."""
-    _displace_noise("kernels.verify_torch", lambda places: [places[0]] * len(places))
+    from kernels import verify_torch
+
+    base = 0
+    honest = verify_torch.__dict__["_walk_coupled"]
+
+    def walk(rows: np.ndarray, start: int, proposal: Any) -> Any:
+        nonlocal base
+        base = proposal.base_length
+        return honest(rows, start, proposal)
+
+    _replace(verify_torch, "_walk_coupled", walk)
+    _displace_noise("kernels.verify_torch", lambda places: [(seed, base) for seed, _ in places])
 
 
 def eager_outcome_cache() -> None:
@@ -318,15 +299,24 @@ def branches_take_the_likeliest() -> None:
 
 def _displace_noise(name: str, displaced: Callable[[Sequence[tuple[int, int]]], Sequence[tuple[int, int]]]) -> None:
     module = importlib.import_module(name)
-    honest = module.__dict__["noise_of"]
-    _replace(module, "noise_of", lambda places, V: honest(displaced(places), V))
+    honest = module.__dict__["noise_rows"]
+    _replace(module, "noise_rows", lambda places, V: honest(displaced(places), V))
 
 
-def _draw_one_by_one() -> None:
-    """Each drafted token is drawn by `drawing.draw`, and not in a call for the whole proposal."""
-    from draft_service.drafters.sequence import ModelSequence
+def _tell_all_of_q(config: SparseConfig, *modules: ModuleType) -> None:
+    """Each drafted token is sampled as ever, and sent with all of the softmax."""
 
-    ModelSequence.may_be_decoded = property(lambda self: False)  # type: ignore[assignment]
+    def wrong(honest: Callable[..., Any], logits: torch.Tensor, draws: Sequence[Draw], cut: SparseConfig) -> Any:
+        full = sparsify(torch.softmax(logits.float(), dim=-1), config)
+        samples = honest(logits, draws, cut)
+        return [each if each.q is None else each._replace(q=whole) for each, whole in zip(samples, full, strict=True)]
+
+    _wrap_sample(wrong, *modules)
+
+
+def _wrap_sample(wrong: Callable[..., Any], *modules: ModuleType) -> None:
+    for module in modules:
+        _replace(module, "sample", partial(wrong, module.__dict__["sample"]))
 
 
 def _replace(module: ModuleType, name: str, value: Callable[..., Any]) -> None:
@@ -335,9 +325,9 @@ def _replace(module: ModuleType, name: str, value: Callable[..., Any]) -> None:
     setattr(module, name, value)
 
 
-def _redirected(domains: dict[philox.Domain, philox.Domain]) -> Callable[..., float]:
-    def uniform(seed: int, base_length: int, index: int, domain: philox.Domain, draw: int = 0) -> float:
-        return philox.uniform(seed, base_length, index, domains.get(domain, domain), draw)
+def _redirected(domains: dict[rng.Domain, rng.Domain]) -> Callable[..., float]:
+    def uniform(seed: int, base_length: int, index: int, domain: rng.Domain, draw: int = 0) -> float:
+        return rng.uniform(seed, base_length, index, domains.get(domain, domain), draw)
 
     return uniform
 

@@ -46,13 +46,14 @@ def test_attention_equals_the_definition(
         spans = [(slot, pool.length(slot), count) for slot, count in zip(slots, counts, strict=False)]
         packed = batch.pack(spans, pool, masks)
         query = torch.randn(packed.rows, heads, HEAD_DIM)
-        for (slot, start, count), new in zip(spans, packed.new, strict=True):
+        for (slot, start, count), new in zip(spans, [views.new for views in packed.views], strict=True):
             kv = torch.randn(2, kv_heads, count, HEAD_DIM)
             new[0].copy_(kv)
             history[slot] = torch.cat((history[slot], kv), dim=2)
             pool.extend(slot, start + count)
         needed = packed.masks_for(heads // kv_heads, window)
-        found = attend(query, packed.counts, packed.keys, packed.values, needed, 0, 0.3, window)
+        held = [views.keys[0] for views in packed.views], [views.values[0] for views in packed.views]
+        found = attend(query, packed.counts, *held, needed, 0.3, window)
         first = 0
         for slot, start, count in spans:
             rows = query[first : first + count]

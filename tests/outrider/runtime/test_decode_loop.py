@@ -1,19 +1,17 @@
-"""Several tokens in one call are the tokens, and the laws, that one call each would have drawn."""
+"""Several tokens in one call are the tokens, and the q̂, that one call each would have drawn."""
 
 import math
 import random
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from itertools import cycle, product
 
 import pytest
 import torch
 
-from kernels import coupled
-from kernels.distribution import SamplingLaw, probabilities
-from kernels.entropy import UNSURE, entropy, entropy_of_weights
-from kernels.sparse import SparseConfig, SparseLaw, draw
-from outrider.runtime.decode_loop import Sampling, ScriptedLoop
+from kernels.rng import noise_rows
+from kernels.sampling import NO_LOGITS, UNSURE, Draw, Sample, SamplingLaw, entropy, probabilities, sample
+from kernels.sparse import SparseConfig
+from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.fused_decoder import FusedDecoder
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.packed import Chunk, PackedModel
@@ -32,53 +30,76 @@ LAWS = [
 
 
 def step_by_step(
-    model: PackedModel, slot: int, chunk: list[int], sampling: Sampling
-) -> tuple[list[int], list[SparseLaw | None]]:
-    tokens, laws = list[int](), list[SparseLaw | None]()
-    for place, u in enumerate(sampling.uniforms):
+    model: PackedModel, slot: int, chunk: Sequence[int], draws: Sequence[Draw], vocab_size: int = KNOWN
+) -> list[Sample]:
+    """One forward and one sample a token."""
+    samples = list[Sample]()
+    for draw in draws:
         logits = model.forward([Chunk(slot, chunk, model.pool.length(slot), len(chunk) - 1)])
-        logits = logits[:, : sampling.vocab_size]
-        law: list[SparseLaw | None] = [None]
-        bounds = sampling.bounds[place : place + 1] or None
-        if sampling.noise is None:
-            chunk, law = draw(logits, sampling.law, sampling.config, [u], bounds)
-        else:
-            chunk = coupled.draw(logits, [sampling.law], sampling.noise[place : place + 1], bounds)
-        tokens += chunk
-        laws += law
+        samples += sample(logits[:, :vocab_size], [draw], CONFIG)
+        chunk = [samples[-1].token]
         if chunk == [UNSURE]:
             break
-    return tokens, laws
+    return samples
 
 
-def triples(laws: list[SparseLaw | None]) -> list[tuple[list[int], list[int], int] | None]:
-    return [None if law is None else (law.ids.tolist(), law.weights.tolist(), law.total) for law in laws]
+Numbers = tuple[int, tuple[list[int], list[int], int] | None]
 
 
-def noise(seed: int, at: int, gamma: int) -> torch.Tensor:
-    return coupled.noise_of([(seed, at + place) for place in range(gamma)], KNOWN)
+def numbers(samples: Sequence[Sample]) -> list[Numbers]:
+    """Tokens and q̂, to be compared."""
+    return [
+        (each.token, None if each.q is None else (each.q.ids.tolist(), each.q.weights.tolist(), each.q.total))
+        for each in samples
+    ]
 
 
-@pytest.mark.parametrize(("name", "first"), [*zip(GATED, cycle([1, 13]), strict=False), ("qwen3", 2), ("qwen3", 13)])
-def test_written_tokens_are_those_drawn_step_by_step(name: str, first: int, load: Callable[..., LoadedModel]) -> None:
+def tokens(samples: Sequence[Sample]) -> list[int]:
+    return [each.token for each in samples]
+
+
+def drawn_by(law: SamplingLaw, rng: random.Random, gamma: int, noise: tuple[int, int] | None) -> list[Draw]:
+    """By uniforms, or by noise from a seed and a position on."""
+    if noise is None:
+        return [Draw(law, rng.random()) for _ in range(gamma)]
+    return [Draw(law, noise=(noise[0], noise[1] + i)) for i in range(gamma)]
+
+
+def loop_of(loaded: LoadedModel, max_sequences: int = 2, *, fuse: bool = True) -> DecodeLoop:
+    return DecodeLoop(PackedModel.build(loaded, max_sequences, 48, fuse=fuse), KNOWN, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "fuse"),
+    [
+        *((name, k, True) for name, k in zip(GATED, cycle([1, 13]), strict=False)),
+        ("qwen3", 2, True),
+        ("gpt2", 3, False),
+    ],
+)
+def test_decoded_tokens_are_those_drawn_step_by_step(
+    name: str, first: int, fuse: bool, load: Callable[..., LoadedModel]
+) -> None:
     """Bit for bit, after a prompt that the cache holds most of, for every law, by uniforms and by shared noise."""
-    model = PackedModel.build(load(name), max_sequences=2, max_length=48)
+    loop = loop_of(load(name), fuse=fuse)
+    model = loop.packed
     rng = random.Random(first)
     prompt = rng.choices(range(VOCABULARY), k=5 + first)
     one, other = model.pool.allocate(), model.pool.allocate()
     for slot in (one, other):
         model.forward([Chunk(slot, prompt[:5], 0, 4)])
     for law, by_noise in product(LAWS, (False, True)):
-        sampling = Sampling(
-            law, CONFIG, [rng.random() for _ in range(6)], KNOWN, noise(first, 5 + first, 6) if by_noise else None
-        )
-        written = model.decode([Chunk(one, prompt[5:], 5, first)], [sampling])[0]
-        tokens, laws = written.tokens, written.laws
-        expected, expected_laws = step_by_step(model, other, prompt[5:], sampling)
-        assert tokens == expected
-        assert triples(laws) == triples(expected_laws)
+        draws = drawn_by(law, rng, 6, (first, 5 + first) if by_noise else None)
+        assert loop.obstacle([draws]) is None
+        (samples,) = loop.decode([Chunk(one, prompt[5:], 5, first)], [draws])
+        expected = step_by_step(model, other, prompt[5:], draws)
+        assert numbers(samples) == numbers(expected)
         if by_noise:
-            assert laws == [None] * 6
+            assert [each.q for each in samples] == [None] * 6
+        for mine, theirs in zip(samples, expected, strict=True):
+            assert (mine.scores is None) is (theirs.scores is None) is (mine.q is not None)
+            if mine.scores is not None and theirs.scores is not None:
+                assert torch.equal(mine.scores, theirs.scores)
         assert model.pool.length(one) == model.pool.length(other) == 5 + first + 5
         for slot in (one, other):
             model.pool.rollback(slot, 5)
@@ -86,59 +107,58 @@ def test_written_tokens_are_those_drawn_step_by_step(name: str, first: int, load
 
 @pytest.mark.parametrize("law", LAWS, ids=str)
 @pytest.mark.parametrize("by_noise", [False, True], ids=["uniforms", "noise"])
-def test_both_ways_end_before_the_first_token_of_a_law_above_its_bound(
+def test_decoding_ends_before_the_first_token_above_its_bound(
     by_noise: bool, law: SamplingLaw, load: Callable[..., LoadedModel]
 ) -> None:
-    """Bit for bit: also at a bound that is the very entropy of one of the laws, which is not above it."""
-    model = PackedModel.build(load("llama"), max_sequences=2, max_length=48)
+    """Bit for bit: also at a bound that is the very entropy of one of the tokens, which is not above it."""
+    loop = loop_of(load("llama"))
+    model = loop.packed
     one, other = model.pool.allocate(), model.pool.allocate()
-    rng = random.Random(7)
-    by = noise(7, 3, 6) if by_noise else None
-    free = Sampling(law, CONFIG, [rng.random() for _ in range(6)], KNOWN, by)
-    told_free = model.decode([Chunk(one, [3, 1, 4], 0, 3)], [free])[0]
-    unbounded, laws = told_free.tokens, told_free.laws
-    entropies = _entropies(model, other, [3, 1, 4, *unbounded[:-1]], 2, law, None if by_noise else laws)
+    free = drawn_by(law, random.Random(7), 6, (7, 3) if by_noise else None)
+    (unbounded,) = loop.decode([Chunk(one, [3, 1, 4], 0, 3)], [free])
+    entropies = _entropies(model, other, [3, 1, 4, *tokens(unbounded)[:-1]], law, unbounded)
     assert max(entropies) > min(entropies)
     ended = set()
     for bound in (*entropies, -1.0, 100.0, *(math.nextafter(each, 0) for each in entropies)):
-        sampling = replace(free, bounds=[math.inf, *[bound] * 5])
-        written = []
+        draws = [free[0], *(draw._replace(max_entropy=bound) for draw in free[1:])]
+        decoded = []
         for slot in (one, other):
             model.pool.rollback(slot, 0)
             if slot == one:
-                done = model.decode([Chunk(slot, [3, 1, 4], 0, 3)], [sampling])[0]
-                tokens, told = done.tokens, done.laws
+                (samples,) = loop.decode([Chunk(slot, [3, 1, 4], 0, 3)], [draws])
             else:
-                tokens, told = step_by_step(model, slot, [3, 1, 4], sampling)
-            written.append((tokens, triples(told), model.pool.length(slot)))
-        assert written[0] == written[1]
+                samples = step_by_step(model, slot, [3, 1, 4], draws)
+            decoded.append((numbers(samples), model.pool.length(slot)))
+        assert decoded[0] == decoded[1]
         kept = 1 + next((i for i, each in enumerate(entropies[1:]) if each > bound), 5)
-        assert written[0][0] == [*unbounded[:kept], *[UNSURE] * (kept < 6)]
-        assert written[0][2] == 3 + min(kept, 5)
+        assert [token for token, _ in decoded[0][0]] == [*tokens(unbounded)[:kept], *[UNSURE] * (kept < 6)]
+        assert decoded[0][1] == 3 + min(kept, 5)
         ended.add(kept)
     assert {1, 6} <= ended
 
 
 def _entropies(
-    model: PackedModel, slot: int, tokens: list[int], first: int, law: SamplingLaw, told: list[SparseLaw | None] | None
+    model: PackedModel, slot: int, text: list[int], law: SamplingLaw, samples: Sequence[Sample]
 ) -> list[float]:
-    """The entropy of what each token was drawn from, as this file has it: of q̂, of q, or of the softmax at T = 0."""
-    if law.is_greedy or told is None:
-        logits = [
-            model.forward([Chunk(slot, tokens[: at + 1] if at == first else [tokens[at]], 0 if at == first else at, 0)])
-            for at in range(first, len(tokens))
-        ]
-        plain = replace(law, temperature=1.0) if law.is_greedy else law
-        return [entropy(probabilities(row[-1:, :KNOWN], plain)[0]) for row in logits]
-    return [entropy_of_weights(torch.tensor(each.weights.astype("int64"))) for each in told if each is not None]
+    """The entropy of what each token was drawn from: of q̂, of q, or of the softmax at T = 0."""
+    model.pool.rollback(slot, 0)
+    model.forward([Chunk(slot, text[:2], 0, 2)])
+    found = []
+    for at, each in enumerate(samples, start=2):
+        logits = model.forward([Chunk(slot, text[at : at + 1], at, 0)])[:, :KNOWN]
+        p = probabilities(logits, SamplingLaw() if law.is_greedy else law)[0].numpy()
+        found.append(entropy(p) if each.q is None else entropy(each.q.weights / each.q.total))
+    model.pool.rollback(slot, 0)
+    return found
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_sequences_written_together_are_those_written_alone(name: str, load: Callable[..., LoadedModel]) -> None:
+def test_sequences_decoded_together_are_those_decoded_alone(name: str, load: Callable[..., LoadedModel]) -> None:
     """Each has a prompt, a law, a number of tokens and an end of its own; only rounding may tell the company."""
-    model = PackedModel.build(load(name), max_sequences=24, max_length=48)
+    loop = loop_of(load(name), 24)
+    model = loop.packed
     rng = random.Random(5)
-    chunks, alone, samplings = list[Chunk](), list[Chunk](), list[Sampling]()
+    chunks, alone, draws = list[Chunk](), list[Chunk](), list[list[Draw]]()
     for number, (law, by_noise) in enumerate(product(LAWS, (False, True))):
         held, new, gamma = rng.randrange(12), rng.randrange(1, 5), rng.randrange(1, 7)
         prompt = rng.choices(range(VOCABULARY), k=held + new)
@@ -147,92 +167,91 @@ def test_sequences_written_together_are_those_written_alone(name: str, load: Cal
             if held:
                 model.forward([Chunk(slot, prompt[:held], 0, held)])
             kept.append(Chunk(slot, prompt[held:], held, 0))
-        by = noise(number, held + new, gamma) if by_noise else None
-        bounds = [math.inf, *[3.0] * (gamma - 1)] if number % 3 == 0 else []
-        samplings.append(Sampling(law, CONFIG, [rng.random() for _ in range(gamma)], KNOWN, by, bounds))
-    together = model.decode(chunks, samplings)
-    assert any(each.tokens[-1] == UNSURE for each in together), "one that ends early leaves the others to go on"
-    for chunk, single, sampling, written in zip(chunks, alone, samplings, together, strict=True):
-        (expected,) = model.decode([single], [sampling])
-        assert written.tokens == expected.tokens
-        assert [law is None for law in written.laws] == [law is None for law in expected.laws]
-        for told, same in zip(written.laws, expected.laws, strict=True):
-            if told is not None and same is not None:
-                assert told.ids.tolist() == same.ids.tolist()
-                assert abs(told.weights.astype(int) - same.weights.astype(int)).max() <= 1
+        own = drawn_by(law, rng, gamma, (number, held + new) if by_noise else None)
+        bound = 3.0 if number % 3 == 0 else math.inf
+        draws.append([own[0], *(draw._replace(max_entropy=bound) for draw in own[1:])])
+    together = loop.decode(chunks, draws)
+    assert any(each[-1].token == UNSURE for each in together), "one that ends early leaves the others to go on"
+    for chunk, single, own, samples in zip(chunks, alone, draws, together, strict=True):
+        (expected,) = loop.decode([single], [own])
+        assert tokens(samples) == tokens(expected)
+        assert [each.q is None for each in samples] == [each.q is None for each in expected]
+        for mine, theirs in zip(samples, expected, strict=True):
+            if mine.q is not None and theirs.q is not None:
+                assert mine.q.ids.tolist() == theirs.q.ids.tolist()
+                assert abs(mine.q.weights.astype(int) - theirs.q.weights.astype(int)).max() <= 1
         assert model.pool.length(chunk.slot) == model.pool.length(single.slot)
         ends = [model.forward([Chunk(each.slot, [7], model.pool.length(each.slot), 0)]) for each in (chunk, single)]
         assert torch.allclose(ends[0], ends[1], atol=1e-4)
 
 
-def test_each_token_is_chosen_by_the_noise_of_its_own_place(load: Callable[..., LoadedModel]) -> None:
+def test_each_token_is_chosen_by_the_noise_of_its_own_position(load: Callable[..., LoadedModel]) -> None:
     """A flat law, so that each token is the noise's own: where it is least."""
-    model = PackedModel.build(load("llama"), max_sequences=1, max_length=48)
-    slot, by = model.pool.allocate(), noise(8, 3, 6)
-    law = SamplingLaw(temperature=100.0)
-    tokens = model.decode([Chunk(slot, [3, 1, 4], 0, 3)], [Sampling(law, CONFIG, [0.0] * 6, KNOWN, by)])[0].tokens
-    assert tokens == by.argmax(-1).tolist()
+    loop = loop_of(load("llama"))
+    slot, law = loop.packed.pool.allocate(), SamplingLaw(temperature=100.0)
+    (samples,) = loop.decode([Chunk(slot, [3, 1, 4], 0, 3)], [[Draw(law, noise=(8, 3 + i)) for i in range(6)]])
+    assert tokens(samples) == noise_rows([(8, 3 + i) for i in range(6)], KNOWN).argmax(-1).tolist()
 
 
-def test_what_was_written_is_in_the_cache(load: Callable[..., LoadedModel]) -> None:
-    model = PackedModel.build(load("llama"), max_sequences=2, max_length=48)
+def test_what_was_decoded_is_in_the_cache(load: Callable[..., LoadedModel]) -> None:
+    loop = loop_of(load("llama"))
+    model = loop.packed
     slot, fresh = model.pool.allocate(), model.pool.allocate()
-    sampling = Sampling(SamplingLaw(), CONFIG, [0.2, 0.9, 0.5], KNOWN)
-    tokens = model.decode([Chunk(slot, [3, 1, 4], 0, 3)], [sampling])[0].tokens
-    after = model.forward([Chunk(slot, [tokens[-1], 7], 5, 0)])
-    whole = model.forward([Chunk(fresh, [3, 1, 4, *tokens, 7], 0, 5)])
+    (samples,) = loop.decode([Chunk(slot, [3, 1, 4], 0, 3)], [[Draw(SamplingLaw(), u) for u in (0.2, 0.9, 0.5)]])
+    after = model.forward([Chunk(slot, [samples[-1].token, 7], 5, 0)])
+    whole = model.forward([Chunk(fresh, [3, 1, 4, *tokens(samples), 7], 0, 5)])
     assert torch.allclose(after, whole, atol=1e-5)
 
 
-def test_logits_that_are_no_numbers_end_the_writing(load: Callable[..., LoadedModel]) -> None:
+def test_decoding_goes_on_where_blocks_lie_apart(load: Callable[..., LoadedModel]) -> None:
+    """Keys and values are gathered for the whole call then, and written back at its end."""
+    loop = loop_of(load("llama"), 3)
+    pool = loop.packed.pool
+    slots = [pool.allocate() for _ in range(3)]
+    for start in range(0, 40, 8):  # the blocks of the three take turns
+        loop.packed.forward([Chunk(slot, range(start, start + 8), start, 8) for slot in slots])
+    draws = [Draw(SamplingLaw(), u) for u in (0.2, 0.9, 0.5, 0.1)]
+    (samples,) = loop.decode([Chunk(slots[1], [7], 40, 0)], [draws])
+    assert numbers(samples) == numbers(step_by_step(loop.packed, slots[2], [7], draws))
+    ends = [loop.packed.forward([Chunk(slot, [9], 44, 0)]) for slot in slots[1:]]
+    assert torch.equal(ends[0], ends[1])
+
+
+def test_logits_that_are_no_numbers_end_the_decoding(load: Callable[..., LoadedModel]) -> None:
     loaded = load("llama")
-    model = PackedModel.build(loaded, max_sequences=1, max_length=48)
+    loop = loop_of(loaded, 1)
     assert isinstance(loaded.fused, FusedDecoder)
-    slot = model.pool.allocate()
-    for law, by in ((SamplingLaw(temperature=0), None), (SamplingLaw(), None), (SamplingLaw(), noise(1, 1, 3))):
-        first = model.decode([Chunk(slot, [5], 0, 1)], [Sampling(law, CONFIG, [0.4], KNOWN, by)])[0].tokens
-        model.pool.rollback(slot, 0)
-        embedding = loaded.fused._layers.embedding
-        kept = embedding[first[0]].clone()
-        embedding[first[0]] = float("nan")
-        written = model.decode([Chunk(slot, [5], 0, 1)], [Sampling(law, CONFIG, [0.4, 0.5, 0.6], KNOWN, by)])[0]
-        embedding[first[0]] = kept
-        model.pool.rollback(slot, 0)
-        assert written.tokens == [*first, -1]
-        assert len(written.laws) == len(written.scores) == 2
-        assert written.laws[-1] is None
-        assert written.scores[-1] is None
+    slot, embedding = loop.packed.pool.allocate(), loaded.fused._layers.embedding
+    for law, noise in ((SamplingLaw(temperature=0), None), (SamplingLaw(), None), (SamplingLaw(), (1, 1))):
+        draws = drawn_by(law, random.Random(1), 3, noise)
+        ((first,),) = loop.decode([Chunk(slot, [5], 0, 1)], [draws[:1]])
+        loop.packed.pool.rollback(slot, 0)
+        kept = embedding[first.token].clone()
+        embedding[first.token] = float("nan")
+        (samples,) = loop.decode([Chunk(slot, [5], 0, 1)], [draws])
+        embedding[first.token] = kept
+        assert loop.packed.pool.length(slot) == 2
+        loop.packed.pool.rollback(slot, 0)
+        assert tokens(samples) == [first.token, NO_LOGITS]
+        assert samples[1] == Sample(NO_LOGITS)
 
 
-@pytest.mark.parametrize("by", [None, noise(2, 2, 4)], ids=["uniforms", "noise"])
-def test_compiled_or_not_the_loop_does_the_same(load: Callable[..., LoadedModel], by: torch.Tensor | None) -> None:
+def test_compiled_or_not_the_layers_do_the_same(load: Callable[..., LoadedModel]) -> None:
     loaded = load("qwen3")
-    model = PackedModel.build(loaded, max_sequences=1, max_length=48)
+    loop = loop_of(loaded, 1)
     assert isinstance(loaded.fused, FusedDecoder)
-    slot = model.pool.allocate()
-    sampling = Sampling(SamplingLaw(top_p=0.9), CONFIG, [0.3, 0.6, 0.1, 0.8], KNOWN, by)
-    compiled = model.decode([Chunk(slot, [9, 2], 0, 2)], [sampling])[0]
-    assert isinstance(loaded.fused._decode_loop._loop, torch.jit.ScriptModule)
-    model.pool.rollback(slot, 0)
-    loaded.fused._decode_loop._loop = ScriptedLoop(loaded.fused._layers)
-    plain = model.decode([Chunk(slot, [9, 2], 0, 2)], [sampling])[0]
-    assert compiled.tokens == plain.tokens
-    assert triples(compiled.laws) == triples(plain.laws)
-    assert [row is None for row in compiled.scores] == [row is None for row in plain.scores] == [by is None] * 4
-    for row, same in zip(compiled.scores, plain.scores, strict=True):
-        if row is not None and same is not None:
-            assert torch.equal(row, same)
+    slot, draws = loop.packed.pool.allocate(), [Draw(SamplingLaw(top_p=0.9), u) for u in (0.3, 0.6, 0.1, 0.8)]
+    (compiled,) = loop.decode([Chunk(slot, [9, 2], 0, 2)], [draws])
+    assert isinstance(loaded.fused._run, torch.jit.ScriptModule)
+    loop.packed.pool.rollback(slot, 0)
+    loaded.fused._run = loaded.fused._layers
+    (plain,) = loop.decode([Chunk(slot, [9, 2], 0, 2)], [draws])
+    assert numbers(compiled) == numbers(plain)
 
 
-def test_what_cannot_be_written_is_refused(load: Callable[..., LoadedModel]) -> None:
-    model = PackedModel.build(load("llama"), max_sequences=1, max_length=8)
-    slot = model.pool.allocate()
-    sampling = Sampling(SamplingLaw(), CONFIG, [0.5] * 7, KNOWN)
+def test_what_does_not_fit_is_refused(load: Callable[..., LoadedModel]) -> None:
+    loop = DecodeLoop(PackedModel.build(load("llama"), max_sequences=1, max_length=8), KNOWN, CONFIG)
+    slot = loop.packed.pool.allocate()
     with pytest.raises(ValueError, match="holds 0 positions: 9 more go beyond its 8"):
-        model.decode([Chunk(slot, [1, 2, 3], 0, 3)], [sampling])
-    assert model.pool.length(slot) == 0
-    assert model.has_decode_loop
-    unfused = PackedModel.build(load("llama"), max_sequences=1, max_length=48, fuse=False)
-    assert not unfused.has_decode_loop
-    with pytest.raises(ValueError, match="cannot decode"):
-        unfused.decode([Chunk(unfused.pool.allocate(), [1], 0, 1)], [sampling])
+        loop.decode([Chunk(slot, [1, 2, 3], 0, 3)], [[Draw(SamplingLaw(), 0.5)] * 7])
+    assert loop.packed.pool.length(slot) == 0

@@ -103,7 +103,7 @@ def test_a_fused_forward_that_differs_is_refused(
 
 def test_the_self_check_sees_what_is_wrong(load: Callable[..., LoadedModel]) -> None:
     loaded = load("llama")
-    program = PackedModel.build(loaded, 1, 32)._program
+    program = PackedModel.build(loaded, 1, 32).program
 
     def measure(change: Callable[[Tensor], Tensor]) -> float:
         def changed(token_ids: Tensor, batch: Batch, rows: Rows) -> Tensor:

@@ -1,6 +1,6 @@
 """On a CUDA device: attention over pages, captured passes and captured steps give what the CPU gives.
 
-None of it runs where there is no device; `test_paged`, `test_cuda_graph` and `test_captured_decode_loop` hold what can
+None of it runs where there is no device; `test_paged`, `test_cuda_graph` and `test_captured_steps` hold what can
 be held without one.
 """
 
@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.distribution import SamplingLaw
+from kernels.sampling import Draw, SamplingLaw
 from kernels.sparse import SparseConfig
 from outrider.runtime.attention_choice import AttentionChoice, choose_attention
 from outrider.runtime.batch import CausalMasks
 from outrider.runtime.cuda_graph import CannotCapture, CudaCapturer
-from outrider.runtime.decode_loop import Sampling
+from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.packed import Chunk, PackedModel
 from outrider.runtime.scores import Scoring, attend_scores
@@ -97,19 +97,18 @@ def test_graphs_give_what_passes_give_as_they_come(name: str, on_gpu: Callable[[
 def test_steps_in_graphs_write_what_is_drawn_step_by_step(on_gpu: Callable[[str, str], LoadedModel]) -> None:
     """In bfloat16 a step of another number of rows may round otherwise, so some texts may part, and few do."""
     model = captured(on_gpu("llama", "bfloat16"))
-    said = model.capture_decode_loop(
-        CudaCapturer(CUDA), CONFIG, sequences=4, tokens=8, vocab_size=VOCABULARY, races=True, seconds=300,
-        most_bytes=1 << 32,
-    )  # fmt: skip
+    loop = DecodeLoop(model, VOCABULARY, CONFIG)
+    said = loop.capture(CudaCapturer(CUDA), sequences=4, tokens=8, with_noise=True, seconds=300, most_bytes=1 << 32)
     assert said == "steps of up to 4 sequences"
     rng, parted = random.Random(1), 0
     for number in range(30):
         law = SamplingLaw(temperature=(0.0, 1.0, 0.7)[number % 3])
         prompt = rng.choices(range(VOCABULARY), k=6)
         one, other = model.pool.allocate(), model.pool.allocate()
-        sampling = Sampling(law, CONFIG, [rng.random() for _ in range(8)], VOCABULARY)
-        tokens = model.decode([Chunk(one, prompt, 0, 6)], [sampling])[0].tokens
-        parted += tokens != step_by_step(model, other, prompt, sampling)[0]
+        draws = [Draw(law, rng.random()) for _ in range(8)]
+        (samples,) = loop.decode([Chunk(one, prompt, 0, 6)], [draws])
+        expected = step_by_step(model, other, prompt, draws, VOCABULARY)
+        parted += [each.token for each in samples] != [each.token for each in expected]
         for slot in (one, other):
             model.pool.free(slot)
     assert parted <= 6
@@ -123,7 +122,7 @@ def test_torchs_own_attention_takes_masks_of_any_length(dtype: torch.dtype) -> N
     for end in (700, 717, 1001):
         query = torch.randn(6, 8, 64, generator=generator).to(CUDA, dtype)
         keys, values = (torch.randn(2, 1, end, 64, generator=generator).to(CUDA, dtype) for _ in range(2))
-        found = attend(query, [6], [[keys]], [[values]], [masks.for_rows(6, end, 4, 0)], 0, 0.125, 0)
+        found = attend(query, [6], [keys], [values], [masks.for_rows(6, end, 4, 0)], 0.125, 0)
         wanted = attend_scores(query, [end - 6], [6], [keys], [values], Scoring(0.125))
         assert torch.allclose(found.float(), wanted.float(), atol=1e-4 if dtype == torch.float32 else 0.03)
 

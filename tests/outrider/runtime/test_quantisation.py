@@ -84,7 +84,6 @@ def test_a_quantised_checkpoint_reads_as_its_numbers_written_out(
     kinds = {type(module).__name__ for path, module in loaded.model.named_modules() if path.endswith("q_proj")}
     assert kinds == {"QuantizedLinear"}
     assert not isinstance(loaded.fused, FusedDecoder)
-    assert not model.has_decode_loop
 
 
 def test_what_is_not_quantised_takes_the_dtype_asked_for(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

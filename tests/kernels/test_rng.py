@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from kernels.philox import MAX_SEED, MAX_WORD, Domain, philox4x32, philox4x32_torch, uniform, uniforms
+from kernels.rng import MAX_SEED, MAX_WORD, Domain, philox4x32, philox4x32_torch, uniform, uniforms
 
 # Random123 1.14, tests/kat_vectors, philox4x32 with 10 rounds: counter, key, output.
 KNOWN_ANSWERS = [

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.distribution import SamplingLaw, bad_rows, probabilities
+from kernels.sampling import SamplingLaw, bad_rows, probabilities
 from tests.kernels.reference import standardise
 
 LAWS = [

@@ -1,12 +1,18 @@
-"""Counter-based uniforms: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
+"""Counter-based random numbers: uniforms of a round, and the Gumbel noise that draft and target share.
 
-A draw is a pure function of (seed, base_length, index, domain, draw), so a retried round redraws the same numbers with
-no state kept, and no two uses of the same numbers can meet: draft and verifier may share a seed because their domains
-differ. This module does not know what the numbers are used for.
+Uniforms come from Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) of
+(seed, base_length, index, domain, draw): a retried round draws the same numbers without any state, and draft and
+verifier may share a seed because their domains differ.
+
+Noise is a function of (seed, absolute position, token id). The argmax of log p + g is distributed as p, and the same
+seed gives the same token whatever was drafted: the rule `coupled` rests on this. One Philox block of (seed, position)
+is a row's key; within the row a hash of 32-bit operations makes one word a token, since Philox for every token would
+cost several times the memory bandwidth.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from functools import lru_cache
 
@@ -32,7 +38,7 @@ class Domain(IntEnum):
     DRAFT = 0
     ACCEPT = 1
     RESAMPLE = 2
-    COUPLED = 3  # keys the noise of `noise`; its counter holds an absolute position in place of base_length
+    COUPLED = 3  # keys the noise; the counter holds an absolute position in place of base_length
     # The game of a draft model and a cheaper draft [L 6], played within a round: `draw` is how many of the round's
     # tokens there were when it began.
     STAGED_DRAFT = 4
@@ -134,3 +140,96 @@ def _refuse(**words: int) -> None:
 def _refuse_outside(name: str, value: int, largest: int) -> None:
     if not 0 <= value <= largest:
         raise ValueError(f"{name} is {value}, outside 0..{largest}")
+
+
+# ------------------------------------------------------------------------------------------------------------- noise
+
+# Three multiplications and a key at each step. Without the first or the last, tokens that differ in one high bit stay
+# related, and the tests see it. The first spreads neighbouring ids apart (2^32 over the golden ratio); the others are a
+# pair that a search found to be of least bias (C. Wellons, "Prospecting for hash functions").
+SPREAD = 0x9E3779B9
+FIRST_MULTIPLIER = 0x21F0AAAD
+SECOND_MULTIPLIER = 0x735A2D97
+
+_UNIT_32 = 2.0**-32
+
+
+def row_key(seed: int, position: int) -> tuple[int, int, int]:
+    """Return the key of one position's noise, three 32-bit words.
+
+    Args:
+        seed: the request's seed, 0 to 2^64 - 1.
+        position: tokens before this one, prompt included, 0 to 2^32 - 1.
+
+    Raises:
+        ValueError: an argument is outside its range.
+    """
+    _refuse_outside("seed", seed, MAX_SEED)
+    _refuse_outside("position", position, MAX_WORD)
+    return philox4x32((position, 0, int(Domain.COUPLED), 0), (seed & _MASK32, seed >> 32))[:3]
+
+
+def words(keys: Sequence[tuple[int, int, int]], V: int, device: torch.device | None = None) -> Tensor:
+    """Return one 32-bit word a token for each of `keys` `[R]`, as int64 `[R, V]`. No word occurs twice in a row."""
+    key = torch.tensor(keys, dtype=torch.int64, device=device).view(-1, 3, 1)
+    x = torch.arange(V, dtype=torch.int64, device=device).mul_(SPREAD) + key[:, 0]
+    # In place, since for a large vocabulary most of the time would go into fresh memory.
+    x.bitwise_and_(_MASK32)
+    x.bitwise_xor_(x >> 16).mul_(FIRST_MULTIPLIER).bitwise_and_(_MASK32)
+    x.bitwise_xor_(x >> 15).add_(key[:, 1]).bitwise_and_(_MASK32)
+    x.mul_(SECOND_MULTIPLIER).bitwise_and_(_MASK32)
+    return x.bitwise_xor_(x >> 15).bitwise_xor_(key[:, 2])
+
+
+def unit(words: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return -v of each word, with v = (word + ½) / 2^32 uniform in (0, 1), in `dtype`.
+
+    Each step is correctly rounded, so that a row is the same whatever it is computed with.
+    """
+    u = words.to(dtype).add_(0.5).mul_(-_UNIT_32)
+    return u.clamp_(min=2.0**-24 - 1) if dtype == torch.float32 else u  # the largest words round to v = 1
+
+
+def exponential(words: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the exponential variable of mean 1 of each word, in `dtype`.
+
+    The least values decide who wins a race, so they are the finest: e = -log(1 - v), with v of `unit`.
+    """
+    return unit(words, dtype).log1p_().neg_()
+
+
+def gumbel(seed: int, positions: Sequence[int], V: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the noise of `V` tokens at each of `positions` `[R]`, as `[R, V]` of `dtype`: g = -log(e), -3.2 to 22.9.
+
+    Raises:
+        ValueError: the seed or a position is outside its range.
+    """
+    keys = [row_key(seed, position) for position in positions]
+    return exponential(words(keys, V), dtype).log_().neg_()
+
+
+_WORDS_AT_ONCE, _ROWS_AT_ONCE = 1 << 14, 8
+"""Small rows of neighbouring positions are made together: they share the cost of each operation."""
+
+
+def noise_rows(places: Sequence[tuple[int, int]], V: int) -> Tensor:
+    """Return -v of `unit` for each token at each of `places` `[R]`, float32 `[R, V]`: what `sampling` chooses by.
+
+    Args:
+        places: seed and absolute position (tokens before it, prompt included) of each token to draw.
+        V: tokens to choose from.
+
+    Raises:
+        ValueError: a seed or a position is outside its range.
+    """
+    rows = max(1, min(_ROWS_AT_ONCE, _WORDS_AT_ONCE // V))
+    for _, position in places:
+        _refuse_outside("position", position, MAX_WORD)
+    return torch.stack([_noise_block(seed, position // rows, rows, V)[position % rows] for seed, position in places])
+
+
+@lru_cache(maxsize=64)
+def _noise_block(seed: int, block: int, rows: int, V: int) -> Tensor:
+    # [rows, V]. A rejected token's position is drafted again, so the same rows are asked for several times.
+    positions = range(block * rows, min((block + 1) * rows, MAX_WORD + 1))
+    return unit(words([row_key(seed, position) for position in positions], V))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from draft_service.drafters.staged import accepts, resample
 from kernels.sparse import SparseLaw
-from kernels.staged import accepts, resample
 from tests.kernels import reference
 
 V = 12
@@ -77,7 +77,7 @@ def test_a_token_without_mass_never_stands_and_equality_does_not_suffice() -> No
 def test_equal_laws_reject_nothing() -> None:
     told, same = law({1: 10, 2: 30}), law({1: 1, 2: 3})
     assert all(accepts(1 - 2.0**-53, same, told, token) for token in (1, 2))
-    with pytest.raises(ValueError, match="token 1 was rejected, and nothing is left"):
+    with pytest.raises(ValueError, match="token 1 was rejected, and q̂ has nothing else"):
         resample(0.5, same, told, 1)
 
 

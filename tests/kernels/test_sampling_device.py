@@ -1,4 +1,4 @@
-"""Drawing without the host: laws and tokens are those of `sparse.draw`, and a graph can hold it."""
+"""Sampling without the host: q̂ and tokens are those of `sampling.sample`, and a graph can hold it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import sparse
-from kernels.distribution import SamplingLaw, probabilities
-from kernels.draw_static import Drawn, bits_of, draw, is_drawable, laws_of
-from kernels.sparse import SparseConfig, SparseLaw, sample
+from kernels import sampling, sparse
+from kernels.sampling import Draw, Sample, SamplingLaw, probabilities
+from kernels.sampling_device import DeviceDraws, DeviceSamples, obstacle, sample, to_samples
+from kernels.sparse import SparseConfig
 from tests.kernels.capturable import OnlyCapturable
 
 JUST_BELOW_1 = 1 - 2**-53
@@ -22,32 +22,36 @@ TEMPERATURES = (0.0, 1e-50, 1e-9, 0.3, 0.7, 1.0, 1.3, 5.0, 1e6, 1e30, 1e300)
 CONFIGS = [SparseConfig(mass, most) for mass in (1e-9, 0.5, 0.99, 1.0) for most in (1, 8, 256)]
 
 
-def _draw(z: Tensor, temperatures: Sequence[float], uniforms: Sequence[float], config: SparseConfig) -> Drawn:
-    return draw(
-        z,
-        torch.tensor(temperatures, dtype=torch.float64, device=z.device),
-        bits_of(torch.tensor(uniforms, dtype=torch.float64, device=z.device)),
-        config,
-    )
+def bits_of(uniforms: Tensor) -> Tensor:
+    """Uniforms of 53 bits as the integers that they are 2^-53 of."""
+    return (uniforms * 2.0**53).long()
+
+
+def _draw(z: Tensor, temperatures: Sequence[float], uniforms: Sequence[float], config: SparseConfig) -> DeviceSamples:
+    bits = bits_of(torch.tensor(uniforms, dtype=torch.float64, device=z.device))
+    return sample(z, DeviceDraws(torch.tensor(temperatures, dtype=torch.float64, device=z.device), bits), config)
+
+
+def _on_host(drawn: DeviceSamples, temperatures: Sequence[float]) -> list[Sample]:
+    draws = [Draw(SamplingLaw(temperature=each)) for each in temperatures]
+    tokens, ids, weights = (each.cpu().numpy() for each in drawn)
+    return to_samples(tokens, ids, weights, draws)
 
 
 Numbers = tuple[int, tuple[list[int], list[int], int] | None]
 
 
-def _numbers(tokens: list[int], laws: Sequence[SparseLaw | None]) -> list[Numbers]:
-    return [
-        (token, None if law is None else (law.ids.tolist(), law.weights.tolist(), law.total))
-        for token, law in zip(tokens, laws, strict=True)
-    ]
+def _numbers(samples: Sequence[Sample]) -> list[Numbers]:
+    return [(token, None if q is None else (q.ids.tolist(), q.weights.tolist(), q.total)) for token, q, _ in samples]
 
 
 def _both(
     z: Tensor, temperatures: Sequence[float], uniforms: Sequence[float], config: SparseConfig
 ) -> tuple[list[Numbers], list[Numbers]]:
-    """Return what `draw` and `sparse.draw` give."""
-    laws = [SamplingLaw(temperature=each) for each in temperatures]
-    mine = laws_of(_draw(z, temperatures, uniforms, config), laws)
-    return _numbers(*mine), _numbers(*sparse.draw(z, laws, config, uniforms))
+    """What the device's `sample` gives, and the host's."""
+    draws = [Draw(SamplingLaw(temperature=t), u) for t, u in zip(temperatures, uniforms, strict=True)]
+    mine = _on_host(_draw(z, temperatures, uniforms, config), temperatures)
+    return _numbers(mine), _numbers(sampling.sample(z, draws, config))
 
 
 @pytest.mark.parametrize("V", [1, 2, 33, 257, 1025, 3001])
@@ -84,8 +88,8 @@ def test_the_law_returned_is_the_law_sampled_from() -> None:
     N = 2000
     z = (torch.randn(1, 300, generator=torch.Generator().manual_seed(8)) * 2).expand(N, 300)
     grid = [(k + 0.5) / N for k in range(N)]
-    tokens, laws = laws_of(_draw(z, [1.0] * N, grid, SparseConfig(0.9)), [SamplingLaw()] * N)
-    law = laws[0]
+    samples = _on_host(_draw(z, [1.0] * N, grid, SparseConfig(0.9)), [1.0] * N)
+    tokens, law = [each.token for each in samples], samples[0].q
     assert law is not None
     expected = np.array([law.probability(token) for token in range(300)])
     assert np.abs(np.bincount(tokens, minlength=300) - N * expected).max() < 1.0
@@ -93,13 +97,8 @@ def test_the_law_returned_is_the_law_sampled_from() -> None:
     edges = [-(-cumulative * 2**53 // law.total) for cumulative in law.weights.cumsum(dtype=np.int64)[:-1].tolist()]
     uniforms = [bits * 2.0**-53 for edge in edges for bits in (edge - 1, edge)]
     found = _draw(z[: len(uniforms)], [1.0] * len(uniforms), uniforms, SparseConfig(0.9)).tokens.tolist()
-    assert found == [sample(law, u) for u in uniforms]
+    assert found == [law.token_at(u) for u in uniforms]
     assert len(set(found)) == len(law.ids)
-
-
-def test_every_uniform_of_53_bits_is_exact_as_an_integer() -> None:
-    bits = [0, 1, 2**27 - 1, 2**27, 2**52 + 1, 2**53 - 1]
-    assert bits_of(torch.tensor(bits, dtype=torch.float64) * 2.0**-53).tolist() == bits
 
 
 def test_what_lies_past_the_support_is_no_token() -> None:
@@ -124,18 +123,19 @@ def test_no_row_sees_another() -> None:
 
 
 @pytest.mark.parametrize(
-    ("law", "drawable"),
+    ("draw", "why"),
     [
-        (SamplingLaw(), True),
-        (SamplingLaw(temperature=0.3), True),
-        (SamplingLaw(temperature=0, top_k=3), True),
-        (SamplingLaw(top_k=3), False),
-        (SamplingLaw(top_p=0.9), False),
-        (SamplingLaw(min_p=0.1), False),
+        (Draw(SamplingLaw()), None),
+        (Draw(SamplingLaw(temperature=0.3)), None),
+        (Draw(SamplingLaw(temperature=0, top_k=3)), None),
+        (Draw(SamplingLaw(top_k=3)), "top-k, top-p or min-p"),
+        (Draw(SamplingLaw(top_p=0.9)), "top-k, top-p or min-p"),
+        (Draw(SamplingLaw(min_p=0.1)), "top-k, top-p or min-p"),
+        (Draw(SamplingLaw(), max_entropy=2.0), "an entropy to stop at"),
     ],
 )
-def test_laws_with_filters_are_not_drawn_so(law: SamplingLaw, drawable: bool) -> None:
-    assert is_drawable(law) is drawable
+def test_what_the_device_cannot_draw_is_named(draw: Draw, why: str | None) -> None:
+    assert obstacle(draw) == why
 
 
 # ----------------------------------------------------------------------------------------------------- in a CUDA graph
@@ -147,9 +147,9 @@ def test_nothing_waits_for_the_host(config: SparseConfig) -> None:
     z = torch.randn(4, 50)
     temperatures, bits = torch.ones(4, dtype=torch.float64), torch.zeros(4, dtype=torch.int64)
     with OnlyCapturable() as operations:
-        drawn = draw(z, temperatures, bits, config)
+        drawn = sample(z, DeviceDraws(temperatures, bits), config)
     assert {"topk", "searchsorted", "_softmax"} <= set(operations.seen)
-    empty = draw(z.to("meta"), temperatures.to("meta"), bits.to("meta"), config)
+    empty = sample(z.to("meta"), DeviceDraws(temperatures.to("meta"), bits.to("meta")), config)
     assert [each.shape for each in empty] == [each.shape for each in drawn]
 
 
@@ -164,11 +164,11 @@ def test_a_graph_of_several_steps_draws_as_the_host_does() -> None:
     warm_up = torch.cuda.Stream()
     warm_up.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(warm_up):
-        draw(z[0], temperatures, bits[0], config)
+        sample(z[0], DeviceDraws(temperatures, bits[0]), config)
     torch.cuda.current_stream().wait_stream(warm_up)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        held = [draw(z[step], temperatures, bits[step], config) for step in range(steps)]
+        held = [sample(z[step], DeviceDraws(temperatures, bits[step]), config) for step in range(steps)]
     laws = [SamplingLaw(temperature=each) for each in temperatures.tolist()]
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
@@ -177,16 +177,15 @@ def test_a_graph_of_several_steps_draws_as_the_host_does() -> None:
         bits.copy_(bits_of(uniforms))
         graph.replay()
         for step in range(steps):
-            eager = draw(z[step], temperatures, bits[step], config)
+            eager = sample(z[step], DeviceDraws(temperatures, bits[step]), config)
             assert all(torch.equal(mine, theirs) for mine, theirs in zip(held[step], eager, strict=True))
-            tokens, drawn = laws_of(held[step], laws)
-            for row, (token, law) in enumerate(zip(tokens, drawn, strict=True)):
+            for row, (token, law, _) in enumerate(_on_host(held[step], temperatures.tolist())):
                 p = probabilities(z[step, row : row + 1].cpu(), laws[row])
                 if law is None:
                     assert token == int(z[step, row].argmax())
                     continue
                 (expected,) = sparse.sparsify(p, config)
-                assert token == sample(law, float(uniforms[step, row]))
+                assert token == law.token_at(float(uniforms[step, row]))
                 shared, mine, theirs = np.intersect1d(law.ids, expected.ids, return_indices=True)
                 assert len(shared) >= min(len(law.ids), len(expected.ids)) - 1
                 difference = law.weights[mine].astype(int) - expected.weights[theirs].astype(int)

@@ -1,0 +1,263 @@
+"""Logits to a distribution (temperature, top-k, top-p, min-p, in that order [L 2.2]), and draft tokens sampled from it.
+
+Every filter is a threshold on the logits themselves, so equal logits always share their fate. Penalties come before
+(`adjustments`). `sampling_device` samples the same tokens where nothing may wait for the host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.rng import noise_rows
+from kernels.sparse import SparseConfig, SparseLaw, truncate
+
+NO_LOGITS, UNSURE = -1, -2
+"""In the place of a token: the logits are NaN, +inf or all -inf; the entropy is above the bound, and nothing was drawn.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingLaw:
+    """How logits become a law; hashable, so rows of the same law can be grouped.
+
+    Attributes:
+        temperature: divides the logits; 0 puts all mass on the largest (the lowest id among equals).
+        top_k: keeps the k largest logits and all equal to the k-th; 0 keeps all.
+        top_p: keeps the smallest set of most probable tokens with at least this mass, and all equal to its last.
+        min_p: keeps tokens at least this probable, relative to the most probable.
+
+    Raises:
+        ValueError: a field is NaN, infinite or outside its range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature is {self.temperature}; it must be finite and at least 0")
+        if self.top_k != int(self.top_k) or self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}; it must be an integer, at least 0 (0: off)")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (1: off)")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p is {self.min_p}; it must lie in [0, 1] (0: off)")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the law is a point mass on the largest logit."""
+        return self.temperature == 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the law is a softmax with nothing filtered out."""
+        return self.temperature > 0 and self.has_no_filters
+
+    @property
+    def has_no_filters(self) -> bool:
+        """Whether every token keeps its chance: top-k, top-p and min-p are off."""
+        return self.top_k == 0 and self.top_p == 1 and self.min_p == 0
+
+
+def probabilities(logits: Tensor, law: SamplingLaw, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the law of each row of `logits` `[R, V]` as `[R, V]` of `dtype`.
+
+    A row that is no law (see `bad_rows`) comes out as NaN throughout; its neighbours are not affected.
+    """
+    z = logits.to(dtype)
+    if law.is_greedy:
+        return _point_mass(z)
+    return torch.softmax(_filtered(z, law), dim=-1)
+
+
+def kept(z: Tensor, law: SamplingLaw) -> Tensor:
+    """Return which tokens the filters of `law` leave in each row of `z` `[R, V]`, bool `[R, V]`.
+
+    The temperature is above 0. What stands in bad rows has no meaning.
+    """
+    return _filtered(z.float(), law) > -math.inf
+
+
+def _filtered(z: Tensor, law: SamplingLaw) -> Tensor:
+    # s: [R, V], scaled and filtered. Thresholds are taken on z, which division cannot merge.
+    s = _scaled(z, law.temperature)
+    if 0 < law.top_k < z.size(-1):
+        s = s.masked_fill(z < torch.topk(z, law.top_k)[0][:, -1:], -math.inf)
+    if law.top_p < 1:
+        s = s.masked_fill(z < _nucleus_cuts(z, torch.softmax(s, dim=-1), law.top_p), -math.inf)
+    if law.min_p > 0:
+        s = s.masked_fill(s < s.amax(dim=-1, keepdim=True) + math.log(law.min_p), -math.inf)
+    return s
+
+
+def bad_rows(logits: Tensor) -> Tensor:
+    """Return which rows of `logits` `[R, V]` are no law, as bool `[R]`: a NaN or +inf anywhere, or nothing but -inf."""
+    return ~torch.isfinite(logits.amax(dim=-1))
+
+
+def _point_mass(z: Tensor) -> Tensor:
+    p = torch.zeros_like(z).scatter_(-1, z.argmax(dim=-1, keepdim=True), 1.0)
+    return p.masked_fill_(bad_rows(z)[:, None], math.nan)
+
+
+def _scaled(z: Tensor, temperature: float) -> Tensor:
+    if temperature == 1:
+        return z
+    if temperature > 1:
+        return z / temperature
+    # Below 1 the quotient can overflow, unless the largest logit is zero first. A temperature that the dtype would
+    # round to zero counts as about its smallest normal number.
+    tiny = 2.3e-308 if z.dtype == torch.float64 else 1.2e-38
+    return (z - z.amax(dim=-1, keepdim=True)).div_(max(temperature, tiny))
+
+
+def _nucleus_cuts(z: Tensor, p: Tensor, top_p: float) -> Tensor:
+    """Return the smallest logit inside the nucleus of each row, `[R, 1]`; `z` and `p` are `[R, V]`.
+
+    The cut of a bad row is NaN, which nothing is below.
+    """
+    rows, laws = z.cpu(), p.cpu()
+    # All tokens below this bound together are less than half of what may go, so only the rest need sorting.
+    counts = (laws > (1.0 - top_p) / (2 * laws.size(1))).sum(dim=1, keepdim=True)
+    K = max(1, int(counts.max())) if counts.numel() else 1
+    best, at = torch.topk(rows, K)  # [R, K]
+    mass = laws.gather(1, at).double().cumsum(1)
+    last = torch.minimum((mass < top_p).sum(dim=1, keepdim=True), counts - 1).clamp(min=0)
+    return best.gather(1, last).to(z.device)
+
+
+# -------------------------------------------------------------------------------------------------------- draft tokens
+
+
+class Draw(NamedTuple):
+    """How one token is drawn.
+
+    Attributes:
+        law: how logits become q.
+        uniform: in [0, 1): the token is the inverse CDF of q̂ there; not used at temperature 0, nor with noise.
+        noise: seed and absolute position of Gumbel noise g: the token is argmax(log q + g). None draws by `uniform`.
+        max_entropy: nats; a token whose distribution has more is not drawn. At temperature 0 the softmax counts.
+    """
+
+    law: SamplingLaw
+    uniform: float = 0.0
+    noise: tuple[int, int] | None = None
+    max_entropy: float = math.inf
+
+
+class Sample(NamedTuple):
+    """A token and what it was drawn from.
+
+    Attributes:
+        token: its id, or `NO_LOGITS`, or `UNSURE`.
+        q: q̂, which it was sampled from; None at temperature 0 and with noise.
+        scores: `[V]`, where `q` is None and there is a token: logits, of which the largest was taken, or with noise
+            `race`, of which the smallest.
+    """
+
+    token: int
+    q: SparseLaw | None = None
+    scores: Tensor | None = None
+
+
+def sample(logits: Tensor, draws: Sequence[Draw], config: SparseConfig) -> list[Sample]:
+    """Draw one token from each row of `logits` `[B, V]`, on the host; no row sees another.
+
+    Args:
+        logits: the draft's, penalties made.
+        draws: one for each row.
+        config: how much of q is kept.
+
+    Raises:
+        ValueError: there are not as many draws as rows.
+    """
+    if len(draws) != len(logits):
+        raise ValueError(f"{len(draws)} draws for {len(logits)} rows")
+    groups: dict[tuple[SamplingLaw, bool], list[int]] = {}
+    for row, each in enumerate(draws):
+        groups.setdefault((each.law, each.noise is not None), []).append(row)
+    samples = [Sample(NO_LOGITS)] * len(draws)
+    for (law, by_noise), rows in groups.items():
+        z = logits if len(rows) == len(draws) else logits[rows]
+        own = [draws[row] for row in rows]
+        if law.is_greedy:
+            found = _largest(z.float().cpu(), own)
+        elif by_noise:
+            found = _gumbel_max(probabilities(z, law).cpu(), own)
+        else:
+            found = _inverse_cdf(probabilities(z, law).cpu().numpy(), own, config)
+        for row, drawn in zip(rows, found, strict=True):
+            samples[row] = drawn
+    return samples
+
+
+def race(p: Tensor, noise: Tensor) -> Tensor:
+    """Return p/(-e) of distributions `p` `[..., V]`, with their `rng.noise_rows`.
+
+    The smallest is the largest of log p + g, since g is -log(e): one logarithm a token. One of p = 0 never is.
+    """
+    return p / noise.log1p()
+
+
+def gumbel_max(p: Tensor, noise: Tensor) -> list[int]:
+    """Return argmax(log p + g) of each row of `p` `[R, V]`, with its row of `rng.noise_rows`; any token for NaN."""
+    tokens: list[int] = race(p, noise).numpy().argmin(-1).tolist()  # in numpy: twice as fast
+    return tokens
+
+
+def entropy(p: np.ndarray) -> float:
+    """Return -Σ p log p of one distribution `p` `[V]`, in nats."""
+    mass = p[p > 0].astype(np.float64)
+    return -float((mass * np.log(mass)).sum())
+
+
+def _largest(z: Tensor, draws: Sequence[Draw]) -> list[Sample]:
+    # z: [B, V]
+    rows = z.numpy()
+    samples = []
+    for row, (token, draw) in enumerate(zip(rows.argmax(axis=-1).tolist(), draws, strict=True)):
+        if not math.isfinite(rows[row, token]):  # the argmax is the first NaN, where there is one
+            samples.append(Sample(NO_LOGITS))
+        elif draw.max_entropy < math.inf and entropy(torch.softmax(z[row], -1).numpy()) > draw.max_entropy:
+            samples.append(Sample(UNSURE))
+        else:
+            samples.append(Sample(token, scores=z[row]))
+    return samples
+
+
+def _gumbel_max(p: Tensor, draws: Sequence[Draw]) -> list[Sample]:
+    # p: [B, V]
+    scores = race(p, noise_rows([draw.noise for draw in draws if draw.noise is not None], p.shape[1]))
+    samples = []
+    for row, (token, draw) in enumerate(zip(scores.numpy().argmin(-1).tolist(), draws, strict=True)):
+        if math.isnan(p[row, 0]):
+            samples.append(Sample(NO_LOGITS))
+        elif draw.max_entropy < math.inf and entropy(p[row].numpy()) > draw.max_entropy:
+            samples.append(Sample(UNSURE))
+        else:
+            samples.append(Sample(token, scores=scores[row]))
+    return samples
+
+
+def _inverse_cdf(p: np.ndarray, draws: Sequence[Draw], config: SparseConfig) -> list[Sample]:
+    # p: [B, V]
+    samples = []
+    for row, draw in zip(p, draws, strict=True):
+        if math.isnan(row[0]):
+            samples.append(Sample(NO_LOGITS))
+            continue
+        q = truncate(row, config)
+        if draw.max_entropy < math.inf and entropy(q.weights / q.total) > draw.max_entropy:
+            samples.append(Sample(UNSURE))
+        else:
+            samples.append(Sample(q.token_at(draw.uniform), q))
+    return samples

@@ -1,0 +1,148 @@
+"""Draft tokens sampled on the device of the logits, without a word to the host.
+
+The same as `sampling.sample`, step for step: truncate, round to integers, then sample from the integers. All shapes are
+known beforehand and nothing is read back, so a CUDA graph may hold a step that feeds the next. On a CPU distributions
+and tokens are those of `sampling.sample`; on a GPU the softmax may round otherwise, and q̂ is still what was sampled
+from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.sampling import NO_LOGITS, Draw, Sample
+from kernels.sparse import SparseConfig, SparseLaw
+
+_LARGEST = 65535  # the weight of the most probable token
+_TINY = 1.2e-38  # as in `sampling`: a temperature that float32 would round to zero
+
+
+class DeviceDraws(NamedTuple):
+    """`sampling.Draw` of each of B rows, as tensors on one device.
+
+    Attributes:
+        temperatures: float64 `[B]`; 0 takes the largest logit, the lowest id among equals.
+        bits: int64 `[B]`: the uniforms, as the integers below 2^53 that they are 2^-53 of.
+        by_noise: int64 `[B]`, not 0 where noise chooses the token; None where none does anywhere.
+        seeds: of the noise, int64 `[B]`.
+        positions: of the noise, int64 `[B]`.
+    """
+
+    temperatures: Tensor
+    bits: Tensor
+    by_noise: Tensor | None = None
+    seeds: Tensor | None = None
+    positions: Tensor | None = None
+
+
+class DeviceSamples(NamedTuple):
+    """What was drawn from `[B, V]` logits; K is the largest support, V at most.
+
+    Attributes:
+        tokens: int64 `[B]`; `NO_LOGITS` where the row is NaN, +inf or all -inf.
+        ids: int64 `[B, K]`, ascending; V past the support.
+        weights: int32 `[B, K]`, at least 1 within the support and 0 past it. At temperature 0 there is one. A row
+            without a token has none.
+    """
+
+    tokens: Tensor
+    ids: Tensor
+    weights: Tensor
+
+
+def obstacle(draw: Draw) -> str | None:
+    """Return why `sample` cannot draw by this; None where it can."""
+    if not (draw.law.is_greedy or draw.law.has_no_filters):
+        return "top-k, top-p or min-p"
+    return None if draw.max_entropy == float("inf") else "an entropy to stop at"
+
+
+def sample(logits: Tensor, draws: DeviceDraws, config: SparseConfig) -> DeviceSamples:
+    """Draw one token from each row of `logits` `[B, V]`; all tensors are on one device, and so is what comes out.
+
+    Nothing waits for the host, and no shape depends on what the tensors hold. No row sees another. Noise takes the
+    verification's Triton kernel.
+    """
+    V = logits.shape[1]
+    z = logits.float()
+    greedy = (draws.temperatures == 0).unsqueeze(1)
+    p = _softmax(z, draws.temperatures)
+    sound = torch.where(greedy, z.amax(dim=1, keepdim=True).isfinite(), ~p[:, :1].isnan())
+    ids, weights = _truncate(p, config)
+    # A point mass takes the place of what was found at temperature 0.
+    first = torch.arange(ids.shape[1], device=z.device) == 0
+    best = z.argmax(dim=1, keepdim=True)
+    ids = torch.where(greedy, best.expand_as(ids).masked_fill(~first, V), ids)
+    weights = torch.where(greedy, first.long() * _LARGEST, weights)
+    ids = ids.masked_fill(~sound, V)
+    weights = weights.masked_fill(~sound, 0)
+    tokens = ids.gather(1, _places(weights, draws.bits)).squeeze(1)
+    if draws.by_noise is not None:
+        from kernels.verify_triton import gumbel_max  # triton need not be installed where nothing is chosen by noise
+
+        assert draws.seeds is not None
+        assert draws.positions is not None
+        chosen = gumbel_max(logits, draws.temperatures, draws.seeds, draws.positions)
+        tokens = torch.where(draws.by_noise != 0, chosen, tokens)
+    return DeviceSamples(tokens.masked_fill(~sound.squeeze(1), NO_LOGITS), ids, weights.int())
+
+
+def to_samples(tokens: np.ndarray, ids: np.ndarray, weights: np.ndarray, draws: Sequence[Draw]) -> list[Sample]:
+    """Return rows of `DeviceSamples`, copied to the host, as `sampling.sample` returns them, without scores."""
+    return [
+        Sample(int(token), None if law.is_greedy or noise else _sparse(row, integers))
+        for token, row, integers, (law, _, noise, _) in zip(tokens, ids, weights, draws, strict=True)
+    ]
+
+
+def _sparse(ids: np.ndarray, weights: np.ndarray) -> SparseLaw | None:
+    size = int(np.count_nonzero(weights))
+    if not size:
+        return None
+    return SparseLaw(ids[:size].copy(), weights[:size].astype(np.uint16), int(weights.sum(dtype=np.int64)))
+
+
+def _softmax(z: Tensor, temperatures: Tensor) -> Tensor:
+    """Return the softmax of `z` `[B, V]`, float32, at these temperatures; at 0 it has no meaning."""
+    # Below 1 the quotient can overflow, unless the largest logit is zero first; as `sampling` has it.
+    t = temperatures.clamp(min=_TINY).float().unsqueeze(1)
+    shifted = torch.where(t < 1, z - z.amax(dim=1, keepdim=True), z)
+    return torch.softmax(shifted / t, dim=1)
+
+
+def _truncate(p: Tensor, config: SparseConfig) -> tuple[Tensor, Tensor]:
+    """Return ids and weights of q̂ of each row of `p` `[B, V]`, int64 `[B, K]`; see `sparse.sparsify`."""
+    V = p.shape[1]
+    K = min(config.max_support, V)
+    # topk names any of the tokens that equal its last. Their probabilities are certain, so these decide how many stay,
+    # and the ids are looked for afterwards.
+    best = p.topk(K, dim=1)[0].double()
+    scale = torch.full_like(best[:, :1], _LARGEST) / best[:, :1]
+    enough = (best.cumsum(dim=1) < config.keep_mass).sum(dim=1, keepdim=True) + 1
+    weighty = ((best * scale).round() > 0).sum(dim=1, keepdim=True)  # the largest first, so these are the first ones
+    sizes = torch.minimum(enough, weighty).clamp(min=1, max=K)
+    last = best.gather(1, sizes - 1)
+    room = sizes - (best > last).sum(dim=1, keepdim=True)  # for tokens that equal the last: the lower ids stay
+    last = last.float()
+    equal = (p == last).cumsum(dim=1, dtype=torch.int32)
+    kept = (p > last).cumsum(dim=1, dtype=torch.int32) + torch.minimum(equal, room.int())
+    # The k-th token kept is the first up to which k are.
+    ranks = torch.arange(1, K + 1, dtype=torch.int32, device=p.device).expand(p.shape[0], K).contiguous()
+    ids = torch.searchsorted(kept, ranks)
+    weights = (p.gather(1, ids.clamp(max=V - 1)).double() * scale).round().long()
+    return ids, weights.masked_fill(ids == V, 0)
+
+
+def _places(weights: Tensor, bits: Tensor) -> Tensor:
+    """Return the place in each row of `weights` `[B, K]` that `bits` `[B]` draw, `[B, 1]`: `SparseLaw.token_at`."""
+    cumulative = weights.cumsum(dim=1)
+    total = cumulative[:, -1:]
+    # (bits · total) >> 53, in two halves that 64 bits hold.
+    high, low = (bits >> 27).unsqueeze(1), (bits & 0x7FFFFFF).unsqueeze(1)
+    target = (high * total + ((low * total) >> 27)) >> 26
+    return torch.searchsorted(cumulative, target, right=True).clamp(max=weights.shape[1] - 1)
