@@ -1,18 +1,27 @@
-"""What is refused before anything is connected, in one line that names the flag and the numbers."""
+"""What ranks refuse before anything is connected, and how they learn that one of them is gone."""
 
+from __future__ import annotations
+
+import queue
 import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from outrider.parallel.ranks import Ranks, is_follower, read_ranks
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.sharding import sharding
+from outrider.runtime.tensor_parallel import Ranks, Watch, is_worker, read_ranks
 from outrider.settings import SettingsError
-from tests.outrider.parallel.started import told
+from tests.outrider.runtime.two_ranks import told
 from tests.outrider.runtime import tiny
 
 VARIABLES = tuple(told(0, "localhost:1"))
+SOON_S = 20.0
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +37,7 @@ def start(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
 
 def test_one_process_is_no_rank() -> None:
     assert read_ranks(1, "verifier_service") is None
-    assert not is_follower(1)
+    assert not is_worker(1)
 
 
 def test_who_is_not_started_by_torchrun_is_told_how() -> None:
@@ -53,12 +62,9 @@ def test_ranks_are_as_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
     start(monkeypatch, 1, 2)
     ranks = read_ranks(2, "verifier_service")
     assert ranks == Ranks(1, 2, 1, 2)
-    assert ranks.on_one_machine
-    assert is_follower(2)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    elsewhere = read_ranks(2, "verifier_service")
-    assert elsewhere is not None
-    assert not elsewhere.on_one_machine
+    assert is_worker(2)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert read_ranks(2, "verifier_service") == Ranks(1, 2, 1, 1), "others may be on another machine"
 
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,3 +109,84 @@ def test_what_cannot_be_shared_is_refused(family: str, quantisation: str | None,
     with pytest.raises(CheckpointError) as refused:
         sharding(tiny.FAMILIES[family](), "tiny", quantisation, ranks)
     assert str(refused.value).startswith(said)
+
+
+class Watching:
+    """A rank's watch, and what it has said."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, silence: float) -> None:
+        self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self.watch = Watch(
+            store,
+            Ranks(rank, size, rank, size),
+            silence=silence,
+            on_lost=self.lost.put,
+            on_end=lambda: self.ended.put(True),
+        )
+
+
+def together(*starts: Callable[[], object]) -> list[object]:
+    """What they return; each waits for the others."""
+    made: dict[int, object] = {}
+    threads = [
+        threading.Thread(target=lambda i=i, start=start: made.update({i: start()})) for i, start in enumerate(starts)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON_S)
+    return [made[i] for i in range(len(starts))]
+
+
+def watches(size: int, *, silence: float = 30.0) -> list[Watching]:
+    store = dist.HashStore()
+    return together(*(lambda rank=rank: Watching(store, rank, size, silence) for rank in range(size)))
+
+
+def silent_rank(silence: float) -> tuple[Watching, dist.ProcessGroupGloo]:
+    """The watch of rank 0, and a rank 1 that never answers."""
+    store = dist.HashStore()
+    made = together(
+        lambda: Watching(store, 0, 2, silence),
+        lambda: dist.ProcessGroupGloo(dist.PrefixStore("outrider/watch", store), 1, 2, timedelta(seconds=SOON_S)),
+    )
+    return made[0], made[1]
+
+
+def test_ranks_that_have_nothing_to_say_are_alive() -> None:
+    ranks = watches(3, silence=1.5)
+    time.sleep(2.5)
+    assert all(each.lost.empty() for each in ranks)
+    ranks[0].watch.end(None)
+    assert [each.ended.get(timeout=SOON_S) for each in ranks[1:]] == [True, True]
+    assert all(each.lost.empty() for each in ranks)
+
+
+def test_a_worker_that_ends_says_why_and_rank_0_passes_it_on() -> None:
+    ranks = watches(3)
+    ranks[2].watch.end("out of memory")
+    reason = ranks[0].lost.get(timeout=SOON_S)
+    assert reason == "rank 2 ends: out of memory"
+    ranks[0].watch.end(reason)
+    assert ranks[1].lost.get(timeout=SOON_S) == "rank 0 ends: rank 2 ends: out of memory"
+    assert ranks[1].ended.empty()
+
+
+def test_a_reason_of_any_length_arrives() -> None:
+    first, second = watches(2)
+    second.watch.end("é" * 5000)
+    assert first.lost.get(timeout=SOON_S).startswith("rank 1 ends: " + "é" * 500)
+
+
+def test_a_silent_rank_is_gone() -> None:
+    first, other = silent_rank(silence=1.0)
+    assert first.lost.get(timeout=SOON_S) == "rank 1 has gone: it has been silent for 1 s"
+    del other
+
+
+def test_a_rank_that_closes_its_connection_is_gone_at_once() -> None:
+    first, other = silent_rank(silence=300.0)
+    assert first.lost.empty()
+    del other
+    assert first.lost.get(timeout=SOON_S) == "rank 1 has gone: it closed its connection"
