@@ -2,11 +2,13 @@
 
 import sys
 
+import structlog
+
 from outrider.lifecycle import run
-from outrider.runtime.tensor_parallel import is_worker
+from outrider.runtime.tensor_parallel import is_worker, leave
 from verifier_service.app import VerifierApp
-from verifier_service.ranks import leave_after, run_worker
 from verifier_service.settings import VerifierSettings
+from verifier_service.worker import run_worker
 
 _PROGRAM = "verifier_service"
 
@@ -17,10 +19,18 @@ def main() -> int:
     if is_worker(settings.tensor_parallel_size):
         run_worker(_PROGRAM, settings)
 
-    def serve() -> int:
-        return run(_PROGRAM, settings, lambda: VerifierApp(settings))
+    if settings.tensor_parallel_size == 1:
+        return _serve(settings)
+    code = 1
+    try:
+        code = _serve(settings)
+    except Exception:
+        structlog.get_logger().exception("the service broke")
+    leave(code)
 
-    return serve() if settings.tensor_parallel_size == 1 else leave_after(serve)
+
+def _serve(settings: VerifierSettings) -> int:
+    return run(_PROGRAM, settings, lambda: VerifierApp(settings))
 
 
 if __name__ == "__main__":

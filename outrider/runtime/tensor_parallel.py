@@ -41,7 +41,7 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 # How long ranks wait for each other at the start. torchrun, which starts them together, waits before that.
 _JOIN = timedelta(minutes=5)
-# Of the control group: a service may be idle for as long as it likes, and the watch ends a wait that is in vain.
+# A service may be idle for as long as it likes: whoever listens ends a wait that is in vain.
 _NEVER = timedelta(days=365)
 # How long a rank whose pass broke waits for the watch: it says more than a broken collective.
 _HEARSAY_SECONDS = 2.0
@@ -139,21 +139,21 @@ def is_worker(size: int) -> bool:
 
 
 class Watch:
-    """Tells within seconds that a rank is gone, and lets a rank say why it ends.
+    """Tells that a rank is gone, and lets a rank say why it ends.
 
-    Rank 0 and each worker exchange a message twice a second over a gloo group of its own, from a thread that no load,
-    pass or capture holds up. A rank that dies closes its sockets, which breaks the exchange; one that hangs or cannot
-    be reached does not answer in time.
+    Rank 0 and each worker send each other a message twice a second over a gloo group of its own, from threads that no
+    load, pass or capture holds up. A rank that dies closes its sockets, which is noticed at once; one that hangs or
+    cannot be reached is noticed by its silence.
 
     Args:
         store: where the ranks find each other.
         ranks: of this process.
-        silence: seconds without an answer after which a rank is gone.
+        silence: seconds without a message after which a rank is gone.
         on_lost: takes the reason, on a thread of the watch.
-        on_end: called on such a thread once rank 0 has ended in order.
+        on_end: called on such a thread when rank 0 ends in order.
     """
 
-    _EXCHANGE_SECONDS = 0.5
+    _BEAT_SECONDS = 0.5
     _PARTING_SECONDS = 5.0
     _MESSAGE_BYTES = 1024
     # What a message begins with; one of zeros says that its sender is alive.
@@ -168,62 +168,67 @@ class Watch:
         on_lost: Callable[[str], None],
         on_end: Callable[[], None],
     ) -> None:
-        # Not by `new_group`: that would need the main group, in the making of which a rank can be lost already.
-        self._group = dist.ProcessGroupGloo(dist.PrefixStore("outrider/watch", store), ranks.rank, ranks.size, _JOIN)
+        # Not by `new_group`: that needs the main group, and a rank can be lost while that is made. The stubs of torch
+        # do not have its `send` and `recv`.
+        own_store = dist.PrefixStore("outrider/watch", store)
+        self._group: Any = dist.ProcessGroupGloo(own_store, ranks.rank, ranks.size, _JOIN)
         self._silence = silence
         self._on_lost = on_lost
         self._on_end = on_end
         self._farewell = b""
         self._ending = threading.Event()
         peers = range(1, ranks.size) if ranks.rank == 0 else [0]
-        self._threads = {
-            peer: threading.Thread(target=self._run, args=(peer,), name=f"watch-rank-{peer}", daemon=True)
-            for peer in peers
-        }
-        for thread in self._threads.values():
-            thread.start()
+        self._listening = {peer: self._start(self._listen, peer) for peer in peers}
+        self._speaking = {peer: self._start(self._speak, peer) for peer in peers}
 
     def end(self, reason: str | None) -> None:
-        """Tells the others that this rank ends, and why; None: in order. Waits, for some seconds, until they know."""
+        """Tells the others, within some seconds, that this rank ends, and why. None: in order; it then waits until they
+        have ended, too.
+        """
         self._farewell = self._farewell or (self._ENDS if reason is None else self._FAILS + reason.encode())
         self._ending.set()
         until = time.monotonic() + self._PARTING_SECONDS
-        for peer, thread in self._threads.items():
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, until - time.monotonic()))
-                if thread.is_alive():
-                    _log.warning("a rank does not answer at the end", rank=peer)
+        for peer, speaking in self._speaking.items():
+            speaking.join(max(0.0, until - time.monotonic()))
+            if reason is None:
+                self._listening[peer].join(max(0.0, until - time.monotonic()))
+                if self._listening[peer].is_alive():
+                    _log.warning("a rank has not ended", rank=peer)
 
-    def _run(self, peer: int) -> None:
-        while True:
-            said, began = self._farewell, time.monotonic()
+    def _start(self, work: Callable[[int], None], peer: int) -> threading.Thread:
+        thread = threading.Thread(target=work, args=(peer,), name=f"rank-{peer}-{work.__name__}", daemon=True)
+        thread.start()
+        return thread
+
+    def _speak(self, peer: int) -> None:
+        with suppress(RuntimeError):  # whoever listens hears of it too
+            while True:
+                said = self._farewell
+                message = bytearray(said[: self._MESSAGE_BYTES].ljust(self._MESSAGE_BYTES, b"\0"))
+                self._group.send([torch.frombuffer(message, dtype=torch.uint8)], peer, 0).wait(_NEVER)
+                if said:
+                    return
+                self._ending.wait(self._BEAT_SECONDS)
+
+    def _listen(self, peer: int) -> None:
+        message = torch.empty(self._MESSAGE_BYTES, dtype=torch.uint8)
+        heard = b""
+        while not heard:
+            began = time.monotonic()
             try:
-                heard = self._exchange(peer, said)
+                self._group.recv([message], peer, 0).wait(timedelta(seconds=self._silence))
             except RuntimeError:
-                if not self._farewell:
-                    is_silent = time.monotonic() - began >= self._silence
-                    how = f"has been silent for {self._silence:g} s" if is_silent else "closed its connection"
-                    self._on_lost(f"rank {peer} has gone: it {how}")
-                return
-            if said:
-                return
-            if heard.startswith(self._FAILS):
-                self._on_lost(f"rank {peer} ends: {heard[1:].decode(errors='ignore')}")
-                return
-            if heard.startswith(self._ENDS):
-                self._on_end()
-                return
-            self._ending.wait(self._EXCHANGE_SECONDS)
+                is_silent = time.monotonic() - began >= self._silence
+                how = f"has been silent for {self._silence:g} s" if is_silent else "closed its connection"
+                return self._lose(f"rank {peer} has gone: it {how}")
+            heard = message.numpy().tobytes().rstrip(b"\0")
+        if heard.startswith(self._ENDS):
+            return self._on_end()
+        return self._lose(f"rank {peer} ends: {heard[1:].decode(errors='ignore')}")
 
-    def _exchange(self, peer: int, said: bytes) -> bytes:
-        ours = torch.frombuffer(
-            bytearray(said[: self._MESSAGE_BYTES].ljust(self._MESSAGE_BYTES, b"\0")), dtype=torch.uint8
-        )
-        theirs = torch.empty_like(ours)
-        bound = timedelta(seconds=self._silence)
-        for work in [self._group.recv([theirs], peer, 0), self._group.send([ours], peer, 0)]:
-            work.wait(bound)
-        return theirs.numpy().tobytes().rstrip(b"\0")
+    def _lose(self, reason: str) -> None:
+        if not self._farewell:
+            self._on_lost(reason)
 
 
 # ------------------------------------------------------------------------------------------------------------ the model

@@ -23,8 +23,8 @@ from outrider.client import Chunk, Client, Finished, Options
 from tests.exactness import company
 from tests.forked import ForkedService
 from tests.metrics import scrape
-from tests.outrider.runtime.two_ranks import FLAGS, ended_within, reason, two_ranks
 from tests.outrider.runtime import tiny
+from tests.outrider.runtime.two_ranks import FLAGS, ended_within, reason, two_ranks
 from tests.services import HEALTHY_WITHIN_S, MODELS
 from tests.verifier_service.streams import PROMPT, Stream, opening
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import queue
 import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -17,8 +17,8 @@ from outrider.runtime.errors import CheckpointError
 from outrider.runtime.sharding import sharding
 from outrider.runtime.tensor_parallel import Ranks, Watch, is_worker, read_ranks
 from outrider.settings import SettingsError
-from tests.outrider.runtime.two_ranks import told
 from tests.outrider.runtime import tiny
+from tests.outrider.runtime.two_ranks import told
 
 VARIABLES = tuple(told(0, "localhost:1"))
 SOON_S = 20.0
@@ -117,53 +117,52 @@ class Watching:
     def __init__(self, store: dist.Store, rank: int, size: int, silence: float) -> None:
         self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self.watch = Watch(
-            store,
-            Ranks(rank, size, rank, size),
-            silence=silence,
-            on_lost=self.lost.put,
-            on_end=lambda: self.ended.put(True),
-        )
+        ranks = Ranks(rank, size, rank, size)
+        self.watch = Watch(store, ranks, silence=silence, on_lost=self.lost.put, on_end=self._end)
+
+    def _end(self) -> None:
+        self.ended.put(True)
+        self.watch.end("as rank 0")
 
 
-def together(*starts: Callable[[], object]) -> list[object]:
-    """What they return; each waits for the others."""
-    made: dict[int, object] = {}
-    threads = [
-        threading.Thread(target=lambda i=i, start=start: made.update({i: start()})) for i, start in enumerate(starts)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SOON_S)
-    return [made[i] for i in range(len(starts))]
+Watches = Callable[..., list[Watching]]
 
 
-def watches(size: int, *, silence: float = 30.0) -> list[Watching]:
-    store = dist.HashStore()
-    return together(*(lambda rank=rank: Watching(store, rank, size, silence) for rank in range(size)))
+@pytest.fixture
+def watches() -> Iterator[Watches]:
+    """Makes the watches of some ranks, in this process: a thread that waits in torch must not outlive Python."""
+    made: list[Watching] = []
+
+    def make(size: int, *, silence: float = 30.0) -> list[Watching]:
+        store = dist.HashStore()
+        with ThreadPoolExecutor(size) as pool:  # each waits for the others
+            made.extend(pool.map(lambda rank: Watching(store, rank, size, silence), range(size)))
+        return made
+
+    yield make
+    for each in reversed(made):
+        each.watch.end("the test")
 
 
-def silent_rank(silence: float) -> tuple[Watching, dist.ProcessGroupGloo]:
-    """The watch of rank 0, and a rank 1 that never answers."""
-    store = dist.HashStore()
-    made = together(
-        lambda: Watching(store, 0, 2, silence),
-        lambda: dist.ProcessGroupGloo(dist.PrefixStore("outrider/watch", store), 1, 2, timedelta(seconds=SOON_S)),
-    )
-    return made[0], made[1]
+def beside_a_bare_rank(silence: float) -> tuple[Watching, dist.ProcessGroupGloo]:
+    """The watch of rank 0, and a rank 1 that joins and says nothing."""
+    store, bound = dist.HashStore(), timedelta(seconds=SOON_S)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(Watching, store, 0, 2, silence)
+        other = pool.submit(dist.ProcessGroupGloo, dist.PrefixStore("outrider/watch", store), 1, 2, bound)
+        return first.result(), other.result()
 
 
-def test_ranks_that_have_nothing_to_say_are_alive() -> None:
+def test_ranks_that_have_nothing_to_say_are_alive_until_rank_0_ends(watches: Watches) -> None:
     ranks = watches(3, silence=1.5)
     time.sleep(2.5)
-    assert all(each.lost.empty() for each in ranks)
+    assert all(each.lost.empty() and each.ended.empty() for each in ranks)
     ranks[0].watch.end(None)
     assert [each.ended.get(timeout=SOON_S) for each in ranks[1:]] == [True, True]
     assert all(each.lost.empty() for each in ranks)
 
 
-def test_a_worker_that_ends_says_why_and_rank_0_passes_it_on() -> None:
+def test_a_worker_that_ends_says_why_and_rank_0_passes_it_on(watches: Watches) -> None:
     ranks = watches(3)
     ranks[2].watch.end("out of memory")
     reason = ranks[0].lost.get(timeout=SOON_S)
@@ -173,20 +172,19 @@ def test_a_worker_that_ends_says_why_and_rank_0_passes_it_on() -> None:
     assert ranks[1].ended.empty()
 
 
-def test_a_reason_of_any_length_arrives() -> None:
+def test_a_reason_of_any_length_arrives(watches: Watches) -> None:
     first, second = watches(2)
     second.watch.end("é" * 5000)
     assert first.lost.get(timeout=SOON_S).startswith("rank 1 ends: " + "é" * 500)
 
 
 def test_a_silent_rank_is_gone() -> None:
-    first, other = silent_rank(silence=1.0)
+    first, _other = beside_a_bare_rank(silence=1.0)
     assert first.lost.get(timeout=SOON_S) == "rank 1 has gone: it has been silent for 1 s"
-    del other
 
 
 def test_a_rank_that_closes_its_connection_is_gone_at_once() -> None:
-    first, other = silent_rank(silence=300.0)
+    first, other = beside_a_bare_rank(silence=300.0)
     assert first.lost.empty()
     del other
     assert first.lost.get(timeout=SOON_S) == "rank 1 has gone: it closed its connection"

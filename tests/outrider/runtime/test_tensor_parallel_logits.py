@@ -10,8 +10,8 @@ from torch import Tensor
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.loader import ModelSource, load_model
 from outrider.runtime.packed import Chunk, PackedModel
-from tests.outrider.runtime.two_ranks import leading
 from tests.outrider.runtime import tiny
+from tests.outrider.runtime.two_ranks import leading
 
 CLOSE = 1e-4  # of logits of some size, whose sums are put together from two halves
 SPLIT = ("llama-biased", "qwen3", "gemma3", "mixtral")

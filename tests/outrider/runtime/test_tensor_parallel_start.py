@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.cli.pair import fixed
 from outrider.cli.processes import ServiceProcess
-from tests.outrider.runtime.two_ranks import FLAGS, TWO, ended_within, launch_rank, reason
 from tests.outrider.runtime import tiny
+from tests.outrider.runtime.two_ranks import FLAGS, TWO, ended_within, launch_rank, reason
 
 SOON_S = 20.0
 WAITING = timedelta(seconds=60)

@@ -1,8 +1,7 @@
-"""A rank of a target on several GPUs, as a process: how a worker runs, and how any rank ends."""
+"""A worker of a target on several GPUs, as a process."""
 
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NoReturn
 
@@ -19,16 +18,6 @@ from verifier_service.app import longest_pass
 from verifier_service.settings import VerifierSettings
 
 _log = structlog.get_logger()
-
-
-def leave_after(serve: Callable[[], int]) -> NoReturn:
-    """Ends rank 0 with the code that `serve` returns, or with 1 where it breaks."""
-    code = 1
-    try:
-        code = serve()
-    except Exception:
-        _log.exception("the service broke")
-    leave(code)
 
 
 def run_worker(program: str, settings: VerifierSettings) -> NoReturn:
