@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.sharding import sharding
-from outrider.runtime.tensor_parallel import Ranks, Watch, is_worker, read_ranks
+from outrider.runtime.tensor_parallel import Ranks, TensorParallel, Watch, is_worker, read_ranks
 from outrider.settings import SettingsError
 from tests.outrider.runtime import tiny
 from tests.outrider.runtime.two_ranks import told
@@ -188,3 +189,14 @@ def test_a_rank_that_closes_its_connection_is_gone_at_once() -> None:
     assert first.lost.empty()
     del other
     assert first.lost.get(timeout=SOON_S) == "rank 1 has gone: it closed its connection"
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_rank_that_is_gone_explains_a_broken_pass(is_lost: bool) -> None:
+    parallel = TensorParallel(Ranks(0, 2, 0, 2), timeout=30.0)
+    hearing = threading.Timer(0.2, parallel.lost.set_result, ["rank 1 has gone"])
+    if is_lost:
+        hearing.start()
+    reason = parallel.broke("a pass broke", RuntimeError("no sum\nof parts"))
+    assert reason == parallel.lost.result()
+    assert reason == ("rank 1 has gone" if is_lost else "a pass broke: RuntimeError: no sum of parts")

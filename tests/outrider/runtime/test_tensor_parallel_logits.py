@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.runtime.errors import CheckpointError
+from outrider.runtime.errors import CheckpointError, ModelLost
 from outrider.runtime.loader import ModelSource, load_model
 from outrider.runtime.packed import Chunk, PackedModel
 from tests.outrider.runtime import tiny
@@ -89,3 +89,12 @@ def test_ranks_that_were_told_otherwise_do_not_begin(folder: Callable[[str], Pat
     said = "the ranks differ in their tokens of a sequence: 64 on rank 0, 48 on rank 1"
     with pytest.raises(CheckpointError, match=said), leading(folder("llama"), theirs=told):
         pass
+
+
+def test_a_worker_whose_step_breaks_says_why(folder: Callable[[str], Path]) -> None:
+    with leading(folder("llama"), ends_with=1) as packed:
+        assert packed.pool.pages is not None
+        assert packed.pool.pages.on_copy is not None
+        packed.pool.pages.on_copy([10**6], [0])  # in the worker's memory alone
+        with pytest.raises(ModelLost, match="rank 1 ends: a pass broke: .* out of DATA bounds"):
+            history(packed)

@@ -57,8 +57,10 @@ def two_ranks(model: Path, *flags: str) -> Iterator[tuple[ServiceProcess, Servic
 
 
 @contextmanager
-def leading(model: Path, *flags: str, theirs: Sequence[str] = ()) -> Iterator[PackedModel]:
-    """The model on two ranks: this process is rank 0, the worker is a service's own, with the flags `theirs` too."""
+def leading(model: Path, *flags: str, theirs: Sequence[str] = (), ends_with: int = 0) -> Iterator[PackedModel]:
+    """The model on two ranks: this process is rank 0, the worker is a service's own, with the flags `theirs` too, and
+    ends with that code.
+    """
     address = fixed("127.0.0.1:0")
     settings = VerifierSettings.from_command_line(["--model", str(model), *FLAGS, *TWO, *flags], program="test")
     parallel = TensorParallel(Ranks(0, 2, 0, 2), timeout=settings.rank_timeout)
@@ -74,7 +76,7 @@ def leading(model: Path, *flags: str, theirs: Sequence[str] = ()) -> Iterator[Pa
             parallel.lead(packed)
             yield packed
             parallel.end(None)
-            assert worker.process.wait(20) == 0, "\n".join(worker.log_lines())
+            assert worker.process.wait(20) == ends_with, "\n".join(worker.log_lines())
         finally:
             worker.process.kill()
             dist.destroy_process_group()
