@@ -96,5 +96,5 @@ def test_a_worker_whose_step_breaks_says_why(folder: Callable[[str], Path]) -> N
         assert packed.pool.pages is not None
         assert packed.pool.pages.on_copy is not None
         packed.pool.pages.on_copy([10**6], [0])  # in the worker's memory alone
-        with pytest.raises(ModelLost, match="rank 1 ends: a pass broke: .* out of DATA bounds"):
+        with pytest.raises(ModelLost, match=r"rank 1 ends: a pass broke: .* out of DATA bounds"):
             history(packed)
