@@ -183,7 +183,7 @@ def build_engine(
     tokens = sequence_tokens(settings, loaded)
     built = build_packed(settings, loaded, tokens, pass_tokens=pass_tokens, behind=behind, parallel=parallel)
     if parallel is not None:
-        parallel.lead(built.packed)
+        parallel.command_workers(built.packed)
     model = describe(
         loaded,
         tokenizer,

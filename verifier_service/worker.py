@@ -51,8 +51,8 @@ def run_worker(program: str, settings: VerifierSettings) -> NoReturn:
         loaded = load_share(settings, parallel)
         tokens = sequence_tokens(settings, loaded)
         packed = build_packed(settings, loaded, tokens, pass_tokens=longest_pass(settings), parallel=parallel).packed
-        _log.info("following", heads=loaded.layers[0].heads, device=str(loaded.device))
-        parallel.follow(packed)
+        _log.info("worker ready", heads=loaded.layers[0].heads, device=str(loaded.device))
+        parallel.work(packed)
     except Exception as error:
         is_known = isinstance(error, (CheckpointError, ForeignKernelsError, ModelLost, SettingsError))
         reason = str(error) if is_known else f"{type(error).__name__}: {error}"

@@ -313,22 +313,22 @@ class TensorParallel:
                     )
         return min(room for room, _ in told)
 
-    def lead(self, packed: PackedModel) -> None:
+    def command_workers(self, packed: PackedModel) -> None:
         """On rank 0: from here on the workers run each pass of the model, and each copy of blocks, too."""
         assert packed.runner is not None
         assert packed.pool.pages is not None
-        packed.runner = _LeadingRunner(packed.runner, self)
+        packed.runner = _AllRanksRunner(packed.runner, self)
         packed.pool.pages.on_copy = self.tell_copy
         layer = packed.loaded.layers[0]
         _log.info(
-            "leading",
+            "tensor parallel",
             ranks=self.ranks.size,
             backend=dist.get_backend(),
             heads_per_rank=layer.heads,
             kv_heads_per_rank=layer.kv_heads,
         )
 
-    def follow(self, packed: PackedModel) -> NoReturn:
+    def work(self, packed: PackedModel) -> NoReturn:
         """On a worker: runs what rank 0 says, until the watch ends the process.
 
         Raises:
@@ -338,7 +338,7 @@ class TensorParallel:
         assert packed.pool.pages is not None
         try:
             while True:
-                self._follow_once(packed.runner, packed.pool.pages)
+                self._work_once(packed.runner, packed.pool.pages)
         except Exception as error:
             raise ModelLost(self.broke("a pass broke", error)) from error
 
@@ -381,7 +381,7 @@ class TensorParallel:
         except RuntimeError as error:
             raise ModelLost(self.broke("the workers take no more messages", error)) from error
 
-    def _follow_once(self, runner: Runner, memory: PagedMemory) -> None:
+    def _work_once(self, runner: Runner, memory: PagedMemory) -> None:
         header = torch.empty(5, dtype=torch.int64)
         dist.broadcast(header, 0, group=self._control)
         kind, *numbers = header.tolist()
@@ -404,7 +404,7 @@ class TensorParallel:
         leave(0)
 
 
-class _LeadingRunner:
+class _AllRanksRunner:
     """Has the workers run each pass, and runs it with them."""
 
     def __init__(self, runner: Runner, parallel: TensorParallel) -> None:

@@ -79,9 +79,9 @@ def test_torchrun_starts_the_ranks_and_its_signal_ends_them_in_order(model: Path
         ranks.wait_healthy()
         ranks.stop()
         events = [json.loads(line) for line in ranks.log_lines() if line.startswith("{")]
-    (leading,) = (each for each in events if each["event"] == "leading")
-    assert (leading["ranks"], leading["backend"]) == (2, "gloo")
-    assert (leading["heads_per_rank"], leading["kv_heads_per_rank"]) == (2, 1)
+    (first,) = (each for each in events if each["event"] == "tensor parallel")
+    assert (first["ranks"], first["backend"]) == (2, "gloo")
+    assert (first["heads_per_rank"], first["kv_heads_per_rank"]) == (2, 1)
     assert [each["rank"] for each in events if each["event"] == "stopped" and "rank" in each] == [1]
     assert len([each for each in events if each["event"] == "stopped"]) == 2
     assert [each for each in events if each["level"] == "error"] == []

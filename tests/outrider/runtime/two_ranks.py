@@ -57,7 +57,7 @@ def two_ranks(model: Path, *flags: str) -> Iterator[tuple[ServiceProcess, Servic
 
 
 @contextmanager
-def leading(model: Path, *flags: str, theirs: Sequence[str] = (), ends_with: int = 0) -> Iterator[PackedModel]:
+def as_rank_0(model: Path, *flags: str, theirs: Sequence[str] = (), ends_with: int = 0) -> Iterator[PackedModel]:
     """The model on two ranks: this process is rank 0, the worker is a service's own, with the flags `theirs` too, and
     ends with that code.
     """
@@ -73,7 +73,7 @@ def leading(model: Path, *flags: str, theirs: Sequence[str] = (), ends_with: int
             packed = build_packed(
                 settings, loaded, tokens, pass_tokens=longest_pass(settings), parallel=parallel
             ).packed
-            parallel.lead(packed)
+            parallel.command_workers(packed)
             yield packed
             parallel.end(None)
             assert worker.process.wait(20) == ends_with, "\n".join(worker.log_lines())
