@@ -11,14 +11,16 @@ import structlog
 import torch
 from torch import Tensor
 
-from outrider.runtime.attention_choice import AttentionChoice, choose_attention
+from outrider.runtime.attention_choice import choose_attention
 from outrider.runtime.batch import Chunk
 from outrider.runtime.cuda_graph import capturer_for
 from outrider.runtime.device import describe_device, find_device, work_on
+from outrider.runtime.errors import CheckpointError, ModelLost
 from outrider.runtime.fusion import fuse_model
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.memory import MIB, DeviceMemory, MemoryUse, block_bytes, blocks_for, kv_dtype, memory_of, telling
 from outrider.runtime.packed import PackedModel
+from outrider.runtime.tensor_parallel import TensorParallel
 from outrider.runtime.tokenizer import Tokenizer, load_tokenizer
 from outrider.settings import ServiceSettings, SettingsError
 
@@ -53,6 +55,24 @@ def load(settings: ServiceSettings) -> tuple[LoadedModel, Tokenizer]:
         reason=loaded.dtype_reason,
     )
     return loaded, load_tokenizer(source)
+
+
+def load_share(settings: ServiceSettings, parallel: TensorParallel) -> LoadedModel:
+    """Meets the other ranks, and loads this one's share of the model while they load theirs.
+
+    Raises:
+        CheckpointError: the model cannot be loaded or run.
+        SettingsError: this rank has no device.
+        ModelLost: another rank is gone.
+    """
+    device = parallel.ranks.device(settings.device)
+    parallel.join(device)
+    try:
+        return load_model(model_source(settings, device=device, ranks=parallel.ranks.size))
+    except CheckpointError as error:
+        if isinstance(error.__cause__, RuntimeError):  # it ran: another rank may be what broke
+            raise ModelLost(parallel.broke("the load broke", error)) from error
+        raise
 
 
 def load_tokenizer_alone(settings: ServiceSettings) -> Tokenizer:
@@ -132,10 +152,6 @@ class Built:
         _log.info("memory", **use.told(self.memory), kv_tokens=pool.blocks.count * pool.block_tokens)
 
 
-Sharing = Callable[[AttentionChoice, int], int]
-"""Takes the attention and the blocks that one process has room for; returns the blocks of all that share the model."""
-
-
 def build_packed(
     settings: ServiceSettings,
     loaded: LoadedModel,
@@ -145,7 +161,7 @@ def build_packed(
     behind: Callable[[Tensor], object] | None = None,
     most_sequences: int | None = None,
     memory: DeviceMemory | None = None,
-    sharing: Sharing | None = None,
+    parallel: TensorParallel | None = None,
 ) -> Built:
     """The model with what it attends with, and a pool of as many blocks as there is room for.
 
@@ -160,14 +176,17 @@ def build_packed(
         behind: what else is done with the logits of a pass, `[R, V]`.
         most_sequences: so many at their longest can be of use; None is any number.
         memory: of the model's device; None is the real one.
-        sharing: where the model is shared by several processes, each of which calls this.
+        parallel: the ranks, where there are several: each calls this with the same settings, and their pools have as
+            many blocks as every rank has room for.
 
     Raises:
-        CheckpointError: the attention asked for cannot run here, or there is no room for the largest pass.
+        CheckpointError: the attention asked for cannot run here, there is no room for the largest pass, or another rank
+            differs in what all must share.
         SettingsError: one sequence at its longest would not fit.
+        ModelLost: a rank is gone.
     """
     memory = memory or memory_of(loaded.device)
-    is_shared = sharing is not None
+    is_shared = parallel is not None
     choice = choose_attention(settings.attention, loaded.layers, kv_dtype(loaded), loaded.device, paged=is_shared)
     _log.info("attending", attention=choice.name, reason=choice.reason, block_tokens=choice.block_tokens)
 
@@ -189,8 +208,15 @@ def build_packed(
     blocks = kv_blocks(settings, loaded, choice.block_tokens, left=memory.free() - max(0, workspace) - graphs)
     if most_sequences is not None:
         blocks = min(blocks, most_sequences * blocks_for(length, choice.block_tokens))
-    if sharing is not None:
-        blocks = sharing(choice, blocks)
+    if parallel is not None:
+        facts = {
+            "weights": loaded.weights_fingerprint,
+            "dtype": str(loaded.dtype).removeprefix("torch."),
+            "attention": choice.name,
+            "tokens of a block": choice.block_tokens,
+            "tokens of a sequence": length,
+        }
+        blocks = parallel.agree(blocks, facts)
     with telling(memory, f"{blocks * block_bytes(loaded, choice.block_tokens) / MIB:.0f} MiB of keys and values"):
         packed = build(blocks)
     if packed.layer_choice is not None:

@@ -1,25 +1,36 @@
 """`python -m verifier_service --model DIR_OR_ID --listen HOST:PORT`."""
 
 import sys
-from functools import partial
+
+import structlog
 
 from outrider.lifecycle import run
-from outrider.parallel.ending import leave_after
-from outrider.parallel.follower import follow
-from outrider.parallel.ranks import is_follower
-from verifier_service.app import VerifierApp, longest_pass
+from outrider.runtime.tensor_parallel import is_worker, leave
+from verifier_service.app import VerifierApp
 from verifier_service.settings import VerifierSettings
+from verifier_service.worker import run_worker
 
 _PROGRAM = "verifier_service"
 
 
 def main() -> int:
-    """Runs the service, or a part of its model; returns the exit code."""
+    """Runs the service, or one rank of its model; returns the exit code."""
     settings = VerifierSettings.from_command_line(program=_PROGRAM)
-    if is_follower(settings.tensor_parallel_size):
-        follow(_PROGRAM, settings, pass_tokens=longest_pass(settings))
-    serve = partial(run, _PROGRAM, settings, lambda: VerifierApp(settings))
-    return serve() if settings.tensor_parallel_size == 1 else leave_after(serve)
+    if is_worker(settings.tensor_parallel_size):
+        run_worker(_PROGRAM, settings)
+
+    if settings.tensor_parallel_size == 1:
+        return _serve(settings)
+    code = 1
+    try:
+        code = _serve(settings)
+    except Exception:
+        structlog.get_logger().exception("the service broke")
+    leave(code)
+
+
+def _serve(settings: VerifierSettings) -> int:
+    return run(_PROGRAM, settings, lambda: VerifierApp(settings))
 
 
 if __name__ == "__main__":

@@ -11,13 +11,20 @@ import structlog
 from kernels import paths
 from kernels.paths import PathUnavailable, VerifyPath, choose, rehearse
 from outrider.lifecycle import Service, Warm, in_thread
-from outrider.loading import DEFAULT_SEQUENCE_TOKENS, Loader, build_packed, load, load_tokenizer_alone, sequence_tokens
+from outrider.loading import (
+    DEFAULT_SEQUENCE_TOKENS,
+    Loader,
+    build_packed,
+    load,
+    load_share,
+    load_tokenizer_alone,
+    sequence_tokens,
+)
 from outrider.message_sizes import limit_of, of_verify
 from outrider.model_info import describe
-from outrider.parallel.lead import Lead, build_as_lead, load_as_lead
-from outrider.parallel.ranks import read_ranks
 from outrider.runtime.device import find_device
 from outrider.runtime.loader import vocabulary_size
+from outrider.runtime.tensor_parallel import TensorParallel, read_ranks
 from outrider.sampling import DEFAULT_RULE, OFFERED_RULES
 from outrider.settings import SettingsError
 from protos.outrider.v1 import model_pb2
@@ -51,11 +58,11 @@ class VerifierApp(Service):
         self._settings = settings
         self._loader = loader
         ranks = read_ranks(settings.tensor_parallel_size, "verifier_service")
-        self._lead = None if ranks is None else Lead(ranks, silence=settings.rank_timeout)
+        self._parallel = None if ranks is None else TensorParallel(ranks, timeout=settings.rank_timeout)
         self._lost: Future[str] = Future()
         self._lost.set_running_or_notify_cancel()  # a task that waits for it must not cancel it
-        if self._lead is not None:
-            self._lead.lost.add_done_callback(self._lose)
+        if self._parallel is not None:
+            self._parallel.lost.add_done_callback(self._lose)
         self._path = find_path(settings)
         self._servicer = VerifierService(settings, SequenceMetrics(self.metrics), self.tracing)
         self.engine: VerifierEngine | None = None
@@ -98,21 +105,21 @@ class VerifierApp(Service):
             self._lost.set_result(reason.result())
 
     def stop(self) -> None:
-        lead = self._lead
-        if lead is not None and lead.lost.done():  # a pass under way may never end
-            lead.abandon(lead.lost.result())
+        parallel = self._parallel
+        if parallel is not None and parallel.lost.done():  # a pass under way may never end
+            parallel.end(parallel.lost.result())
             return
         if self.engine is not None:
             self.engine.stop()
-        if lead is not None:
-            lead.dismiss()
+        if parallel is not None:
+            parallel.end(None)
 
     def _build(self) -> tuple[VerifierEngine, model_pb2.ModelInfo]:
         try:
-            return build_engine(self._settings, self._path, loader=self._loader, lead=self._lead)
+            return build_engine(self._settings, self._path, loader=self._loader, parallel=self._parallel)
         except Exception as error:
-            if self._lead is not None:
-                self._lead.abandon(str(error))
+            if self._parallel is not None:
+                self._parallel.end(str(error))
             raise
 
 
@@ -156,9 +163,9 @@ def build_engine(
     observer: Observer | None = None,
     loader: Loader = load,
     *,
-    lead: Lead | None = None,
+    parallel: TensorParallel | None = None,
 ) -> tuple[VerifierEngine, model_pb2.ModelInfo]:
-    """Loads the model and warms it up. Takes as long as reading the weights does. `lead` has the other ranks, where
+    """Loads the model and warms it up. Takes as long as reading the weights does. `parallel` has the other ranks, where
     there are several.
 
     Raises:
@@ -168,15 +175,15 @@ def build_engine(
     """
     pass_tokens = longest_pass(settings)
     behind = partial(verify_rows, verify_path=path.name)
-    if lead is None:
+    if parallel is None:
         loaded, tokenizer = loader(settings)
-        tokens = sequence_tokens(settings, loaded)
-        built = build_packed(settings, loaded, tokens, pass_tokens=pass_tokens, behind=behind)
     else:
         tokenizer = load_tokenizer_alone(settings)
-        loaded = load_as_lead(settings, lead)
-        tokens = sequence_tokens(settings, loaded)
-        built = build_as_lead(settings, loaded, tokens, lead, pass_tokens=pass_tokens, behind=behind)
+        loaded = load_share(settings, parallel)
+    tokens = sequence_tokens(settings, loaded)
+    built = build_packed(settings, loaded, tokens, pass_tokens=pass_tokens, behind=behind, parallel=parallel)
+    if parallel is not None:
+        parallel.command_workers(built.packed)
     model = describe(
         loaded,
         tokenizer,
@@ -210,7 +217,7 @@ def build_engine(
         max_gamma=settings.max_gamma,
         pass_tokens=settings.pass_tokens,
     )
-    built.tell_memory(0 if lead is not None else built.capture(settings, capture))
+    built.tell_memory(0 if parallel is not None else built.capture(settings, capture))
     built.packed.warm_up([1, settings.max_gamma + 1, SHORT_PROMPT])
     paths.warm_up(path.name, loaded.device, loaded.dtype, model.vocab_size, loaded.vocab_size)
     return engine, model

@@ -5,11 +5,10 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from outrider.parallel.settings import ParallelSettings
-from outrider.settings import ServiceAddress
+from outrider.settings import ServiceAddress, ServiceSettings
 
 
-class VerifierSettings(ParallelSettings):
+class VerifierSettings(ServiceSettings):
     """The verifier service: judges proposals with the target model, over gRPC."""
 
     model_config = SettingsConfigDict(cli_prog_name="python -m verifier_service")
@@ -18,6 +17,18 @@ class VerifierSettings(ParallelSettings):
 
     listen: ServiceAddress = Field(
         "127.0.0.1:50052", description="HOST:PORT or unix:PATH to listen at; port 0 takes a free one"
+    )
+    tensor_parallel_size: int = Field(
+        1,
+        ge=1,
+        description="processes that share the model, each on a GPU of its own and with its own heads; torchrun starts "
+        "them",
+    )
+    rank_timeout: float = Field(
+        30.0,
+        ge=1,
+        description="seconds that one of those processes may be silent before the service ends; one that dies is "
+        "noticed at once",
     )
     max_gamma: int = Field(16, ge=1, le=256, description="tokens of one proposal at most")
     max_waiting: int = Field(64, ge=0, description="sequences that may wait for room; more are refused")

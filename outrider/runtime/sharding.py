@@ -1,7 +1,4 @@
-"""Loads a model's share of one rank by transformers' tensor-parallel plan, or says in one line why it cannot.
-
-It knows configurations, and nothing of how ranks find each other.
-"""
+"""Loads a model's share of one rank by transformers' tensor-parallel plan, or says in one line why it cannot."""
 
 import inspect
 from typing import Any

@@ -11,10 +11,10 @@ from tests.deploy.torchrun import GROUP, told
 GPU = "nvidia.com/gpu"
 SIZE = "OUTRIDER_TENSOR_PARALLEL_SIZE"
 PARTING_S = 5
-"""What rank 0 takes at most to part from the others, after its grace."""
+"""What rank 0 takes at most to end the workers, after its grace."""
 
 BESIDES_THE_KUBELET = {"ports", "startupProbe", "readinessProbe", "livenessProbe", "lifecycle"}
-"""What a container has that serves, and one that follows has not."""
+"""What the container of rank 0 has, and that of a worker has not."""
 
 
 def groups() -> Manifest:
@@ -88,12 +88,12 @@ def test_ranks_are_killed_only_after_the_first_has_drained() -> None:
         assert told_after + arguments.shutdown_timeout < template["spec"]["terminationGracePeriodSeconds"]
 
 
-def test_ranks_that_follow_differ_from_the_one_that_serves_by_what_serves() -> None:
+def test_workers_differ_from_rank_0_by_what_serves() -> None:
     leader, worker = pods()["leader"]["spec"], pods()["worker"]["spec"]
     assert {name for name in leader if leader[name] != worker.get(name)} == {"containers"}
-    serving, following = only(pods()["leader"]), only(pods()["worker"])
-    assert {name for name in serving if serving[name] != following.get(name)} == BESIDES_THE_KUBELET | {"name"}
-    assert set(following) <= set(serving)
+    serving, worker_container = only(pods()["leader"]), only(pods()["worker"])
+    assert {name for name in serving if serving[name] != worker_container.get(name)} == BESIDES_THE_KUBELET | {"name"}
+    assert set(worker_container) <= set(serving)
 
 
 def test_pods_of_a_group_are_as_those_of_the_base() -> None:
@@ -106,7 +106,7 @@ def test_pods_of_a_group_are_as_those_of_the_base() -> None:
     assert {name for name in volumes[0] if volumes[0][name] != volumes[1][name]} == {"shm"}
 
 
-def test_nobody_calls_a_rank_that_follows() -> None:
+def test_nobody_calls_a_worker() -> None:
     objects = rendered("tensor-parallel")
     labels = {role: template["metadata"]["labels"] for role, template in pods().items()}
     service = the(objects, "Service", "outrider-verifier")["spec"]
@@ -132,7 +132,7 @@ def test_ranks_reach_each_other_and_nobody_else_does() -> None:
         assert not selects(peer["podSelector"], pod(objects, "draft")["metadata"]["labels"])
         (ports,) = rule["ports"]
         assert ports["port"] <= port <= ports["endPort"]
-    # Those that follow are shut but for that, for names and for being scraped.
+    # Workers are shut but for that, for names and for being scraped.
     others = [each for each in of_kind(objects, "NetworkPolicy") if each["spec"] != policy]
     assert {each["metadata"]["name"] for each in others if selects(each["spec"]["podSelector"], labels[1])} == {
         "outrider-common"

@@ -23,8 +23,8 @@ from outrider.client import Chunk, Client, Finished, Options
 from tests.exactness import company
 from tests.forked import ForkedService
 from tests.metrics import scrape
-from tests.outrider.parallel.started import FLAGS, ended_within, reason, two_ranks
 from tests.outrider.runtime import tiny
+from tests.outrider.runtime.two_ranks import FLAGS, ended_within, reason, two_ranks
 from tests.services import HEALTHY_WITHIN_S, MODELS
 from tests.verifier_service.streams import PROMPT, Stream, opening
 
@@ -145,12 +145,15 @@ def test_a_rank_that_is_killed_ends_the_other(checkpoints: Checkpoints, victim: 
             assert ("try another one" in (ended.value.details() or "")) == told
 
 
-def test_a_rank_that_stands_still_ends_the_other(checkpoints: Checkpoints) -> None:
-    with two_ranks(checkpoints.target, "--rank-timeout", "2") as (lead, follower):
-        lead.wait_healthy(HEALTHY_WITHIN_S)
-        follower.process.send_signal(signal.SIGSTOP)
-        assert ended_within(SOON_S, [lead]) == [1]
-        assert reason(lead) == "verifier_service: rank 1 has gone: it has been silent for 2 s"
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_stands_still_ends_the_other(checkpoints: Checkpoints, victim: int) -> None:
+    with two_ranks(checkpoints.target, "--rank-timeout", "2") as ranks:
+        ranks[0].wait_healthy(HEALTHY_WITHIN_S)
+        ranks[victim].process.send_signal(signal.SIGSTOP)
+        other = ranks[1 - victim]
+        assert ended_within(SOON_S, [other]) == [1]
+        assert reason(other) == f"verifier_service: rank {victim} has gone: it has been silent for 2 s"
+        ranks[victim].process.kill()
 
 
 def test_what_two_ranks_cannot_share_ends_both() -> None:

@@ -1,4 +1,4 @@
-"""Two ranks give the logits of one, whatever becomes of the blocks: this process leads, a real one follows."""
+"""Two ranks give the logits of one, whatever becomes of the blocks: this process is rank 0, the worker a real one."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.runtime.errors import CheckpointError
+from outrider.runtime.errors import CheckpointError, ModelLost
 from outrider.runtime.loader import ModelSource, load_model
 from outrider.runtime.packed import Chunk, PackedModel
-from tests.outrider.parallel.started import leading
 from tests.outrider.runtime import tiny
+from tests.outrider.runtime.two_ranks import as_rank_0
 
 CLOSE = 1e-4  # of logits of some size, whose sums are put together from two halves
 SPLIT = ("llama-biased", "qwen3", "gemma3", "mixtral")
@@ -62,7 +62,7 @@ def history(packed: PackedModel) -> Tensor:
 def test_two_ranks_give_the_logits_of_one(folder: Callable[[str], Path], family: str) -> None:
     model = folder(family)
     expected = history(alone(model))
-    with leading(model) as packed:
+    with as_rank_0(model) as packed:
         found = history(packed)
         parts, config = 1 if family in WHOLE else 2, packed.loaded.config
         assert {layer.heads for layer in packed.loaded.layers} == {config.num_attention_heads // parts}
@@ -79,7 +79,7 @@ def test_the_pool_has_the_blocks_that_every_rank_has_room_for(folder: Callable[[
     model = folder("llama")
     blocks = []
     for ours, theirs in (("2", "1"), ("1", "2"), ("2", "2")):
-        with leading(model, "--kv-cache-mb", ours, theirs=("--kv-cache-mb", theirs)) as packed:
+        with as_rank_0(model, "--kv-cache-mb", ours, theirs=("--kv-cache-mb", theirs)) as packed:
             blocks.append(packed.pool.blocks.count)
     assert blocks[0] == blocks[1] == blocks[2] // 2
 
@@ -87,5 +87,14 @@ def test_the_pool_has_the_blocks_that_every_rank_has_room_for(folder: Callable[[
 def test_ranks_that_were_told_otherwise_do_not_begin(folder: Callable[[str], Path]) -> None:
     told = ("--max-sequence-tokens", "48")
     said = "the ranks differ in their tokens of a sequence: 64 on rank 0, 48 on rank 1"
-    with pytest.raises(CheckpointError, match=said), leading(folder("llama"), theirs=told):
+    with pytest.raises(CheckpointError, match=said), as_rank_0(folder("llama"), theirs=told):
         pass
+
+
+def test_a_worker_whose_step_breaks_says_why(folder: Callable[[str], Path]) -> None:
+    with as_rank_0(folder("llama"), ends_with=1) as packed:
+        assert packed.pool.pages is not None
+        assert packed.pool.pages.on_copy is not None
+        packed.pool.pages.on_copy([10**6], [0])  # in the worker's memory alone
+        with pytest.raises(ModelLost, match=r"rank 1 ends: a pass broke: .* out of DATA bounds"):
+            history(packed)

@@ -1,7 +1,4 @@
-"""Two ranks as torchrun would have them, without its seconds: forked services with the variables that it sets.
-
-It knows processes and variables, and nothing of what the ranks run.
-"""
+"""Two ranks as torchrun would have them, without its seconds: forked services with the variables that it sets."""
 
 from __future__ import annotations
 
@@ -14,10 +11,9 @@ import torch.distributed as dist
 
 from outrider.cli.pair import fixed
 from outrider.cli.processes import ServiceProcess
-from outrider.loading import sequence_tokens
-from outrider.parallel.lead import Lead, build_as_lead, load_as_lead
-from outrider.parallel.ranks import Ranks
+from outrider.loading import build_packed, load_share, sequence_tokens
 from outrider.runtime.packed import PackedModel
+from outrider.runtime.tensor_parallel import Ranks, TensorParallel
 from tests.forked import ForkedService
 from verifier_service.app import longest_pass
 from verifier_service.settings import VerifierSettings
@@ -50,33 +46,39 @@ def two_ranks(model: Path, *flags: str) -> Iterator[tuple[ServiceProcess, Servic
     """A verifier service on two ranks, which end with it."""
     address = fixed("127.0.0.1:0")
     with (
-        launch_rank(0, address, model, "--listen", "127.0.0.1:0", *flags) as lead,
-        launch_rank(1, address, model, "--listen", "127.0.0.1:0", *flags) as follower,
+        launch_rank(0, address, model, "--listen", "127.0.0.1:0", *flags) as first,
+        launch_rank(1, address, model, "--listen", "127.0.0.1:0", *flags) as worker,
     ):
         try:
-            yield lead, follower
+            yield first, worker
         finally:
-            lead.stop()
-            follower.process.kill()  # it has ended with rank 0, unless it stands still
+            first.stop()
+            worker.process.kill()  # it has ended with rank 0, unless it stands still
 
 
 @contextmanager
-def leading(model: Path, *flags: str, theirs: Sequence[str] = ()) -> Iterator[PackedModel]:
-    """The model on two ranks: this process leads, the other is a service's own, told `theirs` too."""
+def as_rank_0(model: Path, *flags: str, theirs: Sequence[str] = (), ends_with: int = 0) -> Iterator[PackedModel]:
+    """The model on two ranks: this process is rank 0, the worker is a service's own, with the flags `theirs` too, and
+    ends with that code.
+    """
     address = fixed("127.0.0.1:0")
     settings = VerifierSettings.from_command_line(["--model", str(model), *FLAGS, *TWO, *flags], program="test")
-    lead = Lead(Ranks(0, 2, 0, 2), silence=settings.rank_timeout)
-    with pytest.MonkeyPatch.context() as patch, launch_rank(1, address, model, *flags, *theirs) as follower:
+    parallel = TensorParallel(Ranks(0, 2, 0, 2), timeout=settings.rank_timeout)
+    with pytest.MonkeyPatch.context() as patch, launch_rank(1, address, model, *flags, *theirs) as worker:
         for name, value in told(0, address).items():
             patch.setenv(name, value)
         try:
-            loaded = load_as_lead(settings, lead)
+            loaded = load_share(settings, parallel)
             tokens = sequence_tokens(settings, loaded)
-            yield build_as_lead(settings, loaded, tokens, lead, pass_tokens=longest_pass(settings)).packed
-            lead.dismiss()
-            assert follower.process.wait(20) == 0, "\n".join(follower.log_lines())
+            packed = build_packed(
+                settings, loaded, tokens, pass_tokens=longest_pass(settings), parallel=parallel
+            ).packed
+            parallel.command_workers(packed)
+            yield packed
+            parallel.end(None)
+            assert worker.process.wait(20) == ends_with, "\n".join(worker.log_lines())
         finally:
-            follower.process.kill()
+            worker.process.kill()
             dist.destroy_process_group()
 
 

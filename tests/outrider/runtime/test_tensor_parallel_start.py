@@ -1,0 +1,87 @@
+"""How real ranks meet, and what they do where the other one is gone before anything is loaded."""
+
+import json
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from outrider.cli.pair import fixed
+from outrider.cli.processes import ServiceProcess
+from tests.outrider.runtime import tiny
+from tests.outrider.runtime.two_ranks import FLAGS, TWO, ended_within, launch_rank, reason
+
+SOON_S = 20.0
+WAITING = timedelta(seconds=60)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer of as many tokens as it has."""
+    folder = tiny.save(tiny.FAMILIES["llama"](), tmp_path_factory.mktemp("llama"))
+    words = {f"w{i}": i for i in range(tiny.VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return folder
+
+
+def store(address: str, *, is_master: bool) -> dist.TCPStore:
+    host, _, port = address.rpartition(":")
+    return dist.TCPStore(host, int(port), 2, is_master, timeout=WAITING, wait_for_workers=not is_master)
+
+
+def watch_group(store: dist.Store, rank: int) -> dist.ProcessGroupGloo:
+    """What a rank joins the others by; closed when it is dropped."""
+    return dist.ProcessGroupGloo(dist.PrefixStore("outrider/watch", store), rank, 2, WAITING)
+
+
+def test_rank_0_ends_where_a_worker_is_gone_before_the_load(model: Path) -> None:
+    address = fixed("127.0.0.1:0")
+    with launch_rank(0, address, model, "--listen", "127.0.0.1:0") as first:
+        joined = watch_group(store(address, is_master=False), 1)
+        del joined
+        assert ended_within(SOON_S, [first]) == [1]
+        assert reason(first) == "verifier_service: rank 1 has gone: it closed its connection"
+
+
+def test_a_worker_ends_where_rank_0_is_gone_before_the_load(model: Path) -> None:
+    address = fixed("127.0.0.1:0")
+    meeting = store(address, is_master=True)
+    with launch_rank(1, address, model) as worker:
+        joined = watch_group(meeting, 0)
+        del joined
+        assert ended_within(SOON_S, [worker]) == [1]
+        assert reason(worker) == "verifier_service: rank 0 has gone: it closed its connection"
+
+
+def test_rank_0_says_what_another_one_died_of(model: Path) -> None:
+    """Rank 0 is in the midst of its load by then, and waits for the other one's part in it."""
+    address = fixed("127.0.0.1:0")
+    with (
+        launch_rank(0, address, model, "--listen", "127.0.0.1:0") as first,
+        launch_rank(1, address, model / "nowhere") as worker,
+    ):
+        assert ended_within(SOON_S, [first, worker]) == [1, 1]
+        why = reason(worker).removeprefix("verifier_service: ")
+        assert str(model / "nowhere") in why
+        assert reason(first) == f"verifier_service: rank 1 ends: {why}"
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_ranks_and_its_signal_ends_them_in_order(model: Path) -> None:
+    """In all other tests of ranks the services are forked, with the variables that torchrun sets."""
+    flags = ["--model", str(model), *FLAGS, *TWO, "--listen", "127.0.0.1:0"]
+    arguments = ["torch.distributed.run", "--nproc-per-node", "2", "-m", "verifier_service", *flags]
+    with ServiceProcess.launch(arguments) as ranks:
+        ranks.wait_healthy()
+        ranks.stop()
+        events = [json.loads(line) for line in ranks.log_lines() if line.startswith("{")]
+    (first,) = (each for each in events if each["event"] == "tensor parallel")
+    assert (first["ranks"], first["backend"]) == (2, "gloo")
+    assert (first["heads_per_rank"], first["kv_heads_per_rank"]) == (2, 1)
+    assert [each["rank"] for each in events if each["event"] == "stopped" and "rank" in each] == [1]
+    assert len([each for each in events if each["event"] == "stopped"]) == 2
+    assert [each for each in events if each["level"] == "error"] == []

@@ -1,0 +1,60 @@
+"""A worker of a target on several GPUs, as a process."""
+
+import sys
+import threading
+from concurrent.futures import Future
+from typing import NoReturn
+
+import structlog
+import torch
+
+from outrider.loading import build_packed, load_share, sequence_tokens
+from outrider.runtime.environment import ForeignKernelsError, check_environment
+from outrider.runtime.errors import CheckpointError, ModelLost
+from outrider.runtime.tensor_parallel import TensorParallel, leave, read_ranks
+from outrider.settings import SettingsError
+from outrider.telemetry import configure_logging
+from verifier_service.app import longest_pass
+from verifier_service.settings import VerifierSettings
+
+_log = structlog.get_logger()
+
+
+def run_worker(program: str, settings: VerifierSettings) -> NoReturn:
+    """Runs a rank other than 0 as a process. It ends with 0 when rank 0 ends in order, else with 1, or with 2 where a
+    setting cannot be met on this machine.
+    """
+    configure_logging(program, settings.log_level)
+    parallel: TensorParallel | None = None
+    failing = threading.Lock()  # taken once: the first reason counts
+
+    def fail(reason: str, code: int = 1) -> NoReturn:
+        if parallel is not None:
+            parallel.end(reason)
+        _log.error("cannot serve", reason=reason, rank=None if parallel is None else parallel.ranks.rank)
+        print(f"{program}: {reason}", file=sys.stderr)  # noqa: T201  # the one line an operator looks for
+        leave(code)
+
+    def fail_when_lost(lost: Future[str]) -> None:
+        if failing.acquire(blocking=False):
+            fail(lost.result())
+
+    try:
+        check_environment()
+        ranks = read_ranks(settings.tensor_parallel_size, program)
+        assert ranks is not None
+        structlog.contextvars.bind_contextvars(rank=ranks.rank)
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        parallel = TensorParallel(ranks, timeout=settings.rank_timeout)
+        parallel.lost.add_done_callback(fail_when_lost)
+        loaded = load_share(settings, parallel)
+        tokens = sequence_tokens(settings, loaded)
+        packed = build_packed(settings, loaded, tokens, pass_tokens=longest_pass(settings), parallel=parallel).packed
+        _log.info("worker ready", heads=loaded.layers[0].heads, device=str(loaded.device))
+        parallel.work(packed)
+    except Exception as error:
+        is_known = isinstance(error, (CheckpointError, ForeignKernelsError, ModelLost, SettingsError))
+        reason = str(error) if is_known else f"{type(error).__name__}: {error}"
+        failing.acquire()
+        fail(reason, code=2 if isinstance(error, SettingsError) else 1)
