@@ -25,7 +25,7 @@ from outrider.parallel.settings import ParallelSettings
 from outrider.parallel.sharded import build_sharded, load_share
 from outrider.parallel.team import JOIN_SECONDS, LEAD_KEY, Team
 from outrider.runtime.cuda_graph import Runner
-from outrider.runtime.environment import ForeignKernelsError, check_environment
+from outrider.runtime.device import check_environment
 from outrider.runtime.errors import CheckpointError, ModelLost
 from outrider.runtime.kv_memory import PagedMemory
 from outrider.settings import SettingsError
@@ -137,7 +137,7 @@ def follow(program: str, settings: ParallelSettings, *, pass_tokens: int) -> NoR
         _log.info("following", heads=loaded.layers[0].heads, device=str(device))
         team.follow(packed.runner, packed.pool.pages)
     except Exception as error:
-        known = isinstance(error, (CheckpointError, ForeignKernelsError, ModelLost, SettingsError))
+        known = isinstance(error, (CheckpointError, ModelLost, SettingsError))
         reason = str(error) if known else f"{type(error).__name__}: {error}"
         if team is not None:
             team.abandon(reason)

@@ -1,8 +1,6 @@
-"""Text to tokens and back: encoding, chat templates, and text that comes out as tokens come in.
+"""Text to tokens and back: encoding, chat templates, and text that comes out as tokens come in."""
 
-It knows nothing of models beyond where their tokenizer lies.
-"""
-
+import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -11,11 +9,8 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
-from outrider.runtime.errors import TokenizerError
-from outrider.runtime.fingerprint import tokenizer_fingerprint
+from outrider.runtime.errors import CheckpointError
 from outrider.runtime.loader import ModelSource, resolve_folder
-
-__all__ = ["ChatTemplateError", "IncrementalDetokenizer", "Tokenizer", "TokenizerError", "load_tokenizer"]
 
 _BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet one
 
@@ -34,7 +29,7 @@ def load_tokenizer(source: ModelSource) -> "Tokenizer":
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
     except Exception as error:
-        raise TokenizerError(f"cannot load the tokenizer of '{source.name}': {error}") from error
+        raise CheckpointError(f"cannot load the tokenizer of '{source.name}': {error}") from error
     return Tokenizer(tokenizer)
 
 
@@ -94,19 +89,14 @@ class Tokenizer:
 
     def vocabulary(self) -> dict[str, int]:
         """Token to id, added tokens included."""
-        return dict(self.get_vocab())
-
-    def get_vocab(self) -> Mapping[str, int]:
-        """As `vocabulary`, under the name transformers has for it."""
-        vocabulary: Mapping[str, int] = self._tokenizer.get_vocab()
-        return vocabulary
+        return dict(self._tokenizer.get_vocab())
 
     @cached_property
     def longest_token_bytes(self) -> int:
         """UTF-8 bytes of text that one token stands for at most."""
         # A vocabulary spells a token in as many bytes as its text, or in more: as soon as no spelling is longer than
         # the longest text so far, no text is.
-        spellings = sorted(((len(token.encode()), number) for token, number in self.get_vocab().items()), reverse=True)
+        spellings = sorted(((len(token.encode()), number) for token, number in self.vocabulary().items()), reverse=True)
         longest = 1
         for spelling, number in spellings:
             if spelling <= longest:
@@ -116,8 +106,8 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """See `outrider.runtime.fingerprint.tokenizer_fingerprint`."""
-        return tokenizer_fingerprint(self)
+        """See `tokenizer_fingerprint`."""
+        return tokenizer_fingerprint(self.vocabulary())
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -130,6 +120,18 @@ class Tokenizer:
             ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return text
+
+
+def tokenizer_fingerprint(vocabulary: Mapping[str, int]) -> str:
+    """SHA-256, in hex, over the map from token to id, added tokens included.
+
+    Two tokenizers with the same fingerprint give every id the same token; how they split text may differ.
+    """
+    digest = hashlib.sha256()
+    for token, index in sorted(vocabulary.items()):
+        for part in (token.encode("utf-8", "surrogatepass"), str(index).encode()):
+            digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
 
 
 class IncrementalDetokenizer:

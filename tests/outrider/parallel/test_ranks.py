@@ -7,7 +7,7 @@ import torch
 
 from outrider.parallel.ranks import Ranks, is_follower, read_ranks
 from outrider.runtime.errors import CheckpointError
-from outrider.runtime.sharding import sharding
+from outrider.runtime.loader import sharding
 from outrider.settings import SettingsError
 from tests.outrider.parallel.started import told
 from tests.outrider.runtime import tiny

@@ -10,13 +10,14 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from outrider.runtime.loader import CheckpointError, ModelSource
+from outrider.runtime.errors import CheckpointError
+from outrider.runtime.loader import ModelSource
 from outrider.runtime.tokenizer import (
     ChatTemplateError,
     IncrementalDetokenizer,
     Tokenizer,
-    TokenizerError,
     load_tokenizer,
+    tokenizer_fingerprint,
 )
 
 BROKEN = "\ufffd"
@@ -371,6 +372,13 @@ def test_vocabulary_and_fingerprint_include_added_tokens() -> None:
     assert Tokenizer(PreTrainedTokenizerFast(tokenizer_object=byte_level())).eos_token_ids == ()
 
 
+def test_the_vocabularys_fingerprint_is_its_map() -> None:
+    base = {"a": 0, "b": 1, "ab": 2}
+    assert tokenizer_fingerprint(base) == tokenizer_fingerprint({"ab": 2, "b": 1, "a": 0})
+    others = [{"a": 1, "b": 0, "ab": 2}, {"a": 0, "b": 1}, {**base, "added": 3}, {"a": 0, "b": 12}]
+    assert len({tokenizer_fingerprint(vocabulary) for vocabulary in (base, *others)}) == 5
+
+
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'fool' %}{{ raise_exception('no fools') }}{% endif %}"
     "<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant:{% endif %}"
@@ -411,7 +419,7 @@ def test_special_tokens_the_tokenizer_adds_are_added(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match="cannot load the tokenizer") as caught:
+    with pytest.raises(CheckpointError, match="cannot load the tokenizer") as caught:
         load_tokenizer(ModelSource(str(tmp_path)))
     assert "\n" not in str(caught.value)
     with pytest.raises(CheckpointError, match="no folder"):
