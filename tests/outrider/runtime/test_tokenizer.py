@@ -130,7 +130,7 @@ def stream(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> t
     pieces = [detokenizer.push(token) for token in ids]
     pending = detokenizer.pending
     flushed = detokenizer.flush()
-    assert pending == bool(flushed)
+    assert pending or not flushed
     assert detokenizer.flush() == ""
     return pieces, flushed
 
@@ -172,8 +172,12 @@ def test_any_tokens_in_pieces_decode_as_all_at_once(kind: str, data: st.DataObje
     size = max(tokenizer.vocabulary().values()) + 1
     tokens = st.lists(st.integers(0, size + 2), max_size=90)  # ids without a token among them
     ids = data.draw(tokens)
-    pieces, flushed = stream(tokenizer, [], ids)
-    assert "".join(pieces) + flushed == tokenizer.decode(ids)
+    cut = data.draw(st.one_of(st.just(0), st.integers(0, len(ids))))
+    pieces, flushed = stream(tokenizer, ids[:cut], ids[cut:])
+    before, whole = tokenizer.decode(ids[:cut]), tokenizer.decode(ids)
+    if not whole.startswith(before):  # the prompt ends inside a character, which then is complete
+        before = before.rstrip(BROKEN)
+    assert "".join(pieces) + flushed == whole[len(before) :]
     assert not flushed.strip(BROKEN)
 
 
