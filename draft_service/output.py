@@ -12,8 +12,8 @@ from typing import Protocol
 class Detokenizer(Protocol):
     """What turns tokens into text (`outrider.runtime.tokenizer.IncrementalDetokenizer`)."""
 
-    def push(self, ids: Sequence[int]) -> str:
-        """The text that these tokens complete; what ends inside a character stays inside."""
+    def push(self, token: int, /) -> str:
+        """The text that this token completes; what ends inside a character stays inside."""
 
     def flush(self) -> str:
         """The text of what is left, at the end."""
@@ -120,7 +120,7 @@ class OutputText:
     def push(self, token: int) -> bool:
         """Takes in one token; True when a stop string ends the text, after which no more may come."""
         self._written += 1
-        self._scan(self._detokenizer.push([token]))
+        self._scan(self._detokenizer.push(token))
         self._incomplete += 1
         if not self._detokenizer.pending:
             self._settle()

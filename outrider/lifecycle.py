@@ -21,8 +21,8 @@ from outrider.model_info import server_version
 from outrider.rpc.errors import RequestError
 from outrider.rpc.health import HealthState
 from outrider.rpc.server import StartupError, bind, create_server, cut_off, enable_reflection, serve_until_signal
+from outrider.runtime.device import check_environment
 from outrider.runtime.engine import Engine
-from outrider.runtime.environment import ForeignKernelsError, check_environment
 from outrider.runtime.errors import CheckpointError, ModelLost
 from outrider.security import listening
 from outrider.settings import ServiceSettings, SettingsError
@@ -222,7 +222,7 @@ def run(program: str, settings: ServiceSettings, make: Callable[[], Service]) ->
     try:
         check_environment()
         _run_loop(live(make(), settings, program))
-    except (StartupError, CheckpointError, ForeignKernelsError, ModelLost, RequestError, SettingsError) as error:
+    except (StartupError, CheckpointError, ModelLost, RequestError, SettingsError) as error:
         message = error.message if isinstance(error, RequestError) else str(error)
         _log.error("cannot serve", reason=message)
         print(f"{program}: {message}", file=sys.stderr)  # noqa: T201  # the one line an operator looks for

@@ -9,7 +9,7 @@ import structlog
 import torch
 
 from outrider.loading import build_packed, load_share, sequence_tokens
-from outrider.runtime.environment import ForeignKernelsError, check_environment
+from outrider.runtime.device import check_environment
 from outrider.runtime.errors import CheckpointError, ModelLost
 from outrider.runtime.tensor_parallel import TensorParallel, leave, read_ranks
 from outrider.settings import SettingsError
@@ -54,7 +54,7 @@ def run_worker(program: str, settings: VerifierSettings) -> NoReturn:
         _log.info("worker ready", heads=loaded.layers[0].heads, device=str(loaded.device))
         parallel.work(packed)
     except Exception as error:
-        is_known = isinstance(error, (CheckpointError, ForeignKernelsError, ModelLost, SettingsError))
+        is_known = isinstance(error, (CheckpointError, ModelLost, SettingsError))
         reason = str(error) if is_known else f"{type(error).__name__}: {error}"
         failing.acquire()
         fail(reason, code=2 if isinstance(error, SettingsError) else 1)

@@ -1,8 +1,31 @@
-"""Where a model runs: the device of a name, and the device that a thread works on. It knows nothing of models."""
+"""Where a model runs: a Python that leaves it as it is, the device of a name, and the device that a thread works on."""
+
+import importlib.metadata
 
 import torch
 
 from outrider.runtime.errors import CheckpointError
+
+
+def check_environment() -> None:
+    """Checks that transformers sees no optional package `kernels`: it would swap parts of models for downloaded ones.
+
+    Our folder bears that name. It passes for absent, as transformers goes by the version of a package's distribution.
+
+    Raises:
+        CheckpointError: a foreign distribution of that name is installed, or transformers takes ours for it.
+    """
+    for found in importlib.metadata.distributions(name="kernels"):
+        raise CheckpointError(
+            f"the distribution 'kernels' {found.version} is installed and would stand in for our package of that name: "
+            "remove it (pip uninstall kernels)"
+        )
+    from transformers.utils import import_utils  # heavy, and not needed to see the first case
+
+    if import_utils.is_kernels_available():
+        raise CheckpointError(
+            "transformers takes our package 'kernels' for its optional one: our version lies in the range it accepts"
+        )
 
 
 def find_device(name: str) -> torch.device:

@@ -8,10 +8,6 @@ class CheckpointError(Exception):
         super().__init__(" ".join(message.split()))
 
 
-class TokenizerError(CheckpointError):
-    """A tokenizer that cannot be loaded, or lacks what was asked of it."""
-
-
 class PoolExhausted(Exception):
     """A KV pool has fewer free blocks than are needed."""
 

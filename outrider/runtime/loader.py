@@ -1,11 +1,14 @@
 """Loads a causal language model of transformers so that it runs packed passes, or says in one line why it cannot.
 
-From a folder or a hub id: its files, the size of its vocabulary, how its weights are quantised, and the model itself.
-It knows nothing of tokenizers, of slots or of what is done with logits.
+From a folder or a hub id: its files and their fingerprint, its weights (plain, quantised, or one rank's share), what
+the model says of itself, and a check of its packed forward against transformers' own.
 """
 
 import contextlib
+import hashlib
+import inspect
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,126 +27,19 @@ from transformers.utils import logging as transformers_logging
 from outrider.runtime.attention import NAME
 from outrider.runtime.device import find_device
 from outrider.runtime.errors import CheckpointError
-from outrider.runtime.fingerprint import weights_fingerprint
 from outrider.runtime.linear import is_changed, is_plain_tensor
 from outrider.runtime.probe import ELSEWHERE, AttentionLayer, probe_attention
 from outrider.runtime.program import Program, TransformersProgram
 from outrider.runtime.selfcheck import Reference, deviation, reference, tolerance
-from outrider.runtime.sharding import sharding
 
 # All that a tokenizer and a configuration consist of; weights and code are asked for by name.
 _TEXTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
-
-
-def resolve_folder(name: str, revision: str | None = None, *, weights: bool = True, code: bool = False) -> Path:
-    """The local folder of `name`, fetched from the hub where it is a hub id that is not here yet.
-
-    Args:
-        name: a folder, or a hub id such as `org/model`.
-        revision: branch, tag or commit of a hub id; None is the default branch.
-        weights: fetch the weights too, preferring safetensors.
-        code: fetch Python files too (remote code).
-
-    Raises:
-        CheckpointError: there is no such folder, and the hub has no such model or cannot be reached.
-    """
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    if path.is_absolute() or name.startswith(("./", "../", "~")) or name.count("/") > 1:
-        raise CheckpointError(f"no folder '{name}'")
-    patterns = [*_TEXTS, *(["*.safetensors"] if weights else []), *(["*.py"] if code else [])]
-    try:
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-        if weights and not any(folder.glob("*.safetensors")):
-            folder = Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns, "*.bin"]))
-    except HFValidationError as error:
-        raise CheckpointError(f"'{name}' is neither a folder here nor a possible hub id") from error
-    except LocalEntryNotFoundError as error:
-        raise CheckpointError(
-            f"'{name}' is no folder here, and as a hub id it is not in the local cache and the hub cannot be reached"
-        ) from error
-    except (HfHubHTTPError, OSError) as error:
-        at = f" at revision '{revision}'" if revision else ""
-        raise CheckpointError(f"cannot get '{name}'{at} from the hub: {error}") from error
-    return folder
-
-
-def vocabulary_size(name: str, revision: str | None = None) -> int | None:
-    """What the configuration of a folder or hub id says it is; None where it says nothing, or is not to be had."""
-    path = Path(name).expanduser() / "config.json"
-    try:
-        if not path.parent.is_dir():
-            path = Path(hf_hub_download(name, "config.json", revision=revision))
-        config = json.loads(path.read_bytes())
-    except Exception:  # of many kinds, from the hub's client; whoever loads the model says in one line what is wrong
-        return None
-    texts = [config, config.get("text_config")] if isinstance(config, dict) else []
-    sizes = (text.get("vocab_size") for text in texts if isinstance(text, dict))
-    return next((size for size in sizes if isinstance(size, int) and size > 0), None)
-
-
+# Where a configuration was saved, and by which release, changes no logit.
+_PROVENANCE = frozenset({"_name_or_path", "transformers_version"})
+_SAMPLES = 64  # of each weights file, spread evenly, first and last bytes included
+_SAMPLE_BYTES = 4096
 # Where modules come from that hold plain numbers; quantised ones come from elsewhere.
 _ORDINARY = ("torch.nn.", "transformers.models.", "transformers.pytorch_utils", "transformers_modules.")
-
-
-def quantisation_method(config: Any, name: str) -> str | None:
-    """The method a checkpoint's weights are quantised by; None where they are not.
-
-    Args:
-        config: of the checkpoint.
-        name: what to call it in an error.
-
-    Raises:
-        CheckpointError: transformers does not know the method. It would load the weights as if they were plain ones.
-    """
-    said = getattr(config, "quantization_config", None)
-    if said is None:
-        return None
-    said = said if isinstance(said, dict) else said.to_dict()
-    method = said.get("quant_method")
-    method = getattr(method, "value", method)
-    for bits in ("4bit", "8bit"):
-        if said.get(f"load_in_{bits}"):
-            method = f"bitsandbytes_{bits}"
-    if method is None:
-        raise CheckpointError(f"the quantization_config of '{name}' names no quant_method")
-    if method not in AUTO_QUANTIZER_MAPPING:
-        known = ", ".join(sorted(AUTO_QUANTIZER_MAPPING))
-        raise CheckpointError(
-            f"the weights of '{name}' are quantised by '{method}', which this transformers does not know (it knows "
-            f"{known})"
-        )
-    return str(method)
-
-
-def placement(device: torch.device) -> dict[str, Any]:
-    """How quantised weights are to be loaded: on a GPU at once, as some methods choose their kernels while loading."""
-    return {"device_map": {"": device}} if device.type == "cuda" and is_accelerate_available() else {}
-
-
-def settle_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts what is not quantised, or was dequantised while loading, to the dtype asked for.
-
-    transformers casts all that it loads, but not from a quantised checkpoint: there, embedding, norms and head stay as
-    they were stored. Scales of quantised layers are left alone, and so is what the model keeps in float32.
-    """
-    kept: set[str] = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    if dtype == torch.float16:
-        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    for name, module in model.named_modules():
-        own = dict(module.named_parameters(recurse=False))
-        if not type(module).__module__.startswith(_ORDINARY) or is_changed(module):
-            continue
-        if not all(is_plain_tensor(parameter) for parameter in own.values()):
-            continue
-        for key, parameter in own.items():
-            if not any(part in f"{name}.{key}" for part in kept):
-                parameter.data = parameter.data.to(dtype)
-
-
-__all__ = ["CheckpointError", "LoadedModel", "ModelSource", "adopt", "load_model"]
-
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -159,7 +55,7 @@ class ModelSource:
             float32.
         device: `auto` (CUDA where there is one), `cpu`, `cuda` (the first) or `cuda:i`.
         trust_remote_code: run Python code that comes with the checkpoint.
-        ranks: how many processes share the model, each loading its part (`outrider.runtime.sharding`).
+        ranks: how many processes share the model, each loading its part.
     """
 
     name: str
@@ -186,7 +82,7 @@ class LoadedModel:
         context_length: how many positions it takes.
         name: as in its source.
         eos_token_ids: all tokens that end a text by the generation config, or else by the config.
-        weights_fingerprint: see `outrider.runtime.fingerprint`.
+        weights_fingerprint: see `weights_fingerprint`.
         weight_bytes: of all its tensors.
         layers: what each layer asks of the attention; of a shared model, by the heads of this process.
         reference: what transformers makes of a few tokens, to hold other programs against.
@@ -220,26 +116,22 @@ def load_model(source: ModelSource) -> LoadedModel:
     device = find_device(source.device)
     folder = resolve_folder(source.name, source.revision, code=source.trust_remote_code)
     with _quiet():
-        return _load(source, folder, device)
-
-
-def _load(source: ModelSource, folder: Path, device: torch.device) -> LoadedModel:
-    config = _config(folder, source)
-    quantisation = quantisation_method(config, source.name)
-    dtype, dtype_reason = _dtype(source.dtype, config, device)
-    fingerprint = weights_fingerprint(folder)
-    options = sharding(config, source.name, quantisation, source.ranks)
-    if quantisation is not None:
-        options |= placement(device)
-    try:
-        model = _load_weights(folder, source, config, dtype, options)
-    except CheckpointError as error:
-        if quantisation is None:
-            raise
-        raise CheckpointError(f"{error} (its weights are quantised by '{quantisation}')") from error
-    if quantisation is not None:
-        settle_dtype(model, dtype)
-    return _ready(model.to(device), source.name, fingerprint, device, dtype, dtype_reason, quantisation)
+        config = _config(folder, source)
+        quantisation = _quantisation(config, source.name)
+        dtype, dtype_reason = _dtype(source.dtype, config, device)
+        fingerprint = weights_fingerprint(folder)
+        options = sharding(config, source.name, quantisation, source.ranks)
+        if quantisation is not None and device.type == "cuda" and is_accelerate_available():
+            options["device_map"] = {"": device}  # at once, as some methods choose their kernels while loading
+        try:
+            model = _load_weights(folder, source, config, dtype, options)
+        except CheckpointError as error:
+            if quantisation is None:
+                raise
+            raise CheckpointError(f"{error} (its weights are quantised by '{quantisation}')") from error
+        if quantisation is not None:
+            settle_dtype(model, dtype)
+        return _ready(model.to(device), source.name, fingerprint, device, dtype, dtype_reason, quantisation)
 
 
 def adopt(model: Any, name: str, weights_fingerprint: str) -> LoadedModel:
@@ -303,6 +195,57 @@ def _ready(
     )
 
 
+# -------------------------------------------------------------------------------------------------------------- files
+
+
+def resolve_folder(name: str, revision: str | None = None, *, weights: bool = True, code: bool = False) -> Path:
+    """The local folder of `name`, fetched from the hub where it is a hub id that is not here yet.
+
+    Args:
+        name: a folder, or a hub id such as `org/model`.
+        revision: of a hub id; None is the default branch.
+        weights: fetch the weights too, preferring safetensors.
+        code: fetch Python files too (remote code).
+
+    Raises:
+        CheckpointError: there is no such folder, and the hub has no such model or cannot be reached.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_absolute() or name.startswith(("./", "../", "~")) or name.count("/") > 1:
+        raise CheckpointError(f"no folder '{name}'")
+    patterns = [*_TEXTS, *(["*.safetensors"] if weights else []), *(["*.py"] if code else [])]
+    try:
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        if weights and not any(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns, "*.bin"]))
+    except HFValidationError as error:
+        raise CheckpointError(f"'{name}' is neither a folder here nor a possible hub id") from error
+    except LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"'{name}' is no folder here, and as a hub id it is not in the local cache and the hub cannot be reached"
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        at = f" at revision '{revision}'" if revision else ""
+        raise CheckpointError(f"cannot get '{name}'{at} from the hub: {error}") from error
+    return folder
+
+
+def vocabulary_size(name: str, revision: str | None = None) -> int | None:
+    """What the configuration of a folder or hub id says it is; None where it says nothing, or is not to be had."""
+    path = Path(name).expanduser() / "config.json"
+    try:
+        if not path.parent.is_dir():
+            path = Path(hf_hub_download(name, "config.json", revision=revision))
+        config = json.loads(path.read_bytes())
+    except Exception:  # of many kinds, from the hub's client; whoever loads the model says in one line what is wrong
+        return None
+    texts = [config, config.get("text_config")] if isinstance(config, dict) else []
+    sizes = (text.get("vocab_size") for text in texts if isinstance(text, dict))
+    return next((size for size in sizes if isinstance(size, int) and size > 0), None)
+
+
 def _config(folder: Path, source: ModelSource) -> Any:
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"'{source.name}' has no config.json")
@@ -314,6 +257,57 @@ def _config(folder: Path, source: ModelSource) -> Any:
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not remote:
         raise CheckpointError(f"'{source.name}' is no causal language model: its model type is '{config.model_type}'")
     return config
+
+
+def weights_fingerprint(folder: str | os.PathLike[str]) -> str:
+    """SHA-256, in hex, over the configuration, the safetensors headers and a sample of each weights file's bytes.
+
+    A change in the configuration, in a tensor's name, type or shape, or in a sample changes it. It never reads a large
+    file whole: 64 samples of 4 KiB in each.
+
+    Raises:
+        CheckpointError: the folder has no configuration or no weights.
+    """
+    folder = Path(folder)
+    config = folder / "config.json"
+    if not config.is_file():
+        raise CheckpointError(f"'{folder}' has no config.json")
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    if not files:
+        raise CheckpointError(f"'{folder}' has no weights (*.safetensors or pytorch_model*.bin)")
+    digest = hashlib.sha256(_normalised(config))
+    for file in files:
+        for part in (file.name.encode(), *_samples(file)):
+            digest.update(len(part).to_bytes(8, "little") + part)  # with its length: no two lists of parts look alike
+    return digest.hexdigest()
+
+
+def _normalised(config: Path) -> bytes:
+    try:
+        values = json.loads(config.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"'{config}' is not JSON: {error}") from error
+    kept: dict[str, Any] = {key: value for key, value in values.items() if key not in _PROVENANCE}
+    return json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _samples(path: Path) -> Iterator[bytes]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = 0
+        if path.suffix == ".safetensors":
+            start = 8 + int.from_bytes(file.read(8), "little")
+            if start > size:
+                raise CheckpointError(f"'{path}' is cut off: its header ends at byte {start} of {size}")
+            yield file.read(start - 8)
+        yield str(size).encode()
+        last = max(start, size - _SAMPLE_BYTES)
+        for sample in range(_SAMPLES):
+            file.seek(start + (last - start) * sample // (_SAMPLES - 1))
+            yield file.read(_SAMPLE_BYTES)
+
+
+# ------------------------------------------------------------------------------------------------------------ weights
 
 
 def _dtype(name: str, config: Any, device: torch.device) -> tuple[torch.dtype, str]:
@@ -363,6 +357,83 @@ def _load_weights(folder: Path, source: ModelSource, config: Any, dtype: torch.d
     return model
 
 
+def _quantisation(config: Any, name: str) -> str | None:
+    """The method a checkpoint's weights are quantised by; None where they are not.
+
+    Raises:
+        CheckpointError: transformers does not know the method. It would load the weights as if they were plain ones.
+    """
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return None
+    found = found if isinstance(found, dict) else found.to_dict()
+    method = getattr(found.get("quant_method"), "value", found.get("quant_method"))
+    for bits in ("4bit", "8bit"):
+        if found.get(f"load_in_{bits}"):
+            method = f"bitsandbytes_{bits}"
+    if method is None:
+        raise CheckpointError(f"the quantization_config of '{name}' names no quant_method")
+    if method not in AUTO_QUANTIZER_MAPPING:
+        known = ", ".join(sorted(AUTO_QUANTIZER_MAPPING))
+        raise CheckpointError(
+            f"the weights of '{name}' are quantised by '{method}', which this transformers does not know "
+            f"(it knows {known})"
+        )
+    return str(method)
+
+
+def settle_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts what is not quantised, or was dequantised while loading, to the dtype asked for.
+
+    transformers casts all that it loads, but not from a quantised checkpoint: there, embedding, norms and head stay as
+    they were stored. Scales of quantised layers are left alone, and so is what the model keeps in float32.
+    """
+    kept: set[str] = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for name, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        is_ordinary = type(module).__module__.startswith(_ORDINARY) and not is_changed(module)
+        if is_ordinary and all(is_plain_tensor(parameter) for parameter in own.values()):
+            for key, parameter in own.items():
+                if not any(part in f"{name}.{key}" for part in kept):
+                    parameter.data = parameter.data.to(dtype)
+
+
+def sharding(config: Any, name: str, quantisation: str | None, ranks: int) -> dict[str, Any]:
+    """What `from_pretrained` takes to load this rank's share by transformers' tensor-parallel plan; nothing for one
+    rank. The process group must be there by then.
+
+    Raises:
+        CheckpointError: the model cannot be shared so.
+    """
+    if ranks == 1:
+        return {}
+    flag = f"--tensor-parallel-size {ranks}"
+    if quantisation is not None:
+        raise CheckpointError(
+            f"{flag}: the weights of '{name}' are quantised by '{quantisation}', and only plain ones "
+            "are shared among ranks"
+        )
+    text = config.get_text_config()
+    if not (getattr(text, "base_model_tp_plan", None) or getattr(config, "base_model_tp_plan", None)):
+        raise CheckpointError(f"{flag}: transformers has no tensor-parallel plan for '{text.model_type}'")
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    if heads % ranks or kv_heads % ranks:
+        raise CheckpointError(
+            f"{flag}: '{name}' has {heads} attention heads and {kv_heads} of keys and values, and must divide both"
+        )
+    from transformers.distributed import DistributedConfig  # not in every release that runs a model in one process
+
+    if "tp_size" not in inspect.signature(DistributedConfig).parameters:
+        raise CheckpointError(f"{flag}: this transformers is too old to share a model among ranks by its own plan")
+    return {"distributed_config": DistributedConfig(tp_size=ranks)}
+
+
+# -------------------------------------------------------------------------------------------------------------- facts
+
+
 def _vocab_size(model: Any) -> int:
     head = model.get_output_embeddings()
     if head is None or getattr(head, "weight", None) is None:
@@ -391,13 +462,11 @@ def _context_length(config: Any) -> int:
 
 
 def _eos_token_ids(model: Any) -> tuple[int, ...]:
-    generation = getattr(model, "generation_config", None)
-    found = getattr(generation, "eos_token_id", None)
-    if found is None:
-        found = getattr(model.config.get_text_config(), "eos_token_id", None)
-    if found is None:
-        return ()
-    return (found,) if isinstance(found, int) else tuple(dict.fromkeys(found))
+    for config in (getattr(model, "generation_config", None), model.config.get_text_config()):
+        found = getattr(config, "eos_token_id", None)
+        if found is not None:
+            return (found,) if isinstance(found, int) else tuple(dict.fromkeys(found))
+    return ()
 
 
 @contextlib.contextmanager

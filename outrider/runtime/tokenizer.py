@@ -1,8 +1,6 @@
-"""Text to tokens and back: encoding, chat templates, and text that comes out as tokens come in.
+"""Text to tokens and back: encoding, chat templates, and text that comes out as tokens come in."""
 
-It knows nothing of models beyond where their tokenizer lies.
-"""
-
+import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -11,11 +9,8 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
-from outrider.runtime.errors import TokenizerError
-from outrider.runtime.fingerprint import tokenizer_fingerprint
+from outrider.runtime.errors import CheckpointError
 from outrider.runtime.loader import ModelSource, resolve_folder
-
-__all__ = ["ChatTemplateError", "IncrementalDetokenizer", "Tokenizer", "TokenizerError", "load_tokenizer"]
 
 _BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet one
 
@@ -34,7 +29,7 @@ def load_tokenizer(source: ModelSource) -> "Tokenizer":
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
     except Exception as error:
-        raise TokenizerError(f"cannot load the tokenizer of '{source.name}': {error}") from error
+        raise CheckpointError(f"cannot load the tokenizer of '{source.name}': {error}") from error
     return Tokenizer(tokenizer)
 
 
@@ -94,19 +89,14 @@ class Tokenizer:
 
     def vocabulary(self) -> dict[str, int]:
         """Token to id, added tokens included."""
-        return dict(self.get_vocab())
-
-    def get_vocab(self) -> Mapping[str, int]:
-        """As `vocabulary`, under the name transformers has for it."""
-        vocabulary: Mapping[str, int] = self._tokenizer.get_vocab()
-        return vocabulary
+        return dict(self._tokenizer.get_vocab())
 
     @cached_property
     def longest_token_bytes(self) -> int:
         """UTF-8 bytes of text that one token stands for at most."""
         # A vocabulary spells a token in as many bytes as its text, or in more: as soon as no spelling is longer than
         # the longest text so far, no text is.
-        spellings = sorted(((len(token.encode()), number) for token, number in self.get_vocab().items()), reverse=True)
+        spellings = sorted(((len(token.encode()), number) for token, number in self.vocabulary().items()), reverse=True)
         longest = 1
         for spelling, number in spellings:
             if spelling <= longest:
@@ -116,8 +106,8 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """See `outrider.runtime.fingerprint.tokenizer_fingerprint`."""
-        return tokenizer_fingerprint(self)
+        """See `tokenizer_fingerprint`."""
+        return tokenizer_fingerprint(self.vocabulary())
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -132,96 +122,104 @@ class Tokenizer:
         return text
 
 
+def tokenizer_fingerprint(vocabulary: Mapping[str, int]) -> str:
+    """SHA-256, in hex, over the map from token to id, added tokens included.
+
+    Two tokenizers with the same fingerprint give every id the same token; how they split text may differ.
+    """
+    digest = hashlib.sha256()
+    for token, index in sorted(vocabulary.items()):
+        for part in (token.encode("utf-8", "surrogatepass"), str(index).encode()):
+            digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
 class IncrementalDetokenizer:
     """Text as tokens come in: what `push` and `flush` return, put together, is what decoding all at once adds.
 
     A token's text depends on those before it: a first token loses its leading space, a character may lie in several
-    tokens. So a few earlier tokens are decoded along (the window), and only what the new ones add is returned. A text
-    that ends inside a character is kept back until the character is complete, or is known never to be.
+    tokens. So the tokens of the last complete characters are decoded along, and what the new ones add is returned. A
+    text that ends inside a character is kept back until the character is complete, or is known never to be.
 
-    One exception is in the tokenizers: those with byte fallback judge a run of byte tokens as a whole, so invalid bytes
-    after valid ones turn all of the run into U+FFFD, and what is out is out.
+    The tokenizers themselves break the rule in one case. Those with byte fallback decode a run of byte tokens as a
+    whole: one invalid byte turns all of the run into U+FFFD, and with it what was returned before that byte came.
+
+    `tokenizers.decoders.DecodeStream` cannot stand in: it needs a Rust tokenizer, raises at that invalid byte, returns
+    text of the prompt where the prompt ends inside a character, and waits behind U+FFFD for ever. Tests show each case.
 
     Args:
         tokenizer: decodes.
         prompt_ids: the tokens before; their text is not returned.
         skip_special: special tokens have no text.
+
+    Attributes:
+        pending: whether the tokens pushed so far end inside a character, kept back.
     """
 
-    _KEEP = 4  # tokens a new window begins with
-    _LONG = 12  # tokens at which to begin one
     _LONGEST = 64  # tokens without a complete character after which none is expected any more
+    _FAR = 1024  # tokens at the end of the prompt among which one is sought that begins with a character
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
-        self._window = self._begin(prompt_ids)
-        text = self._decode(self._window)
-        self._sent = len(_complete(text))
-        # The prompt may end in a character half said, or in one that says it is broken: what follows decides.
-        self._doubtful = text if len(text) > self._sent else None
-        self._pending = False
+        self._tokens: list[int] = []
+        self._context = 0  # how many of the tokens come before those that are not complete
+        self._returned = 0  # how many characters of their text are out
+        self._prompt_end = ""  # the text of the tokens when the prompt ended inside a character
+        self.pending = False
+        for token in self._tail(prompt_ids):
+            self.push(token)
+        if self.pending:
+            self._prompt_end, self.pending = self._decode(self._tokens), False
 
-    @property
-    def pending(self) -> bool:
-        """Whether the tokens pushed so far end inside a character, kept back."""
-        return self._pending
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete: characters only, never a part of one."""
-        if not token_ids:
-            return ""
-        self._window.extend(token_ids)
-        text = self._decode(self._window)
-        complete = _complete(text)
-        if len(complete) < len(text) and len(self._window) > self._LONGEST:
+    def push(self, token: int) -> str:
+        """The text that this token completes: characters only, never a part of one."""
+        self._tokens.append(token)
+        text = self._decode(self._tokens)
+        complete = text.rstrip(_BROKEN)
+        self.pending = complete != text
+        is_stuck = self.pending and len(self._tokens) - self._context > self._LONGEST
+        if is_stuck:
             complete = text[:-1]  # no encoding leaves this much open: only the last can still become a character
-        self._pending = len(complete) < len(text)
-        if self._doubtful is not None and len(complete) >= len(self._doubtful):
-            if complete.startswith(self._doubtful):
-                self._sent = len(self._doubtful)
-            self._doubtful = None
-        new = complete[self._sent :]
-        self._sent = max(self._sent, len(complete))
-        self._shorten()
+        new = self._return(complete)
+        if is_stuck:
+            self._restart(self._tokens[-4:])
+        elif not self.pending:
+            self._restart(self._tokens[self._context :])
         return new
 
     def flush(self) -> str:
         """What is still kept back, at the end: bytes that never became a character read U+FFFD."""
-        if not self._pending:
+        if not self.pending:
             return ""
-        text = self._decode(self._window)
-        rest = text[self._sent :]
-        self._sent, self._pending = max(self._sent, len(text)), False
-        return rest
+        self.pending = False
+        return self._return(self._decode(self._tokens))
 
-    def _begin(self, prompt_ids: Sequence[int]) -> list[int]:
-        """The last tokens of the prompt: as many as have text and begin with a whole character."""
-        kept = self._KEEP
-        while kept < min(len(prompt_ids), self._LONGEST):
-            if _stands_alone(self._decode(prompt_ids[-kept:])):
-                break
-            kept *= 2
-        return list(prompt_ids[-kept:])
+    def _return(self, text: str) -> str:
+        begin = self._returned
+        if text.startswith(self._prompt_end):  # the prompt's last character is broken for good
+            begin = max(begin, len(self._prompt_end))
+        self._returned = max(begin, len(text))
+        return text[begin:]
 
-    def _shorten(self) -> None:
-        if len(self._window) < self._LONG:
-            return
-        kept = self._window[-self._KEEP :]
-        text = self._decode(kept)
-        if self._pending:
-            if len(self._window) > self._LONGEST:
-                self._window, self._sent = kept, max(0, len(text) - 1)
-        elif _stands_alone(text):
-            self._window, self._sent = kept, len(text)
+    def _restart(self, tokens: list[int]) -> None:
+        """Goes on from the tokens of the last characters. Those without text cannot stand before others."""
+        text = self._decode(tokens)
+        if text:
+            self._tokens, self._prompt_end = tokens, ""
+            self._context = 0 if self.pending else len(tokens)
+            self._returned = len(text) - self.pending
+        elif len(tokens) > self._LONGEST:
+            del self._tokens[self._context :]
+
+    def _tail(self, prompt_ids: Sequence[int]) -> Sequence[int]:
+        """The end of the prompt, from the last token on that begins with a character."""
+        far = max(0, len(prompt_ids) - self._FAR)
+        for start in range(len(prompt_ids) - 1, far, -1):
+            text = self._decode(prompt_ids[start : start + 1])
+            if text and not text.startswith(_BROKEN):
+                return prompt_ids[start:]
+        return prompt_ids[far:]
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, self._skip_special)
-
-
-def _complete(text: str) -> str:
-    return text.rstrip(_BROKEN) if text.endswith(_BROKEN) else text
-
-
-def _stands_alone(text: str) -> bool:
-    return bool(text) and not text.startswith(_BROKEN)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -83,8 +82,8 @@ class Words:
 
     pending = False
 
-    def push(self, ids: Sequence[int]) -> str:
-        return "".join(chr(97 + token) for token in ids)
+    def push(self, token: int) -> str:
+        return chr(97 + token)
 
     def flush(self) -> str:
         return ""

@@ -16,8 +16,8 @@ class Bytes:
         self._pieces = pieces
         self._rest = b""
 
-    def push(self, ids: Sequence[int]) -> str:
-        self._rest += b"".join(self._pieces[i] for i in ids)
+    def push(self, token: int) -> str:
+        self._rest += self._pieces[token]
         whole = self._rest
         for cut in range(4):
             try:
@@ -109,7 +109,7 @@ def test_text_is_the_references_however_it_is_cut(
     text = b"".join(pieces).decode()
     ends, so_far = list[int](), Bytes(pieces)
     for i in range(len(pieces)):
-        ends.append((ends[-1] if ends else 0) + len(so_far.push([i])))
+        ends.append((ends[-1] if ends else 0) + len(so_far.push(i)))
     expected = first_stop(ends, text, stops, min_tokens)
 
     texts, tokens, stop = run(pieces, stops, min_tokens, groups)

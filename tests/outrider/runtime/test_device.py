@@ -1,9 +1,15 @@
-"""What a thread that works on a CUDA device sets; nothing of it needs one."""
+"""What a thread on a CUDA device sets, and that our folder `kernels` does not pass for transformers' package."""
+
+import importlib.metadata
+import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
+from transformers.utils import import_utils
 
-from outrider.runtime.device import work_on
+from outrider.runtime.device import check_environment, work_on
+from outrider.runtime.errors import CheckpointError
 
 
 def test_products_in_16_bits_add_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,3 +25,30 @@ def test_products_in_16_bits_add_up_in_float32(monkeypatch: pytest.MonkeyPatch) 
         assert not matmul.allow_fp16_reduced_precision_reduction
     finally:
         matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = before
+
+
+def test_transformers_sees_no_kernels_package() -> None:
+    found = importlib.util.find_spec("kernels")
+    assert found is not None
+    assert found.origin is not None, "our package is what the name finds"
+    assert import_utils.is_kernels_available() is False
+    import_utils.is_kernels_available.cache_clear()
+    assert import_utils.is_kernels_available() is False
+    check_environment()
+
+
+def test_a_foreign_distribution_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "kernels-0.18.5.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.18.5\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert importlib.metadata.version("kernels") == "0.18.5"
+    with pytest.raises(CheckpointError, match=r"'kernels' 0\.18\.5 is installed") as caught:
+        check_environment()
+    assert "\n" not in str(caught.value)
+
+
+def test_being_taken_for_the_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_utils, "is_kernels_available", lambda: True)
+    with pytest.raises(CheckpointError, match="optional one"):
+        check_environment()

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.runtime.loader import CheckpointError, LoadedModel, ModelSource, load_model
+from outrider.runtime.errors import CheckpointError
+from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.packed import Chunk, PackedModel
 from tests.outrider.runtime import tiny
 from tests.outrider.runtime.tiny import CONFIGS, EXPERTS, FAMILIES, VOCABULARY, WINDOW, Truth

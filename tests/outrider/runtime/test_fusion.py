@@ -11,10 +11,11 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
 from outrider.runtime import fused_decoder, fusion
+from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fused_decoder import FusedDecoder
 from outrider.runtime.fused_layers import compiled
 from outrider.runtime.linear import PackedModule, can_pack, linear, linear_add, pack
-from outrider.runtime.loader import CheckpointError, LoadedModel
+from outrider.runtime.loader import LoadedModel
 from outrider.runtime.norm import RMSNormModule, doubled, make_signs, rms_norm
 from outrider.runtime.packed import Chunk, PackedModel
 from outrider.runtime.program import Batch, Rows

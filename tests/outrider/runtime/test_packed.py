@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2LMHeadModel
 from transformers.modeling_outputs import CausalLMOutput
 
+from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fused_decoder import FusedDecoder
-from outrider.runtime.loader import CheckpointError, LoadedModel, ModelSource, load_model
+from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.packed import Chunk, PackedModel
 from tests.outrider.runtime import tiny
 from tests.outrider.runtime.tiny import CONFIGS, VOCABULARY, Truth

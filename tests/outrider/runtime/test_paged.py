@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from outrider.runtime.attention_choice import GATHERED, ORDINARY, AttentionChoice, choose_attention, try_out
+from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fused_layers import Frame, FusedLayers, LayerWeights
 from outrider.runtime.kv_memory import MemoryShape, PagedMemory
 from outrider.runtime.kv_pool import KVPool
 from outrider.runtime.layer_ops import TorchOps, run_paged
-from outrider.runtime.loader import CheckpointError, LoadedModel
+from outrider.runtime.loader import LoadedModel
 from outrider.runtime.packed import Chunk, PackedModel
 from outrider.runtime.paged import Layout, PagedBatch, lay_out
 from outrider.runtime.paged_attention import VarlenAttention

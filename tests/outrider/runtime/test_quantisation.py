@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.integrations.gemma_quant import QuantizedLinear
 
+from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fused_decoder import FusedDecoder
 from outrider.runtime.linear import is_plain
-from outrider.runtime.loader import CheckpointError, LoadedModel, ModelSource, load_model, settle_dtype
+from outrider.runtime.loader import LoadedModel, ModelSource, load_model, settle_dtype
 from outrider.runtime.packed import Chunk, PackedModel
 from outrider.runtime.selfcheck import reference
 from tests.outrider.runtime.test_families import read, sequence

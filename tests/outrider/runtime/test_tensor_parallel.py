@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from outrider.runtime.errors import CheckpointError
-from outrider.runtime.sharding import sharding
+from outrider.runtime.loader import sharding
 from outrider.runtime.tensor_parallel import Ranks, TensorParallel, Watch, is_worker, read_ranks
 from outrider.settings import SettingsError
 from tests.outrider.runtime import tiny

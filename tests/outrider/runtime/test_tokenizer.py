@@ -1,6 +1,5 @@
 """Text that comes out token by token is the text of all tokens, and never half a character, for every tokenizer."""
 
-import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -9,15 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from outrider.runtime.loader import CheckpointError, ModelSource
+from outrider.runtime.errors import CheckpointError
+from outrider.runtime.loader import ModelSource
 from outrider.runtime.tokenizer import (
     ChatTemplateError,
     IncrementalDetokenizer,
     Tokenizer,
-    TokenizerError,
     load_tokenizer,
+    tokenizer_fingerprint,
 )
 
 BROKEN = "\ufffd"
@@ -109,11 +109,14 @@ KINDS: dict[str, Callable[[], Library]] = {
     "metaspace": metaspace,
     "word-piece": word_piece,
 }
+PYTHON = "in Python"  # a tokenizer of bytes without a Rust one behind it
 BYTES = ["byte-level", "byte-level across characters", "sentence-piece unigram", "sentence-piece BPE"]
 _made: dict[str, Tokenizer] = {}
 
 
 def make(kind: str) -> Tokenizer:
+    if kind == PYTHON:
+        return Tokenizer(ByT5Tokenizer())
     if kind not in _made:
         library = KINDS[kind]()
         library.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
@@ -121,20 +124,20 @@ def make(kind: str) -> Tokenizer:
     return _made[kind]
 
 
-def stream(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], seed: int) -> tuple[list[str], str]:
-    """Pushes tokens in pieces of random size; what each push gave, and the flush."""
+def stream(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> tuple[list[str], str]:
+    """What each push gave, and the flush."""
     detokenizer = IncrementalDetokenizer(tokenizer, prompt)
-    rng = random.Random(seed)
-    pieces, done = [], 0
-    while done < len(ids):
-        count = rng.choice([1, 1, 1, 2, 5])
-        pieces.append(detokenizer.push(ids[done : done + count]))
-        done += count
+    pieces = [detokenizer.push(token) for token in ids]
     pending = detokenizer.pending
     flushed = detokenizer.flush()
-    assert pending == bool(flushed)
+    assert pending or not flushed
     assert detokenizer.flush() == ""
     return pieces, flushed
+
+
+def complete(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """The text of some tokens up to the end of the last complete character."""
+    return max((tokenizer.decode(ids[: len(ids) - cut]).rstrip(BROKEN) for cut in range(4)), key=len)
 
 
 TEXT = st.one_of(
@@ -146,44 +149,47 @@ TEXT = st.one_of(
 )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, PYTHON])
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(prompt=TEXT, text=TEXT, seed=st.integers(0, 9))
-def test_pieces_of_a_text_make_the_text(kind: str, prompt: str, text: str, seed: int) -> None:
+@given(text=TEXT, data=st.data())
+def test_pieces_of_a_text_make_the_text(kind: str, text: str, data: st.DataObject) -> None:
     tokenizer = make(kind)
-    ids = tokenizer.encode(prompt + text)
-    cut = len(tokenizer.encode(prompt)) if prompt else 0
-    pieces, flushed = stream(tokenizer, ids[:cut], ids[cut:], seed)
+    ids = tokenizer.encode(text)
+    cut = data.draw(st.integers(0, len(ids)))
+    pieces, flushed = stream(tokenizer, ids[:cut], ids[cut:])
     assert not any(BROKEN in piece for piece in pieces)
     assert flushed == ""
-    whole, before = tokenizer.decode(ids), tokenizer.decode(ids[:cut])
-    assert "".join(pieces) == whole[len(before.rstrip(BROKEN)) :]
+    assert "".join(pieces) == tokenizer.decode(ids)[len(complete(tokenizer, ids[:cut])) :]
     if not cut and kind in BYTES and "▁" not in text:  # which such a tokenizer reads as a space
         assert "".join(pieces) == text
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "byte-level across characters", "metaspace", "word-piece"])
 @settings(max_examples=50, deadline=None, derandomize=True)
-@given(data=st.data(), seed=st.integers(0, 9))
-def test_any_tokens_in_pieces_decode_as_all_at_once(kind: str, data: st.DataObject, seed: int) -> None:
+@given(data=st.data())
+def test_any_tokens_in_pieces_decode_as_all_at_once(kind: str, data: st.DataObject) -> None:
     tokenizer = make(kind)
     size = max(tokenizer.vocabulary().values()) + 1
     tokens = st.lists(st.integers(0, size + 2), max_size=90)  # ids without a token among them
     ids = data.draw(tokens)
-    pieces, flushed = stream(tokenizer, [], ids, seed)
-    assert "".join(pieces) + flushed == tokenizer.decode(ids)
+    cut = data.draw(st.one_of(st.just(0), st.integers(0, len(ids))))
+    pieces, flushed = stream(tokenizer, ids[:cut], ids[cut:])
+    before, whole = tokenizer.decode(ids[:cut]), tokenizer.decode(ids)
+    if not whole.startswith(before):  # the prompt ends inside a character, which then is complete
+        before = before.rstrip(BROKEN)
+    assert "".join(pieces) + flushed == whole[len(before) :]
     assert not flushed.strip(BROKEN)
 
 
 @pytest.mark.parametrize("kind", ["sentence-piece unigram", "sentence-piece BPE"])
 @settings(max_examples=50, deadline=None, derandomize=True)
-@given(data=st.data(), seed=st.integers(0, 9))
-def test_under_byte_fallback_only_invalid_bytes_may_differ(kind: str, data: st.DataObject, seed: int) -> None:
+@given(data=st.data())
+def test_under_byte_fallback_only_invalid_bytes_may_differ(kind: str, data: st.DataObject) -> None:
     """The tokenizer judges a run of bytes as a whole, afterwards; all that is not such a run must be the same."""
     tokenizer = make(kind)
     size = max(tokenizer.vocabulary().values()) + 1
     ids = data.draw(st.lists(st.integers(0, size - 1), max_size=60))
-    pieces, flushed = stream(tokenizer, [], ids, seed)
+    pieces, flushed = stream(tokenizer, [], ids)
     texts = [token for token, index in sorted(tokenizer.vocabulary().items(), key=lambda item: item[1])]
     found, wanted = "".join(pieces) + flushed, tokenizer.decode(ids)
     if not any(texts[index].startswith("<0x") for index in ids):
@@ -219,11 +225,11 @@ def test_half_a_character_is_kept_back_until_the_flush(kind: str) -> None:
     assert tokens_of_the_bird > 1
     for cut in range(1, tokens_of_the_bird):
         detokenizer = IncrementalDetokenizer(tokenizer)
-        assert "".join(detokenizer.push([index]) for index in ids[:-cut]) == "x"
+        assert "".join(detokenizer.push(index) for index in ids[:-cut]) == "x"
         assert detokenizer.pending
         assert set(detokenizer.flush()) == {BROKEN}
     detokenizer = IncrementalDetokenizer(tokenizer)
-    assert "".join(detokenizer.push([index]) for index in ids) == "x🦜"
+    assert "".join(detokenizer.push(index) for index in ids) == "x🦜"
     assert not detokenizer.pending
 
 
@@ -234,20 +240,32 @@ def test_a_character_begun_in_the_prompt_is_completed(kind: str) -> None:
     cuts = [cut for cut in range(1, len(ids)) if tokenizer.decode(ids[:cut]).endswith(BROKEN)]
     assert cuts
     for cut in cuts:
-        pieces, flushed = stream(tokenizer, ids[:cut], ids[cut:], 0)
+        pieces, flushed = stream(tokenizer, ids[:cut], ids[cut:])
         assert "".join(pieces) + flushed == "🦜 snow"
+
+
+@pytest.mark.parametrize("kind", BYTES)
+@pytest.mark.parametrize("character", ["ж", "世", "🦜"])
+def test_a_long_run_of_characters_spelled_in_bytes(kind: str, character: str) -> None:
+    """A tokenizer with byte fallback reads none of such a run where it is decoded from inside a character."""
+    tokenizer = make(kind)
+    text = "x\n" + 100 * character
+    ids = tokenizer.encode(text)
+    for cut in (0, len(ids) // 2, *range(len(ids) - 5, len(ids))):
+        pieces, flushed = stream(tokenizer, ids[:cut], ids[cut:])
+        assert "".join(pieces) + flushed == text[len(complete(tokenizer, ids[:cut])) :]
 
 
 def test_bytes_that_are_no_character_come_out_once_that_is_certain() -> None:
     tokenizer = make("byte-level")
     [start, *_], [letter] = tokenizer.encode("😀"), tokenizer.encode("x")
     detokenizer = IncrementalDetokenizer(tokenizer)
-    assert detokenizer.push([start]) == ""
-    assert detokenizer.push([letter]) == BROKEN + "x"
+    assert detokenizer.push(start) == ""
+    assert detokenizer.push(letter) == BROKEN + "x"
     after = IncrementalDetokenizer(tokenizer, [start])
-    assert after.push([letter]) == "x", "the broken character was the prompt's"
+    assert after.push(letter) == "x", "the broken character was the prompt's"
     endless = IncrementalDetokenizer(tokenizer)
-    written = "".join(endless.push([start]) for _ in range(500))
+    written = "".join(endless.push(start) for _ in range(500))
     assert len(written) > 400, "bytes that never become a character must not be kept for ever"
     assert written + endless.flush() == tokenizer.decode([start] * 500)
 
@@ -265,24 +283,76 @@ def test_a_push_costs_the_same_however_long_the_text(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Tokenizer, "decode", counting)
     detokenizer = IncrementalDetokenizer(tokenizer, ids)
     for index in ids:
-        detokenizer.push([index])
+        detokenizer.push(index)
     assert max(longest) < 32
-    assert len(longest) < 1.5 * len(ids) + 8
+    assert sum(longest) < 6 * len(ids)
 
 
 def test_special_tokens_have_text_only_where_asked_for() -> None:
     tokenizer = make("sentence-piece unigram")
     ids = [*tokenizer.encode("The fox"), 1, *tokenizer.encode("fox")]
     hidden, shown = IncrementalDetokenizer(tokenizer), IncrementalDetokenizer(tokenizer, skip_special=False)
-    assert "".join(hidden.push([index]) for index in ids) == tokenizer.decode(ids) == "The fox fox"
-    assert "".join(shown.push([index]) for index in ids) == tokenizer.decode(ids, skip_special=False)
+    assert "".join(hidden.push(index) for index in ids) == tokenizer.decode(ids) == "The fox fox"
+    assert "".join(shown.push(index) for index in ids) == tokenizer.decode(ids, skip_special=False)
     assert "</s>" in tokenizer.decode(ids, skip_special=False)
 
 
 def test_a_space_after_special_tokens_at_the_end_of_the_prompt_is_kept() -> None:
     tokenizer = make("sentence-piece unigram")
     prompt = [*tokenizer.encode("The quick"), *[0] * 20]
-    assert IncrementalDetokenizer(tokenizer, prompt).push(tokenizer.encode("fox")) == " fox"
+    [fox] = tokenizer.encode("fox")
+    assert IncrementalDetokenizer(tokenizer, prompt).push(fox) == " fox"
+
+
+def test_tokens_without_text_cost_the_same_however_many() -> None:
+    tokenizer = make("sentence-piece unigram")
+    detokenizer = IncrementalDetokenizer(tokenizer, tokenizer.encode("The"))
+    assert [detokenizer.push(0) for _ in range(500)] == [""] * 500
+    assert len(detokenizer._tokens) < 100
+    [fox] = tokenizer.encode("fox")
+    assert detokenizer.push(fox) == " fox"
+
+
+def stream_of_the_library(kind: str, prompt: Sequence[int], ids: Sequence[int]) -> list[str | None]:
+    """What `DecodeStream` returns. The tests below say why it is not used: when one fails, it may do by now."""
+    library = make(kind)._tokenizer.backend_tokenizer
+    decode_stream = decoders.DecodeStream(ids=prompt, skip_special_tokens=True)
+    return [decode_stream.step(library, token) for token in ids]
+
+
+@pytest.mark.parametrize("kind", BYTES)
+def test_decode_stream_returns_the_prompt_where_that_ends_inside_a_character(kind: str) -> None:
+    tokenizer = make(kind)
+    ids = tokenizer.encode("ab 🦜")
+    assert stream_of_the_library(kind, ids[:-1], ids[-1:]) == ["ab 🦜"]
+    assert IncrementalDetokenizer(tokenizer, ids[:-1]).push(ids[-1]) == "🦜"
+
+
+@pytest.mark.parametrize("kind", ["sentence-piece unigram", "sentence-piece BPE"])
+def test_decode_stream_raises_where_an_invalid_byte_follows_valid_ones(kind: str) -> None:
+    tokenizer = make(kind)
+    newline, half, letter = (tokenizer.vocabulary()[token] for token in ("<0x0A>", "<0xE4>", "x"))
+    with pytest.raises(Exception, match="Invalid prefix"):
+        stream_of_the_library(kind, [], [letter, newline, half, letter])
+    assert stream(tokenizer, [], [letter, newline, half, letter]) == (["x", "\n", "", BROKEN + "x"], "")
+
+
+def test_decode_stream_keeps_what_reads_as_a_broken_character_for_ever() -> None:
+    tokenizer = make("byte-level")
+    [letter, *broken] = tokenizer.encode("x" + 100 * BROKEN)
+    assert stream_of_the_library("byte-level", [], [letter, *broken]) == ["x", *[None] * len(broken)]
+    pieces, flushed = stream(tokenizer, [letter], broken)
+    assert "".join(pieces) + flushed == 100 * BROKEN
+    assert "".join(pieces)
+
+
+def test_decode_stream_needs_a_tokenizer_in_rust() -> None:
+    tokenizer = make(PYTHON)
+    assert not hasattr(tokenizer._tokenizer, "backend_tokenizer")
+    with pytest.raises(TypeError):
+        decoders.DecodeStream().step(tokenizer._tokenizer, 100)
+    pieces, _ = stream(tokenizer, [], tokenizer.encode("x 世")[:-1])
+    assert pieces == ["x", " ", "", "", "世"]
 
 
 def test_a_single_token_reads_as_it_does_after_others() -> None:
@@ -304,6 +374,13 @@ def test_vocabulary_and_fingerprint_include_added_tokens() -> None:
     assert added.vocabulary()["<tool>"] == len(plain.vocabulary())
     assert added.eos_token_ids == (1,)
     assert Tokenizer(PreTrainedTokenizerFast(tokenizer_object=byte_level())).eos_token_ids == ()
+
+
+def test_the_vocabularys_fingerprint_is_its_map() -> None:
+    base = {"a": 0, "b": 1, "ab": 2}
+    assert tokenizer_fingerprint(base) == tokenizer_fingerprint({"ab": 2, "b": 1, "a": 0})
+    others = [{"a": 1, "b": 0, "ab": 2}, {"a": 0, "b": 1}, {**base, "added": 3}, {"a": 0, "b": 12}]
+    assert len({tokenizer_fingerprint(vocabulary) for vocabulary in (base, *others)}) == 5
 
 
 TEMPLATE = (
@@ -346,7 +423,7 @@ def test_special_tokens_the_tokenizer_adds_are_added(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match="cannot load the tokenizer") as caught:
+    with pytest.raises(CheckpointError, match="cannot load the tokenizer") as caught:
         load_tokenizer(ModelSource(str(tmp_path)))
     assert "\n" not in str(caught.value)
     with pytest.raises(CheckpointError, match="no folder"):
