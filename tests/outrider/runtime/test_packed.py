@@ -238,7 +238,7 @@ def test_a_broken_pass_changes_no_length(load: Callable[..., LoadedModel], monke
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(model, "_program", explode)
+        patch.setattr(model, "program", explode)
         with pytest.raises(RuntimeError, match="out of memory"):
             model.forward([Chunk(slot, tokens[5:9], 5, 0)])
     assert model.pool.length(slot) == 5
