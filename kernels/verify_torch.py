@@ -1,6 +1,6 @@
 """Verification on the host: a float32 softmax over all rows, then little work on what the proposals touch.
 
-Rows of the same law are taken together. The p and q̂ of all drafted tokens, and the supports of q̂, are gathered into flat
+Rows of the same law are taken together. The p and q̂ of all drafted tokens, and the supports of q̂, are gathered in flat
 arrays, so that a batch takes a few calls. Past the softmax only the supports and the one stopping row of each sequence
 are read: with sparse q̂ the residual differs from p at K places at most. The rule `sigmoid` takes a softmax of the row
 after the last draft alone. Logits on another device are copied here.
