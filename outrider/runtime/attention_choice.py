@@ -7,6 +7,7 @@ import inspect
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -17,10 +18,11 @@ from torch import Tensor
 from outrider.runtime.batch import Chunk
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.kv_pool import BLOCK_TOKENS, KVPool
-from outrider.runtime.paged import PagedAttention, lay_out, to_device
+from outrider.runtime.paged import PagedAttention, PagedBatch, lay_out, to_device
 from outrider.runtime.paged_attention import GatheredAttention, TritonAttention, VarlenAttention, gather
 from outrider.runtime.probe import AttentionLayer
 from outrider.runtime.scores import Scoring, attend_scores
+from outrider.runtime.selfcheck import Refusal, check, operation_tolerance
 
 AUTO, SDPA, GATHERED = "auto", "sdpa", GatheredAttention.name
 VARLEN, TRITON = VarlenAttention.name, TritonAttention.name
@@ -127,7 +129,7 @@ def _varlen(layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.
     lacking = [name for name in _NEEDED if name not in inspect.signature(kernel).parameters]
     if lacking:
         return f"that of torch {torch.__version__} takes no {', '.join(lacking)}"
-    refusal = ""
+    refusal: str | None = ""
     for pages in _PAGES:
         for gives in (False, True):
             choice = AttentionChoice(
@@ -136,7 +138,7 @@ def _varlen(layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.
             refusal = try_out(choice, layers, dtype, device)
             if not refusal:
                 return choice
-    return f"tried, {refusal}"
+    return refusal or ""
 
 
 def _triton(layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device) -> AttentionChoice | str:
@@ -152,7 +154,7 @@ def _triton(layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.
             return f"layer {i} has heads of {layer.head_dim}, {group} to a key head, and it takes {most} at most"
     choice = AttentionChoice(TRITON, "our kernel gives what attention spelled out does")
     refusal = try_out(choice, layers, dtype, device)
-    return f"tried, {refusal}" if refusal else choice
+    return refusal or choice
 
 
 def _obstacle(layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device) -> str:
@@ -176,13 +178,11 @@ def _obstacle(layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torc
 _PASSES = (((0, 1), (40, 6), (700, 17), (1500, 1)), ((0, 1), (300, 1)), ((20, 150),))
 _LENGTH = 1501
 
-# Of values about 1; a step of rounding in bfloat16 is 2^-8.
-_CLOSE = {torch.float32: 1e-4, torch.float64: 1e-4}
-_CLOSE_HALF = 0.03
 
-
-def try_out(choice: AttentionChoice, layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device) -> str:
-    """Why an attention cannot be used, or nothing where it gives what attention spelled out gives on random numbers.
+def try_out(
+    choice: AttentionChoice, layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device
+) -> Refusal | None:
+    """Why an attention cannot be used, or None where it gives what attention spelled out gives on random numbers.
 
     Args:
         choice: of the attention.
@@ -190,28 +190,38 @@ def try_out(choice: AttentionChoice, layers: Sequence[AttentionLayer], dtype: to
         dtype: of keys and values.
         device: where they lie.
     """
-    close = _CLOSE.get(dtype, _CLOSE_HALF)
     for layer in dict.fromkeys(layers):
         for spans in _PASSES:
             try:
-                found, wanted = _attend(choice, layer, spans, dtype, device)
+                query, keys, values, batch, scoring = _pass(choice, layer, spans, dtype, device)
             except Exception as error:
-                words = (str(error).splitlines() or [""])[0]
-                return f"{type(error).__name__}: {words}"
-            distance = float((found - wanted).abs().max())
-            if not distance <= close:
-                return f"it differs by {distance:.2g} from attention spelled out, {close:g} allowed"
-    return ""
+                return Refusal(f"{type(error).__name__}: {error}")
+            why = check(
+                partial(_attended, query, keys, values, batch, scoring),
+                partial(_spelled_out, query, keys, values, batch, scoring),
+                operation_tolerance(dtype),
+            )
+            if why:
+                return why
+    return None
 
 
-def _attend(
+def _attended(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, scoring: Scoring) -> dict[str, Tensor]:
+    return {"rows": batch.attention.attend(query, keys, values, batch, scoring)}
+
+
+def _spelled_out(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, scoring: Scoring) -> dict[str, Tensor]:
+    return {"rows": attend_scores(query, *gather(keys, values, batch), scoring)}
+
+
+def _pass(
     choice: AttentionChoice,
     layer: AttentionLayer,
     spans: Sequence[tuple[int, int]],
     dtype: torch.dtype,
     device: torch.device,
-) -> list[Tensor]:
-    """What it gives, and what attention spelled out gives: products and a softmax, which run on any device."""
+) -> tuple[Tensor, Tensor, Tensor, PagedBatch, Scoring]:
+    """What attention is given: rows, pages of keys and of values, the pass, and how the layer scores."""
     blocks = sum(-(-(start + count) // choice.block_tokens) for start, count in spans) + 2
     pool = KVPool(
         1, layer.kv_heads, layer.head_dim,
@@ -235,6 +245,4 @@ def _attend(
     attention = choice.build(_LENGTH, dtype, device)
     batch = to_device(lay_out(chunks, pool), pool.pages, attention, device, longest=_LENGTH)
     keys, values = pool.pages.keys[0], pool.pages.values[0]
-    found = attention.attend(query, keys, values, batch, scoring)
-    wanted = attend_scores(query, *gather(keys, values, batch), scoring)
-    return [found.float().cpu(), wanted.float().cpu()]
+    return query, keys, values, batch, scoring

@@ -22,6 +22,7 @@ from outrider.runtime.norm import rms_norm
 from outrider.runtime.paged import PagedBatch, lay_out, to_device
 from outrider.runtime.paged_attention import GatheredAttention
 from outrider.runtime.scores import Scoring
+from outrider.runtime.selfcheck import Refusal, check, operation_tolerance
 
 
 class LayerOps(Protocol):
@@ -165,10 +166,6 @@ def run_paged(layers: FusedLayers, ops: LayerOps, batch: PagedBatch, rotations: 
 _TRIED = ((0, 1), (40, 6), (15, 2))
 _LONGEST = 48
 
-# How far a result may lie from torch's, in sizes of the largest number there. A step of rounding in bfloat16 is 2^-8.
-_CLOSE = {torch.float32: 1e-4}
-_CLOSE_HALF = 0.02
-
 
 @dataclass(frozen=True, slots=True)
 class LayerChoice:
@@ -197,9 +194,7 @@ def choose_layer_ops(layers: FusedLayers, dtype: torch.dtype) -> LayerChoice:
         layers: of the decoder, on their device.
         dtype: of keys and values.
     """
-    why = _obstacle(layers)
-    if not why:
-        why = try_out(TritonOps, layers, dtype)
+    why = _obstacle(layers) or try_out(TritonOps, layers, dtype)
     if why:
         return LayerChoice(TorchOps(layers), f"no kernels of Triton: {why}")
     return LayerChoice(TritonOps(layers), "they give what torch's operations do")
@@ -215,8 +210,8 @@ def _obstacle(layers: FusedLayers) -> str:
 
 
 @torch.inference_mode()
-def try_out(kind: Callable[[FusedLayers], LayerOps], layers: FusedLayers, dtype: torch.dtype) -> str:
-    """Why operations cannot be used, or nothing: each is held to torch's, in shapes of the model.
+def try_out(kind: Callable[[FusedLayers], LayerOps], layers: FusedLayers, dtype: torch.dtype) -> Refusal | None:
+    """Why operations cannot be used, or None: each is held to torch's, in shapes of the model.
 
     Args:
         kind: makes the operations.
@@ -237,17 +232,11 @@ def try_out(kind: Callable[[FusedLayers], LayerOps], layers: FusedLayers, dtype:
         pool.extend(slot, start)
         chunks.append(Chunk(slot, [0] * count, start, 0))
     batch = to_device(lay_out(chunks, pool), pool.pages, GatheredAttention(_LONGEST, dtype, device), device)
-    try:
-        found = _results(kind(layers), layers, batch)
-    except Exception as error:
-        words = (str(error).splitlines() or [""])[0]
-        return f"tried, {type(error).__name__}: {words}"
-    allowed = _CLOSE.get(layers.embedding.dtype, _CLOSE_HALF)
-    for name, wanted in _results(TorchOps(layers), layers, batch).items():
-        distance = float((found[name] - wanted).abs().max() / wanted.abs().max())
-        if not distance <= allowed:
-            return f"tried, {name} differ by {distance:.2g} of their size from torch's, {allowed} allowed"
-    return ""
+    return check(
+        lambda: _results(kind(layers), layers, batch),
+        lambda: _results(TorchOps(layers), layers, batch),
+        operation_tolerance(layers.embedding.dtype),
+    )
 
 
 def _results(ops: LayerOps, layers: FusedLayers, batch: PagedBatch) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ from outrider.runtime.loader import LoadedModel
 from outrider.runtime.memory import blocks_for, kv_dtype
 from outrider.runtime.paged import lay_out
 from outrider.runtime.program import DecodingProgram, PagedProgram, Program, Rows, TransformersProgram
-from outrider.runtime.selfcheck import deviation, make_pool, tolerance
+from outrider.runtime.selfcheck import check_program, logits_tolerance, make_pool
 
 __all__ = ["Chunk", "PackedModel"]
 
@@ -331,13 +331,16 @@ class PackedModel:
         """Holds passes over pages to what transformers gives, on the device that will run them."""
         loaded, size = self.loaded, self.pool.block_tokens
         attention = self.attention.build(loaded.reference.tokens.shape[1], self.pool.dtype, self.pool.device)
-        told = loaded.layers, loaded.reference, self.pool.dtype, loaded.device
-        distance = deviation(self._program, *told, attention=attention, block_tokens=size)
-        if not distance <= tolerance(loaded.dtype, quantised=loaded.quantisation is not None):
+        why = check_program(
+            self._program, loaded.layers, loaded.reference, self.pool.dtype, loaded.device,
+            logits_tolerance(loaded.dtype, quantised=loaded.quantisation is not None),
+            attention=attention, block_tokens=size,
+        )  # fmt: skip
+        if why:
             raise CheckpointError(
-                f"{loaded.name} gives other logits over pages, by {attention.name}, than in transformers (they differ "
-                f"by {distance:.2g} of their size): --attention sdpa reads no pages"
-            )
+                f"{loaded.name} gives other logits over pages, by {attention.name}, than in transformers: {why}; "
+                "--attention sdpa reads no pages"
+            ) from why.cause
 
     def _rows(self, chunks: Sequence[Chunk]) -> Rows:
         if len(chunks) == 1:
