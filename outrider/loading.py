@@ -11,7 +11,6 @@ import structlog
 import torch
 from torch import Tensor
 
-from outrider.runtime.attention_choice import AttentionChoice, choose_attention
 from outrider.runtime.batch import Chunk
 from outrider.runtime.cuda_graph import capturer_for
 from outrider.runtime.device import describe_device, find_device, work_on
@@ -19,6 +18,7 @@ from outrider.runtime.fusion import fuse_model
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.memory import MIB, DeviceMemory, MemoryUse, block_bytes, blocks_for, kv_dtype, memory_of, telling
 from outrider.runtime.packed import PackedModel
+from outrider.runtime.paged_attention import AttentionChoice, choose_attention
 from outrider.runtime.tokenizer import Tokenizer, load_tokenizer
 from outrider.settings import ServiceSettings, SettingsError
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from outrider.loading import Built, build_packed, model_source
 from outrider.parallel.team import Team
-from outrider.runtime.attention_choice import AttentionChoice
 from outrider.runtime.errors import CheckpointError, ModelLost
 from outrider.runtime.loader import LoadedModel, load_model
+from outrider.runtime.paged_attention import AttentionChoice
 from outrider.settings import ServiceSettings
 
 

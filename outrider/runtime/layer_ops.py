@@ -20,7 +20,7 @@ from outrider.runtime.kv_pool import BLOCK_TOKENS, KVPool
 from outrider.runtime.linear import linear, linear_add
 from outrider.runtime.norm import rms_norm
 from outrider.runtime.paged import PagedBatch, lay_out, to_device
-from outrider.runtime.paged_attention import GatheredAttention
+from outrider.runtime.paged_attention import attend_eager
 from outrider.runtime.scores import Scoring
 from outrider.runtime.selfcheck import Refusal, check, operation_tolerance
 
@@ -153,7 +153,7 @@ def run_paged(layers: FusedLayers, ops: LayerOps, batch: PagedBatch, rotations: 
         query = ops.queries(i, linear(normed, layers.qkv[i], layers.qkv_bias[i], packed), angles, batch)
         pages = batch.memory.keys[i], batch.memory.values[i]
         scoring = Scoring(layers.scaling[i], layers.windows[layers.mask_kind[i]])
-        attended = batch.attention.attend(query, *pages, batch, scoring)
+        attended = batch.attention(query, *pages, batch, scoring)
         attended = attended.to(x.dtype).reshape(len(x), 1, -1)
         x = linear_add(x, attended, layers.output[i], layers.output_bias[i], packed)
         normed = ops.norm(x, layers.mlp_norm[i])
@@ -231,7 +231,7 @@ def try_out(kind: Callable[[FusedLayers], LayerOps], layers: FusedLayers, dtype:
         pool.grow(slot, start + count)
         pool.extend(slot, start)
         chunks.append(Chunk(slot, [0] * count, start, 0))
-    batch = to_device(lay_out(chunks, pool), pool.pages, GatheredAttention(_LONGEST, dtype, device), device)
+    batch = to_device(lay_out(chunks, pool), pool.pages, attend_eager, device)
     return check(
         lambda: _results(kind(layers), layers, batch),
         lambda: _results(TorchOps(layers), layers, batch),

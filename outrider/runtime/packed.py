@@ -13,7 +13,6 @@ from torch import Tensor
 
 from kernels.distribution import SamplingLaw
 from kernels.sparse import SparseConfig
-from outrider.runtime.attention_choice import ORDINARY, AttentionChoice
 from outrider.runtime.batch import CausalMasks, Chunk, pack
 from outrider.runtime.captured_decode_loop import CapturedDecodeLoop, DecodeLoopSize
 from outrider.runtime.cuda_graph import Capturer, GraphRunner, PagedRunner, Runner, buckets_for
@@ -25,6 +24,7 @@ from outrider.runtime.layer_ops import LayerChoice
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.memory import blocks_for, kv_dtype
 from outrider.runtime.paged import lay_out
+from outrider.runtime.paged_attention import ORDINARY, AttentionChoice
 from outrider.runtime.program import DecodingProgram, PagedProgram, Program, Rows, TransformersProgram
 from outrider.runtime.selfcheck import check_program, logits_tolerance, make_pool
 
@@ -77,8 +77,9 @@ class PackedModel:
             if isinstance(self._program, PagedProgram):
                 self.layer_choice = self._program.choose_layers(pool.dtype)
             self._check_pages()
-            attend = attention.build(pool.max_length, pool.dtype, pool.device)
-            self.runner = PagedRunner(self._program, pool.pages, attend, loaded.device, loaded.dtype, pool.max_length)
+            self.runner = PagedRunner(
+                self._program, pool.pages, attention.attend, loaded.device, loaded.dtype, pool.max_length
+            )
 
     @classmethod
     def build(
@@ -330,15 +331,14 @@ class PackedModel:
     def _check_pages(self) -> None:
         """Holds passes over pages to what transformers gives, on the device that will run them."""
         loaded, size = self.loaded, self.pool.block_tokens
-        attention = self.attention.build(loaded.reference.tokens.shape[1], self.pool.dtype, self.pool.device)
         why = check_program(
             self._program, loaded.layers, loaded.reference, self.pool.dtype, loaded.device,
             logits_tolerance(loaded.dtype, quantised=loaded.quantisation is not None),
-            attention=attention, block_tokens=size,
+            attention=self.attention.attend, block_tokens=size,
         )  # fmt: skip
         if why:
             raise CheckpointError(
-                f"{loaded.name} gives other logits over pages, by {attention.name}, than in transformers: {why}; "
+                f"{loaded.name} gives other logits over pages, by {self.attention.name}, than in transformers: {why}; "
                 "--attention sdpa reads no pages"
             ) from why.cause
 

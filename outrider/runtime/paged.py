@@ -158,9 +158,7 @@ def lay_out(chunks: Sequence[Chunk], pool: KVPool) -> Layout:
 class PagedAttention(Protocol):
     """How rows attend to their sequences' pages."""
 
-    name: str
-
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, batch: "PagedBatch", scoring: Scoring) -> Tensor:
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, batch: "PagedBatch", scoring: Scoring) -> Tensor:
         """Lets each row see its own sequence up to itself. Keys and values of all rows have been written before.
 
         Args:
@@ -172,9 +170,6 @@ class PagedAttention(Protocol):
 
         Returns:
             `[T, heads, head_dim]`; rows of no sequence are no numbers to rely on.
-
-        Raises:
-            ValueError: the scores are to be bounded, or have sinks, and it does neither.
         """
 
 

@@ -101,6 +101,7 @@ def logits_tolerance(dtype: torch.dtype, *, quantised: bool = False) -> float:
 _LENGTH = 9
 _SEED = 20221130
 
+
 @dataclass(frozen=True, slots=True)
 class Reference:
     """Two short sequences and what transformers makes of them.

@@ -15,16 +15,16 @@ from kernels import coupled
 from kernels.distribution import SamplingLaw
 from kernels.sparse import SparseConfig
 from outrider.runtime import captured_decode_loop
-from outrider.runtime.attention_choice import GATHERED, AttentionChoice
 from outrider.runtime.cuda_graph import CannotCapture, PagedRunner, Repeating
 from outrider.runtime.decode_loop import Decoded, Sampling
 from outrider.runtime.fused_decoder import FusedDecoder
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.packed import Chunk, PackedModel
+from outrider.runtime.paged_attention import EAGER, AttentionChoice
 from tests.outrider.runtime.test_decode_loop import step_by_step, triples
 from tests.outrider.runtime.tiny import VOCABULARY
 
-PAGED = AttentionChoice(GATHERED, "to be captured", block_tokens=4)
+PAGED = AttentionChoice(EAGER, "to be captured", block_tokens=4)
 CONFIG = SparseConfig(keep_mass=0.97, max_support=40)
 KNOWN = VOCABULARY - 3  # the rest is padding
 GAMMA = 6

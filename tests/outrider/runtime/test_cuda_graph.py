@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from outrider.runtime import paged
-from outrider.runtime.attention_choice import GATHERED, AttentionChoice
 from outrider.runtime.cuda_graph import Bucket, CannotCapture, GraphRunner, PagedRunner, Repeating, buckets_for
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.packed import Chunk, PackedModel
+from outrider.runtime.paged_attention import EAGER, AttentionChoice
 from tests.outrider.runtime.tiny import VOCABULARY
 
-PAGED = AttentionChoice(GATHERED, "to be captured", block_tokens=4)
+PAGED = AttentionChoice(EAGER, "to be captured", block_tokens=4)
 ROOM = 40
 SEQUENCES = 3
 WIDEST = 4

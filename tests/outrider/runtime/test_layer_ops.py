@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from outrider.runtime import fused_decoder, layer_ops
-from outrider.runtime.attention_choice import GATHERED, AttentionChoice, choose_attention
 from outrider.runtime.cuda_graph import CudaCapturer
 from outrider.runtime.fused_decoder import FusedDecoder
 from outrider.runtime.fused_layers import FusedLayers
@@ -20,10 +19,11 @@ from outrider.runtime.layer_ops import LayerChoice, LayerOps, TorchOps, TritonOp
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.packed import Chunk, PackedModel
 from outrider.runtime.paged import PagedBatch
+from outrider.runtime.paged_attention import EAGER, AttentionChoice, choose_attention
 from tests.kernels.paths import IS_INTERPRETED, TRITON
 from tests.outrider.runtime.tiny import VOCABULARY
 
-PAGED = AttentionChoice(GATHERED, "to be held against the other", block_tokens=4)
+PAGED = AttentionChoice(EAGER, "to be held against the other", block_tokens=4)
 
 
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
@@ -189,7 +189,7 @@ def test_a_graph_holds_a_pass_by_triton(
 
     def build() -> PackedModel:
         loaded = load_model(ModelSource(str(checkpoint(name)), dtype="bfloat16", device="cuda"))
-        attention = choose_attention("varlen", loaded.layers, loaded.dtype, device)
+        attention = choose_attention("triton", loaded.layers, loaded.dtype, device)
         return PackedModel.build(loaded, 2, 16, attention=attention)
 
     by_triton = build()
