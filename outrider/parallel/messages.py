@@ -10,7 +10,7 @@ import numpy as np
 
 from outrider.runtime.paged import Layout
 
-_SHAPE = struct.Struct("!4I")
+_SHAPE = struct.Struct("!5I")
 _BLOCK = np.dtype(np.int64)
 
 TOKEN_BYTES = 16
@@ -57,8 +57,8 @@ def unpack_pass(data: bytes) -> Layout:
     Raises:
         ValueError: that is not what it is.
     """
-    T, R, S, P = _SHAPE.unpack_from(data)
-    return Layout.unpack((T, R, S, P), data[_SHAPE.size :])
+    T, R, S, P, W = _SHAPE.unpack_from(data)
+    return Layout.unpack((T, R, S, P, W), data[_SHAPE.size :])
 
 
 def pack_copy(source: Sequence[int], target: Sequence[int]) -> tuple[bytes, bytes]:

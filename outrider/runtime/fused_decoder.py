@@ -107,7 +107,7 @@ class FusedDecoder:
             if isinstance(rows, int):
                 rows = torch.arange(len(token_ids) - rows, len(token_ids), device=self._device)
             ops = self.choose_layers(batch.memory.keys[0].dtype).ops
-            return run_paged(self._layers, ops, batch, self._rotations_to(batch.longest), rows)
+            return run_paged(self._layers, ops, batch, self._rotations_to(batch.max_length), rows)
         masks = [batch.masks_for(self._group, window) for window in self._layers.windows]
         last, chosen = (batch.rows, rows) if rows is None or isinstance(rows, Tensor) else (rows, None)
         rotation = self._rotation(batch)

@@ -170,6 +170,7 @@ class PackedModel:
             self.runner,
             block_tokens=self.pool.block_tokens,
             vocab_size=self.loaded.vocab_size,
+            max_sequences=max_sequences,
         )
         buckets = buckets_for(max_sequences, min(widest, self.pool.max_length), pass_tokens=pass_tokens)
         said = captured.capture(capturer, buckets, seconds=seconds, most_bytes=most_bytes)

@@ -7,13 +7,14 @@ pages gathered, and its scores spelled out (`outrider.runtime.scores`). The kern
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
+from kernels.attention_work import work_list
 from outrider.runtime.batch import Chunk
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.kv_pool import BLOCK_TOKENS, KVPool
@@ -24,8 +25,7 @@ from outrider.runtime.selfcheck import Refusal, check, operation_tolerance
 
 AUTO, SDPA, EAGER, TRITON = "auto", "sdpa", "eager", "triton"
 
-# What our kernel holds of a row at once.
-_LARGEST_HEAD, _LARGEST_GROUP = 256, 64
+_LARGEST_HEAD = 256  # of our kernel: a program holds whole heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +97,8 @@ def _obstacle(layers: Sequence[AttentionLayer], device: torch.device) -> str:
     if find_spec("triton") is None:
         return "triton is not installed"
     for i, layer in enumerate(layers):
-        group = layer.heads // layer.kv_heads
-        if layer.head_dim > _LARGEST_HEAD or group > _LARGEST_GROUP:
-            most = f"{_LARGEST_HEAD} and {_LARGEST_GROUP}"
-            return f"layer {i} has heads of {layer.head_dim}, {group} to a key head, and it takes {most} at most"
+        if layer.head_dim > _LARGEST_HEAD:
+            return f"layer {i} has heads of {layer.head_dim}, and it takes {_LARGEST_HEAD} at most"
     return ""
 
 
@@ -115,11 +113,13 @@ def attend_triton(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch
         query,
         keys,
         values,
+        batch.positions,
         batch.row_starts,
         batch.lengths,
         batch.tables,
-        widest=batch.widest,
-        longest=batch.longest,
+        batch.items,
+        batch.row_slots,
+        slots=batch.slots,
         scaling=scoring.scaling,
         window=scoring.window,
         softcap=scoring.softcap,
@@ -148,9 +148,13 @@ def attend_eager(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch,
 
 # ------------------------------------------------------------------------------------------------------------ trial
 
-# Passes: (positions held before, rows) of each sequence. Keys of one page, of several, and of many; single rows alone;
-# and rows of a prompt.
-_PASSES = (((0, 1), (40, 6), (700, 17), (1500, 1)), ((0, 1), (300, 1)), ((20, 150),))
+# Passes: (positions held before, rows) of each sequence, and whether long ones are cut among programs. Keys of one
+# page, of several, and of many; single rows alone; and rows of a prompt.
+_PASSES = (
+    (((0, 1), (40, 6), (700, 17), (1500, 1)), True),
+    (((0, 1), (300, 1)), True),
+    (((20, 150), (550, 9)), False),
+)
 _LENGTH = 1501
 
 
@@ -166,8 +170,8 @@ def check_attention(
         device: where they lie.
     """
     for layer in dict.fromkeys(layers):
-        for spans in _PASSES:
-            told = _random_pass(choice, layer, spans, dtype, device)
+        for spans, cuts in _PASSES:
+            told = _random_pass(choice, layer, spans, cuts, dtype, device)
             why = check(
                 partial(_rows, choice.attend, *told), partial(_rows, attend_eager, *told), operation_tolerance(dtype)
             )
@@ -186,6 +190,7 @@ def _random_pass(
     choice: AttentionChoice,
     layer: AttentionLayer,
     spans: Sequence[tuple[int, int]],
+    cuts: bool,
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor, PagedBatch, Scoring]:
@@ -210,5 +215,8 @@ def _random_pass(
     query = torch.randn(rows, layer.heads, layer.head_dim, generator=generator).to(device, dtype)
     sinks = torch.randn(layer.heads, generator=generator).to(device, dtype) if layer.sinks else None
     scoring = Scoring(layer.scaling, layer.window or 0, layer.softcap, sinks)
-    batch = to_device(lay_out(chunks, pool), pool.pages, choice.attend, device, longest=_LENGTH)
+    layout = lay_out(chunks, pool)
+    work = work_list(layout.row_starts, layout.lengths, cuts=cuts)
+    layout = replace(layout, items=work.items, row_slots=work.row_slots)
+    batch = to_device(layout, pool.pages, choice.attend, device)
     return query, pool.pages.keys[0], pool.pages.values[0], batch, scoring

@@ -13,7 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.distribution import SamplingLaw
+from kernels.sparse import SparseConfig
 from outrider.runtime import attention, fused_decoder, fused_layers, paged_attention
+from outrider.runtime.cuda_graph import Repeating
+from outrider.runtime.decode_loop import Sampling
 from outrider.runtime.fused_layers import Frame, FusedLayers, LayerWeights
 from outrider.runtime.kv_memory import MemoryShape, PagedMemory
 from outrider.runtime.kv_pool import KVPool
@@ -107,7 +111,7 @@ def test_a_layout_says_where_each_row_goes_and_goes_itself_as_bytes() -> None:
         pool.extend(slot, held)
     layout = lay_out([Chunk(second, [7, 8], 5, 1), Chunk(first, [9, 10, 11], 3, 3)], pool)
     table = {slot: pool.table(slot) for slot in (first, second)}
-    assert layout.shape == (5, 1, 2, 2)
+    assert layout.shape == (5, 1, 2, 2, 2)
     assert layout.tokens.tolist() == [7, 8, 9, 10, 11]
     assert layout.positions.tolist() == [5, 6, 3, 4, 5]
     assert layout.places.tolist() == [
@@ -119,12 +123,13 @@ def test_a_layout_says_where_each_row_goes_and_goes_itself_as_bytes() -> None:
     ]
     assert (layout.rows.tolist(), layout.row_starts.tolist(), layout.lengths.tolist()) == ([1], [0, 2, 5], [7, 6])
     assert layout.tables.tolist() == [list(table[second]), list(table[first])]
+    assert (layout.items.tolist(), layout.row_slots.tolist()) == ([[0, 0, -1, -1], [1, 2, -1, -1]], [-1] * 5)
     again = Layout.unpack(layout.shape, layout.pack())
     assert all(map(np.array_equal, again._arrays(), layout._arrays()))
-    with pytest.raises(ValueError, match=r"has 164 bytes, not 163"):
+    with pytest.raises(ValueError, match=r"has 216 bytes, not 215"):
         Layout.unpack(layout.shape, layout.pack()[:-1])
-    with pytest.raises(ValueError, match="does not fit 8 rows, 2 sequences and 3 pages"):
-        layout.padded(rows=8, sequences=2, pages=3, nowhere=36)
+    with pytest.raises(ValueError, match=r"does not fit \(8, 8, 2, 3, 8\)"):
+        layout.padded((8, 8, 2, 3, 8), nowhere=36)
 
 
 def test_a_pool_of_pages_has_no_views_and_copies_what_is_shared_before_it_is_written() -> None:
@@ -180,13 +185,14 @@ ASKING = (
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton has no build for this platform")
-def test_our_kernel_is_tried_on_what_layers_ask_and_taken() -> None:
-    """Bounded scores and sinks too; interpreted here."""
+def test_our_kernel_is_tried_on_what_layers_ask_and_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounded scores and sinks too; interpreted here, where a block of few positions takes as long as one of many."""
+    monkeypatch.setattr("kernels.triton_attention.block_n", lambda head_dim, dtype: 64)
     found = choose_attention("triton", (KINDS[1], *ASKING), torch.float32, torch.device("cpu"))
     assert (found.name, found.block_tokens) == ("triton", 32)
     assert found.can_be_captured(torch.device("cuda"))
     wide = AttentionLayer(1, 1, 512, 1.0, None)
-    with pytest.raises(CheckpointError, match="layer 1 has heads of 512, 1 to a key head, and it takes 256 and 64"):
+    with pytest.raises(CheckpointError, match="layer 1 has heads of 512, and it takes 256 at most"):
         choose_attention("triton", (KINDS[0], wide), torch.float32, torch.device("cpu"))
 
 
@@ -197,6 +203,36 @@ def test_by_our_kernel_a_model_gives_what_it_gives_otherwise(name: str, load: Ca
     ordinary, paged = (PackedModel.build(load(name), 5, ROOM, attention=each) for each in (ORDINARY, choice))
     for found, wanted in zip(chat(paged, 3, 12), chat(ordinary, 3, 12), strict=True):
         assert torch.allclose(found, wanted, atol=2e-5)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton has no build for this platform")
+def test_captured_steps_and_passes_go_on_into_stretches_that_were_not_there(
+    load: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By our kernel, whose work is listed once for all steps. Stretches are short here."""
+    for module in ("attention_work", "triton_attention"):
+        monkeypatch.setattr(f"kernels.{module}.STRETCH", 16)
+    model = PackedModel.build(load("qwen3"), 5, 48, attention=AttentionChoice("triton", "interpreted", block_tokens=4))
+    config = SparseConfig(keep_mass=0.97, max_support=40)
+    bounds: dict[str, Any] = {"seconds": 1e3, "most_bytes": 1 << 30}
+    model.capture_decode_loop(Repeating(), config, sequences=3, tokens=6, vocab_size=VOCABULARY, races=False, **bounds)
+    model.capture(Repeating(), max_sequences=3, widest=2, **bounds)
+    plain = PackedModel.build(load("qwen3"), 5, 48)
+    rng = random.Random(3)
+    lengths = (13, 29, 5)
+    prompts = [rng.choices(range(VOCABULARY), k=length) for length in lengths]
+    slots = [model.pool.allocate() for _ in prompts]
+    chunks = [Chunk(slot, prompt, 0, len(prompt)) for slot, prompt in zip(slots, prompts, strict=True)]
+    sampling = Sampling(SamplingLaw(temperature=0), config, [0.5] * 6, VOCABULARY)
+    written = model.decode(chunks, [sampling] * 3)
+    assert model.captured is not None
+    for slot, prompt, each in zip(slots, prompts, written, strict=True):
+        text, own = [*prompt, *each.tokens], plain.pool.allocate()
+        rows = plain.forward([Chunk(own, text, 0, 0)])
+        assert rows[len(prompt) - 1 : -1].argmax(-1).tolist() == list(each.tokens)
+        found = model.forward([Chunk(slot, text[-1:], len(text) - 1, 0)])
+        assert model.captured.find(lay_out([Chunk(slot, [0], len(text), 0)], model.pool)) == 1
+        assert torch.allclose(found, rows[-1:], atol=2e-5)
 
 
 CHANGES: dict[str, Callable[[PagedBatch, Scoring], tuple[PagedBatch, Scoring]]] = {
@@ -296,8 +332,9 @@ def test_a_pass_on_a_gpu_never_asks_it_for_a_number(asks: bool) -> None:
             row_starts=torch.zeros(4, **ints),
             lengths=torch.zeros(3, **ints),
             tables=torch.zeros(3, 2, **ints),
-            widest=3,
-            longest=64,
+            items=torch.zeros(3, 4, **ints),
+            row_slots=torch.zeros(5, **ints),
+            slots=0,
             memory=memory,
             attention=attend,
         )
