@@ -226,13 +226,18 @@ def test_captured_steps_and_passes_go_on_into_stretches_that_were_not_there(
     sampling = Sampling(SamplingLaw(temperature=0), config, [0.5] * 6, VOCABULARY)
     written = model.decode(chunks, [sampling] * 3)
     assert model.captured is not None
+    held = []
     for slot, prompt, each in zip(slots, prompts, written, strict=True):
-        text, own = [*prompt, *each.tokens], plain.pool.allocate()
-        rows = plain.forward([Chunk(own, text, 0, 0)])
+        text = [*prompt, *each.tokens]
+        held.append((plain.pool.allocate(), len(text)))
+        rows = plain.forward([Chunk(held[-1][0], text, 0, 0)])
         assert rows[len(prompt) - 1 : -1].argmax(-1).tolist() == list(each.tokens)
         found = model.forward([Chunk(slot, text[-1:], len(text) - 1, 0)])
-        assert model.captured.find(lay_out([Chunk(slot, [0], len(text), 0)], model.pool)) == 1
         assert torch.allclose(found, rows[-1:], atol=2e-5)
+    ends = [Chunk(slots[i], [7, 8], held[i][1], 0) for i in (2, 1)]  # the first has one stretch, the other several
+    assert model.captured.find(lay_out(ends, model.pool)) == 4
+    wanted = torch.cat([plain.forward([Chunk(held[i][0], [7, 8], held[i][1], 0)]) for i in (2, 1)])
+    assert torch.allclose(model.forward(ends), wanted, atol=2e-5)
 
 
 CHANGES: dict[str, Callable[[PagedBatch, Scoring], tuple[PagedBatch, Scoring]]] = {
@@ -240,6 +245,10 @@ CHANGES: dict[str, Callable[[PagedBatch, Scoring], tuple[PagedBatch, Scoring]]] 
     "shorter": lambda batch, scoring: (replace(batch, lengths=batch.lengths - 1, layout=None), scoring),
     "another's pages": lambda batch, scoring: (replace(batch, tables=batch.tables.roll(1, 1)), scoring),
     "scale": lambda batch, scoring: (batch, replace(scoring, scaling=1.1 * scoring.scaling)),
+    "uncut": lambda batch, scoring: (
+        batch,
+        replace(scoring, scaling=2 * scoring.scaling) if not batch.slots and batch.max_length > 500 else scoring,
+    ),
     "no capping": lambda batch, scoring: (batch, replace(scoring, softcap=None)),
     "no sinks": lambda batch, scoring: (batch, replace(scoring, sinks=None)),
 }
