@@ -19,12 +19,11 @@ from kernels import paths
 from kernels.distribution import SamplingLaw
 from kernels.sparse import SparseConfig
 from kernels.verify import Proposed, Rule
-from outrider.runtime import layer_ops
 from outrider.runtime.cuda_graph import Repeating
 from outrider.runtime.decode_loop import Sampling
 from outrider.runtime.device import find_device, work_on
 from outrider.runtime.fused_decoder import FusedDecoder
-from outrider.runtime.layer_ops import TritonOps
+from outrider.runtime.layer_ops import check_layer_ops
 from outrider.runtime.memory import MIB
 from outrider.runtime.packed import Chunk, PackedModel
 from outrider.runtime.paged_attention import TRITON, AttentionChoice, check_attention
@@ -67,7 +66,7 @@ def _rounds(device: torch.device, dtype: torch.dtype) -> str:
     loaded = models.loaded(TINY_TARGET, plant, drafts=False, device=device, dtype=dtype)
     packed = PackedModel.build(loaded, 3, _LENGTH, attention=AttentionChoice(TRITON, "exercised"))
     assert isinstance(loaded.fused, FusedDecoder)
-    refusal = layer_ops.try_out(TritonOps, loaded.fused._layers, dtype)
+    refusal = check_layer_ops(loaded.fused._layers, dtype)
     if refusal:
         return f"layers: {refusal}"
     judge = TargetRunner(packed, vocab_size=TINY_TARGET.vocab, verify_path="triton")

@@ -20,7 +20,7 @@ from outrider.runtime.decode_loop import Decoded, Sampling
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fusion import fuse_model
 from outrider.runtime.kv_pool import KVPool
-from outrider.runtime.layer_ops import LayerChoice
+from outrider.runtime.layer_ops import LayerOps
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.memory import blocks_for, kv_dtype
 from outrider.runtime.paged import lay_out
@@ -72,7 +72,7 @@ class PackedModel:
         self.runner: Runner | None = None
         self.captured: GraphRunner | None = None
         self._decode_loop: CapturedDecodeLoop | None = None
-        self.layer_choice: LayerChoice | None = None
+        self.layer_choice: LayerOps | None = None
         if pool.pages is not None:
             if isinstance(self._program, PagedProgram):
                 self.layer_choice = self._program.choose_layers(pool.dtype)

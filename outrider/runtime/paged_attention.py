@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from kernels.attention_work import work_list
-from outrider.runtime.batch import Chunk
 from outrider.runtime.errors import CheckpointError
-from outrider.runtime.kv_pool import BLOCK_TOKENS, KVPool
-from outrider.runtime.paged import PagedAttention, PagedBatch, lay_out, to_device
+from outrider.runtime.kv_pool import BLOCK_TOKENS
+from outrider.runtime.paged import PagedAttention, PagedBatch, to_device
 from outrider.runtime.probe import AttentionLayer
 from outrider.runtime.scores import Scoring, attend_scores
-from outrider.runtime.selfcheck import Refusal, check, operation_tolerance
+from outrider.runtime.selfcheck import Refusal, check, operation_tolerance, random_pass
 
 AUTO, SDPA, EAGER, TRITON = "auto", "sdpa", "eager", "triton"
 
@@ -155,7 +154,6 @@ _PASSES = (
     (((0, 1), (300, 1)), True),
     (((20, 150), (550, 9)), False),
 )
-_LENGTH = 1501
 
 
 def check_attention(
@@ -171,7 +169,7 @@ def check_attention(
     """
     for layer in dict.fromkeys(layers):
         for spans, cuts in _PASSES:
-            told = _random_pass(choice, layer, spans, cuts, dtype, device)
+            told = _trial(choice, layer, spans, cuts, dtype, device)
             why = check(
                 partial(_rows, choice.attend, *told), partial(_rows, attend_eager, *told), operation_tolerance(dtype)
             )
@@ -186,7 +184,7 @@ def _rows(
     return {"rows": attend(query, keys, values, batch, scoring)}
 
 
-def _random_pass(
+def _trial(
     choice: AttentionChoice,
     layer: AttentionLayer,
     spans: Sequence[tuple[int, int]],
@@ -195,28 +193,12 @@ def _random_pass(
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor, PagedBatch, Scoring]:
     """What a `PagedAttention` takes."""
-    blocks = sum(-(-(start + count) // choice.block_tokens) for start, count in spans) + 2
-    pool = KVPool(
-        1, layer.kv_heads, layer.head_dim,
-        blocks=blocks, max_length=_LENGTH, dtype=dtype, device=device, block_tokens=choice.block_tokens, paged=True,
-    )  # fmt: skip
-    assert pool.pages is not None
-    generator = torch.Generator().manual_seed(layer.head_dim)
-    for store in (pool.pages.keys[0], pool.pages.values[0]):
-        store.copy_(torch.randn(store.shape, generator=generator))
-    pool.grow(pool.allocate(), 1)  # so that no sequence begins where the memory does
-    chunks = []
-    for start, count in reversed(spans):
-        slot = pool.allocate()
-        pool.grow(slot, start + count)
-        pool.extend(slot, start)
-        chunks.append(Chunk(slot, [0] * count, start, 0))
-    rows = sum(count for _, count in spans)
-    query = torch.randn(rows, layer.heads, layer.head_dim, generator=generator).to(device, dtype)
+    layout, memory = random_pass(spans, layer.kv_heads, layer.head_dim, dtype, device, block_tokens=choice.block_tokens)
+    if not cuts:
+        work = work_list(layout.row_starts, layout.lengths, cuts=False)
+        layout = replace(layout, items=work.items, row_slots=work.row_slots)
+    generator = torch.Generator().manual_seed(layer.heads)
+    query = torch.randn(len(layout.tokens), layer.heads, layer.head_dim, generator=generator).to(device, dtype)
     sinks = torch.randn(layer.heads, generator=generator).to(device, dtype) if layer.sinks else None
     scoring = Scoring(layer.scaling, layer.window or 0, layer.softcap, sinks)
-    layout = lay_out(chunks, pool)
-    work = work_list(layout.row_starts, layout.lengths, cuts=cuts)
-    layout = replace(layout, items=work.items, row_slots=work.row_slots)
-    batch = to_device(layout, pool.pages, choice.attend, device)
-    return query, pool.pages.keys[0], pool.pages.values[0], batch, scoring
+    return query, memory.keys[0], memory.values[0], to_device(layout, memory, choice.attend, device), scoring

@@ -17,8 +17,9 @@ from torch import Tensor
 from outrider.runtime.attention import NAME
 from outrider.runtime.batch import CausalMasks, Chunk, pack
 from outrider.runtime.errors import CheckpointError
+from outrider.runtime.kv_memory import PagedMemory
 from outrider.runtime.kv_pool import BLOCK_TOKENS, KVPool
-from outrider.runtime.paged import PagedAttention, lay_out, to_device
+from outrider.runtime.paged import Layout, PagedAttention, lay_out, to_device
 from outrider.runtime.probe import AttentionLayer
 
 if TYPE_CHECKING:
@@ -94,6 +95,45 @@ def logits_tolerance(dtype: torch.dtype, *, quantised: bool = False) -> float:
     dtype around that.
     """
     return _LOGITS if dtype in _FULL and not quantised else _LOGITS_HALF
+
+
+def random_pass(
+    spans: Sequence[tuple[int, int]],
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    block_tokens: int = BLOCK_TOKENS,
+) -> tuple[Layout, PagedMemory]:
+    """A pass over pages of one layer, full of random numbers, always the same.
+
+    Args:
+        spans: (positions held before, rows) of each sequence.
+        kv_heads: of the layer.
+        head_dim: of the layer.
+        dtype: of keys and values.
+        device: where they lie.
+        block_tokens: positions of a page.
+    """
+    pool = KVPool(
+        1, kv_heads, head_dim,
+        blocks=sum(-(-(start + count) // block_tokens) for start, count in spans) + 2,
+        max_length=max(start + count for start, count in spans),
+        dtype=dtype, device=device, block_tokens=block_tokens, paged=True,
+    )  # fmt: skip
+    assert pool.pages is not None
+    generator = torch.Generator().manual_seed(head_dim)
+    for store in (pool.pages.keys[0], pool.pages.values[0]):
+        store.copy_(torch.randn(store.shape, generator=generator))
+    pool.grow(pool.allocate(), 1)  # so that no sequence begins where the memory does
+    chunks = []
+    for start, count in reversed(spans):
+        slot = pool.allocate()
+        pool.grow(slot, start + count)
+        pool.extend(slot, start)
+        chunks.append(Chunk(slot, [0] * count, start, 0))
+    return lay_out(chunks, pool), pool.pages
 
 
 # ----------------------------------------------------------------------------------------------------- whole models

@@ -21,7 +21,7 @@ from outrider.runtime.decode_loop import Sampling
 from outrider.runtime.fused_layers import Frame, FusedLayers, LayerWeights
 from outrider.runtime.kv_memory import MemoryShape, PagedMemory
 from outrider.runtime.kv_pool import KVPool
-from outrider.runtime.layer_ops import TorchOps, run_paged
+from outrider.runtime.layer_ops import LayerOps, run_paged
 from outrider.runtime.loader import CheckpointError, LoadedModel
 from outrider.runtime.packed import Chunk, PackedModel
 from outrider.runtime.paged import Layout, PagedBatch, lay_out
@@ -349,7 +349,7 @@ def test_a_pass_on_a_gpu_never_asks_it_for_a_number(asks: bool) -> None:
         )
         rotations = torch.empty(64, 1, 8, device="meta", dtype=torch.complex64)
         layers = weightless_layers()
-        return run_paged(layers, TorchOps(layers), batch, rotations, None)
+        return run_paged(LayerOps(layers, ""), batch, rotations, None)
 
     if asks:
         with pytest.raises(RuntimeError, match=r"item\(\) cannot be called on meta tensors"):
