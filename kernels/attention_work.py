@@ -17,6 +17,9 @@ STRETCH = 256
 CUT_ITEMS = 256
 """Items of one stretch that a pass has at most, or as many as its longest tile has: enough for any GPU."""
 
+ITEM = 5
+"""Numbers of an item."""
+
 _INT = np.dtype(np.int32)
 
 
@@ -24,8 +27,8 @@ class Work(NamedTuple):
     """What attention over a pass of T rows consists of.
 
     Attributes:
-        items: int32 `[W, 4]`: sequence, first row of the tile, stretch, and the slot where the stretch's result goes;
-            stretch and slot are -1 where the item is the whole tile. An item of sequence -1 does nothing.
+        items: int32 `[W, 5]`: sequence, first row of the tile, its rows, stretch, and the slot of the stretch's
+            result; stretch and slot are -1 where the item is the whole tile. An item of no rows does nothing.
         row_slots: int32 `[T]`: slot of a row's first stretch, those of the next follow it, times `TILE_ROWS`, plus the
             row's number in its tile; -1 of rows in whole tiles.
     """
@@ -68,10 +71,10 @@ def work_list(row_starts: np.ndarray, lengths: np.ndarray, growth: int = 0, *, c
     first_slot = np.full(len(owner), -1)
     first_slot[cut] = stretches[cut].cumsum() - stretches[cut]
 
-    items = np.full((len(whole) + len(slots), 4), -1, _INT)
+    items = np.full((len(whole) + len(slots), ITEM), -1, _INT)
     order = np.concatenate((whole, cut_tile))
-    items[:, 0], items[:, 1] = owner[order], first[order]
-    items[len(whole) :, 2], items[len(whole) :, 3] = slots - first_slot[cut_tile], slots
+    items[:, 0], items[:, 1], items[:, 2] = owner[order], first[order], rows[order]
+    items[len(whole) :, 3], items[len(whole) :, 4] = slots - first_slot[cut_tile], slots
     own = first_slot.repeat(rows)
     row_slots = np.where(own < 0, -1, own * TILE_ROWS + np.arange(len(own)) - first.repeat(rows))
     return Work(items, row_slots.astype(_INT))

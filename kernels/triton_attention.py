@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_work import STRETCH, TILE_ROWS
+from kernels.attention_work import ITEM, STRETCH, TILE_ROWS
 
 _LARGEST_TILE = 64
 """Query rows of a program: rows of the pass, times heads."""
@@ -25,30 +25,33 @@ MERGE_OPTIONS = {"num_warps": 4}
 """How `merge_kernel` is compiled."""
 
 
-def sizes(heads: int, kv_heads: int, head_dim: int, page: int) -> dict[str, int]:
-    """Return the constants that both kernels share, which depend on the layer alone."""
+def sizes(heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
+    """Return the constants of both kernels: they follow the layer, and no pass."""
     group = heads // kv_heads
     part = min(group, _LARGEST_TILE // TILE_ROWS)
+    block_m = max(16, triton.next_power_of_2(TILE_ROWS * part))
+    block_d = max(16, triton.next_power_of_2(head_dim))
     return {
-        "KV_HEADS": kv_heads, "GROUP": group, "PART": part, "D": head_dim,
-        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)), "PAGE": page, "ROWS": TILE_ROWS,
-        "BLOCK_M": max(16, triton.next_power_of_2(TILE_ROWS * part)), "STRETCH": STRETCH,
+        "KV_HEADS": kv_heads, "GROUP": group, "PART": part, "D": head_dim, "BLOCK_D": block_d, "BLOCK_M": block_m,
+        "STRETCH": STRETCH,
     }  # fmt: skip
 
 
-def block_n(head_dim: int, dtype: torch.dtype) -> int:
-    """Return how many positions `attend_kernel` takes at a time: as many as its registers have room for."""
-    return 16 if dtype == torch.float32 else 64 if head_dim <= 128 else 32
+def attend_sizes(head_dim: int, page: int, dtype: torch.dtype) -> dict[str, int | str]:
+    """Return those of `attend_kernel` alone. It takes as many positions at a time as its registers have room for."""
+    if dtype == torch.float32:
+        return {"PAGE": page, "ITEM": ITEM, "BLOCK_N": 16, "PRECISION": "ieee"}
+    return {"PAGE": page, "ITEM": ITEM, "BLOCK_N": 64 if head_dim <= 128 else 32, "PRECISION": "tf32"}
+
+
+def merge_sizes(shared: dict[str, int]) -> dict[str, int]:
+    """Return those of `merge_kernel` alone."""
+    return {"ROWS": TILE_ROWS, "BLOCK_P": triton.next_power_of_2(shared["PART"])}
 
 
 def options(shared: dict[str, int]) -> dict[str, int]:
     """Return how `attend_kernel` is compiled."""
     return {"num_warps": 4 if shared["BLOCK_M"] * shared["BLOCK_D"] <= 4096 else 8, "num_stages": 2}
-
-
-def merged_heads(shared: dict[str, int]) -> int:
-    """Return BLOCK_P of `merge_kernel`: heads of a program, filled up."""
-    return triton.next_power_of_2(shared["PART"])
 
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -74,9 +77,9 @@ def _finish(peak, mass, found, sink, WITH_SINKS: tl.constexpr):
 
 
 # Numbers that differ from pass to pass: a kernel is compiled once for all of them. And arrays that lie behind others of
-# the pass, at any multiple of 4 bytes.
+# the pass, at any multiple of 4 or 8 bytes.
 _ANY = ["window", "pages"]
-_ANYWHERE = ["row_starts", "lengths", "tables", "items", "row_slots"]
+_ANYWHERE = ["positions", "row_starts", "lengths", "tables", "items", "row_slots"]
 
 
 @triton.jit(do_not_specialize=_ANY, do_not_specialize_on_alignment=_ANYWHERE)
@@ -85,20 +88,21 @@ def attend_kernel(
     out, partial, peaks, masses,
     scaling, softcap, window, pages,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    PAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, STRETCH: tl.constexpr,
-    BLOCK_N: tl.constexpr, CAPPED: tl.constexpr, WITH_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, STRETCH: tl.constexpr, PAGE: tl.constexpr, ITEM: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, CAPPED: tl.constexpr, WITH_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Do one item for PART heads of a key head's GROUP. Grid: items, KV heads · parts of a group."""
-    item = items + tl.program_id(0) * 4
-    s = tl.load(item)
-    if s < 0:
+    item = items + tl.program_id(0) * ITEM
+    rows = tl.load(item + 2)
+    if rows == 0:
         return
+    s = tl.load(item)
     begin = tl.load(item + 1)
-    stretch = tl.load(item + 2)
+    stretch = tl.load(item + 3)
     last = tl.load(row_starts + s + 1)
     length = tl.load(lengths + s)
     before = length - last  # what a row's number lacks to its position
-    end = tl.minimum(before + begin + ROWS, length)
+    end = before + begin + rows
     lowest = 0  # what no row of the tile sees is left out by whole blocks and stretches, which changes no sum
     if window > 0:
         lowest = tl.maximum(before + begin - window + 1, 0)
@@ -117,7 +121,7 @@ def attend_kernel(
     row = begin + m // PART
     within = (tl.program_id(1) % PARTS) * PART + m % PART
     head = kv * GROUP + within
-    own = (m < ROWS * PART) & (row < last) & (within < GROUP)
+    own = (row < begin + rows) & (within < GROUP)
     position = before + row
     at = row.to(tl.int64) * (KV_HEADS * GROUP) + head
     q = tl.load(query + at[:, None] * D + d[None, :], mask=own[:, None] & (d < D)[None, :], other=0.0)
@@ -161,7 +165,7 @@ def attend_kernel(
         there = out + at[:, None] * D + d[None, :]
         tl.store(there, found.to(out.dtype.element_ty), mask=own[:, None] & (d < D)[None, :])
     else:
-        slot = (tl.load(item + 3).to(tl.int64) * (KV_HEADS * PARTS) + tl.program_id(1)) * BLOCK_M + m
+        slot = (tl.load(item + 4).to(tl.int64) * (KV_HEADS * PARTS) + tl.program_id(1)) * BLOCK_M + m
         tl.store(partial + slot[:, None] * D + d[None, :], found, mask=own[:, None] & (d < D)[None, :])
         tl.store(peaks + slot, peak, mask=own)
         tl.store(masses + slot, mass, mask=own)
@@ -171,8 +175,7 @@ def attend_kernel(
 def merge_kernel(
     partial, peaks, masses, sinks, positions, row_slots, out, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    PAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, STRETCH: tl.constexpr,
-    BLOCK_P: tl.constexpr, WITH_SINKS: tl.constexpr,
+    BLOCK_M: tl.constexpr, STRETCH: tl.constexpr, ROWS: tl.constexpr, BLOCK_P: tl.constexpr, WITH_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Merge the stretches of one row, for PART heads. Grid: rows, KV heads · parts of a group."""
     row = tl.program_id(0)
@@ -246,7 +249,7 @@ def attend(
     """
     T, heads, D = query.shape
     _, page, kv_heads, _ = keys.shape
-    shared = sizes(heads, kv_heads, D, page)
+    shared = sizes(heads, kv_heads, D)
     programs = kv_heads * -(-shared["GROUP"] // shared["PART"])
     query = query.contiguous()
     out = torch.empty_like(query)
@@ -258,12 +261,12 @@ def attend(
     attend_kernel[(len(items), programs)](
         query, keys, values, row_starts, lengths, tables, items, told, out, partial, peaks, masses,
         scaling, softcap or 0.0, window, tables.shape[1],
-        **shared, BLOCK_N=block_n(D, query.dtype), CAPPED=softcap is not None, WITH_SINKS=sinks is not None,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", **options(shared),
+        **shared, **attend_sizes(D, page, query.dtype), CAPPED=softcap is not None, WITH_SINKS=sinks is not None,
+        **options(shared),
     )  # fmt: skip
     if slots:
         merge_kernel[(T, programs)](
             partial, peaks, masses, told, positions, row_slots, out, window,
-            **shared, BLOCK_P=merged_heads(shared), WITH_SINKS=sinks is not None, **MERGE_OPTIONS,
+            **shared, **merge_sizes(shared), WITH_SINKS=sinks is not None, **MERGE_OPTIONS,
         )  # fmt: skip
     return out

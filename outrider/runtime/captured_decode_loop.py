@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels import draw_static
-from kernels.attention_work import work_list, work_size
+from kernels.attention_work import ITEM, work_list, work_size
 from kernels.packed_arrays import Field, PackedArrays
 from kernels.sparse import SparseConfig, SparseLaw
 from outrider.runtime.batch import Chunk
@@ -166,7 +166,7 @@ class _Table:
                 "step": Field(np.int64, (1,)),
                 "temperatures": Field(np.float64, (S,)),
                 "tables": Field(np.int32, (S, pages)),
-                "items": Field(np.int32, (items, 4)),
+                "items": Field(np.int32, (items, ITEM)),
                 "row_slots": Field(np.int32, (S,)),
             }
         )
@@ -235,7 +235,6 @@ class _Table:
             host["tables"][s, : len(blocks)] = blocks
         # Each has one row, which moves on with every step.
         work = work_list(np.arange(self.sequences + 1), host["positions"] + 1, growth=self._size.tokens)
-        host["items"][...] = -1
         host["items"][: len(work.items)], host["row_slots"][...] = work.items, work.row_slots
         self._buffer.copy_(self._staged, non_blocking=True)
         self._logits[0, : len(chunks)].copy_(logits)

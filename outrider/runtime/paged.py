@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.attention_work import work_list
+from kernels.attention_work import ITEM, work_list
 from outrider.runtime.batch import Chunk
 from outrider.runtime.kv_memory import PagedMemory
 from outrider.runtime.kv_pool import KVPool
@@ -38,7 +38,7 @@ class Layout:
         row_starts: int32 `[S + 1]`: the first row of each sequence, and T.
         lengths: int32 `[S]`: how many positions of each hold keys and values, those of this pass included.
         tables: int32 `[S, P]`: the blocks of each, in order; what lies beyond its length is not read.
-        items: int32 `[W, 4]`: the work of attention; see `kernels.attention_work.Work`.
+        items: int32 `[W, 5]`: the work of attention; see `kernels.attention_work.Work`.
         row_slots: int32 `[T]`: likewise.
     """
 
@@ -60,14 +60,14 @@ class Layout:
     @property
     def slots(self) -> int:
         """How many slots the work of attention has."""
-        return int(self.items[:, 3].max(initial=-1)) + 1
+        return int(self.items[:, 4].max(initial=-1)) + 1
 
     @staticmethod
     def empty() -> "Layout":
         """A pass of no rows."""
         none, ints = np.zeros(0, _LONG), np.zeros(0, _INT)
         return Layout(
-            none, none, none, none, np.zeros(1, _INT), ints, np.zeros((0, 0), _INT), np.zeros((0, 4), _INT), ints
+            none, none, none, none, np.zeros(1, _INT), ints, np.zeros((0, 0), _INT), np.zeros((0, ITEM), _INT), ints
         )
 
     def pack(self) -> bytes:
@@ -114,7 +114,7 @@ class Layout:
             raise ValueError(
                 f"a pass of {self.shape} (rows, with logits, sequences, pages, items of work) does not fit {shape}"
             )
-        tables, items = np.zeros((sequences, pages), _INT), np.full((work, 4), -1, _INT)
+        tables, items = np.zeros((sequences, pages), _INT), np.zeros((work, ITEM), _INT)
         tables[:S, :P], items[:W] = self.tables, self.items
         return Layout(
             tokens=_fill(self.tokens, rows, 0),
@@ -195,7 +195,7 @@ class PagedBatch:
         positions: see `tokens`.
         places: see `tokens`.
         rows: see `tokens`.
-        row_starts: int32 `[S + 1]`; likewise `lengths` `[S]`, `tables` `[S, P]`, `items` `[W, 4]`, `row_slots` `[T]`.
+        row_starts: int32 `[S + 1]`; likewise `lengths` `[S]`, `tables` `[S, P]`, `items` `[W, 5]`, `row_slots` `[T]`.
         lengths: see `row_starts`.
         tables: see `row_starts`.
         items: see `row_starts`.
@@ -241,19 +241,23 @@ def to_device(layout: Layout, memory: PagedMemory, attention: PagedAttention, de
     """A pass on its device, after one copy."""
     room = torch.empty(Layout.size(layout.shape), dtype=torch.uint8, pin_memory=device.type == "cuda")
     layout.pack_into(room.numpy())
-    parts = _split(room.to(device, non_blocking=True), layout.shape)
-    return PagedBatch(*parts, slots=layout.slots, memory=memory, attention=attention, layout=layout)
+    batch = on_device(room.to(device, non_blocking=True), layout.shape, layout.slots, memory, attention)
+    batch.layout = layout
+    return batch
 
 
 def on_device(room: Tensor, shape: Shape, slots: int, memory: PagedMemory, attention: PagedAttention) -> PagedBatch:
     """The pass whose packed layout lies in `room`, uint8 on the device: views of it, no copies."""
-    return PagedBatch(*_split(room, shape), slots=slots, memory=memory, attention=attention)
+    tokens, positions, places, rows, row_starts, lengths, tables, items, row_slots = _split(room, shape)
+    return PagedBatch(
+        tokens, positions, places, rows, row_starts, lengths, tables, items, row_slots, slots, memory, attention
+    )
 
 
 def _parts(shape: Shape) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
     """Size and dtype of each array of a layout."""
     T, R, S, P, W = shape
-    longs, ints = [(T,), (T,), (T,), (R,)], [(S + 1,), (S,), (S, P), (W, 4), (T,)]
+    longs, ints = [(T,), (T,), (T,), (R,)], [(S + 1,), (S,), (S, P), (W, ITEM), (T,)]
     return [(size, _LONG) for size in longs] + [(size, _INT) for size in ints]
 
 

@@ -66,11 +66,10 @@ def fullest(support: int) -> Iterator[Variant]:
 
 def _attention(group: int, head_dim: int, *, capped: bool = False, sinks: bool = False) -> Iterator[Variant]:
     """Yield both kernels for 8 key heads."""
-    shared = triton_attention.sizes(8 * group, 8, head_dim, 32)
-    how = {"CAPPED": capped, "WITH_SINKS": sinks, "PRECISION": "tf32"}
-    block = {"BLOCK_N": triton_attention.block_n(head_dim, torch.bfloat16)}
-    yield "attend_kernel", triton_attention.options(shared), {**shared, **block, **how}
-    merged = {"BLOCK_P": triton_attention.merged_heads(shared), "WITH_SINKS": sinks}
+    shared = triton_attention.sizes(8 * group, 8, head_dim)
+    own = {**triton_attention.attend_sizes(head_dim, 32, torch.bfloat16), "CAPPED": capped, "WITH_SINKS": sinks}
+    yield "attend_kernel", triton_attention.options(shared), {**shared, **own}
+    merged = {**triton_attention.merge_sizes(shared), "WITH_SINKS": sinks}
     yield "merge_kernel", triton_attention.MERGE_OPTIONS, {**shared, **merged}
 
 

@@ -35,11 +35,12 @@ def done(work: Work, counts: list[int], lengths: list[int]) -> Counter[tuple[int
     """Each (row, stretch) that the list has, of those there are."""
     starts, found = np.cumsum([0, *counts]), Counter[tuple[int, int]]()
     slots = []
-    for s, first, stretch, slot in work.items.tolist():
+    for s, first, rows, stretch, slot in work.items.tolist():
         assert starts[s] <= first < starts[s + 1]
+        assert rows == min(TILE_ROWS, starts[s + 1] - first)
         assert (stretch < 0) == (slot < 0)
         slots.append(slot)
-        for row in range(first, min(first + TILE_ROWS, int(starts[s + 1]))):
+        for row in range(first, first + rows):
             position = lengths[s] - int(starts[s + 1]) + row
             mine = range(position // STRETCH + 1) if stretch < 0 else {stretch} & {*range(position // STRETCH + 1)}
             found.update((row, each) for each in mine)
@@ -60,11 +61,11 @@ def test_each_stretch_of_each_row_is_done_once(seed: int) -> None:
     assert done(work, counts, lengths) == seen(counts, lengths)
     whole = work_list(np.cumsum([0, *counts]), np.array(lengths), cuts=False)
     assert done(whole, counts, lengths) == seen(counts, lengths)
-    assert (whole.items[:, 2] == -1).all()
+    assert (whole.items[:, 3] == -1).all()
     items, slots = work_size(sum(counts), max(lengths))
     assert len(work.items) <= items
-    assert work.items[:, 3].max() < max(slots, 1)
-    assert (work.items.dtype, work.row_slots.dtype) == (np.int32, np.int32)
+    assert work.items[:, 4].max() < max(slots, 1)
+    assert {work.items.dtype, work.row_slots.dtype} == {np.dtype(np.int32)}
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -83,15 +84,15 @@ def test_a_list_with_growth_is_valid_at_every_length_up_to_it(seed: int) -> None
 def test_the_longest_tiles_are_cut_while_there_is_room() -> None:
     lengths = [STRETCH * 10 * (1 + i % 8) for i in range(64)]
     work = work_of([1] * 64, lengths)
-    whole = {s for s, _, stretch, _ in work.items.tolist() if stretch < 0}
+    whole = {s for s, _, _, stretch, _ in work.items.tolist() if stretch < 0}
     assert len(work.items) - len(whole) == 240
     assert {s for s in range(64) if s not in whole} == {7, 15, 23}
-    assert work_of([1, 1], [300 * STRETCH, 3]).items[:, 3].max() == 299, "one sequence is always cut"
+    assert work_of([1, 1], [300 * STRETCH, 3]).items[:, 4].max() == 299, "one sequence is always cut"
 
 
 def test_short_sequences_are_whole_and_sizes_follow_rows_and_length() -> None:
     assert work_of([1, 9, 0, 3], [STRETCH, 9, 0, 3]).items.tolist() == [
-        [0, 0, -1, -1], [1, 1, -1, -1], [1, 9, -1, -1], [3, 10, -1, -1],
+        [0, 0, 1, -1, -1], [1, 1, 8, -1, -1], [1, 9, 1, -1, -1], [3, 10, 3, -1, -1],
     ]  # fmt: skip
     assert work_size(5, STRETCH) == (5, 0), "nothing is ever cut"
     assert work_size(1, 8192) == (33, 32)

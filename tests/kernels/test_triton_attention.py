@@ -6,13 +6,14 @@ import random
 from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.attention_work import Work, work_list, work_size
+from kernels.attention_work import ITEM, Work, work_list, work_size
 from tests.kernels.paths import IS_INTERPRETED
 
 pytestmark = [
@@ -24,11 +25,15 @@ DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 SCALING = 0.3
 
 
+def wide_blocks(head_dim: int, page: int, dtype: torch.dtype) -> dict[str, int | str]:
+    """In place of `kernels.triton_attention.attend_sizes`: interpreted, a narrow block takes as long as a wide one."""
+    return {"PAGE": page, "ITEM": ITEM, "BLOCK_N": 64, "PRECISION": "ieee"}
+
+
 @pytest.fixture
 def few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpreted, a block of few positions takes as long as one of many."""
     if IS_INTERPRETED:
-        monkeypatch.setattr("kernels.triton_attention.block_n", lambda head_dim, dtype: 64)
+        monkeypatch.setattr("kernels.triton_attention.attend_sizes", wide_blocks)
 
 
 class Pages:
@@ -60,17 +65,17 @@ class Pages:
         growth: int = 0,
         filled: bool = False,
         work: Work | None = None,
-        **changed: Tensor,
+        **changed: Any,
     ) -> Tensor:
         """`filled`: up to a fixed size, as a captured pass is. `changed`: in place of what is."""
         from kernels.triton_attention import attend
 
         starts, lengths = np.cumsum([0, *self.counts]), np.array(self.lengths)
         work = work or work_list(starts, lengths, growth)
-        items, slots = work.items, int(work.items[:, 3].max()) + 1
+        items, slots = work.items, int(work.items[:, 4].max()) + 1
         if filled:
             size, slots = work_size(sum(self.counts), 2000)
-            items = np.concatenate((items, np.full((size - len(items), 4), -1, np.int32)))
+            items = np.concatenate((items, np.zeros((size - len(items), ITEM), np.int32)))
         nobodys = len(self.query) - sum(self.counts)
         positions = [
             length - count + row
@@ -153,7 +158,6 @@ def test_a_row_has_the_same_bits_however_tiles_are_cut_and_whoever_is_there(
     scores: tuple[int, float | None, bool],
 ) -> None:
     together = Pages(6, 2, 16, 8, LONG)
-    pools = {"keys": together.keys, "values": together.values}
     found = together.attend(*scores)
     assert torch.equal(together.attend(*scores, work=UNCUT), found)
     assert torch.equal(together.attend(*scores, growth=3000), found)
@@ -163,8 +167,9 @@ def test_a_row_has_the_same_bits_however_tiles_are_cut_and_whoever_is_there(
         for row in {0, count // 2, count - 1}:  # in a pass of its own
             alone = Pages(6, 2, 16, 8, [(length - count + row + 1, 1)])
             alone.tables, alone.sinks = together.tables[s : s + 1], together.sinks
-            own = together.query[first + row : first + row + 1]
-            assert torch.equal(alone.attend(*scores, query=own, **pools)[0], found[first + row])
+            alone.query = together.query[first + row : first + row + 1]
+            alone.keys, alone.values = together.keys, together.values
+            assert torch.equal(alone.attend(*scores)[0], found[first + row])
         first += count
 
 
@@ -172,10 +177,8 @@ STARTS, LENGTHS = np.array([0, 1, 6, 8, 17]), np.array([700, 40, 513, 1400])  # 
 CUT, UNCUT = (work_list(STARTS, LENGTHS, cuts=cuts) for cuts in (True, False))
 
 
-def _last_stretch_before_the_last(items: np.ndarray) -> None:
-    cut = items[items[:, 3] >= 0]
-    cut[-1, 2] -= 1
-    items[items[:, 3] >= 0] = cut
+def _the_last_stretch_twice(items: np.ndarray) -> None:
+    items[-1, 3] -= 1
 
 
 def _another_sequence(items: np.ndarray) -> None:
@@ -183,11 +186,12 @@ def _another_sequence(items: np.ndarray) -> None:
 
 
 def _slots_in_another_order(items: np.ndarray) -> None:
-    items[items[:, 3] >= 0, 3] = items[items[:, 3] >= 0, 3][::-1].copy()
+    cut = items[:, 4] >= 0
+    items[cut, 4] = items[cut, 4][::-1]
 
 
 @pytest.mark.usefixtures("few_blocks")
-@pytest.mark.parametrize("change", [_last_stretch_before_the_last, _another_sequence, _slots_in_another_order])
+@pytest.mark.parametrize("change", [_the_last_stretch_twice, _another_sequence, _slots_in_another_order])
 def test_a_list_that_is_wrong_shows(change: Callable[[np.ndarray], None]) -> None:
     pages = Pages(4, 2, 16, 8, LONG)
     wanted = pages.naive(0, None, False)

@@ -35,6 +35,7 @@ from outrider.runtime.paged_attention import (
 )
 from outrider.runtime.probe import AttentionLayer
 from outrider.runtime.scores import Scoring, attend_scores
+from tests.kernels.test_triton_attention import wide_blocks
 from tests.outrider.runtime.tiny import FAMILIES, VOCABULARY
 
 PAGED = AttentionChoice(EAGER, "to be held against the other", block_tokens=4)
@@ -123,10 +124,10 @@ def test_a_layout_says_where_each_row_goes_and_goes_itself_as_bytes() -> None:
     ]
     assert (layout.rows.tolist(), layout.row_starts.tolist(), layout.lengths.tolist()) == ([1], [0, 2, 5], [7, 6])
     assert layout.tables.tolist() == [list(table[second]), list(table[first])]
-    assert (layout.items.tolist(), layout.row_slots.tolist()) == ([[0, 0, -1, -1], [1, 2, -1, -1]], [-1] * 5)
+    assert (layout.items.tolist(), layout.row_slots.tolist()) == ([[0, 0, 2, -1, -1], [1, 2, 3, -1, -1]], [-1] * 5)
     again = Layout.unpack(layout.shape, layout.pack())
     assert all(map(np.array_equal, again._arrays(), layout._arrays()))
-    with pytest.raises(ValueError, match=r"has 216 bytes, not 215"):
+    with pytest.raises(ValueError, match=r"has 224 bytes, not 223"):
         Layout.unpack(layout.shape, layout.pack()[:-1])
     with pytest.raises(ValueError, match=r"does not fit \(8, 8, 2, 3, 8\)"):
         layout.padded((8, 8, 2, 3, 8), nowhere=36)
@@ -186,8 +187,8 @@ ASKING = (
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton has no build for this platform")
 def test_our_kernel_is_tried_on_what_layers_ask_and_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bounded scores and sinks too; interpreted here, where a block of few positions takes as long as one of many."""
-    monkeypatch.setattr("kernels.triton_attention.block_n", lambda head_dim, dtype: 64)
+    """Bounded scores and sinks too; interpreted here."""
+    monkeypatch.setattr("kernels.triton_attention.attend_sizes", wide_blocks)
     found = choose_attention("triton", (KINDS[1], *ASKING), torch.float32, torch.device("cpu"))
     assert (found.name, found.block_tokens) == ("triton", 32)
     assert found.can_be_captured(torch.device("cuda"))
@@ -341,7 +342,7 @@ def test_a_pass_on_a_gpu_never_asks_it_for_a_number(asks: bool) -> None:
             row_starts=torch.zeros(4, **ints),
             lengths=torch.zeros(3, **ints),
             tables=torch.zeros(3, 2, **ints),
-            items=torch.zeros(3, 4, **ints),
+            items=torch.zeros(3, 5, **ints),
             row_slots=torch.zeros(5, **ints),
             slots=0,
             memory=memory,
