@@ -51,7 +51,8 @@ def merge_sizes(shared: dict[str, int]) -> dict[str, int]:
 
 def options(shared: dict[str, int]) -> dict[str, int]:
     """Return how `attend_kernel` is compiled."""
-    return {"num_warps": 4 if shared["BLOCK_M"] * shared["BLOCK_D"] <= 4096 else 8, "num_stages": 2}
+    is_small = shared["BLOCK_M"] <= 32 and shared["BLOCK_M"] * shared["BLOCK_D"] <= 4096
+    return {"num_warps": 4 if is_small else 8, "num_stages": 2}
 
 
 _LOG2E = tl.constexpr(1.4426950408889634)

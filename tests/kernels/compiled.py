@@ -61,7 +61,7 @@ def fullest(support: int) -> Iterator[Variant]:
     yield "rotate_and_store_kernel", triton_layers.rotation_options(rotation), {**rotation, "NORMED": True}
     norm = triton_layers.norm_sizes(8192)
     yield "rms_norm_kernel", triton_layers.norm_options(norm), norm
-    yield from _attention(8, 64, capped=True, sinks=True)
+    yield from _attention(8, 128, capped=True, sinks=True)
 
 
 def _attention(group: int, head_dim: int, *, capped: bool = False, sinks: bool = False) -> Iterator[Variant]:
@@ -83,7 +83,7 @@ def plain() -> Iterator[Variant]:
     yield "rotate_and_store_kernel", triton_layers.rotation_options(rotation), {**rotation, "NORMED": False}
     norm = triton_layers.norm_sizes(896)
     yield "rms_norm_kernel", triton_layers.norm_options(norm), norm
-    for group, head_dim in ((4, 128), (7, 128), (2, 256)):
+    for group, head_dim in ((4, 128), (7, 64), (2, 256)):
         yield from _attention(group, head_dim)
     gate = triton_layers.gate_sizes(4864)
     yield "gated_kernel", triton_layers.gate_options(gate), gate
