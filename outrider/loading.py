@@ -168,7 +168,8 @@ def build_packed(
     """
     memory = memory or memory_of(loaded.device)
     is_shared = sharing is not None
-    choice = choose_attention(settings.attention, loaded.layers, kv_dtype(loaded), loaded.device, paged=is_shared)
+    with telling(memory, "trying the attention out"):
+        choice = choose_attention(settings.attention, loaded.layers, kv_dtype(loaded), loaded.device, paged=is_shared)
     _log.info("attending", attention=choice.name, reason=choice.reason, block_tokens=choice.block_tokens)
 
     def build(blocks: int) -> PackedModel:
