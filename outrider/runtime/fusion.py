@@ -18,7 +18,7 @@ from outrider.runtime.linear import PackedModule, can_pack, is_plain
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.norm import RMSNormModule
 from outrider.runtime.program import Program, TransformersProgram
-from outrider.runtime.selfcheck import check_program, logits_of, logits_tolerance
+from outrider.runtime.selfcheck import check_program, logits_tolerance
 
 _NORM_TOLERANCE = 1e-5
 
@@ -55,9 +55,8 @@ def _called_modules(loaded: LoadedModel) -> set[nn.Module]:
     linear = [module for module in loaded.model.modules() if is_plain(module, nn.Linear, Conv1D)]
     hooks = [module.register_forward_hook(lambda module, args, out: called.add(module)) for module in linear]
     try:
-        logits_of(
-            TransformersProgram(loaded.model), loaded.layers, loaded.reference.tokens, loaded.dtype, loaded.device
-        )
+        told = loaded.layers, loaded.reference, loaded.dtype, loaded.device
+        check_program(TransformersProgram(loaded.model), *told, float("inf"))
     finally:
         for hook in hooks:
             hook.remove()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -168,37 +169,23 @@ def check_attention(
         device: where they lie.
     """
     for layer in dict.fromkeys(layers):
+        generator = torch.Generator().manual_seed(layer.heads)
+        sinks = torch.randn(layer.heads, generator=generator).to(device, dtype) if layer.sinks else None
+        scoring = Scoring(layer.scaling, layer.window or 0, layer.softcap, sinks)
         for spans, cuts in _PASSES:
-            told = _trial(choice, layer, spans, cuts, dtype, device)
-            why = check(
-                partial(_rows, choice.attend, *told), partial(_rows, attend_eager, *told), operation_tolerance(dtype)
-            )
+            block = choice.block_tokens
+            layout, memory = random_pass(spans, layer.kv_heads, layer.head_dim, dtype, device, block_tokens=block)
+            work = work_list(layout.row_starts, layout.lengths, cuts=cuts)
+            layout = replace(layout, items=work.items, row_slots=work.row_slots)
+            batch = to_device(layout, memory, choice.attend, device)
+            query = torch.randn(len(layout.tokens), layer.heads, layer.head_dim, generator=generator)
+            told = query.to(device, dtype), memory.keys[0], memory.values[0], batch, scoring
+            candidate, reference = partial(_rows, choice.attend, *told), partial(_rows, attend_eager, *told)
+            why = check(candidate, reference, operation_tolerance(dtype))
             if why:
                 return why
     return None
 
 
-def _rows(
-    attend: PagedAttention, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, scoring: Scoring
-) -> dict[str, Tensor]:
-    return {"rows": attend(query, keys, values, batch, scoring)}
-
-
-def _trial(
-    choice: AttentionChoice,
-    layer: AttentionLayer,
-    spans: Sequence[tuple[int, int]],
-    cuts: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> tuple[Tensor, Tensor, Tensor, PagedBatch, Scoring]:
-    """What a `PagedAttention` takes."""
-    layout, memory = random_pass(spans, layer.kv_heads, layer.head_dim, dtype, device, block_tokens=choice.block_tokens)
-    if not cuts:
-        work = work_list(layout.row_starts, layout.lengths, cuts=False)
-        layout = replace(layout, items=work.items, row_slots=work.row_slots)
-    generator = torch.Generator().manual_seed(layer.heads)
-    query = torch.randn(len(layout.tokens), layer.heads, layer.head_dim, generator=generator).to(device, dtype)
-    sinks = torch.randn(layer.heads, generator=generator).to(device, dtype) if layer.sinks else None
-    scoring = Scoring(layer.scaling, layer.window or 0, layer.softcap, sinks)
-    return query, memory.keys[0], memory.values[0], to_device(layout, memory, choice.attend, device), scoring
+def _rows(attend: PagedAttention, *told: Any) -> dict[str, Tensor]:
+    return {"rows": attend(*told)}

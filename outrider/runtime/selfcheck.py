@@ -7,7 +7,7 @@ as other logits, before any request does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -204,6 +204,7 @@ def make_pool(
     )
 
 
+@torch.inference_mode()
 def check_program(
     program: Program,
     layers: Sequence[AttentionLayer],
@@ -217,6 +218,8 @@ def check_program(
 ) -> Refusal | None:
     """Holds a program's logits against the reference; a constant added to all of them changes no distribution.
 
+    Both sequences run interleaved, cut in two, the second part in the other order; only some rows ask for logits.
+
     Args:
         program: on trial.
         layers: what its attention layers ask for.
@@ -227,73 +230,43 @@ def check_program(
         attention: over pages of `block_tokens` positions; None runs each sequence in one piece.
         block_tokens: see `attention`.
     """
+    length = expected.tokens.shape[1]
+    cuts = (min(4, length), min(3, length))
+    # (sequence, start, count)
+    passes = [[(0, 0, cuts[0]), (1, 0, cuts[1])], [(1, cuts[1], length - cuts[1]), (0, cuts[0], length - cuts[0])]]
+    passes = [[span for span in spans if span[2]] for spans in passes if any(count for _, _, count in spans)]
+
+    def rows(of: Tensor, spans: list[tuple[int, int, int]]) -> Tensor:
+        return torch.cat([of[i, start : start + count] for i, start, count in spans])
+
+    def wanted(spans: list[tuple[int, int, int]]) -> Tensor:
+        count = len(rows(expected.tokens, spans))
+        return torch.arange(min(1, count - 1), count)
 
     def found() -> dict[str, Tensor]:
-        logits = logits_of(
-            program, layers, expected.tokens, dtype, device, attention=attention, block_tokens=block_tokens
-        )
-        return {"logits": _centred(logits)}
+        blocks = 2 * -(-length // block_tokens)
+        told: dict[str, Any] = {"dtype": dtype, "device": device, "block_tokens": block_tokens}
+        pool = make_pool(layers, blocks=blocks, max_length=length, paged=attention is not None, **told)
+        slots, masks = (pool.allocate(), pool.allocate()), CausalMasks(length, dtype, device)
+        logits = []
+        for spans in passes:
+            token_ids = rows(expected.tokens, spans)
+            batch: Batch
+            if attention is None:
+                batch = pack(((slots[i], start, count) for i, start, count in spans), pool, masks)
+            else:
+                assert pool.pages is not None
+                layout = lay_out([Chunk(slots[i], [0] * count, start, 0) for i, start, count in spans], pool)
+                batch = to_device(replace(layout, tokens=token_ids.numpy()), pool.pages, attention, device)
+            logits.append(program(token_ids.to(device), batch, wanted(spans).to(device)).float().cpu())
+            for i, start, count in spans:
+                pool.extend(slots[i], start + count)
+        return {"logits": _centred(torch.cat(logits))}
 
-    def wanted() -> dict[str, Tensor]:
-        passes = [
-            torch.cat([expected.logits[i, start : start + count] for i, start, count in spans])[rows]
-            for spans, rows in _passes(expected.tokens.shape[1])
-        ]
-        return {"logits": _centred(torch.cat(passes))}
+    def reference() -> dict[str, Tensor]:
+        return {"logits": _centred(torch.cat([rows(expected.logits, spans)[wanted(spans)] for spans in passes]))}
 
-    return check(found, wanted, tolerance, typical=True)
-
-
-def _passes(length: int) -> Iterator[tuple[list[tuple[int, int, int]], Tensor]]:
-    """Two sequences interleaved, cut in two, the second part in the other order: (sequence, start, count) of each, and
-    the rows that ask for logits.
-    """
-    cuts = (min(4, length), min(3, length))
-    for spans in ([(0, 0, cuts[0]), (1, 0, cuts[1])], [(1, cuts[1], length - cuts[1]), (0, cuts[0], length - cuts[0])]):
-        spans = [span for span in spans if span[2]]
-        rows = sum(count for _, _, count in spans)
-        if rows:
-            yield spans, torch.arange(min(1, rows - 1), rows)
-
-
-@torch.inference_mode()
-def logits_of(
-    program: Program,
-    layers: Sequence[AttentionLayer],
-    tokens: Tensor,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    attention: PagedAttention | None = None,
-    block_tokens: int = BLOCK_TOKENS,
-) -> Tensor:
-    """What a program makes of the two sequences of a `Reference`, `[R, V]` on the CPU; see `check_program`."""
-    length = tokens.shape[1]
-    pool = make_pool(
-        layers,
-        blocks=2 * -(-length // block_tokens),
-        max_length=length,
-        dtype=dtype,
-        device=device,
-        block_tokens=block_tokens,
-        paged=attention is not None,
-    )
-    slots = (pool.allocate(), pool.allocate())
-    masks = CausalMasks(length, dtype, device)
-    found = []
-    for spans, rows in _passes(length):
-        token_ids = torch.cat([tokens[i, start : start + count] for i, start, count in spans])
-        batch: Batch
-        if attention is None:
-            batch = pack(((slots[i], start, count) for i, start, count in spans), pool, masks)
-        else:
-            assert pool.pages is not None
-            layout = lay_out([Chunk(slots[i], [0] * count, start, 0) for i, start, count in spans], pool)
-            batch = to_device(replace(layout, tokens=token_ids.numpy()), pool.pages, attention, device)
-        found.append(program(token_ids.to(device), batch, rows.to(device)).float().cpu())
-        for i, start, count in spans:
-            pool.extend(slots[i], start + count)
-    return torch.cat(found)
+    return check(found, reference, tolerance, typical=True)
 
 
 def _centred(logits: Tensor) -> Tensor:
