@@ -65,7 +65,7 @@ def check(
         torch.OutOfMemoryError: either has no room, which says nothing about the candidate.
     """
     try:
-        found = candidate()
+        found = {name: each.float().cpu() for name, each in candidate().items()}  # a GPU says here what went wrong
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -73,7 +73,7 @@ def check(
         refusal.cause = error
         return refusal
     for name, wanted in reference().items():
-        distance = _distance(found[name].float().cpu(), wanted.float().cpu(), typical)
+        distance = _distance(found[name], wanted.float().cpu(), typical)
         if not distance <= tolerance:
             return Refusal(f"{name} differ by {distance:.2g} of their size, {tolerance:g} allowed")
     return None
