@@ -19,9 +19,9 @@ from benchmarks.gpu_bench import Bench, Json, Unavailable
 from benchmarks.gpu_packed import paged_model
 from benchmarks.planted import models
 from benchmarks.planted.shapes import Shape
-from outrider.runtime.attention_choice import SDPA
 from outrider.runtime.cuda_graph import capturer_for
 from outrider.runtime.memory import MIB
+from outrider.runtime.paged_attention import EAGER
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -91,8 +91,8 @@ def _chosen(bench: Bench, shape: Shape, dtype: str) -> Json:
             seconds=_GRAPH_SECONDS,
             most_bytes=_GRAPH_BYTES,
         )
-    if bench.device.type == "cuda" and attention.name == SDPA:
-        bench.troubles.append(f"{shape.name} in {dtype} attends one sequence at a time: {attention.reason}")
+    if bench.device.type == "cuda" and attention.name == EAGER:
+        bench.troubles.append(f"{shape.name} in {dtype} attends without our kernel: {attention.reason}")
     bench.told(f"{shape.name} in {dtype}: attention {attention.name}, graphs {graphs}")
     return {
         "attention": attention.name,

@@ -19,15 +19,14 @@ from kernels import paths
 from kernels.sampling import Draw, SamplingLaw
 from kernels.sparse import SparseConfig
 from kernels.verify import Proposed, Rule
-from outrider.runtime import layer_ops
-from outrider.runtime.attention_choice import TRITON, AttentionChoice, try_out
 from outrider.runtime.cuda_graph import Repeating
 from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.device import find_device, work_on
 from outrider.runtime.fused_decoder import FusedDecoder
-from outrider.runtime.layer_ops import TritonOps
+from outrider.runtime.layer_ops import check_layer_ops
 from outrider.runtime.memory import MIB
 from outrider.runtime.packed import Chunk, PackedModel
+from outrider.runtime.paged_attention import TRITON, AttentionChoice, check_attention
 from outrider.runtime.probe import AttentionLayer
 from verifier_service.target_runner import TargetRunner
 
@@ -51,7 +50,7 @@ def main() -> int:
         for V in (300, 5003) if on_gpu else (300,):
             paths.warm_up("triton", device, dtype, V, V + 5)
         heads = _HEADS if on_gpu else _HEADS[:1]
-        refusal = try_out(AttentionChoice(TRITON, "exercised"), heads, dtype, device)
+        refusal: str | None = check_attention(AttentionChoice(TRITON, "exercised"), heads, dtype, device)
         if refusal:
             print(f"attention in {dtype}: {refusal}")
             return 1
@@ -67,7 +66,7 @@ def _rounds(device: torch.device, dtype: torch.dtype) -> str:
     loaded = models.loaded(TINY_TARGET, plant, drafts=False, device=device, dtype=dtype)
     packed = PackedModel.build(loaded, 3, _LENGTH, attention=AttentionChoice(TRITON, "exercised"))
     assert isinstance(loaded.fused, FusedDecoder)
-    refusal = layer_ops.try_out(TritonOps, loaded.fused._layers, dtype)
+    refusal = check_layer_ops(loaded.fused._layers, dtype)
     if refusal:
         return f"layers: {refusal}"
     judge = TargetRunner(packed, vocab_size=TINY_TARGET.vocab, verify_path="triton")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.gpu_bench import Unavailable
-from outrider.runtime.attention_choice import AUTO, choose_attention
 from outrider.runtime.cuda_graph import capturer_for
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.memory import MIB, kv_dtype
 from outrider.runtime.packed import PackedModel
+from outrider.runtime.paged_attention import AUTO, choose_attention
 
 RECORD_SECONDS = 60.0
 RECORD_BYTES = 4096 * MIB

@@ -1,11 +1,12 @@
 """Attention over pages of keys and values: rows of many sequences at once, each to its own pages up to itself.
 
-A program takes a few rows of one sequence, all query heads of one key head, and a stretch of `SPLIT` positions. Where
-there are several stretches a second launch puts them together. Their borders are those of positions: sums are in an
-order that neither company nor the place of blocks changes. Only the size of the tile (single rows, or more) and of the
-pass (`FEW_ROWS`) may round otherwise.
+A program takes an item of the work list (`kernels.attention_work`): a tile of rows of one sequence with query heads of
+one key head, and one stretch of its positions, or all it sees. Each stretch is attended to by itself, block by block,
+and stretches are merged in their order: by the program that does them all, or by a second launch. Both merge alike, and
+borders are those of positions. So the result of a row has the same bits whatever else is in the pass, however its
+sequence is cut, and whichever rows share its tile.
 
-Nothing waits for the host, and no shape depends on what tensors hold: a CUDA graph may hold it. It knows no models.
+Nothing waits for the host, and no shape depends on what tensors hold: a CUDA graph may hold it.
 """
 
 from __future__ import annotations
@@ -15,137 +16,212 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-SPLIT = 512
-"""Positions of a stretch."""
+from kernels.attention_work import ITEM, STRETCH, TILE_ROWS
 
-FEW_ROWS = 128
-"""Rows of a pass up to which positions are split: more of them keep a device busy without, and would take much room."""
+_LARGEST_TILE = 64
+"""Query rows of a program: rows of the pass, times heads."""
 
-
-def options(block_m: int) -> dict[str, int]:
-    """Return how `attend_kernel` is compiled for so many query rows."""
-    return {"num_warps": 4 if block_m == 16 else 8, "num_stages": 2}
+MERGE_OPTIONS = {"num_warps": 4}
+"""How `merge_kernel` is compiled."""
 
 
-COMBINE_OPTIONS = {"num_warps": 4}
-"""How `combine_kernel` is compiled."""
+def sizes(heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
+    """Return the constants of both kernels: they follow the layer, and no pass."""
+    group = heads // kv_heads
+    part = min(group, _LARGEST_TILE // TILE_ROWS)
+    block_m = max(16, triton.next_power_of_2(TILE_ROWS * part))
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    return {
+        "KV_HEADS": kv_heads, "GROUP": group, "PART": part, "D": head_dim, "BLOCK_D": block_d, "BLOCK_M": block_m,
+        "STRETCH": STRETCH,
+    }  # fmt: skip
+
+
+def attend_sizes(head_dim: int, page: int, dtype: torch.dtype) -> dict[str, int | str]:
+    """Return those of `attend_kernel` alone. It takes as many positions at a time as its registers have room for."""
+    if dtype == torch.float32:
+        return {"PAGE": page, "ITEM": ITEM, "BLOCK_N": 16, "PRECISION": "ieee"}
+    return {"PAGE": page, "ITEM": ITEM, "BLOCK_N": 64 if head_dim <= 128 else 32, "PRECISION": "tf32"}
+
+
+def merge_sizes(shared: dict[str, int]) -> dict[str, int]:
+    """Return those of `merge_kernel` alone."""
+    return {"ROWS": TILE_ROWS, "BLOCK_P": triton.next_power_of_2(shared["PART"])}
+
+
+def options(shared: dict[str, int]) -> dict[str, int]:
+    """Return how `attend_kernel` is compiled."""
+    is_small = shared["BLOCK_M"] <= 32 and shared["BLOCK_M"] * shared["BLOCK_D"] <= 4096
+    return {"num_warps": 4 if is_small else 8, "num_stages": 2}
+
 
 _LOG2E = tl.constexpr(1.4426950408889634)
+_NEVER = tl.constexpr(float("-inf"))
 
 
-# Numbers that differ from pass to pass: a kernel is compiled once for all of them.
-_ANY = ["window", "row_blocks", "pages", "splits", "sequences"]
-# And what lies behind others of the pass, 4 bytes a sequence.
-_ANYWHERE = ["row_starts", "lengths", "tables"]
+@triton.jit
+def _merge(peak, mass, found, more_peak, more_mass, more_found):
+    """Put two parts of a softmax together. Spelled out in fused products, so that any kernel rounds it alike."""
+    higher = tl.maximum(peak, more_peak)
+    base = tl.where(higher == _NEVER, 0.0, higher)
+    kept, added = tl.exp2(peak - base), tl.exp2(more_peak - base)
+    mass = tl.fma(mass, kept, more_mass * added)
+    return higher, mass, tl.fma(found, tl.broadcast_to(kept[:, None], found.shape), more_found * added[:, None])
+
+
+@triton.jit
+def _finish(peak, mass, found, sink, WITH_SINKS: tl.constexpr):
+    """Divide by all the mass there is, that of the sinks included."""
+    if WITH_SINKS:
+        mass += tl.exp2(sink.to(tl.float32) * _LOG2E - peak)
+    return found / mass[:, None]
+
+
+# Numbers that differ from pass to pass: a kernel is compiled once for all of them. And arrays that lie behind others of
+# the pass, at any multiple of 4 or 8 bytes.
+_ANY = ["window", "pages"]
+_ANYWHERE = ["positions", "row_starts", "lengths", "tables", "items", "row_slots"]
 
 
 @triton.jit(do_not_specialize=_ANY, do_not_specialize_on_alignment=_ANYWHERE)
 def attend_kernel(
-    query, keys, values, row_starts, lengths, tables, sinks,
+    query, keys, values, row_starts, lengths, tables, items, sinks,
     out, partial, peaks, masses,
-    scaling, softcap, window, row_blocks, pages, splits,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STRETCH: tl.constexpr, SPLIT_UP: tl.constexpr, CAPPED: tl.constexpr, WITH_SINKS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    scaling, softcap, window, pages,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, STRETCH: tl.constexpr, PAGE: tl.constexpr, ITEM: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, CAPPED: tl.constexpr, WITH_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Attend with some rows of a sequence to a stretch of it. Grid: sequences · row_blocks, KV heads, splits."""
-    s = tl.program_id(0) // row_blocks
-    kv = tl.program_id(1)
-    split = tl.program_id(2)
-    ROWS: tl.constexpr = BLOCK_M // GROUP
-    first = tl.load(row_starts + s)
-    last = tl.load(row_starts + s + 1)
-    begin = first + (tl.program_id(0) % row_blocks) * ROWS
-    if begin >= last:
+    """Do one item for PART heads of a key head's GROUP. Grid: items, KV heads · parts of a group."""
+    item = items + tl.program_id(0) * ITEM
+    rows = tl.load(item + 2)
+    if rows == 0:
         return
+    s = tl.load(item)
+    begin = tl.load(item + 1)
+    stretch = tl.load(item + 3)
+    last = tl.load(row_starts + s + 1)
     length = tl.load(lengths + s)
+    before = length - last  # what a row's number lacks to its position
+    end = before + begin + rows
+    lowest = 0  # what no row of the tile sees is left out by whole blocks and stretches, which changes no sum
+    if window > 0:
+        lowest = tl.maximum(before + begin - window + 1, 0)
+    low = lowest // STRETCH
+    high = (end + STRETCH - 1) // STRETCH
+    if stretch >= 0:
+        low = tl.maximum(low, stretch)
+        high = tl.minimum(high, stretch + 1)
+    if low >= high:
+        return
+
+    PARTS: tl.constexpr = (GROUP + PART - 1) // PART
+    kv = tl.program_id(1) // PARTS
     m = tl.arange(0, BLOCK_M)
-    row = begin + m // GROUP
-    head = kv * GROUP + m % GROUP
-    own = (m < ROWS * GROUP) & (row < last)
-    position = length - last + row  # of each row in its sequence
     d = tl.arange(0, BLOCK_D)
+    row = begin + m // PART
+    within = (tl.program_id(1) % PARTS) * PART + m % PART
+    head = kv * GROUP + within
+    own = (row < begin + rows) & (within < GROUP)
+    position = before + row
     at = row.to(tl.int64) * (KV_HEADS * GROUP) + head
     q = tl.load(query + at[:, None] * D + d[None, :], mask=own[:, None] & (d < D)[None, :], other=0.0)
 
-    peak = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    peak = tl.full([BLOCK_M], _NEVER, tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)
     found = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    start = split * STRETCH
-    stop = tl.minimum(start + STRETCH, tl.minimum(length, length - last + begin + ROWS))
-    if window > 0:  # what no row sees is left out by whole blocks, which changes no sum
-        start = tl.maximum(start, tl.maximum(length - last + begin - window + 1, 0) // BLOCK_N * BLOCK_N)
-    for n0 in range(start, stop, BLOCK_N):
-        n = n0 + tl.arange(0, BLOCK_N)
-        page = tl.load(tables + s.to(tl.int64) * pages + n // PAGE, mask=n < stop, other=0)
-        place = page.to(tl.int64) * PAGE + n % PAGE
-        there = (place * KV_HEADS + kv)[:, None] * D + d[None, :]
-        known = (n < stop)[:, None] & (d < D)[None, :]
-        k = tl.load(keys + there, mask=known, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scaling
-        if CAPPED:
-            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
-        seen = (n[None, :] <= position[:, None]) & (n < stop)[None, :]
-        if window > 0:
-            seen = seen & (n[None, :] > position[:, None] - window)
-        scores = tl.where(seen, scores * _LOG2E, -float("inf"))
-        higher = tl.maximum(peak, tl.max(scores, 1))
-        base = tl.where(higher == -float("inf"), 0.0, higher)
-        weights = tl.exp2(scores - base[:, None])
-        kept = tl.exp2(peak - base)
-        mass = mass * kept + tl.sum(weights, 1)
-        v = tl.load(values + there, mask=known, other=0.0)
-        found = found * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-        peak = higher
+    for each in range(low, high):
+        own_peak = tl.full([BLOCK_M], _NEVER, tl.float32)
+        own_mass = tl.zeros([BLOCK_M], tl.float32)
+        own_found = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        start = tl.maximum(each * STRETCH, lowest // BLOCK_N * BLOCK_N)
+        stop = tl.minimum(each * STRETCH + STRETCH, end)
+        for n0 in range(start, stop, BLOCK_N):
+            n = n0 + tl.arange(0, BLOCK_N)
+            page = tl.load(tables + s.to(tl.int64) * pages + n // PAGE, mask=n < stop, other=0)
+            place = page.to(tl.int64) * PAGE + n % PAGE
+            there = (place * KV_HEADS + kv)[:, None] * D + d[None, :]
+            known = (n < stop)[:, None] & (d < D)[None, :]
+            k = tl.load(keys + there, mask=known, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scaling
+            if CAPPED:
+                scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+            seen = (n[None, :] <= position[:, None]) & (n < stop)[None, :]
+            if window > 0:
+                seen = seen & (n[None, :] > position[:, None] - window)
+            scores = tl.where(seen, scores * _LOG2E, _NEVER)
+            higher = tl.maximum(own_peak, tl.max(scores, 1))
+            base = tl.where(higher == _NEVER, 0.0, higher)
+            weights = tl.exp2(scores - base[:, None])
+            kept = tl.exp2(own_peak - base)
+            own_mass = own_mass * kept + tl.sum(weights, 1)
+            v = tl.load(values + there, mask=known, other=0.0)
+            own_found = own_found * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+            own_peak = higher
+        peak, mass, found = _merge(peak, mass, found, own_peak, own_mass, own_found)
 
-    if not SPLIT_UP:
-        if WITH_SINKS:
-            mass += tl.exp2(tl.load(sinks + head).to(tl.float32) * _LOG2E - peak)
-        found = found / mass[:, None]
-        tl.store(
-            out + at[:, None] * D + d[None, :], found.to(out.dtype.element_ty), mask=own[:, None] & (d < D)[None, :]
-        )
+    if stretch < 0:
+        sink = tl.load(sinks + head, mask=own, other=0.0) if WITH_SINKS else 0.0
+        found = _finish(peak, mass, found, sink, WITH_SINKS)
+        there = out + at[:, None] * D + d[None, :]
+        tl.store(there, found.to(out.dtype.element_ty), mask=own[:, None] & (d < D)[None, :])
     else:
-        at = at * splits + split
-        tl.store(partial + at[:, None] * D + d[None, :], found, mask=own[:, None] & (d < D)[None, :])
-        tl.store(peaks + at, peak, mask=own)
-        tl.store(masses + at, mass, mask=own)
+        slot = (tl.load(item + 4).to(tl.int64) * (KV_HEADS * PARTS) + tl.program_id(1)) * BLOCK_M + m
+        tl.store(partial + slot[:, None] * D + d[None, :], found, mask=own[:, None] & (d < D)[None, :])
+        tl.store(peaks + slot, peak, mask=own)
+        tl.store(masses + slot, mass, mask=own)
 
 
 @triton.jit(do_not_specialize=_ANY, do_not_specialize_on_alignment=_ANYWHERE)
-def combine_kernel(
-    partial, peaks, masses, sinks, row_starts, out, sequences, splits,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, WITH_SINKS: tl.constexpr,
+def merge_kernel(
+    partial, peaks, masses, sinks, positions, row_slots, out, window,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, STRETCH: tl.constexpr, ROWS: tl.constexpr, BLOCK_P: tl.constexpr, WITH_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Put the stretches of one row and head together. Grid: rows · heads."""
-    at = tl.program_id(0).to(tl.int64)
-    if tl.program_id(0) // HEADS >= tl.load(row_starts + sequences):  # a row of no sequence
+    """Merge the stretches of one row, for PART heads. Grid: rows, KV heads · parts of a group."""
+    row = tl.program_id(0)
+    first = tl.load(row_slots + row)
+    if first < 0:
         return
-    i = tl.arange(0, BLOCK_S)
+    PARTS: tl.constexpr = (GROUP + PART - 1) // PART
+    position = tl.load(positions + row).to(tl.int32)
+    low = 0
+    if window > 0:
+        low = tl.maximum(position - window + 1, 0) // STRETCH
+    p = tl.arange(0, BLOCK_P)
     d = tl.arange(0, BLOCK_D)
-    peak = tl.load(peaks + at * splits + i, mask=i < splits, other=-float("inf"))
-    highest = tl.max(peak, 0)
-    shares = tl.exp2(peak - highest)
-    mass = tl.sum(shares * tl.load(masses + at * splits + i, mask=i < splits, other=0.0), 0)
-    if WITH_SINKS:
-        mass += tl.exp2(tl.load(sinks + tl.program_id(0) % HEADS).to(tl.float32) * _LOG2E - highest)
-    there = (at * splits + i)[:, None] * D + d[None, :]
-    parts = tl.load(partial + there, mask=(i < splits)[:, None] & (d < D)[None, :], other=0.0)
-    found = tl.sum(parts * shares[:, None], 0) / mass
-    tl.store(out + at * D + d, found.to(out.dtype.element_ty), mask=d < D)
+    within = (tl.program_id(1) % PARTS) * PART + p
+    own = (p < PART) & (within < GROUP)
+    known = own[:, None] & (d < D)[None, :]
+    peak = tl.full([BLOCK_P], _NEVER, tl.float32)
+    mass = tl.zeros([BLOCK_P], tl.float32)
+    found = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
+    for each in tl.range(low, position // STRETCH + 1, loop_unroll_factor=4):
+        slot = (first // ROWS + each).to(tl.int64) * (KV_HEADS * PARTS) + tl.program_id(1)
+        at = slot * BLOCK_M + (first % ROWS) * PART + p
+        own_peak = tl.load(peaks + at, mask=own, other=0.0)
+        own_mass = tl.load(masses + at, mask=own, other=1.0)
+        own_found = tl.load(partial + at[:, None] * D + d[None, :], mask=known, other=0.0)
+        peak, mass, found = _merge(peak, mass, found, own_peak, own_mass, own_found)
+    head = (tl.program_id(1) // PARTS) * GROUP + within
+    sink = tl.load(sinks + head, mask=own, other=0.0) if WITH_SINKS else 0.0
+    found = _finish(peak, mass, found, sink, WITH_SINKS)
+    at = row.to(tl.int64) * (KV_HEADS * GROUP) + head
+    tl.store(out + at[:, None] * D + d[None, :], found.to(out.dtype.element_ty), mask=known)
 
 
 def attend(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
+    positions: Tensor,
     row_starts: Tensor,
     lengths: Tensor,
     tables: Tensor,
+    items: Tensor,
+    row_slots: Tensor,
     *,
-    widest: int,
-    longest: int,
+    slots: int,
     scaling: float,
     window: int = 0,
     softcap: float | None = None,
@@ -157,12 +233,13 @@ def attend(
         query: `[T, heads, D]`, heads and their numbers side by side; the rows of sequences, one after the other.
         keys: `[blocks, block_tokens, kv_heads, D]`, of the dtype of the query.
         values: like `keys`.
-        row_starts: int32 `[S + 1]`: the first row of each sequence, and where the last one's end; rows behind that are
-            nobody's, and what is returned of them is not set.
+        positions: int64 `[T]`, of each row in its sequence.
+        row_starts: int32 `[S + 1]`: the first row of each sequence, and where the last one's end.
         lengths: int32 `[S]`: positions of each, its rows included.
         tables: int32 `[S, P]`: the blocks of each.
-        widest: rows of a sequence at most.
-        longest: positions of a sequence at most.
+        items: see `kernels.attention_work.Work`; what is returned of rows that it has no item for is not set.
+        row_slots: likewise.
+        slots: how many it has; 0 where no tile is cut.
         scaling: of the scores.
         window: how many positions a row sees, its own included; 0 is all.
         softcap: c, which bounds the scaled scores s to c · tanh(s / c); None bounds nothing.
@@ -173,31 +250,24 @@ def attend(
     """
     T, heads, D = query.shape
     _, page, kv_heads, _ = keys.shape
-    group = heads // kv_heads
-    # Two sizes, so that few variants are compiled: single rows of few heads, and all else.
-    block_m = 16 if widest * group <= 16 else max(64, triton.next_power_of_2(group))
-    row_blocks = -(-widest // (block_m // group))
-    splits = -(-longest // SPLIT) if T <= FEW_ROWS else 1
+    shared = sizes(heads, kv_heads, D)
+    programs = kv_heads * -(-shared["GROUP"] // shared["PART"])
     query = query.contiguous()
     out = torch.empty_like(query)
-    partial, peaks, masses = out, out, out
-    if splits > 1:
-        partial = torch.empty((T, heads, splits, D), dtype=torch.float32, device=query.device)
-        peaks, masses = torch.empty((2, T, heads, splits), dtype=torch.float32, device=query.device).unbind(0)
-    sequences, told = len(lengths), out if sinks is None else sinks
-    block_d = max(16, triton.next_power_of_2(D))
-    attend_kernel[(sequences * row_blocks, kv_heads, splits)](
-        query, keys, values, row_starts, lengths, tables, told, out, partial, peaks, masses,
-        scaling, softcap or 0.0, window, row_blocks, tables.shape[1], splits,
-        KV_HEADS=kv_heads, GROUP=group, D=D, BLOCK_D=block_d, PAGE=page, BLOCK_M=block_m,
-        BLOCK_N=64 if D <= 128 else 32, STRETCH=SPLIT if splits > 1 else 1 << 30, SPLIT_UP=splits > 1,
-        CAPPED=softcap is not None, WITH_SINKS=sinks is not None,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", **options(block_m),
+    partial, peaks, masses, told = out, out, out, out if sinks is None else sinks
+    if slots:
+        results = slots * programs * shared["BLOCK_M"]
+        partial = torch.empty((results, D), dtype=torch.float32, device=query.device)
+        peaks, masses = torch.empty((2, results), dtype=torch.float32, device=query.device).unbind(0)
+    attend_kernel[(len(items), programs)](
+        query, keys, values, row_starts, lengths, tables, items, told, out, partial, peaks, masses,
+        scaling, softcap or 0.0, window, tables.shape[1],
+        **shared, **attend_sizes(D, page, query.dtype), CAPPED=softcap is not None, WITH_SINKS=sinks is not None,
+        **options(shared),
     )  # fmt: skip
-    if splits > 1:
-        combine_kernel[(T * heads,)](
-            partial, peaks, masses, told, row_starts, out, sequences, splits,
-            HEADS=heads, D=D, BLOCK_D=block_d, BLOCK_S=triton.next_power_of_2(splits),
-            WITH_SINKS=sinks is not None, **COMBINE_OPTIONS,
+    if slots:
+        merge_kernel[(T, programs)](
+            partial, peaks, masses, told, positions, row_slots, out, window,
+            **shared, **merge_sizes(shared), WITH_SINKS=sinks is not None, **MERGE_OPTIONS,
         )  # fmt: skip
     return out

@@ -11,7 +11,6 @@ import structlog
 import torch
 from torch import Tensor
 
-from outrider.runtime.attention_choice import choose_attention
 from outrider.runtime.batch import Chunk
 from outrider.runtime.cuda_graph import capturer_for
 from outrider.runtime.device import describe_device, find_device, work_on
@@ -20,6 +19,7 @@ from outrider.runtime.fusion import fuse_model
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.memory import MIB, DeviceMemory, MemoryUse, block_bytes, blocks_for, kv_dtype, memory_of, telling
 from outrider.runtime.packed import PackedModel
+from outrider.runtime.paged_attention import choose_attention
 from outrider.runtime.tensor_parallel import TensorParallel
 from outrider.runtime.tokenizer import Tokenizer, load_tokenizer
 from outrider.settings import ServiceSettings, SettingsError
@@ -187,7 +187,8 @@ def build_packed(
     """
     memory = memory or memory_of(loaded.device)
     is_shared = parallel is not None
-    choice = choose_attention(settings.attention, loaded.layers, kv_dtype(loaded), loaded.device, paged=is_shared)
+    with telling(memory, "trying the attention out"):
+        choice = choose_attention(settings.attention, loaded.layers, kv_dtype(loaded), loaded.device, paged=is_shared)
     _log.info("attending", attention=choice.name, reason=choice.reason, block_tokens=choice.block_tokens)
 
     def build(blocks: int) -> PackedModel:

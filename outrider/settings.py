@@ -72,11 +72,10 @@ class ServiceSettings(SecuritySettings):
         "auto",
         description="number format of the weights; auto: the checkpoint's own where the device is fast at it",
     )
-    attention: Literal["auto", "varlen", "triton", "sdpa", "sdpa-paged"] = Field(
+    attention: Literal["auto", "triton", "eager", "sdpa"] = Field(
         "auto",
-        description="what attends to keys and values; auto: on a GPU torch's varlen_attn over pages where it can, else "
-        "our kernel over pages (triton), on a CPU sdpa, each sequence by itself; sdpa-paged: that over pages, for "
-        "comparison",
+        description="what attends to keys and values; auto: triton (our kernel) on a GPU, or eager (spelled out, slow) "
+        "where the kernel cannot; sdpa on a CPU, each sequence in one piece of memory",
     )
     threads: int | None = Field(None, ge=1, description="CPU threads of the model; default: torch's own choice")
     max_sequences: int = Field(64, ge=1, description="sequences in progress at once; more wait")

@@ -100,7 +100,7 @@ def _paged(query: Tensor, key: Tensor, value: Tensor, batch: PagedBatch, layer: 
     # the same, with keys and values in pages
     batch.write(layer, key.transpose(0, 1), value.transpose(0, 1))
     keys, values = batch.memory.keys[layer], batch.memory.values[layer]
-    return batch.attention.attend(query.transpose(0, 1).to(keys.dtype), keys, values, batch, scoring)
+    return batch.attention(query.transpose(0, 1).to(keys.dtype), keys, values, batch, scoring)
 
 
 # No mask function goes with NAME: transformers then builds no mask, which saves a dozen tensor operations a pass.

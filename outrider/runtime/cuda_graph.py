@@ -13,8 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kernels.attention_work import work_size
 from outrider.runtime.kv_memory import PagedMemory
-from outrider.runtime.paged import Layout, PagedAttention, PagedBatch, on_device, to_device
+from outrider.runtime.paged import Layout, PagedAttention, Shape, on_device, to_device
 from outrider.runtime.program import Program
 
 
@@ -36,8 +37,7 @@ class PagedRunner:
         attention: that reads them.
         device: of all.
         dtype: of the logits.
-        max_length: positions of a sequence at most. Passes are told of that length, and not of their own longest: what
-            attends then shares work out alike in all of them, and is compiled once.
+        max_length: positions of a sequence at most.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class PagedRunner:
     @torch.inference_mode()
     def run(self, layout: Layout) -> Tensor:
         """See `Runner`."""
-        batch = to_device(layout, self.memory, self.attention, self.device, longest=self.max_length)
+        batch = to_device(layout, self.memory, self.attention, self.device)
         return self.program(batch.tokens, batch, None if len(layout.rows) == len(layout.tokens) else batch.rows)
 
 
@@ -151,32 +151,10 @@ def capturer_for(device: torch.device) -> Capturer:
     return CudaCapturer(device) if device.type == "cuda" else Repeating()
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Bucket:
-    """A size of pass.
+def buckets_for(max_sequences: int, widest: int, *, pass_tokens: int | None = None) -> list[int]:
+    """Numbers of rows to capture passes of, for rounds of up to so many rows each: 1, 2, 3, 4, 6, 8, 12 and so on.
 
-    Attributes:
-        rows: all of them.
-        sequences: at most.
-        widest: rows of one sequence at most.
-    """
-
-    rows: int
-    sequences: int
-    widest: int
-
-    def takes(self, layout: Layout) -> bool:
-        """Whether a pass fits, and has logits in every row."""
-        rows, wanted, sequences, _ = layout.shape
-        fits = rows == wanted and rows <= self.rows and sequences <= self.sequences
-        return fits and layout.widest <= self.widest
-
-
-def buckets_for(max_sequences: int, widest: int, *, pass_tokens: int | None = None) -> list[Bucket]:
-    """Sizes for rounds of up to so many rows each, the smallest first: 1, 2, 3, 4, 6, 8, 12 and so on.
-
-    A pass is filled up by half of itself at most. Sequences that a size has room for and a pass lacks cost next to
-    nothing, so sizes differ by their rows alone, and few take long to capture.
+    A pass is filled up by half of itself at most.
 
     Args:
         max_sequences: of a pass.
@@ -184,17 +162,25 @@ def buckets_for(max_sequences: int, widest: int, *, pass_tokens: int | None = No
         pass_tokens: rows of a pass; None is any number.
     """
     most = max_sequences * widest if pass_tokens is None else min(pass_tokens, max_sequences * widest)
-    sizes = {size for i in range(most.bit_length()) for size in (1 << i, 3 << i >> 1) if size < most} | {most}
-    return [Bucket(rows, min(rows, max_sequences), min(rows, widest)) for rows in sorted(sizes)]
+    return sorted({size for i in range(most.bit_length()) for size in (1 << i, 3 << i >> 1) if size < most} | {most})
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    bucket: Bucket
+    shape: Shape
     staging: Tensor
     room: Tensor
     logits: Tensor
     replay: Callable[[], None]
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0]
+
+    def takes(self, layout: Layout) -> bool:
+        """Whether a pass fits, and has logits in every row."""
+        T, R, S, _, _ = layout.shape
+        return T == R <= self.rows and self.shape[2] >= S
 
 
 class GraphRunner:
@@ -204,27 +190,29 @@ class GraphRunner:
         eager: runs what has none.
         block_tokens: positions of a block.
         vocab_size: V.
+        max_sequences: of a captured pass.
 
     Attributes:
         eager: as given.
     """
 
-    def __init__(self, eager: PagedRunner, *, block_tokens: int, vocab_size: int) -> None:
+    def __init__(self, eager: PagedRunner, *, block_tokens: int, vocab_size: int, max_sequences: int) -> None:
         self.eager = eager
+        self._max_sequences = max_sequences
         self._pages = -(-eager.max_length // block_tokens)
         self._vocab_size = vocab_size
         self._captured: list[_Captured] = []  # the smallest first
         self._copied: torch.cuda.Event | None = None  # when the last pass was on its device
 
     @property
-    def sizes(self) -> list[Bucket]:
-        """Those that are captured, the smallest first."""
-        return [each.bucket for each in self._captured]
+    def sizes(self) -> list[int]:
+        """Rows of the passes that are captured, the fewest first."""
+        return [each.rows for each in self._captured]
 
-    def find(self, layout: Layout) -> Bucket | None:
-        """The size whose graph runs a pass; None where there is none."""
+    def find(self, layout: Layout) -> int | None:
+        """The rows of the graph that runs a pass; None where there is none."""
         captured = self._find(layout)
-        return None if captured is None else captured.bucket
+        return None if captured is None else captured.rows
 
     @torch.inference_mode()
     def run(self, layout: Layout) -> Tensor:
@@ -232,13 +220,7 @@ class GraphRunner:
         captured = self._find(layout)
         if captured is None:
             return self.eager.run(layout)
-        bucket = captured.bucket
-        padded = layout.padded(
-            rows=bucket.rows,
-            sequences=bucket.sequences,
-            pages=self._pages,
-            nowhere=self.eager.memory.nowhere,
-        )
+        padded = layout.padded(captured.shape, nowhere=self.eager.memory.nowhere)
         if self._copied is not None:
             self._copied.synchronize()  # the copy before this one has left the staging room
         padded.pack_into(captured.staging.numpy())
@@ -253,7 +235,7 @@ class GraphRunner:
     def capture(
         self,
         capturer: Capturer,
-        buckets: Iterable[Bucket],
+        buckets: Iterable[int],
         *,
         seconds: float,
         most_bytes: int,
@@ -265,7 +247,7 @@ class GraphRunner:
 
         Args:
             capturer: of the device.
-            buckets: sizes.
+            buckets: numbers of rows.
             seconds: how long it may take, as far as the first one tells.
             most_bytes: how much memory the graphs may hold; capturing ends with the one that takes more.
             clock: seconds.
@@ -277,7 +259,7 @@ class GraphRunner:
             torch.OutOfMemoryError: the device has no room for a graph.
         """
         wanted = sorted(buckets)
-        logits = self._logits(wanted[-1].rows)
+        logits = self._logits(wanted[-1])
         captured: list[_Captured] = []
         left, began, why = list(wanted), clock(), ""
         while left:
@@ -298,28 +280,21 @@ class GraphRunner:
         return f"{len(captured)} of {len(wanted)} sizes" + (f": {why}" if why else "")
 
     def _find(self, layout: Layout) -> _Captured | None:
-        return next((each for each in self._captured if each.bucket.takes(layout)), None)
+        return next((each for each in self._captured if each.takes(layout)), None)
 
-    def _capture(self, capturer: Capturer, bucket: Bucket, logits: Tensor) -> _Captured:
-        shape = (bucket.rows, bucket.rows, bucket.sequences, self._pages)
-        on_gpu = self.eager.device.type == "cuda"
-        staging = torch.empty(Layout.size(shape), dtype=torch.uint8, pin_memory=on_gpu)
-        _idle(bucket, self._pages, self.eager.memory.nowhere).pack_into(staging.numpy())
-        room = staging.to(self.eager.device)
-        batch = on_device(
-            room, shape, self.eager.memory, self.eager.attention, widest=bucket.widest, longest=self.eager.max_length
-        )
-        own = logits.narrow(0, 0, bucket.rows)
-        return _Captured(bucket, staging, room, own, capturer.capture(lambda: self._pass(batch, own)))
+    def _capture(self, capturer: Capturer, rows: int, logits: Tensor) -> _Captured:
+        eager, (items, slots) = self.eager, work_size(rows, self.eager.max_length)
+        shape = (rows, rows, min(rows, self._max_sequences), self._pages, items)
+        staging = torch.empty(Layout.size(shape), dtype=torch.uint8, pin_memory=eager.device.type == "cuda")
+        Layout.empty().padded(shape, nowhere=eager.memory.nowhere).pack_into(staging.numpy())
+        room = staging.to(eager.device)
+        batch = on_device(room, shape, slots, eager.memory, eager.attention)
+        own = logits.narrow(0, 0, rows)
 
-    def _pass(self, batch: PagedBatch, logits: Tensor) -> None:
-        batch.forget()
-        logits.copy_(self.eager.program(batch.tokens, batch, None))
+        def run() -> None:
+            own.copy_(eager.program(batch.tokens, batch, None))
+
+        return _Captured(shape, staging, room, own, capturer.capture(run))
 
     def _logits(self, rows: int) -> Tensor:
         return torch.zeros(rows, self._vocab_size, dtype=self.eager.dtype, device=self.eager.device)
-
-
-def _idle(bucket: Bucket, pages: int, nowhere: int) -> Layout:
-    """A pass of nobody's rows."""
-    return Layout.empty().padded(rows=bucket.rows, sequences=bucket.sequences, pages=pages, nowhere=nowhere)

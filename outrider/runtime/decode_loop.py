@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels import sampling_device
+from kernels.attention_work import ITEM, work_list, work_size
 from kernels.packed_arrays import Field, PackedArrays
 from kernels.sampling import NO_LOGITS, Draw, Sample, sample
 from kernels.sampling_device import DeviceDraws
@@ -257,6 +258,7 @@ class _Table:
         self._eager, self._size, self._config = eager, size, config
         self._logits = logits[: size.tokens * S].view(size.tokens, S, -1)
         pages = -(-size.max_length // size.block_tokens)
+        items, slots = work_size(S, size.max_length + size.tokens)
         support = min(config.max_support, size.vocab_size)
         on_gpu = eager.device.type == "cuda"
         put = PackedArrays(
@@ -270,6 +272,8 @@ class _Table:
                 "step": Field(np.int64, (1,)),
                 "temperatures": Field(np.float64, (S,)),
                 "tables": Field(np.int32, (S, pages)),
+                "items": Field(np.int32, (items, ITEM)),
+                "row_slots": Field(np.int32, (S,)),
             }
         )
         self._staged = put.buffer(torch.device("cpu"), pinned=on_gpu)
@@ -297,8 +301,9 @@ class _Table:
             row_starts=torch.arange(S + 1, dtype=torch.int32, device=eager.device),
             lengths=torch.ones(S, dtype=torch.int32, device=eager.device),
             tables=self._put["tables"],
-            widest=1,
-            longest=size.max_length,
+            items=self._put["items"],
+            row_slots=self._put["row_slots"],
+            slots=slots,
             memory=eager.memory,
             attention=eager.attention,
         )
@@ -335,6 +340,9 @@ class _Table:
                 host["noise_positions"][s] = position
             host["temperatures"][s] = own[0].law.temperature
             host["tables"][s, : len(blocks)] = blocks
+        # Each has one row, which moves on with every step.
+        work = work_list(np.arange(self.sequences + 1), host["positions"] + 1, growth=self._size.tokens)
+        host["items"][: len(work.items)], host["row_slots"][...] = work.items, work.row_slots
         self._buffer.copy_(self._staged, non_blocking=True)
         self._logits[0, : len(chunks)].copy_(logits)
 
@@ -386,7 +394,6 @@ class _Table:
     def _advance(self) -> None:
         """Runs the tokens drawn; their logits are those of the next step."""
         batch, size = self._batch, self._size
-        batch.forget()
         positions = self._put["positions"]
         is_own = positions < self._put["limits"]
         batch.positions.copy_(positions.clamp(max=size.max_length - 1))

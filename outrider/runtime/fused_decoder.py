@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from outrider.runtime.fused_layers import Frame, FusedLayers, LayerWeights, compiled
-from outrider.runtime.layer_ops import LayerChoice, choose_layer_ops, run_paged
+from outrider.runtime.layer_ops import LayerOps, choose_layer_ops, run_paged
 from outrider.runtime.linear import can_pack, is_plain, pack
 from outrider.runtime.norm import doubled
 from outrider.runtime.paged import PagedBatch
@@ -97,21 +97,21 @@ class FusedDecoder:
         )
         self._layers = FusedLayers(frame, weights)
         self._run: Callable[..., Tensor] = compiled(self._layers, self._device)
-        self._chosen: dict[torch.dtype, LayerChoice] = {}
+        self._chosen: dict[torch.dtype, LayerOps] = {}
 
     def __call__(self, token_ids: Tensor, batch: Batch, rows: Rows) -> Tensor:
         if isinstance(batch, PagedBatch):
             if isinstance(rows, int):
                 rows = torch.arange(len(token_ids) - rows, len(token_ids), device=self._device)
-            ops = self.choose_layers(batch.memory.keys[0].dtype).ops
-            return run_paged(self._layers, ops, batch, self._rotations_to(batch.longest), rows)
+            ops = self.choose_layers(batch.memory.keys[0].dtype)
+            return run_paged(ops, batch, self._rotations_to(batch.max_length), rows)
         masks = [batch.masks_for(self._group, window) for window in self._layers.windows]
         last, chosen = (batch.rows, rows) if rows is None or isinstance(rows, Tensor) else (rows, None)
         rotations = self._rotations_to(max(map(operator.add, batch.starts, batch.counts)))
         stores = [store for (store,) in batch.stores]  # all layers have one shape
         return self._run(token_ids, rotations, batch.starts, batch.counts, stores, masks, last, chosen)
 
-    def choose_layers(self, dtype: torch.dtype) -> LayerChoice:
+    def choose_layers(self, dtype: torch.dtype) -> LayerOps:
         """See `outrider.runtime.program.PagedProgram`."""
         if dtype not in self._chosen:
             self._chosen[dtype] = choose_layer_ops(self._layers, dtype)

@@ -18,7 +18,7 @@ from outrider.runtime.linear import PackedModule, can_pack, is_plain
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.norm import RMSNormModule
 from outrider.runtime.program import Program, TransformersProgram
-from outrider.runtime.selfcheck import deviation, tolerance
+from outrider.runtime.selfcheck import check_program, logits_tolerance
 
 _NORM_TOLERANCE = 1e-5
 
@@ -40,17 +40,12 @@ def fuse_model(loaded: LoadedModel) -> Program:
             else:
                 _replace_modules(model, _called_modules(loaded), loaded.dtype)
                 loaded.fused = TransformersProgram(model)
-        try:
-            distance = deviation(loaded.fused, loaded.layers, loaded.reference, loaded.dtype, loaded.device)
-        except Exception as error:
+        allowed = logits_tolerance(loaded.dtype, quantised=loaded.quantisation is not None)
+        why = check_program(loaded.fused, loaded.layers, loaded.reference, loaded.dtype, loaded.device, allowed)
+        if why:
             raise CheckpointError(
-                f"the fused forward of {type(model).__name__} fails: {type(error).__name__}: {error}"
-            ) from error
-        if not distance <= tolerance(loaded.dtype, quantised=loaded.quantisation is not None):
-            raise CheckpointError(
-                f"the fused forward of {type(model).__name__} gives other logits than its own (they differ by "
-                f"{distance:.2g} of their size): run it unfused"
-            )
+                f"the fused forward of {type(model).__name__} gives other logits than its own: {why}; run it unfused"
+            ) from why.cause
     return loaded.fused
 
 
@@ -60,7 +55,8 @@ def _called_modules(loaded: LoadedModel) -> set[nn.Module]:
     linear = [module for module in loaded.model.modules() if is_plain(module, nn.Linear, Conv1D)]
     hooks = [module.register_forward_hook(lambda module, args, out: called.add(module)) for module in linear]
     try:
-        deviation(TransformersProgram(loaded.model), loaded.layers, loaded.reference, loaded.dtype, loaded.device)
+        told = loaded.layers, loaded.reference, loaded.dtype, loaded.device
+        check_program(TransformersProgram(loaded.model), *told, float("inf"))
     finally:
         for hook in hooks:
             hook.remove()

@@ -30,7 +30,7 @@ from outrider.runtime.errors import CheckpointError
 from outrider.runtime.linear import is_changed, is_plain_tensor
 from outrider.runtime.probe import ELSEWHERE, AttentionLayer, probe_attention
 from outrider.runtime.program import Program, TransformersProgram
-from outrider.runtime.selfcheck import Reference, deviation, reference, tolerance
+from outrider.runtime.selfcheck import Reference, check_program, logits_tolerance, reference
 
 # All that a tokenizer and a configuration consist of; weights and code are asked for by name.
 _TEXTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
@@ -170,13 +170,13 @@ def _ready(
     context_length = _context_length(model.config)
     vocab_size = _vocab_size(model)
     expected = reference(model, vocab_size, context_length)
-    distance = deviation(TransformersProgram(model), layers, expected, dtype, device)
-    allowed = tolerance(dtype, quantised=quantisation is not None)
-    if not distance <= allowed:
+    allowed = logits_tolerance(dtype, quantised=quantisation is not None)
+    why = check_program(TransformersProgram(model), layers, expected, dtype, device, allowed)
+    if why:
         raise CheckpointError(
-            f"packed passes of {type(model).__name__} give other logits than its own forward (they differ by "
-            f"{distance:.2g} of their size, {allowed:g} allowed): it has a state or a mask of its own"
-        )
+            f"packed passes of {type(model).__name__} give other logits than its own forward: {why}; it has a state or "
+            "a mask of its own"
+        ) from why.cause
     return LoadedModel(
         model=model,
         config=model.config,

@@ -9,18 +9,18 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from outrider.runtime.attention_choice import ORDINARY, AttentionChoice
 from outrider.runtime.batch import CausalMasks, Chunk, PackedBatch, pack
 from outrider.runtime.cuda_graph import Capturer, GraphRunner, PagedRunner, Runner, buckets_for
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fusion import fuse_model
 from outrider.runtime.kv_pool import KVPool
-from outrider.runtime.layer_ops import LayerChoice
+from outrider.runtime.layer_ops import LayerOps
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.memory import blocks_for, kv_dtype
 from outrider.runtime.paged import lay_out
+from outrider.runtime.paged_attention import ORDINARY, AttentionChoice
 from outrider.runtime.program import PagedProgram, Program, Rows, TransformersProgram
-from outrider.runtime.selfcheck import deviation, make_pool, tolerance
+from outrider.runtime.selfcheck import check_program, logits_tolerance, make_pool
 
 __all__ = ["Chunk", "PackedModel"]
 
@@ -63,13 +63,14 @@ class PackedModel:
         self.attention = attention
         self.runner: Runner | None = None
         self.captured: GraphRunner | None = None
-        self.layer_choice: LayerChoice | None = None
+        self.layer_choice: LayerOps | None = None
         if pool.pages is not None:
             if isinstance(self.program, PagedProgram):
                 self.layer_choice = self.program.choose_layers(pool.dtype)
             self._check_pages()
-            attend = attention.build(pool.max_length, pool.dtype, pool.device)
-            self.runner = PagedRunner(self.program, pool.pages, attend, loaded.device, loaded.dtype, pool.max_length)
+            self.runner = PagedRunner(
+                self.program, pool.pages, attention.attend, loaded.device, loaded.dtype, pool.max_length
+            )
 
     @classmethod
     def build(
@@ -163,6 +164,7 @@ class PackedModel:
             self.runner,
             block_tokens=self.pool.block_tokens,
             vocab_size=self.loaded.vocab_size,
+            max_sequences=max_sequences,
         )
         buckets = buckets_for(max_sequences, min(widest, self.pool.max_length), pass_tokens=pass_tokens)
         said = captured.capture(capturer, buckets, seconds=seconds, most_bytes=most_bytes)
@@ -193,14 +195,16 @@ class PackedModel:
     def _check_pages(self) -> None:
         """Holds passes over pages to what transformers gives, on the device that will run them."""
         loaded, size = self.loaded, self.pool.block_tokens
-        attention = self.attention.build(loaded.reference.tokens.shape[1], self.pool.dtype, self.pool.device)
-        told = loaded.layers, loaded.reference, self.pool.dtype, loaded.device
-        distance = deviation(self.program, *told, attention=attention, block_tokens=size)
-        if not distance <= tolerance(loaded.dtype, quantised=loaded.quantisation is not None):
+        why = check_program(
+            self.program, loaded.layers, loaded.reference, self.pool.dtype, loaded.device,
+            logits_tolerance(loaded.dtype, quantised=loaded.quantisation is not None),
+            attention=self.attention.attend, block_tokens=size,
+        )  # fmt: skip
+        if why:
             raise CheckpointError(
-                f"{loaded.name} gives other logits over pages, by {attention.name}, than in transformers (they differ "
-                f"by {distance:.2g} of their size): --attention sdpa reads no pages"
-            )
+                f"{loaded.name} gives other logits over pages, by {self.attention.name}, than in transformers: {why}; "
+                "--attention sdpa reads no pages"
+            ) from why.cause
 
     def _rows(self, chunks: Sequence[Chunk]) -> Rows:
         if len(chunks) == 1:

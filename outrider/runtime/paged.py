@@ -5,13 +5,14 @@ knows the pool's tables, and nothing of layers, weights or logits.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.attention_work import ITEM, work_list
 from outrider.runtime.batch import Chunk
 from outrider.runtime.kv_memory import PagedMemory
 from outrider.runtime.kv_pool import KVPool
@@ -19,6 +20,10 @@ from outrider.runtime.scores import Scoring
 
 _LONG = np.dtype(np.int64)
 _INT = np.dtype(np.int32)
+_TENSORS = {_LONG: torch.int64, _INT: torch.int32}
+
+Shape = tuple[int, int, int, int, int]
+"""T, R, S, P and W of a `Layout`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,6 +38,8 @@ class Layout:
         row_starts: int32 `[S + 1]`: the first row of each sequence, and T.
         lengths: int32 `[S]`: how many positions of each hold keys and values, those of this pass included.
         tables: int32 `[S, P]`: the blocks of each, in order; what lies beyond its length is not read.
+        items: int32 `[W, 5]`: the work of attention; see `kernels.attention_work.Work`.
+        row_slots: int32 `[T]`: likewise.
     """
 
     tokens: np.ndarray
@@ -42,22 +49,26 @@ class Layout:
     row_starts: np.ndarray
     lengths: np.ndarray
     tables: np.ndarray
+    items: np.ndarray
+    row_slots: np.ndarray
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """T, R, S and P."""
-        return len(self.tokens), len(self.rows), *self.tables.shape
+    def shape(self) -> Shape:
+        """T, R, S, P and W."""
+        return len(self.tokens), len(self.rows), *self.tables.shape, len(self.items)
 
     @property
-    def widest(self) -> int:
-        """Rows of a sequence at most."""
-        return int(np.diff(self.row_starts).max(initial=0))
+    def slots(self) -> int:
+        """How many slots the work of attention has."""
+        return int(self.items[:, 4].max(initial=-1)) + 1
 
     @staticmethod
     def empty() -> "Layout":
         """A pass of no rows."""
         none, ints = np.zeros(0, _LONG), np.zeros(0, _INT)
-        return Layout(none, none, none, none, np.zeros(1, _INT), ints, np.zeros((0, 0), _INT))
+        return Layout(
+            none, none, none, none, np.zeros(1, _INT), ints, np.zeros((0, 0), _INT), np.zeros((0, ITEM), _INT), ints
+        )
 
     def pack(self) -> bytes:
         """All of it as bytes, for `unpack`: `shape` says how they are to be read."""
@@ -70,17 +81,16 @@ class Layout:
             room[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             at += array.nbytes
 
-    def _arrays(self) -> tuple[np.ndarray, ...]:
-        return self.tokens, self.positions, self.places, self.rows, self.row_starts, self.lengths, self.tables
+    def _arrays(self) -> list[np.ndarray]:
+        return [getattr(self, each.name) for each in fields(self)]
 
     @staticmethod
-    def size(shape: tuple[int, int, int, int]) -> int:
+    def size(shape: Shape) -> int:
         """Bytes of `pack` by its shape."""
-        T, R, S, P = shape
-        return _LONG.itemsize * (3 * T + R) + _INT.itemsize * (S + 1 + S + S * P)
+        return sum(kind.itemsize * int(np.prod(size)) for size, kind in _parts(shape))
 
     @staticmethod
-    def unpack(shape: tuple[int, int, int, int], data: bytes) -> "Layout":
+    def unpack(shape: Shape, data: bytes) -> "Layout":
         """What `pack` was made of.
 
         Raises:
@@ -89,10 +99,9 @@ class Layout:
         if len(data) != Layout.size(shape):
             raise ValueError(f"a layout of shape {shape} has {Layout.size(shape)} bytes, not {len(data)}")
         room = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        tokens, positions, places, rows, row_starts, lengths, tables = (part.numpy() for part in _split(room, shape))
-        return Layout(tokens, positions, places, rows, row_starts, lengths, tables)
+        return Layout(*(part.numpy() for part in _split(room, shape)))
 
-    def padded(self, *, rows: int, sequences: int, pages: int, nowhere: int) -> "Layout":
+    def padded(self, shape: Shape, *, nowhere: int) -> "Layout":
         """The same pass, filled up to a fixed size; all rows of the result have logits, and those added are nobody's.
 
         They belong to no sequence, and write to `nowhere`; the sequences added have no rows and hold nothing.
@@ -100,14 +109,13 @@ class Layout:
         Raises:
             ValueError: the pass is larger than that, or lacks logits of some row.
         """
-        T, R, S, P = self.shape
-        if not all((T == R, rows >= T, sequences >= S, pages >= P)):
+        (T, R, S, P, W), (rows, _, sequences, pages, work) = self.shape, shape
+        if not all((T == R, rows >= T, sequences >= S, pages >= P, work >= W)):
             raise ValueError(
-                f"a pass of {self.shape} (rows, with logits, sequences, pages) does not fit {rows} rows, "
-                f"{sequences} sequences and {pages} pages"
+                f"a pass of {self.shape} (rows, with logits, sequences, pages, items of work) does not fit {shape}"
             )
-        tables = np.zeros((sequences, pages), _INT)
-        tables[:S, :P] = self.tables
+        tables, items = np.zeros((sequences, pages), _INT), np.zeros((work, ITEM), _INT)
+        tables[:S, :P], items[:W] = self.tables, self.items
         return Layout(
             tokens=_fill(self.tokens, rows, 0),
             positions=_fill(self.positions, rows, 0),
@@ -116,6 +124,8 @@ class Layout:
             row_starts=_fill(self.row_starts, sequences + 1, T),
             lengths=_fill(self.lengths, sequences, 0),
             tables=tables,
+            items=items,
+            row_slots=_fill(self.row_slots, rows, -1),
         )
 
 
@@ -144,6 +154,7 @@ def lay_out(chunks: Sequence[Chunk], pool: KVPool) -> Layout:
     for own, blocks in zip(table, tables, strict=True):
         own[: len(blocks)] = blocks
     index, offset = np.divmod(positions, pool.block_tokens)
+    work = work_list(row_starts, starts + counts)
     return Layout(
         tokens=np.array([token for chunk in chunks for token in chunk.tokens], _LONG),
         positions=positions,
@@ -152,15 +163,15 @@ def lay_out(chunks: Sequence[Chunk], pool: KVPool) -> Layout:
         row_starts=row_starts.astype(_INT),
         lengths=(starts + counts).astype(_INT),
         tables=table,
+        items=work.items,
+        row_slots=work.row_slots,
     )
 
 
 class PagedAttention(Protocol):
     """How rows attend to their sequences' pages."""
 
-    name: str
-
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, batch: "PagedBatch", scoring: Scoring) -> Tensor:
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, batch: "PagedBatch", scoring: Scoring) -> Tensor:
         """Lets each row see its own sequence up to itself. Keys and values of all rows have been written before.
 
         Args:
@@ -172,9 +183,6 @@ class PagedAttention(Protocol):
 
         Returns:
             `[T, heads, head_dim]`; rows of no sequence are no numbers to rely on.
-
-        Raises:
-            ValueError: the scores are to be bounded, or have sinks, and it does neither.
         """
 
 
@@ -187,11 +195,12 @@ class PagedBatch:
         positions: see `tokens`.
         places: see `tokens`.
         rows: see `tokens`.
-        row_starts: int32 `[S + 1]`; likewise `lengths` `[S]` and `tables` `[S, P]`.
+        row_starts: int32 `[S + 1]`; likewise `lengths` `[S]`, `tables` `[S, P]`, `items` `[W, 5]`, `row_slots` `[T]`.
         lengths: see `row_starts`.
         tables: see `row_starts`.
-        widest: rows of a sequence at most.
-        longest: positions of a sequence at most.
+        items: see `row_starts`.
+        row_slots: see `row_starts`.
+        slots: how many slots `items` may name.
         memory: keys and values of all blocks.
         attention: how rows attend to them.
         layout: the same as numbers on the host; None where the tensors are filled anew behind it (a captured pass).
@@ -205,24 +214,18 @@ class PagedBatch:
     row_starts: Tensor
     lengths: Tensor
     tables: Tensor
-    widest: int
-    longest: int
+    items: Tensor
+    row_slots: Tensor
+    slots: int
     memory: PagedMemory
     attention: PagedAttention
     layout: Layout | None = None
     observer: Any = None
-    _key_starts: Tensor | None = None
 
     @property
-    def key_starts(self) -> Tensor:
-        """int32 `[S + 1]`: sums of `lengths`, for attention that asks where keys would begin without pages."""
-        if self._key_starts is None:
-            self._key_starts = torch.nn.functional.pad(self.lengths.cumsum(0, dtype=torch.int32), (1, 0))
-        return self._key_starts
-
-    def forget(self) -> None:
-        """Drops what was made of the tensors, which have other contents now."""
-        self._key_starts = None
+    def max_length(self) -> int:
+        """How many positions the tables have room for."""
+        return self.tables.size(1) * self.memory.keys[0].size(1)
 
     def position_ids(self, device: torch.device) -> Tensor:
         """`[T]`: the position of each row in its sequence."""
@@ -234,60 +237,35 @@ class PagedBatch:
             pages.flatten(0, 1).index_copy_(0, self.places, new.to(pages.dtype))
 
 
-def to_device(
-    layout: Layout, memory: PagedMemory, attention: PagedAttention, device: torch.device, *, longest: int | None = None
-) -> PagedBatch:
-    """A pass on its device, after one copy. `longest` is the largest of its lengths, or more."""
+def to_device(layout: Layout, memory: PagedMemory, attention: PagedAttention, device: torch.device) -> PagedBatch:
+    """A pass on its device, after one copy."""
     room = torch.empty(Layout.size(layout.shape), dtype=torch.uint8, pin_memory=device.type == "cuda")
     layout.pack_into(room.numpy())
-    longest = longest or int(layout.lengths.max())
-    return on_device(
-        room.to(device, non_blocking=True),
-        layout.shape,
-        memory,
-        attention,
-        widest=layout.widest,
-        longest=longest,
-        layout=layout,
-    )
+    batch = on_device(room.to(device, non_blocking=True), layout.shape, layout.slots, memory, attention)
+    batch.layout = layout
+    return batch
 
 
-def on_device(
-    room: Tensor,
-    shape: tuple[int, int, int, int],
-    memory: PagedMemory,
-    attention: PagedAttention,
-    *,
-    widest: int,
-    longest: int,
-    layout: Layout | None = None,
-) -> PagedBatch:
+def on_device(room: Tensor, shape: Shape, slots: int, memory: PagedMemory, attention: PagedAttention) -> PagedBatch:
     """The pass whose packed layout lies in `room`, uint8 on the device: views of it, no copies."""
-    tokens, positions, places, rows, row_starts, lengths, tables = _split(room, shape)
+    tokens, positions, places, rows, row_starts, lengths, tables, items, row_slots = _split(room, shape)
     return PagedBatch(
-        tokens,
-        positions,
-        places,
-        rows,
-        row_starts,
-        lengths,
-        tables,
-        widest=widest,
-        longest=longest,
-        memory=memory,
-        attention=attention,
-        layout=layout,
+        tokens, positions, places, rows, row_starts, lengths, tables, items, row_slots, slots, memory, attention
     )
 
 
-def _split(room: Tensor, shape: tuple[int, int, int, int]) -> list[Tensor]:
-    """Tokens, positions, places, rows, row starts, lengths and tables of packed bytes."""
-    T, R, S, P = shape
-    sizes = [(T,), (T,), (T,), (R,), (S + 1,), (S,), (S, P)]
-    kinds = [torch.int64] * 4 + [torch.int32] * 3
+def _parts(shape: Shape) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
+    """Size and dtype of each array of a layout."""
+    T, R, S, P, W = shape
+    longs, ints = [(T,), (T,), (T,), (R,)], [(S + 1,), (S,), (S, P), (W, ITEM), (T,)]
+    return [(size, _LONG) for size in longs] + [(size, _INT) for size in ints]
+
+
+def _split(room: Tensor, shape: Shape) -> list[Tensor]:
+    """The arrays of a packed layout, in the order of its fields."""
     parts, at = [], 0
-    for size, kind in zip(sizes, kinds, strict=True):
+    for size, kind in _parts(shape):
         count = kind.itemsize * int(np.prod(size))
-        parts.append(room.narrow(0, at, count).view(kind).view(size))
+        parts.append(room.narrow(0, at, count).view(_TENSORS[kind]).view(size))
         at += count
     return parts

@@ -1,140 +1,191 @@
-"""Attention that reads sequences by their tables of blocks: torch's kernel, ours, and the same of ordinary operations.
+"""Attention over pages: what there is, which of it a model runs with, and why.
 
-It knows a pass (`outrider.runtime.paged`), and nothing of what model calls it, nor of how one of them is chosen.
+On a GPU that is `triton`, our kernel. What the kernel cannot do, and pages on a CPU, run by `eager`: each sequence's
+pages gathered, and its scores spelled out (`outrider.runtime.scores`). The kernel is held to that before it is taken.
+`sdpa` reads no pages: each sequence lies in one piece of memory, and torch's own attention runs over it.
 """
 
-from collections.abc import Callable
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.runtime.batch import CausalMasks
-from outrider.runtime.paged import PagedBatch
+from kernels.attention_work import work_list
+from outrider.runtime.errors import CheckpointError
+from outrider.runtime.kv_pool import BLOCK_TOKENS
+from outrider.runtime.paged import PagedAttention, PagedBatch, to_device
+from outrider.runtime.probe import AttentionLayer
 from outrider.runtime.scores import Scoring, attend_scores
-from outrider.runtime.sdpa import attend
+from outrider.runtime.selfcheck import Refusal, check, operation_tolerance, random_pass
+
+AUTO, SDPA, EAGER, TRITON = "auto", "sdpa", "eager", "triton"
+
+_LARGEST_HEAD = 256  # of our kernel: a program holds whole heads
 
 
-class VarlenAttention:
-    """`torch.nn.attention.varlen.varlen_attn`: all sequences in one kernel, in 16 bits, nothing copied.
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """How a model attends.
 
-    Args:
-        kernel: that function.
-        gives_key_starts: whether this build of it asks for the sums of lengths too, which a table makes needless.
+    Attributes:
+        name: `sdpa`, `eager` or `triton`.
+        reason: why this one, in a few words, for the log.
+        block_tokens: positions of a block of the KV pool.
     """
 
-    name = "varlen"
+    name: str
+    reason: str
+    block_tokens: int = BLOCK_TOKENS
 
-    def __init__(self, kernel: Callable[..., Tensor], *, gives_key_starts: bool) -> None:
-        self._kernel = kernel
-        self._gives_key_starts = gives_key_starts
+    @property
+    def is_paged(self) -> bool:
+        """Whether the pool is to be paged."""
+        return self.name != SDPA
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, scoring: Scoring) -> Tensor:
-        """See `outrider.runtime.paged.PagedAttention`."""
-        if not scoring.is_plain:
-            raise ValueError("varlen_attn neither bounds scores nor has sinks")
-        return self._kernel(
-            query,
-            keys,
-            values,
-            batch.row_starts,
-            batch.key_starts if self._gives_key_starts else None,
-            batch.widest,
-            batch.longest,
-            scale=scoring.scaling,
-            # Ours counts the row itself, torch's what lies before it.
-            window_size=(scoring.window - 1 if scoring.window else -1, 0),
-            enable_gqa=query.size(1) != keys.size(2),
-            seqused_k=batch.lengths,
-            block_table=batch.tables,
-        )
+    @property
+    def attend(self) -> PagedAttention:
+        """The attention, of a paged pool."""
+        return attend_triton if self.name == TRITON else attend_eager
+
+    def can_be_captured(self, device: torch.device) -> bool:
+        """Whether a CUDA graph can hold it: nothing in it may wait for the device. On a CPU anything over pages may."""
+        return self.name == TRITON or (self.is_paged and device.type == "cpu")
 
 
-class TritonAttention:
-    """The kernel of `kernels.triton_attention`: all sequences in one launch or two, in any dtype, nothing copied."""
-
-    name = "triton"
-
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, scoring: Scoring) -> Tensor:
-        """See `outrider.runtime.paged.PagedAttention`."""
-        from kernels.triton_attention import attend as attend_in_pages  # triton has no build for some platforms
-
-        return attend_in_pages(
-            query,
-            keys,
-            values,
-            batch.row_starts,
-            batch.lengths,
-            batch.tables,
-            widest=batch.widest,
-            longest=batch.longest,
-            scaling=scoring.scaling,
-            window=scoring.window,
-            softcap=scoring.softcap,
-            sinks=scoring.sinks,
-        )
+ORDINARY = AttentionChoice(SDPA, "what a CPU is fastest with")
+"""What a model runs with by default."""
 
 
-class GatheredAttention:
-    """Each sequence's pages put together, then torch's ordinary attention: on any device, in any dtype, and slow.
+def choose_attention(
+    asked: str, layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device, *, paged: bool = False
+) -> AttentionChoice:
+    """The attention of a model: the one asked for, or by `auto` the fastest there is.
 
     Args:
-        max_length: positions of a sequence at most.
+        asked: `auto`, or a name.
+        layers: what the model's ask for.
         dtype: of keys and values.
         device: where they lie.
+        paged: whether only one that reads pages will do.
+
+    Raises:
+        CheckpointError: the one asked for is not there, with the reason.
     """
-
-    name = "sdpa-paged"
-
-    def __init__(self, max_length: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._masks = CausalMasks(max_length, dtype, device)
-
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, scoring: Scoring) -> Tensor:
-        """See `outrider.runtime.paged.PagedAttention`."""
-        starts, counts, seen_keys, seen_values = gather(keys, values, batch)
-        rows = query.narrow(0, 0, sum(counts))
-        if counts and not scoring.is_plain:
-            return _filled_up(attend_scores(rows, starts, counts, seen_keys, seen_values, scoring), query)
-        group = query.size(1) // keys.size(2)
-        masks = [
-            self._masks.for_rows(count, start + count, group, scoring.window)
-            for start, count in zip(starts, counts, strict=True)
-        ]
-        if counts:
-            rows = attend(rows, counts, seen_keys, seen_values, masks, scoring.scaling, scoring.window)
-        return _filled_up(rows, query)
+    if asked == SDPA and paged:
+        raise CheckpointError("--attention sdpa keeps a sequence in one piece, and here the pool must be paged")
+    if asked in (SDPA, EAGER):
+        return AttentionChoice(asked, "as asked for")
+    if asked == AUTO and device.type == "cpu":
+        return AttentionChoice(EAGER, "what a CPU reads pages with") if paged else ORDINARY
+    choice = AttentionChoice(TRITON, "our kernel gives what attention spelled out does")
+    why = _obstacle(layers, device) or check_attention(choice, layers, dtype, device)
+    if not why:
+        return choice
+    if asked == TRITON:
+        raise CheckpointError(f"--attention triton cannot run here: {why}")
+    return AttentionChoice(EAGER, f"no triton: {why}")
 
 
-def _filled_up(attended: Tensor, query: Tensor) -> Tensor:
-    """With zeros for the rows of no sequence, which come last."""
-    more = query.size(0) - attended.size(0)
-    return torch.cat((attended, torch.zeros_like(query.narrow(0, 0, more)))) if more else attended
+def _obstacle(layers: Sequence[AttentionLayer], device: torch.device) -> str:
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"it needs a CUDA device, and this is {device.type}"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    for i, layer in enumerate(layers):
+        if layer.head_dim > _LARGEST_HEAD:
+            return f"layer {i} has heads of {layer.head_dim}, and it takes {_LARGEST_HEAD} at most"
+    return ""
 
 
-def gather(keys: Tensor, values: Tensor, batch: PagedBatch) -> tuple[list[int], list[int], list[Tensor], list[Tensor]]:
-    """What each sequence of a pass sees, in one piece.
+# -------------------------------------------------------------------------------------------------------- attention
 
-    Args:
-        keys: pages of a layer, `[blocks, block_tokens, kv_heads, head_dim]`.
-        values: like `keys`.
-        batch: the pass.
 
-    Returns:
-        Of each sequence with rows: the position of its first, how many there are, and keys and values up to its last,
-        `[kv_heads, 1, end, head_dim]`.
-    """
+def attend_triton(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, scoring: Scoring) -> Tensor:
+    """See `PagedAttention`: all sequences in one launch or two, in any dtype, nothing copied."""
+    from kernels.triton_attention import attend  # triton has no build for some platforms
+
+    return attend(
+        query,
+        keys,
+        values,
+        batch.positions,
+        batch.row_starts,
+        batch.lengths,
+        batch.tables,
+        batch.items,
+        batch.row_slots,
+        slots=batch.slots,
+        scaling=scoring.scaling,
+        window=scoring.window,
+        softcap=scoring.softcap,
+        sinks=scoring.sinks,
+    )
+
+
+def attend_eager(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, scoring: Scoring) -> Tensor:
+    """See `PagedAttention`: one sequence after the other, its pages gathered, on any device and slowly."""
     told = batch if batch.layout is None else batch.layout
     row_starts, lengths = told.row_starts.tolist(), told.lengths.tolist()
-    starts: list[int] = []
-    counts: list[int] = []
-    seen: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for s, end in enumerate(lengths):
-        count = row_starts[s + 1] - row_starts[s]
+    out = torch.zeros_like(query)
+    for s, (first, last, end) in enumerate(zip(row_starts, row_starts[1:], lengths, strict=False)):
+        count = last - first
         if not count:
             continue
         table = batch.tables[s, : -(-end // keys.size(1))]
-        for pages, each in zip((keys, values), seen, strict=True):
-            together = pages.index_select(0, table).flatten(0, 1).narrow(0, 0, end)
-            each.append(together.transpose(0, 1).unsqueeze(1))
-        starts.append(end - count)
-        counts.append(count)
-    return starts, counts, *seen
+        seen_keys, seen_values = (
+            pages.index_select(0, table).flatten(0, 1).narrow(0, 0, end).transpose(0, 1).unsqueeze(1)
+            for pages in (keys, values)
+        )
+        rows = query.narrow(0, first, count)
+        out[first:last] = attend_scores(rows, [end - count], [count], [seen_keys], [seen_values], scoring)
+    return out
+
+
+# ------------------------------------------------------------------------------------------------------------ trial
+
+# Passes: (positions held before, rows) of each sequence, and whether long ones are cut among programs. Keys of one
+# page, of several, and of many; single rows alone; and rows of a prompt.
+_PASSES = (
+    (((0, 1), (40, 6), (700, 17), (1500, 1)), True),
+    (((0, 1), (300, 1)), True),
+    (((20, 150), (550, 9)), False),
+)
+
+
+def check_attention(
+    choice: AttentionChoice, layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device
+) -> Refusal | None:
+    """Holds an attention to `attend_eager` on random numbers, in passes of several kinds.
+
+    Args:
+        choice: of the attention.
+        layers: what a model's layers ask for; each kind is tried once.
+        dtype: of keys and values.
+        device: where they lie.
+    """
+    for layer in dict.fromkeys(layers):
+        generator = torch.Generator().manual_seed(layer.heads)
+        sinks = torch.randn(layer.heads, generator=generator).to(device, dtype) if layer.sinks else None
+        scoring = Scoring(layer.scaling, layer.window or 0, layer.softcap, sinks)
+        for spans, cuts in _PASSES:
+            block = choice.block_tokens
+            layout, memory = random_pass(spans, layer.kv_heads, layer.head_dim, dtype, device, block_tokens=block)
+            work = work_list(layout.row_starts, layout.lengths, cuts=cuts)
+            layout = replace(layout, items=work.items, row_slots=work.row_slots)
+            batch = to_device(layout, memory, choice.attend, device)
+            query = torch.randn(len(layout.tokens), layer.heads, layer.head_dim, generator=generator)
+            told = query.to(device, dtype), memory.keys[0], memory.values[0], batch, scoring
+            candidate, reference = partial(_rows, choice.attend, *told), partial(_rows, attend_eager, *told)
+            why = check(candidate, reference, operation_tolerance(dtype))
+            if why:
+                return why
+    return None
+
+
+def _rows(attend: PagedAttention, *told: Any) -> dict[str, Tensor]:
+    return {"rows": attend(*told)}

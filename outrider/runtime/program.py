@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.runtime.batch import PackedBatch
-from outrider.runtime.layer_ops import LayerChoice
+from outrider.runtime.layer_ops import LayerOps
 from outrider.runtime.paged import PagedBatch
 
 Batch = PackedBatch | PagedBatch
@@ -40,7 +40,7 @@ class Program(Protocol):
 class PagedProgram(Program, Protocol):
     """One whose layers over pages run as operations of its choice."""
 
-    def choose_layers(self, dtype: torch.dtype) -> LayerChoice:
+    def choose_layers(self, dtype: torch.dtype) -> LayerOps:
         """Chooses for pages of a dtype, at the first call, and says what was chosen: passes over them run as that."""
 
 

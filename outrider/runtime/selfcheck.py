@@ -1,12 +1,15 @@
-"""Holds a way to run a model against transformers' own forward, on a few tokens, when the model is loaded.
+"""Holds one way to compute something against another when a service starts: `check`, which every such trial goes by.
 
-What the packed attention or a fused layer does not know of a model (a state outside the attention, a scale somewhere)
-shows here as other logits, before any request does. It knows programs and pools, and nothing of checkpoints.
+And the trial of a whole model: what a way to run it gives on a few tokens, against transformers' own forward. What the
+packed attention or a fused layer does not know of a model (a state outside the attention, a scale somewhere) shows here
+as other logits, before any request does.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,18 +17,129 @@ from torch import Tensor
 from outrider.runtime.attention import NAME
 from outrider.runtime.batch import CausalMasks, Chunk, pack
 from outrider.runtime.errors import CheckpointError
+from outrider.runtime.kv_memory import PagedMemory
 from outrider.runtime.kv_pool import BLOCK_TOKENS, KVPool
-from outrider.runtime.paged import PagedAttention, lay_out, to_device
+from outrider.runtime.paged import Layout, PagedAttention, lay_out, to_device
 from outrider.runtime.probe import AttentionLayer
-from outrider.runtime.program import Batch, Program
+
+if TYPE_CHECKING:
+    from outrider.runtime.program import Batch, Program
+
+# What rounding explains, as a share of the size of what is compared: of one operation, and of a model's logits. A step
+# of bfloat16 is 2^-8; through a model, kernels that round differently differ by about a hundredth.
+_FULL = (torch.float32, torch.float64)
+_OPERATION, _OPERATION_HALF = 1e-4, 0.02
+_LOGITS, _LOGITS_HALF = 1e-3, 0.1
+
+
+class Refusal(str):
+    """Why a candidate is refused, in one line.
+
+    Attributes:
+        cause: what it raised, if it raised anything.
+    """
+
+    cause: Exception | None = None
+
+
+def check(
+    candidate: Callable[[], Mapping[str, Tensor]],
+    reference: Callable[[], Mapping[str, Tensor]],
+    tolerance: float,
+    *,
+    typical: bool = False,
+) -> Refusal | None:
+    """Runs both and compares what they return, name by name, in float32.
+
+    Args:
+        candidate: on trial. Where it raises an exception, that is the reason for its refusal.
+        reference: what it must equal.
+        tolerance: the largest difference, as a share of the largest number that the reference returns.
+        typical: compare the rows of the last dimension, each by its norm, and take the median row. For logits: in 16
+            bits, rounding sends a token to another expert now and then.
+
+    Returns:
+        Why the candidate is refused, or None.
+
+    Raises:
+        torch.OutOfMemoryError: either has no room, which says nothing about the candidate.
+    """
+    try:
+        found = {name: each.float().cpu() for name, each in candidate().items()}  # a GPU says here what went wrong
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        refusal = Refusal(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+        refusal.cause = error
+        return refusal
+    for name, wanted in reference().items():
+        distance = _distance(found[name], wanted.float().cpu(), typical)
+        if not distance <= tolerance:
+            return Refusal(f"{name} differ by {distance:.2g} of their size, {tolerance:g} allowed")
+    return None
+
+
+def _distance(found: Tensor, wanted: Tensor, typical: bool) -> float:
+    if typical:
+        return float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-6)).median())
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+def operation_tolerance(dtype: torch.dtype) -> float:
+    """How far one operation's results in a dtype may differ from those of another implementation."""
+    return _OPERATION if dtype in _FULL else _OPERATION_HALF
+
+
+def logits_tolerance(dtype: torch.dtype, *, quantised: bool = False) -> float:
+    """How far a model's logits may differ, run in a dtype. Quantised models round activations to 8 bits, whatever the
+    dtype around that.
+    """
+    return _LOGITS if dtype in _FULL and not quantised else _LOGITS_HALF
+
+
+def random_pass(
+    spans: Sequence[tuple[int, int]],
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    block_tokens: int = BLOCK_TOKENS,
+) -> tuple[Layout, PagedMemory]:
+    """A pass over pages of one layer, full of random numbers, always the same.
+
+    Args:
+        spans: (positions held before, rows) of each sequence.
+        kv_heads: of the layer.
+        head_dim: of the layer.
+        dtype: of keys and values.
+        device: where they lie.
+        block_tokens: positions of a page.
+    """
+    pool = KVPool(
+        1, kv_heads, head_dim,
+        blocks=sum(-(-(start + count) // block_tokens) for start, count in spans) + 2,
+        max_length=max(start + count for start, count in spans),
+        dtype=dtype, device=device, block_tokens=block_tokens, paged=True,
+    )  # fmt: skip
+    assert pool.pages is not None
+    generator = torch.Generator().manual_seed(head_dim)
+    for store in (pool.pages.keys[0], pool.pages.values[0]):
+        store.copy_(torch.randn(store.shape, generator=generator))
+    pool.grow(pool.allocate(), 1)  # so that no sequence begins where the memory does
+    chunks = []
+    for start, count in reversed(spans):
+        slot = pool.allocate()
+        pool.grow(slot, start + count)
+        pool.extend(slot, start)
+        chunks.append(Chunk(slot, [0] * count, start, 0))
+    return lay_out(chunks, pool), pool.pages
+
+
+# ----------------------------------------------------------------------------------------------------- whole models
 
 _LENGTH = 9
 _SEED = 20221130
-
-# Median over rows of |difference| / |logits|. In 16 bits, other kernels alone differ by about a hundredth. So they do
-# where activations are rounded to 8 bits, whatever the dtype around that.
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
-_TOLERANCE_HALF = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,72 +204,69 @@ def make_pool(
     )
 
 
-def deviation(
+@torch.inference_mode()
+def check_program(
     program: Program,
     layers: Sequence[AttentionLayer],
     expected: Reference,
     dtype: torch.dtype,
     device: torch.device,
+    tolerance: float,
     *,
     attention: PagedAttention | None = None,
     block_tokens: int = BLOCK_TOKENS,
-) -> float:
-    """How far a program's logits lie from the reference: median over rows of |difference| / |logits|.
+) -> Refusal | None:
+    """Holds a program's logits against the reference; a constant added to all of them changes no distribution.
 
     Both sequences run interleaved, cut in two, the second part in the other order; only some rows ask for logits.
 
     Args:
-        program: to be looked at.
+        program: on trial.
         layers: what its attention layers ask for.
         expected: what it should give.
         dtype: of keys and values.
         device: of all.
+        tolerance: see `check`.
         attention: over pages of `block_tokens` positions; None runs each sequence in one piece.
         block_tokens: see `attention`.
     """
     length = expected.tokens.shape[1]
-    pool = make_pool(
-        layers,
-        blocks=2 * -(-length // block_tokens),
-        max_length=length,
-        dtype=dtype,
-        device=device,
-        block_tokens=block_tokens,
-        paged=attention is not None,
-    )
-    slots = (pool.allocate(), pool.allocate())
-    masks = CausalMasks(length, dtype, device)
     cuts = (min(4, length), min(3, length))
     # (sequence, start, count)
     passes = [[(0, 0, cuts[0]), (1, 0, cuts[1])], [(1, cuts[1], length - cuts[1]), (0, cuts[0], length - cuts[0])]]
-    found, wanted = [], []
-    with torch.inference_mode():
+    passes = [[span for span in spans if span[2]] for spans in passes if any(count for _, _, count in spans)]
+
+    def rows(of: Tensor, spans: list[tuple[int, int, int]]) -> Tensor:
+        return torch.cat([of[i, start : start + count] for i, start, count in spans])
+
+    def wanted(spans: list[tuple[int, int, int]]) -> Tensor:
+        count = len(rows(expected.tokens, spans))
+        return torch.arange(min(1, count - 1), count)
+
+    def found() -> dict[str, Tensor]:
+        blocks = 2 * -(-length // block_tokens)
+        told: dict[str, Any] = {"dtype": dtype, "device": device, "block_tokens": block_tokens}
+        pool = make_pool(layers, blocks=blocks, max_length=length, paged=attention is not None, **told)
+        slots, masks = (pool.allocate(), pool.allocate()), CausalMasks(length, dtype, device)
+        logits = []
         for spans in passes:
-            spans = [span for span in spans if span[2]]
-            if not spans:
-                continue
-            token_ids = torch.cat([expected.tokens[i, start : start + count] for i, start, count in spans])
-            rows = torch.arange(len(token_ids))[1:] if len(token_ids) > 1 else torch.arange(1)
+            token_ids = rows(expected.tokens, spans)
             batch: Batch
             if attention is None:
                 batch = pack(((slots[i], start, count) for i, start, count in spans), pool, masks)
             else:
                 assert pool.pages is not None
                 layout = lay_out([Chunk(slots[i], [0] * count, start, 0) for i, start, count in spans], pool)
-                layout = replace(layout, tokens=token_ids.numpy())
-                batch = to_device(layout, pool.pages, attention, device)
-            found.append(program(token_ids.to(device), batch, rows.to(device)).float().cpu())
-            wanted.append(torch.cat([expected.logits[i, start : start + count] for i, start, count in spans])[rows])
+                batch = to_device(replace(layout, tokens=token_ids.numpy()), pool.pages, attention, device)
+            logits.append(program(token_ids.to(device), batch, wanted(spans).to(device)).float().cpu())
             for i, start, count in spans:
                 pool.extend(slots[i], start + count)
-    logits, truth = _centred(torch.cat(found)), _centred(torch.cat(wanted))
-    distance = (logits - truth).norm(dim=-1) / truth.norm(dim=-1).clamp_min(1e-6)
-    return float(distance.median())
+        return {"logits": _centred(torch.cat(logits))}
 
+    def reference() -> dict[str, Tensor]:
+        return {"logits": _centred(torch.cat([rows(expected.logits, spans)[wanted(spans)] for spans in passes]))}
 
-def tolerance(dtype: torch.dtype, *, quantised: bool = False) -> float:
-    """The largest deviation that rounding explains."""
-    return _TOLERANCE_HALF if quantised else _TOLERANCE.get(dtype, _TOLERANCE_HALF)
+    return check(found, reference, tolerance, typical=True)
 
 
 def _centred(logits: Tensor) -> Tensor:

@@ -372,7 +372,7 @@ class TensorParallel:
         Raises:
             ModelLost: a rank is gone.
         """
-        self._tell([_Kind.COPY, len(source), 0, 0, 0], torch.tensor([[*source], [*target]]))
+        self._tell([_Kind.COPY, len(source), 0, 0, 0, 0], torch.tensor([[*source], [*target]]))
 
     def _tell(self, header: list[int], body: Tensor) -> None:
         try:
@@ -382,7 +382,7 @@ class TensorParallel:
             raise ModelLost(self.broke("the workers take no more messages", error)) from error
 
     def _work_once(self, runner: Runner, memory: PagedMemory) -> None:
-        header = torch.empty(5, dtype=torch.int64)
+        header = torch.empty(6, dtype=torch.int64)
         dist.broadcast(header, 0, group=self._control)
         kind, *numbers = header.tolist()
         if kind == _Kind.COPY:
@@ -390,10 +390,10 @@ class TensorParallel:
             dist.broadcast(blocks, 0, group=self._control)
             memory.copy(*blocks.tolist())
             return
-        T, R, S, P = numbers
-        body = torch.empty(Layout.size((T, R, S, P)), dtype=torch.uint8)
+        T, R, S, P, W = numbers
+        body = torch.empty(Layout.size((T, R, S, P, W)), dtype=torch.uint8)
         dist.broadcast(body, 0, group=self._control)
-        runner.run(Layout.unpack((T, R, S, P), body.numpy().tobytes()))
+        runner.run(Layout.unpack((T, R, S, P, W), body.numpy().tobytes()))
 
     def _lose(self, reason: str) -> None:
         with suppress(InvalidStateError):  # the first reason counts: others follow from it

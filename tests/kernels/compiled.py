@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from triton import compile as compile_for
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -37,8 +38,7 @@ _TYPES = {
     "positions": "*i64", "places": "*i64", "head_norm": "*fp32",
     "query": "*bf16", "keys": "*bf16", "values": "*bf16", "gate_up": "*bf16",
     "row_starts": "*i32", "lengths": "*i32", "tables": "*i32", "sinks": "*bf16", "partial": "*fp32",
-    "scaling": "fp32", "softcap": "fp32", "window": "i32", "row_blocks": "i32", "pages": "i32", "splits": "i32",
-    "sequences": "i32",
+    "items": "*i32", "row_slots": "*i32", "scaling": "fp32", "softcap": "fp32", "window": "i32", "pages": "i32",
 }  # fmt: skip
 _MODULES = (verify_triton, triton_layers, triton_attention)
 _ALIGNED = [["tt.divisibility", 16]]  # pointers, as torch allocates, and the stride of rows padded to 16
@@ -61,9 +61,16 @@ def fullest(support: int) -> Iterator[Variant]:
     yield "rotate_and_store_kernel", triton_layers.rotation_options(rotation), {**rotation, "NORMED": True}
     norm = triton_layers.norm_sizes(8192)
     yield "rms_norm_kernel", triton_layers.norm_options(norm), norm
-    heads = {"KV_HEADS": 8, "GROUP": 4, "D": 128, "BLOCK_D": 128, "PAGE": 32, "BLOCK_N": 64, "PRECISION": "tf32"}
-    split = {"BLOCK_M": 64, "STRETCH": 512, "SPLIT_UP": True, "CAPPED": True, "WITH_SINKS": True}
-    yield "attend_kernel", triton_attention.options(64), {**heads, **split}
+    yield from _attention(8, 128, capped=True, sinks=True)
+
+
+def _attention(group: int, head_dim: int, *, capped: bool = False, sinks: bool = False) -> Iterator[Variant]:
+    """Yield both kernels for 8 key heads."""
+    shared = triton_attention.sizes(8 * group, 8, head_dim)
+    own = {**triton_attention.attend_sizes(head_dim, 32, torch.bfloat16), "CAPPED": capped, "WITH_SINKS": sinks}
+    yield "attend_kernel", triton_attention.options(shared), {**shared, **own}
+    merged = {**triton_attention.merge_sizes(shared), "WITH_SINKS": sinks}
+    yield "merge_kernel", triton_attention.MERGE_OPTIONS, {**shared, **merged}
 
 
 def plain() -> Iterator[Variant]:
@@ -76,11 +83,8 @@ def plain() -> Iterator[Variant]:
     yield "rotate_and_store_kernel", triton_layers.rotation_options(rotation), {**rotation, "NORMED": False}
     norm = triton_layers.norm_sizes(896)
     yield "rms_norm_kernel", triton_layers.norm_options(norm), norm
-    heads = {"KV_HEADS": 2, "GROUP": 7, "D": 64, "BLOCK_D": 64, "PAGE": 32, "BLOCK_N": 64, "PRECISION": "tf32"}
-    whole = {"BLOCK_M": 16, "STRETCH": 1 << 30, "SPLIT_UP": False, "CAPPED": False, "WITH_SINKS": False}
-    yield "attend_kernel", triton_attention.options(16), {**heads, **whole}
-    together = {"HEADS": 32, "D": 128, "BLOCK_D": 128, "BLOCK_S": 16, "WITH_SINKS": True}
-    yield "combine_kernel", triton_attention.COMBINE_OPTIONS, together
+    for group, head_dim in ((4, 128), (7, 64), (2, 256)):
+        yield from _attention(group, head_dim)
     gate = triton_layers.gate_sizes(4864)
     yield "gated_kernel", triton_layers.gate_options(gate), gate
 

@@ -99,6 +99,9 @@ def test_heads_are_rotated_without_waiting_for_other_threads(compiled: list[dict
 
 
 def test_an_odd_number_of_rows_asks_for_no_other_compilation(compiled: list[dict[str, Any]]) -> None:
-    """Positions and places lie behind others of the pass, 8 bytes a row; no pass may wait for a compiler."""
+    """Arrays of a pass lie behind others of it, at any multiple of 4 or 8 bytes; no pass may wait for a compiler."""
     rotations = [each for each in compiled if each["kernel"] == "rotate_and_store_kernel"]
     assert [each["of_any_alignment"] for each in rotations] == [["positions", "places"]] * 2
+    free = {each["kernel"]: each["of_any_alignment"] for each in compiled}
+    assert free["attend_kernel"] == ["row_starts", "lengths", "tables", "items"]
+    assert free["merge_kernel"] == ["positions", "row_slots"]

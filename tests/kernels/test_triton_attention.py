@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import product
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from kernels.attention_work import ITEM, Work, work_list, work_size
 from tests.kernels.paths import IS_INTERPRETED
 
 pytestmark = [
@@ -19,6 +23,17 @@ pytestmark = [
 
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 SCALING = 0.3
+
+
+def wide_blocks(head_dim: int, page: int, dtype: torch.dtype) -> dict[str, int | str]:
+    """In place of `kernels.triton_attention.attend_sizes`: interpreted, a narrow block takes as long as a wide one."""
+    return {"PAGE": page, "ITEM": ITEM, "BLOCK_N": 64, "PRECISION": "ieee"}
+
+
+@pytest.fixture
+def few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    if IS_INTERPRETED:
+        monkeypatch.setattr("kernels.triton_attention.attend_sizes", wide_blocks)
 
 
 class Pages:
@@ -47,26 +62,41 @@ class Pages:
         softcap: float | None,
         sinks: bool,
         *,
-        longest: int = 0,
-        widest: int = 0,
-        **changed: Tensor,
+        growth: int = 0,
+        filled: bool = False,
+        work: Work | None = None,
+        **changed: Any,
     ) -> Tensor:
+        """`filled`: up to a fixed size, as a captured pass is. `changed`: in place of what is."""
         from kernels.triton_attention import attend
 
-        starts = torch.tensor([0, *self.counts]).cumsum(0, dtype=torch.int32)
+        starts, lengths = np.cumsum([0, *self.counts]), np.array(self.lengths)
+        work = work or work_list(starts, lengths, growth)
+        items, slots = work.items, int(work.items[:, 4].max()) + 1
+        if filled:
+            size, slots = work_size(sum(self.counts), 2000)
+            items = np.concatenate((items, np.zeros((size - len(items), ITEM), np.int32)))
+        nobodys = len(self.query) - sum(self.counts)
+        positions = [
+            length - count + row
+            for length, count in zip(self.lengths, self.counts, strict=True)
+            for row in range(count)
+        ]
         told = {
             "query": self.query,
             "keys": self.keys,
             "values": self.values,
-            "row_starts": starts,
-            "lengths": torch.tensor(self.lengths, dtype=torch.int32),
+            "positions": torch.tensor([*positions, *[0] * nobodys]),
+            "row_starts": torch.from_numpy(starts).int(),
+            "lengths": torch.from_numpy(lengths).int(),
             "tables": self.tables,
+            "items": torch.from_numpy(items),
+            "row_slots": torch.from_numpy(np.concatenate((work.row_slots, np.full(nobodys, -1, np.int32)))),
             **changed,
         }
         found = attend(
             **{name: each.to(DEVICE) for name, each in told.items()},
-            widest=widest or max(self.counts),
-            longest=longest or max(self.lengths),
+            slots=slots,
             scaling=SCALING,
             window=window,
             softcap=softcap,
@@ -104,6 +134,7 @@ SHAPES = [(4, 4, 16, 4), (6, 2, 12, 8), (5, 1, 40, 32)]
 """Heads, those of keys, their size, and positions of a page."""
 
 
+@pytest.mark.usefixtures("few_blocks")
 @pytest.mark.parametrize("scores", range(3), ids=["plain", "capped", "sinks"])
 @pytest.mark.parametrize("lengths", range(3), ids=["short", "in stretches", "many rows"])
 def test_attention_equals_the_definition(lengths: int, scores: int) -> None:
@@ -121,20 +152,54 @@ def test_in_16_bits_it_is_rounded_once_or_twice() -> None:
     assert (pages.attend(0, None, False, **made).double() - pages.naive(0, None, False)).abs().max() < 5e-3
 
 
-def test_a_sequence_is_told_the_same_alone_and_in_company_bit_for_bit() -> None:
-    """Also where a pass says that sequences may be longer than they are; in passes of as wide rounds, at least."""
+@pytest.mark.usefixtures("few_blocks")
+@pytest.mark.parametrize("scores", [(0, None, False), (300, 4.0, True)], ids=["plain", "window, capped, sinks"])
+def test_a_row_has_the_same_bits_however_tiles_are_cut_and_whoever_is_there(
+    scores: tuple[int, float | None, bool],
+) -> None:
     together = Pages(6, 2, 16, 8, LONG)
-    found = together.attend(0, None, False)
-    assert torch.equal(together.attend(0, None, False, longest=4000), found)
+    found = together.attend(*scores)
+    assert torch.equal(together.attend(*scores, work=UNCUT), found)
+    assert torch.equal(together.attend(*scores, growth=3000), found)
+    assert torch.equal(together.attend(*scores, filled=True), found)
     first = 0
     for s, (length, count) in enumerate(LONG):
-        alone = Pages(6, 2, 16, 8, [(length, count)])
-        alone.tables = together.tables[s : s + 1]
-        own = together.query[first : first + count]
-        pools = {"keys": together.keys, "values": together.values}
-        told = alone.attend(0, None, False, longest=1400, widest=max(together.counts), query=own, **pools)
-        assert torch.equal(told, found[first : first + count])
+        for row in {0, count // 2, count - 1}:  # in a pass of its own
+            alone = Pages(6, 2, 16, 8, [(length - count + row + 1, 1)])
+            alone.tables, alone.sinks = together.tables[s : s + 1], together.sinks
+            alone.query = together.query[first + row : first + row + 1]
+            alone.keys, alone.values = together.keys, together.values
+            assert torch.equal(alone.attend(*scores)[0], found[first + row])
         first += count
+
+
+STARTS, LENGTHS = np.array([0, 1, 6, 8, 17]), np.array([700, 40, 513, 1400])  # of LONG
+CUT, UNCUT = (work_list(STARTS, LENGTHS, cuts=cuts) for cuts in (True, False))
+
+
+def _the_last_stretch_twice(items: np.ndarray) -> None:
+    items[-1, 3] -= 1
+
+
+def _another_sequence(items: np.ndarray) -> None:
+    items[:, 0] = (items[:, 0] + 1) % 4
+
+
+def _slots_in_another_order(items: np.ndarray) -> None:
+    cut = items[:, 4] >= 0
+    items[cut, 4] = items[cut, 4][::-1]
+
+
+@pytest.mark.usefixtures("few_blocks")
+@pytest.mark.parametrize("change", [_the_last_stretch_twice, _another_sequence, _slots_in_another_order])
+def test_a_list_that_is_wrong_shows(change: Callable[[np.ndarray], None]) -> None:
+    pages = Pages(4, 2, 16, 8, LONG)
+    wanted = pages.naive(0, None, False)
+    assert (pages.attend(0, None, False, work=CUT) - wanted).abs().max() < 3e-5
+    items = CUT.items.copy()
+    change(items)
+    found = pages.attend(0, None, False, work=Work(items, CUT.row_slots))
+    assert not (found - wanted).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ import torch
 
 from kernels.sampling import SamplingLaw
 from kernels.verify import Proposed, Rule, VerifyResult
-from outrider.runtime.attention_choice import GATHERED, AttentionChoice
 from outrider.runtime.cuda_graph import Repeating
 from outrider.runtime.loader import ModelSource, load_model
 from outrider.runtime.packed import Chunk, PackedModel
+from outrider.runtime.paged_attention import EAGER, AttentionChoice
 from tests.kernels.interpreter import patch_once_a_launch
 from tests.kernels.paths import IS_INTERPRETED
 from tests.services import MODELS
@@ -29,7 +29,7 @@ if IS_INTERPRETED:
     patch_once_a_launch()
 
 NEEDS_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="triton has no build for this platform")
-PAGED = AttentionChoice(GATHERED, "to be captured")
+PAGED = AttentionChoice(EAGER, "to be captured")
 SEQUENCES, GAMMA, V = 3, 3, 2048
 LAWS = [SamplingLaw(), SamplingLaw(temperature=0.7), SamplingLaw(temperature=0), SamplingLaw(top_p=0.9)]
 RULES = [Rule.TOKENWISE, Rule.BLOCK, Rule.COUPLED]

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton has 
 PROMPT = "def add(a, b):\n"
 # One sequence and a small γ: what is run at the start, over the largest batch, is interpreted too.
 JUDGED = {"OUTRIDER_VERIFY_PATH": "triton", "OUTRIDER_MAX_SEQUENCES": "1", "OUTRIDER_MAX_GAMMA": "2"}
-RECORDED = {**JUDGED, "OUTRIDER_ATTENTION": "sdpa-paged"}
+RECORDED = {**JUDGED, "OUTRIDER_ATTENTION": "eager"}
 LAWS: list[Options] = [
     {"rule": "block", "temperature": 1.0},
     {"rule": "tokenwise", "temperature": 0.7},
@@ -73,7 +73,7 @@ def test_the_log_says_what_attends_what_is_captured_and_where_memory_went(captur
     for service, passes in ((captured.verifier, "3 of 3 sizes"), (captured.draft, "steps of up to 1 sequences; ")):
         lines = [json.loads(line) for line in service.log_lines() if line.startswith("{")]
         said = {line["event"]: line for line in lines}
-        assert said["attending"]["attention"] == "sdpa-paged"
+        assert said["attending"]["attention"] == "eager"
         assert said["attending"]["reason"] == "as asked for"
         assert passes in said["captured"]["passes"]
         assert said["memory"]["weights_mib"] > 0

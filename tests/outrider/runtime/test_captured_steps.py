@@ -13,16 +13,16 @@ import torch
 from kernels.sampling import NO_LOGITS, Draw, Sample, SamplingLaw
 from kernels.sparse import SparseConfig
 from outrider.runtime import decode_loop
-from outrider.runtime.attention_choice import GATHERED, AttentionChoice
 from outrider.runtime.cuda_graph import CannotCapture, PagedRunner, Repeating
 from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.fused_decoder import FusedDecoder
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.packed import Chunk, PackedModel
+from outrider.runtime.paged_attention import EAGER, AttentionChoice
 from tests.outrider.runtime.test_decode_loop import drawn_by, numbers, step_by_step, tokens
 from tests.outrider.runtime.tiny import VOCABULARY
 
-PAGED = AttentionChoice(GATHERED, "to be captured", block_tokens=4)
+PAGED = AttentionChoice(EAGER, "to be captured", block_tokens=4)
 CONFIG = SparseConfig(keep_mass=0.97, max_support=40)
 KNOWN = VOCABULARY - 3  # the rest is padding
 GAMMA = 6

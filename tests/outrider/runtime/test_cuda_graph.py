@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from outrider.runtime import paged
-from outrider.runtime.attention_choice import GATHERED, AttentionChoice
-from outrider.runtime.cuda_graph import Bucket, CannotCapture, GraphRunner, PagedRunner, Repeating, buckets_for
+from outrider.runtime.cuda_graph import CannotCapture, GraphRunner, PagedRunner, Repeating, buckets_for
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.packed import Chunk, PackedModel
+from outrider.runtime.paged_attention import EAGER, AttentionChoice
 from tests.outrider.runtime.tiny import VOCABULARY
 
-PAGED = AttentionChoice(GATHERED, "to be captured", block_tokens=4)
+PAGED = AttentionChoice(EAGER, "to be captured", block_tokens=4)
 ROOM = 40
 SEQUENCES = 3
 WIDEST = 4
@@ -33,23 +33,23 @@ def capture(model: PackedModel, **how: object) -> str:
     return model.capture(Repeating(), **told)  # type: ignore[arg-type]
 
 
-def ran_by(model: PackedModel) -> list[Bucket | None]:
+def ran_by(model: PackedModel) -> list[int | None]:
     """Will hold the size whose graph runs each pass from now on, or None where none does."""
-    ran: list[Bucket | None] = []
+    ran: list[int | None] = []
     if model.captured is None:
         return ran
     find = model.captured._find
 
     def noted(layout: paged.Layout) -> Any:
         found = find(layout)
-        ran.append(None if found is None else found.bucket)
+        ran.append(None if found is None else found.rows)
         return found
 
     model.captured._find = noted  # type: ignore[method-assign]
     return ran
 
 
-def rounds(model: PackedModel, seed: int) -> tuple[list[Tensor], list[Bucket | None]]:
+def rounds(model: PackedModel, seed: int) -> tuple[list[Tensor], list[int | None]]:
     """Prompts and then rounds of any lengths, some rows of which are rolled back; logits, and which graph ran each."""
     rng = random.Random(seed)
     slots = [model.pool.allocate() for _ in range(SEQUENCES + 1)]
@@ -98,8 +98,8 @@ def test_a_graph_that_is_filled_up_wrongly_shows(
     capture(model)
     whole = paged.Layout.padded
 
-    def wrong(self: paged.Layout, **told: int) -> paged.Layout:
-        layout = whole(self, **{**told, "nowhere": 0} if mutant == "nowhere" else told)
+    def wrong(self: paged.Layout, shape: paged.Shape, *, nowhere: int) -> paged.Layout:
+        layout = whole(self, shape, nowhere=0 if mutant == "nowhere" else nowhere)
         if mutant == "room":
             layout.positions[:] = 0
         if mutant == "lengths":
@@ -112,21 +112,14 @@ def test_a_graph_that_is_filled_up_wrongly_shows(
             assert torch.allclose(one, other, atol=1e-5)
 
 
-def test_sizes_go_up_to_the_longest_round_and_waste_at_most_half_of_what_they_take() -> None:
+def test_sizes_go_up_to_the_largest_pass_and_waste_at_most_half_of_what_they_take() -> None:
     sizes = buckets_for(64, 17)
     assert sizes == sorted(set(sizes))
-    assert sizes[0] == Bucket(1, 1, 1)
-    assert sizes[-1] == Bucket(64 * 17, 64, 17)
-    assert len(sizes) <= 22
-    for sequences in range(1, 65):
-        for width in range(1, 18):
-            rows = sequences * width
-            taken = next(
-                size for size in sizes if size.rows >= rows and size.sequences >= sequences and size.widest >= width
-            )
-            assert taken.rows <= 1.5 * rows
-    assert buckets_for(3, 2) == [Bucket(1, 1, 1), Bucket(2, 2, 2), Bucket(3, 3, 2), Bucket(4, 3, 2), Bucket(6, 3, 2)]
-    assert buckets_for(8, 4, pass_tokens=16)[-1].rows == 16
+    assert (sizes[0], sizes[-1], len(sizes)) == (1, 64 * 17, 21)
+    for rows in range(1, 64 * 17 + 1):
+        assert next(size for size in sizes if size >= rows) <= 1.5 * rows
+    assert buckets_for(3, 2) == [1, 2, 3, 4, 6]
+    assert buckets_for(8, 4, pass_tokens=16)[-1] == 16
 
 
 class Ticking:
@@ -147,10 +140,10 @@ class Ticking:
 def test_what_time_or_memory_will_not_do_for_is_left_out_and_said(load: Callable[..., LoadedModel]) -> None:
     sizes = buckets_for(SEQUENCES, WIDEST)
 
-    def captured_with(capturer: Ticking, **bounds: float) -> tuple[str, list[Bucket]]:
+    def captured_with(capturer: Ticking, **bounds: float) -> tuple[str, list[int]]:
         model = build(load)
         assert isinstance(model.runner, PagedRunner)
-        runner = GraphRunner(model.runner, block_tokens=4, vocab_size=model.loaded.vocab_size)
+        runner = GraphRunner(model.runner, block_tokens=4, vocab_size=model.loaded.vocab_size, max_sequences=3)
         told = {"seconds": 1e3, "most_bytes": 1 << 30, **bounds}
         said = runner.capture(capturer, sizes, clock=lambda: capturer.now, **told)  # type: ignore[arg-type]
         return said, runner.sizes
@@ -175,7 +168,7 @@ def test_logits_over_pages_are_in_the_dtype_of_the_model(captured: bool, load: C
         capture(model)
     slot, ran = model.pool.allocate(), ran_by(model)
     assert model.forward([Chunk(slot, [5], 0, 0)]).dtype == torch.bfloat16
-    assert ran == ([Bucket(1, 1, 1)] if captured else [])
+    assert ran == ([1] if captured else [])
 
 
 def test_the_next_pass_writes_over_logits_but_not_over_those_that_are_kept(load: Callable[..., LoadedModel]) -> None:

@@ -15,12 +15,12 @@ import torch
 
 from kernels.sampling import Draw, SamplingLaw
 from kernels.sparse import SparseConfig
-from outrider.runtime.attention_choice import AttentionChoice, choose_attention
 from outrider.runtime.batch import CausalMasks
 from outrider.runtime.cuda_graph import CannotCapture, CudaCapturer
 from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.packed import Chunk, PackedModel
+from outrider.runtime.paged_attention import AttentionChoice, choose_attention
 from outrider.runtime.scores import Scoring, attend_scores
 from outrider.runtime.sdpa import attend
 from tests.outrider.runtime.test_decode_loop import step_by_step
@@ -61,25 +61,15 @@ def test_a_family_gives_on_the_device_what_it_gives_on_a_cpu(
 ) -> None:
     loaded = on_gpu(name, dtype)
     choice = chosen(loaded)
-    assert dtype == "bfloat16" or choice.name == "triton", "varlen_attn computes in 16 bits"
+    assert choice.name == "triton", choice.reason
     model = PackedModel.build(loaded, 5, ROOM, attention=choice)
     wanted = chat(PackedModel.build(load(name, dtype), 5, ROOM), 3)
     for one, other in zip(chat(model, 3), wanted, strict=True):
         assert near(one, other, dtype, name), choice.reason
 
 
-def test_where_it_can_a_16_bit_model_attends_by_torchs_kernel_and_else_by_ours(
-    on_gpu: Callable[[str, str], LoadedModel],
-) -> None:
-    choice = chosen(on_gpu("llama", "bfloat16"))
-    assert choice.name == "varlen" or (choice.name == "triton" and "no varlen: " in choice.reason), choice.reason
-
-
 def captured(loaded: LoadedModel) -> PackedModel:
-    choice = chosen(loaded)
-    if not choice.can_be_captured(CUDA):
-        pytest.skip(choice.reason)
-    model = PackedModel.build(loaded, 5, ROOM, attention=choice)
+    model = PackedModel.build(loaded, 5, ROOM, attention=chosen(loaded))
     said = model.capture(CudaCapturer(CUDA), max_sequences=4, widest=8, seconds=300, most_bytes=1 << 32)
     sizes = model.captured.sizes if model.captured is not None else []
     assert said == f"{len(sizes)} of {len(sizes)} sizes"

@@ -11,27 +11,27 @@ import torch
 from torch import Tensor
 
 from outrider.runtime import fused_decoder, layer_ops
-from outrider.runtime.attention_choice import GATHERED, AttentionChoice, choose_attention
 from outrider.runtime.cuda_graph import CudaCapturer
 from outrider.runtime.fused_decoder import FusedDecoder
 from outrider.runtime.fused_layers import FusedLayers
 from outrider.runtime.fusion import fuse_model
-from outrider.runtime.layer_ops import LayerChoice, LayerOps, TorchOps, TritonOps, choose_layer_ops, try_out
+from outrider.runtime.layer_ops import LayerOps, TritonOps, check_layer_ops, choose_layer_ops
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.packed import Chunk, PackedModel
 from outrider.runtime.paged import PagedBatch
+from outrider.runtime.paged_attention import EAGER, AttentionChoice, choose_attention
 from tests.kernels.paths import IS_INTERPRETED, TRITON
 from tests.outrider.runtime.tiny import VOCABULARY
 
-PAGED = AttentionChoice(GATHERED, "to be held against the other", block_tokens=4)
+PAGED = AttentionChoice(EAGER, "to be held against the other", block_tokens=4)
 
 
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 
 
-def choose(kind: Callable[[FusedLayers], LayerOps], monkeypatch: pytest.MonkeyPatch) -> None:
+def choose(kind: type[LayerOps], monkeypatch: pytest.MonkeyPatch) -> None:
     """Has models that are built from here on take these operations."""
-    monkeypatch.setattr(fused_decoder, "choose_layer_ops", lambda layers, dtype: LayerChoice(kind(layers), "on trial"))
+    monkeypatch.setattr(fused_decoder, "choose_layer_ops", lambda layers, dtype: kind(layers, "on trial"))
 
 
 def chat(model: PackedModel) -> Tensor:
@@ -66,12 +66,12 @@ def test_triton_gives_the_logits_that_torch_gives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     logits = []
-    for kind in (TorchOps, TritonOps):
+    for kind in (LayerOps, TritonOps):
         choose(kind, monkeypatch)
         loaded = load_model(ModelSource(str(checkpoint(name)), dtype=dtype, device=DEVICE))
         model = PackedModel.build(loaded, 2, 16, attention=PAGED)
         assert model.layer_choice is not None
-        assert model.layer_choice.name == {TorchOps: "torch", TritonOps: path}[kind]
+        assert model.layer_choice.name == {LayerOps: "torch", TritonOps: path}[kind]
         logits.append(chat(model))
     wanted, found = logits
     assert float((found - wanted).abs().max()) <= allowed * float(wanted.abs().max())
@@ -110,42 +110,42 @@ def test_what_is_chosen_is_told_and_chosen_once(load: Callable[..., LoadedModel]
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_tritons_kernels_pass_the_trial(dtype: str, path: str, layers: Callable[..., FusedLayers]) -> None:
     for pages in (torch.float32, getattr(torch, dtype)):
-        assert try_out(TritonOps, layers(dtype, DEVICE), pages) == ""
+        assert check_layer_ops(layers(dtype, DEVICE), pages) is None
 
 
-class TurnedBack(TorchOps):
-    def angles(self, rotations: Tensor, positions: Tensor) -> Tensor:
-        return super().angles(rotations.conj().resolve_conj(), positions)
+class TurnedBack(LayerOps):
+    def queries(self, i: int, qkv: Tensor, rotations: Tensor, batch: PagedBatch) -> Tensor:
+        return super().queries(i, qkv, rotations.conj().resolve_conj(), batch)
 
 
-class OneOn(TorchOps):
-    def queries(self, i: int, qkv: Tensor, angles: Tensor, batch: PagedBatch) -> Tensor:
-        return super().queries(i, qkv, angles, replace(batch, places=batch.places + 1))
+class OneOn(LayerOps):
+    def queries(self, i: int, qkv: Tensor, rotations: Tensor, batch: PagedBatch) -> Tensor:
+        return super().queries(i, qkv, rotations, replace(batch, places=batch.places + 1))
 
 
-class KeysForValues(TorchOps):
-    def queries(self, i: int, qkv: Tensor, angles: Tensor, batch: PagedBatch) -> Tensor:
-        query = super().queries(i, qkv, angles, batch)
+class KeysForValues(LayerOps):
+    def queries(self, i: int, qkv: Tensor, rotations: Tensor, batch: PagedBatch) -> Tensor:
+        query = super().queries(i, qkv, rotations, batch)
         batch.memory.values[i].copy_(batch.memory.keys[i])
         return query
 
 
-class NotNormed(TorchOps):
+class NotNormed(LayerOps):
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return x * weight[0]
 
 
-class UpForGate(TorchOps):
+class UpForGate(LayerOps):
     def gated(self, gate_up: Tensor) -> Tensor:
         return super().gated(torch.cat(gate_up.chunk(2, -1)[::-1], -1))
 
 
-class NoNumber(TorchOps):
+class NoNumber(LayerOps):
     def gated(self, gate_up: Tensor) -> Tensor:
         return super().gated(gate_up) * torch.nan
 
 
-class NotCompiled(TorchOps):
+class NotCompiled(LayerOps):
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         raise RuntimeError("ptxas is not there\nand more of that")
 
@@ -163,17 +163,19 @@ class NotCompiled(TorchOps):
     ],
 )
 def test_operations_that_give_something_else_are_not_taken(
-    kind: type[TorchOps], told: str, layers: Callable[..., FusedLayers], monkeypatch: pytest.MonkeyPatch
+    kind: type[LayerOps], told: str, layers: Callable[..., FusedLayers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a device that could run them: torch's are taken, and the reason is told."""
-    monkeypatch.setattr(layer_ops, "_obstacle", lambda layers: "")
+    monkeypatch.setattr(layer_ops, "_obstacle", lambda device: "")
     monkeypatch.setattr(layer_ops, "TritonOps", kind)
     for dtype in ("float32", "bfloat16"):
         choice = choose_layer_ops(layers(dtype), torch.float32)
-        assert type(choice.ops) is TorchOps
-        assert choice.reason.startswith(f"no kernels of Triton: tried, {told}")
-    monkeypatch.setattr(layer_ops, "TritonOps", type("Good", (TorchOps,), {}))
-    assert choose_layer_ops(layers("float32"), torch.float32).reason == "they give what torch's operations do"
+        assert type(choice) is LayerOps
+        assert choice.reason.startswith(f"no kernels of Triton: {told}")
+    monkeypatch.setattr(layer_ops, "TritonOps", type("Good", (LayerOps,), {}))
+    assert (
+        choose_layer_ops(layers("float32"), torch.float32).reason == "Triton's kernels give what torch's operations do"
+    )
 
 
 # -------------------------------------------------------------------------------------------------------- on a device
@@ -189,7 +191,7 @@ def test_a_graph_holds_a_pass_by_triton(
 
     def build() -> PackedModel:
         loaded = load_model(ModelSource(str(checkpoint(name)), dtype="bfloat16", device="cuda"))
-        attention = choose_attention("varlen", loaded.layers, loaded.dtype, device)
+        attention = choose_attention("triton", loaded.layers, loaded.dtype, device)
         return PackedModel.build(loaded, 2, 16, attention=attention)
 
     by_triton = build()
@@ -200,7 +202,7 @@ def test_a_graph_holds_a_pass_by_triton(
     captured.capture(CudaCapturer(device), max_sequences=2, widest=8, seconds=60, most_bytes=1 << 30)
     assert captured.captured is not None
     assert captured.captured.sizes
-    choose(TorchOps, monkeypatch)
+    choose(LayerOps, monkeypatch)
     wanted = chat(build())
     size = float(wanted.abs().max())
     for found in (eager, chat(captured)):

@@ -64,7 +64,7 @@ def test_a_pool_that_the_host_has_no_room_for_is_refused(load: Callable[..., Loa
         build_packed(settings("--kv-cache-mb", str(1 << 29), "--device", "cpu"), load("llama"), 32, pass_tokens=8)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "sdpa-paged"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_the_largest_pass_is_as_large_as_said_and_leaves_nothing(
     attention: str, load: Callable[..., LoadedModel]
 ) -> None:
@@ -96,7 +96,7 @@ def test_the_largest_pass_runs_without_a_pool_and_beside_one(load: Callable[...,
     memory = Counted(total=200, free=100, takes=10)
     seen: list[tuple[int, ...]] = []
     built = build_packed(
-        settings("--attention", "sdpa-paged", "--device", "cpu", "--kv-cache-mb", "1"),
+        settings("--attention", "eager", "--device", "cpu", "--kv-cache-mb", "1"),
         load("llama"),
         32,
         pass_tokens=40,
@@ -126,7 +126,7 @@ def test_the_largest_pass_runs_without_a_pool_and_beside_one(load: Callable[...,
 
 @pytest.mark.parametrize(
     ("flags", "captured"),
-    [(("--attention", "sdpa-paged"), True), (("--attention", "sdpa-paged", "--no-graphs"), False), ((), False)],
+    [(("--attention", "eager"), True), (("--attention", "eager", "--no-graphs"), False), ((), False)],
 )
 def test_passes_are_captured_where_they_can_be_and_may_be(
     flags: tuple[str, ...], captured: bool, load: Callable[..., LoadedModel]

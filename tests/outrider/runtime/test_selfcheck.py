@@ -1,0 +1,58 @@
+"""`check` refuses what differs, raises or is no number, and says what and by how much."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.runtime.selfcheck import check, logits_tolerance, operation_tolerance
+
+WANTED = torch.tensor([[4.0, -2.0], [1.0, 0.5], [0.0, 3.0]])
+
+
+def given(change: Callable[[Tensor], Tensor]) -> Callable[[], dict[str, Tensor]]:
+    return lambda: {"sums": WANTED, "rows": change(WANTED.clone())}
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda rows: rows, None),
+        (lambda rows: rows.bfloat16(), None),
+        (lambda rows: rows + 0.039, None),
+        (lambda rows: rows - 0.041, "rows differ by 0.01 of their size, 0.01 allowed"),
+        (lambda rows: rows * torch.nan, "rows differ by nan of their size, 0.01 allowed"),
+        (lambda rows: rows @ rows, "RuntimeError: mat1 and mat2 shapes cannot be multiplied (3x2 and 3x2)"),
+    ],
+)
+def test_the_largest_difference_counts_as_a_share_of_the_largest_number(
+    change: Callable[[Tensor], Tensor], why: str | None
+) -> None:
+    found = check(given(change), given(lambda rows: rows), 0.01)
+    assert found == why
+    assert (found is not None and isinstance(found.cause, RuntimeError)) == (why is not None and "Runtime" in why)
+
+
+def test_a_typical_check_looks_at_the_median_row() -> None:
+    def spoil(rows: int) -> Callable[[Tensor], Tensor]:
+        return lambda told: torch.cat((told[:rows] * 2, told[rows:]))
+
+    assert check(given(spoil(1)), given(lambda rows: rows), 0.01, typical=True) is None
+    assert check(given(spoil(2)), given(lambda rows: rows), 0.01, typical=True) == (
+        "rows differ by 1 of their size, 0.01 allowed"
+    )
+
+
+def test_no_memory_is_no_verdict() -> None:
+    def starved() -> dict[str, Tensor]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        check(starved, given(lambda rows: rows), 1.0)
+
+
+def test_tolerances_follow_the_dtype() -> None:
+    assert operation_tolerance(torch.float32) == 1e-4 < operation_tolerance(torch.bfloat16)
+    assert logits_tolerance(torch.float32) == 1e-3 < logits_tolerance(torch.float32, quantised=True)
+    assert logits_tolerance(torch.float16) == logits_tolerance(torch.float32, quantised=True)
