@@ -15,7 +15,7 @@ from draft_service.drafters.base import Kind
 from draft_service.drafters.guard import GuardedDrafter
 from draft_service.drafters.staged import StagedCounts, Staging
 from outrider.metrics import Metrics
-from outrider.runtime.kv_pool import KVPool
+from outrider.runtime.kv_cache import KVPool
 
 
 def show_held(metrics: Metrics, limit: ConcurrencyLimit, pool: KVPool | None) -> None:

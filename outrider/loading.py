@@ -275,7 +275,7 @@ def run_largest(packed: PackedModel, tokens: int) -> Tensor:
     pool = packed.pool
     slots: list[int] = []
     chunks: list[Chunk] = []
-    room = pool.blocks.unheld
+    room = pool.blocks.num_free
     try:
         while tokens and room:
             count = min(tokens, pool.max_length, room * pool.block_tokens)

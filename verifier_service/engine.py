@@ -16,10 +16,10 @@ from kernels.verify import Rule, VerifyResult
 from outrider.best_effort import Component
 from outrider.cost_line import FittedCost
 from outrider.rpc.errors import RequestError, internal, unavailable, yielded
+from outrider.runtime.block_pool import PoolCorrupted
 from outrider.runtime.engine import Engine
-from outrider.runtime.errors import PoolCorrupted
+from outrider.runtime.kv_cache import PrefixCache
 from outrider.runtime.packed import Chunk, PackedModel
-from outrider.runtime.prefix_cache import PrefixCache
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service.gamma_cap import GammaCap
 from verifier_service.linger import seconds_to_linger

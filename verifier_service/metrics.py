@@ -12,7 +12,7 @@ from kernels.verify import Rule
 from outrider.best_effort import Component
 from outrider.metrics import Metrics
 from outrider.rpc.errors import RequestError
-from outrider.runtime.kv_pool import KVPool
+from outrider.runtime.kv_cache import KVPool
 from verifier_service.scheduler import Scheduler
 
 STREAM_METRICS = Component("stream_metrics")

@@ -13,9 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from outrider.best_effort import Component
-from outrider.runtime.kv_pool import KVPool, make_room
+from outrider.runtime.kv_cache import KVPool, PrefixCache, grow_with_preemption
 from outrider.runtime.packed import Chunk
-from outrider.runtime.prefix_cache import PrefixCache
 from verifier_service.rounds import Round
 from verifier_service.sequence import TargetSequence
 
@@ -229,7 +228,7 @@ class Scheduler:
         length = len(sequence.tokens) + (0 if round_ is None else len(sequence.drafted(round_)))
         # Whoever begins leaves each of the others a block to grow into, or would soon have to give way again.
         spare = self._pool.holders if begins else 0
-        given = make_room(self._pool, slot, length, self._victims(sequence, plan), spare=spare)
+        given = grow_with_preemption(self._pool, slot, length, self._victims(sequence, plan), spare=spare)
         if given is None:
             if begins:
                 self._pool.rollback(slot, 0)

@@ -23,7 +23,7 @@ from kernels.dense import DraftLogits
 from kernels.sampling import UNSURE
 from kernels.sparse import SparseLaw
 from kernels.verify import Rule
-from outrider.runtime.kv_pool import KVPool
+from outrider.runtime.kv_cache import KVPool
 from outrider.runtime.packed import Chunk
 
 RUNNERS_UP = 4
@@ -264,7 +264,10 @@ class OutcomeCache:
         end = branch.base + self.wanted(branch) - 1
         if end > self._pool.max_length:
             return False
-        return self._pool.lacking(branch.slot, end) <= self._pool.blocks.unheld - _RESERVE * self._pool.blocks.count
+        return (
+            self._pool.blocks_needed(branch.slot, end)
+            <= self._pool.blocks.num_free - _RESERVE * self._pool.blocks.count
+        )
 
     def _give_up(self, trunk: ModelSequence, look: _Lookahead, branch: ModelSequence) -> None:
         """Begins nothing more, and lets this one go."""

@@ -21,7 +21,7 @@ from kernels.sparse import SparseConfig
 from outrider.best_effort import Component
 from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.engine import Engine
-from outrider.runtime.kv_pool import make_room
+from outrider.runtime.kv_cache import grow_with_preemption
 from outrider.runtime.packed import Chunk, PackedModel
 
 OUTCOME_CACHE = Component("outcome_cache")
@@ -205,14 +205,14 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
     def _has_room(self, sequence: ModelSequence, end: int) -> bool:
         """Grows the sequence; where the pool is full, those give way that wait for a verdict, then those behind it."""
         assert sequence.slot is not None
-        if self.packed.pool.lacking(sequence.slot, end) <= self.packed.pool.blocks.unheld:
+        if self.packed.pool.blocks_needed(sequence.slot, end) <= self.packed.pool.blocks.num_free:
             self.packed.pool.grow(sequence.slot, end)
             return True
         self.cache.reset()
         idle = [each for each in self._held if each.done is None]
         later = self._busy[self._busy.index(sequence) + 1 :]
         victims = [each.slot for each in (*idle, *reversed(later)) if each.slot is not None]
-        return make_room(self.packed.pool, sequence.slot, end, victims) is not None
+        return grow_with_preemption(self.packed.pool, sequence.slot, end, victims) is not None
 
     def forward(self, work: Sequence[DraftWork]) -> list[Drawn]:
         """What each work has drawn: nothing, a token, or what is left of its proposal."""

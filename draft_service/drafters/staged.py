@@ -21,7 +21,7 @@ from kernels.sampling import Draw, Sample
 from kernels.sparse import SparseLaw
 from outrider.best_effort import Component
 from outrider.runtime.batch import Chunk
-from outrider.runtime.kv_pool import KVPool
+from outrider.runtime.kv_cache import KVPool
 
 GUESSES = Component("staged_guesses")
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.runtime.kv_pool import KVPool, SlotViews
+from outrider.runtime.block_pool import SlotViews
+from outrider.runtime.kv_cache import KVPool
 
 
 @dataclass(slots=True)

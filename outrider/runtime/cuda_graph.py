@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention_work import work_size
-from outrider.runtime.kv_memory import PagedMemory
+from outrider.runtime.block_pool import PagedMemory
 from outrider.runtime.paged import Layout, PagedAttention, Shape, on_device, to_device
 from outrider.runtime.program import Program
 
@@ -220,7 +220,7 @@ class GraphRunner:
         captured = self._find(layout)
         if captured is None:
             return self.eager.run(layout)
-        padded = layout.padded(captured.shape, nowhere=self.eager.memory.nowhere)
+        padded = layout.padded(captured.shape, nowhere=self.eager.memory.null_position)
         if self._copied is not None:
             self._copied.synchronize()  # the copy before this one has left the staging room
         padded.pack_into(captured.staging.numpy())
@@ -286,7 +286,7 @@ class GraphRunner:
         eager, (items, slots) = self.eager, work_size(rows, self.eager.max_length)
         shape = (rows, rows, min(rows, self._max_sequences), self._pages, items)
         staging = torch.empty(Layout.size(shape), dtype=torch.uint8, pin_memory=eager.device.type == "cuda")
-        Layout.empty().padded(shape, nowhere=eager.memory.nowhere).pack_into(staging.numpy())
+        Layout.empty().padded(shape, nowhere=eager.memory.null_position).pack_into(staging.numpy())
         room = staging.to(eager.device)
         batch = on_device(room, shape, slots, eager.memory, eager.attention)
         own = logits.narrow(0, 0, rows)

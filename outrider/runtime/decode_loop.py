@@ -208,7 +208,7 @@ class CapturedSteps:
         if len(logits) > len(last):
             logits = logits.index_select(0, torch.from_numpy(last).to(logits.device))
         table = next(each for each in self._tables if each.sequences >= len(chunks))
-        table.fill(chunks, [pool.table(chunk.slot) for chunk in chunks], logits, draws)
+        table.fill(chunks, [pool.block_table(chunk.slot) for chunk in chunks], logits, draws)
         table.run(max(map(len, draws)) - 1)
         return table.fetch(draws)
 
@@ -296,7 +296,7 @@ class _Table:
         self._batch = PagedBatch(
             tokens=torch.zeros(S, dtype=torch.int64, device=eager.device),
             positions=torch.zeros(S, dtype=torch.int64, device=eager.device),
-            places=torch.full((S,), eager.memory.nowhere, dtype=torch.int64, device=eager.device),
+            places=torch.full((S,), eager.memory.null_position, dtype=torch.int64, device=eager.device),
             rows=torch.arange(S, device=eager.device),
             row_starts=torch.arange(S + 1, dtype=torch.int32, device=eager.device),
             lengths=torch.ones(S, dtype=torch.int32, device=eager.device),
@@ -399,7 +399,7 @@ class _Table:
         batch.positions.copy_(positions.clamp(max=size.max_length - 1))
         block = batch.tables.gather(1, (batch.positions // size.block_tokens).unsqueeze(1)).squeeze(1)
         place = block * size.block_tokens + batch.positions % size.block_tokens
-        batch.places.copy_(torch.where(is_own, place, self._eager.memory.nowhere))
+        batch.places.copy_(torch.where(is_own, place, self._eager.memory.null_position))
         batch.lengths.copy_(batch.positions + 1)
         logits = self._eager.program(batch.tokens, batch, None).to(self._logits.dtype)
         positions.add_(1)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from outrider.runtime.errors import CheckpointError
-from outrider.runtime.kv_pool import BLOCK_TOKENS
+from outrider.runtime.kv_cache import BLOCK_TOKENS
 from outrider.runtime.loader import LoadedModel
 
 MIB = 1 << 20

@@ -13,7 +13,7 @@ from outrider.runtime.batch import CausalMasks, Chunk, PackedBatch, pack
 from outrider.runtime.cuda_graph import Capturer, GraphRunner, PagedRunner, Runner, buckets_for
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fusion import fuse_model
-from outrider.runtime.kv_pool import KVPool
+from outrider.runtime.kv_cache import KVPool
 from outrider.runtime.layer_ops import LayerOps
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.memory import blocks_for, kv_dtype
@@ -58,18 +58,18 @@ class PackedModel:
         self.pool = pool
         self.program: Program = fuse_model(loaded) if fuse else TransformersProgram(loaded.model)
         self.masks = CausalMasks(pool.max_length, pool.dtype, pool.device)
-        if attention.is_paged != (pool.pages is not None):
-            raise ValueError(f"the attention is {attention.name}, and the pool is {'' if pool.pages else 'not '}paged")
+        if attention.is_paged != (pool.paged is not None):
+            raise ValueError(f"the attention is {attention.name}, and the pool is {'' if pool.paged else 'not '}paged")
         self.attention = attention
         self.runner: Runner | None = None
         self.captured: GraphRunner | None = None
         self.layer_choice: LayerOps | None = None
-        if pool.pages is not None:
+        if pool.paged is not None:
             if isinstance(self.program, PagedProgram):
                 self.layer_choice = self.program.choose_layers(pool.dtype)
             self._check_pages()
             self.runner = PagedRunner(
-                self.program, pool.pages, attention.attend, loaded.device, loaded.dtype, pool.max_length
+                self.program, pool.paged, attention.attend, loaded.device, loaded.dtype, pool.max_length
             )
 
     @classmethod

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kernels.attention_work import ITEM, work_list
 from outrider.runtime.batch import Chunk
-from outrider.runtime.kv_memory import PagedMemory
-from outrider.runtime.kv_pool import KVPool
+from outrider.runtime.block_pool import PagedMemory
+from outrider.runtime.kv_cache import KVPool
 from outrider.runtime.scores import Scoring
 
 _LONG = np.dtype(np.int64)
@@ -142,7 +142,7 @@ def lay_out(chunks: Sequence[Chunk], pool: KVPool) -> Layout:
     tables: list[tuple[int, ...]] = []
     for chunk in chunks:
         pool.grow(chunk.slot, chunk.start + len(chunk.tokens))
-        tables.append(pool.table(chunk.slot))
+        tables.append(pool.block_table(chunk.slot))
     counts = np.array([len(chunk.tokens) for chunk in chunks], _LONG)
     starts = np.array([chunk.start for chunk in chunks], _LONG)
     froms = np.array([chunk.logits_from for chunk in chunks], _LONG)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.attention_work import work_list
 from outrider.runtime.errors import CheckpointError
-from outrider.runtime.kv_pool import BLOCK_TOKENS
+from outrider.runtime.kv_cache import BLOCK_TOKENS
 from outrider.runtime.paged import PagedAttention, PagedBatch, to_device
 from outrider.runtime.probe import AttentionLayer
 from outrider.runtime.scores import Scoring, attend_scores

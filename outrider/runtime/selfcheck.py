@@ -16,9 +16,9 @@ from torch import Tensor
 
 from outrider.runtime.attention import NAME
 from outrider.runtime.batch import CausalMasks, Chunk, pack
+from outrider.runtime.block_pool import PagedMemory
 from outrider.runtime.errors import CheckpointError
-from outrider.runtime.kv_memory import PagedMemory
-from outrider.runtime.kv_pool import BLOCK_TOKENS, KVPool
+from outrider.runtime.kv_cache import BLOCK_TOKENS, KVPool
 from outrider.runtime.paged import Layout, PagedAttention, lay_out, to_device
 from outrider.runtime.probe import AttentionLayer
 
@@ -122,9 +122,9 @@ def random_pass(
         max_length=max(start + count for start, count in spans),
         dtype=dtype, device=device, block_tokens=block_tokens, paged=True,
     )  # fmt: skip
-    assert pool.pages is not None
+    assert pool.paged is not None
     generator = torch.Generator().manual_seed(head_dim)
-    for store in (pool.pages.keys[0], pool.pages.values[0]):
+    for store in (pool.paged.keys[0], pool.paged.values[0]):
         store.copy_(torch.randn(store.shape, generator=generator))
     pool.grow(pool.allocate(), 1)  # so that no sequence begins where the memory does
     chunks = []
@@ -133,7 +133,7 @@ def random_pass(
         pool.grow(slot, start + count)
         pool.extend(slot, start)
         chunks.append(Chunk(slot, [0] * count, start, 0))
-    return lay_out(chunks, pool), pool.pages
+    return lay_out(chunks, pool), pool.paged
 
 
 # ----------------------------------------------------------------------------------------------------- whole models
@@ -255,9 +255,9 @@ def check_program(
             if attention is None:
                 batch = pack(((slots[i], start, count) for i, start, count in spans), pool, masks)
             else:
-                assert pool.pages is not None
+                assert pool.paged is not None
                 layout = lay_out([Chunk(slots[i], [0] * count, start, 0) for i, start, count in spans], pool)
-                batch = to_device(replace(layout, tokens=token_ids.numpy()), pool.pages, attention, device)
+                batch = to_device(replace(layout, tokens=token_ids.numpy()), pool.paged, attention, device)
             logits.append(program(token_ids.to(device), batch, wanted(spans).to(device)).float().cpu())
             for i, start, count in spans:
                 pool.extend(slots[i], start + count)

@@ -26,10 +26,10 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from outrider.log_queue import flush_all
+from outrider.runtime.block_pool import PagedMemory
 from outrider.runtime.cuda_graph import Runner
 from outrider.runtime.device import work_on
 from outrider.runtime.errors import CheckpointError, ModelLost
-from outrider.runtime.kv_memory import PagedMemory
 from outrider.runtime.packed import PackedModel
 from outrider.runtime.paged import Layout
 from outrider.settings import SettingsError
@@ -316,9 +316,9 @@ class TensorParallel:
     def command_workers(self, packed: PackedModel) -> None:
         """On rank 0: from here on the workers run each pass of the model, and each copy of blocks, too."""
         assert packed.runner is not None
-        assert packed.pool.pages is not None
+        assert packed.pool.paged is not None
         packed.runner = _AllRanksRunner(packed.runner, self)
-        packed.pool.pages.on_copy = self.tell_copy
+        packed.pool.paged.on_copy = self.tell_copy
         layer = packed.loaded.layers[0]
         _log.info(
             "tensor parallel",
@@ -335,10 +335,10 @@ class TensorParallel:
             ModelLost: a pass broke here.
         """
         assert packed.runner is not None
-        assert packed.pool.pages is not None
+        assert packed.pool.paged is not None
         try:
             while True:
-                self._work_once(packed.runner, packed.pool.pages)
+                self._work_once(packed.runner, packed.pool.paged)
         except Exception as error:
             raise ModelLost(self.broke("a pass broke", error)) from error
 

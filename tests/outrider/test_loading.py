@@ -8,7 +8,7 @@ from structlog.testing import capture_logs
 
 from outrider.loading import DEFAULT_CPU_KV_MB, kv_blocks, load
 from outrider.runtime.errors import CheckpointError
-from outrider.runtime.kv_pool import BLOCK_TOKENS
+from outrider.runtime.kv_cache import BLOCK_TOKENS
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.memory import MIB, block_bytes
 from outrider.runtime.packed import PackedModel

@@ -16,7 +16,7 @@ import torch
 from draft_service.drafters.base import UNBOUNDED, Draft, Drafter, Drafting, DraftSequence
 from kernels.verify import Proposed, Rule, Status, VerifyResult
 from outrider.runtime.batch import Chunk
-from outrider.runtime.kv_pool import KVPool
+from outrider.runtime.kv_cache import KVPool
 from verifier_service.target_runner import PassResult
 
 VOCABULARY = 24
@@ -176,12 +176,12 @@ class TokenPool(KVPool):
     def held(self, slot: int) -> list[int]:
         """The tokens whose keys and values a sequence has."""
         found: list[int] = []
-        for block in self.table(slot):
+        for block in self.block_table(slot):
             found += self.memory.block(block)
         return found[: self.length(slot)]
 
     def write(self, slot: int, start: int, tokens: Sequence[int]) -> None:
-        table = self.table(slot)
+        table = self.block_table(slot)
         for position, token in enumerate(tokens, start):
             index, offset = divmod(position, self.block_tokens)
             self.memory.block(table[index])[offset] = token

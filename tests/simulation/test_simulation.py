@@ -15,7 +15,7 @@ from draft_service.drafters.healing import HealingDrafting
 from draft_service.emission import Emitter
 from draft_service.failover import ResumingSequence
 from draft_service.verify_sequence import VerifySequence
-from outrider.runtime.blocks import Blocks
+from outrider.runtime.block_pool import BlockPool
 from outrider.runtime.engine import Engine
 from tests.simulation.plan import draw_plan
 from tests.simulation.world import simulate
@@ -126,7 +126,7 @@ MUTATIONS: list[tuple[type, str, Change, str, str]] = [
     (Emitter, "take", _emits_what_was_drafted, "calm", "was told"),
     (Emitter, "take", _emits_twice, "calm", "was told"),
     (TargetSequence, "_is_base", _takes_any_base, "calm", "was judged at"),
-    (Blocks, "forget", _finds_what_was_overwritten, "calm", ""),
+    (BlockPool, "forget", _finds_what_was_overwritten, "calm", ""),
     (HealingDrafting, "advance", _leaves_the_draft_behind, "calm", "drafter was told"),
     (Engine, "_step_one_by_one", _ends_all_for_one, "steps", "INTERNAL"),
     (VerifierEngine, "receive", _never_closes, "steps", "still has"),

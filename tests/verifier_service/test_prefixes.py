@@ -10,7 +10,7 @@ import pytest
 from outrider.client import AsyncClient, Client, Completion
 from outrider.metrics import Metrics
 from outrider.rpc.errors import internal
-from outrider.runtime.kv_pool import BLOCK_TOKENS
+from outrider.runtime.kv_cache import BLOCK_TOKENS
 from outrider.runtime.packed import Chunk
 from tests.services import MODELS
 from tests.verifier_service.test_sequence import make

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from outrider.runtime import batch
 from outrider.runtime.attention import NoPass, packed_attention
 from outrider.runtime.batch import CausalMasks
-from outrider.runtime.kv_pool import KVPool
+from outrider.runtime.kv_cache import KVPool
 from outrider.runtime.sdpa import attend
 
 HEAD_DIM = 8

@@ -16,12 +16,12 @@ from torch import Tensor
 from kernels.sampling import Draw, SamplingLaw
 from kernels.sparse import SparseConfig
 from outrider.runtime import attention, fused_decoder, fused_layers, paged_attention
+from outrider.runtime.block_pool import MemoryShape, PagedMemory
 from outrider.runtime.cuda_graph import Repeating
 from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fused_layers import Frame, FusedLayers, LayerWeights
-from outrider.runtime.kv_memory import MemoryShape, PagedMemory
-from outrider.runtime.kv_pool import KVPool
+from outrider.runtime.kv_cache import KVPool
 from outrider.runtime.layer_ops import LayerOps, run_paged
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.packed import Chunk, PackedModel
@@ -95,7 +95,7 @@ def test_pages_give_what_one_piece_of_memory_gives(
     monkeypatch.setattr(fused_decoder, "compiled", lambda module, device: module)
     ordinary, paged = (PackedModel.build(load(name, dtype), 5, ROOM, attention=choice) for choice in (ORDINARY, PAGED))
     assert ordinary.fused == paged.fused
-    assert paged.pool.pages is not None
+    assert paged.pool.paged is not None
     for found, wanted, near in zip(chat(paged, 3, 16), chat(ordinary, 3, 16), plain, strict=True):
         assert torch.equal(found.float(), wanted)
         if dtype == "float32":
@@ -110,7 +110,7 @@ def test_a_layout_says_where_each_row_goes_and_goes_itself_as_bytes() -> None:
         pool.grow(slot, held)
         pool.extend(slot, held)
     layout = lay_out([Chunk(second, [7, 8], 5, 1), Chunk(first, [9, 10, 11], 3, 3)], pool)
-    table = {slot: pool.table(slot) for slot in (first, second)}
+    table = {slot: pool.block_table(slot) for slot in (first, second)}
     assert layout.shape == (5, 1, 2, 2, 2)
     assert layout.tokens.tolist() == [7, 8, 9, 10, 11]
     assert layout.positions.tolist() == [5, 6, 3, 4, 5]
@@ -134,27 +134,27 @@ def test_a_layout_says_where_each_row_goes_and_goes_itself_as_bytes() -> None:
 
 def test_a_pool_of_pages_has_no_views_and_copies_what_is_shared_before_it_is_written() -> None:
     pool = KVPool(2, [1, 2], 2, blocks=4, max_length=12, dtype=torch.float32, device="cpu", block_tokens=4, paged=True)
-    assert pool.pages is not None
+    assert pool.paged is not None
     slot = pool.allocate()
     with pytest.raises(ValueError, match="no views"):
         pool.views(slot, 0, 2)
     pool.grow(slot, 2)
     pool.extend(slot, 2)
-    (block,) = pool.table(slot)
+    (block,) = pool.block_table(slot)
     for layer in range(2):
-        pool.pages.keys[layer][block] = 1 + layer
-        pool.pages.values[layer][block] = 5 + layer
+        pool.paged.keys[layer][block] = 1 + layer
+        pool.paged.values[layer][block] = 5 + layer
     told: list[tuple[Sequence[int], Sequence[int]]] = []
-    pool.pages.on_copy = lambda source, target: told.append((source, target))
+    pool.paged.on_copy = lambda source, target: told.append((source, target))
     fork = pool.fork(slot)
     pool.grow(fork, 3)
-    (copy,) = pool.table(fork)
+    (copy,) = pool.block_table(fork)
     assert copy != block
     assert told == [([block], [copy])]
     for layer in range(2):
-        assert bool((pool.pages.keys[layer][copy] == 1 + layer).all())
-        assert bool((pool.pages.values[layer][copy] == 5 + layer).all())
-    assert pool.pages.nowhere == 16, "behind all blocks that anybody may hold"
+        assert bool((pool.paged.keys[layer][copy] == 1 + layer).all())
+        assert bool((pool.paged.values[layer][copy] == 5 + layer).all())
+    assert pool.paged.null_position == 16, "behind all blocks that anybody may hold"
 
 
 def test_pool_and_attention_are_both_paged_or_neither(load: Callable[..., LoadedModel]) -> None:

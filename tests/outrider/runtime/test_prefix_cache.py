@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.runtime.kv_pool import KVPool
-from outrider.runtime.prefix_cache import PrefixCache
+from outrider.runtime.kv_cache import KVPool, PrefixCache
 
 BLOCK = 4
 
@@ -60,7 +59,7 @@ def test_a_prefix_is_found_as_it_was_and_shared() -> None:
     assert cache.find([*range(8), 99, 98]) == 8
     other = pool.allocate()
     assert cache.adopt(other, [*range(8), 99, 98]) == pool.length(other) == 8
-    assert pool.table(other) == pool.table(slot)[:2]
+    assert pool.block_table(other) == pool.block_table(slot)[:2]
     assert pool.used_blocks == 3
     assert _holds(pool, other, tokens[:8])
 
@@ -114,7 +113,7 @@ def test_what_was_not_used_for_longest_goes_first_and_ends_before_beginnings() -
         assert [cache.find(tokens) for tokens in texts] == known
 
 
-def test_what_is_held_outlives_any_need_for_room() -> None:
+def test_what_is_held_outlives_any_need_for_blocks() -> None:
     pool = _pool(blocks=6)
     cache = PrefixCache(pool)
     tokens = list(range(9))
@@ -157,7 +156,7 @@ def test_random_operations_find_what_was_there(data: st.DataObject) -> None:
         assert length % BLOCK == 0
         assert length < len(tokens)
         assert _holds(pool, slot, tokens[:length])
-        while running and pool.lacking(slot, len(tokens)) > pool.blocks.unheld:
+        while running and pool.blocks_needed(slot, len(tokens)) > pool.blocks.num_free:
             pool.free(running.pop(0)[0])
         _fill(pool, slot, tokens)
         cache.keep(slot, tokens, salt)

@@ -67,7 +67,7 @@ def test_two_ranks_give_the_logits_of_one(folder: Callable[[str], Path], family:
         parts, config = 1 if family in WHOLE else 2, packed.loaded.config
         assert {layer.heads for layer in packed.loaded.layers} == {config.num_attention_heads // parts}
         assert {layer.kv_heads for layer in packed.loaded.layers} == {config.num_key_value_heads // parts}
-        pages, heads = packed.pool.pages, {layer.kv_heads for layer in packed.loaded.layers}
+        pages, heads = packed.pool.paged, {layer.kv_heads for layer in packed.loaded.layers}
         assert pages is not None
         assert {each.size(2) for each in (*pages.keys, *pages.values)} == heads
         assert packed.loaded.vocab_size == tiny.VOCABULARY
@@ -93,8 +93,8 @@ def test_ranks_that_were_told_otherwise_do_not_begin(folder: Callable[[str], Pat
 
 def test_a_worker_whose_step_breaks_says_why(folder: Callable[[str], Path]) -> None:
     with as_rank_0(folder("llama"), ends_with=1) as packed:
-        assert packed.pool.pages is not None
-        assert packed.pool.pages.on_copy is not None
-        packed.pool.pages.on_copy([10**6], [0])  # in the worker's memory alone
+        assert packed.pool.paged is not None
+        assert packed.pool.paged.on_copy is not None
+        packed.pool.paged.on_copy([10**6], [0])  # in the worker's memory alone
         with pytest.raises(ModelLost, match=r"rank 1 ends: a pass broke: .* out of DATA bounds"):
             history(packed)

@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from outrider.runtime.kv_pool import KVPool, PoolCorrupted, PoolExhausted, make_room
+from outrider.runtime.block_pool import PoolCorrupted, PoolExhausted
+from outrider.runtime.kv_cache import KVPool, grow_with_preemption
 
 BLOCK = 4
 
@@ -33,7 +34,7 @@ def fill(pool: KVPool, slot: int, start: int, end: int, value: float) -> None:
 
 
 def held(pool: KVPool, slot: int) -> list[float]:
-    """What a slot holds, position by position; the same in all layers, heads and places."""
+    """What a slot holds, position by position; the same in all layers, heads and positions."""
     length = pool.length(slot)
     views = pool.views(slot, length, length)
     tensors = [*views.keys, *views.values]
@@ -44,7 +45,7 @@ def held(pool: KVPool, slot: int) -> list[float]:
 
 
 def crook(pool: KVPool) -> int:
-    """A slot whose blocks lie apart, in a pool with no room to straighten it."""
+    """A slot whose blocks lie apart, in a pool with no room to make it contiguous."""
     first, second = pool.allocate(), pool.allocate()
     for at in range(0, 8, BLOCK):
         fill(pool, first, at, at + BLOCK, 10 + at)
@@ -70,15 +71,15 @@ def test_what_is_written_is_read_and_nothing_beside_it() -> None:
     assert held(pool, second) == [-1] * 12
 
 
-def test_sequences_that_grow_side_by_side_lie_straight() -> None:
-    """Each was promised a run for what it may come to hold."""
+def test_sequences_that_grow_side_by_side_is_contiguous() -> None:
+    """Each was reserved a run for what it may come to hold."""
     pool = make(blocks=9)
     slots = [pool.allocate(expected=12) for _ in range(3)]
     for at in range(0, 12, BLOCK):
         for slot in slots:
             fill(pool, slot, at, at + BLOCK, slot)
     for slot in slots:
-        first, *rest = pool.table(slot)
+        first, *rest = pool.block_table(slot)
         assert rest == [first + 1, first + 2]
         assert held(pool, slot) == [slot] * 12
     pool.check_integrity()
@@ -87,11 +88,11 @@ def test_sequences_that_grow_side_by_side_lie_straight() -> None:
 def test_blocks_that_lie_apart_are_gathered_and_written_where_they_belong() -> None:
     pool = make(blocks=4)
     slot = crook(pool)
-    first, second = pool.table(slot)
+    first, second = pool.block_table(slot)
     assert second != first + 1
     assert held(pool, slot) == [20] * 4 + [24] * 4
     fill(pool, slot, 8, 11, 3)
-    assert pool.table(slot)[:2] == (first, second)
+    assert pool.block_table(slot)[:2] == (first, second)
     assert held(pool, slot) == [20] * 4 + [24] * 4 + [3] * 3
     pool.check_integrity()
 
@@ -105,7 +106,7 @@ def test_what_a_broken_pass_wrote_to_gathered_blocks_is_lost() -> None:
     assert held(pool, slot) == [20] * 4 + [24] * 4 + [1]
 
 
-def test_nor_does_it_come_back_once_the_sequence_lies_straight() -> None:
+def test_nor_does_it_come_back_once_the_sequence_is_contiguous() -> None:
     pool = make(blocks=12)
     slot = crook(pool)
     others = [pool.allocate() for _ in range(3)]
@@ -119,11 +120,11 @@ def test_nor_does_it_come_back_once_the_sequence_lies_straight() -> None:
     assert held(pool, slot) == [20] * 4 + [24] * 4 + [1]
 
 
-def test_where_room_is_plentiful_a_sequence_is_straightened() -> None:
+def test_where_enough_blocks_are_free_a_sequence_is_made_contiguous() -> None:
     pool = make(blocks=16)
     slot = crook(pool)
     fill(pool, slot, 8, 9, 3)
-    first, *rest = pool.table(slot)
+    first, *rest = pool.block_table(slot)
     assert rest == [first + 1, first + 2]
     assert held(pool, slot) == [20] * 4 + [24] * 4 + [3]
     pool.check_integrity()
@@ -189,7 +190,7 @@ def test_a_known_block_is_known_no_more_once_its_owner_writes_it_anew() -> None:
     pool = make()
     slot = pool.allocate()
     fill(pool, slot, 0, 4, 1)
-    pool.blocks.name(pool.table(slot)[0], b"ones")
+    pool.blocks.cache(pool.block_table(slot)[0], b"ones")
     pool.rollback(slot, 2)
     fill(pool, slot, 2, 4, 2)
     assert pool.blocks.find(b"ones") is None
@@ -207,7 +208,7 @@ def test_a_slot_that_is_not_taken_is_refused(slot: int) -> None:
         pool.length,
         pool.free,
         pool.fork,
-        pool.table,
+        pool.block_table,
         lambda slot: pool.grow(slot, 1),
         lambda slot: pool.rollback(slot, 0),
         lambda slot: pool.extend(slot, 1),
@@ -225,7 +226,7 @@ def test_impossible_lengths_are_refused_with_both_numbers() -> None:
         pool.rollback(slot, 6)
     with pytest.raises(ValueError, match="rolled back to -1"):
         pool.rollback(slot, -1)
-    with pytest.raises(ValueError, match=r"holds 5 positions and has room for 8: .* extended to 9"):
+    with pytest.raises(ValueError, match=r"holds 5 positions in blocks for 8: .* extended to 9"):
         pool.extend(slot, 9)
     with pytest.raises(ValueError, match="extended to 4"):
         pool.extend(slot, 4)
@@ -261,7 +262,7 @@ def test_a_full_pool_refuses_and_stays_as_it_was() -> None:
         pool.grow(other, 8)
     assert pool.used_blocks == 2
     fork = pool.fork(slot)
-    assert [pool.lacking(fork, length) for length in (6, 7, 8, 9)] == [0, 1, 1, 2], "its begun block is shared"
+    assert [pool.blocks_needed(fork, length) for length in (6, 7, 8, 9)] == [0, 1, 1, 2], "its begun block is shared"
     pool.grow(fork, 7)
     with pytest.raises(PoolExhausted):
         pool.grow(fork, 9)
@@ -273,31 +274,31 @@ def test_broken_books_are_told() -> None:
     twice, long, crooked = make(), make(), make()
     for pool in (twice, long, crooked):
         fill(pool, pool.allocate(), 0, 8, 1)
-    twice._slots[0].table[1] = twice._slots[0].table[0]
+    twice._slots[0].block_table[1] = twice._slots[0].block_table[0]
     with pytest.raises(PoolCorrupted, match="2 hold it"):
         twice.check_integrity()
     long._slots[0].length = 9
     with pytest.raises(PoolCorrupted, match="claims 9 positions in 2 blocks"):
         long.check_integrity()
-    crooked._slots[0].table.reverse()
-    with pytest.raises(PoolCorrupted, match="claims to lie straight"):
+    crooked._slots[0].block_table.reverse()
+    with pytest.raises(PoolCorrupted, match="claims to be contiguous"):
         crooked.check_integrity()
     crooked.reset()
     crooked.check_integrity()
     assert crooked.used_blocks == 0
 
 
-# ------------------------------------------------------------------------------------------------------------- room
+# ------------------------------------------------------------------------------------------------------- preemption
 
 
-def test_room_is_made_by_as_few_as_need_be_in_order() -> None:
+def test_as_few_as_need_be_are_preempted_in_order() -> None:
     pool = make(blocks=4)
     slots = [pool.allocate() for _ in range(4)]
     for slot in slots[:3]:
         fill(pool, slot, 0, 4, slot)
-    assert make_room(pool, slots[3], 4, slots[:3]) == []
+    assert grow_with_preemption(pool, slots[3], 4, slots[:3]) == []
     pool.rollback(slots[3], 0)
-    assert make_room(pool, slots[3], 8, [slots[2], slots[0]]) == [slots[2]]
+    assert grow_with_preemption(pool, slots[3], 8, [slots[2], slots[0]]) == [slots[2]]
     assert [pool.length(slot) for slot in slots] == [4, 4, 0, 0]
 
 
@@ -306,18 +307,18 @@ def test_where_all_would_not_suffice_nobody_gives_way() -> None:
     slots = [pool.allocate() for _ in range(3)]
     for slot in slots[:2]:
         fill(pool, slot, 0, 4, slot)
-    assert make_room(pool, slots[2], 12, [slots[0]], spare=1) is None
+    assert grow_with_preemption(pool, slots[2], 12, [slots[0]], spare=1) is None
     assert [pool.length(slot) for slot in slots] == [4, 4, 0]
-    assert make_room(pool, slots[2], 12, [slots[0]]) == [slots[0]]
+    assert grow_with_preemption(pool, slots[2], 12, [slots[0]]) == [slots[0]]
 
 
-def test_a_block_that_two_share_is_room_only_when_both_give_way() -> None:
+def test_a_block_that_two_share_is_free_only_when_both_are_preempted() -> None:
     pool = make(blocks=2)
     slot = pool.allocate()
     fill(pool, slot, 0, 8, 1)
     fork, other = pool.fork(slot), pool.allocate()
-    assert make_room(pool, other, 4, [slot]) is None
-    assert make_room(pool, other, 4, [slot, fork]) == [slot, fork]
+    assert grow_with_preemption(pool, other, 4, [slot]) is None
+    assert grow_with_preemption(pool, other, 4, [slot, fork]) == [slot, fork]
 
 
 # --------------------------------------------------------------------------------------------- whatever is done to it
@@ -357,7 +358,7 @@ class AnyUse(RuleBasedStateMachine):
     def extend(self, slot: int, count: int, written: bool) -> None:
         text = self.texts[slot]
         end = min(len(text) + count, 24)
-        if self.pool.lacking(slot, end) > self.pool.blocks.unheld:
+        if self.pool.blocks_needed(slot, end) > self.pool.blocks.num_free:
             with pytest.raises(PoolExhausted):
                 self.pool.grow(slot, end)
             return
@@ -378,14 +379,14 @@ class AnyUse(RuleBasedStateMachine):
     @rule(slot=slots)
     def keep(self, slot: int) -> None:
         text = self.texts[slot]
-        for i, block in enumerate(self.pool.table(slot)):
+        for i, block in enumerate(self.pool.block_table(slot)):
             if (i + 1) * BLOCK <= len(text):
-                self.pool.blocks.name(block, repr(text[: (i + 1) * BLOCK]).encode())
+                self.pool.blocks.cache(block, repr(text[: (i + 1) * BLOCK]).encode())
 
     @rule(slot=slots, other=slots)
     def share(self, slot: int, other: int) -> None:
         """What an empty slot finds by the text of another is that text."""
-        if self.texts[slot] or self.pool.table(slot):
+        if self.texts[slot] or self.pool.block_table(slot):
             return
         text, found = self.texts[other], []
         for end in range(BLOCK, len(text) + 1, BLOCK):
@@ -398,11 +399,11 @@ class AnyUse(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.texts) > 1)
     @rule(slot=slots, length=st.integers(1, 24))
-    def make_room(self, slot: int, length: int) -> None:
+    def grow_with_preemption(self, slot: int, length: int) -> None:
         if length <= len(self.texts[slot]):
             return
         victims = [other for other in self.texts if other != slot]
-        given = make_room(self.pool, slot, length, victims)
+        given = grow_with_preemption(self.pool, slot, length, victims)
         assert given is not None, "all others together hold the rest of the pool"
         for victim in given:
             self.texts[victim] = []
