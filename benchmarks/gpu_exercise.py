@@ -19,6 +19,7 @@ from kernels import paths
 from kernels.sampling import Draw, SamplingLaw
 from kernels.sparse import SparseConfig
 from kernels.verify import Proposed, Rule
+from outrider.runtime.attention import AttentionLayer
 from outrider.runtime.cuda_graph import Repeating
 from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.device import find_device, work_on
@@ -27,7 +28,6 @@ from outrider.runtime.layer_ops import check_layer_ops
 from outrider.runtime.memory import MIB
 from outrider.runtime.packed import Chunk, PackedModel
 from outrider.runtime.paged_attention import TRITON, AttentionChoice, check_attention
-from outrider.runtime.probe import AttentionLayer
 from verifier_service.target_runner import TargetRunner
 
 _HEADS = (

@@ -15,7 +15,7 @@ from outrider.runtime.batch import Chunk
 from outrider.runtime.cuda_graph import capturer_for
 from outrider.runtime.device import describe_device, find_device, work_on
 from outrider.runtime.errors import CheckpointError, ModelLost
-from outrider.runtime.fusion import fuse_model
+from outrider.runtime.fused_decoder import fuse_model
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.memory import MIB, DeviceMemory, MemoryUse, block_bytes, blocks_for, kv_dtype, memory_of, telling
 from outrider.runtime.packed import PackedModel

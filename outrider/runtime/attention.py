@@ -1,18 +1,22 @@
-"""Attention over packed sequences, plugged into transformers' public attention interface.
+"""A model of transformers with our attention inside: the attention, what the model asks of it, and how a pass is run.
 
-It knows the layout of a pass (`outrider.runtime.batch`, `outrider.runtime.paged`), and nothing of what model calls it.
+The attention goes through transformers' public interface. A loaded model is looked over once: the shape of its
+attention layer by layer, and whether ours can do it. A program runs a pass: the model itself, or a fused equivalent
+(`outrider.runtime.fused_decoder`).
 """
 
-from typing import Any
+import inspect
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
-from outrider.runtime.batch import PackedBatch
-from outrider.runtime.paged import PagedBatch
-from outrider.runtime.scores import Scoring, attend_scores
-from outrider.runtime.sdpa import attend
+from outrider.runtime.batch import PackedBatch, PagedBatch
+from outrider.runtime.errors import CheckpointError
+from outrider.runtime.sdpa import CausalMasks, Scoring, attend, attend_scores
 
 NAME = "outrider_packed"
 """What our attention is called in a model's configuration (`attn_implementation`)."""
@@ -49,7 +53,7 @@ def packed_attention(
         attention_mask: not used: `packed_batch` says who sees whom.
         scaling: of the scores; None is 1/√head_dim.
         sliding_window: how many positions a row sees, its own included.
-        softcap: bounds the scores (`outrider.runtime.scores`).
+        softcap: bounds the scores (`outrider.runtime.sdpa`).
         s_aux: `[heads]`: sinks, likewise.
         packed_batch: the pass.
         features: whatever else the model asks for; looked at once, when it is loaded.
@@ -107,3 +111,213 @@ def _paged(query: Tensor, key: Tensor, value: Tensor, batch: PagedBatch, layer: 
 # PROBE is the same attention with one, which only takes down what the model would have masked.
 AttentionInterface.register(NAME, packed_attention)
 AttentionInterface.register(PROBE, packed_attention)
+
+
+# What models hand to their attention that changes its result, and that ours does not do.
+_UNSUPPORTED = {
+    "logit_cap": "soft-capping of attention scores by another name",
+    "sinks": "attention sinks that follow the token",
+    "position_bias": "a bias by position in the attention",
+    "alibi": "a bias by position in the attention (ALiBi)",
+    "head_mask": "a mask by attention head",
+    "block_sequence_ids": "attention in both directions",
+}
+
+ELSEWHERE = "does not go through transformers' attention interface, so it cannot run packed sequences"
+
+_PROBE_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """What one layer asks of the attention.
+
+    Attributes:
+        heads: query heads.
+        kv_heads: heads of keys and of values; divides `heads`.
+        head_dim: size of each.
+        scaling: of the scores.
+        window: how many positions a row sees, its own included; None is all.
+        softcap: what bounds the scores; None bounds nothing.
+        sinks: whether each head has a sink.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scaling: float
+    window: int | None
+    softcap: float | None = None
+    sinks: bool = False
+
+    @property
+    def scores_alone(self) -> bool:
+        """Whether the softmax is over the scaled scores of the positions, and nothing else."""
+        return self.softcap is None and not self.sinks
+
+
+def probe_attention(model: Any) -> tuple[AttentionLayer, ...]:
+    """Runs a few tokens through a model and returns what its attention layers asked for.
+
+    Args:
+        model: a causal language model of transformers, its attention `outrider.runtime.attention.NAME`.
+
+    Raises:
+        CheckpointError: it asks for something the packed attention does not do; the text names it.
+    """
+    observer = _Observer()
+    device = next(model.parameters()).device
+    masks = CausalMasks(_PROBE_TOKENS, torch.float32, device)
+    positions = torch.arange(_PROBE_TOKENS, device=device).unsqueeze(0)
+    AttentionMaskInterface.register(PROBE, observer.see_mask)
+    try:
+        model.set_attn_implementation(PROBE)
+        with torch.inference_mode():
+            model(
+                input_ids=torch.zeros_like(positions),
+                position_ids=positions,
+                use_cache=False,
+                packed_batch=PackedBatch([], [], 0, [], torch.float32, masks, observer=observer),
+            )
+    except CheckpointError:
+        raise
+    except Exception as error:
+        kind = type(model).__name__
+        if isinstance(error, NoPass):
+            raise CheckpointError(f"{kind} does not hand keyword arguments down to its attention") from error
+        raise CheckpointError(f"{kind} cannot run packed sequences: {type(error).__name__}: {error}") from error
+    finally:
+        model.set_attn_implementation(NAME)
+    return observer.layers(model)
+
+
+class _Observer:
+    """Takes down each call of the attention, and answers it for one sequence."""
+
+    def __init__(self) -> None:
+        self._layers: dict[int, AttentionLayer] = {}
+        self._local: set[int] = set()
+
+    def see(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+        features: dict[str, Any],
+    ) -> Tensor:
+        for name, meaning in _UNSUPPORTED.items():
+            if features.get(name) is not None:
+                raise CheckpointError(f"the model asks for {meaning}, which the packed attention does not do")
+        if features.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+            raise CheckpointError("the model attends in both directions: it is not a causal language model")
+        layer = getattr(module, "layer_idx", None)
+        if not isinstance(layer, int) or layer in self._layers:
+            raise CheckpointError(
+                f"{type(module).__name__} has no layer number of its own, or calls its attention twice"
+            )
+        heads, kv_heads, head_dim = query.shape[1], key.shape[1], key.shape[3]
+        fits = key.shape[:3] == value.shape[:3] and value.shape[3] <= head_dim == query.shape[3]
+        if not fits or heads % kv_heads:
+            shapes = f"queries {list(query.shape)}, keys {list(key.shape)}, values {list(value.shape)}"
+            raise CheckpointError(f"the heads of layer {layer} do not fit the KV pool: {shapes}")
+        softcap, sinks = features.get("softcap"), features.get("s_aux")
+        if sinks is not None and sinks.shape != (heads,):
+            raise CheckpointError(f"the attention sinks of layer {layer} are {list(sinks.shape)}, not one per head")
+        self._layers[layer] = AttentionLayer(
+            heads, kv_heads, head_dim, scaling, window or None, softcap, sinks is not None
+        )
+        # What comes of it only has to be of the right shape: the next layers ask for the same whatever they are given.
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+        )
+        return attended.transpose(1, 2)
+
+    def see_mask(self, *args: Any, **asked: Any) -> None:
+        """Stands where transformers would build a mask."""
+        local = asked.get("local_size")
+        if local:  # 0 is how Qwen2-MoE says that it has no window
+            self._local.add(local)
+
+    def layers(self, model: Any) -> tuple[AttentionLayer, ...]:
+        kind = type(model).__name__
+        if not self._layers:
+            raise CheckpointError(f"the attention of {kind} {ELSEWHERE}")
+        count = getattr(model.config.get_text_config(), "num_hidden_layers", len(self._layers))
+        if sorted(self._layers) != list(range(count)):
+            raise CheckpointError(
+                f"{kind} has attention in {len(self._layers)} of {count} layers: what the others remember is not "
+                "in the KV pool"
+            )
+        windows = {layer.window for layer in self._layers.values()}
+        if not self._local <= windows:
+            sizes = ", ".join(str(size) for size in sorted(self._local - windows))
+            raise CheckpointError(
+                f"{kind} masks all but {sizes} positions, and no layer names that as its sliding window (chunked "
+                "attention, for one): the packed attention does not do that"
+            )
+        return tuple(self._layers[layer] for layer in range(count))
+
+
+Batch = PackedBatch | PagedBatch
+"""A pass, its keys and values in one piece for each sequence, or in pages."""
+
+Rows = Tensor | int | None
+"""Which rows of a pass need logits: their indices, the last n, or (None) all."""
+
+
+class Program(Protocol):
+    """Runs one pass."""
+
+    def __call__(self, token_ids: Tensor, batch: Batch, rows: Rows) -> Tensor:
+        """Writes keys and values of all rows, and returns logits of some.
+
+        Args:
+            token_ids: `[T]`.
+            batch: where each row belongs.
+            rows: those that need logits.
+
+        Returns:
+            `[R, V]`, in the dtype of the model.
+        """
+
+
+class TransformersProgram:
+    """A transformers model, run through its own forward with our attention inside.
+
+    Args:
+        model: a causal language model whose attention is `outrider.runtime.attention.NAME`.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def __call__(self, token_ids: Tensor, batch: Batch, rows: Rows) -> Tensor:
+        inputs = {
+            "input_ids": token_ids.unsqueeze(0),
+            "position_ids": batch.position_ids(token_ids.device).unsqueeze(0),
+            "use_cache": False,
+            "packed_batch": batch,
+        }
+        if rows is None:
+            return self._logits(inputs)
+        if self._takes_rows:
+            inputs["logits_to_keep"] = rows
+            return self._logits(inputs)
+        # An older forward, without the choice of rows. Whether head(base(x)) is all there is to its logits was held
+        # against its own when it was loaded.
+        hidden = self._model.base_model(**inputs).last_hidden_state[0]
+        head = self._model.get_output_embeddings()
+        return _tensor(head(hidden.narrow(0, len(hidden) - rows, rows) if isinstance(rows, int) else hidden[rows]))
+
+    def _logits(self, inputs: dict[str, Any]) -> Tensor:
+        return _tensor(self._model(**inputs).logits[0])
+
+
+def _tensor(value: Any) -> Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"the model returned {type(value).__name__} where a tensor belongs")
+    return value

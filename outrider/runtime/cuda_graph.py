@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from kernels.attention_work import work_size
+from outrider.runtime.attention import Program
+from outrider.runtime.batch import Layout, PagedAttention, Shape, on_device, to_device
 from outrider.runtime.block_pool import PagedMemory
-from outrider.runtime.paged import Layout, PagedAttention, Shape, on_device, to_device
-from outrider.runtime.program import Program
 
 
 class Runner(Protocol):

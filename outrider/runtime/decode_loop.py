@@ -19,10 +19,9 @@ from kernels.packed_arrays import Field, PackedArrays
 from kernels.sampling import NO_LOGITS, Draw, Sample, sample
 from kernels.sampling_device import DeviceDraws
 from kernels.sparse import SparseConfig
-from outrider.runtime.batch import Chunk, pack
+from outrider.runtime.batch import Chunk, PagedBatch, lay_out, pack
 from outrider.runtime.cuda_graph import CannotCapture, Capturer, PagedRunner
 from outrider.runtime.packed import PackedModel
-from outrider.runtime.paged import PagedBatch, lay_out
 
 
 class DecodeLoop:

@@ -1,12 +1,12 @@
-"""The decoder that Llama, Mistral, Qwen2 and Qwen3 share, with half the operations and no interpreter between them.
+"""Replaces a model's forward by an equivalent with fewer operations, where one is known, and holds it to the original.
 
-Pre-norm attention with rotary positions, then a gated MLP; both add to a residual stream. What is fused: queries, keys
-and values into one product, gate and up into one, each residual sum into the product before it; rotary positions become
-one complex product, for which the pairs (i, i + D/2) that they rotate are laid side by side in the weights.
-
-It knows transformers' modules by name and the layout of a pass. It does not know how its weights were loaded.
+The decoder that Llama, Mistral, Qwen2 and Qwen3 share becomes a program of its own: queries, keys and values in one
+product, gate and up in one, each residual sum in the product before it. Rotary positions become one complex product,
+for which the pairs (i, i + D/2) that they rotate lie side by side in the weights. In any other model single modules are
+replaced: root-mean-square norms that prove to be just that, and linear layers that can be packed.
 """
 
+import copy
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,14 +14,106 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers.pytorch_utils import Conv1D
 
-from outrider.runtime.fused_layers import Frame, FusedLayers, LayerWeights, compiled
+from outrider.runtime.attention import AttentionLayer, Batch, Program, Rows, TransformersProgram
+from outrider.runtime.batch import PagedBatch
+from outrider.runtime.errors import CheckpointError
+from outrider.runtime.fused_layers import (
+    Frame,
+    FusedLayers,
+    LayerWeights,
+    PackedModule,
+    RMSNormModule,
+    can_pack,
+    compiled,
+    doubled,
+    is_plain,
+    pack,
+)
 from outrider.runtime.layer_ops import LayerOps, choose_layer_ops, run_paged
-from outrider.runtime.linear import can_pack, is_plain, pack
-from outrider.runtime.norm import doubled
-from outrider.runtime.paged import PagedBatch
-from outrider.runtime.probe import AttentionLayer
-from outrider.runtime.program import Batch, Rows
+from outrider.runtime.loader import LoadedModel
+from outrider.runtime.selfcheck import check_program, logits_tolerance
+
+_NORM_TOLERANCE = 1e-5
+
+
+def fuse_model(loaded: LoadedModel) -> Program:
+    """The fused program of a model, made at the first call.
+
+    The weights move into it, so the model's own forward, and with it the unfused program, is lost. Layers that are
+    quantised stay as they are.
+
+    Raises:
+        CheckpointError: it fails, or gives other logits than the model did: a bug; `fuse=False` runs the model without.
+    """
+    if loaded.fused is None:
+        model = loaded.model
+        with torch.inference_mode():
+            if has_fused_decoder(model, loaded.layers):
+                loaded.fused = FusedDecoder(model, loaded.layers)
+            else:
+                _replace_modules(model, _called_modules(loaded), loaded.dtype)
+                loaded.fused = TransformersProgram(model)
+        allowed = logits_tolerance(loaded.dtype, quantised=loaded.quantisation is not None)
+        why = check_program(loaded.fused, loaded.layers, loaded.reference, loaded.dtype, loaded.device, allowed)
+        if why:
+            raise CheckpointError(
+                f"the fused forward of {type(model).__name__} gives other logits than its own: {why}; run it unfused"
+            ) from why.cause
+    return loaded.fused
+
+
+def _called_modules(loaded: LoadedModel) -> set[nn.Module]:
+    """The linear layers that a pass calls. Some models multiply by a layer's weight themselves, past its forward."""
+    called: set[nn.Module] = set()
+    linear = [module for module in loaded.model.modules() if is_plain(module, nn.Linear, Conv1D)]
+    hooks = [module.register_forward_hook(lambda module, args, out: called.add(module)) for module in linear]
+    try:
+        told = loaded.layers, loaded.reference, loaded.dtype, loaded.device
+        check_program(TransformersProgram(loaded.model), *told, float("inf"))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return called
+
+
+def _replace_modules(model: nn.Module, called: set[nn.Module], dtype: torch.dtype) -> None:
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            replacement = _equivalent(child, called, dtype)
+            if replacement is not None:
+                setattr(parent, name, replacement)
+
+
+def _equivalent(module: nn.Module, called: set[nn.Module], dtype: torch.dtype) -> nn.Module | None:
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dtype != dtype:
+        return None  # a norm that is kept in float32 casts its result in a way of its own
+    if module in called and is_plain(module, nn.Linear, Conv1D):
+        if not can_pack(weight.dtype, weight.device):
+            return None
+        rows: Any = weight if type(module) is nn.Linear else weight.t()  # Conv1D holds [in, out]
+        bias: Any = module.bias
+        return PackedModule(rows, bias)
+    if type(module).__name__.endswith("RMSNorm") and is_plain(module, type(module)):
+        return _equivalent_norm(module, weight)
+    return None
+
+
+def _equivalent_norm(module: nn.Module, weight: Tensor) -> nn.Module | None:
+    """A norm that gives the same on random input, in float32; None where neither w nor 1 + w does."""
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if weight.dim() != 1 or not isinstance(eps, float) or len(list(module.parameters())) != 1:
+        return None
+    original = copy.deepcopy(module).float()
+    x = torch.randn(3, len(weight), generator=torch.Generator().manual_seed(0)).to(weight.device)
+    for scale in (weight.detach(), 1.0 + weight.detach().float()):
+        found = RMSNormModule(scale.float(), eps)(x)
+        if torch.allclose(found, original(x), rtol=_NORM_TOLERANCE, atol=_NORM_TOLERANCE):
+            return RMSNormModule(scale.to(weight.dtype), eps)
+    return None
+
 
 FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 
@@ -61,7 +153,7 @@ def _has_plain_weights(model: Any) -> bool:
 
 
 class FusedDecoder:
-    """A program (`outrider.runtime.program`) equal to the model's own forward up to rounding.
+    """A program (`outrider.runtime.attention`) equal to the model's own forward up to rounding.
 
     Positions, and on a CPU attention too, are computed in float32 whatever the dtype. The weights of the model's layers
     move into the program one by one: its own forward runs no more.
@@ -112,7 +204,7 @@ class FusedDecoder:
         return self._run(token_ids, rotations, batch.starts, batch.counts, stores, masks, last, chosen)
 
     def choose_layers(self, dtype: torch.dtype) -> LayerOps:
-        """See `outrider.runtime.program.PagedProgram`."""
+        """The operations of its layers over pages of a dtype, chosen at the first call."""
         if dtype not in self._chosen:
             self._chosen[dtype] = choose_layer_ops(self._layers, dtype)
         return self._chosen[dtype]

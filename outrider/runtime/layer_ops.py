@@ -11,12 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from outrider.runtime.fused_layers import FusedLayers
-from outrider.runtime.linear import linear, linear_add
-from outrider.runtime.norm import rms_norm
-from outrider.runtime.paged import PagedBatch, to_device
+from outrider.runtime.batch import PagedBatch, to_device
+from outrider.runtime.fused_layers import FusedLayers, linear, linear_add, rms_norm
 from outrider.runtime.paged_attention import attend_eager
-from outrider.runtime.scores import Scoring
+from outrider.runtime.sdpa import Scoring
 from outrider.runtime.selfcheck import Refusal, check, operation_tolerance, random_pass
 
 
@@ -35,7 +33,7 @@ class LayerOps:
         self.reason = reason
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The norm of the residual stream `[T, 1, E]`, by a weight `[2, E]` (`outrider.runtime.norm.doubled`)."""
+        """The norm of the residual stream `[T, 1, E]`, by a weight `[2, E]` (`fused_layers.doubled`)."""
         return rms_norm(x, weight, self.layers.signs, self.layers.eps, self.layers.small)
 
     def queries(self, i: int, qkv: Tensor, rotations: Tensor, batch: PagedBatch) -> Tensor:

@@ -24,12 +24,10 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils import is_accelerate_available
 from transformers.utils import logging as transformers_logging
 
-from outrider.runtime.attention import NAME
+from outrider.runtime.attention import ELSEWHERE, NAME, AttentionLayer, Program, TransformersProgram, probe_attention
 from outrider.runtime.device import find_device
 from outrider.runtime.errors import CheckpointError
-from outrider.runtime.linear import is_changed, is_plain_tensor
-from outrider.runtime.probe import ELSEWHERE, AttentionLayer, probe_attention
-from outrider.runtime.program import Program, TransformersProgram
+from outrider.runtime.fused_layers import is_changed, is_plain_tensor
 from outrider.runtime.selfcheck import Reference, check_program, logits_tolerance, reference
 
 # All that a tokenizer and a configuration consist of; weights and code are asked for by name.

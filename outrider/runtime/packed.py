@@ -9,17 +9,17 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from outrider.runtime.batch import CausalMasks, Chunk, PackedBatch, pack
+from outrider.runtime.attention import Program, Rows, TransformersProgram
+from outrider.runtime.batch import Chunk, PackedBatch, lay_out, pack
 from outrider.runtime.cuda_graph import Capturer, GraphRunner, PagedRunner, Runner, buckets_for
 from outrider.runtime.errors import CheckpointError
-from outrider.runtime.fusion import fuse_model
+from outrider.runtime.fused_decoder import FusedDecoder, fuse_model
 from outrider.runtime.kv_cache import KVPool
 from outrider.runtime.layer_ops import LayerOps
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.memory import blocks_for, kv_dtype
-from outrider.runtime.paged import lay_out
 from outrider.runtime.paged_attention import ORDINARY, AttentionChoice
-from outrider.runtime.program import PagedProgram, Program, Rows, TransformersProgram
+from outrider.runtime.sdpa import CausalMasks
 from outrider.runtime.selfcheck import check_program, logits_tolerance, make_pool
 
 __all__ = ["Chunk", "PackedModel"]
@@ -31,7 +31,7 @@ class PackedModel:
     Args:
         loaded: the model.
         pool: of its shape; sequences no longer than the model's context.
-        fuse: run an equivalent with fewer operations where there is one (`outrider.runtime.fusion`).
+        fuse: run an equivalent with fewer operations where there is one (`outrider.runtime.fused_decoder`).
         attention: what rows attend with; of a pool that is paged where it is.
 
     Attributes:
@@ -65,7 +65,7 @@ class PackedModel:
         self.captured: GraphRunner | None = None
         self.layer_choice: LayerOps | None = None
         if pool.paged is not None:
-            if isinstance(self.program, PagedProgram):
+            if isinstance(self.program, FusedDecoder):
                 self.layer_choice = self.program.choose_layers(pool.dtype)
             self._check_pages()
             self.runner = PagedRunner(

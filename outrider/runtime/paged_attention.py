@@ -1,7 +1,7 @@
 """Attention over pages: what there is, which of it a model runs with, and why.
 
 On a GPU that is `triton`, our kernel. What the kernel cannot do, and pages on a CPU, run by `eager`: each sequence's
-pages gathered, and its scores spelled out (`outrider.runtime.scores`). The kernel is held to that before it is taken.
+pages gathered, and its scores spelled out (`outrider.runtime.sdpa`). The kernel is held to that before it is taken.
 `sdpa` reads no pages: each sequence lies in one piece of memory, and torch's own attention runs over it.
 """
 
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from kernels.attention_work import work_list
+from outrider.runtime.attention import AttentionLayer
+from outrider.runtime.batch import PagedAttention, PagedBatch, to_device
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.kv_cache import BLOCK_TOKENS
-from outrider.runtime.paged import PagedAttention, PagedBatch, to_device
-from outrider.runtime.probe import AttentionLayer
-from outrider.runtime.scores import Scoring, attend_scores
+from outrider.runtime.sdpa import Scoring, attend_scores
 from outrider.runtime.selfcheck import Refusal, check, operation_tolerance, random_pass
 
 AUTO, SDPA, EAGER, TRITON = "auto", "sdpa", "eager", "triton"

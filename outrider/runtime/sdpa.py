@@ -1,12 +1,85 @@
-"""torch's own attention over packed sequences, each with its keys and values in one piece.
+"""Attention of packed sequences, each with its keys and values in one piece: by torch, and with its scores spelled out.
 
-It knows tensors, and nothing of models or passes. It keeps to what TorchScript can compile: see
-`outrider.runtime.fused_layers`.
+`attend` and its masks keep to what TorchScript can compile, see `outrider.runtime.fused_layers`. `attend_scores` is the
+definition, and serves what torch leaves out. Soft-capping (Gemma 2) bounds each score s to c · tanh(s / c) before the
+softmax. A sink (GPT-OSS) is a learned score of each head that stands beside those of the positions, takes its share of
+the softmax, and has no value.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+BLOCK = 256
+"""Rows of scores that share a mask; longer chunks are attended in blocks, each blind to what comes after it."""
+
+_MASK_CACHE_ELEMENTS = 16 << 20
+_NEVER = float("-inf")
+
+
+class CausalMasks:
+    """Additive masks for the last rows of a sequence, built once for all lengths and passes.
+
+    A row may see what lies at or before its own position, so the mask of a shorter sequence is the right-hand end of
+    the mask of a longer one: one per number of rows suffices, and a length is a view of it.
+
+    Attributes:
+        none: what needs no mask gets, `[0, 0]`.
+    """
+
+    def __init__(self, max_length: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._max_length = max_length
+        self._dtype = dtype
+        self._device = device
+        self._masks: dict[tuple[int, int, int], Tensor] = {}
+        self._elements = 0
+        self.none = torch.empty(0, 0, dtype=dtype, device=device)
+
+    def for_rows(self, count: int, length: int, group: int, window: int) -> Tensor:
+        """What the last `count` of `length` positions need: a mask, or nothing.
+
+        Args:
+            count: rows.
+            length: positions, at least `count`.
+            group: how many times each row is repeated.
+            window: how many positions a row sees, its own included; 0 is all.
+
+        Returns:
+            `[b · group, W]` with b = `count`, or less where that would be more than `BLOCK` rows, and W at least what
+            the rows of a block see; `[0, 0]` for a single row, and for rows that are all of the sequence.
+        """
+        if count == 1 or (count == length and not 0 < window < length):
+            return self.none
+        rows = min(count, max(1, BLOCK // group))
+        width = length if window == 0 else min(length, window + rows - 1)
+        key = (rows, group, window)
+        mask = self._masks.get(key)
+        if mask is None or mask.shape[1] < width:
+            mask = self._build(rows, min(self._max_length, max(256, 1 << (width - 1).bit_length())), group, window)
+            self._keep(key, mask)
+        return mask
+
+    def _keep(self, key: tuple[int, int, int], mask: Tensor) -> None:
+        if mask.numel() > _MASK_CACHE_ELEMENTS:
+            return
+        replaced = self._masks.pop(key, None)
+        self._elements += mask.numel() - (0 if replaced is None else replaced.numel())
+        if self._elements > _MASK_CACHE_ELEMENTS:
+            self._masks.clear()
+            self._elements = mask.numel()
+        self._masks[key] = mask
+
+    def _build(self, rows: int, width: int, group: int, window: int) -> Tensor:
+        position = torch.arange(width, device=self._device)
+        row = torch.arange(width - rows, width, device=self._device).unsqueeze(1)
+        unseen = position > row
+        if window:
+            unseen |= position <= row - window
+        mask = torch.zeros(rows, width, dtype=self._dtype, device=self._device).masked_fill_(unseen, _NEVER)
+        return mask.repeat_interleave(group, 0)
 
 
 def attend(
@@ -89,3 +162,94 @@ def _attend_block(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sca
     packed = grouped.transpose(0, 1).reshape(kv_heads, 1, n * group, head_dim)
     out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scaling)
     return out.view(kv_heads, n, group, head_dim).transpose(0, 1).reshape(n, heads, head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How one layer scores.
+
+    Attributes:
+        scaling: of the scores.
+        window: how many positions a row sees, its own included; 0 is all.
+        softcap: c, which bounds the scaled scores (`outrider.runtime.sdpa`); None bounds nothing.
+        sinks: `[heads]`: the score of each head's sink; None is none.
+    """
+
+    scaling: float
+    window: int = 0
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the softmax is over the scaled scores of the positions, and nothing else."""
+        return self.softcap is None and self.sinks is None
+
+
+def attend_scores(
+    query: Tensor,
+    starts: Sequence[int],
+    counts: Sequence[int],
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    scoring: Scoring,
+) -> Tensor:
+    """Lets each row see its own sequence up to itself. Keys and values of all rows have been written before.
+
+    Args:
+        query: `[T, heads, head_dim]`.
+        starts: the position of the first row of each chunk.
+        counts: rows of each chunk.
+        keys: of each chunk, `[kv_heads, 1, end, head_dim]`.
+        values: like `keys`.
+        scoring: of the layer.
+
+    Returns:
+        `[T, heads, head_dim]`, in the dtype of the values.
+    """
+    blocks: list[Tensor] = []
+    first = 0
+    for i, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        for done in range(0, count, BLOCK):
+            rows = query.narrow(0, first + done, min(BLOCK, count - done))
+            blocks.append(_block(rows, start + done, keys[i], values[i], scoring))
+        first += count
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+
+
+def _block(
+    query: Tensor,
+    position: int,
+    keys: Tensor,
+    values: Tensor,
+    scoring: Scoring,
+) -> Tensor:
+    """Rows at `position` and after it: query `[n, H, D]`, keys and values `[KV, 1, end, D]`; to `[n, H, D]`."""
+    window, softcap, sinks = scoring.window, scoring.softcap, scoring.sinks
+    n, heads, head_dim = query.shape
+    kv_heads = keys.size(0)
+    group = heads // kv_heads
+    first = max(0, position - window + 1) if window else 0
+    seen = position + n - first
+    keys, values = keys.narrow(2, first, seen).squeeze(1), values.narrow(2, first, seen).squeeze(1)
+    rows = query.reshape(n, kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, group * n, head_dim)
+    scores = torch.matmul(rows, keys.transpose(1, 2)).float().mul_(scoring.scaling).view(kv_heads, group, n, seen)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if n > 1:
+        scores = scores.masked_fill(_unseen(n, seen, window, query.device), _NEVER)
+    if sinks is None:
+        shares = scores.softmax(-1)
+    else:
+        sink = sinks.float().view(kv_heads, group, 1, 1).expand(-1, -1, n, -1)
+        shares = torch.cat((scores, sink), dim=-1).softmax(-1).narrow(-1, 0, seen)
+    out = torch.matmul(shares.reshape(kv_heads, group * n, seen).to(values.dtype), values)
+    return out.view(kv_heads, group, n, -1).permute(2, 0, 1, 3).reshape(n, heads, -1)
+
+
+def _unseen(n: int, seen: int, window: int, device: torch.device) -> Tensor:
+    """`[n, seen]`: what each of the last n of `seen` positions does not see."""
+    position = torch.arange(seen, device=device)
+    row = position.narrow(0, seen - n, n).unsqueeze(1)
+    unseen = position > row
+    return unseen | (position <= row - window) if window else unseen

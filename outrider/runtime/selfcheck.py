@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from outrider.runtime.attention import NAME
-from outrider.runtime.batch import CausalMasks, Chunk, pack
+from outrider.runtime.attention import NAME, AttentionLayer
+from outrider.runtime.batch import Chunk, Layout, PagedAttention, lay_out, pack, to_device
 from outrider.runtime.block_pool import PagedMemory
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.kv_cache import BLOCK_TOKENS, KVPool
-from outrider.runtime.paged import Layout, PagedAttention, lay_out, to_device
-from outrider.runtime.probe import AttentionLayer
+from outrider.runtime.sdpa import CausalMasks
 
 if TYPE_CHECKING:
-    from outrider.runtime.program import Batch, Program
+    from outrider.runtime.attention import Batch, Program
 
 # What rounding explains, as a share of the size of what is compared: of one operation, and of a model's logits. A step
 # of bfloat16 is 2^-8; through a model, kernels that round differently differ by about a hundredth.

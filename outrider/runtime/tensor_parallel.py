@@ -26,12 +26,12 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from outrider.log_queue import flush_all
+from outrider.runtime.batch import Layout
 from outrider.runtime.block_pool import PagedMemory
 from outrider.runtime.cuda_graph import Runner
 from outrider.runtime.device import work_on
 from outrider.runtime.errors import CheckpointError, ModelLost
 from outrider.runtime.packed import PackedModel
-from outrider.runtime.paged import Layout
 from outrider.settings import SettingsError
 
 _log = structlog.get_logger()

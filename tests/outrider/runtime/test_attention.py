@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from outrider.runtime import batch
+from outrider.runtime import batch, sdpa
 from outrider.runtime.attention import NoPass, packed_attention
-from outrider.runtime.batch import CausalMasks
 from outrider.runtime.kv_cache import KVPool
-from outrider.runtime.sdpa import attend
+from outrider.runtime.sdpa import CausalMasks, attend
 
 HEAD_DIM = 8
 MAX_LENGTH = 80
@@ -35,7 +34,7 @@ def naive(query: Tensor, keys: Tensor, values: Tensor, start: int, window: int) 
 def test_attention_equals_the_definition(
     heads: int, kv_heads: int, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch, "BLOCK", 24)  # so that a chunk of a few rows already falls into blocks
+    monkeypatch.setattr(sdpa, "BLOCK", 24)  # so that a chunk of a few rows already falls into blocks
     rng = random.Random(heads * 100 + kv_heads)
     torch.manual_seed(rng.randint(0, 999))
     pool = KVPool(1, kv_heads, HEAD_DIM, blocks=3 * 3, max_length=MAX_LENGTH, dtype=torch.float32, device="cpu")
@@ -85,7 +84,7 @@ def test_one_row_or_a_whole_sequence_needs_no_mask(count: int, length: int, wind
 
 
 def test_masks_are_built_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch, "_MASK_CACHE_ELEMENTS", 100_000)
+    monkeypatch.setattr(sdpa, "_MASK_CACHE_ELEMENTS", 100_000)
     masks = CausalMasks(4096, torch.float32, torch.device("cpu"))
     first = masks.for_rows(6, 100, 2, 0)
     assert masks.for_rows(6, 101, 2, 0) is first

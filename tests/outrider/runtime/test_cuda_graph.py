@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.runtime import paged
+from outrider.runtime import batch as paged
 from outrider.runtime.cuda_graph import CannotCapture, GraphRunner, PagedRunner, Repeating, buckets_for
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.packed import Chunk, PackedModel

@@ -10,15 +10,24 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
-from outrider.runtime import fused_decoder, fusion
+from outrider.runtime import fused_decoder
+from outrider.runtime.attention import Batch, Rows
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fused_decoder import FusedDecoder
-from outrider.runtime.fused_layers import compiled
-from outrider.runtime.linear import PackedModule, can_pack, linear, linear_add, pack
+from outrider.runtime.fused_layers import (
+    PackedModule,
+    RMSNormModule,
+    can_pack,
+    compiled,
+    doubled,
+    linear,
+    linear_add,
+    make_signs,
+    pack,
+    rms_norm,
+)
 from outrider.runtime.loader import LoadedModel
-from outrider.runtime.norm import RMSNormModule, doubled, make_signs, rms_norm
 from outrider.runtime.packed import Chunk, PackedModel
-from outrider.runtime.program import Batch, Rows
 from outrider.runtime.selfcheck import check_program
 from tests.outrider.runtime.tiny import CONFIGS, GATED, VOCABULARY
 
@@ -51,8 +60,7 @@ def test_fused_and_unfused_agree_in_float32(
     name: str, packs: bool, load: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not packs:
-        for module in (fused_decoder, fusion):
-            monkeypatch.setattr(module, "can_pack", lambda dtype, device: False)
+        monkeypatch.setattr(fused_decoder, "can_pack", lambda dtype, device: False)
     fused, plain = (PackedModel.build(load(name), 3, 64, fuse=fuse) for fuse in (True, False))
     assert fused.fused
     assert not plain.fused
@@ -208,7 +216,7 @@ def test_only_norms_that_prove_to_be_one_are_replaced(kind: type[LlamaRMSNorm], 
         x = torch.randn(1, 5, 32)
         parent = nn.Sequential(module)
         wanted = parent(x)
-        fusion._replace_modules(parent, set(parent.modules()), torch.float32)
+        fused_decoder._replace_modules(parent, set(parent.modules()), torch.float32)
         assert isinstance(parent[0], RMSNormModule) == is_replaced
         assert close(parent(x), wanted)
 
@@ -220,7 +228,7 @@ def test_packed_modules_keep_shape_and_dtype_and_hold_no_copy() -> None:
     with torch.no_grad():
         x = torch.randn(1, 5, 16)
         wanted = parent(x)
-        fusion._replace_modules(parent, set(parent.modules()), torch.float32)
+        fused_decoder._replace_modules(parent, set(parent.modules()), torch.float32)
         assert close(parent(x), wanted)
     assert [type(module) for module in parent] == [PackedModule, PackedModule, nn.LayerNorm]
     weight = parent[0].weight

@@ -15,14 +15,12 @@ import torch
 
 from kernels.sampling import Draw, SamplingLaw
 from kernels.sparse import SparseConfig
-from outrider.runtime.batch import CausalMasks
 from outrider.runtime.cuda_graph import CannotCapture, CudaCapturer
 from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.packed import Chunk, PackedModel
 from outrider.runtime.paged_attention import AttentionChoice, choose_attention
-from outrider.runtime.scores import Scoring, attend_scores
-from outrider.runtime.sdpa import attend
+from outrider.runtime.sdpa import CausalMasks, Scoring, attend, attend_scores
 from tests.outrider.runtime.test_decode_loop import step_by_step
 from tests.outrider.runtime.test_paged import chat
 from tests.outrider.runtime.tiny import EXPERTS, FAMILIES, VOCABULARY

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from outrider.runtime import fused_decoder, layer_ops
+from outrider.runtime.batch import PagedBatch
 from outrider.runtime.cuda_graph import CudaCapturer
-from outrider.runtime.fused_decoder import FusedDecoder
+from outrider.runtime.fused_decoder import FusedDecoder, fuse_model
 from outrider.runtime.fused_layers import FusedLayers
-from outrider.runtime.fusion import fuse_model
 from outrider.runtime.layer_ops import LayerOps, TritonOps, check_layer_ops, choose_layer_ops
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.packed import Chunk, PackedModel
-from outrider.runtime.paged import PagedBatch
 from outrider.runtime.paged_attention import EAGER, AttentionChoice, choose_attention
 from tests.kernels.paths import IS_INTERPRETED, TRITON
 from tests.outrider.runtime.tiny import VOCABULARY

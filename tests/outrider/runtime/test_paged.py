@@ -16,6 +16,8 @@ from torch import Tensor
 from kernels.sampling import Draw, SamplingLaw
 from kernels.sparse import SparseConfig
 from outrider.runtime import attention, fused_decoder, fused_layers, paged_attention
+from outrider.runtime.attention import AttentionLayer
+from outrider.runtime.batch import Layout, PagedBatch, lay_out
 from outrider.runtime.block_pool import MemoryShape, PagedMemory
 from outrider.runtime.cuda_graph import Repeating
 from outrider.runtime.decode_loop import DecodeLoop
@@ -25,7 +27,6 @@ from outrider.runtime.kv_cache import KVPool
 from outrider.runtime.layer_ops import LayerOps, run_paged
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.packed import Chunk, PackedModel
-from outrider.runtime.paged import Layout, PagedBatch, lay_out
 from outrider.runtime.paged_attention import (
     EAGER,
     ORDINARY,
@@ -34,8 +35,7 @@ from outrider.runtime.paged_attention import (
     check_attention,
     choose_attention,
 )
-from outrider.runtime.probe import AttentionLayer
-from outrider.runtime.scores import Scoring, attend_scores
+from outrider.runtime.sdpa import Scoring, attend_scores
 from tests.kernels.test_triton_attention import wide_blocks
 from tests.outrider.runtime.tiny import FAMILIES, VOCABULARY
 

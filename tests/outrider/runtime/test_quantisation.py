@@ -18,7 +18,7 @@ from transformers.integrations.gemma_quant import QuantizedLinear
 
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fused_decoder import FusedDecoder
-from outrider.runtime.linear import is_plain
+from outrider.runtime.fused_layers import is_plain
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model, settle_dtype
 from outrider.runtime.packed import Chunk, PackedModel
 from outrider.runtime.selfcheck import reference
