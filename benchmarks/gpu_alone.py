@@ -1,6 +1,6 @@
 """The device itself, and targets that write alone on it: parts `device` and `alone` of `benchmarks.gpu`.
 
-One stream. Outrider runs passes as its verifier does: `PackedModel.forward`, then `verify`. transformers runs
+One stream. Outrider runs passes as its verifier does: `ModelRunner.forward`, then `verify`. transformers runs
 `generate`. All write the text that the models were planted with, and a contender that writes another one is none.
 """
 
@@ -20,14 +20,14 @@ import torch
 from benchmarks.contenders import WrongLength
 from benchmarks.gpu_bench import Bench, Json, Unavailable
 from benchmarks.gpu_figures import weight_bound
-from benchmarks.gpu_packed import packed_model
+from benchmarks.gpu_model_runner import packed_model
 from benchmarks.gpu_transformers import generated
 from benchmarks.planted.shapes import Shape
 from benchmarks.planted.text import written
 from kernels.sampling import SamplingLaw
 from kernels.verify import Proposed, verify
 from outrider.runtime.loader import LoadedModel
-from outrider.runtime.packed import Chunk, PackedModel
+from outrider.runtime.model_runner import Chunk, ModelRunner
 
 AIMS = {"1B": 0.5, "8B": 0.7, "13B": 0.8}
 """Of the bound by the weights, for Outrider as it serves."""
@@ -144,11 +144,11 @@ def _judge(row: Json) -> None:
 
 
 class Steps:
-    """One stream of a packed model, step by step."""
+    """One stream of a model, step by step."""
 
-    def __init__(self, bench: Bench, packed: PackedModel, shape: Shape) -> None:
+    def __init__(self, bench: Bench, model_runner: ModelRunner, shape: Shape) -> None:
         self._bench = bench
-        self._packed = packed
+        self._model_runner = model_runner
         self._shape = shape
 
     def rate(self) -> float:
@@ -159,7 +159,7 @@ class Steps:
         """
         count = self._bench.plan.alone_tokens
         prompt = self._bench.prompt(self._shape, 0, count)
-        slot = self._packed.pool.allocate()
+        slot = self._model_runner.pool.allocate()
         try:
             self._bench.clock.wait()
             begin = time.perf_counter()
@@ -169,7 +169,7 @@ class Steps:
             self._bench.clock.wait()
             seconds = time.perf_counter() - begin
         finally:
-            self._packed.pool.free(slot)
+            self._model_runner.pool.free(slot)
         if tokens != written(prompt, count, self._shape.vocab):
             raise WrongLength(f"Outrider wrote another text than {self._shape.name} was planted with")
         return count / seconds
@@ -177,21 +177,21 @@ class Steps:
     def pass_seconds(self, width: int) -> float:
         """Seconds of a pass over so many tokens behind a prompt, all of whose logits are asked for."""
         prompt = self._bench.prompt(self._shape, 0, self._bench.plan.alone_tokens)
-        pool = self._packed.pool
+        pool = self._model_runner.pool
         slot = pool.allocate()
         try:
             self._next(slot, prompt, 0)
 
             def work() -> None:
                 pool.rollback(slot, len(prompt))
-                self._packed.forward([Chunk(slot, [1] * width, len(prompt), 0)])
+                self._model_runner.forward([Chunk(slot, [1] * width, len(prompt), 0)])
 
             return self._bench.clock.wall(work).median * 1e-6
         finally:
             pool.free(slot)
 
     def _next(self, slot: int, tokens: Any, start: int) -> int:
-        logits = self._packed.forward([Chunk(slot, tokens, start, len(tokens) - 1)])
+        logits = self._model_runner.forward([Chunk(slot, tokens, start, len(tokens) - 1)])
         (result,) = verify(logits, [Proposed((), (), _GREEDY, 0, start + len(tokens))])
         return result.next_token
 

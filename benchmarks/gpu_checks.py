@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from benchmarks.gpu_bench import Bench, Json, Unavailable
-from benchmarks.gpu_packed import paged_model
+from benchmarks.gpu_model_runner import paged_model
 from benchmarks.planted import models
 from benchmarks.planted.shapes import Shape
 from outrider.runtime.cuda_graph import capturer_for
@@ -80,11 +80,11 @@ def _chosen(bench: Bench, shape: Shape, dtype: str) -> Json:
     loaded = models.loaded(
         shape, bench.plan.plant(shape), drafts=False, device=bench.device, dtype=models.DTYPES[dtype]
     )
-    packed = paged_model(loaded, _SEQUENCES, _LENGTH)
-    attention, layers = packed.attention, packed.layer_choice
+    model_runner = paged_model(loaded, _SEQUENCES, _LENGTH)
+    attention, layers = model_runner.attention, model_runner.layer_choice
     graphs = "none: this attention cannot be captured"
     if attention.can_be_captured(bench.device):
-        graphs = packed.capture(
+        graphs = model_runner.capture(
             capturer_for(bench.device),
             max_sequences=_SEQUENCES,
             widest=_WIDEST,

@@ -26,7 +26,7 @@ from outrider.runtime.device import find_device, work_on
 from outrider.runtime.fused_decoder import FusedDecoder
 from outrider.runtime.layer_ops import check_layer_ops
 from outrider.runtime.memory import MIB
-from outrider.runtime.packed import Chunk, PackedModel
+from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.paged_attention import TRITON, AttentionChoice, check_attention
 from verifier_service.target_runner import TargetRunner
 
@@ -64,30 +64,30 @@ def _rounds(device: torch.device, dtype: torch.dtype) -> str:
     """Passes, rounds and drafted tokens of a tiny model; why they are wrong, or nothing."""
     plant = Plant(TINY_TARGET.vocab, (0.5,))
     loaded = models.loaded(TINY_TARGET, plant, drafts=False, device=device, dtype=dtype)
-    packed = PackedModel.build(loaded, 3, _LENGTH, attention=AttentionChoice(TRITON, "exercised"))
+    model_runner = ModelRunner.build(loaded, 3, _LENGTH, attention=AttentionChoice(TRITON, "exercised"))
     assert isinstance(loaded.fused, FusedDecoder)
     refusal = check_layer_ops(loaded.fused._layers, dtype)
     if refusal:
         return f"layers: {refusal}"
-    judge = TargetRunner(packed, vocab_size=TINY_TARGET.vocab, verify_path="triton")
+    judge = TargetRunner(model_runner, vocab_size=TINY_TARGET.vocab, verify_path="triton")
     capture = {"seconds": 1000, "most_bytes": 1024 * MIB}
     judge.capture(Repeating(), max_sequences=1, max_gamma=1, pass_tokens=64, **capture)
-    loop = DecodeLoop(packed, TINY_TARGET.vocab, _CONFIG)
+    loop = DecodeLoop(model_runner, TINY_TARGET.vocab, _CONFIG)
     loop.capture(Repeating(), sequences=2, tokens=3, with_noise=True, **capture)
-    follows, slots = plant.successors().tolist(), [packed.pool.allocate() for _ in range(2)]
-    packed.forward([Chunk(slot, [5 + slot] * 37, 0, 37) for slot in slots])
+    follows, slots = plant.successors().tolist(), [model_runner.pool.allocate() for _ in range(2)]
+    model_runner.forward([Chunk(slot, [5 + slot] * 37, 0, 37) for slot in slots])
     for rule, judged in ((Rule.TOKENWISE, slots[:1]), (Rule.COUPLED, slots)):  # a captured pass, and one as it comes
         last, chunks, proposals = 9, [], []
         for slot in judged:
             right = follows[last]
-            chunks.append(Chunk(slot, [last, right], packed.pool.length(slot), 0))
+            chunks.append(Chunk(slot, [last, right], model_runner.pool.length(slot), 0))
             q = (None,) if rule is Rule.TOKENWISE else ()
             proposals.append(Proposed((right,), q, SamplingLaw(), seed=1, base_length=40, rule=rule))
         told = [(each.accepted, each.next_token) for each in judge(chunks, proposals).results]
         if told != [(1, follows[follows[last]])] * len(judged):
             return f"rounds under {rule}: {told}"
     draws = [[Draw(SamplingLaw(), 0.5)] * 3 for _ in slots]
-    samples = loop.decode([Chunk(slot, [9], packed.pool.length(slot), 0) for slot in slots], draws)
+    samples = loop.decode([Chunk(slot, [9], model_runner.pool.length(slot), 0) for slot in slots], draws)
     drafted = [[each.token for each in own] for own in samples]
     if any(tokens != [follows[9], follows[follows[9]], follows[follows[follows[9]]]] for tokens in drafted):
         return f"drafted tokens: {drafted}"

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_bench import Bench, Json
 from benchmarks.gpu_figures import busy_share, shares, union
-from benchmarks.gpu_packed import RECORD_BYTES, RECORD_SECONDS, paged_model
+from benchmarks.gpu_model_runner import RECORD_BYTES, RECORD_SECONDS, paged_model
 from kernels.verify import implementation_for
 from outrider.runtime.cuda_graph import capturer_for
 from outrider.wire import PrefixHash
@@ -102,15 +102,15 @@ def profiled(bench: Bench) -> Json:
     plan = bench.plan
     loaded = bench.loaded(plan.target)
     tokens = min(loaded.context_length, _LONGEST)
-    packed = paged_model(loaded, plan.profile_streams, tokens)
+    model_runner = paged_model(loaded, plan.profile_streams, tokens)
     watch = Watch(bench.device, plan.profile_seconds, plan.profile_streams)
     model = model_pb2.ModelInfo(
         vocab_size=loaded.vocab_size,
         limits=model_pb2.Limits(max_gamma=4, max_sequences=plan.profile_streams, max_sequence_tokens=tokens),
     )
     path = implementation_for(bench.device)
-    engine = WatchedEngine(packed, model, pass_tokens=_PASS_TOKENS, prefix_cache=False, verify_path=path)
-    if packed.attention.can_be_captured(bench.device):
+    engine = WatchedEngine(model_runner, model, pass_tokens=_PASS_TOKENS, prefix_cache=False, verify_path=path)
+    if model_runner.attention.can_be_captured(bench.device):
         engine.runner.capture(
             capturer_for(bench.device),
             max_sequences=plan.profile_streams,

@@ -12,14 +12,14 @@ import torch
 
 from benchmarks.contenders import Task
 from benchmarks.gpu_bench import Bench, Json
-from benchmarks.gpu_packed import as_served
+from benchmarks.gpu_model_runner import as_served
 from benchmarks.kernel_cases import Case, Rows
 from benchmarks.kernel_cases import Shape as KernelShape
 from benchmarks.kernel_contenders import Transformers
 from benchmarks.load_services import OutriderUnderLoad
 from benchmarks.load_summary import figures
 from kernels.verify import verify
-from outrider.runtime.packed import Chunk, PackedModel
+from outrider.runtime.model_runner import Chunk, ModelRunner
 
 ALONE, PAIR = "target alone", "the pair"
 _LEAST_TEXTS = 4
@@ -78,28 +78,28 @@ def share(bench: Bench) -> Json:
     most = max(plan.batches)
     loaded = bench.loaded(plan.target)
     length = plan.context + plan.gamma + 1
-    packed = as_served(loaded, most, length, widths=(1, plan.gamma + 1))
+    model_runner = as_served(loaded, most, length, widths=(1, plan.gamma + 1))
     rows = Rows.make(plan.target.vocab, torch.bfloat16, bench.device)
-    slots = [packed.pool.allocate() for _ in range(most)]
+    slots = [model_runner.pool.allocate() for _ in range(most)]
     for slot in slots:
-        packed.forward([Chunk(slot, [1] * plan.context, 0, plan.context)])
+        model_runner.forward([Chunk(slot, [1] * plan.context, 0, plan.context)])
     found = {}
     for batch in plan.batches:
         found[str(batch)] = _share(
-            bench, packed, slots[:batch], Case(KernelShape(plan.target.vocab, batch, plan.gamma), rows)
+            bench, model_runner, slots[:batch], Case(KernelShape(plan.target.vocab, batch, plan.gamma), rows)
         )
         bench.told(f"{batch} sequences: {found[str(batch)]['share']:.1%} of the pass is verification")
     return {"gamma": plan.gamma, "context": plan.context, "batches": found}
 
 
-def _share(bench: Bench, packed: PackedModel, slots: list[int], case: Case) -> Json:
+def _share(bench: Bench, model_runner: ModelRunner, slots: list[int], case: Case) -> Json:
     plan = bench.plan
     chunks = [Chunk(slot, [1] * (plan.gamma + 1), plan.context, 0) for slot in slots]
 
     def forward() -> None:
         for slot in slots:
-            packed.pool.rollback(slot, plan.context)
-        packed.forward(chunks)
+            model_runner.pool.rollback(slot, plan.context)
+        model_runner.forward(chunks)
 
     # In the model's dtype, as the engine passes them on. `benchmarks.kernel_cases` makes distributions and drafts like
     # those of a trained pair, most of which are accepted.

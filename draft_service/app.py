@@ -24,7 +24,7 @@ from draft_service.warm_up import warm_up
 from kernels.sparse import SparseConfig
 from kernels.verify import implementation_for
 from outrider.lifecycle import Service, Warm, in_thread
-from outrider.loading import Built, Loader, build_packed, load, load_tokenizer_alone, sequence_tokens
+from outrider.loading import Built, Loader, build_model_runner, load, load_tokenizer_alone, sequence_tokens
 from outrider.model_info import describe, describe_tokenizer
 from outrider.runtime.cuda_graph import Capturer
 from outrider.runtime.loader import LoadedModel
@@ -98,7 +98,7 @@ class DraftApp(Service):
             look_again=settings.verifier_resolve_interval,
         )
         show_verifiers(self.metrics, self._link)
-        draft = model_info(None if built is None else built.packed.loaded, tokenizer, settings)
+        draft = model_info(None if built is None else built.model_runner.loaded, tokenizer, settings)
         target = await self._link.match(draft)
         limit_by(draft, target)
         if (short := short_of(settings, target.limits.max_sequence_tokens)) > 0:
@@ -111,7 +111,7 @@ class DraftApp(Service):
             drafters |= model_drafters(settings, self.engine, drafters, target)
             await warm_up(drafters[Kind.MODEL], self.engine)
             show_outcome_cache(self.metrics, self.engine.cache.counts)
-        show_held(self.metrics, self._servicer.limit, None if built is None else built.packed.pool)
+        show_held(self.metrics, self._servicer.limit, None if built is None else built.model_runner.pool)
         if not supports_rule_by_logits(drafters):
             remove_lossy_rules(draft)
         self.metrics.describe(
@@ -145,8 +145,8 @@ def load_built(settings: DraftSettings, loader: Loader = load) -> tuple[Built, T
     length = sequence_tokens(settings, loaded)
     # Beside pieces of prompts a pass has the last token of each sequence that draws.
     pass_tokens = settings.prefill_tokens + settings.max_sequences
-    built = build_packed(settings, loaded, length, pass_tokens=pass_tokens, most_sequences=settings.max_sequences)
-    built.packed.warm_up((1, 2, 64))
+    built = build_model_runner(settings, loaded, length, pass_tokens=pass_tokens, most_sequences=settings.max_sequences)
+    built.model_runner.warm_up((1, 2, 64))
     return built, tokenizer
 
 
@@ -158,13 +158,13 @@ def build_engine(
     Raises:
         CheckpointError: there is no room for captured passes.
     """
-    packed = built.packed
+    model_runner = built.model_runner
     engine = DraftEngine(
-        packed,
+        model_runner,
         vocab_size=target.vocab_size,
         config=config,
         prefill_tokens=settings.prefill_tokens,
-        staging=Staging(settings.staged_guesses, packed.loaded.vocab_size),
+        staging=Staging(settings.staged_guesses, model_runner.loaded.vocab_size),
         threads=settings.threads,
     )
     built.tell_memory(built.capture(settings, _captures(engine, target, settings)))
@@ -179,11 +179,11 @@ def _captures(engine: DraftEngine, target: model_pb2.ModelInfo, settings: DraftS
             capturer,
             sequences=min(settings.max_sequences, MOST_STEPPED),
             tokens=target.limits.max_gamma,
-            with_noise=implementation_for(engine.packed.loaded.device) == "triton",
+            with_noise=implementation_for(engine.model_runner.loaded.device) == "triton",
             seconds=seconds / 2,
             most_bytes=most_bytes,
         )
-        passes = engine.packed.capture(
+        passes = engine.model_runner.capture(
             capturer, max_sequences=settings.max_sequences, widest=2, seconds=seconds / 2, most_bytes=most_bytes
         )
         return f"{steps}; {passes}"

@@ -18,7 +18,7 @@ from outrider.runtime.errors import CheckpointError, ModelLost
 from outrider.runtime.fused_decoder import fuse_model
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.memory import MIB, DeviceMemory, MemoryUse, block_bytes, blocks_for, kv_dtype, memory_of, telling
-from outrider.runtime.packed import PackedModel
+from outrider.runtime.model_runner import ModelRunner
 from outrider.runtime.paged_attention import choose_attention
 from outrider.runtime.tensor_parallel import TensorParallel
 from outrider.runtime.tokenizer import Tokenizer, load_tokenizer
@@ -112,12 +112,12 @@ class Built:
     """A model that can run, and where memory went for it.
 
     Attributes:
-        packed: the model with its pool.
+        model_runner: the model with its pool.
         memory: of its device.
         workspace: bytes that the largest pass works in; 0 where that is not measured.
     """
 
-    packed: PackedModel
+    model_runner: ModelRunner
     memory: DeviceMemory
     workspace: int
 
@@ -134,9 +134,9 @@ class Built:
         Raises:
             CheckpointError: there is no room for them.
         """
-        device = self.packed.loaded.device
+        device = self.model_runner.loaded.device
         work_on(device)
-        if not settings.graphs or not self.packed.attention.can_be_captured(device):
+        if not settings.graphs or not self.model_runner.attention.can_be_captured(device):
             return 0
         capturer, began, before = capturer_for(device), time.perf_counter(), self.memory.free()
         most = settings.graph_memory_mb * MIB
@@ -147,12 +147,14 @@ class Built:
 
     def tell_memory(self, graphs: int) -> None:
         """Logs what went where. `graphs` is bytes of captured passes."""
-        use = MemoryUse(self.packed.loaded.weight_bytes, self.packed.pool.memory_bytes, graphs, self.workspace)
-        pool = self.packed.pool
+        use = MemoryUse(
+            self.model_runner.loaded.weight_bytes, self.model_runner.pool.memory_bytes, graphs, self.workspace
+        )
+        pool = self.model_runner.pool
         _log.info("memory", **use.told(self.memory), kv_tokens=pool.blocks.count * pool.block_tokens)
 
 
-def build_packed(
+def build_model_runner(
     settings: ServiceSettings,
     loaded: LoadedModel,
     length: int,
@@ -191,13 +193,13 @@ def build_packed(
         choice = choose_attention(settings.attention, loaded.layers, kv_dtype(loaded), loaded.device, paged=is_shared)
     _log.info("attending", attention=choice.name, reason=choice.reason, block_tokens=choice.block_tokens)
 
-    def build(blocks: int) -> PackedModel:
+    def build(blocks: int) -> ModelRunner:
         # The fused equivalents take weights apart, which are parts already where they are shared.
         fuse = not is_shared
-        return PackedModel.build(loaded, settings.max_sequences, length, blocks=blocks, fuse=fuse, attention=choice)
+        return ModelRunner.build(loaded, settings.max_sequences, length, blocks=blocks, fuse=fuse, attention=choice)
 
-    def largest(packed: PackedModel) -> None:
-        logits = run_largest(packed, pass_tokens)
+    def largest(model_runner: ModelRunner) -> None:
+        logits = run_largest(model_runner, pass_tokens)
         if behind is not None:
             behind(logits)
 
@@ -219,12 +221,12 @@ def build_packed(
         }
         blocks = parallel.agree(blocks, facts)
     with telling(memory, f"{blocks * block_bytes(loaded, choice.block_tokens) / MIB:.0f} MiB of keys and values"):
-        packed = build(blocks)
-    if packed.layer_choice is not None:
-        _log.info("layers", run_by=packed.layer_choice.name, reason=packed.layer_choice.reason)
+        model_runner = build(blocks)
+    if model_runner.layer_choice is not None:
+        _log.info("layers", run_by=model_runner.layer_choice.name, reason=model_runner.layer_choice.reason)
     with telling(memory, f"a pass of {pass_tokens} tokens beside keys and values: lower --kv-memory-fraction"):
-        memory.peak(lambda: largest(packed))
-    return Built(packed, memory, max(0, workspace))
+        memory.peak(lambda: largest(model_runner))
+    return Built(model_runner, memory, max(0, workspace))
 
 
 def kv_blocks(settings: ServiceSettings, loaded: LoadedModel, block_tokens: int, *, left: int) -> int:
@@ -266,13 +268,13 @@ def run_blocks(tokens: int, length: int, block_tokens: int) -> int:
     return whole * blocks_for(length, block_tokens) + blocks_for(rest, block_tokens)
 
 
-def run_largest(packed: PackedModel, tokens: int) -> Tensor:
+def run_largest(model_runner: ModelRunner, tokens: int) -> Tensor:
     """A pass of so many tokens with logits of them all, `[tokens, V]`; nothing of it stays in the pool.
 
     They are those of few long sequences. Where the pool has no room for so many, it has none for such a pass either,
     and the pass is as large as there is room for.
     """
-    pool = packed.pool
+    pool = model_runner.pool
     slots: list[int] = []
     chunks: list[Chunk] = []
     room = pool.blocks.num_free
@@ -283,7 +285,7 @@ def run_largest(packed: PackedModel, tokens: int) -> Tensor:
             chunks.append(Chunk(slots[-1], [0] * count, 0, 0))
             tokens -= count
             room -= blocks_for(count, pool.block_tokens)
-        return packed.forward(chunks)
+        return model_runner.forward(chunks)
     finally:
         for slot in slots:
             pool.free(slot)

@@ -14,7 +14,7 @@ from outrider.lifecycle import Service, Warm, in_thread
 from outrider.loading import (
     DEFAULT_SEQUENCE_TOKENS,
     Loader,
-    build_packed,
+    build_model_runner,
     load,
     load_share,
     load_tokenizer_alone,
@@ -89,7 +89,7 @@ class VerifierApp(Service):
         engine.start()
         await warm_up(engine, model)
         engine.observer = observer  # what it was warmed up with is nobody's request
-        observer.watch(engine.packed.pool, engine.scheduler)
+        observer.watch(engine.model_runner.pool, engine.scheduler)
         await warm()
         self._servicer.attach(engine, model)
 
@@ -181,9 +181,9 @@ def build_engine(
         tokenizer = load_tokenizer_alone(settings)
         loaded = load_share(settings, parallel)
     tokens = sequence_tokens(settings, loaded)
-    built = build_packed(settings, loaded, tokens, pass_tokens=pass_tokens, behind=behind, parallel=parallel)
+    built = build_model_runner(settings, loaded, tokens, pass_tokens=pass_tokens, behind=behind, parallel=parallel)
     if parallel is not None:
-        parallel.command_workers(built.packed)
+        parallel.command_workers(built.model_runner)
     model = describe(
         loaded,
         tokenizer,
@@ -201,7 +201,7 @@ def build_engine(
         features=FEATURES,
     )
     engine = VerifierEngine(
-        built.packed,
+        built.model_runner,
         model,
         pass_tokens=settings.pass_tokens,
         max_linger=settings.max_linger / 1e3,
@@ -218,6 +218,6 @@ def build_engine(
         pass_tokens=settings.pass_tokens,
     )
     built.tell_memory(0 if parallel is not None else built.capture(settings, capture))
-    built.packed.warm_up([1, settings.max_gamma + 1, SHORT_PROMPT])
+    built.model_runner.warm_up([1, settings.max_gamma + 1, SHORT_PROMPT])
     paths.warm_up(path.name, loaded.device, loaded.dtype, model.vocab_size, loaded.vocab_size)
     return engine, model

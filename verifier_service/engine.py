@@ -19,7 +19,7 @@ from outrider.rpc.errors import RequestError, internal, unavailable, yielded
 from outrider.runtime.block_pool import PoolCorrupted
 from outrider.runtime.engine import Engine
 from outrider.runtime.kv_cache import PrefixCache
-from outrider.runtime.packed import Chunk, PackedModel
+from outrider.runtime.model_runner import Chunk, ModelRunner
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service.gamma_cap import GammaCap
 from verifier_service.linger import seconds_to_linger
@@ -140,7 +140,7 @@ class VerifierEngine(Engine[Message, TargetWork, PassResult]):
 
     def __init__(
         self,
-        packed: PackedModel,
+        model_runner: ModelRunner,
         model: model_pb2.ModelInfo,
         *,
         pass_tokens: int,
@@ -155,17 +155,17 @@ class VerifierEngine(Engine[Message, TargetWork, PassResult]):
         `gamma_cap` is whether the longest proposal worth sending is told.
         `verify_path` names an implementation of `kernels.verify`; None takes the fastest on the device.
         """
-        super().__init__(packed, name="verifier-engine", threads=threads)
+        super().__init__(model_runner, name="verifier-engine", threads=threads)
         self._model = model
         self._max_linger = max_linger
-        self.runner = TargetRunner(packed, vocab_size=model.vocab_size, verify_path=verify_path)
+        self.runner = TargetRunner(model_runner, vocab_size=model.vocab_size, verify_path=verify_path)
         self.observer = observer
         self.flush: Callable[[], None] = lambda: None
-        self.prefixes = PrefixCache(packed.pool, enabled=prefix_cache)
+        self.prefixes = PrefixCache(model_runner.pool, enabled=prefix_cache)
         self.cost: FittedCost  # of the passes so far; from `prepare` on
         self._caps = GammaCap() if gamma_cap else None
         self.scheduler = Scheduler(
-            packed.pool, self.prefixes, pass_tokens=pass_tokens, max_sequences=model.limits.max_sequences
+            model_runner.pool, self.prefixes, pass_tokens=pass_tokens, max_sequences=model.limits.max_sequences
         )
         self._load = speculation_pb2.VerifierLoad()  # after the last step, or when there was none to run
         self._draining = False
@@ -173,16 +173,16 @@ class VerifierEngine(Engine[Message, TargetWork, PassResult]):
 
     def prepare(self) -> None:
         """Times passes of one token and of the longest round: on this thread, as those that serve will run."""
-        widths = {1, min(self._model.limits.max_gamma + 1, self.packed.pool.max_length)}
+        widths = {1, min(self._model.limits.max_gamma + 1, self.model_runner.pool.max_length)}
         self.cost = FittedCost([(width, self._trial(width)) for width in widths for _ in range(TRIALS)])
 
     def _trial(self, width: int) -> float:
         """Seconds of a pass over so many tokens of one sequence."""
-        slot = self.packed.pool.allocate()
+        slot = self.model_runner.pool.allocate()
         try:
             return self.runner([Chunk(slot, [0] * width, 0, 0)], []).forward_seconds
         finally:
-            self.packed.pool.free(slot)
+            self.model_runner.pool.free(slot)
 
     # ------------------------------------------------------------------------------------------------------- receive
 
@@ -333,7 +333,7 @@ class VerifierEngine(Engine[Message, TargetWork, PassResult]):
         return speculation_pb2.VerifierLoad(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
-            kv_usage=self.packed.pool.used_blocks / self.packed.pool.blocks.count,
+            kv_usage=self.model_runner.pool.used_blocks / self.model_runner.pool.blocks.count,
             pass_fixed_us=self.cost.line.fixed * 1e6,
             pass_token_us=self.cost.line.per_token * 1e6,
         )
@@ -401,12 +401,12 @@ class VerifierEngine(Engine[Message, TargetWork, PassResult]):
     def _check_pool(self) -> None:
         """Looks the pool over, once all sequences have gone: nothing may be held then."""
         try:
-            self.packed.pool.check_integrity()
-            if self.packed.pool.used_blocks:
-                raise PoolCorrupted(f"{self.packed.pool.used_blocks} blocks are held, and there is no sequence")
+            self.model_runner.pool.check_integrity()
+            if self.model_runner.pool.used_blocks:
+                raise PoolCorrupted(f"{self.model_runner.pool.used_blocks} blocks are held, and there is no sequence")
         except PoolCorrupted as error:
             _log.error("the KV pool is corrupted; it starts anew", reason=str(error))
-            self.packed.pool.reset()
+            self.model_runner.pool.reset()
             intact = False
         else:
             intact = True

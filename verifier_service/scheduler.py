@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from outrider.best_effort import Component
 from outrider.runtime.kv_cache import KVPool, PrefixCache, grow_with_preemption
-from outrider.runtime.packed import Chunk
+from outrider.runtime.model_runner import Chunk
 from verifier_service.rounds import Round
 from verifier_service.sequence import TargetSequence
 

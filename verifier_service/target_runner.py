@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.sampling import SamplingLaw
 from kernels.verify import Proposed, VerifyResult, verify
 from outrider.runtime.cuda_graph import Capturer
-from outrider.runtime.packed import Chunk, PackedModel
+from outrider.runtime.model_runner import Chunk, ModelRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,13 @@ class TargetRunner:
     """One target's.
 
     Args:
-        packed: the target.
+        model_runner: the target.
         vocab_size: tokens that may be written; columns beyond them are padding.
         verify_path: an implementation of `kernels.verify`; None is the fastest on the device.
     """
 
-    def __init__(self, packed: PackedModel, *, vocab_size: int, verify_path: str | None = None) -> None:
-        self._packed = packed
+    def __init__(self, model_runner: ModelRunner, *, vocab_size: int, verify_path: str | None = None) -> None:
+        self._model_runner = model_runner
         self._vocab_size = vocab_size
         self._verify_path = verify_path
 
@@ -55,18 +55,18 @@ class TargetRunner:
         If it raises, no slot has changed its length.
 
         Raises:
-            ValueError, PoolExhausted: see `PackedModel.forward`.
+            ValueError, PoolExhausted: see `ModelRunner.forward`.
         """
         try:
             return self._run(chunks, proposals)
         except Exception:
             for chunk in chunks:  # where the verification failed, the pass has already lengthened them
-                self._packed.pool.rollback(chunk.slot, chunk.start)
+                self._model_runner.pool.rollback(chunk.slot, chunk.start)
             raise
 
     def _run(self, chunks: Sequence[Chunk], proposals: Sequence[Proposed]) -> PassResult:
-        clock = _clock(self._packed.loaded.device)
-        logits = self._packed.forward(chunks)
+        clock = _clock(self._model_runner.loaded.device)
+        logits = self._model_runner.forward(chunks)
         clock.mark()
         results = verify(logits[:, : self._vocab_size], proposals, self._verify_path) if proposals else []
         clock.mark()
@@ -83,8 +83,8 @@ class TargetRunner:
         seconds: float,
         most_bytes: int,
     ) -> str:
-        """Has passes of rounds captured; see `PackedModel.capture`."""
-        return self._packed.capture(
+        """Has passes of rounds captured; see `ModelRunner.capture`."""
+        return self._model_runner.capture(
             capturer,
             max_sequences=max_sequences,
             widest=max_gamma + 1,

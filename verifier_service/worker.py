@@ -8,7 +8,7 @@ from typing import NoReturn
 import structlog
 import torch
 
-from outrider.loading import build_packed, load_share, sequence_tokens
+from outrider.loading import build_model_runner, load_share, sequence_tokens
 from outrider.runtime.device import check_environment
 from outrider.runtime.errors import CheckpointError, ModelLost
 from outrider.runtime.tensor_parallel import TensorParallel, leave, read_ranks
@@ -50,9 +50,11 @@ def run_worker(program: str, settings: VerifierSettings) -> NoReturn:
         parallel.lost.add_done_callback(fail_when_lost)
         loaded = load_share(settings, parallel)
         tokens = sequence_tokens(settings, loaded)
-        packed = build_packed(settings, loaded, tokens, pass_tokens=longest_pass(settings), parallel=parallel).packed
+        model_runner = build_model_runner(
+            settings, loaded, tokens, pass_tokens=longest_pass(settings), parallel=parallel
+        ).model_runner
         _log.info("worker ready", heads=loaded.layers[0].heads, device=str(loaded.device))
-        parallel.work(packed)
+        parallel.work(model_runner)
     except Exception as error:
         is_known = isinstance(error, (CheckpointError, ModelLost, SettingsError))
         reason = str(error) if is_known else f"{type(error).__name__}: {error}"

@@ -24,7 +24,7 @@ from kernels.sampling import UNSURE
 from kernels.sparse import SparseLaw
 from kernels.verify import Rule
 from outrider.runtime.kv_cache import KVPool
-from outrider.runtime.packed import Chunk
+from outrider.runtime.model_runner import Chunk
 
 RUNNERS_UP = 4
 """Tokens that are thought of behind each place."""

@@ -22,7 +22,7 @@ from outrider.best_effort import Component
 from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.engine import Engine
 from outrider.runtime.kv_cache import grow_with_preemption
-from outrider.runtime.packed import Chunk, PackedModel
+from outrider.runtime.model_runner import Chunk, ModelRunner
 
 OUTCOME_CACHE = Component("outcome_cache")
 
@@ -51,7 +51,7 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
 
     def __init__(
         self,
-        packed: PackedModel,
+        model_runner: ModelRunner,
         *,
         vocab_size: int,
         config: SparseConfig,
@@ -62,8 +62,8 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
         """`vocab_size` is the target's: ids from there on are padding, and never drafted. `staging` serves sequences
         that have a guesser.
         """
-        super().__init__(packed, name="draft-engine", threads=threads)
-        self.loop = DecodeLoop(packed, min(vocab_size, packed.loaded.vocab_size), config)
+        super().__init__(model_runner, name="draft-engine", threads=threads)
+        self.loop = DecodeLoop(model_runner, min(vocab_size, model_runner.loaded.vocab_size), config)
         self._target_size = vocab_size
         self.staging = staging
         self._prefill_tokens = prefill_tokens
@@ -72,8 +72,8 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
         self._spare = SpareTime()
         self._foreseen: dict[ModelSequence, Foresight] = {}  # of those with a round under way
         self._leaving: dict[ModelSequence, float] = {}  # those whose proposals leave, and since when
-        self._width = BRANCHES_ON_CPU if packed.loaded.device.type == "cpu" else BRANCHES_ELSEWHERE
-        self.cache = OutcomeCache(packed.pool, self._spare)
+        self._width = BRANCHES_ON_CPU if model_runner.loaded.device.type == "cpu" else BRANCHES_ELSEWHERE
+        self.cache = OutcomeCache(model_runner.pool, self._spare)
 
     # ------------------------------------------------------------------------------------------------------- receive
 
@@ -89,7 +89,7 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
                 self._end(sequence, error)
 
     def _begin(self, ask: Ask) -> None:
-        sequence, pool = ask.sequence, self.packed.pool
+        sequence, pool = ask.sequence, self.model_runner.pool
         base, drafted = sequence.base, sequence.drafted
         sequence.asked = ask.posted
         kept = sequence.commit(ask.committed)
@@ -134,7 +134,7 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
         self._foreseen.pop(sequence, None)
         self._ahead_of(lambda: self._forget(sequence), None)
         if sequence.slot is not None:
-            self.packed.pool.free(sequence.slot)
+            self.model_runner.pool.free(sequence.slot)
             sequence.slot = None
             del self._held[sequence]
 
@@ -172,7 +172,7 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
     def _work_of(self, sequence: ModelSequence, budget: int) -> DraftWork | None:
         """A sequence's share of the next pass, with `budget` tokens of prompt at most; None where it has to wait."""
         assert sequence.slot is not None
-        start = self.packed.pool.length(sequence.slot)
+        start = self.model_runner.pool.length(sequence.slot)
         behind = len(sequence.tokens) - start  # at least 1: the last token is always still to run
         piece = min(behind - 1, budget)
         draws = piece == behind - 1
@@ -205,21 +205,21 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
     def _has_room(self, sequence: ModelSequence, end: int) -> bool:
         """Grows the sequence; where the pool is full, those give way that wait for a verdict, then those behind it."""
         assert sequence.slot is not None
-        if self.packed.pool.blocks_needed(sequence.slot, end) <= self.packed.pool.blocks.num_free:
-            self.packed.pool.grow(sequence.slot, end)
+        if self.model_runner.pool.blocks_needed(sequence.slot, end) <= self.model_runner.pool.blocks.num_free:
+            self.model_runner.pool.grow(sequence.slot, end)
             return True
         self.cache.reset()
         idle = [each for each in self._held if each.done is None]
         later = self._busy[self._busy.index(sequence) + 1 :]
         victims = [each.slot for each in (*idle, *reversed(later)) if each.slot is not None]
-        return grow_with_preemption(self.packed.pool, sequence.slot, end, victims) is not None
+        return grow_with_preemption(self.model_runner.pool, sequence.slot, end, victims) is not None
 
     def forward(self, work: Sequence[DraftWork]) -> list[Drawn]:
         """What each work has drawn: nothing, a token, or what is left of its proposal."""
         try:
             return self.draw(work)
         except Exception:  # where the pass went well and drawing did not
-            pool = self.packed.pool
+            pool = self.model_runner.pool
             for item in work:
                 pool.rollback(item.chunk.slot, min(pool.length(item.chunk.slot), item.chunk.start))
             raise
@@ -229,7 +229,7 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
         decoded = self._decode(work)
         if decoded is not None:
             return decoded
-        z = self.packed.logits([item.chunk for item in work])[:, : self.loop.vocab_size]
+        z = self.model_runner.logits([item.chunk for item in work])[:, : self.loop.vocab_size]
         draws, changes = list[Draw](), list[RowAdjustment | None]()
         for item in work:
             if item.draws:
@@ -242,7 +242,7 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
             own = samples[row : row + item.rows]
             if item.guesses:
                 assert self.staging is not None
-                own = self.staging.judge(item, own, self.packed.pool)
+                own = self.staging.judge(item, own, self.model_runner.pool)
             told = [DrawnToken(*each) for each in own]
             if item.sequence.tells_logits:
                 laws = draft_logits(z[row : row + len(own)], item.sequence.law, self._target_size)

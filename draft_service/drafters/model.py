@@ -39,8 +39,8 @@ class _ModelDrafting(Drafting):
     def __init__(self, engine: DraftEngine, sequence: ModelSequence) -> None:
         self._engine = engine
         self._sequence = sequence
-        self._room = engine.packed.pool.max_length + 1  # the last drafted token is never run, so it needs no place
-        self._known = engine.packed.loaded.vocab_size
+        self._room = engine.model_runner.pool.max_length + 1  # the last drafted token is never run
+        self._known = engine.model_runner.loaded.vocab_size
         self._committed: list[int] = []
         self._loop = asyncio.get_running_loop()
         self._take_in(sequence.tokens)

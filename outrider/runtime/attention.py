@@ -65,7 +65,9 @@ def packed_attention(
         NoPass: the call came from elsewhere, without a pass.
     """
     if packed_batch is None:
-        raise NoPass("this model runs on packed passes only (outrider.runtime.packed), not through its own forward")
+        raise NoPass(
+            "this model runs on packed passes only (outrider.runtime.model_runner), not through its own forward"
+        )
     batch = packed_batch
     if scaling is None:
         scaling = float(query.shape[-1]) ** -0.5

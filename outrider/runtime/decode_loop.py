@@ -21,20 +21,20 @@ from kernels.sampling_device import DeviceDraws
 from kernels.sparse import SparseConfig
 from outrider.runtime.batch import Chunk, PagedBatch, lay_out, pack
 from outrider.runtime.cuda_graph import CannotCapture, Capturer, PagedRunner
-from outrider.runtime.packed import PackedModel
+from outrider.runtime.model_runner import ModelRunner
 
 
 class DecodeLoop:
     """Decodes with one model.
 
     Args:
-        packed: the model.
+        model_runner: the model.
         vocab_size: tokens that may be drawn; the model's logits may have more.
         config: how much of q is kept.
     """
 
-    def __init__(self, packed: PackedModel, vocab_size: int, config: SparseConfig) -> None:
-        self.packed = packed
+    def __init__(self, model_runner: ModelRunner, vocab_size: int, config: SparseConfig) -> None:
+        self.model_runner = model_runner
         self.vocab_size = vocab_size
         self.config = config
         self._captured: CapturedSteps | None = None
@@ -43,7 +43,7 @@ class DecodeLoop:
         """Why `decode` cannot draw these; None where it can."""
         if self._captured is not None:
             return self._captured.obstacle(draws)
-        return None if self.packed.runner is None else "no steps are captured"
+        return None if self.model_runner.paged_runner is None else "no steps are captured"
 
     @torch.inference_mode()
     def decode(self, chunks: Sequence[Chunk], draws: Sequence[Sequence[Draw]]) -> list[list[Sample]]:
@@ -58,10 +58,10 @@ class DecodeLoop:
         Raises:
             ValueError: a chunk or its tokens do not fit their slot, a token is outside the vocabulary, or there is an
                 `obstacle`.
-            PoolExhausted: see `PackedModel.forward`.
+            PoolExhausted: see `ModelRunner.forward`.
         """
-        packed, pool = self.packed, self.packed.pool
-        packed.check(chunks)
+        model_runner, pool = self.model_runner, self.model_runner.pool
+        model_runner.check(chunks)
         for chunk, own in zip(chunks, draws, strict=True):
             rows = len(chunk.tokens) + len(own) - 1
             if chunk.start + rows > pool.max_length:
@@ -69,23 +69,23 @@ class DecodeLoop:
                     f"slot {chunk.slot} holds {chunk.start} positions: {rows} more go beyond its {pool.max_length}"
                 )
         if (why := self.obstacle(draws)) is not None:
-            raise ValueError(f"{packed.loaded.name} cannot decode: {why}")
+            raise ValueError(f"{model_runner.loaded.name} cannot decode: {why}")
         samples = self._step_by_step(chunks, draws) if self._captured is None else self._captured.decode(chunks, draws)
         for chunk, own_samples in zip(chunks, samples, strict=True):
             pool.extend(chunk.slot, chunk.start + len(chunk.tokens) + len(own_samples) - 1)
         return samples
 
     def _step_by_step(self, chunks: Sequence[Chunk], draws: Sequence[Sequence[Draw]]) -> list[list[Sample]]:
-        packed = self.packed
+        model_runner = self.model_runner
         samples: list[list[Sample]] = [[] for _ in chunks]
         active = list(range(len(chunks)))
         tokens = [token for chunk in chunks for token in chunk.tokens]
         counts = [len(chunk.tokens) for chunk in chunks]
         spans = ((chunk.slot, chunk.start, count) for chunk, count in zip(chunks, counts, strict=True))
-        batch = pack(spans, packed.pool, packed.masks, ahead=[len(own) - 1 for own in draws])
-        last = None if len(tokens) == len(chunks) else torch.tensor(counts, device=packed.loaded.device).cumsum(0) - 1
+        batch = pack(spans, model_runner.pool, model_runner.masks, ahead=[len(own) - 1 for own in draws])
+        last: Tensor | None = torch.tensor(counts, device=model_runner.loaded.device).cumsum(0) - 1
         while active:
-            z = packed.run_packed(tokens, batch, last).narrow(1, 0, self.vocab_size)
+            z = model_runner.run_packed(tokens, batch, last).narrow(1, 0, self.vocab_size)
             drawn = sample(z, [draws[b][len(samples[b])] for b in active], self.config)
             for b, each in zip(active, drawn, strict=True):
                 samples[b].append(each)
@@ -115,20 +115,20 @@ class DecodeLoop:
             seconds: see `CapturedSteps.capture`; likewise `most_bytes`, and what is returned.
             most_bytes: see `seconds`.
         """
-        packed = self.packed
-        eager = packed.captured.eager if packed.captured is not None else packed.runner
+        model_runner = self.model_runner
+        eager = model_runner.captured.eager if model_runner.captured is not None else model_runner.paged_runner
         if not isinstance(eager, PagedRunner):
             return "none: keys and values are not in pages"
         size = DecodeLoopSize(
             sequences=sequences,
             tokens=tokens,
-            max_length=packed.pool.max_length,
-            block_tokens=packed.pool.block_tokens,
+            max_length=model_runner.pool.max_length,
+            block_tokens=model_runner.pool.block_tokens,
             vocab_size=self.vocab_size,
-            logits_size=packed.loaded.vocab_size,
+            logits_size=model_runner.loaded.vocab_size,
             with_noise=with_noise,
         )
-        self._captured = CapturedSteps(packed, eager, size, self.config)
+        self._captured = CapturedSteps(model_runner, eager, size, self.config)
         return self._captured.capture(capturer, seconds=seconds, most_bytes=most_bytes)
 
 
@@ -159,14 +159,16 @@ class CapturedSteps:
     """Captured steps of up to so many sequences at once.
 
     Args:
-        packed: the model.
+        model_runner: the model.
         eager: its runner.
         size: what there is room for.
         config: how much of q is kept.
     """
 
-    def __init__(self, packed: PackedModel, eager: PagedRunner, size: DecodeLoopSize, config: SparseConfig) -> None:
-        self._packed = packed
+    def __init__(
+        self, model_runner: ModelRunner, eager: PagedRunner, size: DecodeLoopSize, config: SparseConfig
+    ) -> None:
+        self._model_runner = model_runner
         self._eager = eager
         self._size = size
         self._config = config
@@ -193,17 +195,17 @@ class CapturedSteps:
 
     def decode(self, chunks: Sequence[Chunk], draws: Sequence[Sequence[Draw]]) -> list[list[Sample]]:
         """See `DecodeLoop.decode`; the slots keep their length."""
-        packed, pool = self._packed, self._packed.pool
-        assert packed.runner is not None
+        model_runner, pool = self._model_runner, self._model_runner.pool
+        assert model_runner.paged_runner is not None
         for chunk, own in zip(chunks, draws, strict=True):
             pool.grow(chunk.slot, chunk.start + len(chunk.tokens) + len(own) - 1)
         # A graph has logits of every row, so that short chunks ask for them all.
         layout = lay_out([replace(chunk, logits_from=0) for chunk in chunks], pool)
         last = layout.row_starts[1:] - 1
-        if packed.captured is None or packed.captured.find(layout) is None:
+        if model_runner.captured is None or model_runner.captured.find(layout) is None:
             layout = lay_out([replace(chunk, logits_from=len(chunk.tokens) - 1) for chunk in chunks], pool)
             last = np.arange(len(chunks))
-        logits = packed.runner.run(layout)
+        logits = model_runner.paged_runner.run(layout)
         if len(logits) > len(last):
             logits = logits.index_select(0, torch.from_numpy(last).to(logits.device))
         table = next(each for each in self._tables if each.sequences >= len(chunks))

@@ -18,7 +18,7 @@ import torch
 
 from outrider.runtime.device import is_lost, work_on
 from outrider.runtime.errors import ModelLost
-from outrider.runtime.packed import PackedModel
+from outrider.runtime.model_runner import ModelRunner
 
 # However short the bound that is set: a step may last this many times the longest one that ended.
 TIMES_THE_LONGEST = 4.0
@@ -81,8 +81,8 @@ class Engine(ABC, Generic[Message, Work, Output]):
         lost: done with the reason once no step will ever run again, since the loop has ended with an error.
     """
 
-    def __init__(self, packed: PackedModel, *, name: str, threads: int | None = None) -> None:
-        self.packed = packed
+    def __init__(self, model_runner: ModelRunner, *, name: str, threads: int | None = None) -> None:
+        self.model_runner = model_runner
         self.heartbeat = Heartbeat()
         self.lost: Future[str] = Future()
         self._threads = threads
@@ -234,7 +234,7 @@ class Engine(ABC, Generic[Message, Work, Output]):
         except ModelLost:
             raise
         except Exception as error:
-            if is_lost(self.packed.loaded.device):
+            if is_lost(self.model_runner.loaded.device):
                 raise ModelLost(f"the device is lost: {type(error).__name__}: {error}") from error
             raise
         self.forward_seconds = time.perf_counter() - started
@@ -243,7 +243,7 @@ class Engine(ABC, Generic[Message, Work, Output]):
     def _run(self) -> None:
         if self._threads is not None:
             torch.set_num_threads(self._threads)
-        work_on(self.packed.loaded.device)
+        work_on(self.model_runner.loaded.device)
         with torch.inference_mode():
             try:
                 self.prepare()

@@ -66,7 +66,7 @@ class ModelSource:
 
 @dataclass
 class LoadedModel:
-    """A model ready to be driven by `outrider.runtime.packed.PackedModel`.
+    """A model ready to be driven by `outrider.runtime.model_runner.ModelRunner`.
 
     Attributes:
         model: the transformers model, in eval mode, with our attention: it runs packed passes only. Fusing it takes the

@@ -31,7 +31,7 @@ from outrider.runtime.block_pool import PagedMemory
 from outrider.runtime.cuda_graph import Runner
 from outrider.runtime.device import work_on
 from outrider.runtime.errors import CheckpointError, ModelLost
-from outrider.runtime.packed import PackedModel
+from outrider.runtime.model_runner import ModelRunner
 from outrider.settings import SettingsError
 
 _log = structlog.get_logger()
@@ -313,13 +313,13 @@ class TensorParallel:
                     )
         return min(room for room, _ in told)
 
-    def command_workers(self, packed: PackedModel) -> None:
+    def command_workers(self, model_runner: ModelRunner) -> None:
         """On rank 0: from here on the workers run each pass of the model, and each copy of blocks, too."""
-        assert packed.runner is not None
-        assert packed.pool.paged is not None
-        packed.runner = _AllRanksRunner(packed.runner, self)
-        packed.pool.paged.on_copy = self.tell_copy
-        layer = packed.loaded.layers[0]
+        assert model_runner.paged_runner is not None
+        assert model_runner.pool.paged is not None
+        model_runner.paged_runner = _AllRanksRunner(model_runner.paged_runner, self)
+        model_runner.pool.paged.on_copy = self.tell_copy
+        layer = model_runner.loaded.layers[0]
         _log.info(
             "tensor parallel",
             ranks=self.ranks.size,
@@ -328,17 +328,17 @@ class TensorParallel:
             kv_heads_per_rank=layer.kv_heads,
         )
 
-    def work(self, packed: PackedModel) -> NoReturn:
+    def work(self, model_runner: ModelRunner) -> NoReturn:
         """On a worker: runs what rank 0 says, until the watch ends the process.
 
         Raises:
             ModelLost: a pass broke here.
         """
-        assert packed.runner is not None
-        assert packed.pool.paged is not None
+        assert model_runner.paged_runner is not None
+        assert model_runner.pool.paged is not None
         try:
             while True:
-                self._work_once(packed.runner, packed.pool.paged)
+                self._work_once(model_runner.paged_runner, model_runner.pool.paged)
         except Exception as error:
             raise ModelLost(self.broke("a pass broke", error)) from error
 

@@ -15,7 +15,7 @@ from kernels.sampling import SamplingLaw
 from kernels.sparse import SparseConfig
 from kernels.verify import Rule
 from outrider.runtime.loader import LoadedModel
-from outrider.runtime.packed import PackedModel
+from outrider.runtime.model_runner import ModelRunner
 
 VOCABULARY = 2000  # less than the logits have columns: the rest is padding
 CONFIG = SparseConfig(keep_mass=0.98, max_support=40)
@@ -26,7 +26,7 @@ PLAIN = LogitRules()
 @contextmanager
 def running(loaded: LoadedModel) -> Iterator[DraftEngine]:
     """An engine with room for four sequences."""
-    packed = PackedModel.build(loaded, max_sequences=4, max_length=96)
+    packed = ModelRunner.build(loaded, max_sequences=4, max_length=96)
     engine = DraftEngine(packed, vocab_size=VOCABULARY, config=CONFIG, prefill_tokens=16, threads=1)
     engine.start()
     yield engine

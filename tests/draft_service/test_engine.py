@@ -17,7 +17,7 @@ from kernels.sampling import SamplingLaw, probabilities
 from kernels.sparse import SparseLaw, sparsify
 from kernels.verify import Rule
 from outrider.runtime.loader import LoadedModel
-from outrider.runtime.packed import Chunk, PackedModel
+from outrider.runtime.model_runner import Chunk, ModelRunner
 from tests.draft_service.engines import CONFIG, PROMPT, VOCABULARY, Driver, running, sequence
 from tests.kernels.reference import coupled_choice, standardise
 
@@ -29,7 +29,7 @@ def engine(loaded: LoadedModel) -> Iterator[DraftEngine]:
 
 
 def reference(
-    packed: PackedModel, tokens: list[int], law: SamplingLaw, seed: int, gamma: int, rule: Rule = Rule.TOKENWISE
+    packed: ModelRunner, tokens: list[int], law: SamplingLaw, seed: int, gamma: int, rule: Rule = Rule.TOKENWISE
 ) -> list[int]:
     """γ tokens drafted one by one, the whole prefix read anew for each."""
     base = len(tokens)
@@ -53,7 +53,7 @@ def test_drafts_are_the_models_own_over_many_rounds(
     engine: DraftEngine, loaded: LoadedModel, temperature: float, rule: Rule
 ) -> None:
     """Verdicts that accept all, some and none of a proposal: each next draft is what a fresh reading gives."""
-    fresh = PackedModel.build(loaded, max_sequences=1, max_length=96)
+    fresh = ModelRunner.build(loaded, max_sequences=1, max_length=96)
     told = sequence(temperature, rule=rule)
     driver, tokens, committed = Driver(engine, told), list(PROMPT), list[int]()
     for accepted in (5, 0, 2, 5, 5, 1, 4):
@@ -70,7 +70,7 @@ def test_a_draft_may_have_a_temperature_of_its_own(
     engine: DraftEngine, loaded: LoadedModel, rule: Rule, temperature: float
 ) -> None:
     """And what is told is what was drawn from: a point mass at 0."""
-    fresh = PackedModel.build(loaded, max_sequences=1, max_length=96)
+    fresh = ModelRunner.build(loaded, max_sequences=1, max_length=96)
     told = replace(sequence(rule=rule), draft_temperature=temperature)
     draft = Driver(engine, told).propose(4)
     assert draft.token_ids == reference(fresh, PROMPT, replace(told.law, temperature=temperature), told.seed, 4, rule)
@@ -82,7 +82,7 @@ def test_a_draft_may_have_a_temperature_of_its_own(
 
 def test_what_others_wrote_meanwhile_replaces_what_was_drafted(engine: DraftEngine, loaded: LoadedModel) -> None:
     """The target has gone on alone for a while: several tokens that nobody drafted, some of them where drafts lie."""
-    fresh = PackedModel.build(loaded, max_sequences=1, max_length=96)
+    fresh = ModelRunner.build(loaded, max_sequences=1, max_length=96)
     driver = Driver(engine, sequence())
     drafted = driver.propose(6).token_ids
     committed = [drafted[0], 12, 13, 14, 15]
@@ -96,7 +96,7 @@ def test_after_a_pause_it_catches_up_in_one_pass(
     """The verifier wanted no proposals for a while: what the target wrote meanwhile is read as one chunk, no token by
     itself.
     """
-    fresh = PackedModel.build(loaded, max_sequences=1, max_length=96)
+    fresh = ModelRunner.build(loaded, max_sequences=1, max_length=96)
     driver = Driver(engine, sequence())
     driver.propose(3)
     forward, chunks = engine.forward, list[int]()
@@ -113,7 +113,7 @@ def test_after_a_pause_it_catches_up_in_one_pass(
 
 
 def test_a_cut_verdict_may_end_inside_what_was_drafted(engine: DraftEngine, loaded: LoadedModel) -> None:
-    fresh = PackedModel.build(loaded, max_sequences=1, max_length=96)
+    fresh = ModelRunner.build(loaded, max_sequences=1, max_length=96)
     driver = Driver(engine, sequence())
     drafted = driver.propose(6).token_ids
     again = driver.propose(4, drafted[:3])
@@ -130,7 +130,7 @@ def test_what_is_sent_is_what_was_sampled_from(engine: DraftEngine) -> None:
 
 
 def test_under_sigmoid_the_same_tokens_come_with_the_models_logits(engine: DraftEngine, loaded: LoadedModel) -> None:
-    fresh = PackedModel.build(loaded, max_sequences=1, max_length=96)
+    fresh = ModelRunner.build(loaded, max_sequences=1, max_length=96)
     told = replace(sequence(), rule=Rule.SIGMOID, law=SamplingLaw(temperature=0.8, top_k=30))
     draft = Driver(engine, told).propose(6)
     assert draft.token_ids == Driver(engine, replace(told, rule=Rule.TOKENWISE)).propose(6).token_ids
@@ -146,7 +146,7 @@ def test_under_sigmoid_the_same_tokens_come_with_the_models_logits(engine: Draft
 
 
 def test_a_draft_of_fewer_ids_excludes_the_rest(loaded: LoadedModel) -> None:
-    packed = PackedModel.build(loaded, max_sequences=1, max_length=96)
+    packed = ModelRunner.build(loaded, max_sequences=1, max_length=96)
     columns = loaded.vocab_size
     engine = DraftEngine(packed, vocab_size=columns + 7, config=CONFIG, prefill_tokens=16, threads=1)
     engine.start()
@@ -169,7 +169,7 @@ def test_greedy_drafts_are_point_masses(engine: DraftEngine) -> None:
 
 def test_padding_is_never_drafted(loaded: LoadedModel) -> None:
     """A target whose vocabulary ends before what the draft would say most gladly."""
-    packed = PackedModel.build(loaded, max_sequences=1, max_length=96)
+    packed = ModelRunner.build(loaded, max_sequences=1, max_length=96)
     slot = packed.pool.allocate()
     logits = packed.forward([Chunk(slot, PROMPT, 0, len(PROMPT) - 1)])[0]
     packed.pool.free(slot)
@@ -185,7 +185,7 @@ def test_padding_is_never_drafted(loaded: LoadedModel) -> None:
 @pytest.mark.parametrize("rule", [Rule.TOKENWISE, Rule.COUPLED])
 def test_a_target_may_know_more_tokens_than_the_draft_has(loaded: LoadedModel, rule: Rule) -> None:
     """It drafts what it has, in one call as by steps."""
-    packed = PackedModel.build(loaded, max_sequences=2, max_length=96)
+    packed = ModelRunner.build(loaded, max_sequences=2, max_length=96)
     vocab_size = loaded.vocab_size + 7
     wide = DraftEngine(packed, vocab_size=vocab_size, config=CONFIG, prefill_tokens=16, threads=1)
     wide.start()

@@ -14,7 +14,7 @@ from kernels.sampling import SamplingLaw
 from kernels.sparse import SparseLaw
 from kernels.verify import Rule
 from outrider.runtime.loader import LoadedModel
-from outrider.runtime.packed import PackedModel
+from outrider.runtime.model_runner import ModelRunner
 from tests.draft_service.engines import CONFIG, PLAIN, PROMPT, VOCABULARY, Driver, running, sequence
 
 
@@ -105,7 +105,7 @@ def test_an_unsure_draft_ends_its_proposal_and_goes_on_after_the_verdict(
 
 def test_a_long_prompt_does_not_hold_up_others(loaded: LoadedModel) -> None:
     """A prompt of five pieces and a step: the step is done first, though it was asked for last."""
-    packed = PackedModel.build(loaded, max_sequences=2, max_length=96)
+    packed = ModelRunner.build(loaded, max_sequences=2, max_length=96)
     engine = DraftEngine(packed, vocab_size=VOCABULARY, config=CONFIG, prefill_tokens=16, threads=1)
     quick, long = (ModelSequence.begin(sequence(prompt=PROMPT * n), VOCABULARY) for n in (1, 11))
     order: list[str] = []
@@ -131,7 +131,7 @@ def test_in_a_pool_with_room_for_one_many_draft_as_with_room_for_all(loaded: Loa
     """Some lose what they hold, and are run again when it is their turn; their draws are those of their seed."""
 
     def drafted(blocks: int | None) -> list[list[int]]:
-        packed = PackedModel.build(loaded, max_sequences=6, max_length=96, blocks=blocks)
+        packed = ModelRunner.build(loaded, max_sequences=6, max_length=96, blocks=blocks)
         engine = DraftEngine(packed, vocab_size=VOCABULARY, config=CONFIG, prefill_tokens=16, threads=1)
         engine.start()
         drivers = [Driver(engine, sequence(temperature, prompt=PROMPT * (i + 3), seed=i)) for i in range(6)]
@@ -158,7 +158,7 @@ def test_in_a_pool_with_room_for_one_many_draft_as_with_room_for_all(loaded: Loa
 
 def test_a_round_has_room_for_all_of_itself_before_it_begins(loaded: LoadedModel) -> None:
     """A proposal that is written in one call grows into a block that another has to give back."""
-    packed = PackedModel.build(loaded, max_sequences=2, max_length=96, blocks=3)
+    packed = ModelRunner.build(loaded, max_sequences=2, max_length=96, blocks=3)
     engine = DraftEngine(packed, vocab_size=VOCABULARY, config=CONFIG, prefill_tokens=64, threads=1)
     engine.start()
     Driver(engine, sequence(prompt=PROMPT * 6)).propose(1)
@@ -169,7 +169,7 @@ def test_a_round_has_room_for_all_of_itself_before_it_begins(loaded: LoadedModel
 
 
 def test_two_that_both_need_more_do_not_wait_for_each_other(loaded: LoadedModel) -> None:
-    packed = PackedModel.build(loaded, max_sequences=2, max_length=96, blocks=3)
+    packed = ModelRunner.build(loaded, max_sequences=2, max_length=96, blocks=3)
     engine = DraftEngine(packed, vocab_size=VOCABULARY, config=CONFIG, prefill_tokens=64, threads=1)
     first, second = (ModelSequence.begin(sequence(prompt=PROMPT * n), VOCABULARY) for n in (3, 9))
     told: list[str] = []

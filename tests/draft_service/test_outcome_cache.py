@@ -22,7 +22,7 @@ from kernels.sparse import SparseConfig, SparseLaw
 from kernels.verify import Rule
 from outrider.runtime.fused_decoder import FusedDecoder
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
-from outrider.runtime.packed import PackedModel
+from outrider.runtime.model_runner import ModelRunner
 from tests.draft_service.pairs import DEMO
 
 VOCABULARY = 2000
@@ -71,7 +71,7 @@ class Clock:
 @pytest.fixture(params=[1, 3], ids=["one by one", "three a pass"])
 def engine(loaded: LoadedModel, request: pytest.FixtureRequest) -> Iterator[Eager]:
     engine = Eager(
-        PackedModel.build(loaded, max_sequences=4, max_length=160, blocks=64),
+        ModelRunner.build(loaded, max_sequences=4, max_length=160, blocks=64),
         vocab_size=VOCABULARY,
         config=CONFIG,
         prefill_tokens=16,
@@ -229,8 +229,8 @@ def test_nothing_is_left_of_sequences_that_end(engine: Eager) -> None:
         driver.close()
     engine.stop()
     assert not engine.cache._lookaheads
-    assert engine.packed.pool.used_blocks == 0
-    engine.packed.pool.check_integrity()
+    assert engine.model_runner.pool.used_blocks == 0
+    engine.model_runner.pool.check_integrity()
 
 
 def rounds(engine: Eager, driver: Driver, *, until_foreseen: bool) -> list[Draft]:
@@ -296,8 +296,8 @@ def test_a_cache_that_fails_costs_branches_and_nothing_else(
     assert not engine.lost.done()
     assert next(calls) >= 3
     assert OUTCOME_CACHE.errors > before
-    assert engine.packed.pool.used_blocks == 0
-    engine.packed.pool.check_integrity()
+    assert engine.model_runner.pool.used_blocks == 0
+    engine.model_runner.pool.check_integrity()
 
 
 def test_a_sequence_that_breaks_its_turn_ends_alone(engine: Eager, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +322,7 @@ def test_a_sequence_that_breaks_its_turn_ends_alone(engine: Eager, monkeypatch: 
     for each in (driver, other):
         each.close()
     engine.stop()
-    assert engine.packed.pool.used_blocks == 0
+    assert engine.model_runner.pool.used_blocks == 0
 
 
 def test_where_drawing_fails_the_pool_is_as_it_was(engine: Eager, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,7 +344,7 @@ def test_where_drawing_fails_the_pool_is_as_it_was(engine: Eager, monkeypatch: p
 
 def test_branches_give_way_to_sequences(loaded: LoadedModel) -> None:
     """Of a pool of 12 blocks one sequence and its branches hold some; another asks for nearly all."""
-    packed = PackedModel.build(loaded, max_sequences=2, max_length=340, blocks=12)
+    packed = ModelRunner.build(loaded, max_sequences=2, max_length=340, blocks=12)
     engine = Eager(packed, vocab_size=VOCABULARY, config=CONFIG, prefill_tokens=512, threads=1)
     engine.start()
     small, large = Driver(engine, told(0.0, Rule.TOKENWISE)), Driver(engine, told(0.0, Rule.TOKENWISE))
@@ -360,7 +360,7 @@ def test_a_branch_whose_logits_are_no_numbers_harms_nobody(loaded: LoadedModel) 
     """The token that follows in one outcome has an embedding that is none."""
     broken = load_model(ModelSource(str(DEMO / "draft"), dtype="float32", device="cpu"))
     assert isinstance(broken.fused, FusedDecoder) or broken.fused is None
-    packed = PackedModel.build(broken, max_sequences=2, max_length=160, blocks=64)
+    packed = ModelRunner.build(broken, max_sequences=2, max_length=160, blocks=64)
     assert isinstance(broken.fused, FusedDecoder)
     engine = Eager(packed, vocab_size=VOCABULARY, config=CONFIG, prefill_tokens=64, threads=1)
     engine.start()
@@ -383,7 +383,7 @@ def test_a_trial_is_told_of_a_round_together_with_what_it_saves(
     """A call takes 30 ms here, a verdict a second, and every other round is begun with branches: it is the shorter one
     by a call, where its outcome was among them.
     """
-    packed = PackedModel.build(loaded, max_sequences=2, max_length=160, blocks=64)
+    packed = ModelRunner.build(loaded, max_sequences=2, max_length=160, blocks=64)
     engine, clock = (
         Eager(packed, vocab_size=VOCABULARY, config=CONFIG, prefill_tokens=64, threads=1),
         Clock(monkeypatch),
@@ -419,7 +419,7 @@ def test_a_trial_is_told_of_a_round_together_with_what_it_saves(
 
 
 def test_where_waits_are_short_nothing_is_drafted_ahead(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = PackedModel.build(loaded, max_sequences=2, max_length=160, blocks=64)
+    packed = ModelRunner.build(loaded, max_sequences=2, max_length=160, blocks=64)
     engine, clock = Open(packed, vocab_size=VOCABULARY, config=CONFIG, prefill_tokens=64, threads=1), Clock(monkeypatch)
     engine.start()
     driver, committed = Driver(engine, told(0.0, Rule.TOKENWISE), clock.perf_counter), list[int]()

@@ -27,7 +27,7 @@ from kernels.sampling import SamplingLaw, probabilities
 from kernels.sparse import SparseConfig, SparseLaw, sparsify
 from kernels.verify import Rule
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
-from outrider.runtime.packed import Chunk, PackedModel
+from outrider.runtime.model_runner import Chunk, ModelRunner
 from tests.exactness import chisquare, pairs
 
 SPARSE = SparseConfig(keep_mass=0.98, max_support=40)
@@ -44,7 +44,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 def engine_of(
     loaded: LoadedModel, *, vocab_size: int, config: SparseConfig = SPARSE, guesses: int = 8, length: int = 160
 ) -> DraftEngine:
-    packed, staging = PackedModel.build(loaded, max_sequences=4, max_length=length), Staging(guesses, loaded.vocab_size)
+    packed, staging = ModelRunner.build(loaded, max_sequences=4, max_length=length), Staging(guesses, loaded.vocab_size)
     return DraftEngine(packed, vocab_size=vocab_size, config=config, prefill_tokens=16, staging=staging, threads=1)
 
 
@@ -243,7 +243,7 @@ class Model:
     """q̂ of the tiny model after any prefix."""
 
     def __init__(self, loaded: LoadedModel) -> None:
-        self._packed = PackedModel.build(loaded, max_sequences=1, max_length=64)
+        self._packed = ModelRunner.build(loaded, max_sequences=1, max_length=64)
 
     def law(self, tokens: Sequence[int]) -> SparseLaw:
         slot = self._packed.pool.allocate()

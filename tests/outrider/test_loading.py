@@ -11,7 +11,7 @@ from outrider.runtime.errors import CheckpointError
 from outrider.runtime.kv_cache import BLOCK_TOKENS
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.memory import MIB, block_bytes
-from outrider.runtime.packed import PackedModel
+from outrider.runtime.model_runner import ModelRunner
 from outrider.settings import ServiceSettings, SettingsError
 from tests.services import MODELS
 
@@ -29,7 +29,7 @@ def loaded() -> LoadedModel:
 
 
 def test_a_block_is_as_large_as_the_pool_makes_it(loaded: LoadedModel) -> None:
-    assert PackedModel.build(loaded, 1, 96, blocks=7).pool.memory_bytes == 7 * block_bytes(loaded)
+    assert ModelRunner.build(loaded, 1, 96, blocks=7).pool.memory_bytes == 7 * block_bytes(loaded)
 
 
 @pytest.mark.parametrize("given", [None, 4])

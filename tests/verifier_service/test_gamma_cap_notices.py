@@ -14,7 +14,7 @@ from kernels.adjustments import LogitRules
 from kernels.sampling import SamplingLaw
 from kernels.verify import Rule
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
-from outrider.runtime.packed import PackedModel
+from outrider.runtime.model_runner import ModelRunner
 from outrider.sampling import Sampling
 from outrider.wire import PrefixHash
 from protos.outrider.v1 import model_pb2, verifier_service_pb2
@@ -91,7 +91,7 @@ class Verifier:
         self.gammas: list[int] = []
         limits = model_pb2.Limits(max_gamma=MAX_GAMMA, max_sequences=PLACES, max_sequence_tokens=1024)
         self.engine = VerifierEngine(
-            PackedModel.build(loaded, max_sequences=PLACES, max_length=1024),
+            ModelRunner.build(loaded, max_sequences=PLACES, max_length=1024),
             model_pb2.ModelInfo(vocab_size=2000, limits=limits),
             pass_tokens=64,
             verify_path="torch",

@@ -38,7 +38,7 @@ def start(*flags: str) -> tuple[VerifierEngine, Metrics]:
     metrics = Metrics()
     observer = SpeculationMetrics(metrics, "torch", settings.max_gamma)
     engine, _ = build_engine(settings, find_path(settings), observer)
-    observer.watch(engine.packed.pool, engine.scheduler)
+    observer.watch(engine.model_runner.pool, engine.scheduler)
     engine.prepare()
     return engine, metrics
 
@@ -103,7 +103,7 @@ def test_a_text_is_the_same_alone_among_many_and_after_giving_way() -> None:
     assert len({tuple(text) for text in together.values()}) > MANY / 2, "there are many texts to confuse"
     for engine in (roomy, tight):
         assert engine.idle() is None
-        assert engine.packed.pool.used_blocks == 0
+        assert engine.model_runner.pool.used_blocks == 0
     assert shown(metrics, "outrider_kv_integrity_checks_total", outcome="intact") == 1
 
 

@@ -16,7 +16,7 @@ from kernels.sampling import SamplingLaw
 from kernels.verify import Rule
 from outrider.cost_line import FittedCost
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
-from outrider.runtime.packed import PackedModel
+from outrider.runtime.model_runner import ModelRunner
 from outrider.sampling import Sampling
 from outrider.wire import PrefixHash
 from protos.outrider.v1 import model_pb2
@@ -85,7 +85,7 @@ class Verifier:
     def __init__(self, loaded: LoadedModel, *, max_linger: float = 1000.0, fixed: float = 1000.0) -> None:
         limits = model_pb2.Limits(max_gamma=4, max_sequences=4, max_sequence_tokens=64)
         self.engine = VerifierEngine(
-            PackedModel.build(loaded, max_sequences=4, max_length=64),
+            ModelRunner.build(loaded, max_sequences=4, max_length=64),
             model_pb2.ModelInfo(vocab_size=VOCABULARY, limits=limits),
             pass_tokens=64,
             max_linger=max_linger,

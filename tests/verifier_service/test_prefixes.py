@@ -11,7 +11,7 @@ from outrider.client import AsyncClient, Client, Completion
 from outrider.metrics import Metrics
 from outrider.rpc.errors import internal
 from outrider.runtime.kv_cache import BLOCK_TOKENS
-from outrider.runtime.packed import Chunk
+from outrider.runtime.model_runner import Chunk
 from tests.services import MODELS
 from tests.verifier_service.test_sequence import make
 from verifier_service.app import build_engine, find_path
@@ -82,9 +82,9 @@ def test_what_a_failed_sequence_leaves_is_not_used(engine: VerifierEngine, fails
     sequence.tokens = SHARED[: BLOCK_TOKENS + 1]
     engine.receive(Open(sequence))
     assert sequence.slot is not None
-    engine.packed.forward([Chunk(sequence.slot, sequence.tokens[:-1], 0, 0)])
+    engine.model_runner.forward([Chunk(sequence.slot, sequence.tokens[:-1], 0, 0)])
     if fails:
         sequence.end(internal("BAD_LOGITS", "no numbers"))
     engine.receive(Close(sequence))
     assert engine.prefixes.find(SHARED) == (0 if fails else BLOCK_TOKENS)
-    engine.packed.pool.check_integrity()
+    engine.model_runner.pool.check_integrity()

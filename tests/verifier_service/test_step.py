@@ -17,7 +17,7 @@ from kernels.verify import Rule
 from outrider.best_effort import COMPONENTS, Component
 from outrider.rpc.errors import RequestError
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
-from outrider.runtime.packed import Chunk, PackedModel
+from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.sampling import Sampling
 from outrider.wire import PrefixHash
 from protos.outrider.v1 import model_pb2, verifier_service_pb2
@@ -85,7 +85,7 @@ class Verifier:
     def __init__(self, loaded: LoadedModel) -> None:
         limits = model_pb2.Limits(max_gamma=4, max_sequences=4, max_sequence_tokens=64)
         self.engine = VerifierEngine(
-            PackedModel.build(loaded, max_sequences=4, max_length=64),
+            ModelRunner.build(loaded, max_sequences=4, max_length=64),
             model_pb2.ModelInfo(vocab_size=VOCABULARY, limits=limits),
             pass_tokens=64,
             verify_path="torch",
@@ -111,8 +111,8 @@ class Verifier:
                 if client.sequence.finished and client.sequence.slot is not None:
                     client.close()
         assert all(client.sequence.finished for client in self.clients)
-        assert self.engine.packed.pool.used_blocks == 0
-        self.engine.packed.pool.check_integrity()
+        assert self.engine.model_runner.pool.used_blocks == 0
+        self.engine.model_runner.pool.check_integrity()
         return [client.sequence.tokens[len(client.sequence.opening.prompt) :] for client in self.clients]
 
 
@@ -127,7 +127,7 @@ def right(loaded: LoadedModel) -> list[list[int]]:
 
 def break_passes(verifier: Verifier, breaks: Callable[[Sequence[Chunk]], bool]) -> list[int]:
     """Has the passes that `breaks` says raise; returns a list that fills with the sizes of all of them."""
-    forward, sizes = verifier.engine.packed.forward, list[int]()
+    forward, sizes = verifier.engine.model_runner.forward, list[int]()
 
     def broken(chunks: Sequence[Chunk], **named: Any) -> Any:
         sizes.append(len(chunks))
@@ -135,7 +135,7 @@ def break_passes(verifier: Verifier, breaks: Callable[[Sequence[Chunk]], bool]) 
             raise RuntimeError("a pass")
         return forward(chunks, **named)
 
-    verifier.engine.packed.forward = broken  # type: ignore[method-assign]
+    verifier.engine.model_runner.forward = broken  # type: ignore[method-assign]
     return sizes
 
 
@@ -188,7 +188,7 @@ def test_a_failed_verification_leaves_rounds_and_cache_lengths_as_they_were(
         client.submit()
     monkeypatch.setattr("verifier_service.target_runner.verify", lambda *arguments: 1 / 0)
     work = verifier.engine.schedule()
-    pool = verifier.engine.packed.pool
+    pool = verifier.engine.model_runner.pool
     before = [pool.length(item.chunk.slot) for item in work], [len(client.sequence.rounds) for client in clients]
     with pytest.raises(ZeroDivisionError):
         verifier.engine.forward(work)

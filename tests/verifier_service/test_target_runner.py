@@ -18,7 +18,7 @@ from kernels.sampling import SamplingLaw
 from kernels.verify import Proposed, Rule, VerifyResult
 from outrider.runtime.cuda_graph import Repeating
 from outrider.runtime.loader import ModelSource, load_model
-from outrider.runtime.packed import Chunk, PackedModel
+from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.paged_attention import EAGER, AttentionChoice
 from tests.kernels.interpreter import patch_once_a_launch
 from tests.kernels.paths import IS_INTERPRETED
@@ -36,17 +36,17 @@ RULES = [Rule.TOKENWISE, Rule.BLOCK, Rule.COUPLED]
 
 
 @pytest.fixture(scope="module")
-def packed() -> PackedModel:
+def packed() -> ModelRunner:
     loaded = load_model(ModelSource(str(MODELS / "target"), dtype="float32", device="cpu"))
-    model = PackedModel.build(loaded, SEQUENCES + 1, 64, attention=PAGED)
+    model = ModelRunner.build(loaded, SEQUENCES + 1, 64, attention=PAGED)
     torch.set_num_threads(1)
     return model
 
 
-def runner(packed: PackedModel, path: str, *, graphs: bool) -> TargetRunner:
-    packed.captured, runner = None, packed.runner
+def runner(packed: ModelRunner, path: str, *, graphs: bool) -> TargetRunner:
+    packed.captured, runner = None, packed.paged_runner
     if runner is not None:
-        packed.runner = getattr(runner, "eager", runner)
+        packed.paged_runner = getattr(runner, "eager", runner)
     found = TargetRunner(packed, vocab_size=min(V, packed.loaded.vocab_size), verify_path=path)
     if graphs:
         said = found.capture(
@@ -61,7 +61,7 @@ def runner(packed: PackedModel, path: str, *, graphs: bool) -> TargetRunner:
     return found
 
 
-def rounds(packed: PackedModel, judged: TargetRunner, seed: int) -> list[VerifyResult]:
+def rounds(packed: ModelRunner, judged: TargetRunner, seed: int) -> list[VerifyResult]:
     """Rounds of a few sequences, one after the other; what does not stand is rolled back."""
     rng = random.Random(seed)
     texts = [[rng.randrange(V) for _ in range(rng.randint(2, 6))] for _ in range(SEQUENCES + 1)]
@@ -100,7 +100,7 @@ def same(found: list[VerifyResult], wanted: list[VerifyResult]) -> bool:
 
 
 @pytest.mark.parametrize("path", ["torch", pytest.param("triton", marks=NEEDS_TRITON)])
-def test_a_captured_pass_rules_as_one_that_comes(packed: PackedModel, path: str) -> None:
+def test_a_captured_pass_rules_as_one_that_comes(packed: ModelRunner, path: str) -> None:
     """Bit for bit by one path; rounds with filters among them, and a pass that fits no graph."""
     eager = rounds(packed, runner(packed, path, graphs=False), 3)
     captured = runner(packed, path, graphs=True)
@@ -120,14 +120,14 @@ def noted(seen: list[int], replay: Callable[[], None]) -> None:
 
 
 @NEEDS_TRITON
-def test_both_paths_rule_alike(packed: PackedModel) -> None:
+def test_both_paths_rule_alike(packed: ModelRunner) -> None:
     found, wanted = (rounds(packed, runner(packed, path, graphs=False), 3) for path in ("triton", "torch"))
     assert same(found, wanted)
     for one, other in zip(found, wanted, strict=True):
         assert one.beta == pytest.approx(other.beta, abs=1e-4)
 
 
-def test_a_pass_without_rounds_has_no_rulings(packed: PackedModel) -> None:
+def test_a_pass_without_rounds_has_no_rulings(packed: ModelRunner) -> None:
     slot = packed.pool.allocate()
     told = runner(packed, "torch", graphs=False)([Chunk(slot, [5, 6], 0, 2)], [])
     assert isinstance(told, PassResult)

@@ -140,16 +140,16 @@ def deadly_step() -> None:
 
 
 def _poison(end: Callable[[], Any]) -> None:
-    from outrider.runtime.packed import Chunk, PackedModel
+    from outrider.runtime.model_runner import Chunk, ModelRunner
 
-    forward = PackedModel.forward
+    forward = ModelRunner.forward
 
-    def poisoned(self: PackedModel, chunks: Sequence[Chunk], **named: Any) -> Any:
+    def poisoned(self: ModelRunner, chunks: Sequence[Chunk], **named: Any) -> Any:
         if any(POISON in chunk.tokens for chunk in chunks):
             end()
         return forward(self, chunks, **named)
 
-    PackedModel.forward = poisoned  # type: ignore[method-assign]
+    ModelRunner.forward = poisoned  # type: ignore[method-assign]
 
 
 def scheduler_breaks() -> None:

@@ -17,7 +17,7 @@ from outrider.runtime.cuda_graph import CannotCapture, PagedRunner, Repeating
 from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.fused_decoder import FusedDecoder
 from outrider.runtime.loader import LoadedModel
-from outrider.runtime.packed import Chunk, PackedModel
+from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.paged_attention import EAGER, AttentionChoice
 from tests.outrider.runtime.test_decode_loop import drawn_by, numbers, step_by_step, tokens
 from tests.outrider.runtime.tiny import VOCABULARY
@@ -30,7 +30,7 @@ LAWS = [SamplingLaw(temperature=0), SamplingLaw(), SamplingLaw(temperature=0.6)]
 
 
 def build(load: Callable[..., LoadedModel], name: str = "qwen3", *, with_noise: bool = True) -> DecodeLoop:
-    loop = DecodeLoop(PackedModel.build(load(name), 8, 48, attention=PAGED, blocks=60), KNOWN, CONFIG)
+    loop = DecodeLoop(ModelRunner.build(load(name), 8, 48, attention=PAGED, blocks=60), KNOWN, CONFIG)
     assert capture(loop, with_noise=with_noise) == "steps of up to 3 sequences"
     return loop
 
@@ -39,7 +39,7 @@ def capture(loop: DecodeLoop, *, with_noise: bool = True) -> str:
     return loop.capture(Repeating(), sequences=3, tokens=GAMMA, with_noise=with_noise, seconds=1e3, most_bytes=1 << 30)
 
 
-def held(model: PackedModel, tokens: Sequence[int]) -> int:
+def held(model: ModelRunner, tokens: Sequence[int]) -> int:
     """A slot that holds these, written in pieces."""
     slot = model.pool.allocate()
     if tokens:
@@ -56,7 +56,7 @@ def test_decoded_tokens_are_those_drawn_step_by_step(
 ) -> None:
     """The kernels that noise takes are interpreted here, which is slow."""
     loop = build(load, name, with_noise=with_noise)
-    model = loop.packed
+    model = loop.model_runner
     if captures_passes:
         model.capture(Repeating(), max_sequences=3, widest=2, seconds=1e3, most_bytes=1 << 30)
     rng = random.Random(1)
@@ -78,7 +78,7 @@ def test_decoded_tokens_are_those_drawn_step_by_step(
     model.pool.check_integrity()
 
 
-def company(model: PackedModel, seed: int) -> tuple[list[Chunk], list[list[Draw]], list[list[int]]]:
+def company(model: ModelRunner, seed: int) -> tuple[list[Chunk], list[list[Draw]], list[list[int]]]:
     """Three sequences in the same pool, each with a prompt, a law and a number of tokens of its own."""
     rng = random.Random(seed)
     chunks, draws, prompts = [], [], []
@@ -94,7 +94,7 @@ def company(model: PackedModel, seed: int) -> tuple[list[Chunk], list[list[Draw]
 
 
 def check_company(loop: DecodeLoop) -> None:
-    model = loop.packed
+    model = loop.model_runner
     for seed in range(4):
         chunks, draws, prompts = company(model, seed)
         together = loop.decode(chunks, draws)
@@ -148,10 +148,10 @@ def test_what_is_put_in_place_wrongly_shows(
 
     monkeypatch.setattr(decode_loop._Table, "fill", wrong)
     if mutant in ("bits", "by_noise"):  # alone and in company alike
-        slot, pool = loop.packed.pool.allocate(), loop.packed.pool
+        slot, pool = loop.model_runner.pool.allocate(), loop.model_runner.pool
         draws = drawn_by(SamplingLaw(), random.Random(2), GAMMA, (3, 1) if mutant == "by_noise" else None)
         (samples,) = loop.decode([Chunk(slot, [5], 0, 1)], [draws])
-        assert tokens(samples) != tokens(step_by_step(loop.packed, pool.allocate(), [5], draws))
+        assert tokens(samples) != tokens(step_by_step(loop.model_runner, pool.allocate(), [5], draws))
         return
     with pytest.raises(AssertionError):
         check_company(loop)
@@ -159,10 +159,10 @@ def test_what_is_put_in_place_wrongly_shows(
 
 def test_logits_that_are_no_numbers_end_the_decoding(load: Callable[..., LoadedModel]) -> None:
     loaded = load("llama")
-    loop = DecodeLoop(PackedModel.build(loaded, 2, 48, attention=PAGED), KNOWN, CONFIG)
+    loop = DecodeLoop(ModelRunner.build(loaded, 2, 48, attention=PAGED), KNOWN, CONFIG)
     capture(loop)
     assert isinstance(loaded.fused, FusedDecoder)
-    embedding, pool = loaded.fused._layers.embedding, loop.packed.pool
+    embedding, pool = loaded.fused._layers.embedding, loop.model_runner.pool
     for law, noise in ((SamplingLaw(temperature=0), None), (SamplingLaw(), None), (SamplingLaw(), (1, 1))):
         slot, draws = pool.allocate(), drawn_by(law, random.Random(1), 3, noise)
         ((first,),) = loop.decode([Chunk(slot, [5], 0, 1)], [draws[:1]])
@@ -178,12 +178,12 @@ def test_logits_that_are_no_numbers_end_the_decoding(load: Callable[..., LoadedM
 
 
 def test_what_has_no_graph_is_named_and_left_to_single_steps(load: Callable[..., LoadedModel]) -> None:
-    loop = DecodeLoop(PackedModel.build(load("llama"), 4, 48, attention=PAGED), KNOWN, CONFIG)
+    loop = DecodeLoop(ModelRunner.build(load("llama"), 4, 48, attention=PAGED), KNOWN, CONFIG)
     plain = Draw(SamplingLaw(), 0.5)
     assert loop.obstacle([[plain]]) == "no steps are captured"
     capture(loop, with_noise=False)
     assert loop.obstacle([[plain]] * 3) is None
-    pool = loop.packed.pool
+    pool = loop.model_runner.pool
     for refused, why in (
         ([[plain]] * 4, "4 sequences, where there is room for 3"),
         ([[plain] * 7], "7 tokens, where there is room for 6"),
@@ -219,13 +219,13 @@ class Ticking:
 
 
 def test_what_time_will_not_do_for_is_left_out_and_said(load: Callable[..., LoadedModel]) -> None:
-    model = PackedModel.build(load("llama"), 4, 48, attention=PAGED)
-    assert isinstance(model.runner, PagedRunner)
+    model = ModelRunner.build(load("llama"), 4, 48, attention=PAGED)
+    assert isinstance(model.paged_runner, PagedRunner)
     size = decode_loop.DecodeLoopSize(4, GAMMA, 48, 4, KNOWN, logits_size=VOCABULARY, with_noise=False)
     for capturer, seconds, said in (
         (Ticking(), 100.0, "steps of up to 4 sequences"),
         (Ticking(), 5.0, "steps of up to 2 sequences: 4.0 s have passed, and all may take 5"),
         (Ticking(cannot=3), 100.0, "steps of up to 1 sequences: it asks for a number"),
     ):
-        steps = decode_loop.CapturedSteps(model, model.runner, size, CONFIG)
+        steps = decode_loop.CapturedSteps(model, model.paged_runner, size, CONFIG)
         assert steps.capture(capturer, seconds=seconds, most_bytes=1 << 30, clock=capturer.clock) == said

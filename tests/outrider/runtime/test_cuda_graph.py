@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.runtime import batch as paged
 from outrider.runtime.cuda_graph import CannotCapture, GraphRunner, PagedRunner, Repeating, buckets_for
 from outrider.runtime.loader import LoadedModel
-from outrider.runtime.packed import Chunk, PackedModel
+from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.paged_attention import EAGER, AttentionChoice
 from tests.outrider.runtime.tiny import VOCABULARY
 
@@ -24,16 +24,16 @@ SEQUENCES = 3
 WIDEST = 4
 
 
-def build(load: Callable[..., LoadedModel], name: str = "qwen3", dtype: str = "float32") -> PackedModel:
-    return PackedModel.build(load(name, dtype), SEQUENCES + 1, ROOM, attention=PAGED)
+def build(load: Callable[..., LoadedModel], name: str = "qwen3", dtype: str = "float32") -> ModelRunner:
+    return ModelRunner.build(load(name, dtype), SEQUENCES + 1, ROOM, attention=PAGED)
 
 
-def capture(model: PackedModel, **how: object) -> str:
+def capture(model: ModelRunner, **how: object) -> str:
     told = {"max_sequences": SEQUENCES, "widest": WIDEST, "seconds": 1e3, "most_bytes": 1 << 30, **how}
     return model.capture(Repeating(), **told)  # type: ignore[arg-type]
 
 
-def ran_by(model: PackedModel) -> list[int | None]:
+def ran_by(model: ModelRunner) -> list[int | None]:
     """Will hold the size whose graph runs each pass from now on, or None where none does."""
     ran: list[int | None] = []
     if model.captured is None:
@@ -49,7 +49,7 @@ def ran_by(model: PackedModel) -> list[int | None]:
     return ran
 
 
-def rounds(model: PackedModel, seed: int) -> tuple[list[Tensor], list[int | None]]:
+def rounds(model: ModelRunner, seed: int) -> tuple[list[Tensor], list[int | None]]:
     """Prompts and then rounds of any lengths, some rows of which are rolled back; logits, and which graph ran each."""
     rng = random.Random(seed)
     slots = [model.pool.allocate() for _ in range(SEQUENCES + 1)]
@@ -142,8 +142,8 @@ def test_what_time_or_memory_will_not_do_for_is_left_out_and_said(load: Callable
 
     def captured_with(capturer: Ticking, **bounds: float) -> tuple[str, list[int]]:
         model = build(load)
-        assert isinstance(model.runner, PagedRunner)
-        runner = GraphRunner(model.runner, block_tokens=4, vocab_size=model.loaded.vocab_size, max_sequences=3)
+        assert isinstance(model.paged_runner, PagedRunner)
+        runner = GraphRunner(model.paged_runner, block_tokens=4, vocab_size=model.loaded.vocab_size, max_sequences=3)
         told = {"seconds": 1e3, "most_bytes": 1 << 30, **bounds}
         said = runner.capture(capturer, sizes, clock=lambda: capturer.now, **told)  # type: ignore[arg-type]
         return said, runner.sizes
@@ -184,4 +184,4 @@ def test_the_next_pass_writes_over_logits_but_not_over_those_that_are_kept(load:
 
 
 def test_where_keys_and_values_are_not_in_pages_nothing_is_captured(load: Callable[..., LoadedModel]) -> None:
-    assert capture(PackedModel.build(load("llama"), 1, 8)) == "none: keys and values are not in pages"
+    assert capture(ModelRunner.build(load("llama"), 1, 8)) == "none: keys and values are not in pages"

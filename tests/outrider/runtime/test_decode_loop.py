@@ -14,7 +14,7 @@ from kernels.sparse import SparseConfig
 from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.fused_decoder import FusedDecoder
 from outrider.runtime.loader import LoadedModel
-from outrider.runtime.packed import Chunk, PackedModel
+from outrider.runtime.model_runner import Chunk, ModelRunner
 from tests.outrider.runtime.tiny import GATED, VOCABULARY
 
 CONFIG = SparseConfig(keep_mass=0.97, max_support=40)
@@ -30,7 +30,7 @@ LAWS = [
 
 
 def step_by_step(
-    model: PackedModel, slot: int, chunk: Sequence[int], draws: Sequence[Draw], vocab_size: int = KNOWN
+    model: ModelRunner, slot: int, chunk: Sequence[int], draws: Sequence[Draw], vocab_size: int = KNOWN
 ) -> list[Sample]:
     """One forward and one sample a token."""
     samples = list[Sample]()
@@ -66,7 +66,7 @@ def drawn_by(law: SamplingLaw, rng: random.Random, gamma: int, noise: tuple[int,
 
 
 def loop_of(loaded: LoadedModel, max_sequences: int = 2, *, fuse: bool = True) -> DecodeLoop:
-    return DecodeLoop(PackedModel.build(loaded, max_sequences, 48, fuse=fuse), KNOWN, CONFIG)
+    return DecodeLoop(ModelRunner.build(loaded, max_sequences, 48, fuse=fuse), KNOWN, CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_decoded_tokens_are_those_drawn_step_by_step(
 ) -> None:
     """Bit for bit, after a prompt that the cache holds most of, for every law, by uniforms and by shared noise."""
     loop = loop_of(load(name), fuse=fuse)
-    model = loop.packed
+    model = loop.model_runner
     rng = random.Random(first)
     prompt = rng.choices(range(VOCABULARY), k=5 + first)
     one, other = model.pool.allocate(), model.pool.allocate()
@@ -112,7 +112,7 @@ def test_decoding_ends_before_the_first_token_above_its_bound(
 ) -> None:
     """Bit for bit: also at a bound that is the very entropy of one of the tokens, which is not above it."""
     loop = loop_of(load("llama"))
-    model = loop.packed
+    model = loop.model_runner
     one, other = model.pool.allocate(), model.pool.allocate()
     free = drawn_by(law, random.Random(7), 6, (7, 3) if by_noise else None)
     (unbounded,) = loop.decode([Chunk(one, [3, 1, 4], 0, 3)], [free])
@@ -138,7 +138,7 @@ def test_decoding_ends_before_the_first_token_above_its_bound(
 
 
 def _entropies(
-    model: PackedModel, slot: int, text: list[int], law: SamplingLaw, samples: Sequence[Sample]
+    model: ModelRunner, slot: int, text: list[int], law: SamplingLaw, samples: Sequence[Sample]
 ) -> list[float]:
     """The entropy of what each token was drawn from: of q̂, of q, or of the softmax at T = 0."""
     model.pool.rollback(slot, 0)
@@ -156,7 +156,7 @@ def _entropies(
 def test_sequences_decoded_together_are_those_decoded_alone(name: str, load: Callable[..., LoadedModel]) -> None:
     """Each has a prompt, a law, a number of tokens and an end of its own; only rounding may tell the company."""
     loop = loop_of(load(name), 24)
-    model = loop.packed
+    model = loop.model_runner
     rng = random.Random(5)
     chunks, alone, draws = list[Chunk](), list[Chunk](), list[list[Draw]]()
     for number, (law, by_noise) in enumerate(product(LAWS, (False, True))):
@@ -188,14 +188,14 @@ def test_sequences_decoded_together_are_those_decoded_alone(name: str, load: Cal
 def test_each_token_is_chosen_by_the_noise_of_its_own_position(load: Callable[..., LoadedModel]) -> None:
     """A flat law, so that each token is the noise's own: where it is least."""
     loop = loop_of(load("llama"))
-    slot, law = loop.packed.pool.allocate(), SamplingLaw(temperature=100.0)
+    slot, law = loop.model_runner.pool.allocate(), SamplingLaw(temperature=100.0)
     (samples,) = loop.decode([Chunk(slot, [3, 1, 4], 0, 3)], [[Draw(law, noise=(8, 3 + i)) for i in range(6)]])
     assert tokens(samples) == noise_rows([(8, 3 + i) for i in range(6)], KNOWN).argmax(-1).tolist()
 
 
 def test_what_was_decoded_is_in_the_cache(load: Callable[..., LoadedModel]) -> None:
     loop = loop_of(load("llama"))
-    model = loop.packed
+    model = loop.model_runner
     slot, fresh = model.pool.allocate(), model.pool.allocate()
     (samples,) = loop.decode([Chunk(slot, [3, 1, 4], 0, 3)], [[Draw(SamplingLaw(), u) for u in (0.2, 0.9, 0.5)]])
     after = model.forward([Chunk(slot, [samples[-1].token, 7], 5, 0)])
@@ -206,14 +206,14 @@ def test_what_was_decoded_is_in_the_cache(load: Callable[..., LoadedModel]) -> N
 def test_decoding_goes_on_where_blocks_lie_apart(load: Callable[..., LoadedModel]) -> None:
     """Keys and values are gathered for the whole call then, and written back at its end."""
     loop = loop_of(load("llama"), 3)
-    pool = loop.packed.pool
+    pool = loop.model_runner.pool
     slots = [pool.allocate() for _ in range(3)]
     for start in range(0, 40, 8):  # the blocks of the three take turns
-        loop.packed.forward([Chunk(slot, range(start, start + 8), start, 8) for slot in slots])
+        loop.model_runner.forward([Chunk(slot, range(start, start + 8), start, 8) for slot in slots])
     draws = [Draw(SamplingLaw(), u) for u in (0.2, 0.9, 0.5, 0.1)]
     (samples,) = loop.decode([Chunk(slots[1], [7], 40, 0)], [draws])
-    assert numbers(samples) == numbers(step_by_step(loop.packed, slots[2], [7], draws))
-    ends = [loop.packed.forward([Chunk(slot, [9], 44, 0)]) for slot in slots[1:]]
+    assert numbers(samples) == numbers(step_by_step(loop.model_runner, slots[2], [7], draws))
+    ends = [loop.model_runner.forward([Chunk(slot, [9], 44, 0)]) for slot in slots[1:]]
     assert torch.equal(ends[0], ends[1])
 
 
@@ -221,17 +221,17 @@ def test_logits_that_are_no_numbers_end_the_decoding(load: Callable[..., LoadedM
     loaded = load("llama")
     loop = loop_of(loaded, 1)
     assert isinstance(loaded.fused, FusedDecoder)
-    slot, embedding = loop.packed.pool.allocate(), loaded.fused._layers.embedding
+    slot, embedding = loop.model_runner.pool.allocate(), loaded.fused._layers.embedding
     for law, noise in ((SamplingLaw(temperature=0), None), (SamplingLaw(), None), (SamplingLaw(), (1, 1))):
         draws = drawn_by(law, random.Random(1), 3, noise)
         ((first,),) = loop.decode([Chunk(slot, [5], 0, 1)], [draws[:1]])
-        loop.packed.pool.rollback(slot, 0)
+        loop.model_runner.pool.rollback(slot, 0)
         kept = embedding[first.token].clone()
         embedding[first.token] = float("nan")
         (samples,) = loop.decode([Chunk(slot, [5], 0, 1)], [draws])
         embedding[first.token] = kept
-        assert loop.packed.pool.length(slot) == 2
-        loop.packed.pool.rollback(slot, 0)
+        assert loop.model_runner.pool.length(slot) == 2
+        loop.model_runner.pool.rollback(slot, 0)
         assert tokens(samples) == [first.token, NO_LOGITS]
         assert samples[1] == Sample(NO_LOGITS)
 
@@ -240,18 +240,18 @@ def test_compiled_or_not_the_layers_do_the_same(load: Callable[..., LoadedModel]
     loaded = load("qwen3")
     loop = loop_of(loaded, 1)
     assert isinstance(loaded.fused, FusedDecoder)
-    slot, draws = loop.packed.pool.allocate(), [Draw(SamplingLaw(top_p=0.9), u) for u in (0.3, 0.6, 0.1, 0.8)]
+    slot, draws = loop.model_runner.pool.allocate(), [Draw(SamplingLaw(top_p=0.9), u) for u in (0.3, 0.6, 0.1, 0.8)]
     (compiled,) = loop.decode([Chunk(slot, [9, 2], 0, 2)], [draws])
     assert isinstance(loaded.fused._run, torch.jit.ScriptModule)
-    loop.packed.pool.rollback(slot, 0)
+    loop.model_runner.pool.rollback(slot, 0)
     loaded.fused._run = loaded.fused._layers
     (plain,) = loop.decode([Chunk(slot, [9, 2], 0, 2)], [draws])
     assert numbers(compiled) == numbers(plain)
 
 
 def test_what_does_not_fit_is_refused(load: Callable[..., LoadedModel]) -> None:
-    loop = DecodeLoop(PackedModel.build(load("llama"), max_sequences=1, max_length=8), KNOWN, CONFIG)
-    slot = loop.packed.pool.allocate()
+    loop = DecodeLoop(ModelRunner.build(load("llama"), max_sequences=1, max_length=8), KNOWN, CONFIG)
+    slot = loop.model_runner.pool.allocate()
     with pytest.raises(ValueError, match="holds 0 positions: 9 more go beyond its 8"):
         loop.decode([Chunk(slot, [1, 2, 3], 0, 3)], [[Draw(SamplingLaw(), 0.5)] * 7])
-    assert loop.packed.pool.length(slot) == 0
+    assert loop.model_runner.pool.length(slot) == 0

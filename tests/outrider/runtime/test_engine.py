@@ -8,7 +8,7 @@ import pytest
 from outrider.runtime.engine import Engine
 from outrider.runtime.errors import ModelLost
 from outrider.runtime.loader import LoadedModel
-from outrider.runtime.packed import PackedModel
+from outrider.runtime.model_runner import ModelRunner
 
 SOON_S = 20.0
 
@@ -16,7 +16,7 @@ SOON_S = 20.0
 class Breaking(Engine[str, str, None]):
     """Each message is a pass, which breaks as it is told."""
 
-    def __init__(self, packed: PackedModel, errors: dict[str, Exception]) -> None:
+    def __init__(self, packed: ModelRunner, errors: dict[str, Exception]) -> None:
         super().__init__(packed, name="breaking-engine")
         self.failed: list[str] = []
         self.told = threading.Event()
@@ -43,7 +43,7 @@ class Breaking(Engine[str, str, None]):
 
 @pytest.fixture
 def engine(load: Callable[..., LoadedModel]) -> Breaking:
-    packed = PackedModel.build(load("llama"), max_sequences=1, max_length=32)
+    packed = ModelRunner.build(load("llama"), max_sequences=1, max_length=32)
     return Breaking(packed, {"broken": RuntimeError("a pass"), "lost": ModelLost("rank 1 has gone")})
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
-from outrider.runtime.packed import Chunk, PackedModel
+from outrider.runtime.model_runner import Chunk, ModelRunner
 from tests.outrider.runtime import tiny
 from tests.outrider.runtime.tiny import CONFIGS, EXPERTS, FAMILIES, VOCABULARY, WINDOW, Truth
 
@@ -25,7 +25,7 @@ NEAR = {"bfloat16": 0.05, "float16": 0.01}
 NEAR_WITH_EXPERTS = {"bfloat16": 0.1, "float16": 0.02}
 
 
-def read(model: PackedModel, tokens: list[int], cut: int) -> Tensor:
+def read(model: ModelRunner, tokens: list[int], cut: int) -> Tensor:
     """All logits of a sequence that is read in chunks of a size, beside another sequence.
 
     Before each chunk a wrong draft is read and rejected; now and then more than a window is rolled back and read again.
@@ -63,7 +63,7 @@ def test_a_family_reads_as_in_transformers(
     name: str, fuse: bool, load: Callable[..., LoadedModel], checkpoint: Callable[[str], Path]
 ) -> None:
     """Those of `CONFIGS` unfused are in `test_packed`."""
-    model = PackedModel.build(load(name), 2, ROOM, fuse=fuse)
+    model = ModelRunner.build(load(name), 2, ROOM, fuse=fuse)
     tokens = sequence(1)
     wanted = Truth(checkpoint(name))(tokens)
     for cut in (1, 7, LENGTH) if fuse else (2, LENGTH):
@@ -87,7 +87,7 @@ def test_a_soft_cap_and_a_window_make_a_difference(
 # -------------------------------------------------------------------------------------------------- mixtures of experts
 
 
-def write(model: PackedModel, prompt: list[int], company: list[list[int]], count: int) -> tuple[list[int], Tensor]:
+def write(model: ModelRunner, prompt: list[int], company: list[list[int]], count: int) -> tuple[list[int], Tensor]:
     """Greedy tokens after a prompt and the logits that chose them, with others in every pass."""
     rng = random.Random(len(company))
     slot, others = model.pool.allocate(), [model.pool.allocate() for _ in company]
@@ -111,7 +111,7 @@ def write(model: PackedModel, prompt: list[int], company: list[list[int]], count
 
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_are_chosen_alike_alone_and_in_company(name: str, load: Callable[..., LoadedModel]) -> None:
-    model = PackedModel.build(load(name), 6, ROOM)
+    model = ModelRunner.build(load(name), 6, ROOM)
     prompt = sequence(0, 6)
     alone, wanted = write(model, prompt, [], 16)
     among, found = write(model, prompt, [sequence(100 + i) for i in range(5)], 16)
@@ -146,7 +146,7 @@ def test_sixteen_bits_stay_near_float32(name: str, dtype: str, load: Callable[..
     """A wrong mask or a missing factor moves logits by their own size."""
     tokens = sequence(3)
     exact, rounded = (
-        read(PackedModel.build(load(name, kind), 2, ROOM, fuse=fuse), tokens, 7)
+        read(ModelRunner.build(load(name, kind), 2, ROOM, fuse=fuse), tokens, 7)
         for kind, fuse in (("float32", False), (dtype, True))
     )
     assert rounded.dtype == torch.float32

@@ -27,7 +27,7 @@ from outrider.runtime.fused_layers import (
     rms_norm,
 )
 from outrider.runtime.loader import LoadedModel
-from outrider.runtime.packed import Chunk, PackedModel
+from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.selfcheck import check_program
 from tests.outrider.runtime.tiny import CONFIGS, GATED, VOCABULARY
 
@@ -38,7 +38,7 @@ def close(found: Tensor, wanted: Tensor) -> bool:
     return bool((found - wanted).norm() <= CLOSE * wanted.norm())
 
 
-def logits(model: PackedModel, seed: int) -> Tensor:
+def logits(model: ModelRunner, seed: int) -> Tensor:
     rng = random.Random(seed)
     slots = [model.pool.allocate() for _ in range(3)]
     rows = []
@@ -61,7 +61,7 @@ def test_fused_and_unfused_agree_in_float32(
 ) -> None:
     if not packs:
         monkeypatch.setattr(fused_decoder, "can_pack", lambda dtype, device: False)
-    fused, plain = (PackedModel.build(load(name), 3, 64, fuse=fuse) for fuse in (True, False))
+    fused, plain = (ModelRunner.build(load(name), 3, 64, fuse=fuse) for fuse in (True, False))
     assert fused.fused
     assert not plain.fused
     assert isinstance(fused.loaded.fused, FusedDecoder) == (name in GATED)
@@ -72,7 +72,7 @@ def test_a_sequence_beyond_the_first_table_of_positions(
     load: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outrider.runtime.fused_decoder._FIRST_POSITIONS", 16)
-    models = [PackedModel.build(load("llama-scaled-rope"), 1, 64, fuse=fuse) for fuse in (True, False)]
+    models = [ModelRunner.build(load("llama-scaled-rope"), 1, 64, fuse=fuse) for fuse in (True, False)]
     tokens = [i % VOCABULARY for i in range(40)]
     found, wanted = (
         torch.cat([model.forward([Chunk(slot, tokens[:20], 0, 0)]), model.forward([Chunk(slot, tokens[20:], 20, 0)])])
@@ -84,7 +84,7 @@ def test_a_sequence_beyond_the_first_table_of_positions(
 def test_a_table_of_positions_stays_when_a_longer_one_is_made(load: Callable[..., LoadedModel]) -> None:
     """CUDA graphs of an earlier pool read it where it lies."""
     loaded = load("llama")
-    PackedModel.build(loaded, 1, 32)
+    ModelRunner.build(loaded, 1, 32)
     assert isinstance(loaded.fused, FusedDecoder)
     first = weakref.ref(loaded.fused._rotations_to(32))
     longer = loaded.fused._rotations_to(5000)
@@ -94,12 +94,12 @@ def test_a_table_of_positions_stays_when_a_longer_one_is_made(load: Callable[...
 
 def test_two_pools_share_one_fused_model(load: Callable[..., LoadedModel]) -> None:
     loaded = load("llama")
-    first, second = PackedModel.build(loaded, 1, 32), PackedModel.build(loaded, 2, 16)
+    first, second = ModelRunner.build(loaded, 1, 32), ModelRunner.build(loaded, 2, 16)
     chunk = Chunk(0, [5, 6, 7], 0, 0)
     assert first.pool.allocate() == second.pool.allocate() == 0
     assert torch.equal(first.forward([chunk]), second.forward([chunk]))
     with pytest.raises(ValueError, match="has been fused"):
-        PackedModel.build(loaded, 1, 32, fuse=False)
+        ModelRunner.build(loaded, 1, 32, fuse=False)
 
 
 def test_a_fused_forward_that_differs_is_refused(
@@ -107,12 +107,12 @@ def test_a_fused_forward_that_differs_is_refused(
 ) -> None:
     monkeypatch.setattr(fused_decoder, "doubled", lambda weight: -doubled(weight))
     with pytest.raises(CheckpointError, match="gives other logits than its own"):
-        PackedModel.build(load("llama"), 1, 32)
+        ModelRunner.build(load("llama"), 1, 32)
 
 
 def test_the_self_check_sees_what_is_wrong(load: Callable[..., LoadedModel]) -> None:
     loaded = load("llama")
-    program = PackedModel.build(loaded, 1, 32).program
+    program = ModelRunner.build(loaded, 1, 32).program
 
     def passes(change: Callable[[Tensor], Tensor], tolerance: float) -> bool:
         def changed(token_ids: Tensor, batch: Batch, rows: Rows) -> Tensor:
@@ -159,7 +159,7 @@ def test_both_forms_of_the_norm_are_the_norm(small: int) -> None:
 
 @pytest.mark.parametrize("name", ["llama-biased", "qwen3", "mistral-sliding"])
 def test_compiled_or_not_the_layers_do_the_same(name: str, load: Callable[..., LoadedModel]) -> None:
-    model = PackedModel.build(load(name), 3, 64)
+    model = ModelRunner.build(load(name), 3, 64)
     program = model.loaded.fused
     assert isinstance(program, FusedDecoder)
     assert isinstance(program._run, torch.jit.ScriptModule)
@@ -184,7 +184,7 @@ def test_where_nothing_compiles_the_layers_run_as_they_are(
         raise RuntimeError("no TorchScript here")
 
     monkeypatch.setattr(torch.jit, "script", refuse)
-    model = PackedModel.build(load("llama"), 1, 32)
+    model = ModelRunner.build(load("llama"), 1, 32)
     assert isinstance(model.loaded.fused, FusedDecoder)
     assert model.loaded.fused._run is model.loaded.fused._layers
 

@@ -18,7 +18,7 @@ from kernels.sparse import SparseConfig
 from outrider.runtime.cuda_graph import CannotCapture, CudaCapturer
 from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
-from outrider.runtime.packed import Chunk, PackedModel
+from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.paged_attention import AttentionChoice, choose_attention
 from outrider.runtime.sdpa import CausalMasks, Scoring, attend, attend_scores
 from tests.outrider.runtime.test_decode_loop import step_by_step
@@ -60,14 +60,14 @@ def test_a_family_gives_on_the_device_what_it_gives_on_a_cpu(
     loaded = on_gpu(name, dtype)
     choice = chosen(loaded)
     assert choice.name == "triton", choice.reason
-    model = PackedModel.build(loaded, 5, ROOM, attention=choice)
-    wanted = chat(PackedModel.build(load(name, dtype), 5, ROOM), 3)
+    model = ModelRunner.build(loaded, 5, ROOM, attention=choice)
+    wanted = chat(ModelRunner.build(load(name, dtype), 5, ROOM), 3)
     for one, other in zip(chat(model, 3), wanted, strict=True):
         assert near(one, other, dtype, name), choice.reason
 
 
-def captured(loaded: LoadedModel) -> PackedModel:
-    model = PackedModel.build(loaded, 5, ROOM, attention=chosen(loaded))
+def captured(loaded: LoadedModel) -> ModelRunner:
+    model = ModelRunner.build(loaded, 5, ROOM, attention=chosen(loaded))
     said = model.capture(CudaCapturer(CUDA), max_sequences=4, widest=8, seconds=300, most_bytes=1 << 32)
     sizes = model.captured.sizes if model.captured is not None else []
     assert said == f"{len(sizes)} of {len(sizes)} sizes"
@@ -77,7 +77,7 @@ def captured(loaded: LoadedModel) -> PackedModel:
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-sliding", "gpt2", "phi"])
 def test_graphs_give_what_passes_give_as_they_come(name: str, on_gpu: Callable[[str, str], LoadedModel]) -> None:
     model, eager = captured(on_gpu(name, "bfloat16")), on_gpu(name, "bfloat16")
-    plain = PackedModel.build(eager, 5, ROOM, attention=chosen(eager))
+    plain = ModelRunner.build(eager, 5, ROOM, attention=chosen(eager))
     for one, other in zip(chat(model, 4), chat(plain, 4), strict=True):
         assert near(one, other.float().cpu(), "bfloat16", name)
 

@@ -17,7 +17,7 @@ from outrider.runtime.fused_decoder import FusedDecoder, fuse_model
 from outrider.runtime.fused_layers import FusedLayers
 from outrider.runtime.layer_ops import LayerOps, TritonOps, check_layer_ops, choose_layer_ops
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
-from outrider.runtime.packed import Chunk, PackedModel
+from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.paged_attention import EAGER, AttentionChoice, choose_attention
 from tests.kernels.paths import IS_INTERPRETED, TRITON
 from tests.outrider.runtime.tiny import VOCABULARY
@@ -33,7 +33,7 @@ def choose(kind: type[LayerOps], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_decoder, "choose_layer_ops", lambda layers, dtype: kind(layers, "on trial"))
 
 
-def chat(model: PackedModel) -> Tensor:
+def chat(model: ModelRunner) -> Tensor:
     """A few passes of two sequences, over several pages and past the window; their logits."""
     first, second = model.pool.allocate(), model.pool.allocate()
     tokens = torch.randint(VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(1)).tolist()
@@ -68,7 +68,7 @@ def test_triton_gives_the_logits_that_torch_gives(
     for kind in (LayerOps, TritonOps):
         choose(kind, monkeypatch)
         loaded = load_model(ModelSource(str(checkpoint(name)), dtype=dtype, device=DEVICE))
-        model = PackedModel.build(loaded, 2, 16, attention=PAGED)
+        model = ModelRunner.build(loaded, 2, 16, attention=PAGED)
         assert model.layer_choice is not None
         assert model.layer_choice.name == {LayerOps: "torch", TritonOps: path}[kind]
         logits.append(chat(model))
@@ -96,13 +96,13 @@ def layers(checkpoint: Callable[[str], Path]) -> Callable[..., FusedLayers]:
 
 def test_what_is_chosen_is_told_and_chosen_once(load: Callable[..., LoadedModel]) -> None:
     loaded = load("llama")
-    model = PackedModel.build(loaded, 1, 8, attention=PAGED)
+    model = ModelRunner.build(loaded, 1, 8, attention=PAGED)
     assert model.layer_choice is not None
     assert model.layer_choice.name == "torch"
     assert model.layer_choice.reason == "no kernels of Triton: they need a CUDA device, and this is cpu"
-    assert PackedModel(loaded, model.pool, attention=PAGED).layer_choice is model.layer_choice
-    assert PackedModel.build(load("llama"), 1, 8).layer_choice is None, "its pool has no pages"
-    assert PackedModel.build(load("gpt2"), 1, 8, attention=PAGED).layer_choice is None, "its layers are transformers'"
+    assert ModelRunner(loaded, model.pool, attention=PAGED).layer_choice is model.layer_choice
+    assert ModelRunner.build(load("llama"), 1, 8).layer_choice is None, "its pool has no pages"
+    assert ModelRunner.build(load("gpt2"), 1, 8, attention=PAGED).layer_choice is None, "its layers are transformers'"
 
 
 @pytest.mark.parametrize("path", [TRITON])
@@ -188,10 +188,10 @@ def test_a_graph_holds_a_pass_by_triton(
     """Chosen by itself, captured, and near to torch's operations as they come."""
     device = torch.device("cuda")
 
-    def build() -> PackedModel:
+    def build() -> ModelRunner:
         loaded = load_model(ModelSource(str(checkpoint(name)), dtype="bfloat16", device="cuda"))
         attention = choose_attention("triton", loaded.layers, loaded.dtype, device)
-        return PackedModel.build(loaded, 2, 16, attention=attention)
+        return ModelRunner.build(loaded, 2, 16, attention=attention)
 
     by_triton = build()
     assert by_triton.layer_choice is not None

@@ -29,7 +29,7 @@ from transformers import (
 from outrider.runtime import loader as checkpoint_module
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.loader import LoadedModel, ModelSource, adopt, load_model, weights_fingerprint
-from outrider.runtime.packed import Chunk, PackedModel
+from outrider.runtime.model_runner import Chunk, ModelRunner
 from tests.outrider.runtime import tiny
 
 SMALL: dict[str, Any] = {
@@ -279,7 +279,7 @@ def test_a_model_in_memory_is_taken_as_one_from_a_folder(
     chunks = [Chunk(0, [5, 6, 7], 0, 0)]
     logits = []
     for loaded in (adopted, expected):
-        packed = PackedModel.build(loaded, max_sequences=1, max_length=8)
+        packed = ModelRunner.build(loaded, max_sequences=1, max_length=8)
         packed.pool.allocate()
         logits.append(packed.forward(chunks))
     assert torch.equal(*logits)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from outrider.loading import build_packed, kv_blocks, run_blocks, run_largest
+from outrider.loading import build_model_runner, kv_blocks, run_blocks, run_largest
 from outrider.runtime.cuda_graph import Capturer
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.memory import MIB, HostMemory, OutOfMemory, block_bytes, memory_of, telling
-from outrider.runtime.packed import PackedModel
+from outrider.runtime.model_runner import ModelRunner
 from outrider.settings import ServiceSettings, SettingsError
 
 
@@ -61,19 +61,19 @@ def test_what_fails_otherwise_is_left_as_it_is() -> None:
 
 def test_a_pool_that_the_host_has_no_room_for_is_refused(load: Callable[..., LoadedModel]) -> None:
     with pytest.raises(OutOfMemory, match=r"out of memory for \d+ MiB of keys and values: cpu has no room \(\d+ bytes"):
-        build_packed(settings("--kv-cache-mb", str(1 << 29), "--device", "cpu"), load("llama"), 32, pass_tokens=8)
+        build_model_runner(settings("--kv-cache-mb", str(1 << 29), "--device", "cpu"), load("llama"), 32, pass_tokens=8)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_the_largest_pass_is_as_large_as_said_and_leaves_nothing(
     attention: str, load: Callable[..., LoadedModel]
 ) -> None:
-    built = build_packed(settings("--attention", attention, "--device", "cpu"), load("llama"), 20, pass_tokens=50)
-    packed = built.packed
+    built = build_model_runner(settings("--attention", attention, "--device", "cpu"), load("llama"), 20, pass_tokens=50)
+    packed = built.model_runner
     assert run_largest(packed, 50).shape == (50, packed.loaded.vocab_size)
     assert packed.pool.used_blocks == 0
     packed.pool.check_integrity()
-    small = PackedModel.build(load("llama"), 1, 20, blocks=2)
+    small = ModelRunner.build(load("llama"), 1, 20, blocks=2)
     assert len(run_largest(small, 500)) == 40, "no pass is larger than the pool"
     assert run_blocks(50, 20, 8) == 3 + 3 + 2
 
@@ -95,7 +95,7 @@ def test_on_a_gpu_keys_and_values_get_their_share_of_what_the_rest_leaves(load: 
 def test_the_largest_pass_runs_without_a_pool_and_beside_one(load: Callable[..., LoadedModel]) -> None:
     memory = Counted(total=200, free=100, takes=10)
     seen: list[tuple[int, ...]] = []
-    built = build_packed(
+    built = build_model_runner(
         settings("--attention", "eager", "--device", "cpu", "--kv-cache-mb", "1"),
         load("llama"),
         32,
@@ -104,8 +104,8 @@ def test_the_largest_pass_runs_without_a_pool_and_beside_one(load: Callable[...,
         memory=memory,
     )
     assert memory.passes == 2
-    assert seen == [(40, built.packed.loaded.vocab_size)] * 2
-    tried = 2 * block_bytes(built.packed.loaded, 32)
+    assert seen == [(40, built.model_runner.loaded.vocab_size)] * 2
+    tried = 2 * block_bytes(built.model_runner.loaded, 32)
     assert built.workspace == 10 * MIB - tried
     with capture_logs() as lines:
         built.tell_memory(3 * MIB)
@@ -114,13 +114,13 @@ def test_the_largest_pass_runs_without_a_pool_and_beside_one(load: Callable[...,
         "event": "memory",
         "log_level": "info",
         "device": "cuda:7",
-        "weights_mib": round(built.packed.loaded.weight_bytes / MIB),
+        "weights_mib": round(built.model_runner.loaded.weight_bytes / MIB),
         "kv_mib": 1,
         "graphs_mib": 3,
         "workspace_mib": 10,
         "free_mib": 100,
         "total_mib": 200,
-        "kv_tokens": built.packed.pool.blocks.count * 32,
+        "kv_tokens": built.model_runner.pool.blocks.count * 32,
     }
 
 
@@ -132,7 +132,7 @@ def test_passes_are_captured_where_they_can_be_and_may_be(
     flags: tuple[str, ...], captured: bool, load: Callable[..., LoadedModel]
 ) -> None:
     told = settings("--device", "cpu", "--graph-seconds", "7", "--graph-memory-mb", "3", *flags)
-    built = build_packed(told, load("llama"), 32, pass_tokens=8)
+    built = build_model_runner(told, load("llama"), 32, pass_tokens=8)
     bounds: list[tuple[float, int]] = []
 
     def capture(capturer: Capturer, *, seconds: float, most_bytes: int) -> str:

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fused_decoder import FusedDecoder
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
-from outrider.runtime.packed import Chunk, PackedModel
+from outrider.runtime.model_runner import Chunk, ModelRunner
 from tests.outrider.runtime import tiny
 from tests.outrider.runtime.tiny import CONFIGS, VOCABULARY, Truth
 
@@ -26,16 +26,16 @@ LENGTH = 24
 @pytest.fixture(scope="module", params=[(name, fuse) for name in CONFIGS for fuse in (False, True)], ids=str)
 def pair(
     request: pytest.FixtureRequest, load: Callable[..., LoadedModel], checkpoint: Callable[[str], Path]
-) -> tuple[PackedModel, Truth]:
+) -> tuple[ModelRunner, Truth]:
     name, fuse = request.param
-    return PackedModel.build(load(name), max_sequences=4, max_length=48, fuse=fuse), Truth(checkpoint(name))
+    return ModelRunner.build(load(name), max_sequences=4, max_length=48, fuse=fuse), Truth(checkpoint(name))
 
 
 def sequence(seed: int, length: int = LENGTH) -> list[int]:
     return random.Random(seed).choices(range(VOCABULARY), k=length)
 
 
-def run(model: PackedModel, slot: int, tokens: list[int], cuts: list[int]) -> Tensor:
+def run(model: ModelRunner, slot: int, tokens: list[int], cuts: list[int]) -> Tensor:
     """Runs a sequence alone in chunks of the given sizes; all logits."""
     assert sum(cuts) == len(tokens)
     rows, start = [], 0
@@ -52,7 +52,7 @@ def close(found: Tensor, wanted: Tensor) -> bool:
 
 @pytest.mark.parametrize("cuts", [[24], [1] * 24, [8, 1, 6, 1, 1, 7], [23, 1]], ids=str)
 def test_however_a_sequence_is_cut_its_logits_are_those_of_transformers(
-    pair: tuple[PackedModel, Truth], cuts: list[int]
+    pair: tuple[ModelRunner, Truth], cuts: list[int]
 ) -> None:
     model, truth = pair
     tokens = sequence(1)
@@ -63,7 +63,7 @@ def test_however_a_sequence_is_cut_its_logits_are_those_of_transformers(
     assert close(found, truth(tokens))
 
 
-def test_sequences_in_one_pass_do_not_see_each_other(pair: tuple[PackedModel, Truth]) -> None:
+def test_sequences_in_one_pass_do_not_see_each_other(pair: tuple[ModelRunner, Truth]) -> None:
     model, truth = pair
     rng = random.Random(7)
     tokens = [sequence(seed) for seed in (11, 12, 13, 14)]
@@ -88,7 +88,7 @@ def test_sequences_in_one_pass_do_not_see_each_other(pair: tuple[PackedModel, Tr
     model.pool.check_integrity()
 
 
-def test_a_rejected_draft_leaves_no_trace(pair: tuple[PackedModel, Truth]) -> None:
+def test_a_rejected_draft_leaves_no_trace(pair: tuple[ModelRunner, Truth]) -> None:
     model, truth = pair
     tokens, wrong = sequence(21), sequence(22)
     slot = model.pool.allocate()
@@ -101,7 +101,7 @@ def test_a_rejected_draft_leaves_no_trace(pair: tuple[PackedModel, Truth]) -> No
     assert close(found, truth(tokens)[4:])
 
 
-def test_a_fork_goes_its_own_way(pair: tuple[PackedModel, Truth]) -> None:
+def test_a_fork_goes_its_own_way(pair: tuple[ModelRunner, Truth]) -> None:
     model, truth = pair
     tokens, other = sequence(31), sequence(32)
     slot = model.pool.allocate()
@@ -116,7 +116,7 @@ def test_a_fork_goes_its_own_way(pair: tuple[PackedModel, Truth]) -> None:
     assert close(theirs, truth(tokens)[9:])
 
 
-def test_logits_come_for_the_wanted_rows_only(pair: tuple[PackedModel, Truth]) -> None:
+def test_logits_come_for_the_wanted_rows_only(pair: tuple[ModelRunner, Truth]) -> None:
     model, truth = pair
     a, b, c = sequence(41, 10), sequence(42, 6), sequence(43, 5)
     slots = [model.pool.allocate() for _ in range(3)]
@@ -133,7 +133,7 @@ def test_logits_come_for_the_wanted_rows_only(pair: tuple[PackedModel, Truth]) -
 
 
 def test_a_sequence_reads_the_same_alone_and_in_company(load: Callable[..., LoadedModel]) -> None:
-    model = PackedModel.build(load("llama"), 3, 48)
+    model = ModelRunner.build(load("llama"), 3, 48)
     tokens = sequence(51)
     alone, company, other = (model.pool.allocate() for _ in range(3))
     single = run(model, alone, tokens, [12, 4, 4, 4])
@@ -148,7 +148,7 @@ def test_a_sequence_reads_the_same_alone_and_in_company(load: Callable[..., Load
 
 def test_bfloat16_stays_near_float32(load: Callable[..., LoadedModel]) -> None:
     """Rounding to 8 bits moves logits by about a hundredth; a wrong mask moves them by their own size."""
-    models = [PackedModel.build(load("llama", dtype), 1, 48) for dtype in ("float32", "bfloat16")]
+    models = [ModelRunner.build(load("llama", dtype), 1, 48) for dtype in ("float32", "bfloat16")]
     tokens = sequence(61)
     exact, rounded = (run(model, model.pool.allocate(), tokens, [10, 1, 5, 8]) for model in models)
     assert rounded.dtype == torch.float32
@@ -159,7 +159,7 @@ def test_the_head_never_sees_rows_nobody_wants(load: Callable[..., LoadedModel])
     loaded = load("gpt2")
     seen: list[int] = []
     loaded.model.lm_head.register_forward_hook(lambda module, args, out: seen.append(out.shape[-2]))
-    model = PackedModel.build(loaded, 2, 48, fuse=False)
+    model = ModelRunner.build(loaded, 2, 48, fuse=False)
     a, b = model.pool.allocate(), model.pool.allocate()
     model.forward([Chunk(a, sequence(1, 20), 0, 19)])
     model.forward([Chunk(a, sequence(2, 10), 20, 8), Chunk(b, sequence(3, 20), 0, 20)])
@@ -185,7 +185,7 @@ def test_without_a_choice_of_rows_the_head_is_applied_to_the_wanted_ones(
     loaded = load("gpt2")
     seen: list[int] = []
     loaded.model.lm_head.register_forward_hook(lambda module, args, out: seen.append(out.shape[-2]))
-    model = PackedModel.build(loaded, 2, 48, fuse=False)
+    model = ModelRunner.build(loaded, 2, 48, fuse=False)
     a, b = model.pool.allocate(), model.pool.allocate()
     tokens = sequence(81)
     assert close(model.forward([Chunk(a, tokens[:9], 0, 7)]), truth(tokens)[7:9])
@@ -210,7 +210,7 @@ def test_a_long_prompt_over_a_large_vocabulary_makes_few_logits(fuse: bool, tmp_
     config = tiny.CONFIGS["llama"]()
     config.vocab_size = vocabulary
     loaded = load_model(ModelSource(str(tiny.save(config, tmp_path)), device="cpu"))
-    model = PackedModel.build(loaded, 1, 64, fuse=fuse)
+    model = ModelRunner.build(loaded, 1, 64, fuse=fuse)
     if isinstance(loaded.fused, FusedDecoder):
         loaded.fused._run = loaded.fused._layers  # the same uncompiled, so that each operation shows
 
@@ -229,7 +229,7 @@ def test_a_long_prompt_over_a_large_vocabulary_makes_few_logits(fuse: bool, tmp_
 
 
 def test_a_broken_pass_changes_no_length(load: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = PackedModel.build(load("llama"), 2, 48)
+    model = ModelRunner.build(load("llama"), 2, 48)
     tokens = sequence(71)
     slot = model.pool.allocate()
     model.forward([Chunk(slot, tokens[:5], 0, 5)])
@@ -265,7 +265,7 @@ def test_a_broken_pass_changes_no_length(load: Callable[..., LoadedModel], monke
 def test_a_chunk_that_does_not_fit_is_refused_with_its_numbers(
     load: Callable[..., LoadedModel], chunk: Chunk, message: str
 ) -> None:
-    model = PackedModel.build(_cached(load), 2, 48)
+    model = ModelRunner.build(_cached(load), 2, 48)
     slot = model.pool.allocate()
     model.forward([Chunk(slot, [1, 2, 3], 0, 3)])
     with pytest.raises(ValueError, match=message):
@@ -274,7 +274,7 @@ def test_a_chunk_that_does_not_fit_is_refused_with_its_numbers(
 
 
 def test_a_pass_without_chunks_or_with_a_slot_twice_is_refused(load: Callable[..., LoadedModel]) -> None:
-    model = PackedModel.build(_cached(load), 2, 48)
+    model = ModelRunner.build(_cached(load), 2, 48)
     slot = model.pool.allocate()
     with pytest.raises(ValueError, match="at least one chunk"):
         model.forward([])
@@ -284,11 +284,11 @@ def test_a_pass_without_chunks_or_with_a_slot_twice_is_refused(load: Callable[..
 
 def test_a_pool_that_does_not_fit_the_model_is_refused(load: Callable[..., LoadedModel]) -> None:
     with pytest.raises(ValueError, match=r"max_length 65 is beyond .* context of 64"):
-        PackedModel.build(_cached(load), 1, 65)
+        ModelRunner.build(_cached(load), 1, 65)
 
 
 def test_warm_up_leaves_the_pool_as_it_was(load: Callable[..., LoadedModel]) -> None:
-    model = PackedModel.build(_cached(load), 2, 48)
+    model = ModelRunner.build(_cached(load), 2, 48)
     model.warm_up([1, 2, 5, 30])
     assert model.pool.used_blocks == 0
     model.pool.check_integrity()
@@ -306,5 +306,5 @@ def _cached(load: Callable[..., LoadedModel]) -> LoadedModel:
 
 def test_all_gated_decoders_are_fused(load: Callable[..., LoadedModel]) -> None:
     for name in tiny.GATED:
-        model = PackedModel.build(load(name), 1, 16)
+        model = ModelRunner.build(load(name), 1, 16)
         assert type(model.loaded.fused).__name__ == "FusedDecoder", name

@@ -26,7 +26,7 @@ from outrider.runtime.fused_layers import Frame, FusedLayers, LayerWeights
 from outrider.runtime.kv_cache import KVPool
 from outrider.runtime.layer_ops import LayerOps, run_paged
 from outrider.runtime.loader import LoadedModel
-from outrider.runtime.packed import Chunk, PackedModel
+from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.paged_attention import (
     EAGER,
     ORDINARY,
@@ -43,7 +43,7 @@ PAGED = AttentionChoice(EAGER, "to be held against the other", block_tokens=4)
 ROOM = 32
 
 
-def chat(model: PackedModel, seed: int, passes: int = 25) -> list[Tensor]:
+def chat(model: ModelRunner, seed: int, passes: int = 25) -> list[Tensor]:
     """Many passes of a few sequences, which come, go, fork, are rolled back and meet in any mixture; their logits."""
     rng = random.Random(seed)
     slots: list[int] = []
@@ -89,11 +89,11 @@ def test_pages_give_what_one_piece_of_memory_gives(
     name: str, dtype: str, load: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where both spell their scores out; in float32 torch's own attention over one piece comes near, too."""
-    plain = chat(PackedModel.build(load(name, dtype), 5, ROOM), 3, 16)
+    plain = chat(ModelRunner.build(load(name, dtype), 5, ROOM), 3, 16)
     for module in (attention, fused_layers):
         monkeypatch.setattr(module, "attend", _spelled_out)
     monkeypatch.setattr(fused_decoder, "compiled", lambda module, device: module)
-    ordinary, paged = (PackedModel.build(load(name, dtype), 5, ROOM, attention=choice) for choice in (ORDINARY, PAGED))
+    ordinary, paged = (ModelRunner.build(load(name, dtype), 5, ROOM, attention=choice) for choice in (ORDINARY, PAGED))
     assert ordinary.fused == paged.fused
     assert paged.pool.paged is not None
     for found, wanted, near in zip(chat(paged, 3, 16), chat(ordinary, 3, 16), plain, strict=True):
@@ -159,7 +159,7 @@ def test_a_pool_of_pages_has_no_views_and_copies_what_is_shared_before_it_is_wri
 
 def test_pool_and_attention_are_both_paged_or_neither(load: Callable[..., LoadedModel]) -> None:
     with pytest.raises(ValueError, match="the attention is eager, and the pool is not paged"):
-        PackedModel(load("llama"), PackedModel.build(load("llama"), 1, 8).pool, attention=PAGED)
+        ModelRunner(load("llama"), ModelRunner.build(load("llama"), 1, 8).pool, attention=PAGED)
 
 
 def test_a_model_that_reads_its_pages_wrongly_is_refused(
@@ -168,7 +168,7 @@ def test_a_model_that_reads_its_pages_wrongly_is_refused(
     right = PagedBatch.write
     monkeypatch.setattr(PagedBatch, "write", lambda self, i, keys, values: right(self, i, values, keys))
     with pytest.raises(CheckpointError, match=r"other logits over pages, by eager, .*--attention sdpa reads no"):
-        PackedModel.build(load("llama"), 1, 8, attention=PAGED)
+        ModelRunner.build(load("llama"), 1, 8, attention=PAGED)
 
 
 # ---------------------------------------------------------------------------------------------------------- choice
@@ -200,7 +200,7 @@ def test_our_kernel_is_tried_on_what_layers_ask_and_taken(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss"])
 def test_by_our_kernel_a_model_gives_what_it_gives_otherwise(name: str, load: Callable[..., LoadedModel]) -> None:
     choice = AttentionChoice("triton", "interpreted", block_tokens=4)
-    ordinary, paged = (PackedModel.build(load(name), 5, ROOM, attention=each) for each in (ORDINARY, choice))
+    ordinary, paged = (ModelRunner.build(load(name), 5, ROOM, attention=each) for each in (ORDINARY, choice))
     for found, wanted in zip(chat(paged, 3, 12), chat(ordinary, 3, 12), strict=True):
         assert torch.allclose(found, wanted, atol=2e-5)
 
@@ -212,12 +212,12 @@ def test_captured_steps_and_passes_go_on_into_stretches_that_were_not_there(
     """By our kernel, whose work is listed once for all steps. Stretches are short here."""
     for module in ("attention_work", "triton_attention"):
         monkeypatch.setattr(f"kernels.{module}.STRETCH", 16)
-    model = PackedModel.build(load("qwen3"), 5, 48, attention=AttentionChoice("triton", "interpreted", block_tokens=4))
+    model = ModelRunner.build(load("qwen3"), 5, 48, attention=AttentionChoice("triton", "interpreted", block_tokens=4))
     bounds: dict[str, Any] = {"seconds": 1e3, "most_bytes": 1 << 30}
     loop = DecodeLoop(model, VOCABULARY, SparseConfig())
     loop.capture(Repeating(), sequences=3, tokens=6, with_noise=False, **bounds)
     model.capture(Repeating(), max_sequences=3, widest=2, **bounds)
-    plain = PackedModel.build(load("qwen3"), 5, 48)
+    plain = ModelRunner.build(load("qwen3"), 5, 48)
     rng = random.Random(3)
     lengths = (13, 29, 5)
     prompts = [rng.choices(range(VOCABULARY), k=length) for length in lengths]

@@ -20,7 +20,7 @@ from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fused_decoder import FusedDecoder
 from outrider.runtime.fused_layers import is_plain
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model, settle_dtype
-from outrider.runtime.packed import Chunk, PackedModel
+from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.selfcheck import reference
 from tests.outrider.runtime.test_families import read, sequence
 from tests.outrider.runtime.tiny import Truth
@@ -76,7 +76,7 @@ def test_a_quantised_checkpoint_reads_as_its_numbers_written_out(
 ) -> None:
     integers, written = quantise(checkpoint(name), tmp_path, bits)
     loaded = load_as(integers)
-    model = PackedModel.build(loaded, 2, 32, fuse=fuse)
+    model = ModelRunner.build(loaded, 2, 32, fuse=fuse)
     assert loaded.quantisation == "gemma"
     tokens = sequence(4, LENGTH)
     wanted = Truth(written)(tokens)
@@ -99,7 +99,7 @@ def test_what_is_not_quantised_takes_the_dtype_asked_for(checkpoint: Callable[[s
     assert kinds["weight_scale"] == {torch.float32}
     tokens = sequence(5, LENGTH)
     wanted = Truth(written)(tokens)
-    found = read(PackedModel.build(loaded, 2, 32), tokens, 7)
+    found = read(ModelRunner.build(loaded, 2, 32), tokens, 7)
     assert ((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).median() < 0.05
 
 
@@ -168,7 +168,7 @@ def test_a_model_with_a_changed_layer_keeps_it(
         layer = loaded.model.model.layers[1].self_attn.o_proj
         change(layer)
         loaded.reference = reference(loaded.model, loaded.vocab_size, loaded.context_length)
-        model = PackedModel.build(loaded, 1, 32, fuse=fuse)
+        model = ModelRunner.build(loaded, 1, 32, fuse=fuse)
         assert not isinstance(loaded.fused, FusedDecoder)
         assert loaded.model.model.layers[1].self_attn.o_proj is layer
         found.append(model.forward([Chunk(model.pool.allocate(), sequence(6, LENGTH), 0, 0)]))

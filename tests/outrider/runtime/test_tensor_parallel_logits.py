@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outrider.runtime.errors import CheckpointError, ModelLost
 from outrider.runtime.loader import ModelSource, load_model
-from outrider.runtime.packed import Chunk, PackedModel
+from outrider.runtime.model_runner import Chunk, ModelRunner
 from tests.outrider.runtime import tiny
 from tests.outrider.runtime.two_ranks import as_rank_0
 
@@ -30,13 +30,13 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def alone(folder: Path) -> PackedModel:
+def alone(folder: Path) -> ModelRunner:
     """The same model on one rank."""
     loaded = load_model(ModelSource(str(folder), dtype="float32", device="cpu"))
-    return PackedModel.build(loaded, max_sequences=4, max_length=64, fuse=False)
+    return ModelRunner.build(loaded, max_sequences=4, max_length=64, fuse=False)
 
 
-def history(packed: PackedModel) -> Tensor:
+def history(packed: ModelRunner) -> Tensor:
     """Logits of passes over sequences that are cut, forked in the middle of a block, rolled back and ended.
 
     A fork that goes on writes into a copy of the block that it shares.

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from outrider.cli.pair import fixed
 from outrider.cli.processes import ServiceProcess
-from outrider.loading import build_packed, load_share, sequence_tokens
-from outrider.runtime.packed import PackedModel
+from outrider.loading import build_model_runner, load_share, sequence_tokens
+from outrider.runtime.model_runner import ModelRunner
 from outrider.runtime.tensor_parallel import Ranks, TensorParallel
 from tests.forked import ForkedService
 from verifier_service.app import longest_pass
@@ -57,7 +57,7 @@ def two_ranks(model: Path, *flags: str) -> Iterator[tuple[ServiceProcess, Servic
 
 
 @contextmanager
-def as_rank_0(model: Path, *flags: str, theirs: Sequence[str] = (), ends_with: int = 0) -> Iterator[PackedModel]:
+def as_rank_0(model: Path, *flags: str, theirs: Sequence[str] = (), ends_with: int = 0) -> Iterator[ModelRunner]:
     """The model on two ranks: this process is rank 0, the worker is a service's own, with the flags `theirs` too, and
     ends with that code.
     """
@@ -70,9 +70,9 @@ def as_rank_0(model: Path, *flags: str, theirs: Sequence[str] = (), ends_with: i
         try:
             loaded = load_share(settings, parallel)
             tokens = sequence_tokens(settings, loaded)
-            packed = build_packed(
+            packed = build_model_runner(
                 settings, loaded, tokens, pass_tokens=longest_pass(settings), parallel=parallel
-            ).packed
+            ).model_runner
             parallel.command_workers(packed)
             yield packed
             parallel.end(None)

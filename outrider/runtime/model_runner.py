@@ -1,7 +1,4 @@
-"""The packed forward: chunks of many sequences in one pass over a KV pool.
-
-It knows slots and tokens; nothing of texts, of proposals, of sampling, or of who the sequences belong to.
-"""
+"""The model runner: chunks of many sequences in one forward pass over a KV pool."""
 
 from collections.abc import Iterable, Sequence
 from typing import Self
@@ -22,10 +19,10 @@ from outrider.runtime.paged_attention import ORDINARY, AttentionChoice
 from outrider.runtime.sdpa import CausalMasks
 from outrider.runtime.selfcheck import check_program, logits_tolerance, make_pool
 
-__all__ = ["Chunk", "PackedModel"]
+__all__ = ["Chunk", "ModelRunner"]
 
 
-class PackedModel:
+class ModelRunner:
     """A model and its pool. One thread drives it.
 
     Args:
@@ -61,14 +58,14 @@ class PackedModel:
         if attention.is_paged != (pool.paged is not None):
             raise ValueError(f"the attention is {attention.name}, and the pool is {'' if pool.paged else 'not '}paged")
         self.attention = attention
-        self.runner: Runner | None = None
+        self.paged_runner: Runner | None = None
         self.captured: GraphRunner | None = None
         self.layer_choice: LayerOps | None = None
         if pool.paged is not None:
             if isinstance(self.program, FusedDecoder):
                 self.layer_choice = self.program.choose_layers(pool.dtype)
             self._check_pages()
-            self.runner = PagedRunner(
+            self.paged_runner = PagedRunner(
                 self.program, pool.paged, attention.attend, loaded.device, loaded.dtype, pool.max_length
             )
 
@@ -124,7 +121,7 @@ class PackedModel:
             PoolExhausted: the pool has no blocks for it (`KVPool.grow` tells before).
         """
         self.check(chunks)
-        logits = self._run(chunks) if self.runner is None else self.runner.run(lay_out(chunks, self.pool))
+        logits = self._run(chunks) if self.paged_runner is None else self.paged_runner.run(lay_out(chunks, self.pool))
         for chunk in chunks:
             self.pool.extend(chunk.slot, chunk.start + len(chunk.tokens))
         return logits
@@ -158,17 +155,17 @@ class PackedModel:
             seconds: see `GraphRunner.capture`; likewise the rest, and what is returned.
             most_bytes: see `seconds`.
         """
-        if not isinstance(self.runner, PagedRunner):
+        if not isinstance(self.paged_runner, PagedRunner):
             return "none: keys and values are not in pages"
         captured = GraphRunner(
-            self.runner,
+            self.paged_runner,
             block_tokens=self.pool.block_tokens,
             vocab_size=self.loaded.vocab_size,
             max_sequences=max_sequences,
         )
         buckets = buckets_for(max_sequences, min(widest, self.pool.max_length), pass_tokens=pass_tokens)
         said = captured.capture(capturer, buckets, seconds=seconds, most_bytes=most_bytes)
-        self.runner = self.captured = captured
+        self.paged_runner = self.captured = captured
         return said
 
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
