@@ -3,14 +3,17 @@
 import json
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from outrider.cli.pair import fixed
 from outrider.cli.processes import ServiceProcess
+from outrider.runtime.tensor_parallel import Watch
 from tests.outrider.runtime import tiny
 from tests.outrider.runtime.two_ranks import FLAGS, TWO, ended_within, launch_rank, reason
 
@@ -33,16 +36,16 @@ def store(address: str, *, is_master: bool) -> dist.TCPStore:
     return dist.TCPStore(host, int(port), 2, is_master, timeout=WAITING, wait_for_workers=not is_master)
 
 
-def watch_group(store: dist.Store, rank: int) -> dist.ProcessGroupGloo:
-    """What a rank joins the others by; closed when it is dropped."""
-    return dist.ProcessGroupGloo(dist.PrefixStore("outrider/watch", store), rank, 2, WAITING)
+def join_and_leave(store: dist.Store, rank: int) -> None:
+    """As a rank that is gone once the other one has joined, and beats."""
+    group: Any = dist.ProcessGroupGloo(dist.PrefixStore("outrider/watch", store), rank, 2, WAITING)
+    group.recv([torch.empty(Watch._MESSAGE_BYTES, dtype=torch.uint8)], 1 - rank, 0).wait(WAITING)
 
 
 def test_rank_0_ends_where_a_worker_is_gone_before_the_load(model: Path) -> None:
     address = fixed("127.0.0.1:0")
     with launch_rank(0, address, model, "--listen", "127.0.0.1:0") as first:
-        joined = watch_group(store(address, is_master=False), 1)
-        del joined
+        join_and_leave(store(address, is_master=False), 1)
         assert ended_within(SOON_S, [first]) == [1]
         assert reason(first) == "verifier_service: rank 1 has gone: it closed its connection"
 
@@ -51,8 +54,7 @@ def test_a_worker_ends_where_rank_0_is_gone_before_the_load(model: Path) -> None
     address = fixed("127.0.0.1:0")
     meeting = store(address, is_master=True)
     with launch_rank(1, address, model) as worker:
-        joined = watch_group(meeting, 0)
-        del joined
+        join_and_leave(meeting, 0)
         assert ended_within(SOON_S, [worker]) == [1]
         assert reason(worker) == "verifier_service: rank 0 has gone: it closed its connection"
 
