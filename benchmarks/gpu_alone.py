@@ -24,7 +24,7 @@ from benchmarks.gpu_model_runner import packed_model
 from benchmarks.gpu_transformers import generated
 from benchmarks.planted.shapes import Shape
 from benchmarks.planted.text import written
-from kernels.sampling import SamplingLaw
+from kernels.sampling import SamplingParams
 from kernels.verify import Proposed, verify
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.model_runner import Chunk, ModelRunner
@@ -34,7 +34,7 @@ AIMS = {"1B": 0.5, "8B": 0.7, "13B": 0.8}
 
 GRAPHS, EAGER = "Outrider, graphs", "Outrider, eager"
 
-_GREEDY = SamplingLaw(temperature=0.0)
+_GREEDY = SamplingParams(temperature=0.0)
 _SPARE = 8  # positions beyond the text
 _LEAST_S = 5.0  # less is not worth a process
 

@@ -16,7 +16,7 @@ from benchmarks.planted import models
 from benchmarks.planted.shapes import TINY_TARGET
 from benchmarks.planted.text import Plant
 from kernels import paths
-from kernels.sampling import Draw, SamplingLaw
+from kernels.sampling import Draw, SamplingParams
 from kernels.sparse import SparseConfig
 from kernels.verify import Proposed, Rule
 from outrider.runtime.attention import AttentionLayer
@@ -82,11 +82,11 @@ def _rounds(device: torch.device, dtype: torch.dtype) -> str:
             right = follows[last]
             chunks.append(Chunk(slot, [last, right], model_runner.pool.length(slot), 0))
             q = (None,) if rule is Rule.TOKENWISE else ()
-            proposals.append(Proposed((right,), q, SamplingLaw(), seed=1, base_length=40, rule=rule))
+            proposals.append(Proposed((right,), q, SamplingParams(), seed=1, base_length=40, rule=rule))
         told = [(each.accepted, each.next_token) for each in judge(chunks, proposals).results]
         if told != [(1, follows[follows[last]])] * len(judged):
             return f"rounds under {rule}: {told}"
-    draws = [[Draw(SamplingLaw(), 0.5)] * 3 for _ in slots]
+    draws = [[Draw(SamplingParams(), 0.5)] * 3 for _ in slots]
     samples = loop.decode([Chunk(slot, [9], model_runner.pool.length(slot), 0) for slot in slots], draws)
     drafted = [[each.token for each in own] for own in samples]
     if any(tokens != [follows[9], follows[follows[9]], follows[follows[follows[9]]]] for tokens in drafted):

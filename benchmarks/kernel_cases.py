@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kernels.dense import DraftLogits, SigmoidScales
 from kernels.rng import Domain, gumbel, uniform
-from kernels.sampling import SamplingLaw
-from kernels.sparse import SparseConfig, SparseLaw, sparsify
+from kernels.sampling import SamplingParams
+from kernels.sparse import SparseConfig, SparseDistribution, sparsify
 from kernels.verify import Proposed, Rule
 
 MAX_GAMMA = 20
@@ -53,7 +53,7 @@ class Rows:
 
     logits: Tensor
     draft_logits: Tensor
-    laws: Sequence[SparseLaw]
+    laws: Sequence[SparseDistribution]
 
     @classmethod
     def make(cls, V: int, dtype: torch.dtype, device: torch.device) -> Rows:
@@ -97,7 +97,7 @@ class Case:
     def proposals(self) -> list[Proposed]:
         """As Outrider takes them: tokens drawn from q̂, or by the shared noise under `coupled`."""
         shape, laws = self.shape, self._rows.laws[: self.shape.gamma]
-        law = SamplingLaw()
+        law = SamplingParams()
         if shape.rule is Rule.COUPLED:
             return [Proposed(self._coupled_tokens(), (), law, 0, BASE_LENGTH, Rule.COUPLED)] * shape.B
         q: tuple[Any, ...] = tuple(laws)

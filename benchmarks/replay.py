@@ -20,7 +20,7 @@ from transformers import DynamicCache
 
 from benchmarks.acceptance import Drafted
 from benchmarks.local import load
-from kernels.sampling import SamplingLaw, probabilities
+from kernels.sampling import SamplingParams, probabilities
 from outrider.client.events import AcceptanceRule
 from outrider.wire import decode_sparse
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, speculation_pb2
@@ -76,7 +76,7 @@ class Target:
         with torch.inference_mode():
             logits = self._model(torch.tensor([new]), past_key_values=self._cache, use_cache=True).logits
         rows = logits[0, -len(drafted) :, : self._vocab_size]
-        return probabilities(rows, SamplingLaw(temperature=temperature))
+        return probabilities(rows, SamplingParams(temperature=temperature))
 
 
 class Replay:

@@ -16,13 +16,13 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from kernels.rng import Domain, uniform
-from kernels.sampling import SamplingLaw, probabilities
+from kernels.sampling import SamplingParams, probabilities
 from kernels.sigmoid import draft_logits
-from kernels.sparse import SparseConfig, SparseLaw, sparsify
-from kernels.verify import DenseLaw, Proposed, Rule, SigmoidScales, verify
+from kernels.sparse import SparseConfig, SparseDistribution, sparsify
+from kernels.verify import DenseDistribution, Proposed, Rule, SigmoidScales, verify
 from models.generation import Writer, steps
 
-LAW = SamplingLaw()
+LAW = SamplingParams()
 KEPT = SparseConfig()  # what the draft service keeps of its law where it is not told otherwise
 
 
@@ -82,7 +82,7 @@ class Case:
     target: Tensor
     draft: Tensor
     tokens: tuple[int, ...]
-    laws: tuple[SparseLaw, ...]
+    laws: tuple[SparseDistribution, ...]
     seed: int
     base_length: int
 
@@ -92,7 +92,7 @@ class Case:
         if rule is Rule.SIGMOID:
             return replace(plain, q=tuple(draft_logits(self.draft, LAW)), sigmoid=scales)
         if dense:
-            return replace(plain, q=tuple(DenseLaw(row) for row in probabilities(self.draft, LAW)))
+            return replace(plain, q=tuple(DenseDistribution(row) for row in probabilities(self.draft, LAW)))
         return plain
 
 
@@ -103,7 +103,7 @@ def rounds(target: LlamaForCausalLM, draft: LlamaForCausalLM, texts: Texts, gamm
     for base in range(texts.begin, texts.ids.shape[1], every):
         prefix = texts.ids[:, :base]
         writer, drafted, said = Writer(draft, len(prefix), base + gamma), prefix, []
-        laws: list[list[SparseLaw]] = []
+        laws: list[list[SparseDistribution]] = []
         logits = writer.extend(prefix)[:, -1]
         for place in range(gamma):
             said.append(logits)

@@ -16,7 +16,7 @@ EXCLUDED = -65504.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DenseLaw:
+class DenseDistribution:
     """A law over the whole vocabulary, which the token was sampled from as it stands here.
 
     Attributes:

@@ -15,8 +15,8 @@ import torch
 
 from kernels.adjustments import RowAdjustment
 from kernels.dense import DraftLogits, SigmoidScales
-from kernels.sampling import SamplingLaw
-from kernels.sparse import MAX_SUPPORT, SparseLaw
+from kernels.sampling import SamplingParams
+from kernels.sparse import MAX_SUPPORT, SparseDistribution
 from kernels.verify import Proposed, Rule, implementation_for, implementations, verify
 
 AUTO = "auto"
@@ -62,7 +62,7 @@ def rehearse(name: str, device: torch.device) -> None:
     Raises:
         PathUnavailable: it failed; with its own words.
     """
-    proposed = Proposed(tokens=(0,), q=(None,), law=SamplingLaw(), seed=0, base_length=1)
+    proposed = Proposed(tokens=(0,), q=(None,), law=SamplingParams(), seed=0, base_length=1)
     try:
         verify(torch.zeros(2, _FEW, device=device), [proposed], name)
     except Exception as error:
@@ -85,9 +85,9 @@ def warm_up(name: str, device: torch.device, dtype: torch.dtype, V: int, width: 
     """
     logits = torch.zeros(4, width, dtype=dtype, device=device)[:, :V]
     change = RowAdjustment(np.zeros(1, np.int64), np.ones(1, np.float32), np.ones(1, np.float32))
-    few = Proposed((0,), (None,), SamplingLaw(top_k=1), 0, 1)
+    few = Proposed((0,), (None,), SamplingParams(top_k=1), 0, 1)
     ids = np.arange(min(V, MAX_SUPPORT))
-    many = replace(few, q=(SparseLaw(ids, np.ones(len(ids), np.uint16), len(ids)),), law=SamplingLaw())
+    many = replace(few, q=(SparseDistribution(ids, np.ones(len(ids), np.uint16), len(ids)),), law=SamplingParams())
     coupled = replace(few, q=(), rule=Rule.COUPLED)
     sigmoid = replace(few, q=(DraftLogits(torch.zeros(V).half()),), rule=Rule.SIGMOID, sigmoid=SigmoidScales(-1, 1))
     for changes in ((), (change, None)):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.rng import noise_rows
-from kernels.sparse import SparseConfig, SparseLaw, truncate
+from kernels.sparse import SparseConfig, SparseDistribution, truncate
 
 NO_LOGITS, UNSURE = -1, -2
 """In the place of a token: the logits are NaN, +inf or all -inf; the entropy is above the bound, and nothing was drawn.
@@ -24,8 +24,8 @@ NO_LOGITS, UNSURE = -1, -2
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingLaw:
-    """How logits become a law; hashable, so rows of the same law can be grouped.
+class SamplingParams:
+    """How logits become a distribution; hashable, so that rows with the same parameters can be grouped.
 
     Attributes:
         temperature: divides the logits; 0 puts all mass on the largest (the lowest id among equals).
@@ -54,12 +54,12 @@ class SamplingLaw:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the law is a point mass on the largest logit."""
+        """Whether all mass is on the largest logit."""
         return self.temperature == 0
 
     @property
     def is_plain(self) -> bool:
-        """Whether the law is a softmax with nothing filtered out."""
+        """Whether the distribution is a softmax with nothing filtered out."""
         return self.temperature > 0 and self.has_no_filters
 
     @property
@@ -68,39 +68,39 @@ class SamplingLaw:
         return self.top_k == 0 and self.top_p == 1 and self.min_p == 0
 
 
-def probabilities(logits: Tensor, law: SamplingLaw, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the law of each row of `logits` `[R, V]` as `[R, V]` of `dtype`.
+def probabilities(logits: Tensor, params: SamplingParams, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the distribution of each row of `logits` `[R, V]`, as `[R, V]` of `dtype`.
 
-    A row that is no law (see `bad_rows`) comes out as NaN throughout; its neighbours are not affected.
+    A bad row (`bad_rows`) comes out as NaN throughout; its neighbours are not affected.
     """
     z = logits.to(dtype)
-    if law.is_greedy:
+    if params.is_greedy:
         return _point_mass(z)
-    return torch.softmax(_filtered(z, law), dim=-1)
+    return torch.softmax(_filtered(z, params), dim=-1)
 
 
-def kept(z: Tensor, law: SamplingLaw) -> Tensor:
-    """Return which tokens the filters of `law` leave in each row of `z` `[R, V]`, bool `[R, V]`.
+def kept(z: Tensor, params: SamplingParams) -> Tensor:
+    """Return which tokens the filters of `params` leave in each row of `z` `[R, V]`, bool `[R, V]`.
 
     The temperature is above 0. What stands in bad rows has no meaning.
     """
-    return _filtered(z.float(), law) > -math.inf
+    return _filtered(z.float(), params) > -math.inf
 
 
-def _filtered(z: Tensor, law: SamplingLaw) -> Tensor:
+def _filtered(z: Tensor, params: SamplingParams) -> Tensor:
     # s: [R, V], scaled and filtered. Thresholds are taken on z, which division cannot merge.
-    s = _scaled(z, law.temperature)
-    if 0 < law.top_k < z.size(-1):
-        s = s.masked_fill(z < torch.topk(z, law.top_k)[0][:, -1:], -math.inf)
-    if law.top_p < 1:
-        s = s.masked_fill(z < _nucleus_cuts(z, torch.softmax(s, dim=-1), law.top_p), -math.inf)
-    if law.min_p > 0:
-        s = s.masked_fill(s < s.amax(dim=-1, keepdim=True) + math.log(law.min_p), -math.inf)
+    s = _scaled(z, params.temperature)
+    if 0 < params.top_k < z.size(-1):
+        s = s.masked_fill(z < torch.topk(z, params.top_k)[0][:, -1:], -math.inf)
+    if params.top_p < 1:
+        s = s.masked_fill(z < _nucleus_cuts(z, torch.softmax(s, dim=-1), params.top_p), -math.inf)
+    if params.min_p > 0:
+        s = s.masked_fill(s < s.amax(dim=-1, keepdim=True) + math.log(params.min_p), -math.inf)
     return s
 
 
 def bad_rows(logits: Tensor) -> Tensor:
-    """Return which rows of `logits` `[R, V]` are no law, as bool `[R]`: a NaN or +inf anywhere, or nothing but -inf."""
+    """Return which rows of `logits` `[R, V]` give no distribution, bool `[R]`: with NaN or +inf, or all -inf."""
     return ~torch.isfinite(logits.amax(dim=-1))
 
 
@@ -125,12 +125,12 @@ def _nucleus_cuts(z: Tensor, p: Tensor, top_p: float) -> Tensor:
 
     The cut of a bad row is NaN, which nothing is below.
     """
-    rows, laws = z.cpu(), p.cpu()
+    rows, distributions = z.cpu(), p.cpu()
     # All tokens below this bound together are less than half of what may go, so only the rest need sorting.
-    counts = (laws > (1.0 - top_p) / (2 * laws.size(1))).sum(dim=1, keepdim=True)
+    counts = (distributions > (1.0 - top_p) / (2 * distributions.size(1))).sum(dim=1, keepdim=True)
     K = max(1, int(counts.max())) if counts.numel() else 1
     best, at = torch.topk(rows, K)  # [R, K]
-    mass = laws.gather(1, at).double().cumsum(1)
+    mass = distributions.gather(1, at).double().cumsum(1)
     last = torch.minimum((mass < top_p).sum(dim=1, keepdim=True), counts - 1).clamp(min=0)
     return best.gather(1, last).to(z.device)
 
@@ -142,13 +142,13 @@ class Draw(NamedTuple):
     """How one token is drawn.
 
     Attributes:
-        law: how logits become q.
+        params: how logits become q.
         uniform: in [0, 1): the token is the inverse CDF of q̂ there; not used at temperature 0, nor with noise.
         noise: seed and absolute position of Gumbel noise g: the token is argmax(log q + g). None draws by `uniform`.
         max_entropy: nats; a token whose distribution has more is not drawn. At temperature 0 the softmax counts.
     """
 
-    law: SamplingLaw
+    params: SamplingParams
     uniform: float = 0.0
     noise: tuple[int, int] | None = None
     max_entropy: float = math.inf
@@ -165,7 +165,7 @@ class Sample(NamedTuple):
     """
 
     token: int
-    q: SparseLaw | None = None
+    q: SparseDistribution | None = None
     scores: Tensor | None = None
 
 
@@ -182,19 +182,19 @@ def sample(logits: Tensor, draws: Sequence[Draw], config: SparseConfig) -> list[
     """
     if len(draws) != len(logits):
         raise ValueError(f"{len(draws)} draws for {len(logits)} rows")
-    groups: dict[tuple[SamplingLaw, bool], list[int]] = {}
+    groups: dict[tuple[SamplingParams, bool], list[int]] = {}
     for row, each in enumerate(draws):
-        groups.setdefault((each.law, each.noise is not None), []).append(row)
+        groups.setdefault((each.params, each.noise is not None), []).append(row)
     samples = [Sample(NO_LOGITS)] * len(draws)
-    for (law, by_noise), rows in groups.items():
+    for (params, by_noise), rows in groups.items():
         z = logits if len(rows) == len(draws) else logits[rows]
         own = [draws[row] for row in rows]
-        if law.is_greedy:
+        if params.is_greedy:
             found = _largest(z.float().cpu(), own)
         elif by_noise:
-            found = _gumbel_max(probabilities(z, law).cpu(), own)
+            found = _gumbel_max(probabilities(z, params).cpu(), own)
         else:
-            found = _inverse_cdf(probabilities(z, law).cpu().numpy(), own, config)
+            found = _inverse_cdf(probabilities(z, params).cpu().numpy(), own, config)
         for row, drawn in zip(rows, found, strict=True):
             samples[row] = drawn
     return samples

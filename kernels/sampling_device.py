@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.sampling import NO_LOGITS, Draw, Sample
-from kernels.sparse import SparseConfig, SparseLaw
+from kernels.sparse import SparseConfig, SparseDistribution
 
 _LARGEST = 65535  # the weight of the most probable token
 _TINY = 1.2e-38  # as in `sampling`: a temperature that float32 would round to zero
@@ -57,7 +57,7 @@ class DeviceSamples(NamedTuple):
 
 def obstacle(draw: Draw) -> str | None:
     """Return why `sample` cannot draw by this; None where it can."""
-    if not (draw.law.is_greedy or draw.law.has_no_filters):
+    if not (draw.params.is_greedy or draw.params.has_no_filters):
         return "top-k, top-p or min-p"
     return None if draw.max_entropy == float("inf") else "an entropy to stop at"
 
@@ -95,16 +95,16 @@ def sample(logits: Tensor, draws: DeviceDraws, config: SparseConfig) -> DeviceSa
 def to_samples(tokens: np.ndarray, ids: np.ndarray, weights: np.ndarray, draws: Sequence[Draw]) -> list[Sample]:
     """Return rows of `DeviceSamples`, copied to the host, as `sampling.sample` returns them, without scores."""
     return [
-        Sample(int(token), None if law.is_greedy or noise else _sparse(row, integers))
-        for token, row, integers, (law, _, noise, _) in zip(tokens, ids, weights, draws, strict=True)
+        Sample(int(token), None if params.is_greedy or noise else _sparse(row, integers))
+        for token, row, integers, (params, _, noise, _) in zip(tokens, ids, weights, draws, strict=True)
     ]
 
 
-def _sparse(ids: np.ndarray, weights: np.ndarray) -> SparseLaw | None:
+def _sparse(ids: np.ndarray, weights: np.ndarray) -> SparseDistribution | None:
     size = int(np.count_nonzero(weights))
     if not size:
         return None
-    return SparseLaw(ids[:size].copy(), weights[:size].astype(np.uint16), int(weights.sum(dtype=np.int64)))
+    return SparseDistribution(ids[:size].copy(), weights[:size].astype(np.uint16), int(weights.sum(dtype=np.int64)))
 
 
 def _softmax(z: Tensor, temperatures: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def _truncate(p: Tensor, config: SparseConfig) -> tuple[Tensor, Tensor]:
 
 
 def _places(weights: Tensor, bits: Tensor) -> Tensor:
-    """Return the place in each row of `weights` `[B, K]` that `bits` `[B]` draw, `[B, 1]`: `SparseLaw.token_at`."""
+    """Return the place in each row of `weights` `[B, K]` that `bits` `[B]` draw, `[B, 1]`."""
     cumulative = weights.cumsum(dim=1)
     total = cumulative[:, -1:]
     # (bits · total) >> 53, in two halves that 64 bits hold.

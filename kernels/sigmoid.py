@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.dense import EXCLUDED, DraftLogits, SigmoidScales
-from kernels.sampling import SamplingLaw, kept
+from kernels.sampling import SamplingParams, kept
 
 _LARGEST = 65504.0
 _LEAST_KEPT = -65472.0  # the neighbour of EXCLUDED
 
 
-def draft_logits(z: Tensor, law: SamplingLaw, vocab_size: int | None = None) -> list[DraftLogits]:
+def draft_logits(z: Tensor, law: SamplingParams, vocab_size: int | None = None) -> list[DraftLogits]:
     """Return what a draft says of each row of `z` `[B, V]` under the rule: z / temperature, filters made, in 16 bits.
 
     Logits that 16 bits cannot hold are cut to those they can. Where the target's vocabulary of `vocab_size` is larger
@@ -47,7 +47,7 @@ def draft_logits(z: Tensor, law: SamplingLaw, vocab_size: int | None = None) -> 
 class Scores:
     """p̂ and q̂ of one proposal above temperature 0, computed where they are asked for."""
 
-    def __init__(self, z: Tensor, law: SamplingLaw, drafts: Sequence[DraftLogits], scales: SigmoidScales) -> None:
+    def __init__(self, z: Tensor, law: SamplingParams, drafts: Sequence[DraftLogits], scales: SigmoidScales) -> None:
         """Take the target's adjusted logits `z` `[n, V]` of the first n places, its law, and the draft's logits."""
         self._z = z
         self._temperature = law.temperature

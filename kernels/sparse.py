@@ -16,8 +16,8 @@ MAX_SUPPORT = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SparseLaw:
-    """A law with integer weights: q̂(ids[k]) = weights[k] / total.
+class SparseDistribution:
+    """A distribution with integer weights: q̂(ids[k]) = weights[k] / total.
 
     Attributes:
         ids: ascending token ids, `[K]`, int64 or uint32.
@@ -51,7 +51,7 @@ class SparseLaw:
 
 @dataclass(frozen=True, slots=True)
 class SparseConfig:
-    """How much of a law to keep: the fewest best tokens with `keep_mass`, but `max_support` at most.
+    """How much of a distribution to keep: the fewest best tokens with `keep_mass`, but `max_support` at most.
 
     Raises:
         ValueError: `keep_mass` is outside (0, 1] or `max_support` outside 1..256.
@@ -67,7 +67,7 @@ class SparseConfig:
             raise ValueError(f"max_support is {self.max_support}, outside 1..{MAX_SUPPORT}")
 
 
-def sparsify(probs: Tensor, config: SparseConfig) -> list[SparseLaw]:
+def sparsify(probs: Tensor, config: SparseConfig) -> list[SparseDistribution]:
     """Return q̂ of each row of `probs` `[B, V]`.
 
     The fewest most probable tokens with `keep_mass` are kept (lower ids first among equals), `max_support` at most.
@@ -83,7 +83,7 @@ def sparsify(probs: Tensor, config: SparseConfig) -> list[SparseLaw]:
     return [truncate(row, config) for row in p]
 
 
-def truncate(p: np.ndarray, config: SparseConfig) -> SparseLaw:
+def truncate(p: np.ndarray, config: SparseConfig) -> SparseDistribution:
     """Return q̂ of one distribution `p` `[V]`; see `sparsify`."""
     V, K = len(p), config.max_support
     # All tokens below the first bound together are less than half of what may go. Those below the second have weight 0,
@@ -104,11 +104,11 @@ def truncate(p: np.ndarray, config: SparseConfig) -> SparseLaw:
     weights = np.rint(kept.astype(np.float64) * (65535.0 / best[0])).astype(np.uint16)
     if not weights.all():
         ids, weights = ids[weights > 0], weights[weights > 0]
-    return SparseLaw(ids, weights, int(weights.sum(dtype=np.int64)))
+    return SparseDistribution(ids, weights, int(weights.sum(dtype=np.int64)))
 
 
-def validate(ids: np.ndarray, weights: np.ndarray, vocab_size: int) -> SparseLaw:
-    """Return the law of ids and weights from elsewhere, once they are known to make one.
+def validate(ids: np.ndarray, weights: np.ndarray, vocab_size: int) -> SparseDistribution:
+    """Return the distribution of ids and weights from elsewhere, once they are known to make one.
 
     Raises:
         ValueError: lengths differ, K is 0 or above 256, ids are not strictly ascending or not below `vocab_size`, or a
@@ -128,7 +128,7 @@ def validate(ids: np.ndarray, weights: np.ndarray, vocab_size: int) -> SparseLaw
         raise ValueError(f"all {K} weights are 0")
     if not weights.all():
         raise ValueError(f"the weight of token {int(ids[int(weights.argmin())])} is 0; weights are at least 1")
-    return SparseLaw(ids, weights, total)
+    return SparseDistribution(ids, weights, total)
 
 
 def _refuse_disorder(ids: np.ndarray) -> None:

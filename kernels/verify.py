@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from kernels.adjustments import RowAdjustment
-from kernels.dense import DenseLaw, DraftLogits, SigmoidScales
+from kernels.dense import DenseDistribution, DraftLogits, SigmoidScales
 from kernels.rng import Domain, uniform
-from kernels.sampling import SamplingLaw
-from kernels.sparse import SparseLaw
+from kernels.sampling import SamplingParams
+from kernels.sparse import SparseDistribution
 
 __all__ = [
     "SUPPORTED_RULES",
-    "DenseLaw",
-    "DraftLaw",
+    "DenseDistribution",
+    "DraftDistribution",
     "DraftLogits",
     "Proposed",
     "Rule",
@@ -42,7 +42,7 @@ __all__ = [
     "verify",
 ]
 
-DraftLaw = SparseLaw | DenseLaw | DraftLogits | None
+DraftDistribution = SparseDistribution | DenseDistribution | DraftLogits | None
 """What a drafted token was sampled from; None is a point mass on it. `DraftLogits` go with the rule `sigmoid` alone."""
 
 
@@ -95,8 +95,8 @@ class Proposed:
     """
 
     tokens: tuple[int, ...]
-    q: tuple[DraftLaw, ...]
-    law: SamplingLaw
+    q: tuple[DraftDistribution, ...]
+    law: SamplingParams
     seed: int
     base_length: int
     rule: Rule = Rule.TOKENWISE
@@ -291,9 +291,9 @@ def _refuse_forms(number: int, proposal: Proposed, V: int) -> None:
             raise ValueError(f"q[{i}] of proposal {number} has shape {shape}; the vocabulary has {V} tokens")
 
 
-def _dense_shape(law: DraftLaw) -> tuple[int, ...] | None:
+def _dense_shape(law: DraftDistribution) -> tuple[int, ...] | None:
     match law:
-        case DenseLaw():
+        case DenseDistribution():
             return tuple(law.probabilities.shape)
         case DraftLogits():
             return tuple(law.values.shape)
@@ -301,6 +301,6 @@ def _dense_shape(law: DraftLaw) -> tuple[int, ...] | None:
             return None
 
 
-def _form(law: DraftLaw) -> str:
-    names = {SparseLaw: "a sparse law", DenseLaw: "a dense law", DraftLogits: "draft logits"}
+def _form(law: DraftDistribution) -> str:
+    names = {SparseDistribution: "a sparse law", DenseDistribution: "a dense law", DraftLogits: "draft logits"}
     return names.get(type(law), "a point mass")

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from kernels.adjustments import RowAdjustment
-from kernels.dense import DenseLaw, DraftLogits
+from kernels.dense import DenseDistribution, DraftLogits
 from kernels.packed_arrays import Field, PackedArrays
-from kernels.sparse import SparseLaw
+from kernels.sparse import SparseDistribution
 from kernels.verify import Proposed, Rule
 
 RULE_NUMBERS = {Rule.TOKENWISE: 0, Rule.BLOCK: 1, Rule.COUPLED: 2, Rule.SIGMOID: 3}
@@ -147,7 +147,7 @@ def _supports(proposals: Sequence[Proposed], V: int) -> dict[str, np.ndarray]:
             law = each.q[i] if each.q else None
             dense_rows.append(-1)
             totals.append(1)
-            if isinstance(law, SparseLaw):
+            if isinstance(law, SparseDistribution):
                 ids.append(law.ids)
                 weights.append(law.weights)
                 totals[-1] = law.total
@@ -187,10 +187,10 @@ _NONE = np.empty(0, np.uint16)
 
 def _dense(proposals: Sequence[Proposed], V: int, device: torch.device) -> Tensor:
     rows = [
-        law.probabilities if isinstance(law, DenseLaw) else law.values
+        law.probabilities if isinstance(law, DenseDistribution) else law.values
         for each in proposals
         for law in each.q
-        if isinstance(law, DenseLaw | DraftLogits)
+        if isinstance(law, DenseDistribution | DraftLogits)
     ]
     if not rows:
         return torch.empty(0, V, device=device)

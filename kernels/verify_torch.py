@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from kernels.adjustments import apply
-from kernels.dense import DenseLaw, DraftLogits
+from kernels.dense import DenseDistribution, DraftLogits
 from kernels.logprobs import with_logprobs
 from kernels.rng import noise_rows
 from kernels.sampling import bad_rows, gumbel_max, probabilities
 from kernels.sigmoid import Scores
-from kernels.sparse import SparseLaw
-from kernels.verify import BAD_LOGITS, DraftLaw, Proposed, Rule, Status, VerifyResult
+from kernels.sparse import SparseDistribution
+from kernels.verify import BAD_LOGITS, DraftDistribution, Proposed, Rule, Status, VerifyResult
 
 RULES = frozenset({Rule.TOKENWISE, Rule.BLOCK, Rule.COUPLED, Rule.SIGMOID})
 """What this implementation judges by."""
@@ -273,12 +273,12 @@ def _walk_greedily(rows: np.ndarray, best: list[int], top: list[float], proposal
     return VerifyResult(Status.OK, accepted, best[accepted], tuple(beta))
 
 
-def _chance(law: DraftLaw, token: int, choice: int) -> float:
+def _chance(law: DraftDistribution, token: int, choice: int) -> float:
     """Return q̂(choice); a point mass is on `token`."""
     match law:
-        case SparseLaw():
+        case SparseDistribution():
             return law.probability(choice)
-        case DenseLaw():
+        case DenseDistribution():
             return float(law.probabilities[choice])
         case _:
             return float(choice == token)
@@ -342,7 +342,7 @@ def gather(rows: np.ndarray, proposals: Sequence[Proposed]) -> Drafts:
             at.append(row)
             row += 1
             leniences.append(proposal.lenience)
-            if isinstance(law, DenseLaw):
+            if isinstance(law, DenseDistribution):
                 dense[len(supports)] = law.probabilities.cpu().float().numpy()
             supports.append(_support(law, token))
         row += 1
@@ -385,15 +385,15 @@ def _put_dense(drafts: Drafts, draft: int, q: np.ndarray, p: np.ndarray, token: 
     drafts.dense[draft] = q, p
 
 
-def _support(law: DraftLaw, token: int) -> tuple[np.ndarray, np.ndarray, int]:
+def _support(law: DraftDistribution, token: int) -> tuple[np.ndarray, np.ndarray, int]:
     """Return ids and weights `[K]` of a law, and what the weights are divided by; a point mass is on `token`.
 
     A dense law has none here.
     """
     match law:
-        case SparseLaw():
+        case SparseDistribution():
             return law.ids, law.weights, law.total
-        case DenseLaw():
+        case DenseDistribution():
             return _NO_IDS, _NO_WEIGHTS, 1
         case DraftLogits():
             raise TypeError("logits are no law")  # the door lets them through to the rule sigmoid alone

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kernels.adjustments import LogitRules
-from kernels.sampling import SamplingLaw
+from kernels.sampling import SamplingParams
 from kernels.verify import Rule, SigmoidScales
 from outrider.rpc.errors import invalid_field
 from protos.outrider.v1 import sampling_pb2
@@ -59,7 +59,7 @@ class Sampling:
         sigmoid: the scales of the rule `sigmoid`; None under any other.
     """
 
-    law: SamplingLaw
+    law: SamplingParams
     logit_rules: LogitRules
     rule: Rule
     lenience: float
@@ -93,7 +93,7 @@ def check_sampling(
     repetition = params.repetition_penalty if params.HasField("repetition_penalty") else 1.0
     rule = _check_rule(params, tuple(rules), default_rule)
     return Sampling(
-        law=SamplingLaw(temperature=temperature, top_k=params.top_k, top_p=top_p, min_p=min_p),
+        law=SamplingParams(temperature=temperature, top_k=params.top_k, top_p=top_p, min_p=min_p),
         logit_rules=LogitRules(
             repetition_penalty=_within("repetition_penalty", repetition, *_REPETITION_PENALTIES),
             presence_penalty=_within("presence_penalty", params.presence_penalty, -100.0, 100.0),

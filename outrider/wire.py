@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kernels.dense import EXCLUDED, DraftLogits
-from kernels.sparse import SparseLaw
+from kernels.sparse import SparseDistribution
 from kernels.verify import TokenLogprobs
 from protos.outrider.v1 import sampling_pb2, speculation_pb2
 
@@ -44,7 +44,7 @@ class PrefixHash:
         return self._state.digest()
 
 
-def encode_distribution(law: SparseLaw | DraftLogits | None) -> speculation_pb2.TokenDistribution:
+def encode_distribution(law: SparseDistribution | DraftLogits | None) -> speculation_pb2.TokenDistribution:
     """The law of one drafted token as a message, or its logits; None is the point mass."""
     if law is None:
         return speculation_pb2.TokenDistribution(point_mass=speculation_pb2.PointMass())

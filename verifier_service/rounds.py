@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from kernels.adjustments import LogitRules
 from kernels.dense import EXCLUDED, DraftLogits
-from kernels.sparse import SparseLaw, validate
+from kernels.sparse import SparseDistribution, validate
 from kernels.verify import Rule
 from outrider.model_info import check_features
 from outrider.rpc.errors import RequestError, failed_precondition, invalid_field
@@ -69,7 +69,7 @@ class Round:
     prefix_hash: bytes
     seen_round: int
     tokens: tuple[int, ...] = ()
-    laws: tuple[SparseLaw | DraftLogits | None, ...] = ()
+    laws: tuple[SparseDistribution | DraftLogits | None, ...] = ()
     decode: int = 0
     arrived: float = field(default_factory=lambda: time.perf_counter())
 
@@ -250,7 +250,7 @@ def _check_round(kind: str, message: speculation_pb2.Proposal | verifier_service
 
 def _check_law(
     field_name: str, message: speculation_pb2.TokenDistribution, token: int, model: model_pb2.ModelInfo
-) -> SparseLaw | None:
+) -> SparseDistribution | None:
     form = message.WhichOneof("form")
     if form == "point_mass":
         return None

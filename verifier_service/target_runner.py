@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.sampling import SamplingLaw
+from kernels.sampling import SamplingParams
 from kernels.verify import Proposed, VerifyResult, verify
 from outrider.runtime.cuda_graph import Capturer
 from outrider.runtime.model_runner import Chunk, ModelRunner
@@ -96,7 +96,7 @@ class TargetRunner:
 
 def verify_rows(logits: Tensor, verify_path: str) -> None:
     """Judges each row of `[R, V]` by itself, and forgets it: for the memory it takes."""
-    alone = Proposed(tokens=(), q=(), law=SamplingLaw(), seed=0, base_length=1)
+    alone = Proposed(tokens=(), q=(), law=SamplingParams(), seed=0, base_length=1)
     verify(logits, [alone] * len(logits), verify_path)
 
 

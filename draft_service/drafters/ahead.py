@@ -21,7 +21,7 @@ from draft_service.drafters.spare_time import SpareTime
 from draft_service.drafters.trial import Trial
 from kernels.dense import DraftLogits
 from kernels.sampling import UNSURE
-from kernels.sparse import SparseLaw
+from kernels.sparse import SparseDistribution
 from kernels.verify import Rule
 from outrider.runtime.kv_cache import KVPool
 from outrider.runtime.model_runner import Chunk
@@ -324,6 +324,6 @@ def _of_law(law: TokenLaw, count: int) -> Place:
     if isinstance(law, DraftLogits):
         scores, tokens = law.values.float().topk(min(count, law.values.shape[-1]))
         return Place(tokens.tolist(), scores.tolist())
-    assert isinstance(law, SparseLaw)
+    assert isinstance(law, SparseDistribution)
     best = np.argsort(law.weights)[: -count - 1 : -1]
     return Place(law.ids[best].tolist(), np.log(law.weights[best].astype(np.float64)).tolist())

@@ -7,8 +7,8 @@ from enum import StrEnum
 
 from kernels.adjustments import LogitRules
 from kernels.dense import DraftLogits
-from kernels.sampling import SamplingLaw
-from kernels.sparse import SparseLaw
+from kernels.sampling import SamplingParams
+from kernels.sparse import SparseDistribution
 from kernels.verify import Rule
 from outrider.best_effort import Component
 
@@ -108,7 +108,7 @@ class DraftSequence:
 
     prompt: Sequence[int]
     committed: Sequence[int]
-    law: SamplingLaw
+    law: SamplingParams
     logit_rules: LogitRules
     seed: int
     rule: Rule = Rule.TOKENWISE
@@ -122,7 +122,7 @@ class DraftSequence:
         return replace(self, committed=[*self.committed, *written])
 
     @property
-    def draft_law(self) -> SamplingLaw:
+    def draft_law(self) -> SamplingParams:
         """What a drafter that has logits draws by; any is exact [L 6], and the target's own the natural choice."""
         if self.draft_temperature is None or self.law.is_greedy:
             return self.law
@@ -169,7 +169,7 @@ class Draft:
     """
 
     token_ids: list[int]
-    laws: list[SparseLaw | DraftLogits | None]
+    laws: list[SparseDistribution | DraftLogits | None]
     seconds: float
     foresight: Foresight | None = None
 

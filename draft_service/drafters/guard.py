@@ -26,8 +26,8 @@ from draft_service.drafters.base import (
 from draft_service.drafters.health import Health
 from kernels.adjustments import LogitRules
 from kernels.dense import EXCLUDED, DraftLogits
-from kernels.sampling import SamplingLaw
-from kernels.sparse import SparseLaw, validate
+from kernels.sampling import SamplingParams
+from kernels.sparse import SparseDistribution, validate
 from kernels.verify import Rule
 
 _log = structlog.get_logger()
@@ -36,7 +36,7 @@ LATE_IN_A_ROW = 3
 """Proposals that may be late one after the other; then a sequence asks no more."""
 
 PROBE = DraftSequence(
-    prompt=[0, 0], committed=[], law=SamplingLaw(), logit_rules=LogitRules(), seed=0, looks_ahead=False
+    prompt=[0, 0], committed=[], law=SamplingParams(), logit_rules=LogitRules(), seed=0, looks_ahead=False
 )
 """What the service asks a drafter itself. No client has a say in it."""
 
@@ -116,7 +116,7 @@ class GuardedDrafter(Drafter):
         except Exception as error:  # so far from a proposal that it cannot be looked at
             raise DraftError(f"the drafter answered nonsense: {type(error).__name__}: {error}") from None
 
-    def _check_law(self, token: int, law: SparseLaw | DraftLogits | None, sequence: DraftSequence) -> None:
+    def _check_law(self, token: int, law: SparseDistribution | DraftLogits | None, sequence: DraftSequence) -> None:
         if sequence.needs_logits:
             _require(isinstance(law, DraftLogits), f"no logits came with token {token}, which the rule sigmoid needs")
             assert isinstance(law, DraftLogits)
@@ -125,8 +125,8 @@ class GuardedDrafter(Drafter):
             _require(bool(np.isfinite(values).all()), "the logits are not finite")
             _require(float(values[token]) != EXCLUDED, f"the logits exclude token {token}, which was drafted")
         elif law is not None:
-            _require(isinstance(law, SparseLaw), f"logits came with token {token}, where its law is needed")
-            assert isinstance(law, SparseLaw)
+            _require(isinstance(law, SparseDistribution), f"logits came with token {token}, where its law is needed")
+            assert isinstance(law, SparseDistribution)
             validate(law.ids, law.weights, self._vocab_size)
             size = len(law.ids)
             _require(size <= self._max_support, f"a law has {size} tokens; at most {self._max_support}")

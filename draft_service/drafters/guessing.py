@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from draft_service.drafters.base import UNBOUNDED, Draft, Drafter, Drafting, DraftSequence
 from kernels.rng import Domain
-from kernels.sparse import SparseLaw
+from kernels.sparse import SparseDistribution
 from kernels.verify import Rule
 
-Guesses = list[tuple[int, SparseLaw | None]]
+Guesses = list[tuple[int, SparseDistribution | None]]
 """Tokens, and the law that each was sampled from; None is the point mass."""
 
 STALLED_AFTER_S = 0.05

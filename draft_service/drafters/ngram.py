@@ -18,7 +18,7 @@ from draft_service.drafters.ngram_counts import MAX_ORDER, NGramCounts, back_off
 from kernels.adjustments import Adjuster, apply
 from kernels.rng import Domain, uniform
 from kernels.sampling import Draw, sample
-from kernels.sparse import SparseConfig, SparseLaw
+from kernels.sparse import SparseConfig, SparseDistribution
 from kernels.verify import Rule
 
 _PIECE = 512  # tokens that are counted before others may look at the counts
@@ -134,7 +134,7 @@ class _Counter(Guesser):
         for table in self._taught:
             table.add(self._tokens[reach:], begin - reach)
 
-    def _draw(self, tokens: Sequence[int], place: int, inner_base: int) -> tuple[int, SparseLaw | None]:
+    def _draw(self, tokens: Sequence[int], place: int, inner_base: int) -> tuple[int, SparseDistribution | None]:
         with self._lock:
             p = back_off(self._tables, tokens)
         if p is None:

@@ -11,7 +11,7 @@ import numpy as np
 from draft_service.drafters.base import DraftSequence
 from draft_service.drafters.guessing import Guesser, Guesses, GuessingDrafter
 from kernels.rng import Domain, uniform
-from kernels.sparse import SparseLaw
+from kernels.sparse import SparseDistribution
 
 # The draws of a place: they are disjoint, so the support does not depend on the token (Law 1), nor on other places.
 _TOKEN, _SUPPORT = 0, 1
@@ -46,14 +46,14 @@ class _RandomGuesser(Guesser):
         assert not ahead
         return [self._draw(place) for place in range(count)]
 
-    def _draw(self, place: int) -> tuple[int, SparseLaw | None]:
+    def _draw(self, place: int) -> tuple[int, SparseDistribution | None]:
         seed = self._sequence.seed
         law = support(seed, self._base, place, vocab_size=self._vocab_size, size=self._size)
         token = law.token_at(uniform(seed, self._base, place, Domain.DRAFT, _TOKEN))
         return token, None if self._sequence.law.is_greedy else law
 
 
-def support(seed: int, base: int, place: int, *, vocab_size: int, size: int) -> SparseLaw:
+def support(seed: int, base: int, place: int, *, vocab_size: int, size: int) -> SparseDistribution:
     """Return the uniform law over `size` of `vocab_size` tokens that belongs to this place of the proposal.
 
     They lie `vocab_size // size` apart, from a beginning that any token may be, around the end to the start: so over
@@ -61,4 +61,4 @@ def support(seed: int, base: int, place: int, *, vocab_size: int, size: int) -> 
     """
     begin = int(uniform(seed, base, place, Domain.DRAFT, _SUPPORT) * vocab_size)
     ids = np.sort((begin + np.arange(size) * (vocab_size // size)) % vocab_size)
-    return SparseLaw(ids, np.ones(size, dtype=np.uint16), size)
+    return SparseDistribution(ids, np.ones(size, dtype=np.uint16), size)

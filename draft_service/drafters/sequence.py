@@ -13,12 +13,12 @@ from draft_service.drafters.guessing import Guesser, Guesses
 from kernels.adjustments import Adjuster
 from kernels.dense import DraftLogits
 from kernels.rng import Domain, uniform
-from kernels.sampling import Draw, SamplingLaw
-from kernels.sparse import SparseLaw
+from kernels.sampling import Draw, SamplingParams
+from kernels.sparse import SparseDistribution
 from kernels.verify import Rule
 from outrider.runtime.batch import Chunk
 
-TokenLaw = SparseLaw | DraftLogits | None
+TokenLaw = SparseDistribution | DraftLogits | None
 Done = Callable[[Draft | DraftError], None]
 
 
@@ -78,7 +78,7 @@ class ModelSequence:
         slot: its place in the KV pool; None before its first pass and after its end.
     """
 
-    law: SamplingLaw
+    law: SamplingParams
     seed: int
     rule: Rule
     tokens: list[int]
@@ -191,7 +191,7 @@ class ModelSequence:
         child.slot = self.slot
         child.tells_logits = False
         if not child.chooses_by_scores:
-            child.law = SamplingLaw(temperature=0)
+            child.law = SamplingParams(temperature=0)
         return child
 
     def adopt(self, branch: "ModelSequence", gamma: int) -> None:

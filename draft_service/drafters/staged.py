@@ -18,7 +18,7 @@ from draft_service.drafters.sequence import DraftWork, ModelSequence
 from kernels.adjustments import RowAdjustment
 from kernels.rng import Domain, uniform
 from kernels.sampling import Draw, Sample
-from kernels.sparse import SparseLaw
+from kernels.sparse import SparseDistribution
 from outrider.best_effort import Component
 from outrider.runtime.batch import Chunk
 from outrider.runtime.kv_cache import KVPool
@@ -180,7 +180,7 @@ def _uniform(sequence: ModelSequence, place: int, domain: Domain) -> float:
     return uniform(sequence.seed, sequence.base, place, domain, sequence.drafted)
 
 
-def accepts(u: float, guessed: SparseLaw | None, q: SparseLaw, token: int) -> bool:
+def accepts(u: float, guessed: SparseDistribution | None, q: SparseDistribution, token: int) -> bool:
     """Whether a guessed token stands: u · r(x) < q̂(x), strictly, so that q̂ = 0 never does.
 
     Args:
@@ -193,7 +193,7 @@ def accepts(u: float, guessed: SparseLaw | None, q: SparseLaw, token: int) -> bo
     return r > 0 and int(u * 2.0**_BITS) * r * q.total < (_weight(q, token) * total) << _BITS
 
 
-def resample(u: float, guessed: SparseLaw | None, q: SparseLaw, token: int) -> int:
+def resample(u: float, guessed: SparseDistribution | None, q: SparseDistribution, token: int) -> int:
     """The token of the inverse CDF of norm(max(0, q̂ - r)) at `u`, after `token` was rejected.
 
     After a rejection the residual has mass: q̂(x) < r(x) there, so elsewhere q̂ is the larger.
@@ -218,6 +218,6 @@ def resample(u: float, guessed: SparseLaw | None, q: SparseLaw, token: int) -> i
     return int(ids[cdf.searchsorted((int(u * 2.0**_BITS) * total) >> _BITS, side="right")])
 
 
-def _weight(q: SparseLaw, token: int) -> int:
+def _weight(q: SparseDistribution, token: int) -> int:
     slot = int(np.searchsorted(q.ids, token)) if token >= 0 else len(q.ids)
     return int(q.weights[slot]) if slot < len(q.ids) and int(q.ids[slot]) == token else 0

@@ -339,7 +339,7 @@ class _Table:
                 host["by_noise"][s] = 1
                 host["seeds"][s] = seed - 2**64 if seed >= 2**63 else seed
                 host["noise_positions"][s] = position
-            host["temperatures"][s] = own[0].law.temperature
+            host["temperatures"][s] = own[0].params.temperature
             host["tables"][s, : len(blocks)] = blocks
         # Each has one row, which moves on with every step.
         work = work_list(np.arange(self.sequences + 1), host["positions"] + 1, growth=self._size.tokens)
@@ -363,7 +363,7 @@ class _Table:
         tokens, ids, weights = (self._told[name][:count, s] for name in ("tokens", "ids", "weights"))
         samples = sampling_device.to_samples(tokens, ids, weights, draws)
         end = next((i + 1 for i, each in enumerate(samples) if each.token == NO_LOGITS), count)  # the rest is garbage
-        if draws[0].law.is_greedy:
+        if draws[0].params.is_greedy:
             rows = self._logits[:end, s, : self._size.vocab_size].clone().unbind(0)
             return [
                 each if each.token == NO_LOGITS else each._replace(scores=row)

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from benchmarks.acceptance import EXPECTED, Drafted, estimate
-from kernels.sampling import SamplingLaw
+from kernels.sampling import SamplingParams
 from kernels.sparse import SparseConfig, sparsify
 from kernels.verify import Proposed, Rule, Uniforms
 from tests.kernels.reference import verify
 
 V, GAMMA = 6, 3
-LAW = SamplingLaw()
+LAW = SamplingParams()
 ALMOST_1 = 1 - 2**-50
 
 

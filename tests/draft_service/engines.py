@@ -11,7 +11,7 @@ from draft_service.drafters.base import Draft, DraftError, DraftSequence
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.sequence import Ask, Close, ModelSequence
 from kernels.adjustments import LogitRules
-from kernels.sampling import SamplingLaw
+from kernels.sampling import SamplingParams
 from kernels.sparse import SparseConfig
 from kernels.verify import Rule
 from outrider.runtime.loader import LoadedModel
@@ -66,4 +66,4 @@ def sequence(
     seed: int = 3,
     rule: Rule = Rule.TOKENWISE,
 ) -> DraftSequence:
-    return DraftSequence(prompt or PROMPT, [], SamplingLaw(temperature=temperature, top_p=0.95), rules, seed, rule)
+    return DraftSequence(prompt or PROMPT, [], SamplingParams(temperature=temperature, top_p=0.95), rules, seed, rule)

@@ -10,7 +10,7 @@ from draft_service.drafters.bounded import MOST_HUNG, BoundedGuessers, Guessing,
 from draft_service.drafters.guessing import Guesser, Guesses, GuessingDrafter
 from draft_service.drafters.lookup import LookupDrafter
 from kernels.rng import Domain
-from kernels.sampling import SamplingLaw
+from kernels.sampling import SamplingParams
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from tests.draft_service.pairs import DEMO
 from tests.draft_service.test_staged import Driver, counts_of, engine_of, sequence
@@ -94,7 +94,7 @@ def test_the_engine_goes_on_without_a_guesser_that_hangs(over: threading.Event) 
     loaded: LoadedModel = load_model(ModelSource(str(DEMO / "draft"), dtype="float32", device="cpu"))
     engine = engine_of(loaded, vocab_size=2000)
     engine.start()
-    told = sequence(law=SamplingLaw(temperature=0.0))
+    told = sequence(law=SamplingParams(temperature=0.0))
     drivers = [
         Driver(engine, told, Hanging(over), 2000),
         Driver(engine, told, LookupDrafter(min_match=1), 2000),

@@ -14,12 +14,12 @@ from draft_service.drafters.none import NoDrafter
 from draft_service.drafters.random import RandomDrafter, support
 from kernels.adjustments import LogitRules
 from kernels.rng import Domain, uniform
-from kernels.sampling import SamplingLaw
-from kernels.sparse import SparseLaw, validate
+from kernels.sampling import SamplingParams
+from kernels.sparse import SparseDistribution, validate
 from kernels.verify import Rule
 
-PLAIN = DraftSequence([1, 2, 3], [], SamplingLaw(), LogitRules(), 5)
-GREEDY = SamplingLaw(temperature=0.0)
+PLAIN = DraftSequence([1, 2, 3], [], SamplingParams(), LogitRules(), 5)
+GREEDY = SamplingParams(temperature=0.0)
 
 
 def propose(of: Drafter, told: DraftSequence, gamma: int, verdicts: Sequence[Sequence[int]] = ()) -> Draft:
@@ -114,7 +114,7 @@ def test_under_coupled_no_law_is_told() -> None:
 def test_random_laws_are_ones_that_the_verifier_takes(size: int, wanted: int) -> None:
     draft = propose(RandomDrafter(vocab_size=size, max_support=256), PLAIN, 8)
     for token, law in zip(draft.token_ids, draft.laws, strict=True):
-        assert isinstance(law, SparseLaw)
+        assert isinstance(law, SparseDistribution)
         assert validate(law.ids, law.weights, size).total == wanted
         assert law.probability(token) == 1 / wanted
 
@@ -127,7 +127,7 @@ def test_random_tokens_are_uniform_over_the_vocabulary_and_within_each_law() -> 
     for seed in range(seeds):
         draft = propose(of, replace(PLAIN, seed=seed), places)
         for token, law in zip(draft.token_ids, draft.laws, strict=True):
-            assert isinstance(law, SparseLaw)
+            assert isinstance(law, SparseDistribution)
             tokens[token] += 1
             slots[np.searchsorted(law.ids, token)] += 1
     print(stats.chisquare(tokens), stats.chisquare(slots))
@@ -140,7 +140,7 @@ def test_random_draws_are_keyed_by_base_place_and_seed() -> None:
     draft = propose(of, PLAIN, 3, [[4, 4]])
     for place, (token, law) in enumerate(zip(draft.token_ids, draft.laws, strict=True)):
         told = support(5, 5, place, vocab_size=600, size=256)
-        assert isinstance(law, SparseLaw)
+        assert isinstance(law, SparseDistribution)
         assert law.ids.tolist() == told.ids.tolist()
         assert token == told.ids[int(uniform(5, 5, place, Domain.DRAFT) * 256)]
     others = (PLAIN, replace(PLAIN, seed=6), replace(PLAIN, prompt=[1]))

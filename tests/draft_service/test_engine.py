@@ -13,8 +13,8 @@ from draft_service.drafters.sequence import DraftWork, Drawn
 from kernels.adjustments import LogitRules
 from kernels.dense import EXCLUDED, DraftLogits
 from kernels.rng import Domain, uniform
-from kernels.sampling import SamplingLaw, probabilities
-from kernels.sparse import SparseLaw, sparsify
+from kernels.sampling import SamplingParams, probabilities
+from kernels.sparse import SparseDistribution, sparsify
 from kernels.verify import Rule
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.model_runner import Chunk, ModelRunner
@@ -29,7 +29,7 @@ def engine(loaded: LoadedModel) -> Iterator[DraftEngine]:
 
 
 def reference(
-    packed: ModelRunner, tokens: list[int], law: SamplingLaw, seed: int, gamma: int, rule: Rule = Rule.TOKENWISE
+    packed: ModelRunner, tokens: list[int], law: SamplingParams, seed: int, gamma: int, rule: Rule = Rule.TOKENWISE
 ) -> list[int]:
     """γ tokens drafted one by one, the whole prefix read anew for each."""
     base = len(tokens)
@@ -123,7 +123,7 @@ def test_a_cut_verdict_may_end_inside_what_was_drafted(engine: DraftEngine, load
 def test_what_is_sent_is_what_was_sampled_from(engine: DraftEngine) -> None:
     draft = Driver(engine, sequence()).propose(8)
     for index, (token, law) in enumerate(zip(draft.token_ids, draft.laws, strict=True)):
-        assert isinstance(law, SparseLaw)
+        assert isinstance(law, SparseDistribution)
         assert token == law.token_at(uniform(3, len(PROMPT), index, Domain.DRAFT))
         assert 1 <= len(law.ids) <= CONFIG.max_support
         assert law.total == int(law.weights.sum(dtype=np.int64))
@@ -131,7 +131,7 @@ def test_what_is_sent_is_what_was_sampled_from(engine: DraftEngine) -> None:
 
 def test_under_sigmoid_the_same_tokens_come_with_the_models_logits(engine: DraftEngine, loaded: LoadedModel) -> None:
     fresh = ModelRunner.build(loaded, max_sequences=1, max_length=96)
-    told = replace(sequence(), rule=Rule.SIGMOID, law=SamplingLaw(temperature=0.8, top_k=30))
+    told = replace(sequence(), rule=Rule.SIGMOID, law=SamplingParams(temperature=0.8, top_k=30))
     draft = Driver(engine, told).propose(6)
     assert draft.token_ids == Driver(engine, replace(told, rule=Rule.TOKENWISE)).propose(6).token_ids
     slot = fresh.pool.allocate()
@@ -151,7 +151,7 @@ def test_a_draft_of_fewer_ids_excludes_the_rest(loaded: LoadedModel) -> None:
     engine = DraftEngine(packed, vocab_size=columns + 7, config=CONFIG, prefill_tokens=16, threads=1)
     engine.start()
     try:
-        told = replace(sequence(), rule=Rule.SIGMOID, law=SamplingLaw())
+        told = replace(sequence(), rule=Rule.SIGMOID, law=SamplingParams())
         (logits,) = Driver(engine, told, vocab_size=columns + 7).propose(1).laws
     finally:
         engine.stop()
@@ -223,7 +223,7 @@ def test_penalties_and_bans_count_drafted_tokens(engine: DraftEngine) -> None:
     assert not set(second) & {*first[:2], 11}
     fresh = Driver(
         engine,
-        DraftSequence(PROMPT, [*first[:2], 11], SamplingLaw(temperature=0.0), LogitRules(presence_penalty=100.0), 3),
+        DraftSequence(PROMPT, [*first[:2], 11], SamplingParams(temperature=0.0), LogitRules(presence_penalty=100.0), 3),
     )
     assert fresh.propose(8).token_ids == second
     stop = first[0]

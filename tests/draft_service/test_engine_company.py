@@ -10,8 +10,8 @@ from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.sequence import Ask, ModelSequence
 from kernels.adjustments import LogitRules
 from kernels.dense import DraftLogits
-from kernels.sampling import SamplingLaw
-from kernels.sparse import SparseLaw
+from kernels.sampling import SamplingParams
+from kernels.sparse import SparseDistribution
 from kernels.verify import Rule
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.model_runner import ModelRunner
@@ -26,7 +26,7 @@ def engine(loaded: LoadedModel) -> Iterator[DraftEngine]:
 
 def test_sequences_under_different_rules_draft_side_by_side(engine: DraftEngine) -> None:
     """Three of them share their passes; each is told what it would be told alone, up to the rounding of a pass."""
-    law = SamplingLaw(temperature=0.8)
+    law = SamplingParams(temperature=0.8)
     kinds = [
         replace(sequence(prompt=[*PROMPT, 8 + number], seed=number), rule=rule, law=law)
         for number, rule in enumerate((Rule.SIGMOID, Rule.TOKENWISE, Rule.SIGMOID))
@@ -39,7 +39,7 @@ def test_sequences_under_different_rules_draft_side_by_side(engine: DraftEngine)
         driver.close()
     alone = [Driver(engine, told).propose(4) for told in kinds]
     assert [draft.token_ids for draft in together] == [draft.token_ids for draft in alone]
-    assert all(isinstance(law, SparseLaw) for law in together[1].laws)
+    assert all(isinstance(law, SparseDistribution) for law in together[1].laws)
     for number in (0, 2):
         for mine, own in zip(together[number].laws, alone[number].laws, strict=True):
             assert isinstance(mine, DraftLogits)

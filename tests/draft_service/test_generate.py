@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from draft_service.request import derive_seed
-from kernels.sampling import SamplingLaw, probabilities
+from kernels.sampling import SamplingParams, probabilities
 from outrider.cli.processes import ServiceProcess
 from outrider.rpc.errors import from_rpc_error
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2
@@ -243,7 +243,7 @@ def test_logprobs_are_the_targets(draft: grpc.Channel, gamma: int) -> None:
     assert len(sample.logprobs) == len(sample.ids) == 24
     rows = oracle.logits(IDS + sample.ids)[len(IDS) - 1 : -1]
     raw = torch.log_softmax(rows.double(), dim=-1)
-    adjusted = probabilities(rows, SamplingLaw(temperature=0.8, top_k=30, top_p=law.top_p), torch.float64).log()
+    adjusted = probabilities(rows, SamplingParams(temperature=0.8, top_k=30, top_p=law.top_p), torch.float64).log()
     for i, (token, at) in enumerate(zip(sample.ids, sample.logprobs, strict=True)):
         assert at.token.token_id == token
         assert at.token.raw == pytest.approx(raw[i, token].item(), abs=2e-3)

@@ -15,13 +15,13 @@ from draft_service.drafters.base import Draft, Drafter, DraftError, Drafting, Dr
 from draft_service.drafters.guard import LATE_IN_A_ROW, GuardedDrafter
 from kernels.adjustments import LogitRules
 from kernels.dense import EXCLUDED, DraftLogits
-from kernels.sampling import SamplingLaw
-from kernels.sparse import SparseLaw
+from kernels.sampling import SamplingParams
+from kernels.sparse import SparseDistribution
 from kernels.verify import Rule
 from tests.leaping import leaping
 
 V = 10
-PLAIN = DraftSequence([1, 2, 3], [], SamplingLaw(), LogitRules(), 5)
+PLAIN = DraftSequence([1, 2, 3], [], SamplingParams(), LogitRules(), 5)
 
 
 class Awkward(Drafter, Drafting):
@@ -63,9 +63,9 @@ class Awkward(Drafter, Drafting):
         self._step("close")
 
 
-def law(*ids: int, weights: Sequence[int] = ()) -> SparseLaw:
+def law(*ids: int, weights: Sequence[int] = ()) -> SparseDistribution:
     found = np.array(weights or [1] * len(ids), dtype=np.uint16)
-    return SparseLaw(np.array(ids), found, max(1, int(found.sum())))
+    return SparseDistribution(np.array(ids), found, max(1, int(found.sum())))
 
 
 def guarded(awkward: Awkward, timeout: float = 5.0) -> GuardedDrafter:

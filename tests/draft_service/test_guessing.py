@@ -11,10 +11,10 @@ from draft_service.drafters.guard import GuardedDrafter
 from draft_service.drafters.guessing import MAX_WORKERS, STALLED_AFTER_S, Guesser, Guesses, GuessingDrafter
 from kernels.adjustments import LogitRules
 from kernels.rng import Domain
-from kernels.sampling import SamplingLaw
+from kernels.sampling import SamplingParams
 from kernels.verify import Rule
 
-TOLD = DraftSequence([1, 2, 3], [4], SamplingLaw(), LogitRules(), 5)
+TOLD = DraftSequence([1, 2, 3], [4], SamplingParams(), LogitRules(), 5)
 
 
 class Told(GuessingDrafter):

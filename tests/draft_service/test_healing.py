@@ -12,9 +12,9 @@ from draft_service.drafters.healing import FIRST_REST, LONGEST_REST, SOUND_AFTER
 from draft_service.drafters.health import FAILURES_IN_A_ROW, FIRST_PROBE_S, LATEST_PROBE_S, Health
 from draft_service.drafters.lookup import LookupDrafter
 from kernels.adjustments import LogitRules
-from kernels.sampling import SamplingLaw
+from kernels.sampling import SamplingParams
 
-TOLD = DraftSequence([1, 2, 3], [4], SamplingLaw(), LogitRules(), 5)
+TOLD = DraftSequence([1, 2, 3], [4], SamplingParams(), LogitRules(), 5)
 
 
 class Moody(LookupDrafter):

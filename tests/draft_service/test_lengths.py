@@ -14,7 +14,7 @@ from draft_service.privacy import RoundSizes
 from draft_service.request import Generation
 from draft_service.speculation import Fixed, Heuristic, Policy, PolicyKind, Round
 from kernels.adjustments import LogitRules
-from kernels.sampling import SamplingLaw
+from kernels.sampling import SamplingParams
 from kernels.verify import Rule
 from outrider.cost_line import CostLine
 from outrider.metrics import Metrics
@@ -25,7 +25,7 @@ from protos.outrider.v1 import sampling_pb2, speculation_pb2
 def request(
     rule: Rule = Rule.BLOCK, *, fresh: bool = True, temperature: float = 1.0, policy: str = "adaptive", **fields: Any
 ) -> Generation:
-    sampling = Sampling(SamplingLaw(temperature=temperature), LogitRules(), rule, 1.0, 7)
+    sampling = Sampling(SamplingParams(temperature=temperature), LogitRules(), rule, 1.0, 7)
     plain = Generation(
         request_id="r",
         prompt=[1],

@@ -14,7 +14,7 @@ from draft_service.drafters.ngram import NGramConfig, NGramDrafter
 from draft_service.drafters.ngram_counts import NGramCounts, back_off
 from kernels.adjustments import LogitRules
 from kernels.rng import Domain, uniform
-from kernels.sampling import SamplingLaw, probabilities
+from kernels.sampling import SamplingParams, probabilities
 from kernels.sparse import SparseConfig, sparsify
 from kernels.verify import Rule
 from tests.kernels.reference import coupled_choice, standardise
@@ -23,7 +23,7 @@ V = 12
 SPARSE = SparseConfig(keep_mass=0.9, max_support=6)
 TEXT = [int(token) for token in np.random.default_rng(1).integers(0, 8, 300)]
 PROMPT = [3, 1, 4, 1, 5]
-LAW = SamplingLaw(temperature=0.8, top_k=9)
+LAW = SamplingParams(temperature=0.8, top_k=9)
 
 
 def counted(order: int, *documents: Sequence[int], entries: int = 10_000) -> NGramCounts:
@@ -145,7 +145,7 @@ def reference(tokens: list[int], told: DraftSequence, gamma: int = 4) -> list[in
     [
         sequence(),
         sequence(rule=Rule.COUPLED),
-        sequence(law=SamplingLaw(temperature=0.0), draft_temperature=3.0),
+        sequence(law=SamplingParams(temperature=0.0), draft_temperature=3.0),
         sequence(committed=[2, 2]),
         sequence(draft_temperature=3.0),
         sequence(draft_temperature=0.2, rule=Rule.COUPLED),
@@ -187,7 +187,9 @@ def test_what_may_not_be_written_is_not_drafted() -> None:
 
 
 def test_penalties_count_what_was_committed_and_not_what_was_rejected() -> None:
-    told = sequence(logit_rules=LogitRules(presence_penalty=3.0, frequency_penalty=2.0), law=SamplingLaw(temperature=0))
+    told = sequence(
+        logit_rules=LogitRules(presence_penalty=3.0, frequency_penalty=2.0), law=SamplingParams(temperature=0)
+    )
     verdicts = [[9, 8], [7], [9]]
     later = rounds(drafter(), told, verdicts)
     for after, draft in enumerate(later):
@@ -204,7 +206,7 @@ def test_what_is_learned_serves_where_no_draw_can_depend_on_it() -> None:
     for rule, temperature in ((Rule.TOKENWISE, None), (Rule.BLOCK, None), (Rule.TOKENWISE, 0.0)):
         told = replace(asked, rule=rule, draft_temperature=temperature)
         assert rounds(taught, told, [])[0].token_ids == rounds(fresh, told, [])[0].token_ids
-    greedy = replace(asked, law=SamplingLaw(temperature=0.0))
+    greedy = replace(asked, law=SamplingParams(temperature=0.0))
     assert rounds(taught, greedy, [])[0].token_ids[:2] == [10, 9]
     assert rounds(fresh, greedy, [])[0].token_ids[:2] != [10, 9]
     drawn = [rounds(taught, replace(asked, seed=seed, seed_is_fresh=True), [])[0].token_ids[0] for seed in range(20)]

@@ -17,8 +17,8 @@ from draft_service.drafters.engine import OUTCOME_CACHE, DraftEngine
 from draft_service.drafters.sequence import Ask, Close, ModelSequence
 from draft_service.drafters.trial import Trial
 from kernels.adjustments import LogitRules
-from kernels.sampling import SamplingLaw, sample
-from kernels.sparse import SparseConfig, SparseLaw
+from kernels.sampling import SamplingParams, sample
+from kernels.sparse import SparseConfig, SparseDistribution
 from kernels.verify import Rule
 from outrider.runtime.fused_decoder import FusedDecoder
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
@@ -86,7 +86,7 @@ def engine(loaded: LoadedModel, request: pytest.FixtureRequest) -> Iterator[Eage
 def told(
     temperature: float, rule: Rule, rules: LogitRules = PLAIN, *, seed: int = 3, looks_ahead: bool = True
 ) -> DraftSequence:
-    law = SamplingLaw(temperature=temperature, top_p=0.95)
+    law = SamplingParams(temperature=temperature, top_p=0.95)
     return DraftSequence(PROMPT, [], law, rules, seed, rule, looks_ahead=looks_ahead)
 
 
@@ -132,8 +132,8 @@ def assert_alike(draft: Draft, other: Draft) -> None:
     assert draft.token_ids == other.token_ids
     assert len(draft.laws) == len(other.laws)
     for law, same in zip(draft.laws, other.laws, strict=True):
-        assert isinstance(law, SparseLaw) == isinstance(same, SparseLaw)
-        if isinstance(law, SparseLaw) and isinstance(same, SparseLaw):
+        assert isinstance(law, SparseDistribution) == isinstance(same, SparseDistribution)
+        if isinstance(law, SparseDistribution) and isinstance(same, SparseDistribution):
             assert law.ids.tolist() == same.ids.tolist()
             assert law.weights.tolist() == pytest.approx(same.weights.tolist(), rel=1e-4, abs=1)
 
@@ -186,7 +186,7 @@ def test_a_branch_ends_where_the_draft_is_unsure_too(engine: Eager, rule: Rule) 
 
 def test_siblings_and_rounds_draw_apart(engine: Eager) -> None:
     """Each branch draws by the base that it would have: no draw of one round comes again in the next (Law 2)."""
-    driver = Driver(engine, replace(told(1.0, Rule.TOKENWISE), law=SamplingLaw(temperature=100.0)))
+    driver = Driver(engine, replace(told(1.0, Rule.TOKENWISE), law=SamplingParams(temperature=100.0)))
     proposals, committed = list[list[int]](), list[int]()
     for _ in range(8):
         proposals.append(driver.propose(GAMMA, committed).token_ids)

@@ -5,7 +5,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kernels.sampling import SamplingLaw
+from kernels.sampling import SamplingParams
 from kernels.sigmoid import Scores, draft_logits
 from kernels.verify import Proposed, Rule, SigmoidScales
 from outrider.rpc.errors import from_rpc_error
@@ -37,7 +37,7 @@ def _write(draft: grpc.Channel, params: sampling_pb2.SamplingParams, gamma: int 
     return result.started.lossy, result.samples[0]
 
 
-def _replayed(sample: Sample, law: SamplingLaw, scales: SigmoidScales) -> list[tuple[int, int, list[float]]]:
+def _replayed(sample: Sample, law: SamplingParams, scales: SigmoidScales) -> list[tuple[int, int, list[float]]]:
     """What the oracle rules on each reported round: accepted, next token, and each judged draft's chance to pass."""
     tokens = IDS + sample.ids
     p, q = oracle.logits(tokens), oracle.logits(tokens, "draft")
@@ -70,7 +70,7 @@ def test_each_verdict_is_the_oracles(
     """
     lossy, sample = _write(draft, _law(scales, temperature, top_k=top_k))
     assert lossy
-    law = SamplingLaw(temperature=temperature, top_k=top_k)
+    law = SamplingParams(temperature=temperature, top_k=top_k)
     outcomes = _replayed(sample, law, scales)
     chances = [chance for _, _, judged in outcomes for chance in judged]
     accepted = 0

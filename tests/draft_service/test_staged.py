@@ -23,8 +23,8 @@ from draft_service.drafters.staged import StagedCounts, Staging
 from kernels.adjustments import LogitRules
 from kernels.dense import DraftLogits
 from kernels.rng import Domain
-from kernels.sampling import SamplingLaw, probabilities
-from kernels.sparse import SparseConfig, SparseLaw, sparsify
+from kernels.sampling import SamplingParams, probabilities
+from kernels.sparse import SparseConfig, SparseDistribution, sparsify
 from kernels.verify import Rule
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.model_runner import Chunk, ModelRunner
@@ -92,7 +92,7 @@ class Driver:
 
 
 def sequence(**changes: Any) -> DraftSequence:
-    return replace(DraftSequence(TEXT, [], SamplingLaw(top_p=0.95), PLAIN, 3), **changes)
+    return replace(DraftSequence(TEXT, [], SamplingParams(top_p=0.95), PLAIN, 3), **changes)
 
 
 def ngram(corpus: Sequence[int] = TEXT, size: int = 2000, sparse: SparseConfig = SPARSE) -> NGramDrafter:
@@ -100,7 +100,7 @@ def ngram(corpus: Sequence[int] = TEXT, size: int = 2000, sparse: SparseConfig =
 
 
 CHEAP = {"lookup": LookupDrafter(min_match=1), "ngram": ngram()}
-GREEDY = SamplingLaw(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 
 
 # --------------------------------------------------------------------------------------------------- the same tokens
@@ -221,7 +221,7 @@ def test_a_guesser_that_breaks_is_left_out(loaded: LoadedModel) -> None:
 
 
 def test_under_sigmoid_the_logits_are_told(engine: DraftEngine) -> None:
-    told = sequence(rule=Rule.SIGMOID, law=SamplingLaw(temperature=0.4))
+    told = sequence(rule=Rule.SIGMOID, law=SamplingParams(temperature=0.4))
     draft = Driver(engine, told, CHEAP["ngram"], 2000).propose(6)
     assert counts_of(engine).passes > 0
     for token, logits in zip(draft.token_ids, draft.laws, strict=True):
@@ -245,11 +245,11 @@ class Model:
     def __init__(self, loaded: LoadedModel) -> None:
         self._packed = ModelRunner.build(loaded, max_sequences=1, max_length=64)
 
-    def law(self, tokens: Sequence[int]) -> SparseLaw:
+    def law(self, tokens: Sequence[int]) -> SparseDistribution:
         slot = self._packed.pool.allocate()
         logits = self._packed.forward([Chunk(slot, list(tokens), 0, len(tokens) - 1)])
         self._packed.pool.free(slot)
-        (law,) = sparsify(probabilities(logits, SamplingLaw()), CUT)
+        (law,) = sparsify(probabilities(logits, SamplingParams()), CUT)
         return law
 
     def joint(self) -> np.ndarray:
@@ -270,7 +270,7 @@ def proposals(
     """Counts `[V, V, V]` of so many proposals after the prompt, each with a seed of its own."""
     engine = engine_of(loaded, vocab_size=size, config=CUT, guesses=2, length=64)
     engine.start()
-    told = DraftSequence(PROMPT, [], SamplingLaw(), PLAIN, 0)
+    told = DraftSequence(PROMPT, [], SamplingParams(), PLAIN, 0)
     drivers = [Driver(engine, told, cheap, size) for _ in range(4)]
     counts, drafts = np.zeros((SIZE,) * GAMMA, dtype=np.int64), list[Draft]()
     for first in range(0, count, len(drivers)):
@@ -318,7 +318,7 @@ def test_what_is_told_is_the_law_after_each_prefix(tiny: LoadedModel) -> None:
     for draft in drafts:
         for place, law in enumerate(draft.laws):
             own = model.law([*PROMPT, *draft.token_ids[:place]])
-            assert isinstance(law, SparseLaw)
+            assert isinstance(law, SparseDistribution)
             assert law.ids.tolist() == own.ids.tolist()
             assert np.abs(law.weights.astype(int) - own.weights.astype(int)).max() <= 1
             assert law.probability(draft.token_ids[place]) > 0

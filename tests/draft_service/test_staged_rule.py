@@ -6,23 +6,23 @@ import numpy as np
 import pytest
 
 from draft_service.drafters.staged import accepts, resample
-from kernels.sparse import SparseLaw
+from kernels.sparse import SparseDistribution
 from tests.kernels import reference
 
 V = 12
 
 
-def law(weights: dict[int, int]) -> SparseLaw:
+def law(weights: dict[int, int]) -> SparseDistribution:
     ids = np.array(sorted(weights))
-    return SparseLaw(ids, np.array([weights[token] for token in ids], np.uint16), sum(weights.values()))
+    return SparseDistribution(ids, np.array([weights[token] for token in ids], np.uint16), sum(weights.values()))
 
 
-def some(generator: np.random.Generator) -> SparseLaw:
+def some(generator: np.random.Generator) -> SparseDistribution:
     ids = generator.choice(V, int(generator.integers(1, 7)), replace=False)
     return law({int(token): int(generator.integers(1, 65536)) for token in ids})
 
 
-def dense(sparse: SparseLaw) -> np.ndarray:
+def dense(sparse: SparseDistribution) -> np.ndarray:
     p = np.zeros(V)
     p[sparse.ids] = sparse.weights / sparse.total
     return p
@@ -85,9 +85,9 @@ def test_large_laws_stay_within_whole_numbers() -> None:
     """256 weights of 16 bits on either side: no product overflows."""
     generator = np.random.default_rng(2)
     ids = np.arange(256)
-    told = SparseLaw(ids, np.full(256, 65535, np.uint16), 256 * 65535)
+    told = SparseDistribution(ids, np.full(256, 65535, np.uint16), 256 * 65535)
     weights = generator.integers(1, 65536, 256).astype(np.uint16)
-    guessed = SparseLaw(ids, weights, int(weights.sum(dtype=np.int64)))
+    guessed = SparseDistribution(ids, weights, int(weights.sum(dtype=np.int64)))
     q, r = 1 / 256, weights / guessed.total
     cdf = np.maximum(0, q - r).cumsum()
     for w in generator.random(200):

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from kernels.rng import Domain, uniform
-from kernels.sampling import SamplingLaw
-from kernels.sparse import SparseConfig, SparseLaw, sparsify
+from kernels.sampling import SamplingParams
+from kernels.sparse import SparseConfig, SparseDistribution, sparsify
 from kernels.verify import Proposed, Rule, verify
 from outrider.cost_line import CostLine
 from tests.exactness import chisquare
@@ -76,7 +76,7 @@ class Chain:
         generator = torch.Generator().manual_seed(11)
         self.logits = torch.randn(V, V, generator=generator) * 1.5
         drafted = 0.6 * self.logits + torch.randn(V, V, generator=generator)
-        self.q: list[SparseLaw] = sparsify(drafted.softmax(-1), SparseConfig())
+        self.q: list[SparseDistribution] = sparsify(drafted.softmax(-1), SparseConfig())
         self.p: Array = self.logits.double().softmax(-1).numpy()
 
     def draft(self, text: Text) -> list[int]:
@@ -99,7 +99,7 @@ class Chain:
                 Proposed(
                     tokens=tuple(drafted),
                     q=tuple(self.q[last] for last in [text.tokens[-1], *drafted][:-1]),
-                    law=SamplingLaw(),
+                    law=SamplingParams(),
                     seed=text.seed,
                     base_length=len(text.tokens),
                     rule=rule,

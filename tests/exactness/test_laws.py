@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.sampling import SamplingLaw, probabilities
+from kernels.sampling import SamplingParams, probabilities
 from tests.exactness import laws, pairs
 from tests.exactness.laws import Filters, TooClose
 from tests.exactness.worlds import FILTERS
@@ -42,7 +42,7 @@ def test_filters_agree_with_the_kernels(filters: Filters) -> None:
     logits = np.random.default_rng(1).normal(0, 2, size=(60, 24))
     theirs = probabilities(
         torch.from_numpy(logits),
-        SamplingLaw(temperature=filters.temperature, top_k=filters.top_k, top_p=filters.top_p),
+        SamplingParams(temperature=filters.temperature, top_k=filters.top_k, top_p=filters.top_p),
         torch.float64,
     )
     assert theirs.numpy() == pytest.approx(np.stack([filters.law(row) for row in logits]), abs=1e-12)

@@ -16,24 +16,24 @@ import torch
 from torch import Tensor
 
 from kernels.adjustments import Adjuster, LogitRules
-from kernels.dense import EXCLUDED, DenseLaw, SigmoidScales
-from kernels.sampling import SamplingLaw, probabilities
+from kernels.dense import EXCLUDED, DenseDistribution, SigmoidScales
+from kernels.sampling import SamplingParams, probabilities
 from kernels.sigmoid import draft_logits
-from kernels.sparse import SparseConfig, SparseLaw, sparsify
-from kernels.verify import DraftLaw, Proposed, Rule, Uniforms, VerifyResult
+from kernels.sparse import SparseConfig, SparseDistribution, sparsify
+from kernels.verify import DraftDistribution, Proposed, Rule, Uniforms, VerifyResult
 
 Verify = Callable[[Tensor, Sequence[Proposed]], list[VerifyResult]]
 
 LAWS = (
-    SamplingLaw(),
-    SamplingLaw(temperature=0.7),
-    SamplingLaw(temperature=1.8),
-    SamplingLaw(temperature=0),
-    SamplingLaw(top_k=20),
-    SamplingLaw(top_p=0.9),
-    SamplingLaw(min_p=0.1),
-    SamplingLaw(temperature=0.9, top_k=50, top_p=0.8, min_p=0.02),
-    SamplingLaw(top_k=1),
+    SamplingParams(),
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=1.8),
+    SamplingParams(temperature=0),
+    SamplingParams(top_k=20),
+    SamplingParams(top_p=0.9),
+    SamplingParams(min_p=0.1),
+    SamplingParams(temperature=0.9, top_k=50, top_p=0.8, min_p=0.02),
+    SamplingParams(top_k=1),
 )
 _RULES = LogitRules(repetition_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.1, banned_tokens=(0,))
 _SCALES = (
@@ -66,7 +66,7 @@ def _random_proposal(source: random.Random, generator: torch.Generator, z: Tenso
     noisy = z[:gamma].float() + torch.randn(gamma, V, generator=generator) * 0.7
     rule = source.choice((Rule.TOKENWISE, Rule.TOKENWISE, Rule.BLOCK, Rule.COUPLED, Rule.SIGMOID))
     law = source.choice(LAWS)
-    drafts: list[tuple[int, DraftLaw]]
+    drafts: list[tuple[int, DraftDistribution]]
     if rule is Rule.SIGMOID:
         drafts = _drafted_logits(source, noisy, law)
     else:
@@ -93,22 +93,22 @@ def _random_proposal(source: random.Random, generator: torch.Generator, z: Tenso
     )
 
 
-def _drafted_laws(source: random.Random, q: Tensor) -> list[tuple[int, DraftLaw]]:
+def _drafted_laws(source: random.Random, q: Tensor) -> list[tuple[int, DraftDistribution]]:
     """Return a token of each row of `q` `[γ, V]`, and what it was drawn from: a point mass, a sparse or a dense law."""
     config = SparseConfig(keep_mass=1.0, max_support=source.choice((1, 2, 16, 256)))
-    drafts: list[tuple[int, DraftLaw]] = []
+    drafts: list[tuple[int, DraftDistribution]] = []
     for row, law in zip(q, sparsify(q, config), strict=True):
         form = source.choice(("sparse",) * 6 + ("dense",) * 3 + ("point",))
         if form == "point":
             drafts.append((int(row.argmax()), None))
         elif form == "dense":
-            drafts.append((_drawn(row, source.random()), DenseLaw(row)))
+            drafts.append((_drawn(row, source.random()), DenseDistribution(row)))
         else:
             drafts.append((law.token_at(source.random()), law))
     return drafts
 
 
-def _drafted_logits(source: random.Random, z: Tensor, law: SamplingLaw) -> list[tuple[int, DraftLaw]]:
+def _drafted_logits(source: random.Random, z: Tensor, law: SamplingParams) -> list[tuple[int, DraftDistribution]]:
     """Return a token of each row of the draft's logits `z` `[γ, V]`, and what the rule `sigmoid` is told of it."""
     if law.is_greedy:
         return [(int(row.argmax()), None) for row in z]
@@ -196,19 +196,19 @@ def logits_of(rows: Sequence[Sequence[float]]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64).log().float()
 
 
-def law_of(weights: dict[int, int]) -> SparseLaw:
+def law_of(weights: dict[int, int]) -> SparseDistribution:
     """Return the law of these weights by token."""
-    return SparseLaw(
+    return SparseDistribution(
         np.array(list(weights), dtype=np.int64), np.array(list(weights.values()), np.uint16), sum(weights.values())
     )
 
 
 def proposed_of(
     tokens: tuple[int, ...],
-    q: tuple[DraftLaw, ...],
+    q: tuple[DraftDistribution, ...],
     accept: tuple[float, ...] | None = None,
     resample: float = 0.5,
-    law: SamplingLaw | None = None,
+    law: SamplingParams | None = None,
     lenience: float = 1.0,
     top_logprobs: int = -1,
     rule: Rule = Rule.TOKENWISE,
@@ -218,7 +218,7 @@ def proposed_of(
     return Proposed(
         tokens=tokens,
         q=q,
-        law=law or SamplingLaw(),
+        law=law or SamplingParams(),
         seed=0,
         base_length=0,
         rule=rule,

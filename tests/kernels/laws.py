@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.dense import DenseLaw, DraftLogits, SigmoidScales
-from kernels.sampling import SamplingLaw
-from kernels.sparse import SparseConfig, SparseLaw, sparsify
+from kernels.dense import DenseDistribution, DraftLogits, SigmoidScales
+from kernels.sampling import SamplingParams
+from kernels.sparse import SparseConfig, SparseDistribution, sparsify
 from kernels.verify import Proposed, Rule, Uniforms, VerifyResult
 
 Verify = Callable[[Tensor, Sequence[Proposed]], list[VerifyResult]]
-Law = SparseLaw | DenseLaw
+Law = SparseDistribution | DenseDistribution
 Draft = tuple[Law, Sequence[Law]]
 
 V = 4
@@ -50,7 +50,7 @@ class World:
     rule: Rule = Rule.TOKENWISE
     draft_logits: tuple[DraftLogits, Sequence[DraftLogits]] | None = None
     sigmoid: SigmoidScales | None = None
-    law: SamplingLaw = field(default_factory=SamplingLaw)
+    law: SamplingParams = field(default_factory=SamplingParams)
 
     @property
     def target(self) -> np.ndarray:
@@ -96,17 +96,17 @@ def random_world(
 
 def draft_laws(
     logits: tuple[Tensor, ...], noise: Tensor, config: SparseConfig
-) -> tuple[SparseLaw, tuple[SparseLaw, ...]]:
+) -> tuple[SparseDistribution, tuple[SparseDistribution, ...]]:
     """Return laws of a draft that ranks tokens in reverse, give or take `noise` `[5, 4]`."""
     first, *second = sparsify(torch.softmax(torch.cat((logits[0][None], logits[1])).flip(-1) + noise, -1), config)
     return first, tuple(second)
 
 
-def in_dyads(law: Law) -> DenseLaw:
+def in_dyads(law: Law) -> DenseDistribution:
     """Return nearly the same law over all tokens, in multiples of 2^-20: float32 holds them and their sum exactly."""
     parts = np.array([round(chance_of(law, x) * 2**20) for x in range(V)])
     parts[parts.argmax()] += 2**20 - parts.sum()
-    return DenseLaw(torch.from_numpy(parts / 2**20).float())
+    return DenseDistribution(torch.from_numpy(parts / 2**20).float())
 
 
 def emitted_law(
@@ -146,7 +146,7 @@ def joint_law(verify: Verify, world: World, drawn_from: Draft | None = None, bis
 
 def chance_of(law: Law, token: int) -> float:
     """Return q̂(token)."""
-    return law.probability(token) if isinstance(law, SparseLaw) else float(law.probabilities[token])
+    return law.probability(token) if isinstance(law, SparseDistribution) else float(law.probabilities[token])
 
 
 def accepted_law(verify: Verify, world: World, bisections: int = EXACT) -> np.ndarray:

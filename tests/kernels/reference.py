@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from kernels.adjustments import apply
-from kernels.dense import EXCLUDED, DenseLaw, DraftLogits, SigmoidScales
+from kernels.dense import EXCLUDED, DenseDistribution, DraftLogits, SigmoidScales
 from kernels.logprobs import token_logprobs
 from kernels.rng import gumbel
-from kernels.sampling import SamplingLaw
-from kernels.sparse import SparseLaw
-from kernels.verify import BAD_LOGITS, DraftLaw, Proposed, Rule, Status, VerifyResult
+from kernels.sampling import SamplingParams
+from kernels.sparse import SparseDistribution
+from kernels.verify import BAD_LOGITS, DraftDistribution, Proposed, Rule, Status, VerifyResult
 
 _ROUNDING = 1e-12
 """A residual of less mass than this, of the mass it is taken from, is rounding: p = q̂."""
@@ -37,14 +37,14 @@ def verify(logits: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
     return results
 
 
-def standardise(z: np.ndarray, law: SamplingLaw) -> np.ndarray:
+def standardise(z: np.ndarray, law: SamplingParams) -> np.ndarray:
     """Return the law of one row of logits `[V]`: temperature, top-k, top-p, min-p, in that order [L 2.2]."""
     if law.temperature == 0:
         return _point_mass(int(z.argmax()), len(z))
     return _softmax(np.where(filtered(z, law), z, -math.inf), law.temperature)
 
 
-def filtered(z: np.ndarray, law: SamplingLaw) -> np.ndarray:
+def filtered(z: np.ndarray, law: SamplingParams) -> np.ndarray:
     """Return which tokens top-k, top-p and min-p leave of one row, bool `[V]`; the temperature is above 0."""
     keep = np.full(len(z), True)
     if 0 < law.top_k < len(z):
@@ -260,12 +260,12 @@ RULES = frozenset(_RULES)
 """What this implementation judges by."""
 
 
-def _draft_law(law: DraftLaw, token: int, V: int) -> np.ndarray:
+def _draft_law(law: DraftDistribution, token: int, V: int) -> np.ndarray:
     if law is None:
         return _point_mass(token, V)
-    if isinstance(law, DenseLaw):
+    if isinstance(law, DenseDistribution):
         return np.asarray(law.probabilities.cpu().to(torch.float64).numpy())
-    assert isinstance(law, SparseLaw)  # the door lets logits through to the rule sigmoid alone
+    assert isinstance(law, SparseDistribution)  # the door lets logits through to the rule sigmoid alone
     q = np.zeros(V)
     for x, weight in zip(law.ids.tolist(), law.weights.tolist(), strict=True):
         if 0 <= x < V:

@@ -16,7 +16,7 @@ from scipy import integrate, stats
 
 from kernels import rng, verify_torch
 from kernels.rng import exponential, gumbel, noise_rows, row_key, words
-from kernels.sampling import Draw, SamplingLaw, gumbel_max, sample
+from kernels.sampling import Draw, SamplingParams, gumbel_max, sample
 from kernels.sparse import SparseConfig
 from kernels.verify import Proposed, Rule, Status
 from tests.kernels import reference
@@ -27,13 +27,13 @@ LEVEL = 1e-6
 V = 4
 
 
-def _coupled(tokens: tuple[int, ...], seed: int, base_length: int, law: SamplingLaw | None = None) -> Proposed:
-    return Proposed(tokens, (), law or SamplingLaw(), seed, base_length, rule=Rule.COUPLED)
+def _coupled(tokens: tuple[int, ...], seed: int, base_length: int, law: SamplingParams | None = None) -> Proposed:
+    return Proposed(tokens, (), law or SamplingParams(), seed, base_length, rule=Rule.COUPLED)
 
 
 @pytest.mark.parametrize("path", HOST)
 @pytest.mark.parametrize("law", LAWS)
-def test_the_text_does_not_depend_on_the_drafts(path: str, law: SamplingLaw) -> None:
+def test_the_text_does_not_depend_on_the_drafts(path: str, law: SamplingParams) -> None:
     """A chain of which each token depends on the last, written with any drafts of any length, or with none."""
     z = torch.randn(50, 50, generator=torch.Generator().manual_seed(3)) * 2
     source = random.Random(1)
@@ -75,7 +75,7 @@ def test_a_token_outside_the_vocabulary_is_not_taken(path: str, token: int) -> N
 def test_greed_needs_no_noise(path: str) -> None:
     z = logits_of([[0.2, 0.5, 0.3]] * 3)
     for seed in range(5):
-        (result,) = verify(z, [_coupled((1, 2), seed, 9, SamplingLaw(temperature=0))], path)
+        (result,) = verify(z, [_coupled((1, 2), seed, 9, SamplingParams(temperature=0))], path)
         assert (result.accepted, result.next_token, result.beta) == (1, 1, ())
 
 
@@ -93,7 +93,7 @@ def test_a_bad_row_counts_where_it_is_met(path: str) -> None:
 
 @pytest.mark.parametrize("path", HOST)
 @pytest.mark.parametrize("law", LAWS)
-def test_a_draft_that_is_the_target_is_accepted_whole(path: str, law: SamplingLaw) -> None:
+def test_a_draft_that_is_the_target_is_accepted_whole(path: str, law: SamplingParams) -> None:
     z = torch.randn(9, 500, generator=torch.Generator().manual_seed(6)) * 2
     tokens = [each.token for each in sample(z, [Draw(law, noise=(3, 12 + i)) for i in range(9)], SparseConfig())]
     (result,) = verify(z, [_coupled(tuple(tokens[:8]), 3, 12, law)], path)

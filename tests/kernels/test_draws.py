@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.sampling import NO_LOGITS, UNSURE, Draw, Sample, SamplingLaw, entropy, gumbel_max, probabilities, sample
+from kernels.sampling import NO_LOGITS, UNSURE, Draw, Sample, SamplingParams, entropy, gumbel_max, probabilities, sample
 from kernels.sparse import SparseConfig, sparsify
 from tests.kernels import reference
 from tests.kernels.cases import LAWS
 
-BOUNDED = [SamplingLaw(temperature=0), SamplingLaw(), SamplingLaw(temperature=0.5, top_k=5)]
+BOUNDED = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(temperature=0.5, top_k=5)]
 
 
 def tokens(samples: list[Sample]) -> list[int]:
     return [each.token for each in samples]
 
 
-@pytest.mark.parametrize("law", [SamplingLaw(), SamplingLaw(temperature=0.6, top_k=30, top_p=0.9)])
-def test_q_returned_is_what_was_sampled_from(law: SamplingLaw) -> None:
+@pytest.mark.parametrize("law", [SamplingParams(), SamplingParams(temperature=0.6, top_k=30, top_p=0.9)])
+def test_q_returned_is_what_was_sampled_from(law: SamplingParams) -> None:
     """Invariant 1: over a sweep of uniforms each token comes as often as its q̂ says, to within one."""
     N = 1000
     z = torch.randn(1, 300, generator=torch.Generator().manual_seed(8)) * 2
@@ -36,7 +36,7 @@ def test_q_returned_is_what_was_sampled_from(law: SamplingLaw) -> None:
 
 def test_sampling_is_sparsifying_and_the_inverse_cdf() -> None:
     z = torch.randn(6, 700, generator=torch.Generator().manual_seed(8)) * 2
-    laws = [SamplingLaw(), SamplingLaw(temperature=0), SamplingLaw(top_k=3)] * 2
+    laws = [SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_k=3)] * 2
     us = [0.1, 0.3, 0.5, 0.7, 0.9, 0.99]
     samples = sample(z, [Draw(law, u) for law, u in zip(laws, us, strict=True)], SparseConfig())
     for row, found in enumerate(samples):
@@ -55,7 +55,7 @@ def test_sampling_is_sparsifying_and_the_inverse_cdf() -> None:
 
 def test_greedy_takes_the_lowest_of_equals() -> None:
     z = torch.tensor([[0.0, 2.0, 2.0]], dtype=torch.bfloat16)
-    (found,) = sample(z, [Draw(SamplingLaw(temperature=0), 0.9)], SparseConfig())
+    (found,) = sample(z, [Draw(SamplingParams(temperature=0), 0.9)], SparseConfig())
     assert (found.token, found.q) == (1, None)
 
 
@@ -66,7 +66,7 @@ def test_a_row_without_a_distribution_draws_nothing(
     temperature: float, bad: list[float], noise: tuple[int, int] | None
 ) -> None:
     z = torch.tensor([[0.0, 50.0], bad, [50.0, 0.0]])
-    draws = [Draw(SamplingLaw(temperature=temperature), 0.5, noise)] * 3
+    draws = [Draw(SamplingParams(temperature=temperature), 0.5, noise)] * 3
     samples = sample(z, draws, SparseConfig())
     assert tokens(samples) == [1, NO_LOGITS, 0]
     assert samples[1] == Sample(NO_LOGITS)
@@ -77,7 +77,7 @@ def test_a_row_without_a_distribution_draws_nothing(
 def test_no_rows_draw_nothing_and_each_row_needs_a_draw() -> None:
     assert sample(torch.empty(0, 5), [], SparseConfig()) == []
     with pytest.raises(ValueError, match="1 draws for 2 rows"):
-        sample(torch.zeros(2, 5), [Draw(SamplingLaw())], SparseConfig())
+        sample(torch.zeros(2, 5), [Draw(SamplingParams())], SparseConfig())
 
 
 # ------------------------------------------------------------------------------------------------------------ by noise
@@ -100,7 +100,7 @@ def test_the_draft_chooses_as_the_reference_would() -> None:
 def test_a_token_without_mass_is_never_chosen() -> None:
     p = torch.zeros(200, 50)
     p[:, 7], p[:, 9] = 1e-30, 1.0
-    draws = [Draw(SamplingLaw(), noise=(1, at)) for at in range(200)]
+    draws = [Draw(SamplingParams(), noise=(1, at)) for at in range(200)]
     assert set(tokens(sample(p.log(), draws, SparseConfig()))) == {9}
     from kernels.rng import noise_rows
 
@@ -109,7 +109,7 @@ def test_a_token_without_mass_is_never_chosen() -> None:
 
 def test_noise_outside_its_range_is_refused() -> None:
     with pytest.raises(ValueError, match="position is -1"):
-        sample(torch.zeros(1, 4), [Draw(SamplingLaw(), noise=(1, -1))], SparseConfig())
+        sample(torch.zeros(1, 4), [Draw(SamplingParams(), noise=(1, -1))], SparseConfig())
 
 
 # ------------------------------------------------------------------------------------------------------------- entropy
@@ -126,7 +126,7 @@ def test_entropy_is_the_sum_and_what_has_no_mass_adds_nothing() -> None:
 
 @pytest.mark.parametrize("by_noise", [False, True], ids=["uniforms", "noise"])
 @pytest.mark.parametrize("law", BOUNDED, ids=str)
-def test_a_row_above_its_bound_draws_nothing_and_leaves_its_neighbours(law: SamplingLaw, by_noise: bool) -> None:
+def test_a_row_above_its_bound_draws_nothing_and_leaves_its_neighbours(law: SamplingParams, by_noise: bool) -> None:
     """The others draw what they would have drawn without bounds."""
     z = torch.randn(6, 40, generator=torch.Generator().manual_seed(3)) * 3
     config = SparseConfig(keep_mass=0.9)
@@ -135,7 +135,7 @@ def test_a_row_above_its_bound_draws_nothing_and_leaves_its_neighbours(law: Samp
         for place, u in enumerate([0.1, 0.3, 0.5, 0.7, 0.9, 0.99])
     ]
     free = sample(z, draws, config)
-    p = probabilities(z, SamplingLaw() if law.is_greedy else law).numpy()
+    p = probabilities(z, SamplingParams() if law.is_greedy else law).numpy()
     entropies = [
         entropy(row) if found.q is None else entropy(found.q.weights / found.q.total)
         for row, found in zip(p, free, strict=True)

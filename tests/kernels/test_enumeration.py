@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels import verify_torch
-from kernels.dense import DenseLaw
+from kernels.dense import DenseDistribution
 from kernels.sparse import SparseConfig
 from kernels.verify import Rule
 from tests.kernels import reference
@@ -85,7 +85,7 @@ def test_a_mixture_of_dense_and_sparse_drafts_leaves_the_law_alone(path: str, ru
 def test_a_dense_law_is_judged_as_the_sparse_one_that_says_the_same(path: str, rule: Rule) -> None:
     verify, _, _ = PATHS[path]
     laws = [law_of({0: 4, 1: 3, 2: 1}), law_of({0: 1, 3: 1})]
-    dense = [DenseLaw(torch.tensor(row)) for row in ([0.5, 0.375, 0.125, 0.0], [0.5, 0.0, 0.0, 0.5])]
+    dense = [DenseDistribution(torch.tensor(row)) for row in ([0.5, 0.375, 0.125, 0.0], [0.5, 0.0, 0.0, 0.5])]
     z = random_world(8).logits[2][0, :3]
     for u in product((0.0, 0.3, 0.6, 0.9), (0.1, 0.5, 0.95), (0.01, 0.4, 0.99)):
         asked = [proposed_of((0, 3), tuple(q), u[:2], u[2], rule=rule) for q in (laws, dense)]

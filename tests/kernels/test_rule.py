@@ -10,7 +10,7 @@ import torch
 
 from kernels import verify_torch
 from kernels.adjustments import Adjuster, LogitRules
-from kernels.sampling import SamplingLaw
+from kernels.sampling import SamplingParams
 from kernels.verify import Rule, Status, Uniforms
 from tests.kernels import reference
 from tests.kernels.cases import law_of, logits_of, proposed_of
@@ -18,7 +18,7 @@ from tests.kernels.mutants import accepts_equality
 from tests.kernels.paths import HOST, PATHS, verify
 
 MODULES = {"reference": reference, "torch": verify_torch}
-GREEDY = SamplingLaw(temperature=0)
+GREEDY = SamplingParams(temperature=0)
 JUST_BELOW_1 = 1 - 2**-53
 
 
@@ -208,16 +208,16 @@ BAD_ROWS = {
 }
 
 
-FILTERED = SamplingLaw(temperature=0.5, top_k=2, top_p=0.9, min_p=0.1)
+FILTERED = SamplingParams(temperature=0.5, top_k=2, top_p=0.9, min_p=0.1)
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", BAD_ROWS)
 @pytest.mark.parametrize(
     ("law", "at"),
-    [(SamplingLaw(), 0), (SamplingLaw(), 1), (SamplingLaw(), 2), (GREEDY, 0), (GREEDY, 2), (FILTERED, 1)],
+    [(SamplingParams(), 0), (SamplingParams(), 1), (SamplingParams(), 2), (GREEDY, 0), (GREEDY, 2), (FILTERED, 1)],
 )
-def test_a_bad_row_spoils_its_own_sequence_alone(path: str, kind: str, law: SamplingLaw, at: int) -> None:
+def test_a_bad_row_spoils_its_own_sequence_alone(path: str, kind: str, law: SamplingParams, at: int) -> None:
     z = logits_of([[0.1, 0.7, 0.1, 0.1]] * 9)
     z[3 + at] = torch.tensor(BAD_ROWS[kind])
     proposed = proposed_of(tokens=(1, 1), q=(None, None), accept=(0.0, 0.0), law=law, top_logprobs=2)
@@ -229,8 +229,8 @@ def test_a_bad_row_spoils_its_own_sequence_alone(path: str, kind: str, law: Samp
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("law", [SamplingLaw(), GREEDY])
-def test_a_bad_row_that_is_not_needed_spoils_nothing(path: str, law: SamplingLaw) -> None:
+@pytest.mark.parametrize("law", [SamplingParams(), GREEDY])
+def test_a_bad_row_that_is_not_needed_spoils_nothing(path: str, law: SamplingParams) -> None:
     z = logits_of([[0.1, 0.9], [0.1, 0.9], [0.1, 0.9]])
     z[2] = math.nan
     (result,) = verify(z, [proposed_of(tokens=(1, 0), q=(None, None), accept=(0.0, 0.99), law=law)], path)
@@ -248,7 +248,7 @@ def test_bans_that_leave_no_token_are_reported(path: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_extreme_logits_are_laws(path: str) -> None:
     z = torch.tensor([[65504.0, -65504.0, 65504.0], [-3.4e38, 3.4e38, -math.inf], [0.0, 0.0, 0.0]])
-    for law in (SamplingLaw(), SamplingLaw(temperature=1e-40), SamplingLaw(temperature=0.5)):
+    for law in (SamplingParams(), SamplingParams(temperature=1e-40), SamplingParams(temperature=0.5)):
         proposed = [replace(proposed_of(tokens=(), q=(), resample=0.75), law=law)] * 3
         assert [each.next_token for each in verify(z, proposed, path)] == [2, 1, 2]
 

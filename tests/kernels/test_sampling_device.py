@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels import sampling, sparse
-from kernels.sampling import Draw, Sample, SamplingLaw, probabilities
+from kernels.sampling import Draw, Sample, SamplingParams, probabilities
 from kernels.sampling_device import DeviceDraws, DeviceSamples, obstacle, sample, to_samples
 from kernels.sparse import SparseConfig
 from tests.kernels.capturable import OnlyCapturable
@@ -33,7 +33,7 @@ def _draw(z: Tensor, temperatures: Sequence[float], uniforms: Sequence[float], c
 
 
 def _on_host(drawn: DeviceSamples, temperatures: Sequence[float]) -> list[Sample]:
-    draws = [Draw(SamplingLaw(temperature=each)) for each in temperatures]
+    draws = [Draw(SamplingParams(temperature=each)) for each in temperatures]
     tokens, ids, weights = (each.cpu().numpy() for each in drawn)
     return to_samples(tokens, ids, weights, draws)
 
@@ -49,7 +49,7 @@ def _both(
     z: Tensor, temperatures: Sequence[float], uniforms: Sequence[float], config: SparseConfig
 ) -> tuple[list[Numbers], list[Numbers]]:
     """What the device's `sample` gives, and the host's."""
-    draws = [Draw(SamplingLaw(temperature=t), u) for t, u in zip(temperatures, uniforms, strict=True)]
+    draws = [Draw(SamplingParams(temperature=t), u) for t, u in zip(temperatures, uniforms, strict=True)]
     mine = _on_host(_draw(z, temperatures, uniforms, config), temperatures)
     return _numbers(mine), _numbers(sampling.sample(z, draws, config))
 
@@ -125,13 +125,13 @@ def test_no_row_sees_another() -> None:
 @pytest.mark.parametrize(
     ("draw", "why"),
     [
-        (Draw(SamplingLaw()), None),
-        (Draw(SamplingLaw(temperature=0.3)), None),
-        (Draw(SamplingLaw(temperature=0, top_k=3)), None),
-        (Draw(SamplingLaw(top_k=3)), "top-k, top-p or min-p"),
-        (Draw(SamplingLaw(top_p=0.9)), "top-k, top-p or min-p"),
-        (Draw(SamplingLaw(min_p=0.1)), "top-k, top-p or min-p"),
-        (Draw(SamplingLaw(), max_entropy=2.0), "an entropy to stop at"),
+        (Draw(SamplingParams()), None),
+        (Draw(SamplingParams(temperature=0.3)), None),
+        (Draw(SamplingParams(temperature=0, top_k=3)), None),
+        (Draw(SamplingParams(top_k=3)), "top-k, top-p or min-p"),
+        (Draw(SamplingParams(top_p=0.9)), "top-k, top-p or min-p"),
+        (Draw(SamplingParams(min_p=0.1)), "top-k, top-p or min-p"),
+        (Draw(SamplingParams(), max_entropy=2.0), "an entropy to stop at"),
     ],
 )
 def test_what_the_device_cannot_draw_is_named(draw: Draw, why: str | None) -> None:
@@ -169,7 +169,7 @@ def test_a_graph_of_several_steps_draws_as_the_host_does() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         held = [sample(z[step], DeviceDraws(temperatures, bits[step]), config) for step in range(steps)]
-    laws = [SamplingLaw(temperature=each) for each in temperatures.tolist()]
+    laws = [SamplingParams(temperature=each) for each in temperatures.tolist()]
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
         z.copy_(torch.randn(steps, B, V, generator=generator) * 3)

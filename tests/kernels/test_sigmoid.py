@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.dense import EXCLUDED, DraftLogits, SigmoidScales
-from kernels.sampling import SamplingLaw
+from kernels.sampling import SamplingParams
 from kernels.sigmoid import draft_logits
 from kernels.sparse import SparseConfig
 from kernels.verify import Proposed, Rule, Status
@@ -37,7 +37,7 @@ def _proposed(
     q: tuple[DraftLogits | None, ...],
     accept: tuple[float, ...] | None = None,
     resample: float = 0.5,
-    law: SamplingLaw | None = None,
+    law: SamplingParams | None = None,
     scales: SigmoidScales = SCALES,
 ) -> Proposed:
     return proposed_of(tokens, q, accept, resample, law, rule=Rule.SIGMOID, sigmoid=scales)
@@ -63,7 +63,7 @@ def test_a_token_stands_below_the_ratio_of_sigmoids(
     for u, accepted in ((edge * (1 - 1e-12), 1), (edge * (1 + 1e-12), 0)):
         if u < 1:
             proposed = replace(
-                _proposed((1,), (draft,), (u,), law=SamplingLaw(temperature=temperature), scales=scales),
+                _proposed((1,), (draft,), (u,), law=SamplingParams(temperature=temperature), scales=scales),
                 lenience=lenience,
             )
             (result,) = verify(z, [proposed], path)
@@ -73,7 +73,7 @@ def test_a_token_stands_below_the_ratio_of_sigmoids(
 @pytest.mark.parametrize("path", PATHS)
 def test_the_temperature_divides_the_targets_logits_alone(path: str) -> None:
     """In the test and in what is left after a failure, at a precision that float32 has."""
-    rows, draft, law = torch.tensor([[-2.0, 0.5, 1.0]] * 2), _logits(-9.0, 1.5, 1.0), SamplingLaw(temperature=0.5)
+    rows, draft, law = torch.tensor([[-2.0, 0.5, 1.0]] * 2), _logits(-9.0, 1.5, 1.0), SamplingParams(temperature=0.5)
     p, q = [_sigma(z / 0.5) for z in (-2.0, 0.5, 1.0)], [_sigma(v) for v in (-9.0, 1.5, 1.0)]
     for u, accepted in ((p[1] / q[1] - 1e-6, 1), (p[1] / q[1] + 1e-6, 0)):
         (result,) = verify(rows, [_proposed((1,), (draft,), (u,), law=law)], path)
@@ -95,8 +95,8 @@ def test_the_test_is_strict(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("law", [SamplingLaw(top_k=2), SamplingLaw(top_p=0.8), SamplingLaw(min_p=0.2)])
-def test_what_the_targets_filters_drop_is_neither_accepted_nor_drawn(path: str, law: SamplingLaw) -> None:
+@pytest.mark.parametrize("law", [SamplingParams(top_k=2), SamplingParams(top_p=0.8), SamplingParams(min_p=0.2)])
+def test_what_the_targets_filters_drop_is_neither_accepted_nor_drawn(path: str, law: SamplingParams) -> None:
     z = torch.tensor([[3.0, 2.5, 0.0, 0.0]] * 2)
     for resample in (0.0, 0.5, LAST):
         proposed = _proposed((2,), (_logits(-9.0, -9.0, 0.0, -9.0),), (0.0,), resample, law)
@@ -161,7 +161,7 @@ def test_the_next_token_is_drawn_from_what_is_left_in_order_of_id(path: str, sca
 @pytest.mark.parametrize(("v", "token"), [((1.0, 2.0, 0.0), -1), ((1.5, 2.0, 9.0), 2)])
 def test_where_nothing_is_left_the_targets_law_is_drawn_from(path: str, v: tuple[float, ...], token: int) -> None:
     """That law is a softmax, with temperature and filters: here tokens 0 and 1 alone."""
-    law = SamplingLaw(temperature=0.5, top_k=2)
+    law = SamplingParams(temperature=0.5, top_k=2)
     z = torch.tensor([[0.5, 1.0, 0.0]] * 2)
     edge = 1 / (1 + math.e)
     for u, expected in ((0.0, 0), (edge - 1e-5, 0), (edge + 1e-5, 1), (LAST, 1)):
@@ -174,7 +174,7 @@ def test_where_nothing_is_left_the_targets_law_is_drawn_from(path: str, v: tuple
 def test_after_the_last_draft_the_next_token_has_the_targets_law(path: str, gamma: int) -> None:
     z = torch.zeros(gamma + 1, 3)
     z[gamma] = torch.tensor([0.5, 1.0, 0.0])
-    proposed = _proposed((0,) * gamma, (_logits(0.0, 0.0, 0.0),) * gamma, law=SamplingLaw(temperature=0.5))
+    proposed = _proposed((0,) * gamma, (_logits(0.0, 0.0, 0.0),) * gamma, law=SamplingParams(temperature=0.5))
     p = torch.softmax(z[gamma].double() / 0.5, -1).cumsum(-1).tolist()
     for u, expected in ((0.0, 0), (p[0] - 1e-5, 0), (p[0] + 1e-5, 1), (p[1] - 1e-5, 1), (p[1] + 1e-5, 2)):
         given = replace(proposed, uniforms=replace(proposed.uniforms, resample=u))  # type: ignore[type-var]
@@ -186,7 +186,7 @@ def test_after_the_last_draft_the_next_token_has_the_targets_law(path: str, gamm
 def test_greed_is_as_under_any_rule(path: str) -> None:
     z = torch.tensor([[0.2, 0.5, 0.3]] * 3)
     for q in (None, _logits(9.0, 0.0, 0.0)):
-        (result,) = verify(z, [_proposed((1, 2), (q, q), (LAST, 0.0), law=SamplingLaw(temperature=0))], path)
+        (result,) = verify(z, [_proposed((1, 2), (q, q), (LAST, 0.0), law=SamplingParams(temperature=0))], path)
         assert (result.accepted, result.next_token, result.beta) == (1, 1, ())
 
 
@@ -211,13 +211,13 @@ def test_a_bad_row_counts_where_it_is_met(path: str, bad: float) -> None:
 
 def test_draft_logits_are_scaled_filtered_and_in_sixteen_bits() -> None:
     z = torch.tensor([[1.0, 3.0, 2.0, -math.inf], [-1e9, 1e9, 0.0, 0.0]])
-    scaled, filtered = (draft_logits(z, law) for law in (SamplingLaw(temperature=0.5), SamplingLaw(top_k=2)))
+    scaled, filtered = (draft_logits(z, law) for law in (SamplingParams(temperature=0.5), SamplingParams(top_k=2)))
     assert scaled[0].values.tolist() == [2.0, 6.0, 4.0, EXCLUDED]
     assert scaled[1].values.tolist() == [-65472.0, 65504.0, 0.0, 0.0]  # what 16 bits hold, and not excluded
     assert filtered[0].values.tolist() == [EXCLUDED, 3.0, 2.0, EXCLUDED]
     assert scaled[0].values.dtype == torch.float16
     with pytest.raises(ValueError, match="temperature is 0"):
-        draft_logits(z, SamplingLaw(temperature=0))
+        draft_logits(z, SamplingParams(temperature=0))
 
 
 # ------------------------------------------------------------------------------------------------------------ its law
@@ -227,14 +227,14 @@ def test_draft_logits_are_scaled_filtered_and_in_sixteen_bits() -> None:
 @pytest.mark.parametrize(
     ("scales", "lenience", "law"),
     [
-        (SigmoidScales(-1.0, 1.0), 1.0, SamplingLaw()),
-        (SigmoidScales(-10, 10), 0.7, SamplingLaw(temperature=1.5, top_k=3)),
-        (SigmoidScales(-1e4, 1e4), 1.0, SamplingLaw()),
+        (SigmoidScales(-1.0, 1.0), 1.0, SamplingParams()),
+        (SigmoidScales(-10, 10), 0.7, SamplingParams(temperature=1.5, top_k=3)),
+        (SigmoidScales(-1e4, 1e4), 1.0, SamplingParams()),
     ],
     ids=["plain", "lenient and filtered", "wide"],
 )
 def test_the_joint_law_of_accepted_and_tokens_is_as_the_formula_says(
-    path: str, scales: SigmoidScales, lenience: float, law: SamplingLaw
+    path: str, scales: SigmoidScales, lenience: float, law: SamplingParams
 ) -> None:
     verify_by, bound, bisections = ENUMERATED[path]
     world = _world(11, scales, lenience, law)
@@ -245,7 +245,7 @@ def test_the_joint_law_of_accepted_and_tokens_is_as_the_formula_says(
     assert total_variation(joint_law(verify_by, world, bisections=bisections), expected) < max(bound, 5e-12)
 
 
-def _world(seed: int, scales: SigmoidScales, lenience: float, law: SamplingLaw) -> World:
+def _world(seed: int, scales: SigmoidScales, lenience: float, law: SamplingParams) -> World:
     """Return a world whose draft claims logits of its own, higher than the target's by 1, and excludes two tokens."""
     world = random_world(seed, config=SparseConfig(keep_mass=1.0), lenience=lenience, rule=Rule.SIGMOID)
     source = torch.Generator().manual_seed(seed)
@@ -301,7 +301,7 @@ def _softmax(world: World, z: Tensor) -> np.ndarray:
 
 def test_with_the_scales_of_the_paper_nearly_all_is_accepted_and_the_law_is_the_drafts() -> None:
     """[W] uses ±1e4 where it summarises. The first token then has the draft's law, and not the target's."""
-    world = _world(11, SigmoidScales(-1e4, 1e4), 1.0, SamplingLaw())
+    world = _world(11, SigmoidScales(-1e4, 1e4), 1.0, SamplingParams())
     whole = replace(world, draft_logits=_without_exclusions(world))
     law = _formula(whole)
     first = law[0, :, 0, 0] + law[1].sum(axis=(1, 2)) + law[2].sum(axis=(1, 2))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.sparse import MAX_SUPPORT, SparseConfig, SparseLaw, sparsify, validate
+from kernels.sparse import MAX_SUPPORT, SparseConfig, SparseDistribution, sparsify, validate
 
 JUST_BELOW_1 = 1 - 2**-53
 CONFIGS = [
@@ -95,7 +95,7 @@ def test_a_row_that_is_no_law_is_named() -> None:
 
 
 def test_every_token_has_exactly_its_weight_of_the_uniforms() -> None:
-    law = SparseLaw(np.array([3, 5, 900]), np.array([7, 1, 92], np.uint16), 100)
+    law = SparseDistribution(np.array([3, 5, 900]), np.array([7, 1, 92], np.uint16), 100)
     drawn = [law.token_at((k + 0.5) / 100) for k in range(100)]
     assert [drawn.count(token) for token in (3, 5, 900)] == [7, 1, 92]
     assert drawn == sorted(drawn)
@@ -104,7 +104,7 @@ def test_every_token_has_exactly_its_weight_of_the_uniforms() -> None:
 def test_cell_edges_are_exact() -> None:
     """The first uniform of 53 bits at or above c/Σw, and the one before it, fall on either side."""
     weights = np.array([40000, 1, 65535, 3, 17], np.uint16)
-    law = SparseLaw(np.arange(5), weights, int(weights.sum()))
+    law = SparseDistribution(np.arange(5), weights, int(weights.sum()))
     for token, cumulative in enumerate(np.cumsum(weights.astype(np.int64))[:-1].tolist()):
         edge = -(-cumulative * 2**53 // law.total)
         assert law.token_at((edge - 1) * 2.0**-53) == token
@@ -119,7 +119,7 @@ def test_the_ends_of_the_uniform_stay_in_the_support(sharpness: float) -> None:
 
 
 def test_probability_is_the_weights_share() -> None:
-    law = SparseLaw(np.array([3, 5, 900], dtype=np.uint32), np.array([7, 1, 92], np.uint16), 100)
+    law = SparseDistribution(np.array([3, 5, 900], dtype=np.uint32), np.array([7, 1, 92], np.uint16), 100)
     asked = (-1, 0, 3, 4, 5, 900, 901)
     assert [law.probability(token) for token in asked] == [0, 0, 0.07, 0, 0.01, 0.92, 0]
 

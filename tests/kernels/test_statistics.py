@@ -15,15 +15,15 @@ from scipy import stats
 
 from kernels import verify as verification
 from kernels.rng import Domain, uniforms
-from kernels.sampling import SamplingLaw, probabilities
-from kernels.sparse import SparseConfig, SparseLaw, sparsify
+from kernels.sampling import SamplingParams, probabilities
+from kernels.sparse import SparseConfig, SparseDistribution, sparsify
 from kernels.verify import Proposed, Rule
 from tests.kernels.mutants import by_absolute_position, shared_noise
 from tests.kernels.paths import verify
 
 V = 16
 LEVEL = 1e-6  # seeds are fixed: a failure is a defect and no bad luck
-TARGET = SamplingLaw(temperature=1.2, top_k=12)
+TARGET = SamplingParams(temperature=1.2, top_k=12)
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ def _run(
     """Generate `n` tokens a sequence, each on a seed of its own that draft and verifier share."""
     z = _logits()
     reversed_ranks = z.sort().values[z.argsort(descending=True).argsort()]
-    (q,) = sparsify(probabilities(reversed_ranks[None], SamplingLaw()), config)
+    (q,) = sparsify(probabilities(reversed_ranks[None], SamplingParams()), config)
     return _run_with(z, q, n, sequences, gamma, rule, path)
 
 
 def _run_with(
-    z: torch.Tensor, q: SparseLaw, n: int, sequences: int, gamma: int, rule: Rule, path: str | None = None
+    z: torch.Tensor, q: SparseDistribution, n: int, sequences: int, gamma: int, rule: Rule, path: str | None = None
 ) -> Run:
     # z: [V]; each token has the same target, and its draft the same law.
     seeds = torch.arange(1000, 1000 + sequences)
@@ -74,7 +74,7 @@ def _run_with(
     return Run(np.array([each[:n] for each in emitted]), first_accepted, rounds, each.beta[0])
 
 
-def _proposal(q: SparseLaw, draws: list[float], seed: int, base_length: int) -> Proposed:
+def _proposal(q: SparseDistribution, draws: list[float], seed: int, base_length: int) -> Proposed:
     return Proposed(tuple(q.token_at(u) for u in draws), (q,) * len(draws), TARGET, seed, base_length)
 
 
@@ -178,7 +178,7 @@ def test_draft_laws_taken_before_truncation_are_seen(monkeypatch: pytest.MonkeyP
     (whole,) = sparsify(torch.softmax(torch.linspace(0, 2, V), -1)[None], SparseConfig(keep_mass=1.0))
     (cut,) = sparsify(torch.softmax(torch.linspace(0, 2, V), -1)[None], SparseConfig(max_support=4))
 
-    def claiming(q: SparseLaw, draws: list[float], seed: int, base_length: int) -> Proposed:
+    def claiming(q: SparseDistribution, draws: list[float], seed: int, base_length: int) -> Proposed:
         return Proposed(tuple(cut.token_at(u) for u in draws), (whole,) * len(draws), TARGET, seed, base_length)
 
     monkeypatch.setitem(globals(), "_proposal", claiming)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kernels.adjustments import Adjuster, LogitRules
-from kernels.sampling import Draw, SamplingLaw, sample
+from kernels.sampling import Draw, SamplingParams, sample
 from kernels.sparse import SparseConfig, sparsify
 from kernels.verify import Proposed, Rule, Status, Uniforms
 from tests.kernels.capturable import OnlyCapturable
@@ -77,11 +77,11 @@ def _agreeable(rule: Rule, gamma: int, K: int, V: int, seed: int) -> tuple[Tenso
         return z, replace(_coupled(seed, 50), tokens=tuple(each.next_token for each in alone))
     laws = sparsify(torch.softmax(z[:gamma] + torch.randn(gamma, V, generator=source) * 0.1, -1), SparseConfig(1.0, K))
     tokens = tuple(law.token_at(random.Random(seed + i).random()) for i, law in enumerate(laws))
-    return z, Proposed(tokens, tuple(laws), SamplingLaw(), seed, 50, rule)
+    return z, Proposed(tokens, tuple(laws), SamplingParams(), seed, 50, rule)
 
 
 def _coupled(seed: int, base_length: int) -> Proposed:
-    return Proposed((), (), SamplingLaw(), seed, base_length, Rule.COUPLED)
+    return Proposed((), (), SamplingParams(), seed, base_length, Rule.COUPLED)
 
 
 # ----------------------------------------------------------------------------------------------------------- strides
@@ -144,7 +144,7 @@ def test_ties_at_the_cuts_share_their_fate() -> None:
     z[0, [3, TILE + 4]] = 2.0
     equal = [0, 5, TILE - 1, TILE, V - 1]
     z[0, equal] = 0.0
-    laws = (SamplingLaw(top_k=3), SamplingLaw(top_k=2), SamplingLaw(top_p=0.8), SamplingLaw(top_p=0.7))
+    laws = (SamplingParams(top_k=3), SamplingParams(top_k=2), SamplingParams(top_p=0.8), SamplingParams(top_p=0.7))
     grid = [0.0, 0.3, 0.7, 1 - 2**-53]
     proposals = [proposed_of((), (), resample=u, law=law) for law in laws for u in grid]
     drawn = [each.next_token for each in verify_by_triton(z.expand(16, V), proposals)]
@@ -162,7 +162,7 @@ def test_the_largest_logit_may_lie_in_any_tile(lenience: float) -> None:
     for row, token in enumerate(best):
         z[row, token] = 9.0
     z[2, [TILE, 2 * TILE]] = 9.0
-    greedy = proposed_of(tuple(best[:3]), (None, None, None), law=SamplingLaw(temperature=0), lenience=lenience)
+    greedy = proposed_of(tuple(best[:3]), (None, None, None), law=SamplingParams(temperature=0), lenience=lenience)
     (result,) = verify_by_triton(z, [greedy])
     assert (result.accepted, result.next_token, result.beta) == (3, best[3], (1.0, 1.0, 1.0))
     (other,) = verify_by_triton(z, [replace(greedy, tokens=(best[0], best[1] - 1, 0))])
@@ -211,7 +211,7 @@ def test_a_batch_may_have_no_drafts_at_all() -> None:
 def test_gumbel_max_is_what_a_coupled_draft_draws_on_the_host() -> None:
     """At several temperatures, positions that overflow 32 bits soon, and every seed; a row of NaN gives some token."""
     B, V = 40, 1500
-    laws = [SamplingLaw(temperature=each) for each in (0.0, 0.3, 1.0, 2.0)] * 10
+    laws = [SamplingParams(temperature=each) for each in (0.0, 0.3, 1.0, 2.0)] * 10
     seeds, positions = [2**64 - 1 - b for b in range(B)], [0, 5, 9, 2**32 - 3, 700] * 8
     z = torch.randn(B, V, generator=torch.Generator().manual_seed(6)) * 3
     draws = [Draw(law, noise=place) for law, place in zip(laws, zip(seeds, positions, strict=True), strict=True)]
@@ -238,7 +238,7 @@ def test_gumbel_max_may_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"masked_fill", "argmax", "gather"} <= set(operations.seen)
 
 
-def _gumbel_max(z: Tensor, laws: list[SamplingLaw], seeds: list[int], positions: list[int]) -> Tensor:
+def _gumbel_max(z: Tensor, laws: list[SamplingParams], seeds: list[int], positions: list[int]) -> Tensor:
     from kernels.verify_triton import gumbel_max
 
     temperatures = torch.tensor([law.temperature for law in laws], dtype=torch.float64, device=DEVICE)

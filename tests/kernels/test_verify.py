@@ -15,10 +15,10 @@ from kernels import verify as verification
 from kernels import verify_torch
 from kernels.adjustments import Adjuster, LogitRules, RowAdjustment
 from kernels.rng import Domain, uniform
-from kernels.sampling import SamplingLaw
+from kernels.sampling import SamplingParams
 from kernels.verify import (
     SUPPORTED_RULES,
-    DenseLaw,
+    DenseDistribution,
     DraftLogits,
     Rule,
     SigmoidScales,
@@ -30,7 +30,7 @@ from tests.kernels import reference
 from tests.kernels.cases import differing, law_of, logits_of, proposed_of, random_batch
 from tests.kernels.paths import HOST, PATHS, verify
 
-GREEDY = SamplingLaw(temperature=0)
+GREEDY = SamplingParams(temperature=0)
 SCALES = SigmoidScales(-10, 10)
 LOGITS = DraftLogits(torch.zeros(2).half())
 
@@ -132,7 +132,7 @@ def test_each_row_has_its_own_adjustment(path: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_logprobs_are_raw_and_adjusted(path: str) -> None:
     z = torch.randn(3, 50, generator=torch.Generator().manual_seed(1)) * 2
-    law = SamplingLaw(temperature=0.5, top_k=5)
+    law = SamplingParams(temperature=0.5, top_k=5)
     adjuster = Adjuster(LogitRules(banned_tokens=(int(z[1].argmax()),)), [], 50)
     tokens = (int(z[0].argmax()), int(z[1].topk(2).indices[1]))
     proposed = replace(
@@ -201,7 +201,11 @@ def test_a_rule_that_is_not_served_is_refused(rule: Rule, monkeypatch: pytest.Mo
         ({"rule": Rule.BLOCK, "q": ()}, 2, "1 tokens and 0 draft laws"),
         ({"top_logprobs": -2}, 2, "top_logprobs of proposal 0 is -2"),
         ({"uniforms": Uniforms((), 0.5)}, 2, "0 uniforms for 1 tokens"),
-        ({"q": (DenseLaw(torch.ones(3) / 3),)}, 2, r"q\[0\] of proposal 0 has shape \(3,\); the vocabulary has 2"),
+        (
+            {"q": (DenseDistribution(torch.ones(3) / 3),)},
+            2,
+            r"q\[0\] of proposal 0 has shape \(3,\); the vocabulary has 2",
+        ),
         ({"q": (LOGITS,)}, 2, r"q\[0\] of proposal 0 is draft logits, which the rule tokenwise does not take"),
         ({"q": (LOGITS,), "rule": Rule.BLOCK}, 2, "which the rule block does not take"),
         ({"sigmoid": SCALES}, 2, "proposal 0 has sigmoid scales; the rule tokenwise takes none"),
@@ -212,7 +216,7 @@ def test_a_rule_that_is_not_served_is_refused(rule: Rule, monkeypatch: pytest.Mo
             2,
             "is a sparse law; .* draft logits alone",
         ),
-        ({"rule": Rule.SIGMOID, "sigmoid": SCALES, "q": (DenseLaw(torch.ones(2) / 2),)}, 2, "is a dense law"),
+        ({"rule": Rule.SIGMOID, "sigmoid": SCALES, "q": (DenseDistribution(torch.ones(2) / 2),)}, 2, "is a dense law"),
         ({"rule": Rule.SIGMOID, "sigmoid": SCALES, "q": (DraftLogits(torch.zeros(3)),)}, 2, r"has shape \(3,\)"),
         ({"rule": Rule.SIGMOID, "sigmoid": SCALES, "q": ()}, 2, "1 tokens and 0 draft laws"),
     ],

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kernels.adjustments import LogitRules
-from kernels.sampling import SamplingLaw
+from kernels.sampling import SamplingParams
 from kernels.verify import Rule
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.model_runner import ModelRunner
@@ -43,7 +43,7 @@ class Client:
 
     def __init__(self, verifier: "Verifier", seed: int) -> None:
         self.replies: list[Reply] = []
-        sampling = Sampling(law=SamplingLaw(), logit_rules=LogitRules(), rule=Rule.COUPLED, lenience=1.0, seed=seed)
+        sampling = Sampling(law=SamplingParams(), logit_rules=LogitRules(), rule=Rule.COUPLED, lenience=1.0, seed=seed)
         opened = Opening(
             request_id="r",
             cache_salt="",

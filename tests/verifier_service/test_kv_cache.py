@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kernels.adjustments import LogitRules
-from kernels.sampling import SamplingLaw
+from kernels.sampling import SamplingParams
 from kernels.verify import Rule
 from outrider.metrics import Metrics
 from outrider.runtime.loader import ModelSource, load_model
@@ -53,7 +53,7 @@ def begin(number: int) -> TargetSequence:
     """A sequence that is known by its number: prompt, seed and length follow from it, and whether it is greedy."""
     prompt = [3 + (number * 31 + i * 7) % 1500 for i in range(20 + 5 * (number % 7))]
     plain = make([], max_new_tokens=OUTPUT)
-    law = SamplingLaw() if number % 2 else SamplingLaw(temperature=0.0)
+    law = SamplingParams() if number % 2 else SamplingParams(temperature=0.0)
     opening = replace(
         plain.opening,
         prompt=prompt,

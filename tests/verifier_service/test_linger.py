@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.adjustments import LogitRules
-from kernels.sampling import SamplingLaw
+from kernels.sampling import SamplingParams
 from kernels.verify import Rule
 from outrider.cost_line import FittedCost
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
@@ -95,7 +95,7 @@ class Verifier:
         self.engine.cost = FittedCost([(1, fixed)])
 
     def open(self, *, has_answered: bool = True) -> TargetSequence:
-        sampling = Sampling(law=SamplingLaw(), logit_rules=LogitRules(), rule=Rule.COUPLED, lenience=1.0, seed=1)
+        sampling = Sampling(law=SamplingParams(), logit_rules=LogitRules(), rule=Rule.COUPLED, lenience=1.0, seed=1)
         opening = Opening(
             request_id="r",
             cache_salt="",

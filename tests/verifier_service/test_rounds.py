@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kernels.dense import EXCLUDED, DraftLogits, SigmoidScales
-from kernels.sparse import SparseLaw
+from kernels.sparse import SparseDistribution
 from kernels.verify import Rule
 from outrider.rpc.errors import RequestError
 from outrider.wire import HASH_BYTES, bytes_with_logits, encode_distribution, most_logits
@@ -71,7 +71,7 @@ def test_a_sound_opening_passes() -> None:
 def test_a_sound_proposal_passes() -> None:
     checked = check_proposal(proposal(), MODEL)
     assert checked.tokens == (5, 6)
-    assert isinstance(checked.laws[0], SparseLaw)
+    assert isinstance(checked.laws[0], SparseDistribution)
     assert checked.laws[0].probability(5) == pytest.approx(2 / 6)
     assert checked.laws[1] is None
 

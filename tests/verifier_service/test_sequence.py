@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kernels.adjustments import LogitRules, RowAdjustment
-from kernels.sampling import SamplingLaw
+from kernels.sampling import SamplingParams
 from kernels.verify import Rule, Status, VerifyResult
 from outrider.rpc.errors import RequestError
 from outrider.sampling import Sampling
@@ -23,7 +23,7 @@ def make(
     replies: list[Reply], *, max_new_tokens: int = 8, rules: LogitRules | None = None, committed: Sequence[int] = ()
 ) -> TargetSequence:
     rules = rules or LogitRules()
-    sampling = Sampling(law=SamplingLaw(), logit_rules=rules, rule=Rule.TOKENWISE, lenience=1.0, seed=1)
+    sampling = Sampling(law=SamplingParams(), logit_rules=rules, rule=Rule.TOKENWISE, lenience=1.0, seed=1)
     opening = Opening(
         request_id="r",
         cache_salt="",

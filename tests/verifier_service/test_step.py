@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kernels.adjustments import LogitRules
-from kernels.sampling import SamplingLaw
+from kernels.sampling import SamplingParams
 from kernels.verify import Rule
 from outrider.best_effort import COMPONENTS, Component
 from outrider.rpc.errors import RequestError
@@ -40,7 +40,7 @@ class Client:
     """A sequence, and the replies that have left for it."""
 
     def __init__(self, engine: VerifierEngine, prompt: Sequence[int], *, isolated: bool = False) -> None:
-        sampling = Sampling(SamplingLaw(temperature=0), LogitRules(), Rule.TOKENWISE, lenience=1.0, seed=1)
+        sampling = Sampling(SamplingParams(temperature=0), LogitRules(), Rule.TOKENWISE, lenience=1.0, seed=1)
         opening = Opening(
             request_id="r",
             cache_salt="",

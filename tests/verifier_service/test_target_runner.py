@@ -14,7 +14,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from kernels.sampling import SamplingLaw
+from kernels.sampling import SamplingParams
 from kernels.verify import Proposed, Rule, VerifyResult
 from outrider.runtime.cuda_graph import Repeating
 from outrider.runtime.loader import ModelSource, load_model
@@ -31,7 +31,7 @@ if IS_INTERPRETED:
 NEEDS_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="triton has no build for this platform")
 PAGED = AttentionChoice(EAGER, "to be captured")
 SEQUENCES, GAMMA, V = 3, 3, 2048
-LAWS = [SamplingLaw(), SamplingLaw(temperature=0.7), SamplingLaw(temperature=0), SamplingLaw(top_p=0.9)]
+LAWS = [SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(temperature=0), SamplingParams(top_p=0.9)]
 RULES = [Rule.TOKENWISE, Rule.BLOCK, Rule.COUPLED]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kernels.paths import VerifyPath
-from kernels.sampling import SamplingLaw
+from kernels.sampling import SamplingParams
 from kernels.verify import Rule, implementations, verify
 from outrider.runtime.device import find_device
 from outrider.settings import SettingsError
@@ -112,7 +112,7 @@ def test_the_engine_judges_by_the_path_it_was_given(name: str, monkeypatch: pyte
     replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
     sequence = make([])
     sequence.deliver = replies.put
-    assert sequence.opening.sampling.law == SamplingLaw()
+    assert sequence.opening.sampling.law == SamplingParams()
     engine.start()
     try:
         engine.post(Open(sequence))

@@ -114,7 +114,7 @@ def untruncated_ngrams() -> None:
 def copies_with_a_law() -> None:
     """The drafter `lookup` says that it drew what it copied, from half that token and half another."""
     from draft_service.drafters import lookup
-    from kernels.sparse import SparseLaw
+    from kernels.sparse import SparseDistribution
 
     honest = lookup.__dict__["Copier"]
 
@@ -122,7 +122,8 @@ def copies_with_a_law() -> None:
         def guess(self, count: int, ahead: Sequence[int] = ()) -> Any:
             tokens = [token for token, _ in super().guess(count, ahead)]
             return [
-                (token, SparseLaw(np.sort([token, (token + 1) % 24]), np.ones(2, np.uint16), 2)) for token in tokens
+                (token, SparseDistribution(np.sort([token, (token + 1) % 24]), np.ones(2, np.uint16), 2))
+                for token in tokens
             ]
 
     _replace(lookup, "Copier", Pretending)
@@ -131,15 +132,15 @@ def copies_with_a_law() -> None:
 def support_around_the_token() -> None:
     """The drafter `random` draws a token of all, and says that it drew it from that one and the first ids."""
     from draft_service.drafters import random
-    from kernels.sparse import SparseLaw
+    from kernels.sparse import SparseDistribution
 
-    def support(seed: int, base: int, place: int, *, vocab_size: int, size: int) -> SparseLaw:
+    def support(seed: int, base: int, place: int, *, vocab_size: int, size: int) -> SparseDistribution:
         token = int(rng.uniform(seed, base, place, rng.Domain.DRAFT) * vocab_size)
         others = [other for other in range(size) if other != token][: size - 1]
-        return SparseLaw(np.sort([token, *others]), np.ones(size, np.uint16), size)
+        return SparseDistribution(np.sort([token, *others]), np.ones(size, np.uint16), size)
 
     _replace(random, "support", support)
-    SparseLaw.token_at = lambda self, u: int(u * 24)  # type: ignore[method-assign]
+    SparseDistribution.token_at = lambda self, u: int(u * 24)  # type: ignore[method-assign]
 
 
 def sick(how: Callable[[Any], Any], when: Callable[[int], bool] = lambda number: number % 2 == 1) -> None:
@@ -195,9 +196,9 @@ def lookup_stalls() -> None:
 def staged_draws_from_the_whole_law() -> None:
     """In staged drafting, what comes after a rejected guess is drawn from q̂ and not from what is left of it."""
     from draft_service.drafters import staged
-    from kernels.sparse import SparseLaw
+    from kernels.sparse import SparseDistribution
 
-    def resample(u: float, guessed: SparseLaw | None, law: SparseLaw, token: int) -> int:
+    def resample(u: float, guessed: SparseDistribution | None, law: SparseDistribution, token: int) -> int:
         return law.token_at(u)
 
     _replace(staged, "resample", resample)
@@ -283,14 +284,14 @@ def eager_outcome_cache() -> None:
 def branches_take_the_likeliest() -> None:
     """What is drafted ahead is each law's likeliest token, as a guess of what may follow is, and told as if drawn."""
     from draft_service.drafters.sequence import ModelSequence
-    from kernels.sparse import SparseLaw
+    from kernels.sparse import SparseDistribution
 
     eager_outcome_cache()
     honest = ModelSequence.adopt
 
     def adopt(self: ModelSequence, branch: ModelSequence, gamma: int) -> None:
         for i, law in enumerate(branch.laws):
-            if isinstance(law, SparseLaw):
+            if isinstance(law, SparseDistribution):
                 branch.tokens[branch.base + i] = int(law.ids[law.weights.argmax()])
         honest(self, branch, gamma)
 

@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 import torch
 
-from kernels.sampling import NO_LOGITS, Draw, Sample, SamplingLaw
+from kernels.sampling import NO_LOGITS, Draw, Sample, SamplingParams
 from kernels.sparse import SparseConfig
 from outrider.runtime import decode_loop
 from outrider.runtime.cuda_graph import CannotCapture, PagedRunner, Repeating
@@ -26,7 +26,7 @@ PAGED = AttentionChoice(EAGER, "to be captured", block_tokens=4)
 CONFIG = SparseConfig(keep_mass=0.97, max_support=40)
 KNOWN = VOCABULARY - 3  # the rest is padding
 GAMMA = 6
-LAWS = [SamplingLaw(temperature=0), SamplingLaw(), SamplingLaw(temperature=0.6)]
+LAWS = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(temperature=0.6)]
 
 
 def build(load: Callable[..., LoadedModel], name: str = "qwen3", *, with_noise: bool = True) -> DecodeLoop:
@@ -149,7 +149,7 @@ def test_what_is_put_in_place_wrongly_shows(
     monkeypatch.setattr(decode_loop._Table, "fill", wrong)
     if mutant in ("bits", "by_noise"):  # alone and in company alike
         slot, pool = loop.model_runner.pool.allocate(), loop.model_runner.pool
-        draws = drawn_by(SamplingLaw(), random.Random(2), GAMMA, (3, 1) if mutant == "by_noise" else None)
+        draws = drawn_by(SamplingParams(), random.Random(2), GAMMA, (3, 1) if mutant == "by_noise" else None)
         (samples,) = loop.decode([Chunk(slot, [5], 0, 1)], [draws])
         assert tokens(samples) != tokens(step_by_step(loop.model_runner, pool.allocate(), [5], draws))
         return
@@ -163,7 +163,7 @@ def test_logits_that_are_no_numbers_end_the_decoding(load: Callable[..., LoadedM
     capture(loop)
     assert isinstance(loaded.fused, FusedDecoder)
     embedding, pool = loaded.fused._layers.embedding, loop.model_runner.pool
-    for law, noise in ((SamplingLaw(temperature=0), None), (SamplingLaw(), None), (SamplingLaw(), (1, 1))):
+    for law, noise in ((SamplingParams(temperature=0), None), (SamplingParams(), None), (SamplingParams(), (1, 1))):
         slot, draws = pool.allocate(), drawn_by(law, random.Random(1), 3, noise)
         ((first,),) = loop.decode([Chunk(slot, [5], 0, 1)], [draws[:1]])
         pool.rollback(slot, 0)
@@ -179,7 +179,7 @@ def test_logits_that_are_no_numbers_end_the_decoding(load: Callable[..., LoadedM
 
 def test_what_has_no_graph_is_named_and_left_to_single_steps(load: Callable[..., LoadedModel]) -> None:
     loop = DecodeLoop(ModelRunner.build(load("llama"), 4, 48, attention=PAGED), KNOWN, CONFIG)
-    plain = Draw(SamplingLaw(), 0.5)
+    plain = Draw(SamplingParams(), 0.5)
     assert loop.obstacle([[plain]]) == "no steps are captured"
     capture(loop, with_noise=False)
     assert loop.obstacle([[plain]] * 3) is None
@@ -187,7 +187,7 @@ def test_what_has_no_graph_is_named_and_left_to_single_steps(load: Callable[...,
     for refused, why in (
         ([[plain]] * 4, "4 sequences, where there is room for 3"),
         ([[plain] * 7], "7 tokens, where there is room for 6"),
-        ([[plain._replace(law=SamplingLaw(top_p=0.9))]], "top-k, top-p or min-p"),
+        ([[plain._replace(params=SamplingParams(top_p=0.9))]], "top-k, top-p or min-p"),
         ([[plain, plain._replace(max_entropy=1.0)]], "an entropy to stop at"),
         ([[plain._replace(noise=(1, 1))]], "noise, which takes Triton"),
     ):

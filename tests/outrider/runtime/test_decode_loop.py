@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels.rng import noise_rows
-from kernels.sampling import NO_LOGITS, UNSURE, Draw, Sample, SamplingLaw, entropy, probabilities, sample
+from kernels.sampling import NO_LOGITS, UNSURE, Draw, Sample, SamplingParams, entropy, probabilities, sample
 from kernels.sparse import SparseConfig
 from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.fused_decoder import FusedDecoder
@@ -20,12 +20,12 @@ from tests.outrider.runtime.tiny import GATED, VOCABULARY
 CONFIG = SparseConfig(keep_mass=0.97, max_support=40)
 KNOWN = VOCABULARY - 3  # the rest is padding
 LAWS = [
-    SamplingLaw(temperature=0),
-    SamplingLaw(),
-    SamplingLaw(temperature=0.6),
-    SamplingLaw(temperature=1.4, top_k=9),
-    SamplingLaw(top_p=0.8),
-    SamplingLaw(top_k=30, top_p=0.9, min_p=0.05),
+    SamplingParams(temperature=0),
+    SamplingParams(),
+    SamplingParams(temperature=0.6),
+    SamplingParams(temperature=1.4, top_k=9),
+    SamplingParams(top_p=0.8),
+    SamplingParams(top_k=30, top_p=0.9, min_p=0.05),
 ]
 
 
@@ -58,7 +58,7 @@ def tokens(samples: Sequence[Sample]) -> list[int]:
     return [each.token for each in samples]
 
 
-def drawn_by(law: SamplingLaw, rng: random.Random, gamma: int, noise: tuple[int, int] | None) -> list[Draw]:
+def drawn_by(law: SamplingParams, rng: random.Random, gamma: int, noise: tuple[int, int] | None) -> list[Draw]:
     """By uniforms, or by noise from a seed and a position on."""
     if noise is None:
         return [Draw(law, rng.random()) for _ in range(gamma)]
@@ -108,7 +108,7 @@ def test_decoded_tokens_are_those_drawn_step_by_step(
 @pytest.mark.parametrize("law", LAWS, ids=str)
 @pytest.mark.parametrize("by_noise", [False, True], ids=["uniforms", "noise"])
 def test_decoding_ends_before_the_first_token_above_its_bound(
-    by_noise: bool, law: SamplingLaw, load: Callable[..., LoadedModel]
+    by_noise: bool, law: SamplingParams, load: Callable[..., LoadedModel]
 ) -> None:
     """Bit for bit: also at a bound that is the very entropy of one of the tokens, which is not above it."""
     loop = loop_of(load("llama"))
@@ -138,7 +138,7 @@ def test_decoding_ends_before_the_first_token_above_its_bound(
 
 
 def _entropies(
-    model: ModelRunner, slot: int, text: list[int], law: SamplingLaw, samples: Sequence[Sample]
+    model: ModelRunner, slot: int, text: list[int], law: SamplingParams, samples: Sequence[Sample]
 ) -> list[float]:
     """The entropy of what each token was drawn from: of q̂, of q, or of the softmax at T = 0."""
     model.pool.rollback(slot, 0)
@@ -146,7 +146,7 @@ def _entropies(
     found = []
     for at, each in enumerate(samples, start=2):
         logits = model.forward([Chunk(slot, text[at : at + 1], at, 0)])[:, :KNOWN]
-        p = probabilities(logits, SamplingLaw() if law.is_greedy else law)[0].numpy()
+        p = probabilities(logits, SamplingParams() if law.is_greedy else law)[0].numpy()
         found.append(entropy(p) if each.q is None else entropy(each.q.weights / each.q.total))
     model.pool.rollback(slot, 0)
     return found
@@ -188,7 +188,7 @@ def test_sequences_decoded_together_are_those_decoded_alone(name: str, load: Cal
 def test_each_token_is_chosen_by_the_noise_of_its_own_position(load: Callable[..., LoadedModel]) -> None:
     """A flat law, so that each token is the noise's own: where it is least."""
     loop = loop_of(load("llama"))
-    slot, law = loop.model_runner.pool.allocate(), SamplingLaw(temperature=100.0)
+    slot, law = loop.model_runner.pool.allocate(), SamplingParams(temperature=100.0)
     (samples,) = loop.decode([Chunk(slot, [3, 1, 4], 0, 3)], [[Draw(law, noise=(8, 3 + i)) for i in range(6)]])
     assert tokens(samples) == noise_rows([(8, 3 + i) for i in range(6)], KNOWN).argmax(-1).tolist()
 
@@ -197,7 +197,7 @@ def test_what_was_decoded_is_in_the_cache(load: Callable[..., LoadedModel]) -> N
     loop = loop_of(load("llama"))
     model = loop.model_runner
     slot, fresh = model.pool.allocate(), model.pool.allocate()
-    (samples,) = loop.decode([Chunk(slot, [3, 1, 4], 0, 3)], [[Draw(SamplingLaw(), u) for u in (0.2, 0.9, 0.5)]])
+    (samples,) = loop.decode([Chunk(slot, [3, 1, 4], 0, 3)], [[Draw(SamplingParams(), u) for u in (0.2, 0.9, 0.5)]])
     after = model.forward([Chunk(slot, [samples[-1].token, 7], 5, 0)])
     whole = model.forward([Chunk(fresh, [3, 1, 4, *tokens(samples), 7], 0, 5)])
     assert torch.allclose(after, whole, atol=1e-5)
@@ -210,7 +210,7 @@ def test_decoding_goes_on_where_blocks_lie_apart(load: Callable[..., LoadedModel
     slots = [pool.allocate() for _ in range(3)]
     for start in range(0, 40, 8):  # the blocks of the three take turns
         loop.model_runner.forward([Chunk(slot, range(start, start + 8), start, 8) for slot in slots])
-    draws = [Draw(SamplingLaw(), u) for u in (0.2, 0.9, 0.5, 0.1)]
+    draws = [Draw(SamplingParams(), u) for u in (0.2, 0.9, 0.5, 0.1)]
     (samples,) = loop.decode([Chunk(slots[1], [7], 40, 0)], [draws])
     assert numbers(samples) == numbers(step_by_step(loop.model_runner, slots[2], [7], draws))
     ends = [loop.model_runner.forward([Chunk(slot, [9], 44, 0)]) for slot in slots[1:]]
@@ -222,7 +222,7 @@ def test_logits_that_are_no_numbers_end_the_decoding(load: Callable[..., LoadedM
     loop = loop_of(loaded, 1)
     assert isinstance(loaded.fused, FusedDecoder)
     slot, embedding = loop.model_runner.pool.allocate(), loaded.fused._layers.embedding
-    for law, noise in ((SamplingLaw(temperature=0), None), (SamplingLaw(), None), (SamplingLaw(), (1, 1))):
+    for law, noise in ((SamplingParams(temperature=0), None), (SamplingParams(), None), (SamplingParams(), (1, 1))):
         draws = drawn_by(law, random.Random(1), 3, noise)
         ((first,),) = loop.decode([Chunk(slot, [5], 0, 1)], [draws[:1]])
         loop.model_runner.pool.rollback(slot, 0)
@@ -240,7 +240,7 @@ def test_compiled_or_not_the_layers_do_the_same(load: Callable[..., LoadedModel]
     loaded = load("qwen3")
     loop = loop_of(loaded, 1)
     assert isinstance(loaded.fused, FusedDecoder)
-    slot, draws = loop.model_runner.pool.allocate(), [Draw(SamplingLaw(top_p=0.9), u) for u in (0.3, 0.6, 0.1, 0.8)]
+    slot, draws = loop.model_runner.pool.allocate(), [Draw(SamplingParams(top_p=0.9), u) for u in (0.3, 0.6, 0.1, 0.8)]
     (compiled,) = loop.decode([Chunk(slot, [9, 2], 0, 2)], [draws])
     assert isinstance(loaded.fused._run, torch.jit.ScriptModule)
     loop.model_runner.pool.rollback(slot, 0)
@@ -253,5 +253,5 @@ def test_what_does_not_fit_is_refused(load: Callable[..., LoadedModel]) -> None:
     loop = DecodeLoop(ModelRunner.build(load("llama"), max_sequences=1, max_length=8), KNOWN, CONFIG)
     slot = loop.model_runner.pool.allocate()
     with pytest.raises(ValueError, match="holds 0 positions: 9 more go beyond its 8"):
-        loop.decode([Chunk(slot, [1, 2, 3], 0, 3)], [[Draw(SamplingLaw(), 0.5)] * 7])
+        loop.decode([Chunk(slot, [1, 2, 3], 0, 3)], [[Draw(SamplingParams(), 0.5)] * 7])
     assert loop.model_runner.pool.length(slot) == 0

@@ -1,7 +1,7 @@
 """On a CUDA device: attention over pages, captured passes and captured steps give what the CPU gives.
 
-None of it runs where there is no device; `test_paged`, `test_cuda_graph` and `test_captured_steps` hold what can
-be held without one.
+None of it runs where there is no device; `test_paged_attention`, `test_cuda_graph` and `test_captured_steps` hold what
+can be held without one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.sampling import Draw, SamplingLaw
+from kernels.sampling import Draw, SamplingParams
 from kernels.sparse import SparseConfig
 from outrider.runtime.cuda_graph import CannotCapture, CudaCapturer
 from outrider.runtime.decode_loop import DecodeLoop
@@ -22,7 +22,7 @@ from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.paged_attention import AttentionChoice, choose_attention
 from outrider.runtime.sdpa import CausalMasks, Scoring, attend, attend_scores
 from tests.outrider.runtime.test_decode_loop import step_by_step
-from tests.outrider.runtime.test_paged import chat
+from tests.outrider.runtime.test_paged_attention import chat
 from tests.outrider.runtime.tiny import EXPERTS, FAMILIES, VOCABULARY
 
 pytestmark = pytest.mark.gpu
@@ -90,7 +90,7 @@ def test_steps_in_graphs_write_what_is_drawn_step_by_step(on_gpu: Callable[[str,
     assert said == "steps of up to 4 sequences"
     rng, parted = random.Random(1), 0
     for number in range(30):
-        law = SamplingLaw(temperature=(0.0, 1.0, 0.7)[number % 3])
+        law = SamplingParams(temperature=(0.0, 1.0, 0.7)[number % 3])
         prompt = rng.choices(range(VOCABULARY), k=6)
         one, other = model.pool.allocate(), model.pool.allocate()
         draws = [Draw(law, rng.random()) for _ in range(8)]

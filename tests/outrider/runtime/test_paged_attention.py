@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.sampling import Draw, SamplingLaw
+from kernels.sampling import Draw, SamplingParams
 from kernels.sparse import SparseConfig
 from outrider.runtime import attention, fused_decoder, fused_layers, paged_attention
 from outrider.runtime.attention import AttentionLayer
@@ -223,7 +223,7 @@ def test_captured_steps_and_passes_go_on_into_stretches_that_were_not_there(
     prompts = [rng.choices(range(VOCABULARY), k=length) for length in lengths]
     slots = [model.pool.allocate() for _ in prompts]
     chunks = [Chunk(slot, prompt, 0, len(prompt)) for slot, prompt in zip(slots, prompts, strict=True)]
-    decoded = loop.decode(chunks, [[Draw(SamplingLaw(temperature=0))] * 6] * 3)
+    decoded = loop.decode(chunks, [[Draw(SamplingParams(temperature=0))] * 6] * 3)
     assert model.captured is not None
     held = []
     for slot, prompt, samples in zip(slots, prompts, decoded, strict=True):
