@@ -1,4 +1,4 @@
-"""What the benchmarks of a pair are asked alike on their command lines. It knows nothing of what they measure."""
+"""What the benchmarks of a pair are asked alike on their command lines."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """How long a piece of work takes on a device: events on a GPU, the processor's clock elsewhere.
 
-Work is a function without arguments that queues what it does. It knows nothing of what the work is.
+Work is a function without arguments that queues what it does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What is compared: a contender writes one text and says what it took. The clock runs where the text is asked for.
-
-It knows nothing of how a contender does it, or of which there are.
-"""
+"""What is compared: a contender writes one text and says what it took. The clock runs where the text is asked for."""
 
 from __future__ import annotations
 

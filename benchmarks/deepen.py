@@ -4,8 +4,6 @@ Every layer is followed by copies of itself whose two projections back into the 
 all the work of a layer and adds nothing, so each logit stays what it was, bit for bit. It stands in for a target that
 is several times as large where none is at hand; it is no model worth serving.
 
-It knows folders with a configuration and one safetensors file, in the layout of Llama and its kin; it runs no model.
-
     python -m benchmarks.deepen --factor 12 models/demo/target OUT
 """
 

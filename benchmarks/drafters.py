@@ -7,8 +7,6 @@ which is in the prompts.
     python -m benchmarks.drafters            the demo pair and a deepened one, about half an hour on two cores
     python -m benchmarks.drafters --resume   goes on where the same command was interrupted
     python -m benchmarks.drafters --quick    does it work at all: the demo pair, few texts
-
-It knows the order of things; figures come about in `drafters_summary`, the picture in `drafters_picture`.
 """
 
 from __future__ import annotations

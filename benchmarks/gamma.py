@@ -7,8 +7,6 @@ with them the oracle [L 3.5].
 
     python -m benchmarks.gamma            about half an hour: the demo pair, and one with a target three times as deep
     python -m benchmarks.gamma --quick    does it work at all: two prompts, the demo pair only
-
-It knows the order of things; how figures come about is known elsewhere.
 """
 
 from __future__ import annotations

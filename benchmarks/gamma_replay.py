@@ -3,8 +3,6 @@
 Under `coupled` and at T = 0 the draft's choice after each prefix of a text does not depend on the rounds. So those of
 one long γ tell at which places draft and target agree, and with that what every other length would have given, round by
 round: by the services' own policies, by each fixed γ, and by an oracle that drafts just what will be accepted [L 3.5].
-
-It knows no services and no clocks; times are a few numbers, measured elsewhere.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""From the runs of the policies to figures: rates, ratios, what an oracle would have come to; a table and a picture.
-
-It knows runs as `benchmarks.gamma` records them, and no services.
-"""
+"""From the runs of the policies to figures: rates, ratios, what an oracle would have come to; a table and a picture."""
 
 from __future__ import annotations
 

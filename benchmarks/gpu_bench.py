@@ -1,7 +1,4 @@
-"""What the parts of `benchmarks.gpu` share: the device and its clock, time that is left, folders, services, troubles.
-
-It knows no part by name.
-"""
+"""What the parts of `benchmarks.gpu` share: the device and its clock, the time left, folders, services, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of `benchmarks.gpu` as one picture, a panel a part. It knows the JSON, and computes nothing."""
+"""The figures of `benchmarks.gpu` as one picture, a panel a part."""
 
 from __future__ import annotations
 

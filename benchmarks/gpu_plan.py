@@ -1,4 +1,4 @@
-"""How much `benchmarks.gpu` measures, on a GPU and in a dry run. It knows sizes and budgets, and nothing of how."""
+"""How much `benchmarks.gpu` measures, on a GPU and in a dry run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of `benchmarks.gpu` against what they aim at, and as tables. It knows the JSON, and measures nothing."""
+"""The figures of `benchmarks.gpu` against what they aim at, and as tables."""
 
 from __future__ import annotations
 

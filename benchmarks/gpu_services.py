@@ -1,7 +1,4 @@
-"""The two services on chosen devices, for `benchmarks.gpu`; and what one text of theirs took, by the caller's clock.
-
-It knows flags and the client library, and nothing of what is compared.
-"""
+"""The two services on chosen devices, for `benchmarks.gpu`; and what one text of theirs took, by the caller's clock."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
     python -m benchmarks.kernel --parts gamma    one part; --resume goes on with what the file holds
     python -m benchmarks.kernel --quick          does it work at all: small sizes, on a CPU too
 
-Parts: `batch` (B from 1 to 256), `gamma` (γ from 1 to 20 at B = 1, as [W Fig. 3-5, Table 8]) and `rules`. It knows the
-order of things; what is verified, by whom, and how it is timed is known elsewhere.
+Parts: `batch` (B from 1 to 256), `gamma` (γ from 1 to 20 at B = 1, as [W Fig. 3-5, Table 8]) and `rules`.
 """
 
 from __future__ import annotations

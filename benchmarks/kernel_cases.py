@@ -1,6 +1,6 @@
 """What is verified in `benchmarks.kernel`: logits of a Zipf-like law, and drafts of a law near it.
 
-Rows repeat from sequence to sequence, in memory of their own; draws do not. It knows nothing of who verifies.
+Rows repeat from sequence to sequence, in memory of their own; draws do not.
 """
 
 from __future__ import annotations

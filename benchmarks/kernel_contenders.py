@@ -1,7 +1,7 @@
 """Who verifies in `benchmarks.kernel`: Outrider, transformers' own function, plain torch, torch.compile, FlashInfer.
 
 Each takes a case and gives work to be timed, and what it accepted. All but Outrider take the whole of q; transformers
-and plain torch turn both models' logits to float32 first, as transformers' own loop does. They know nothing of clocks.
+and plain torch turn both models' logits to float32 first, as transformers' own loop does.
 """
 
 from __future__ import annotations

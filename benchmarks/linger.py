@@ -4,7 +4,7 @@
 
 One verifier for each setting of `--max-linger`, all up together; they take turns, so that whatever else the machine
 does falls on all. The drafts are elsewhere, as they should be: each stream is a `Verify` stream whose next proposal
-comes a set time after the verdict, give or take a fifth. It knows the contract, and nothing of what the verifier does.
+comes a set time after the verdict, give or take a fifth.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ falls on all of them. Last comes what the verifier's engine costs beside the mod
     python -m benchmarks.load            both pairs, about forty minutes on two cores; --only and --parts for less of it
     python -m benchmarks.load --resume   goes on where the same command was interrupted
     python -m benchmarks.load --quick    does it work at all: the demo pair, few texts, nothing tuned
-
-It knows the order of things; who serves, what is asked and how figures come about is known elsewhere.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What serves load: a contender takes requests, many at once, and says when each token of each came.
 
-Stamps are taken where the text is asked for. It knows nothing of how a contender does it, or of which there are.
+Stamps are taken where the text is asked for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What load is put on: how many streams, which prompts, when requests arrive, with which seeds.
-
-It knows nothing of who serves it, or of models beyond their tokenizer.
-"""
+"""What load is put on: how many streams, which prompts, when requests arrive, with which seeds."""
 
 from __future__ import annotations
 

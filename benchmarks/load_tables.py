@@ -1,4 +1,4 @@
-"""The figures of load as tables for people. It knows the shape of the summary, and computes nothing but sums."""
+"""The figures of load as tables for people."""
 
 from __future__ import annotations
 

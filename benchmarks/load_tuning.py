@@ -2,7 +2,7 @@
 
 All settings are tried at one number of streams, in the middle of those that are measured: a service cannot change them
 with its load. Each is tried a few times in turns, and its best run counts, so that one moment of a busy machine decides
-nothing. It knows what can be set, and nothing of what is measured afterwards.
+nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """transformers as a contender, in this process: `generate` on the target, alone and with the draft as its assistant.
 
-Its passes are counted and timed by hooks on the two models, which cost about a microsecond each. It knows nothing of
-Outrider's services.
+Its passes are counted and timed by hooks on the two models, which cost about a microsecond each.
 """
 
 from __future__ import annotations

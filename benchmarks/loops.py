@@ -1,7 +1,4 @@
-"""One event loop for all that a benchmark asks over asyncio gRPC, whose completion queue does not outlive its loop.
-
-It knows nothing of what is asked.
-"""
+"""One event loop for all that a benchmark asks over asyncio gRPC, whose completion queue does not outlive its loop."""
 
 from __future__ import annotations
 

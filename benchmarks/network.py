@@ -4,8 +4,7 @@
 
 Two services on this machine, and between them a proxy that holds every byte back for half of the added round trip. All
 arms write the same texts (rule `coupled`, one seed a prompt), in turns, at each delay in turn, so that whatever else
-the machine does falls on all. What counts is the ratio to the target alone (drafter `none`) in the same turn. It knows
-the client library and the formulas, and nothing of what the services do.
+the machine does falls on all. What counts is the ratio to the target alone (drafter `none`) in the same turn.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python -m benchmarks.outcome_cache [--quick] [--prompts 8] [--tokens 128] [--repetitions 3]
 
 One service of each kind a placement; a request says whether it wants the cache, and the two ways take turns prompt by
-prompt, so that whatever else the machine does falls on both. Placements: each service on a processor of its own, with
-a target three times as deep as the demo pair's, and with the demo pair itself; and both services on one processor,
-where drafting ahead takes its time from the target and ought to be found not to pay. What counts are ratios: at each γ,
-and of the best γ with the cache over the best without. It knows nothing of how the cache works.
+prompt, so that whatever else the machine does falls on both. Placements: each service on a processor of its own, with a
+target three times as deep as the demo pair's, and with the demo pair itself; and both services on one processor, where
+drafting ahead takes its time from the target and ought to be found not to pay. What counts are ratios: at each γ, and
+of the best γ with the cache over the best without.
 """
 
 from __future__ import annotations

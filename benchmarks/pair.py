@@ -6,8 +6,6 @@ of models: the demo pair, and the same with a deepened target (`benchmarks.deepe
 
     python -m benchmarks.pair            about a quarter of an hour
     python -m benchmarks.pair --quick    does it work at all: no tuning, few texts
-
-It knows the order of things; how contenders write, what is tuned and how figures come about is known elsewhere.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What is written: which prompts, how many tokens, how often, and with which seeds.
-
-It knows nothing of who writes, or of models beyond their tokenizer.
-"""
+"""What is written: which prompts, how many tokens, how often, and with which seeds."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     python -m benchmarks.prefix
 
 Every measurement of a prompt whose beginning is known is followed by one of the same prompt under a salt of its own,
-which finds nothing. What counts is the ratio. It knows nothing of how prefixes are kept.
+which finds nothing. What counts is the ratio.
 """
 
 from __future__ import annotations

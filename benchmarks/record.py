@@ -1,7 +1,4 @@
-"""The JSON document of a benchmark: written part by part as the parts come, so that an interrupted run can go on.
-
-It knows parts by their keys, and nothing of what is in them.
-"""
+"""The JSON document of a benchmark: written part by part as the parts come, so that an interrupted run can go on."""
 
 from __future__ import annotations
 

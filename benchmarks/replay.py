@@ -2,7 +2,7 @@
 in this process.
 
 A seed draws the same drafts again after the same tokens, so what comes back is what the text's own rounds were judged
-on. It knows nothing of rules.
+on.
 """
 
 from __future__ import annotations

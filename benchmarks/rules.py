@@ -6,8 +6,6 @@ texts are drawn again and the uniforms of acceptance integrated out (`benchmarks
 
     python -m benchmarks.rules            about ten minutes on one core
     python -m benchmarks.rules --quick    does it work at all: two prompts, few rounds
-
-It knows the order of things; how texts are redrafted and how figures come about is known elsewhere.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Outrider as a contender: a draft service and a verifier service as two processes on loopback, asked over gRPC.
-
-It knows the flags of the services and the client library, and nothing of what they do inside.
-"""
+"""Outrider as a contender: a draft service and a verifier service as two processes on loopback, asked over gRPC."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What one drafted place comes to under a rule, by formula: how often its token stands, and the law of what is written.
 
 Nothing is drawn here. With q the law that drafts are sampled from, a(x) the chance that x then stands, and r the law of
-the token in its place, the place is written by q·a + (1 - Σ q·a)·r. It knows no model and no service.
+the token in its place, the place is written by q·a + (1 - Σ q·a)·r.
 """
 
 from __future__ import annotations

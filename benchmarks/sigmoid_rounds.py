@@ -1,7 +1,4 @@
-"""Real places and real rounds of the demo pair, and their verification under each rule, counted and timed.
-
-It knows the pair's models and `kernels.verify`, and nothing of services.
-"""
+"""Real places and real rounds of the demo pair, and their verification under each rule, counted and timed."""
 
 from __future__ import annotations
 

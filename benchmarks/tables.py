@@ -1,4 +1,4 @@
-"""The figures as tables for people. It knows the shape of the summary, and computes nothing."""
+"""The figures as tables for people."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Find each contender's fastest settings on a short calibration: number format, threads, tokens per proposal.
 
 One thing after another, the later ones at the best of the earlier: a full grid would take longer than the benchmark.
-What depends on the text, tokens per proposal above all, is tried on a few texts, and the best on more of them. It
-knows what can be set, and nothing of how a contender works or of what is reported.
+What depends on the text, tokens per proposal above all, is tried on a few texts, and the best on more of them.
 """
 
 from __future__ import annotations

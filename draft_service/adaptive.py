@@ -8,8 +8,6 @@ share that was not drafted ahead takes time. At γ = 0 the target writes alone, 
 
 Where nothing pays the target goes on alone, and nothing is learned of drafts. So now and then a few short proposals are
 tried, after pauses that double for as long as they find nothing.
-
-It knows the formula and the moves; where the figures come from is `experience`'s affair.
 """
 
 from collections.abc import Iterable

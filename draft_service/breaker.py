@@ -1,7 +1,4 @@
-"""A circuit breaker: whether somebody is worth trying, judged by how the last tries went.
-
-It knows no verifier and no wire: who owns it tells it of tries, probes and pauses, and it says who may try.
-"""
+"""A circuit breaker: whether somebody is worth trying, judged by how the last tries went."""
 
 import random
 import time

@@ -1,7 +1,4 @@
-"""Which drafter a request gets: names of the contract to kinds and back, and what is refused.
-
-It knows nothing of how drafters work.
-"""
+"""Which drafter a request gets: names of the contract to kinds and back, and what is refused."""
 
 from collections.abc import Collection
 

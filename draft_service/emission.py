@@ -1,7 +1,4 @@
-"""What one sample tells its client: chunks of tokens and text, and how it ended.
-
-It knows nothing of how tokens come about, and nothing of who reads.
-"""
+"""What one sample tells its client: chunks of tokens and text, and how it ended."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

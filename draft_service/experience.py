@@ -1,7 +1,6 @@
 """What rounds have taught: how likely each place of a proposal is to stand, and where the time of a round goes.
 
-A sample begins with what earlier ones have taught, so that a short text is written well from its first round. It knows
-nothing of policies, nor of whose rounds they were.
+A sample begins with what earlier ones have taught, so that a short text is written well from its first round.
 """
 
 import math

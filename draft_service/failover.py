@@ -1,9 +1,9 @@
 """A sequence that outlives its verifiers: where one is lost it is opened at the next, and its round is sent again.
 
 Nothing is lost and nothing is drawn anew: what was committed goes along with the prompt, and a round that is sent again
-has the base it had, hence the same draws (Law 2). Where no verdict came, nothing was emitted (Law 3).
+has the base it had, hence the same draws (invariant 2). Where no verdict came, nothing was emitted (invariant 3).
 
-It has the interface of a `VerifySequence`, and wraps one after the other. It knows nothing of drafts.
+It has the interface of a `VerifySequence`, and wraps one after the other.
 """
 
 import asyncio

@@ -7,7 +7,7 @@ by all at once. It fills by a tenth of a token with each verdict, so that in the
 rounds are followed by a new opening; and by one token a second, since where all wait there are no rounds, and nobody
 would ever get on. Who finds it empty waits, in order.
 
-It knows nothing of verifiers or sequences. Used on one event loop.
+Used on one event loop.
 """
 
 import asyncio

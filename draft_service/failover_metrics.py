@@ -1,7 +1,4 @@
-"""What the draft service shows of its verifiers: which there are, how they do, and what losing them has cost.
-
-It knows nothing of sequences.
-"""
+"""What the draft service shows of its verifiers: which there are, how they do, and what losing them has cost."""
 
 from collections.abc import Iterator
 

@@ -1,7 +1,4 @@
-"""Responses of one size, at one pace: what is to be said is cut and joined into frames, and padded.
-
-It knows nothing of how text comes about, nor of who may ask for this.
-"""
+"""Responses of one size, at one pace: what is to be said is cut and joined into frames, and padded."""
 
 import asyncio
 from collections import defaultdict, deque

@@ -1,7 +1,4 @@
-"""One call of `Generate`: its samples run side by side, and their responses go out on one stream.
-
-It knows nothing of how a sample is written.
-"""
+"""One call of `Generate`: its samples run side by side, and their responses go out on one stream."""
 
 import asyncio
 import time

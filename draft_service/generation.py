@@ -1,8 +1,4 @@
-"""One sample's loop, from its opening to its end: draft, verdict, commit, emit, and again.
-
-It knows nothing of streams to clients, of how drafts come about, or of verifiers that are lost: rounds go to a
-`ResumingSequence`, drafts come from a `Drafting`, and what is to be told goes to an `Emitter`.
-"""
+"""One sample's loop, from its opening to its end: draft, verdict, commit, emit, and again."""
 
 import asyncio
 import time

@@ -1,6 +1,6 @@
 """Signs of life: whoever reads a call's responses hears something now and then, also while there is nothing to tell.
 
-So a client can tell a service that hangs from one whose request waits for its turn. It knows nothing of what is told.
+So a client can tell a service that hangs from one whose request waits for its turn.
 """
 
 import asyncio

@@ -1,7 +1,4 @@
-"""From a request to the lengths of its proposals: which policy it gets, what that one knows, and what it is told.
-
-It knows messages of the contract and the clock, and nothing of how a policy decides.
-"""
+"""From a request to the lengths of its proposals: which policy it gets, what that one knows, and what it is told."""
 
 import math
 import time

@@ -1,7 +1,4 @@
-"""How a sequence is lost to its verifier, as the errors of its stream tell: which of them another verifier may mend.
-
-It knows nothing of what is done about it.
-"""
+"""How a sequence is lost to its verifier, as the errors of its stream tell: which of them another verifier may mend."""
 
 from enum import StrEnum
 

@@ -1,4 +1,4 @@
-"""The largest message that the draft service takes, or sends to a verifier. It knows settings, and no model."""
+"""The largest message that the draft service takes, or sends to a verifier."""
 
 from draft_service.drafters.build import loads_model
 from draft_service.settings import DraftSettings

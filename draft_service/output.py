@@ -1,7 +1,4 @@
-"""Text out: tokens become text, stop strings are found, and what may become one is held back.
-
-It knows nothing of models, of rounds or of the wire: tokens go in one by one, whole tokens with their text come out.
-"""
+"""Text out: tokens become text, stop strings are found, and what may become one is held back."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence

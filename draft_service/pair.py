@@ -1,7 +1,4 @@
-"""What a service needs to serve: the drafters, the way to the target, and what both models say of themselves.
-
-It knows nothing of requests.
-"""
+"""What a service needs to serve: the drafters, the way to the target, and what both models say of themselves."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

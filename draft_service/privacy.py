@@ -1,7 +1,6 @@
 """What a request asks to hide from who watches the wire, as checked numbers: sizes of messages, and their pace.
 
-It knows how large messages may become, and nothing of how they are written. The leak: the tokens that a round commits
-show in the sizes and the times of packets (Wei et al., 2411.01076).
+The leak: the tokens that a round commits show in the sizes and the times of packets (Wei et al., 2411.01076).
 """
 
 from dataclasses import dataclass

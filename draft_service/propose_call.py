@@ -1,7 +1,4 @@
-"""One call of `Propose`: one sequence of drafts, judged wherever its client likes.
-
-It knows nothing of verdicts but what the client says was committed.
-"""
+"""One call of `Propose`: one sequence of drafts, judged wherever its client likes."""
 
 import asyncio
 import time

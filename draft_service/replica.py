@@ -1,7 +1,4 @@
-"""One verifier at one address: its channel, its breaker, what it runs, and how busy it is.
-
-It knows nothing of the other replicas, nor of what becomes of a sequence that is lost.
-"""
+"""One verifier at one address: its channel, its breaker, what it runs, and how busy it is."""
 
 import time
 from collections.abc import Callable

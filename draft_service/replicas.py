@@ -1,7 +1,4 @@
-"""All verifiers of a draft service: found by name, matched with the draft, watched, and one of them chosen.
-
-It knows nothing of sequences: who opens one asks for a replica, and tells it what it hears there.
-"""
+"""All verifiers of a draft service: found by name, matched with the draft, watched, and one of them chosen."""
 
 import asyncio
 import random

@@ -1,7 +1,4 @@
-"""A request for text as plain, checked data: what its samples are written by.
-
-It knows nothing of messages, nor of how it was checked.
-"""
+"""A request for text as plain, checked data: what its samples are written by."""
 
 from dataclasses import dataclass
 

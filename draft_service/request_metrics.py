@@ -1,7 +1,4 @@
-"""What requests have come to: how many, how long each took until when, and where the time of a round goes.
-
-It knows nothing of how a request is served.
-"""
+"""What requests have come to: how many, how long each took until when, and where the time of a round goes."""
 
 from prometheus_client import Counter, Gauge, Histogram
 

@@ -1,8 +1,6 @@
 """Names of verifiers become addresses: each DNS name stands for all its A or AAAA records, whenever it is looked at.
 
 A verifier with an address of either family is one verifier (`of_one_family`).
-
-It knows nothing of what listens there.
 """
 
 import asyncio

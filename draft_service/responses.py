@@ -1,7 +1,4 @@
-"""What a request has to say, on its way from several samples to one stream.
-
-It knows nothing of what is said.
-"""
+"""What a request has to say, on its way from several samples to one stream."""
 
 import asyncio
 from collections import deque

@@ -1,4 +1,4 @@
-"""The gRPC face of the draft service. It knows nothing of models; each call is its own module's affair."""
+"""The gRPC face of the draft service."""
 
 from typing import Any
 

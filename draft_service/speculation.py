@@ -1,12 +1,10 @@
 """How long to speculate: a policy says how many tokens the next proposal holds, and is told what became of each.
 
-Law 4. A policy knows rounds that have been judged: their lengths, how many tokens were accepted and with what chance,
-and how long they took. It is asked before anything of the next round is drafted, and what it says is drafted and sent.
-So it cannot look at a token that it could discard, nor at a draw to come: those are keyed by the length of a text that
-the round before has only just brought about (Law 2). That leaves the law of the text alone under every exact rule, and
-under `coupled` and greedy the text itself.
-
-It knows nothing of messages, clocks, or of who else writes.
+Invariant 4. A policy knows rounds that have been judged: their lengths, how many tokens were accepted and with what
+chance, and how long they took. It is asked before anything of the next round is drafted, and what it says is drafted
+and sent. So it cannot look at a token that it could discard, nor at a draw to come: those are keyed by the length of a
+text that the round before has only just brought about (invariant 2). That leaves the law of the text alone under every
+exact rule, and under `coupled` and greedy the text itself.
 """
 
 from abc import ABC, abstractmethod

@@ -1,7 +1,4 @@
-"""Which policy a request gets: names of the contract to kinds and back, and what is refused.
-
-It knows nothing of how policies work.
-"""
+"""Which policy a request gets: names of the contract to kinds and back, and what is refused."""
 
 import math
 

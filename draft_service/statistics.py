@@ -1,7 +1,4 @@
-"""What one sample reports of itself at its end: how speculation went, and where the time went.
-
-It knows nothing of what is done with the numbers.
-"""
+"""What one sample reports of itself at its end: how speculation went, and where the time went."""
 
 import time
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Whether a verifier can stand in for another one, by what both say of their models. It knows nothing of the wire."""
+"""Whether a verifier can stand in for another one, by what both say of their models."""
 
 from protos.outrider.v1 import model_pb2
 

@@ -1,7 +1,4 @@
-"""What a sequence remembers of verifiers that have failed it: whom to leave alone for now, and when it is to give up.
-
-It knows nothing of how a sequence is opened, nor of what it has to say.
-"""
+"""The verifiers that failed a sequence: which ones it avoids for now, and when it gives up."""
 
 import math
 import time

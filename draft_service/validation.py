@@ -1,7 +1,4 @@
-"""A `GenerateRequest` becomes plain, checked data, or an error that names the field and the numbers.
-
-It knows the models only by what they say of themselves, and nothing of how the request is served.
-"""
+"""A `GenerateRequest` becomes plain, checked data, or an error that names the field and the numbers."""
 
 import secrets
 from collections.abc import Collection, Sequence

@@ -1,7 +1,4 @@
-"""The way to the verifiers: waiting until one is there, matching the pair, and opening sequences that outlive them.
-
-It knows nothing of drafts or of clients.
-"""
+"""The way to the verifiers: waiting until one is there, matching the pair, and opening sequences that outlive them."""
 
 from collections.abc import Sequence
 

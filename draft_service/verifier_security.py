@@ -1,7 +1,4 @@
-"""How the draft service speaks to verifiers: by TLS, or in plaintext where that was asked for or leaves no machine.
-
-It knows settings and files, and nothing of channels.
-"""
+"""How the draft service speaks to verifiers: by TLS, or in plaintext where that was asked for or leaves no machine."""
 
 from draft_service.settings import DraftSettings
 from outrider.rpc.tls import TLS, ChannelTLS

@@ -1,7 +1,4 @@
-"""One `Verify` stream: rounds go out, verdicts come in, and what the verifier refuses becomes an error for the client.
-
-It knows nothing of drafts, nor of how the verifier was found.
-"""
+"""One `Verify` stream: rounds go out, verdicts come in, and a refusal of the verifier becomes an error."""
 
 import asyncio
 from collections.abc import Awaitable, Sequence

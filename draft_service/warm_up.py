@@ -1,7 +1,4 @@
-"""A proposal of the draft service's own, through the engine as any other: before it, nobody is told that it serves.
-
-It knows the drafter's seam and the engine's life, and nothing of verifiers.
-"""
+"""A proposal of the draft service's own, through the engine as any other: before it, nobody is told that it serves."""
 
 import asyncio
 

@@ -1,7 +1,6 @@
 """Sparse changes to the logits of a row: penalties, biases, banned and not-yet-allowed ids.
 
-Each row is judged against its own prefix: the row after two drafted tokens counts those two. Knows nothing of sampling
-laws and of where the tokens came from.
+Each row is judged against its own prefix: the row after two drafted tokens counts those two.
 """
 
 from __future__ import annotations

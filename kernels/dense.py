@@ -1,7 +1,7 @@
 """What a draft may say of a token over the whole vocabulary: a dense law, or the logits that the rule `sigmoid` takes.
 
 Services send neither under the exact rules, since `sparse` says the same in a thousandth of the bytes; callers in the
-same process may. Knows nothing of targets and of the wire.
+same process may.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Log-probabilities of emitted tokens, raw and adjusted, and of the best ones beside them.
-
-Knows nothing of how the tokens came about.
-"""
+"""Log-probabilities of emitted tokens, raw and adjusted, and of the best ones beside them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Several arrays in one buffer of bytes, each on an edge of 16, so that one copy takes them all to a device.
 
-Kernels are compiled for pointers on such edges. Knows nothing of what the arrays hold.
+Kernels are compiled for pointers on such edges.
 """
 
 from __future__ import annotations

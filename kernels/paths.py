@@ -1,7 +1,4 @@
-"""Which implementation of `verify` runs, and why: what a device can run, and what was asked for.
-
-It knows nothing of what they do; `rehearse` has one judge a proposal before anything depends on it.
-"""
+"""Which implementation of `verify` runs, and why: what a device can run, and what was asked for."""
 
 from __future__ import annotations
 

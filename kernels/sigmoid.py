@@ -7,7 +7,7 @@ Neither sums to 1, and each element needs itself alone: no row is normalised. Ju
 follow the target's law: docs/sigmoid.md says how far off it is. The difference of two values this close would drown in
 float32, so all is float64 here; in fewer bits take p̂ - q̂ = p̂ · (1 - q̂) · -expm1((v - z) / (β - α)).
 
-Knows nothing of proposals; `verify_torch` walks them. The definition of the same is in tests/kernels/reference.py.
+The definition of the same is in tests/kernels/reference.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Device functions that draw one token from one row, by inverse CDF on three levels: tile, strip, cell.
 
 What is drawn from is the target's law, or what a rejected draft leaves of it. A sparse q̂ takes mass at a few places
-only, so the tiles' masses are known from the statistics and one tile is read again. Knows nothing of rules and of why
-a row is drawn from.
+only, so the tiles' masses are known from the statistics and one tile is read again.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Each reads what a product wrote and writes what the next one reads, once. Inside all is float32, and results are rounded
 where torch's operations round theirs: they differ by a step of the last bit at most, in the few places where float32's
 own error decides. The launches depend on shapes alone and wait for nothing, so that a CUDA graph may hold them.
-
-It knows tensors by shape, and nothing of models, passes, or of who holds which page.
 """
 
 from __future__ import annotations

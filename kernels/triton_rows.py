@@ -1,7 +1,6 @@
 """Device functions of the verification kernels: logits as a rule sees them, what a tile says of them, random numbers.
 
-A row is cut into tiles whose size is a function of V alone, so that no result depends on the batch. Knows nothing of
-proposals and rules; `verify_triton` and `triton_filters` put these together.
+A row is cut into tiles whose size is a function of V alone, so that no result depends on the batch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Device functions that walk a proposal's tests: how many drafted tokens stand. One walk for each rule.
 
 A few drafts are looked at together, a group, so that their loads overlap. Each walk returns how many are accepted, and
-the caller checks the row after them. Knows nothing of how the next token is drawn.
+the caller checks the row after them.
 """
 
 from __future__ import annotations

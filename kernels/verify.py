@@ -1,8 +1,7 @@
 """Verification: a batch of proposals against the target's logits, by the fastest implementation on their device.
 
 What goes in and comes out, the checks that every proposal passes, and `verify`. An implementation is a module with
-`verify(logits, proposals)` and the `RULES` that it judges by; `_MODULES` names them. Knows nothing of sequences beyond
-their proposals.
+`verify(logits, proposals)` and the `RULES` that it judges by; `_MODULES` names them.
 """
 
 from __future__ import annotations

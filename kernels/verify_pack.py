@@ -1,7 +1,4 @@
-"""Proposals as flat arrays, in one copy to the device: what the kernels of `verify_triton` read.
-
-Knows no arithmetic of verification and no kernel; the order of the columns is all that both sides must agree on.
-"""
+"""Proposals as flat arrays, in one copy to the device: what the kernels of `verify_triton` read."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@
    draws the next token from the one row that needs it (`triton_draw`).
 
 Rows with top-k, top-p or min-p take a launch between the two (`triton_filters`). Nothing waits for the host, so the
-launches may be captured in a CUDA graph. The order of every sum depends on V alone, never on the batch. Knows nothing
-of how proposals become arrays: that is `verify_pack`.
+launches may be captured in a CUDA graph. The order of every sum depends on V alone, never on the batch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a pass costs, fitted while it serves: t(tokens) = fixed + slope · tokens. Drafting a proposal may be one, too.
-
-It knows nothing of models, sequences or clocks: it is told how many tokens a pass held and how long it took.
-"""
+"""The cost of a pass, fitted while it serves: t(tokens) = fixed + slope · tokens. It also fits the cost of drafting."""
 
 import math
 from collections.abc import Sequence

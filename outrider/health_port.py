@@ -1,7 +1,6 @@
 """Health on a port of its own, in plaintext: for probes that have no certificate.
 
 It says what the service's own port says of its health, and nothing else is there.
-It knows nothing of what health means.
 """
 
 from collections.abc import AsyncIterator

@@ -1,7 +1,4 @@
-"""What either service shows of its life: what its health says, and how long its engine's step lasts.
-
-It knows nothing of models or requests.
-"""
+"""What either service shows of its life: what its health says, and how long its engine's step lasts."""
 
 import time
 from collections.abc import Callable

@@ -1,7 +1,4 @@
-"""How a service lives: it listens, loads, serves, drains and stops. Both services share it.
-
-It knows nothing of what is served or loaded.
-"""
+"""How a service lives: it listens, loads, serves, drains and stops. Both services share it."""
 
 import asyncio
 import sys

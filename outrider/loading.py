@@ -1,7 +1,4 @@
-"""The model that a service was told to run: from settings to weights, tokenizer and KV pool.
-
-It knows nothing of what the service does with them.
-"""
+"""The model that a service was told to run: from settings to weights, tokenizer and KV pool."""
 
 import time
 from collections.abc import Callable
@@ -199,11 +196,11 @@ def build_model_runner(
         return ModelRunner.build(loaded, settings.max_sequences, length, blocks=blocks, fuse=fuse, attention=choice)
 
     def largest(model_runner: ModelRunner) -> None:
-        logits = run_largest(model_runner, pass_tokens)
+        logits = profiling_run(model_runner, pass_tokens)
         if behind is not None:
             behind(logits)
 
-    enough = run_blocks(pass_tokens, length, choice.block_tokens)
+    enough = profiling_blocks(pass_tokens, length, choice.block_tokens)
     with telling(memory, f"a pass of {pass_tokens} tokens"):
         workspace = memory.peak(lambda: largest(build(enough))) - enough * block_bytes(loaded, choice.block_tokens)
     captures = settings.graphs and choice.can_be_captured(loaded.device) and not is_shared
@@ -262,13 +259,13 @@ def kv_blocks(settings: ServiceSettings, loaded: LoadedModel, block_tokens: int,
 # --------------------------------------------------------------------------------------------------- profiling run
 
 
-def run_blocks(tokens: int, length: int, block_tokens: int) -> int:
-    """Blocks that `run_largest` takes, where there are as many."""
+def profiling_blocks(tokens: int, length: int, block_tokens: int) -> int:
+    """Blocks that `profiling_run` takes, where there are as many."""
     whole, rest = divmod(tokens, length)
     return whole * blocks_for(length, block_tokens) + blocks_for(rest, block_tokens)
 
 
-def run_largest(model_runner: ModelRunner, tokens: int) -> Tensor:
+def profiling_run(model_runner: ModelRunner, tokens: int) -> Tensor:
     """A pass of so many tokens with logits of them all, `[tokens, V]`; nothing of it stays in the pool.
 
     They are those of few long sequences. Where the pool has no room for so many, it has none for such a pass either,

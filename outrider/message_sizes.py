@@ -1,7 +1,4 @@
-"""How large messages become, by what a model and the limits of a service allow: what a server takes by default.
-
-It knows the messages, and nothing of which service asks.
-"""
+"""How large messages become, by what a model and the limits of a service allow: what a server takes by default."""
 
 from outrider.padding import largest
 from outrider.sampling import MAX_TOKEN_LIST, MAX_TOP_LOGPROBS

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a service, and the HTTP server that shows them. It knows nothing of what is counted.
+"""Prometheus metrics of a service, and the HTTP server that shows them.
 
 Names begin with `outrider_`; what a service counts it makes itself, in the registry here.
 """

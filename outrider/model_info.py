@@ -1,7 +1,4 @@
-"""What a service says of its model (`GetModel`), and whether two models form a pair.
-
-It knows nothing of which service asks.
-"""
+"""What a service says of its model (`GetModel`), and whether two models form a pair."""
 
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version

@@ -1,7 +1,7 @@
 """Messages of one size: how large one may become, and padding to a size, to the byte.
 
-It knows the wire format of protobuf, and nothing of what messages mean. A message that can be padded has a field
-`repeated bytes padding`: one piece alone cannot fill every gap, since its length takes bytes too.
+A message that can be padded has a field `repeated bytes padding`: one piece alone cannot fill every gap, since its
+length takes bytes too.
 """
 
 from collections.abc import Mapping

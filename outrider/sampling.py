@@ -1,7 +1,6 @@
 """Sampling parameters as they come over the wire, checked and turned into the laws that `kernels` works with.
 
-Both services stand on it, so that what one accepts the other does too. It knows nothing of sequences or models beyond
-the size of the vocabulary.
+Both services stand on it, so that what one accepts the other does too.
 """
 
 from collections.abc import Container, Iterable
@@ -111,7 +110,7 @@ def check_sampling(
 def promised_rule(params: sampling_pb2.SamplingParams, *, rules: Container[Rule], default: Rule) -> Rule:
     """The default rule of a request to the draft service, of those in `rules`; `default` is the target's.
 
-    A seed promises the text itself, and only `coupled` keeps that whatever is drafted (Law 7).
+    A seed promises the text itself, and only `coupled` keeps that whatever is drafted (invariant 7).
     Where the request is lenient `check_sampling` puts `tokenwise` in either's place.
     """
     return Rule.COUPLED if params.HasField("seed") and Rule.COUPLED in rules else default

@@ -1,7 +1,4 @@
-"""What a service's security settings come to: how it listens, who comes in, and how it calls others.
-
-It knows nothing of what is served.
-"""
+"""What a service's security settings come to: how it listens, who comes in, and how it calls others."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""Settings of who may come in, over what, and how much each may ask for. Both services have them.
-
-It knows nothing of what is made of them: `outrider.security` does that.
-"""
+"""Settings of who may come in, over what, and how much each may ask for. Both services have them."""
 
 from pathlib import Path
 from typing import Annotated, Any

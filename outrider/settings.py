@@ -1,7 +1,4 @@
-"""Settings that both services share: flags first, then `OUTRIDER_…` in the environment, then defaults.
-
-It knows nothing of what either service adds.
-"""
+"""Settings that both services share: flags first, then `OUTRIDER_…` in the environment, then defaults."""
 
 from typing import Annotated, Any, ClassVar, Literal
 

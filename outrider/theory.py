@@ -1,8 +1,7 @@
 """The paper's formulas, with the network added: expected tokens, speed-up, operations, and the best γ.
 
-Pure arithmetic on plain numbers. Those that take α assume that acceptances are independent with the same chance
-[L 3.1], which real texts meet roughly; others take a chance for each position, or what became of recorded rounds. Knows
-nothing of how chances and times were measured.
+Pure arithmetic on plain numbers. Those that take α assume that acceptances are independent with the same chance [L
+3.1], which real texts meet roughly; others take a chance for each position, or what became of recorded rounds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Where in a trace a call stands: from a caller's metadata to that of the calls one makes, and to each log line.
 
-The form is that of W3C Trace Context (`traceparent`, version 00). It knows nothing of spans, nor of who records them: a
-service that records none hands on what it was given.
+The form is that of W3C Trace Context (`traceparent`, version 00).
 """
 
 from __future__ import annotations

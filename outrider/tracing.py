@@ -1,7 +1,6 @@
 """Traces: what a service records of its calls, and where it sends that (OpenTelemetry, OTLP over gRPC).
 
-Nothing is recorded until it is told where to send it, and until then nothing of OpenTelemetry is imported. It knows
-nothing of what is traced.
+Nothing is recorded until it is told where to send it, and until then nothing of OpenTelemetry is imported.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Codecs between the contract's messages and arrays: prefix hashes, token ids, distributions, log-probabilities.
 
-Used by the services only. It knows nothing of streams, models or rules, and checks nothing that takes a model to check.
+Used by the services only.
 """
 
 import hashlib

@@ -1,3 +1,3 @@
-"""The verifier service: runs the target model and judges proposals. It knows nothing of who drafts, or how."""
+"""The verifier service: runs the target model and judges proposals."""
 
 import outrider  # noqa: F401  # before gRPC, which then logs as that says

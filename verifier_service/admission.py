@@ -3,7 +3,7 @@
 A sequence that was in progress elsewhere finds room behind a queue that is full of others: a verifier that dies leaves
 as many as it had places, and each of them has more to lose than one that begins.
 
-It knows nothing of engines: a sequence is here from its opening to the end of its stream. Used on the event loop alone.
+Used on the event loop alone.
 """
 
 import time

@@ -11,14 +11,12 @@ draft and F and s those of the fitted pass; T(0) is 0, for a `Decode` needs none
 of others, and what else there is to wait for, no formula tells; so cycles are measured, and the formula says only how
 they change with γ and B.
 
-Law 4. All that is counted here is history, of rounds that have been judged and answered: how long they were, how long
-they took, how many of their tokens were accepted. A cap is told for proposals that are yet to be drafted, and a longer
-one that comes all the same is judged whole. So no choice of length looks at a token that it could discard, nor at a
-draw of a round to come: those are keyed by a length of the text that the round before has only just brought about (Law
-2). Only sequences of one and the same seed share draws, under `tokenwise` and `block`; what one of them adds to means
-of a hundred rounds is all that the other's cap can know of it.
-
-It knows nothing of messages, models or clocks: it is told of rounds, and asked for a cap.
+Invariant 4. All that is counted here is history, of rounds that have been judged and answered: how long they were, how
+long they took, how many of their tokens were accepted. A cap is told for proposals that are yet to be drafted, and a
+longer one that comes all the same is judged whole. So no choice of length looks at a token that it could discard, nor
+at a draw of a round to come: those are keyed by a length of the text that the round before has only just brought about
+(Law 2). Only sequences of one and the same seed share draws, under `tokenwise` and `block`; what one of them adds to
+means of a hundred rounds is all that the other's cap can know of it.
 """
 
 import statistics

@@ -1,8 +1,8 @@
-"""How long a pass is held back for sequences that are about to answer. It knows nothing of models, passes or messages.
+"""How long a pass is held back for sequences that are about to answer.
 
 Sequences that miss a pass get one of their own, so that without this many streams settle into two half-batches that
 alternate, and each round pays the fixed cost of a pass twice. Held back for no longer than that fixed cost, a pass
-never loses more than the pass that it may save. Only times are looked at, never a token (Law 4).
+never loses more than the pass that it may save. Only times are looked at, never a token (invariant 4).
 """
 
 from collections.abc import Iterable

@@ -4,7 +4,7 @@ A pass takes rounds that are ready, then pieces of prompts, within a budget of t
 back. A sequence begins when there are blocks for all of it. Where blocks run out, those who came last give theirs back
 and are run again when there is room: the oldest always goes on, so every sequence ends.
 
-It knows the pool's books and sequences' lengths, and nothing of models or verdicts. It belongs to the engine's thread.
+It belongs to the engine's thread.
 """
 
 import time
@@ -102,7 +102,7 @@ class Scheduler:
             self._place(self.waiting.popleft())
 
     def settle(self, sequence: TargetSequence) -> None:
-        """Law 5, after a verdict: the cache keeps the committed tokens but the last; rejected ones leave it."""
+        """Invariant 5, after a verdict: the cache keeps the committed tokens but the last; rejected ones leave it."""
         if sequence.slot is None:
             return
         self._pool.rollback(sequence.slot, len(sequence.tokens) - 1)
@@ -202,7 +202,7 @@ class Scheduler:
         """The round where it fits, or is alone and `must`; else a piece of what is to be run before it."""
         assert sequence.slot is not None
         start = self._pool.length(sequence.slot)
-        behind = len(sequence.tokens) - start  # at least 1: the last token is always still to run (Law 5)
+        behind = len(sequence.tokens) - start  # at least 1: the last token is always still to run (invariant 5)
         if round_ is not None:
             tokens = [*sequence.tokens[start:], *sequence.drafted(round_)]
             if len(tokens) <= room or (behind == 1 and must):

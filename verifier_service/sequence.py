@@ -1,7 +1,4 @@
-"""One generation in progress, as the verifier holds it: tokens, cache slot, outstanding rounds, and how it ends.
-
-It knows nothing of passes, of other sequences or of the wire's streams.
-"""
+"""One generation in progress, as the verifier holds it: tokens, cache slot, outstanding rounds, and how it ends."""
 
 import time
 from collections import deque
@@ -26,7 +23,8 @@ Reply = verifier_service_pb2.VerifyResponse | RequestError | None  # None: the s
 class TargetSequence:
     """A sequence and its state. Belongs to the engine's thread.
 
-    Law 5: between passes the cache holds the committed tokens minus the last, or less while the prompt is prefilled.
+    Invariant 5: between passes the cache holds the committed tokens minus the last, or less while the prompt is
+    prefilled.
 
     Attributes:
         deliver: hands a reply to the sequence's stream; called on the engine's thread.
@@ -142,7 +140,7 @@ class TargetSequence:
         return None
 
     def drafted(self, round_: Round) -> tuple[int, ...]:
-        """The drafted tokens worth judging: no more than may still be written. The cut looks at no token (Law 4)."""
+        """The drafted tokens worth judging, no more than may still be written. The cut looks at no token (invariant 4)."""
         return round_.tokens[: self.opening.max_new_tokens - self.written]
 
     def proposed(self, round_: Round) -> Proposed:

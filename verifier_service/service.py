@@ -1,4 +1,4 @@
-"""The gRPC face of the verifier. It knows nothing of passes; a stream is `verifier_service.stream`'s affair."""
+"""The gRPC face of the verifier."""
 
 import asyncio
 from collections.abc import AsyncIterator

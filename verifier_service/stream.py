@@ -1,7 +1,4 @@
-"""One `Verify` stream: reads rounds, writes replies, and notices when either side falls silent.
-
-It knows nothing of models: it stands between one gRPC call and one sequence of the engine.
-"""
+"""One `Verify` stream: reads rounds, writes replies, and notices when either side falls silent."""
 
 import asyncio
 import contextlib

@@ -1,7 +1,7 @@
 """Runs the target over a pass, and verifies the proposals in it. The host waits for the device once: for the results.
 
 A GPU runs the pass while the host packs the proposals; the verification is queued behind it, whether the pass is a CUDA
-graph or not. It knows chunks and proposals; nothing of sequences, of who asked, or of what becomes of a result.
+graph or not.
 """
 
 import time

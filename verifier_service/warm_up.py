@@ -1,7 +1,4 @@
-"""A sequence of the verifier's own, through the engine as any other: before it, nobody is told that it serves.
-
-It knows the engine's messages, and no stream.
-"""
+"""A sequence of the verifier's own, through the engine as any other: before it, nobody is told that it serves."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""The shapes of models: how large each of their parts is. It knows no weights and no text."""
+"""The shapes of models: how large each of their parts is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text that a planted pair writes, and where its draft is wrong. It knows tokens, and no weights.
+"""The text that a planted pair writes, and where its draft is wrong.
 
 After token x the target writes x + 1. So does the draft, except after some tokens drawn beforehand, each with chance
 1 - α by itself: there it is wrong. The vocabulary is cut into as many regions as there are rates, and a text stays in

@@ -1,11 +1,9 @@
 """The outcome cache: what would be asked for next is drafted while a verdict is under way, for the likeliest verdicts.
 
 A branch is a sequence of its own: what was committed, the drafted tokens that one outcome lets stand, the token that
-follows them, and what is drafted behind it. Its draws are those of the base that it would have (Law 2), so a branch is
-the very proposal that would be drafted after that verdict, and at most one of a sequence's branches lives. Which are
-drafted, and how far, depends on tokens that were sent and on time alone (Law 4).
-
-It knows the KV pool and how a branch is scheduled; it knows no verdict but by what is committed, and nobody who asks.
+follows them, and what is drafted behind it. Its draws are those of the base that it would have (invariant 2), so a
+branch is the very proposal that would be drafted after that verdict, and at most one of a sequence's branches lives.
+Which are drafted, and how far, depends on tokens that were sent and on time alone (invariant 4).
 """
 
 from collections.abc import Sequence

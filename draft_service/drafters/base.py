@@ -1,4 +1,4 @@
-"""The seam between a request and whatever drafts for it. It knows no model and no wire."""
+"""The seam between a request and whatever drafts for it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
@@ -95,7 +95,7 @@ class DraftSequence:
         committed: output that there is already.
         law: what the target's logits are sampled by.
         logit_rules: what changes those logits before.
-        seed: key of the draws (Law 2).
+        seed: key of the draws (invariant 2).
         rule: how proposals are judged, which says what is to be told of each token; under `coupled` the drafts are
             chosen by the noise that the target has too.
         seed_is_fresh: nobody has had this seed before, so nothing that was ever written depends on its draws. Only then
@@ -161,8 +161,8 @@ class Draft:
     """A proposal.
 
     Attributes:
-        token_ids: the drafted tokens, in order.
-        laws: what each was sampled from, bit for bit (Law 1); None is the point mass. Empty under `coupled`. Under the
+        token_ids: the drafted tokens, in order. laws: what each was sampled from, bit for bit (invariant 1); None is
+        the point mass. Empty under `coupled`. Under the
             rule `sigmoid` the logits, above temperature 0: that rule asks for them, and not for the law.
         seconds: what it took, waiting for other sequences included.
         foresight: what was drafted of it beforehand; None where nothing was for any outcome.

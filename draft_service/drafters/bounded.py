@@ -1,7 +1,4 @@
-"""Guesses within a bound of time: made on a thread of their own, so that a guesser that hangs holds nobody up for long.
-
-It knows guessers, and nothing of what becomes of their guesses.
-"""
+"""Guesses within a bound of time, made on a thread of their own: a guesser that hangs delays a step only once."""
 
 import queue
 import threading

@@ -1,4 +1,4 @@
-"""The drafters of a service, from its settings. It knows nothing of requests, nor of how the model's engine is made."""
+"""The drafters of a service, from its settings."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,6 @@
 """Between a request and its drafter: whatever a drafter does, a request sees a proposal that makes sense, or an error.
 
 An exception, a proposal that does not come in time, and one that the verifier would refuse all become a `DraftError`.
-It knows no particular drafter, and no verifier.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Drafters that are plain Python: the seam, and the way to them off the event loop.
 
-A guesser computes where it is called; drafted for a request, that is a worker's thread. It knows no particular one.
+A guesser computes where it is called; drafted for a request, that is a worker's thread.
 """
 
 import asyncio

@@ -1,8 +1,4 @@
-"""Drafting that outlives its drafter's failures: after one the target writes alone for a while, then it is tried anew.
-
-It knows what was committed, so that a drafter can be opened where the text stands; draws are keyed by that length, so
-none is used twice (Law 2). It knows no particular drafter, and nothing of how the target writes.
-"""
+"""Drafting outlives failures of its drafter: the target writes alone for a while, then the drafter is tried again."""
 
 from collections.abc import Awaitable, Generator, Sequence
 from typing import Any

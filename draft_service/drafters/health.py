@@ -1,7 +1,6 @@
 """Whether a drafter works at all, over all its sequences: a circuit breaker that only a probe opens.
 
-Failures of sequences raise a suspicion and no more, since a client's own parameters or prompts may cause them. It knows
-failures, probes and the time; nothing of what is drafted.
+Failures of sequences raise a suspicion and no more, since a client's own parameters or prompts may cause them.
 """
 
 import time

@@ -1,6 +1,6 @@
 """The drafter that copies what followed the longest earlier occurrence of the end of the text [L 3.6].
 
-It draws nothing, so each of its laws is the point mass on what it copies. It knows no vocabulary and no model.
+It draws nothing, so each of its laws is the point mass on what it copies.
 """
 
 from collections.abc import Sequence

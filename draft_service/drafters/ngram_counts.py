@@ -1,7 +1,4 @@
-"""Counts of n-grams in bounded memory, and the law they make: Witten-Bell back-off, down to the single tokens.
-
-It knows nothing of sequences, of sampling, or of where the texts come from.
-"""
+"""Counts of n-grams in bounded memory, and the law they make: Witten-Bell back-off, down to the single tokens."""
 
 from collections.abc import Iterable, Sequence
 

@@ -6,8 +6,6 @@ that lie near: its choice is j with a chance of about softmax(scores / τ)_j. So
 proposal are risky and which token would stand there instead, where a mean acceptance rate knows neither. Which τ
 explains the verdicts best is learned from them. Where tokens are drawn from laws, scores say nothing about what the
 verifier's own draw accepts: there each place has the mean acceptance rate, and what follows a rejection goes by q.
-
-It knows numbers alone: no engine, no sequence and no cache.
 """
 
 import math

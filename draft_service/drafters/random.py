@@ -13,7 +13,8 @@ from draft_service.drafters.guessing import Guesser, Guesses, GuessingDrafter
 from kernels.rng import Domain, uniform
 from kernels.sparse import SparseDistribution
 
-# The draws of a place: they are disjoint, so the support does not depend on the token (Law 1), nor on other places.
+# The draws of a place: they are disjoint, so the support does not depend on the token (invariant 1), nor on other
+# places.
 _TOKEN, _SUPPORT = 0, 1
 
 

@@ -58,7 +58,8 @@ class GuessingState:
 class ModelSequence:
     """A sequence and its state. Belongs to the engine's thread.
 
-    Law 5: from an `Ask` on the cache holds a prefix of `tokens` without the last, which is run to draft the first one.
+    Invariant 5: from an `Ask` on the cache holds a prefix of `tokens` without the last, which is run to draft the first
+    one.
 
     Attributes:
         rule: how the proposals are judged.

@@ -1,7 +1,4 @@
-"""The time that a draft has while verdicts are under way: how much of it is left.
-
-It knows clocks and counts: no model, no sequence's tokens, and not what the time is used for.
-"""
+"""The time that a draft has while verdicts are under way: how much of it is left."""
 
 from collections.abc import Hashable
 

@@ -1,8 +1,4 @@
-"""`outrider demo`: both services as processes on this machine, one completion drawn, and what it cost.
-
-It knows where the demo pair lies and in which order things are shown; how services start, how tokens look and how the
-two ways are timed is known elsewhere.
-"""
+"""`outrider demo`: both services as processes on this machine, one completion drawn, and what it cost."""
 
 from __future__ import annotations
 

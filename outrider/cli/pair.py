@@ -1,7 +1,4 @@
-"""Two services as one thing: a verifier and a draft that knows its address, on this machine.
-
-It knows the flags of the two services, and that the draft goes first when they stop.
-"""
+"""Two services as one thing: a verifier and a draft that knows its address, on this machine."""
 
 from __future__ import annotations
 

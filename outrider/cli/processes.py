@@ -1,8 +1,6 @@
 """A service as a process: start it, learn its address, wait until it is healthy, stop it. Synchronous.
 
-It knows that a service logs JSON lines, one of which says where it listens, and answers the standard health check,
-there or on a port of its own. It does not know what the service does. The standard library and `outrider.rpc` are all
-it needs.
+It does not know what the service does. The standard library and `outrider.rpc` are all it needs.
 """
 
 from __future__ import annotations

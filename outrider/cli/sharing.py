@@ -1,7 +1,4 @@
-"""How two services share one machine: processors, threads, and how threads wait for each other.
-
-It knows nothing of what the services do, nor of how they are started.
-"""
+"""How two services share one machine: processors, threads, and how threads wait for each other."""
 
 from __future__ import annotations
 

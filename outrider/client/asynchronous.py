@@ -1,6 +1,4 @@
-"""`AsyncClient`: many calls to one draft service, or to several. Knows when a call may be tried again or go on
-elsewhere, not what it asks for.
-"""
+"""`AsyncClient`: many calls to one draft service, or to several."""
 
 from __future__ import annotations
 

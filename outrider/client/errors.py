@@ -1,4 +1,4 @@
-"""What a call can raise. Knows codes and reasons, not which request met them."""
+"""What a call can raise."""
 
 from __future__ import annotations
 

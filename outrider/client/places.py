@@ -1,7 +1,4 @@
-"""Where a client's calls go: the addresses of its draft services, a channel to each, and which of them failed lately.
-
-It knows nothing of calls.
-"""
+"""Where a client's calls go: the addresses of its draft services, a channel to each, and recent failures."""
 
 from __future__ import annotations
 

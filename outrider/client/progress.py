@@ -1,7 +1,4 @@
-"""One generation that may go on elsewhere: what of it has been delivered, and the request that goes on after it.
-
-It knows the contract's messages; it makes no calls.
-"""
+"""One generation that may go on elsewhere: what of it has been delivered, and the request that goes on after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events put together: what a whole generation came to. Knows no wire."""
+"""Events put together: what a whole generation came to."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How a client speaks to draft services: TLS or plaintext, and the token that its calls carry.
-
-It knows nothing of calls.
-"""
+"""How a client speaks to draft services: TLS or plaintext, and the token that its calls carry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Responses of a call that must not be silent for too long. It knows nothing of what they say."""
+"""Responses of a call that must not be silent for too long."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Servers, channels and errors over gRPC. Knows no model, no tensor, and not which service it carries."""
+"""Servers, channels and errors over gRPC."""

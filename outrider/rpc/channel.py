@@ -1,4 +1,4 @@
-"""Channels to a service, and waiting until it serves. Knows the health protocol and no other."""
+"""Channels to a service, and waiting until it serves."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The door of a server: who calls is asked for its name and its token, and for how much it may ask.
 
-It knows nothing of what is called. Health is open to all that get as far as here, since it says only whether to come;
-reflection is not.
+Health is open to all that get as far as here, since it says only whether to come; reflection is not.
 """
 
 from __future__ import annotations

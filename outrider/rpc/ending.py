@@ -1,7 +1,4 @@
-"""How a call of `grpc.aio` ended, whatever was being written to it at that moment.
-
-It knows no service, and nothing of what a status means.
-"""
+"""How a call of `grpc.aio` ended, whatever was being written to it at that moment."""
 
 from __future__ import annotations
 

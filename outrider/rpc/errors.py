@@ -1,6 +1,6 @@
 """Errors on the wire: a status code with a `google.rpc.ErrorInfo`, and a `RetryInfo` where it says when to come back.
 
-It knows codes, reasons, metadata and that time. It does not know who raises them, nor what a caller does about them.
+It does not know who raises them, nor what a caller does about them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A host that has addresses of both families is one host: which of them stand for it. Knows no names and no wire."""
+"""A host that has addresses of both families is one host: which of them stand for it."""
 
 from __future__ import annotations
 

@@ -5,8 +5,6 @@
 | the empty one, `readiness`, each service by its name | requests are welcome: it is warm, not stuck, does not drain |
 | `startup` | it is warm, from then on for good: the model is there, and has run |
 | `liveness` | its loops go round, from birth on and also while it drains; who is not alive is to be started anew |
-
-It knows no service of ours by name, and nothing of how one finds out what it says here.
 """
 
 from __future__ import annotations

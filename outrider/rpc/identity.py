@@ -1,7 +1,6 @@
 """Who calls: the names that a client's certificate bears, and which of them may come in.
 
-The handshake has checked by then that the certificate is of the CA; here it is held against a list. It knows nothing of
-files or of tokens.
+The handshake has checked by then that the certificate is of the CA; here it is held against a list.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Where plaintext may be spoken without being asked for: where no network is.
-
-It knows addresses, and nothing of what listens there.
-"""
+"""Where plaintext may be spoken without being asked for: where no network is."""
 
 from __future__ import annotations
 

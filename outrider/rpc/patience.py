@@ -1,4 +1,4 @@
-"""How long a task waits for its peer, over many steps of the same kind. It knows nothing of what the steps are."""
+"""How long a task waits for its peer, over many steps of the same kind."""
 
 from __future__ import annotations
 

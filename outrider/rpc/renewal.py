@@ -1,6 +1,6 @@
 """A channel to one address that is replaced when its certificates are, while calls on the old one go on to their end.
 
-gRPC reads a channel's certificates once. It knows nothing of what is called.
+gRPC reads a channel's certificates once.
 """
 
 from __future__ import annotations

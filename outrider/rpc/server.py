@@ -1,7 +1,4 @@
-"""A server's frame: options, reflection, address, and the order in which it goes away.
-
-It knows no service of ours by name.
-"""
+"""A server's frame: options, reflection, address, and the order in which it goes away."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """TLS of listeners and of channels, from PEM files that are read anew when they change.
 
 A server asks for its files before each handshake; a channel has those of the moment it was made (`outrider.rpc.renewal`
-replaces it). It knows nothing of who may come in: `outrider.rpc.identity` does.
+replaces it).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Files that may change while they are in use: their meaning, read anew when one of them has another face.
 
-It knows nothing of what they hold. Who asks is answered at once, from any thread: a look is one `stat` of each file.
+Who asks is answered at once, from any thread: a look is one `stat` of each file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A method of a server with something around each of its calls, and its requests decoded inside.
-
-It knows nothing of what that is, nor of what a request says.
-"""
+"""A method of a server with something around each of its calls, and its requests decoded inside."""
 
 from __future__ import annotations
 

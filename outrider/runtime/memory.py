@@ -1,7 +1,4 @@
-"""What of a device's memory goes where: weights, keys and values, captured passes, and room for the largest pass.
-
-It knows devices and bytes; nothing of settings.
-"""
+"""What of a device's memory goes where: weights, keys and values, captured passes, and room for the largest pass."""
 
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,4 @@
-"""What is asked for in the chaos, what is expected of it, and what came: each text is known before it is disturbed.
-
-It knows nothing of services, and nothing of how a stream is disturbed.
-"""
+"""What is asked for in the chaos, what is expected of it, and what came: each text is known before it is disturbed."""
 
 from __future__ import annotations
 

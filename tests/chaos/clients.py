@@ -1,7 +1,4 @@
-"""Clients of a draft service, each of which disturbs its own stream in one way, or in none.
-
-They know the client library; nothing of what their text should be.
-"""
+"""Clients of a draft service, each of which disturbs its own stream in one way, or in none."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A verifier, a draft service, and one more whose way to the verifier breaks: processes, their logs and their metrics.
-
-It knows how they are started and what they show of themselves; nothing of who calls them.
-"""
+"""A verifier, a draft service, and one more behind a link that breaks: processes, their logs and metrics."""
 
 from __future__ import annotations
 

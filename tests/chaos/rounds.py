@@ -1,6 +1,6 @@
 """Raw `Verify` streams, each of which is disturbed in one way, or in none: a draft service of the worse kind.
 
-They propose what they like: right tokens, wrong ones, none. They know the contract's stubs and the text to guess from.
+They propose what they like: right tokens, wrong ones, none.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The storm itself: 64 workers, each with one stream after another, every one disturbed as its own dice have it.
 
 It lasts until enough of everything has happened, so that a slow machine has as much of it as a quick one.
-
-It knows what disturbs; not what may come of it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A TCP connection that may break: bytes pass through until it is cut, or until it says nothing more.
 
-It lives on the event loop, since there are hundreds of them. It knows nothing of what passes through.
+It lives on the event loop, since there are hundreds of them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A Dockerfile as its stages and their steps, with build arguments in their places.
 
-It knows the instructions that ours uses, and refuses others. It runs nothing.
+It runs nothing.
 """
 
 import json

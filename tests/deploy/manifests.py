@@ -1,7 +1,4 @@
-"""Manifests as a cluster would get them: rendered by `kubectl kustomize`, and asked for their parts.
-
-It knows no service of ours by more than its name.
-"""
+"""Manifests as a cluster would get them: rendered by `kubectl kustomize`, and asked for their parts."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""Root filesystems of our own, in namespaces that any user may make. It knows no image and no service.
+"""Root filesystems of our own, in namespaces that any user may make.
 
 A root has the machine's `/usr` and `/etc`, read-only, in the place of a base image's, and a Python of its own at
 `/usr/local`, as the image `python` has it. All else is empty, until somebody puts it there.

@@ -1,4 +1,4 @@
-"""What a container that starts ranks tells torchrun. It knows torchrun's own parser, and nothing of our services."""
+"""What a container that starts ranks tells torchrun."""
 
 import argparse
 from collections.abc import Mapping

@@ -1,7 +1,4 @@
-"""The draft's engine by itself, and sequences of it that are driven by hand.
-
-It knows nothing of what they should draft.
-"""
+"""The draft's engine by itself, and sequences of it that are driven by hand."""
 
 import queue
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """A demo pair made awkward on purpose, written to disk as any checkpoint is.
 
 The draft is the demo's, with a short context, a chat template, and one token whose embedding is not a number: whatever
-prompt holds it, the draft breaks. It knows nothing of services.
+prompt holds it, the draft breaks.
 """
 
 import json

@@ -40,7 +40,7 @@ def test_after_any_chunk_it_goes_on_with_the_same_tokens(draft: grpc.Channel, na
     """Also where the text of tokens is held, for it may become a stop string, and where the end alone is lost.
 
     Under `tokenwise` and `block` too: at a draft service of the same kind, and with a fixed γ, a round that nobody was
-    told of is drawn again by the same numbers (Law 2). Each law ends in two of three ways.
+    told of is drawn again by the same numbers (invariant 2). Each law ends in two of three ways.
     """
     options: dict[str, Any] = {"gamma": 3, "max_new_tokens": TOKENS, "ignore_eos": True, **LAWS[name]}
     free = write(draft, IDS, **options)

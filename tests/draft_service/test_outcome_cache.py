@@ -185,7 +185,7 @@ def test_a_branch_ends_where_the_draft_is_unsure_too(engine: Eager, rule: Rule) 
 
 
 def test_siblings_and_rounds_draw_apart(engine: Eager) -> None:
-    """Each branch draws by the base that it would have: no draw of one round comes again in the next (Law 2)."""
+    """Each branch draws by the base that it would have: no draw of one round comes again in the next (invariant 2)."""
     driver = Driver(engine, replace(told(1.0, Rule.TOKENWISE), law=SamplingParams(temperature=100.0)))
     proposals, committed = list[list[int]](), list[int]()
     for _ in range(8):

@@ -76,7 +76,7 @@ def test_a_proposal_is_drawn_from_what_it_says(draft: grpc.Channel) -> None:
 
 
 def test_the_same_round_is_drawn_again_alike_and_the_next_one_afresh(draft: grpc.Channel) -> None:
-    """A resumed stream needs no state: base and seed say all (Law 2)."""
+    """A resumed stream needs no state: base and seed say all (invariant 2)."""
 
     def proposals(committed: list[int], *advances: list[int]) -> list[list[int]]:
         with ProposeStream(draft) as drafts:

@@ -117,7 +117,7 @@ async def test_whatever_becomes_of_its_verifiers_the_tokens_are_the_same(
 ) -> None:
     """Cuts, resets, silence, half of a silence, noise and refusals, between any two messages or inside one.
 
-    Under `tokenwise` and `block` too: a round that is sent again has the draws it had (Law 2).
+    Under `tokenwise` and `block` too: a round that is sent again has the draws it had (invariant 2).
     """
     async with linked([real.address], Told()) as link:
         alone = await life(link, rule, temperature)

@@ -378,7 +378,7 @@ def test_a_fault_is_noticed(fault: Any, kind: str, tiny: LoadedModel, monkeypatc
 
 
 def test_no_draw_is_used_twice_nor_for_anything_else(engine: DraftEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Law 2: over rounds and inner rounds, by guesser, test and residual alike, every counter is new."""
+    """Invariant 2: over rounds and inner rounds, by guesser, test and residual alike, every counter is new."""
     from draft_service.drafters import ngram as module
     from draft_service.drafters import staged
     from kernels.rng import uniform

@@ -140,7 +140,7 @@ def test_a_seed_is_chosen_afresh_where_none_is_given(tokenizer: Tokenizer) -> No
 def test_a_seed_without_a_rule_is_judged_by_coupled(
     tokenizer: Tokenizer, fields: dict[str, Any], rule: sampling_pb2.AcceptanceRule
 ) -> None:
-    """Law 7. `BLOCK` stands for whatever the verifier's default is."""
+    """Invariant 7. `BLOCK` stands for whatever the verifier's default is."""
     message = request(sampling=sampling(1.0, **fields))
     assert RULE_TO_WIRE[check(tokenizer, message, default_rule=BLOCK).sampling.rule] == rule
 

@@ -8,8 +8,6 @@ noncentral χ² with λ = N Σ (p' - p)²/p, and Cauchy-Schwarz gives Σ (p' - p
 for the bias hardest to see: p' = p(1 ± 2δ). So N = λ/(4δ²), with the λ at which a χ² of these degrees of freedom
 passes its critical value with the wanted power, is enough for every bias of that size. For a table of several laws,
 each met n_s times, δ is the mean over s with weights n_s, and Jensen gives the same bound.
-
-It knows nothing of models, tokens or services.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Thirty-two requests that have little in common, and what a service writes for them one by one or all at once.
-
-It knows the client library and the demo's prompts; nothing of what shares a pass, or of how much room there is.
-"""
+"""Thirty-two requests that have little in common, and what a service writes for them one by one or all at once."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A Llama of 24 tokens: few enough to enumerate three of them, enough for top-k 20 to cut. Weights are drawn so large that
 laws differ much from prefix to prefix. The drafts are the target with another output layer, most of them bad on
-purpose. It knows nothing of services or laws.
+purpose.
 """
 
 from __future__ import annotations

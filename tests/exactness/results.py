@@ -1,6 +1,6 @@
 """What the slow tests measured, as a table and as JSON, with the machine named in both.
 
-Written where `OUTRIDER_EXACTNESS_RESULTS` names a folder, and nowhere else. It knows nothing of how it was measured.
+Written where `OUTRIDER_EXACTNESS_RESULTS` names a folder, and nowhere else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Many samples at once through a draft service: whole outputs as an array of tokens.
-
-It knows the client library, and nothing of services' insides or of laws.
-"""
+"""Many samples at once through a draft service: whole outputs as an array of tokens."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Services for the tests of this folder: forked, faulty where asked, reached over gRPC.
-
-It knows processes, addresses and health; nothing of what is asked of a service.
-"""
+"""Services for the tests of this folder: forked, faulty where asked, reached over gRPC."""
 
 from __future__ import annotations
 

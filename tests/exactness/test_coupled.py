@@ -133,7 +133,7 @@ def test_samples_have_texts_of_their_own_that_are_kept_too(attentive: World) -> 
 
 
 def test_a_seed_without_a_rule_keeps_its_text(attentive: World, alone: dict[str, Ids]) -> None:
-    """Law 7; and a lenient request, which `coupled` refuses, is judged token by token."""
+    """Invariant 7; and a lenient request, which `coupled` refuses, is judged token by token."""
 
     def rules(**asked: object) -> list[AcceptanceRule]:
         events = client.generate(PROMPT, max_new_tokens=2, **asked)  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 Real processes, killed and stopped by signals in the middle of texts. What was written is compared token for token with
 what the same requests get undisturbed: under `coupled`, at temperature 0, and under `tokenwise` and `block` too, where
-a round that is judged again has the draws it had (Law 2). All in float32.
+a round that is judged again has the draws it had (invariant 2). All in float32.
 """
 
 from __future__ import annotations

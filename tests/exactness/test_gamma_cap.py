@@ -6,7 +6,7 @@ verdicts and caps are the services' own code; times are given, not measured, so 
 
 Power (`chisquare` has the derivation): 24,000 tokens of 400 texts, over the cells of the 8 laws, notice a total
 variation of 0.03 at a level of 0.1 % with a power of 99 %. The mutants let the length of a proposal depend on what may
-not decide it (Law 4), once it has been drafted: on its tokens, and on the draws that it will be accepted by.
+not decide it (invariant 4), once it has been drafted: on its tokens, and on the draws that it will be accepted by.
 """
 
 from collections.abc import Callable
@@ -80,7 +80,7 @@ class Chain:
         self.p: Array = self.logits.double().softmax(-1).numpy()
 
     def draft(self, text: Text) -> list[int]:
-        """γ tokens, each from its q̂ (Laws 1 and 2)."""
+        """γ tokens, each from its q̂ (invariants 1 and 2)."""
         drafted: list[int] = []
         for index in range(text.gamma):
             last = [*text.tokens, *drafted][-1]

@@ -1,4 +1,4 @@
-"""Law 7: what a request writes does not depend on who else is served, on what was served before, or on γ.
+"""Invariant 7: what a request writes does not depend on who else is served, on what was served before, or on γ.
 
 γ is compared in `test_first_tokens`, by law. Here the tokens themselves are: a seed, a prompt and a γ give the same
 text alone and among fifteen others. Under `coupled` γ is not needed for it, nor the draft: `test_coupled`. Under it,

@@ -3,8 +3,8 @@
 The draft service drafts for four outcomes whatever the time (`eager_outcome_cache`), so that half of all proposals come
 from the cache, with a target as small as this one. It is the Markov one: each of the 1,600 tokens of 64 texts is a
 sample of one table, and a total variation of 0.09 is noticed at a level of 1 % with a power of 95 % (`chisquare`); of
-16,384 (`-m slow`) one of 0.03. That branches which tell other laws than they drew from (Law 1) would be noticed is
-shown by a mutant, under `-m slow` too.
+16,384 (`-m slow`) one of 0.03. That branches which tell other laws than they drew from (invariant 1) would be noticed
+is shown by a mutant, under `-m slow` too.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ token before (some 47 degrees of freedom) they notice a total variation of 0.09 
 (`chisquare` has the derivation), and 16,384 (`-m slow`) one of 0.03. `adaptive` runs restlessly
 (`faults.restless_lengths`): its γ follows the last few rounds of its own text as closely as it can, on times that are
 given, so that it does not settle where nothing shows. The mutants let the length of a proposal depend on what has been
-drafted (Law 4).
+drafted (invariant 4).
 """
 
 from __future__ import annotations

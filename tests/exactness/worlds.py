@@ -1,7 +1,4 @@
-"""A tiny pair at work: one target, a draft service for each bad draft, and the target's exact law beside them.
-
-It knows how to ask the services for texts and how to hold them against the law; not what follows from it.
-"""
+"""A tiny pair at work: one target, a draft service for each bad draft, and the target's exact law beside them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The client, as tests see it: orders for the program on its host (`tests.hosts.agent`), and what it has told so far.
-
-It knows nothing of services.
-"""
+"""The client, as tests see it: orders for the program on its host (`tests.hosts.agent`), and its output so far."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Proposals by hand and by chance, and the comparison of two implementations on them.
 
 Two precisions may disagree where a uniform lies within rounding of an edge: then, and only then, the neighbour is
-allowed, and counted. It knows no implementation.
+allowed, and counted.
 """
 
 from __future__ import annotations

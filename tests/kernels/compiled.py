@@ -2,8 +2,7 @@
 
 All for one architecture, or those with the most in them, over a support of the size that is given.
 
-Run by `test_compiled` in a process of its own, since a process that interprets kernels cannot compile them. It knows
-nothing of what is to be expected.
+Run by `test_compiled` in a process of its own, since a process that interprets kernels cannot compile them.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 While a kernel is interpreted the members of `triton.language` are replaced by ones that compute, and put back after the
 launch. The interpreter replaces them all anew at each call of one kernel's function by another, where they have been
 replaced already: that alone was more than half of the time of an interpreted test. A third of the rest went into types
-and shapes, worked out anew for each value; there are few, so each is worked out once. It knows no kernel of ours.
+and shapes, worked out anew for each value; there are few, so each is worked out once.
 """
 
 from __future__ import annotations

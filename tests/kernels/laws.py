@@ -1,8 +1,7 @@
 """The exact law of what verification emits, taken from a `verify` as a black box, and the worlds to take it in.
 
 Each acceptance test passes below an edge of its uniform, and the next token rises with its own, so bisection finds
-every edge, and with them the joint law of (accepted, tokens) to the last bits. It knows no rule that draws from shared
-noise, and no implementation.
+every edge, and with them the joint law of (accepted, tokens) to the last bits.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def test_equal_tokens_at_the_cut_stay_from_the_lowest_id(config: SparseConfig) -
 
 
 def test_the_law_returned_is_the_law_sampled_from() -> None:
-    """Law 1: of evenly spaced uniforms each token takes its q̂, to within one; the ends of each cell are exact."""
+    """Invariant 1: of evenly spaced uniforms each token takes its q̂, to within one; the ends of each cell are exact."""
     N = 2000
     z = (torch.randn(1, 300, generator=torch.Generator().manual_seed(8)) * 2).expand(N, 300)
     grid = [(k + 0.5) / N for k in range(N)]

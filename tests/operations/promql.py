@@ -1,4 +1,4 @@
-"""What an expression of PromQL asks for: each metric, with the labels that it must have. It knows no metric by name."""
+"""What an expression of PromQL asks for: each metric, with the labels that it must have."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """The bytes of one connection in one direction: late, held, spoilt or counted, as the direction's faults say.
 
-It lives on an event loop. It knows nothing of who sets the faults, and nothing of what the bytes mean.
+It lives on an event loop.
 """
 
 from __future__ import annotations

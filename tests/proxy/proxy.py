@@ -1,7 +1,4 @@
-"""The proxy: a port through which a service is reached, in a thread of its own, with faults that are switched at will.
-
-It knows nothing of what passes through.
-"""
+"""The proxy: a port through which a service is reached, on a thread of its own, with faults to switch on and off."""
 
 from __future__ import annotations
 

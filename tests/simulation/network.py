@@ -1,6 +1,6 @@
 """A network in memory: calls with the interface of `grpc.aio` on both sides, and links that are slow, stall and break.
 
-Messages of one direction of one call stay in order; all else may overtake each other. It knows no service.
+Messages of one direction of one call stay in order; all else may overtake each other.
 """
 
 from __future__ import annotations

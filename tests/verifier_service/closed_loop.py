@@ -1,7 +1,7 @@
 """A verifier and its drafts as a simulation: so many sequences that draft, wait for a pass, and draft again.
 
 Passes, lingering and the order of things are the engine's, times and acceptances are drawn; nothing runs, so that a
-machine's speed is no part of it. It knows nothing of how a cap comes about.
+machine's speed is no part of it.
 """
 
 import heapq

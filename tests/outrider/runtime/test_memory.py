@@ -10,7 +10,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from outrider.loading import build_model_runner, kv_blocks, run_blocks, run_largest
+from outrider.loading import build_model_runner, kv_blocks, profiling_blocks, profiling_run
 from outrider.runtime.cuda_graph import Capturer
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.memory import MIB, HostMemory, OutOfMemory, block_bytes, memory_of, telling
@@ -70,12 +70,12 @@ def test_the_largest_pass_is_as_large_as_said_and_leaves_nothing(
 ) -> None:
     built = build_model_runner(settings("--attention", attention, "--device", "cpu"), load("llama"), 20, pass_tokens=50)
     packed = built.model_runner
-    assert run_largest(packed, 50).shape == (50, packed.loaded.vocab_size)
+    assert profiling_run(packed, 50).shape == (50, packed.loaded.vocab_size)
     assert packed.pool.used_blocks == 0
     packed.pool.check_integrity()
     small = ModelRunner.build(load("llama"), 1, 20, blocks=2)
-    assert len(run_largest(small, 500)) == 40, "no pass is larger than the pool"
-    assert run_blocks(50, 20, 8) == 3 + 3 + 2
+    assert len(profiling_run(small, 500)) == 40, "no pass is larger than the pool"
+    assert profiling_blocks(50, 20, 8) == 3 + 3 + 2
 
 
 def test_on_a_gpu_keys_and_values_get_their_share_of_what_the_rest_leaves(load: Callable[..., LoadedModel]) -> None:
