@@ -15,8 +15,8 @@ Invariant 4. All that is counted here is history, of rounds that have been judge
 long they took, how many of their tokens were accepted. A cap is told for proposals that are yet to be drafted, and a
 longer one that comes all the same is judged whole. So no choice of length looks at a token that it could discard, nor
 at a draw of a round to come: those are keyed by a length of the text that the round before has only just brought about
-(Law 2). Only sequences of one and the same seed share draws, under `tokenwise` and `block`; what one of them adds to
-means of a hundred rounds is all that the other's cap can know of it.
+(invariant 2). Only sequences of one and the same seed share draws, under `tokenwise` and `block`; what one of them adds
+to means of a hundred rounds is all that the other's cap can know of it.
 """
 
 import statistics

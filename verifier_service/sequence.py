@@ -140,7 +140,7 @@ class TargetSequence:
         return None
 
     def drafted(self, round_: Round) -> tuple[int, ...]:
-        """The drafted tokens worth judging, no more than may still be written. The cut looks at no token (invariant 4)."""
+        """The drafted tokens worth judging: as many as may still be written. No token decides that (invariant 4)."""
         return round_.tokens[: self.opening.max_new_tokens - self.written]
 
     def proposed(self, round_: Round) -> Proposed:
