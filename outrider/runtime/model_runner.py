@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -133,7 +134,8 @@ class ModelRunner:
 
     def run_packed(self, tokens: Sequence[int], batch: PackedBatch, rows: Rows) -> Tensor:
         """Runs a batch over a pool that is not paged, of the same number of `tokens`; logits of `rows` in float32."""
-        return self.program(torch.tensor(tokens, device=self.loaded.device), batch, rows).float()
+        token_ids = torch.from_numpy(np.array(tokens, np.int64)).to(self.loaded.device)  # 15 µs less than torch.tensor
+        return self.program(token_ids, batch, rows).float()
 
     def capture(
         self,
