@@ -1,5 +1,6 @@
 """The draft service as a whole: loads the draft, finds the verifier, and hands the parts to each other."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -7,29 +8,40 @@ import grpc
 import structlog
 
 from draft_service.drafter_choice import supports_rule_by_logits
-from draft_service.drafters.base import Kind
+from draft_service.drafters.base import Drafter, DraftError, Kind
 from draft_service.drafters.build import cheap_drafters, check_settings, guarded, loads_model, model_drafters
 from draft_service.drafters.engine import DraftEngine
+from draft_service.drafters.guard import PROBE, PROBE_GAMMA
 from draft_service.drafters.staged import Staging
 from draft_service.failover_metrics import FailoverMetrics, show_verifiers
 from draft_service.lengths import Lengths
-from draft_service.message_limit import message_limit, short_of
 from draft_service.metrics import show_drafters, show_held, show_outcome_cache
 from draft_service.pair import Pair
 from draft_service.service import SERVICE_NAME, DraftService
 from draft_service.settings import DraftSettings
 from draft_service.verifier_link import VerifierLink
-from draft_service.verifier_security import verifier_tls
-from draft_service.warm_up import warm_up
 from kernels.sparse import SparseConfig
 from kernels.verify import implementation_for
 from outrider.lifecycle import Service, Warm, in_thread
-from outrider.loading import Built, Loader, build_model_runner, load, load_tokenizer_alone, sequence_tokens
+from outrider.loading import (
+    DEFAULT_SEQUENCE_TOKENS,
+    Built,
+    Loader,
+    build_model_runner,
+    load,
+    load_tokenizer_alone,
+    sequence_tokens,
+)
+from outrider.message_sizes import limit_of, of_generate, of_verify
 from outrider.model_info import describe, describe_tokenizer
+from outrider.rpc.errors import internal
+from outrider.rpc.tls import TLS, ChannelTLS
 from outrider.runtime.cuda_graph import Capturer
-from outrider.runtime.loader import LoadedModel
+from outrider.runtime.loader import LoadedModel, vocabulary_size
 from outrider.runtime.tokenizer import Tokenizer
 from outrider.sampling import DEFAULT_RULE, OFFERED_RULES, RULE_TO_WIRE
+from outrider.security import check_plaintext, made, pair
+from outrider.settings import SettingsError
 from protos.outrider.v1 import model_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import add_DraftServiceServicer_to_server
 
@@ -230,3 +242,79 @@ def remove_lossy_rules(draft: model_pb2.ModelInfo) -> None:
     """Takes out the rules that ask for a draft model's logits, for a service that has none."""
     draft.rules[:] = [rule for rule in draft.rules if rule not in draft.lossy_rules]
     draft.lossy_rules[:] = []
+
+
+def verifier_tls(settings: DraftSettings) -> ChannelTLS | None:
+    """How to speak to verifiers; None is plaintext.
+
+    Raises:
+        SettingsError: the settings contradict each other, a file is not what it should be, or plaintext would leave
+            this machine without having been asked for.
+    """
+    cert, key = settings.verifier_tls_cert, settings.verifier_tls_key
+    pair("--verifier-tls-cert", cert, "--verifier-tls-key", key)
+    ca, name = settings.verifier_tls_ca, settings.verifier_tls_name
+    if ca is None:
+        for flag, given in (("--verifier-tls-cert", cert), ("--verifier-tls-name", name)):
+            if given is not None:
+                raise SettingsError(f"{flag} needs --verifier-tls-ca")
+        for address in settings.verifier:
+            check_plaintext("--verifier", address, settings.plaintext, "give --verifier-tls-ca")
+        return None
+    return made("--verifier-tls-ca, -cert or -key", lambda: ChannelTLS(TLS(ca, cert, key, name)))
+
+
+# As verifiers of ours have it; theirs are not known before one answers.
+_STOP_TOKEN_IDS = 64
+
+
+def message_limit(settings: DraftSettings) -> int:
+    """In bytes: as was said, or as the draft model and the other limits have it."""
+    return settings.max_message_bytes or limit_of(
+        _requests(settings, settings.max_sequence_tokens or DEFAULT_SEQUENCE_TOKENS),
+        of_verify(
+            sequence_tokens=settings.max_sequence_tokens or DEFAULT_SEQUENCE_TOKENS,
+            max_gamma=settings.max_gamma,
+            max_support=settings.max_support,
+            vocab_size=vocabulary_size(settings.model, settings.revision) if loads_model(settings) else None,
+            max_stop_token_ids=_STOP_TOKEN_IDS,
+        ),
+    )
+
+
+def short_of(settings: DraftSettings, sequence_tokens: int) -> int:
+    """How many bytes the longest requests of a target with so many tokens are beyond the limit; 0 where they fit."""
+    return max(0, _requests(settings, sequence_tokens) - message_limit(settings))
+
+
+def _requests(settings: DraftSettings, sequence_tokens: int) -> int:
+    return of_generate(
+        sequence_tokens=sequence_tokens,
+        max_stop_token_ids=_STOP_TOKEN_IDS,
+        max_stop_strings=settings.max_stop_strings,
+        max_stop_chars=settings.max_stop_string_chars,
+    )
+
+
+# How often it is seen whether the engine still runs.
+GLANCE_SECONDS = 0.5
+
+
+async def warm_up(drafter: Drafter, engine: DraftEngine) -> None:
+    """Has a proposal drafted. One that fails leaves a line in the log: the target can write alone, and tries go on.
+
+    Raises:
+        RequestError: the engine has ended.
+    """
+    drafting = drafter.open(PROBE)
+    proposal = asyncio.ensure_future(drafting.propose(PROBE_GAMMA))
+    try:
+        while not (await asyncio.wait((proposal,), timeout=GLANCE_SECONDS))[0]:
+            if not engine.alive:
+                raise internal("INTERNAL", "the draft's engine has ended before its first pass")
+        proposal.result()
+    except DraftError as error:
+        _log.warning("the first pass of the draft failed; the target writes alone", reason=str(error))
+    finally:
+        proposal.cancel()
+        drafting.close()

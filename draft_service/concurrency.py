@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from outrider.best_effort import Component
 from outrider.pace import Pace
 from outrider.rpc.errors import RequestError, draining, idle, overloaded, yielded
-from outrider.rpc.patience import Patience
+from outrider.rpc.timeouts import Patience
 
 # Seconds from one look at a call's position in the queue to the next.
 POSITION_INTERVAL = 1.0

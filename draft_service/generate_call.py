@@ -1,10 +1,15 @@
-"""One call of `Generate`: its samples run side by side, and their responses go out on one stream."""
+"""One call of `Generate`: its samples run side by side, and their responses go out on one stream.
+
+While there is nothing to tell, a heartbeat goes out now and then: so a client can tell a service that hangs from one
+whose request waits for its turn.
+"""
 
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import grpc
 import structlog
@@ -14,7 +19,6 @@ from draft_service.drafter_choice import KIND_TO_WIRE
 from draft_service.emission import Emitter
 from draft_service.frames import framed
 from draft_service.generation import Sample
-from draft_service.heartbeat import Heartbeat
 from draft_service.output import OutputText
 from draft_service.pair import Pair
 from draft_service.request import Generation
@@ -24,12 +28,53 @@ from draft_service.sample_watch import SampleWatch
 from draft_service.settings import DraftSettings
 from draft_service.speculation import PolicyKind
 from draft_service.validation import check_generate
+from outrider.best_effort import Component
+from outrider.rpc.auth import count_sequences
 from outrider.rpc.errors import RequestError, overloaded, write
-from outrider.rpc.rate import count_sequences
 from outrider.runtime.tokenizer import IncrementalDetokenizer
 from outrider.sampling import RULE_TO_WIRE
 from outrider.tracing import CallTrace
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, verifier_service_pb2
+from protos.outrider.v1.draft_service_pb2 import GenerateResponse
+
+HEARTBEAT_SECONDS = 5.0
+"""The contract names it (`GenerateResponse`)."""
+
+HEARTBEAT = Component("heartbeat")
+
+
+class Heartbeat:
+    """Sends a response with nothing in it whenever no other was sent for so long. On the event loop."""
+
+    def __init__(self, responses: Responses, seconds: float = HEARTBEAT_SECONDS) -> None:
+        self._responses = responses
+        self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._sent = 0
+
+    def __enter__(self) -> Self:
+        self._wait()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _wait(self) -> None:
+        self._sent = self._responses.sent
+        self._timer = self._loop.call_later(self._seconds, self._beat)
+
+    def _beat(self) -> None:
+        HEARTBEAT.run(self._send, None)
+        self._wait()
+
+    def _send(self) -> None:
+        if self._responses.sent == self._sent and self._responses.are_read:
+            self._responses.send(GenerateResponse())
+
 
 _log = structlog.get_logger()
 

@@ -10,8 +10,8 @@ from draft_service.breaker import Breaker, State
 from draft_service.losses import Loss
 from draft_service.verify_sequence import VerifySequence, translate
 from outrider import trace_context
+from outrider.rpc.channel import RenewedChannel
 from outrider.rpc.errors import RequestError, unavailable
-from outrider.rpc.renewal import RenewedChannel
 from outrider.rpc.tls import ChannelTLS
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub

@@ -10,8 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
 
-from outrider.rpc.families import of_one_family
-from outrider.rpc.locality import SOCKET
+from outrider.rpc.channel import SOCKET, of_one_family
 
 _log = structlog.get_logger()
 

@@ -8,7 +8,6 @@ import grpc
 import structlog
 
 from outrider.padding import pad
-from outrider.rpc.ending import Ending
 from outrider.rpc.errors import (
     UNSPECIFIED,
     RequestError,
@@ -17,6 +16,7 @@ from outrider.rpc.errors import (
     internal,
     unavailable,
 )
+from outrider.rpc.timeouts import Ending
 from outrider.wire import PrefixHash
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 

@@ -1,22 +1,26 @@
-"""How a service lives: it listens, loads, serves, drains and stops. Both services share it."""
+"""How a service lives: it listens, loads, serves, drains and stops. Both services share it, its health and its metrics.
+
+Health may also be asked for on a port of its own, in plaintext: for probes that have no certificate.
+"""
 
 import asyncio
 import sys
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import AsyncExitStack, ExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
 import structlog
+from prometheus_client import Gauge
 
-from outrider.health_port import health_port
-from outrider.life_metrics import show_life
 from outrider.metrics import Metrics, exposed
 from outrider.model_info import server_version
 from outrider.rpc.errors import RequestError
-from outrider.rpc.health import HealthState
+from outrider.rpc.health import PROBES, STARTUP, HealthState
 from outrider.rpc.server import StartupError, bind, create_server, cut_off, enable_reflection, serve_until_signal
 from outrider.runtime.device import check_environment
 from outrider.runtime.engine import Engine
@@ -25,6 +29,57 @@ from outrider.security import listening
 from outrider.settings import ServiceSettings, SettingsError
 from outrider.telemetry import configure_logging
 from outrider.tracing import Tracing
+
+# Requests name a service, and answers are a number.
+_MAX_MESSAGE_BYTES = 4096
+
+
+@asynccontextmanager
+async def health_port(health: HealthState, address: str) -> AsyncIterator[str]:
+    """Answers at `address`, `HOST:PORT`, until left; yields the address with the real port.
+
+    Raises:
+        StartupError: the port is taken, or the host is not this machine's.
+    """
+    server = create_server(max_message_bytes=_MAX_MESSAGE_BYTES, max_concurrent_streams=64)
+    health.register(server)
+    bound = bind(server, address)
+    await server.start()
+    try:
+        yield bound
+    finally:
+        await server.stop(None)
+
+
+def show_life(
+    metrics: Metrics, health: HealthState, engine: Callable[[], Engine[Any, Any, Any] | None], bound: float
+) -> None:
+    """Shows these from now on; `engine` is asked each time, and may be None until there is one. An event loop that has
+    not run for `bound` seconds is neither alive nor ready: it could not answer a probe.
+    """
+    says = Gauge(
+        "outrider_health",
+        "What the health service says of readiness, liveness and startup: 1 is SERVING.",
+        ("probe",),
+        registry=metrics.registry,
+    )
+
+    def says_now(probe: str) -> bool:
+        return health.says(probe) and (probe == STARTUP or time.monotonic() - health.last_glance <= bound)
+
+    for probe in PROBES:
+        says.labels(probe).set_function(partial(says_now, probe))
+
+    def step_seconds() -> float:
+        running = engine()
+        return 0.0 if running is None else running.heartbeat.step_seconds()
+
+    Gauge(
+        "outrider_engine_step_seconds",
+        "How long the step of now of the engine's loop has lasted; 0 while it waits for work, or is not there.",
+        registry=metrics.registry,
+    ).set_function(step_seconds)
+
 
 _log = structlog.get_logger()
 

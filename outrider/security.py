@@ -7,13 +7,9 @@ from typing import TypeVar
 
 import structlog
 
-from outrider.rpc.door import Door
-from outrider.rpc.identity import AllowedClients
-from outrider.rpc.locality import is_local
-from outrider.rpc.rate import ClientLimits
-from outrider.rpc.tls import ServerTLS
-from outrider.rpc.tokens import Tokens
-from outrider.rpc.watched import FileProblem
+from outrider.rpc.auth import AllowedClients, ClientLimits, Door, Tokens
+from outrider.rpc.channel import is_local
+from outrider.rpc.tls import FileProblem, ServerTLS
 from outrider.settings import ServiceSettings, SettingsError
 
 _log = structlog.get_logger()

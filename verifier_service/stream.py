@@ -12,7 +12,7 @@ import structlog
 from outrider.best_effort import Component
 from outrider.padding import pad
 from outrider.rpc.errors import RequestError, idle, internal, invalid_field, out_of_order, overloaded, write, yielded
-from outrider.rpc.patience import Patience
+from outrider.rpc.timeouts import Patience
 from outrider.sampling import RULE_TO_WIRE, Sampling
 from outrider.tracing import CallTrace
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2

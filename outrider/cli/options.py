@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 import click
 
 from outrider.client import AcceptanceRule, Drafter, Options, SpeculationPolicy
-from outrider.rpc.locality import SOCKET
+from outrider.rpc.channel import SOCKET
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from outrider.client.security import Metadata, Security
-from outrider.rpc.families import of_one_family
-from outrider.rpc.renewal import RenewedChannel
+from outrider.rpc.channel import RenewedChannel, of_one_family
 from protos.outrider.v1 import draft_service_pb2_grpc
 
 # Responses stream in small pieces; requests may hold a long prompt.

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from outrider.rpc.locality import is_local
+from outrider.rpc.auth import OwnToken
+from outrider.rpc.channel import is_local
 from outrider.rpc.tls import TLS, ChannelTLS
-from outrider.rpc.tokens import OwnToken
 
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 

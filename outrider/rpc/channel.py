@@ -1,14 +1,58 @@
-"""Channels to a service, and waiting until it serves."""
+"""Channels of clients: their settings, and one that is replaced when its certificates are.
+
+gRPC reads a channel's certificates once, so calls on the old channel go on to their end. Plaintext needs no flag where
+no network is. A host with addresses of both families is one host.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from outrider.rpc.tls import ChannelTLS
+
+SOCKET = "unix:"
+"""What the address of a socket in the file system begins with; its absolute path follows."""
+
+
+def is_local(address: str) -> bool:
+    """Whether `HOST:PORT` or `unix:PATH` is reached from this machine alone. A name but `localhost` may be anywhere."""
+    if address.startswith(SOCKET):
+        return True
+    host = address.rpartition(":")[0].strip("[]").partition("%")[0]
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def is_ipv6(address: str) -> bool:
+    """Whether `IP:PORT` has an IPv6 address, which stands in brackets."""
+    return address.startswith("[")
+
+
+def of_one_family(addresses: Sequence[str], before: Collection[str] = ()) -> list[str]:
+    """Of the addresses `IP:PORT` that a name stands for those of one family, each once and in their order.
+
+    A host that has both would count twice otherwise. The family with more of them is taken, so that hosts that have
+    only one are left out as seldom as may be; where there are as many of both, that of `before`, which were taken last;
+    and at first that of the first one, since resolvers name first what is best reached (RFC 6724).
+    """
+    found = list(dict.fromkeys(addresses))
+    families = [[each for each in found if is_ipv6(each) is wanted] for wanted in (False, True)]
+    if not all(families):
+        return found
+    kept = next(iter(before), found[0])
+    return max(families, key=lambda family: (len(family), is_ipv6(family[0]) is is_ipv6(kept)))
+
 
 DEFAULT_MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 
@@ -127,3 +171,93 @@ class _Probes:
 
 def _describe(error: grpc.RpcError) -> str:
     return f"{error.code().name}: {error.details()}"
+
+
+Stub = TypeVar("Stub")
+Call = TypeVar("Call", bound=Any)
+
+
+class RenewedChannel(Generic[Stub]):
+    """Opens with the first call. Made and used on one event loop."""
+
+    def __init__(
+        self,
+        address: str,
+        stub: Callable[[grpc.aio.Channel], Stub],
+        *,
+        max_message_bytes: int,
+        options: Sequence[tuple[str, Any]] = (),
+        tls: ChannelTLS | None = None,
+        name: str = "",
+    ) -> None:
+        """
+        Args:
+            address: `HOST:PORT`.
+            stub: what makes calls on a channel.
+            max_message_bytes: of either direction.
+            options: beside those that all our channels have.
+            tls: None is plaintext.
+            name: `HOST:PORT` that was resolved to the address, where it was: whoever stands in front of the server
+                knows it by that name, and so does its certificate, where `tls` expects no other.
+        """
+        self._address = address
+        self._stub = stub
+        self._max_message_bytes = max_message_bytes
+        self._tls = tls
+        expected = (tls.name if tls is not None else None) or name
+        # Without it the certificate would have to name the address.
+        authority = [("grpc.default_authority", expected)] if expected and expected != address else []
+        self._options = [*options, *authority]
+        self._current: _Open[Stub] | None = None
+        self._open: set[_Open[Stub]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def begin(self, start: Callable[[Stub], Call]) -> Call:
+        """Begins a call, with the certificates of now. Where they have changed since the last one it makes a connection
+        of its own; the last one closes with its last call.
+        """
+        version, credentials = (0, None) if self._tls is None else self._tls.look()
+        if self._current is None or self._current.version != version:
+            old = self._current
+            channel = open_channel(
+                self._address,
+                max_message_bytes=self._max_message_bytes,
+                options=self._options,
+                credentials=credentials,
+            )
+            self._current = _Open(channel, self._stub(channel), version)
+            self._open.add(self._current)
+            if old is not None and not old.calls:
+                self._close(old)
+        channel_in_use = self._current
+        call = start(channel_in_use.stub)
+        channel_in_use.calls += 1
+        call.add_done_callback(lambda _: self._ended(channel_in_use))
+        return call
+
+    async def close(self) -> None:
+        """Ends all that is under way."""
+        await asyncio.gather(*(each.channel.close() for each in self._open), *self._closing)
+        self._open.clear()
+
+    def _ended(self, channel: _Open[Stub]) -> None:
+        channel.calls -= 1
+        if not channel.calls and channel is not self._current:
+            self._close(channel)
+
+    def _close(self, channel: _Open[Stub]) -> None:
+        if channel in self._open:
+            self._open.discard(channel)
+            task = asyncio.ensure_future(channel.channel.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+
+class _Open(Generic[Stub]):
+    """One channel, and how many calls are in progress on it."""
+
+    def __init__(self, channel: grpc.aio.Channel, stub: Stub, version: int) -> None:
+        self.channel = channel
+        self.stub = stub
+        self.version = version
+        self.calls = 0

@@ -13,8 +13,8 @@ from typing import Any
 import grpc
 
 from outrider.rpc.channel import open_channel
-from outrider.rpc.ending import Ending
 from outrider.rpc.errors import from_rpc_error
+from outrider.rpc.timeouts import Ending
 from outrider.wire import PrefixHash
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub

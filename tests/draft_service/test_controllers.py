@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from draft_service.adaptive import FIRST_PAUSE, Adaptive
 from draft_service.breaker import Breaker
 from draft_service.drafters.base import Foresight
-from draft_service.drafters.health import Health
+from draft_service.drafters.guard import Health
 from draft_service.drafters.outcomes import Forecast, Place
 from draft_service.drafters.spare_time import MOST_STEPS, SpareTime
 from draft_service.drafters.trial import FIRST_PAUSE as FIRST_TRIAL

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from draft_service.drafters.base import Draft, Drafter, DrafterOff, DraftError, Drafting, DraftLate, DraftSequence
-from draft_service.drafters.guard import PROBE, GuardedDrafter
+from draft_service.drafters.guard import FAILURES_IN_A_ROW, FIRST_PROBE_S, LATEST_PROBE_S, PROBE, GuardedDrafter, Health
 from draft_service.drafters.healing import FIRST_REST, LONGEST_REST, SOUND_AFTER, HealingDrafting
-from draft_service.drafters.health import FAILURES_IN_A_ROW, FIRST_PROBE_S, LATEST_PROBE_S, Health
 from draft_service.drafters.lookup import LookupDrafter
 from kernels.adjustments import LogitRules
 from kernels.sampling import SamplingParams

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from draft_service.heartbeat import Heartbeat
+from draft_service.generate_call import Heartbeat
 from draft_service.responses import Responses
 from protos.outrider.v1.draft_service_pb2 import GenerateChunk, GenerateResponse
 

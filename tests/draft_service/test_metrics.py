@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import grpc
 import pytest
 
-from draft_service.drafters.health import FAILURES_IN_A_ROW
+from draft_service.drafters.guard import FAILURES_IN_A_ROW
 from outrider.cli.processes import ServiceProcess
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2
 from tests.draft_service.calls import sampling, write

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from draft_service import heartbeat
+from draft_service.generate_call import HEARTBEAT_SECONDS
 from draft_service.drafters.base import Cost, Draft
 from draft_service.emission import Emitter
 from draft_service.failover_metrics import FAILOVER_METRICS, FailoverMetrics
-from draft_service.heartbeat import HEARTBEAT, Heartbeat
+from draft_service.generate_call import HEARTBEAT, Heartbeat
 from draft_service.losses import Loss
 from draft_service.output import OutputText
 from draft_service.request_metrics import REQUEST_METRICS
@@ -103,6 +103,6 @@ async def test_signs_of_life_go_on_after_one_that_failed() -> None:
 
     responses.send = fails_first  # type: ignore[method-assign]
     with Heartbeat(responses):
-        await asyncio.sleep(2.5 * heartbeat.HEARTBEAT_SECONDS)
+        await asyncio.sleep(2.5 * HEARTBEAT_SECONDS)
     assert len(calls) == 2
     assert errors_of(HEARTBEAT, before) == 1

@@ -19,9 +19,8 @@ import pytest
 
 from draft_service.losses import Loss
 from draft_service.replica import Replica, ReplicaSeat
-from draft_service.replicas import Replicas
+from draft_service.replicas import Replicas, check_target
 from draft_service.resolver import Directory, look_up
-from draft_service.target_check import check_target
 from outrider.rpc.errors import RequestError, overloaded, unavailable
 from outrider.rpc.server import bind, create_server
 from protos.outrider.v1 import model_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2, verifier_service_pb2_grpc

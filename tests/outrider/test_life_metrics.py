@@ -4,8 +4,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from outrider.life_metrics import show_life
-from outrider.lifecycle import _watch
+from outrider.lifecycle import _watch, show_life
 from outrider.metrics import Metrics
 from outrider.rpc.health import PROBES, HealthState
 from outrider.rpc.server import create_server

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from draft_service.message_limit import message_limit, short_of
+from draft_service.app import message_limit, short_of
 from draft_service.settings import DraftSettings
 from outrider.message_sizes import LEAST_LIMIT, limit_of, of_generate, of_verify
 from outrider.runtime.loader import vocabulary_size

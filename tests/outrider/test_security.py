@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from draft_service.app import verifier_tls
 from draft_service.settings import DraftSettings
-from draft_service.verifier_security import verifier_tls
 from outrider.client import TLS, AsyncClient, Client
-from outrider.rpc.locality import is_local
+from outrider.rpc.channel import is_local
 from outrider.security import Listening, listening
 from outrider.settings import ServiceSettings, SettingsError
 from tests.certificates import Authority

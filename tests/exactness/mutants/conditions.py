@@ -14,7 +14,7 @@ from typing import Any
 
 def stubborn() -> None:
     """No fault: a round is not given up however many verifiers it loses, one right after the other."""
-    trouble = importlib.import_module("draft_service.trouble").__dict__
+    trouble = importlib.import_module("draft_service.failover").__dict__
     trouble["MOST_LOST_IN_A_ROUND"] = trouble["MOST_FAILED_IN_A_ROUND"] = 1 << 30
 
 

@@ -11,15 +11,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from outrider.rpc import errors
+from outrider.rpc.auth import AllowedClients, ClientLimits, Door, Tokens, address_of
 from outrider.rpc.channel import open_channel
-from outrider.rpc.door import Door
-from outrider.rpc.ending import Ending
 from outrider.rpc.errors import RequestError
-from outrider.rpc.identity import AllowedClients, address_of
-from outrider.rpc.rate import ClientLimits
 from outrider.rpc.server import _gates, bind, create_server
+from outrider.rpc.timeouts import Ending
 from outrider.rpc.tls import TLS, ChannelTLS, ServerTLS
-from outrider.rpc.tokens import Tokens
 from tests.certificates import Authority
 from tests.outrider.rpc.probe import BAD, Probe, both, many, once, serving, written
 

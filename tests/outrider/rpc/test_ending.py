@@ -10,10 +10,10 @@ from typing import Any
 import grpc
 import pytest
 
-from outrider.rpc.ending import Ending
 from outrider.rpc.errors import overloaded, to_status
 from outrider.rpc.health import HealthState
 from outrider.rpc.server import bind, create_server, serve_until_signal
+from outrider.rpc.timeouts import Ending
 
 
 async def _greet_and_refuse(_: Any, context: Any) -> None:

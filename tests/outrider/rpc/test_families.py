@@ -2,7 +2,7 @@
 
 import pytest
 
-from outrider.rpc.families import of_one_family
+from outrider.rpc.channel import of_one_family
 
 FOUR = ["10.0.0.1:5", "10.0.0.2:5"]
 SIX = ["[fd00::1]:5", "[fd00::2]:5"]

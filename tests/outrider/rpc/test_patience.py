@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from outrider.rpc.patience import Patience
+from outrider.rpc.timeouts import Patience
 from tests.leaping import leaping
 
 SHORT, LIMIT = 0.02, 0.2

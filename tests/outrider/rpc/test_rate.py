@@ -5,9 +5,9 @@ from contextlib import suppress
 import grpc
 import pytest
 
-from outrider.rpc import rate as module
+from outrider.rpc import auth as module
+from outrider.rpc.auth import LONGEST_WAIT, ClientLimits, count_sequences
 from outrider.rpc.errors import RequestError
-from outrider.rpc.rate import LONGEST_WAIT, ClientLimits, count_sequences
 
 
 class Clients:

@@ -10,11 +10,9 @@ from typing import Any
 import grpc
 import pytest
 
-from outrider.rpc.door import Door
-from outrider.rpc.identity import AllowedClients
-from outrider.rpc.renewal import RenewedChannel
-from outrider.rpc.tls import TLS, ChannelTLS, ServerTLS
-from outrider.rpc.watched import FileProblem
+from outrider.rpc.auth import AllowedClients, Door
+from outrider.rpc.channel import RenewedChannel
+from outrider.rpc.tls import TLS, ChannelTLS, FileProblem, ServerTLS
 from tests.certificates import Authority, Certificate, write
 from tests.outrider.rpc.probe import Probe, both, once, serving
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import grpc
 import pytest
 
+from outrider.rpc.auth import LEAST_CHARS, OwnToken, Tokens
 from outrider.rpc.errors import RequestError
-from outrider.rpc.tokens import LEAST_CHARS, OwnToken, Tokens
-from outrider.rpc.watched import FileProblem
+from outrider.rpc.tls import FileProblem
 from tests.certificates import write
 
 FIRST, SECOND = "first-token-0123456789", "second.token~0123456789=="

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.rpc.watched import FileProblem, Watched
+from outrider.rpc.tls import FileProblem, Watched
 from tests.certificates import write
 
 

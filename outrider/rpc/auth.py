@@ -1,0 +1,379 @@
+"""Authentication and rate limits: bearer tokens, client certificates, and how much one client may ask for.
+
+A token is never logged and never part of a message; a server keeps digests alone. The handshake checks that a
+certificate is of the CA; here its names are held against a list. A call begins as one sequence, before its request is
+decoded; `count_sequences` adds those of its other samples. Health is open to all callers that get as far, since it says
+only whether to come; reflection is not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from outrider.rpc import errors
+from outrider.rpc.errors import RequestError, invalid_field, overloaded, permission_denied, unauthenticated
+from outrider.rpc.tls import FileProblem, Watched
+from outrider.rpc.interceptor import Context, Handler, wrapped
+
+METADATA_KEY = "authorization"
+_SCHEME = "bearer "
+
+# Shorter ones are guessed; the alphabet is that of RFC 6750.
+LEAST_CHARS = 16
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
+
+
+class Tokens:
+    """The tokens that a server takes: one a line; empty lines and those that begin with `#` are none.
+
+    Raises:
+        FileProblem: the file cannot be read, holds no token, or a line that cannot be one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._watched = Watched([path], lambda: tuple(_digest(token) for _, token in _read(path)))
+
+    def check(self, metadata: Iterable[tuple[str, str | bytes]]) -> str:
+        """Whose token a call bears: a name that says nothing of the token, and is the same for as long as the file.
+
+        The time it takes does not depend on how much of a token is right, nor on which one it is.
+
+        Raises:
+            RequestError: UNAUTHENTICATED: the call bears none, or one that is not in the file.
+        """
+        given = [value for key, value in metadata if key == METADATA_KEY]
+        if not given:
+            raise unauthenticated("the call bears no token; this server asks for 'authorization: Bearer TOKEN'")
+        text = given[0] if isinstance(given[0], str) else given[0].decode("latin-1")
+        if len(given) > 1 or not text.lower().startswith(_SCHEME):
+            raise unauthenticated("the call's 'authorization' is not 'Bearer TOKEN'")
+        sent = _digest(text[len(_SCHEME) :])
+        found = ""
+        for digest in self._watched.look()[1]:
+            if hmac.compare_digest(digest, sent):
+                found = f"token {hashlib.sha256(digest).hexdigest()[:16]}"
+        if not found:
+            raise unauthenticated("the call's token is none of those that this server takes")
+        return found
+
+
+class OwnToken:
+    """The token that a client sends: the first one of its file.
+
+    Raises:
+        FileProblem: the file cannot be read, or holds none.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        file = Path(path)
+        self._watched = Watched([file], lambda: _read(file)[0][1])
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What a call carries."""
+        return ((METADATA_KEY, f"Bearer {self._watched.look()[1]}"),)
+
+
+def _read(path: Path) -> list[tuple[int, str]]:
+    """The tokens of a file, with the numbers of their lines."""
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+    except UnicodeDecodeError:
+        raise FileProblem(f"{path}: is no text in ASCII") from None
+    found = [(number, line.strip()) for number, line in enumerate(lines, 1)]
+    tokens = [(number, line) for number, line in found if line and not line.startswith("#")]
+    if not tokens:
+        raise FileProblem(f"{path}: holds no token; one a line is expected")
+    for number, token in tokens:
+        if len(token) < LEAST_CHARS:
+            raise FileProblem(f"{path}: line {number} has {len(token)} characters; a token has at least {LEAST_CHARS}")
+        if not _TOKEN.fullmatch(token):
+            raise FileProblem(f"{path}: line {number} is no token: letters, digits and . _ ~ + / - with = at the end")
+    return tokens
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()
+
+
+# What gRPC calls the names of a certificate's subjectAltName, by kind. Addresses and e-mail are no identities here.
+_KINDS = ("peer_uri", "peer_dns")
+_SHOWN = 8  # names in a message at most
+
+
+def names_of(auth_context: Mapping[str, Iterable[bytes]]) -> tuple[str, ...]:
+    """The URI and DNS names of the peer's certificate, as it has them; none where it has shown no certificate."""
+    return tuple(name.decode("utf-8", "replace") for kind in _KINDS for name in auth_context.get(kind, ()))
+
+
+class AllowedClients:
+    """The names of the clients that may come in. A certificate with one of them suffices."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = frozenset(names)
+
+    def check(self, auth_context: Mapping[str, Iterable[bytes]]) -> str:
+        """The name by which a peer comes in, as its certificate has it, letter for letter.
+
+        Raises:
+            RequestError: UNAUTHENTICATED: it has shown no certificate; PERMISSION_DENIED: it is called otherwise.
+        """
+        if not auth_context.get("x509_pem_cert"):
+            raise unauthenticated("no client certificate was shown; this server asks for one")
+        seen = names_of(auth_context)
+        for name in seen:
+            if name in self._names:
+                return name
+        allowed = _listed(sorted(self._names))
+        raise permission_denied(
+            f"the client's certificate names {_listed(seen) or 'no DNS name and no URI'}; allowed are {allowed}",
+            seen=_listed(seen),
+            allowed=allowed,
+        )
+
+
+def address_of(peer: str) -> str:
+    """The address of a peer as gRPC names it (`ipv4:1.2.3.4:567`), without its port, which each connection has anew."""
+    return peer if peer.startswith("unix") else peer.rpartition(":")[0] or peer
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+LONGEST_WAIT = 60.0
+# So many clients are remembered before those that would be as if they were new are forgotten.
+_KEPT = 1024
+
+
+class ClientLimits:
+    """Bounds that hold for each client by itself."""
+
+    def __init__(
+        self,
+        *,
+        rate: float | None = None,
+        burst: int | None = None,
+        max_sequences: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            rate: sequences a second in the long run; None: any.
+            burst: sequences that may come at once after a pause; None: those of one second, at least one.
+            max_sequences: sequences in progress; None: any.
+            clock: seconds.
+        """
+        self._rate = rate
+        self._burst = max(1, round(rate or 0)) if burst is None else burst
+        self._max_sequences = max_sequences
+        self._clock = clock
+        self._clients: dict[str, _Client] = {}
+
+    @contextmanager
+    def enter(self, name: str) -> Iterator[None]:
+        """Counts a call of a client as one sequence for as long as it is open, and what it adds by `count_sequences`.
+
+        Raises:
+            RequestError: RESOURCE_EXHAUSTED, where the client has too many sequences in progress, or they come too
+                fast, with the time to wait.
+        """
+        client = self._client(name)
+        self._check_room(client, 1)
+        if self._rate is not None:
+            self._take(client, self._rate)
+        call = _Call(self, client)
+        _call.set(call)  # each call is a task of its own, and so has a context of its own
+        try:
+            yield
+        finally:
+            client.sequences -= call.sequences
+
+    def add(self, call: _Call, field: str, count: int) -> None:
+        """See `count_sequences`."""
+        most = self._max_sequences
+        if most is not None and count > most:
+            raise invalid_field(
+                field, f"{field} is {count}; a client has at most {most} sequences", given=count, maximum=most
+            )
+        more = max(0, count - call.sequences)
+        self._check_room(call.client, more)
+        if self._rate is not None:
+            call.client.level -= more  # below 0 it is a debt: calls of more samples than a burst come in all the same
+        call.client.sequences += more
+        call.sequences += more
+
+    def _check_room(self, client: _Client, more: int) -> None:
+        most = self._max_sequences
+        if most is not None and client.sequences + more > most:
+            raise overloaded(
+                f"this client has {client.sequences} sequences in progress and asks for {more} more; at most {most}",
+                limit="max-client-sequences",
+                given=client.sequences + more,
+                maximum=most,
+            )
+
+    def _take(self, client: _Client, rate: float) -> None:
+        client.refill(self._clock(), rate, self._burst)
+        if client.level >= 1:
+            client.level -= 1
+            return
+        # Each that is turned away is told one interval more, so that not all come back for the same place.
+        seconds = min((1 - client.level + client.refused) / rate, LONGEST_WAIT)
+        client.refused += 1
+        raise _too_fast(rate, self._burst, seconds)
+
+    def _client(self, name: str) -> _Client:
+        if name not in self._clients:
+            if len(self._clients) >= _KEPT:
+                self._forget()
+            self._clients[name] = _Client(self._burst, self._clock())
+        return self._clients[name]
+
+    def _forget(self) -> None:
+        """Drops those that have no sequence in progress and a full bucket."""
+        now = self._clock()
+        for client in self._clients.values():
+            client.refill(now, self._rate or 1.0, self._burst)
+        self._clients = {
+            name: each for name, each in self._clients.items() if each.sequences or each.level < self._burst
+        }
+
+
+class _Client:
+    """One client: its bucket, its sequences in progress, and how many calls were refused lately."""
+
+    def __init__(self, level: float, now: float) -> None:
+        self.level = level
+        self.sequences = 0
+        self.refused = 0.0
+        self._now = now
+
+    def refill(self, now: float, rate: float, burst: int) -> None:
+        more = (now - self._now) * rate
+        self.level = min(self.level + more, burst)
+        self.refused = max(0.0, self.refused - more)
+        self._now = now
+
+
+class _Call:
+    """One call of a client, and how many sequences it counts as."""
+
+    def __init__(self, limits: ClientLimits, client: _Client) -> None:
+        self.limits = limits
+        self.client = client
+        self.sequences = 1
+        client.sequences += 1
+
+
+_call: ContextVar[_Call | None] = ContextVar("call", default=None)
+
+
+def count_sequences(field: str, count: int) -> None:
+    """Counts the call in progress as `count` sequences of its client until it ends, where the server limits those.
+
+    Raises:
+        RequestError: INVALID_ARGUMENT with `field`, where a client never has as many; RESOURCE_EXHAUSTED, where this
+            one has too many others in progress.
+    """
+    if (call := _call.get()) is not None:
+        call.limits.add(call, field, count)
+
+
+def _too_fast(rate: float, burst: int, seconds: float) -> RequestError:
+    return overloaded(
+        f"this client's sequences come faster than {rate:g} a second, and {burst} at once; try again in about "
+        f"{seconds:.2g} s",
+        retry_after=seconds,
+        limit="client-rate",
+        rate=f"{rate:g}",
+        burst=burst,
+    )
+
+
+_logger = logging.getLogger(__name__)
+
+_OPEN_TO_ALL = "/grpc.health."
+_ABOUT_THE_SERVER = "/grpc.reflection."
+# A line about a call that was turned away; whoever tries in a loop fills no disk.
+_SECONDS_PER_LINE = 1.0
+
+
+class Door(grpc.aio.ServerInterceptor):
+    """Server interceptor; put it before all others, so that who may not come in learns nothing else."""
+
+    def __init__(
+        self,
+        *,
+        allowed: AllowedClients | None = None,
+        tokens: Tokens | None = None,
+        limits: ClientLimits | None = None,
+    ) -> None:
+        """
+        Args:
+            allowed: names that a client's certificate must have; None: none is asked for.
+            tokens: one of which each call must bear; None: none is asked for.
+            limits: of each client, known by its token, else by its certificate, else by its address. Calls that stream
+                count, as one sequence each unless they say how many: they are what costs.
+        """
+        self._allowed = allowed
+        self._tokens = tokens
+        self._limits = limits
+        self._next_line = 0.0
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        handler = await continuation(handler_call_details)
+        method: Any = handler_call_details.method
+        if handler is None or method.startswith(_OPEN_TO_ALL):
+            return handler
+        metadata = tuple(handler_call_details.invocation_metadata or ())
+        counts = bool(handler.response_streaming) and not method.startswith(_ABOUT_THE_SERVER)
+
+        @asynccontextmanager
+        async def around(context: Context) -> AsyncIterator[None]:
+            with ExitStack() as inside:
+                try:
+                    name = self._name(context, metadata)
+                    if counts and self._limits is not None:
+                        inside.enter_context(self._limits.enter(name))
+                except RequestError as error:
+                    self._note(method, context, error)
+                    await errors.abort(context, error)
+                yield
+
+        return wrapped(handler, around)
+
+    def _name(self, context: Context, metadata: Any) -> str:
+        """Who calls, as its limits know it.
+
+        Raises:
+            RequestError: UNAUTHENTICATED or PERMISSION_DENIED: it may not.
+        """
+        known: Any = context.auth_context()
+        name = self._allowed.check(known) if self._allowed is not None else next(iter(names_of(known)), "")
+        token = self._tokens.check(metadata) if self._tokens is not None else ""
+        return token or name or address_of(context.peer())
+
+    def _note(self, method: str, context: Context, error: RequestError) -> None:
+        now = time.monotonic()
+        if now >= self._next_line:
+            self._next_line = now + _SECONDS_PER_LINE
+            _logger.warning(
+                "%s from %s was turned away: %s: %s", method, context.peer(), error.code.name, error.message
+            )
