@@ -23,8 +23,8 @@ import grpc
 
 from outrider.rpc import errors
 from outrider.rpc.errors import RequestError, invalid_field, overloaded, permission_denied, unauthenticated
-from outrider.rpc.tls import FileProblem, Watched
 from outrider.rpc.interceptor import Context, Handler, wrapped
+from outrider.rpc.tls import FileProblem, Watched
 
 METADATA_KEY = "authorization"
 _SCHEME = "bearer "

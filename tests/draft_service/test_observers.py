@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from draft_service.generate_call import HEARTBEAT_SECONDS
 from draft_service.drafters.base import Cost, Draft
 from draft_service.emission import Emitter
 from draft_service.failover_metrics import FAILOVER_METRICS, FailoverMetrics
-from draft_service.generate_call import HEARTBEAT, Heartbeat
+from draft_service.generate_call import HEARTBEAT, HEARTBEAT_SECONDS, Heartbeat
 from draft_service.losses import Loss
 from draft_service.output import OutputText
 from draft_service.request_metrics import REQUEST_METRICS
