@@ -58,11 +58,6 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the distribution is a softmax with nothing filtered out."""
-        return self.temperature > 0 and self.has_no_filters
-
-    @property
     def has_no_filters(self) -> bool:
         """Whether every token keeps its chance: top-k, top-p and min-p are off."""
         return self.top_k == 0 and self.top_p == 1 and self.min_p == 0
