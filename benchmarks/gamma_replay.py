@@ -14,7 +14,7 @@ from typing import Any
 from draft_service.adaptive import FIRST_PAUSE, Adaptive
 from draft_service.experience import Experience, Times
 from draft_service.speculation import Fixed, Heuristic, Policy, Round
-from outrider.cost_line import CostLine
+from outrider.service.cost_model import CostLine
 from outrider.theory import oracle_rate
 
 FIRST_GAMMA = 5

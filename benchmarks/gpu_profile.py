@@ -20,7 +20,7 @@ from benchmarks.gpu_figures import busy_share, shares, union
 from benchmarks.gpu_model_runner import RECORD_BYTES, RECORD_SECONDS, paged_model
 from kernels.verify import implementation_for
 from outrider.runtime.cuda_graph import capturer_for
-from outrider.wire import PrefixHash
+from outrider.service.wire import PrefixHash
 from protos.outrider.v1 import model_pb2, sampling_pb2, verifier_service_pb2
 from verifier_service.engine import Open, Read, Submit, VerifierEngine
 from verifier_service.rounds import check_decode, check_open

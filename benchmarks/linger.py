@@ -27,7 +27,7 @@ from outrider.cli.pair import terminated_as_interrupted
 from outrider.cli.processes import ServiceProcess
 from outrider.cli.sharing import service_environment
 from outrider.rpc.channel import open_channel
-from outrider.wire import PrefixHash
+from outrider.service.wire import PrefixHash
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
 

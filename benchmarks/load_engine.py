@@ -26,7 +26,7 @@ from benchmarks.contenders import Task
 from benchmarks.loops import run
 from benchmarks.services import RunningPair
 from outrider.client import AsyncClient, Chunk, Round
-from outrider.wire import PrefixHash
+from outrider.service.wire import PrefixHash
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
 

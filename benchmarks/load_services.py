@@ -22,7 +22,7 @@ from benchmarks.load_contenders import LoadContender, Outcome, Served, check
 from benchmarks.loops import run
 from benchmarks.services import RULE, RunningPair
 from outrider.client import AsyncClient, Chunk, Finished, Overloaded
-from outrider.wire import PrefixHash
+from outrider.service.wire import PrefixHash
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
 

@@ -22,7 +22,7 @@ from benchmarks.acceptance import Drafted
 from benchmarks.local import load
 from kernels.sampling import SamplingParams, probabilities
 from outrider.client.events import AcceptanceRule
-from outrider.wire import decode_sparse
+from outrider.service.wire import decode_sparse
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, speculation_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 

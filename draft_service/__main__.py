@@ -4,7 +4,7 @@ import sys
 
 from draft_service.app import DraftApp
 from draft_service.settings import DraftSettings
-from outrider.lifecycle import run
+from outrider.service.lifecycle import run
 
 
 def main() -> int:

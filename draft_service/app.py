@@ -22,8 +22,13 @@ from draft_service.settings import DraftSettings
 from draft_service.verifier_link import VerifierLink
 from kernels.sparse import SparseConfig
 from kernels.verify import implementation_for
-from outrider.lifecycle import Service, Warm, in_thread
-from outrider.loading import (
+from outrider.rpc.errors import internal
+from outrider.rpc.tls import TLS, ChannelTLS
+from outrider.runtime.cuda_graph import Capturer
+from outrider.runtime.loader import LoadedModel, vocabulary_size
+from outrider.runtime.tokenizer import Tokenizer
+from outrider.service.lifecycle import Service, Warm, in_thread
+from outrider.service.loading import (
     DEFAULT_SEQUENCE_TOKENS,
     Built,
     Loader,
@@ -32,16 +37,10 @@ from outrider.loading import (
     load_tokenizer_alone,
     sequence_tokens,
 )
-from outrider.message_sizes import limit_of, of_generate, of_verify
-from outrider.model_info import describe, describe_tokenizer
-from outrider.rpc.errors import internal
-from outrider.rpc.tls import TLS, ChannelTLS
-from outrider.runtime.cuda_graph import Capturer
-from outrider.runtime.loader import LoadedModel, vocabulary_size
-from outrider.runtime.tokenizer import Tokenizer
-from outrider.sampling import DEFAULT_RULE, OFFERED_RULES, RULE_TO_WIRE
-from outrider.security import check_plaintext, made, pair
-from outrider.settings import SettingsError
+from outrider.service.model_info import describe, describe_tokenizer
+from outrider.service.sampling import DEFAULT_RULE, OFFERED_RULES, RULE_TO_WIRE
+from outrider.service.settings import SettingsError, check_plaintext, made, pair
+from outrider.service.wire import limit_of, of_generate, of_verify
 from protos.outrider.v1 import model_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import add_DraftServiceServicer_to_server
 

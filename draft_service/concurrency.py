@@ -10,10 +10,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from outrider.best_effort import Component
-from outrider.pace import Pace
 from outrider.rpc.errors import RequestError, draining, idle, overloaded, yielded
-from outrider.rpc.timeouts import Patience
+from outrider.rpc.timeouts import Pace, Patience
+from outrider.service.best_effort import Component
 
 # Seconds from one look at a call's position in the queue to the next.
 POSITION_INTERVAL = 1.0

@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from draft_service.drafters.base import HAVE_LOGITS, Kind
 from outrider.rpc.errors import invalid_field
-from outrider.sampling import Sampling, check_temperature
+from outrider.service.sampling import Sampling, check_temperature
 from protos.outrider.v1 import draft_service_pb2
 
 KIND_TO_WIRE = {

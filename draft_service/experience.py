@@ -8,7 +8,7 @@ from collections import deque
 from statistics import median
 
 from draft_service.speculation import Round
-from outrider.cost_line import CostLine
+from outrider.service.cost_model import CostLine
 
 # Chance of acceptance before anything is known, and how many judged tokens that counts for.
 PRIOR_CHANCE, PRIOR_WEIGHT = 0.8, 6.0

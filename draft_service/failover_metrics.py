@@ -9,8 +9,8 @@ from prometheus_client.registry import Collector
 from draft_service.breaker import State
 from draft_service.losses import Loss
 from draft_service.verifier_link import VerifierLink
-from outrider.best_effort import Component
-from outrider.metrics import Metrics
+from outrider.service.best_effort import Component
+from outrider.service.metrics import Metrics
 
 FAILOVER_METRICS = Component("failover_metrics")
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 
 from draft_service.privacy import Emission
 from draft_service.responses import Responses
-from outrider.padding import pad, room
+from outrider.service.wire import pad, room
 from protos.outrider.v1.draft_service_pb2 import GenerateChunk, GenerateResponse
 
 # A token's chunk takes up to so many times the bytes that it adds to one it joins.

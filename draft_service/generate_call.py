@@ -28,12 +28,12 @@ from draft_service.sample_watch import SampleWatch
 from draft_service.settings import DraftSettings
 from draft_service.speculation import PolicyKind
 from draft_service.validation import check_generate
-from outrider.best_effort import Component
 from outrider.rpc.auth import count_sequences
 from outrider.rpc.errors import RequestError, overloaded, write
 from outrider.runtime.tokenizer import IncrementalDetokenizer
-from outrider.sampling import RULE_TO_WIRE
-from outrider.tracing import CallTrace
+from outrider.service.best_effort import Component
+from outrider.service.sampling import RULE_TO_WIRE
+from outrider.service.tracing import CallTrace
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, verifier_service_pb2
 from protos.outrider.v1.draft_service_pb2 import GenerateResponse
 

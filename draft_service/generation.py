@@ -18,8 +18,8 @@ from draft_service.sample_watch import SampleWatch
 from draft_service.speculation_choice import POLICY_TO_WIRE
 from draft_service.statistics import STATISTICS, SpeculationCounts, Timings
 from draft_service.verifier_link import VerifierLink
-from outrider.sampling import RULE_TO_WIRE
-from outrider.wire import encode_distribution
+from outrider.service.sampling import RULE_TO_WIRE
+from outrider.service.wire import encode_distribution
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 
 _log = structlog.get_logger()

@@ -11,9 +11,9 @@ from draft_service.experience import Experience, Times
 from draft_service.request import Generation
 from draft_service.speculation import Fixed, Heuristic, Policy, PolicyKind, Round
 from kernels.verify import Rule
-from outrider.best_effort import Component
-from outrider.cost_line import CostLine
-from outrider.metrics import Metrics
+from outrider.service.best_effort import Component
+from outrider.service.cost_model import CostLine
+from outrider.service.metrics import Metrics
 from protos.outrider.v1 import speculation_pb2
 
 # Requests that differ less than this in temperature, or in the bound on entropy, share what is learned of acceptance;

@@ -14,8 +14,8 @@ from draft_service.drafters.ahead import Counts
 from draft_service.drafters.base import Kind
 from draft_service.drafters.guard import GuardedDrafter
 from draft_service.drafters.staged import StagedCounts, Staging
-from outrider.metrics import Metrics
 from outrider.runtime.kv_cache import KVPool
+from outrider.service.metrics import Metrics
 
 
 def show_held(metrics: Metrics, limit: ConcurrencyLimit, pool: KVPool | None) -> None:

@@ -6,10 +6,9 @@ The leak: the tokens that a round commits show in the sizes and the times of pac
 from dataclasses import dataclass
 
 from kernels.verify import Rule
-from outrider.padding import largest
 from outrider.rpc.errors import invalid_field
-from outrider.sampling import Sampling
-from outrider.wire import HASH_BYTES, bytes_with_logits
+from outrider.service.sampling import Sampling
+from outrider.service.wire import HASH_BYTES, bytes_with_logits, largest
 from protos.outrider.v1 import draft_service_pb2, model_pb2, verifier_service_pb2
 
 MAX_FRAME_BYTES = 65_536

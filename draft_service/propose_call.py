@@ -14,10 +14,10 @@ from draft_service.pair import Pair
 from draft_service.request_metrics import REQUEST_LOG
 from draft_service.settings import DraftSettings
 from draft_service.validation import check_gamma, check_law, check_message_size, check_name, check_prompt_length
-from outrider.model_info import check_features
 from outrider.rpc.errors import RequestError, idle, internal, invalid_field, out_of_order, overloaded, write, wrong_base
-from outrider.sampling import RULE_TO_WIRE, check_token_ids
-from outrider.wire import PrefixHash, encode_distribution
+from outrider.service.model_info import check_features
+from outrider.service.sampling import RULE_TO_WIRE, check_token_ids
+from outrider.service.wire import PrefixHash, encode_distribution
 from protos.outrider.v1 import draft_service_pb2, model_pb2, speculation_pb2
 
 _log = structlog.get_logger()

@@ -9,10 +9,10 @@ import grpc
 from draft_service.breaker import Breaker, State
 from draft_service.losses import Loss
 from draft_service.verify_sequence import VerifySequence, translate
-from outrider import trace_context
 from outrider.rpc.channel import RenewedChannel
 from outrider.rpc.errors import RequestError, unavailable
 from outrider.rpc.tls import ChannelTLS
+from outrider.service import tracing
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
 
@@ -126,7 +126,7 @@ class Replica:
         """Begins a sequence. `timeout` is what is left of the client's deadline, in seconds; `seat` its seat here, for
         who wants to tell the replica more than the sequence hears.
         """
-        metadata = trace_context.outgoing()
+        metadata = tracing.outgoing()
         call = self._channel.begin(lambda stub: stub.Verify(timeout=timeout, wait_for_ready=False, metadata=metadata))
         return VerifySequence(
             call,

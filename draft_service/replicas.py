@@ -11,9 +11,9 @@ import structlog
 from draft_service.breaker import State
 from draft_service.replica import Replica
 from draft_service.resolver import Directory
-from outrider.model_info import check_pair
 from outrider.rpc.errors import RequestError, internal
 from outrider.rpc.tls import ChannelTLS
+from outrider.service.model_info import check_pair
 from protos.outrider.v1 import model_pb2
 
 _BOUNDS = ("max_gamma", "max_support", "max_sequence_tokens", "max_stop_token_ids", "max_message_bytes")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from draft_service.drafters.base import Kind
 from draft_service.privacy import Emission, RoundSizes
 from draft_service.speculation import PolicyKind
-from outrider.sampling import Sampling
+from outrider.service.sampling import Sampling
 from protos.outrider.v1 import sampling_pb2
 
 _MASK64 = 2**64 - 1

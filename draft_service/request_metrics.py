@@ -2,8 +2,8 @@
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from outrider.best_effort import Component
-from outrider.metrics import Metrics
+from outrider.service.best_effort import Component
+from outrider.service.metrics import Metrics
 
 REQUEST_METRICS = Component("request_metrics")
 REQUEST_LOG = Component("request_log")

@@ -6,7 +6,7 @@ It looks at lengths and times, and changes nothing.
 import time
 
 from draft_service.request_metrics import REQUEST_METRICS, RequestMetrics
-from outrider.tracing import CallTrace
+from outrider.service.tracing import CallTrace
 from protos.outrider.v1 import speculation_pb2
 
 

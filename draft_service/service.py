@@ -9,9 +9,9 @@ from draft_service.pair import Pair
 from draft_service.propose_call import ProposeCall
 from draft_service.request_metrics import RequestMetrics
 from draft_service.settings import DraftSettings
-from outrider.metrics import Metrics
 from outrider.rpc.errors import guarded, unavailable
-from outrider.tracing import Tracing
+from outrider.service.metrics import Metrics
+from outrider.service.tracing import Tracing
 from protos.outrider.v1 import draft_service_pb2, draft_service_pb2_grpc
 
 SERVICE_NAME = draft_service_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name

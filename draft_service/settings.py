@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from outrider.settings import ServiceAddress, ServiceSettings, split_commas
+from outrider.service.settings import ServiceAddress, ServiceSettings, split_commas
 
 Addresses = Annotated[tuple[ServiceAddress, ...], NoDecode, BeforeValidator(split_commas), Field(min_length=1)]
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from outrider.cost_line import CostLine
+from outrider.service.cost_model import CostLine
 
 
 class PolicyKind(StrEnum):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from draft_service.drafters.base import Foresight
-from outrider.best_effort import Component
+from outrider.service.best_effort import Component
 from protos.outrider.v1 import draft_service_pb2, speculation_pb2
 
 STATISTICS = Component("speculation_statistics")

@@ -12,10 +12,10 @@ from draft_service.speculation import PolicyKind
 from draft_service.speculation_choice import check_max_entropy, check_policy
 from kernels.adjustments import LogitRules
 from kernels.verify import Rule
-from outrider.model_info import check_features
 from outrider.rpc.errors import RequestError, failed_precondition, invalid_field
 from outrider.runtime.tokenizer import Tokenizer
-from outrider.sampling import (
+from outrider.service.model_info import check_features
+from outrider.service.sampling import (
     OFFERED_RULES,
     RULE_TO_WIRE,
     Sampling,
@@ -24,7 +24,7 @@ from outrider.sampling import (
     check_token_ids,
     promised_rule,
 )
-from outrider.wire import bytes_with_logits, most_logits
+from outrider.service.wire import bytes_with_logits, most_logits
 from protos.outrider.v1 import draft_service_pb2, model_pb2, sampling_pb2
 
 MAX_NAME_CHARS = 128

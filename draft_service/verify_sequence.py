@@ -7,7 +7,6 @@ from typing import Any, Protocol, TypeVar
 import grpc
 import structlog
 
-from outrider.padding import pad
 from outrider.rpc.errors import (
     UNSPECIFIED,
     RequestError,
@@ -17,7 +16,7 @@ from outrider.rpc.errors import (
     unavailable,
 )
 from outrider.rpc.timeouts import Ending
-from outrider.wire import PrefixHash
+from outrider.service.wire import PrefixHash, pad
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 
 _log = structlog.get_logger()

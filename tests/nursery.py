@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from outrider.log_queue import flush_all
 from outrider.runtime.loader import ModelSource, load_model
+from outrider.service.logs import flush_all
 from tests.house.project import ROOT
 
 MODELS = ROOT / "models" / "demo"

@@ -4,8 +4,8 @@ import sys
 
 import structlog
 
-from outrider.lifecycle import run
 from outrider.runtime.tensor_parallel import is_worker, leave
+from outrider.service.lifecycle import run
 from verifier_service.app import VerifierApp
 from verifier_service.settings import VerifierSettings
 from verifier_service.worker import run_worker

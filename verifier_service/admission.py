@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from outrider.pace import Pace
 from outrider.rpc.errors import overloaded
+from outrider.rpc.timeouts import Pace
 
 
 class Admission:

@@ -10,8 +10,11 @@ import structlog
 
 from kernels import paths
 from kernels.paths import PathUnavailable, VerifyPath, choose, rehearse
-from outrider.lifecycle import Service, Warm, in_thread
-from outrider.loading import (
+from outrider.runtime.device import find_device
+from outrider.runtime.loader import vocabulary_size
+from outrider.runtime.tensor_parallel import TensorParallel, read_ranks
+from outrider.service.lifecycle import Service, Warm, in_thread
+from outrider.service.loading import (
     DEFAULT_SEQUENCE_TOKENS,
     Loader,
     build_model_runner,
@@ -20,13 +23,10 @@ from outrider.loading import (
     load_tokenizer_alone,
     sequence_tokens,
 )
-from outrider.message_sizes import limit_of, of_verify
-from outrider.model_info import describe
-from outrider.runtime.device import find_device
-from outrider.runtime.loader import vocabulary_size
-from outrider.runtime.tensor_parallel import TensorParallel, read_ranks
-from outrider.sampling import DEFAULT_RULE, OFFERED_RULES
-from outrider.settings import SettingsError
+from outrider.service.model_info import describe
+from outrider.service.sampling import DEFAULT_RULE, OFFERED_RULES
+from outrider.service.settings import SettingsError
+from outrider.service.wire import limit_of, of_verify
 from protos.outrider.v1 import model_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import add_VerifierServiceServicer_to_server
 from verifier_service.engine import Drain, Observer, VerifierEngine

@@ -2,7 +2,7 @@
 
 A step is forward and verify, then per sequence commit and rollback (an error there ends that sequence alone), then the
 replies in one call, then accounting. What only makes it faster, or only watches, runs through a `Component`
-(`outrider.best_effort`). The loop and its thread are `outrider.runtime.engine`'s.
+(`outrider.service.best_effort`). The loop and its thread are `outrider.runtime.engine`'s.
 """
 
 import time
@@ -13,13 +13,13 @@ from typing import Protocol, TypeVar
 import structlog
 
 from kernels.verify import Rule, VerifyResult
-from outrider.best_effort import Component
-from outrider.cost_line import FittedCost
 from outrider.rpc.errors import RequestError, internal, unavailable, yielded
 from outrider.runtime.block_pool import PoolCorrupted
 from outrider.runtime.engine import Engine
 from outrider.runtime.kv_cache import PrefixCache
 from outrider.runtime.model_runner import Chunk, ModelRunner
+from outrider.service.best_effort import Component
+from outrider.service.cost_model import FittedCost
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service.gamma_cap import GammaCap
 from verifier_service.linger import seconds_to_linger

@@ -23,7 +23,7 @@ import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from outrider.cost_line import CostLine, FittedCost
+from outrider.service.cost_model import CostLine, FittedCost
 from outrider.theory import expected_tokens
 
 # The cap moves only where the best γ gives so much more text than the γ in use, and by so many tokens at once at most.

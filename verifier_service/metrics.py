@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from prometheus_client import Counter, Gauge, Histogram
 
 from kernels.verify import Rule
-from outrider.best_effort import Component
-from outrider.metrics import Metrics
 from outrider.rpc.errors import RequestError
 from outrider.runtime.kv_cache import KVPool
+from outrider.service.best_effort import Component
+from outrider.service.metrics import Metrics
 from verifier_service.scheduler import Scheduler
 
 STREAM_METRICS = Component("stream_metrics")

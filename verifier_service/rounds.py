@@ -11,9 +11,9 @@ from kernels.adjustments import LogitRules
 from kernels.dense import EXCLUDED, DraftLogits
 from kernels.sparse import SparseDistribution, validate
 from kernels.verify import Rule
-from outrider.model_info import check_features
 from outrider.rpc.errors import RequestError, failed_precondition, invalid_field
-from outrider.sampling import (
+from outrider.service.model_info import check_features
+from outrider.service.sampling import (
     DEFAULT_RULE,
     OFFERED_RULES,
     Sampling,
@@ -21,7 +21,7 @@ from outrider.sampling import (
     check_sampling,
     check_token_ids,
 )
-from outrider.wire import HASH_BYTES, decode_logits, decode_sparse
+from outrider.service.wire import HASH_BYTES, decode_logits, decode_sparse
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 
 FEATURES = ("decode", "fixed_rounds", "logprobs", "penalties", "resume")

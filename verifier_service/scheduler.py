@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from outrider.best_effort import Component
 from outrider.runtime.kv_cache import KVPool, PrefixCache, grow_with_preemption
 from outrider.runtime.model_runner import Chunk
+from outrider.service.best_effort import Component
 from verifier_service.rounds import Round
 from verifier_service.sequence import TargetSequence
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kernels.adjustments import Adjuster, RowAdjustment
 from kernels.verify import Proposed, Status, VerifyResult
 from outrider.rpc.errors import RequestError, out_of_order, wrong_base
-from outrider.wire import PrefixHash, encode_logprobs
+from outrider.service.wire import PrefixHash, encode_logprobs
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service.linger import Turnaround
 from verifier_service.rounds import Opening, Round

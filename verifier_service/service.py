@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 
 from outrider.rpc.errors import guarded, unavailable
-from outrider.tracing import Tracing
+from outrider.service.tracing import Tracing
 from protos.outrider.v1 import model_pb2, verifier_service_pb2, verifier_service_pb2_grpc
 from verifier_service.admission import Admission
 from verifier_service.engine import VerifierEngine

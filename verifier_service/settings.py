@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from outrider.settings import ServiceAddress, ServiceSettings
+from outrider.service.settings import ServiceAddress, ServiceSettings
 
 
 class VerifierSettings(ServiceSettings):

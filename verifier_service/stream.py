@@ -9,12 +9,12 @@ from typing import Any, cast
 import grpc
 import structlog
 
-from outrider.best_effort import Component
-from outrider.padding import pad
 from outrider.rpc.errors import RequestError, idle, internal, invalid_field, out_of_order, overloaded, write, yielded
 from outrider.rpc.timeouts import Patience
-from outrider.sampling import RULE_TO_WIRE, Sampling
-from outrider.tracing import CallTrace
+from outrider.service.best_effort import Component
+from outrider.service.sampling import RULE_TO_WIRE, Sampling
+from outrider.service.tracing import CallTrace
+from outrider.service.wire import pad
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service.admission import Admission
 from verifier_service.engine import Close, HalfClose, Open, Read, Remind, Submit, VerifierEngine

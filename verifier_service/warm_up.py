@@ -4,7 +4,7 @@ import asyncio
 
 from kernels.verify import Rule
 from outrider.rpc.errors import RequestError, internal
-from outrider.wire import PrefixHash
+from outrider.service.wire import PrefixHash
 from protos.outrider.v1 import model_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service.engine import Close, Open, Submit, VerifierEngine
 from verifier_service.rounds import check_decode, check_open, check_proposal

@@ -8,12 +8,12 @@ from typing import NoReturn
 import structlog
 import torch
 
-from outrider.loading import build_model_runner, load_share, sequence_tokens
 from outrider.runtime.device import check_environment
 from outrider.runtime.errors import CheckpointError, ModelLost
 from outrider.runtime.tensor_parallel import TensorParallel, leave, read_ranks
-from outrider.settings import SettingsError
-from outrider.telemetry import configure_logging
+from outrider.service.loading import build_model_runner, load_share, sequence_tokens
+from outrider.service.logs import configure_logging
+from outrider.service.settings import SettingsError
 from verifier_service.app import longest_pass
 from verifier_service.settings import VerifierSettings
 

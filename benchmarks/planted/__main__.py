@@ -11,7 +11,7 @@ import sys
 from benchmarks.planted.models import load
 from draft_service.app import DraftApp
 from draft_service.settings import DraftSettings
-from outrider.lifecycle import run
+from outrider.service.lifecycle import run
 from verifier_service.app import VerifierApp
 from verifier_service.settings import VerifierSettings
 

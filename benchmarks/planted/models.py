@@ -26,7 +26,7 @@ from benchmarks.planted.text import Plant
 from outrider.runtime.device import find_device
 from outrider.runtime.loader import LoadedModel, ModelSource, adopt
 from outrider.runtime.tokenizer import Tokenizer, load_tokenizer
-from outrider.settings import ServiceSettings, SettingsError
+from outrider.service.settings import ServiceSettings, SettingsError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _SEED = 1

@@ -10,7 +10,7 @@ from kernels.dense import DraftLogits
 from kernels.sampling import SamplingParams
 from kernels.sparse import SparseDistribution
 from kernels.verify import Rule
-from outrider.best_effort import Component
+from outrider.service.best_effort import Component
 
 DRAFT_COST = Component("draft_cost")
 

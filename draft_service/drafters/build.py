@@ -15,8 +15,8 @@ from draft_service.drafters.random import RandomDrafter
 from draft_service.settings import DraftSettings
 from kernels.sparse import SparseConfig
 from outrider.runtime.tokenizer import Tokenizer
-from outrider.sampling import TEMPERATURES
-from outrider.settings import SettingsError
+from outrider.service.sampling import TEMPERATURES
+from outrider.service.settings import SettingsError
 from protos.outrider.v1 import model_pb2
 
 

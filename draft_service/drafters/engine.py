@@ -18,11 +18,11 @@ from kernels.adjustments import RowAdjustment, apply
 from kernels.sampling import UNSURE, Draw, sample
 from kernels.sigmoid import draft_logits
 from kernels.sparse import SparseConfig
-from outrider.best_effort import Component
 from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.engine import Engine
 from outrider.runtime.kv_cache import grow_with_preemption
 from outrider.runtime.model_runner import Chunk, ModelRunner
+from outrider.service.best_effort import Component
 
 OUTCOME_CACHE = Component("outcome_cache")
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable
 
-from outrider.cost_line import LONGEST_PASS, FittedCost
+from outrider.service.cost_model import LONGEST_PASS, FittedCost
 
 # Weight of the newest of what is measured again and again.
 _NEWEST = 0.2

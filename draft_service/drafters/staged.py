@@ -19,9 +19,9 @@ from kernels.adjustments import RowAdjustment
 from kernels.rng import Domain, uniform
 from kernels.sampling import Draw, Sample
 from kernels.sparse import SparseDistribution
-from outrider.best_effort import Component
 from outrider.runtime.batch import Chunk
 from outrider.runtime.kv_cache import KVPool
+from outrider.service.best_effort import Component
 
 GUESSES = Component("staged_guesses")
 

@@ -12,7 +12,7 @@ from outrider.cli.pair import PairSettings, running_pair, terminated_as_interrup
 from outrider.cli.processes import ServiceError
 from outrider.cli.report import Failure
 from outrider.cli.security import flags_of, serving_options
-from outrider.log_queue import take_over
+from outrider.service.logs import take_over
 
 _PREFIXES = {"verifier_service": "verifier | ", "draft_service": "draft    | "}
 

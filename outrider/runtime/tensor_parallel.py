@@ -25,14 +25,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from outrider.log_queue import flush_all
 from outrider.runtime.batch import Layout
 from outrider.runtime.block_pool import PagedMemory
 from outrider.runtime.cuda_graph import Runner
 from outrider.runtime.device import work_on
 from outrider.runtime.errors import CheckpointError, ModelLost
 from outrider.runtime.model_runner import ModelRunner
-from outrider.settings import SettingsError
+from outrider.service.logs import flush_all
+from outrider.service.settings import SettingsError
 
 _log = structlog.get_logger()
 

@@ -15,7 +15,7 @@ import grpc
 from outrider.rpc.channel import open_channel
 from outrider.rpc.errors import from_rpc_error
 from outrider.rpc.timeouts import Ending
-from outrider.wire import PrefixHash
+from outrider.service.wire import PrefixHash
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
 from tests.chaos.asked import Behaviour, Door, Expected, Outcome, Request

@@ -10,7 +10,7 @@ import pytest
 
 from draft_service.settings import DraftSettings
 from outrider.rpc.health import PROBES
-from outrider.settings import ServiceSettings
+from outrider.service.settings import ServiceSettings
 from tests.deploy.manifests import (
     SERVICES,
     Manifest,

@@ -14,8 +14,8 @@ import grpc
 import pytest
 
 from draft_service.concurrency import POSITION_INTERVAL, ConcurrencyLimit
-from outrider.pace import FIRST_GUESS
 from outrider.rpc.errors import RequestError
+from outrider.rpc.timeouts import FIRST_GUESS
 from tests.leaping import leaping
 
 CONTENDED_S, IDLE_S = 5.0, 60.0

@@ -27,7 +27,7 @@ from draft_service.failover_budget import FailoverBudget
 from draft_service.lengths import MOST_PAUSE, SampleLengths
 from draft_service.speculation import Fixed, Heuristic, Policy, Round
 from draft_service.statistics import SpeculationCounts, Timings
-from outrider.cost_line import CostLine
+from outrider.service.cost_model import CostLine
 from protos.outrider.v1 import speculation_pb2
 
 cheaply = settings(max_examples=60, derandomize=True, deadline=None)

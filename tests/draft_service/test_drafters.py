@@ -15,7 +15,7 @@ from draft_service.drafters.build import check_settings
 from draft_service.settings import DraftSettings
 from outrider.cli.processes import ServiceProcess
 from outrider.client import Client, Drafter, InvalidRequest
-from outrider.settings import SettingsError
+from outrider.service.settings import SettingsError
 from protos.outrider.v1 import draft_service_pb2 as pb
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 from tests.draft_service import oracle

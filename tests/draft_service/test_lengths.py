@@ -16,9 +16,9 @@ from draft_service.speculation import Fixed, Heuristic, Policy, PolicyKind, Roun
 from kernels.adjustments import LogitRules
 from kernels.sampling import SamplingParams
 from kernels.verify import Rule
-from outrider.cost_line import CostLine
-from outrider.metrics import Metrics
-from outrider.sampling import Sampling
+from outrider.service.cost_model import CostLine
+from outrider.service.metrics import Metrics
+from outrider.service.sampling import Sampling
 from protos.outrider.v1 import sampling_pb2, speculation_pb2
 
 

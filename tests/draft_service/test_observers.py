@@ -17,8 +17,8 @@ from draft_service.request_metrics import REQUEST_METRICS
 from draft_service.responses import Responses
 from draft_service.sample_watch import SampleWatch
 from draft_service.statistics import STATISTICS, SpeculationCounts, Timings
-from outrider.best_effort import Component
-from outrider.tracing import UNTRACED
+from outrider.service.best_effort import Component
+from outrider.service.tracing import UNTRACED
 from protos.outrider.v1 import sampling_pb2, speculation_pb2
 from tests.leaping import leaping
 

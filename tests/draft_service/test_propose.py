@@ -3,7 +3,7 @@
 import grpc
 import pytest
 
-from outrider.wire import PrefixHash, decode_sparse
+from outrider.service.wire import PrefixHash, decode_sparse
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, verifier_service_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 from tests.draft_service import oracle

@@ -16,7 +16,7 @@ import pytest
 from draft_service.adaptive import FIRST_PAUSE, LONGEST_PAUSE, STEP, TRY_GAMMA, TRY_ROUNDS, Adaptive
 from draft_service.experience import Experience, Times
 from draft_service.speculation import Fixed, Heuristic, Policy, Round
-from outrider.cost_line import CostLine
+from outrider.service.cost_model import CostLine
 from outrider.theory import expected_tokens_by_position, fixed_rate
 
 CEILING = 16

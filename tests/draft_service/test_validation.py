@@ -15,8 +15,8 @@ from kernels.verify import Rule
 from outrider.rpc.errors import RequestError
 from outrider.runtime.loader import ModelSource
 from outrider.runtime.tokenizer import Tokenizer, load_tokenizer
-from outrider.sampling import RULE_TO_WIRE
-from outrider.wire import bytes_with_logits
+from outrider.service.sampling import RULE_TO_WIRE
+from outrider.service.wire import bytes_with_logits
 from protos.outrider.v1 import draft_service_pb2, model_pb2, sampling_pb2
 from tests.draft_service.calls import BLOCK, COUPLED, TOKENWISE, request, sampling
 from tests.draft_service.pairs import DEMO

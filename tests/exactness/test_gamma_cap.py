@@ -21,7 +21,7 @@ from kernels.rng import Domain, uniform
 from kernels.sampling import SamplingParams
 from kernels.sparse import SparseConfig, SparseDistribution, sparsify
 from kernels.verify import Proposed, Rule, verify
-from outrider.cost_line import CostLine
+from outrider.service.cost_model import CostLine
 from tests.exactness import chisquare
 from tests.exactness.chisquare import Array, Fit
 from verifier_service import gamma_cap

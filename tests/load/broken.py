@@ -1,6 +1,6 @@
 """Makes each call of one `Component` of a running service raise: a shared file says which, and when.
 
-`outrider.best_effort.Component` is what services use; `tests.exactness.mutants.faults` puts this into one.
+`outrider.service.best_effort.Component` is what services use; `tests.exactness.mutants.faults` puts this into one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from outrider.best_effort import Component
+from outrider.service.best_effort import Component
 
 FILE = "OUTRIDER_TEST_BROKEN"
 INSTEAD, AFTER = "instead", "after"

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from outrider.cli.processes import ServiceProcess
 from outrider.rpc.errors import from_rpc_error
 from outrider.rpc.health import LIVENESS, READINESS, STARTUP
-from outrider.wire import PrefixHash
+from outrider.service.wire import PrefixHash
 from protos.outrider.v1 import verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
 from tests.forked import ForkedService

@@ -11,8 +11,8 @@ import pytest
 from prometheus_client import generate_latest
 from structlog.testing import capture_logs
 
-from outrider.best_effort import COMPONENTS, Component
-from outrider.metrics import Metrics
+from outrider.service.best_effort import COMPONENTS, Component
+from outrider.service.metrics import Metrics
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.cost_line import CREDIBLE_DEVIATIONS, FORGETTING, CostLine, FittedCost
+from outrider.service.cost_model import CREDIBLE_DEVIATIONS, FORGETTING, CostLine, FittedCost
 
 WIDTHS = (1, 17, 68)
 times = st.floats(1e-6, 10.0)

@@ -4,7 +4,7 @@ import pytest
 
 from kernels.verify import Rule
 from outrider.rpc.errors import RequestError
-from outrider.sampling import DEFAULT_RULE, OFFERED_RULES, check_sampling
+from outrider.service.sampling import DEFAULT_RULE, OFFERED_RULES, check_sampling
 from protos.outrider.v1 import sampling_pb2
 
 

@@ -4,10 +4,10 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from outrider.lifecycle import _watch, show_life
-from outrider.metrics import Metrics
 from outrider.rpc.health import PROBES, HealthState
 from outrider.rpc.server import create_server
+from outrider.service.lifecycle import _watch, show_life
+from outrider.service.metrics import Metrics
 
 
 async def test_an_event_loop_that_does_not_run_is_neither_alive_nor_ready() -> None:

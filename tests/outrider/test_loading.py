@@ -6,13 +6,13 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from outrider.loading import DEFAULT_CPU_KV_MB, kv_blocks, load
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.kv_cache import BLOCK_TOKENS
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.memory import MIB, block_bytes
 from outrider.runtime.model_runner import ModelRunner
-from outrider.settings import ServiceSettings, SettingsError
+from outrider.service.loading import DEFAULT_CPU_KV_MB, kv_blocks, load
+from outrider.service.settings import ServiceSettings, SettingsError
 from tests.services import MODELS
 
 DRAFT = str(MODELS / "draft")

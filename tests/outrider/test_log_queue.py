@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.log_queue import LineQueue
+from outrider.service.logs import LineQueue
 from tests.house.project import ROOT
 from tests.pipes import full_pipe
 
@@ -140,8 +140,8 @@ early = logging.getLogger("a.library")
 early.addHandler(logging.StreamHandler())
 early.propagate = False
 import structlog
-from outrider.log_queue import dropped_lines
-from outrider.telemetry import configure_logging
+from outrider.service.logs import dropped_lines
+from outrider.service.logs import configure_logging
 configure_logging("some_service")
 assert early.handlers[0].stream in (None, sys.stderr)
 text, libc = b"from C\\n" * 10_000, ctypes.PyDLL(None)
@@ -179,7 +179,7 @@ def test_a_process_goes_on_and_ends_whatever_becomes_of_its_output(tmp_path: Pat
 
 LAST_WORDS = """
 import logging, sys, structlog
-from outrider.telemetry import configure_logging
+from outrider.service.logs import configure_logging
 configure_logging("some_service")
 for number in range(1_000):
     structlog.get_logger().info("request", number=number)

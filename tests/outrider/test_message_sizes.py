@@ -8,10 +8,9 @@ import pytest
 
 from draft_service.app import message_limit, short_of
 from draft_service.settings import DraftSettings
-from outrider.message_sizes import LEAST_LIMIT, limit_of, of_generate, of_verify
 from outrider.runtime.loader import vocabulary_size
-from outrider.sampling import MAX_TOKEN_LIST, MAX_TOP_LOGPROBS
-from outrider.wire import bytes_with_logits
+from outrider.service.sampling import MAX_TOKEN_LIST, MAX_TOP_LOGPROBS
+from outrider.service.wire import LEAST_LIMIT, bytes_with_logits, limit_of, of_generate, of_verify
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
 from tests.services import MODELS
 from verifier_service.app import message_limit as verifier_limit

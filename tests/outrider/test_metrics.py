@@ -8,9 +8,9 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from outrider import metrics as module
-from outrider.metrics import MAX_CONNECTIONS, Metrics, exposed
 from outrider.rpc.server import StartupError
+from outrider.service import metrics as module
+from outrider.service.metrics import MAX_CONNECTIONS, Metrics, exposed
 
 
 def test_what_is_described_is_shown_and_the_port_is_free_afterwards() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.padding import largest, pad, room
+from outrider.service.wire import largest, pad, room
 from protos.outrider.v1 import draft_service_pb2, speculation_pb2, verifier_service_pb2
 
 

@@ -13,7 +13,7 @@ from kernels.sigmoid import draft_logits
 from kernels.sparse import SparseConfig
 from kernels.verify import Proposed, Rule, Status
 from outrider.rpc.errors import RequestError
-from outrider.sampling import OFFERED_RULES, RULE_TO_WIRE, Sampling, check_sampling
+from outrider.service.sampling import OFFERED_RULES, RULE_TO_WIRE, Sampling, check_sampling
 from protos.outrider.v1 import sampling_pb2
 from tests.kernels.paths import HOST, verify
 

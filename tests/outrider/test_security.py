@@ -9,8 +9,7 @@ from draft_service.app import verifier_tls
 from draft_service.settings import DraftSettings
 from outrider.client import TLS, AsyncClient, Client
 from outrider.rpc.channel import is_local
-from outrider.security import Listening, listening
-from outrider.settings import ServiceSettings, SettingsError
+from outrider.service.settings import Listening, ServiceSettings, SettingsError, listening
 from tests.certificates import Authority
 from verifier_service.settings import VerifierSettings
 

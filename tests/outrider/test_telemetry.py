@@ -6,7 +6,7 @@ import sys
 
 PROGRAM = """
 import logging, structlog
-from outrider.telemetry import configure_logging
+from outrider.service.logs import configure_logging
 configure_logging("some_service")
 structlog.get_logger().info("request", tokens=3)
 structlog.get_logger().debug("too fine")

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from outrider.trace_context import TraceContext, add_trace_ids, current, incoming, outgoing
+from outrider.service.tracing import TraceContext, add_trace_ids, current, incoming, outgoing
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -59,7 +59,7 @@ def test_it_goes_from_metadata_to_metadata_and_into_log_lines() -> None:
 
 def test_nobody_imports_opentelemetry_who_does_not_ask_for_it() -> None:
     program = (
-        "import sys; from outrider.tracing import Tracing\n"
+        "import sys; from outrider.service.tracing import Tracing\n"
         "with Tracing().call('x', ()) as trace: assert not trace.is_recorded\n"
         "assert 'opentelemetry' not in sys.modules"
     )

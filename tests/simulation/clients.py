@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draft_service.request import derive_seed
-from outrider.wire import PrefixHash
+from outrider.service.wire import PrefixHash
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
 from tests.simulation.models import VOCABULARY, Oracle, require, target_token
 from tests.simulation.network import EOF, Call

@@ -11,7 +11,7 @@ import torch
 
 from outrider.rpc.errors import draining, to_status
 from outrider.runtime.errors import ModelLost
-from outrider.tracing import Tracing
+from outrider.service.tracing import Tracing
 from protos.outrider.v1 import model_pb2
 from tests.simulation.models import (
     TokenJudge,

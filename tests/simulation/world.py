@@ -30,10 +30,10 @@ from draft_service.request_metrics import RequestMetrics
 from draft_service.service import DraftService
 from draft_service.settings import DraftSettings
 from draft_service.verifier_link import VerifierLink
-from outrider.best_effort import COMPONENTS
-from outrider.metrics import Metrics
 from outrider.rpc.errors import from_rpc_error
-from outrider.tracing import Tracing
+from outrider.service.best_effort import COMPONENTS
+from outrider.service.metrics import Metrics
+from outrider.service.tracing import Tracing
 from protos.outrider.v1 import model_pb2
 from tests.simulation.clients import ClientPlan, Letters, Pipeliner, Told
 from tests.simulation.clock import FaultAtAwait, simulated_time

@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass, field
 from itertools import count
 
-from outrider.cost_line import FittedCost
+from outrider.service.cost_model import FittedCost
 from verifier_service.gamma_cap import GammaCap
 from verifier_service.linger import Turnaround, seconds_to_linger
 

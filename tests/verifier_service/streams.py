@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import grpc
 
-from outrider.wire import PrefixHash
+from outrider.service.wire import PrefixHash
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 
 TIMEOUT = 60.0

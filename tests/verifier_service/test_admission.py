@@ -4,8 +4,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from outrider.pace import FIRST_GUESS, LEAST_WAIT, LONGEST_WAIT
 from outrider.rpc.errors import RequestError
+from outrider.rpc.timeouts import FIRST_GUESS, LEAST_WAIT, LONGEST_WAIT
 from verifier_service.admission import Admission
 
 PLACES, WAITING = 2, 1

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.cost_line import CostLine
+from outrider.service.cost_model import CostLine
 from outrider.theory import expected_tokens
 from tests.verifier_service.closed_loop import ClosedLoop, World
 from verifier_service.gamma_cap import LEAST_ROUNDS, MARGIN, PROBE_AFTER, PROBE_GAMMA, PROBE_TOKENS, STEP, GammaCap

@@ -15,8 +15,8 @@ from kernels.sampling import SamplingParams
 from kernels.verify import Rule
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.model_runner import ModelRunner
-from outrider.sampling import Sampling
-from outrider.wire import PrefixHash
+from outrider.service.sampling import Sampling
+from outrider.service.wire import PrefixHash
 from protos.outrider.v1 import model_pb2, verifier_service_pb2
 from verifier_service.engine import Close, Open, Read, Submit, VerifierEngine
 from verifier_service.rounds import Opening, Round

@@ -11,10 +11,10 @@ import pytest
 from kernels.adjustments import LogitRules
 from kernels.sampling import SamplingParams
 from kernels.verify import Rule
-from outrider.metrics import Metrics
 from outrider.runtime.loader import ModelSource, load_model
 from outrider.runtime.memory import MIB, block_bytes
-from outrider.sampling import Sampling
+from outrider.service.metrics import Metrics
+from outrider.service.sampling import Sampling
 from tests.forked import ForkedService
 from tests.services import MODELS
 from tests.verifier_service.test_sequence import a_round, make

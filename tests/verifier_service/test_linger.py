@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from kernels.adjustments import LogitRules
 from kernels.sampling import SamplingParams
 from kernels.verify import Rule
-from outrider.cost_line import FittedCost
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.model_runner import ModelRunner
-from outrider.sampling import Sampling
-from outrider.wire import PrefixHash
+from outrider.service.cost_model import FittedCost
+from outrider.service.sampling import Sampling
+from outrider.service.wire import PrefixHash
 from protos.outrider.v1 import model_pb2
 from verifier_service.engine import HalfClose, Open, Submit, VerifierEngine
 from verifier_service.linger import Turnaround, seconds_to_linger

@@ -11,7 +11,7 @@ from kernels.dense import EXCLUDED, DraftLogits, SigmoidScales
 from kernels.sparse import SparseDistribution
 from kernels.verify import Rule
 from outrider.rpc.errors import RequestError
-from outrider.wire import HASH_BYTES, bytes_with_logits, encode_distribution, most_logits
+from outrider.service.wire import HASH_BYTES, bytes_with_logits, encode_distribution, most_logits
 from protos.outrider.v1 import model_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service.rounds import check_decode, check_open, check_proposal
 

@@ -9,8 +9,8 @@ from kernels.adjustments import LogitRules, RowAdjustment
 from kernels.sampling import SamplingParams
 from kernels.verify import Rule, Status, VerifyResult
 from outrider.rpc.errors import RequestError
-from outrider.sampling import Sampling
-from outrider.wire import PrefixHash
+from outrider.service.sampling import Sampling
+from outrider.service.wire import PrefixHash
 from protos.outrider.v1 import sampling_pb2, speculation_pb2
 from verifier_service.rounds import Opening, Round
 from verifier_service.sequence import Reply, TargetSequence

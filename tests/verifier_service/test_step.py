@@ -14,12 +14,12 @@ import pytest
 from kernels.adjustments import LogitRules
 from kernels.sampling import SamplingParams
 from kernels.verify import Rule
-from outrider.best_effort import COMPONENTS, Component
 from outrider.rpc.errors import RequestError
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.model_runner import Chunk, ModelRunner
-from outrider.sampling import Sampling
-from outrider.wire import PrefixHash
+from outrider.service.best_effort import COMPONENTS, Component
+from outrider.service.sampling import Sampling
+from outrider.service.wire import PrefixHash
 from protos.outrider.v1 import model_pb2, verifier_service_pb2
 from tests.services import MODELS
 from verifier_service.engine import Close, Open, Remind, Submit, VerifierEngine

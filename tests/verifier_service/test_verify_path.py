@@ -9,7 +9,7 @@ from kernels.paths import VerifyPath
 from kernels.sampling import SamplingParams
 from kernels.verify import Rule, implementations, verify
 from outrider.runtime.device import find_device
-from outrider.settings import SettingsError
+from outrider.service.settings import SettingsError
 from tests.forked import ForkedService
 from tests.house.project import ROOT
 from tests.verifier_service.streams import PROMPT

@@ -10,12 +10,12 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from outrider.loading import build_model_runner, kv_blocks, profiling_blocks, profiling_run
 from outrider.runtime.cuda_graph import Capturer
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.memory import MIB, HostMemory, OutOfMemory, block_bytes, memory_of, telling
 from outrider.runtime.model_runner import ModelRunner
-from outrider.settings import ServiceSettings, SettingsError
+from outrider.service.loading import build_model_runner, kv_blocks, profiling_blocks, profiling_run
+from outrider.service.settings import ServiceSettings, SettingsError
 
 
 class Counted:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.loader import sharding
 from outrider.runtime.tensor_parallel import Ranks, TensorParallel, Watch, is_worker, read_ranks
-from outrider.settings import SettingsError
+from outrider.service.settings import SettingsError
 from tests.outrider.runtime import tiny
 from tests.outrider.runtime.two_ranks import told
 

@@ -1,5 +1,6 @@
-"""Standard output and standard error that never block or fail a process, whatever reads them.
+"""Logs of the services: one JSON object a line, on standard output, which never block or fail a process.
 
+Lines of Python's own logging (our gRPC frame writes those, and libraries do) and warnings come out in the same form.
 A pipe without a reader blocks its writers once it is full; a closed pipe or a full disk fails them. `take_over` puts a
 `LineQueue` in the place of `sys.stdout` and `sys.stderr`: logging, warnings, tracebacks and progress bars go through
 it. Libraries in C write to the descriptor itself, which `take_over` makes non-blocking: a line that finds no room is
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import io
+import json
 import logging
 import os
 import select
@@ -18,6 +20,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
 
 LIMIT_BYTES = 1 << 20
 """What a queue holds: some 3,000 log lines. The second half of it is for errors."""
@@ -205,3 +209,50 @@ def _never_block(descriptor: int) -> None:
     else:
         os.dup2(own, descriptor)
         os.close(own)
+
+
+def configure_logging(service: str, level: str = "info") -> None:
+    """Sets logging up for the process. Every line carries the service's name, a level and an ISO time in UTC, and where
+    it is of a call that stands in a trace, the ids of that.
+    """
+    # Here, since the command line takes over its output too, and its installation has no structlog.
+    import structlog
+
+    from outrider.service.tracing import add_trace_ids
+
+    def dropped(lines: int) -> str:
+        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+        said = {"event": "log lines dropped", "lines": lines, "level": "warning", "service": service, "timestamp": now}
+        return json.dumps(said)
+
+    take_over(dropped, lambda lines: f"{service}: {lines} lines dropped here")
+    threshold = logging.getLevelNamesMapping()[level.upper()]
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        add_trace_ids,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.StackInfoRenderer(),
+        structlog.processors.format_exc_info,
+    ]
+    structlog.configure(
+        processors=[*shared, structlog.processors.JSONRenderer()],
+        wrapper_class=structlog.make_filtering_bound_logger(threshold),
+        logger_factory=structlog.WriteLoggerFactory(file=sys.stdout),
+        cache_logger_on_first_use=True,
+    )
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name],
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                structlog.processors.JSONRenderer(),
+            ],
+        )
+    )
+    # Libraries' warnings are worth a line; what else they say is not.
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("outrider").setLevel(threshold)
+    logging.captureWarnings(True)
+    structlog.contextvars.bind_contextvars(service=service)

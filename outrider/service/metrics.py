@@ -18,9 +18,9 @@ from prometheus_client import CollectorRegistry, Info, ProcessCollector, disable
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from outrider.best_effort import COMPONENTS
-from outrider.log_queue import dropped_lines
 from outrider.rpc.server import StartupError
+from outrider.service.best_effort import COMPONENTS
+from outrider.service.logs import dropped_lines
 
 # One more series for each, which says when a counter began; nothing here asks.
 disable_created_metrics()

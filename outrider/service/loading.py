@@ -19,7 +19,7 @@ from outrider.runtime.model_runner import ModelRunner
 from outrider.runtime.paged_attention import choose_attention
 from outrider.runtime.tensor_parallel import TensorParallel
 from outrider.runtime.tokenizer import Tokenizer, load_tokenizer
-from outrider.settings import ServiceSettings, SettingsError
+from outrider.service.settings import ServiceSettings, SettingsError
 
 _log = structlog.get_logger()
 

@@ -17,18 +17,17 @@ import grpc
 import structlog
 from prometheus_client import Gauge
 
-from outrider.metrics import Metrics, exposed
-from outrider.model_info import server_version
 from outrider.rpc.errors import RequestError
 from outrider.rpc.health import PROBES, STARTUP, HealthState
 from outrider.rpc.server import StartupError, bind, create_server, cut_off, enable_reflection, serve_until_signal
 from outrider.runtime.device import check_environment
 from outrider.runtime.engine import Engine
 from outrider.runtime.errors import CheckpointError, ModelLost
-from outrider.security import listening
-from outrider.settings import ServiceSettings, SettingsError
-from outrider.telemetry import configure_logging
-from outrider.tracing import Tracing
+from outrider.service.logs import configure_logging
+from outrider.service.metrics import Metrics, exposed
+from outrider.service.model_info import server_version
+from outrider.service.settings import ServiceSettings, SettingsError, listening
+from outrider.service.tracing import Tracing
 
 # Requests name a service, and answers are a number.
 _MAX_MESSAGE_BYTES = 4096

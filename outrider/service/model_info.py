@@ -7,7 +7,7 @@ from kernels.verify import Rule
 from outrider.rpc.errors import RequestError, failed_precondition
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.tokenizer import Tokenizer
-from outrider.sampling import LOSSY_RULES, RULE_TO_WIRE
+from outrider.service.sampling import LOSSY_RULES, RULE_TO_WIRE
 from protos.outrider.v1 import model_pb2
 
 PROTOCOL_VERSION = 1

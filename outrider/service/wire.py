@@ -1,0 +1,266 @@
+"""Messages of the contract: codecs between them and arrays (prefix hashes, ids, distributions, log-probabilities),
+how large they become, and padding to a size, to the byte. Used by the services only.
+"""
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from google.protobuf.descriptor import FieldDescriptor
+
+from kernels.dense import EXCLUDED, DraftLogits
+from kernels.sparse import SparseDistribution
+from kernels.verify import TokenLogprobs
+from outrider.service.sampling import MAX_TOKEN_LIST, MAX_TOP_LOGPROBS
+from protos.outrider.v1 import draft_service_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
+
+HASH_BYTES = 8
+_IDS = np.dtype("<u4")
+_WEIGHTS = np.dtype("<u2")
+_LOGITS = np.dtype("<f2")
+LOGIT_BYTES = _LOGITS.itemsize
+_BYTES_OF_TOKEN = 32  # its id, and the tags and lengths around its logits
+_BYTES_OF_PROPOSAL = 1024  # the rest; a sequence_id of 128 characters is 512 bytes at most
+
+
+class PrefixHash:
+    """The running hash of a sequence's tokens, as `Proposal.prefix_hash` defines it; O(1) per token added."""
+
+    def __init__(self, tokens: Iterable[int] = ()) -> None:
+        self._state = hashlib.blake2b(digest_size=HASH_BYTES)
+        self.extend(tokens)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Takes in tokens that follow those it holds."""
+        ids = array("I", tokens)
+        if sys.byteorder == "big":
+            ids.byteswap()
+        self._state.update(ids.tobytes())
+
+    def digest(self) -> bytes:
+        """The hash so far, 8 bytes."""
+        return self._state.digest()
+
+
+def encode_distribution(law: SparseDistribution | DraftLogits | None) -> speculation_pb2.TokenDistribution:
+    """The law of one drafted token as a message, or its logits; None is the point mass."""
+    if law is None:
+        return speculation_pb2.TokenDistribution(point_mass=speculation_pb2.PointMass())
+    if isinstance(law, DraftLogits):
+        values = law.values.cpu().numpy().astype(_LOGITS, copy=False).tobytes()
+        return speculation_pb2.TokenDistribution(logits=speculation_pb2.DenseLogits(values=values))
+    return speculation_pb2.TokenDistribution(
+        sparse=speculation_pb2.SparseDistribution(
+            token_ids=law.ids.astype(_IDS, copy=False).tobytes(),
+            weights=law.weights.astype(_WEIGHTS, copy=False).tobytes(),
+        )
+    )
+
+
+def decode_sparse(message: speculation_pb2.SparseDistribution) -> tuple[np.ndarray, np.ndarray]:
+    """The ids `[K]` int64 and weights `[K]` uint16 of a message, as sent: nothing is checked but the lengths in bytes.
+
+    Raises:
+        ValueError: a length is not a whole number of entries.
+    """
+    if len(message.token_ids) % 4 or len(message.weights) % 2:
+        raise ValueError(
+            f"token_ids has {len(message.token_ids)} bytes and weights {len(message.weights)}: "
+            "not multiples of 4 and 2 bytes"
+        )
+    ids = np.frombuffer(message.token_ids, dtype=_IDS).astype(np.int64)
+    return ids, np.frombuffer(message.weights, dtype=_WEIGHTS)
+
+
+def decode_logits(message: speculation_pb2.DenseLogits, vocab_size: int) -> DraftLogits:
+    """The draft's logits `[V]`, float16.
+
+    Raises:
+        ValueError: not V of them, or one is a NaN or an infinity; names the numbers.
+    """
+    given, expected = len(message.values), LOGIT_BYTES * vocab_size
+    if given != expected:
+        raise ValueError(f"values has {given} bytes; {vocab_size} logits of {LOGIT_BYTES} bytes are {expected}")
+    values = np.frombuffer(message.values, dtype=_LOGITS).astype(np.float16)
+    finite = np.isfinite(values)
+    if not finite.all():
+        at = int(finite.argmin())
+        raise ValueError(f"the logit of token {at} is {values[at]}; it must be finite ({EXCLUDED:g} excludes a token)")
+    return DraftLogits(torch.from_numpy(values))
+
+
+def most_logits(message_bytes: int, vocab_size: int) -> int:
+    """How many tokens with their logits a proposal of this size can hold."""
+    return max(0, message_bytes - _BYTES_OF_PROPOSAL) // _bytes_with_logits(vocab_size)
+
+
+def bytes_with_logits(gamma: int, vocab_size: int) -> int:
+    """What a proposal of `gamma` tokens with their logits comes to at most, in bytes."""
+    return _BYTES_OF_PROPOSAL + gamma * _bytes_with_logits(vocab_size)
+
+
+def _bytes_with_logits(vocab_size: int) -> int:
+    return LOGIT_BYTES * vocab_size + _BYTES_OF_TOKEN
+
+
+def encode_logprobs(positions: Sequence[TokenLogprobs]) -> list[sampling_pb2.PositionLogprobs]:
+    """Log-probabilities of emitted tokens as messages."""
+    return [
+        sampling_pb2.PositionLogprobs(
+            token=sampling_pb2.TokenLogprob(token_id=at.token, raw=at.raw, adjusted=at.adjusted),
+            top=[
+                sampling_pb2.TokenLogprob(token_id=token, raw=raw, adjusted=adjusted)
+                for token, raw, adjusted in zip(at.top_ids, at.top_raw, at.top_adjusted, strict=True)
+            ],
+        )
+        for at in positions
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------ sizes, padding
+
+# A message that can be padded has a field `repeated bytes padding`: one piece alone cannot fill every gap, since its
+# length takes bytes too.
+_VARINTS = {
+    FieldDescriptor.TYPE_UINT32: 5,
+    FieldDescriptor.TYPE_UINT64: 10,
+    FieldDescriptor.TYPE_INT32: 10,
+    FieldDescriptor.TYPE_INT64: 10,
+    FieldDescriptor.TYPE_ENUM: 5,
+    FieldDescriptor.TYPE_BOOL: 1,
+    FieldDescriptor.TYPE_FLOAT: 4,
+    FieldDescriptor.TYPE_FIXED32: 4,
+    FieldDescriptor.TYPE_DOUBLE: 8,
+    FieldDescriptor.TYPE_FIXED64: 8,
+}
+
+
+def pad(message: Any, size: int) -> None:
+    """Pads a message to `size` bytes, serialized; to the least multiple of it that it can have where it is larger."""
+    tag = _varint_bytes(message.DESCRIPTOR.fields_by_name["padding"].number << 3)
+    missing = -message.ByteSize() % size if message.ByteSize() else size
+    while 0 < missing <= tag:  # less than an empty piece takes
+        missing += size
+    message.padding.extend(_pieces(missing, tag))
+
+
+def room(message: Any, size: int) -> bool:
+    """Whether a message can be padded to `size` bytes and no more."""
+    tag = _varint_bytes(message.DESCRIPTOR.fields_by_name["padding"].number << 3)
+    missing = size - int(message.ByteSize())
+    return missing == 0 or missing > tag
+
+
+def largest(kind: Any, *, counts: Mapping[str, int], most: int) -> int:
+    """The bytes that a message of this kind takes at most, padding aside.
+
+    Args:
+        kind: the message's descriptor.
+        counts: by name of the field, or by `Message.field`: entries of a repeated one, bytes of a text, 0 for a message
+            that is not there.
+        most: the same for repeated fields and texts that `counts` does not name.
+    """
+    fields = [field for field in kind.fields if field.name != "padding"]
+    alone = sum(_largest_field(field, counts, most) for field in fields if field.containing_oneof is None)
+    choices = [
+        max(_largest_field(field, counts, most) for field in oneof.fields) for oneof in kind.oneofs if oneof.fields
+    ]
+    return alone + sum(choices)
+
+
+def _largest_field(field: Any, counts: Mapping[str, int], most: int) -> int:
+    tag = _varint_bytes(field.number << 3)
+    count = counts.get(f"{field.containing_type.name}.{field.name}", counts.get(field.name))
+    if field.message_type is not None:
+        entries = count if count is not None else most if field.is_repeated else 1
+        inner = largest(field.message_type, counts=counts, most=most)
+        return entries * (tag + _varint_bytes(inner) + inner)
+    if field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES):
+        length = most if count is None else count
+        return tag + _varint_bytes(length) + length
+    value = _VARINTS[field.type]
+    if not field.is_repeated:
+        return tag + value
+    packed = (most if count is None else count) * value
+    return tag + _varint_bytes(packed) + packed
+
+
+def _pieces(missing: int, tag: int) -> list[bytes]:
+    """Pieces of padding that come to `missing` bytes with their tags and lengths."""
+    if not missing:
+        return []
+    for width in range(1, 5):
+        length = missing - tag - width
+        if length >= 0 and _varint_bytes(length) == width:
+            return [bytes(length)]
+    return [b"", *_pieces(missing - tag - 1, tag)]  # a length of that many bytes would need one byte more
+
+
+def _varint_bytes(value: int) -> int:
+    return max(1, (value.bit_length() + 6) // 7)
+
+
+LEAST_LIMIT = 4 << 20
+"""Bytes; gRPC's own default, so that no server of ours takes less than others do unless it is told to."""
+
+# Text of a prompt: tokens of four bytes are common, and few texts have longer ones throughout.
+BYTES_OF_PROMPT_TOKEN = 16
+# Names, texts of notices, and whatever a newer contract adds.
+_TEXT = 512
+_SLACK = 4096
+
+
+def limit_of(*sizes: int) -> int:
+    """What a server takes that has to take messages of these sizes, in bytes."""
+    return max(LEAST_LIMIT, *(size + _SLACK for size in sizes))
+
+
+def of_verify(
+    *, sequence_tokens: int, max_gamma: int, max_support: int, vocab_size: int | None, max_stop_token_ids: int
+) -> int:
+    """The largest message on a `Verify` stream, in bytes: an opening, a proposal, with sparse laws or with a draft's
+    logits, or a verdict with log-probabilities. `vocab_size` is V; None: no logits travel.
+    """
+    lists = {"banned_token_ids": MAX_TOKEN_LIST, "logit_bias": MAX_TOKEN_LIST, "stop_token_ids": max_stop_token_ids}
+    asked = {
+        **lists,
+        "prompt_token_ids": sequence_tokens,  # with the committed ones together
+        "committed_token_ids": 0,
+        "required_features": 32,
+        "prefix_hash": HASH_BYTES,
+        "Proposal.token_ids": max_gamma,
+        "distributions": max_gamma,
+        "SparseDistribution.token_ids": 4 * max_support,
+        "weights": 2 * max_support,
+        "values": 0,
+    }
+    told = {"Verdict.token_ids": max_gamma + 1, "beta": max_gamma, "logprobs": max_gamma + 1, "top": MAX_TOP_LOGPROBS}
+    return max(
+        largest(verifier_service_pb2.VerifyRequest.DESCRIPTOR, counts=asked, most=_TEXT),
+        largest(verifier_service_pb2.VerifyResponse.DESCRIPTOR, counts=told, most=_TEXT),
+        0 if vocab_size is None else bytes_with_logits(max_gamma, vocab_size),
+    )
+
+
+def of_generate(*, sequence_tokens: int, max_stop_token_ids: int, max_stop_strings: int, max_stop_chars: int) -> int:
+    """The largest request for text, in bytes, with a prompt as long as a sequence may be."""
+    prompt = BYTES_OF_PROMPT_TOKEN * sequence_tokens
+    counts = {
+        "GenerateRequest.text": prompt,
+        "ids": sequence_tokens,
+        "messages": 1,
+        "role": _TEXT,
+        "content": prompt,
+        "committed_token_ids": sequence_tokens,
+        "banned_token_ids": MAX_TOKEN_LIST,
+        "logit_bias": MAX_TOKEN_LIST,
+        "stop_token_ids": max_stop_token_ids,
+        "stop": 0,
+        "required_features": 32,
+    }
+    request = largest(draft_service_pb2.GenerateRequest.DESCRIPTOR, counts=counts, most=_TEXT)
+    return request + max_stop_strings * (4 * max_stop_chars + 4)
