@@ -198,11 +198,6 @@ class ResumingSequence:
         return self._opened is not None
 
     @property
-    def gamma_cap(self) -> int | None:
-        """The longest proposal that the verifier of now wants; None where it has not said."""
-        return None if self._current is None else self._current.gamma_cap
-
-    @property
     def load(self) -> speculation_pb2.VerifierLoad | None:
         """How busy the verifier of the last verdict was, and what its passes cost; None before the first."""
         return self._load

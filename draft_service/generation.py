@@ -24,9 +24,8 @@ from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_p
 
 _log = structlog.get_logger()
 
-# While the verifier wants no proposals the target writes alone, this many tokens before it is asked again; then twice
-# as many, and so on up to the most: each time it is asked again may cost the sequence a pass.
-DECODE_WHILE_CAPPED, MOST_DECODED_WHILE_CAPPED = 32, 128
+# Where there is no proposal the target writes so many tokens alone, at least; then twice as many, up to the most.
+FIRST_ALONE, MOST_ALONE = 32, 128
 
 OnOpen = Callable[[verifier_service_pb2.Opened | None], None]
 
@@ -80,7 +79,7 @@ class Sample:
         self._written = len(request.committed)
         self._drafting: HealingDrafting | None = None
         self._sent = 0.0  # when the round under way left
-        self._alone = DECODE_WHILE_CAPPED  # tokens that the target writes next, where it is to write alone for a while
+        self._alone = FIRST_ALONE  # tokens that the target writes next, where it is to write alone for a while
 
     async def run(self, link: VerifierLink, drafter: Drafter, *, timeout: float | None, on_open: OnOpen) -> None:
         """Writes the sample. Both sides are free of it when this returns, or raises.
@@ -147,7 +146,7 @@ class Sample:
         return seconds - (time.perf_counter() - self.timings.arrived)
 
     async def _write(self, target: ResumingSequence, on_open: OnOpen) -> None:
-        draft = self._begin_draft(target)  # the draft reads the prompt while the target does
+        draft = self._begin_draft()  # the draft reads the prompt while the target does
         opened = await target.begin()
         self._emitter.cached_tokens = opened.cached_tokens
         on_open(opened)
@@ -159,7 +158,7 @@ class Sample:
                 verdict = await self._next_verdict(target, round_)
                 owed -= 1
                 self._emitter.take(verdict, round_.drafted)
-                draft = None if owed or self.finish_reason else self._begin_draft(target)
+                draft = None if owed or self.finish_reason else self._begin_draft()
                 if draft is None or self.timings.first_token is None:
                     await self._tell()
 
@@ -171,29 +170,28 @@ class Sample:
 
     # -------------------------------------------------------------------------------------------------------- a round
 
-    def _begin_draft(self, target: ResumingSequence) -> Awaitable[Draft] | None:
+    def _begin_draft(self) -> Awaitable[Draft] | None:
         """Begins the next proposal; None where the target writes alone."""
         if self._drafting is None or self._drafting.rest:
             return None
         if not self._drafting.room():  # its context is full, and stays so
             self._stop_drafting()
             return None
-        gamma = self._gamma(target)
+        gamma = self._gamma()
         return self._drafting.propose(gamma) if gamma else None
 
-    def _gamma(self, target: ResumingSequence) -> int:
-        """The length of the next proposal, within what the verifier wants and what may be drafted and written.
+    def _gamma(self) -> int:
+        """The length of the next proposal, within what may be drafted and written.
 
         A verdict adds a token of the target's own, so one place less than are left.
         """
         assert self._drafting is not None
-        most = min(self._drafting.room(), self._left - 1)
-        return self._lengths.next(most if target.gamma_cap is None else min(most, target.gamma_cap))
+        return self._lengths.next(min(self._drafting.room(), self._left - 1))
 
     async def _send_round(self, target: ResumingSequence, draft: Awaitable[Draft] | None) -> Round:
         drafted = await self._drafted(draft) if draft is not None else None
         if drafted is not None:
-            self._alone = DECODE_WHILE_CAPPED
+            self._alone = FIRST_ALONE
             self._draft_seconds = drafted.seconds
             self._sent = time.perf_counter()
             self._lengths.sent(drafted)
@@ -213,7 +211,7 @@ class Sample:
             return self._left
         if self._drafting.rest:
             return self._drafting.rest
-        alone, self._alone = self._alone, min(2 * self._alone, MOST_DECODED_WHILE_CAPPED)
+        alone, self._alone = self._alone, min(2 * self._alone, MOST_ALONE)
         return max(alone, self._lengths.pause)
 
     async def _drafted(self, draft: Awaitable[Draft]) -> Draft | None:

@@ -64,7 +64,6 @@ class Replica:
         )
         self._others = 0  # sequences there that are not ours, as it said last
         self._told = 0.0  # when
-        self._gamma_cap: int | None = None  # what our sequences were told last
 
     @property
     def status(self) -> str:
@@ -135,7 +134,6 @@ class Replica:
             fingerprint="" if self.model is None else self.model.weights_fingerprint,
             address=self.address,
             silence=self._silence,
-            expected_cap=self._gamma_cap,
             seat=ReplicaSeat(self) if seat is None else seat,
         )
 
@@ -152,9 +150,6 @@ class ReplicaSeat:
         self._epoch = replica.breaker.begin()
         replica.num_open += 1
 
-    def capped(self, gamma: int) -> None:
-        self.replica._gamma_cap = gamma
-
     def judged(self, load: speculation_pb2.VerifierLoad) -> None:
         replica = self.replica
         replica._others = max(0, load.running + load.waiting - replica.num_open)
@@ -167,10 +162,7 @@ class ReplicaSeat:
         self._fail()
 
     def ended(self) -> None:
-        replica = self.replica
-        replica.num_open -= 1
-        if not replica.num_open:  # nobody is left to hear of a change
-            replica._gamma_cap = None
+        self.replica.num_open -= 1
 
     def lost(self, loss: Loss, error: RequestError) -> None:
         """The sequence was lost, and why."""

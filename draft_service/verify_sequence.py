@@ -43,9 +43,6 @@ SILENT = "silent_seconds"
 class Seat(Protocol):
     """Whose sequence it is at the verifier's address: told what the verifier says of itself."""
 
-    def capped(self, gamma: int) -> None:
-        """Proposals are to be no longer than this from now on."""
-
     def judged(self, load: speculation_pb2.VerifierLoad) -> None:
         """A verdict came, and told how busy the verifier is."""
 
@@ -60,8 +57,6 @@ class VerifySequence:
     """A sequence at the verifier. Whoever holds it sends a round, reads its verdicts, and sends the next.
 
     Attributes:
-        gamma_cap: the longest proposal the verifier wants now; None where it has not said. Until the first verdict,
-            before which the verifier would have said, it may be what other sequences were told.
         load: how busy the verifier was at the last verdict, and what its passes cost; None before the first.
         length: tokens of the sequence: prompt, and everything committed.
         draining: the verifier has said that it is going away.
@@ -77,12 +72,10 @@ class VerifySequence:
         address: str,
         silence: float,
         seat: Seat,
-        expected_cap: int | None = None,
     ) -> None:
         """`call` is a fresh call of `Verify`, `fingerprint` that of the target's weights as the pair was matched,
-        `silence` how long the verifier may owe an answer, in seconds, and `expected_cap` what it last told others.
+        and `silence` how long the verifier may owe an answer, in seconds.
         """
-        self.gamma_cap = expected_cap
         self.load: speculation_pb2.VerifierLoad | None = None
         self.draining = False
         self.length = len(opening.prompt_token_ids) + len(opening.committed_token_ids)
@@ -101,7 +94,6 @@ class VerifySequence:
         self._seen = 0  # the last round whose verdict was read
         self._outstanding = 0  # verdicts that the verifier owes
         self._ended = False  # by a verdict with a finish reason
-        self._cap_told = False
         self._seat = seat
         self._over = False
 
@@ -194,8 +186,6 @@ class VerifySequence:
         self._hash.extend(verdict.token_ids)
         self._outstanding -= 1
         self._seen = verdict.round
-        if not self._cap_told:
-            self.gamma_cap = None
         self.load = verdict.load
         self._seat.judged(verdict.load)
         self._ended = bool(verdict.finish_reason)
@@ -226,10 +216,6 @@ class VerifySequence:
         match response.WhichOneof("kind"):
             case "opened":
                 self._opened = response.opened
-            case "notice" if response.notice.kind == verifier_service_pb2.NOTICE_KIND_GAMMA_CAP:
-                self.gamma_cap = response.notice.gamma_cap
-                self._cap_told = True
-                self._seat.capped(self.gamma_cap)
             case "notice" if response.notice.kind == verifier_service_pb2.NOTICE_KIND_DRAINING:
                 self.draining = True
                 self._seat.drains()

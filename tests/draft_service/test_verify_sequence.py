@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -10,7 +10,6 @@ import grpc
 import pytest
 
 from draft_service.replica import Replica
-from draft_service.verify_sequence import VerifySequence
 from outrider.cli.processes import ServiceProcess
 from outrider.rpc.errors import RequestError, invalid_field, overloaded, to_status, wrong_base
 from outrider.rpc.server import bind, create_server
@@ -190,94 +189,21 @@ async def serving(
         await server.stop(None)
 
 
-def capping(caps: Sequence[int | None]) -> grpc.GenericRpcHandler:
-    """A `Verify` whose n-th call tells the n-th cap, if there is one, before it answers any round with one token."""
-    left = iter(caps)
-
-    async def verify(_: Any, context: Any) -> None:
-        cap, length = next(left), len((await context.read()).open.prompt_token_ids)
-        opened = verifier_service_pb2.Opened(rule=sampling_pb2.ACCEPTANCE_RULE_COUPLED)
-        await context.write(verifier_service_pb2.VerifyResponse(opened=opened))
-        if cap is not None:
-            notice = verifier_service_pb2.Notice(kind=verifier_service_pb2.NOTICE_KIND_GAMMA_CAP, gamma_cap=cap)
-            await context.write(verifier_service_pb2.VerifyResponse(notice=notice))
-        while (message := await context.read()) is not grpc.aio.EOF:
-            verdict = speculation_pb2.Verdict(
-                round=message.decode.round,
-                base_length=length,
-                token_ids=[7],
-                status=speculation_pb2.VERDICT_STATUS_JUDGED,
-            )
-            length += 1
-            await context.write(verifier_service_pb2.VerifyResponse(verdict=verdict))
-
-    handler = grpc.stream_stream_rpc_method_handler(
-        verify,
-        verifier_service_pb2.VerifyRequest.FromString,
-        verifier_service_pb2.VerifyResponse.SerializeToString,
-    )
-    return grpc.method_handlers_generic_handler("outrider.v1.VerifierService", {"Verify": handler})
-
-
-async def test_a_new_sequence_begins_with_the_cap_that_others_were_told() -> None:
-    """Until its first verdict, before which it would have been told itself; and not once nobody is left to be told."""
-    server = create_server(max_message_bytes=1 << 20)
-    server.add_generic_rpc_handlers((capping([0, None, 3, None]),))
-    address = bind(server, "127.0.0.1:0")
-    await server.start()
-    replica = Replica(address, max_message_bytes=1 << 20, silence=30.0)
-    try:
-
-        async def written(before: int | None, after: int | None) -> VerifySequence:
-            sequence = replica.open(OPENING, sequence_id="s", timeout=30.0)
-            assert sequence.gamma_cap == before
-            await sequence.begin()
-            await sequence.decode(1)
-            await sequence.verdict()
-            assert sequence.gamma_cap == after
-            return sequence
-
-        first = await written(None, 0)
-        second = await written(0, None)
-        third = await written(0, 3)
-        for sequence in (first, second):
-            sequence.cancel()
-            sequence.cancel()  # and once more, as a close does
-        assert replica.open(OPENING, sequence_id="s", timeout=30.0).gamma_cap == 3
-        third.cancel()
-    finally:
-        await server.stop(None)
-
-
-async def test_what_others_were_told_is_forgotten_with_the_last_of_them() -> None:
-    server = create_server(max_message_bytes=1 << 20)
-    server.add_generic_rpc_handlers((capping([0]),))
-    address = bind(server, "127.0.0.1:0")
-    await server.start()
-    replica = Replica(address, max_message_bytes=1 << 20, silence=30.0)
-    try:
-        sequence = replica.open(OPENING, sequence_id="s", timeout=30.0)
-        await sequence.begin()
-        await sequence.decode(1)
-        await sequence.verdict()
-        sequence.cancel()
-        assert replica.open(OPENING, sequence_id="s", timeout=30.0).gamma_cap is None
-    finally:
-        await server.stop(None)
-
-
 async def test_notices_are_no_silence() -> None:
     """Who waits in a queue for longer than the silence that is borne, and is told so meanwhile, waits on."""
     silence, pause = 3.0, 0.1
-    notice = verifier_service_pb2.Notice(kind=verifier_service_pb2.NOTICE_KIND_QUEUED, message="all places are taken")
+    notices = [
+        verifier_service_pb2.Notice(kind=verifier_service_pb2.NOTICE_KIND_QUEUED, message="all places are taken"),
+        verifier_service_pb2.Notice(kind=verifier_service_pb2.NOTICE_KIND_GAMMA_CAP),  # of an older verifier
+    ]
 
     async def verify(_: Any, context: Any) -> None:
         await context.read()
         await context.write(verifier_service_pb2.VerifyResponse(opened=OPENED))
         await context.read()
-        for _ in range(round(1.2 * silence / pause)):
+        for number in range(round(1.2 * silence / pause)):
             await asyncio.sleep(pause)
-            await context.write(verifier_service_pb2.VerifyResponse(notice=notice))
+            await context.write(verifier_service_pb2.VerifyResponse(notice=notices[number % 2]))
         verdict = speculation_pb2.Verdict(
             round=1, base_length=3, token_ids=[7], status=speculation_pb2.VERDICT_STATUS_JUDGED
         )
