@@ -1,14 +1,16 @@
-"""A command as its user runs it, and what it leaves behind. It knows no command of ours."""
+"""A command as its user runs it, what it leaves behind, and a pipe whose reader has stopped."""
 
 import os
 import subprocess
 import sys
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from tests.house.project import ROOT
+from tests.project.tree import ROOT
 from tests.services import HEALTHY_WITHIN_S
 
 linux = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
@@ -48,3 +50,21 @@ class Command:
             except OSError:  # ended meanwhile, or somebody else's
                 continue
         return marked
+
+
+@contextmanager
+def full_pipe() -> Iterator[tuple[int, int]]:
+    """Its read end and its write end; writes to that block, as those of a service's standard output do."""
+    reading, writing = os.pipe()
+    try:
+        os.set_blocking(writing, False)
+        for size in (4096, 1):
+            with suppress(BlockingIOError):
+                while True:
+                    os.write(writing, b"\n" * size)
+        os.set_blocking(writing, True)
+        yield reading, writing
+    finally:
+        for descriptor in (reading, writing):
+            with suppress(OSError):  # closed by the test
+                os.close(descriptor)

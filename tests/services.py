@@ -7,8 +7,8 @@ import pytest
 
 from outrider.cli.pair import Pair, fixed
 from outrider.cli.processes import ServiceProcess
-from tests.forked import ForkedService
-from tests.house.project import ROOT
+from tests.fork_server import ForkedService
+from tests.project.tree import ROOT
 
 MODELS = ROOT / "models" / "demo"
 # Both load a small model; the rest is importing torch, on a machine that may be busy.

@@ -1,8 +1,8 @@
-"""Benchmarks that a test runs in its own process get their services from the nursery: see `tests.forked`."""
+"""Benchmarks that a test runs in its own process get their services from the fork server: see `tests.fork_server`."""
 
 import pytest
 
-from tests.forked import ForkedService
+from tests.fork_server import ForkedService
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from benchmarks.gpu_bench import Bench, Unavailable
 from benchmarks.gpu_checks import GROUPS, memcheck
 from benchmarks.gpu_plan import DRY
 from benchmarks.gpu_report import _memcheck
-from tests.house.project import ROOT
+from tests.project.tree import ROOT
 
 CPU = torch.device("cpu")
 

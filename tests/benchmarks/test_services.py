@@ -12,7 +12,7 @@ import pytest
 from benchmarks.load import main
 from benchmarks.services import Processes, RunningPair
 from tests.commands import Command, linux
-from tests.forked import ForkedService, noting
+from tests.fork_server import ForkedService, noting
 from tests.services import HEALTHY_WITHIN_S, MODELS
 
 LEAST = ("--quick", "--parts", "closed", "--streams", "1", "--new-tokens", "2", "--least-texts", "1")

@@ -15,9 +15,9 @@ from benchmarks.sigmoid_tables import bytes_of_a_token, tables
 from kernels.dense import DraftLogits, SigmoidScales
 from kernels.verify import Rule
 from models.measure import load
-from tests.house.project import ROOT
 from tests.kernels import reference
 from tests.kernels.laws import ROUGH, chance_of, in_dyads, joint_law, random_world, total_variation
+from tests.project.tree import ROOT
 
 DEMO = ROOT / "models" / "demo"
 EXACT = Precision("exact", torch.float64, torch.float64, torch.float64)

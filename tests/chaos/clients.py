@@ -15,8 +15,8 @@ from outrider.client.events import read
 from outrider.client.request import build
 from outrider.rpc.channel import open_channel
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
-from tests.chaos.asked import Behaviour, Door, Outcome, Request
-from tests.chaos.wire import Wire
+from tests.chaos.broken_connection import Wire
+from tests.chaos.requests import Behaviour, Door, Outcome, Request
 
 PATIENCE_S = 120.0
 """Of a client that has set no deadline of its own: whoever waits longer has been forgotten."""

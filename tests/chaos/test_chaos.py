@@ -15,10 +15,10 @@ import pytest
 
 from outrider.client import AsyncClient
 from outrider.rpc.channel import wait_for_health_blocking
-from tests.chaos.asked import Behaviour, Door, Expected, Outcome, Request, requests
 from tests.chaos.clients import PATIENCE_S
-from tests.chaos.house import PLACES, WAITING, House, Watched, running_house, until
-from tests.chaos.storm import BEHAVIOURS, DUE, ENOUGH, VANISHING, Aftermath, expect, storm
+from tests.chaos.cluster import PLACES, WAITING, Cluster, Watched, running_cluster, until
+from tests.chaos.disturbances import BEHAVIOURS, DUE, ENOUGH, VANISHING, Aftermath, expect, storm
+from tests.chaos.requests import Behaviour, Door, Expected, Outcome, Request, requests
 from tests.verifier_service.streams import Stream, opening
 
 pytestmark = pytest.mark.timeout(400)
@@ -52,10 +52,10 @@ LOSSES = {"verifier", "a sequence has lost its verifier"}
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
-    with running_house() as house:
-        yield house
-    assert [service.process.returncode for service in house.services] == [0, 0, 0]
+def cluster() -> Iterator[Cluster]:
+    with running_cluster() as cluster:
+        yield cluster
+    assert [service.process.returncode for service in cluster.services] == [0, 0, 0]
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +64,13 @@ def asked() -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def expected(house: House, asked: list[Request]) -> dict[int, Expected]:
-    return asyncio.run(expect(house.draft.address, asked))
+def expected(cluster: Cluster, asked: list[Request]) -> dict[int, Expected]:
+    return asyncio.run(expect(cluster.draft.address, asked))
 
 
 @pytest.fixture(scope="module")
-def aftermath(house: House, asked: list[Request], expected: dict[int, Expected]) -> Aftermath:
-    return asyncio.run(storm(house, asked, expected))
+def aftermath(cluster: Cluster, asked: list[Request], expected: dict[int, Expected]) -> Aftermath:
+    return asyncio.run(storm(cluster, asked, expected))
 
 
 def test_there_was_chaos(aftermath: Aftermath) -> None:
@@ -92,9 +92,9 @@ def test_there_was_chaos(aftermath: Aftermath) -> None:
         assert sum(each.whole and each.door is door for each in aftermath.outcomes) >= least, door
 
 
-def test_some_sequences_gave_way_to_others(house: House, aftermath: Aftermath) -> None:
+def test_some_sequences_gave_way_to_others(cluster: Cluster, aftermath: Aftermath) -> None:
     assert aftermath.outcomes
-    (preemptions,) = house.verifier.samples()[PREEMPTIONS].values()
+    (preemptions,) = cluster.verifier.samples()[PREEMPTIONS].values()
     print(f"{preemptions:.0f} preemptions")
     assert preemptions >= 10
 
@@ -143,20 +143,20 @@ def test_every_failure_has_the_status_that_its_cause_deserves(aftermath: Afterma
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_verifier_holds_nothing(house: House, aftermath: Aftermath) -> None:
+def test_the_verifier_holds_nothing(cluster: Cluster, aftermath: Aftermath) -> None:
     assert aftermath.outcomes
-    _come_to_rest(house.verifier, VERIFIER_AT_REST)
+    _come_to_rest(cluster.verifier, VERIFIER_AT_REST)
 
 
-def test_its_pool_is_intact(house: House, aftermath: Aftermath) -> None:
+def test_its_pool_is_intact(cluster: Cluster, aftermath: Aftermath) -> None:
     assert aftermath.outcomes
-    assert until(lambda: house.verifier.samples()[CHECKS][(("outcome", "intact"),)] > 0, REST_WITHIN_S)
-    assert not house.verifier.samples()[CHECKS].get((("outcome", "corrupted"),))
+    assert until(lambda: cluster.verifier.samples()[CHECKS][(("outcome", "intact"),)] > 0, REST_WITHIN_S)
+    assert not cluster.verifier.samples()[CHECKS].get((("outcome", "corrupted"),))
 
 
-def test_the_draft_services_hold_nothing(house: House, aftermath: Aftermath) -> None:
+def test_the_draft_services_hold_nothing(cluster: Cluster, aftermath: Aftermath) -> None:
     assert aftermath.outcomes
-    for service in (house.draft, house.frail):
+    for service in (cluster.draft, cluster.frail):
         _come_to_rest(service, DRAFT_AT_REST)
 
 
@@ -169,18 +169,18 @@ def _come_to_rest(service: Watched, rest: dict[str, int]) -> None:
 
 
 def test_all_go_on_with_room_for_as_many_as_before(
-    house: House, aftermath: Aftermath, asked: list[Request], expected: dict[int, Expected]
+    cluster: Cluster, aftermath: Aftermath, asked: list[Request], expected: dict[int, Expected]
 ) -> None:
     """As many at once as have places or may wait for one: nobody is refused, and everybody writes what is right."""
     assert aftermath.outcomes
-    for service in house.services:
+    for service in cluster.services:
         service.process.check()
         wait_for_health_blocking(service.address, "", 60.0)
 
     async def together() -> None:
         async with (
-            AsyncClient(house.draft.address, timeout=PATIENCE_S, retry=False) as client,
-            AsyncClient(house.frail.address, timeout=PATIENCE_S, retry=False) as frail,
+            AsyncClient(cluster.draft.address, timeout=PATIENCE_S, retry=False) as client,
+            AsyncClient(cluster.frail.address, timeout=PATIENCE_S, retry=False) as frail,
         ):
             crowd = [asked[1 + number % (REQUESTS - 1)] for number in range(PLACES + WAITING)]
             done = await asyncio.gather(
@@ -196,11 +196,11 @@ def test_all_go_on_with_room_for_as_many_as_before(
 
 
 def test_the_target_alone_goes_on_past_what_a_client_may_leave_unread(
-    house: House, aftermath: Aftermath, asked: list[Request], expected: dict[int, Expected]
+    cluster: Cluster, aftermath: Aftermath, asked: list[Request], expected: dict[int, Expected]
 ) -> None:
     assert aftermath.outcomes
     long, told = asked[0], expected[asked[0].number]
-    with grpc.insecure_channel(house.verifier.address) as channel, Stream(channel) as stream:
+    with grpc.insecure_channel(cluster.verifier.address) as channel, Stream(channel) as stream:
         stream.open(opening([*told.prompt_ids], max_new_tokens=long.length))
         stream.decode(1, [*told.prompt_ids], long.length)
         verdicts = [stream.verdict() for _ in range(long.length)]
@@ -209,12 +209,12 @@ def test_the_target_alone_goes_on_past_what_a_client_may_leave_unread(
     assert {(verdict.load.running, verdict.load.waiting) for verdict in verdicts[1:]} == {(1, 0)}
 
 
-def test_the_logs_speak_of_no_fault(house: House, aftermath: Aftermath) -> None:
+def test_the_logs_speak_of_no_fault(cluster: Cluster, aftermath: Aftermath) -> None:
     assert aftermath.outcomes
-    for service in house.services:
+    for service in cluster.services:
         entries = service.entries()
         loud = [entry for entry in entries if entry["level"] not in ("debug", "info")]
-        if service is house.frail:
+        if service is cluster.frail:
             assert LOSSES & {entry["event"] for entry in loud if entry["level"] == "warning"}
             loud = [entry for entry in loud if entry["event"] not in LOSSES]
         assert not loud, f"{len(loud)} of {service.process.name}: {loud[:5]}"
@@ -222,4 +222,4 @@ def test_the_logs_speak_of_no_fault(house: House, aftermath: Aftermath) -> None:
         ends = Counter(str(entry["status"]) for entry in entries if entry["event"] in ("generate", "sequence"))
         print(service.process.name, dict(ends))
         assert sum(ends.values()) > 20
-        assert ends.keys() <= (ENDS | {"UNAVAILABLE"} if service is house.frail else ENDS)
+        assert ends.keys() <= (ENDS | {"UNAVAILABLE"} if service is cluster.frail else ENDS)

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 import kubernetes_validate
 import yaml
 
-from tests.house.project import ROOT
 from tests.machine import absent
+from tests.project.tree import ROOT
 
 Manifest: TypeAlias = Mapping[str, Any]
 

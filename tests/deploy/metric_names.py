@@ -5,7 +5,7 @@ import re
 from functools import cache
 
 from tests.deploy.manifests import composed
-from tests.house.project import ROOT
+from tests.project.tree import ROOT
 
 COMPONENTS = ("hpa", "keda", "monitoring")
 

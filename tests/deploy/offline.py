@@ -11,7 +11,7 @@ from tests.deploy.build import Builder, patterns
 from tests.deploy.dockerfile import Stage, read
 from tests.deploy.manifests import DEPLOY
 from tests.deploy.roots import Root
-from tests.house.project import ROOT
+from tests.project.tree import ROOT
 
 DOCKERFILE = DEPLOY / "Dockerfile"
 

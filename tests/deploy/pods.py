@@ -17,9 +17,9 @@ from typing import Any, Self
 
 from tests.deploy.manifests import Manifest
 from tests.deploy.roots import Root
-from tests.house.project import ROOT
 from tests.machine import TOOLS
 from tests.network import Network
+from tests.project.tree import ROOT
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What can be said of the Dockerfile without running it: the linter's word, and the rules of this house."""
+"""What can be said of the Dockerfile without running it: the linter's word, and our own rules."""
 
 import subprocess
 import sysconfig
@@ -10,8 +10,8 @@ from tests.deploy.build import Builder, patterns
 from tests.deploy.dockerfile import entry_point, environment, last, lineage
 from tests.deploy.manifests import DEPLOY, SERVICES
 from tests.deploy.offline import DOCKERFILE, stages
-from tests.house.project import PACKAGES, ROOT
 from tests.machine import absent
+from tests.project.tree import PACKAGES, ROOT
 
 VARIANTS = ("cpu", "cuda")
 TARGETS = [(service, variant) for service in SERVICES for variant in VARIANTS]

@@ -17,7 +17,7 @@ from draft_service.settings import DraftSettings
 from outrider.cli.generate import generate_command
 from tests.deploy.manifests import DEPLOY, folders, kustomized, pod, selects
 from tests.deploy.offline import stages
-from tests.house.project import ROOT
+from tests.project.tree import ROOT
 from verifier_service.settings import VerifierSettings
 
 KUBERNETES = ROOT / "docs" / "kubernetes.md"

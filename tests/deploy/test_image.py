@@ -28,7 +28,7 @@ from tests.deploy.metric_names import metric_names
 from tests.deploy.offline import built_offline, stages
 from tests.deploy.pods import Node, Pod, mounts
 from tests.deploy.roots import need_namespaces
-from tests.house.project import pyproject
+from tests.project.tree import pyproject
 
 pytestmark = pytest.mark.timeout(900)  # two services start twice, on a machine that may be busy
 

@@ -15,8 +15,8 @@ from tests.deploy.dockerfile import entry_point, read
 from tests.deploy.manifests import DEPLOY, SERVICES, composed, pod
 from tests.deploy.offline import DOCKERFILE
 from tests.deploy.roots import Root, need_namespaces
-from tests.house.project import ROOT
-from tests.house.test_pins import ONLY_ON_CUDA
+from tests.project.test_pins import ONLY_ON_CUDA
+from tests.project.tree import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

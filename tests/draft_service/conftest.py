@@ -8,7 +8,7 @@ import pytest
 from outrider.cli.processes import ServiceProcess
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from tests.draft_service.pairs import DEMO, write_awkward_draft
-from tests.forked import ForkedService
+from tests.fork_server import ForkedService
 
 PLACES, VERIFIER_PLACES = 6, 4
 CLIENT_SEQUENCES = 15  # of one client at once: more than there are places, and fewer than a request may have samples

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.house.project import ROOT
+from tests.project.tree import ROOT
 
 DEMO = ROOT / "models" / "demo"
 DRAFT_CONTEXT = 160

@@ -16,7 +16,7 @@ import pytest
 from draft_service.concurrency import POSITION_INTERVAL, ConcurrencyLimit
 from outrider.rpc.errors import RequestError
 from outrider.rpc.timeouts import FIRST_GUESS
-from tests.leaping import leaping
+from tests.fake_clock import fake_clock
 
 CONTENDED_S, IDLE_S = 5.0, 60.0
 
@@ -53,7 +53,7 @@ class Service:
         await asyncio.sleep(0.001)
 
 
-@leaping
+@fake_clock
 async def test_200_clients_at_once_are_all_served_in_their_order() -> None:
     service = Service(64)
     await asyncio.gather(*(service.call(str(i), seconds=0.7) for i in range(200)))
@@ -62,7 +62,7 @@ async def test_200_clients_at_once_are_all_served_in_their_order() -> None:
     assert (service.limit.running, service.limit.waiting) == (0, 0)
 
 
-@leaping
+@fake_clock
 async def test_a_call_of_many_samples_is_not_overtaken() -> None:
     service = Service(4)
     for name in ("a", "b", "c"):
@@ -77,7 +77,7 @@ async def test_a_call_of_many_samples_is_not_overtaken() -> None:
     assert service.begun[3:] == ["large", "small"]
 
 
-@leaping
+@fake_clock
 async def test_a_client_that_leaves_the_queue_frees_its_place_at_once() -> None:
     service = Service(4, max_waiting=2)
     await service.start("runs", 4)
@@ -91,7 +91,7 @@ async def test_a_client_that_leaves_the_queue_frees_its_place_at_once() -> None:
     assert service.begun == ["runs", "next"]
 
 
-@leaping
+@fake_clock
 async def test_those_behind_a_call_that_leaves_the_queue_may_begin() -> None:
     service = Service(4)
     await service.start("runs", 2)
@@ -102,7 +102,7 @@ async def test_those_behind_a_call_that_leaves_the_queue_may_begin() -> None:
     assert service.begun == ["runs", "small"]
 
 
-@leaping
+@fake_clock
 async def test_each_call_learns_how_many_are_ahead() -> None:
     service = Service(1)
     for name in ("a", "b", "c", "d"):
@@ -113,7 +113,7 @@ async def test_each_call_learns_how_many_are_ahead() -> None:
     assert service.positions == {"b": [0], "c": [1, 0], "d": [2, 1, 0]}, "each position once"
 
 
-@leaping
+@fake_clock
 async def test_a_full_queue_refuses_with_the_numbers_and_has_room_for_resumed_calls() -> None:
     service = Service(2, max_waiting=1)
     await service.start("runs", 2)
@@ -127,7 +127,7 @@ async def test_a_full_queue_refuses_with_the_numbers_and_has_room_for_resumed_ca
         await service.call("refused", resumed=True)
 
 
-@leaping
+@fake_clock
 async def test_without_a_queue_a_call_runs_or_is_refused() -> None:
     service = Service(2, max_waiting=0)
     await service.start("a")
@@ -140,7 +140,7 @@ async def test_without_a_queue_a_call_runs_or_is_refused() -> None:
 
 
 @pytest.mark.parametrize("refused", [1, 200])
-@leaping
+@fake_clock
 async def test_the_hint_follows_the_measured_pace_however_often_clients_are_refused(refused: int) -> None:
     service = Service(64, max_waiting=128)
     load = [asyncio.create_task(service.call(str(i), seconds=4.0)) for i in range(192)]
@@ -161,7 +161,7 @@ async def test_the_hint_follows_the_measured_pace_however_often_clients_are_refu
         call.cancel()
 
 
-@leaping
+@fake_clock
 async def test_a_service_that_drains_sends_its_queue_elsewhere_and_finishes_the_rest() -> None:
     service = Service(1)
     await service.start("runs")
@@ -189,7 +189,7 @@ async def idle(service: Service) -> tuple[float, RequestError]:
     raise AssertionError
 
 
-@leaping
+@fake_clock
 async def test_64_idle_streams_give_way_to_those_who_wait() -> None:
     service = Service(64)
     streams = [asyncio.create_task(idle(service)) for _ in range(64)]
@@ -203,7 +203,7 @@ async def test_64_idle_streams_give_way_to_those_who_wait() -> None:
         assert "others wait in the queue" in error.message
 
 
-@leaping
+@fake_clock
 async def test_no_more_streams_give_way_than_are_in_the_way() -> None:
     service = Service(64)
     streams = [asyncio.create_task(idle(service)) for _ in range(64)]
@@ -216,14 +216,14 @@ async def test_no_more_streams_give_way_than_are_in_the_way() -> None:
         stream.cancel()
 
 
-@leaping
+@fake_clock
 async def test_an_idle_stream_keeps_its_place_while_it_is_in_nobodys_way() -> None:
     seconds, error = await idle(Service(4))
     assert seconds == pytest.approx(IDLE_S)
     assert (error.code, error.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "IDLE")
 
 
-@leaping
+@fake_clock
 async def test_a_stream_that_was_idle_before_anybody_waited_is_ended_soon_after() -> None:
     service = Service(1)
     stream = asyncio.create_task(idle(service))
@@ -233,7 +233,7 @@ async def test_a_stream_that_was_idle_before_anybody_waited_is_ended_soon_after(
     assert IDLE_S / 2 <= seconds <= IDLE_S / 2 + CONTENDED_S
 
 
-@leaping
+@fake_clock
 async def test_a_client_that_acts_in_time_is_left_alone_however_many_wait() -> None:
     service = Service(1)
     with service.limit.claim(1) as claim:

@@ -22,8 +22,8 @@ from tests.draft_service import oracle
 from tests.draft_service.calls import COUPLED, PROMPT, TOKENWISE, ProposeStream, sampling
 from tests.draft_service.conftest import FLAGS, HEALTHY_WITHIN_S
 from tests.draft_service.pairs import DEMO
-from tests.forked import ForkedService
-from tests.house.project import ROOT
+from tests.fork_server import ForkedService
+from tests.project.tree import ROOT
 
 CHEAP = ("ngram", "lookup", "random", "none")
 CHEAP_WITHOUT_COUNTS = (pb.DRAFTER_LOOKUP, pb.DRAFTER_RANDOM, pb.DRAFTER_NONE)

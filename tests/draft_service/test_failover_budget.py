@@ -8,7 +8,7 @@ import random
 import pytest
 
 from draft_service.failover_budget import PER_ROUND, PER_SECOND, FailoverBudget
-from tests.leaping import leaping
+from tests.fake_clock import fake_clock
 
 
 class Clock:
@@ -88,7 +88,7 @@ async def test_who_finds_it_empty_waits_for_rounds_in_order() -> None:
     assert got == [0, 1, 2, 3]
 
 
-@leaping
+@fake_clock
 async def test_without_any_round_one_a_second_gets_on() -> None:
     """Where all wait there are no rounds: nobody may wait for ever."""
     clock = asyncio.get_running_loop().time
@@ -99,7 +99,7 @@ async def test_without_any_round_one_a_second_gets_on() -> None:
         assert clock() == pytest.approx(second)
 
 
-@leaping
+@fake_clock
 async def test_who_cannot_have_one_in_time_is_told_so_in_time_and_takes_none() -> None:
     clock = asyncio.get_running_loop().time
     budget = FailoverBudget(1, clock)

@@ -15,7 +15,7 @@ from protos.outrider.v1.draft_service_pb2 import (
     GenerateResponse,
     GenerateStarted,
 )
-from tests.leaping import leaping
+from tests.fake_clock import fake_clock
 
 SIZE, TOKEN_BYTES = 160, 48
 STARTED = GenerateResponse(started=GenerateStarted(request_id="r", prompt_token_ids=[1] * 400))
@@ -132,7 +132,7 @@ def test_what_repeats_the_prompt_takes_a_multiple() -> None:
     assert frames.take().ByteSize() == 480
 
 
-@leaping
+@fake_clock
 async def test_frames_leave_by_the_clock_whether_or_not_there_is_something_to_say() -> None:
     responses, pace = Responses(), 0.05
     responses.send(STARTED)
@@ -158,7 +158,7 @@ async def test_frames_leave_by_the_clock_whether_or_not_there_is_something_to_sa
     assert times == pytest.approx([number * pace for number in range(6)])
 
 
-@leaping
+@fake_clock
 async def test_frames_never_make_up_for_the_time_in_which_nobody_read() -> None:
     responses, pace = Responses(), 0.05
     responses.send(STARTED)

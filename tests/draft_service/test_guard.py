@@ -18,7 +18,7 @@ from kernels.dense import EXCLUDED, DraftLogits
 from kernels.sampling import SamplingParams
 from kernels.sparse import SparseDistribution
 from kernels.verify import Rule
-from tests.leaping import leaping
+from tests.fake_clock import fake_clock
 
 V = 10
 PLAIN = DraftSequence([1, 2, 3], [], SamplingParams(), LogitRules(), 5)
@@ -193,7 +193,7 @@ def one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("one_clock")
-@leaping
+@fake_clock
 async def test_one_that_is_late_is_asked_again_once_it_has_answered() -> None:
     """While it is busy nobody waits for it; what it says too late is dropped."""
     loop, done = asyncio.get_running_loop(), asyncio.Event()
@@ -220,7 +220,7 @@ async def test_one_that_is_late_is_asked_again_once_it_has_answered() -> None:
 
 
 @pytest.mark.usefixtures("one_clock")
-@leaping
+@fake_clock
 async def test_one_that_is_late_again_and_again_is_asked_no_more() -> None:
     async def slowly() -> Draft:
         await asyncio.sleep(0.03)
@@ -239,7 +239,7 @@ async def test_one_that_is_late_again_and_again_is_asked_no_more() -> None:
 
 
 @pytest.mark.usefixtures("one_clock")
-@leaping
+@fake_clock
 async def test_the_clock_begins_when_the_proposal_is_asked_for() -> None:
     async def slowly() -> Draft:
         await asyncio.sleep(30)

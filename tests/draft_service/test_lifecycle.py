@@ -15,7 +15,7 @@ from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 from tests.draft_service.calls import generate, request
 from tests.draft_service.conftest import FLAGS, HEALTHY_WITHIN_S
 from tests.draft_service.pairs import DEMO, write_foreign_draft
-from tests.forked import ForkedService
+from tests.fork_server import ForkedService
 from tests.proxy import Proxy
 
 LONG: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 900, "ignore_eos": True}

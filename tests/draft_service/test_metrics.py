@@ -16,7 +16,7 @@ from protos.outrider.v1 import draft_service_pb2, sampling_pb2
 from tests.draft_service.calls import sampling, write
 from tests.draft_service.conftest import FLAGS, HEALTHY_WITHIN_S
 from tests.draft_service.pairs import BREAKING_TOKEN, DEMO, write_awkward_draft
-from tests.forked import ForkedService
+from tests.fork_server import ForkedService
 from tests.metrics import Samples
 from tests.metrics import scrape as scrape_url
 

@@ -26,7 +26,7 @@ from tests.certificates import Authority, write
 from tests.commands import Command
 from tests.draft_service.conftest import FLAGS, HEALTHY_WITHIN_S
 from tests.draft_service.pairs import DEMO
-from tests.forked import ForkedService
+from tests.fork_server import ForkedService
 
 VERIFIER, DRAFT, FRONT = "verifier.models.svc", "spiffe://models/drafts", "draft.models.svc"
 FIRST, SECOND = "first-token-0123456789", "second-token-0123456789"

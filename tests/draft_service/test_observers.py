@@ -20,7 +20,7 @@ from draft_service.statistics import STATISTICS, SpeculationCounts, Timings
 from outrider.service.best_effort import Component
 from outrider.service.tracing import UNTRACED
 from protos.outrider.v1 import sampling_pb2, speculation_pb2
-from tests.leaping import leaping
+from tests.fake_clock import fake_clock
 
 
 class Broken:
@@ -88,7 +88,7 @@ class Words:
         return ""
 
 
-@leaping
+@fake_clock
 async def test_signs_of_life_go_on_after_one_that_failed() -> None:
     before = [HEARTBEAT.errors]
     responses = Responses()

@@ -15,7 +15,7 @@ import pytest
 
 from outrider.cli.pair import Pair
 from outrider.client import Client, Completion, InvalidRequest
-from tests.forked import ForkedService
+from tests.fork_server import ForkedService
 from tests.proxy import Proxy, Segment, Way
 from tests.proxy.http2 import DataFrame, data_frames
 from tests.services import HEALTHY_WITHIN_S, MODELS

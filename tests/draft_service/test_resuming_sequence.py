@@ -45,7 +45,7 @@ from tests.draft_service.lives import (
     opening,
 )
 from tests.draft_service.pairs import DEMO
-from tests.forked import ForkedService
+from tests.fork_server import ForkedService
 from tests.proxy import Proxy, Way
 
 

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from outrider.rpc.channel import wait_for_health_blocking
-from tests.forked import nursery
+from tests.fork_server import fork_server
 
 START_TIMEOUT_S = 110.0
 
@@ -73,7 +73,7 @@ class Nursery:
     def _start(self, service: str, arguments: Sequence[str], fault: str | None) -> Service:
         log = self._folder / f"{len(self._started):02}-{service}-{fault or 'sound'}.log"
         with log.open("ab") as output:
-            pid = nursery().start(service, arguments, output.fileno(), fault=fault)
+            pid = fork_server().start(service, arguments, output.fileno(), fault=fault)
         self._started.append(Service(service, pid, log, ""))
         return Service(service, pid, log, _address(service, log))
 

@@ -14,7 +14,7 @@ import asyncio
 import pytest
 
 from outrider.client import AsyncClient, Options
-from tests.exactness import company
+from tests.exactness import mixed_requests
 from tests.exactness.worlds import World
 
 REQUESTS = 16
@@ -62,14 +62,14 @@ def test_tokens_are_the_same_alone_and_in_company(rule: str, attentive: World) -
     assert equal >= ALONE - 1
 
 
-@pytest.mark.parametrize("compared", [16, pytest.param(company.REQUESTS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compared", [16, pytest.param(mixed_requests.REQUESTS, marks=pytest.mark.slow)])
 def test_tokens_are_the_same_alone_and_among_thirty_one_others(compared: int, draft_address: str) -> None:
     """Greedy and `coupled`, prompts of 1 to 140 tokens, γ from 0 to 7, with and without penalties.
 
     Neither run finds anything of the other in a cache, so that in company the prompts are read in company too.
     """
-    asked = company.requests()
-    alone = company.texts(draft_address, asked[:compared], together=False, salt=f"{compared} alone")
-    together = company.texts(draft_address, asked, together=True, salt=f"{compared} in company")
-    assert len(set(together)) == company.REQUESTS
+    asked = mixed_requests.requests()
+    alone = mixed_requests.texts(draft_address, asked[:compared], together=False, salt=f"{compared} alone")
+    together = mixed_requests.texts(draft_address, asked, together=True, salt=f"{compared} in company")
+    assert len(set(together)) == mixed_requests.REQUESTS
     assert together[:compared] == alone

@@ -17,7 +17,7 @@ from outrider.cli.pair import fixed
 from outrider.cli.processes import ServiceProcess
 from outrider.client import Client, OutriderError
 from tests.exactness.mutants.conditions import POISON
-from tests.forked import ForkedService
+from tests.fork_server import ForkedService
 from tests.services import HEALTHY_WITHIN_S, MODELS
 
 FLAGS = ("--dtype", "float32", "--threads", "1")

@@ -17,7 +17,7 @@ from examples.orchestrator import generate
 from outrider.client import Client, Completion
 from protos.outrider.v1 import sampling_pb2
 from tests.draft_service import oracle
-from tests.house.project import ROOT
+from tests.project.tree import ROOT
 
 PROMPT, SEED, TOKENS = "def read_lines(path):\n", 7, 48
 

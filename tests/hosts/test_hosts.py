@@ -13,7 +13,7 @@ import pytest
 
 from tests.certificates import Authority
 from tests.hosts.client import Answer, Load, Request, until
-from tests.hosts.house import CLIENT, CONNECTION_AGE_S, DRAFTS, HOSTS, VERIFIERS, House
+from tests.hosts.cluster import CLIENT, CONNECTION_AGE_S, DRAFTS, HOSTS, VERIFIERS, Cluster
 from tests.machine import need_networks
 from tests.services import MODELS
 
@@ -45,27 +45,27 @@ TEXTS = _requests(STREAMS, LENGTH)
 
 
 @pytest.fixture(scope="module")
-def all_of_them(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def all_of_them(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     need_networks()
-    with House(tmp_path_factory.mktemp("hosts")) as house:
-        yield house
+    with Cluster(tmp_path_factory.mktemp("hosts")) as cluster:
+        yield cluster
 
 
 @pytest.fixture
-def house(all_of_them: House) -> Iterator[House]:
+def cluster(all_of_them: Cluster) -> Iterator[Cluster]:
     """All hosts and services, whatever happened to them in the test before."""
     yield all_of_them
     all_of_them.restore()
 
 
-def _write(house: House, requests: list[Request], strike: Callable[[], None] | None = None) -> list[Answer]:
+def _write(cluster: Cluster, requests: list[Request], strike: Callable[[], None] | None = None) -> list[Answer]:
     """Asks for all at once; `strike` is called when each has begun, and none has ended."""
     if strike is None:
-        answers = [house.client.write(request) for request in requests]
+        answers = [cluster.client.write(request) for request in requests]
     else:
-        house.settle()
-        with house.slowly(SLOWLY_S):
-            answers = [house.client.write(request) for request in requests]
+        cluster.settle()
+        with cluster.slowly(SLOWLY_S):
+            answers = [cluster.client.write(request) for request in requests]
             until(lambda: all(answer.token_ids or answer.ended.is_set() for answer in answers))
             strike()
             assert not any(answer.ended.is_set() for answer in answers)
@@ -83,7 +83,7 @@ def _sum(answers: list[Answer], what: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(all_of_them: House) -> list[tuple[list[int], str]]:
+def undisturbed(all_of_them: Cluster) -> list[tuple[list[int], str]]:
     """What each request gets where nothing happens."""
     answers = _write(all_of_them, TEXTS)
     assert _sum(answers, "resumes") == 0
@@ -96,20 +96,20 @@ def undisturbed(all_of_them: House) -> list[tuple[list[int], str]]:
 # ------------------------------------------------------------------------------------------------------- one is lost
 
 
-def _kill(house: House, host: str) -> None:
-    house.signal(host, signal.SIGKILL)
+def _kill(cluster: Cluster, host: str) -> None:
+    cluster.signal(host, signal.SIGKILL)
 
 
-def _freeze(house: House, host: str) -> None:
-    house.signal(host, signal.SIGSTOP)
+def _freeze(cluster: Cluster, host: str) -> None:
+    cluster.signal(host, signal.SIGSTOP)
 
 
-def _cut(house: House, host: str) -> None:
-    house.network.cut(host)
+def _cut(cluster: Cluster, host: str) -> None:
+    cluster.network.cut(host)
 
 
-def _kill_draft(house: House, host: str) -> None:
-    house.signal(DRAFTS[0], signal.SIGKILL)
+def _kill_draft(cluster: Cluster, host: str) -> None:
+    cluster.signal(DRAFTS[0], signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -123,17 +123,17 @@ def _kill_draft(house: House, host: str) -> None:
     ],
 )
 def test_every_text_goes_on_where_a_host_fails(
-    house: House, undisturbed: list[Any], happens: Callable[[House, str], None], reasons: set[str]
+    cluster: Cluster, undisturbed: list[Any], happens: Callable[[Cluster, str], None], reasons: set[str]
 ) -> None:
     """To the verifier that has the most sequences, or to one of the draft services."""
-    switches = {reason: house.switches(reason) for reason in reasons}
-    answers = _write(house, TEXTS, lambda: happens(house, house.verifier_with_the_most_sequences()))
+    switches = {reason: cluster.switches(reason) for reason in reasons}
+    answers = _write(cluster, TEXTS, lambda: happens(cluster, cluster.verifier_with_the_most_sequences()))
     assert _known(answers) == undisturbed
     if not reasons:
         assert _sum(answers, "resumes") == STREAMS / 2, "calls go to the two in turn"
     else:
         assert _sum(answers, "failovers") >= STREAMS / 2
-        assert sum(house.switches(reason) - before for reason, before in switches.items()) >= STREAMS / 2
+        assert sum(cluster.switches(reason) - before for reason, before in switches.items()) >= STREAMS / 2
         assert _sum(answers, "resumes") == 0, "the client sees a pause, and no more"
 
 
@@ -141,7 +141,7 @@ def test_every_text_goes_on_where_a_host_fails(
 
 
 @pytest.fixture(scope="module")
-def short(all_of_them: House) -> tuple[list[Request], list[Any]]:
+def short(all_of_them: Cluster) -> tuple[list[Request], list[Any]]:
     """Requests of short texts, and what they get where nothing happens."""
     requests = _requests(2 * ASKERS, SHORT)
     return requests, _known(_write(all_of_them, requests))
@@ -153,49 +153,51 @@ def _as_ever(load: Load, known: list[Any]) -> None:
         assert (answer.token_ids, answer.text) == known[number]
 
 
-def test_certificates_and_their_authority_are_replaced(house: House, short: tuple[list[Request], list[Any]]) -> None:
+def test_certificates_and_their_authority_are_replaced(
+    cluster: Cluster, short: tuple[list[Request], list[Any]]
+) -> None:
     """As `docs/operations.md` has it. In the end nobody believes the old authority, and connections are made anew."""
     requests, known = short
-    old, new = house.authority, Authority(house.authority.pem.parent / "new", "new")
+    old, new = cluster.authority, Authority(cluster.authority.pem.parent / "new", "new")
     former = {name: old.issue(name) for name in ("clients", "drafts")}
     anew = 1.5 * CONNECTION_AGE_S
-    with house.slowly(BRISKLY_S), Load(house.client, requests, ASKERS) as load:
+    with cluster.slowly(BRISKLY_S), Load(cluster.client, requests, ASKERS) as load:
         load.goes_on()
         for host in HOSTS:
-            house.trust(host, old, new)
+            cluster.trust(host, old, new)
         load.goes_on(anew)
-        made = {host: house.certify(host, new) for host in HOSTS}
+        made = {host: cluster.certify(host, new) for host in HOSTS}
         load.goes_on(anew)
         for host in HOSTS:
-            house.trust(host, new)
+            cluster.trust(host, new)
         load.goes_on(anew)
     _as_ever(load, known)
     for host in (*VERIFIERS, *DRAFTS):
-        assert house.client.shown_at(house.at(host)) == made[host].cert.read_text(), host
+        assert cluster.client.shown_at(cluster.at(host)) == made[host].cert.read_text(), host
     for host, name in ((VERIFIERS[0], "drafts"), (DRAFTS[0], "clients")):
-        tls = {**house.tls(CLIENT, HOSTS[host]), "cert": str(former[name].cert), "key": str(former[name].key)}
-        said = house.client.knock(house.at(host), tls, verifier=host in VERIFIERS)
+        tls = {**cluster.tls(CLIENT, HOSTS[host]), "cert": str(former[name].cert), "key": str(former[name].key)}
+        said = cluster.client.knock(cluster.at(host), tls, verifier=host in VERIFIERS)
         assert said.startswith("UNAVAILABLE"), f"what the old authority vouched for: {said}"
 
 
 @pytest.mark.slow
-def test_services_are_restarted_one_after_the_other(house: House, short: tuple[list[Request], list[Any]]) -> None:
+def test_services_are_restarted_one_after_the_other(cluster: Cluster, short: tuple[list[Request], list[Any]]) -> None:
     """A verifier's sequences leave it before it does, and a draft service finishes its requests."""
     requests, known = short
-    house.settle()
-    lost = house.switches("died")
-    with house.slowly(BRISKLY_S), Load(house.client, requests, ASKERS) as load:
+    cluster.settle()
+    lost = cluster.switches("died")
+    with cluster.slowly(BRISKLY_S), Load(cluster.client, requests, ASKERS) as load:
 
         def restart(host: str) -> None:
-            house.signal(host, signal.SIGTERM)
-            assert house.services[host].process.wait(60) == 0
-            house.start(host)
+            cluster.signal(host, signal.SIGTERM)
+            assert cluster.services[host].process.wait(60) == 0
+            cluster.start(host)
             load.goes_on()
 
         load.goes_on()
         for host in VERIFIERS:
             restart(host)
-        assert house.switches("died") == lost
+        assert cluster.switches("died") == lost
         before = len(load.texts)
         for host in DRAFTS:
             restart(host)
@@ -203,10 +205,12 @@ def test_services_are_restarted_one_after_the_other(house: House, short: tuple[l
     _as_ever(load, known)
 
 
-def test_only_drafts_reach_verifiers_and_only_clients_reach_drafts(house: House) -> None:
-    shown = {host: house.tls(host, "") for host in (VERIFIERS[0], DRAFTS[0], CLIENT)}
+def test_only_drafts_reach_verifiers_and_only_clients_reach_drafts(cluster: Cluster) -> None:
+    shown = {host: cluster.tls(host, "") for host in (VERIFIERS[0], DRAFTS[0], CLIENT)}
     answers = {
-        (who, to): house.client.knock(house.at(to), {**tls, "name": HOSTS[to]}, verifier=to in VERIFIERS).split(":")[0]
+        (who, to): cluster.client.knock(cluster.at(to), {**tls, "name": HOSTS[to]}, verifier=to in VERIFIERS).split(
+            ":"
+        )[0]
         for who, tls in shown.items()
         for to in (VERIFIERS[1], DRAFTS[1])
     }

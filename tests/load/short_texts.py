@@ -17,9 +17,9 @@ from pathlib import Path
 
 from outrider.cli.pair import fixed
 from outrider.client import AsyncClient, Drafter, Options
-from tests.chaos.house import Watched, until
+from tests.chaos.cluster import Watched, until
 from tests.exactness import pairs
-from tests.forked import ForkedService
+from tests.fork_server import ForkedService
 from tests.services import HEALTHY_WITHIN_S
 
 LONGEST = 4

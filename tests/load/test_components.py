@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 
 from outrider.client import AsyncClient
-from tests.chaos.house import until
+from tests.chaos.cluster import until
 from tests.load.broken import AFTER, EVERY, FILE, INSTEAD, Switch
 from tests.load.short_texts import Tally, TinyPair, load, running_tiny_pair, texts, write_alone
 

@@ -25,9 +25,9 @@ from pathlib import Path
 import pytest
 
 from outrider.client import AsyncClient
-from tests.chaos.house import Watched, until
+from tests.chaos.cluster import Watched, until
 from tests.exactness import pairs
-from tests.forked import ForkedService
+from tests.fork_server import ForkedService
 from tests.load.short_texts import DRAFT_FLAGS, FLAGS, Alone, Tally, held, load, texts, write_alone
 from tests.services import HEALTHY_WITHIN_S
 

@@ -10,7 +10,7 @@ GIVEN = frozenset({"job", "instance", "le"})
 
 
 @dataclass(frozen=True)
-class Asked:
+class MetricQuery:
     """A metric, the labels that it must have, and the values of them that it is matched by."""
 
     name: str
@@ -18,7 +18,7 @@ class Asked:
     values: tuple[tuple[str, str], ...]
 
 
-def asked(expression: str) -> list[Asked]:
+def metric_queries(expression: str) -> list[MetricQuery]:
     """All that an expression asks for.
 
     Raises:
@@ -27,14 +27,14 @@ def asked(expression: str) -> list[Asked]:
     return list(_walk(ast.parse(expression), frozenset()))
 
 
-def _walk(node: ast.Expr, labels: frozenset[str]) -> Iterator[Asked]:
+def _walk(node: ast.Expr, labels: frozenset[str]) -> Iterator[MetricQuery]:
     """`labels` are those that all of it must have."""
     match node:
         case ast.VectorSelector():
             assert node.name, "every selector names its metric"
             matchers = node.matchers.matchers
             values = tuple((each.name, value) for each in matchers for value in each.value.split("|"))
-            yield Asked(node.name, labels | {each.name for each in matchers}, values)
+            yield MetricQuery(node.name, labels | {each.name for each in matchers}, values)
         case ast.MatrixSelector():
             yield from _walk(node.vector_selector, labels)
         case ast.AggregateExpr():

@@ -17,9 +17,9 @@ from outrider.rpc.health import LIVENESS, READINESS, STARTUP
 from outrider.service.wire import PrefixHash
 from protos.outrider.v1 import verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
-from tests.forked import ForkedService
-from tests.operations.held import HELD, HOLD
-from tests.operations.house import logged, metrics_of, until
+from tests.fork_server import ForkedService
+from tests.operations.cluster import logged, metrics_of, until
+from tests.operations.held_steps import HELD, HOLD
 from tests.services import MODELS
 
 READY = {"", READINESS, "outrider.v1.VerifierService"}

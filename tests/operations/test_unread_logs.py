@@ -13,10 +13,10 @@ from outrider.cli.pair import fixed
 from outrider.cli.sharing import service_environment
 from outrider.client import AsyncClient, Completion
 from outrider.rpc.channel import wait_for_health_blocking
-from tests.forked import Child, nursery
+from tests.commands import full_pipe
+from tests.fork_server import Child, fork_server
 from tests.metrics import Samples, scrape
-from tests.operations.house import until
-from tests.pipes import full_pipe
+from tests.operations.cluster import until
 from tests.services import HEALTHY_WITHIN_S, MODELS
 
 FLAGS = ("--dtype", "float32", "--threads", "1", "--log-level", "debug")
@@ -53,8 +53,8 @@ def unheard_pair(verifier_output: int, draft_output: int) -> Iterator[tuple[Unhe
         def start(module: str, model: str, address: str, output: int, *flags: str) -> Unheard:
             metrics = fixed("127.0.0.1:0")
             arguments = ["--model", str(MODELS / model), "--listen", address, "--metrics-listen", metrics]
-            pid = nursery().start(module, [*arguments, *FLAGS, *flags], output, env=service_environment(1))
-            process = Child(pid, io.StringIO(), nursery())
+            pid = fork_server().start(module, [*arguments, *FLAGS, *flags], output, env=service_environment(1))
+            process = Child(pid, io.StringIO(), fork_server())
             running.callback(process.kill)
             return Unheard(process, address, metrics)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from outrider.service.logs import LineQueue
-from tests.house.project import ROOT
-from tests.pipes import full_pipe
+from tests.commands import full_pipe
+from tests.project.tree import ROOT
 
 SECONDS = 60.0
 INFO = '{"event": "round %d", "level": "info"}\n'

@@ -11,13 +11,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from tests.leaping import LeapingLoop
+from tests.fake_clock import FakeClockLoop
 
 START = 1_000.0
 """What the clock shows at first: some code takes 0.0 for "never"."""
 
 
-class SimulatedLoop(LeapingLoop):
+class SimulatedLoop(FakeClockLoop):
     """Its time passes a little with each turn of the loop, too: timers that just miss their time do not spin."""
 
     def _run_once(self) -> None:

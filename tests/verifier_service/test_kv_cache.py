@@ -15,7 +15,7 @@ from outrider.runtime.loader import ModelSource, load_model
 from outrider.runtime.memory import MIB, block_bytes
 from outrider.service.metrics import Metrics
 from outrider.service.sampling import Sampling
-from tests.forked import ForkedService
+from tests.fork_server import ForkedService
 from tests.services import MODELS
 from tests.verifier_service.test_sequence import a_round, make
 from verifier_service.app import build_engine, find_path

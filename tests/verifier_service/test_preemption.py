@@ -13,8 +13,8 @@ import pytest
 
 from outrider.cli.pair import fixed
 from outrider.client import Options
-from tests.exactness import company
-from tests.forked import ForkedService
+from tests.exactness import mixed_requests
+from tests.fork_server import ForkedService
 from tests.metrics import scrape
 from tests.services import HEALTHY_WITHIN_S, MODELS
 
@@ -55,12 +55,12 @@ def cramped() -> Iterator[Cramped]:
 
 
 def test_tokens_are_the_same_after_preemption(cramped: Cramped) -> None:
-    short = [each for each in company.requests() if len(each.prompt) <= PROMPT_CHARS][:REQUESTS]
+    short = [each for each in mixed_requests.requests() if len(each.prompt) <= PROMPT_CHARS][:REQUESTS]
     asked = [replace(each, options=each.options | Options(max_new_tokens=TOKENS)) for each in short]
-    alone = company.texts(cramped.address, asked, together=False, salt="alone")
+    alone = mixed_requests.texts(cramped.address, asked, together=False, salt="alone")
     assert cramped.count(PREEMPTIONS) == 0, "whoever is alone has room"
     for attempt in range(5):  # as often as it takes: how many are there at once is the machine's affair too
-        assert company.texts(cramped.address, asked, together=True, salt=f"in company, {attempt}") == alone
+        assert mixed_requests.texts(cramped.address, asked, together=True, salt=f"in company, {attempt}") == alone
         preempted = cramped.count(PREEMPTIONS)
         print(f"{preempted:.0f} preemptions")
         if preempted >= ENOUGH:

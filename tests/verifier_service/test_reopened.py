@@ -9,7 +9,7 @@ import pytest
 
 from outrider.rpc.errors import from_rpc_error
 from protos.outrider.v1 import verifier_service_pb2
-from tests.forked import ForkedService
+from tests.fork_server import ForkedService
 from tests.services import HEALTHY_WITHIN_S, MODELS
 from tests.verifier_service.streams import PROMPT, Stream, opening
 

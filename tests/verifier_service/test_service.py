@@ -16,7 +16,7 @@ from outrider.cli.processes import ServiceProcess
 from outrider.rpc.errors import from_rpc_error
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
-from tests.forked import ForkedService
+from tests.fork_server import ForkedService
 from tests.services import HEALTHY_WITHIN_S
 from tests.verifier_service.bad_streams import BAD_STREAMS, COUPLED, GARBAGE, INVALID
 from tests.verifier_service.streams import PROMPT, Stream, opening

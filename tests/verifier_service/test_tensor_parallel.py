@@ -20,8 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from outrider.cli.pair import fixed
 from outrider.cli.processes import ServiceProcess
 from outrider.client import Chunk, Client, Finished, Options
-from tests.exactness import company
-from tests.forked import ForkedService
+from tests.exactness import mixed_requests
+from tests.fork_server import ForkedService
 from tests.metrics import scrape
 from tests.outrider.runtime import tiny
 from tests.outrider.runtime.two_ranks import FLAGS, ended_within, reason, two_ranks
@@ -101,11 +101,11 @@ def test_two_ranks_write_the_texts_of_one_and_drain_together(house: House) -> No
     """Greedy and by seeds; in company that is too many for the pool, and begins alike the second time. Then all ranks
     get a signal, as from torchrun, while a text is being written.
     """
-    short = [each for each in company.requests() if len(each.prompt) <= PROMPT_CHARS][:REQUESTS]
+    short = [each for each in mixed_requests.requests() if len(each.prompt) <= PROMPT_CHARS][:REQUESTS]
     asked = [replace(each, options=each.options | Options(max_new_tokens=TOKENS, gamma=GAMMA)) for each in short]
-    alone = company.texts(house.plain.address, asked, together=False, salt="alone")
+    alone = mixed_requests.texts(house.plain.address, asked, together=False, salt="alone")
     for _ in range(5):  # as often as it takes: how many are there at once is the machine's affair too
-        assert company.texts(house.front.address, asked, together=True, salt="in company") == alone
+        assert mixed_requests.texts(house.front.address, asked, together=True, salt="in company") == alone
         preempted, known = house.count("outrider_preemptions_total"), house.count("outrider_prefix_cache_hits_total")
         if preempted and known:
             break

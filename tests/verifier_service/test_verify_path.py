@@ -10,8 +10,8 @@ from kernels.sampling import SamplingParams
 from kernels.verify import Rule, implementations, verify
 from outrider.runtime.device import find_device
 from outrider.service.settings import SettingsError
-from tests.forked import ForkedService
-from tests.house.project import ROOT
+from tests.fork_server import ForkedService
+from tests.project.tree import ROOT
 from tests.verifier_service.streams import PROMPT
 from tests.verifier_service.test_sequence import a_round, make
 from verifier_service import target_runner

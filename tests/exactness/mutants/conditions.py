@@ -63,24 +63,22 @@ def briskly_interpreted() -> None:
 
 
 def held() -> None:
-    """No fault: a pass lasts as long as a file is there (`tests.operations.held`)."""
-    from tests.operations.held import install
+    """No fault: a pass lasts as long as a file is there (`tests.operations.held_steps`)."""
+    from tests.operations.held_steps import install
 
     install()
 
 
-def braked() -> None:
-    """No fault: each of the verifier's passes takes so many seconds more as a file says (`tests.brake`) while it is
-    there.
-    """
-    from tests.brake import held_up
+def slow_steps() -> None:
+    """No fault: each of the verifier's steps takes as many seconds as a file says (`tests.slow_steps`)."""
+    from tests.slow_steps import wait_out
     from verifier_service.engine import VerifierEngine
 
     honest = VerifierEngine.forward
 
     def forward(self: VerifierEngine, work: Any) -> Any:
         output = honest(self, work)
-        held_up()
+        wait_out()
         return output
 
     VerifierEngine.forward = forward  # type: ignore[method-assign]

@@ -365,7 +365,7 @@ FAULTS: dict[str, Callable[[], None]] = {
         conditions.briskly_interpreted,
         conditions.held,
         conditions.crowded,
-        conditions.braked,
+        conditions.slow_steps,
         conditions.broken_components,
         eager_outcome_cache,
         branches_take_the_likeliest,

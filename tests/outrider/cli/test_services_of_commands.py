@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from outrider.cli import main, pair
 from tests.certificates import Authority
 from tests.commands import Command, linux
-from tests.forked import ForkedService, noting
+from tests.fork_server import ForkedService, noting
 from tests.services import MODELS
 
 PAIR = ["--target", str(MODELS / "target"), "--draft", str(MODELS / "draft"), "--threads", "1"]

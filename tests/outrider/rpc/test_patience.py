@@ -7,12 +7,12 @@ import weakref
 import pytest
 
 from outrider.rpc.timeouts import Patience
-from tests.leaping import leaping
+from tests.fake_clock import fake_clock
 
 SHORT, LIMIT = 0.02, 0.2
 
 
-@leaping
+@fake_clock
 async def test_many_steps_may_take_longer_than_one() -> None:
     begun = asyncio.get_running_loop().time()
     with Patience(LIMIT) as patience:
@@ -23,7 +23,7 @@ async def test_many_steps_may_take_longer_than_one() -> None:
     assert asyncio.get_running_loop().time() - begun == pytest.approx(20 * SHORT + 1.5 * LIMIT)
 
 
-@leaping
+@fake_clock
 async def test_a_step_that_takes_too_long_is_cancelled() -> None:
     loop = asyncio.get_running_loop()
     step = loop.create_future()
@@ -36,7 +36,7 @@ async def test_a_step_that_takes_too_long_is_cancelled() -> None:
     await asyncio.sleep(0)  # and the task lives on
 
 
-@leaping
+@fake_clock
 async def test_who_is_cancelled_from_outside_is_cancelled() -> None:
     async def waits() -> None:
         with Patience(LIMIT) as patience:
@@ -49,7 +49,7 @@ async def test_who_is_cancelled_from_outside_is_cancelled() -> None:
         await task
 
 
-@leaping
+@fake_clock
 async def test_nothing_is_left_of_it() -> None:
     """A timer that went on would hold on to the call."""
     with Patience(SHORT) as patience:

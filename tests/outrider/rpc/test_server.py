@@ -20,8 +20,8 @@ from outrider.rpc import errors
 from outrider.rpc.channel import open_channel, wait_for_health, wait_for_health_blocking
 from outrider.rpc.health import HealthState
 from outrider.rpc.server import StartupError, bind, create_server
-from tests.house.project import ROOT
 from tests.outrider.rpc.probe import NAME, Probe, both, many, once
+from tests.project.tree import ROOT
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

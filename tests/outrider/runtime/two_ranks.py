@@ -14,7 +14,7 @@ from outrider.cli.processes import ServiceProcess
 from outrider.runtime.model_runner import ModelRunner
 from outrider.runtime.tensor_parallel import Ranks, TensorParallel
 from outrider.service.loading import build_model_runner, load_share, sequence_tokens
-from tests.forked import ForkedService
+from tests.fork_server import ForkedService
 from verifier_service.app import longest_pass
 from verifier_service.settings import VerifierSettings
 

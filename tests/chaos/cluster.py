@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from outrider.cli.pair import fixed
 from outrider.cli.processes import STOP_TIMEOUT_S, ServiceProcess
-from tests.forked import ForkedService
+from tests.fork_server import ForkedService
 from tests.metrics import Samples, scrape
 from tests.proxy import Proxy
 from tests.services import HEALTHY_WITHIN_S, MODELS
@@ -56,7 +56,7 @@ class Watched:
 
 
 @dataclass(frozen=True)
-class House:
+class Cluster:
     """All of them. `way` is what the frail draft service reaches the verifier by."""
 
     verifier: Watched
@@ -71,7 +71,7 @@ class House:
 
 
 @contextmanager
-def running_house() -> Iterator[House]:
+def running_cluster() -> Iterator[Cluster]:
     """Start all at once, wait until they serve, and stop them at the end."""
     verifier_address = fixed("127.0.0.1:0")
     with ExitStack() as stack:
@@ -91,15 +91,15 @@ def running_house() -> Iterator[House]:
 
         model = ("--model", str(MODELS / "target"), "--listen", verifier_address)
         limits = ("--max-sequences", str(PLACES), "--max-waiting", str(WAITING))
-        house = House(
+        cluster = Cluster(
             launch("verifier_service", *model, *limits, *KV_CACHE), draft(verifier_address), draft(way.address), way
         )
-        for service in house.services:
+        for service in cluster.services:
             service.process.wait_healthy(HEALTHY_WITHIN_S)
-        yield house
-        for service in house.services:  # all at once: each takes a second or two to end
+        yield cluster
+        for service in cluster.services:  # all at once: each takes a second or two to end
             service.process.process.send_signal(signal.SIGTERM)
-        for service in house.services:
+        for service in cluster.services:
             service.process.process.wait(STOP_TIMEOUT_S)
 
 

@@ -1,6 +1,6 @@
-"""An event loop whose clock leaps to the next timer: nobody waits, and nothing hangs on how fast the machine is.
+"""An event loop on a fake clock, which jumps to the next timer: nobody waits, and no speed of a machine matters.
 
-For tasks that wait for time and for each other alone. It knows nothing of threads or sockets: those live in real time.
+For tasks that wait for timers and for each other; threads and sockets live in real time.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any, ParamSpec
 Parameters = ParamSpec("Parameters")
 
 
-class LeapingLoop(asyncio.SelectorEventLoop):
+class FakeClockLoop(asyncio.SelectorEventLoop):
     """Its `time()` stands still while anything is to be done, and is at the next timer's when nothing is."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        super().__init__(_Leaps(self))
+        super().__init__(_FakeSelector(self))
 
     def time(self) -> float:
         return self.now
 
 
-class _Leaps(selectors.DefaultSelector):
-    def __init__(self, loop: LeapingLoop) -> None:
+class _FakeSelector(selectors.DefaultSelector):
+    def __init__(self, loop: FakeClockLoop) -> None:
         super().__init__()
         self._loop = loop
 
@@ -37,12 +37,12 @@ class _Leaps(selectors.DefaultSelector):
         return super().select(timeout)
 
 
-def leaping(test: Callable[Parameters, Coroutine[Any, Any, None]]) -> Callable[Parameters, None]:
+def fake_clock(test: Callable[Parameters, Coroutine[Any, Any, None]]) -> Callable[Parameters, None]:
     """Make a test that runs on such a loop of a coroutine function."""
 
     @functools.wraps(test)
     def run(*arguments: Parameters.args, **named: Parameters.kwargs) -> None:
-        with asyncio.Runner(loop_factory=LeapingLoop) as runner:
+        with asyncio.Runner(loop_factory=FakeClockLoop) as runner:
             runner.run(test(*arguments, **named))
 
     return run

@@ -7,7 +7,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from tests.house.project import ROOT, brought_by, closure, every_extra, requirements
+from tests.project.tree import ROOT, brought_by, closure, every_extra, requirements
 
 ONLY_ON_CUDA = ("nvidia-", "cuda-")
 """What a CUDA build of torch states exactly by itself; the constraints leave it out."""

@@ -1,7 +1,4 @@
-"""What the house tests know of the project: its sources, its requirements, and what those bring with them.
-
-It reads files and the metadata of what is installed; it asks no index and imports nothing of ours.
-"""
+"""The project as its own tests see it: its sources, its requirements, and what those bring along."""
 
 import os
 import tomllib

@@ -1,4 +1,4 @@
-"""A house of services at work: its traces, its logs, its names; then one after the other goes, and nobody notices."""
+"""A cluster of services at work: its traces, its logs, its names; then one after the other goes, and nobody notices."""
 
 import secrets
 import signal
@@ -18,18 +18,18 @@ from outrider.client.results import Collector
 from protos.outrider.v1 import draft_service_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 from tests.draft_service.calls import request
+from tests.operations.cluster import Cluster, logged, metrics_of, metrics_url, running_cluster, until
 from tests.operations.collector import Span
-from tests.operations.house import House, house, logged, metrics_of, metrics_url, until
-from tests.operations.promql import GIVEN, asked
-from tests.operations.shown import ALERTS, OPERATOR_RULES, Shown, alerts, documented, live, panels
+from tests.operations.metric_users import ALERTS, OPERATOR_RULES, Shown, alerts, documented, live, panels
+from tests.operations.promql import GIVEN, metric_queries
 
 ASKED: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True, "gamma": 4}
 
 
 @pytest.fixture(scope="module")
-def watched() -> Iterator[House]:
+def watched() -> Iterator[Cluster]:
     """Two verifiers and two draft services, healthy and watched. The last tests leave none of it whole."""
-    with house() as running:
+    with running_cluster() as running:
         yield running
 
 
@@ -55,7 +55,7 @@ def named(spans: list[Span], name: str) -> list[Span]:
 # ------------------------------------------------------------------------------------------------------------ traces
 
 
-def test_one_trace_a_request_with_the_rounds_of_both_services(watched: House) -> None:
+def test_one_trace_a_request_with_the_rounds_of_both_services(watched: Cluster) -> None:
     """The trace is the client's; each round is there twice, with what it did, and each span is under its whole."""
     trace_id, caller = secrets.token_hex(16), secrets.token_hex(8)
     (end,) = finished(watched.drafts[0], f"00-{trace_id}-{caller}-01", request_id="traced")
@@ -82,7 +82,7 @@ def test_one_trace_a_request_with_the_rounds_of_both_services(watched: House) ->
         assert generate.began <= sent.began <= sent.ended <= generate.ended
 
 
-def test_the_samples_of_a_request_share_its_trace(watched: House) -> None:
+def test_the_samples_of_a_request_share_its_trace(watched: Cluster) -> None:
     trace_id = secrets.token_hex(16)
     ends = finished(watched.drafts[0], f"00-{trace_id}-{secrets.token_hex(8)}-01", n=2)
     rounds = sum(end.statistics.num_rounds for end in ends)
@@ -92,7 +92,7 @@ def test_the_samples_of_a_request_share_its_trace(watched: House) -> None:
     assert {span.attributes["outrider.sample"] for span in named(spans, "round")} == {0, 1}
 
 
-def test_what_is_not_sampled_leaves_no_span_and_its_logs_have_its_ids(watched: House) -> None:
+def test_what_is_not_sampled_leaves_no_span_and_its_logs_have_its_ids(watched: Cluster) -> None:
     """Nor does a request without a trace, where the share of those is 0. A request after them shows that they had
     their time.
     """
@@ -112,7 +112,7 @@ def test_what_is_not_sampled_leaves_no_span_and_its_logs_have_its_ids(watched: H
     assert until(lambda: about(watched.drafts[0], "generate", "without"))["trace_id"] not in (trace_id, later)
 
 
-def test_of_requests_without_a_trace_a_share_gets_one(watched: House) -> None:
+def test_of_requests_without_a_trace_a_share_gets_one(watched: Cluster) -> None:
     """All of them, at the second draft service; the log has its id."""
     (end,) = finished(watched.drafts[1], request_id="sampled here")
     line = until(lambda: about(watched.drafts[1], "generate", "sampled here"))
@@ -124,7 +124,7 @@ def test_of_requests_without_a_trace_a_share_gets_one(watched: House) -> None:
     assert {span.service for span in spans} == {"draft_service", "verifier_service"}
 
 
-def test_a_request_that_is_refused_is_an_error_in_its_trace(watched: House) -> None:
+def test_a_request_that_is_refused_is_an_error_in_its_trace(watched: Cluster) -> None:
     trace_id = secrets.token_hex(16)
     try:
         finished(watched.drafts[0], f"00-{trace_id}-{secrets.token_hex(8)}-01", max_new_tokens=1 << 20)
@@ -139,7 +139,7 @@ def test_a_request_that_is_refused_is_an_error_in_its_trace(watched: House) -> N
 # ------------------------------------------------------------------------------------------------------------ counts
 
 
-def test_the_metrics_of_requests_are_the_requests_own_figures(watched: House) -> None:
+def test_the_metrics_of_requests_are_the_requests_own_figures(watched: Cluster) -> None:
     """What two requests add, by their statistics and timings; one of them has its target write alone."""
 
     def shown() -> dict[str, float]:
@@ -181,7 +181,7 @@ def test_the_metrics_of_requests_are_the_requests_own_figures(watched: House) ->
 GRPC_STATUSES = {code.name for code in grpc.StatusCode}
 
 
-def test_dashboard_and_alerts_ask_for_what_is_there(watched: House) -> None:
+def test_dashboard_and_alerts_ask_for_what_is_there(watched: Cluster) -> None:
     """Each name, each label that it is matched, grouped or joined by, and each value that a label is compared with."""
     shown: dict[str, Shown] = {}
     for service in (watched.verifiers[0], watched.verifiers[1], watched.drafts[0]):
@@ -192,7 +192,7 @@ def test_dashboard_and_alerts_ask_for_what_is_there(watched: House) -> None:
     expressions = [*panels(), *((rule["alert"], rule["expr"]) for rule in alerts())]
     assert len(expressions) > 50
     for title, expression in expressions:
-        for each in asked(expression):
+        for each in metric_queries(expression):
             assert each.name in shown, f"{title}: nobody shows {each.name}"
             labels = shown[each.name].labels
             assert each.labels - GIVEN <= labels.keys(), f"{title}: {each.name} has {sorted(labels)}"
@@ -215,7 +215,7 @@ def test_the_operator_gets_the_same_rules() -> None:
     assert wrapped["spec"] == rules
 
 
-def test_the_table_of_metrics_is_what_is_shown(watched: House) -> None:
+def test_the_table_of_metrics_is_what_is_shown(watched: Cluster) -> None:
     """Every name of ours with its labels, of each service, and nothing besides."""
     rows, seen = documented(), dict[str, set[str]]()
     for name, service in (("verifier", watched.verifiers), ("draft", watched.drafts)):
@@ -263,19 +263,19 @@ def writing(client: Client) -> Iterator[list[Future[Completion]]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(watched: House) -> Sequence[str]:
+def undisturbed(watched: Cluster) -> Sequence[str]:
     """The texts, by seed."""
     with Client(watched.draft_addresses, timeout=120) as client, writing(client) as texts:
         return [text.result().text for text in texts]
 
 
-def sequences_at(house: House, verifier: ServiceProcess) -> float:
+def sequences_at(cluster: Cluster, verifier: ServiceProcess) -> float:
     """How many the draft services have there."""
     key = (("verifier", verifier.address),)
-    return sum(metrics_of(draft)["outrider_verifier_sequences"].get(key, 0.0) for draft in house.drafts)
+    return sum(metrics_of(draft)["outrider_verifier_sequences"].get(key, 0.0) for draft in cluster.drafts)
 
 
-def test_a_verifier_that_is_told_to_go_hands_its_sequences_over(watched: House, undisturbed: Sequence[str]) -> None:
+def test_a_verifier_that_is_told_to_go_hands_its_sequences_over(watched: Cluster, undisturbed: Sequence[str]) -> None:
     """It stands still until it is told, so that its texts have not ended, however fast this machine is."""
     leaving, staying = watched.verifiers
     with Client(watched.draft_addresses, timeout=120) as client, writing(client) as texts:
@@ -302,7 +302,7 @@ def test_a_verifier_that_is_told_to_go_hands_its_sequences_over(watched: House, 
     assert staying.returncode is None
 
 
-def test_a_draft_service_that_is_told_to_go_is_left_for_another(watched: House, undisturbed: Sequence[str]) -> None:
+def test_a_draft_service_that_is_told_to_go_is_left_for_another(watched: Cluster, undisturbed: Sequence[str]) -> None:
     """The verifier stands still from when all texts have begun until the draft service has gone: so the texts outlast
     its grace, however fast this machine is.
     """

@@ -10,7 +10,7 @@ from urllib.request import urlopen
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.house.project import ROOT
+from tests.project.tree import ROOT
 
 DASHBOARD = ROOT / "deploy" / "dashboards" / "outrider.json"
 ALERTS = ROOT / "deploy" / "alerts" / "outrider.yaml"

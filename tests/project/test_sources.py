@@ -2,7 +2,7 @@
 
 import ast
 
-from tests.house.project import ROOT, is_generated, sources
+from tests.project.tree import ROOT, is_generated, sources
 
 MOST_LINES = 500
 """Of one file; a longer one has two reasons to change."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from outrider.cli.pair import fixed
 from outrider.cli.processes import ServiceProcess
-from tests.forked import ForkedService
+from tests.fork_server import ForkedService
 from tests.metrics import Samples, scrape
 from tests.operations.collector import Collector, collecting
 from tests.services import HEALTHY_WITHIN_S, MODELS
@@ -25,7 +25,7 @@ SOON = {"OTEL_BSP_SCHEDULE_DELAY": "200"}  # milliseconds that spans are gathere
 
 
 @dataclass(frozen=True)
-class House:
+class Cluster:
     """The services, and who watches them."""
 
     verifiers: list[ServiceProcess]
@@ -38,7 +38,7 @@ class House:
 
 
 @contextmanager
-def house() -> Iterator[House]:
+def running_cluster() -> Iterator[Cluster]:
     """All of it, healthy."""
     with ExitStack() as running:
         collector = running.enter_context(collecting())
@@ -63,7 +63,7 @@ def house() -> Iterator[House]:
         ]
         for service in (*verifiers, *drafts):
             service.wait_healthy(HEALTHY_WITHIN_S)
-        yield House(verifiers, drafts, collector)
+        yield Cluster(verifiers, drafts, collector)
         for service in (*drafts, *verifiers):  # all at once: each takes seconds
             if service.returncode is None:
                 service.process.send_signal(signal.SIGTERM)

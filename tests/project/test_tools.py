@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.project import ROOT
+from tests.project.tree import ROOT
 
 _SCRIPTS = Path(sysconfig.get_path("scripts"))
 

@@ -1,7 +1,6 @@
-"""A brake on a service's passes, so that what is to happen in the middle of a text does. It knows no service.
+"""Slow a service's steps down, so that a test can act in the middle of a text.
 
-While there is a file where `OUTRIDER_TEST_BRAKE` says, each pass takes so many seconds as it holds, and no longer once
-it is gone.
+While the file that `OUTRIDER_TEST_STEP_SECONDS` names exists, each step takes the number of seconds it holds.
 """
 
 import os
@@ -10,12 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-BRAKE = "OUTRIDER_TEST_BRAKE"
+STEP_SECONDS = "OUTRIDER_TEST_STEP_SECONDS"
 _LOOK_S = 0.01
 
 
 @contextmanager
-def braking(file: Path, seconds: float) -> Iterator[None]:
+def slow_steps(file: Path, seconds: float) -> Iterator[None]:
     """Each pass takes so long meanwhile; may be within another one."""
     before = file.read_bytes() if file.exists() else None
     _write(file, str(seconds).encode())
@@ -28,9 +27,9 @@ def braking(file: Path, seconds: float) -> Iterator[None]:
             _write(file, before)
 
 
-def held_up() -> None:
+def wait_out() -> None:
     """Returns when a pass may end that has run just now."""
-    file, since = Path(os.environ[BRAKE]), time.monotonic()
+    file, since = Path(os.environ[STEP_SECONDS]), time.monotonic()
     while time.monotonic() - since < _seconds(file):
         time.sleep(_LOOK_S)
 

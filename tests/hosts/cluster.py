@@ -11,13 +11,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from outrider.cli.processes import ServiceProcess
-from tests.brake import BRAKE, braking
 from tests.certificates import Authority, Certificate, write
-from tests.forked import ForkedService, Nursery
+from tests.fork_server import ForkedService, ForkServer
 from tests.hosts.client import RemoteClient, Request, until
 from tests.metrics import Samples
 from tests.network import Network
 from tests.services import HEALTHY_WITHIN_S, MODELS
+from tests.slow_steps import STEP_SECONDS, slow_steps
 
 VERIFIERS, DRAFTS, CLIENT = ("verifier-1", "verifier-2"), ("draft-1", "draft-2"), "client"
 HOSTS: Mapping[str, str] = {
@@ -35,7 +35,7 @@ CONNECTION_AGE_S = 1.0
 FLAGS = ("--dtype", "float32", "--device", "cpu", "--threads", "1", "--max-connection-age", str(CONNECTION_AGE_S))
 
 
-class House:
+class Cluster:
     """All of it. A context manager.
 
     Attributes:
@@ -51,19 +51,19 @@ class House:
         self.authority = Authority(folder / "authority")
         self.services: dict[str, ServiceProcess] = {}
         self._folder = folder
-        self._brake = folder / "brake"
+        self._step_seconds = folder / "step-seconds"
         self._running = ExitStack()
         for host in HOSTS:
             (folder / host).mkdir()
             self.trust(host, self.authority)
             self.certify(host, self.authority)
 
-    def __enter__(self) -> House:
+    def __enter__(self) -> Cluster:
         with ExitStack() as running:
             names = {host: (name,) for host, name in HOSTS.items()}
             self.network = running.enter_context(Network(self._folder, names))
-            self._nursery = Nursery(self.network.beside())
-            running.callback(self._nursery.close)
+            self._fork_server = ForkServer(self.network.beside())
+            running.callback(self._fork_server.close)
             for host in (*VERIFIERS, *DRAFTS):
                 self.launch(host)
             entering = self.network.on(CLIENT)
@@ -96,10 +96,10 @@ class House:
             flags += ["--verifier-timeout", str(SILENCE_S), "--failover-patience", str(PATIENCE_S)]
         self.services[host] = ForkedService.launch(
             [*arguments, *flags],
-            env={BRAKE: str(self._brake)},
-            fault="braked" if host in VERIFIERS else None,
+            env={STEP_SECONDS: str(self._step_seconds)},
+            fault="slow_steps" if host in VERIFIERS else None,
             network=self.network.file(host),
-            of=self._nursery,
+            of=self._fork_server,
         )
 
     def wait_ready(self, host: str) -> None:
@@ -134,7 +134,7 @@ class House:
     @contextmanager
     def slowly(self, seconds: float) -> Iterator[None]:
         """Each of the verifiers' passes takes so long meanwhile."""
-        with braking(self._brake, seconds):
+        with slow_steps(self._step_seconds, seconds):
             yield
 
     # -------------------------------------------------------------------------------------------------- what they say

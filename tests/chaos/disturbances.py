@@ -14,10 +14,10 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 from outrider.client import AsyncClient
-from tests.chaos.asked import Behaviour, Door, Expected, Outcome, Request
 from tests.chaos.clients import PATIENCE_S, DraftClients
-from tests.chaos.house import SLOW_CLIENT_S, House
-from tests.chaos.rounds import VerifierStreams
+from tests.chaos.cluster import SLOW_CLIENT_S, Cluster
+from tests.chaos.requests import Behaviour, Door, Expected, Outcome, Request
+from tests.chaos.verifier_streams import VerifierStreams
 
 LEAST_S, MOST_S = 5.0, 120.0
 """Seconds of chaos: no stream begins after so many, and none once enough has happened and the lesser number is over."""
@@ -74,15 +74,15 @@ async def expect(address: str, requests: Sequence[Request]) -> dict[int, Expecte
     return found
 
 
-async def storm(house: House, requests: Sequence[Request], expected: dict[int, Expected]) -> Aftermath:
+async def storm(cluster: Cluster, requests: Sequence[Request], expected: dict[int, Expected]) -> Aftermath:
     """Run it."""
     began = time.monotonic()
     outcomes: list[Outcome] = []
     async with AsyncExitStack() as gone:
         doors: list[DraftClients | VerifierStreams] = [
-            DraftClients(Door.DRAFT, house.draft.address, STALL, gone),
-            DraftClients(Door.FRAIL, house.frail.address, STALL, gone),
-            VerifierStreams(house.verifier.address, expected, STALL, gone),
+            DraftClients(Door.DRAFT, cluster.draft.address, STALL, gone),
+            DraftClients(Door.FRAIL, cluster.frail.address, STALL, gone),
+            VerifierStreams(cluster.verifier.address, expected, STALL, gone),
         ]
         dice = _Dice(began, outcomes)
         workers = [
@@ -90,7 +90,7 @@ async def storm(house: House, requests: Sequence[Request], expected: dict[int, E
             for door in doors
             for number in range(WORKERS[door.door])
         ]
-        breaking = asyncio.create_task(_break(house, dice))
+        breaking = asyncio.create_task(_break(cluster, dice))
         _, pending = await asyncio.wait(workers, timeout=MOST_S + PATIENCE_S / 2)
         left_over = [str(worker) for worker in pending]
         for task in (*pending, breaking):
@@ -170,11 +170,11 @@ async def _work(
             await asyncio.sleep(chance.uniform(0.0, 2 * CUT_FOR_S))
 
 
-async def _break(house: House, dice: _Dice) -> None:
+async def _break(cluster: Cluster, dice: _Dice) -> None:
     """Cut the frail draft service's way to the verifier again and again."""
     await asyncio.sleep(CUT_FIRST_S)
     while not dice.over():
-        house.way.close()
+        cluster.way.close()
         await asyncio.sleep(CUT_FOR_S)
-        house.way.open()
+        cluster.way.open()
         await asyncio.sleep(CUT_EVERY_S)

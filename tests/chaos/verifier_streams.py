@@ -18,9 +18,9 @@ from outrider.rpc.timeouts import Ending
 from outrider.service.wire import PrefixHash
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
-from tests.chaos.asked import Behaviour, Door, Expected, Outcome, Request
+from tests.chaos.broken_connection import Wire
 from tests.chaos.clients import NARROW, PATIENCE_S
-from tests.chaos.wire import Wire
+from tests.chaos.requests import Behaviour, Door, Expected, Outcome, Request
 
 _DONE = sampling_pb2.FINISH_REASON_LENGTH
 _JUDGED = speculation_pb2.VERDICT_STATUS_JUDGED

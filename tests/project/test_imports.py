@@ -13,7 +13,7 @@ from importlib import metadata
 import pytest
 from packaging.utils import canonicalize_name
 
-from tests.house.project import ROOT, closure, requirements
+from tests.project.tree import ROOT, closure, requirements
 
 _BLOCK = """
 import importlib, json, pkgutil, sys

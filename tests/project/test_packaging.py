@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tests.house.project import PACKAGES, ROOT, closure, pyproject, sources
+from tests.project.tree import PACKAGES, ROOT, closure, pyproject, sources
 
 _BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 _SHIPPED = (".py", ".pyi", ".proto", "py.typed")
