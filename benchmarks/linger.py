@@ -23,9 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-from outrider.cli.pair import terminated_as_interrupted
-from outrider.cli.processes import ServiceProcess
-from outrider.cli.sharing import service_environment
+from outrider.cli.processes import ServiceProcess, service_environment, terminated_as_interrupted
 from outrider.rpc.channel import open_channel
 from outrider.service.wire import PrefixHash
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2

@@ -20,7 +20,7 @@ from benchmarks.load_summary import ALONE, BATCHING, PAIR, STATIC, figures
 from benchmarks.local import Local
 from benchmarks.pair import Models
 from benchmarks.services import Processes, RunningPair
-from outrider.cli.sharing import processors
+from outrider.cli.processes import processors
 
 STREAMS = 8
 TRIES = 2

@@ -21,9 +21,7 @@ from typing import Any
 
 from benchmarks import machine
 from benchmarks.arguments import pair_parser
-from outrider.cli.pair import terminated_as_interrupted
-from outrider.cli.processes import ServiceProcess
-from outrider.cli.sharing import halves, service_environment
+from outrider.cli.processes import ServiceProcess, halves, service_environment, terminated_as_interrupted
 from outrider.client import Client, Completion
 from outrider.theory import best_gamma, tokens_per_second
 from tests.proxy import Proxy

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-from outrider.cli.pair import PairSettings, running_pair
+from outrider.cli.processes import PairSettings, running_pair
 from outrider.client import Client, Completion
 
 ROOT = Path(__file__).parents[1]

@@ -15,9 +15,14 @@ from urllib.request import urlopen
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.contenders import Contender, Run, Task, check_length, digest
-from outrider.cli.pair import terminated_as_interrupted
-from outrider.cli.processes import ServiceError, ServiceProcess
-from outrider.cli.sharing import halves, processors, service_environment
+from outrider.cli.processes import (
+    ServiceError,
+    ServiceProcess,
+    halves,
+    processors,
+    service_environment,
+    terminated_as_interrupted,
+)
 from outrider.client import Client, Completion
 
 # Named, so that the figures do not depend on what a request with a seed gets where it names no rule.

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from outrider.rpc.errors import RequestError, draining, idle, overloaded, yielded
-from outrider.rpc.timeouts import Pace, Patience
+from outrider.rpc.timeouts import InactivityTimer, Pace
 from outrider.service.best_effort import Component
 
 # Seconds from one look at a call's position in the queue to the next.
@@ -55,11 +55,11 @@ class Claim:
                 async with asyncio.timeout(POSITION_INTERVAL):
                     await self.changed.wait()
 
-    def patience(self, seconds: float) -> Patience:
+    def patience(self, seconds: float) -> InactivityTimer:
         """Bounds each wait for the client: `seconds`, or `contended_idle_timeout` where queued calls need room."""
-        return Patience(seconds, short=self._limit.contended_idle_timeout, gives_way=self._may_give_way)
+        return InactivityTimer(seconds, short=self._limit.contended_idle_timeout, gives_way=self._may_give_way)
 
-    def idle(self, what: str, patience: Patience) -> RequestError:
+    def idle(self, what: str, patience: InactivityTimer) -> RequestError:
         """How the call ends where its client took too long; `what` says at what."""
         seconds = f"{patience.waited:.3g}"
         if not self.gives_way:

@@ -145,7 +145,7 @@ class GenerateCall:
         with claim.patience(self._settings.slow_client_timeout) as patience, Heartbeat(self._responses):
             async for response in responses:
                 try:
-                    await patience.bear(write(self._context, response))
+                    await patience.wait_for(write(self._context, response))
                 except TimeoutError:
                     raise claim.idle("the client left responses unread", patience) from None
 

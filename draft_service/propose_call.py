@@ -111,7 +111,7 @@ class ProposeCall:
         ):
             while True:
                 try:
-                    message = await reading.bear(self._next())
+                    message = await reading.wait_for(self._next())
                 except TimeoutError:
                     raise claim.idle("the stream was silent", reading) from None
                 if message is None:
@@ -124,7 +124,7 @@ class ProposeCall:
                 self._proposals += 1
                 self._tokens += len(draft.token_ids)
                 try:
-                    await writing.bear(self._write(proposal=progress.proposal(draft)))
+                    await writing.wait_for(self._write(proposal=progress.proposal(draft)))
                 except TimeoutError:
                     raise claim.idle("the client left proposals unread", writing) from None
 

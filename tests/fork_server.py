@@ -21,8 +21,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import IO, Any, NoReturn, Self, cast
 
-from outrider.cli.processes import ServiceProcess
-from outrider.cli.sharing import keep_on, service_environment
+from outrider.cli.processes import ServiceProcess, keep_on, service_environment
 from tests.project.tree import ROOT
 
 SERVICES = ("verifier_service", "draft_service")

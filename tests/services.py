@@ -5,8 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from outrider.cli.pair import Pair, fixed
-from outrider.cli.processes import ServiceProcess
+from outrider.cli.processes import Pair, ServiceProcess, fixed
 from tests.fork_server import ForkedService
 from tests.project.tree import ROOT
 

@@ -10,7 +10,7 @@ import grpc
 import structlog
 
 from outrider.rpc.errors import RequestError, idle, internal, invalid_field, out_of_order, overloaded, write, yielded
-from outrider.rpc.timeouts import Patience
+from outrider.rpc.timeouts import InactivityTimer
 from outrider.service.best_effort import Component
 from outrider.service.sampling import RULE_TO_WIRE, Sampling
 from outrider.service.tracing import CallTrace
@@ -203,14 +203,14 @@ class VerifyStream:
 
     async def _write(self, sequence: TargetSequence) -> None:
         limit = self._settings.slow_client_timeout
-        with Patience(limit) as patience:
+        with InactivityTimer(limit) as patience:
             while (reply := await self._replies.get()) is not None:
                 if isinstance(reply, RequestError):
                     raise reply
                 if sequence.opening.response_bytes:
                     pad(reply, sequence.opening.response_bytes)
                 try:
-                    await patience.bear(write(self._context, reply))
+                    await patience.wait_for(write(self._context, reply))
                 except TimeoutError:
                     raise idle(f"the client left replies unread for {limit:g} s", seconds=limit) from None
                 self._heard = time.monotonic()

@@ -3,22 +3,230 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 from rich import box
 from rich.console import Console
+from rich.style import Style
 from rich.table import Table
+from rich.text import Text
 
-from outrider.cli.comparison import Comparison, Subject
-from outrider.cli.drawing import TokenWriter
 from outrider.cli.options import device_options, law_options, request_of, temperature_option
-from outrider.cli.pair import Pair, PairSettings, running_pair, terminated_as_interrupted
-from outrider.cli.report import Failure, completion_document, fails_in_one_line, warn_of_loss, write_json
-from outrider.client import AcceptanceRule, Chunk, Client, Unavailable
-from outrider.client.results import Collector
+from outrider.cli.output import Failure, completion_document, fails_in_one_line, warn_of_loss, write_json
+from outrider.cli.processes import Pair, PairSettings, running_pair, terminated_as_interrupted
+from outrider.client import AcceptanceRule, Chunk, Client, Completion, Event, Options, TokenOrigin, Unavailable
+from outrider.client.events import Collector
+
+# Enough tokens for either way to have run each of its steps.
+_WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one way of writing the text came to.
+
+    `alpha` and `mean_acceptance_length` are None where nothing was drafted. `tokens_per_second` is by the client's
+    clock, prompt and wire included, and the median of the repeats.
+    """
+
+    tokens: int
+    rounds: int
+    alpha: float | None
+    mean_acceptance_length: float | None
+    tokens_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Both ways side by side. `first_difference` is the first position where any two texts differ, or None."""
+
+    pair: Cost
+    target_alone: Cost
+    ratio: float
+    repeats: int
+    first_difference: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is compared: a prompt and its options at a draft service."""
+
+    client: Client
+    prompt: str
+    options: Options
+
+    def warm_up(self) -> None:
+        """Lets both ways run for a moment, so that neither pays for first times later."""
+        for changes in ({}, {"gamma": 0}):
+            self._complete(max_new_tokens=_WARM_UP_TOKENS, **changes)
+
+    def stream(self) -> Iterator[Event]:
+        """The generation with its rounds, as it comes."""
+        return self.client.generate(self.prompt, **self._with(report_rounds=True))
+
+    def compare(self, shown: Completion, repeats: int) -> Comparison:
+        """Times both ways in turns, so that whatever else the machine does falls on both.
+
+        Seed and rule are those of `shown`, also where the service chose them.
+        """
+        fixed: dict[str, Any] = {"seed": shown.seed, "rule": shown.started.rule}
+        pair, alone = [], []
+        for _ in range(repeats):
+            pair.append(_timed(lambda: self._complete(**fixed)))
+            alone.append(_timed(lambda: self._complete(**fixed, gamma=0)))
+        texts = [shown.token_ids, *(done.token_ids for done, _ in (*pair, *alone))]
+        with_draft, without = _cost(pair), _cost(alone)
+        return Comparison(
+            pair=with_draft,
+            target_alone=without,
+            ratio=with_draft.tokens_per_second / without.tokens_per_second,
+            repeats=repeats,
+            first_difference=_first_difference(texts),
+        )
+
+    def _complete(self, **changes: Any) -> Completion:
+        return self.client.complete(self.prompt, **self._with(**changes))
+
+    def _with(self, **changes: Any) -> Options:
+        return cast("Options", {**self.options, **changes})
+
+
+def _timed(work: Callable[[], Completion]) -> tuple[Completion, float]:
+    begin = time.perf_counter()
+    return work(), time.perf_counter() - begin
+
+
+def _cost(runs: list[tuple[Completion, float]]) -> Cost:
+    last = runs[-1][0]
+    drafted = last.statistics.num_drafts > 0
+    return Cost(
+        tokens=last.usage.completion_tokens,
+        rounds=last.statistics.num_rounds,
+        alpha=last.statistics.alpha or None,  # 0 where nothing was drafted, or the rule knows no β
+        mean_acceptance_length=last.statistics.mean_acceptance_length if drafted else None,
+        tokens_per_second=statistics.median(done.usage.completion_tokens / seconds for done, seconds in runs),
+    )
+
+
+def _first_difference(texts: list[tuple[int, ...]]) -> int | None:
+    for position, tokens in enumerate(zip(*texts, strict=False)):
+        if len(set(tokens)) > 1:
+            return position
+    shortest = min(len(text) for text in texts)
+    return shortest if any(len(text) > shortest for text in texts) else None
+
+
+_ACCEPTED = Style(color="green")
+_REJECTED = Style(color="red", strike=True)
+_TARGET = Style(color="blue", bold=True)
+_PROMPT = Style(dim=True)
+
+
+class TokenWriter:
+    """Writes the chunks of one sample to a console. Rounds must have been asked for."""
+
+    def __init__(self, console: Console):
+        self._console = console
+        self._colour = console.color_system is not None and not console.no_color
+        self._length = 0
+        self._held: deque[tuple[str, TokenOrigin]] = deque()  # tokens whose text has not come
+        # The first rejected token of a round, by the output position it would have had.
+        self._rejected: dict[int, str] = {}
+
+    def legend(self) -> None:
+        """Says what the marks mean."""
+        line = Text()
+        for part in (
+            self._accepted("accepted draft tokens"),
+            Text("  "),
+            self._struck("rejected draft token"),
+            Text("  "),
+            self._own("the target's own token"),
+        ):
+            line.append(part)
+        self._console.print(line, soft_wrap=True)
+
+    def prompt(self, text: str) -> None:
+        """Writes the prompt; the tokens follow on the same line."""
+        self._write(Text(text, _PROMPT if self._colour else ""))
+
+    def chunk(self, chunk: Chunk) -> None:
+        """Writes more of the sample."""
+        for report in chunk.rounds:
+            if report.accepted < len(report.drafted_texts):
+                self._rejected[report.output_length + report.accepted] = report.drafted_texts[report.accepted]
+        self._held.extend(zip(chunk.token_texts, chunk.origins, strict=True))
+        whole = [self._held.popleft() for _ in range(len(self._held) - chunk.held_tokens)]
+        line = Text()
+        for text, (_, origin) in zip(shares(chunk.text, [each for each, _ in whole]), whole, strict=True):
+            rejected = self._rejected.pop(self._length, None)
+            if rejected is not None:
+                line.append(self._struck(_visible(rejected)))
+            line.append(self._accepted(text) if origin is TokenOrigin.DRAFT else self._own(_marked(text)))
+            self._length += 1
+        self._write(line)
+
+    def end(self) -> None:
+        """Ends the line."""
+        self._console.print()
+
+    def _write(self, line: Text) -> None:
+        self._console.print(line, end="", soft_wrap=True)
+        self._console.file.flush()
+
+    def _accepted(self, text: str) -> Text:
+        return Text(text, _ACCEPTED if self._colour else "")
+
+    def _struck(self, text: str) -> Text:
+        return Text(text, _REJECTED) if self._colour else Text(f"[-{text}-]" if text else "")
+
+    def _own(self, text: str) -> Text:
+        if self._colour:
+            return Text(text if text.strip(" ") else "·" * len(text), _TARGET)  # a space has no colour
+        # The mark closes before a line ends, so that lines stay lines.
+        head, newline, tail = text.partition("\n")
+        return Text(f"{{+{head}+}}{newline}{tail}" if text else "")
+
+
+def shares(text: str, token_texts: Sequence[str]) -> list[str]:
+    """Cuts a text into its tokens' parts; they join to the text.
+
+    A token's text by itself is not always its part: a character may span tokens, and some tokenizers drop the space
+    before a word. What cannot be told apart goes to the last of the tokens that share it.
+    """
+    parts, unsettled, position = [], False, 0
+    for token_text in token_texts:
+        found = text.find(token_text, position) if token_text and "\ufffd" not in token_text else -1
+        if found < 0:
+            parts.append("")
+            unsettled = unsettled or token_text != ""
+            continue
+        if unsettled:
+            parts[-1] += text[position:found]
+            position, unsettled = found, False
+        parts.append(text[position : found + len(token_text)])
+        position = found + len(token_text)
+    if parts:
+        parts[-1] += text[position:]
+    return parts
+
+
+def _visible(text: str) -> str:
+    """A token that is shown and not written: its white space as signs."""
+    return text.replace("\n", "↵").replace("\t", "⇥")
+
+
+def _marked(text: str) -> str:
+    """A token that is written: the end of a line gets a sign, since it could not be seen otherwise."""
+    return text.replace("\n", "↵\n", 1)
+
 
 MODELS = Path(__file__).resolve().parents[2] / "models" / "demo"
 # Where the models come without `prompts.jsonl`, whose first prompt is the demo's.

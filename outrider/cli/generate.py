@@ -7,9 +7,16 @@ from typing import Any
 
 import click
 
-from outrider.cli.options import addresses_option, request_of, request_options, temperature_option
-from outrider.cli.report import completion_document, fails_in_one_line, warn_of_loss, write_json
-from outrider.cli.security import calling_options, connected, security_of
+from outrider.cli.options import (
+    addresses_option,
+    calling_options,
+    connected,
+    request_of,
+    request_options,
+    security_of,
+    temperature_option,
+)
+from outrider.cli.output import completion_document, fails_in_one_line, warn_of_loss, write_json
 from outrider.client import Chunk, Client, Message, Options, Prompt, Queued, Started
 
 

@@ -1,24 +1,80 @@
-"""A service as a process: start it, learn its address, wait until it is healthy, stop it. Synchronous.
-
-It does not know what the service does. The standard library and `outrider.rpc` are all it needs.
+"""Services as processes on this machine, one or a pair: start them, learn their addresses, wait until they are healthy,
+stop them. Synchronous; the standard library and `outrider.rpc` are all it needs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Self
 
-from outrider.cli.sharing import keep_on, service_environment
 from outrider.rpc.channel import wait_for_health_blocking
+
+
+def service_environment(threads: int | None = None) -> dict[str, str]:
+    """What a service that shares its machine with one other needs in its environment.
+
+    Each gets `threads`, or half of the processors where neither that nor OMP_NUM_THREADS is given: two OpenMP pools of
+    full size that wait by spinning take turns at slowing each other down. Waiting passively does not, but makes two
+    threads slower than one: a pool sleeps at the end of every operation, and a pass is hundreds of them. So they spin
+    for a moment, which bridges the gap from one operation to the next and no more.
+    """
+    environment = {
+        "PYTHONUNBUFFERED": "1",
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
+        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "2000"),
+        "OMP_NUM_THREADS": str(threads or os.environ.get("OMP_NUM_THREADS") or max(1, len(processors()) // 2)),
+    }
+    root = Path(__file__).resolve().parents[2]
+    if (root / "pyproject.toml").is_file():  # a source tree, which need not be installed
+        paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+    return environment
+
+
+def halves(threads: int) -> tuple[frozenset[int], frozenset[int]] | None:
+    """Half of the processors for each of two services of so many threads; None where there are too few.
+
+    A round goes back and forth between them. Where either may run anywhere, each wakes on the other's processor, whose
+    caches hold the other's weights (measured on two processors: a third of a round's hand-offs).
+    """
+    ours = sorted(processors())
+    half = len(ours) // 2
+    if threads > half:
+        return None
+    return frozenset(ours[:half]), frozenset(ours[half:])
+
+
+def processors() -> frozenset[int]:
+    """Those that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def keep_on(process_id: int, cores: Collection[int]) -> None:
+    """Keeps a process that has just begun, and whatever threads it makes, on those processors.
+
+    Does nothing where the system cannot or must not do it, or the process has ended: it runs as well elsewhere.
+    """
+    if hasattr(os, "sched_setaffinity"):
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(process_id, cores)
+
 
 # Log lines kept of one process.
 _KEPT_LINES = 1_000
@@ -27,7 +83,7 @@ START_TIMEOUT_S = 120.0
 # The services' own grace is thirty seconds; who is still there after that hangs.
 STOP_TIMEOUT_S = 35.0
 # How long one look at health takes before the process itself is looked at again.
-_LOOK_S = 0.5
+_HEALTH_LOOK_S = 0.5
 
 
 class ServiceError(Exception):
@@ -150,7 +206,7 @@ class ServiceProcess:
         """
         end = time.monotonic() + timeout
         self.wait_listening(timeout)
-        while not self.is_healthy(within=max(0.01, min(_LOOK_S, end - time.monotonic()))):
+        while not self.is_healthy(within=max(0.01, min(_HEALTH_LOOK_S, end - time.monotonic()))):
             self.check()
             if time.monotonic() > end:
                 raise self._error(f"is not healthy after {timeout:g} s")
@@ -227,3 +283,170 @@ def _address_in(line: str, event: str) -> str:
     except ValueError:
         return ""
     return str(entry.get("address", "")) if entry.get("event") == event else ""
+
+
+# Between two looks at processes that should go on running.
+_LOOK_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class PairSettings:
+    """What to run, and where; a model's own device goes before that of both. All from `drafter` on is for the draft
+    service alone; `security` is flags and all.
+    """
+
+    target: str
+    draft: str
+    verifier_listen: str = "127.0.0.1:0"
+    draft_listen: str = "127.0.0.1:0"
+    device: str | None = None
+    target_device: str | None = None
+    draft_device: str | None = None
+    dtype: str | None = None
+    threads: int | None = None
+    drafter: str | None = None
+    staged_by: str | None = None
+    ngram_corpus: str | None = None
+    speculation: str | None = None
+    security: tuple[str, ...] = ()
+
+    def flags(self, device: str | None = None) -> list[str]:
+        """The flags that both services share, and `device` where one has its own."""
+        return _given({"--device": device or self.device, "--dtype": self.dtype, "--threads": self.threads})
+
+    def drafting(self) -> list[str]:
+        """The flags of the draft service alone that say what proposes, and how much."""
+        return _given(
+            {
+                "--drafter": self.drafter,
+                "--staged-by": self.staged_by,
+                "--ngram-corpus": self.ngram_corpus,
+                "--speculation": self.speculation,
+            }
+        )
+
+
+def _given(flags: Mapping[str, object]) -> list[str]:
+    return [part for flag, value in flags.items() if value is not None for part in (flag, str(value))]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Both processes."""
+
+    verifier: ServiceProcess
+    draft: ServiceProcess
+
+    @property
+    def address(self) -> str:
+        """`HOST:PORT` of the draft service."""
+        return self.draft.address
+
+    def check(self, within: float = 0.0) -> None:
+        """Raises `ServiceError` where either has ended, or ends within so many seconds."""
+        end = time.monotonic() + within
+        while True:
+            for service in (self.verifier, self.draft):
+                service.check()
+            if time.monotonic() >= end:
+                return
+            time.sleep(_LOOK_S)
+
+    def wait_healthy(self, timeout: float) -> None:
+        """Waits until both serve.
+
+        Raises:
+            ServiceError: one of them ended, or does not serve in time.
+        """
+        end = time.monotonic() + timeout
+        for service in (self.verifier, self.draft):
+            while not service.is_healthy(within=_LOOK_S):
+                self.check()
+                if time.monotonic() > end:
+                    raise ServiceError(f"{service.name} is not healthy after {timeout:g} s", service.log_lines())
+
+    def watch(self) -> None:
+        """Returns never; raises `ServiceError` when either ends."""
+        while True:
+            self.check(within=3600.0)
+
+
+OnLine = Callable[[str, str], None]
+
+
+@contextmanager
+def running_pair(settings: PairSettings, *, on_line: OnLine | None = None) -> Iterator[Pair]:
+    """Starts both, and stops both however the block ends: SIGTERM, a wait, and SIGKILL where that did not do.
+
+    Both start at once, since what takes long is each one's imports; the pair is of use after `Pair.wait_healthy`.
+
+    Args:
+        settings: what to run.
+        on_line: called with a service's name and each line it logs, from threads.
+
+    Raises:
+        ServiceError: what services need is not installed here.
+    """
+    if find_spec("torch") is None:
+        raise ServiceError("a client's installation runs no models: pip install 'outrider[service]'")
+    verifier_address = fixed(settings.verifier_listen)
+    plaintext = ["--plaintext"] if "--plaintext" in settings.security else []
+    environment = service_environment(settings.threads)
+    first, second = halves(int(environment["OMP_NUM_THREADS"])) or (None, None)
+
+    def launch(module: str, cores: Collection[int] | None, device: str | None, *arguments: str) -> ServiceProcess:
+        return ServiceProcess.launch(
+            # Health on a port of its own is there in plaintext whatever the other one speaks.
+            [module, *arguments, "--health-listen", "127.0.0.1:0", *settings.flags(device)],
+            env=environment,
+            cores=cores,
+            on_line=None if on_line is None else lambda line: on_line(module, line),
+        )
+
+    with (
+        launch(
+            "verifier_service",
+            first,
+            settings.target_device,
+            *("--model", settings.target, "--listen", verifier_address),
+            *plaintext,
+        ) as verifier,
+        launch(
+            "draft_service",
+            second,
+            settings.draft_device,
+            *("--model", settings.draft, "--verifier", verifier_address, "--listen", settings.draft_listen),
+            *settings.drafting(),
+            *settings.security,
+        ) as draft,
+    ):
+        yield Pair(verifier, draft)
+
+
+def fixed(address: str) -> str:
+    """The address with a free port in place of 0, so that the draft can be told it before the verifier is up."""
+    host, _, port = address.rpartition(":")
+    if port != "0":
+        return address
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host.strip("[]"), 0))
+        return f"{host}:{probe.getsockname()[1]}"
+
+
+@contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """Inside it SIGTERM does what Ctrl-C does, so that whatever is open is closed. For a main thread only."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        on_interrupt = signal.getsignal(signal.SIGINT)
+        if callable(on_interrupt):  # where asyncio runs, it ends its tasks first
+            on_interrupt(number, frame)
+        else:  # a job in the background of a shell is deaf to Ctrl-C
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -7,11 +7,9 @@ from typing import Any
 
 import click
 
-from outrider.cli.options import DRAFTERS, POLICIES, address_option, device_options
-from outrider.cli.pair import PairSettings, running_pair, terminated_as_interrupted
-from outrider.cli.processes import ServiceError
-from outrider.cli.report import Failure
-from outrider.cli.security import flags_of, serving_options
+from outrider.cli.options import DRAFTERS, POLICIES, address_option, device_options, flags_of, serving_options
+from outrider.cli.output import Failure
+from outrider.cli.processes import PairSettings, ServiceError, running_pair, terminated_as_interrupted
 from outrider.service.logs import take_over
 
 _PREFIXES = {"verifier_service": "verifier | ", "draft_service": "draft    | "}

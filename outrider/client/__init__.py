@@ -12,8 +12,7 @@ True
 True
 """
 
-from outrider.client.asynchronous import AsyncClient
-from outrider.client.blocking import Client
+from outrider.client.client import AsyncClient, Client
 from outrider.client.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -29,6 +28,7 @@ from outrider.client.errors import (
 from outrider.client.events import (
     AcceptanceRule,
     Chunk,
+    Completion,
     Drafter,
     Event,
     Finished,
@@ -36,6 +36,7 @@ from outrider.client.events import (
     PositionLogprobs,
     Queued,
     Round,
+    Sample,
     SpeculationPolicy,
     Started,
     Statistics,
@@ -45,7 +46,6 @@ from outrider.client.events import (
     Usage,
 )
 from outrider.client.request import Message, Options, Prompt
-from outrider.client.results import Completion, Sample
 from outrider.rpc.tls import TLS
 
 __all__ = [

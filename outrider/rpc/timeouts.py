@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 LOOKS = 4
 
 
-class Patience:
+class InactivityTimer:
     """Bounds each of many awaits of one task with a single timer, where an `asyncio.timeout` each would cost a fifth of
     what it takes to write a message.
 
@@ -52,7 +52,7 @@ class Patience:
     ) -> None:
         self._timer.cancel()
 
-    async def bear(self, step: Awaitable[Result]) -> Result:
+    async def wait_for(self, step: Awaitable[Result]) -> Result:
         """The result of a step.
 
         Raises:

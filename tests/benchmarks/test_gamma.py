@@ -13,7 +13,7 @@ from benchmarks.gamma_replay import GivenTimes, agreements, counted_rate, rates,
 from benchmarks.gamma_report import draw, summarise, table
 from benchmarks.record import Record
 from draft_service.speculation import Fixed
-from outrider.cli.pair import Pair
+from outrider.cli.processes import Pair
 from outrider.client import Client
 from tests.services import MODELS
 

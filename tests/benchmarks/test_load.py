@@ -24,7 +24,7 @@ from benchmarks.load_tables import show
 from benchmarks.load_tuning import TRIES, Factory, LoadTuner, Setting
 from benchmarks.local import Local
 from benchmarks.pair import Models
-from outrider.cli.sharing import processors
+from outrider.cli.processes import processors
 from tests.benchmarks import quick
 
 # So many requests at once that most have to wait, however fast the machine is.

@@ -10,7 +10,7 @@ from benchmarks.acceptance import EXPECTED
 from benchmarks.record import Record
 from benchmarks.rules import Arm, Plan, main, measure, write
 from benchmarks.rules_report import draw, summarise, table
-from outrider.cli.pair import Pair
+from outrider.cli.processes import Pair
 from outrider.client import AcceptanceRule, Client
 from tests.services import MODELS
 

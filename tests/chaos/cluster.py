@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
-from outrider.cli.pair import fixed
-from outrider.cli.processes import STOP_TIMEOUT_S, ServiceProcess
+from outrider.cli.processes import STOP_TIMEOUT_S, ServiceProcess, fixed
 from tests.fork_server import ForkedService
 from tests.metrics import Samples, scrape
 from tests.proxy import Proxy

@@ -183,7 +183,7 @@ async def idle(service: Service) -> tuple[float, RequestError]:
         begun = loop.time()
         with claim.patience(IDLE_S) as patience:
             try:
-                await patience.bear(asyncio.sleep(1e6))
+                await patience.wait_for(asyncio.sleep(1e6))
             except TimeoutError:
                 return loop.time() - begun, claim.idle("the stream was silent", patience)
     raise AssertionError
@@ -242,7 +242,7 @@ async def test_a_client_that_acts_in_time_is_left_alone_however_many_wait() -> N
         await service.start("waits")
         with claim.patience(IDLE_S) as patience:
             for _ in range(50):
-                await patience.bear(asyncio.sleep(0.9 * CONTENDED_S))
+                await patience.wait_for(asyncio.sleep(0.9 * CONTENDED_S))
     await asyncio.sleep(0.001)
     assert service.begun == ["waits"]
 

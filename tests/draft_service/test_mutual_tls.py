@@ -13,8 +13,7 @@ import grpc
 import pytest
 
 from draft_service.replica import Replica
-from outrider.cli.pair import fixed
-from outrider.cli.processes import ServiceProcess
+from outrider.cli.processes import ServiceProcess, fixed
 from outrider.client import TLS, AsyncClient, Client, InvalidRequest, Overloaded, Unauthenticated, Unavailable
 from outrider.rpc.channel import channel_options, wait_for_health_blocking
 from outrider.rpc.errors import RequestError, from_rpc_error

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from outrider.cli.pair import Pair
+from outrider.cli.processes import Pair
 from outrider.client import Client, Completion, InvalidRequest
 from tests.fork_server import ForkedService
 from tests.proxy import Proxy, Segment, Way

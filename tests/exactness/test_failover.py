@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli.pair import fixed
+from outrider.cli.processes import fixed
 from outrider.client import AsyncClient, Chunk, Finished, Options, Statistics, Unavailable
 from outrider.rpc.channel import wait_for_health_blocking
 from tests.exactness import pairs, sampling

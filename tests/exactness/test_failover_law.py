@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from outrider.cli.pair import fixed
+from outrider.cli.processes import fixed
 from tests.exactness import chisquare, sampling
 from tests.exactness.services import Nursery, Service, wait_healthy
 from tests.exactness.worlds import FILTERS, Chain, World

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from outrider.cli.pair import Pair, fixed
-from outrider.cli.processes import ServiceProcess
+from outrider.cli.processes import Pair, ServiceProcess, fixed
 from outrider.client import Client, Options
 from tests.services import MODELS
 

@@ -13,8 +13,7 @@ from contextlib import ExitStack, contextmanager
 import grpc
 import pytest
 
-from outrider.cli.pair import fixed
-from outrider.cli.processes import ServiceProcess
+from outrider.cli.processes import ServiceProcess, fixed
 from outrider.client import Client, OutriderError
 from tests.exactness.mutants.conditions import POISON
 from tests.fork_server import ForkedService

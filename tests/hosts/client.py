@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-from outrider.cli.sharing import service_environment
+from outrider.cli.processes import service_environment
 from tests.machine import TOOLS
 from tests.metrics import Samples
 

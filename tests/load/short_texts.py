@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import islice, product
 from pathlib import Path
 
-from outrider.cli.pair import fixed
+from outrider.cli.processes import fixed
 from outrider.client import AsyncClient, Drafter, Options
 from tests.chaos.cluster import Watched, until
 from tests.exactness import pairs

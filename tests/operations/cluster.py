@@ -11,8 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.cli.pair import fixed
-from outrider.cli.processes import ServiceProcess
+from outrider.cli.processes import ServiceProcess, fixed
 from tests.fork_server import ForkedService
 from tests.metrics import Samples, scrape
 from tests.operations.collector import Collector, collecting

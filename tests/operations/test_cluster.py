@@ -14,7 +14,7 @@ import yaml
 
 from outrider.cli.processes import ServiceProcess
 from outrider.client import Chunk, Client, Completion
-from outrider.client.results import Collector
+from outrider.client.events import Collector
 from protos.outrider.v1 import draft_service_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 from tests.draft_service.calls import request

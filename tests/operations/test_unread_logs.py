@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from outrider.cli.pair import fixed
-from outrider.cli.sharing import service_environment
+from outrider.cli.processes import fixed, service_environment
 from outrider.client import AsyncClient, Completion
 from outrider.rpc.channel import wait_for_health_blocking
 from tests.commands import full_pipe

@@ -30,8 +30,9 @@ from outrider.client import (
     Started,
     TokenOrigin,
     Unavailable,
-    asynchronous,
-    blocking,
+)
+from outrider.client import (
+    client as client_module,
 )
 from outrider.rpc import errors
 from outrider.rpc.errors import RequestError
@@ -76,8 +77,8 @@ async def test_an_error_comes_by_type_and_at_once(error: RequestError, kind: typ
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses between tries are a tenth as long."""
-    monkeypatch.setattr(asynchronous, "FIRST_BACKOFF_S", 0.005)
-    monkeypatch.setattr(asynchronous, "MAX_BACKOFF_S", 0.02)
+    monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 0.005)
+    monkeypatch.setattr(client_module, "MAX_BACKOFF_S", 0.02)
 
 
 PASSING = [errors.overloaded("full"), errors.overloaded("full", retry_after=0.01), errors.draining()]
@@ -184,7 +185,7 @@ async def test_nobody_there_is_unavailable() -> None:
 # ------------------------------------------------------------------------------------------------- on a real pair
 
 
-@pytest.mark.parametrize("module", [outrider.client, asynchronous, blocking], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [outrider.client, client_module], ids=lambda module: module.__name__)
 def test_examples_run(module: Any, draft_address: str) -> None:
     examples = doctest.DocTestFinder(recurse=True).find(module, extraglobs={"address": draft_address})
     results = [doctest.DocTestRunner().run(example) for example in examples if example.examples]

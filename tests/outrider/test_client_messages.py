@@ -24,9 +24,8 @@ from outrider.client import (
     TokenOrigin,
     Usage,
 )
-from outrider.client.events import read
+from outrider.client.events import Collector, read
 from outrider.client.request import build
-from outrider.client.results import Collector
 from protos.outrider.v1 import draft_service_pb2 as pb
 from protos.outrider.v1 import sampling_pb2
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from outrider.cli.pair import Pair
+from outrider.cli.processes import Pair
 from outrider.client import (
     AsyncClient,
     Chunk,
@@ -27,8 +27,8 @@ from outrider.client import (
     Started,
     Unavailable,
 )
-from outrider.client.places import Places, split
-from outrider.client.results import Collector
+from outrider.client.endpoints import Places, split
+from outrider.client.events import Collector
 from outrider.rpc import errors
 from tests.fork_server import ForkedService
 from tests.outrider.refusing import Refusing, refusing

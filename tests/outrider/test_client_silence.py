@@ -12,10 +12,9 @@ from typing import Any
 import grpc
 import pytest
 
-from outrider.cli.pair import Pair
-from outrider.cli.processes import ServiceProcess
+from outrider.cli.processes import Pair, ServiceProcess
 from outrider.client import AsyncClient, Chunk, Completion, Finished, Options, Started, Unavailable
-from outrider.client.results import Collector
+from outrider.client.events import Collector
 from outrider.rpc.errors import unavailable
 from protos.outrider.v1 import draft_service_pb2 as pb
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from outrider.cli.pair import fixed
+from outrider.cli.processes import fixed
 from outrider.client import Options
 from tests.exactness import mixed_requests
 from tests.fork_server import ForkedService

@@ -17,8 +17,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.cli.pair import fixed
-from outrider.cli.processes import ServiceProcess
+from outrider.cli.processes import ServiceProcess, fixed
 from outrider.client import Chunk, Client, Finished, Options
 from tests.exactness import mixed_requests
 from tests.fork_server import ForkedService

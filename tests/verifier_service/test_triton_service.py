@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from outrider.cli.pair import Pair
+from outrider.cli.processes import Pair
 from outrider.client import Client, Options
 from tests.services import running_demo
 

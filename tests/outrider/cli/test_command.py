@@ -11,10 +11,9 @@ from click.testing import CliRunner, Result
 import outrider.cli.demo
 from outrider.cli import main
 from outrider.cli.options import request_of
-from outrider.cli.report import completion_document, write_json
+from outrider.cli.output import completion_document, write_json
 from outrider.client import Options
-from outrider.client.events import read
-from outrider.client.results import Collector
+from outrider.client.events import Collector, read
 from protos.outrider.v1 import draft_service_pb2 as pb
 from protos.outrider.v1 import sampling_pb2
 

@@ -4,11 +4,9 @@ from io import StringIO
 
 from rich.console import Console
 
-from outrider.cli.comparison import Comparison, Cost, Subject
-from outrider.cli.demo import draw_comparison
-from outrider.cli.drawing import TokenWriter
+from outrider.cli.demo import Comparison, Cost, Subject, TokenWriter, draw_comparison
 from outrider.client import Chunk, Client, FinishReason
-from outrider.client.results import Collector
+from outrider.client.events import Collector
 
 PROMPT = "import os\nimport sys\n\n\ndef main(argv):\n"
 

@@ -5,7 +5,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from outrider.cli.drawing import TokenWriter, shares
+from outrider.cli.demo import TokenWriter, shares
 from outrider.client import Chunk, Round, TokenOrigin
 
 DRAFT, CORRECTION, TARGET = TokenOrigin.DRAFT, TokenOrigin.CORRECTION, TokenOrigin.TARGET

@@ -4,8 +4,7 @@ import signal
 
 import pytest
 
-from outrider.cli.pair import Pair, PairSettings, fixed, terminated_as_interrupted
-from outrider.cli.processes import ServiceError, ServiceProcess
+from outrider.cli.processes import Pair, PairSettings, ServiceError, ServiceProcess, fixed, terminated_as_interrupted
 
 STAND_IN = "tests.outrider.cli.stand_in"
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from outrider.cli import main, pair
+from outrider.cli import main, processes
 from tests.certificates import Authority
 from tests.commands import Command, linux
 from tests.fork_server import ForkedService, noting
@@ -25,7 +25,7 @@ DEMO = ("demo", "--json", "--max-new-tokens", "16", "--repeats", "1", "--threads
 def test_the_demo_runs_from_start_to_end_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, with forked services. Below it is a command of its own."""
     started: list[ForkedService] = []
-    monkeypatch.setattr(pair, "ServiceProcess", noting(started))
+    monkeypatch.setattr(processes, "ServiceProcess", noting(started))
     done = CliRunner().invoke(main, [*DEMO])
     assert (done.exit_code, done.stderr) == (0, "")
     check_document(json.loads(done.stdout))
@@ -85,7 +85,7 @@ def test_serve_answers_until_it_is_told_to_stop(tmp_path: Path) -> None:
 
 def test_serve_fails_in_one_line_where_a_model_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[ForkedService] = []
-    monkeypatch.setattr(pair, "ServiceProcess", noting(started))
+    monkeypatch.setattr(processes, "ServiceProcess", noting(started))
     missing = tmp_path / "nothing-here"
     models = ("--target", str(missing), "--draft", str(MODELS / "draft"))
     done = CliRunner().invoke(main, ["serve", *models, *ANYWHERE])
@@ -110,7 +110,7 @@ def test_each_model_has_the_device_that_it_is_given(
     command: list[str], flags: list[str], service: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which shows where one of the two is not there: its service says so, and how many there are."""
-    monkeypatch.setattr(pair, "ServiceProcess", ForkedService)
+    monkeypatch.setattr(processes, "ServiceProcess", ForkedService)
     done = CliRunner().invoke(main, [*command, *flags])
     assert done.exit_code == 1
     last = done.stderr.splitlines()[-1]

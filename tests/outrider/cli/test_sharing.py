@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from outrider.cli import sharing
-from outrider.cli.sharing import halves, keep_on, processors, service_environment
+from outrider.cli import processes
+from outrider.cli.processes import halves, keep_on, processors, service_environment
 
 
 def test_two_services_share_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +34,7 @@ def test_two_services_share_the_processors(monkeypatch: pytest.MonkeyPatch) -> N
 def test_each_gets_its_own_half_where_it_is_large_enough(
     ours: set[int], threads: int, expected: tuple[set[int], set[int]] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sharing, "processors", lambda: frozenset(ours))
+    monkeypatch.setattr(processes, "processors", lambda: frozenset(ours))
     found = halves(threads)
     assert (None if found is None else [set(half) for half in found]) == (None if expected is None else list(expected))
 

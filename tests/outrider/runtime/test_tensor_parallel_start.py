@@ -11,8 +11,7 @@ import torch.distributed as dist
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from outrider.cli.pair import fixed
-from outrider.cli.processes import ServiceProcess
+from outrider.cli.processes import ServiceProcess, fixed
 from outrider.runtime.tensor_parallel import Watch
 from tests.outrider.runtime import tiny
 from tests.outrider.runtime.two_ranks import FLAGS, TWO, ended_within, launch_rank, reason

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from outrider.cli.pair import fixed
-from outrider.cli.processes import ServiceProcess
+from outrider.cli.processes import ServiceProcess, fixed
 from outrider.runtime.model_runner import ModelRunner
 from outrider.runtime.tensor_parallel import Ranks, TensorParallel
 from outrider.service.loading import build_model_runner, load_share, sequence_tokens

@@ -1,4 +1,4 @@
-"""Where a client's calls go: the addresses of its draft services, a channel to each, and recent failures."""
+"""Where a client's calls go and how it speaks there: addresses, channels, TLS and tokens, recent failures."""
 
 from __future__ import annotations
 
@@ -8,11 +8,45 @@ import random
 import socket
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from outrider.client.security import Metadata, Security
-from outrider.rpc.channel import RenewedChannel, of_one_family
+from outrider.rpc.auth import OwnToken
+from outrider.rpc.channel import RenewedChannel, is_local, of_one_family
+from outrider.rpc.tls import TLS, ChannelTLS
 from protos.outrider.v1 import draft_service_pb2_grpc
+
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
+
+
+class Security:
+    """What a client was told of it."""
+
+    def __init__(self, tls: TLS | None = None, token_file: str | Path | None = None) -> None:
+        """Raises `ValueError` (`FileProblem`) where a file is missing, or is not what it should be."""
+        self.tls = None if tls is None else ChannelTLS(tls)
+        self._token = None if token_file is None else OwnToken(token_file)
+
+    def metadata(self) -> Metadata:
+        """What every call carries, as its file has it now."""
+        return () if self._token is None else self._token.metadata()
+
+
+def check_plaintext(names: Sequence[str], *, tls: TLS | None, plaintext: bool) -> None:
+    """Checks that plaintext stays on this machine, or is meant to leave it.
+
+    Raises:
+        ValueError: neither; or both TLS and plaintext are asked for.
+    """
+    if tls is not None and plaintext:
+        raise ValueError("tls and plaintext exclude each other")
+    for name in names:
+        if tls is None and not plaintext and not is_local(name):
+            raise ValueError(
+                f"{name} is not a loopback address, and plaintext can be read on the way there: give tls=TLS(...), or "
+                "plaintext=True where the network is trusted"
+            )
+
 
 # Responses stream in small pieces; requests may hold a long prompt.
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
