@@ -1,8 +1,8 @@
 """One `Verify` stream: rounds go out, verdicts come in, and a refusal of the verifier becomes an error."""
 
 import asyncio
-from collections.abc import Awaitable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import grpc
 import structlog
@@ -15,13 +15,11 @@ from outrider.rpc.errors import (
     internal,
     unavailable,
 )
-from outrider.rpc.timeouts import Ending
+from outrider.rpc.timeouts import Ending, InactivityTimer
 from outrider.service.wire import PrefixHash, pad
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 
 _log = structlog.get_logger()
-
-Step = TypeVar("Step")
 
 # How long an end that should come at once is waited for.
 CLOSING_SECONDS = 1.0
@@ -86,7 +84,7 @@ class VerifySequence:
         self._fingerprint = fingerprint
         self._address = address
         self._ending = Ending(call)
-        self._watch = _SilenceWatch(call, silence)
+        self._timer = InactivityTimer(silence)
         self._hash = PrefixHash(opening.prompt_token_ids)
         self._hash.extend(opening.committed_token_ids)
         self._padded_to = opening.request_bytes
@@ -206,7 +204,7 @@ class VerifySequence:
 
     def cancel(self) -> None:
         """Ends the stream here and now, whatever it owes. Without effect on one that has ended."""
-        self._watch.stop()
+        self._timer.close()
         self._call.cancel()
         if not self._over:
             self._over = True
@@ -223,12 +221,12 @@ class VerifySequence:
     # --------------------------------------------------------------------------------------------- the call, guarded
 
     async def _read(self) -> verifier_service_pb2.VerifyResponse:
-        self._watch.begin()
         try:
-            response = await self._watch.over(self._call.read())
+            response = await self._timer.wait_for(self._call.read())
+        except TimeoutError:
+            raise self._silent() from None
         except (grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError) as error:
             raise await self._explain(error) from None
-        self._watch.end()
         if response is grpc.aio.EOF:
             raise await self._explain(asyncio.InvalidStateError())
         if response is None:  # gRPC could not parse it
@@ -239,86 +237,27 @@ class VerifySequence:
     async def _write(self, message: verifier_service_pb2.VerifyRequest) -> None:
         if self._padded_to and not message.HasField("open"):
             pad(message, self._padded_to)
-        self._watch.begin()
         try:
-            await self._watch.over(self._call.write(message))
+            await self._timer.wait_for(self._call.write(message))
+        except TimeoutError:
+            raise self._silent() from None
         except (grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError) as error:
             raise await self._explain(error) from None
 
+    def _silent(self) -> RequestError:
+        seconds = f"{self._timer.seconds:g}"
+        error = unavailable("NO_VERIFIER", f"the verifier at {self._address} was silent for {seconds} s")
+        error.metadata[SILENT] = seconds
+        return error
+
     async def _explain(self, error: BaseException) -> BaseException:
         """What is to be raised for an error of the call's."""
-        if (silence := self._watch.verdict(self._address)) is not None:
-            return silence
         if isinstance(error, asyncio.CancelledError):
             return error
         status = await self._ending.status()
         if status.code() is grpc.StatusCode.OK:
             return internal("INTERNAL", "the verifier ended the stream before the sequence")
         return translate(status, self._address)
-
-
-class _SilenceWatch:
-    """Cancels a call whose answer is owed for too long. One timer a call: a timeout for each answer costs far more.
-
-    It cancels the task that waits for the call too: a write to a call without a connection waits for ever, also when
-    that call is cancelled.
-    """
-
-    def __init__(self, call: Any, seconds: float) -> None:
-        self._call = call
-        self._seconds = seconds
-        self._loop = asyncio.get_running_loop()
-        self._since: float | None = None
-        self._fired = False
-        self._waiting: asyncio.Task[Any] | None = None
-        self._cancelled: asyncio.Task[Any] | None = None
-        self._timer = self._loop.call_later(seconds, self._look)
-
-    def begin(self) -> None:
-        """An answer is owed from now on."""
-        self._since = self._loop.time()
-
-    def end(self) -> None:
-        """It has come."""
-        self._since = None
-
-    async def over(self, step: Awaitable[Step]) -> Step:
-        """Awaits a read or a write of the call, under this watch.
-
-        Raises:
-            CancelledError: also where it was this watch that cancelled; `verdict` tells, and must be asked.
-        """
-        self._waiting = asyncio.current_task()
-        try:
-            return await step
-        finally:
-            self._waiting = None
-
-    def stop(self) -> None:
-        """Nothing is owed any more."""
-        self._timer.cancel()
-
-    def verdict(self, address: str) -> RequestError | None:
-        """The error, where it was this watch that cancelled the call."""
-        if not self._fired:
-            return None
-        if self._cancelled is not None:
-            self._cancelled.uncancel()
-            self._cancelled = None
-        error = unavailable("NO_VERIFIER", f"the verifier at {address} was silent for {self._seconds:g} s")
-        error.metadata[SILENT] = f"{self._seconds:g}"
-        return error
-
-    def _look(self) -> None:
-        waited = 0.0 if self._since is None else self._loop.time() - self._since
-        if waited >= self._seconds:
-            self._fired = True
-            self._call.cancel()
-            if self._waiting is not None:
-                self._waiting.cancel()
-                self._cancelled = self._waiting
-        else:
-            self._timer = self._loop.call_later(self._seconds - waited, self._look)
 
 
 def translate(error: grpc.RpcError, address: str) -> RequestError:

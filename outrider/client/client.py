@@ -8,11 +8,11 @@ import math
 import random
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
@@ -23,62 +23,9 @@ from outrider.client.events import Collector, Completion, Event, Started
 from outrider.client.request import Options, Prompt, build
 from outrider.client.resume import Progress
 from outrider.rpc.errors import UNSPECIFIED, unavailable
+from outrider.rpc.timeouts import InactivityTimer
 from outrider.rpc.tls import TLS
 from protos.outrider.v1 import draft_service_pb2 as pb
-
-Response = TypeVar("Response")
-
-
-class Heard(Generic[Response]):
-    """The responses of a call, none of which may let its reader wait longer than so many seconds.
-
-    One timer for all of them; the time that the reader takes for itself does not count. `close` it.
-    """
-
-    def __init__(self, call: Any, seconds: float | None) -> None:
-        """`call` is a stream of responses (`grpc.aio.UnaryStreamCall`); None waits for ever."""
-        self._call = call
-        self._responses: AsyncIterator[Response] = aiter(call)
-        self._seconds = seconds
-        self._loop = asyncio.get_running_loop()
-        self._since: float | None = None  # when the wait under way began
-        self._lost = False
-        self._timer = None if seconds is None else self._loop.call_later(seconds, self._look, seconds)
-
-    def __aiter__(self) -> AsyncIterator[Response]:
-        return self
-
-    async def __anext__(self) -> Response:
-        """The next.
-
-        Raises:
-            TimeoutError: it did not come in time, and the call is cancelled.
-        """
-        self._since = self._loop.time()
-        try:
-            return await anext(self._responses)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if self._lost and not (task is not None and task.cancelling()):  # else somebody cancels us as well
-                raise TimeoutError(f"nothing came for {self._seconds:g} s") from None
-            raise
-        finally:
-            self._since = None
-
-    def close(self) -> None:
-        """No more is read. Without effect on a call that has ended."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._call.cancel()
-
-    def _look(self, seconds: float) -> None:
-        waited = 0.0 if self._since is None else self._loop.time() - self._since
-        if waited >= seconds:
-            self._lost = True
-            self._call.cancel()
-        else:
-            self._timer = self._loop.call_later(seconds - waited, self._look, seconds)
-
 
 # Between two tries the client pauses for as long as the service says, and at least for so long, doubled with each try.
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.2, 3.0
@@ -186,9 +133,9 @@ class AsyncClient:
             request, address = progress.request(), await self._places.choose()
             silence = await self._bearable_silence()
             call = self._places.begin(address, partial(_generate, request=request, timeout=tries.left))
-            responses = Heard[pb.GenerateResponse](call, silence)
+            timer = InactivityTimer(silence)
             try:
-                async for response in responses:
+                while (response := await timer.wait_for(call.read())) is not grpc.aio.EOF:
                     event = events.read(response)
                     if event is None:  # it is alive, and no more
                         continue
@@ -202,7 +149,8 @@ class AsyncClient:
                     return
                 await self._try_again(tries, address, error, progress)
             finally:
-                responses.close()
+                timer.close()
+                call.cancel()
             if progress.needs_eos:
                 model = await self.get_model(timeout=tries.left)
                 progress.eos_token_ids = frozenset(model.target.eos_token_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Coroutine
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -16,33 +17,30 @@ LOOKS = 4
 
 
 class InactivityTimer:
-    """Bounds each of many awaits of one task with a single timer, where an `asyncio.timeout` each would cost a fifth of
-    what it takes to write a message.
+    """Bounds each of many awaits by one timer: an `asyncio.timeout` each would cost a fifth of writing a message.
 
-    Made and used in one task, as a context manager; one step at a time.
+    A context manager, used on one event loop; one step at a time. Time between steps does not count.
 
     Attributes:
         waited: seconds that the last step had taken at the last look.
     """
 
     def __init__(
-        self, seconds: float, *, short: float | None = None, gives_way: Callable[[], bool] = lambda: False
+        self, seconds: float | None, *, short: float | None = None, gives_way: Callable[[], bool] = lambda: False
     ) -> None:
-        """A step may take `seconds`. One that has taken `short` is given up once `gives_way` returns true, which is
-        called `LOOKS` times in as many seconds, so it may take a little more.
+        """A step may take `seconds`; None is no bound. One that has taken `short` is given up once `gives_way` returns
+        true, which is called `LOOKS` times in as many seconds, so it may take a little more.
         """
-        task = asyncio.current_task()
-        assert task is not None
+        self.seconds = math.inf if seconds is None else seconds
         self.waited = 0.0
-        self._task = task
-        self._seconds = seconds
-        self._short = seconds if short is None else min(short, seconds)
+        self._short = self.seconds if short is None else min(short, self.seconds)
         self._gives_way = gives_way
-        self._interval = seconds if short is None else self._short / LOOKS
+        self._interval = self.seconds if short is None else self._short / LOOKS
         self._loop = asyncio.get_running_loop()
         self._since: float | None = None  # when the step under way began
-        self._lost = False
-        self._timer = self._loop.call_later(self._interval, self._look)
+        self._task: asyncio.Task[Any] | None = None  # whose step it is
+        self._expired = False
+        self._timer = None if seconds is None else self._loop.call_later(self._interval, self._look)
 
     def __enter__(self) -> Self:
         return self
@@ -50,32 +48,38 @@ class InactivityTimer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._timer.cancel()
+        self.close()
+
+    def close(self) -> None:
+        """No step is bounded any more. May be called twice."""
+        if self._timer is not None:
+            self._timer.cancel()
 
     async def wait_for(self, step: Awaitable[Result]) -> Result:
         """The result of a step.
 
         Raises:
-            TimeoutError: it took too long, and was cancelled.
+            TimeoutError: it took too long, and was cancelled. Do not use the timer again.
         """
-        self._since = self._loop.time()
+        self._since, self._task = self._loop.time(), asyncio.current_task()
         try:
             return await step
         except asyncio.CancelledError:
-            if self._lost and self._task.uncancel() == 0:  # else somebody cancels us as well
+            if self._expired and self._task is not None and self._task.uncancel() == 0:  # else others cancel as well
                 raise TimeoutError from None
             raise
         finally:
-            self._since = None
+            self._since = self._task = None
 
     def _look(self) -> None:
         self.waited = 0.0 if self._since is None else self._loop.time() - self._since
-        if self.waited >= self._seconds or (self.waited >= self._short and self._gives_way()):
-            self._lost = True
-            self._task.cancel()
+        if self._task is not None and (
+            self.waited >= self.seconds or (self.waited >= self._short and self._gives_way())
+        ):
+            self._expired = True
+            self._task.cancel()  # of a call too: a write without a connection waits on where only the call is cancelled
         else:
-            left = self._seconds - self.waited
-            self._timer = self._loop.call_later(min(left, self._interval), self._look)
+            self._timer = self._loop.call_later(min(self.seconds - self.waited, self._interval), self._look)
 
 
 # What `grpc.aio` says of a write that met the end of its call. It stands in the place of the call's own status: for a
