@@ -22,7 +22,6 @@ from outrider.cli.options import device_options, law_options, request_of, temper
 from outrider.cli.output import Failure, completion_document, fails_in_one_line, warn_of_loss, write_json
 from outrider.cli.processes import Pair, PairSettings, running_pair, terminated_as_interrupted
 from outrider.client import AcceptanceRule, Chunk, Client, Completion, Event, Options, TokenOrigin, Unavailable
-from outrider.client.events import Collector
 
 # Enough tokens for either way to have run each of its steps.
 _WARM_UP_TOKENS = 16
@@ -300,13 +299,13 @@ def demo_command(
             with Client(pair.address) as client:
                 subject = Subject(client, text, options)
                 subject.warm_up()
-                collector = Collector()
+                events: list[Event] = []
                 writer = None if as_json else _begin_drawing(out, pair, client, text)
                 for event in subject.stream():
-                    collector.add(event)
+                    events.append(event)
                     if writer is not None and isinstance(event, Chunk):
                         writer.chunk(event)
-                shown = collector.completion()
+                shown = Completion.of(events)
                 if writer is not None:
                     writer.end()
                 status.update("Timing the pair and the target alone, in turns")

@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import math
-import random
 import threading
-import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
-from functools import partial
+from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack, cast
 
 import grpc
 
-from outrider.client import events
-from outrider.client.endpoints import Metadata, Places, Security, Stub, check_plaintext, split
-from outrider.client.errors import OutriderError, typed
-from outrider.client.events import Collector, Completion, Event, Started
+from outrider.client.endpoints import Endpoints, split
+from outrider.client.errors import typed
+from outrider.client.events import Completion, Event, read
 from outrider.client.request import Options, Prompt, build
-from outrider.client.resume import Progress
+from outrider.client.resume import Call, Generation
+from outrider.rpc.channel import check_plaintext
 from outrider.rpc.errors import UNSPECIFIED, unavailable
 from outrider.rpc.timeouts import InactivityTimer
 from outrider.rpc.tls import TLS
 from protos.outrider.v1 import draft_service_pb2 as pb
 
-# Between two tries the client pauses for as long as the service says, and at least for so long, doubled with each try.
-FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.2, 3.0
-# A pause takes half of the time left at most, so that the last try is not made too late. With less left it gives up.
-LEAST_LEFT_S = 0.05
-
-_logger = logging.getLogger("outrider.client")
+T = TypeVar("T")
 
 
 class AsyncClient:
@@ -90,13 +80,17 @@ class AsyncClient:
         plaintext: bool = False,
     ):
         names = split(address)
-        check_plaintext(names, tls=tls, plaintext=plaintext)
+        if tls is not None and plaintext:
+            raise ValueError("tls and plaintext exclude each other")
+        for name in names:
+            if tls is None and not plaintext:
+                check_plaintext(name, "give tls=TLS(...), or plaintext=True")
         self.address = ",".join(names)
         self._timeout = timeout
         self._patience = patience
         self._retry = retry
         self._silence = silence
-        self._places = Places(names, security=Security(tls, token_file))
+        self._endpoints = Endpoints(names, tls, token_file)
 
     async def __aenter__(self) -> Self:
         return self
@@ -108,7 +102,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Closes every channel; calls in progress are cancelled."""
-        await self._places.close()
+        await self._endpoints.close()
 
     async def generate(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]
@@ -127,44 +121,36 @@ class AsyncClient:
             OutriderError: of the type that fits; see `outrider.client.errors`.
             TypeError: an option that does not exist.
         """
-        tries = _Tries(self._timeout if timeout is None else timeout, self._patience)
-        progress = Progress(build(prompt, options))
+        generation = Generation(build(prompt, options), self._timeout if timeout is None else timeout, self._patience)
         while True:
-            request, address = progress.request(), await self._places.choose()
-            silence = await self._bearable_silence()
-            call = self._places.begin(address, partial(_generate, request=request, timeout=tries.left))
-            timer = InactivityTimer(silence)
+            call, silence = await self._begin(generation, "Generate", generation.request())
+            responses = aiter(call)
             try:
-                while (response := await timer.wait_for(call.read())) is not grpc.aio.EOF:
-                    event = events.read(response)
-                    if event is None:  # it is alive, and no more
-                        continue
-                    if not isinstance(event, Started):  # a service that fails each time after it has said so is no help
-                        tries.helped()
-                    for told in progress.take(event):
-                        yield told
+                with InactivityTimer(silence) as timer:
+                    while (response := await timer.wait_for(anext(responses, None))) is not None:
+                        event = read(response)
+                        if event is None:  # a sign of life
+                            continue
+                        for each in generation.take(event):
+                            yield each
                 return
             except (grpc.RpcError, TimeoutError) as error:
-                if progress.is_over:
+                if generation.is_over:
                     return
-                await self._try_again(tries, address, error, progress)
+                await self._recover(generation, error)
             finally:
-                timer.close()
                 call.cancel()
-            if progress.needs_eos:
-                model = await self.get_model(timeout=tries.left)
-                progress.eos_token_ids = frozenset(model.target.eos_token_ids)
-            end = progress.ended()
-            if end is not None:
+            if generation.needs_eos:
+                model = await self.get_model(timeout=generation.time_left)
+                generation.eos_token_ids = frozenset(model.target.eos_token_ids)
+            if (end := generation.ended()) is not None:
                 yield end
                 return
 
     async def complete(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Completion:
         """`generate`, put together. Same arguments, same errors."""
-        collector = Collector()
-        async for event in self.generate(prompt, timeout=timeout, **options):
-            collector.add(event)
-        return collector.completion()
+        events = [event async for event in self.generate(prompt, timeout=timeout, **options)]
+        return Completion.of(events)
 
     async def get_model(self, *, timeout: float | None = None) -> pb.DraftServiceGetModelResponse:
         """What the pair is: `model` is the draft, `target` the model whose text it is.
@@ -172,118 +158,41 @@ class AsyncClient:
         Raises:
             OutriderError: of the type that fits.
         """
-        tries = _Tries(self._timeout if timeout is None else timeout, self._patience)
+        call = Call(self._timeout if timeout is None else timeout, self._patience)
         while True:
-            address = await self._places.choose()
-            silence = await self._bearable_silence()
+            response, silence = await self._begin(call, "GetModel", pb.DraftServiceGetModelRequest())
             try:
                 async with asyncio.timeout(silence):
-                    return await self._places.begin(address, partial(_get_model, timeout=tries.left))
+                    return cast("pb.DraftServiceGetModelResponse", await response)
             except (grpc.RpcError, TimeoutError) as error:
-                await self._try_again(tries, address, error)
+                await self._recover(call, error)
 
-    async def _bearable_silence(self) -> float | None:
-        """Seconds; None for ever, where there is nobody else to ask."""
-        return self._silence if self._retry and len(await self._places.addresses()) > 1 else None
+    async def _begin(self, call: Call, method: str, request: Any) -> tuple[Any, float | None]:
+        """Begins a try; and seconds that it may be silent: None, for ever, where there is no other endpoint."""
+        call.address = await self._endpoints.choose()
+        others = self._retry and len(await self._endpoints.addresses()) > 1
+        begun = self._endpoints.begin(call.address, method, request, timeout=call.time_left)
+        return begun, self._silence if others else None
 
-    async def _try_again(
-        self, tries: _Tries, address: str, cause: grpc.RpcError | TimeoutError, progress: Progress | None = None
-    ) -> None:
-        """Returns when the call that ended by `cause` is to be made again, after a pause or at once elsewhere.
+    async def _recover(self, call: Call, cause: grpc.RpcError | TimeoutError) -> None:
+        """Returns when the try that ended by `cause` is to be made again, after a pause or at once elsewhere.
 
         Raises:
             OutriderError: it is not.
         """
         if isinstance(cause, grpc.RpcError):
-            failure = typed(cause, tries.timeout)
+            failure = typed(cause, call.timeout)
         else:
-            failure = typed(
-                unavailable(UNSPECIFIED, f"the draft service at {address} was silent for {self._silence:g} s")
-            )
-        tries.failed(address, failure)
-        may = self._retry and failure.is_passing and (progress is None or progress.can_go_on)
+            silent = f"the draft service at {call.address} was silent for {self._silence:g} s"
+            failure = typed(unavailable(UNSPECIFIED, silent))
+        call.failed(failure)
         if failure.is_passing:
-            self._places.failed(address)
-        addresses = await self._places.addresses()
-        elsewhere = tries.failures < len(addresses) and self._places.has_fresh()
-        if not (may and await tries.pause(failure, elsewhere=elsewhere)):
-            tries.describe(failure, addresses, 0 if progress is None else progress.delivered)
-            raise failure from cause
-
-
-def _generate(stub: Stub, metadata: Metadata, *, request: pb.GenerateRequest, timeout: float | None) -> Any:
-    return stub.Generate(request, timeout=timeout, metadata=metadata)
-
-
-def _get_model(stub: Stub, metadata: Metadata, *, timeout: float | None) -> Any:
-    return stub.GetModel(pb.DraftServiceGetModelRequest(), timeout=timeout, metadata=metadata)
-
-
-class _Tries:
-    """The tries of one call: how long they may go on, and what became of them.
-
-    Attributes:
-        failures: failed tries since a service was last of help.
-    """
-
-    def __init__(self, timeout: float | None, patience: float | None) -> None:
-        self.timeout = timeout
-        self.failures = 0
-        self._end = math.inf if timeout is None else time.monotonic() + timeout
-        self._patience = math.inf if patience is None else patience
-        self._give_up = math.inf  # when
-        self._is_noted = False
-        self._counts: dict[str, int] = {}
-        self._last: OutriderError | None = None  # failure, but for that the time is over
-
-    @property
-    def left(self) -> float | None:
-        """Seconds of the timeout; None is for ever."""
-        return None if self._end == math.inf else max(self._end - time.monotonic(), 0.0)
-
-    def helped(self) -> None:
-        """A service has gone on with the call, or has it in its queue."""
-        self.failures = 0
-
-    def failed(self, address: str, failure: OutriderError) -> None:
-        """A try has failed."""
-        if not self.failures:
-            self._give_up = time.monotonic() + self._patience
-        self.failures += 1
-        self._counts[address] = self._counts.get(address, 0) + 1
-        if failure.is_passing:
-            self._last = failure
-
-    async def pause(self, failure: OutriderError, *, elsewhere: bool) -> bool:
-        """Whether another try is worth it; the pause before it has passed then. None is needed `elsewhere`."""
-        now = time.monotonic()
-        if elsewhere:
-            return now < self._end
-        left = min(self._give_up, self._end) - now
-        if left < LEAST_LEFT_S:
-            return False
-        backoff = min(FIRST_BACKOFF_S * 2 ** min(self.failures - 1, 10), MAX_BACKOFF_S) * random.uniform(0.5, 1.5)
-        hint = (failure.retry_after or 0.0) * random.uniform(1.0, 1.25)
-        if not self._is_noted:
-            self._is_noted = True
-            _logger.warning("%s; trying again%s", failure, f" for {left:.3g} s" if left < math.inf else "")
-        await asyncio.sleep(min(max(backoff, hint), left / 2))
-        return True
-
-    def describe(self, failure: OutriderError, addresses: Sequence[str], delivered: int) -> None:
-        """Adds to a failure that ends the call where it was tried, how often, and what came."""
-        is_late = failure.code is grpc.StatusCode.DEADLINE_EXCEEDED and failure.reason == UNSPECIFIED
-        if not (failure.is_passing or is_late):
-            return
-        failure.tries = {address: self._counts.get(address, 0) for address in (*addresses, *self._counts)}
-        failure.delivered_tokens = delivered
-        if is_late and self._last is not None:
-            failure.message += f"; before that {self._last}"
-        made = ", ".join(f"{address} ({count})" for address, count in failure.tries.items())
-        failure.message += f"; tries at {made}; {delivered} tokens were delivered"
-
-
-T = TypeVar("T")
+            self._endpoints.failed(call.address)
+        addresses = await self._endpoints.addresses()
+        elsewhere = call.failures < len(addresses) and self._endpoints.has_fresh()
+        may = self._retry and failure.is_passing and call.can_go_on
+        if not (may and await call.pause(failure, elsewhere=elsewhere)):
+            raise call.described(failure, addresses) from cause
 
 
 class Client:
@@ -314,19 +223,21 @@ class Client:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="outrider-client", daemon=True)
         self._thread.start()
-        make = partial(
-            AsyncClient,
-            address,
-            timeout=timeout,
-            patience=patience,
-            retry=retry,
-            silence=silence,
-            tls=tls,
-            token_file=token_file,
-            plaintext=plaintext,
-        )
+
+        async def make() -> AsyncClient:  # over there: grpc.aio binds a channel to the loop that is running
+            return AsyncClient(
+                address,
+                timeout=timeout,
+                patience=patience,
+                retry=retry,
+                silence=silence,
+                tls=tls,
+                token_file=token_file,
+                plaintext=plaintext,
+            )
+
         try:
-            self._client = self._run(_made(make))
+            self._client = self._run(make())
         except BaseException:
             self._stop()
             raise
@@ -397,8 +308,3 @@ class Client:
         finally:
             # An interrupt lands here while the call goes on over there.
             future.cancel()
-
-
-async def _made(make: Callable[[], AsyncClient]) -> AsyncClient:
-    # grpc.aio binds a channel to the loop that is running.
-    return make()

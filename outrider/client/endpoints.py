@@ -1,4 +1,4 @@
-"""Where a client's calls go and how it speaks there: addresses, channels, TLS and tokens, recent failures."""
+"""The draft services of one client: their addresses, a channel to each, TLS and tokens, and recent failures."""
 
 from __future__ import annotations
 
@@ -7,46 +7,14 @@ import ipaddress
 import random
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from outrider.rpc.auth import OwnToken
-from outrider.rpc.channel import RenewedChannel, is_local, of_one_family
+from outrider.rpc.channel import RenewedChannel, of_one_family
 from outrider.rpc.tls import TLS, ChannelTLS
 from protos.outrider.v1 import draft_service_pb2_grpc
-
-Metadata: TypeAlias = tuple[tuple[str, str], ...]
-
-
-class Security:
-    """What a client was told of it."""
-
-    def __init__(self, tls: TLS | None = None, token_file: str | Path | None = None) -> None:
-        """Raises `ValueError` (`FileProblem`) where a file is missing, or is not what it should be."""
-        self.tls = None if tls is None else ChannelTLS(tls)
-        self._token = None if token_file is None else OwnToken(token_file)
-
-    def metadata(self) -> Metadata:
-        """What every call carries, as its file has it now."""
-        return () if self._token is None else self._token.metadata()
-
-
-def check_plaintext(names: Sequence[str], *, tls: TLS | None, plaintext: bool) -> None:
-    """Checks that plaintext stays on this machine, or is meant to leave it.
-
-    Raises:
-        ValueError: neither; or both TLS and plaintext are asked for.
-    """
-    if tls is not None and plaintext:
-        raise ValueError("tls and plaintext exclude each other")
-    for name in names:
-        if tls is None and not plaintext and not is_local(name):
-            raise ValueError(
-                f"{name} is not a loopback address, and plaintext can be read on the way there: give tls=TLS(...), or "
-                "plaintext=True where the network is trusted"
-            )
-
 
 # Responses stream in small pieces; requests may hold a long prompt.
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
@@ -57,7 +25,6 @@ RESOLVED_FOR_S = 30.0
 AVOIDED_FOR_S = 10.0
 
 Stub: TypeAlias = "draft_service_pb2_grpc.DraftServiceAsyncStub"
-Call = TypeVar("Call", bound=Any)
 
 
 def split(address: str | Sequence[str]) -> list[str]:
@@ -73,17 +40,22 @@ def split(address: str | Sequence[str]) -> list[str]:
     return names
 
 
-class Places:
-    """The draft services of one client. Made and used on one event loop.
+class Endpoints:
+    """Made and used on one event loop.
 
     Args:
         names: `HOST:PORT` each; a host that is a name stands for all its addresses.
-        security: how to speak to them; by default in plaintext.
+        tls: None is plaintext.
+        token_file: of the bearer token that every call carries.
+
+    Raises:
+        ValueError: a file is missing, or is not what it should be.
     """
 
-    def __init__(self, names: Sequence[str], *, security: Security | None = None) -> None:
+    def __init__(self, names: Sequence[str], tls: TLS | None = None, token_file: str | Path | None = None) -> None:
         self._names = names
-        self._security = Security() if security is None else security
+        self._tls = None if tls is None else ChannelTLS(tls)
+        self._token = None if token_file is None else OwnToken(token_file)
         self._channels: dict[str, RenewedChannel[Stub]] = {}
         self._named: dict[str, str] = {}  # what each address was found by
         self._failed: dict[str, float] = {}  # when
@@ -97,7 +69,7 @@ class Places:
         addresses = await self.addresses()
         self._turn += 1
         start = self._turn % len(addresses)
-        return min(addresses[start:] + addresses[:start], key=lambda address: self._avoided(address))
+        return min(addresses[start:] + addresses[:start], key=self._avoided)
 
     async def addresses(self) -> list[str]:
         """All there are now, at least one."""
@@ -117,23 +89,25 @@ class Places:
         return any(not self._avoided(address) for address in self._addresses)
 
     def failed(self, address: str) -> None:
-        """A call there met nobody, or somebody who is leaving."""
+        """A call there met nobody, or a service that is leaving."""
         self._failed[address] = time.monotonic()
         self._resolved = -RESOLVED_FOR_S
 
-    def begin(self, address: str, start: Callable[[Stub, Metadata], Call]) -> Call:
-        """Begins a call to the service there; `start` makes it, with the metadata that every call carries."""
+    def begin(self, address: str, method: str, request: Any, timeout: float | None) -> Any:
+        """Begins a call of the service there."""
         if address not in self._channels:
             self._channels[address] = RenewedChannel(
                 address,
                 draft_service_pb2_grpc.DraftServiceStub,
                 max_message_bytes=MAX_MESSAGE_BYTES,
                 options=[("grpc.enable_retries", 0)],  # the client retries, at the next address and for longer
-                tls=self._security.tls,
+                tls=self._tls,
                 name=self._named.get(address, ""),
             )
-        metadata = self._security.metadata()
-        return self._channels[address].begin(lambda stub: start(stub, metadata))
+        metadata = () if self._token is None else self._token.metadata()
+        return self._channels[address].begin(
+            lambda stub: getattr(stub, method)(request, timeout=timeout, metadata=metadata)
+        )
 
     async def close(self) -> None:
         """Closes every channel."""
@@ -146,7 +120,7 @@ class Places:
 
 
 async def _resolve(name: str, before: Sequence[str]) -> list[str]:
-    """The addresses of `HOST:PORT`, of one family; the name itself where it is one, or where nobody knows it now.
+    """The addresses of `HOST:PORT`, of one family; the name itself where it is one, or where it cannot be resolved now.
 
     `before` are those that it had last.
     """

@@ -7,12 +7,15 @@ this client does not know come as `unspecified`.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from typing import Any, Self, TypeAlias, TypeVar
+from functools import cache
+from typing import Any, Self, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
-from protos.outrider.v1 import draft_service_pb2, sampling_pb2
+from protos.outrider.v1 import draft_service_pb2
+
+T = TypeVar("T")
 
 
 class _Named(StrEnum):
@@ -20,12 +23,18 @@ class _Named(StrEnum):
 
     @classmethod
     def of(cls, number: int) -> Self:
-        known = list(cls)  # in the order of their numbers, from 0
+        known: tuple[Self, ...] = _members(cls)
         return known[number] if 0 <= number < len(known) else known[0]
 
     @property
     def number(self) -> int:
-        return list(type(self)).index(self)
+        return _members(type(self)).index(self)
+
+
+@cache
+def _members(kind: type[_Named]) -> tuple[Any, ...]:
+    """In the order of their numbers, from 0."""
+    return tuple(kind)
 
 
 class FinishReason(_Named):
@@ -86,15 +95,30 @@ class _Mirror:
 
     @classmethod
     def of(cls, message: Any) -> Self:
-        return cls(**{field.name: _plain(getattr(message, field.name)) for field in fields(cls)})  # type: ignore[arg-type]
+        return cls(**cls._read(message))
+
+    @classmethod
+    def _read(cls, message: Any) -> dict[str, Any]:
+        kind: Any = cls
+        return {name: convert(getattr(message, name)) for name, convert in _converters(kind, message.DESCRIPTOR)}
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, float):
-        return _shortest(value)
-    if isinstance(value, str | bytes | int):
-        return value
-    return tuple(_plain(item) for item in value)
+@cache
+def _converters(kind: Any, message: Any) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
+    hints = get_type_hints(kind)
+    names = (each.name for each in fields(kind) if each.name in message.fields_by_name)
+    return tuple((name, _converter(hints[name])) for name in names)
+
+
+def _converter(hint: Any) -> Callable[[Any], Any]:
+    if hint is float:
+        return _shortest
+    if isinstance(hint, type) and issubclass(hint, _Named | _Mirror):
+        return hint.of
+    if get_origin(hint) is tuple:
+        item = _converter(get_args(hint)[0])
+        return lambda items: tuple(map(item, items))
+    return lambda value: value
 
 
 def _shortest(value: float) -> float:
@@ -116,19 +140,6 @@ class Started(_Mirror):
     lossy: bool  # the text does not follow the target's law
     drafter: Drafter
 
-    @classmethod
-    def of(cls, message: Any) -> Self:
-        return cls(
-            request_id=message.request_id,
-            prompt_token_ids=tuple(message.prompt_token_ids),
-            seed=message.seed,
-            weights_fingerprint=message.weights_fingerprint,
-            rule=AcceptanceRule.of(message.rule),
-            max_new_tokens=message.max_new_tokens,
-            lossy=message.lossy,
-            drafter=Drafter.of(message.drafter),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob(_Mirror):
@@ -140,15 +151,11 @@ class TokenLogprob(_Mirror):
 
 
 @dataclass(frozen=True, slots=True)
-class PositionLogprobs:
+class PositionLogprobs(_Mirror):
     """Of the emitted token, and of the most probable ones, best first."""
 
     token: TokenLogprob
     top: tuple[TokenLogprob, ...]
-
-    @classmethod
-    def of(cls, message: Any) -> Self:
-        return cls(TokenLogprob.of(message.token), tuple(TokenLogprob.of(entry) for entry in message.top))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +171,7 @@ class Round(_Mirror):
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(_Mirror):
     """More of one sample. `token_texts`, `logprobs` and `rounds` are empty unless asked for.
 
     Tokens come as soon as they are committed; of all that came so far the last `held_tokens` have text that has not
@@ -180,19 +187,6 @@ class Chunk:
     logprobs: tuple[PositionLogprobs, ...]
     rounds: tuple[Round, ...]
     held_tokens: int = 0
-
-    @classmethod
-    def of(cls, message: Any) -> Self:
-        return cls(
-            index=message.index,
-            text=message.text,
-            token_ids=tuple(message.token_ids),
-            origins=tuple(TokenOrigin.of(origin) for origin in message.origins),
-            token_texts=tuple(message.token_texts),
-            logprobs=tuple(PositionLogprobs.of(entry) for entry in message.logprobs),
-            rounds=tuple(Round.of(entry) for entry in message.rounds),
-            held_tokens=message.held_tokens,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,11 +233,6 @@ class Statistics(_Mirror):
     num_reopened_tokens: int
     num_draft_recoveries: int
 
-    @classmethod
-    def of(cls, message: Any) -> Self:
-        named = {field.name: _plain(getattr(message, field.name)) for field in fields(cls)}
-        return cls(**named | {"drafter": Drafter.of(message.drafter), "policy": SpeculationPolicy.of(message.policy)})
-
 
 @dataclass(frozen=True, slots=True)
 class Timings(_Mirror):
@@ -261,7 +250,7 @@ class Timings(_Mirror):
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(_Mirror):
     """The end of one sample; the last event about it.
 
     The last `cut_tokens` of its tokens are no part of the output: a stop string begins in their text or before it.
@@ -281,17 +270,12 @@ class Finished:
     num_resumes: int = 0
 
     @classmethod
-    def of(cls, message: draft_service_pb2.GenerateFinished) -> Self:
-        stopped_by_text = message.finish_reason == sampling_pb2.FINISH_REASON_STOP_STRING
-        return cls(
-            index=message.index,
-            finish_reason=FinishReason.of(message.finish_reason),
-            stop=message.stop if stopped_by_text else None,
-            stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
-            usage=Usage.of(message.usage),
-            statistics=Statistics.of(message.statistics),
-            timings=Timings.of(message.timings),
-            cut_tokens=message.cut_tokens,
+    def of(cls, message: Any) -> Self:
+        finished = cls(**cls._read(message))
+        return replace(
+            finished,
+            stop=finished.stop if finished.finish_reason is FinishReason.STOP_STRING else None,
+            stop_token_id=finished.stop_token_id if message.HasField("stop_token_id") else None,
         )
 
 
@@ -317,9 +301,6 @@ def read(response: draft_service_pb2.GenerateResponse) -> Event | None:
         case "finished":
             return Finished.of(response.finished)
     return Queued(response.queue_position) if response.HasField("queue_position") else None
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,6 +329,29 @@ class Completion:
 
     started: Started
     samples: tuple[Sample, ...]
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> Self:
+        """What the events of one generation come to.
+
+        Raises:
+            ValueError: they do not begin with `Started`, or do not end with a `Finished` for each sample.
+        """
+        started: Started | None = None
+        chunks: dict[int, list[Chunk]] = {}
+        ends: dict[int, Finished] = {}
+        for event in events:
+            match event:
+                case Started():
+                    started = event
+                case Chunk():
+                    chunks.setdefault(event.index, []).append(event)
+                case Finished():
+                    ends[event.index] = event
+        unfinished = chunks.keys() - ends.keys()
+        if started is None or not ends or unfinished:
+            raise ValueError(f"the generation is not whole: started {started is not None}, open {sorted(unfinished)}")
+        return cls(started, tuple(_sample(end, chunks.get(index, [])) for index, end in sorted(ends.items())))
 
     @property
     def text(self) -> str:
@@ -396,56 +400,25 @@ class Completion:
         return self.started.lossy
 
 
-@dataclass(slots=True)
-class Collector:
-    """Takes events one by one and holds what they come to.
-
-    Raises (from `completion`):
-        ValueError: the events did not begin with `Started`, or end with a `Finished` for each sample.
-    """
-
-    started: Started | None = None
-    _chunks: dict[int, list[Chunk]] = field(default_factory=dict)
-    _finished: dict[int, Finished] = field(default_factory=dict)
-
-    def add(self, event: Event) -> None:
-        match event:
-            case Started():
-                self.started = event
-            case Chunk():
-                self._chunks.setdefault(event.index, []).append(event)
-            case Finished():
-                self._finished[event.index] = event
-
-    def completion(self) -> Completion:
-        unfinished = self._chunks.keys() - self._finished.keys()
-        if self.started is None or not self._finished or unfinished:
-            raise ValueError(
-                f"the generation is not whole: started {self.started is not None}, open {sorted(unfinished)}"
-            )
-        return Completion(self.started, tuple(self._sample(end) for _, end in sorted(self._finished.items())))
-
-    def _sample(self, end: Finished) -> Sample:
-        chunks = self._chunks.get(end.index, [])
-        told = sum(len(chunk.token_ids) for chunk in chunks)
-        kept = slice(max(0, told - end.cut_tokens))
-        return Sample(
-            index=end.index,
-            text="".join(chunk.text for chunk in chunks),
-            token_ids=_joined(chunk.token_ids for chunk in chunks)[kept],
-            origins=_joined(chunk.origins for chunk in chunks)[kept],
-            finish_reason=end.finish_reason,
-            stop=end.stop,
-            stop_token_id=end.stop_token_id,
-            usage=end.usage,
-            statistics=end.statistics,
-            timings=end.timings,
-            token_texts=_joined(chunk.token_texts for chunk in chunks)[kept],
-            logprobs=_joined(chunk.logprobs for chunk in chunks)[kept],
-            rounds=_joined(chunk.rounds for chunk in chunks),
-            num_resumes=end.num_resumes,
-        )
-
-
 def _joined(parts: Iterable[tuple[T, ...]]) -> tuple[T, ...]:
     return tuple(item for part in parts for item in part)
+
+
+def _sample(end: Finished, chunks: Sequence[Chunk]) -> Sample:
+    kept = slice(max(0, sum(len(chunk.token_ids) for chunk in chunks) - end.cut_tokens))
+    return Sample(
+        index=end.index,
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=_joined(chunk.token_ids for chunk in chunks)[kept],
+        origins=_joined(chunk.origins for chunk in chunks)[kept],
+        finish_reason=end.finish_reason,
+        stop=end.stop,
+        stop_token_id=end.stop_token_id,
+        usage=end.usage,
+        statistics=end.statistics,
+        timings=end.timings,
+        token_texts=_joined(chunk.token_texts for chunk in chunks)[kept],
+        logprobs=_joined(chunk.logprobs for chunk in chunks)[kept],
+        rounds=_joined(chunk.rounds for chunk in chunks),
+        num_resumes=end.num_resumes,
+    )

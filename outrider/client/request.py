@@ -86,14 +86,15 @@ def build(prompt: Prompt, options: Mapping[str, Any]) -> draft_service_pb2.Gener
         InvalidRequest: a value that the wire cannot carry, for example a negative token id; names the field.
         TypeError: an option that does not exist.
     """
-    unknown = options.keys() - _SETTERS.keys()
+    known = Options.__annotations__.keys()
+    unknown = options.keys() - known
     if unknown:
-        raise TypeError(f"unknown option {', '.join(sorted(unknown))}; there are {', '.join(sorted(_SETTERS))}")
+        raise TypeError(f"unknown option {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
     request = draft_service_pb2.GenerateRequest()
     _carry("prompt", _set_prompt, request, prompt)
     for name, value in options.items():
         if value is not None:
-            _carry(name, _SETTERS[name], request, value)
+            _carry(name, _SETTERS.get(name, _set_field(name)), request, value)
     return request
 
 
@@ -102,6 +103,20 @@ def _carry(name: str, setter: Setter, request: draft_service_pb2.GenerateRequest
         setter(request, value)
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise typed(invalid_field(name, f"cannot be sent: {error}")) from error
+
+
+def _set_field(name: str) -> Setter:
+    """Sets the field of this name, of the request or of the message about sampling or speculation in it."""
+
+    def set_field(request: draft_service_pb2.GenerateRequest, value: Any) -> None:
+        parts = (request, request.sampling, request.speculation)
+        message, field = next((part, found) for part in parts if (found := part.DESCRIPTOR.fields_by_name.get(name)))
+        if field.is_repeated:
+            getattr(message, name).extend(value)
+        else:
+            setattr(message, name, value)
+
+    return set_field
 
 
 def _set_prompt(request: draft_service_pb2.GenerateRequest, prompt: Prompt) -> None:
@@ -123,18 +138,6 @@ def _role_and_content(message: Any) -> tuple[str, str]:
     if missing:
         raise ValueError(f"a message has no {' and no '.join(sorted(missing))}")
     return message["role"], message["content"]
-
-
-def _field(name: str) -> Setter:
-    return lambda request, value: setattr(request, name, value)
-
-
-def _repeated(name: str) -> Setter:
-    return lambda request, value: getattr(request, name).extend(value)
-
-
-def _law(name: str) -> Setter:
-    return lambda request, value: setattr(request.sampling, name, value)
 
 
 def _set_stop(request: draft_service_pb2.GenerateRequest, value: str | Sequence[str]) -> None:
@@ -159,32 +162,12 @@ def _set_logprobs(request: draft_service_pb2.GenerateRequest, value: int) -> Non
     request.logprobs.top_n = value
 
 
-def _set_gamma(request: draft_service_pb2.GenerateRequest, value: int) -> None:
-    request.speculation.gamma = value
-
-
 def _set_speculation(request: draft_service_pb2.GenerateRequest, value: SpeculationPolicy | str) -> None:
     request.speculation.policy = cast("draft_service_pb2.SpeculationPolicy", SpeculationPolicy(value).number)
 
 
-def _set_max_entropy(request: draft_service_pb2.GenerateRequest, value: float) -> None:
-    request.speculation.max_entropy = value
-
-
 def _set_drafter(request: draft_service_pb2.GenerateRequest, value: Drafter | str) -> None:
     request.speculation.drafter = cast("draft_service_pb2.Drafter", Drafter(value).number)
-
-
-def _set_draft_temperature(request: draft_service_pb2.GenerateRequest, value: float) -> None:
-    request.speculation.draft_temperature = value
-
-
-def _set_outcome_cache(request: draft_service_pb2.GenerateRequest, value: bool) -> None:
-    request.speculation.outcome_cache = value
-
-
-def _set_report_rounds(request: draft_service_pb2.GenerateRequest, value: bool) -> None:
-    request.speculation.report_rounds = value
 
 
 def _set_frame_bytes(request: draft_service_pb2.GenerateRequest, value: int) -> None:
@@ -219,42 +202,17 @@ def _set_time_limit(request: draft_service_pb2.GenerateRequest, value: float) ->
     request.time_limit.FromTimedelta(timedelta(seconds=value))
 
 
+# Of options whose value is not that of the field of their name.
 _SETTERS: dict[str, Setter] = {
-    "max_new_tokens": _field("max_new_tokens"),
-    "min_new_tokens": _field("min_new_tokens"),
-    "n": _field("n"),
     "time_limit": _set_time_limit,
-    "temperature": _law("temperature"),
-    "top_k": _law("top_k"),
-    "top_p": _law("top_p"),
-    "min_p": _law("min_p"),
-    "seed": _law("seed"),
-    "repetition_penalty": _law("repetition_penalty"),
-    "presence_penalty": _law("presence_penalty"),
-    "frequency_penalty": _law("frequency_penalty"),
     "logit_bias": _set_logit_bias,
-    "banned_token_ids": lambda request, value: request.sampling.banned_token_ids.extend(value),
     "rule": _set_rule,
-    "lenience": _law("lenience"),
     "sigmoid_scales": _set_sigmoid,
     "stop": _set_stop,
-    "stop_token_ids": _repeated("stop_token_ids"),
-    "ignore_eos": _field("ignore_eos"),
-    "gamma": _set_gamma,
     "speculation": _set_speculation,
-    "max_entropy": _set_max_entropy,
     "drafter": _set_drafter,
-    "draft_temperature": _set_draft_temperature,
-    "outcome_cache": _set_outcome_cache,
-    "report_rounds": _set_report_rounds,
     "logprobs": _set_logprobs,
-    "keep_special_tokens": _field("keep_special_tokens"),
-    "request_id": _field("request_id"),
-    "required_features": _repeated("required_features"),
-    "committed_token_ids": _repeated("committed_token_ids"),
     "held_tokens": _set_held_tokens,
-    "weights_fingerprint": _field("weights_fingerprint"),
-    "cache_salt": _field("cache_salt"),
     "frame_bytes": _set_frame_bytes,
     "frame_pace": _set_frame_pace,
     "fixed_size_rounds": _set_fixed_size_rounds,

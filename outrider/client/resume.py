@@ -1,73 +1,160 @@
-"""One generation that may go on elsewhere: what of it has been delivered, and the request that goes on after it."""
+"""One call over all its tries, and one generation over all the calls that serve it: a `Generation` holds what has been
+delivered, the endpoint in use and the failures so far, and makes the request that goes on after it.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import math
+import random
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import cast
 
-from outrider.client.events import (
-    Chunk,
-    Event,
-    Finished,
-    FinishReason,
-    Queued,
-    Started,
-    Statistics,
-    Timings,
-    Usage,
-)
+import grpc
+
+from outrider.client.errors import OutriderError
+from outrider.client.events import Chunk, Event, Finished, FinishReason, Queued, Started, Statistics, Timings, Usage
+from outrider.rpc.errors import UNSPECIFIED
 from protos.outrider.v1 import draft_service_pb2 as pb
 from protos.outrider.v1 import sampling_pb2
 
 HELD_TOKENS = "held_tokens"
-"""The feature of a service that gives the text of tokens it is told."""
+"""The feature of a service that gives the text of tokens it is handed."""
+
+# Between two tries the client pauses for as long as the service says, and at least for so long, doubled with each try.
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.2, 3.0
+# A pause takes half of the time left at most, so that the last try is not made too late. With less left it gives up.
+LEAST_LEFT_S = 0.05
+
+_logger = logging.getLogger("outrider.client")
 
 
-class Progress:
-    """How far one request has come, over all the calls that served it.
+class Call:
+    """One call, over all its tries.
+
+    Attributes:
+        address: the endpoint of the try under way.
+        timeout: seconds for all tries together; None is for ever.
+        failures: failed tries since a service was last of help.
+    """
+
+    def __init__(self, timeout: float | None, patience: float | None) -> None:
+        self.address = ""
+        self.timeout = timeout
+        self.failures = 0
+        self._began = time.monotonic()
+        self._end = math.inf if timeout is None else self._began + timeout
+        self._patience = math.inf if patience is None else patience
+        self._give_up = math.inf  # when
+        self._is_noted = False
+        self._tries: dict[str, int] = {}  # that failed, by address
+        self._last: OutriderError | None = None  # failure, but for that the time is over
+
+    @property
+    def time_left(self) -> float | None:
+        """Seconds of the timeout; None is for ever."""
+        return None if self._end == math.inf else max(self._end - time.monotonic(), 0.0)
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another try can go on where this one ended."""
+        return True
+
+    @property
+    def delivered(self) -> int:
+        """Tokens that came, of all samples."""
+        return 0
+
+    def failed(self, failure: OutriderError) -> None:
+        """The try under way has failed."""
+        if not self.failures:
+            self._give_up = time.monotonic() + self._patience
+        self.failures += 1
+        self._tries[self.address] = self._tries.get(self.address, 0) + 1
+        if failure.is_passing:
+            self._last = failure
+
+    async def pause(self, failure: OutriderError, *, elsewhere: bool) -> bool:
+        """Whether another try is worth it. The pause before it has passed then; to go `elsewhere` takes none."""
+        now = time.monotonic()
+        if elsewhere:
+            return now < self._end
+        left = min(self._give_up, self._end) - now
+        if left < LEAST_LEFT_S:
+            return False
+        backoff = min(FIRST_BACKOFF_S * 2 ** min(self.failures - 1, 10), MAX_BACKOFF_S) * random.uniform(0.5, 1.5)
+        hint = (failure.retry_after or 0.0) * random.uniform(1.0, 1.25)
+        if not self._is_noted:
+            self._is_noted = True
+            _logger.warning("%s; trying again%s", failure, f" for {left:.3g} s" if left < math.inf else "")
+        await asyncio.sleep(min(max(backoff, hint), left / 2))
+        return True
+
+    def described(self, failure: OutriderError, addresses: Sequence[str]) -> OutriderError:
+        """The failure that ends the call, with where it was tried, how often, and what came."""
+        is_late = failure.code is grpc.StatusCode.DEADLINE_EXCEEDED and failure.reason == UNSPECIFIED
+        if failure.is_passing or is_late:
+            failure.tries = {address: self._tries.get(address, 0) for address in (*addresses, *self._tries)}
+            failure.delivered_tokens = self.delivered
+            if is_late and self._last is not None:
+                failure.message += f"; before that {self._last}"
+            tries = ", ".join(f"{address} ({count})" for address, count in failure.tries.items())
+            failure.message += f"; tries at {tries}; {self.delivered} tokens were delivered"
+        return failure
+
+
+class Generation(Call):
+    """One request for text.
 
     Attributes:
         resumes: how often it has gone on elsewhere after something of it had been delivered.
-        eos_token_ids: the target's own, once somebody has asked: see `needs_eos`.
+        eos_token_ids: the target's own, once they were asked for: see `needs_eos`.
     """
 
-    def __init__(self, request: pb.GenerateRequest) -> None:
+    def __init__(self, request: pb.GenerateRequest, timeout: float | None, patience: float | None) -> None:
+        super().__init__(timeout, patience)
         self.resumes = 0
         self.eos_token_ids: frozenset[int] | None = None
         self._request = request
-        self._begun = self._call_begun = time.monotonic()
+        self._is_single = request.n <= 1
+        self._call_began = self._began
         self._started: Started | None = None
         self._tokens: list[int] = list(request.committed_token_ids)
-        self._given = len(self._tokens)  # by the caller: told before, by somebody else
+        self._given = len(self._tokens)  # by the caller, who has them from an earlier request
         self._held = request.held_tokens  # of the last tokens, whose text has not been delivered
-        self._first_token: float | None = None
+        self._first_token: float | None = None  # seconds until it came
         self._parts: list[Chunk] = []  # of the text of a token that is held
         self._has_text = False
         self._ends = 0  # of samples
 
+    # ---------------------------------------------------------------------------------------------------- events
+
     def take(self, event: Event) -> list[Event]:
-        """What to deliver, now that this has come."""
+        """Takes an event of the call under way, and returns what to deliver."""
+        if isinstance(event, Started):  # a service that fails each time after it has said so is no help
+            if self._started is not None:
+                self.resumes += 1
+                return []
+            self._started = event
+            return [event]
+        self.failures = 0
         match event:
-            case Started():
-                if self._started is not None:
-                    self.resumes += 1
-                    return []
-                self._started = event
-                return [event]
-            case Queued():
-                return [event]
             case Chunk():
                 return self._take_chunk(event)
             case Finished():
                 self._has_text = True
                 self._ends += 1
                 return [*self._pop_parts(), self._whole(event)]
+            case Queued():
+                return [event]
 
     def _take_chunk(self, chunk: Chunk) -> list[Event]:
         if self._first_token is None and chunk.token_ids:
-            self._first_token = time.monotonic() - self._begun
+            self._first_token = time.monotonic() - self._began
         self._has_text = True
         whole = len(self._tokens) - self._held
         self._tokens += chunk.token_ids
@@ -83,53 +170,11 @@ class Progress:
         parts, self._parts = self._parts, []
         return parts
 
-    # ---------------------------------------------------------------------------------------------------- going on
-
-    @property
-    def is_over(self) -> bool:
-        """Whether every sample has ended, and nothing is missing but the end of the call."""
-        return self._ends >= max(self._request.n, 1)
-
-    @property
-    def delivered(self) -> int:
-        """Tokens of all samples that came."""
-        return len(self._tokens) - self._given
-
-    @property
-    def can_go_on(self) -> bool:
-        """Whether another call can go on where this one ended. Of several samples none may have begun."""
-        return self._is_single or not self._has_text
-
-    @property
-    def needs_eos(self) -> bool:
-        """Whether it takes the target's own stop tokens to tell if this has ended."""
-        return (
-            self.eos_token_ids is None
-            and self._is_single
-            and not self._request.ignore_eos
-            and len(self._tokens) > self._given
-            and not self._held
-        )
-
-    def ended(self) -> Finished | None:
-        """The end, where all was delivered but the end itself. Where text is held somebody has to be asked for it."""
-        started = self._started
-        if started is None or not self._is_single or self._held:
-            return None
-        stops = set(self._request.stop_token_ids)
-        if not self._request.ignore_eos:
-            stops |= self.eos_token_ids or set()
-        if len(self._tokens) > self._given and self._tokens[-1] in stops:
-            return self._finished(started, FinishReason.STOP_TOKEN, self._tokens[-1])
-        if len(self._tokens) >= started.max_new_tokens:
-            return self._finished(started, FinishReason.LENGTH)
-        if self._request.HasField("time_limit") and self._time_limit_left() <= 0:
-            return self._finished(started, FinishReason.TIME_LIMIT)
-        return None
+    # ------------------------------------------------------------------------------------------------- going on
 
     def request(self) -> pb.GenerateRequest:
         """What asks for the rest: for all of it, where nothing came."""
-        self._call_begun = time.monotonic()
+        self._call_began = time.monotonic()
         self._parts.clear()
         started = self._started
         if started is None:
@@ -151,52 +196,75 @@ class Progress:
         return request
 
     @property
-    def _is_single(self) -> bool:
-        return self._request.n <= 1
+    def is_over(self) -> bool:
+        """Whether every sample has ended, and nothing is missing but the end of the call."""
+        return self._ends >= max(self._request.n, 1)
+
+    @property
+    def delivered(self) -> int:
+        return len(self._tokens) - self._given
+
+    @property
+    def can_go_on(self) -> bool:
+        return self._is_single or not self._has_text  # of several samples none may have begun
+
+    @property
+    def needs_eos(self) -> bool:
+        """Whether it takes the target's own stop tokens to tell if this has ended."""
+        return (
+            self.eos_token_ids is None
+            and self._is_single
+            and not self._request.ignore_eos
+            and self.delivered > 0
+            and not self._held
+        )
+
+    def ended(self) -> Finished | None:
+        """The end, where all was delivered but the end itself. Where text is held a service has to be asked for it."""
+        started, request = self._started, self._request
+        if started is None or not self._is_single or self._held:
+            return None
+        stops = set(request.stop_token_ids)
+        if not request.ignore_eos:
+            stops |= self.eos_token_ids or set()
+        if self.delivered > 0 and self._tokens[-1] in stops:
+            return self._finished(started, FinishReason.STOP_TOKEN, self._tokens[-1])
+        if len(self._tokens) >= started.max_new_tokens:
+            return self._finished(started, FinishReason.LENGTH)
+        if request.HasField("time_limit") and self._time_limit_left() <= 0:
+            return self._finished(started, FinishReason.TIME_LIMIT)
+        return None
 
     def _time_limit_left(self) -> float:
-        limit = self._request.time_limit
-        return limit.seconds + limit.nanos / 1e9 - (time.monotonic() - self._begun)
+        return self._request.time_limit.ToTimedelta().total_seconds() - (time.monotonic() - self._began)
 
-    # ----------------------------------------------------------------------------------------------------- the end
+    # -------------------------------------------------------------------------------------------------- the end
 
     def _whole(self, finished: Finished) -> Finished:
         """The end of the last part as the end of all."""
         if not self.resumes:
             return finished
-        before = self._call_begun - self._begun
-        first = self._first_token if self._is_single else None
-        return replace(
-            finished,
-            num_resumes=self.resumes,
-            usage=replace(
-                finished.usage, completion_tokens=max(0, len(self._tokens) - self._given - finished.cut_tokens)
-            )
-            if self._is_single
-            else finished.usage,
-            timings=replace(
-                finished.timings,
-                time_to_first_token_us=round(first * 1e6)
-                if first is not None
-                else finished.timings.time_to_first_token_us,
-                total_us=finished.timings.total_us + round(before * 1e6),
-            ),
-        )
+        usage, timings = finished.usage, finished.timings
+        if self._is_single:
+            usage = replace(usage, completion_tokens=max(0, self.delivered - finished.cut_tokens))
+            if self._first_token is not None:
+                timings = replace(timings, time_to_first_token_us=round(self._first_token * 1e6))
+        before = round((self._call_began - self._began) * 1e6)
+        timings = replace(timings, total_us=timings.total_us + before)
+        return replace(finished, num_resumes=self.resumes, usage=usage, timings=timings)
 
     def _finished(self, started: Started, reason: FinishReason, stop_token_id: int | None = None) -> Finished:
-        """An end that nobody told: its statistics went with the service that had them."""
-        total = time.monotonic() - self._begun
+        """An end that no service sent: its statistics went with the service that had them."""
+        first, total = self._first_token or 0.0, time.monotonic() - self._began
         return Finished(
             index=0,
             finish_reason=reason,
             stop=None,
             stop_token_id=stop_token_id,
-            usage=Usage(len(started.prompt_token_ids), len(self._tokens) - self._given, 0),
+            usage=Usage(len(started.prompt_token_ids), self.delivered, 0),
             statistics=replace(Statistics.of(pb.SpeculationStatistics()), drafter=started.drafter),
             timings=Timings.of(
-                pb.GenerateTimings(
-                    time_to_first_token_us=round((self._first_token or 0.0) * 1e6), total_us=round(total * 1e6)
-                )
+                pb.GenerateTimings(time_to_first_token_us=round(first * 1e6), total_us=round(total * 1e6))
             ),
             num_resumes=self.resumes + 1,
         )

@@ -34,6 +34,19 @@ def is_local(address: str) -> bool:
         return False
 
 
+def check_plaintext(address: str, instead: str) -> None:
+    """Checks that plaintext stays on this machine; `instead` says what to give where it does not.
+
+    Raises:
+        ValueError: it leaves it.
+    """
+    if not is_local(address):
+        raise ValueError(
+            f"{address} is not a loopback address, and plaintext can be read on the way there: {instead} where the "
+            "network is trusted"
+        )
+
+
 def is_ipv6(address: str) -> bool:
     """Whether `IP:PORT` has an IPv6 address, which stands in brackets."""
     return address.startswith("[")

@@ -11,6 +11,7 @@ import structlog
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from outrider.rpc import channel
 from outrider.rpc.auth import AllowedClients, ClientLimits, Door, Tokens
 from outrider.rpc.channel import SOCKET, is_local
 from outrider.rpc.tls import FileProblem, ServerTLS
@@ -285,11 +286,11 @@ def check_plaintext(flag: str, address: str, asked_for: bool, instead: str) -> N
     Raises:
         SettingsError: neither.
     """
-    if not asked_for and not is_local(address):
-        raise SettingsError(
-            f"{flag} {address} is not a loopback address, and plaintext there can be read on the way: {instead}, or "
-            "--plaintext where the network is trusted"
-        )
+    if not asked_for:
+        try:
+            channel.check_plaintext(address, f"{instead}, or --plaintext")
+        except ValueError as error:
+            raise SettingsError(f"{flag} {error}") from None
 
 
 def made(flag: str, make: Callable[[], Made]) -> Made:

@@ -13,8 +13,7 @@ import pytest
 import yaml
 
 from outrider.cli.processes import ServiceProcess
-from outrider.client import Chunk, Client, Completion
-from outrider.client.events import Collector
+from outrider.client import Chunk, Client, Completion, Event
 from protos.outrider.v1 import draft_service_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 from tests.draft_service.calls import request
@@ -244,12 +243,12 @@ PROMPT = "def area(radius):\n"
 
 def write(client: Client, seed: int, begun: threading.Event | None = None) -> Completion:
     """One text; a seed is the same text whoever writes it. `begun` is set at its first chunk."""
-    collector = Collector()
+    taken: list[Event] = []
     for event in client.generate(PROMPT, temperature=1.0, seed=seed, max_new_tokens=TOKENS, ignore_eos=True):
-        collector.add(event)
+        taken.append(event)
         if begun is not None and isinstance(event, Chunk):
             begun.set()
-    return collector.completion()
+    return Completion.of(taken)
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from outrider.client import (
     Started,
     TokenOrigin,
     Unavailable,
+    resume,
 )
 from outrider.client import (
     client as client_module,
@@ -77,8 +78,8 @@ async def test_an_error_comes_by_type_and_at_once(error: RequestError, kind: typ
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses between tries are a tenth as long."""
-    monkeypatch.setattr(client_module, "FIRST_BACKOFF_S", 0.005)
-    monkeypatch.setattr(client_module, "MAX_BACKOFF_S", 0.02)
+    monkeypatch.setattr(resume, "FIRST_BACKOFF_S", 0.005)
+    monkeypatch.setattr(resume, "MAX_BACKOFF_S", 0.02)
 
 
 PASSING = [errors.overloaded("full"), errors.overloaded("full", retry_after=0.01), errors.draining()]

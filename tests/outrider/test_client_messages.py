@@ -9,7 +9,9 @@ import pytest
 from outrider.client import (
     AcceptanceRule,
     Chunk,
+    Completion,
     Drafter,
+    Event,
     Finished,
     FinishReason,
     InvalidRequest,
@@ -24,7 +26,7 @@ from outrider.client import (
     TokenOrigin,
     Usage,
 )
-from outrider.client.events import Collector, read
+from outrider.client.events import read
 from outrider.client.request import build
 from protos.outrider.v1 import draft_service_pb2 as pb
 from protos.outrider.v1 import sampling_pb2
@@ -239,9 +241,9 @@ def test_an_event_of_a_newer_server_is_left_out() -> None:
 
 
 def test_a_generation_that_is_not_whole_is_no_completion() -> None:
-    collector = Collector()
+    taken: list[Event] = []
     with pytest.raises(ValueError, match="not whole"):
-        collector.completion()
+        Completion.of(taken)
     for response in (
         pb.GenerateResponse(started=pb.GenerateStarted()),
         pb.GenerateResponse(chunk=pb.GenerateChunk(index=1, text="x")),
@@ -249,6 +251,6 @@ def test_a_generation_that_is_not_whole_is_no_completion() -> None:
     ):
         event = read(response)
         assert event is not None
-        collector.add(event)
+        taken.append(event)
     with pytest.raises(ValueError, match=r"open \[1\]"):
-        collector.completion()
+        Completion.of(taken)

@@ -27,8 +27,7 @@ from outrider.client import (
     Started,
     Unavailable,
 )
-from outrider.client.endpoints import Places, split
-from outrider.client.events import Collector
+from outrider.client.endpoints import Endpoints, split
 from outrider.rpc import errors
 from tests.fork_server import ForkedService
 from tests.outrider.refusing import Refusing, refusing
@@ -55,13 +54,14 @@ def both(proxies: tuple[Proxy, Proxy]) -> list[str]:
 
 async def collect(events: AsyncGenerator[Event, None], *, at: Sequence[int], then: Any) -> Completion:
     """The whole of it; after each of the chunks `at`, counted from 1, does `then`."""
-    collector, chunks = Collector(), 0
+    taken: list[Event] = []
+    chunks = 0
     async for event in events:
-        collector.add(event)
+        taken.append(event)
         chunks += isinstance(event, Chunk)
         if isinstance(event, Chunk) and chunks in at:
             then()
-    return collector.completion()
+    return Completion.of(taken)
 
 
 def assert_same(one: Completion, other: Completion) -> None:
@@ -296,14 +296,14 @@ def test_a_draft_service_killed_under_its_requests(demo_pair: Pair) -> None:
                 chunks = [0] * len(asked)
 
                 async def one(number: int) -> Completion:
-                    collector = Collector()
+                    taken: list[Event] = []
                     async for event in client.generate(PROMPT, **asked[number]):
-                        collector.add(event)
+                        taken.append(event)
                         chunks[number] += isinstance(event, Chunk)
                         if min(chunks) >= 3 and victim.returncode is None:
                             victim.process.send_signal(signal.SIGKILL)
                             victim.process.wait(60)
-                    return collector.completion()
+                    return Completion.of(taken)
 
                 broken = await asyncio.gather(*(one(number) for number in range(len(asked))))
                 return broken, [await client.complete(PROMPT, **options) for options in (GREEDY160, SAMPLED160)]
@@ -343,19 +343,19 @@ async def test_a_name_is_all_its_addresses_and_asked_again_when_one_fails(monkey
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, port)) for ip in known]
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo, raising=False)
-    places = Places(["drafts:50051", "127.0.0.1:7"])
-    first = [await places.choose() for _ in range(6)]
+    endpoints = Endpoints(["drafts:50051", "127.0.0.1:7"])
+    first = [await endpoints.choose() for _ in range(6)]
     assert sorted(set(first)) == ["10.0.0.1:50051", "10.0.0.2:50051", "127.0.0.1:7"]
     assert asked == ["drafts"]
     known[1] = "10.0.0.3"
-    places.failed("10.0.0.1:50051")
-    later = {await places.choose() for _ in range(6)}
+    endpoints.failed("10.0.0.1:50051")
+    later = {await endpoints.choose() for _ in range(6)}
     assert asked == ["drafts", "drafts"]
     assert later == {"10.0.0.3:50051", "127.0.0.1:7"}, "what failed is passed over while there are others"
-    places.failed("10.0.0.3:50051")
-    places.failed("127.0.0.1:7")
-    assert await places.choose() == "10.0.0.1:50051", "what failed first"
-    assert not places.has_fresh()
+    endpoints.failed("10.0.0.3:50051")
+    endpoints.failed("127.0.0.1:7")
+    assert await endpoints.choose() == "10.0.0.1:50051", "what failed first"
+    assert not endpoints.has_fresh()
 
 
 async def test_a_service_of_both_families_is_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,7 +364,7 @@ async def test_a_service_of_both_families_is_one_place(monkeypatch: pytest.Monke
         return [*six, *((socket.AF_INET, socket.SOCK_STREAM, 6, "", (f"10.0.0.{i}", port)) for i in (1, 2))]
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo, raising=False)
-    assert await Places(["drafts:50051"]).addresses() == ["[fd00::1]:50051", "[fd00::2]:50051"]
+    assert await Endpoints(["drafts:50051"]).addresses() == ["[fd00::1]:50051", "[fd00::2]:50051"]
 
 
 @pytest.mark.parametrize(

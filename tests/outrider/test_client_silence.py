@@ -13,8 +13,7 @@ import grpc
 import pytest
 
 from outrider.cli.processes import Pair, ServiceProcess
-from outrider.client import AsyncClient, Chunk, Completion, Finished, Options, Started, Unavailable
-from outrider.client.events import Collector
+from outrider.client import AsyncClient, Chunk, Completion, Event, Finished, Options, Started, Unavailable
 from outrider.rpc.errors import unavailable
 from protos.outrider.v1 import draft_service_pb2 as pb
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
@@ -79,13 +78,13 @@ async def test_texts_under_way_and_new_ones_go_on_elsewhere(victim: ServiceProce
         async with AsyncClient(addresses, timeout=LONG_S, silence=SILENCE_S) as client:
 
             async def one(number: int) -> Completion:
-                collector = Collector()
+                taken: list[Event] = []
                 async for event in client.generate(PROMPT, **SAMPLED):
-                    collector.add(event)
+                    taken.append(event)
                     chunks[number] += isinstance(event, Chunk)
                     if min(chunks) == 3:
                         os.kill(victim.process.pid, signal.SIGSTOP)
-                return collector.completion()
+                return Completion.of(taken)
 
             broken = await asyncio.gather(one(0), one(1))
         async with AsyncClient(addresses, timeout=LONG_S, silence=SILENCE_S) as client:

@@ -12,8 +12,8 @@ import outrider.cli.demo
 from outrider.cli import main
 from outrider.cli.options import request_of
 from outrider.cli.output import completion_document, write_json
-from outrider.client import Options
-from outrider.client.events import Collector, read
+from outrider.client import Completion, Event, Options
+from outrider.client.events import read
 from protos.outrider.v1 import draft_service_pb2 as pb
 from protos.outrider.v1 import sampling_pb2
 
@@ -137,7 +137,7 @@ def test_every_option_of_generate_is_one_of_the_client() -> None:
 
 
 def _completion(samples: int) -> dict[str, Any]:
-    collector = Collector()
+    taken: list[Event] = []
     responses = [pb.GenerateResponse(started=pb.GenerateStarted(request_id="r", seed=2**64 - 1))]
     for index in range(samples):
         entry = sampling_pb2.PositionLogprobs(token=sampling_pb2.TokenLogprob(token_id=4, raw=-0.5, adjusted=-math.inf))
@@ -149,8 +149,8 @@ def _completion(samples: int) -> dict[str, Any]:
     for response in responses:
         event = read(response)
         assert event is not None
-        collector.add(event)
-    return completion_document(collector.completion())
+        taken.append(event)
+    return completion_document(Completion.of(taken))
 
 
 def test_json_is_one_object_that_any_reader_takes(capsys: pytest.CaptureFixture[str]) -> None:

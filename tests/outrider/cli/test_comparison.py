@@ -5,23 +5,23 @@ from io import StringIO
 from rich.console import Console
 
 from outrider.cli.demo import Comparison, Cost, Subject, TokenWriter, draw_comparison
-from outrider.client import Chunk, Client, FinishReason
-from outrider.client.events import Collector
+from outrider.client import Chunk, Client, Completion, Event, FinishReason
 
 PROMPT = "import os\nimport sys\n\n\ndef main(argv):\n"
 
 
 def test_both_ways_write_the_same_text_and_the_drawing_holds_it(draft_address: str) -> None:
     out = StringIO()
-    writer, collector = TokenWriter(Console(file=out, width=80)), Collector()
+    writer = TokenWriter(Console(file=out, width=80))
+    taken: list[Event] = []
     with Client(draft_address, timeout=60) as client:
         subject = Subject(client, PROMPT, {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True, "gamma": 5})
         subject.warm_up()
         for event in subject.stream():
-            collector.add(event)
+            taken.append(event)
             if isinstance(event, Chunk):
                 writer.chunk(event)
-        shown = collector.completion()
+        shown = Completion.of(taken)
         comparison = subject.compare(shown, repeats=1)
     assert shown.finish_reason is FinishReason.LENGTH
     assert comparison.first_difference is None
