@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
-from outrider.rpc.channel import wait_for_health_blocking
+from outrider.rpc.channel import wait_for_health
 
 
 def service_environment(threads: int | None = None) -> dict[str, str]:
@@ -216,7 +216,7 @@ class ServiceProcess:
         if not self._told.wait(within) or not self._address:
             return False
         try:
-            wait_for_health_blocking(self._health_address or self._address, "", within)
+            wait_for_health(self._health_address or self._address, "", within)
         except TimeoutError:
             return False
         return True

@@ -13,7 +13,7 @@ import hmac
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -23,7 +23,7 @@ import grpc
 
 from outrider.rpc import errors
 from outrider.rpc.errors import RequestError, invalid_field, overloaded, permission_denied, unauthenticated
-from outrider.rpc.interceptor import Context, Handler, wrapped
+from outrider.rpc.interceptor import Context, Handler, Interceptor, wrapped
 from outrider.rpc.tls import FileProblem, Watched
 
 METADATA_KEY = "authorization"
@@ -305,14 +305,15 @@ def _too_fast(rate: float, burst: int, seconds: float) -> RequestError:
 
 _logger = logging.getLogger(__name__)
 
-_OPEN_TO_ALL = "/grpc.health."
 _ABOUT_THE_SERVER = "/grpc.reflection."
 # A line about a call that was turned away; whoever tries in a loop fills no disk.
 _SECONDS_PER_LINE = 1.0
 
 
-class Door(grpc.aio.ServerInterceptor):
-    """Server interceptor; put it before all others, so that who may not come in learns nothing else."""
+class Authentication(Interceptor):
+    """Put it before all others, so that who may not come in learns nothing else."""
+
+    passes = ("/grpc.health.",)
 
     def __init__(
         self,
@@ -333,16 +334,9 @@ class Door(grpc.aio.ServerInterceptor):
         self._limits = limits
         self._next_line = 0.0
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
-        handler = await continuation(handler_call_details)
-        method: Any = handler_call_details.method
-        if handler is None or method.startswith(_OPEN_TO_ALL):
-            return handler
-        metadata = tuple(handler_call_details.invocation_metadata or ())
+    def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        method: Any = details.method
+        metadata = tuple(details.invocation_metadata or ())
         counts = bool(handler.response_streaming) and not method.startswith(_ABOUT_THE_SERVER)
 
         @asynccontextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -69,7 +69,6 @@ def of_one_family(addresses: Sequence[str], before: Collection[str] = ()) -> lis
 
 DEFAULT_MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 
-_SERVING = health_pb2.HealthCheckResponse.SERVING
 # One probe answers within this, or the next one asks again.
 _PROBE_TIMEOUT_S = 2.0
 # An address that refuses is tried again this soon: a service that starts is seldom more than seconds away.
@@ -115,75 +114,30 @@ def open_channel(
     return grpc.aio.secure_channel(address, credentials, options=together)
 
 
-async def wait_for_health(channel: grpc.aio.Channel | str, service: str, timeout_s: float) -> None:
-    """Waits until `service` ("" for the server as a whole) is SERVING. An address gets a channel of its own.
+def wait_for_health(address: str, service: str, timeout_s: float) -> None:
+    """Waits, without an event loop, until `service` ("" for the server as a whole) is SERVING.
 
     Raises:
         TimeoutError: it is not after `timeout_s` seconds; says what the last answer was.
     """
-    if isinstance(channel, str):
-        async with open_channel(channel) as own:
-            return await wait_for_health(own, service, timeout_s)
-    stub: Any = health_pb2_grpc.HealthStub(channel)  # its stubs forget its methods
-    request = health_pb2.HealthCheckRequest(service=service)
-    for pause_s, probe in (probes := _Probes(service, timeout_s)):
-        try:
-            status = (await stub.Check(request, timeout=probe)).status
-        except grpc.aio.AioRpcError as error:
-            probes.last = _describe(error)
-        else:
-            if status == _SERVING:
-                return
-            probes.last = health_pb2.HealthCheckResponse.ServingStatus.Name(status)
-        await asyncio.sleep(pause_s)
-    raise probes.timed_out()
-
-
-def wait_for_health_blocking(address: str, service: str, timeout_s: float) -> None:
-    """`wait_for_health` for callers without an event loop.
-
-    Raises:
-        TimeoutError: it is not SERVING after `timeout_s` seconds; says what the last answer was.
-    """
+    last, pause_s, end = "no answer", 0.02, time.monotonic() + timeout_s
     with grpc.insecure_channel(
         address, options=channel_options(max_message_bytes=DEFAULT_MAX_MESSAGE_BYTES)
     ) as channel:
-        stub: Any = health_pb2_grpc.HealthStub(channel)
+        stub: Any = health_pb2_grpc.HealthStub(channel)  # its stubs forget its methods
         request = health_pb2.HealthCheckRequest(service=service)
-        for pause_s, probe in (probes := _Probes(service, timeout_s, address)):
+        while (left_s := end - time.monotonic()) > 0:
             try:
-                status = stub.Check(request, timeout=probe).status
+                status = stub.Check(request, timeout=min(_PROBE_TIMEOUT_S, left_s)).status
             except grpc.RpcError as error:
-                probes.last = _describe(error)
+                last = f"{error.code().name}: {error.details()}"
             else:
-                if status == _SERVING:
+                if status == health_pb2.HealthCheckResponse.SERVING:
                     return
-                probes.last = health_pb2.HealthCheckResponse.ServingStatus.Name(status)
-            time.sleep(pause_s)
-    raise probes.timed_out()
-
-
-class _Probes:
-    """When to ask, and what was answered. Yields (seconds to wait after a probe, seconds it may take)."""
-
-    def __init__(self, service: str, timeout_s: float, address: str = ""):
-        self.last = "no answer"
-        self._what = " at ".join(part for part in (service or "the server", address) if part)
-        self._timeout_s = timeout_s
-        self._end = time.monotonic() + timeout_s
-
-    def __iter__(self) -> Iterator[tuple[float, float]]:
-        pause_s = 0.02
-        while (left_s := self._end - time.monotonic()) > 0:
-            yield min(pause_s, left_s), min(_PROBE_TIMEOUT_S, left_s)
+                last = health_pb2.HealthCheckResponse.ServingStatus.Name(status)
+            time.sleep(min(pause_s, left_s))
             pause_s = min(pause_s * 1.5, 0.25)
-
-    def timed_out(self) -> TimeoutError:
-        return TimeoutError(f"{self._what} is not serving after {self._timeout_s:g} s: {self.last}")
-
-
-def _describe(error: grpc.RpcError) -> str:
-    return f"{error.code().name}: {error.details()}"
+    raise TimeoutError(f"{service or 'the server'} at {address} is not serving after {timeout_s:g} s: {last}")
 
 
 Stub = TypeVar("Stub")

@@ -1,8 +1,9 @@
-"""A method of a server with something around each of its calls, and its requests decoded inside."""
+"""Interceptors of a server: something around each call of its methods, and requests decoded inside."""
 
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import Any, TypeAlias
@@ -51,11 +52,14 @@ def wrapped(
     return make(behaviour, early, handler.response_serializer)
 
 
-class Decoder(grpc.aio.ServerInterceptor):
-    """Server interceptor; put it after all others: what they refuse is never decoded.
+class Interceptor(grpc.aio.ServerInterceptor, ABC):
+    """Wraps the methods of a server, but for those that begin with one of `passes`."""
 
-    A request that cannot be decoded ends its call with INVALID_ARGUMENT.
-    """
+    passes: tuple[str, ...] = ()
+
+    @abstractmethod
+    def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        """Returns the handler with something around its calls: see `wrapped`."""
 
     async def intercept_service(
         self,
@@ -63,9 +67,20 @@ class Decoder(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
         handler = await continuation(handler_call_details)
-        if handler is None or handler.request_deserializer is None:
+        if handler is None or any(handler_call_details.method.startswith(each) for each in self.passes):
             return handler
+        return self.wrap(handler, handler_call_details)
+
+
+class Decoder(Interceptor):
+    """Put it after all others: what they refuse is never decoded. A request that cannot be decoded ends its call with
+    INVALID_ARGUMENT.
+    """
+
+    def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
         deserialize: Any = handler.request_deserializer
+        if deserialize is None:
+            return handler
 
         def decode(message: bytes) -> Any:
             try:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,19 +21,18 @@ from grpc_health.v1 import health
 from outrider.rpc import errors
 from outrider.rpc.channel import SOCKET
 from outrider.rpc.health import HealthState
-from outrider.rpc.interceptor import Context, Decoder, Handler, wrapped
+from outrider.rpc.interceptor import Context, Decoder, Handler, Interceptor, wrapped
 
 # gRPC takes calls in before their handlers begin, and a server that stops cuts those: the gate is idle once so many
 # looks, so many seconds apart, have found no call that came meanwhile. Who keeps on calling is not waited for.
 _QUIET_LOOKS, _LOOK_S = 10, 0.01
 _MOST_LOOKS = 200
 
-# Asked about the server, not of it: they pass a closed gate, and nobody waits for them to end.
-_ABOUT_THE_SERVER = ("/grpc.health.", "/grpc.reflection.")
 
+class DrainGate(Interceptor):
+    """Open from birth."""
 
-class DrainGate(grpc.aio.ServerInterceptor):
-    """Server interceptor. Open from birth. Handlers must be asynchronous, as all of ours are."""
+    passes = ("/grpc.health.", "/grpc.reflection.")  # about the server: they pass a closed gate, and do not hold it up
 
     def __init__(self) -> None:
         self._open = True
@@ -71,43 +70,23 @@ class DrainGate(grpc.aio.ServerInterceptor):
             arrived = self._arrived
         await self._idle.wait()
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
-        handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method.startswith(_ABOUT_THE_SERVER):
-            return handler
+    def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
         self._arrived += 1
         return wrapped(handler, self._gated)
 
     @asynccontextmanager
     async def _gated(self, context: Context) -> AsyncIterator[None]:
-        await self._admit(context)
-        with self._counted():
-            try:
-                yield
-            except asyncio.CancelledError:
-                await self._explain(context)
-                raise
-
-    async def _admit(self, context: Context) -> None:
         if not self._open:
             await errors.abort(context, errors.draining())
-
-    async def _explain(self, context: Context) -> None:
-        """Says why a call is cut, where it was cut here, and its client is still there."""
-        if self._is_cut and not context.done():
-            await errors.abort(context, errors.draining())
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
         task = asyncio.current_task()
         self._running.append(task)
         self._idle.clear()
         try:
             yield
+        except asyncio.CancelledError:
+            if self._is_cut and not context.done():  # its client is still there, and learns why
+                await errors.abort(context, errors.draining())
+            raise
         finally:
             self._running.remove(task)
             if not self._running:
@@ -134,7 +113,7 @@ def create_server(
     max_message_bytes: int,
     max_concurrent_streams: int | None = None,
     max_connection_age_s: float | None = None,
-    doors: Sequence[grpc.aio.ServerInterceptor] = (),
+    first: Sequence[grpc.aio.ServerInterceptor] = (),
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> grpc.aio.Server:
     """A server with our options, not started and without services. Call it inside the event loop.
@@ -144,7 +123,7 @@ def create_server(
         max_concurrent_streams: calls above it on one connection wait at the client.
         max_connection_age_s: a connection older than this takes no new calls, so that its client makes another one;
             gRPC varies it by a tenth. Calls on it go on to their end. None: however old.
-        doors: interceptors that decide who comes in; a call meets them first.
+        first: interceptors that a call meets first: they decide who comes in.
         interceptors: others; a call meets them last, and its request is decoded after them.
     """
     options: list[tuple[str, int]] = [
@@ -165,7 +144,7 @@ def create_server(
     if max_connection_age_s is not None:
         options.append(("grpc.max_connection_age_ms", round(max_connection_age_s * 1e3)))
     gate = DrainGate()
-    server = grpc.aio.server(interceptors=[*doors, gate, *interceptors, Decoder()], options=options)
+    server = grpc.aio.server(interceptors=[*first, gate, *interceptors, Decoder()], options=options)
     _gates[server] = gate
     return server
 

@@ -172,7 +172,7 @@ async def _serve(service: Service, settings: ServiceSettings) -> None:
         max_message_bytes=service.max_message_bytes(),
         max_concurrent_streams=settings.max_concurrent_streams,
         max_connection_age_s=settings.max_connection_age,
-        doors=how.doors,
+        first=how.first,
     )
     health = HealthState(server, [service.name])
     show_life(service.metrics, health, lambda: service.engine, max(settings.liveness_timeout, SLOW_LOOP_SECONDS))

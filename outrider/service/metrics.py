@@ -5,17 +5,17 @@ Names begin with `outrider_`; what a service counts it makes itself, in the regi
 
 from __future__ import annotations
 
-import asyncio
-import io
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from wsgiref.handlers import SimpleHandler
+from socketserver import TCPServer
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler
 
 from prometheus_client import CollectorRegistry, Info, ProcessCollector, disable_created_metrics, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from outrider.rpc.server import StartupError
@@ -25,12 +25,12 @@ from outrider.service.logs import dropped_lines
 # One more series for each, which says when a counter began; nothing here asks.
 disable_created_metrics()
 
-# Of an HTTP connection, from its first byte to its last; a scraper takes milliseconds.
+# How long a connection may say nothing; a scraper takes milliseconds.
 CONNECTION_SECONDS = 10.0
-# Open at once; one more closes the oldest.
-MAX_CONNECTIONS = 64
-_MAX_HEAD_BYTES = 1 << 14
-_BACKLOG = 256
+# Open at once, and so threads; one more closes the oldest.
+MAX_CONNECTIONS = 16
+# How soon the server sees that it is to stop.
+_POLL_SECONDS = 0.1
 
 
 class Metrics:
@@ -73,93 +73,67 @@ class _DroppedLines(Collector):
         )
 
 
-class _Server:
-    """An HTTP server in one thread, however many connections there are: each is answered once, and closed."""
+class _Handler(WSGIRequestHandler):
+    def setup(self) -> None:
+        self.request.settimeout(CONNECTION_SECONDS)
+        super().setup()
 
-    def __init__(self, registry: CollectorRegistry, listening: socket.socket) -> None:
-        self._app = make_wsgi_app(registry)
-        self._listening = listening
-        self._open: dict[asyncio.StreamWriter, None] = {}
-        self._loop = asyncio.new_event_loop()
-        self._stop = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
-        self._thread.start()
+    def log_message(self, *_: Any, **__: Any) -> None:
+        """Logs nothing."""
 
-    def stop(self) -> None:
-        with suppress(RuntimeError):  # its thread has failed
-            self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
 
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._serve())
+class _Server(ThreadingWSGIServer):
+    request_queue_size = 256
+    allow_reuse_port = False
 
-    async def _serve(self) -> None:
-        server = await asyncio.start_server(
-            self._connected, sock=self._listening, limit=_MAX_HEAD_BYTES, backlog=_BACKLOG
-        )
-        await self._stop.wait()
-        server.close()
+    def __init__(self, address: Any, family: socket.AddressFamily) -> None:
+        self.address_family = family
+        self._open: dict[Any, None] = {}
+        super().__init__(address, _Handler)
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def server_bind(self) -> None:
+        TCPServer.server_bind(self)  # the next class's own asks the resolver for a name of this host
+        self.server_name, self.server_port = "", self.server_address[1]
+        self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
         if len(self._open) >= MAX_CONNECTIONS:
             oldest = next(iter(self._open))
-            del self._open[oldest]
-            oldest.transport.abort()
-        self._open[writer] = None
-        try:
-            with suppress(OSError, EOFError, asyncio.LimitOverrunError, TimeoutError):
-                async with asyncio.timeout(CONNECTION_SECONDS):
-                    writer.write(self._answer(await reader.readuntil(b"\r\n\r\n")))
-                    writer.close()
-                    await writer.wait_closed()
-        finally:
-            self._open.pop(writer, None)
-            writer.transport.abort()
+            self._open.pop(oldest, None)
+            with suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)  # its thread reads the end
+        self._open[request] = None
+        super().process_request(request, client_address)
 
-    def _answer(self, head: bytes) -> bytes:
-        """The response to a request, whose head ends in an empty line. What it asks for is up to the library."""
-        request, *fields = head.decode("latin-1").split("\r\n")
-        method, target, *_ = [*request.split(" "), "", ""]
-        path, _, query = target.partition("?")
-        environ = {"REQUEST_METHOD": method, "PATH_INFO": path, "QUERY_STRING": query, "SERVER_PROTOCOL": "HTTP/1.0"}
-        for name, _, value in (field.partition(":") for field in fields):
-            environ["HTTP_" + name.strip().upper().replace("-", "_")] = value.strip()
-        response = io.BytesIO()
-        SimpleHandler(io.BytesIO(), response, sys.stderr, environ, multithread=False).run(self._app)
-        return response.getvalue()
+    def shutdown_request(self, request: Any) -> None:
+        self._open.pop(request, None)
+        super().shutdown_request(request)
 
-
-def _listen(host: str, port: int) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    listening = socket.socket(family, kind, protocol)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(_BACKLOG)
-    except OSError:
-        listening.close()
-        raise
-    return listening
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says nothing of a connection that broke."""
 
 
 @contextmanager
 def exposed(metrics: Metrics, address: str) -> Iterator[str]:
-    """Serves the metrics over HTTP, at any path, on a thread of its own; yields `HOST:PORT` with the real port.
+    """Serves the metrics over HTTP, at any path, on threads; yields `HOST:PORT` with the real port.
 
     Raises:
         StartupError: the port is taken, or the host is not this machine's.
     """
     host, _, port = address.rpartition(":")
     try:
-        listening = _listen(host.strip("[]"), int(port))
+        family, _, _, _, found = socket.getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        server = _Server(found, family)
     except OSError as error:
         raise StartupError(f"cannot show metrics at {address}: {error.strerror or error}") from error
-    bound = listening.getsockname()[1]
-    server = _Server(metrics.registry, listening)
+    server.set_app(make_wsgi_app(metrics.registry))
+    thread = threading.Thread(target=server.serve_forever, args=(_POLL_SECONDS,), name="metrics", daemon=True)
+    thread.start()
     try:
-        yield f"{host}:{bound}"
+        yield f"{host}:{server.server_port}"
     finally:
-        server.stop()
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from outrider.rpc import channel
-from outrider.rpc.auth import AllowedClients, ClientLimits, Door, Tokens
+from outrider.rpc.auth import AllowedClients, Authentication, ClientLimits, Tokens
 from outrider.rpc.channel import SOCKET, is_local
 from outrider.rpc.tls import FileProblem, ServerTLS
 
@@ -240,11 +240,11 @@ class Listening:
 
     Attributes:
         tls: None is plaintext.
-        doors: what every call meets first.
+        first: interceptors that every call meets first.
     """
 
     tls: ServerTLS | None
-    doors: list[Door]
+    first: list[Authentication]
 
     @property
     def transport(self) -> str:
@@ -277,7 +277,7 @@ def listening(settings: ServiceSettings) -> Listening:
     allowed = AllowedClients(settings.allow_client_san) if settings.allow_client_san else None
     limits = _limits(settings)
     asks = any(each is not None for each in (allowed, tokens, limits))
-    return Listening(tls, [Door(allowed=allowed, tokens=tokens, limits=limits)] if asks else [])
+    return Listening(tls, [Authentication(allowed=allowed, tokens=tokens, limits=limits)] if asks else [])
 
 
 def check_plaintext(flag: str, address: str, asked_for: bool, instead: str) -> None:

@@ -1,81 +1,50 @@
 """Traces: what a service records of its calls, and where it sends that (OpenTelemetry, OTLP over gRPC).
 
-Where in a trace a call stands goes from a caller's metadata to that of the calls one makes, and to each log line, in
-the form of W3C Trace Context (`traceparent`, version 00). Nothing is recorded until it is told where to send it, and
-until then nothing of OpenTelemetry is imported.
+A call's place in its trace goes from its metadata to those of the calls that it makes, and to each log line, in the
+form of W3C Trace Context. Nothing is recorded until `Tracing.open`, and until then OpenTelemetry's SDK is not imported.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 import structlog
+from opentelemetry.context import Context, attach
+from opentelemetry.trace import SpanKind, Status, StatusCode, get_current_span, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from outrider.service.best_effort import Component
 from outrider.service.settings import SettingsError
 
 _log = structlog.get_logger()
 
-HEADER = "traceparent"
-
-# A later version may say more after the flags; what is known of it is read all the same.
-_FORM = re.compile(r"(?!ff)([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-_SAMPLED = 0x01
+_W3C = TraceContextTextMapPropagator()
 
 
-@dataclass(frozen=True, slots=True)
-class TraceContext:
-    """A span of a trace, by its ids; `is_sampled` where it is recorded."""
-
-    trace_id: int
-    span_id: int
-    is_sampled: bool = False
-
-    @classmethod
-    def parse(cls, text: str) -> TraceContext | None:
-        """Reads a `traceparent`; None where it is none."""
-        found = _FORM.fullmatch(text.strip())
-        if found is None or (found[1] == "00" and found[5]):
-            return None
-        trace_id, span_id, flags = (int(found[i], 16) for i in (2, 3, 4))
-        return cls(trace_id, span_id, bool(flags & _SAMPLED)) if trace_id and span_id else None
-
-    def __str__(self) -> str:
-        return f"00-{self.trace_id:032x}-{self.span_id:016x}-{int(self.is_sampled):02x}"
-
-
-current: ContextVar[TraceContext | None] = ContextVar("current", default=None)
-"""That of the call which this task serves."""
-
-
-def incoming(metadata: Iterable[Any] | None) -> TraceContext | None:
-    """What the caller's metadata, pairs of key and value, say; None where they say nothing, or no sense."""
-    for key, value in metadata or ():
-        if key == HEADER and isinstance(value, str):
-            return TraceContext.parse(value)
-    return None
+def incoming(metadata: Iterable[Any] | None) -> Context:
+    """The trace of a caller, by its metadata, which are pairs of key and value; empty where they name none."""
+    named = {key: value for key, value in metadata or () if key in _W3C.fields and isinstance(value, str)}
+    return _W3C.extract(named, context=Context())  # empty: no other context is looked at
 
 
 def outgoing() -> tuple[tuple[str, str], ...] | None:
     """The metadata for a call that this task makes; None where it stands in no trace."""
-    context = current.get()
-    return None if context is None else ((HEADER, str(context)),)
+    headers: dict[str, str] = {}
+    _W3C.inject(headers)
+    return tuple(headers.items()) or None
 
 
 def add_trace_ids(logger: object, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """Puts the ids of the trace into a log line; a processor of structlog's."""
-    context = current.get()
-    if context is not None:
+    context = get_current_span().get_span_context()
+    if context.is_valid:
         event["trace_id"] = f"{context.trace_id:032x}"
         event["span_id"] = f"{context.span_id:016x}"
     return event
@@ -113,7 +82,7 @@ class CallTrace:
         if not self.is_recorded:
             return
         part = self._tracer.start_span(
-            name, context=_around(self._span), attributes=attributes, start_time=self._at(began)
+            name, context=set_span_in_context(self._span), attributes=attributes, start_time=self._at(began)
         )
         part.end(end_time=self._at(ended))
 
@@ -185,11 +154,10 @@ class Tracing:
         """A call, from now until the block ends; `metadata` are its caller's. What the block logs has the trace's ids,
         and so have the calls that it makes (`outrider.service.tracing`).
         """
-        parent = TRACING.run(lambda: incoming(metadata), None)
+        parent = TRACING.run(lambda: incoming(metadata), Context())
         span = None if self._tracer is None else TRACING.run(lambda: self._begin(name, parent), None)
         if span is None:
-            if parent is not None:
-                current.set(parent)
+            attach(parent)
             yield UNTRACED
             return
         is_recorded = TRACING.run(span.is_recording, False)
@@ -197,18 +165,15 @@ class Tracing:
             yield CallTrace(span, self._tracer) if is_recorded else UNTRACED
         except Exception as error:  # a client that leaves is no error of ours
             text = str(error) or type(error).__name__
-            TRACING.run(lambda: _mark_failed(span, text), None)
+            TRACING.run(lambda: span.set_status(Status(StatusCode.ERROR, text)), None)
             raise
         finally:
             TRACING.run(span.end, None)
 
-    def _begin(self, name: str, parent: TraceContext | None) -> Any:
+    def _begin(self, name: str, parent: Context) -> Any:
         """Starts the span of a call, and makes it the current one."""
-        from opentelemetry.trace import SpanKind
-
-        span = self._tracer.start_span(name, context=_from(parent), kind=SpanKind.SERVER)
-        own = span.get_span_context()
-        current.set(TraceContext(own.trace_id, own.span_id, own.trace_flags.sampled))
+        span = self._tracer.start_span(name, context=parent, kind=SpanKind.SERVER)
+        attach(set_span_in_context(span, parent))  # a call is a task of its own: there is nothing to restore
         return span
 
     def close(self) -> None:
@@ -220,28 +185,3 @@ class Tracing:
         last.join(CLOSING_SECONDS)
         if last.is_alive():
             _log.warning("the last spans of traces were not sent", seconds=CLOSING_SECONDS)
-
-
-def _mark_failed(span: Any, text: str) -> None:
-    from opentelemetry.trace import Status, StatusCode
-
-    span.set_status(Status(StatusCode.ERROR, text))
-
-
-def _around(span: Any) -> Any:
-    from opentelemetry.trace import set_span_in_context
-
-    return set_span_in_context(span)
-
-
-def _from(parent: TraceContext | None) -> Any:
-    """The parent as OpenTelemetry has it. An empty context, where there is none: nothing else is looked at."""
-    from opentelemetry.context import Context
-    from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
-
-    if parent is None:
-        return Context()
-    flags = TraceFlags(TraceFlags.SAMPLED if parent.is_sampled else TraceFlags.DEFAULT)
-    return set_span_in_context(
-        NonRecordingSpan(SpanContext(parent.trace_id, parent.span_id, is_remote=True, trace_flags=flags)), Context()
-    )

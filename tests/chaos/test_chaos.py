@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from outrider.client import AsyncClient
-from outrider.rpc.channel import wait_for_health_blocking
+from outrider.rpc.channel import wait_for_health
 from tests.chaos.clients import PATIENCE_S
 from tests.chaos.cluster import PLACES, WAITING, Cluster, Watched, running_cluster, until
 from tests.chaos.disturbances import BEHAVIOURS, DUE, ENOUGH, VANISHING, Aftermath, expect, storm
@@ -175,7 +175,7 @@ def test_all_go_on_with_room_for_as_many_as_before(
     assert aftermath.outcomes
     for service in cluster.services:
         service.process.check()
-        wait_for_health_blocking(service.address, "", 60.0)
+        wait_for_health(service.address, "", 60.0)
 
     async def together() -> None:
         async with (

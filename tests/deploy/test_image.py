@@ -38,10 +38,10 @@ TOKENS = 24
 
 _HEALTH = """
 import json, sys
-from outrider.rpc.channel import wait_for_health_blocking
+from outrider.rpc.channel import wait_for_health
 address, *services = sys.argv[1:]
 for service in services:
-    wait_for_health_blocking(address, service, 400.0)
+    wait_for_health(address, service, 400.0)
 print(json.dumps(services))
 """
 _PLAINTEXT = """

@@ -15,7 +15,7 @@ import pytest
 from draft_service.replica import Replica
 from outrider.cli.processes import ServiceProcess, fixed
 from outrider.client import TLS, AsyncClient, Client, InvalidRequest, Overloaded, Unauthenticated, Unavailable
-from outrider.rpc.channel import channel_options, wait_for_health_blocking
+from outrider.rpc.channel import channel_options, wait_for_health
 from outrider.rpc.errors import RequestError, from_rpc_error
 from outrider.rpc.tls import ChannelTLS
 from protos.outrider.v1 import draft_service_pb2, verifier_service_pb2
@@ -172,9 +172,9 @@ def test_health_is_in_plaintext_on_its_own_port_and_nothing_else_is(house: House
     for service, name in ((house.verifier, "outrider.v1.VerifierService"), (house.draft, "outrider.v1.DraftService")):
         health = address_in(service, "health")
         for asked in ("", name):
-            wait_for_health_blocking(health, asked, 5)
+            wait_for_health(health, asked, 5)
         with pytest.raises(TimeoutError, match="UNAVAILABLE"):
-            wait_for_health_blocking(service.address, "", 1)
+            wait_for_health(service.address, "", 1)
         with grpc.insecure_channel(health) as channel, pytest.raises(grpc.RpcError) as caught:
             VerifierServiceStub(channel).GetModel(verifier_service_pb2.VerifierServiceGetModelRequest(), timeout=5)
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from outrider.rpc.channel import wait_for_health_blocking
+from outrider.rpc.channel import wait_for_health
 from tests.fork_server import fork_server
 
 START_TIMEOUT_S = 110.0
@@ -86,7 +86,7 @@ def wait_healthy(*services: Service) -> None:
     """
     for service in services:
         try:
-            wait_for_health_blocking(service.address, "", START_TIMEOUT_S)
+            wait_for_health(service.address, "", START_TIMEOUT_S)
         except TimeoutError:
             raise StartError(f"{service.name} does not serve:\n{service.log.read_text()}") from None
 

@@ -20,7 +20,7 @@ import pytest
 
 from outrider.cli.processes import fixed
 from outrider.client import AsyncClient, Chunk, Finished, Options, Statistics, Unavailable
-from outrider.rpc.channel import wait_for_health_blocking
+from outrider.rpc.channel import wait_for_health
 from tests.exactness import pairs, sampling
 from tests.exactness.services import Nursery, Service, wait_healthy
 from tests.exactness.worlds import World
@@ -208,7 +208,7 @@ def test_a_verifier_that_is_killed_costs_a_pause_and_no_token(house: House, undi
     assert breakers == {(("verifier", address),): 2 * (address == house.struck) for address in house.addresses}
     assert house.samples()["outrider_failover_seconds_total"][()] > 0
     until(lambda: set(house.samples()["outrider_verifier_sequences"].values()) == {0})
-    wait_for_health_blocking(house.draft.address, "", SOON_S)
+    wait_for_health(house.draft.address, "", SOON_S)
 
 
 def test_one_that_comes_back_is_used_again(house: House, undisturbed: list[Ids]) -> None:
@@ -259,7 +259,7 @@ def test_with_all_of_them_gone_it_is_unavailable_in_time_and_what_was_written_is
     broken_off(texts)
     assert sum(len(text.ids) for text in texts) >= SOME
     assert all(text.ids == whole[: len(text.ids)] for text, whole in zip(texts, undisturbed, strict=True))
-    wait_for_health_blocking(house.draft.address, "", SOON_S)
+    wait_for_health(house.draft.address, "", SOON_S)
     assert house.statuses() == {"open": 2}
 
 

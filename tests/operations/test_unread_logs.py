@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from outrider.cli.processes import fixed, service_environment
 from outrider.client import AsyncClient, Completion
-from outrider.rpc.channel import wait_for_health_blocking
+from outrider.rpc.channel import wait_for_health
 from tests.commands import full_pipe
 from tests.fork_server import Child, fork_server
 from tests.metrics import Samples, scrape
@@ -60,7 +60,7 @@ def unheard_pair(verifier_output: int, draft_output: int) -> Iterator[tuple[Unhe
         verifier = start("verifier_service", "target", verifier_address, verifier_output)
         draft = start("draft_service", "draft", fixed("127.0.0.1:0"), draft_output, "--verifier", verifier_address)
         for service in (verifier, draft):
-            wait_for_health_blocking(service.address, "", HEALTHY_WITHIN_S)
+            wait_for_health(service.address, "", HEALTHY_WITHIN_S)
         yield verifier, draft
 
 

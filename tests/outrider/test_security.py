@@ -1,4 +1,4 @@
-"""Settings that leave a door open without saying so are refused, in one line that names the flag."""
+"""Settings that leave a authentication open without saying so are refused, in one line that names the flag."""
 
 from pathlib import Path
 from typing import Any
@@ -90,8 +90,8 @@ def test_a_verifier_admits_no_client_by_its_ca_alone(files: Files) -> None:
     found = listens(*flags, "--allow-client-san", "a", kind=VerifierSettings)
     assert found.tls is not None
     assert found.tls.asks_clients
-    assert len(found.doors) == 1
-    assert listens(*flags).doors == []  # a draft service may be open to all that its CA vouches for
+    assert len(found.first) == 1
+    assert listens(*flags).first == []  # a draft service may be open to all that its CA vouches for
 
 
 def test_names_come_from_flags_and_from_the_environment(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,25 +1,38 @@
-"""`traceparent` is read as W3C Trace Context has it, and what is none is left alone."""
+"""`traceparent` goes from metadata to metadata and into log lines as W3C Trace Context has it."""
 
 import subprocess
 import sys
+from contextvars import copy_context
+from typing import Any
 
 import pytest
+from opentelemetry.context import attach
 
-from outrider.service.tracing import TraceContext, add_trace_ids, current, incoming, outgoing
+from outrider.service.tracing import Tracing, add_trace_ids, incoming, outgoing
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
-@pytest.mark.parametrize("is_sampled", [False, True])
-def test_what_is_read_is_what_is_written(is_sampled: bool) -> None:
-    text = f"00-{TRACE}-{SPAN}-0{int(is_sampled)}"
-    context = TraceContext.parse(text)
-    assert context == TraceContext(int(TRACE, 16), int(SPAN, 16), is_sampled)
-    assert str(context) == text
+def passed_on(metadata: Any) -> Any:
+    """The metadata and the log line of a call that came with these."""
+
+    def call() -> Any:
+        with Tracing().call("x", metadata) as trace:
+            assert not trace.is_recorded
+            return outgoing(), add_trace_ids(None, "info", {})
+
+    return copy_context().run(call)
 
 
-def test_of_a_later_version_what_is_known_is_read() -> None:
-    assert TraceContext.parse(f"01-{TRACE}-{SPAN}-03-more") == TraceContext(int(TRACE, 16), int(SPAN, 16), True)
+@pytest.mark.parametrize("flags", ["00", "01"])
+def test_it_goes_from_metadata_to_metadata_and_into_log_lines(flags: str) -> None:
+    text = f"00-{TRACE}-{SPAN}-{flags}"
+    ids = {"trace_id": TRACE, "span_id": SPAN}
+    assert passed_on([("user-agent", "x"), ("traceparent", text)]) == ((("traceparent", text),), ids)
+    of_later_version = passed_on([("traceparent", f"01-{TRACE}-{SPAN}-{flags}-more")])
+    assert of_later_version == ((("traceparent", text),), ids), "what is known of it is read"
+    vendor = (("traceparent", text), ("tracestate", "a=b"))
+    assert passed_on(vendor)[0] == vendor
 
 
 @pytest.mark.parametrize(
@@ -38,29 +51,21 @@ def test_of_a_later_version_what_is_known_is_read() -> None:
     ],
 )
 def test_what_makes_no_sense_is_no_trace(text: str) -> None:
-    assert TraceContext.parse(text) is None
-    assert incoming([("traceparent", text)]) is None
+    assert passed_on([("traceparent", text)]) == (None, {})
 
 
-def test_it_goes_from_metadata_to_metadata_and_into_log_lines() -> None:
-    text = f"00-{TRACE}-{SPAN}-01"
-    context = incoming([("user-agent", "x"), ("traceparent", text)])
-    assert incoming(None) is None
-    assert incoming([("traceparent-bin", text)]) is None
-    assert outgoing() is None
-    assert add_trace_ids(None, "info", {"event": "x"}) == {"event": "x"}
-    token = current.set(context)
-    try:
-        assert outgoing() == (("traceparent", text),)
-        assert add_trace_ids(None, "info", {}) == {"trace_id": TRACE, "span_id": SPAN}
-    finally:
-        current.reset(token)
+def test_a_call_without_a_trace_stands_in_none() -> None:
+    """Also where the task that serves it stood in one."""
+    for metadata in (None, [("traceparent-bin", f"00-{TRACE}-{SPAN}-01")], [("traceparent", b"x")]):
+        context = copy_context()
+        context.run(lambda: attach(incoming([("traceparent", f"00-{TRACE}-{SPAN}-01")])))
+        assert context.run(passed_on, metadata) == (None, {})
 
 
-def test_nobody_imports_opentelemetry_who_does_not_ask_for_it() -> None:
+def test_the_sdk_is_imported_only_where_it_is_asked_for() -> None:
     program = (
         "import sys; from outrider.service.tracing import Tracing\n"
         "with Tracing().call('x', ()) as trace: assert not trace.is_recorded\n"
-        "assert 'opentelemetry' not in sys.modules"
+        "assert not any(name.startswith('opentelemetry.sdk') for name in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -85,11 +85,11 @@ class Probe:
 async def serving(
     probe: Probe,
     *,
-    doors: Sequence[grpc.aio.ServerInterceptor] = (),
+    first: Sequence[grpc.aio.ServerInterceptor] = (),
     credentials: grpc.ServerCredentials | None = None,
 ) -> AsyncIterator[str]:
     """The probe on a free port, with health and reflection; its address."""
-    server = create_server(max_message_bytes=1 << 20, doors=doors)
+    server = create_server(max_message_bytes=1 << 20, first=first)
     probe.register(server)
     await HealthState(server, [NAME]).serving()
     enable_reflection(server, [NAME])

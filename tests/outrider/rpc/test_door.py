@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from outrider.rpc import errors
-from outrider.rpc.auth import AllowedClients, ClientLimits, Door, Tokens, address_of
+from outrider.rpc.auth import AllowedClients, Authentication, ClientLimits, Tokens, address_of
 from outrider.rpc.channel import open_channel
 from outrider.rpc.errors import RequestError
 from outrider.rpc.server import _gates, bind, create_server
@@ -37,11 +37,11 @@ def tokens(tmp_path: Path) -> Tokens:
 
 
 @asynccontextmanager
-async def guarded(authority: Authority, door: Door, probe: Probe) -> AsyncIterator[str]:
-    """The probe behind a door, over mutual TLS."""
+async def guarded(authority: Authority, auth: Authentication, probe: Probe) -> AsyncIterator[str]:
+    """The probe behind a auth, over mutual TLS."""
     server = authority.issue("127.0.0.1")
     async with serving(
-        probe, doors=[door], credentials=ServerTLS(server.cert, server.key, authority.pem).credentials()
+        probe, first=[auth], credentials=ServerTLS(server.cert, server.key, authority.pem).credentials()
     ) as address:
         yield address
 
@@ -70,8 +70,11 @@ async def _read_to_its_end(call: Any) -> None:
 
 @pytest.mark.parametrize("names", [ALLOWED[:1], ALLOWED[1:], ("other.models.svc", ALLOWED[0]), ("cn:x", ALLOWED[1])])
 async def test_a_client_that_is_named_comes_in(authority: Authority, names: tuple[str, ...]) -> None:
-    door = Door(allowed=AllowedClients(ALLOWED))
-    async with guarded(authority, door, Probe()) as address, channel_of(address, authority, *names) as channel:
+    auth = Authentication(allowed=AllowedClients(ALLOWED))
+    async with (
+        guarded(authority, auth, Probe()) as address,
+        channel_of(address, authority, *names) as channel,
+    ):
         assert await once(channel)(b"x", timeout=60) == b"x"
         assert [answer async for answer in both(channel)(iter([b"x"]), timeout=60)] == [b"x"]
 
@@ -87,8 +90,8 @@ async def test_a_client_that_is_named_comes_in(authority: Authority, names: tupl
     ],
 )
 async def test_a_client_of_the_ca_that_is_not_named_does_not(authority: Authority, names: tuple[str, ...]) -> None:
-    probe, door = Probe(), Door(allowed=AllowedClients(ALLOWED))
-    async with guarded(authority, door, probe) as address, channel_of(address, authority, *names) as channel:
+    probe, auth = Probe(), Authentication(allowed=AllowedClients(ALLOWED))
+    async with guarded(authority, auth, probe) as address, channel_of(address, authority, *names) as channel:
         for method, request in ((once, b""), (many, b"0"), (both, iter([b"x"])), (written, iter([b"x"]))):
             error = await refusal(method(channel)(request, timeout=60))
             assert (error.code, error.reason) == (grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED")
@@ -100,16 +103,19 @@ async def test_a_client_of_the_ca_that_is_not_named_does_not(authority: Authorit
 
 async def test_without_a_certificate_nobody_is_named() -> None:
     """Were a listener in front of the list without TLS, the list would hold all the same."""
-    door = Door(allowed=AllowedClients(ALLOWED))
-    async with serving(Probe(), doors=[door]) as address, open_channel(address) as channel:
+    auth = Authentication(allowed=AllowedClients(ALLOWED))
+    async with serving(Probe(), first=[auth]) as address, open_channel(address) as channel:
         error = await refusal(once(channel)(b""))
     assert (error.code, error.reason) == (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
     assert "no client certificate" in error.message
 
 
 async def test_who_may_not_come_in_learns_its_health_and_nothing_else(authority: Authority) -> None:
-    door = Door(allowed=AllowedClients(ALLOWED))
-    async with guarded(authority, door, Probe()) as address, channel_of(address, authority, "other") as channel:
+    auth = Authentication(allowed=AllowedClients(ALLOWED))
+    async with (
+        guarded(authority, auth, Probe()) as address,
+        channel_of(address, authority, "other") as channel,
+    ):
         health: Any = health_pb2_grpc.HealthStub(channel)
         assert (await health.Check(health_pb2.HealthCheckRequest(), timeout=60)).status == 1
         reflection: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
@@ -123,7 +129,7 @@ async def test_who_may_not_come_in_learns_its_health_and_nothing_else(authority:
 
 async def test_each_call_bears_a_token(tokens: Tokens, caplog: pytest.LogCaptureFixture) -> None:
     probe = Probe()
-    async with serving(probe, doors=[Door(tokens=tokens)]) as address, open_channel(address) as channel:
+    async with serving(probe, first=[Authentication(tokens=tokens)]) as address, open_channel(address) as channel:
         for token in TOKENS:
             good = (("authorization", f"Bearer {token}"),)
             assert await once(channel)(b"x", metadata=good) == b"x"
@@ -139,9 +145,9 @@ async def test_each_call_bears_a_token(tokens: Tokens, caplog: pytest.LogCapture
 
 
 async def test_a_name_does_not_do_for_a_token_nor_a_token_for_a_name(authority: Authority, tokens: Tokens) -> None:
-    door = Door(allowed=AllowedClients(ALLOWED), tokens=tokens)
+    auth = Authentication(allowed=AllowedClients(ALLOWED), tokens=tokens)
     bearing = (("authorization", f"Bearer {TOKENS[0]}"),)
-    async with guarded(authority, door, Probe()) as address:
+    async with guarded(authority, auth, Probe()) as address:
         async with channel_of(address, authority, ALLOWED[0]) as channel:
             assert await once(channel)(b"x", metadata=bearing) == b"x"
             assert (await refusal(once(channel)(b"x"))).code is grpc.StatusCode.UNAUTHENTICATED
@@ -154,7 +160,7 @@ async def test_a_name_does_not_do_for_a_token_nor_a_token_for_a_name(authority: 
 
 async def test_who_may_not_come_in_has_nothing_decoded(tokens: Tokens) -> None:
     probe = Probe()
-    async with serving(probe, doors=[Door(tokens=tokens)]) as address, open_channel(address) as channel:
+    async with serving(probe, first=[Authentication(tokens=tokens)]) as address, open_channel(address) as channel:
         for method, request in ((once, BAD), (many, BAD), (both, iter([BAD])), (written, iter([BAD]))):
             error = await refusal(method(channel)(request, timeout=60))
             assert (error.code, error.reason) == (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
@@ -162,8 +168,8 @@ async def test_who_may_not_come_in_has_nothing_decoded(tokens: Tokens) -> None:
 
 
 async def test_calls_beyond_a_limit_are_not_decoded() -> None:
-    probe, door = Probe(), Door(limits=ClientLimits(rate=0.01, burst=3))
-    async with serving(probe, doors=[door]) as address, open_channel(address) as channel:
+    probe, auth = Probe(), Authentication(limits=ClientLimits(rate=0.01, burst=3))
+    async with serving(probe, first=[auth]) as address, open_channel(address) as channel:
         for method, request in ((many, BAD), (both, iter([BAD])), (written, iter([BAD]))):
             assert (await refusal(method(channel)(request, timeout=60))).code is grpc.StatusCode.INVALID_ARGUMENT
         for method, request in ((many, BAD), (both, iter([BAD])), (written, iter([BAD]))):
@@ -191,8 +197,8 @@ async def test_a_client_is_its_token_before_its_name_and_its_name_before_its_add
     authority: Authority, tokens: Tokens
 ) -> None:
     """Each has a place of its own; a second call of any has none."""
-    door = Door(tokens=tokens, limits=ClientLimits(max_sequences=1))
-    async with guarded(authority, door, Probe()) as address, channel_of(address, authority, "a") as channel:
+    auth = Authentication(tokens=tokens, limits=ClientLimits(max_sequences=1))
+    async with guarded(authority, auth, Probe()) as address, channel_of(address, authority, "a") as channel:
         held = await hold(channel, TOKENS[0])
         error = await refusal(many(channel)(b"0", metadata=(("authorization", f"Bearer {TOKENS[0]}"),)))
         assert error.metadata["limit"] == "max-client-sequences"
@@ -200,19 +206,19 @@ async def test_a_client_is_its_token_before_its_name_and_its_name_before_its_add
         assert await once(channel)(b"x", metadata=(("authorization", f"Bearer {TOKENS[0]}"),)) == b"x"
         held.cancel()
         other.cancel()
-    door = Door(limits=ClientLimits(max_sequences=1))
+    auth = Authentication(limits=ClientLimits(max_sequences=1))
     async with (
-        guarded(authority, door, Probe()) as address,
+        guarded(authority, auth, Probe()) as address,
         channel_of(address, authority, "a") as first,
         channel_of(address, authority, "b") as second,
     ):
         calls = [await hold(first), await hold(second)]
         assert (await refusal(many(first)(b"0"))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert not any(call.done() for call in calls)
-    door = Door(limits=ClientLimits(max_sequences=1))
+    auth = Authentication(limits=ClientLimits(max_sequences=1))
     own = [("grpc.use_local_subchannel_pool", 1)]  # a connection, and so a port, of its own
     async with (
-        serving(Probe(), doors=[door]) as address,
+        serving(Probe(), first=[auth]) as address,
         open_channel(address) as first,
         open_channel(address, options=own) as second,
     ):
@@ -230,9 +236,9 @@ async def hold(channel: grpc.aio.Channel, token: str = "") -> Any:
 
 
 async def test_too_many_calls_are_told_when_to_come_back_and_questions_are_free() -> None:
-    door = Door(limits=ClientLimits(rate=0.01, burst=2))
+    auth = Authentication(limits=ClientLimits(rate=0.01, burst=2))
     probe = Probe()
-    async with serving(probe, doors=[door]) as address, open_channel(address) as channel:
+    async with serving(probe, first=[auth]) as address, open_channel(address) as channel:
         for _ in range(5):
             assert await once(channel)(b"x") == b"x"
         for _ in range(2):
@@ -246,7 +252,7 @@ async def test_too_many_calls_are_told_when_to_come_back_and_questions_are_free(
 
 
 async def test_who_may_not_come_in_is_not_told_that_the_server_drains(tokens: Tokens) -> None:
-    server = create_server(max_message_bytes=1 << 20, doors=[Door(tokens=tokens)])
+    server = create_server(max_message_bytes=1 << 20, first=[Authentication(tokens=tokens)])
     Probe().register(server)
     address = bind(server, "127.0.0.1:0")
     await server.start()

@@ -1,5 +1,6 @@
 """What each name of the health service means, asked over real gRPC."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -44,12 +45,12 @@ async def test_each_name_has_its_meaning() -> None:
     async with healthy() as (health, channel, address):
         assert await serving(channel) == {LIVENESS}, "from birth"
         with pytest.raises(TimeoutError, match="NOT_SERVING"):
-            await wait_for_health(channel, NAME, 0.2)
+            await asyncio.to_thread(wait_for_health, address, NAME, 0.2)
         await health.warm()
         assert await serving(channel) == {LIVENESS, STARTUP}, "warm, and a verifier is missing, say"
         await health.serving()
         assert await serving(channel) == {LIVENESS, STARTUP, *READY}
-        await wait_for_health(address, NAME, 5)
+        await asyncio.to_thread(wait_for_health, address, NAME, 5)
         await health.not_serving()
         assert await serving(channel) == {LIVENESS, STARTUP}
 

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from outrider.rpc import errors
-from outrider.rpc.channel import open_channel, wait_for_health, wait_for_health_blocking
+from outrider.rpc.channel import open_channel, wait_for_health
 from outrider.rpc.health import HealthState
 from outrider.rpc.server import StartupError, bind, create_server
 from tests.outrider.rpc.probe import NAME, Probe, both, many, once
@@ -130,7 +130,7 @@ class Process:
         assert self.process.stdout is not None
         self.stdout = self.process.stdout
         self.address = self.stdout.readline().strip()
-        wait_for_health_blocking(self.address, NAME, 60)
+        wait_for_health(self.address, NAME, 60)
 
     def peak_memory(self) -> int:
         """In bytes."""
@@ -246,7 +246,7 @@ async def test_waiting_for_health_outlasts_a_server_that_is_not_there_yet() -> N
     server = create_server(max_message_bytes=1 << 20)
     health = HealthState(server, [NAME])
     address = bind(server, "127.0.0.1:0")
-    waiting = asyncio.create_task(wait_for_health(address, NAME, 60))
+    waiting = asyncio.create_task(asyncio.to_thread(wait_for_health, address, NAME, 60))
     await asyncio.sleep(0.2)
     assert not waiting.done()
     await server.start()
@@ -258,4 +258,4 @@ async def test_waiting_for_health_outlasts_a_server_that_is_not_there_yet() -> N
 def test_waiting_for_health_ends_and_says_what_was_answered() -> None:
     says = rf"the server at 127\.0\.0\.1:1 is not serving after 0\.5 s: (UNAVAILABLE|{LATE})"
     with pytest.raises(TimeoutError, match=says):
-        wait_for_health_blocking("127.0.0.1:1", "", 0.5)
+        wait_for_health("127.0.0.1:1", "", 0.5)

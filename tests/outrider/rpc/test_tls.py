@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from outrider.rpc.auth import AllowedClients, Door
+from outrider.rpc.auth import AllowedClients, Authentication
 from outrider.rpc.channel import RenewedChannel
 from outrider.rpc.tls import TLS, ChannelTLS, FileProblem, ServerTLS
 from tests.certificates import Authority, Certificate, write
@@ -169,7 +169,7 @@ async def test_a_new_ca_of_clients_holds_from_the_next_connection_on(house: Hous
 
 
 async def test_a_new_certificate_of_a_client_is_shown_by_the_next_call_and_ends_none(house: House) -> None:
-    doors = [Door(allowed=AllowedClients(["second.models.svc", CLIENT]))]
+    first = [Authentication(allowed=AllowedClients(["second.models.svc", CLIENT]))]
     seen: list[str] = []
 
     class Naming(Probe):
@@ -178,7 +178,7 @@ async def test_a_new_certificate_of_a_client_is_shown_by_the_next_call_and_ends_
             return request
 
     async with (
-        serving(Naming(), doors=doors, credentials=house.asking().credentials()) as address,
+        serving(Naming(), first=first, credentials=house.asking().credentials()) as address,
         calling(address, house.tls) as channel,
     ):
         await echo(channel)
