@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-from outrider.cli.processes import PairSettings, running_pair
+from outrider.cli.processes import running_pair
 from outrider.client import Client, Completion
 
 ROOT = Path(__file__).parents[1]
@@ -69,7 +69,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULT)
     arguments = parser.parse_args()
     load_before = machine.load_average()
-    with running_pair(PairSettings(str(MODELS / "target"), str(MODELS / "draft"), threads=1)) as pair:
+    target, draft = (["--model", str(MODELS / name), "--threads", "1"] for name in ("target", "draft"))
+    with running_pair(target, draft, threads=1) as pair:
         pair.wait_healthy(120)
         rows = measure(pair.address, tuple(arguments.lengths), arguments.repetitions)
     print(f"{'beginning':>10} {'at hand':>8} {'known, ms':>10} {'fresh, ms':>10} {'ratio':>6}")

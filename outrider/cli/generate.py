@@ -7,22 +7,20 @@ from typing import Any
 
 import click
 
-from outrider.cli.options import (
-    addresses_option,
-    calling_options,
-    connected,
-    request_of,
-    request_options,
-    security_of,
-    temperature_option,
-)
+from outrider.cli.options import Address, calling_options, connected, request_of, request_options, temperature_option
 from outrider.cli.output import completion_document, fails_in_one_line, warn_of_loss, write_json
 from outrider.client import Chunk, Client, Message, Options, Prompt, Queued, Started
 
 
 @click.command("generate", short_help="Text from a draft service that runs already.")
 @click.argument("prompt")
-@addresses_option("--draft", "127.0.0.1:50051", "The draft service; or several: the text goes on where one dies.")
+@click.option(
+    "--draft",
+    type=Address(several=True),
+    default="127.0.0.1:50051",
+    show_default=True,
+    help="The draft service; or several: the text goes on where one dies.",
+)
 @click.option("--max-new-tokens", type=int, help="Tokens to write at most. Default: 256.")
 @click.option("--chat", is_flag=True, help="PROMPT is what a user says; the model's chat template is around it.")
 @click.option("--system", metavar="TEXT", help="With --chat: what the system says first.")
@@ -65,10 +63,9 @@ def generate_command(
         raise click.UsageError("--system needs --chat")
     if values["logprobs"] is not None and not as_json:
         raise click.UsageError("--logprobs needs --json")
-    security = security_of(values)
-    options = request_of(values)
-    asked = _prompt(sys.stdin.read() if prompt == "-" else prompt, chat, system)
-    with connected(draft, timeout, security, patience=patience) as client:
+    with connected(draft, timeout, patience, values) as client:
+        options = request_of(values)
+        asked = _prompt(sys.stdin.read() if prompt == "-" else prompt, chat, system)
         if as_json:
             write_json(completion_document(client.complete(asked, **options)))
         elif options.get("n", 1) > 1:

@@ -1,9 +1,9 @@
-"""Options that commands share, and what they come to."""
+"""Options that commands share, and what they come to. They read no file."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias, TypeVar, cast
 
 import click
 
@@ -11,7 +11,9 @@ from outrider.client import TLS, AcceptanceRule, Client, Drafter, Options, Specu
 from outrider.rpc.channel import SOCKET
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+Decorator: TypeAlias = Callable[[Command], Command]
 
+_FILE = click.Path(exists=True, dir_okay=False)
 _RULES = [rule.value for rule in AcceptanceRule if rule is not AcceptanceRule.UNSPECIFIED]
 POLICIES = [policy.value for policy in SpeculationPolicy if policy is not SpeculationPolicy.UNSPECIFIED]
 DRAFTERS = [drafter.value for drafter in Drafter if drafter is not Drafter.UNSPECIFIED]
@@ -32,28 +34,20 @@ class TokenBias(click.ParamType[tuple[int, float]]):
         self.fail(f"{value!r} is not ID=BIAS, for example 42=-3.5", param, ctx)
 
 
-def address_option(name: str, default: str, text: str) -> Callable[[Command], Command]:
-    """An option that takes `HOST:PORT`."""
-    return click.option(name, metavar="HOST:PORT", default=default, show_default=True, callback=_address, help=text)
+class Address(click.ParamType[str]):
+    """`HOST:PORT`, or a socket in the file system; or several with commas between."""
 
+    def __init__(self, several: bool = False) -> None:
+        self.name = "HOST:PORT[,...]" if several else "HOST:PORT"
+        self._several = several
 
-def addresses_option(name: str, default: str, text: str) -> Callable[[Command], Command]:
-    """An option that takes `HOST:PORT`, or several with commas between."""
-    metavar = "HOST:PORT[,...]"
-    return click.option(name, metavar=metavar, default=default, show_default=True, callback=_addresses, help=text)
-
-
-def _addresses(ctx: click.Context, param: click.Parameter, value: str) -> str:
-    return ",".join(_address(ctx, param, part.strip()) for part in value.split(","))
-
-
-def _address(ctx: click.Context, param: click.Parameter, value: str) -> str:
-    host, colon, port = value.rpartition(":")
-    if value.startswith(f"{SOCKET}/"):
-        return value
-    if not colon or not host or not port.isdigit() or int(port) > 65_535:
-        raise click.BadParameter(f"{value!r} is not HOST:PORT, for example 127.0.0.1:50051", ctx, param)
-    return value
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        parts = [part.strip() for part in value.split(",")] if self._several else [value]
+        for part in parts:
+            host, _, port = part.rpartition(":")
+            if not part.startswith(f"{SOCKET}/") and not (host and port.isdigit() and int(port) <= 65_535):
+                self.fail(f"{part!r} is not HOST:PORT, for example 127.0.0.1:50051", param, ctx)
+        return ",".join(parts)
 
 
 class DeviceName(click.ParamType[str]):
@@ -68,13 +62,29 @@ class DeviceName(click.ParamType[str]):
         self.fail(f"{value!r} is not auto, cpu, cuda or cuda:N", param, ctx)
 
 
-_DEVICES = (
+def _group(*options: Any) -> Any:
+    """A decorator of commands that adds these options, in this order."""
+
+    def add(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+# How both models are run; see `model_flags`.
+model_options = _group(
     click.option("--device", type=DeviceName(), help="Device of both models: cpu, cuda, cuda:1. Default: auto."),
     click.option("--target-device", type=DeviceName(), help="Device of the target. Default: --device."),
     click.option("--draft-device", type=DeviceName(), help="Device of the draft. Default: --device."),
+    click.option(
+        "--threads", type=click.IntRange(min=1), help="CPU threads of each service. Default: half of the processors."
+    ),
 )
 
-_LAW = (
+# How text is sampled and speculated on, `temperature_option` aside; see `request_of`.
+sampling_options = _group(
     click.option("--top-k", type=int, help="Keep the K most probable tokens. Default: all."),
     click.option("--top-p", type=float, help="Keep the most probable tokens up to this mass, in (0, 1]. Default: 1."),
     click.option("--min-p", type=float, help="Drop tokens below this share of the most probable one. Default: 0."),
@@ -116,7 +126,9 @@ _LAW = (
     ),
 )
 
-_REST = (
+# All else of one request.
+request_options = _group(
+    sampling_options,
     click.option("--repetition-penalty", type=float, help="Weakens tokens of prompt and output. Default: 1."),
     click.option("--presence-penalty", type=float, help="Subtracted from logits of tokens in the output."),
     click.option("--frequency-penalty", type=float, help="The same, times how often they occur."),
@@ -146,32 +158,32 @@ _REST = (
     click.option("--request-id", metavar="NAME", help="Names the request in the services' logs."),
 )
 
+# How a draft service is called; see `connected`.
+calling_options = _group(
+    click.option("--tls", is_flag=True, help="Speak TLS; the CAs that come with gRPC vouch for the service."),
+    click.option("--tls-ca", metavar="FILE", type=_FILE, help="Speak TLS; this CA vouches for the service."),
+    click.option("--tls-cert", metavar="FILE", type=_FILE, help="Certificate to show to a service that asks for one."),
+    click.option("--tls-key", metavar="FILE", type=_FILE, help="Its private key."),
+    click.option("--tls-name", metavar="NAME", help="Name in the service's certificate. Default: that of --draft."),
+    click.option("--token-file", metavar="FILE", type=_FILE, help="Bearer token that goes with the request."),
+    click.option("--plaintext", is_flag=True, help="Speak plaintext to another machine, where the network is trusted."),
+)
 
-def device_options(command: Command) -> Command:
-    """`--device`, and one of its own for each model of a pair."""
-    return _apply(_DEVICES, command)
+# How a draft service is protected: flags of its own.
+serving_options = _group(
+    click.option("--tls-cert", metavar="FILE", type=_FILE, help="Certificate of the draft service: it speaks TLS."),
+    click.option("--tls-key", metavar="FILE", type=_FILE, help="Its private key."),
+    click.option("--tls-client-ca", metavar="FILE", type=_FILE, help="Clients must show a certificate of this CA."),
+    click.option("--allow-client-san", metavar="NAME", multiple=True, help="And it must have this name. Repeatable."),
+    click.option("--auth-token-file", metavar="FILE", type=_FILE, help="Clients must send one of these bearer tokens."),
+    click.option("--plaintext", is_flag=True, help="Listen in plaintext for other machines too."),
+)
 
 
 def temperature_option(default: str) -> Callable[[Command], Command]:
     """`--temperature`; `default` is what the command or the service takes where it is not given."""
     text = f"Divides the logits; 0 takes the most probable token. Default: {default}."
     return click.option("--temperature", type=float, help=text)
-
-
-def law_options(command: Command) -> Command:
-    """The options that say how text is sampled and speculated on, `temperature_option` aside."""
-    return _apply(_LAW, command)
-
-
-def request_options(command: Command) -> Command:
-    """All options of one request, those of `law_options` among them."""
-    return _apply((*_LAW, *_REST), command)
-
-
-def _apply(options: Sequence[Callable[[Command], Command]], command: Command) -> Command:
-    for option in reversed(options):
-        command = option(command)
-    return command
 
 
 def request_of(values: dict[str, Any]) -> Options:
@@ -182,72 +194,50 @@ def request_of(values: dict[str, Any]) -> Options:
     return cast("Options", given)
 
 
-_FILE = click.Path(exists=True, dir_okay=False)
-
-_CALLING = (
-    click.option("--tls", is_flag=True, help="Speak TLS; the CAs that come with gRPC vouch for the service."),
-    click.option("--tls-ca", metavar="FILE", type=_FILE, help="Speak TLS; this CA vouches for the service."),
-    click.option("--tls-cert", metavar="FILE", type=_FILE, help="Certificate to show to a service that asks for one."),
-    click.option("--tls-key", metavar="FILE", type=_FILE, help="Its private key."),
-    click.option("--tls-name", metavar="NAME", help="Name in the service's certificate. Default: that of --draft."),
-    click.option("--token-file", metavar="FILE", type=_FILE, help="Bearer token that goes with the request."),
-    click.option("--plaintext", is_flag=True, help="Speak plaintext to another machine, where the network is trusted."),
-)
-
-_SERVING = (
-    click.option("--tls-cert", metavar="FILE", type=_FILE, help="Certificate of the draft service: it speaks TLS."),
-    click.option("--tls-key", metavar="FILE", type=_FILE, help="Its private key."),
-    click.option("--tls-client-ca", metavar="FILE", type=_FILE, help="Clients must show a certificate of this CA."),
-    click.option("--allow-client-san", metavar="NAME", multiple=True, help="And it must have this name. Repeatable."),
-    click.option("--auth-token-file", metavar="FILE", type=_FILE, help="Clients must send one of these bearer tokens."),
-    click.option("--plaintext", is_flag=True, help="Listen in plaintext for other machines too."),
-)
-
-
-def calling_options(command: Command) -> Command:
-    """The options of a command that calls a draft service; see `security_of`."""
-    return _apply(_CALLING, command)
-
-
-def serving_options(command: Command) -> Command:
-    """The options of a command that starts services; see `flags_of`."""
-    return _apply(_SERVING, command)
-
-
-def security_of(values: dict[str, Any]) -> dict[str, Any]:
-    """Takes the values of `calling_options` out of `values`, and returns the arguments of `Client` they come to.
+def connected(addresses: str, timeout: float, patience: float | None, values: dict[str, Any]) -> Client:
+    """The client for these addresses; takes the values of `calling_options` out of `values`.
 
     Raises:
-        UsageError: they contradict each other.
+        UsageError: they contradict each other; a file is not what it should be; or plaintext would leave this machine
+            without having been asked for.
     """
-    wanted, ca, cert, key, name, token, plaintext = (
+    wanted, ca, cert, key, name, token_file, plaintext = (
         values.pop(each) for each in ("tls", "tls_ca", "tls_cert", "tls_key", "tls_name", "token_file", "plaintext")
     )
     tls = TLS(ca, cert, key, name) if wanted or ca else None
     if tls is None and (cert or key or name):
         raise click.UsageError("--tls-cert, --tls-key and --tls-name need --tls-ca or --tls")
-    return {"tls": tls, "token_file": token, "plaintext": plaintext}
-
-
-def connected(addresses: str, timeout: float, security: dict[str, Any], *, patience: float | None = None) -> Client:
-    """The client for these addresses.
-
-    Raises:
-        UsageError: they are not loopback, and nothing says that plaintext is meant; or a file is not what it should be.
-    """
     try:
-        return Client(addresses, timeout=timeout, patience=patience, **security)
+        return Client(
+            addresses, timeout=timeout, patience=patience, tls=tls, token_file=token_file, plaintext=plaintext
+        )
     except ValueError as error:
         text = str(error).replace("tls=TLS(...)", "--tls-ca or --tls").replace("plaintext=True", "--plaintext")
         raise click.UsageError(text) from error
 
 
-def flags_of(values: dict[str, Any]) -> tuple[str, ...]:
-    """The flags of the draft service that the values of `serving_options` come to."""
-    flags: list[str] = ["--plaintext"] if values["plaintext"] else []
-    for name in ("tls_cert", "tls_key", "tls_client_ca", "auth_token_file"):
-        if values[name] is not None:
-            flags += [f"--{name.replace('_', '-')}", values[name]]
-    for san in values["allow_client_san"]:
-        flags += ["--allow-client-san", san]
-    return tuple(flags)
+def flags_of(values: Mapping[str, Any]) -> list[str]:
+    """The flags of a service that these values of the command line come to; what was not given is left out."""
+    flags: list[str] = []
+    for name, value in values.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            flags.append(flag)
+        elif isinstance(value, tuple):
+            flags += [part for each in value for part in (flag, each)]
+        elif value is not None and value is not False:
+            flags += [flag, str(value)]
+    return flags
+
+
+def flags_of_pair(values: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """The flags of a verifier and of its draft service, by `--target`, `--draft` and `model_options`; all other values
+    are the draft service's, but for `--plaintext`, which is of both.
+    """
+    rest = dict(values)
+    device, dtype, threads = (rest.pop(name, None) for name in ("device", "dtype", "threads"))
+    target, draft = (
+        {"model": rest.pop(role), "device": rest.pop(f"{role}_device") or device, "dtype": dtype, "threads": threads}
+        for role in ("target", "draft")
+    )
+    return flags_of(target | {"plaintext": rest.get("plaintext")}), flags_of(draft | rest)

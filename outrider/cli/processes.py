@@ -290,47 +290,6 @@ _LOOK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class PairSettings:
-    """What to run, and where; a model's own device goes before that of both. All from `drafter` on is for the draft
-    service alone; `security` is flags and all.
-    """
-
-    target: str
-    draft: str
-    verifier_listen: str = "127.0.0.1:0"
-    draft_listen: str = "127.0.0.1:0"
-    device: str | None = None
-    target_device: str | None = None
-    draft_device: str | None = None
-    dtype: str | None = None
-    threads: int | None = None
-    drafter: str | None = None
-    staged_by: str | None = None
-    ngram_corpus: str | None = None
-    speculation: str | None = None
-    security: tuple[str, ...] = ()
-
-    def flags(self, device: str | None = None) -> list[str]:
-        """The flags that both services share, and `device` where one has its own."""
-        return _given({"--device": device or self.device, "--dtype": self.dtype, "--threads": self.threads})
-
-    def drafting(self) -> list[str]:
-        """The flags of the draft service alone that say what proposes, and how much."""
-        return _given(
-            {
-                "--drafter": self.drafter,
-                "--staged-by": self.staged_by,
-                "--ngram-corpus": self.ngram_corpus,
-                "--speculation": self.speculation,
-            }
-        )
-
-
-def _given(flags: Mapping[str, object]) -> list[str]:
-    return [part for flag, value in flags.items() if value is not None for part in (flag, str(value))]
-
-
-@dataclass(frozen=True, slots=True)
 class Pair:
     """Both processes."""
 
@@ -371,17 +330,25 @@ class Pair:
             self.check(within=3600.0)
 
 
-OnLine = Callable[[str, str], None]
-
-
 @contextmanager
-def running_pair(settings: PairSettings, *, on_line: OnLine | None = None) -> Iterator[Pair]:
-    """Starts both, and stops both however the block ends: SIGTERM, a wait, and SIGKILL where that did not do.
+def running_pair(
+    verifier_flags: Sequence[str],
+    draft_flags: Sequence[str],
+    *,
+    verifier_listen: str = "127.0.0.1:0",
+    threads: int | None = None,
+    on_line: Callable[[str, str], None] | None = None,
+) -> Iterator[Pair]:
+    """Starts a verifier and a draft service that knows its address, and stops both however the block ends: SIGTERM, a
+    wait, and SIGKILL where that did not do.
 
     Both start at once, since what takes long is each one's imports; the pair is of use after `Pair.wait_healthy`.
 
     Args:
-        settings: what to run.
+        verifier_flags: of the verifier service, all but `--listen`.
+        draft_flags: of the draft service, all but `--verifier`.
+        verifier_listen: where the verifier listens.
+        threads: CPU threads of each; None is half of the processors.
         on_line: called with a service's name and each line it logs, from threads.
 
     Raises:
@@ -389,36 +356,22 @@ def running_pair(settings: PairSettings, *, on_line: OnLine | None = None) -> It
     """
     if find_spec("torch") is None:
         raise ServiceError("a client's installation runs no models: pip install 'outrider[service]'")
-    verifier_address = fixed(settings.verifier_listen)
-    plaintext = ["--plaintext"] if "--plaintext" in settings.security else []
-    environment = service_environment(settings.threads)
+    verifier_address = fixed(verifier_listen)
+    environment = service_environment(threads)
     first, second = halves(int(environment["OMP_NUM_THREADS"])) or (None, None)
 
-    def launch(module: str, cores: Collection[int] | None, device: str | None, *arguments: str) -> ServiceProcess:
+    def launch(module: str, cores: Collection[int] | None, *flags: str) -> ServiceProcess:
         return ServiceProcess.launch(
             # Health on a port of its own is there in plaintext whatever the other one speaks.
-            [module, *arguments, "--health-listen", "127.0.0.1:0", *settings.flags(device)],
+            [module, *flags, "--health-listen", "127.0.0.1:0"],
             env=environment,
             cores=cores,
             on_line=None if on_line is None else lambda line: on_line(module, line),
         )
 
     with (
-        launch(
-            "verifier_service",
-            first,
-            settings.target_device,
-            *("--model", settings.target, "--listen", verifier_address),
-            *plaintext,
-        ) as verifier,
-        launch(
-            "draft_service",
-            second,
-            settings.draft_device,
-            *("--model", settings.draft, "--verifier", verifier_address, "--listen", settings.draft_listen),
-            *settings.drafting(),
-            *settings.security,
-        ) as draft,
+        launch("verifier_service", first, "--listen", verifier_address, *verifier_flags) as verifier,
+        launch("draft_service", second, "--verifier", verifier_address, *draft_flags) as draft,
     ):
         yield Pair(verifier, draft)
 

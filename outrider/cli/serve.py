@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from outrider.cli.options import DRAFTERS, POLICIES, address_option, device_options, flags_of, serving_options
+from outrider.cli.options import DRAFTERS, POLICIES, Address, flags_of_pair, model_options, serving_options
 from outrider.cli.output import Failure
-from outrider.cli.processes import PairSettings, ServiceError, running_pair, terminated_as_interrupted
+from outrider.cli.processes import ServiceError, running_pair, terminated_as_interrupted
 from outrider.service.logs import take_over
 
 _PREFIXES = {"verifier_service": "verifier | ", "draft_service": "draft    | "}
@@ -20,13 +20,22 @@ _PREFIXES = {"verifier_service": "verifier | ", "draft_service": "draft    | "}
     "--target", metavar="DIR_OR_ID", required=True, help="The model whose text is wanted: a folder or a hub id."
 )
 @click.option("--draft", metavar="DIR_OR_ID", required=True, help="The small model that proposes; same vocabulary.")
-@address_option("--listen", "127.0.0.1:50051", "Where the draft service, the front door, listens.")
-@address_option("--verifier-listen", "127.0.0.1:50052", "Where the verifier service listens.")
-@device_options
-@click.option("--dtype", help="Number format of both models: float32, bfloat16, float16. Default: the services choose.")
 @click.option(
-    "--threads", type=click.IntRange(min=1), help="CPU threads of each service. Default: half of the processors."
+    "--listen",
+    type=Address(),
+    default="127.0.0.1:50051",
+    show_default=True,
+    help="Where the draft service, the front door, listens.",
 )
+@click.option(
+    "--verifier-listen",
+    type=Address(),
+    default="127.0.0.1:50052",
+    show_default=True,
+    help="Where the verifier service listens.",
+)
+@model_options
+@click.option("--dtype", help="Number format of both models: float32, bfloat16, float16. Default: the services choose.")
 @click.option(
     "--drafter",
     type=click.Choice(DRAFTERS),
@@ -50,22 +59,7 @@ _PREFIXES = {"verifier_service": "verifier | ", "draft_service": "draft    | "}
     help="What chooses the length of proposals where a request does not say. Default: adaptive.",
 )
 @serving_options
-def serve_command(
-    target: str,
-    draft: str,
-    listen: str,
-    verifier_listen: str,
-    device: str | None,
-    target_device: str | None,
-    draft_device: str | None,
-    dtype: str | None,
-    threads: int | None,
-    drafter: str | None,
-    staged_by: str | None,
-    ngram_corpus: str | None,
-    speculation: str | None,
-    **security: Any,
-) -> None:
+def serve_command(verifier_listen: str, threads: int | None, **values: Any) -> None:
     """Serve a pair of models on this machine: the verifier with the target, the draft service in front.
 
     Port 0 takes a free one. Logs of both services go to stdout, with a prefix. Ctrl-C or SIGTERM stops both; requests
@@ -75,23 +69,7 @@ def serve_command(
     TLS and tokens are for those who call the draft service. The two services speak plaintext to each other, on this
     machine; with --verifier-listen at another address than loopback, --plaintext says that this is meant.
     """
-    flags = flags_of(security)
-    settings = PairSettings(
-        target=target,
-        draft=draft,
-        verifier_listen=verifier_listen,
-        draft_listen=listen,
-        device=device,
-        target_device=target_device,
-        draft_device=draft_device,
-        dtype=dtype,
-        threads=threads,
-        drafter=drafter,
-        staged_by=staged_by,
-        ngram_corpus=ngram_corpus,
-        speculation=speculation,
-        security=flags,
-    )
+    verifier_flags, draft_flags = flags_of_pair({"threads": threads, **values})
     # The pipes of the services are read however slowly standard output is.
     take_over(lambda lines: f"outrider | {lines} log lines dropped")
 
@@ -99,7 +77,16 @@ def serve_command(
         click.echo(_PREFIXES[name] + line)
 
     try:
-        with terminated_as_interrupted(), running_pair(settings, on_line=pass_through) as pair:
+        with (
+            terminated_as_interrupted(),
+            running_pair(
+                verifier_flags,
+                draft_flags,
+                verifier_listen=verifier_listen,
+                threads=threads,
+                on_line=pass_through,
+            ) as pair,
+        ):
             # A model from a hub may have to be fetched first: no limit, but for a service that ends.
             pair.wait_healthy(math.inf)
             click.echo(f'Serving. Try: outrider generate --draft {pair.address} "def add(a, b):"', err=True)

@@ -204,7 +204,7 @@ from outrider.cli import main, serve
 from outrider.cli.processes import ServiceProcess
 
 @contextmanager
-def running_pair(settings, on_line):
+def running_pair(*flags, on_line, **_):
     told = lambda line: on_line("verifier_service", line)
     with ServiceProcess.launch(["tests.outrider.cli.stand_in", "chatter=5000"], on_line=told) as service:
         wait = lambda timeout: service.process.wait()

@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 import outrider.cli.demo
 from outrider.cli import main
-from outrider.cli.options import request_of
+from outrider.cli.options import flags_of_pair, request_of
 from outrider.cli.output import completion_document, write_json
 from outrider.client import Completion, Event, Options
 from outrider.client.events import read
@@ -124,6 +124,18 @@ def test_options_say_what_the_client_is_told() -> None:
         "logit_bias": {7: -1.5},
         "ignore_eos": True,
     }
+
+
+def test_the_flags_of_a_pair_are_those_that_were_given() -> None:
+    nothing = {"device": None, "target_device": None, "draft_device": None, "threads": None}
+    assert flags_of_pair({"target": "t", "draft": "d", **nothing}) == (["--model", "t"], ["--model", "d"])
+    given = {"device": "cpu", "target_device": "cuda:1", "dtype": "float32", "threads": 2, "plaintext": True}
+    rest = {"staged_by": "ngram", "allow_client_san": ("a", "b")}
+    verifier, draft = flags_of_pair({"target": "t", "draft": "d", **nothing, **given, **rest})
+    shared = ["--dtype", "float32", "--threads", "2"]
+    assert verifier == ["--model", "t", "--device", "cuda:1", *shared, "--plaintext"]
+    sans = ["--allow-client-san", "a", "--allow-client-san", "b"]
+    assert draft == ["--model", "d", "--device", "cpu", *shared, "--plaintext", "--staged-by", "ngram", *sans]
 
 
 def test_every_option_of_generate_is_one_of_the_client() -> None:
