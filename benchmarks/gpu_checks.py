@@ -28,13 +28,11 @@ ROOT = Path(__file__).resolve().parents[1]
 GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "verification": (
-            "tests/kernels/test_paths.py",
-            "tests/kernels/test_rule.py",
-            "tests/kernels/test_block.py",
+            "tests/kernels/test_rules.py",
             "tests/kernels/test_coupled.py",
-            "tests/kernels/test_sigmoid.py",
             "tests/kernels/test_verify.py",
             "tests/kernels/test_triton.py",
+            "tests/kernels/test_triton_noise.py",
             "tests/kernels/test_enumeration.py",
             "tests/kernels/test_statistics.py",
         ),

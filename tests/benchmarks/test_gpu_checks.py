@@ -31,7 +31,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 def test_every_test_marked_gpu_has_a_group() -> None:
-    marked = re.compile(r"pytest\.mark\.gpu|^from tests\.kernels\.paths import .*PATHS", re.MULTILINE)
+    marked = re.compile(r"pytest\.mark\.gpu|^from tests\.kernels\.paths import .*(PATHS|TRITON)", re.MULTILINE)
     found = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "tests").rglob("test_*.py")

@@ -16,7 +16,7 @@ from kernels.dense import DraftLogits, SigmoidScales
 from kernels.verify import Rule
 from models.measure import load
 from tests.kernels import reference
-from tests.kernels.laws import ROUGH, chance_of, in_dyads, joint_law, random_world, total_variation
+from tests.kernels.enumeration import ROUGH, chance_of, in_dyads, joint_distribution, random_world, total_variation
 from tests.project.tree import ROOT
 
 DEMO = ROOT / "models" / "demo"
@@ -30,7 +30,7 @@ def test_the_formulas_are_the_rule_of_the_kernels(scales: SigmoidScales) -> None
     v = torch.randn(5, 4, generator=torch.Generator().manual_seed(4)).half()
     q = in_dyads(world.q[0]), [in_dyads(each) for each in world.q[1]]
     said = DraftLogits(v[0]), [DraftLogits(row) for row in v[1:]]
-    joint = joint_law(reference.verify, replace(world, q=q, draft_logits=said, sigmoid=scales), bisections=2 * ROUGH)
+    joint = joint_distribution(reference.verify, replace(world, q=q, draft_logits=said, sigmoid=scales), 2 * ROUGH)
     first = joint[0, :, 0, 0] + joint[1].sum(axis=(1, 2)) + joint[2].sum(axis=(1, 2))
     p, drafted = torch.softmax(world.logits[0], -1).numpy(), [chance_of(q[0], x) for x in range(4)]
     (acceptance,), (far,), (near,) = (

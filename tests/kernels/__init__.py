@@ -1,1 +1,1 @@
-"""Tests of `kernels`: every path against the oracle, the oracle against enumeration, and both against mutants."""
+"""Tests of `kernels`: every path against the reference, the reference against enumeration, both against mutants."""

@@ -1,8 +1,7 @@
 """Operations that a CUDA graph cannot hold, noticed where there is no GPU.
 
-Under `OnlyCapturable` an operation that reads a value back to the host, that brings one from it, or whose result has a
-shape that depends on what its arguments hold, is an error. It sees what goes through torch's dispatcher: what reads a
-CPU tensor's memory (`tolist`, `numpy`) is seen by giving it tensors without any, of the device `meta`.
+Under `OnlyCapturable` an operation that copies between host and device, or whose result's shape depends on values, is
+an error. `tolist` and `numpy` bypass torch's dispatcher and so this check, but fail on tensors of the device `meta`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_SYNCS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _FROM_THE_HOST = {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default}
 _BY_INDEX = ("index_put", "index_put_", "_index_put_impl_")
 
@@ -23,9 +22,9 @@ class NotCapturable(Exception):
 
 
 class OnlyCapturable(TorchDispatchMode):
-    """Lets operations through that may be captured, and notes their names.
+    """Lets only operations through that may be captured, and notes their names.
 
-    With `in_place` it lets none through that makes a tensor of its own memory.
+    With `in_place` it also refuses those that allocate memory.
     """
 
     def __init__(self, in_place: bool = False) -> None:
@@ -38,22 +37,21 @@ class OnlyCapturable(TorchDispatchMode):
     ) -> Any:
         """Refuse, or note and go on."""
         name = func._schema.name.removeprefix("aten::")
-        if _WAITING & set(func.tags) or func in _FROM_THE_HOST or (name in _BY_INDEX and _has_mask(args[1])):
+        has_mask = name in _BY_INDEX and any(
+            each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1]
+        )
+        if _SYNCS & set(func.tags) or func in _FROM_THE_HOST or has_mask:
             raise NotCapturable(name)
         result = func(*args, **(kwargs or {}))
-        made = result if isinstance(result, list | tuple) else [result]
-        if any(isinstance(each, torch.Tensor) and each.device != _device(args, each) for each in made):
+        made = [each for each in (result if isinstance(result, list | tuple) else [result]) if _is_tensor(each)]
+        device = next((each.device for each in (*args, *made) if _is_tensor(each)), None)
+        if any(each.device != device for each in made):
             raise NotCapturable(f"{name} copies from one device to another")
         if self.in_place and not (func.is_view or name.endswith("_")):
-            raise NotCapturable(f"{name} takes memory")
+            raise NotCapturable(f"{name} allocates memory")
         self.seen.append(name)
         return result
 
 
-def _device(args: Sequence[Any], result: torch.Tensor) -> torch.device:
-    """Return the device of the first tensor among `args`; that of the result where there is none."""
-    return next((each.device for each in args if isinstance(each, torch.Tensor)), result.device)
-
-
-def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
-    return any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in indices)
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)

@@ -1,8 +1,7 @@
-"""Compile the kernels for GPUs that are not here, and print what the machine code is like, as JSON.
+"""Compile the kernels for a GPU that is not here, and print what the machine code is like, as JSON.
 
-All for one architecture, or those with the most in them, over a support of the size that is given.
-
-Run by `test_compiled` in a process of its own, since a process that interprets kernels cannot compile them.
+Arguments: the architecture, the size of supports, and 1 to compile the plain variants too. `test_compiled` runs it in a
+process of its own, since a process that interprets kernels cannot compile them.
 """
 
 from __future__ import annotations
@@ -42,16 +41,12 @@ _TYPES = {
 _MODULES = (verify_triton, triton_layers, triton_attention)
 _ALIGNED = [["tt.divisibility", 16]]  # pointers, as torch allocates, and the stride of rows padded to 16
 
-
 Variant = tuple[str, dict[str, int], dict[str, Any]]
 """A kernel's name, options, and constants."""
 
 
 def fullest(support: int) -> Iterator[Variant]:
-    """Yield each kernel with the most in it, as a verifier launches it over 128,000 and 152,000 tokens.
-
-    `support` is how many tokens q̂ has at the most: the size of the result depends on it.
-    """
+    """Yield each kernel with every option, as a verifier launches it over 128,000 and 152,000 tokens."""
     sizes = {"TILE": 4096, "ADJUSTED": True}
     yield "stats_kernel", stats_options(4096), {**sizes, "WITH_RACE": True}
     yield "filter_kernel", FILTER_OPTIONS, {**sizes, "TILES": 64}
@@ -64,7 +59,6 @@ def fullest(support: int) -> Iterator[Variant]:
 
 
 def _attention(group: int, head_dim: int, *, capped: bool = False, sinks: bool = False) -> Iterator[Variant]:
-    """Yield both kernels for 8 key heads."""
     shared = triton_attention.sizes(8 * group, 8, head_dim)
     own = {**triton_attention.attend_sizes(head_dim, 32, torch.bfloat16), "CAPPED": capped, "WITH_SINKS": sinks}
     yield "attend_kernel", triton_attention.options(shared), {**shared, **own}
@@ -73,7 +67,7 @@ def _attention(group: int, head_dim: int, *, capped: bool = False, sinks: bool =
 
 
 def plain() -> Iterator[Variant]:
-    """Yield them as most requests launch them."""
+    """Yield the kernels as most requests launch them."""
     for tile in (2048, 4096):
         yield "stats_kernel", stats_options(tile), {"TILE": tile, "ADJUSTED": False, "WITH_RACE": False}
     yield "stats_kernel", stats_options(4096), {"TILE": 4096, "ADJUSTED": False, "WITH_RACE": True}  # in a graph
@@ -89,7 +83,6 @@ def plain() -> Iterator[Variant]:
 
 
 def describe(name: str, options: dict[str, int], constants: dict[str, Any], architecture: int) -> dict[str, Any]:
-    """Return what the machine code of one kernel for one architecture is like."""
     kernel = next(getattr(module, name) for module in _MODULES if hasattr(module, name))
     names = kernel.arg_names
     free = [each.name for each in kernel.params if each.do_not_specialize_on_alignment]

@@ -1,4 +1,4 @@
-"""What the tests of kernels run under, beside what all do."""
+"""Interprets Triton's kernels where there is no GPU."""
 
 from tests.kernels.interpreter import patch_once_a_launch
 from tests.kernels.paths import IS_INTERPRETED

@@ -1,9 +1,8 @@
-"""Triton's interpreter, without the work that it does again and again.
+"""Triton's interpreter, several times as fast.
 
 While a kernel is interpreted the members of `triton.language` are replaced by ones that compute, and put back after the
-launch. The interpreter replaces them all anew at each call of one kernel's function by another, where they have been
-replaced already: that alone was more than half of the time of an interpreted test. A third of the rest went into types
-and shapes, worked out anew for each value; there are few, so each is worked out once.
+launch. The interpreter replaces them all anew at each call of one device function by another: more than half of the
+time of an interpreted test. A third of the rest went into types and shapes, worked out anew for each value.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 
 def patch_once_a_launch() -> None:
-    """Has the interpreter do it once in a launch. Does nothing where triton is missing, or has no such thing."""
+    """Make the interpreter patch `triton.language` once a launch. Does nothing where triton is missing or differs."""
     if find_spec("triton") is None:
         return
     from triton.runtime import interpreter
@@ -26,7 +25,7 @@ def patch_once_a_launch() -> None:
 
 
 def _remember_types(interpreter: Any) -> None:
-    """Has the NumPy dtype of each type, and the shape of its values, worked out once; types are told apart by name."""
+    """Work out the NumPy dtype of each type, and the shape of its values, once; a type is identified by its name."""
     core, numpy_dtype = interpreter.tl.core, interpreter._get_np_dtype
     make_tensor, with_element = core.tensor.__init__, core.block_type.with_element_ty
     dtypes: dict[str, Any] = {}
@@ -59,7 +58,7 @@ def _remember_types(interpreter: Any) -> None:
 
 
 class _Once:
-    """In the place of the `patch` of the interpreter, which replaces what a function sees of `modules`."""
+    """In place of the interpreter's `patch`, which replaces what a function sees of `modules`."""
 
     def __init__(self, patch: Callable[[Any], Any], modules: tuple[Any, ...]) -> None:
         self._patch = patch
@@ -68,7 +67,7 @@ class _Once:
         self._patched: set[int] = set()
 
     def __call__(self, function: Any) -> _Undo:
-        """Replace what has not been replaced in this launch. What it returns is for the launch to put back."""
+        """Replace what has not been replaced in this launch; return what the launch puts back."""
         if function not in self._seen:
             values = list(function.__globals__.values())
             self._seen[function] = frozenset(id(each) for each in self._modules if any(each is it for it in values))
@@ -87,7 +86,5 @@ class _Once:
 
 
 class _Undo:
-    """What the interpreter asks to put back what was replaced."""
-
     def __init__(self, restore: Callable[[], Any]) -> None:
         self.restore = restore

@@ -1,7 +1,7 @@
-"""Speculative verification in float64, row by row, as the papers write it: the oracle [L Alg. 1].
+"""Speculative verification in float64, row by row, as the papers write it [L Alg. 1].
 
-Made to be read and compared with, not to be fast. It shares no arithmetic with the other implementations, save that of
-`adjustments` and `noise`: adjusted logits and the words of the noise are what a rule is given.
+To be read and compared with, not to be fast. It shares `adjustments`, the words of the noise and log-probabilities with
+the other implementations, and no other arithmetic.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ from kernels.logprobs import token_logprobs
 from kernels.rng import gumbel
 from kernels.sampling import SamplingParams
 from kernels.sparse import SparseDistribution
-from kernels.verify import BAD_LOGITS, DraftDistribution, Proposed, Rule, Status, VerifyResult
+from kernels.verify import BAD_LOGITS, Proposed, Rule, Status, VerifyResult
 
 _ROUNDING = 1e-12
 """A residual of less mass than this, of the mass it is taken from, is rounding: p = q̂."""
 
 
 def verify(logits: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
-    """Rule on each proposal; `logits` `[R, V]`, rows in order. See `kernels.verify.verify`."""
+    """See `kernels.verify.verify`. `logits` `[R, V]`, rows in order."""
     results = []
     start = 0
     for proposal in proposals:
         raw = logits[start : start + proposal.gamma + 1].cpu()
-        results.append(_judge(raw, proposal))
+        results.append(_verify_one(raw, proposal))
         start += proposal.gamma + 1
     return results
 
 
-def standardise(z: np.ndarray, law: SamplingParams) -> np.ndarray:
-    """Return the law of one row of logits `[V]`: temperature, top-k, top-p, min-p, in that order [L 2.2]."""
-    if law.temperature == 0:
+def standardise(z: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """Return the distribution of one row of logits `[V]`: temperature, top-k, top-p, min-p, in that order [L 2.2]."""
+    if params.temperature == 0:
         return _point_mass(int(z.argmax()), len(z))
-    return _softmax(np.where(filtered(z, law), z, -math.inf), law.temperature)
+    return _softmax(np.where(filtered(z, params), z, -math.inf), params.temperature)
 
 
-def filtered(z: np.ndarray, law: SamplingParams) -> np.ndarray:
+def filtered(z: np.ndarray, params: SamplingParams) -> np.ndarray:
     """Return which tokens top-k, top-p and min-p leave of one row, bool `[V]`; the temperature is above 0."""
     keep = np.full(len(z), True)
-    if 0 < law.top_k < len(z):
-        keep &= z >= np.sort(z)[-law.top_k]
-    p = _softmax(np.where(keep, z, -math.inf), law.temperature)
-    if law.top_p < 1:
+    if 0 < params.top_k < len(z):
+        keep &= z >= np.sort(z)[-params.top_k]
+    p = _softmax(np.where(keep, z, -math.inf), params.temperature)
+    if params.top_p < 1:
         order = np.argsort(-p, kind="stable")
-        enough = np.flatnonzero(p[order].cumsum() >= law.top_p)
+        enough = np.flatnonzero(p[order].cumsum() >= params.top_p)
         last = order[enough[0]] if len(enough) else order[-1]
         keep &= z >= z[last]
-    if law.min_p > 0:
-        keep &= p >= law.min_p * p.max()
+    if params.min_p > 0:
+        keep &= p >= params.min_p * p.max()
     return keep
 
 
@@ -70,7 +70,7 @@ def residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 
     Lenience does not enter here. With it, x is accepted with probability min(q, p/l), which only overshoots p where
     q > p, and there the residual is 0. Elsewhere the residual adds at most p - q, since lenience only makes rejections
-    rarer. So no token exceeds p/l, l = 1 is exact, and no other residual brings the law nearer to p.
+    rarer. So no token exceeds p/l, l = 1 is exact, and no other residual brings the distribution nearer to p.
     """
     rest: np.ndarray = np.maximum(0.0, p - q)
     return rest
@@ -82,7 +82,7 @@ def block_step(P: float, p: float, q: float) -> float:
 
 
 def block_reach(P: float, p: np.ndarray, q: np.ndarray) -> float:
-    """Return h_i = Z/(Z + 1 - P) with Z = Σ max(P · p - q, 0), p and q `[V]` being the laws of the token after.
+    """Return h_i = Z/(Z + 1 - P) with Z = Σ max(P · p - q, 0), p and q `[V]` being those of the next token.
 
     It is 0 where both Z and 1 - P are: p is q there, and a later place accepts.
     """
@@ -96,12 +96,12 @@ def squashed(z: np.ndarray, scales: SigmoidScales) -> np.ndarray:
         return np.asarray(1 / (1 + np.exp(-(z - scales.alpha) / (scales.beta - scales.alpha))))
 
 
-class _NoLaw(Exception):
+class _BadRow(Exception):
     """A row that is needed has a NaN, a +inf, or nothing but -inf."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Laws:
+class _Rows:
     """p and q of one sequence, row by row; `z` holds the adjusted logits, `[γ+1, V]`."""
 
     z: np.ndarray
@@ -112,12 +112,21 @@ class _Laws:
         return self.z.shape[1]
 
     def p(self, i: int) -> np.ndarray:
-        if _is_bad(self.z[i]):
-            raise _NoLaw
+        self._refuse_bad(i)
         return standardise(self.z[i], self.proposal.law)
 
     def q(self, i: int) -> np.ndarray:
-        return _draft_law(self.proposal.q[i], self.proposal.tokens[i], self.vocab_size)
+        q = self.proposal.q[i]
+        if q is None:
+            return _point_mass(self.proposal.tokens[i], self.vocab_size)
+        if isinstance(q, DenseDistribution):
+            return np.asarray(q.probabilities.cpu().to(torch.float64).numpy())
+        assert isinstance(q, SparseDistribution)  # `verify` lets logits through to the rule sigmoid alone
+        dense = np.zeros(self.vocab_size)
+        for x, weight in zip(q.ids.tolist(), q.weights.tolist(), strict=True):
+            if 0 <= x < self.vocab_size:
+                dense[x] = weight / q.total
+        return dense
 
     def at_draft(self, i: int) -> tuple[float, float]:
         """Return p(x) and q(x) of the drafted token x at `i`; 0 outside the vocabulary."""
@@ -126,67 +135,70 @@ class _Laws:
 
     def scores(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """Return p̂ and q̂ of the rule `sigmoid`, `[V]` each; 0 where the filters of either exclude a token."""
-        z, law, draft, scales = self.z[i], self.proposal.law, self.proposal.q[i], self.proposal.sigmoid
-        if _is_bad(z):
-            raise _NoLaw
+        self._refuse_bad(i)
+        z, params, draft, scales = self.z[i], self.proposal.law, self.proposal.q[i], self.proposal.sigmoid
         assert isinstance(draft, DraftLogits)
         assert scales is not None
         v = draft.values.cpu().to(torch.float64).numpy()
-        p = np.where(filtered(z, law), squashed(z / law.temperature, scales), 0.0)
+        p = np.where(filtered(z, params), squashed(z / params.temperature, scales), 0.0)
         return p, np.where(v == EXCLUDED, 0.0, squashed(v, scales))
 
     def beta(self, rows: int) -> tuple[float, ...]:
         """Return Σ min(p/l, q) of the first `rows` drafted tokens."""
         return tuple(float(np.minimum(self.p(i) / self.proposal.lenience, self.q(i)).sum()) for i in range(rows))
 
+    def _refuse_bad(self, i: int) -> None:
+        if not math.isfinite(self.z[i].max()):
+            raise _BadRow
 
-def _judge(raw: Tensor, proposal: Proposed) -> VerifyResult:
+
+def _verify_one(raw: Tensor, proposal: Proposed) -> VerifyResult:
     # raw: [γ+1, V]
-    laws = _Laws(apply(raw, proposal.adjustments).to(torch.float64).numpy(), proposal)
+    rows = _Rows(apply(raw, proposal.adjustments).to(torch.float64).numpy(), proposal)
     try:
-        result = _greedily(laws) if proposal.law.is_greedy else _RULES[proposal.rule](laws)
-    except _NoLaw:
+        result = _greedily(rows) if proposal.law.is_greedy else _RULES[proposal.rule](rows)
+    except _BadRow:
         return BAD_LOGITS
     if proposal.top_logprobs < 0:
         return result
     emitted = (*proposal.tokens[: result.accepted], result.next_token)
-    p = torch.from_numpy(np.stack([laws.p(i) for i in range(len(emitted))]))
+    p = torch.from_numpy(np.stack([rows.p(i) for i in range(len(emitted))]))
     return replace(result, logprobs=token_logprobs(raw[: len(emitted)], p, emitted, proposal.top_logprobs))
 
 
-def _tokenwise(laws: _Laws) -> VerifyResult:
+def _tokenwise(rows: _Rows) -> VerifyResult:
     """Accept until the first failure [L Alg. 1]."""
-    proposal = laws.proposal
+    proposal = rows.proposal
     accepted = 0
     while accepted < proposal.gamma:
-        p, q = laws.at_draft(accepted)
+        p, q = rows.at_draft(accepted)
         if not accepts(proposal.accept_uniform(accepted), proposal.lenience, q, p):
             break
         accepted += 1
-    return _resampled(laws, accepted, 1.0)
+    return _resampled(rows, accepted, 1.0)
 
 
-def _block(laws: _Laws) -> VerifyResult:
+def _block(rows: _Rows) -> VerifyResult:
     """Accept up to the last success; P is the weight that the block so far may keep (Sun et al. 2024, Alg. 2)."""
-    proposal = laws.proposal
+    proposal = rows.proposal
     P = P_tau = 1.0
     tau = 0
     for i in range(1, proposal.gamma + 1):
-        p, q = laws.at_draft(i - 1)
+        p, q = rows.at_draft(i - 1)
         P = block_step(P, p, q)
         if P == 0:
             break
-        h = P if i == proposal.gamma else block_reach(P, laws.p(i), laws.q(i))
+        h = P if i == proposal.gamma else block_reach(P, rows.p(i), rows.q(i))
         if proposal.accept_uniform(i - 1) < h:
             tau, P_tau = i, P
-    return _resampled(laws, tau, P_tau)
+    return _resampled(rows, tau, P_tau)
 
 
-def _coupled(laws: _Laws) -> VerifyResult:
+def _coupled(rows: _Rows) -> VerifyResult:
     """Accept while the target, with the noise that the draft had too, takes the same token."""
-    proposal = laws.proposal
+    proposal = rows.proposal
     for i in range(proposal.gamma + 1):
-        y = coupled_choice(laws.p(i), proposal.seed, proposal.base_length + i)
+        y = coupled_choice(rows.p(i), proposal.seed, proposal.base_length + i)
         if i == proposal.gamma or y != proposal.tokens[i]:
             break
     return VerifyResult(Status.OK, i, y)
@@ -198,58 +210,58 @@ def coupled_choice(p: np.ndarray, seed: int, position: int) -> int:
         return int((np.log(p) + gumbel(seed, [position], len(p), torch.float64)[0].numpy()).argmax())
 
 
-def _sigmoid(laws: _Laws) -> VerifyResult:
-    """TargetRunner by p̂ and q̂, which are no laws, until the first failure [W 3.2.2]. Lossy.
+def _sigmoid(rows: _Rows) -> VerifyResult:
+    """Judge by p̂ and q̂, which do not add up to 1, until the first failure [W 3.2.2]. Lossy.
 
     After the last drafted token the next one is drawn from p. The code released with [W] has the raw logits there in
-    place of a law, which seems to be a slip.
+    place of p, which seems to be a slip.
     """
-    proposal = laws.proposal
+    proposal = rows.proposal
     for i in range(proposal.gamma):
         x = proposal.tokens[i]
-        p_hat, q_hat = laws.scores(i)
-        inside = 0 <= x < laws.vocab_size
+        p_hat, q_hat = rows.scores(i)
+        inside = 0 <= x < rows.vocab_size
         if inside and accepts(proposal.accept_uniform(i), proposal.lenience, q_hat[x], p_hat[x]):
             continue
         rest, u = residual(p_hat, q_hat), proposal.resample_uniform(i)
         if rest.any():
             return VerifyResult(Status.OK, i, _inverse_cdf(rest, u))
-        return VerifyResult(Status.ZERO_RESIDUAL, i, _inverse_cdf(laws.p(i), u))
+        return VerifyResult(Status.ZERO_RESIDUAL, i, _inverse_cdf(rows.p(i), u))
     last = proposal.gamma
-    return VerifyResult(Status.OK, last, _inverse_cdf(laws.p(last), proposal.resample_uniform(last)))
+    return VerifyResult(Status.OK, last, _inverse_cdf(rows.p(last), proposal.resample_uniform(last)))
 
 
-def _greedily(laws: _Laws) -> VerifyResult:
+def _greedily(rows: _Rows) -> VerifyResult:
     """Accept the most probable tokens, or nearly those, as lenience allows [L A.5]; the same under every rule."""
-    proposal = laws.proposal
+    proposal = rows.proposal
     beta: list[float] = []
     for accepted in range(proposal.gamma + 1):
-        best = int(laws.p(accepted).argmax())
+        best = int(rows.p(accepted).argmax())
         if accepted == proposal.gamma:
             break
         x = proposal.tokens[accepted]
-        stands = _greedy_choices(laws.z[accepted], proposal.lenience)
+        stands = _greedy_choices(rows.z[accepted], proposal.lenience)
         if proposal.rule not in (Rule.COUPLED, Rule.SIGMOID):
-            beta.append(float(laws.q(accepted)[stands].sum()))
-        if not (0 <= x < laws.vocab_size and stands[x]):
+            beta.append(float(rows.q(accepted)[stands].sum()))
+        if not (0 <= x < rows.vocab_size and stands[x]):
             break
     return VerifyResult(Status.OK, accepted, best, tuple(beta))
 
 
-def _resampled(laws: _Laws, accepted: int, P: float) -> VerifyResult:
+def _resampled(rows: _Rows, accepted: int, P: float) -> VerifyResult:
     """Draw the next token: from p after the last drafted one, from norm(max(0, P · p - q)) before."""
-    proposal = laws.proposal
-    p, u = laws.p(accepted), proposal.resample_uniform(accepted)
-    beta = laws.beta(min(accepted + 1, proposal.gamma))
+    proposal = rows.proposal
+    p, u = rows.p(accepted), proposal.resample_uniform(accepted)
+    beta = rows.beta(min(accepted + 1, proposal.gamma))
     if accepted == proposal.gamma:
         return VerifyResult(Status.OK, accepted, _inverse_cdf(p, u), beta)
-    rest = residual(P * p, laws.q(accepted))
+    rest = residual(P * p, rows.q(accepted))
     if rest.sum() > _ROUNDING * P:
         return VerifyResult(Status.OK, accepted, _inverse_cdf(rest, u), beta)
     return VerifyResult(Status.ZERO_RESIDUAL, accepted, _inverse_cdf(p, u), beta)
 
 
-_RULES: dict[Rule, Callable[[_Laws], VerifyResult]] = {
+_RULES: dict[Rule, Callable[[_Rows], VerifyResult]] = {
     Rule.TOKENWISE: _tokenwise,
     Rule.BLOCK: _block,
     Rule.COUPLED: _coupled,
@@ -257,20 +269,7 @@ _RULES: dict[Rule, Callable[[_Laws], VerifyResult]] = {
 }
 
 RULES = frozenset(_RULES)
-"""What this implementation judges by."""
-
-
-def _draft_law(law: DraftDistribution, token: int, V: int) -> np.ndarray:
-    if law is None:
-        return _point_mass(token, V)
-    if isinstance(law, DenseDistribution):
-        return np.asarray(law.probabilities.cpu().to(torch.float64).numpy())
-    assert isinstance(law, SparseDistribution)  # the door lets logits through to the rule sigmoid alone
-    q = np.zeros(V)
-    for x, weight in zip(law.ids.tolist(), law.weights.tolist(), strict=True):
-        if 0 <= x < V:
-            q[x] = weight / law.total
-    return q
+"""As `kernels.verify` asks of an implementation."""
 
 
 def _greedy_choices(z: np.ndarray, lenience: float) -> np.ndarray:
@@ -297,7 +296,3 @@ def _point_mass(token: int, V: int) -> np.ndarray:
 def _inverse_cdf(weights: np.ndarray, u: float) -> int:
     cdf = weights.cumsum()
     return int(np.searchsorted(cdf, u * cdf[-1], side="right"))
-
-
-def _is_bad(z: np.ndarray) -> bool:
-    return not math.isfinite(z.max())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.kernels.capturable import NotCapturable, OnlyCapturable
 
-_WAITING: dict[str, Callable[[Tensor], object]] = {
+_SYNCS: dict[str, Callable[[Tensor], object]] = {
     "item": lambda z: z[0, 0].item(),
     "branch": lambda z: bool(z.any()),
     "nonzero": lambda z: z.nonzero(),
@@ -25,22 +25,22 @@ _WAITING: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", _WAITING)
-def test_what_waits_or_has_no_shape_beforehand_is_refused(name: str) -> None:
+@pytest.mark.parametrize("name", _SYNCS)
+def test_host_syncs_and_dynamic_shapes_are_refused(name: str) -> None:
     with pytest.raises(NotCapturable), OnlyCapturable():
-        _WAITING[name](torch.randn(3, 8))
+        _SYNCS[name](torch.randn(3, 8))
 
 
-def test_all_else_passes_and_is_noted() -> None:
+def test_other_operations_pass_and_are_noted() -> None:
     with OnlyCapturable() as operations:
         torch.randn(3, 8).cumsum(1).argmax(1)
     assert operations.seen == ["randn", "cumsum", "argmax"]
 
 
-def test_in_place_takes_no_memory() -> None:
+def test_in_place_allocates_no_memory() -> None:
     z = torch.randn(3, 8)
     with OnlyCapturable(in_place=True) as operations:
         z[1].view(2, 4).add_(1)
     assert operations.seen[-1] == "add_"
-    with pytest.raises(NotCapturable, match="add takes memory"), OnlyCapturable(in_place=True):
+    with pytest.raises(NotCapturable, match="add allocates memory"), OnlyCapturable(in_place=True):
         z + 1

@@ -1,7 +1,7 @@
 """The kernels, compiled ahead of time for sm_90: nothing is spilled, and they read 128 bits at a time.
 
-In each run the result takes supports of 16 tokens, which compiles in a quarter of the time. With `-m slow` it takes
-256, as it does when it serves, and all are compiled for sm_80 too.
+In each run supports hold 16 tokens, which compiles in a quarter of the time. With `-m slow` they hold 256, as when
+serving, and all are compiled for sm_80 too.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import pytest
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton has no build for this platform")
 
+Kernels = list[dict[str, Any]]
 WIDEST = 256
 """The largest support."""
 
 
-def _compiled(cache: Path, architecture: int, support: int, *, with_plain: bool) -> list[dict[str, Any]]:
-    """What `tests.kernels.compiled` prints."""
+def _compiled(cache: Path, architecture: int, support: int, *, with_plain: bool) -> Kernels:
+    """Return what `tests.kernels.compiled` prints."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(cache)
     run = subprocess.run(
         [sys.executable, "-m", "tests.kernels.compiled", *map(str, (architecture, support, int(with_plain)))],
-        env=environment,
+        env=environment | {"TRITON_CACHE_DIR": str(cache)},
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
@@ -38,12 +38,18 @@ def _compiled(cache: Path, architecture: int, support: int, *, with_plain: bool)
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return _compiled(tmp_path_factory.mktemp("triton"), 90, 16, with_plain=True)
+def compiled(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    cache = getattr(pytestconfig, "cache", None)  # kernels that did not change are not compiled again
+    folder = cache.mkdir("triton") if cache else tmp_path_factory.mktemp("triton")
+    return _compiled(folder, 90, 16, with_plain=True)
+
+
+def _named(compiled: Kernels, name: str) -> Kernels:
+    return [each for each in compiled if each["kernel"] == name]
 
 
 @pytest.mark.timeout(300)
-def test_nothing_is_spilled(compiled: list[dict[str, Any]]) -> None:
+def test_nothing_is_spilled(compiled: Kernels) -> None:
     assert all(each["instructions"] > 100 for each in compiled)
     assert [each for each in compiled if each["spills"]] == []
 
@@ -55,53 +61,51 @@ def test_nothing_is_spilled_with_the_largest_supports_either(tmp_path: Path, arc
     assert [each for each in _compiled(tmp_path, architecture, WIDEST, with_plain=False) if each["spills"]] == []
 
 
-def test_logits_are_read_128_bits_at_a_time(compiled: list[dict[str, Any]]) -> None:
+def test_logits_are_read_128_bits_at_a_time(compiled: Kernels) -> None:
     """A full tile of bfloat16 takes two such loads of each thread, sixteen logits."""
-    stats = [each for each in compiled if each["kernel"] == "stats_kernel"]
+    stats = _named(compiled, "stats_kernel")
     assert len(stats) == 4
     assert [each for each in stats if each["wide_loads"] < 2] == []
 
 
-def test_the_statistics_leave_room_for_four_programs_on_a_multiprocessor(compiled: list[dict[str, Any]]) -> None:
-    """Of 256 threads each, in 65,536 registers: 64 a thread at most, where no changes and races are compiled in."""
-    stats = [each for each in compiled if each["kernel"] == "stats_kernel"]
-    plain = [each for each in stats if not (each["constants"]["ADJUSTED"] or each["constants"]["WITH_RACE"])]
-    assert len(plain) == 2
-    assert max(each["registers"] for each in plain) <= 64
-
-
-def test_races_leave_room_for_three(compiled: list[dict[str, Any]]) -> None:
-    """80 registers a thread at most, in a launch that may be captured and has no changes."""
-    (races,) = [
-        each
-        for each in compiled
-        if each["kernel"] == "stats_kernel" and each["constants"]["WITH_RACE"] and not each["constants"]["ADJUSTED"]
+@pytest.mark.parametrize(("with_race", "variants", "registers"), [(False, 2, 64), (True, 1, 80)])
+def test_statistics_leave_registers_for_several_programs(
+    compiled: Kernels, with_race: bool, variants: int, registers: int
+) -> None:
+    """Of 256 threads each, in 65,536 registers: four programs a multiprocessor, or three with races."""
+    of_kind = {"ADJUSTED": False, "WITH_RACE": with_race}
+    found = [
+        each["registers"]
+        for each in _named(compiled, "stats_kernel")
+        if each["constants"] == each["constants"] | of_kind
     ]
-    assert races["registers"] <= 80
+    assert len(found) == variants
+    assert max(found) <= registers
 
 
-def test_what_lies_between_products_is_read_and_written_128_bits_at_a_time(compiled: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    ("name", "loads"), [("rms_norm_kernel", 2), ("gated_kernel", 2), ("rotate_and_store_kernel", 3)]
+)
+def test_layers_read_and_write_128_bits_at_a_time(compiled: Kernels, name: str, loads: int) -> None:
     """Eight numbers a thread in bfloat16; those in float32 (angles, norms of heads) take two loads."""
-    loads = {"rms_norm_kernel": 2, "gated_kernel": 2, "rotate_and_store_kernel": 3}
-    between = [each for each in compiled if each["kernel"] in loads]
-    assert {each["kernel"] for each in between} == loads.keys()
-    for each in between:
-        wanted = loads[each["kernel"]] + (2 if each["constants"].get("NORMED") else 0)
-        assert each["wide_loads"] >= wanted, each
+    kernels = _named(compiled, name)
+    assert kernels
+    for each in kernels:
+        assert each["wide_loads"] >= loads + (2 if each["constants"].get("NORMED") else 0), each
         assert each["wide_stores"] == each["stores"], each
 
 
-def test_heads_are_rotated_without_waiting_for_other_threads(compiled: list[dict[str, Any]]) -> None:
-    """What is rotated together, and summed in a norm, lies in one thread and in one warp: no barrier."""
-    rotations = [each for each in compiled if each["kernel"] == "rotate_and_store_kernel"]
-    assert len(rotations) == 2
-    assert [each for each in rotations if each["barriers"]] == []
+def test_heads_are_rotated_without_barriers(compiled: Kernels) -> None:
+    """What is rotated together, and summed in a norm, lies in one thread and in one warp."""
+    assert [each["barriers"] for each in _named(compiled, "rotate_and_store_kernel")] == [0, 0]
 
 
-def test_an_odd_number_of_rows_asks_for_no_other_compilation(compiled: list[dict[str, Any]]) -> None:
-    """Arrays of a pass lie behind others of it, at any multiple of 4 or 8 bytes; no pass may wait for a compiler."""
-    rotations = [each for each in compiled if each["kernel"] == "rotate_and_store_kernel"]
-    assert [each["of_any_alignment"] for each in rotations] == [["positions", "places"]] * 2
-    free = {each["kernel"]: each["of_any_alignment"] for each in compiled}
-    assert free["attend_kernel"] == ["row_starts", "lengths", "tables", "items"]
-    assert free["merge_kernel"] == ["positions", "row_slots"]
+def test_an_odd_number_of_rows_needs_no_other_compilation(compiled: Kernels) -> None:
+    """Arrays of a step lie behind others of it, at any multiple of 4 or 8 bytes; no step may wait for a compiler."""
+    free = {
+        "rotate_and_store_kernel": ["positions", "places"],
+        "attend_kernel": ["row_starts", "lengths", "tables", "items"],
+        "merge_kernel": ["positions", "row_slots"],
+    }
+    for name, arguments in free.items():
+        assert {tuple(each["of_any_alignment"]) for each in _named(compiled, name)} == {tuple(arguments)}

@@ -1,4 +1,4 @@
-"""Arrays in one buffer: each on its edge, none over another, and the same from the host and as tensors."""
+"""Arrays in one buffer: each on an edge of 16 bytes, none over another, the same from the host and as tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FIELDS = {
 }
 
 
-def test_each_array_lies_on_an_edge_of_16_bytes_and_keeps_to_itself() -> None:
+def test_arrays_are_aligned_and_do_not_overlap() -> None:
     packed = PackedArrays(FIELDS)
     buffer = packed.buffer(torch.device("cpu")).zero_()
     arrays, tensors = packed.arrays(buffer), packed.tensors(buffer)
@@ -30,5 +30,5 @@ def test_each_array_lies_on_an_edge_of_16_bytes_and_keeps_to_itself() -> None:
     assert packed.nbytes == buffer.numel() == 16 + 48 + 16 + 48
 
 
-def test_nothing_to_lay_out_takes_some_room_all_the_same() -> None:
+def test_no_arrays_still_take_16_bytes() -> None:
     assert PackedArrays({}).nbytes == PackedArrays({"none": Field(np.int32, (0,))}).nbytes == 16

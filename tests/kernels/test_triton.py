@@ -1,6 +1,6 @@
-"""Triton's kernels against the oracle, token for token, over shapes, strides and forms; and that no row sees another.
+"""Triton's kernels against the reference, token for token, over shapes, strides and forms; and independent rows.
 
-The edges of each rule are in `test_rule`, `test_block`, `test_coupled` and `test_sigmoid`, for these kernels too.
+The edges of each rule are in `test_rules`, for these kernels too.
 """
 
 from __future__ import annotations
@@ -20,51 +20,57 @@ from torch import Tensor
 from kernels.adjustments import Adjuster, LogitRules
 from kernels.sampling import Draw, SamplingParams, sample
 from kernels.sparse import SparseConfig, sparsify
-from kernels.verify import Proposed, Rule, Status, Uniforms
+from kernels.verify import Proposed, Rule, Status, Uniforms, VerifyResult
 from tests.kernels.capturable import OnlyCapturable
-from tests.kernels.cases import differing, law_of, proposed_of, random_batch
-from tests.kernels.paths import IS_INTERPRETED, TRITON, verify_by_triton
-from tests.kernels.reference import verify as oracle
+from tests.kernels.cases import GREEDY, LAST, coupled, gaussian, n_differing, propose, random_batch, sparse
+from tests.kernels.paths import DEVICE, TRITON, verify_by_triton
+from tests.kernels.reference import verify as reference
 
 pytestmark = TRITON.marks
-DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 TILE = 1024  # of vocabularies of up to 2^15
 
 
+def verified(logits: Tensor, proposals: list[Proposed]) -> list[VerifyResult]:
+    """Return results after comparing them with the reference."""
+    results = verify_by_triton(logits, proposals)
+    assert n_differing(lambda *_: results, reference, logits, proposals) == 0
+    return results
+
+
 @pytest.mark.parametrize(
-    ("V", "size"),
-    [(1, 6), (2, 12), (257, 3), (TILE - 1, 4), (TILE, 4), (TILE + 1, 4), (5003, 4)],
+    ("V", "size", "dtype"),
+    [
+        *((1, 6, torch.float32), (2, 12, torch.float32), (257, 3, torch.float32), (5003, 4, torch.float32)),
+        *((V, 4, torch.float32) for V in (TILE - 1, TILE, TILE + 1)),
+        *((70, 4, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float64)),
+    ],
 )
-def test_rules_as_the_oracle_does(V: int, size: int) -> None:
-    """Rules, laws, forms of q, lenience and adjustments mixed in one batch."""
-    logits, proposals = random_batch(seed=V + 1, V=V, size=size)
-    assert differing(verify_by_triton, oracle, logits, proposals) == 0
+def test_triton_agrees_with_the_reference(V: int, size: int, dtype: torch.dtype) -> None:
+    """Rules, params, forms of q, lenience and adjustments mixed in one batch."""
+    verified(*random_batch(9 if V == 70 else V + 1, V, size, dtype))
 
 
 @pytest.mark.parametrize("V", [50257, 151936])
-def test_rules_as_the_oracle_does_over_a_whole_vocabulary(V: int) -> None:
+def test_triton_agrees_with_the_reference_over_a_whole_vocabulary(V: int) -> None:
     """One draft under two rules: 2,048 and 4,096 logits a tile, and a last tile that is not full."""
     for rule in (Rule.BLOCK, Rule.COUPLED):
         z, proposed = _agreeable(rule, 1, 256, V, seed=2)
-        assert differing(verify_by_triton, oracle, z.bfloat16(), [proposed]) == 0
+        verified(z.bfloat16(), [proposed])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_takes_logits_of_any_dtype(dtype: torch.dtype) -> None:
-    logits, proposals = random_batch(seed=9, V=70, size=4, dtype=dtype)
-    assert differing(verify_by_triton, oracle, logits, proposals) == 0
+@pytest.mark.gpu
+@pytest.mark.parametrize(("V", "size"), [(257, 400), (32000, 200), (50257, 100), (128256, 60), (151936, 60)])
+def test_triton_agrees_with_the_reference_at_full_size(V: int, size: int) -> None:
+    """At most one result in a hundred may lie so near an edge that float32 takes the neighbour."""
+    for dtype in (torch.float32, torch.bfloat16):
+        assert n_differing(verify_by_triton, reference, *random_batch(V, V, size, dtype)) <= size // 100 + 1
 
 
 @pytest.mark.parametrize("rule", [Rule.TOKENWISE, Rule.BLOCK, Rule.COUPLED])
 def test_long_proposals_go_on_from_group_to_group(rule: Rule) -> None:
     """γ of 8, 9 and 16, nearly all accepted; K of 1, 17 and 256."""
-    proposals, rows = [], []
-    for gamma, K in ((8, 1), (9, 17), (16, 256)):
-        z, proposed = _agreeable(rule, gamma, K, V=1100, seed=gamma)
-        rows.append(z)
-        proposals.append(proposed)
-    results = verify_by_triton(torch.cat(rows), proposals)
-    assert differing(lambda *_: results, oracle, torch.cat(rows), proposals) == 0
+    made = [_agreeable(rule, gamma, K, V=1100, seed=gamma) for gamma, K in ((8, 1), (9, 17), (16, 256))]
+    results = verified(torch.cat([z for z, _ in made]), [proposed for _, proposed in made])
     assert max(each.accepted for each in results) > 8
 
 
@@ -73,21 +79,17 @@ def _agreeable(rule: Rule, gamma: int, K: int, V: int, seed: int) -> tuple[Tenso
     source = torch.Generator().manual_seed(seed)
     z = torch.randn(gamma + 1, V, generator=source) * 6
     if rule is Rule.COUPLED:
-        (alone,) = zip(*(oracle(row[None], [_coupled(seed, 50 + i)]) for i, row in enumerate(z[:gamma])), strict=True)
-        return z, replace(_coupled(seed, 50), tokens=tuple(each.next_token for each in alone))
-    laws = sparsify(torch.softmax(z[:gamma] + torch.randn(gamma, V, generator=source) * 0.1, -1), SparseConfig(1.0, K))
-    tokens = tuple(law.token_at(random.Random(seed + i).random()) for i, law in enumerate(laws))
-    return z, Proposed(tokens, tuple(laws), SamplingParams(), seed, 50, rule)
+        alone = [reference(row[None], [coupled((), seed, 50 + i)])[0] for i, row in enumerate(z[:gamma])]
+        return z, coupled(tuple(each.next_token for each in alone), seed, 50)
+    q = sparsify(torch.softmax(z[:gamma] + torch.randn(gamma, V, generator=source) * 0.1, -1), SparseConfig(1.0, K))
+    tokens = tuple(each.token_at(random.Random(seed + i).random()) for i, each in enumerate(q))
+    return z, Proposed(tokens, tuple(q), SamplingParams(), seed, 50, rule)
 
 
-def _coupled(seed: int, base_length: int) -> Proposed:
-    return Proposed((), (), SamplingParams(), seed, base_length, Rule.COUPLED)
+# ---------------------------------------------------------------------------------------------------- strides and tiles
 
 
-# ----------------------------------------------------------------------------------------------------------- strides
-
-
-def test_rows_may_lie_anywhere() -> None:
+def test_rows_may_have_any_strides() -> None:
     """Padded with NaN, every other row of a larger tensor, one row for all, and columns apart."""
     logits, proposals = random_batch(seed=5, V=64, size=3)
     expected = verify_by_triton(logits, proposals)
@@ -105,50 +107,46 @@ def test_offsets_may_pass_2_to_the_31() -> None:
     z, proposed = _agreeable(Rule.TOKENWISE, 5, 16, V, seed=3)
     far = torch.empty(6 * stride, dtype=torch.bfloat16, device="cuda").view(6, stride)[:, :V]
     far.copy_(z)
-    assert differing(verify_by_triton, oracle, far, [proposed]) == 0
-
-
-# -------------------------------------------------------------------------------------------------- supports and edges
+    verified(far, [proposed])
 
 
 def test_a_residual_may_lie_across_tiles() -> None:
     """The support covers the edge of two tiles and of strips; every token of the residual is drawn by its mass."""
-    V = 2 * TILE + 3
+    V, N = 2 * TILE + 3, 24
     z = torch.full((2, V), -math.inf)
     ids = [0, 63, 64, TILE - 1, TILE, TILE + 64, 2 * TILE - 1, 2 * TILE, V - 1]
     z[:, ids] = torch.linspace(-1, 1, len(ids))
-    law = law_of({token: 3 + 4 * (i % 3) for i, token in enumerate(ids)})
-    N = 24
-    proposals = [proposed_of((V,), (law,), resample=(n + 0.5) / N) for n in range(N)]  # outside V: never accepted
-    results = verify_by_triton(z.repeat(N, 1), proposals)
-    assert differing(lambda *_: results, oracle, z.repeat(N, 1), proposals) == 0
-    assert len({each.next_token for each in results}) > 3
+    q = sparse({token: 3 + 4 * (i % 3) for i, token in enumerate(ids)})
+    proposals = [propose((V,), (q,), resample=(n + 0.5) / N) for n in range(N)]  # outside V: never accepted
+    assert len({each.next_token for each in verified(z.repeat(N, 1), proposals)}) > 3
 
 
-def test_a_stratified_sweep_counts_every_outcome_to_within_one() -> None:
-    """48 evenly spaced uniforms over a law that lies in three tiles."""
+def test_evenly_spaced_uniforms_give_each_token_its_share() -> None:
+    """48 of them over a distribution that lies in three tiles; to within one."""
     N, V = 48, 2 * TILE + 40
     z = torch.full((1, V), -30.0)
-    z[0, ::97] = torch.randn(len(z[0, ::97]), generator=torch.Generator().manual_seed(2)) * 2
-    proposals = [proposed_of((), (), resample=(n + 0.5) / N) for n in range(N)]
-    drawn = [each.next_token for each in verify_by_triton(z.expand(N, V), proposals)]
+    z[0, ::97] = gaussian(2, len(z[0, ::97]), scale=2)
+    drawn = [
+        each.next_token
+        for each in verify_by_triton(z.expand(N, V), [propose(resample=(n + 0.5) / N) for n in range(N)])
+    ]
     counts = np.bincount(drawn, minlength=V)
     assert np.abs(counts - N * torch.softmax(z[0].double(), -1).numpy()).max() < 1.0
     assert drawn == sorted(drawn)
 
 
-def test_ties_at_the_cuts_share_their_fate() -> None:
-    """Five equal logits at the edge of top-k and top-p, in two tiles: all stay, or none."""
+def test_filters_keep_or_drop_ties_together() -> None:
+    """Five equal logits at the edge of top-k and top-p, in two tiles."""
     V = TILE + 8
     z = torch.full((1, V), -50.0)
     z[0, [3, TILE + 4]] = 2.0
     equal = [0, 5, TILE - 1, TILE, V - 1]
     z[0, equal] = 0.0
-    laws = (SamplingParams(top_k=3), SamplingParams(top_k=2), SamplingParams(top_p=0.8), SamplingParams(top_p=0.7))
-    grid = [0.0, 0.3, 0.7, 1 - 2**-53]
-    proposals = [proposed_of((), (), resample=u, law=law) for law in laws for u in grid]
+    filters = ({"top_k": 3}, {"top_k": 2}, {"top_p": 0.8}, {"top_p": 0.7})
+    params = [SamplingParams(**each) for each in filters]
+    proposals = [propose(resample=u, law=each) for each in params for u in (0.0, 0.3, 0.7, LAST)]
     drawn = [each.next_token for each in verify_by_triton(z.expand(16, V), proposals)]
-    assert drawn == [each.next_token for each in oracle(z.expand(16, V), proposals)]
+    assert drawn == [each.next_token for each in reference(z.expand(16, V), proposals)]
     assert set(drawn[:4]) & set(equal)
     assert set(drawn[4:8]) == {3, TILE + 4}
 
@@ -157,44 +155,39 @@ def test_ties_at_the_cuts_share_their_fate() -> None:
 def test_the_largest_logit_may_lie_in_any_tile(lenience: float) -> None:
     """At temperature 0; of equals in several tiles the lowest id."""
     V = 2 * TILE + 9
-    z = torch.randn(4, V, generator=torch.Generator().manual_seed(8))
+    z = gaussian(8, 4, V)
     best = [TILE + 7, 2 * TILE + 8, TILE - 1, TILE]
-    for row, token in enumerate(best):
-        z[row, token] = 9.0
+    z[range(4), best] = 9.0
     z[2, [TILE, 2 * TILE]] = 9.0
-    greedy = proposed_of(tuple(best[:3]), (None, None, None), law=SamplingParams(temperature=0), lenience=lenience)
-    (result,) = verify_by_triton(z, [greedy])
-    assert (result.accepted, result.next_token, result.beta) == (3, best[3], (1.0, 1.0, 1.0))
-    (other,) = verify_by_triton(z, [replace(greedy, tokens=(best[0], best[1] - 1, 0))])
-    assert (other.accepted, other.next_token) == (1, best[1])
+    greedy = propose(tuple(best[:3]), law=GREEDY, lenience=lenience)
+    other = replace(greedy, tokens=(best[0], best[1] - 1, 0))
+    results = verify_by_triton(z.repeat(2, 1), [greedy, other])
+    assert [(each.accepted, each.next_token) for each in results] == [(3, best[3]), (1, best[1])]
+    assert results[0].beta == (1.0, 1.0, 1.0)
 
 
-def test_many_changes_of_a_row_lie_in_every_tile() -> None:
+def test_a_row_may_change_in_every_tile() -> None:
     """A repetition penalty on a third of the vocabulary, bans on both sides of an edge, and biases."""
     V = 2 * TILE + 5
     banned = (0, TILE - 1, TILE, V - 1)
     rules = LogitRules(repetition_penalty=1.7, logit_bias=((TILE + 1, 9.0),), banned_tokens=banned)
-    adjuster = Adjuster(rules, range(0, V, 3), V)
-    z = torch.randn(3, V, generator=torch.Generator().manual_seed(6)) * 3
-    laws = sparsify(torch.softmax(z[:2], -1), SparseConfig(1.0, 200))
-    proposed = proposed_of((TILE + 1, 5), (laws[0], laws[1]), accept=(0.0, 0.0), top_logprobs=2)
-    adjusted = replace(proposed, adjustments=(adjuster.row(), None, adjuster.row()))
-    for uniforms in (Uniforms((0.0, 0.0), 0.4), Uniforms((0.0, 1 - 2**-53), 0.9)):
-        assert differing(verify_by_triton, oracle, z, [replace(adjusted, uniforms=uniforms)]) == 0
+    adjusted = Adjuster(rules, range(0, V, 3), V).row()
+    z = gaussian(6, 3, V, scale=3)
+    first, second = sparsify(torch.softmax(z[:2], -1), SparseConfig(1.0, 200))
+    proposed = propose((TILE + 1, 5), (first, second), top_logprobs=2, adjustments=(adjusted, None, adjusted))
+    for uniforms in (Uniforms((0.0, 0.0), 0.4), Uniforms((0.0, LAST), 0.9)):
+        verified(z, [replace(proposed, uniforms=uniforms)])
 
 
-# --------------------------------------------------------------------------------------------------------- invariance
-
-
-def test_no_row_sees_another() -> None:
+def test_rows_are_independent() -> None:
     """Neither the batch's order nor its parts, nor what lies past a rejection, change a result."""
     logits, proposals = random_batch(seed=4, V=97, size=3)
     together = verify_by_triton(logits, proposals)
     starts = np.cumsum([0, *(each.gamma + 1 for each in proposals)])
     rows = [logits[a:b] for a, b in pairwise(starts)]
     for part in ([2, 0], [1]):
-        told = verify_by_triton(torch.cat([rows[i] for i in part]), [proposals[i] for i in part])
-        assert told == [together[i] for i in part]
+        results = verify_by_triton(torch.cat([rows[i] for i in part]), [proposals[i] for i in part])
+        assert results == [together[i] for i in part]
     for own, proposal, result in zip(rows, proposals, together, strict=True):
         if proposal.rule is not Rule.BLOCK:  # which looks past a failure, as long as the block can grow
             own[result.accepted + 1 :] = math.nan
@@ -204,26 +197,31 @@ def test_no_row_sees_another() -> None:
 def test_a_batch_may_have_no_drafts_at_all() -> None:
     z = torch.zeros(2, 5)
     z[1, 3] = math.nan
-    good, bad = verify_by_triton(z, [proposed_of((), ())] * 2)
+    good, bad = verify_by_triton(z, [propose()] * 2)
     assert (good.status, good.accepted, good.beta, bad.status) == (Status.OK, 0, (), Status.BAD_LOGITS)
+
+
+# --------------------------------------------------------------------------------------------------- Gumbel-max, graphs
 
 
 def test_gumbel_max_is_what_a_coupled_draft_draws_on_the_host() -> None:
     """At several temperatures, positions that overflow 32 bits soon, and every seed; a row of NaN gives some token."""
+    from kernels.verify_triton import gumbel_max
+
     B, V = 40, 1500
-    laws = [SamplingParams(temperature=each) for each in (0.0, 0.3, 1.0, 2.0)] * 10
-    seeds, positions = [2**64 - 1 - b for b in range(B)], [0, 5, 9, 2**32 - 3, 700] * 8
-    z = torch.randn(B, V, generator=torch.Generator().manual_seed(6)) * 3
-    draws = [Draw(law, noise=place) for law, place in zip(laws, zip(seeds, positions, strict=True), strict=True)]
+    temperatures, positions = [0.0, 0.3, 1.0, 2.0] * 10, [0, 5, 9, 2**32 - 3, 700] * 8
+    z = gaussian(6, B, V, scale=3)
+    draws = [Draw(SamplingParams(t), noise=(2**64 - 1 - b, positions[b])) for b, t in enumerate(temperatures)]
     expected = [each.token for each in sample(z, draws, SparseConfig())]
     z[2, 7] = math.nan
-    drawn = _gumbel_max(z, laws, seeds, positions).tolist()
+    words = (torch.tensor(each, device=DEVICE) for each in ([-1 - b for b in range(B)], positions))
+    scales = torch.tensor(temperatures, dtype=torch.float64, device=DEVICE)
+    drawn = gumbel_max(z.to(DEVICE), scales, *words).tolist()
     assert 0 <= drawn[2] < V
     assert drawn[:2] + drawn[3:] == expected[:2] + expected[3:]
 
 
-def test_gumbel_max_may_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is read back, and no shape follows from what tensors hold."""
+def test_gumbel_max_needs_no_host_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     from kernels import verify_triton
 
     class Nothing:
@@ -236,14 +234,6 @@ def test_gumbel_max_may_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     with OnlyCapturable() as operations:
         verify_triton.gumbel_max(z, numbers.double(), numbers, numbers)
     assert {"masked_fill", "argmax", "gather"} <= set(operations.seen)
-
-
-def _gumbel_max(z: Tensor, laws: list[SamplingParams], seeds: list[int], positions: list[int]) -> Tensor:
-    from kernels.verify_triton import gumbel_max
-
-    temperatures = torch.tensor([law.temperature for law in laws], dtype=torch.float64, device=DEVICE)
-    words = torch.tensor([seed - 2**64 if seed >= 2**63 else seed for seed in seeds], device=DEVICE)
-    return gumbel_max(z.to(DEVICE), temperatures, words, torch.tensor(positions, device=DEVICE))
 
 
 @pytest.mark.gpu
@@ -265,12 +255,3 @@ def test_a_graph_replayed_twice_gives_what_eager_gives() -> None:
         for _ in range(2):
             graph.replay()
             assert launch.results() == wanted
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("V", "size"), [(257, 400), (32000, 200), (50257, 100), (128256, 60), (151936, 60)])
-def test_rules_as_the_oracle_does_at_full_size(V: int, size: int) -> None:
-    """At most one result in a hundred may lie so near an edge that float32 takes the neighbour."""
-    for dtype in (torch.float32, torch.bfloat16):
-        logits, proposals = random_batch(seed=V, V=V, size=size, dtype=dtype)
-        assert differing(verify_by_triton, oracle, logits, proposals) <= size // 100 + 1

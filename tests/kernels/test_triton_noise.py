@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.rng import Domain, exponential, row_key, uniform, words
-from tests.kernels.paths import IS_INTERPRETED, TRITON
+from tests.kernels.paths import DEVICE, TRITON
 
 pytestmark = TRITON.marks
 triton = pytest.importorskip("triton", reason="triton has no build for this platform")
@@ -16,7 +16,6 @@ from triton import language as tl  # noqa: E402
 from kernels.triton_rows import accept_uniforms, exponentials, resample_uniforms  # noqa: E402
 
 N = 4096
-DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 
 
 @triton.jit

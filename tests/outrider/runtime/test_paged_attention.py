@@ -36,7 +36,7 @@ from outrider.runtime.paged_attention import (
     choose_attention,
 )
 from outrider.runtime.sdpa import Scoring, attend_scores
-from tests.kernels.test_triton_attention import wide_blocks
+from tests.kernels.test_triton_attention import wide_tiles
 from tests.outrider.runtime.tiny import FAMILIES, VOCABULARY
 
 PAGED = AttentionChoice(EAGER, "to be held against the other", block_tokens=4)
@@ -187,7 +187,7 @@ ASKING = (
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton has no build for this platform")
 def test_our_kernel_is_tried_on_what_layers_ask_and_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounded scores and sinks too; interpreted here."""
-    monkeypatch.setattr("kernels.triton_attention.attend_sizes", wide_blocks)
+    monkeypatch.setattr("kernels.triton_attention.attend_sizes", wide_tiles)
     found = choose_attention("triton", (KINDS[1], *ASKING), torch.float32, torch.device("cpu"))
     assert (found.name, found.block_tokens) == ("triton", 32)
     assert found.can_be_captured(torch.device("cuda"))

@@ -1,0 +1,224 @@
+"""The exact distribution of what a `verify` emits, taken from it as a black box, and the worlds to take it in.
+
+Each acceptance test passes below an edge of its uniform, and the next token rises with its own, so bisection finds
+every edge, and with them the joint distribution of (accepted, tokens) to the last bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels import verify_torch
+from kernels.dense import DenseDistribution, DraftLogits, SigmoidScales
+from kernels.sampling import SamplingParams
+from kernels.sparse import SparseConfig, SparseDistribution, sparsify
+from kernels.verify import Proposed, Rule, Uniforms, VerifyResult
+from tests.kernels import reference
+from tests.kernels.cases import LAST, Verify
+
+Distribution = SparseDistribution | DenseDistribution
+Draft = tuple[Distribution, Sequence[Distribution]]
+
+V = 4
+EXACT = 44  # bisections: an edge to 1e-13
+ROUGH = 14  # enough to see a wrong distribution
+WHOLE = SparseConfig(keep_mass=1.0)
+PATHS: dict[str, tuple[Verify, float, int]] = {
+    "reference": (reference.verify, 1e-12, EXACT),
+    "torch": (verify_torch.verify, 2e-6, 28),  # a float32 softmax
+}
+"""The total variation that each may have, and the bisections that place edges far more precisely than that."""
+_DRAFTS = [(x1, x2) for x1 in range(V) for x2 in range(V)]
+_TINY = 2e-13  # of a cell's area: the bisection's own error
+
+
+@dataclass(frozen=True)
+class World:
+    """A target and a draft of two steps over four tokens.
+
+    Attributes:
+        logits: the target's logits after no, one and two tokens: `[4]`, `[4, 4]`, `[4, 4, 4]`.
+        q: the draft's distribution of the first token, and of the second after each first.
+        lenience: l of [L A.5].
+        rule: how proposals are judged.
+        draft_logits: sent in place of q under `sigmoid`.
+        sigmoid: its scales.
+        params: how the target's logits become p.
+    """
+
+    logits: tuple[Tensor, Tensor, Tensor]
+    q: Draft
+    lenience: float = 1.0
+    rule: Rule = Rule.TOKENWISE
+    draft_logits: tuple[DraftLogits, Sequence[DraftLogits]] | None = None
+    sigmoid: SigmoidScales | None = None
+    params: SamplingParams = field(default_factory=SamplingParams)
+
+    @property
+    def target(self) -> np.ndarray:
+        """The distribution of three tokens written by the target alone, `[4, 4, 4]`."""
+        p1, p2, p3 = (torch.softmax(each, -1).numpy() for each in self.logits)
+        joint: np.ndarray = p1[:, None, None] * p2[:, :, None] * p3
+        return joint
+
+    def proposal(self, x1: int, x2: int, accept: tuple[float, float], resample: float) -> tuple[Tensor, Proposed]:
+        """Return the target's rows `[3, 4]` and the proposal of x1 and x2 with these uniforms."""
+        rows = torch.stack((self.logits[0], self.logits[1][x1], self.logits[2][x1, x2]))
+        first, second = self.draft_logits or self.q
+        return rows, Proposed(
+            (x1, x2), (first, second[x1]), self.params, seed=0, base_length=0, rule=self.rule, lenience=self.lenience,
+            uniforms=Uniforms(accept, resample), sigmoid=self.sigmoid,
+        )  # fmt: skip
+
+
+def random_world(seed: int, *, config: SparseConfig = WHOLE, lenience: float = 1.0, rule: Rule) -> World:
+    """Return a world of random logits, float64; the draft's are the target's in reverse, with noise."""
+    source = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, V, generator=source, dtype=torch.float64) * 1.5
+
+    logits = (draw(), draw(V), draw(V, V))
+    first, *second = sparsify(torch.softmax(torch.cat((logits[0][None], logits[1])).flip(-1) + draw(V + 1), -1), config)
+    return World(logits, (first, second), lenience, rule)
+
+
+def in_dyads(q: Distribution) -> DenseDistribution:
+    """Return nearly the same distribution in multiples of 2^-20: float32 holds them and their sum exactly."""
+    parts = np.array([round(chance_of(q, x) * 2**20) for x in range(V)])
+    parts[parts.argmax()] += 2**20 - parts.sum()
+    return DenseDistribution(torch.from_numpy(parts / 2**20).float())
+
+
+def chance_of(q: Distribution, token: int) -> float:
+    return q.probability(token) if isinstance(q, SparseDistribution) else float(q.probabilities[token])
+
+
+def total_variation(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.abs(a - b).sum() / 2)
+
+
+def emitted(verify: Verify, world: World, bisections: int, drawn_from: Draft | None = None) -> np.ndarray:
+    """Return the distribution of the first three tokens, `[4, 4, 4]`: the target goes on where a round emits fewer.
+
+    `drawn_from` is what the drafts are sampled from, if not what the proposals claim. Each of the `bisections` doubles
+    the precision of every edge.
+    """
+    p2, p3 = (torch.softmax(each, -1).numpy() for each in world.logits[1:])
+    none, one, both = joint_distribution(verify, world, bisections, drawn_from)
+    total: np.ndarray = none[:, :1, :1] * p2[:, :, None] * p3 + one[:, :, :1] * p3 + both
+    return total
+
+
+def joint_distribution(verify: Verify, world: World, bisections: int, drawn_from: Draft | None = None) -> np.ndarray:
+    """Return the chances of (accepted, tokens) of one round, `[3, 4, 4, 4]`; the rest of a shorter round is at 0."""
+    joint = np.zeros((3, V, V, V))
+    # One draft after another, so that a batch stays small.
+    for (x1, x2), cells in zip(_DRAFTS, _cells(verify, world, bisections), strict=True):
+        weight = _chance_of_draft(drawn_from or world.q, x1, x2)
+        if weight == 0:
+            continue
+        none, one, both = (
+            weight * sum(cell.chance for cell in cells if cell.accepted == accepted) * next_token
+            for accepted, next_token in enumerate(_next_tokens(verify, world, (x1, x2), cells, bisections))
+        )
+        joint[0, :, 0, 0] += none
+        joint[1, x1, :, 0] += one
+        joint[2, x1, x2] += both
+    return joint
+
+
+def mean_accepted(verify: Verify, world: World, bisections: int) -> float:
+    """Return how many of the two drafts are accepted on average."""
+    return sum(
+        _chance_of_draft(world.q, x1, x2) * cell.chance * cell.accepted
+        for (x1, x2), cells in zip(_DRAFTS, _cells(verify, world, bisections), strict=True)
+        for cell in cells
+    )
+
+
+def _chance_of_draft(q: Draft, x1: int, x2: int) -> float:
+    return chance_of(q[0], x1) * chance_of(q[1][x1], x2)
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """Acceptance uniforms that are judged alike: a rectangle of this area, a point inside it, and the outcome."""
+
+    chance: float
+    inside: tuple[float, float]
+    accepted: int
+
+
+def _cells(verify: Verify, world: World, bisections: int) -> list[list[_Cell]]:
+    """Return, for each pair of drafts, the four cells that the edges of both uniforms make of the unit square."""
+
+    def edges_of(accept: Callable[[float], tuple[float, float]], place: int) -> list[float]:
+        return _bisect(
+            verify,
+            len(_DRAFTS),
+            lambda b, u: world.proposal(*_DRAFTS[b], accept(u), 0.5),
+            lambda _, result: result.accepted > place,
+            bisections,
+        )
+
+    # The first test decides where the second fails; the second where the first passes.
+    edges = zip(edges_of(lambda u: (u, LAST), 0), edges_of(lambda u: (0.0, u), 1), strict=True)
+    points = [
+        (draft, a_width * b_width, (a, b))
+        for draft, (first, second) in zip(_DRAFTS, edges, strict=True)
+        for a_width, a in ((first, first / 2), (1 - first, (1 + first) / 2))
+        for b_width, b in ((second, second / 2), (1 - second, (1 + second) / 2))
+    ]
+    results = _verify(verify, [world.proposal(*draft, inside, 0.5) for draft, _, inside in points])
+    cells = [
+        _Cell(chance, inside, result.accepted) for (_, chance, inside), result in zip(points, results, strict=True)
+    ]
+    return [cells[i : i + 4] for i in range(0, len(cells), 4)]
+
+
+def _next_tokens(
+    verify: Verify, world: World, draft: tuple[int, int], cells: list[_Cell], bisections: int
+) -> list[np.ndarray]:
+    """Return the distribution of the next token after no, one and two accepted drafts; zeros where none can be."""
+    likely = sorted((cell for cell in cells if cell.chance > _TINY), key=lambda cell: cell.chance)
+    ways = {cell.accepted: cell.inside for cell in likely}
+    cases = [(accepted, k) for accepted in ways for k in range(V - 1)]
+    found = _bisect(
+        verify,
+        len(cases),
+        lambda b, u: world.proposal(*draft, ways[cases[b][0]], u),
+        lambda b, result: result.next_token <= cases[b][1],
+        bisections,
+    )
+    distributions = [np.zeros(V) for _ in range(3)]
+    for accepted in ways:
+        cdf = [edge for edge, (each, _) in zip(found, cases, strict=True) if each == accepted]
+        distributions[accepted] = np.diff([0.0, *cdf, 1.0])
+    return distributions
+
+
+def _bisect(
+    verify: Verify,
+    count: int,
+    ask: Callable[[int, float], tuple[Tensor, Proposed]],
+    holds: Callable[[int, VerifyResult], bool],
+    bisections: int,
+) -> list[float]:
+    """Return, for each of `count` questions, the u in [0, 1] up to which the result holds; all asked in one batch."""
+    low, high = [-1.0] * count, [1.0] * count  # a question that fails at u = 0 has its edge there
+    middle = [0.0] * count
+    for _ in range(bisections):
+        for b, result in enumerate(_verify(verify, [ask(b, middle[b]) for b in range(count)])):
+            (low if holds(b, result) else high)[b] = middle[b]
+            middle[b] = max(0.0, (low[b] + high[b]) / 2)
+    return middle
+
+
+def _verify(verify: Verify, asked: list[tuple[Tensor, Proposed]]) -> list[VerifyResult]:
+    return verify(torch.cat([rows for rows, _ in asked]), [proposed for _, proposed in asked]) if asked else []
