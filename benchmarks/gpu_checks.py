@@ -40,7 +40,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "layers": ("tests/kernels/test_triton_layers.py", "tests/outrider/runtime/test_layer_ops.py"),
         "draws": ("tests/kernels/test_sampling_device.py",),
         "models and graphs": ("tests/outrider/runtime/test_gpu.py",),
-        "memory": ("tests/outrider/runtime/test_memory.py", "tests/outrider/test_loading.py"),
+        "memory": ("tests/outrider/runtime/test_memory.py", "tests/outrider/service/test_loading.py"),
         "the pair": ("tests/exactness/test_gpu_pair.py",),
         "benchmarks": ("tests/benchmarks/test_kernel.py", "tests/benchmarks/test_gpu.py"),
     }

@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -85,18 +85,20 @@ class Probe:
 async def serving(
     probe: Probe,
     *,
-    first: Sequence[grpc.aio.ServerInterceptor] = (),
     credentials: grpc.ServerCredentials | None = None,
+    address: str = "127.0.0.1:0",
+    max_message_bytes: int = 1 << 20,
+    **options: Any,
 ) -> AsyncIterator[str]:
-    """The probe on a free port, with health and reflection; its address."""
-    server = create_server(max_message_bytes=1 << 20, first=first)
+    """The probe with health and reflection, on a server with these options; its address."""
+    server = create_server(max_message_bytes=max_message_bytes, **options)
     probe.register(server)
     await HealthState(server, [NAME]).serving()
     enable_reflection(server, [NAME])
-    address = bind(server, "127.0.0.1:0", credentials)
+    bound = bind(server, address, credentials)
     await server.start()
     try:
-        yield address
+        yield bound
     finally:
         await server.stop(None)
 

@@ -20,7 +20,7 @@ from outrider.rpc import errors
 from outrider.rpc.channel import open_channel, wait_for_health
 from outrider.rpc.health import HealthState
 from outrider.rpc.server import StartupError, bind, create_server
-from tests.outrider.rpc.probe import NAME, Probe, both, many, once
+from tests.outrider.rpc.probe import NAME, Probe, both, many, once, serving
 from tests.project.tree import ROOT
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -51,36 +51,23 @@ async def test_an_address_is_host_and_port(address: str) -> None:
 
 async def test_a_socket_in_the_file_system_will_do(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/probe.sock"
-    server = create_server(max_message_bytes=1 << 20)
-    Probe().register(server)
-    assert bind(server, address) == address
-    await server.start()
-    async with open_channel(address) as channel:
+    async with serving(Probe(), address=address) as bound, open_channel(address) as channel:
+        assert bound == address
         assert await once(channel)(b"x") == b"x"
-    await server.stop(None)
     with pytest.raises(StartupError, match="no socket can be made there"):
         bind(create_server(max_message_bytes=1 << 20), f"unix:{tmp_path}/nowhere/probe.sock")
 
 
 async def test_a_message_over_the_limit_is_refused_and_the_server_lives() -> None:
-    server = create_server(max_message_bytes=1_000)
-    Probe().register(server)
-    address = bind(server, "127.0.0.1:0")
-    await server.start()
-    async with open_channel(address) as channel:
+    async with serving(Probe(), max_message_bytes=1_000) as address, open_channel(address) as channel:
         with pytest.raises(grpc.RpcError) as caught:
             await once(channel)(b"x" * 2_000)
         assert errors.from_rpc_error(caught.value).code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert await once(channel)(b"x" * 500) == b"x" * 500
-    await server.stop(None)
 
 
 async def test_calls_above_the_limit_of_a_connection_wait_for_those_before_them() -> None:
-    server = create_server(max_message_bytes=1 << 20, max_concurrent_streams=1)
-    Probe().register(server)
-    address = bind(server, "127.0.0.1:0")
-    await server.start()
-    async with open_channel(address) as channel:
+    async with serving(Probe(), max_concurrent_streams=1) as address, open_channel(address) as channel:
         first = both(channel)(timeout=60)
         await first.write(b"x")
         assert await first.read() == b"x"
@@ -91,7 +78,6 @@ async def test_calls_above_the_limit_of_a_connection_wait_for_those_before_them(
             assert not second.done()
         await first.done_writing()
         assert await second == b"y"
-    await server.stop(None)
 
 
 async def test_a_connection_that_is_old_takes_no_new_calls_and_ends_none() -> None:
@@ -102,11 +88,11 @@ async def test_a_connection_that_is_old_takes_no_new_calls_and_ends_none() -> No
             peers.append(context.peer())
             return request
 
-    server = create_server(max_message_bytes=1 << 20, max_connection_age_s=0.3)
-    Naming().register(server)
-    address = bind(server, "127.0.0.1:0")
-    await server.start()
-    async with open_channel(address) as channel, asyncio.timeout(60):
+    async with (
+        serving(Naming(), max_connection_age_s=0.3) as address,
+        open_channel(address) as channel,
+        asyncio.timeout(60),
+    ):
         running = both(channel)(timeout=60)
         while len(set(peers)) < 3:
             assert await once(channel)(b"x", timeout=60) == b"x"
@@ -114,7 +100,6 @@ async def test_a_connection_that_is_old_takes_no_new_calls_and_ends_none() -> No
             assert await running.read() == b"y"
             await asyncio.sleep(0.02)
         running.cancel()
-    await server.stop(None)
 
 
 class Process:

@@ -30,7 +30,7 @@ from outrider.client import (
 from outrider.client.endpoints import Endpoints, split
 from outrider.rpc import errors
 from tests.fork_server import ForkedService
-from tests.outrider.refusing import Refusing, refusing
+from tests.outrider.client.refusing import Refusing, refusing
 from tests.proxy import Proxy, Way
 from tests.services import HEALTHY_WITHIN_S, MODELS
 

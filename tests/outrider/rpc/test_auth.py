@@ -1,6 +1,7 @@
 """Who is let in over real connections: by the names of its certificate, by its token, and no more often than it may."""
 
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from outrider.rpc import errors
-from outrider.rpc.auth import AllowedClients, Authentication, ClientLimits, Tokens, address_of
+from outrider.rpc.auth import LEAST_CHARS, AllowedClients, Authentication, ClientLimits, OwnToken, Tokens, address_of
 from outrider.rpc.channel import open_channel
 from outrider.rpc.errors import RequestError
 from outrider.rpc.server import _gates, bind, create_server
 from outrider.rpc.timeouts import Ending
-from outrider.rpc.tls import TLS, ChannelTLS, ServerTLS
-from tests.certificates import Authority
+from outrider.rpc.tls import TLS, ChannelTLS, FileProblem, ServerTLS
+from tests.certificates import Authority, write
 from tests.outrider.rpc.probe import BAD, Probe, both, many, once, serving, written
 
 TOKENS = ("token-of-one-client", "token-of-another-client")
@@ -60,6 +61,11 @@ async def refusal(call: Any) -> RequestError:
     return errors.from_rpc_error(await ending.status())
 
 
+def every(message: bytes, before: Sequence[bytes] = ()) -> list[tuple[Callable[..., Any], Any]]:
+    """The probe's methods, each with this message as its request, or at the end of a stream of them."""
+    return [(once, message), (many, message), *((method, iter([*before, message])) for method in (both, written))]
+
+
 async def _read_to_its_end(call: Any) -> None:
     async for _ in call:
         pass
@@ -92,7 +98,7 @@ async def test_a_client_that_is_named_comes_in(authority: Authority, names: tupl
 async def test_a_client_of_the_ca_that_is_not_named_does_not(authority: Authority, names: tuple[str, ...]) -> None:
     probe, auth = Probe(), Authentication(allowed=AllowedClients(ALLOWED))
     async with guarded(authority, auth, probe) as address, channel_of(address, authority, *names) as channel:
-        for method, request in ((once, b""), (many, b"0"), (both, iter([b"x"])), (written, iter([b"x"]))):
+        for method, request in every(b"0"):
             error = await refusal(method(channel)(request, timeout=60))
             assert (error.code, error.reason) == (grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED")
     seen = [name for name in names if not name.startswith(("cn:", "127."))]
@@ -136,7 +142,7 @@ async def test_each_call_bears_a_token(tokens: Tokens, caplog: pytest.LogCapture
             assert [answer async for answer in many(channel)(b"0", metadata=good)] == [b"first", b"last"]
         bad = (("authorization", f"Bearer {TOKENS[0][:-1]}"),)
         for metadata in ((), bad):
-            for method, request in ((once, b""), (many, b"0"), (both, iter([b"x"])), (written, iter([b"x"]))):
+            for method, request in every(b"0"):
                 error = await refusal(method(channel)(request, metadata=metadata))
                 assert (error.code, error.reason) == (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
     assert probe.started == 4
@@ -161,7 +167,7 @@ async def test_a_name_does_not_do_for_a_token_nor_a_token_for_a_name(authority: 
 async def test_who_may_not_come_in_has_nothing_decoded(tokens: Tokens) -> None:
     probe = Probe()
     async with serving(probe, first=[Authentication(tokens=tokens)]) as address, open_channel(address) as channel:
-        for method, request in ((once, BAD), (many, BAD), (both, iter([BAD])), (written, iter([BAD]))):
+        for method, request in every(BAD):
             error = await refusal(method(channel)(request, timeout=60))
             assert (error.code, error.reason) == (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
     assert (probe.started, probe.decoded) == (0, 0)
@@ -170,16 +176,16 @@ async def test_who_may_not_come_in_has_nothing_decoded(tokens: Tokens) -> None:
 async def test_calls_beyond_a_limit_are_not_decoded() -> None:
     probe, auth = Probe(), Authentication(limits=ClientLimits(rate=0.01, burst=3))
     async with serving(probe, first=[auth]) as address, open_channel(address) as channel:
-        for method, request in ((many, BAD), (both, iter([BAD])), (written, iter([BAD]))):
+        for method, request in every(BAD)[1:]:
             assert (await refusal(method(channel)(request, timeout=60))).code is grpc.StatusCode.INVALID_ARGUMENT
-        for method, request in ((many, BAD), (both, iter([BAD])), (written, iter([BAD]))):
+        for method, request in every(BAD)[1:]:
             assert (await refusal(method(channel)(request, timeout=60))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert probe.decoded == 3
 
 
 async def test_a_message_that_cannot_be_decoded_is_an_invalid_argument(caplog: pytest.LogCaptureFixture) -> None:
     async with serving(Probe()) as address, open_channel(address) as channel:
-        for method, request in ((once, BAD), (many, BAD), (both, iter([b"x", BAD])), (written, iter([b"x", BAD]))):
+        for method, request in every(BAD, before=[b"x"]):
             error = await refusal(method(channel)(request, timeout=60))
             assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
             assert error.message == "the message of 1 bytes cannot be decoded: Error parsing message"
@@ -275,3 +281,106 @@ async def test_who_may_not_come_in_is_not_told_that_the_server_drains(tokens: To
 )
 def test_an_address_is_a_peer_without_its_port(peer: str, address: str) -> None:
     assert address_of(peer) == address
+
+
+# ----------------------------------------------------------------------------------------------------- token files
+
+FIRST, SECOND = "first-token-0123456789", "second.token~0123456789=="
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "tokens"
+    path.write_text(f"# of the clients\n{FIRST}\n\n  {SECOND}\n")
+    return path
+
+
+def bearing(*values: str) -> list[tuple[str, str | bytes]]:
+    return [("user-agent", "test"), *(("authorization", value) for value in values)]
+
+
+def turned_away(tokens: Tokens, *values: str) -> str:
+    with pytest.raises(RequestError) as caught:
+        tokens.check(bearing(*values))
+    assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
+    assert not any(value[7:] in str(caught.value) for value in values if len(value) > 8)
+    return caught.value.message
+
+
+def test_each_token_of_the_file_is_taken_and_tells_its_clients_apart(file: Path) -> None:
+    tokens = Tokens(file)
+    names = [tokens.check(bearing(f"{scheme} {token}")) for token in (FIRST, SECOND) for scheme in ("Bearer", "bearer")]
+    assert names[0] == names[1] != names[2] == names[3]
+    assert not any(token in name for token in (FIRST, SECOND) for name in names)
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        FIRST[:-1],
+        FIRST[:-1] + "x",
+        "x" + FIRST[1:],
+        FIRST + "0",
+        FIRST[1:],
+        FIRST.upper(),
+        "",
+        f" {FIRST}",
+        f"{FIRST} ",
+        "# of the clients",
+        "é" * 20,
+    ],
+)
+def test_what_is_nearly_a_token_is_none(file: Path, token: str) -> None:
+    assert "none of those" in turned_away(Tokens(file), f"Bearer {token}")
+
+
+def test_a_call_bears_one_token_by_its_scheme(file: Path) -> None:
+    tokens = Tokens(file)
+    assert "bears no token" in turned_away(tokens)
+    assert "is not 'Bearer TOKEN'" in turned_away(tokens, FIRST)
+    assert "is not 'Bearer TOKEN'" in turned_away(tokens, f"Basic {FIRST}")
+    assert "is not 'Bearer TOKEN'" in turned_away(tokens, f"Bearer {FIRST}", f"Bearer {SECOND}")
+
+
+def test_a_changed_file_holds_from_the_next_call_on(file: Path) -> None:
+    tokens, own = Tokens(file), OwnToken(file)
+    assert own.metadata() == (("authorization", f"Bearer {FIRST}"),)
+    write(file, f"{SECOND}\n{'n' * LEAST_CHARS}\n".encode())
+    turned_away(tokens, f"Bearer {FIRST}")
+    assert tokens.check(bearing(f"Bearer {'n' * LEAST_CHARS}"))
+    assert own.metadata() == (("authorization", f"Bearer {SECOND}"),)
+
+
+def test_a_file_that_makes_no_sense_changes_nothing_and_shows_nothing(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = Tokens(file)
+    with caplog.at_level(logging.DEBUG):
+        for content in (b"", b"# all of them are gone\n", b"too-short\n", b"not a token, but some words\n"):
+            write(file, content)
+            assert tokens.check(bearing(f"Bearer {FIRST}"))
+        file.unlink()
+        assert tokens.check(bearing(f"Bearer {FIRST}"))
+        assert tokens.check(bearing(f"Bearer {FIRST}"))
+    assert len(caplog.records) == 5, "a line for each change, and not for each call"
+    assert "too-short" not in caplog.text
+    assert "some words" not in caplog.text
+    write(file, f"{SECOND}\n".encode())
+    turned_away(tokens, f"Bearer {FIRST}")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "holds no token"),
+        (b"\n# nothing\n", "holds no token"),
+        (b"fifteen-letters\n", "line 1 has 15 characters; a token has at least 16"),
+        (f"{FIRST}\n\nsome words that are no token\n".encode(), "line 3 is no token"),
+        ("ünïcödé-tokens-are-none".encode(), "no text in ASCII"),
+    ],
+)
+def test_a_file_without_tokens_is_refused_at_the_start(file: Path, content: bytes, says: str) -> None:
+    write(file, content)
+    for make in (Tokens, OwnToken):
+        with pytest.raises(FileProblem, match=says):
+            make(file)

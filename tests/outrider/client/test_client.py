@@ -37,7 +37,7 @@ from outrider.client import (
 )
 from outrider.rpc import errors
 from outrider.rpc.errors import RequestError
-from tests.outrider.refusing import Refusing, refusing
+from tests.outrider.client.refusing import Refusing, refusing
 
 PROMPT = "def add(a, b):\n"
 LONG: Options = {"max_new_tokens": 900, "ignore_eos": True, "gamma": 0}

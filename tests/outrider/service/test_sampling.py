@@ -1,4 +1,4 @@
-"""Whatever a request may ask for, float32 holds it: every number at an end of its range, with logits up to 10^4."""
+"""Whatever a request may ask for, float32 holds it; and which rule judges a request that names none."""
 
 import math
 import random
@@ -13,7 +13,7 @@ from kernels.sigmoid import draft_logits
 from kernels.sparse import SparseConfig
 from kernels.verify import Proposed, Rule, Status
 from outrider.rpc.errors import RequestError
-from outrider.service.sampling import OFFERED_RULES, RULE_TO_WIRE, Sampling, check_sampling
+from outrider.service.sampling import DEFAULT_RULE, OFFERED_RULES, RULE_TO_WIRE, Sampling, check_sampling
 from protos.outrider.v1 import sampling_pb2
 from tests.kernels.paths import HOST, verify
 
@@ -117,3 +117,25 @@ def test_what_lies_beyond_is_refused(fields: dict[str, Any]) -> None:
         checked(**fields)
     assert caught.value.reason == "INVALID_FIELD"
     assert next(iter(fields.keys() - {"rule"})) in caught.value.metadata["field"]
+
+
+def rule_of(**fields: float) -> Rule:
+    params = sampling_pb2.SamplingParams(**fields)  # type: ignore[arg-type]
+    return check_sampling(params, vocab_size=10, rules=OFFERED_RULES, default_rule=DEFAULT_RULE).rule
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_it_is_block_at_every_temperature(temperature: float) -> None:
+    assert rule_of(temperature=temperature) is Rule.BLOCK
+    assert rule_of(temperature=temperature, lenience=1.0) is Rule.BLOCK
+
+
+def test_lenience_brings_tokenwise() -> None:
+    assert rule_of(lenience=0.5) is Rule.TOKENWISE
+    assert rule_of(lenience=0.5, temperature=0.0) is Rule.TOKENWISE
+
+
+def test_a_rule_that_is_named_stays() -> None:
+    assert rule_of(rule=sampling_pb2.ACCEPTANCE_RULE_TOKENWISE) is Rule.TOKENWISE
+    with pytest.raises(RequestError, match=r"lenience 0\.5 does not go with the rule block"):
+        rule_of(lenience=0.5, rule=sampling_pb2.ACCEPTANCE_RULE_BLOCK)

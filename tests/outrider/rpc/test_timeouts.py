@@ -1,9 +1,11 @@
-"""How a call ended is known, whatever was being written to it: a status of the server's is never lost to a write's."""
+"""No await is borne for longer than it may take, and how a call ended is known whatever was being written to it."""
 
 import asyncio
+import gc
 import os
 import signal
 import time
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -13,7 +15,59 @@ import pytest
 from outrider.rpc.errors import overloaded, to_status
 from outrider.rpc.health import HealthState
 from outrider.rpc.server import bind, create_server, serve_until_signal
-from outrider.rpc.timeouts import Ending
+from outrider.rpc.timeouts import Ending, InactivityTimer
+from tests.fake_clock import fake_clock
+
+SHORT, LIMIT = 0.02, 0.2
+
+
+@fake_clock
+async def test_many_steps_may_take_longer_than_one() -> None:
+    begun = asyncio.get_running_loop().time()
+    with InactivityTimer(LIMIT) as timer:
+        for number in range(20):
+            assert await timer.wait_for(asyncio.sleep(SHORT, number)) == number
+        await asyncio.sleep(1.5 * LIMIT)  # no step: nobody is waited for
+        assert await timer.wait_for(asyncio.sleep(0, "after")) == "after"
+    assert asyncio.get_running_loop().time() - begun == pytest.approx(20 * SHORT + 1.5 * LIMIT)
+
+
+@fake_clock
+async def test_a_step_that_takes_too_long_is_cancelled() -> None:
+    loop = asyncio.get_running_loop()
+    step = loop.create_future()
+    with InactivityTimer(LIMIT) as timer:
+        await timer.wait_for(asyncio.sleep(SHORT))
+        with pytest.raises(TimeoutError):
+            await timer.wait_for(step)
+    assert step.cancelled()
+    assert loop.time() == pytest.approx(SHORT + LIMIT), "counted from its own beginning"
+    await asyncio.sleep(0)  # and the task lives on
+
+
+@fake_clock
+async def test_who_is_cancelled_from_outside_is_cancelled() -> None:
+    async def waits() -> None:
+        with InactivityTimer(LIMIT) as timer:
+            await timer.wait_for(asyncio.sleep(10 * LIMIT))
+
+    task = asyncio.create_task(waits())
+    await asyncio.sleep(SHORT)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@fake_clock
+async def test_nothing_is_left_of_it() -> None:
+    """A timer that went on would hold on to the call."""
+    with InactivityTimer(SHORT) as timer:
+        await timer.wait_for(asyncio.sleep(3 * SHORT / 4))
+    left = weakref.ref(timer)
+    del timer
+    await asyncio.sleep(2 * SHORT)
+    gc.collect()
+    assert left() is None
 
 
 async def _greet_and_refuse(_: Any, context: Any) -> None:

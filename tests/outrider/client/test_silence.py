@@ -18,7 +18,7 @@ from outrider.rpc.errors import unavailable
 from protos.outrider.v1 import draft_service_pb2 as pb
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 from tests.fork_server import ForkedService
-from tests.outrider.refusing import Refusing, refusing
+from tests.outrider.client.refusing import Refusing, refusing
 from tests.proxy import Proxy, Way
 from tests.services import HEALTHY_WITHIN_S, MODELS
 
