@@ -13,13 +13,13 @@ from draft_service.drafters.build import cheap_drafters, check_settings, guarded
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.guard import PROBE, PROBE_GAMMA
 from draft_service.drafters.staged import Staging
-from draft_service.failover_metrics import FailoverMetrics, show_verifiers
+from draft_service.failover import FailoverBudget, FailureKind, Verifiers
 from draft_service.lengths import Lengths
-from draft_service.metrics import show_drafters, show_held, show_outcome_cache
+from draft_service.metrics import FailoverMetrics, show_drafters, show_held, show_outcome_cache, show_verifiers
 from draft_service.pair import Pair
+from draft_service.replicas import Replicas
 from draft_service.service import SERVICE_NAME, DraftService
 from draft_service.settings import DraftSettings
-from draft_service.verifier_link import VerifierLink
 from kernels.sparse import SparseConfig
 from kernels.verify import implementation_for
 from outrider.rpc.errors import internal
@@ -79,7 +79,7 @@ class DraftApp(Service):
         self._loader = loader
         self._tls = verifier_tls(settings)
         self._servicer = DraftService(settings, self.metrics, self.tracing)
-        self._link: VerifierLink | None = None
+        self._replicas: Replicas | None = None
         self.engine: DraftEngine | None = None
 
     def max_message_bytes(self) -> int:
@@ -98,19 +98,19 @@ class DraftApp(Service):
             tokenizer = await in_thread(lambda: load_tokenizer_alone(settings))
         await in_thread(lambda: tokenizer.longest_token_bytes)  # some 0.1 s, once: requests are checked by it
         await warm()  # whatever becomes of verifiers, there is no use in starting it anew
-        self._link = VerifierLink(
+        self._replicas = Replicas(
             settings.verifier,
-            observer=FailoverMetrics(self.metrics),
             max_message_bytes=message_limit(settings),
-            tls=self._tls,
             silence=settings.verifier_timeout,
-            patience=settings.failover_patience,
-            burst=settings.max_sequences,
             look_again=settings.verifier_resolve_interval,
+            tls=self._tls,
         )
-        show_verifiers(self.metrics, self._link)
+        budget = FailoverBudget(settings.max_sequences)
+        failover_metrics = FailoverMetrics(self.metrics, FailureKind)
+        verifiers = Verifiers(self._replicas, budget, settings.failover_patience, failover_metrics)
+        show_verifiers(self.metrics, self._replicas, lambda: budget.tokens)
         draft = model_info(None if built is None else built.model_runner.loaded, tokenizer, settings)
-        target = await self._link.match(draft)
+        target = await self._replicas.match(draft)
         limit_by(draft, target)
         if (short := short_of(settings, target.limits.max_sequence_tokens)) > 0:
             _log.warning("prompts as long as the target takes may not fit: --max-message-bytes", bytes_short=short)
@@ -131,7 +131,7 @@ class DraftApp(Service):
         chosen = guarded(drafters, settings, target, sparse)
         show_drafters(self.metrics, chosen, None if self.engine is None else self.engine.staging)
         self._servicer.attach(
-            Pair(chosen, Kind(settings.drafter), Lengths(self.metrics), self._link, tokenizer, draft, target)
+            Pair(chosen, Kind(settings.drafter), Lengths(self.metrics), verifiers, tokenizer, draft, target)
         )
 
     async def drain(self) -> None:
@@ -139,8 +139,8 @@ class DraftApp(Service):
         self._servicer.limit.drain()
 
     def stop(self) -> None:
-        if self._link is not None:
-            self._link.close()
+        if self._replicas is not None:
+            self._replicas.close()
         if self.engine is not None:
             self.engine.stop()
 

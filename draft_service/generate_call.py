@@ -208,7 +208,7 @@ class GenerateCall:
         self._emitters.append(emitter)
         self._samples.append(sample)
         await sample.run(
-            self._pair.link,
+            self._pair.verifiers,
             self._pair.drafters[request.drafter],
             timeout=self._time_left(),
             on_open=partial(self._on_open, request),
@@ -261,9 +261,10 @@ class GenerateCall:
     @REQUEST_LOG.quiet
     def _tell(self, message: draft_service_pb2.GenerateRequest, request: Generation | None, outcome: str) -> None:
         """What became of it, to the metrics, the trace and the log."""
-        counts = [sample.counts for sample in self._samples]
-        timings = [sample.timings for sample in self._samples]
-        reasons = [sampling_pb2.FinishReason.Name(sample.finish_reason) for sample in self._samples]
+        sequences = [sample.sequence for sample in self._samples]
+        counts = [sequence.counts for sequence in sequences]
+        timings = [sequence.timings for sequence in sequences]
+        reasons = [sampling_pb2.FinishReason.Name(sequence.finish_reason) for sequence in sequences]
         first = [each.first_token for each in timings if each.first_token is not None]
         seconds = time.perf_counter() - self._arrived
         prompt = len(request.prompt) if request else 0

@@ -2,23 +2,19 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable
 
 import structlog
 
-from draft_service.drafter_choice import KIND_TO_WIRE
 from draft_service.drafters.base import Draft, Drafter, DrafterOff, DraftError, DraftLate, DraftSequence
 from draft_service.drafters.healing import HealingDrafting
 from draft_service.emission import Emitter
-from draft_service.failover import ResumingSequence
+from draft_service.failover import FailoverStream, Verifiers
 from draft_service.lengths import SampleLengths
 from draft_service.request import Generation
 from draft_service.sample_watch import SampleWatch
-from draft_service.speculation_choice import POLICY_TO_WIRE
-from draft_service.statistics import STATISTICS, SpeculationCounts, Timings
-from draft_service.verifier_link import VerifierLink
-from outrider.service.sampling import RULE_TO_WIRE
+from draft_service.sequence import Sequence
+from draft_service.statistics import STATISTICS
 from outrider.service.wire import encode_distribution
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 
@@ -30,26 +26,11 @@ FIRST_ALONE, MOST_ALONE = 32, 128
 OnOpen = Callable[[verifier_service_pb2.Opened | None], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
-    """What was sent to the verifier.
-
-    Attributes:
-        drafted: the drafted tokens; none where the target writes alone.
-        verdicts: how many answer it.
-    """
-
-    drafted: Sequence[int]
-    verdicts: int
-
-
 class Sample:
     """One sample of a request.
 
     Attributes:
-        counts: how speculation goes.
-        timings: where the time goes.
-        finish_reason: why it ended; unspecified until it has.
+        sequence: its record.
     """
 
     def __init__(
@@ -65,23 +46,15 @@ class Sample:
         """`lengths` says how much to draft, and `watch` is told how it goes; `arrived` is the request's arrival, as
         `time.perf_counter()` had it.
         """
-        self.counts = SpeculationCounts(drafter=KIND_TO_WIRE[request.drafter], policy=POLICY_TO_WIRE[request.policy])
-        self.timings = Timings(arrived, watch, failovers=self.counts.failovers)
-        self.finish_reason: sampling_pb2.FinishReason = sampling_pb2.FINISH_REASON_UNSPECIFIED
+        self.sequence = Sequence(request, index, arrived=arrived, watch=watch)
         self._request = request
-        self._index = index
         self._emitter = emitter
         self._lengths = lengths
         self._watch = watch
-        self._draft_seconds: float | None = (
-            None  # what drafting the round under way took; None: the target writes alone
-        )
-        self._written = len(request.committed)
         self._drafting: HealingDrafting | None = None
-        self._sent = 0.0  # when the round under way left
         self._alone = FIRST_ALONE  # tokens that the target writes next, where it is to write alone for a while
 
-    async def run(self, link: VerifierLink, drafter: Drafter, *, timeout: float | None, on_open: OnOpen) -> None:
+    async def run(self, verifiers: Verifiers, drafter: Drafter, *, timeout: float | None, on_open: OnOpen) -> None:
         """Writes the sample. Both sides are free of it when this returns, or raises.
 
         Args:
@@ -92,18 +65,16 @@ class Sample:
         Raises:
             RequestError: the verifier refused, or is gone.
         """
-        request = self._request
-        if request.committed and (reason := self._has_ended()):
+        request, sequence = self._request, self.sequence
+        if request.committed:
+            sequence.finish_reason = self._has_ended()
+        if not sequence.finish_reason and request.time_limit is not None and self._time_limit_left() <= 0:
+            sequence.finish_reason = sampling_pb2.FINISH_REASON_TIME_LIMIT  # it was queued for long
+        if sequence.finish_reason:
             on_open(None)
-            self.finish_reason = self._emitter.finish(reason, self.counts, self.timings)
+            self._finish()
             return
-        if request.time_limit is not None and self._time_limit_left(request.time_limit) <= 0:  # it was queued for long
-            on_open(None)
-            reason = sampling_pb2.FINISH_REASON_TIME_LIMIT
-            self.finish_reason = self._emitter.finish(reason, self.counts, self.timings)
-            return
-        name = f"{request.request_id}/{self._index}"
-        target = link.open(self.opening(), sequence_id=name, timeout=timeout, tally=self.counts.failovers)
+        target = FailoverStream(verifiers, sequence, timeout=timeout)
         self._watch.begins()
         try:
             if request.gamma:
@@ -115,8 +86,12 @@ class Sample:
         finally:
             self._watch.ends()
             self._stop_drafting()
-        self.finish_reason = self._emitter.finish(self.finish_reason, self.counts, self.timings)
+        self._finish()
         await target.close()
+
+    def _finish(self) -> None:
+        sequence = self.sequence
+        sequence.finish_reason = self._emitter.finish(sequence.finish_reason, sequence.counts, sequence.timings)
 
     def _has_ended(self) -> sampling_pb2.FinishReason:
         """Why the committed tokens have ended the text already; unspecified where they have not."""
@@ -127,45 +102,43 @@ class Sample:
             return sampling_pb2.FINISH_REASON_STOP_STRING
         if is_stop:
             return sampling_pb2.FINISH_REASON_STOP_TOKEN
-        return sampling_pb2.FINISH_REASON_LENGTH if not self._left else sampling_pb2.FINISH_REASON_UNSPECIFIED
+        return sampling_pb2.FINISH_REASON_LENGTH if not self.sequence.left else sampling_pb2.FINISH_REASON_UNSPECIFIED
 
-    async def _write_in_time(self, target: ResumingSequence, on_open: OnOpen) -> None:
-        seconds = self._request.time_limit
-        limit = None if seconds is None else self._time_limit_left(seconds)
+    async def _write_in_time(self, target: FailoverStream, on_open: OnOpen) -> None:
+        limit = None if self._request.time_limit is None else self._time_limit_left()
         try:
             async with asyncio.timeout(limit) as clock:
                 await self._write(target, on_open)
         except TimeoutError:
             if not clock.expired():
                 raise
-            self.finish_reason = sampling_pb2.FINISH_REASON_TIME_LIMIT
+            self.sequence.finish_reason = sampling_pb2.FINISH_REASON_TIME_LIMIT
             if not target.is_open:
                 on_open(None)
 
-    def _time_limit_left(self, seconds: float) -> float:
-        return seconds - (time.perf_counter() - self.timings.arrived)
+    def _time_limit_left(self) -> float:
+        assert self._request.time_limit is not None
+        return self._request.time_limit - (time.perf_counter() - self.sequence.timings.arrived)
 
-    async def _write(self, target: ResumingSequence, on_open: OnOpen) -> None:
+    async def _write(self, target: FailoverStream, on_open: OnOpen) -> None:
         draft = self._begin_draft()  # the draft reads the prompt while the target does
-        opened = await target.begin()
+        opened = await target.open()
         self._emitter.cached_tokens = opened.cached_tokens
         on_open(opened)
-        while not self.finish_reason:
-            round_ = await self._send_round(target, draft)
+        while not self.sequence.finish_reason:
+            await self._send_round(target, draft)
             await self._tell()  # now, while the target works: before, it would have held up the draft
-            owed = round_.verdicts
-            while owed and not self.finish_reason:
-                verdict = await self._next_verdict(target, round_)
-                owed -= 1
-                self._emitter.take(verdict, round_.drafted)
-                draft = None if owed or self.finish_reason else self._begin_draft()
-                if draft is None or self.timings.first_token is None:
+            while self.sequence.round.owed and not self.sequence.finish_reason:
+                verdict = await self._next_verdict(target)
+                self._emitter.take(verdict, self.sequence.round.draft_tokens)
+                draft = None if self.sequence.round.owed or self.sequence.finish_reason else self._begin_draft()
+                if draft is None or self.sequence.timings.first_token is None:
                     await self._tell()
 
     async def _tell(self) -> None:
         """Sends what the client may know and does not, and waits where it is too far behind."""
-        if self._emitter.send(self.timings):
-            self.finish_reason = sampling_pb2.FINISH_REASON_STOP_STRING
+        if self._emitter.send(self.sequence.timings):
+            self.sequence.finish_reason = sampling_pb2.FINISH_REASON_STOP_STRING
         await self._emitter.room()
 
     # -------------------------------------------------------------------------------------------------------- a round
@@ -186,29 +159,29 @@ class Sample:
         A verdict adds a token of the target's own, so one place less than are left.
         """
         assert self._drafting is not None
-        return self._lengths.next(min(self._drafting.room(), self._left - 1))
+        return self._lengths.next(min(self._drafting.room(), self.sequence.left - 1))
 
-    async def _send_round(self, target: ResumingSequence, draft: Awaitable[Draft] | None) -> Round:
+    async def _send_round(self, target: FailoverStream, draft: Awaitable[Draft] | None) -> None:
+        sequence = self.sequence
         drafted = await self._drafted(draft) if draft is not None else None
-        if drafted is not None:
+        sent = time.perf_counter()
+        self._lengths.sent(drafted)
+        if drafted is None:
+            sequence.decode(min(sequence.left, self._tokens_alone()))
+        else:
             self._alone = FIRST_ALONE
-            self._draft_seconds = drafted.seconds
-            self._sent = time.perf_counter()
-            self._lengths.sent(drafted)
-            await target.propose(drafted.token_ids, [encode_distribution(law) for law in drafted.laws])
+            distributions = [encode_distribution(law) for law in drafted.laws]
+            gamma = self._lengths.asked
+            sequence.propose(drafted.token_ids, distributions, gamma=gamma, draft_seconds=drafted.seconds)
+        sequence.round.sent = sent
+        await target.send()
+        if drafted is not None:
             self._count_draft(drafted)
-            return Round(drafted.token_ids, 1)
-        tokens = min(self._left, self._tokens_alone())
-        self._draft_seconds = None
-        self._sent = time.perf_counter()
-        self._lengths.sent(None)
-        await target.decode(tokens)
-        return Round((), tokens)
 
     def _tokens_alone(self) -> int:
         """How many tokens the target writes before it is seen whether there is a proposal again."""
         if self._drafting is None:
-            return self._left
+            return self.sequence.left
         if self._drafting.rest:
             return self._drafting.rest
         alone, self._alone = self._alone, min(2 * self._alone, MOST_ALONE)
@@ -220,83 +193,61 @@ class Sample:
             drafted = await draft
         except DraftError as error:
             if not isinstance(error, DrafterOff):  # it was not asked, and whoever was has told
-                self.counts.num_draft_failures += 1
+                self.sequence.counts.num_draft_failures += 1
                 is_late = isinstance(error, DraftLate)
                 _log.warning(
                     "the draft is late; the target writes alone"
                     if is_late
                     else "drafting failed; the target writes alone",
                     request_id=self._request.request_id,
-                    sample=self._index,
+                    sample=self.sequence.index,
                     reason=str(error),
                 )
             return None
         return drafted
 
-    async def _next_verdict(self, target: ResumingSequence, round_: Round) -> speculation_pb2.Verdict:
+    async def _next_verdict(self, target: FailoverStream) -> speculation_pb2.Verdict:
         verdict = await target.verdict()
-        self._written += len(verdict.token_ids)
-        self.finish_reason = verdict.finish_reason
+        self.sequence.commit(verdict)
         if self._drafting is not None:
             self._drafting.advance(verdict.token_ids)
-        self._account(verdict, len(round_.drafted), pause=target.pause)
+        self._account(verdict, pause=target.pause)
         return verdict
 
-    def _account(self, verdict: speculation_pb2.Verdict, drafted: int, *, pause: float) -> None:
+    def _account(self, verdict: speculation_pb2.Verdict, *, pause: float) -> None:
         """What a verdict teaches and shows; `pause` seconds of the wait for it were without a verifier.
 
         What is called here may fail, and cannot raise.
         """
-        now = time.perf_counter()
-        waited, self._sent = now - self._sent - pause, now  # where more verdicts come, the next one's wait begins here
-        asked = self._lengths.asked
+        round_, now = self.sequence.round, time.perf_counter()
+        waited, round_.sent = now - round_.sent - pause, now  # the next verdict of a Decode is waited for from here on
         self._lengths.observe(verdict)
-        self._count(verdict, drafted, asked, waited)
-        self._watch.judged(verdict, asked=asked, drafted=drafted, draft=self._draft_seconds, waited=waited)
+        self._count(verdict, waited)
+        self._watch.judged(
+            verdict,
+            asked=round_.gamma,
+            drafted=len(round_.draft_tokens),
+            draft=round_.draft_seconds,
+            waited=waited,
+        )
 
     @STATISTICS.quiet
-    def _count(self, verdict: speculation_pb2.Verdict, drafted: int, asked: int, waited: float) -> None:
-        self.timings.add(waited, verdict)
-        self.counts.add(drafted, verdict, asked=asked)
+    def _count(self, verdict: speculation_pb2.Verdict, waited: float) -> None:
+        round_ = self.sequence.round
+        self.sequence.timings.add(waited, verdict)
+        self.sequence.counts.add(len(round_.draft_tokens), verdict, asked=round_.gamma)
 
     @STATISTICS.quiet
     def _count_draft(self, draft: Draft) -> None:
+        counts, timings = self.sequence.counts, self.sequence.timings
         if self._drafting is not None:
-            self.counts.num_draft_recoveries = self._drafting.recoveries
-        self.timings.draft += draft.seconds
+            counts.num_draft_recoveries = self._drafting.recoveries
+        timings.draft += draft.seconds
         if draft.foresight is not None:
-            self.counts.add_foresight(draft.foresight)
-            self.timings.saved += draft.foresight.saved_seconds
-
-    @property
-    def _left(self) -> int:
-        return self._request.max_new_tokens - self._written
+            counts.add_foresight(draft.foresight)
+            timings.saved += draft.foresight.saved_seconds
 
     # -------------------------------------------------------------------------------------------- opening and closing
-
-    def opening(self) -> verifier_service_pb2.OpenSequence:
-        """What the verifier is told of the sequence. Whatever the request left open is said here."""
-        request = self._request
-        opening = verifier_service_pb2.OpenSequence(
-            prompt_token_ids=request.prompt,
-            committed_token_ids=request.committed,
-            sampling=request.params,  # with the rule and the seed below, which are ours to choose
-            max_new_tokens=request.max_new_tokens,
-            min_new_tokens=request.min_new_tokens,
-            stop_token_ids=request.stop_token_ids,
-            ignore_eos=request.ignore_eos,
-            required_features=_needed(request),
-            weights_fingerprint=request.weights_fingerprint,
-            cache_salt=request.cache_salt,
-            request_id=request.request_id,
-            request_bytes=request.round_sizes.request,
-            response_bytes=request.round_sizes.response,
-        )
-        opening.sampling.seed = request.seed_of(self._index)
-        opening.sampling.rule = RULE_TO_WIRE[request.sampling.rule]  # the draft's choice, whatever is the verifier's
-        if request.top_logprobs is not None:
-            opening.logprobs.top_n = request.top_logprobs
-        return opening
 
     def _draft_sequence(self) -> DraftSequence:
         return DraftSequence(
@@ -304,7 +255,7 @@ class Sample:
             committed=self._request.committed,
             law=self._request.sampling.law,
             logit_rules=self._request.sampling.logit_rules,
-            seed=self._request.seed_of(self._index),
+            seed=self.sequence.seed,
             rule=self._request.sampling.rule,
             seed_is_fresh=self._request.seed_is_fresh,
             draft_temperature=self._request.draft_temperature,
@@ -316,15 +267,3 @@ class Sample:
         if self._drafting is not None:
             self._drafting.close()
             self._drafting = None
-
-
-def _needed(request: Generation) -> list[str]:
-    """What the sequence depends on at the verifier: an older one would leave out what it does not know, in silence."""
-    needs = {
-        "decode": True,
-        "logprobs": request.top_logprobs is not None,
-        "penalties": not replace(request.sampling.logit_rules, min_new_tokens=0).is_identity,
-        "resume": bool(request.committed),
-        "fixed_rounds": bool(request.round_sizes.response),
-    }
-    return [name for name, needed in needs.items() if needed]

@@ -1,11 +1,11 @@
-"""What the draft service shows of itself: the sequences it holds, its KV cache, its drafters and its outcome cache.
+"""What the draft service shows of itself: its sequences, KV cache, drafters and outcome cache, and its verifiers.
 
-Values come from the limit, the pool, the drafters and the counts when the metrics are read.
+Most values come from the limit, the pool, the drafters and the counts when the metrics are read.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from prometheus_client import Gauge
+from prometheus_client import Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -14,8 +14,12 @@ from draft_service.drafters.ahead import Counts
 from draft_service.drafters.base import Kind
 from draft_service.drafters.guard import GuardedDrafter
 from draft_service.drafters.staged import StagedCounts, Staging
+from draft_service.replicas import Replicas, State
 from outrider.runtime.kv_cache import KVPool
+from outrider.service.best_effort import Component
 from outrider.service.metrics import Metrics
+
+FAILOVER_METRICS = Component("failover_metrics")
 
 
 def show_held(metrics: Metrics, limit: ConcurrencyLimit, pool: KVPool | None) -> None:
@@ -122,3 +126,69 @@ class _OutcomeCache(Collector):
             ("saved_seconds", "What drafting the used ones would have taken.", counts.saved_seconds),
         ):
             yield CounterMetricFamily(f"outrider_outcome_cache_{name}", text, value)
+
+
+class FailoverMetrics:
+    """What losing verifiers costs."""
+
+    def __init__(self, metrics: Metrics, reasons: Iterable[str]) -> None:
+        """`reasons` are those of `switched`."""
+        self._switches = Counter(
+            "outrider_verifier_switches",
+            "Sequences that were opened at another verifier, or anew at the same one, by how the last one was lost.",
+            ("reason",),
+            registry=metrics.registry,
+        )
+        for reason in reasons:
+            self._switches.labels(reason)
+        self._seconds = Counter(
+            "outrider_failover_seconds",
+            "Seconds that sequences were without a verifier, or being opened at the next, over all of them.",
+            registry=metrics.registry,
+        )
+
+    @FAILOVER_METRICS.quiet
+    def switched(self, reason: str) -> None:
+        """A sequence goes on at another verifier."""
+        self._switches.labels(reason).inc()
+
+    @FAILOVER_METRICS.quiet
+    def paused(self, seconds: float) -> None:
+        """A sequence was without a verifier for so long."""
+        self._seconds.inc(seconds)
+
+
+def show_verifiers(metrics: Metrics, replicas: Replicas, budget: Callable[[], float]) -> None:
+    """Shows the verifiers from now on, and how many sequences may be opened again at once."""
+    metrics.registry.register(_Verifiers(replicas))
+    Gauge(
+        "outrider_failover_budget", "Sequences that may be opened again at once.", registry=metrics.registry
+    ).set_function(budget)
+
+
+class _Verifiers(Collector):
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """The verifiers as they are now: addresses come and go."""
+        replicas = self._replicas.all()
+        counts = GaugeMetricFamily(
+            "outrider_verifiers",
+            "Verifiers by status: unknown, mismatched (another model), or the state of the breaker.",
+            labels=["status"],
+        )
+        for status in ("unknown", "mismatched", *(state.value for state in State)):
+            counts.add_metric([status], sum(replica.status == status for replica in replicas))
+        breakers = GaugeMetricFamily(
+            "outrider_verifier_breaker_state",
+            "The circuit breaker of each verifier: 0 closed, 1 half-open, 2 open.",
+            labels=["verifier"],
+        )
+        sequences = GaugeMetricFamily(
+            "outrider_verifier_sequences", "Sequences of this service at each verifier.", labels=["verifier"]
+        )
+        for replica in replicas:
+            breakers.add_metric([replica.address], list(State).index(replica.breaker.state))
+            sequences.add_metric([replica.address], replica.num_open)
+        yield from (counts, breakers, sequences)

@@ -1,11 +1,11 @@
-"""What a service needs to serve: the drafters, the way to the target, and what both models say of themselves."""
+"""What a service needs to serve: the drafters, the verifiers, and what both models say of themselves."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from draft_service.drafters.base import Drafter, Kind
+from draft_service.failover import Verifiers
 from draft_service.lengths import Lengths
-from draft_service.verifier_link import VerifierLink
 from outrider.runtime.tokenizer import Tokenizer
 from protos.outrider.v1 import model_pb2
 
@@ -23,7 +23,7 @@ class Pair:
     drafters: Mapping[Kind, Drafter]
     default: Kind
     lengths: Lengths
-    link: VerifierLink
+    verifiers: Verifiers
     tokenizer: Tokenizer
     draft: model_pb2.ModelInfo
     target: model_pb2.ModelInfo

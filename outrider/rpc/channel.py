@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
+import socket
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, Generic, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.rpc.tls import ChannelTLS
+
+_logger = logging.getLogger(__name__)
 
 SOCKET = "unix:"
 """What the address of a socket in the file system begins with; its absolute path follows."""
@@ -65,6 +69,68 @@ def of_one_family(addresses: Sequence[str], before: Collection[str] = ()) -> lis
         return found
     kept = next(iter(before), found[0])
     return max(families, key=lambda family: (len(family), is_ipv6(family[0]) is is_ipv6(kept)))
+
+
+Lookup = Callable[[str, int], Awaitable[list[str]]]
+"""Host and port to addresses `IP:PORT`; raises `OSError` where that fails."""
+
+
+async def look_up(host: str, port: int) -> list[str]:
+    """Asks the system's resolver, which asks DNS. Families that this machine has no address of are left out.
+
+    Raises:
+        OSError: the name is not known, or nobody answers.
+    """
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
+    ips = [str(address[0]) for *_, address in found]
+    return [f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for ip in ips]
+
+
+class Resolver:
+    """What a list of `HOST:PORT` or `unix:PATH` stands for: each DNS name for all its addresses of one family.
+
+    Attributes:
+        names: the list.
+        may_change: whether some host is a name.
+    """
+
+    def __init__(self, names: Collection[str], lookup: Lookup = look_up) -> None:
+        self.names = tuple(names)
+        self.may_change = not all(map(_is_address, names))
+        self._lookup = lookup
+        self._last: dict[str, list[str]] = {}
+
+    async def resolve(self) -> dict[str, str]:
+        """The addresses, in the order of the names, each with the name it was found by.
+
+        A name that cannot be resolved keeps the addresses it had: that DNS is away says nothing of those behind it.
+        """
+        found: dict[str, str] = {}
+        for name in self.names:
+            for address in [name] if _is_address(name) else await self._addresses(name):
+                found.setdefault(address, name)
+        return found
+
+    async def _addresses(self, name: str) -> list[str]:
+        host, _, port = name.rpartition(":")
+        before = self._last.get(name, [])
+        try:
+            self._last[name] = of_one_family(await self._lookup(host.strip("[]"), int(port)), before) or before
+        except OSError as error:
+            _logger.warning("%s cannot be resolved: %s", name, error)
+        return self._last.get(name, [])
+
+
+def _is_address(name: str) -> bool:
+    """Whether `HOST:PORT` or `unix:PATH` stands for itself alone."""
+    if name.startswith(SOCKET):
+        return True
+    try:
+        ipaddress.ip_address(name.rpartition(":")[0].strip("[]").partition("%")[0])
+    except ValueError:
+        return False
+    return True
 
 
 DEFAULT_MAX_MESSAGE_BYTES = 4 * 1024 * 1024

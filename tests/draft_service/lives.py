@@ -15,12 +15,14 @@ from typing import Any
 
 import grpc
 
-from draft_service.losses import Loss
-from draft_service.statistics import Failovers
-from draft_service.verifier_link import VerifierLink
+from draft_service.failover import FailoverBudget, FailoverStream, Verifiers
+from draft_service.metrics import FailoverMetrics
+from draft_service.replicas import Replicas
+from draft_service.sequence import Sequence
+from kernels.verify import Rule
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
-from tests.draft_service.calls import COUPLED
+from tests.draft_service.records import record
 
 PROMPT = [5, 6, 7, 8, 9]
 TOKENS = 36
@@ -34,60 +36,52 @@ MAX_BYTES = 1 << 20
 
 
 @dataclass
-class Told:
-    """What an observer hears."""
+class Switches(FailoverMetrics):
+    """Keeps what failover would show."""
 
-    losses: list[Loss] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
-    def switched(self, loss: Loss) -> None:
-        self.losses.append(loss)
+    def switched(self, reason: str) -> None:
+        self.reasons.append(reason)
 
     def paused(self, seconds: float) -> None:
         self.seconds += seconds
 
 
 @asynccontextmanager
-async def linked(
-    names: list[str], told: Told, *, patience: float = 10.0, burst: int = 64, silence: float = SILENCE_S
-) -> AsyncIterator[VerifierLink]:
-    link = VerifierLink(
-        names,
-        observer=told,
-        max_message_bytes=MAX_BYTES,
-        silence=silence,
-        patience=patience,
-        burst=burst,
-        look_again=60.0,
-    )
+async def matched(
+    names: list[str],
+    switches: Switches | None = None,
+    *,
+    patience: float = 10.0,
+    burst: int = 64,
+    silence: float = SILENCE_S,
+) -> AsyncIterator[Verifiers]:
+    """The verifiers at these addresses, once each of them is known."""
+    replicas = Replicas(names, max_message_bytes=MAX_BYTES, silence=silence, look_again=60.0)
     async with grpc.aio.insecure_channel(names[0]) as channel:
         stub: Any = VerifierServiceStub(channel)
         model = (await stub.GetModel(verifier_service_pb2.VerifierServiceGetModelRequest())).model
-    await link.match(model)  # a model is its own draft
+    await replicas.match(model)  # a model is its own draft
     try:
-        while not all(replica.has_target for replica in link.replicas.all()):  # noqa: ASYNC110  # nobody tells
+        while not all(replica.has_target for replica in replicas.all()):  # noqa: ASYNC110  # nobody tells
             await asyncio.sleep(0.02)
-        yield link
-        assert all(replica.num_open == 0 for replica in link.replicas.all()), "every seat was given back"
+        yield Verifiers(replicas, FailoverBudget(burst), patience, switches or Switches())
+        assert all(replica.num_open == 0 for replica in replicas.all()), "every lease has ended"
     finally:
-        link.close()
+        replicas.close()
 
 
-def opening(rule: sampling_pb2.AcceptanceRule, temperature: float, tokens: int = TOKENS) -> Any:
-    return verifier_service_pb2.OpenSequence(
-        prompt_token_ids=PROMPT,
-        max_new_tokens=tokens,
-        ignore_eos=True,
-        sampling=sampling_pb2.SamplingParams(temperature=temperature, seed=77, rule=rule),
-        required_features=["decode"],
-    )
+def text(rule: Rule = Rule.COUPLED, temperature: float = 1.0, tokens: int = TOKENS, **fields: Any) -> Sequence:
+    return record(rule, temperature=temperature, seed=77, prompt=PROMPT, max_new_tokens=tokens, **fields)
 
 
-def proposal(base: int, rule: sampling_pb2.AcceptanceRule) -> tuple[list[int], list[speculation_pb2.TokenDistribution]]:
+def proposal(base: int, rule: Rule) -> tuple[list[int], list[speculation_pb2.TokenDistribution]]:
     """Tokens and laws that follow from the base: uniform over a few frequent tokens."""
     chance = random.Random(base)
     tokens = [chance.randrange(10, 26) for _ in range(chance.randint(1, 4))]
-    if rule == COUPLED:
+    if rule is Rule.COUPLED:
         return tokens, []
     ids = b"".join(token.to_bytes(4, "little") for token in range(10, 26))
     law = speculation_pb2.SparseDistribution(token_ids=ids, weights=(1).to_bytes(2, "little") * 16)
@@ -97,21 +91,12 @@ def proposal(base: int, rule: sampling_pb2.AcceptanceRule) -> tuple[list[int], l
 Disturb = Callable[[int], Awaitable[None]]
 
 
-async def life(
-    link: VerifierLink,
-    rule: sampling_pb2.AcceptanceRule,
-    temperature: float,
-    disturb: Disturb | None = None,
-    *,
-    tally: Failovers | None = None,
-    tokens: int = TOKENS,
-    timeout: float = TIMEOUT_S,
+async def write(
+    verifiers: Verifiers, sequence: Sequence, disturb: Disturb | None = None, *, timeout: float = TIMEOUT_S
 ) -> list[int]:
     """Writes a text; `disturb` is called with the number of each step before it."""
-    tally = Failovers() if tally is None else tally
-    sequence = link.open(opening(rule, temperature, tokens), sequence_id="s", timeout=timeout, tally=tally)
-    written: list[int] = []
-    rounds = steps = 0
+    stream = FailoverStream(verifiers, sequence, timeout=timeout)
+    steps = 0
 
     async def step() -> None:
         nonlocal steps
@@ -121,26 +106,23 @@ async def life(
 
     try:
         await step()
-        await sequence.begin()
-        while len(written) < tokens:
-            base = len(PROMPT) + len(written)
-            assert sequence.length == base
-            rounds += 1
+        await stream.open()
+        while sequence.left:
             await step()
+            base = len(sequence.tokens)
             if base % 5 == 0:
-                owed = min(4, tokens - len(written))
-                await sequence.decode(owed)
+                sequence.decode(min(4, sequence.left))
             else:
-                owed = 1
-                await sequence.propose(*proposal(base, rule))
-            for _ in range(owed):
+                sequence.propose(*proposal(base, sequence.request.sampling.rule))
+            await stream.send()
+            while sequence.round.owed:
                 await step()
-                verdict = await sequence.verdict()
-                assert verdict.round == rounds, "rounds count on, whoever judges them"
-                assert verdict.base_length == len(PROMPT) + len(written)
-                written += verdict.token_ids
-        assert verdict.finish_reason == sampling_pb2.FINISH_REASON_LENGTH
-        await sequence.close()
+                verdict = await stream.verdict()
+                assert verdict.round == sequence.round.number, "rounds count on, whoever judges them"
+                assert verdict.base_length == len(sequence.tokens)
+                sequence.commit(verdict)
+        assert sequence.finish_reason == sampling_pb2.FINISH_REASON_LENGTH
+        await stream.close()
     finally:
-        sequence.cancel()
-    return written
+        stream.cancel()
+    return sequence.tokens[sequence.prompt_length :]

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from draft_service.breaker import FIRST_PAUSE, JITTER, LONGEST_PAUSE, TRIAL_SECONDS, Breaker, State
+from draft_service.replicas import FIRST_PAUSE, JITTER, LONGEST_PAUSE, TRIAL_SECONDS, Breaker, State
 
 
 class House:

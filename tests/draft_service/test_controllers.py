@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 
 from draft_service.adaptive import FIRST_PAUSE, Adaptive
-from draft_service.breaker import Breaker
 from draft_service.drafters.base import Foresight
 from draft_service.drafters.guard import Health
 from draft_service.drafters.outcomes import Forecast, Place
@@ -23,8 +22,9 @@ from draft_service.drafters.spare_time import MOST_STEPS, SpareTime
 from draft_service.drafters.trial import FIRST_PAUSE as FIRST_TRIAL
 from draft_service.drafters.trial import TRIAL_ROUNDS, Trial
 from draft_service.experience import Experience, Times
-from draft_service.failover_budget import FailoverBudget
+from draft_service.failover import FailoverBudget
 from draft_service.lengths import MOST_PAUSE, SampleLengths
+from draft_service.replicas import Breaker
 from draft_service.speculation import Fixed, Heuristic, Policy, Round
 from draft_service.statistics import SpeculationCounts, Timings
 from outrider.service.cost_model import CostLine

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from draft_service.failover_budget import PER_ROUND, PER_SECOND, FailoverBudget
+from draft_service.failover import PER_ROUND, PER_SECOND, FailoverBudget
 from tests.fake_clock import fake_clock
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from draft_service.replica import Replica
+from draft_service.replicas import Replica
 from outrider.cli.processes import ServiceProcess, fixed
 from outrider.client import TLS, AsyncClient, Client, InvalidRequest, Overloaded, Unauthenticated, Unavailable
 from outrider.rpc.channel import channel_options, wait_for_health

@@ -9,9 +9,8 @@ import pytest
 
 from draft_service.drafters.base import Cost, Draft
 from draft_service.emission import Emitter
-from draft_service.failover_metrics import FAILOVER_METRICS, FailoverMetrics
 from draft_service.generate_call import HEARTBEAT, HEARTBEAT_SECONDS, Heartbeat
-from draft_service.losses import Loss
+from draft_service.metrics import FAILOVER_METRICS, FailoverMetrics
 from draft_service.output import OutputText
 from draft_service.request_metrics import REQUEST_METRICS
 from draft_service.responses import Responses
@@ -50,7 +49,7 @@ def test_metrics_that_fail_are_counted_and_change_nothing() -> None:
     failovers = FailoverMetrics.__new__(FailoverMetrics)
     failovers._switches = failovers._seconds = Broken()  # type: ignore[assignment]
     before = [FAILOVER_METRICS.errors]
-    failovers.switched(Loss.DIED)
+    failovers.switched("died")
     failovers.paused(1.0)
     assert errors_of(FAILOVER_METRICS, before) == 2
     cost = Cost()

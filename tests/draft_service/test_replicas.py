@@ -13,16 +13,16 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
 
-from draft_service.losses import Loss
-from draft_service.replica import Replica, ReplicaSeat
-from draft_service.replicas import Replicas, check_target
-from draft_service.resolver import Directory, look_up
-from outrider.rpc.errors import RequestError, overloaded, unavailable
+from draft_service.replicas import Lease, Replica, Replicas
+from outrider.rpc.channel import Lookup, Resolver, look_up
+from outrider.rpc.errors import RequestError
 from outrider.rpc.server import bind, create_server
+from outrider.service.model_info import check_target
 from protos.outrider.v1 import model_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2, verifier_service_pb2_grpc
 
 MODEL = model_pb2.ModelInfo(
@@ -34,7 +34,6 @@ MODEL = model_pb2.ModelInfo(
     rules=[sampling_pb2.ACCEPTANCE_RULE_TOKENWISE, sampling_pb2.ACCEPTANCE_RULE_BLOCK],
     limits=model_pb2.Limits(max_gamma=16, max_sequence_tokens=100),
 )
-GONE = unavailable("NO_VERIFIER", "gone")
 
 several_loopbacks = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has 127.0.0.2 without being told")
 
@@ -73,16 +72,18 @@ async def peer(model: model_pb2.ModelInfo = MODEL, listen: str = "127.0.0.1:0") 
 
 
 @asynccontextmanager
-async def found(
-    names: Sequence[str], resolve: Callable[[str, int], Any] = look_up, *, look_again: float = 60.0
-) -> AsyncIterator[Replicas]:
+async def found(names: Sequence[str], lookup: Lookup = look_up, *, look_again: float = 60.0) -> AsyncIterator[Replicas]:
     """The replicas, not matched yet."""
-    directory = Directory(names, resolve)
-    replicas = Replicas(directory, max_message_bytes=1 << 20, silence=5.0, look_again=look_again)
+    replicas = Replicas(names, max_message_bytes=1 << 20, silence=5.0, look_again=look_again, lookup=lookup)
     try:
         yield replicas
     finally:
         replicas.close()
+
+
+def lease(replica: Replica) -> Lease:
+    """A lease without a stream."""
+    return Lease(replica, Mock(draining=False))
 
 
 def chosen(replicas: Replicas, times: int = 60) -> Counter[str]:
@@ -112,8 +113,8 @@ def table(entries: Mapping[str, Sequence[str] | OSError]) -> Callable[[str, int]
 
 async def test_a_name_stands_for_all_its_addresses_and_an_address_for_itself() -> None:
     resolve = table({"verifiers": ["10.0.0.1", "10.0.0.2", "10.0.0.1"], "more": ["10.0.0.2", "10.0.0.3"]})
-    directory = Directory(["verifiers:5", "10.0.0.9:6", "[::1]:7", "more:5", "unix:/run/v.sock"], resolve)
-    assert await directory.look() == {
+    resolver = Resolver(["verifiers:5", "10.0.0.9:6", "[::1]:7", "more:5", "unix:/run/v.sock"], resolve)
+    assert await resolver.resolve() == {
         "10.0.0.1:5": "verifiers:5",
         "10.0.0.2:5": "verifiers:5",
         "10.0.0.9:6": "10.0.0.9:6",
@@ -121,30 +122,30 @@ async def test_a_name_stands_for_all_its_addresses_and_an_address_for_itself() -
         "10.0.0.3:5": "more:5",
         "unix:/run/v.sock": "unix:/run/v.sock",
     }
-    assert directory.changes
-    assert not Directory(["10.0.0.9:6", "[::1]:7", "unix:/run/verifier.sock"]).changes
+    assert resolver.may_change
+    assert not Resolver(["10.0.0.9:6", "[::1]:7", "unix:/run/verifier.sock"]).may_change
 
 
 async def test_a_verifier_of_both_families_is_one_replica() -> None:
     """And stays the one it was, whatever comes first the next time. One of the other family alone is found as well."""
     both = ["fd00::1", "fd00::2", "10.0.0.1", "10.0.0.2"]
     entries = {"verifiers": [f"[{ip}]" if ":" in ip else ip for ip in both], "new": ["10.0.0.3"]}
-    directory = Directory(["verifiers:5", "new:5"], table(entries))
+    resolver = Resolver(["verifiers:5", "new:5"], table(entries))
     taken = ["[fd00::1]:5", "[fd00::2]:5", "10.0.0.3:5"]
-    assert list(await directory.look()) == taken
+    assert list(await resolver.resolve()) == taken
     entries["verifiers"] = entries["verifiers"][::-1]
-    assert sorted(await directory.look()) == sorted(taken)
+    assert sorted(await resolver.resolve()) == sorted(taken)
 
 
 @pytest.mark.parametrize("failure", [OSError("no such name"), []])
 async def test_a_name_that_cannot_be_resolved_keeps_its_addresses(failure: Any) -> None:
     entries: dict[str, Any] = {"verifiers": ["10.0.0.1"]}
-    directory = Directory(["verifiers:5"], table(entries))
-    before = await directory.look()
+    resolver = Resolver(["verifiers:5"], table(entries))
+    before = await resolver.resolve()
     entries["verifiers"] = failure
-    assert await directory.look() == before
+    assert await resolver.resolve() == before
     entries["verifiers"] = ["10.0.0.2"]
-    assert list(await directory.look()) == ["10.0.0.2:5"]
+    assert list(await resolver.resolve()) == ["10.0.0.2:5"]
 
 
 async def test_the_system_resolves_names_as_every_program_has_them_resolved() -> None:
@@ -184,7 +185,7 @@ async def test_names_are_looked_up_at_once_where_a_verifier_is_lost() -> None:
             replica = replicas.choose()
             assert replica is not None
             assert replica.address == first
-            ReplicaSeat(replica).lost(Loss.DIED, GONE)
+            lease(replica).failed("gone")
             await until(lambda: chosen(replicas, 1).keys() == {second})
 
 
@@ -231,7 +232,7 @@ async def test_an_unexpected_error_of_a_probe_does_not_end_probing(monkeypatch: 
             return await ask()
 
         monkeypatch.setattr(replica, "ask", broken)
-        ReplicaSeat(replica).lost(Loss.DIED, GONE)
+        lease(replica).failed("gone")
         assert replicas.choose() is None
         await until(lambda: replicas.choose() is not None)
         assert not errors
@@ -275,9 +276,9 @@ def test_who_takes_less_than_the_target_cannot_stand_in() -> None:
 
 def told(replica: Replica, running: int, waiting: int = 0) -> None:
     """Has the replica hear of its load, as by a verdict."""
-    seat = ReplicaSeat(replica)
-    seat.judged(speculation_pb2.VerifierLoad(running=running + 1, waiting=waiting))
-    seat.ended()
+    claim = lease(replica)
+    claim.succeeded(speculation_pb2.VerifierLoad(running=running + 1, waiting=waiting))
+    claim.cancel()
 
 
 async def test_the_less_loaded_is_chosen_and_equals_share() -> None:
@@ -298,15 +299,14 @@ async def test_sequences_of_ours_count_at_once_and_what_others_had_there_is_forg
     async with peer() as one, peer() as two, found([one, two]) as replicas:
         await replicas.match(MODEL)
         first, second = replicas.all()
-        seats = []
         for _ in range(20):
             replica = replicas.choose()
             assert replica is not None
-            seats.append(ReplicaSeat(replica))
+            lease(replica)
         assert (first.num_open, second.num_open) == (10, 10)
         told(first, running=50)
         assert first.load() > second.load()
-        first._told -= 1000.0
+        first._load_time -= 1000.0
         assert first.load() == second.load()
 
 
@@ -315,9 +315,9 @@ async def test_who_refuses_is_left_alone_for_as_long_as_it_said_where_another_on
         await replicas.match(MODEL)
         first, second = replicas.all()
         await until(lambda: second.has_target)
-        ReplicaSeat(first).lost(Loss.REFUSED, overloaded("full", retry_after=40.0))
+        lease(first).refused(40.0)
         assert chosen(replicas) == {second.address: 60}
-        ReplicaSeat(second).lost(Loss.REFUSED, overloaded("full", retry_after=60.0))
+        lease(second).refused(60.0)
         assert "" not in chosen(replicas), "who comes anew asks all the same, and is told by the verifier itself"
         assert replicas.choose(proven=True) is None
 
@@ -344,18 +344,17 @@ async def test_all_that_wait_are_served_when_a_verifier_comes_back() -> None:
         async with peer(listen=address):
             await replicas.match(MODEL)
             (replica,) = replicas.all()
-        ReplicaSeat(replica).lost(Loss.DIED, GONE)
+        lease(replica).failed("gone")
         assert replicas.choose() is None
 
-        async def sit() -> ReplicaSeat:
+        async def begin() -> None:
             found = await replicas.wait(time.monotonic() + 60.0)
             assert found is not None
-            seat = ReplicaSeat(found)
+            claim = lease(found)
             await asyncio.sleep(0.01)
-            seat.judged(speculation_pb2.VerifierLoad(running=1))
-            return seat
+            claim.succeeded(speculation_pb2.VerifierLoad(running=1))
 
-        waiting = [asyncio.create_task(sit()) for _ in range(10)]
+        waiting = [asyncio.create_task(begin()) for _ in range(10)]
         await asyncio.sleep(0.3)
         assert not any(each.done() for each in waiting)
         async with peer(listen=address):
@@ -367,9 +366,7 @@ async def test_where_all_run_another_model_by_now_nobody_waits() -> None:
     async with peer() as address, found([address]) as replicas:
         await replicas.match(MODEL)
         (replica,) = replicas.all()
-        ReplicaSeat(replica).lost(
-            Loss.MISMATCHED, RequestError(grpc.StatusCode.FAILED_PRECONDITION, "PAIR_MISMATCH", "x")
-        )
+        lease(replica).mismatched("other weights")
         started = time.monotonic()
         assert await replicas.wait(started + 50.0) is None
         assert time.monotonic() - started < 25.0

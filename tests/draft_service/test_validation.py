@@ -1,15 +1,15 @@
 """What a request becomes: defaults, seeds, and what the model's files decide. Errors over gRPC: `test_bad_input`."""
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import pytest
 
 from draft_service import validation
 from draft_service.drafters.base import Kind
-from draft_service.generation import Sample
 from draft_service.request import Generation
+from draft_service.sequence import Sequence
 from draft_service.validation import check_generate
 from kernels.verify import Rule
 from outrider.rpc.errors import RequestError
@@ -85,9 +85,7 @@ def test_the_default_gamma_stays_within_the_verifiers_limit(tokenizer: Tokenizer
 
 def test_the_rule_is_named_to_the_verifier_whatever_its_default(tokenizer: Tokenizer) -> None:
     checked = check(tokenizer, draft_service_pb2.GenerateRequest(text="x"))
-    nothing = cast("Any", None)
-    sample = Sample(checked, 0, nothing, nothing, nothing, arrived=0.0)
-    assert sample.opening().sampling.rule == sampling_pb2.ACCEPTANCE_RULE_TOKENWISE
+    assert Sequence(checked).opening().sampling.rule == sampling_pb2.ACCEPTANCE_RULE_TOKENWISE
 
 
 def _by_sigmoid(max_bytes: int, **fields: Any) -> tuple[draft_service_pb2.GenerateRequest, dict[str, Any]]:

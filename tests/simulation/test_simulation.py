@@ -13,8 +13,9 @@ import pytest
 
 from draft_service.drafters.healing import HealingDrafting
 from draft_service.emission import Emitter
-from draft_service.failover import ResumingSequence
-from draft_service.verify_sequence import VerifySequence
+from draft_service.replicas import Lease
+from draft_service.sequence import Sequence
+from draft_service.verify_stream import VerifyStream
 from outrider.runtime.block_pool import BlockPool
 from outrider.runtime.engine import Engine
 from tests.simulation.plan import draw_plan
@@ -49,18 +50,22 @@ def _keeps_rejected_tokens(_: Any) -> Any:
 
 
 def _resends_less(send: Any) -> Any:
-    async def changed(self: ResumingSequence, target: VerifySequence) -> None:
-        if self._trouble.error is not None:
-            self._round.token_ids, self._round.distributions = (), ()
-        await send(self, target)
+    async def changed(self: VerifyStream) -> None:
+        round_ = self._sequence.round
+        whole = round_.draft_tokens, round_.distributions
+        if round_.number > 1 and not self._seen:
+            round_.draft_tokens, round_.distributions = [], []
+        await send(self)
+        round_.draft_tokens, round_.distributions = whole
 
     return changed
 
 
-def _forgets_a_token_on_the_way(sit: Any) -> Any:
-    def changed(self: ResumingSequence, replica: Any) -> Any:
-        del self._opening.committed_token_ids[-1:]
-        return sit(self, replica)
+def _forgets_a_token_on_the_way(opening: Any) -> Any:
+    def changed(self: Sequence, **named: bool) -> Any:
+        message = opening(self, **named)
+        del message.committed_token_ids[-1:]
+        return message
 
     return changed
 
@@ -110,10 +115,8 @@ def _never_closes(receive: Any) -> Any:
 
 
 def _counts_what_is_cancelled(_: Any) -> Any:
-    async def changed(self: VerifySequence) -> None:
-        await self._call.done_writing()
-        while await self._call.read() is not None and not self._call.done():
-            pass
+    async def changed(self: Lease) -> None:
+        await self.stream.close()
         self.cancel()
 
     return changed
@@ -121,8 +124,8 @@ def _counts_what_is_cancelled(_: Any) -> Any:
 
 MUTATIONS: list[tuple[type, str, Change, str, str]] = [
     (Scheduler, "settle", _keeps_rejected_tokens, "calm", "cache"),
-    (ResumingSequence, "_send", _resends_less, "wild", "used again"),
-    (ResumingSequence, "_sit", _forgets_a_token_on_the_way, "one", ""),
+    (VerifyStream, "send", _resends_less, "wild", "used again"),
+    (Sequence, "opening", _forgets_a_token_on_the_way, "one", ""),
     (Emitter, "take", _emits_what_was_drafted, "calm", "was told"),
     (Emitter, "take", _emits_twice, "calm", "was told"),
     (TargetSequence, "_is_base", _takes_any_base, "calm", "was judged at"),
@@ -130,7 +133,7 @@ MUTATIONS: list[tuple[type, str, Change, str, str]] = [
     (HealingDrafting, "advance", _leaves_the_draft_behind, "calm", "drafter was told"),
     (Engine, "_step_one_by_one", _ends_all_for_one, "steps", "INTERNAL"),
     (VerifierEngine, "receive", _never_closes, "steps", "still has"),
-    (VerifySequence, "close", _counts_what_is_cancelled, "awaits", "counted"),
+    (Lease, "close", _counts_what_is_cancelled, "awaits", "counted"),
 ]
 
 

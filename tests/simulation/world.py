@@ -23,13 +23,15 @@ import structlog
 from draft_service.drafters.base import Kind
 from draft_service.drafters.guard import PROBE, GuardedDrafter
 from draft_service.drafters.none import NoDrafter
+from draft_service.failover import FailoverBudget, Verifiers
 from draft_service.lengths import Lengths
+from draft_service.metrics import FailoverMetrics
 from draft_service.pair import Pair
+from draft_service.replicas import Replicas
 from draft_service.request import derive_seed
 from draft_service.request_metrics import RequestMetrics
 from draft_service.service import DraftService
 from draft_service.settings import DraftSettings
-from draft_service.verifier_link import VerifierLink
 from outrider.rpc.errors import from_rpc_error
 from outrider.service.best_effort import COMPONENTS
 from outrider.service.metrics import Metrics
@@ -68,10 +70,11 @@ def _request_metrics() -> RequestMetrics:
     return RequestMetrics(_UNREGISTERED)
 
 
-class _Observer:
-    """Of failovers (`draft_service.failover.Observer`)."""
+class _Metrics(FailoverMetrics):
+    def __init__(self) -> None:
+        pass
 
-    def switched(self, loss: Any) -> None:
+    def switched(self, reason: str) -> None:
         """Not counted."""
 
     def paused(self, seconds: float) -> None:
@@ -204,17 +207,11 @@ class World:
 
     async def _begin(self) -> None:
         self.verifiers = [Verifier(number, self) for number in range(self.plan.verifiers)]
-        self.link = VerifierLink(
-            [verifier.address for verifier in self.verifiers],
-            observer=_Observer(),
-            max_message_bytes=1 << 22,
-            silence=30.0,
-            patience=30.0,
-            burst=4,
-            look_again=10.0,
-        )
+        addresses = [verifier.address for verifier in self.verifiers]
+        self.replicas = Replicas(addresses, max_message_bytes=1 << 22, silence=30.0)
+        self.budget = FailoverBudget(4)
         draft = _model("draft", self.plan.places)
-        target = await self.link.match(draft)
+        target = await self.replicas.match(draft)
         settings = DraftSettings.model_construct(
             model="draft",
             max_sequences=self.plan.places,
@@ -226,13 +223,14 @@ class World:
         guarded = GuardedDrafter(self.drafter, timeout=1.0, vocab_size=VOCABULARY, max_support=16)
         self.draft = DraftService(settings, _UNREGISTERED, Tracing())
         drafters = {Kind.MODEL: guarded, Kind.NONE: NoDrafter()}
-        pair = Pair(drafters, Kind.MODEL, Lengths(_UNREGISTERED), self.link, cast("Any", Letters()), draft, target)
+        verifiers = Verifiers(self.replicas, self.budget, 30.0, _Metrics())
+        pair = Pair(drafters, Kind.MODEL, Lengths(_UNREGISTERED), verifiers, cast("Any", Letters()), draft, target)
         self.draft.attach(pair)
         self.front = Host("draft", self.network)
         self.front.methods = {"Generate": self.draft.Generate}
 
     async def _end(self) -> None:
-        self.link.close()
+        self.replicas.close()
         for verifier in self.verifiers:
             verifier.running.cancel()
         await asyncio.sleep(0.01)
@@ -369,9 +367,9 @@ class World:
         require(not limit.running, f"{limit.running} sequences run at the draft service")
         require(not limit.waiting, f"{limit.waiting} sequences wait at the draft service")
         require(self.drafter.num_open == 0, f"{self.drafter.num_open} sequences are open at the drafter")
-        for replica in self.link.replicas.all():
+        for replica in self.replicas.all():
             require(replica.num_open == 0, f"{replica.num_open} sequences are counted at {replica.address}")
-        tokens = self.link.budget.tokens
+        tokens = self.budget.tokens
         require(0 <= tokens <= 4, f"the failover budget holds {tokens}")
         for component in COMPONENTS.values():
             require(component.errors == 0, f"component {component.name} has failed {component.errors} times")
@@ -444,7 +442,7 @@ def simulate(seed: int, plan: Plan | None = None) -> Outcome:
 @contextmanager
 def _in_memory() -> Iterator[None]:
     with (
-        patch("draft_service.replica.RenewedChannel", _Channel),
+        patch("draft_service.replicas.RenewedChannel", _Channel),
         patch("draft_service.service.RequestMetrics", lambda _: _request_metrics()),
     ):
         yield

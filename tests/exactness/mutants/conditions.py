@@ -14,8 +14,8 @@ from typing import Any
 
 def stubborn() -> None:
     """No fault: a round is not given up however many verifiers it loses, one right after the other."""
-    trouble = importlib.import_module("draft_service.failover").__dict__
-    trouble["MOST_LOST_IN_A_ROUND"] = trouble["MOST_FAILED_IN_A_ROUND"] = 1 << 30
+    failover = importlib.import_module("draft_service.failover").__dict__
+    failover["MOST_LOST_IN_A_ROUND"] = failover["MOST_FAILED_IN_A_ROUND"] = 1 << 30
 
 
 def unhurried() -> None:
@@ -116,8 +116,9 @@ def _dies(does: Callable[[str], bool]) -> None:
 
     async def tell(self: Any) -> None:
         await honest(self)
-        has_more = self._written > len(self._request.committed)
-        if has_more and not self.finish_reason and does(self._request.request_id):
+        sequence, request = self.sequence, self.sequence.request
+        has_more = len(sequence.tokens) > len(request.prompt) + len(request.committed)
+        if has_more and not sequence.finish_reason and does(request.request_id):
             raise unavailable("DRAINING", "gone")
 
     sample._tell = tell  # type: ignore[method-assign]

@@ -9,16 +9,14 @@ from typing import Any
 import grpc
 import pytest
 
-from draft_service.replica import Replica
+from draft_service.replicas import Replica
 from outrider.cli.processes import ServiceProcess
 from outrider.rpc.errors import RequestError, invalid_field, overloaded, to_status, wrong_base
 from outrider.rpc.server import bind, create_server
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
+from tests.draft_service.records import record
 
-OPENING = verifier_service_pb2.OpenSequence(
-    prompt_token_ids=[1, 2, 3], sampling=sampling_pb2.SamplingParams(rule=sampling_pb2.ACCEPTANCE_RULE_COUPLED)
-)
 OPENED = verifier_service_pb2.Opened(rule=sampling_pb2.ACCEPTANCE_RULE_COUPLED)
 
 
@@ -57,10 +55,10 @@ async def peer(
 
 async def refusal(address: str, *, silence: float = 30.0, timeout: float | None = None) -> RequestError:
     replica = Replica(address, max_message_bytes=1 << 20, silence=silence)
-    sequence = replica.open(OPENING, sequence_id="s", timeout=timeout)
+    lease = replica.open(record(), timeout=timeout)
     with pytest.raises(RequestError) as caught:
-        await sequence.begin()
-    sequence.cancel()
+        await lease.stream.open()
+    lease.cancel()
     return caught.value
 
 
@@ -96,17 +94,19 @@ async def test_a_refusal_that_meets_a_round_on_its_way_is_told_as_it_is() -> Non
     """A write that fails must not hide what the verifier said: of 200 refusals some thirty meet one."""
 
     async def refused(replica: Replica, turns: int) -> RequestError:
-        sequence = replica.open(OPENING, sequence_id="s", timeout=None)
-        await sequence.begin()
+        sequence = record()
+        lease = replica.open(sequence, timeout=None)
+        await lease.stream.open()
         for _ in range(turns):  # of the event loop
             await asyncio.sleep(0)
         try:
-            await sequence.propose([1, 2, 3], [])
-            await sequence.verdict()
+            sequence.propose([1, 2, 3], [])
+            await lease.stream.send()
+            await lease.stream.verdict()
         except RequestError as error:
             return error
         finally:
-            sequence.cancel()
+            lease.cancel()
         raise AssertionError("there is no verdict to be had")
 
     async with peer(overloaded("no room"), OPENED) as address:
@@ -147,28 +147,26 @@ async def test_a_verifier_that_judges_by_another_rule_than_was_asked_for_is_not_
     assert "judges by ACCEPTANCE_RULE_TOKENWISE; ACCEPTANCE_RULE_COUPLED was asked for" in error.message
     async with peer(opened=verifier_service_pb2.Opened(rule=sampling_pb2.ACCEPTANCE_RULE_COUPLED)) as address:
         replica = Replica(address, max_message_bytes=1 << 20, silence=30.0)
-        sequence = replica.open(OPENING, sequence_id="s", timeout=None)
-        assert (await sequence.begin()).rule == sampling_pb2.ACCEPTANCE_RULE_COUPLED
-        sequence.cancel()
+        lease = replica.open(record(), timeout=None)
+        assert (await lease.stream.open()).rule == sampling_pb2.ACCEPTANCE_RULE_COUPLED
+        lease.cancel()
 
 
-async def test_the_load_of_the_last_verdict_is_kept(verifier: grpc.Channel, target_process: ServiceProcess) -> None:
+async def test_verdicts_carry_the_load(verifier: grpc.Channel, target_process: ServiceProcess) -> None:
     model = VerifierServiceStub(verifier).GetModel(verifier_service_pb2.VerifierServiceGetModelRequest()).model
     replica = Replica(target_process.address, max_message_bytes=1 << 20, silence=30.0)
     replica.probed(model)
-    opening = verifier_service_pb2.OpenSequence(max_new_tokens=4)
-    opening.MergeFrom(OPENING)
-    opening.sampling.seed = 1
-    sequence = replica.open(opening, sequence_id="s", timeout=30.0)
-    await sequence.begin()
-    assert sequence.load is None
+    sequence = record(max_new_tokens=4)
+    lease = replica.open(sequence, timeout=30.0)
+    await lease.stream.open()
     for step in range(2):
-        await sequence.propose([], [])
-        verdict = await sequence.verdict()
+        sequence.propose([], [])
+        await lease.stream.send()
+        verdict = await lease.stream.verdict()
+        sequence.commit(verdict)
         assert verdict.load.running >= step, "the load is that of the step before"
         assert verdict.load.pass_fixed_us + verdict.load.pass_token_us > 0
-        assert sequence.load == verdict.load
-    sequence.cancel()
+    lease.cancel()
 
 
 @asynccontextmanager
@@ -212,11 +210,13 @@ async def test_notices_are_no_silence() -> None:
 
     async with serving(verify) as address:
         replica = Replica(address, max_message_bytes=1 << 20, silence=silence)
-        sequence = replica.open(OPENING, sequence_id="s", timeout=60.0)
-        await sequence.begin()
-        await sequence.decode(1)
-        assert list((await sequence.verdict()).token_ids) == [7]
-        sequence.cancel()
+        sequence = record()
+        lease = replica.open(sequence, timeout=60.0)
+        await lease.stream.open()
+        sequence.decode(1)
+        await lease.stream.send()
+        assert list((await lease.stream.verdict()).token_ids) == [7]
+        lease.cancel()
 
 
 async def test_an_answer_that_is_no_message_is_no_verifier() -> None:
@@ -230,14 +230,14 @@ async def test_an_answer_that_is_no_message_is_no_verifier() -> None:
     async with serving(verify, to_bytes=bytes) as address:
         error = await refusal(address)
     assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_VERIFIER")
-    assert "is no answer" in error.message
+    assert "could not parse" in error.message
 
 
 async def test_our_own_cancel_stays_a_cancel() -> None:
     async with peer() as address:
         replica = Replica(address, max_message_bytes=1 << 20, silence=30.0)
-        sequence = replica.open(OPENING, sequence_id="s", timeout=None)
-        opening = asyncio.create_task(sequence.begin())
+        lease = replica.open(record(), timeout=None)
+        opening = asyncio.create_task(lease.stream.open())
         await asyncio.sleep(0.1)
         opening.cancel()
         with pytest.raises(asyncio.CancelledError):

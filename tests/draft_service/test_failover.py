@@ -18,8 +18,8 @@ import grpc
 import pytest
 
 from draft_service import failover
-from draft_service.losses import Loss
-from draft_service.statistics import Failovers
+from draft_service.failover import FailoverStream, FailureKind
+from kernels.verify import Rule
 from outrider.cli.processes import ServiceProcess
 from outrider.rpc.errors import RequestError, failed_precondition, overloaded, to_status
 from outrider.rpc.server import bind, create_server
@@ -30,7 +30,6 @@ from protos.outrider.v1 import (
     verifier_service_pb2_grpc,
 )
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
-from tests.draft_service.calls import BLOCK, COUPLED, TOKENWISE
 from tests.draft_service.conftest import FLAGS, HEALTHY_WITHIN_S
 from tests.draft_service.lives import (
     LIVES,
@@ -39,10 +38,10 @@ from tests.draft_service.lives import (
     PROMPT,
     TIMEOUT_S,
     TOKENS,
-    Told,
-    life,
-    linked,
-    opening,
+    Switches,
+    matched,
+    text,
+    write,
 )
 from tests.draft_service.pairs import DEMO
 from tests.fork_server import ForkedService
@@ -110,50 +109,55 @@ class Trouble:
 
 @pytest.mark.parametrize(
     ("rule", "temperature"),
-    [(COUPLED, 1.0), (TOKENWISE, 1.0), (BLOCK, 1.0), pytest.param(TOKENWISE, 0.0, marks=pytest.mark.slow)],
+    [
+        (Rule.COUPLED, 1.0),
+        (Rule.TOKENWISE, 1.0),
+        (Rule.BLOCK, 1.0),
+        pytest.param(Rule.TOKENWISE, 0.0, marks=pytest.mark.slow),
+    ],
 )
 async def test_whatever_becomes_of_its_verifiers_the_tokens_are_the_same(
-    rule: sampling_pb2.AcceptanceRule, temperature: float, ways: list[Proxy], real: ServiceProcess
+    rule: Rule, temperature: float, ways: list[Proxy], real: ServiceProcess
 ) -> None:
     """Cuts, resets, silence, half of a silence, noise and refusals, between any two messages or inside one.
 
     Under `tokenwise` and `block` too: a round that is sent again has the draws it had (invariant 2).
     """
-    async with linked([real.address], Told()) as link:
-        alone = await life(link, rule, temperature)
+    async with matched([real.address]) as verifiers:
+        alone = await write(verifiers, text(rule, temperature))
     assert len(alone) == TOKENS
     kinds: set[str] = set()
-    told = Told()
+    switches = Switches()
     for seed in count():  # which way a sequence takes is chance, and a fault in the other one costs it nothing
-        if seed >= LIVES and len(told.losses) >= LIVES:
+        if seed >= LIVES and len(switches.reasons) >= LIVES:
             break
-        assert seed < 20 * LIVES, told.losses
-        trouble = Trouble(ways, random.Random(1000 * rule + seed), share=0.2)
-        tally = Failovers()
-        async with linked([way.address for way in ways], told) as link:
-            assert await life(link, rule, temperature, trouble, tally=tally) == alone, (seed, trouble.faults)
+        assert seed < 20 * LIVES, switches.reasons
+        trouble = Trouble(ways, random.Random(f"{rule.value} {seed}"), share=0.2)
+        async with matched([way.address for way in ways], switches) as verifiers:
+            assert await write(verifiers, text(rule, temperature), trouble) == alone, (seed, trouble.faults)
         kinds.update(trouble.faults)
         for way in ways:
             way.cut()
             way.heal()
-    print(sorted(kinds), told.losses)
+    print(sorted(kinds), switches.reasons)
 
 
 async def test_what_failover_costs_is_told(ways: list[Proxy]) -> None:
-    told, tally = Told(), Failovers()
+    switches, sequence = Switches(), text()
 
     async def cut(step: int) -> None:
         if step in (3, 9):
             for way in ways:
                 way.cut()
 
-    async with linked([way.address for way in ways], told, silence=PATIENT_S) as link:
-        await life(link, COUPLED, 1.0, cut, tally=tally)
-    assert told.losses == [Loss.DIED] * tally.count
+    async with matched([way.address for way in ways], switches, silence=PATIENT_S) as verifiers:
+        await write(verifiers, sequence, cut)
+    tally = sequence.counts.failovers
+    assert switches.reasons == [FailureKind.DIED] * tally.count
     assert tally.count >= 2
     assert tally.moves == 0
     assert tally.count * len(PROMPT) < tally.tokens <= tally.count * (len(PROMPT) + TOKENS)
-    assert tally.seconds == pytest.approx(told.seconds)
+    assert tally.seconds == pytest.approx(switches.seconds)
     assert 0 < tally.seconds < TIMEOUT_S
 
 
@@ -163,7 +167,7 @@ async def test_with_its_budget_spent_a_sequence_waits_and_goes_on(ways: list[Pro
     Both come right before a round is sent, so that neither finds its verdict here already. A second lies between the
     two openings, less a tenth for each of the four verdicts of the first round.
     """
-    tally, times = Failovers(), list[float]()
+    times, sequence = list[float](), text(Rule.TOKENWISE)
 
     async def cut(step: int) -> None:
         times.append(time.monotonic())
@@ -171,21 +175,21 @@ async def test_with_its_budget_spent_a_sequence_waits_and_goes_on(ways: list[Pro
             for way in ways:
                 way.cut()
 
-    async with linked([real.address], Told()) as link:
-        alone = await life(link, TOKENWISE, 1.0)
-    async with linked([way.address for way in ways], Told(), burst=1, silence=PATIENT_S) as link:
-        assert await life(link, TOKENWISE, 1.0, cut, tally=tally) == alone
-    assert tally.count == 2
+    async with matched([real.address]) as verifiers:
+        alone = await write(verifiers, text(Rule.TOKENWISE))
+    async with matched([way.address for way in ways], burst=1, silence=PATIENT_S) as verifiers:
+        assert await write(verifiers, sequence, cut) == alone
+    assert sequence.counts.failovers.count == 2
     assert time.monotonic() - times[1] > 0.59
 
 
 # ------------------------------------------------------------------------------------------------------- where it ends
 
 
-async def refused(life_: Awaitable[Any]) -> tuple[RequestError, float]:
+async def refused(writing: Awaitable[Any]) -> tuple[RequestError, float]:
     started = time.monotonic()
     with pytest.raises(RequestError) as caught:
-        await life_
+        await writing
     return caught.value, time.monotonic() - started
 
 
@@ -203,12 +207,12 @@ async def test_with_every_verifier_gone_it_is_unavailable_within_deadline_and_pa
                 way.close()
 
     names = [way.address for way in ways]
-    async with linked(names, Told(), patience=patience, silence=PATIENT_S) as link:
-        error, seconds = await refused(life(link, COUPLED, 1.0, gone, timeout=timeout))
+    async with matched(names, patience=patience, silence=PATIENT_S) as verifiers:
+        error, seconds = await refused(write(verifiers, text(), gone, timeout=timeout))
         assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_VERIFIER")
         assert all(name in error.message for name in names)
         assert soon < seconds < 30.0
-        error, seconds = await refused(life(link, COUPLED, 1.0, timeout=min(timeout, 2.0)))
+        error, seconds = await refused(write(verifiers, text(), timeout=min(timeout, 2.0)))
         assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_VERIFIER")
         assert seconds < 30.0
 
@@ -224,27 +228,24 @@ async def test_the_clients_deadline_is_carried_on_to_the_next_verifier(ways: lis
             for way in ways:
                 way.stall(Way.DOWN)
 
-    async with linked([way.address for way in ways], Told(), silence=60.0) as link:
-        error, seconds = await refused(life(link, COUPLED, 1.0, cut_then_stall, timeout=timeout))
+    async with matched([way.address for way in ways], silence=60.0) as verifiers:
+        error, seconds = await refused(write(verifiers, text(), cut_then_stall, timeout=timeout))
     assert error.code is grpc.StatusCode.DEADLINE_EXCEEDED
     assert 0.9 * timeout < seconds < 30.0
 
 
 async def test_what_is_the_requests_own_fault_is_told_at_once_and_tried_once(ways: list[Proxy]) -> None:
-    told = Told()
-    async with linked([way.address for way in ways], told) as link:
-        wrong = opening(TOKENWISE, -1.0)
-        sequence = link.open(wrong, sequence_id="s", timeout=60.0, tally=Failovers())
-        error, seconds = await refused(sequence.begin())
+    switches = Switches()
+    async with matched([way.address for way in ways], switches) as verifiers:
+        wrong = text(params=sampling_pb2.SamplingParams(temperature=-1.0))
+        error, seconds = await refused(FailoverStream(verifiers, wrong, timeout=60.0).open())
         assert error.code is grpc.StatusCode.INVALID_ARGUMENT
-        other = opening(TOKENWISE, 1.0)
-        other.weights_fingerprint = "f" * 64
-        sequence = link.open(other, sequence_id="s", timeout=60.0, tally=Failovers())
-        error, more = await refused(sequence.begin())
+        other = text(weights_fingerprint="f" * 64)
+        error, more = await refused(FailoverStream(verifiers, other, timeout=60.0).open())
         assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "PAIR_MISMATCH")
         assert seconds + more < 30.0
-        assert [replica.status for replica in link.replicas.all()] == ["closed", "closed"]
-    assert told.losses == []
+        assert [replica.status for replica in verifiers.replicas.all()] == ["closed", "closed"]
+    assert switches.reasons == []
 
 
 # ---------------------------------------------------------------------------------------- verifiers that are not right
@@ -300,9 +301,9 @@ async def test_a_round_that_ends_two_verifiers_is_sent_to_no_third(real: Service
     async with (
         wrong(DIES, real, opens=True) as (one, first),
         wrong(DIES, real, opens=True) as (two, second),
-        linked([one, two], Told()) as link,
+        matched([one, two]) as verifiers,
     ):
-        error, _ = await refused(life(link, COUPLED, 1.0))
+        error, _ = await refused(write(verifiers, text()))
     assert (error.code, error.reason) == (grpc.StatusCode.INTERNAL, "STEP_FAILED")
     assert "killed" in error.message
     assert sorted(first.isolated + second.isolated) == [False, True]
@@ -312,31 +313,34 @@ async def test_a_step_that_failed_is_tried_once_more_at_another_verifier_alone_t
     async with (
         wrong(STEP_FAILED, real, opens=True) as (one, first),
         wrong(STEP_FAILED, real, opens=True) as (two, second),
-        linked([one, two], Told()) as link,
+        matched([one, two]) as verifiers,
     ):
         for _ in range(4):  # no breaker opens, so each is tried at both
-            error, _ = await refused(life(link, COUPLED, 1.0))
+            error, _ = await refused(write(verifiers, text()))
             assert (error.code, error.reason) == (grpc.StatusCode.INTERNAL, "STEP_FAILED")
             assert "the step failed" in error.message
-        assert [replica.status for replica in link.replicas.all()] == ["closed", "closed"]
+        assert [replica.status for replica in verifiers.replicas.all()] == ["closed", "closed"]
     assert first.openings == second.openings == 4
     assert sum(first.isolated + second.isolated) == 4
 
 
 async def test_a_step_that_failed_at_one_verifier_alone_costs_the_text_nothing(real: ServiceProcess) -> None:
-    told = Told()
-    async with wrong(STEP_FAILED, real, opens=True) as (address, peer), linked([real.address, address], told) as link:
-        texts = [await life(link, COUPLED, 1.0, tokens=4)]
+    switches = Switches()
+    async with (
+        wrong(STEP_FAILED, real, opens=True) as (address, peer),
+        matched([real.address, address], switches) as verifiers,
+    ):
+        texts = [await write(verifiers, text(tokens=4))]
         while not peer.openings:
             assert len(texts) < 60
-            texts.append(await life(link, COUPLED, 1.0, tokens=4))
-    assert len({tuple(text) for text in texts}) == 1
-    assert told.losses == [Loss.STEP_FAILED]
+            texts.append(await write(verifiers, text(tokens=4)))
+    assert len({tuple(each) for each in texts}) == 1
+    assert switches.reasons == [FailureKind.STEP_FAILED]
 
 
 async def test_a_step_that_failed_at_the_only_verifier_ends_the_text_at_once(real: ServiceProcess) -> None:
-    async with wrong(STEP_FAILED, real, opens=True) as (one, peer), linked([one], Told(), patience=60.0) as link:
-        error, seconds = await refused(life(link, COUPLED, 1.0))
+    async with wrong(STEP_FAILED, real, opens=True) as (one, peer), matched([one], patience=60.0) as verifiers:
+        error, seconds = await refused(write(verifiers, text()))
     assert (error.code, error.reason, error.message) == (grpc.StatusCode.INTERNAL, "STEP_FAILED", "the step failed")
     assert peer.openings == 1
     assert seconds < 30.0
@@ -344,11 +348,11 @@ async def test_a_step_that_failed_at_the_only_verifier_ends_the_text_at_once(rea
 
 async def test_who_is_refused_by_one_goes_to_another(real: ServiceProcess) -> None:
     full = overloaded("full", retry_after=90.0)
-    async with wrong(full, real, opens=False) as (address, peer), linked([real.address, address], Told()) as link:
+    async with wrong(full, real, opens=False) as (address, peer), matched([real.address, address]) as verifiers:
         started = time.monotonic()
-        texts = [await life(link, COUPLED, 1.0, tokens=4) for _ in range(6)]
+        texts = [await write(verifiers, text(tokens=4)) for _ in range(6)]
         assert time.monotonic() - started < 45.0
-    assert len({tuple(text) for text in texts}) == 1
+    assert len({tuple(each) for each in texts}) == 1
     assert peer.openings <= 1, "it has said for how long it is full"
 
 
@@ -358,8 +362,8 @@ async def test_who_is_refused_by_all_waits_as_told_where_that_is_soon_and_learns
 ) -> None:
     monkeypatch.setattr(failover, "OPENING_PATIENCE", patience)
     full = overloaded("full", retry_after=retry_after)
-    async with wrong(full, real, opens=False) as (address, peer), linked([address], Told(), patience=patience) as link:
-        error, waited = await refused(life(link, COUPLED, 1.0, timeout=90.0))
+    async with wrong(full, real, opens=False) as (address, peer), matched([address], patience=patience) as verifiers:
+        error, waited = await refused(write(verifiers, text(), timeout=90.0))
     assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
     assert error.retry_after == retry_after
     assert peer.openings in tries
@@ -371,11 +375,11 @@ async def test_a_verifier_that_runs_another_model_by_now_is_left_for_one_that_do
 ) -> None:
     monkeypatch.setattr(failover, "OPENING_PATIENCE", 60.0)
     changed = failed_precondition("PAIR_MISMATCH", "other weights")
-    async with wrong(changed, real, opens=False) as (address, peer), linked([real.address, address], Told()) as link:
+    async with wrong(changed, real, opens=False) as (address, peer), matched([real.address, address]) as verifiers:
         for _ in range(4):
-            assert len(await life(link, COUPLED, 1.0, tokens=4)) == 4
+            assert len(await write(verifiers, text(tokens=4))) == 4
         assert peer.openings <= 1
-    async with wrong(changed, real, opens=False) as (address, peer), linked([address], Told(), patience=60.0) as link:
-        error, seconds = await refused(life(link, COUPLED, 1.0, timeout=90.0))
+    async with wrong(changed, real, opens=False) as (address, peer), matched([address], patience=60.0) as verifiers:
+        error, seconds = await refused(write(verifiers, text(), timeout=90.0))
     assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "PAIR_MISMATCH")
     assert seconds < 30.0

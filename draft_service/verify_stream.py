@@ -1,0 +1,235 @@
+"""One `Verify` stream: rounds go out, verdicts come in, and a refusal of the verifier becomes an error."""
+
+import asyncio
+from typing import Any
+
+import grpc
+import structlog
+
+from draft_service.sequence import Round, Sequence
+from outrider.rpc.errors import (
+    UNSPECIFIED,
+    RequestError,
+    failed_precondition,
+    from_rpc_error,
+    internal,
+    unavailable,
+)
+from outrider.rpc.timeouts import Ending, InactivityTimer
+from outrider.service.wire import pad
+from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
+from protos.outrider.v1.verifier_service_pb2 import VerifyRequest, VerifyResponse
+
+_log = structlog.get_logger()
+
+# How long an end that should come at once is waited for.
+CLOSING_SECONDS = 1.0
+
+SILENT = "silent_seconds"
+"""What the metadata of an error names where the verifier was silent for too long."""
+
+
+class VerifyStream:
+    """A sequence at one verifier: open it, send its round, read and commit each verdict, send the next.
+
+    Attributes:
+        draining: the verifier has said that it is going away.
+    """
+
+    def __init__(self, call: Any, sequence: Sequence, *, address: str, fingerprint: str, silence: float) -> None:
+        """`call` is a fresh call of `Verify` at `address`, `fingerprint` that of the target's weights as the pair was
+        matched, and `silence` how long the verifier may owe an answer, in seconds.
+        """
+        self.draining = False
+        self._call = call
+        self._sequence = sequence
+        self._address = address
+        self._fingerprint = fingerprint
+        self._ending = Ending(call)
+        self._timer = InactivityTimer(silence)
+        self._opened: verifier_service_pb2.Opened | None = None
+        self._sent: Round | None = None
+        self._seen = 0  # the last round whose verdict was read
+        self._ended = False  # by a verdict with a finish reason
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the verifier has taken the sequence."""
+        return self._opened is not None
+
+    @property
+    def has_round(self) -> bool:
+        """Whether the round under way was sent here."""
+        return self._sent is self._sequence.round
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the verifier runs something of the sequence: its prompt, or a round."""
+        return self.is_open and (not self._seen or self._is_owed)
+
+    @property
+    def _is_owed(self) -> bool:
+        return self.has_round and self._sequence.round.owed > 0
+
+    async def open(self, *, reopened: bool = False, isolated: bool = False) -> verifier_service_pb2.Opened:
+        """Opens the sequence (see `Sequence.opening`), and returns the answer.
+
+        Raises:
+            RequestError: the verifier refuses it, is not there, runs another model than it did, or judges by another
+                rule than the one that proposals will be made for.
+        """
+        opening = self._sequence.opening(reopened=reopened, isolated=isolated)
+        await self._write(VerifyRequest(open=opening))
+        while self._opened is None:
+            self._note(await self._read())
+        rule = opening.sampling.rule
+        if self._opened.weights_fingerprint != self._fingerprint:  # another model has taken its place since
+            raise failed_precondition(
+                "PAIR_MISMATCH",
+                f"the verifier at {self._address} runs weights {self._opened.weights_fingerprint[:16]}; the pair was "
+                f"matched with {self._fingerprint[:16]}: restart the draft service",
+            )
+        if self._opened.rule != rule:
+            asked, taken = (sampling_pb2.AcceptanceRule.Name(each) for each in (rule, self._opened.rule))
+            raise internal("INTERNAL", f"the verifier at {self._address} judges by {taken}; {asked} was asked for")
+        return self._opened
+
+    async def send(self) -> None:
+        """Sends the sequence's round, or what is owed of it.
+
+        Raises:
+            RequestError: the stream has ended.
+        """
+        sequence, round_ = self._sequence, self._sequence.round
+        base_length, prefix_hash = len(sequence.tokens), sequence.prefix_hash
+        if round_.is_decode:
+            decode = verifier_service_pb2.Decode(
+                round=round_.number,
+                base_length=base_length,
+                prefix_hash=prefix_hash,
+                num_tokens=round_.owed,
+                seen_round=self._seen,
+            )
+            message = VerifyRequest(decode=decode)
+        else:
+            proposal = speculation_pb2.Proposal(
+                round=round_.number,
+                base_length=base_length,
+                prefix_hash=prefix_hash,
+                token_ids=round_.draft_tokens,
+                distributions=round_.distributions,
+                seen_round=self._seen,
+            )
+            message = VerifyRequest(proposal=proposal)
+        await self._write(message)
+        self._sent = round_
+
+    async def verdict(self) -> speculation_pb2.Verdict:
+        """The next verdict.
+
+        Raises:
+            RequestError: the verifier refused the round, or is gone.
+        """
+        while (response := await self._read()).WhichOneof("kind") != "verdict":
+            self._note(response)
+        verdict, length = response.verdict, len(self._sequence.tokens)
+        if verdict.status != speculation_pb2.VERDICT_STATUS_JUDGED or verdict.base_length != length:
+            raise internal(
+                "INTERNAL", f"verdict {verdict.round} has base {verdict.base_length}; the sequence has {length} tokens"
+            )
+        self._seen = verdict.round
+        self._ended = bool(verdict.finish_reason)
+        return verdict
+
+    async def close(self) -> None:
+        """Ends the stream well where nothing is owed, so that the verifier sees it; `cancel` it in any case."""
+        try:
+            if self._ended or (self._seen and not self._is_owed):
+                async with asyncio.timeout(CLOSING_SECONDS):
+                    await self._call.done_writing()
+                    while await self._call.read() is not grpc.aio.EOF:
+                        pass
+        except (TimeoutError, grpc.RpcError, asyncio.InvalidStateError):
+            pass  # it is over all the same
+
+    def cancel(self) -> None:
+        """Ends the stream here and now, whatever it owes. Without effect on one that has ended."""
+        self._timer.close()
+        self._call.cancel()
+
+    def _note(self, response: VerifyResponse) -> None:
+        if response.WhichOneof("kind") == "opened":
+            self._opened = response.opened
+        elif response.notice.kind == verifier_service_pb2.NOTICE_KIND_DRAINING:
+            self.draining = True
+
+    # ------------------------------------------------------------------------------------------------------- the call
+
+    async def _read(self) -> VerifyResponse:
+        try:
+            response = await self._timer.wait_for(self._call.read())
+        except TimeoutError:
+            raise self._silence() from None
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            raise await self._failure() from None
+        if response is grpc.aio.EOF:
+            raise await self._failure()
+        if response is None:
+            raise unavailable("NO_VERIFIER", f"could not parse the response of the verifier at {self._address}")
+        message: VerifyResponse = response
+        return message
+
+    async def _write(self, message: VerifyRequest) -> None:
+        message.sequence_id = self._sequence.id
+        size = self._sequence.request.round_sizes.request
+        if size and not message.HasField("open"):
+            pad(message, size)
+        try:
+            await self._timer.wait_for(self._call.write(message))
+        except TimeoutError:
+            raise self._silence() from None
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            raise await self._failure() from None
+
+    async def _failure(self) -> RequestError:
+        """How the call ended."""
+        status = await self._ending.status()
+        if status.code() is grpc.StatusCode.OK:
+            return internal("INTERNAL", "the verifier ended the stream before the sequence")
+        return translate(status, self._address)
+
+    def _silence(self) -> RequestError:
+        seconds = f"{self._timer.seconds:g}"
+        error = unavailable("NO_VERIFIER", f"the verifier at {self._address} was silent for {seconds} s")
+        error.metadata[SILENT] = seconds
+        return error
+
+
+# Without a reason these speak of the way to the verifier: what it refuses itself has one.
+_GONE = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.UNIMPLEMENTED,
+)
+_NOT_ADMITTED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+_OF_A_ROUND = ("proposal", "decode", "sequence_id")
+
+
+def translate(error: grpc.RpcError, address: str) -> RequestError:
+    """A failed call as what the client is told: refusals of the verifier's as they are, and its absence as such.
+
+    The draft service makes the rounds, so a refusal of one is no fault of the client's.
+    """
+    told = from_rpc_error(error)
+    if told.reason == UNSPECIFIED and told.code in _GONE:
+        return unavailable("NO_VERIFIER", f"no verifier answers at {address}: {told.message}")
+    if told.code in _NOT_ADMITTED:
+        _log.warning("a verifier does not admit this service", verifier=address, reason=told.message)
+        return unavailable("NO_VERIFIER", f"the verifier at {address} does not admit this draft service")
+    of_a_round = told.reason in ("WRONG_BASE", "OUT_OF_ORDER") or told.metadata.get("field", "").startswith(_OF_A_ROUND)
+    if told.code is grpc.StatusCode.INVALID_ARGUMENT and of_a_round:
+        _log.error("the verifier refused a round", verifier=address, reason=told.reason, text=told.message)
+        return internal("INTERNAL", "internal error; the server's log has the rest")
+    return told

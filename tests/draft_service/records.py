@@ -1,0 +1,56 @@
+"""Requests and sequences as the draft service holds them, made without a call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from draft_service.drafters.base import Kind
+from draft_service.privacy import RoundSizes
+from draft_service.request import Generation
+from draft_service.sequence import Sequence
+from draft_service.speculation import PolicyKind
+from kernels.adjustments import LogitRules
+from kernels.sampling import SamplingParams
+from kernels.verify import Rule
+from outrider.service.sampling import Sampling
+from protos.outrider.v1 import sampling_pb2
+
+
+def generation(rule: Rule = Rule.COUPLED, *, temperature: float = 1.0, seed: int = 7, **fields: Any) -> Generation:
+    plain = Generation(
+        request_id="r",
+        prompt=[1, 2, 3],
+        committed=[],
+        held=0,
+        sampling=Sampling(SamplingParams(temperature=temperature), LogitRules(), rule, 1.0, seed),
+        params=sampling_pb2.SamplingParams(temperature=temperature),
+        seed=seed,
+        max_new_tokens=64,
+        min_new_tokens=0,
+        stop_token_ids=[],
+        stop=(),
+        ignore_eos=True,
+        samples=1,
+        top_logprobs=None,
+        time_limit=None,
+        policy=PolicyKind.ADAPTIVE,
+        gamma=12,
+        first_gamma=5,
+        max_entropy=None,
+        drafter=Kind.MODEL,
+        draft_temperature=None,
+        outcome_cache=True,
+        seed_is_fresh=True,
+        report_rounds=False,
+        keep_special_tokens=False,
+        weights_fingerprint="",
+        cache_salt="",
+        emission=None,
+        round_sizes=RoundSizes(),
+    )
+    return replace(plain, **fields)
+
+
+def record(rule: Rule = Rule.COUPLED, **fields: Any) -> Sequence:
+    return Sequence(generation(rule, **fields))
