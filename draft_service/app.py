@@ -14,12 +14,12 @@ from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.guard import PROBE, PROBE_GAMMA
 from draft_service.drafters.staged import Staging
 from draft_service.failover import FailoverBudget, FailureKind, Verifiers
-from draft_service.lengths import Lengths
 from draft_service.metrics import FailoverMetrics, show_drafters, show_held, show_outcome_cache, show_verifiers
 from draft_service.pair import Pair
 from draft_service.replicas import Replicas
 from draft_service.service import SERVICE_NAME, DraftService
 from draft_service.settings import DraftSettings
+from draft_service.speculation import GammaController
 from kernels.sparse import SparseConfig
 from kernels.verify import implementation_for
 from outrider.rpc.errors import internal
@@ -131,7 +131,7 @@ class DraftApp(Service):
         chosen = guarded(drafters, settings, target, sparse)
         show_drafters(self.metrics, chosen, None if self.engine is None else self.engine.staging)
         self._servicer.attach(
-            Pair(chosen, Kind(settings.drafter), Lengths(self.metrics), verifiers, tokenizer, draft, target)
+            Pair(chosen, Kind(settings.drafter), GammaController(self.metrics), verifiers, tokenizer, draft, target)
         )
 
     async def drain(self) -> None:

@@ -204,7 +204,7 @@ class GenerateCall:
     async def _write(self, request: Generation, index: int) -> None:
         emitter = self._emitter(request, index)
         watch = SampleWatch(self._metrics, self._trace, index)
-        sample = Sample(request, index, emitter, self._pair.lengths.of(request), watch, arrived=self._arrived)
+        sample = Sample(request, index, emitter, self._pair.gamma.of(request), watch, arrived=self._arrived)
         self._emitters.append(emitter)
         self._samples.append(sample)
         await sample.run(

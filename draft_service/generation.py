@@ -10,18 +10,18 @@ from draft_service.drafters.base import Draft, Drafter, DrafterOff, DraftError, 
 from draft_service.drafters.healing import HealingDrafting
 from draft_service.emission import Emitter
 from draft_service.failover import FailoverStream, Verifiers
-from draft_service.lengths import SampleLengths
 from draft_service.request import Generation
 from draft_service.sample_watch import SampleWatch
 from draft_service.sequence import Sequence
+from draft_service.speculation import SequenceGamma
 from draft_service.statistics import STATISTICS
 from outrider.service.wire import encode_distribution
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 
 _log = structlog.get_logger()
 
-# Where there is no proposal the target writes so many tokens alone, at least; then twice as many, up to the most.
-FIRST_ALONE, MOST_ALONE = 32, 128
+# Tokens that the target writes in the place of a late proposal, and after it.
+DECODED_FOR_A_LATE_DRAFT = 32
 
 OnOpen = Callable[[verifier_service_pb2.Opened | None], None]
 
@@ -38,21 +38,20 @@ class Sample:
         request: Generation,
         index: int,
         emitter: Emitter,
-        lengths: SampleLengths,
+        gamma: SequenceGamma,
         watch: SampleWatch,
         *,
         arrived: float,
     ) -> None:
-        """`lengths` says how much to draft, and `watch` is told how it goes; `arrived` is the request's arrival, as
+        """`gamma` says how much to draft, and `watch` is told how it goes; `arrived` is the request's arrival, as
         `time.perf_counter()` had it.
         """
         self.sequence = Sequence(request, index, arrived=arrived, watch=watch)
         self._request = request
         self._emitter = emitter
-        self._lengths = lengths
+        self._gamma = gamma
         self._watch = watch
         self._drafting: HealingDrafting | None = None
-        self._alone = FIRST_ALONE  # tokens that the target writes next, where it is to write alone for a while
 
     async def run(self, verifiers: Verifiers, drafter: Drafter, *, timeout: float | None, on_open: OnOpen) -> None:
         """Writes the sample. Both sides are free of it when this returns, or raises.
@@ -150,28 +149,20 @@ class Sample:
         if not self._drafting.room():  # its context is full, and stays so
             self._stop_drafting()
             return None
-        gamma = self._gamma()
+        # A verdict adds a token of the target's own, so one less than are left.
+        gamma = self._gamma.next(min(self._drafting.room(), self.sequence.left - 1))
         return self._drafting.propose(gamma) if gamma else None
-
-    def _gamma(self) -> int:
-        """The length of the next proposal, within what may be drafted and written.
-
-        A verdict adds a token of the target's own, so one place less than are left.
-        """
-        assert self._drafting is not None
-        return self._lengths.next(min(self._drafting.room(), self.sequence.left - 1))
 
     async def _send_round(self, target: FailoverStream, draft: Awaitable[Draft] | None) -> None:
         sequence = self.sequence
         drafted = await self._drafted(draft) if draft is not None else None
         sent = time.perf_counter()
-        self._lengths.sent(drafted)
+        self._gamma.sent(drafted)
         if drafted is None:
             sequence.decode(min(sequence.left, self._tokens_alone()))
         else:
-            self._alone = FIRST_ALONE
             distributions = [encode_distribution(law) for law in drafted.laws]
-            gamma = self._lengths.asked
+            gamma = self._gamma.gamma
             sequence.propose(drafted.token_ids, distributions, gamma=gamma, draft_seconds=drafted.seconds)
         sequence.round.sent = sent
         await target.send()
@@ -184,8 +175,7 @@ class Sample:
             return self.sequence.left
         if self._drafting.rest:
             return self._drafting.rest
-        alone, self._alone = self._alone, min(2 * self._alone, MOST_ALONE)
-        return max(alone, self._lengths.pause)
+        return self._gamma.pause or DECODED_FOR_A_LATE_DRAFT
 
     async def _drafted(self, draft: Awaitable[Draft]) -> Draft | None:
         """The proposal; None where there is none: the target writes alone, for a while where it was not only late."""
@@ -221,7 +211,7 @@ class Sample:
         """
         round_, now = self.sequence.round, time.perf_counter()
         waited, round_.sent = now - round_.sent - pause, now  # the next verdict of a Decode is waited for from here on
-        self._lengths.observe(verdict)
+        self._gamma.judged(verdict)
         self._count(verdict, waited)
         self._watch.judged(
             verdict,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from draft_service.drafters.base import Drafter, Kind
 from draft_service.failover import Verifiers
-from draft_service.lengths import Lengths
+from draft_service.speculation import GammaController
 from outrider.runtime.tokenizer import Tokenizer
 from protos.outrider.v1 import model_pb2
 
@@ -17,12 +17,12 @@ class Pair:
     Attributes:
         drafters: what requests may choose from.
         default: what drafts where a request does not say.
-        lengths: how many tokens at a time.
+        gamma: how many tokens each proposal holds.
     """
 
     drafters: Mapping[Kind, Drafter]
     default: Kind
-    lengths: Lengths
+    gamma: GammaController
     verifiers: Verifiers
     tokenizer: Tokenizer
     draft: model_pb2.ModelInfo

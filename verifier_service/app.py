@@ -74,7 +74,7 @@ class VerifierApp(Service):
         add_VerifierServiceServicer_to_server(self._servicer, server)
 
     async def load(self, warm: Warm) -> None:
-        observer = SpeculationMetrics(self.metrics, self._path.name, self._settings.max_gamma)
+        observer = SpeculationMetrics(self.metrics, self._path.name)
         engine, model = await in_thread(self._build)
         self.metrics.describe(
             service="verifier_service",
@@ -209,7 +209,6 @@ def build_engine(
         verify_path=path.name,
         observer=observer,
         prefix_cache=settings.prefix_cache,
-        gamma_cap=settings.gamma_cap,
     )
     capture = partial(
         engine.runner.capture,

@@ -21,7 +21,6 @@ from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.service.best_effort import Component
 from outrider.service.cost_model import FittedCost
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
-from verifier_service.gamma_cap import GammaCap
 from verifier_service.linger import seconds_to_linger
 from verifier_service.rounds import Round
 from verifier_service.scheduler import IDLE_SECONDS, TURN_SECONDS, Plan, Scheduler, TargetWork
@@ -93,7 +92,6 @@ QUIET_SECONDS = 1.0
 TRIALS = 3
 
 
-GAMMA_CAP = Component("gamma_cap")
 COST_MODEL = Component("cost_model")
 LINGER = Component("linger")
 LOAD = Component("load")
@@ -126,9 +124,6 @@ class Observer(Protocol):
     def checked(self, intact: bool) -> None:
         """The books of the KV pool were checked."""
 
-    def capped(self, gamma: int) -> None:
-        """The cap on γ is this from now on."""
-
 
 class VerifierEngine(Engine[Message, TargetWork, PassResult]):
     """All sequences of one target model.
@@ -149,10 +144,8 @@ class VerifierEngine(Engine[Message, TargetWork, PassResult]):
         verify_path: str | None = None,
         observer: Observer | None = None,
         prefix_cache: bool = True,
-        gamma_cap: bool = True,
     ) -> None:
         """`max_linger` is how long a pass may be held back for sequences about to answer, in seconds.
-        `gamma_cap` is whether the longest proposal worth sending is told.
         `verify_path` names an implementation of `kernels.verify`; None takes the fastest on the device.
         """
         super().__init__(model_runner, name="verifier-engine", threads=threads)
@@ -163,7 +156,6 @@ class VerifierEngine(Engine[Message, TargetWork, PassResult]):
         self.flush: Callable[[], None] = lambda: None
         self.prefixes = PrefixCache(model_runner.pool, enabled=prefix_cache)
         self.cost: FittedCost  # of the passes so far; from `prepare` on
-        self._caps = GammaCap() if gamma_cap else None
         self.scheduler = Scheduler(
             model_runner.pool, self.prefixes, pass_tokens=pass_tokens, max_sequences=model.limits.max_sequences
         )
@@ -190,7 +182,6 @@ class VerifierEngine(Engine[Message, TargetWork, PassResult]):
         match message:
             case Open(sequence):
                 self._open(sequence)
-                self._update_cap(sequence)
             case Submit(sequence, round_):
                 if not sequence.finished:
                     _run_for(sequence, lambda: sequence.submit(round_))
@@ -308,10 +299,10 @@ class VerifierEngine(Engine[Message, TargetWork, PassResult]):
         if not is_sound(result):
             raise internal("BAD_LOGITS", f"the target's logits after {len(sequence.tokens)} tokens are no numbers")
         queued = max(0.0, self.pass_started - sequence.owed_since(round_))
-        before, drafted = sequence.judged_at, len(sequence.drafted(round_))
+        drafted = len(sequence.drafted(round_))
         verdict = sequence.commit(round_, result, step.timings(queued), self._load)
         self.scheduler.settle(sequence)
-        return JudgedRound(sequence, round_, drafted, verdict, queued, before)
+        return JudgedRound(sequence, drafted, verdict, queued)
 
     # ---------------------------------------------------------------------------------------------------- accounting
 
@@ -320,8 +311,6 @@ class VerifierEngine(Engine[Message, TargetWork, PassResult]):
         self._observe(lambda observer: _count_step(observer, step))
         if step.is_of_rounds:  # prompts cost other than rounds, and γ does not depend on them
             COST_MODEL.run(lambda: self.cost.add(step.tokens, step.seconds), None)
-        if step.judged:
-            self._update_caps(step)
         self._load = LOAD.run(self._measure_load, self._load)
 
     def _observe(self, call: Callable[[Observer], None]) -> None:
@@ -330,59 +319,15 @@ class VerifierEngine(Engine[Message, TargetWork, PassResult]):
             METRICS.run(lambda: call(observer), None)
 
     def _measure_load(self) -> speculation_pb2.VerifierLoad:
+        now = time.perf_counter()
         return speculation_pb2.VerifierLoad(
+            active=sum(sequence.takes_part(now) for sequence in self.scheduler.running),
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             kv_usage=self.model_runner.pool.used_blocks / self.model_runner.pool.blocks.count,
             pass_fixed_us=self.cost.line.fixed * 1e6,
             pass_token_us=self.cost.line.per_token * 1e6,
         )
-
-    def _update_caps(self, step: "Step") -> None:
-        """Sets the cap on γ anew, and sends it to each sequence for which it has changed."""
-        caps = self._caps
-        if caps is None:
-            return
-        if not GAMMA_CAP.run(lambda: self._learn_caps(caps, step), False):
-            self._caps = GammaCap()  # without what it had learned: there is no cap
-        for sequence in (*self.scheduler.running, *self.scheduler.waiting):
-            self._update_cap(sequence)
-
-    def _learn_caps(self, caps: GammaCap, step: "Step") -> bool:
-        for each in step.judged:
-            if each.before:
-                caps.add(
-                    each.sequence,
-                    drafted=each.drafted,
-                    judged=each.verdict.judged,
-                    accepted=each.verdict.accepted,
-                    turnaround=each.round.arrived - each.before,
-                    whole=each.sequence.judged_at - each.before,
-                )
-        now = time.perf_counter()
-        caps.look(
-            {sequence: len(sequence.tokens) for sequence in self.scheduler.running if sequence.takes_part(now)},
-            self.cost.line,
-        )
-        self._observe(lambda observer: observer.capped(self._longest(caps.cap)))
-        return True
-
-    def _update_cap(self, sequence: TargetSequence) -> None:
-        caps = self._caps
-        cap = None if caps is None else GAMMA_CAP.run(lambda: caps.of(sequence), None)
-        if cap != sequence.gamma_cap and not sequence.finished:
-            sequence.gamma_cap = cap
-            sequence.notify(
-                verifier_service_pb2.Notice(
-                    kind=verifier_service_pb2.NOTICE_KIND_GAMMA_CAP,
-                    gamma_cap=self._longest(cap),
-                    message="longer proposals pay again" if cap is None else "the verifier is busy",
-                )
-            )
-
-    def _longest(self, cap: int | None) -> int:
-        longest = self._model.limits.max_gamma
-        return longest if cap is None else min(max(cap, 0), longest)
 
     # ---------------------------------------------------------------------------------------------------------- idle
 
@@ -420,15 +365,12 @@ class JudgedRound:
     Attributes:
         drafted: its γ.
         queued: seconds that it waited for its step.
-        before: `time.perf_counter()` at the verdict before it; 0 where it is the first.
     """
 
     sequence: TargetSequence
-    round: Round
     drafted: int
     verdict: speculation_pb2.Verdict
     queued: float
-    before: float
 
 
 class Step:

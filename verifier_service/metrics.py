@@ -54,7 +54,7 @@ class SequenceMetrics:
 class SpeculationMetrics:
     """Counts judged proposals by rule, and the time of verification by path. One thread feeds it."""
 
-    def __init__(self, metrics: Metrics, verify_path: str, max_gamma: int) -> None:
+    def __init__(self, metrics: Metrics, verify_path: str) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"outrider_spec_decode_{name}", text, ("rule", *labels), registry=metrics.registry)
 
@@ -85,12 +85,6 @@ class SpeculationMetrics:
         for outcome in ("intact", "corrupted"):
             self._checks.labels(outcome)
         self._registry = metrics.registry
-        self._gamma_cap = Gauge(
-            "outrider_gamma_cap",
-            "The longest proposal worth sending now; max-gamma where there is no cap.",
-            registry=metrics.registry,
-        )
-        self._gamma_cap.set(max_gamma)
         self._seconds = Histogram(
             "outrider_verify_seconds",
             "Time of one call of verification, for all sequences of a pass.",
@@ -155,10 +149,6 @@ class SpeculationMetrics:
     def checked(self, intact: bool) -> None:
         """The books of the KV pool were checked."""
         self._checks.labels("intact" if intact else "corrupted").inc()
-
-    def capped(self, gamma: int) -> None:
-        """The cap on γ is this from now on."""
-        self._gamma_cap.set(gamma)
 
     def judged(self, rule: Rule, drafted: int, accepted: int) -> None:
         """A proposal of `drafted` tokens was judged, and `accepted` of them are in the text."""

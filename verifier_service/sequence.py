@@ -32,7 +32,6 @@ class TargetSequence:
         came: its number among those that came; the lower it is, the later it gives way.
         backlog: replies that its client has not read yet.
         opened: what is sent when its turn begins, where it is isolated; None once it has been sent.
-        gamma_cap: the longest proposal worth sending, as its client was told last; None: there is no cap.
     """
 
     sequence_id: str
@@ -43,7 +42,6 @@ class TargetSequence:
     came: int = 0
     backlog: int = 0
     opened: verifier_service_pb2.VerifyResponse | None = None
-    gamma_cap: int | None = None
     rounds: deque[Round] = field(default_factory=deque)
     tokens: list[int] = field(init=False)
     decoded: int = 0  # tokens the current Decode has written
@@ -105,7 +103,7 @@ class TargetSequence:
         return 0.0 if self.rounds or not self.judged_at else now - self.judged_at
 
     def takes_part(self, now: float) -> bool:
-        """Whether it has rounds to judge, or had one lately and more may come. What is silent is no load."""
+        """Whether it has rounds to judge, or had one lately and more may come. A silent one costs a step nothing."""
         latest = self.turnaround.latest() or 0.0
         recent = self.judged_at > 0 and now - self.judged_at <= latest + SILENT
         return not self.finished and (bool(self.rounds) or recent)

@@ -40,10 +40,6 @@ class VerifierSettings(ServiceSettings):
         description="milliseconds that a pass waits at most for sequences about to answer, and never longer than its "
         "own fixed cost; 0: none",
     )
-    gamma_cap: bool = Field(
-        True,
-        description="tell draft services the longest proposal worth sending while many sequences run, down to 0",
-    )
     verify_path: Literal["auto", "torch", "triton"] = Field(
         "auto",
         description="what judges proposals; auto: the fastest on the device",

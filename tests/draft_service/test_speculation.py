@@ -1,144 +1,91 @@
-"""Policies as properties: what each may do to γ, what it must find, and that it does so within a few percent.
-
-The rounds here are simulated with known chances and times, so that the best γ is known too; policies are the service's
-own code.
-"""
+"""Choosing γ: what each policy may do, that the adaptive one finds the best γ for all, and what requests may share."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram
 
-from draft_service.adaptive import FIRST_PAUSE, LONGEST_PAUSE, STEP, TRY_GAMMA, TRY_ROUNDS, Adaptive
-from draft_service.experience import Experience, Times
-from draft_service.speculation import Fixed, Heuristic, Policy, Round
+from draft_service import speculation
+from draft_service.drafters.base import Draft as Proposal
+from draft_service.drafters.base import Kind
+from draft_service.privacy import RoundSizes
+from draft_service.request import Generation
+from draft_service.speculation import (
+    FIRM_ROUNDS,
+    LONGEST_PAUSE,
+    MOST_DECODED,
+    PROBE_GAMMA,
+    STEP,
+    AcceptanceStatistics,
+    Adaptive,
+    CostModel,
+    Fixed,
+    GammaController,
+    Heuristic,
+    JudgedRound,
+    Policy,
+    PolicyKind,
+    SequenceGamma,
+)
+from kernels.adjustments import LogitRules
+from kernels.sampling import SamplingParams
+from kernels.verify import Rule
 from outrider.service.cost_model import CostLine
-from outrider.theory import expected_tokens_by_position, fixed_rate
+from outrider.service.metrics import Metrics
+from outrider.service.sampling import Sampling
+from protos.outrider.v1 import sampling_pb2, speculation_pb2
+from tests.draft_service.closed_loop import ClosedLoop, Draft
 
 CEILING = 16
+STEP_COST = {"fixed": 0.008, "per_token": 0.0003}
 
 
-@dataclass
-class World:
-    """A draft, a target and a network of known figures; times are in seconds.
+class DecodeOnly(Policy):
+    """The target alone."""
 
-    Attributes:
-        chance: of a place of the proposal, from 0, to stand where all before it did.
-        draft: of γ tokens.
-        verify: of a pass of that many tokens, of this sequence and `others`.
-        way: there and back, a queue included.
-        tells_chances: whether verdicts tell the chances, as under `tokenwise`, or only what became of tokens.
-        sure: the draft ends a proposal before a token with the chance 1 - sure.
-        hit: the chance that a proposal after one of that length was drafted ahead.
-    """
+    pause = 64
 
-    chance: Callable[[int], float]
-    draft: Callable[[int], float] = lambda gamma: 0.0002 + 0.001 * gamma
-    verify: CostLine = field(default_factory=lambda: CostLine(0.008, 0.0003))
-    way: float = 0.001
-    others: int = 0
-    tells_chances: bool = False
-    noise: float = 0.1
-    sure: float = 1.0
-    hit: Callable[[int], float] = lambda gamma: 0.0
+    def next(self, most: int) -> int:
+        return 0
 
-    def rate(self, gamma: int) -> float:
-        """Tokens a second with this γ; 0 is the target alone."""
-        tokens = expected_tokens_by_position([self.chance(place) for place in range(gamma)])
-        seconds = self.verify.seconds(gamma + 1 + self.others)
-        return tokens / (seconds + ((1 - self.hit(gamma)) * self.draft(gamma) + self.way if gamma else 0.0))
+    def observe(self, round_: JudgedRound) -> None: ...
 
 
-@dataclass
-class Text:
-    """What came of a run."""
-
-    gammas: list[int] = field(default_factory=list)
-    tokens: int = 0
-    seconds: float = 0.0
-    alone: int = 0  # tokens of those that the target wrote alone
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.seconds
+def adaptive(streams: int = 1, *, shared: bool = True) -> list[Adaptive]:
+    """A policy for each stream: those of one draft service, or each of a service of its own."""
+    known = (AcceptanceStatistics(), CostModel())
+    policies = []
+    for _ in range(streams):
+        statistics, costs = known if shared else (AcceptanceStatistics(), CostModel())
+        policies.append(Adaptive(5, ceiling=CEILING, statistics=statistics, costs=costs))
+    return policies
 
 
-def run(
-    policy: Policy, world: World, tokens: int, seed: int = 1, most: Callable[[int], int] = lambda at: CEILING
-) -> Text:
-    """Writes so many tokens, as `Sample` does: `most` is what may be drafted, by the number of the round."""
-    text, chance, is_first = Text(), random.Random(seed), True
-
-    def noisy(seconds: float) -> float:
-        return seconds * (1 + chance.uniform(-world.noise, world.noise))
-
-    after_round = False
-    while text.tokens < tokens:
-        gamma = policy.next(most(len(text.gammas)))
-        text.gammas.append(gamma)
-        if gamma == 0:
-            for nth in range(max(1, policy.pause)):
-                seconds = noisy(world.verify.seconds(1 + world.others))
-                policy.observe(
-                    Round(0, waited=seconds if nth else None, pass_tokens=1 + world.others, pass_cost=world.verify)
-                )
-                text.tokens, text.seconds, text.alone = text.tokens + 1, text.seconds + seconds, text.alone + 1
-            after_round = False
-            continue
-        drafted = 1
-        while drafted < gamma and chance.random() < world.sure:
-            drafted += 1
-        accepted = 0
-        while accepted < drafted and chance.random() < world.chance(accepted):
-            accepted += 1
-        judged = min(accepted + 1, drafted)
-        is_hit = chance.random() < world.hit(gamma)
-        drafting = noisy(0.0001 if is_hit else world.draft(drafted))
-        waited = noisy(world.verify.seconds(drafted + 1 + world.others) + world.way)
-        policy.observe(
-            Round(
-                gamma,
-                drafted,
-                judged,
-                accepted,
-                [world.chance(place) for place in range(judged)] if world.tells_chances else (),
-                drafting if after_round else None,
-                None if is_first else waited,
-                drafted + 1 + world.others,
-                world.verify,
-                drafted if is_hit else 0,
-            )
-        )
-        text.tokens, text.seconds = text.tokens + accepted + 1, text.seconds + drafting + waited
-        is_first, after_round = False, True
-    return text
+def rates_of_fixed(drafts: Sequence[Draft], seconds: float, **cost: float) -> dict[int, float]:
+    """Tokens a second of all, with each γ; 0 is the target alone."""
+    rates = {}
+    for gamma in (0, 1, 2, 3, 4, 6, 8):
+        loop = ClosedLoop(drafts, [Fixed(gamma) if gamma else DecodeOnly() for _ in drafts], **cost)
+        loop.run(1)
+        rates[gamma] = loop.run(seconds)
+    return rates
 
 
-def adaptive(gamma: int = 5, experience: Experience | None = None, times: Times | None = None) -> Adaptive:
-    return Adaptive(
-        gamma,
-        ceiling=CEILING,
-        experience=experience or Experience(first_pause=FIRST_PAUSE),
-        times=times or Times(),
-    )
-
-
-def best(world: World) -> tuple[int, float]:
-    gamma = max(range(CEILING + 1), key=world.rate)
-    return gamma, world.rate(gamma)
-
-
-# ------------------------------------------------------------------------------------------------- by the letter
+# ------------------------------------------------------------------------------------------------- fixed, heuristic
 
 
 def test_fixed_is_what_was_asked_for_within_what_is_possible() -> None:
     policy = Fixed(5)
     assert [policy.next(most) for most in (16, 5, 3, 0, -1)] == [5, 5, 3, 0, 0]
-    policy.observe(Round(5, 5, 1, 0))
+    policy.observe(JudgedRound(5, 5, 1, 0))
     assert policy.next(16) == 5
 
 
@@ -148,82 +95,109 @@ def test_the_heuristic_adds_two_after_a_whole_proposal_and_else_takes_one() -> N
     for accepted in (5, 7, 9, 8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1):
         gamma = policy.next(CEILING)
         found.append(gamma)
-        policy.observe(Round(gamma, gamma, min(accepted + 1, gamma), min(accepted, gamma)))
+        policy.observe(JudgedRound(gamma, gamma, min(accepted + 1, gamma), min(accepted, gamma)))
     assert found == [5, 7, 9, 9, 8, 7, 6, 5, 4, 3, 2, 1, 1, 1]
     assert policy.next(CEILING) == 3
     assert policy.next(2) == 2  # a limit is no verdict
+    policy.observe(JudgedRound(0))  # nor is a token of the target's own
     assert policy.next(CEILING) == 3
-    policy.observe(Round(0))  # nor is a token of the target's own
-    assert policy.next(CEILING) == 3
 
 
-# --------------------------------------------------------------------------------------------------- finding the best
+# ---------------------------------------------------------------------------------------------------------- the best
 
-
-WORLDS = {
-    "good draft": World(lambda place: 0.9),
-    "fair draft": World(lambda place: 0.7),
-    "poor draft": World(lambda place: 0.45),
-    "easier further on": World(lambda place: 0.6 + 0.05 * min(place, 6)),
-    "harder further on": World(lambda place: 0.95 - 0.12 * min(place, 6)),
-    "far away": World(lambda place: 0.8, way=0.05),
-    "costly tokens": World(lambda place: 0.9, verify=CostLine(0.004, 0.004)),
-    "in company": World(lambda place: 0.8, others=12),
-    "chances told": World(lambda place: 0.8, tells_chances=True),
-    "free draft": World(lambda place: 0.5, draft=lambda gamma: 0.0001),
-    "drafted ahead": World(lambda place: 0.8, hit=lambda gamma: 0.9),
-    "less likely ahead": World(lambda place: 0.7, hit=lambda gamma: 0.85 - 0.05 * min(gamma, 10)),
-    "useless draft": World(lambda place: 0.05),
-    "slow draft": World(lambda place: 0.8, draft=lambda gamma: 0.012 * gamma),
+CASES: dict[str, tuple[list[Draft], dict[str, float]]] = {
+    "one, good draft": ([Draft(0.92)], STEP_COST),
+    "one, fair draft": ([Draft(0.7)], STEP_COST),
+    "one, poor draft": ([Draft(0.3)], STEP_COST),
+    "one, useless draft": ([Draft(0.05)], STEP_COST),
+    "one, slow draft": ([Draft(0.8, step=0.012)], STEP_COST),
+    "one, far away": ([Draft(0.8, round_trip=0.03)], STEP_COST),
+    "one, drafted ahead": ([Draft(0.8, step=0.003, hidden=0.9)], STEP_COST),
+    "one, chances told": ([Draft(0.8, has_beta=True)], STEP_COST),
+    "two": ([Draft(0.8)] * 2, STEP_COST),
+    "eight": ([Draft(0.8)] * 8, STEP_COST),
+    "eight, drafting takes longer than a step": ([Draft(0.8, step=0.004)] * 8, STEP_COST),
+    "sixteen, good drafts": ([Draft(0.92)] * 16, {"fixed": 0.004, "per_token": 0.0004}),
+    "32, tokens cost": ([Draft(0.8)] * 32, {"fixed": 0.004, "per_token": 0.0004}),
+    "64, tokens are free": ([Draft(0.8)] * 64, {"fixed": 0.02, "per_token": 0.00002}),
 }
 
 
-@pytest.mark.parametrize("name", WORLDS)
-def test_it_comes_within_a_few_percent_of_the_best_fixed_length(name: str) -> None:
-    """Once it has seen a few hundred rounds; noise of 10 % on every time, and what became of tokens is chance."""
-    world = WORLDS[name]
-    gamma, rate = best(world)
-    experience, times = Experience(first_pause=FIRST_PAUSE), Times()
-    run(adaptive(experience=experience, times=times), world, 1500)
-    texts = [run(adaptive(experience=experience, times=times), world, 400, seed) for seed in range(2, 10)]
-    found = sum(text.tokens for text in texts) / sum(text.seconds for text in texts)
-    print(f"{name}: best {gamma}, {rate:.1f}/s; found {found:.1f}/s, mean γ {_mean(texts[-1].gammas):.1f}")
-    assert found > 0.95 * rate
+@pytest.mark.parametrize("name", CASES)
+def test_alike_sequences_find_the_gamma_that_is_best_for_all(name: str) -> None:
+    drafts, cost = CASES[name]
+    seconds = min(60, max(4, 200 // len(drafts)))
+    fixed = rates_of_fixed(drafts, seconds, **cost)
+    loop = ClosedLoop(drafts, adaptive(len(drafts)), **cost)
+    loop.run(10)
+    rate, best = loop.run(seconds), max(fixed.values())
+    print(f"{name}: {rate:.0f}/s; best γ {max(fixed, key=fixed.__getitem__)}: {best:.0f}/s; alone {fixed[0]:.0f}/s")
+    assert rate > 0.94 * best
+    assert rate > 0.97 * fixed[0]
 
 
-def test_short_texts_begin_with_what_others_have_taught() -> None:
-    world = WORLDS["costly tokens"]
-    experience, times = Experience(first_pause=FIRST_PAUSE), Times()
-    run(adaptive(experience=experience, times=times), world, 800)
-    gamma, _ = best(world)
-    assert abs(adaptive(experience=experience, times=times).next(CEILING) - gamma) <= 2
-    assert adaptive(gamma=7).next(CEILING) == 7  # where there is nothing to know
+@pytest.mark.parametrize(
+    ("name", "drafts", "shared", "cost"),
+    [
+        ("acceptance", [Draft(alpha) for alpha in (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)], True, STEP_COST),
+        ("acceptance of two", [Draft(0.2), Draft(0.92)], True, STEP_COST),
+        (
+            "round trips",
+            [Draft(0.8, round_trip=0.0005 * (1 + number)) for number in range(32)],
+            False,
+            {"fixed": 0.02, "per_token": 0.0002},
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_mixed_sequences_are_near_the_best_common_gamma(
+    name: str, drafts: list[Draft], shared: bool, cost: dict[str, float]
+) -> None:
+    best = max(rates_of_fixed(drafts, 8, **cost).values())
+    loop = ClosedLoop(drafts, adaptive(len(drafts), shared=shared), **cost)
+    loop.run(10)
+    assert loop.run(12) > 0.94 * best
+
+
+@pytest.mark.parametrize("cost", [{"fixed": 0.02, "per_token": 0.0002}, {"fixed": 0.004, "per_token": 0.0004}])
+def test_beside_sequences_that_never_draft_all_together_write_the_most(cost: dict[str, float]) -> None:
+    drafts, others = [Draft(0.8)] * 32, [DecodeOnly() for _ in range(24)]
+    best = 0.0
+    for gamma in range(8):
+        loop = ClosedLoop(drafts, [*others, *(Fixed(gamma) if gamma else DecodeOnly() for _ in range(8))], **cost)
+        loop.run(1)
+        best = max(best, loop.run(6))
+    loop = ClosedLoop(drafts, [*others, *adaptive(8)], **cost)
+    loop.run(10)
+    assert loop.run(10) > 0.94 * best
 
 
 def test_a_draft_that_ends_early_is_not_paid_for_where_it_ends() -> None:
     """Its proposals end by themselves after two tokens or so, so that it costs nothing to ask for more."""
-    world = World(lambda place: 0.8, sure=0.5)
-    text = run(adaptive(), world, 3000)
-    fixed = run(Fixed(1), world, 3000)
-    assert _mean(text.gammas[100:]) > 4
-    assert text.rate > 1.02 * fixed.rate
+    drafts = [Draft(0.9, goes_on=0.5)]
+    policies = adaptive()
+    loop = ClosedLoop(drafts, policies, **STEP_COST)
+    loop.run(5)
+    fixed = ClosedLoop(drafts, [Fixed(1)], **STEP_COST)
+    assert loop.run(20) > 1.02 * fixed.run(20)
 
 
 # ------------------------------------------------------------------------------------------------------- how it moves
 
 
-@pytest.mark.parametrize("name", WORLDS)
-def test_it_moves_by_two_at_most(name: str) -> None:
-    gammas = run(adaptive(), WORLDS[name], 2000).gammas
-    steps = {abs(after - before) for before, after in pairwise(gammas)}
-    assert max(steps) <= STEP
-    assert min(gammas) >= 0
+@pytest.mark.parametrize("name", CASES)
+def test_gamma_moves_by_two_at_most_or_to_none(name: str) -> None:
+    drafts, cost = CASES[name]
+    loop = ClosedLoop(drafts, adaptive(len(drafts)), **cost)
+    loop.run(3)
+    for stream in loop.streams:
+        assert all(after == 0 or abs(after - before) <= STEP for before, after in pairwise(stream.gammas))
 
 
 def test_a_limit_is_kept_and_forgotten() -> None:
-    """What the verifier wants, or what is left to write, bounds a proposal; afterwards γ is where it was."""
-    policy, world = adaptive(), WORLDS["good draft"]
-    run(policy, world, 1500)
+    """What is left to write bounds a proposal; afterwards γ is where it was."""
+    (policy,) = policies = adaptive()
+    ClosedLoop([Draft(0.9)], policies, **STEP_COST).run(10)
     before = policy.next(CEILING)
     for most in (3, 1, 0, 2):
         assert policy.next(most) == most
@@ -231,157 +205,322 @@ def test_a_limit_is_kept_and_forgotten() -> None:
     assert abs(policy.next(CEILING) - before) <= STEP
 
 
-def test_it_does_not_run_away_where_a_pass_grows_with_it() -> None:
-    """A controller that took t_p for constant would go on to 16: drafts cost next to nothing, and nine in ten stand."""
-    world = World(lambda place: 0.9, draft=lambda gamma: 1e-5 * gamma, verify=CostLine(0.002, 0.002))
-    gamma, _ = best(world)
-    text = run(adaptive(), world, 3000)
-    assert gamma <= 4
-    assert max(text.gammas[-300:]) <= gamma + STEP
-    assert text.rate > 0.93 * world.rate(gamma)
+def test_one_sequence_at_a_time_probes_after_growing_pauses() -> None:
+    policies = adaptive(8)
+    loop = ClosedLoop([Draft(0.05)] * 8, policies, **STEP_COST)
+    loop.run(20)
+    assert {policy.pause for policy in policies} <= {0, MOST_DECODED}
+    assert policies[0]._statistics.pause == LONGEST_PAUSE
+    for stream in loop.streams:
+        stream.gammas.clear()
+    tokens = 120 * loop.run(120)
+    proposals = sum(gamma > 0 for stream in loop.streams for gamma in stream.gammas)
+    assert max(max(stream.gammas) for stream in loop.streams) <= PROBE_GAMMA
+    assert 3 <= proposals <= 4 * tokens / (8 * LONGEST_PAUSE)
 
 
-def test_it_stops_where_nothing_pays_and_tries_after_growing_pauses() -> None:
-    text = run(adaptive(), WORLDS["useless draft"], 6000)
-    assert text.alone > 0.9 * text.tokens
-    pauses = _pauses(text)
-    assert len(pauses) >= 5
-    assert set(pauses[1:]) == {TRY_ROUNDS}  # between two pauses there is one try of a few short proposals
-    tried = [gamma for gamma in text.gammas[-3 * TRY_ROUNDS :] if gamma]
-    assert max(tried) <= TRY_GAMMA
+def test_drafting_begins_again_where_it_pays_again() -> None:
+    policies = adaptive(4)
+    drafts = [Draft(0.05) for _ in range(4)]
+    loop = ClosedLoop(drafts, policies, **STEP_COST)
+    loop.run(10)
+    assert not policies[0]._statistics.pays
+    for draft in drafts:
+        draft.alpha = 0.9
+    loop.run(60)
+    assert min(stream.gammas[-1] for stream in loop.streams) >= 3
 
 
-def test_pauses_double_up_to_the_longest() -> None:
-    policy, world = adaptive(), WORLDS["useless draft"]
-    pauses: list[int] = []
-
-    class Watched(Policy):
-        def next(self, most: int) -> int:
-            gamma = policy.next(most)
-            self.pause = policy.pause
-            if gamma == 0:
-                pauses.append(policy.pause)
-            return gamma
-
-        def observe(self, round_: Round) -> None:
-            policy.observe(round_)
-
-    run(Watched(), world, 6000)
-    assert pauses[:7] == [32, 64, 128, 256, 512, 512, 512]
-    assert (pauses[0], max(pauses)) == (FIRST_PAUSE, LONGEST_PAUSE)
-
-
-def test_it_comes_back_when_speculation_pays_again() -> None:
-    policy = adaptive()
-    good = False
-    world = World(lambda place: 0.9 if good else 0.05)
-    run(policy, world, 1500)
-    assert policy.next(CEILING) in range(TRY_GAMMA + 1)
-    good = True
-    text = run(policy, world, 6000)
-    found = text.gammas[-100:]
-    assert min(found) >= 4
-    assert text.rate > 0.75 * best(world)[1]  # two pauses and a few tries included
-
-
-def test_one_sample_tries_for_all() -> None:
-    """Texts that are shorter than a pause: what they write alone adds up, so that none of it is lost on any of them."""
-    experience, times = Experience(first_pause=FIRST_PAUSE), Times()
-    tried, written = 0, 0
-    for seed in range(120):
-        text = run(adaptive(experience=experience, times=times), WORLDS["useless draft"], 40, seed)
-        written += text.tokens
-        tried += sum(gamma > 0 for gamma in text.gammas)
-    assert experience.pause == LONGEST_PAUSE
-    assert 4 * TRY_ROUNDS <= tried <= written / LONGEST_PAUSE * TRY_ROUNDS + 40
-
-
-def test_it_comes_back_without_a_try_where_times_alone_change() -> None:
-    """The pass grew dear, and is cheap again: what is known of the draft is enough to say so."""
-    policy, times = adaptive(), {"verify": CostLine(0.001, 0.006)}
-    cheap = CostLine(0.02, 0.0001)
-
-    def world() -> World:
-        return World(lambda place: 0.6, verify=times["verify"])
-
-    text = run(policy, world(), 800)
-    assert text.gammas[-1] <= TRY_GAMMA
-    times["verify"] = cheap
-    found = run(policy, world(), 1500).gammas
-    assert min(found[3:]) >= 2
-    assert abs(_mean(found[20:]) - best(world())[0]) <= 2
+def test_drafting_begins_where_sequences_leave() -> None:
+    loop = ClosedLoop([Draft(0.8)] * 32, adaptive(32), fixed=0.004, per_token=0.0004)
+    loop.run(5)
+    assert max(stream.gammas[-1] for stream in loop.streams) <= PROBE_GAMMA
+    loop.keep(2)
+    loop.run(30)
+    assert min(stream.gammas[-1] for stream in loop.streams) >= 3
 
 
 def test_slow_first_rounds_are_no_rule() -> None:
     """A service's first rounds take many times what later ones do: it must not give up for them."""
-    policy, world = adaptive(), WORLDS["fair draft"]
+    (policy,) = policies = adaptive()
     for _ in range(12):
         gamma = policy.next(CEILING)
         assert gamma
-        policy.observe(Round(gamma, gamma, gamma, gamma - 1, (), 0.2, 0.5, gamma + 1, world.verify))
-    text = run(policy, world, 300)
-    assert min(text.gammas) > 0
-    assert abs(_mean(text.gammas[-20:]) - best(world)[0]) <= 2
+        policy.observe(JudgedRound(gamma, gamma, gamma, gamma - 1, (), 0.2, 0.5, CostLine(0.008, 0.0003), 1, gamma + 1))
+    loop = ClosedLoop([Draft(0.8)], policies, **STEP_COST)
+    loop.run(5)
+    assert min(loop.streams[0].gammas) > 0
 
 
-def test_what_a_try_takes_is_believed_at_once() -> None:
-    """The way was long and speculation given up; once it is short, the first try that is due shows it."""
-    policy, way = adaptive(), {"way": 0.05}
-
-    def world() -> World:
-        return World(lambda place: 0.7, way=way["way"])
-
-    assert run(policy, world(), 2000).gammas[-1] <= TRY_GAMMA
-    way["way"] = 0.001
-    text = run(policy, world(), LONGEST_PAUSE + 400)
-    assert text.gammas[-1] > TRY_GAMMA
+def test_a_new_sequence_begins_with_the_gamma_of_others() -> None:
+    policies = adaptive(4)
+    ClosedLoop([Draft(0.95)] * 4, policies, fixed=0.02, per_token=0.0001).run(10)
+    statistics, costs = policies[0]._statistics, policies[0]._costs
+    assert Adaptive(1, ceiling=CEILING, statistics=statistics, costs=costs).next(CEILING) > 1 + STEP
+    assert Adaptive(7, ceiling=CEILING, statistics=AcceptanceStatistics(), costs=CostModel()).next(CEILING) == 7
 
 
-def test_one_stall_moves_it_little() -> None:
-    policy, world = adaptive(), WORLDS["fair draft"]
-    run(policy, world, 2000)
-    before = policy.next(CEILING)
-    for _ in range(2):
-        policy.observe(Round(before, before, before, before - 1, (), 5.0, 30.0, before + 1, world.verify))
-    assert abs(policy.next(CEILING) - before) <= STEP
-    assert abs(_mean(run(policy, world, 500).gammas) - before) <= 2
-
-
-def test_without_a_cost_of_passes_it_still_finds_a_length() -> None:
-    """An older verifier tells none: what passes take is then in what rounds take, whatever γ."""
-    policy = adaptive()
+def test_a_verifier_that_tells_no_cost_is_drafted_for_all_the_same() -> None:
+    (policy,) = adaptive()
     for _ in range(50):
         gamma = policy.next(CEILING)
         assert gamma >= 1
-        policy.observe(Round(gamma, gamma, gamma, gamma - 1, (), 0.001 * gamma, 0.01, gamma + 1, None))
+        policy.observe(JudgedRound(gamma, gamma, gamma, gamma - 1, (), 0.001 * gamma, 0.01))
 
 
-def test_the_rate_of_recorded_rounds_is_the_simulations() -> None:
-    """`fixed_rate`, by which the oracle is compared, against a run with that γ."""
-    world = World(lambda place: 0.75, noise=0.0)
-    chance = random.Random(5)
-    accepted = []
-    for _ in range(20_000):
-        count = 0
-        while count < CEILING and chance.random() < 0.75:
-            count += 1
-        accepted.append(count)
-    for gamma in (1, 4, 9):
-        rate = fixed_rate(accepted, gamma, lambda g: world.draft(g) + world.verify.seconds(g + 1) + world.way)
-        assert rate == pytest.approx(world.rate(gamma), rel=0.02)
+# -------------------------------------------------------------------------------------------------- whatever happens
+
+numbers = st.one_of(st.floats(), st.sampled_from([0.0, 1e-3, -1e-3, 5e-324, 1e308, math.nan, math.inf]))
+counts = st.integers(0, 17)
+rounds = st.builds(
+    JudgedRound,
+    gamma=counts,
+    drafted=counts,
+    judged=counts,
+    accepted=counts,
+    beta=st.lists(numbers, max_size=5),
+    overhead=st.none() | numbers,
+    at_verifier=numbers,
+    step=st.none() | st.builds(CostLine, numbers, numbers),
+    active=st.integers(0, 1 << 20),
+    width=numbers,
+)
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(
+    kind=st.sampled_from(PolicyKind),
+    events=st.lists(
+        st.tuples(st.sampled_from(["begin", "judged", "asked"]), rounds, st.integers(-2, 20), st.integers(1, 10))
+    ),
+)
+def test_gamma_is_within_bounds_whatever_is_observed(
+    kind: PolicyKind, events: list[tuple[str, JudgedRound, int, int]]
+) -> None:
+    known = (AcceptanceStatistics(), CostModel())
+
+    def begin() -> SequenceGamma:
+        policies: dict[PolicyKind, Policy] = {
+            PolicyKind.FIXED: Fixed(9),
+            PolicyKind.HEURISTIC: Heuristic(5, ceiling=9),
+            PolicyKind.ADAPTIVE: Adaptive(5, ceiling=9, statistics=known[0], costs=known[1]),
+        }
+        histogram = Histogram("gamma", "", registry=CollectorRegistry())
+        return SequenceGamma(policies[kind], histogram, default=4, has_beta=True)
+
+    gamma = begin()
+    for event, round_, most, burst in events:
+        if event == "begin":
+            gamma = begin()
+        for _ in range(burst):
+            if event == "judged":
+                speculation.GAMMA.run(lambda: gamma._policy.observe(round_), None)  # noqa: B023
+            assert gamma.next(most) in range(max(0, min(most, 9)) + 1)
+            assert 0 <= gamma.pause <= MOST_DECODED
 
 
-def _pauses(text: Text) -> list[int]:
-    """Rounds with proposals before each pause."""
-    found, since = [], 0
-    for gamma in text.gammas:
-        if gamma == 0:
-            found.append(since)
-            since = 0
-        else:
-            since += 1
-    return found
+class Broken(Policy):
+    """Answers what it is told to, or raises it."""
+
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+        self.pause = answer
+
+    def next(self, most: int) -> int:
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+    def observe(self, round_: JudgedRound) -> None:
+        raise ValueError("broken")
+
+
+@pytest.mark.parametrize(
+    ("answer", "gamma"),
+    [(-3, 0), (99, 6), (math.nan, 4), (math.inf, 6), (ValueError("no median for empty data"), 4), (None, 4), (2, 2)],
+)
+def test_a_policy_that_fails_leaves_gamma_within_bounds(answer: Any, gamma: int) -> None:
+    sequence = sequence_gamma(Broken(answer))
+    for _ in range(3):
+        assert sequence.next(6) == sequence.gamma == gamma
+        sequence.sent(None)
+        sequence.judged(speculation_pb2.Verdict(judged=1))
+        assert 0 <= sequence.pause <= MOST_DECODED
+    assert sequence.next(3) <= 3
+    assert sequence.next(0) == sequence.next(-1) == 0
+
+
+# ------------------------------------------------------------------------------------------------- rounds as measured
+
+
+def sequence_gamma(policy: Policy, *, has_beta: bool = True) -> SequenceGamma:
+    return SequenceGamma(policy, Histogram("gamma", "", registry=CollectorRegistry()), default=4, has_beta=has_beta)
+
+
+class Recorder(Policy):
+    """Asks for four tokens, and keeps what it observes."""
+
+    pause = 3
+
+    def __init__(self) -> None:
+        self.rounds: list[JudgedRound] = []
+
+    def next(self, most: int) -> int:
+        return min(4, most)
+
+    def observe(self, round_: JudgedRound) -> None:
+        self.rounds.append(round_)
+
+
+@pytest.mark.parametrize("has_beta", [True, False])
+def test_a_round_is_observed_with_the_times_that_are_its_own(monkeypatch: pytest.MonkeyPatch, has_beta: bool) -> None:
+    now = 100.0
+    monkeypatch.setattr(speculation.time, "perf_counter", lambda: now)
+    policy = Recorder()
+    sequence = sequence_gamma(policy, has_beta=has_beta)
+
+    def judge(accepted: int, judged: int) -> None:
+        nonlocal now
+        now += 0.02
+        sequence.judged(
+            speculation_pb2.Verdict(
+                judged=judged,
+                accepted=accepted,
+                beta=[0.5] * judged,
+                timings=speculation_pb2.VerdictTimings(
+                    queue_us=1000, forward_us=8000, verify_us=1000, pass_tokens=9, pass_sequences=3
+                ),
+                load=speculation_pb2.VerifierLoad(pass_fixed_us=2000.0, pass_token_us=50.0, active=3),
+            )
+        )
+
+    def propose(drafted: int, accepted: int) -> None:
+        nonlocal now
+        sequence.next(16)
+        now += 0.005
+        sequence.sent(Proposal([7] * drafted, [], 0.005))
+        judge(accepted, min(accepted + 1, drafted))
+
+    propose(4, 2)  # the first waits for the prompt
+    propose(3, 3)
+    sequence.sent(None)
+    judge(0, 0)
+    judge(0, 0)
+    propose(4, 0)  # the draft has to read what the target wrote
+    propose(4, 0)
+    sequence.disturbed()
+    propose(4, 0)
+    found = policy.rounds
+    assert [(each.gamma, each.drafted, each.accepted) for each in found] == [
+        (4, 4, 2), (4, 3, 3), (0, 0, 0), (0, 0, 0), (4, 4, 0), (4, 4, 0), (4, 4, 0),
+    ]  # fmt: skip
+    assert [None if each.overhead is None else round(each.overhead, 6) for each in found] == [
+        None, 0.015, None, None, None, 0.015, None,
+    ]  # fmt: skip
+    assert found[1].at_verifier == pytest.approx(0.01)
+    assert found[1].step is not None
+    assert (found[1].step.fixed, found[1].step.per_token) == pytest.approx((0.002, 50e-6))
+    assert (found[1].active, found[1].width) == (3, 3.0)
+    assert list(found[1].beta) == ([0.5] * 3 if has_beta else [])
+
+
+# --------------------------------------------------------------------------------------------- what requests share
+
+
+def request(
+    rule: Rule = Rule.BLOCK, *, fresh: bool = True, temperature: float = 1.0, policy: str = "adaptive", **fields: Any
+) -> Generation:
+    sampling = Sampling(SamplingParams(temperature=temperature), LogitRules(), rule, 1.0, 7)
+    plain = Generation(
+        request_id="r",
+        prompt=[1],
+        committed=[],
+        held=0,
+        sampling=sampling,
+        params=sampling_pb2.SamplingParams(),
+        seed=7,
+        max_new_tokens=64,
+        min_new_tokens=0,
+        stop_token_ids=[],
+        stop=(),
+        ignore_eos=True,
+        samples=1,
+        top_logprobs=None,
+        time_limit=None,
+        policy=PolicyKind(policy),
+        gamma=12,
+        first_gamma=5,
+        max_entropy=None,
+        drafter=Kind.MODEL,
+        draft_temperature=None,
+        outcome_cache=True,
+        seed_is_fresh=fresh,
+        report_rounds=False,
+        keep_special_tokens=False,
+        weights_fingerprint="",
+        cache_salt="",
+        emission=None,
+        round_sizes=RoundSizes(),
+    )
+    return replace(plain, **fields)
+
+
+def learn(controller: GammaController, asked: Generation) -> None:
+    """A sequence of this request finds that its draft is of no use."""
+    policy = controller._policy(asked)
+    for _ in range(max(60, 2 * FIRM_ROUNDS)):
+        policy.next(16)
+        policy.observe(JudgedRound(5, 5, 1, 0, (), 0.025, 0.012, CostLine(0.01, 0.0003), 1, 6.0))
+
+
+def first(controller: GammaController, asked: Generation) -> int:
+    return controller._policy(asked).next(16)
+
+
+def test_each_policy_is_the_one_named() -> None:
+    controller = GammaController(Metrics())
+    kinds: dict[str, type[Policy]] = {"fixed": Fixed, "heuristic": Heuristic, "adaptive": Adaptive}
+    for name, kind in kinds.items():
+        policy = controller._policy(request(policy=name))
+        assert isinstance(policy, kind)
+        assert policy.next(16) == (12 if name == "fixed" else 5)
+
+
+@pytest.mark.parametrize(
+    ("asked", "shares"),
+    [
+        (request(), True),
+        (request(fresh=False), False),
+        (request(Rule.TOKENWISE, fresh=False), False),
+        (request(Rule.COUPLED, fresh=False), True),
+        (request(temperature=0.0, fresh=False), True),
+    ],
+)
+def test_a_seed_that_others_may_have_had_shares_no_acceptance_where_draws_decide(
+    asked: Generation, shares: bool
+) -> None:
+    """Acceptance of another request with that seed depends on draws that this one has yet to make."""
+    controller = GammaController(Metrics())
+    assert first(controller, asked) == 5
+    learn(controller, replace(asked, seed_is_fresh=True))
+    assert (first(controller, asked) == 0) is shares
+    learn(controller, replace(asked, seed_is_fresh=False))
+    assert (first(controller, asked) == 0) is shares
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        request(Rule.TOKENWISE),
+        request(temperature=0.0),
+        request(temperature=0.4),
+        request(draft_temperature=0.5),
+        request(max_entropy=1.0),
+        request(drafter=Kind.LOOKUP),
+    ],
+)
+def test_acceptance_is_shared_by_requests_of_one_kind(other: Generation) -> None:
+    controller = GammaController(Metrics())
+    learn(controller, request())
+    assert first(controller, request()) == 0
+    assert first(controller, other) >= 3

@@ -24,7 +24,6 @@ from draft_service.drafters.base import Kind
 from draft_service.drafters.guard import PROBE, GuardedDrafter
 from draft_service.drafters.none import NoDrafter
 from draft_service.failover import FailoverBudget, Verifiers
-from draft_service.lengths import Lengths
 from draft_service.metrics import FailoverMetrics
 from draft_service.pair import Pair
 from draft_service.replicas import Replicas
@@ -32,6 +31,7 @@ from draft_service.request import derive_seed
 from draft_service.request_metrics import RequestMetrics
 from draft_service.service import DraftService
 from draft_service.settings import DraftSettings
+from draft_service.speculation import GammaController
 from outrider.rpc.errors import from_rpc_error
 from outrider.service.best_effort import COMPONENTS
 from outrider.service.metrics import Metrics
@@ -224,7 +224,9 @@ class World:
         self.draft = DraftService(settings, _UNREGISTERED, Tracing())
         drafters = {Kind.MODEL: guarded, Kind.NONE: NoDrafter()}
         verifiers = Verifiers(self.replicas, self.budget, 30.0, _Metrics())
-        pair = Pair(drafters, Kind.MODEL, Lengths(_UNREGISTERED), verifiers, cast("Any", Letters()), draft, target)
+        pair = Pair(
+            drafters, Kind.MODEL, GammaController(_UNREGISTERED), verifiers, cast("Any", Letters()), draft, target
+        )
         self.draft.attach(pair)
         self.front = Host("draft", self.network)
         self.front.methods = {"Generate": self.draft.Generate}

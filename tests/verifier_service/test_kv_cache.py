@@ -36,7 +36,7 @@ def start(*flags: str) -> tuple[VerifierEngine, Metrics]:
         program="verifier_service",
     )
     metrics = Metrics()
-    observer = SpeculationMetrics(metrics, "torch", settings.max_gamma)
+    observer = SpeculationMetrics(metrics, "torch")
     engine, _ = build_engine(settings, find_path(settings), observer)
     observer.watch(engine.model_runner.pool, engine.scheduler)
     engine.prepare()

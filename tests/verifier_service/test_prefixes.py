@@ -72,7 +72,7 @@ def engine() -> VerifierEngine:
         ["--model", str(MODELS / "target"), "--device", "cpu", "--max-sequences", "2", "--max-sequence-tokens", "128"],
         program="verifier_service",
     )
-    return build_engine(settings, find_path(settings), SpeculationMetrics(Metrics(), "torch", settings.max_gamma))[0]
+    return build_engine(settings, find_path(settings), SpeculationMetrics(Metrics(), "torch"))[0]
 
 
 @pytest.mark.parametrize("fails", [True, False])

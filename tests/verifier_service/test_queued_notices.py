@@ -1,21 +1,98 @@
 """Who waits is told so, again and again, by the engine itself; and who was in progress elsewhere waits before others.
 
-A real engine whose passes are driven by hand, as in `test_gamma_cap_notices`; over sockets in `test_service`.
+A real engine whose steps are driven by hand; over sockets in `test_service`.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from kernels.adjustments import LogitRules
+from kernels.sampling import SamplingParams
+from kernels.verify import Rule
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
-from protos.outrider.v1 import verifier_service_pb2
-from tests.verifier_service.test_gamma_cap_notices import MODEL, PLACES, Client, Verifier
-from verifier_service.engine import Close, Drain, Open, Remind
-from verifier_service.sequence import TargetSequence
+from outrider.runtime.model_runner import ModelRunner
+from outrider.service.sampling import Sampling
+from outrider.service.wire import PrefixHash
+from protos.outrider.v1 import model_pb2, verifier_service_pb2
+from verifier_service.engine import Close, Drain, Open, Remind, Submit, VerifierEngine
+from verifier_service.rounds import Opening, Round
+from verifier_service.sequence import Reply, TargetSequence
 
 QUEUED, DRAINING = verifier_service_pb2.NOTICE_KIND_QUEUED, verifier_service_pb2.NOTICE_KIND_DRAINING
+
+
+MODEL = Path(__file__).parents[2] / "models" / "demo" / "draft"
+PLACES = 4
+
+
+class Client:
+    """A sequence, and the replies to it."""
+
+    def __init__(self, verifier: Verifier, seed: int) -> None:
+        self.replies: list[Reply] = []
+        sampling = Sampling(law=SamplingParams(), logit_rules=LogitRules(), rule=Rule.COUPLED, lenience=1.0, seed=seed)
+        opening = Opening(
+            request_id="r",
+            cache_salt="",
+            prompt=[11, 12],
+            committed=[],
+            sampling=sampling,
+            seed=seed,
+            logit_rules=LogitRules(),
+            stop_token_ids=frozenset(),
+            max_new_tokens=900,
+            top_logprobs=-1,
+        )
+        self.sequence = TargetSequence("s", opening, 2000, self.replies.append)
+        self._engine = verifier.engine
+        self._engine.receive(Open(self.sequence))
+
+    @property
+    def active(self) -> int:
+        """What its last verdict told."""
+        return next(
+            reply.verdict.load.active
+            for reply in reversed(self.replies)
+            if isinstance(reply, verifier_service_pb2.VerifyResponse) and reply.HasField("verdict")
+        )
+
+    def send(self) -> None:
+        """The next round: a Decode of one token."""
+        sequence = self.sequence
+        round_ = Round(
+            number=sequence.last_round + 1,
+            base_length=len(sequence.tokens),
+            prefix_hash=PrefixHash(sequence.tokens).digest(),
+            seen_round=sequence.last_round,
+            decode=1,
+            arrived=time.perf_counter(),
+        )
+        self._engine.receive(Submit(sequence, round_))
+
+
+class Verifier:
+    """An engine."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        limits = model_pb2.Limits(max_gamma=8, max_sequences=PLACES, max_sequence_tokens=1024)
+        self.engine = VerifierEngine(
+            ModelRunner.build(loaded, max_sequences=PLACES, max_length=1024),
+            model_pb2.ModelInfo(vocab_size=2000, limits=limits),
+            pass_tokens=64,
+            verify_path="torch",
+        )
+        self.engine.prepare()
+
+    def step(self, *clients: Client) -> None:
+        """One round of each, all in one step."""
+        for client in clients:
+            client.send()
+        self.engine.turn()
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +102,7 @@ def verifier_model() -> LoadedModel:
 
 @pytest.fixture
 def verifier(verifier_model: LoadedModel) -> Verifier:
-    return Verifier(verifier_model, gamma_cap=False)
+    return Verifier(verifier_model)
 
 
 def notices(client: Client, kind: verifier_service_pb2.NoticeKind = QUEUED) -> list[verifier_service_pb2.Notice]:
@@ -91,3 +168,15 @@ def test_who_slips_in_while_the_verifier_drains_is_told_so(verifier: Verifier) -
     verifier.engine.receive(Drain())
     late = Client(verifier, 2)
     assert [len(notices(client, DRAINING)) for client in (inside, late)] == [1, 1]
+
+
+def test_sequences_that_take_part_are_told_in_the_next_verdict(verifier: Verifier) -> None:
+    """One that has said nothing for over a second, or nothing yet, is no load."""
+    first, second, _ = (Client(verifier, seed) for seed in range(3))
+    verifier.step(first, second)
+    verifier.step(first, second)
+    assert (first.active, second.active) == (2, 2)
+    second.sequence.judged_at -= 10.0
+    verifier.step(first)
+    verifier.step(first)
+    assert first.active == 1

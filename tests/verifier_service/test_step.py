@@ -307,7 +307,7 @@ def test_the_load_in_a_verdict_is_that_after_the_step_before(loaded: LoadedModel
 
 
 ENGINE_COMPONENTS = [
-    "cost_model", "engine_metrics", "gamma_cap", "kv_check", "linger", "load", "prefix_cache", "queued_notices",
+    "cost_model", "engine_metrics", "kv_check", "linger", "load", "prefix_cache", "queued_notices",
 ]  # fmt: skip
 
 

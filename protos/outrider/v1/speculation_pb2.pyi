@@ -76,18 +76,20 @@ class VerdictTimings(_message.Message):
     def __init__(self, queue_us: _Optional[int] = ..., forward_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., pass_tokens: _Optional[int] = ..., pass_sequences: _Optional[int] = ...) -> None: ...
 
 class VerifierLoad(_message.Message):
-    __slots__ = ("running", "waiting", "kv_usage", "pass_fixed_us", "pass_token_us")
+    __slots__ = ("running", "waiting", "kv_usage", "pass_fixed_us", "pass_token_us", "active")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_USAGE_FIELD_NUMBER: _ClassVar[int]
     PASS_FIXED_US_FIELD_NUMBER: _ClassVar[int]
     PASS_TOKEN_US_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     kv_usage: float
     pass_fixed_us: float
     pass_token_us: float
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., pass_fixed_us: _Optional[float] = ..., pass_token_us: _Optional[float] = ...) -> None: ...
+    active: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., pass_fixed_us: _Optional[float] = ..., pass_token_us: _Optional[float] = ..., active: _Optional[int] = ...) -> None: ...
 
 class Verdict(_message.Message):
     __slots__ = ("round", "base_length", "status", "judged", "accepted", "token_ids", "beta", "logprobs", "finish_reason", "timings", "load")

@@ -15,11 +15,9 @@ class NoticeKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     NOTICE_KIND_UNSPECIFIED: _ClassVar[NoticeKind]
     NOTICE_KIND_QUEUED: _ClassVar[NoticeKind]
     NOTICE_KIND_DRAINING: _ClassVar[NoticeKind]
-    NOTICE_KIND_GAMMA_CAP: _ClassVar[NoticeKind]
 NOTICE_KIND_UNSPECIFIED: NoticeKind
 NOTICE_KIND_QUEUED: NoticeKind
 NOTICE_KIND_DRAINING: NoticeKind
-NOTICE_KIND_GAMMA_CAP: NoticeKind
 
 class OpenSequence(_message.Message):
     __slots__ = ("prompt_token_ids", "committed_token_ids", "sampling", "max_new_tokens", "min_new_tokens", "stop_token_ids", "ignore_eos", "logprobs", "required_features", "weights_fingerprint", "request_id", "cache_salt", "reopened", "request_bytes", "response_bytes", "isolated")
@@ -100,16 +98,14 @@ class Opened(_message.Message):
     def __init__(self, cached_tokens: _Optional[int] = ..., limits: _Optional[_Union[_model_pb2.Limits, _Mapping]] = ..., rules: _Optional[_Iterable[_Union[_sampling_pb2.AcceptanceRule, str]]] = ..., rule: _Optional[_Union[_sampling_pb2.AcceptanceRule, str]] = ..., weights_fingerprint: _Optional[str] = ...) -> None: ...
 
 class Notice(_message.Message):
-    __slots__ = ("kind", "queue_position", "gamma_cap", "message")
+    __slots__ = ("kind", "queue_position", "message")
     KIND_FIELD_NUMBER: _ClassVar[int]
     QUEUE_POSITION_FIELD_NUMBER: _ClassVar[int]
-    GAMMA_CAP_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     kind: NoticeKind
     queue_position: int
-    gamma_cap: int
     message: str
-    def __init__(self, kind: _Optional[_Union[NoticeKind, str]] = ..., queue_position: _Optional[int] = ..., gamma_cap: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+    def __init__(self, kind: _Optional[_Union[NoticeKind, str]] = ..., queue_position: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
     __slots__ = ("sequence_id", "opened", "verdict", "notice", "padding")

@@ -88,16 +88,16 @@ def restless_lengths() -> None:
     Times are given, not measured, so that the texts are the same each time. The best γ is 0 where a third of the tokens
     stand, 1 at a half, 3 at four fifths.
     """
-    from draft_service import adaptive, experience
+    from draft_service import speculation
 
-    for name, value in {"MARGIN": 0.0, "FIRST_PAUSE": 1, "LONGEST_PAUSE": 2, "TRY_ROUNDS": 1, "LOOK_EVERY": 1}.items():
-        setattr(adaptive, name, value)
-    for name, value in {"REMEMBERED_OF_ONE": 3, "SHARED_WEIGHT": 0.5}.items():
-        setattr(experience, name, value)
-    times = experience.__dict__["Times"]
-    times.known = True
-    times.round = lambda self, drafted: 1 + 0.35 * drafted
-    times.alone = lambda self: 1.0
+    for name, value in {
+        "MARGIN": 0.0, "SAME": 0.0, "OWN_MARGIN": 1.0, "FIRM_ROUNDS": 1, "KNOWN_ROUNDS": 1, "FIRST_PAUSE": 1,
+        "LONGEST_PAUSE": 2, "PROBE_ROUNDS": 1, "REMEMBERED_OF_ONE": 3, "SHARED_WEIGHT": 0.5,
+    }.items():  # fmt: skip
+        setattr(speculation, name, value)
+    costs = speculation.__dict__["CostModel"]
+    costs.known = True
+    costs.cycle = lambda self, gamma: 1 + 0.35 * gamma
 
 
 def restless_lengths_after_drafting() -> None:

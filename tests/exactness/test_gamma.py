@@ -1,12 +1,12 @@
-"""The text's law while the cap on γ moves from round to round, after what was accepted before: it is the target's.
+"""The distribution of texts is the target's while γ follows what was accepted in the rounds before.
 
-A Markov chain of 8 tokens, a draft that likes others, and for each text a `GammaCap` of its own whose means are short
-and whose margin is none, so that its γ follows its own last rounds as closely as it can, over the whole range. Drafts,
-verdicts and caps are the services' own code; times are given, not measured, so the texts are the same each time.
+A Markov chain of 8 tokens, a draft that likes others, and for each text an `Adaptive` policy of its own that remembers
+few rounds and has no margin, so that γ follows the last rounds as closely as it can, over the whole range. Drafts,
+verdicts and policies are the services' own code; times are given, not measured, so the texts are the same each time.
 
-Power (`chisquare` has the derivation): 24,000 tokens of 400 texts, over the cells of the 8 laws, notice a total
-variation of 0.03 at a level of 0.1 % with a power of 99 %. The mutants let the length of a proposal depend on what may
-not decide it (invariant 4), once it has been drafted: on its tokens, and on the draws that it will be accepted by.
+Power (`chisquare` has the derivation): 24,000 tokens of 400 texts, over the cells of the 8 distributions, notice a
+total variation of 0.03 at a level of 0.1 % with a power of 99 %. The mutants let the length of a proposal depend on what
+may not decide it (invariant 4), once it has been drafted: on its tokens, and on the draws that it will be accepted by.
 """
 
 from collections.abc import Callable
@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 
+from draft_service import speculation
+from draft_service.speculation import AcceptanceStatistics, Adaptive, CostModel, JudgedRound
 from kernels.rng import Domain, uniform
 from kernels.sampling import SamplingParams
 from kernels.sparse import SparseConfig, SparseDistribution, sparsify
@@ -24,8 +26,6 @@ from kernels.verify import Proposed, Rule, verify
 from outrider.service.cost_model import CostLine
 from tests.exactness import chisquare
 from tests.exactness.chisquare import Array, Fit
-from verifier_service import gamma_cap
-from verifier_service.gamma_cap import GammaCap
 
 V = 8
 GAMMA = 5
@@ -33,40 +33,41 @@ LENGTH = 60
 TEXTS = 400
 LEVEL, POWER, DISTANCE = 1e-3, 0.99, 0.03
 REFUTED = 1e-9
-LINE = CostLine(fixed=1.0, per_token=0.0)
-DRAFT_STEP = 0.35  # in passes: the best γ is 0 at α = 0.3, 1 at 0.5, 3 at 0.8
+STEP_COST = CostLine(fixed=1.0, per_token=0.0)
+DRAFT_STEP = 0.35  # in steps of the target: the best γ is 0 at α = 0.3, 1 at 0.5, 3 at 0.8
 
 Drop = Callable[["Text", list[int]], list[int]]
 
 
 @pytest.fixture(autouse=True)
 def _restless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Means over a few rounds, a look at every one, and no time at 0 without a probe."""
+    """Memory of a few rounds, no margin, and a probe after each token of the target's own."""
     for name, value in {
         "MARGIN": 0.0,
-        "LEAST_ROUNDS": 1,
-        "ROUNDS_PER_LOOK": 0,
-        "RECENT_ROUND": 1 / 3,
+        "SAME": 0.0,
+        "OWN_MARGIN": 1.0,
+        "FIRM_ROUNDS": 1,
+        "KNOWN_ROUNDS": 1,
         "FIRST_ROUNDS": 1,
-        "PROBE_AFTER": 1,
+        "FIRST_PAUSE": 1,
+        "LONGEST_PAUSE": 1,
+        "PRIOR_WEIGHT": 0.5,
+        "SHARED_WEIGHT": 0.5,
+        "REMEMBERED": 3,
+        "REMEMBERED_OF_ONE": 3,
     }.items():
-        monkeypatch.setattr(gamma_cap, name, value)
+        monkeypatch.setattr(speculation, name, value)
 
 
 @dataclass
 class Text:
-    """One text, its cap, and the γ of its rounds."""
+    """One text, its policy, and the γ of its rounds."""
 
     seed: int
+    policy: Adaptive
     tokens: list[int] = field(default_factory=lambda: [0])
-    caps: GammaCap = field(default_factory=GammaCap)
     gammas: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
-
-    @property
-    def gamma(self) -> int:
-        cap = self.caps.of(self.seed)
-        return GAMMA if cap is None else min(cap, GAMMA)
 
 
 class Chain:
@@ -82,14 +83,14 @@ class Chain:
     def draft(self, text: Text) -> list[int]:
         """γ tokens, each from its q̂ (invariants 1 and 2)."""
         drafted: list[int] = []
-        for index in range(text.gamma):
+        for index in range(text.policy.next(GAMMA)):
             last = [*text.tokens, *drafted][-1]
             drafted.append(self.q[last].token_at(uniform(text.seed, len(text.tokens), index, Domain.DRAFT)))
         return drafted
 
     def write(self, rule: Rule, texts: int, drop: Drop = lambda text, drafted: drafted) -> list[Text]:
         """Texts of `LENGTH` tokens and a few more; `drop` is what is sent of what was drafted."""
-        all_texts = [Text(1000 + number) for number in range(texts)]
+        all_texts = [Text(1000 + number, _policy()) for number in range(texts)]
         while unfinished := [text for text in all_texts if len(text.tokens) <= LENGTH]:
             sent = [drop(text, self.draft(text)) for text in unfinished]
             rows = [
@@ -108,28 +109,34 @@ class Chain:
             ]
             for text, drafted, result in zip(unfinished, sent, verify(self.logits[rows], proposals), strict=True):
                 text.tokens += [*drafted[: result.accepted], result.next_token]
-                self._tell(text, len(drafted), result.accepted)
+                self._observe(text, len(drafted), result.accepted)
         return all_texts
 
-    def _tell(self, text: Text, gamma: int, accepted: int) -> None:
-        turnaround = gamma * DRAFT_STEP
+    def _observe(self, text: Text, gamma: int, accepted: int) -> None:
         text.gammas.append(gamma)
         text.accepted.append(accepted)
-        text.caps.add(
-            text.seed,
-            drafted=gamma,
-            judged=min(accepted + 1, gamma),
-            accepted=accepted,
-            turnaround=turnaround,
-            whole=turnaround + LINE.fixed,
+        text.policy.observe(
+            JudgedRound(
+                gamma=gamma,
+                drafted=gamma,
+                judged=min(accepted + 1, gamma),
+                accepted=accepted,
+                overhead=gamma * DRAFT_STEP,
+                at_verifier=STEP_COST.fixed,
+                step=STEP_COST,
+                width=gamma + 1,
+            )
         )
-        text.caps.look({text.seed: len(text.tokens), "company": 1 << 20}, LINE)
 
     def fit(self, texts: list[Text]) -> Fit:
-        """How well the first `LENGTH` tokens of the texts fit the target's law."""
+        """How well the first `LENGTH` tokens of the texts fit the target's distribution."""
         tokens = np.array([text.tokens[: LENGTH + 1] for text in texts])
         counts = np.bincount((tokens[:, :-1] * V + tokens[:, 1:]).ravel(), minlength=V * V).reshape(V, V)
         return chisquare.table_fit(counts, self.p)
+
+
+def _policy() -> Adaptive:
+    return Adaptive(GAMMA, ceiling=GAMMA, statistics=AcceptanceStatistics(), costs=CostModel())
 
 
 @pytest.fixture(scope="module")
@@ -138,19 +145,19 @@ def chain() -> Chain:
 
 
 @pytest.mark.parametrize("rule", [Rule.TOKENWISE, Rule.BLOCK], ids=lambda rule: rule.value)
-def test_the_law_is_the_targets_while_the_cap_follows_what_was_accepted(chain: Chain, rule: Rule) -> None:
+def test_the_distribution_is_the_targets_while_gamma_follows_acceptance(chain: Chain, rule: Rule) -> None:
     texts = chain.write(rule, TEXTS)
     fit = chain.fit(texts)
     gammas = np.bincount([gamma for text in texts for gamma in text.gammas], minlength=GAMMA + 1)
     print(fit, gammas)
     assert chisquare.detectable(fit.df, fit.n, level=LEVEL, power=POWER) <= DISTANCE
     assert fit.p_value > LEVEL
-    assert (gammas > 0.03 * gammas.sum()).sum() >= 4, "the cap did not move much"
+    assert (gammas > 0.03 * gammas.sum()).sum() >= 4, "γ did not move much"
     after = [
         [gamma for text in texts for gamma, before in zip(text.gammas[1:], text.accepted, strict=False) if before == n]
         for n in (0, 3)
     ]
-    assert np.mean(after[1]) > np.mean(after[0]) + 0.5, "the cap did not follow what was accepted"
+    assert np.mean(after[1]) > np.mean(after[0]) + 0.5, "γ did not follow acceptance"
 
 
 def _looks_at_tokens(text: Text, drafted: list[int]) -> list[int]:
@@ -174,7 +181,7 @@ def _looks_at_draws(text: Text, drafted: list[int]) -> list[int]:
     ],
     ids=lambda value: value.value if isinstance(value, Rule) else value.__name__,
 )
-def test_a_cap_that_looks_at_the_round_it_caps_is_noticed(chain: Chain, rule: Rule, drop: Drop) -> None:
+def test_a_gamma_that_looks_at_its_own_round_is_noticed(chain: Chain, rule: Rule, drop: Drop) -> None:
     fit = chain.fit(chain.write(rule, TEXTS // 2, drop))
     print(fit)
     assert fit.p_value < REFUTED

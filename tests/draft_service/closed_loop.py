@@ -1,0 +1,165 @@
+"""A verifier and its drafts in simulated time: each sequence drafts, waits for a step, and drafts again.
+
+Policies, the cost model and lingering are the services' own; times and acceptances are drawn.
+"""
+
+import heapq
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from draft_service.speculation import JudgedRound, Policy
+from outrider.service.cost_model import FittedCost
+from verifier_service.linger import Turnaround, seconds_to_linger
+
+MAX_LINGER = 0.02
+SPREAD = 0.2  # of drafting and round trip together: deviation over mean
+NOISE = 0.05  # of a step
+
+
+@dataclass(slots=True)
+class Draft:
+    """One sequence's draft. Times are in seconds.
+
+    Attributes:
+        alpha: the chance of each drafted token to be accepted.
+        step: drafting one token.
+        hidden: share of its proposals that were drafted while the verdict was under way.
+        goes_on: the chance that a draft that has a token has one more.
+        has_beta: whether verdicts tell the chances, or only what became of the tokens.
+    """
+
+    alpha: float
+    step: float = 0.001
+    round_trip: float = 0.001
+    hidden: float = 0.0
+    goes_on: float = 1.0
+    has_beta: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """A sequence in the loop."""
+
+    draft: Draft
+    policy: Policy
+    gamma: int = 0
+    drafted: int = 0
+    decode: int = 0  # tokens left of the Decode under way
+    tokens: int = 0
+    sent: float = 0.0
+    judged: float = 0.0
+    overhead: float | None = None
+    gammas: list[int] = field(default_factory=list)
+    turnaround: Turnaround = field(default_factory=Turnaround)
+
+
+class ClosedLoop:
+    """The loop. A step over n tokens takes `fixed` + `per_token` * n seconds."""
+
+    def __init__(
+        self, drafts: Sequence[Draft], policies: Sequence[Policy], *, fixed: float, per_token: float, seed: int = 1
+    ) -> None:
+        self.streams = [Stream(draft, policy) for draft, policy in zip(drafts, policies, strict=True)]
+        self._fixed = fixed
+        self._per_token = per_token
+        self._random = random.Random(seed)
+        self._cost = FittedCost([(n, fixed + n * per_token) for n in (1, 17)])
+        self._now = 0.0
+        self._step_ended = 0.0
+        self._order = count()
+        self._coming: list[tuple[float, int, Stream]] = []
+        self._ready: dict[Stream, float] = {}
+        for stream in self.streams:
+            self._begin_round(stream)
+
+    def keep(self, streams: int) -> None:
+        """All but so many leave."""
+        gone, self.streams = self.streams[streams:], self.streams[:streams]
+        self._ready = {stream: at for stream, at in self._ready.items() if stream not in gone}
+        self._coming = [entry for entry in self._coming if entry[2] not in gone]
+        heapq.heapify(self._coming)
+
+    def run(self, seconds: float) -> float:
+        """Runs for so long; returns tokens a second of all streams together."""
+        until, began, tokens = self._now + seconds, self._now, 0
+        while self._now < until:
+            tokens += self._step()
+        return tokens / (self._now - began)
+
+    def _begin_round(self, stream: Stream) -> None:
+        draft, was_drafting = stream.draft, stream.gamma > 0
+        stream.gamma = stream.policy.next(16)
+        stream.gammas.append(stream.gamma)
+        stream.drafted = min(stream.gamma, 1)
+        while stream.drafted < stream.gamma and self._random.random() < draft.goes_on:
+            stream.drafted += 1
+        hidden = self._random.random() < draft.hidden
+        mean = draft.round_trip + (0.0 if hidden else stream.drafted * draft.step)
+        seconds = self._random.gammavariate(SPREAD**-2, mean * SPREAD**2)
+        stream.decode = 0 if stream.gamma else max(1, stream.policy.pause)
+        stream.overhead = seconds if was_drafting and stream.gamma else None
+        stream.sent = self._now + seconds
+        heapq.heappush(self._coming, (stream.sent, next(self._order), stream))
+
+    def _receive(self) -> None:
+        while self._coming and self._coming[0][0] <= self._now:
+            at, _, stream = heapq.heappop(self._coming)
+            self._ready[stream] = at
+            if stream.judged:
+                stream.turnaround.add(at - stream.judged)
+
+    def _wait(self) -> None:
+        """For a first round, and then as the engine lingers."""
+        if not self._ready:
+            self._now = max(self._now, self._coming[0][0])
+        self._receive()
+        bound = min(MAX_LINGER, self._cost.line.fixed)
+        while True:
+            owing = [each for each in self.streams if each not in self._ready]
+            due = [each.judged + latest for each in owing if (latest := each.turnaround.latest()) is not None]
+            since = max(self._step_ended, min(self._ready.values()))
+            seconds = seconds_to_linger(self._now, since, due, bound)
+            if seconds <= 0:
+                return
+            until = self._now + seconds
+            self._now = min(until, self._coming[0][0]) if self._coming else until
+            self._receive()
+
+    def _step(self) -> int:
+        self._wait()
+        began = self._now
+        width = sum(stream.drafted + 1 for stream in self._ready)
+        seconds = (self._fixed + self._per_token * width) * self._random.uniform(1 - NOISE, 1 + NOISE)
+        self._cost.add(width, seconds)
+        self._now = self._step_ended = began + seconds
+        mean = width / len(self._ready)
+        return sum(self._judge(stream, mean) for stream in list(self._ready))
+
+    def _judge(self, stream: Stream, width: float) -> int:
+        accepted = 0
+        while accepted < stream.drafted and self._random.random() < stream.draft.alpha:
+            accepted += 1
+        owed_since = self._ready[stream]
+        stream.policy.observe(
+            JudgedRound(
+                gamma=stream.gamma,
+                drafted=stream.drafted,
+                judged=(judged := min(accepted + 1, stream.drafted)),
+                accepted=accepted,
+                beta=[stream.draft.alpha] * judged if stream.draft.has_beta else (),
+                overhead=stream.overhead,
+                at_verifier=self._now - owed_since,
+                step=self._cost.line,
+                active=len(self.streams),
+                width=width,
+            )
+        )
+        stream.judged = self._ready[stream] = self._now
+        stream.tokens += accepted + 1
+        stream.decode -= 1
+        if stream.decode <= 0:
+            del self._ready[stream]
+            self._begin_round(stream)
+        return accepted + 1
