@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from draft_service.speculation import JudgedRound, Policy
-from outrider.service.cost_model import FittedCost
+from outrider.service.cost_model import CostLine, FittedCost
 from verifier_service.linger import Turnaround, seconds_to_linger
 
 MAX_LINGER = 0.02
@@ -56,16 +56,13 @@ class Stream:
 
 
 class ClosedLoop:
-    """The loop. A step over n tokens takes `fixed` + `per_token` * n seconds."""
+    """The loop; `cost` is that of a step."""
 
-    def __init__(
-        self, drafts: Sequence[Draft], policies: Sequence[Policy], *, fixed: float, per_token: float, seed: int = 1
-    ) -> None:
+    def __init__(self, drafts: Sequence[Draft], policies: Sequence[Policy], cost: CostLine, *, seed: int = 1) -> None:
         self.streams = [Stream(draft, policy) for draft, policy in zip(drafts, policies, strict=True)]
-        self._fixed = fixed
-        self._per_token = per_token
+        self._step_cost = cost
         self._random = random.Random(seed)
-        self._cost = FittedCost([(n, fixed + n * per_token) for n in (1, 17)])
+        self._cost = FittedCost([(n, cost.seconds(n)) for n in (1, 17)])
         self._now = 0.0
         self._step_ended = 0.0
         self._order = count()
@@ -131,7 +128,7 @@ class ClosedLoop:
         self._wait()
         began = self._now
         width = sum(stream.drafted + 1 for stream in self._ready)
-        seconds = (self._fixed + self._per_token * width) * self._random.uniform(1 - NOISE, 1 + NOISE)
+        seconds = self._step_cost.seconds(width) * self._random.uniform(1 - NOISE, 1 + NOISE)
         self._cost.add(width, seconds)
         self._now = self._step_ended = began + seconds
         mean = width / len(self._ready)

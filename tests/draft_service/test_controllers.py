@@ -9,105 +9,25 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Histogram
 
-from draft_service.adaptive import FIRST_PAUSE, Adaptive
 from draft_service.drafters.base import Foresight
 from draft_service.drafters.guard import Health
 from draft_service.drafters.outcomes import Forecast, Place
 from draft_service.drafters.spare_time import MOST_STEPS, SpareTime
 from draft_service.drafters.trial import FIRST_PAUSE as FIRST_TRIAL
 from draft_service.drafters.trial import TRIAL_ROUNDS, Trial
-from draft_service.experience import Experience, Times
 from draft_service.failover import FailoverBudget
-from draft_service.lengths import MOST_PAUSE, SampleLengths
 from draft_service.replicas import Breaker
-from draft_service.speculation import Fixed, Heuristic, Policy, Round
 from draft_service.statistics import SpeculationCounts, Timings
-from outrider.service.cost_model import CostLine
 from protos.outrider.v1 import speculation_pb2
 
 cheaply = settings(max_examples=60, derandomize=True, deadline=None)
 
 numbers = st.one_of(st.floats(), st.sampled_from([0.0, 1e-3, -1e-3, 5e-324, 1e308, math.nan, math.inf]))
 counts = st.integers(0, 17)
-rounds = st.builds(
-    Round,
-    asked=counts,
-    drafted=counts,
-    judged=counts,
-    accepted=counts,
-    chances=st.lists(numbers, max_size=5),
-    drafting=st.none() | numbers,
-    waited=st.none() | numbers,
-    pass_tokens=st.integers(0, 1 << 20),
-    pass_cost=st.none() | st.builds(CostLine, numbers, numbers),
-    foreseen=counts,
-)
 bursts = st.integers(1, 10)
-
-
-@cheaply
-@given(
-    ceiling=st.integers(0, 16),
-    kind=st.sampled_from(["fixed", "heuristic", "adaptive"]),
-    events=st.lists(st.tuples(st.sampled_from(["begin", "judged", "asked"]), rounds, st.integers(-2, 20), bursts)),
-)
-def test_a_length_is_within_its_bounds(ceiling: int, kind: str, events: list[tuple[str, Round, int, int]]) -> None:
-    experience, times = Experience(first_pause=FIRST_PAUSE), Times()
-
-    def begin() -> Policy:
-        if kind == "adaptive":
-            return Adaptive(5, ceiling=ceiling, experience=experience, times=times)
-        return Fixed(ceiling) if kind == "fixed" else Heuristic(5, ceiling=ceiling)
-
-    policy = begin()
-    for event, round_, most, burst in events:
-        if event == "begin":
-            policy = begin()
-        for _ in range(burst):
-            if event == "judged":
-                policy.observe(round_)
-            gamma = policy.next(most)
-            assert gamma in range(max(0, min(most, max(1, ceiling))) + 1)
-            assert 0 <= policy.pause <= MOST_PAUSE
-
-
-class Broken(Policy):
-    """Answers what it is told to, or raises it."""
-
-    def __init__(self, answer: Any) -> None:
-        self._answer = answer
-        self.pause = answer
-
-    def next(self, most: int) -> int:
-        if isinstance(self._answer, Exception):
-            raise self._answer
-        return self._answer
-
-    def observe(self, round_: Round) -> None:
-        raise ValueError("it is not to be taught")
-
-
-@pytest.mark.parametrize(
-    ("answer", "gamma"),
-    [(-3, 0), (99, 6), (math.nan, 4), (math.inf, 6), (ValueError("no median for empty data"), 4), (None, 4), (2, 2)],
-)
-def test_a_policy_that_fails_leaves_a_length_in_bounds(answer: Any, gamma: int) -> None:
-    histogram = Histogram("gamma", "", registry=CollectorRegistry())
-    lengths = SampleLengths(Broken(answer), histogram, default=4, tells_chances=False)
-    for _ in range(3):
-        assert lengths.next(6) == lengths.asked == gamma
-        lengths.sent(None)
-        lengths.observe(speculation_pb2.Verdict(judged=1))
-        assert 0 <= lengths.pause <= MOST_PAUSE
-    assert lengths.next(3) <= 3
-    assert lengths.next(0) == lengths.next(-1) == 0
-
-
 finite = st.one_of(st.floats(-1e9, 1e9), st.sampled_from([0.0, 1e-3, 5e-324]))
 
 

@@ -45,7 +45,7 @@ from protos.outrider.v1 import sampling_pb2, speculation_pb2
 from tests.draft_service.closed_loop import ClosedLoop, Draft
 
 CEILING = 16
-STEP_COST = {"fixed": 0.008, "per_token": 0.0003}
+STEP_COST = CostLine(0.008, 0.0003)
 
 
 class DecodeOnly(Policy):
@@ -69,11 +69,11 @@ def adaptive(streams: int = 1, *, shared: bool = True) -> list[Adaptive]:
     return policies
 
 
-def rates_of_fixed(drafts: Sequence[Draft], seconds: float, **cost: float) -> dict[int, float]:
+def rates_of_fixed(drafts: Sequence[Draft], seconds: float, cost: CostLine) -> dict[int, float]:
     """Tokens a second of all, with each γ; 0 is the target alone."""
     rates = {}
     for gamma in (0, 1, 2, 3, 4, 6, 8):
-        loop = ClosedLoop(drafts, [Fixed(gamma) if gamma else DecodeOnly() for _ in drafts], **cost)
+        loop = ClosedLoop(drafts, [Fixed(gamma) if gamma else DecodeOnly() for _ in drafts], cost)
         loop.run(1)
         rates[gamma] = loop.run(seconds)
     return rates
@@ -105,7 +105,7 @@ def test_the_heuristic_adds_two_after_a_whole_proposal_and_else_takes_one() -> N
 
 # ---------------------------------------------------------------------------------------------------------- the best
 
-CASES: dict[str, tuple[list[Draft], dict[str, float]]] = {
+CASES: dict[str, tuple[list[Draft], CostLine]] = {
     "one, good draft": ([Draft(0.92)], STEP_COST),
     "one, fair draft": ([Draft(0.7)], STEP_COST),
     "one, poor draft": ([Draft(0.3)], STEP_COST),
@@ -117,9 +117,9 @@ CASES: dict[str, tuple[list[Draft], dict[str, float]]] = {
     "two": ([Draft(0.8)] * 2, STEP_COST),
     "eight": ([Draft(0.8)] * 8, STEP_COST),
     "eight, drafting takes longer than a step": ([Draft(0.8, step=0.004)] * 8, STEP_COST),
-    "sixteen, good drafts": ([Draft(0.92)] * 16, {"fixed": 0.004, "per_token": 0.0004}),
-    "32, tokens cost": ([Draft(0.8)] * 32, {"fixed": 0.004, "per_token": 0.0004}),
-    "64, tokens are free": ([Draft(0.8)] * 64, {"fixed": 0.02, "per_token": 0.00002}),
+    "sixteen, good drafts": ([Draft(0.92)] * 16, CostLine(0.004, 0.0004)),
+    "32, tokens cost": ([Draft(0.8)] * 32, CostLine(0.004, 0.0004)),
+    "64, tokens are free": ([Draft(0.8)] * 64, CostLine(0.02, 0.00002)),
 }
 
 
@@ -127,8 +127,8 @@ CASES: dict[str, tuple[list[Draft], dict[str, float]]] = {
 def test_alike_sequences_find_the_gamma_that_is_best_for_all(name: str) -> None:
     drafts, cost = CASES[name]
     seconds = min(60, max(4, 200 // len(drafts)))
-    fixed = rates_of_fixed(drafts, seconds, **cost)
-    loop = ClosedLoop(drafts, adaptive(len(drafts)), **cost)
+    fixed = rates_of_fixed(drafts, seconds, cost)
+    loop = ClosedLoop(drafts, adaptive(len(drafts)), cost)
     loop.run(10)
     rate, best = loop.run(seconds), max(fixed.values())
     print(f"{name}: {rate:.0f}/s; best γ {max(fixed, key=fixed.__getitem__)}: {best:.0f}/s; alone {fixed[0]:.0f}/s")
@@ -145,29 +145,29 @@ def test_alike_sequences_find_the_gamma_that_is_best_for_all(name: str) -> None:
             "round trips",
             [Draft(0.8, round_trip=0.0005 * (1 + number)) for number in range(32)],
             False,
-            {"fixed": 0.02, "per_token": 0.0002},
+            CostLine(0.02, 0.0002),
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_mixed_sequences_are_near_the_best_common_gamma(
-    name: str, drafts: list[Draft], shared: bool, cost: dict[str, float]
+    name: str, drafts: list[Draft], shared: bool, cost: CostLine
 ) -> None:
-    best = max(rates_of_fixed(drafts, 8, **cost).values())
-    loop = ClosedLoop(drafts, adaptive(len(drafts), shared=shared), **cost)
+    best = max(rates_of_fixed(drafts, 8, cost).values())
+    loop = ClosedLoop(drafts, adaptive(len(drafts), shared=shared), cost)
     loop.run(10)
     assert loop.run(12) > 0.94 * best
 
 
-@pytest.mark.parametrize("cost", [{"fixed": 0.02, "per_token": 0.0002}, {"fixed": 0.004, "per_token": 0.0004}])
-def test_beside_sequences_that_never_draft_all_together_write_the_most(cost: dict[str, float]) -> None:
+@pytest.mark.parametrize("cost", [CostLine(0.02, 0.0002), CostLine(0.004, 0.0004)])
+def test_beside_sequences_that_never_draft_all_together_write_the_most(cost: CostLine) -> None:
     drafts, others = [Draft(0.8)] * 32, [DecodeOnly() for _ in range(24)]
     best = 0.0
     for gamma in range(8):
-        loop = ClosedLoop(drafts, [*others, *(Fixed(gamma) if gamma else DecodeOnly() for _ in range(8))], **cost)
+        loop = ClosedLoop(drafts, [*others, *(Fixed(gamma) if gamma else DecodeOnly() for _ in range(8))], cost)
         loop.run(1)
         best = max(best, loop.run(6))
-    loop = ClosedLoop(drafts, [*others, *adaptive(8)], **cost)
+    loop = ClosedLoop(drafts, [*others, *adaptive(8)], cost)
     loop.run(10)
     assert loop.run(10) > 0.94 * best
 
@@ -176,9 +176,9 @@ def test_a_draft_that_ends_early_is_not_paid_for_where_it_ends() -> None:
     """Its proposals end by themselves after two tokens or so, so that it costs nothing to ask for more."""
     drafts = [Draft(0.9, goes_on=0.5)]
     policies = adaptive()
-    loop = ClosedLoop(drafts, policies, **STEP_COST)
+    loop = ClosedLoop(drafts, policies, STEP_COST)
     loop.run(5)
-    fixed = ClosedLoop(drafts, [Fixed(1)], **STEP_COST)
+    fixed = ClosedLoop(drafts, [Fixed(1)], STEP_COST)
     assert loop.run(20) > 1.02 * fixed.run(20)
 
 
@@ -188,7 +188,7 @@ def test_a_draft_that_ends_early_is_not_paid_for_where_it_ends() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_gamma_moves_by_two_at_most_or_to_none(name: str) -> None:
     drafts, cost = CASES[name]
-    loop = ClosedLoop(drafts, adaptive(len(drafts)), **cost)
+    loop = ClosedLoop(drafts, adaptive(len(drafts)), cost)
     loop.run(3)
     for stream in loop.streams:
         assert all(after == 0 or abs(after - before) <= STEP for before, after in pairwise(stream.gammas))
@@ -197,7 +197,7 @@ def test_gamma_moves_by_two_at_most_or_to_none(name: str) -> None:
 def test_a_limit_is_kept_and_forgotten() -> None:
     """What is left to write bounds a proposal; afterwards γ is where it was."""
     (policy,) = policies = adaptive()
-    ClosedLoop([Draft(0.9)], policies, **STEP_COST).run(10)
+    ClosedLoop([Draft(0.9)], policies, STEP_COST).run(10)
     before = policy.next(CEILING)
     for most in (3, 1, 0, 2):
         assert policy.next(most) == most
@@ -207,7 +207,7 @@ def test_a_limit_is_kept_and_forgotten() -> None:
 
 def test_one_sequence_at_a_time_probes_after_growing_pauses() -> None:
     policies = adaptive(8)
-    loop = ClosedLoop([Draft(0.05)] * 8, policies, **STEP_COST)
+    loop = ClosedLoop([Draft(0.05)] * 8, policies, STEP_COST)
     loop.run(20)
     assert {policy.pause for policy in policies} <= {0, MOST_DECODED}
     assert policies[0]._statistics.pause == LONGEST_PAUSE
@@ -222,7 +222,7 @@ def test_one_sequence_at_a_time_probes_after_growing_pauses() -> None:
 def test_drafting_begins_again_where_it_pays_again() -> None:
     policies = adaptive(4)
     drafts = [Draft(0.05) for _ in range(4)]
-    loop = ClosedLoop(drafts, policies, **STEP_COST)
+    loop = ClosedLoop(drafts, policies, STEP_COST)
     loop.run(10)
     assert not policies[0]._statistics.pays
     for draft in drafts:
@@ -232,7 +232,7 @@ def test_drafting_begins_again_where_it_pays_again() -> None:
 
 
 def test_drafting_begins_where_sequences_leave() -> None:
-    loop = ClosedLoop([Draft(0.8)] * 32, adaptive(32), fixed=0.004, per_token=0.0004)
+    loop = ClosedLoop([Draft(0.8)] * 32, adaptive(32), CostLine(0.004, 0.0004))
     loop.run(5)
     assert max(stream.gammas[-1] for stream in loop.streams) <= PROBE_GAMMA
     loop.keep(2)
@@ -247,14 +247,14 @@ def test_slow_first_rounds_are_no_rule() -> None:
         gamma = policy.next(CEILING)
         assert gamma
         policy.observe(JudgedRound(gamma, gamma, gamma, gamma - 1, (), 0.2, 0.5, CostLine(0.008, 0.0003), 1, gamma + 1))
-    loop = ClosedLoop([Draft(0.8)], policies, **STEP_COST)
+    loop = ClosedLoop([Draft(0.8)], policies, STEP_COST)
     loop.run(5)
     assert min(loop.streams[0].gammas) > 0
 
 
 def test_a_new_sequence_begins_with_the_gamma_of_others() -> None:
     policies = adaptive(4)
-    ClosedLoop([Draft(0.95)] * 4, policies, fixed=0.02, per_token=0.0001).run(10)
+    ClosedLoop([Draft(0.95)] * 4, policies, CostLine(0.02, 0.0001)).run(10)
     statistics, costs = policies[0]._statistics, policies[0]._costs
     assert Adaptive(1, ceiling=CEILING, statistics=statistics, costs=costs).next(CEILING) > 1 + STEP
     assert Adaptive(7, ceiling=CEILING, statistics=AcceptanceStatistics(), costs=CostModel()).next(CEILING) == 7
@@ -375,7 +375,7 @@ class Recorder(Policy):
 @pytest.mark.parametrize("has_beta", [True, False])
 def test_a_round_is_observed_with_the_times_that_are_its_own(monkeypatch: pytest.MonkeyPatch, has_beta: bool) -> None:
     now = 100.0
-    monkeypatch.setattr(speculation.time, "perf_counter", lambda: now)
+    monkeypatch.setattr("draft_service.speculation.time.perf_counter", lambda: now)
     policy = Recorder()
     sequence = sequence_gamma(policy, has_beta=has_beta)
 

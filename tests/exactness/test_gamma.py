@@ -5,8 +5,9 @@ few rounds and has no margin, so that γ follows the last rounds as closely as i
 verdicts and policies are the services' own code; times are given, not measured, so the texts are the same each time.
 
 Power (`chisquare` has the derivation): 24,000 tokens of 400 texts, over the cells of the 8 distributions, notice a
-total variation of 0.03 at a level of 0.1 % with a power of 99 %. The mutants let the length of a proposal depend on what
-may not decide it (invariant 4), once it has been drafted: on its tokens, and on the draws that it will be accepted by.
+total variation of 0.03 at a level of 0.1 % with a power of 99 %. The mutants let the length of a proposal depend on
+what may not decide it (invariant 4), once it has been drafted: on its tokens, and on the draws that it will be accepted
+by.
 """
 
 from collections.abc import Callable
