@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.project.tree import ROOT
-from tests.services import HEALTHY_WITHIN_S
 
 linux = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
 
@@ -31,7 +30,7 @@ class Command:
             text=True,
         )
 
-    def ended(self, within: float = HEALTHY_WITHIN_S) -> tuple[int, str, str]:
+    def ended(self, within: float = 110.0) -> tuple[int, str, str]:
         """Exit code, stdout and stderr."""
         try:
             out, err = self.process.communicate(timeout=within)

@@ -1,11 +1,13 @@
 """What every test runs under: one OpenMP thread, no network; and the pair of services that they share."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import structlog
 
-from tests.services import demo_pair, draft_address, draft_process, verifier_address, verifier_process  # noqa: F401  # fixtures
+from outrider.cli.processes import Pair, ServiceProcess
+from tests.cluster import Cluster, wait_healthy
 
 # Before any test imports torch. Two OpenMP pools that spin on two cores make every timing a matter of luck.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -32,3 +34,28 @@ LONG = ("tests/verifier_service/test_tensor_parallel.py", "tests/verifier_servic
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files come first."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+
+
+@pytest.fixture(scope="session")
+def demo_pair() -> Iterator[Pair]:
+    """The demo pair as two processes, for all tests that change nothing about them."""
+    with Cluster() as cluster:
+        verifier = cluster.verifier()
+        draft = cluster.draft(verifier)
+        wait_healthy(verifier, draft)
+        yield Pair(verifier, draft)
+
+
+@pytest.fixture(scope="session")
+def draft_process(demo_pair: Pair) -> ServiceProcess:
+    return demo_pair.draft
+
+
+@pytest.fixture(scope="session")
+def verifier_address(demo_pair: Pair) -> str:
+    return demo_pair.verifier.address
+
+
+@pytest.fixture(scope="session")
+def draft_address(demo_pair: Pair) -> str:
+    return demo_pair.draft.address

@@ -32,9 +32,7 @@ _CLONE_NEWNET = 0x40000000
 
 
 class ForkedService(ServiceProcess):
-    """A `ServiceProcess` that is forked. Takes what that takes, for the two services alone; and what `ForkServer.start`
-    takes, of the fork server `of`: by default the one that all share.
-    """
+    """A `ServiceProcess` that is forked: what tests put in its place."""
 
     @classmethod
     def launch(
@@ -44,20 +42,11 @@ class ForkedService(ServiceProcess):
         env: Mapping[str, str] | None = None,
         on_line: Callable[[str], None] | None = None,
         cores: Collection[int] | None = None,
-        fault: str | None = None,
-        network: str | None = None,
-        of: ForkServer | None = None,
     ) -> Self:
-        parent = fork_server() if of is None else of
-        reading, writing = os.pipe()
-        try:
-            child = parent.start(arguments[0], arguments[1:], writing, env=env, fault=fault, network=network)
-        finally:
-            os.close(writing)
+        process = fork_server().fork(arguments[0], arguments[1:], env=env)
         if cores:
-            keep_on(child, cores)
-        lines = open(reading, encoding="utf-8", errors="replace")  # noqa: SIM115  # its reader closes it
-        return cls(arguments[0], cast("subprocess.Popen[str]", Child(child, lines, parent)), on_line)
+            keep_on(process.pid, cores)
+        return cls(arguments[0], process, on_line)
 
 
 def noting(started: list[ForkedService]) -> type[ForkedService]:
@@ -129,28 +118,34 @@ class ForkServer:
                 start_new_session=True,
             )
 
-    def start(
+    def fork(
         self,
         service: str,
         arguments: Sequence[str],
-        output: int,
         *,
         env: Mapping[str, str] | None = None,
         fault: str | None = None,
         network: str | None = None,
-    ) -> int:
-        """Forks a service, after one of the `faults` where that is given, in the network that the file `network` stands
-        for; what it says goes to the descriptor `output`. Returns its process id.
+        output: int | None = None,
+    ) -> subprocess.Popen[str]:
+        """Fork a service, after one of the `faults` where that is given, in the network namespace of the file
+        `network`. Return what tests use of a `Popen`; its output is there to be read, unless it goes to the descriptor
+        `output`.
         """
-        environment = {**os.environ, **service_environment(), **(env or {})}
+        reading, writing = os.pipe()
         order = {
             "service": service,
             "arguments": [*arguments],
             "fault": fault,
             "network": network,
-            "environment": environment,
+            "environment": {**os.environ, **service_environment(), **(env or {})},
         }
-        return int(self._ask(order, [output]))
+        try:
+            child = int(self._ask(order, [writing if output is None else output]))
+        finally:
+            os.close(writing)
+        lines = open(reading, encoding="utf-8", errors="replace")  # noqa: SIM115  # its reader closes it
+        return cast("subprocess.Popen[str]", Child(child, lines, self))
 
     def poll(self, child: int) -> int | None:
         """The exit code of a child, which is given once; None while it runs."""

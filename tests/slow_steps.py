@@ -1,6 +1,7 @@
-"""Slow a service's steps down, so that a test can act in the middle of a text.
+"""Slow a verifier's steps down, or hold them up, so that a test can act in the middle of a text.
 
-While the file that `OUTRIDER_TEST_STEP_SECONDS` names exists, each step takes the number of seconds it holds.
+While the file that `OUTRIDER_TEST_STEP_SECONDS` names exists, each step takes the number of seconds it holds. A line
+in the log says when one waits.
 """
 
 import os
@@ -8,14 +9,20 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import structlog
 
 STEP_SECONDS = "OUTRIDER_TEST_STEP_SECONDS"
+SLOW_STEP = "slow step"
 _LOOK_S = 0.01
+
+_log = structlog.get_logger()
 
 
 @contextmanager
 def slow_steps(file: Path, seconds: float) -> Iterator[None]:
-    """Each pass takes so long meanwhile; may be within another one."""
+    """Let each step take so long meanwhile; may be within another such block."""
     before = file.read_bytes() if file.exists() else None
     _write(file, str(seconds).encode())
     try:
@@ -27,9 +34,24 @@ def slow_steps(file: Path, seconds: float) -> Iterator[None]:
             _write(file, before)
 
 
-def wait_out() -> None:
-    """Returns when a pass may end that has run just now."""
-    file, since = Path(os.environ[STEP_SECONDS]), time.monotonic()
+def install() -> None:
+    """Slow down the verifier that this process is about to become."""
+    from verifier_service.engine import VerifierEngine
+
+    forward = VerifierEngine.forward
+
+    def slow_forward(self: VerifierEngine, work: Any) -> Any:
+        output = forward(self, work)
+        _wait(Path(os.environ[STEP_SECONDS]))
+        return output
+
+    VerifierEngine.forward = slow_forward  # type: ignore[method-assign]
+
+
+def _wait(file: Path) -> None:
+    since = time.monotonic()
+    if _seconds(file):
+        _log.info(SLOW_STEP)
     while time.monotonic() - since < _seconds(file):
         time.sleep(_LOOK_S)
 

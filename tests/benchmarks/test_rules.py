@@ -12,7 +12,7 @@ from benchmarks.rules import Arm, Plan, main, measure, write
 from benchmarks.rules_report import draw, summarise, table
 from outrider.cli.processes import Pair
 from outrider.client import AcceptanceRule, Client
-from tests.services import MODELS
+from tests.cluster import MODELS
 
 PLAN = Plan(prompts=2, rounds=3, temperatures=(1.0,), gammas=(3,))
 PROMPTS = ["def mean(values):", "import os\n"]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from outrider.client import AsyncClient
 from tests.chaos.clients import PATIENCE_S, DraftClients
-from tests.chaos.cluster import SLOW_CLIENT_S, Cluster
+from tests.chaos.cluster import SLOW_CLIENT_S, ChaosCluster
 from tests.chaos.requests import Behaviour, Door, Expected, Outcome, Request
 from tests.chaos.verifier_streams import VerifierStreams
 
@@ -74,7 +74,7 @@ async def expect(address: str, requests: Sequence[Request]) -> dict[int, Expecte
     return found
 
 
-async def storm(cluster: Cluster, requests: Sequence[Request], expected: dict[int, Expected]) -> Aftermath:
+async def storm(cluster: ChaosCluster, requests: Sequence[Request], expected: dict[int, Expected]) -> Aftermath:
     """Run it."""
     began = time.monotonic()
     outcomes: list[Outcome] = []
@@ -170,11 +170,11 @@ async def _work(
             await asyncio.sleep(chance.uniform(0.0, 2 * CUT_FOR_S))
 
 
-async def _break(cluster: Cluster, dice: _Dice) -> None:
+async def _break(cluster: ChaosCluster, dice: _Dice) -> None:
     """Cut the frail draft service's way to the verifier again and again."""
     await asyncio.sleep(CUT_FIRST_S)
     while not dice.over():
-        cluster.way.close()
+        cluster.link.close()
         await asyncio.sleep(CUT_FOR_S)
-        cluster.way.open()
+        cluster.link.open()
         await asyncio.sleep(CUT_EVERY_S)

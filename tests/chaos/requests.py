@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from outrider.client import Options
-from tests.services import MODELS
+from tests.cluster import MODELS
 
 SHORTEST, LONGEST = 12, 32
 """Tokens of a text, but for one."""

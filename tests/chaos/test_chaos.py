@@ -16,9 +16,10 @@ import pytest
 from outrider.client import AsyncClient
 from outrider.rpc.channel import wait_for_health
 from tests.chaos.clients import PATIENCE_S
-from tests.chaos.cluster import PLACES, WAITING, Cluster, Watched, running_cluster, until
+from tests.chaos.cluster import QUEUE, SLOTS, ChaosCluster, chaos_cluster
 from tests.chaos.disturbances import BEHAVIOURS, DUE, ENOUGH, VANISHING, Aftermath, expect, storm
 from tests.chaos.requests import Behaviour, Door, Expected, Outcome, Request, requests
+from tests.cluster import Service, wait_until
 from tests.verifier_service.streams import Stream, opening
 
 pytestmark = pytest.mark.timeout(400)
@@ -52,10 +53,9 @@ LOSSES = {"verifier", "a sequence has lost its verifier"}
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with running_cluster() as cluster:
+def cluster() -> Iterator[ChaosCluster]:
+    with chaos_cluster() as cluster:
         yield cluster
-    assert [service.process.returncode for service in cluster.services] == [0, 0, 0]
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +64,12 @@ def asked() -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def expected(cluster: Cluster, asked: list[Request]) -> dict[int, Expected]:
+def expected(cluster: ChaosCluster, asked: list[Request]) -> dict[int, Expected]:
     return asyncio.run(expect(cluster.draft.address, asked))
 
 
 @pytest.fixture(scope="module")
-def aftermath(cluster: Cluster, asked: list[Request], expected: dict[int, Expected]) -> Aftermath:
+def aftermath(cluster: ChaosCluster, asked: list[Request], expected: dict[int, Expected]) -> Aftermath:
     return asyncio.run(storm(cluster, asked, expected))
 
 
@@ -92,9 +92,9 @@ def test_there_was_chaos(aftermath: Aftermath) -> None:
         assert sum(each.whole and each.door is door for each in aftermath.outcomes) >= least, door
 
 
-def test_some_sequences_gave_way_to_others(cluster: Cluster, aftermath: Aftermath) -> None:
+def test_some_sequences_gave_way_to_others(cluster: ChaosCluster, aftermath: Aftermath) -> None:
     assert aftermath.outcomes
-    (preemptions,) = cluster.verifier.samples()[PREEMPTIONS].values()
+    preemptions = cluster.verifier.count(PREEMPTIONS)
     print(f"{preemptions:.0f} preemptions")
     assert preemptions >= 10
 
@@ -143,38 +143,38 @@ def test_every_failure_has_the_status_that_its_cause_deserves(aftermath: Afterma
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_verifier_holds_nothing(cluster: Cluster, aftermath: Aftermath) -> None:
+def test_the_verifier_holds_nothing(cluster: ChaosCluster, aftermath: Aftermath) -> None:
     assert aftermath.outcomes
     _come_to_rest(cluster.verifier, VERIFIER_AT_REST)
 
 
-def test_its_pool_is_intact(cluster: Cluster, aftermath: Aftermath) -> None:
+def test_its_pool_is_intact(cluster: ChaosCluster, aftermath: Aftermath) -> None:
     assert aftermath.outcomes
-    assert until(lambda: cluster.verifier.samples()[CHECKS][(("outcome", "intact"),)] > 0, REST_WITHIN_S)
-    assert not cluster.verifier.samples()[CHECKS].get((("outcome", "corrupted"),))
+    wait_until(lambda: cluster.verifier.count(CHECKS, outcome="intact"), REST_WITHIN_S)
+    assert not cluster.verifier.count(CHECKS, outcome="corrupted")
 
 
-def test_the_draft_services_hold_nothing(cluster: Cluster, aftermath: Aftermath) -> None:
+def test_the_draft_services_hold_nothing(cluster: ChaosCluster, aftermath: Aftermath) -> None:
     assert aftermath.outcomes
     for service in (cluster.draft, cluster.frail):
         _come_to_rest(service, DRAFT_AT_REST)
 
 
-def _come_to_rest(service: Watched, rest: dict[str, int]) -> None:
+def _come_to_rest(service: Service, rest: dict[str, int]) -> None:
     def held() -> dict[str, float]:
         samples = service.samples()
         return {name: samples[name][()] for name in rest}
 
-    assert until(lambda: held() == rest, REST_WITHIN_S), f"{service.process.name} holds {held()}"
+    wait_until(lambda: held() == rest, REST_WITHIN_S, f"{service.name} is at rest")
 
 
 def test_all_go_on_with_room_for_as_many_as_before(
-    cluster: Cluster, aftermath: Aftermath, asked: list[Request], expected: dict[int, Expected]
+    cluster: ChaosCluster, aftermath: Aftermath, asked: list[Request], expected: dict[int, Expected]
 ) -> None:
     """As many at once as have places or may wait for one: nobody is refused, and everybody writes what is right."""
     assert aftermath.outcomes
     for service in cluster.services:
-        service.process.check()
+        service.check()
         wait_for_health(service.address, "", 60.0)
 
     async def together() -> None:
@@ -182,7 +182,7 @@ def test_all_go_on_with_room_for_as_many_as_before(
             AsyncClient(cluster.draft.address, timeout=PATIENCE_S, retry=False) as client,
             AsyncClient(cluster.frail.address, timeout=PATIENCE_S, retry=False) as frail,
         ):
-            crowd = [asked[1 + number % (REQUESTS - 1)] for number in range(PLACES + WAITING)]
+            crowd = [asked[1 + number % (REQUESTS - 1)] for number in range(SLOTS + QUEUE)]
             done = await asyncio.gather(
                 *(
                     (frail if number % 4 == 0 else client).complete(request.prompt, **request.options())
@@ -196,7 +196,7 @@ def test_all_go_on_with_room_for_as_many_as_before(
 
 
 def test_the_target_alone_goes_on_past_what_a_client_may_leave_unread(
-    cluster: Cluster, aftermath: Aftermath, asked: list[Request], expected: dict[int, Expected]
+    cluster: ChaosCluster, aftermath: Aftermath, asked: list[Request], expected: dict[int, Expected]
 ) -> None:
     assert aftermath.outcomes
     long, told = asked[0], expected[asked[0].number]
@@ -209,17 +209,17 @@ def test_the_target_alone_goes_on_past_what_a_client_may_leave_unread(
     assert {(verdict.load.running, verdict.load.waiting) for verdict in verdicts[1:]} == {(1, 0)}
 
 
-def test_the_logs_speak_of_no_fault(cluster: Cluster, aftermath: Aftermath) -> None:
+def test_the_logs_speak_of_no_fault(cluster: ChaosCluster, aftermath: Aftermath) -> None:
     assert aftermath.outcomes
     for service in cluster.services:
-        entries = service.entries()
+        entries = service.logged()
         loud = [entry for entry in entries if entry["level"] not in ("debug", "info")]
         if service is cluster.frail:
             assert LOSSES & {entry["event"] for entry in loud if entry["level"] == "warning"}
             loud = [entry for entry in loud if entry["event"] not in LOSSES]
-        assert not loud, f"{len(loud)} of {service.process.name}: {loud[:5]}"
-        assert not service.plain_lines(), f"{service.process.name}: {service.plain_lines()[:20]}"
+        assert not loud, f"{len(loud)} of {service.name}: {loud[:5]}"
+        assert not service.plain_lines(), f"{service.name}: {service.plain_lines()[:20]}"
         ends = Counter(str(entry["status"]) for entry in entries if entry["event"] in ("generate", "sequence"))
-        print(service.process.name, dict(ends))
+        print(service.name, dict(ends))
         assert sum(ends.values()) > 20
         assert ends.keys() <= (ENDS | {"UNAVAILABLE"} if service is cluster.frail else ENDS)

@@ -18,11 +18,10 @@ from outrider.client import Client, Drafter, InvalidRequest
 from outrider.service.settings import SettingsError
 from protos.outrider.v1 import draft_service_pb2 as pb
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
+from tests.cluster import Cluster, Service, wait_healthy
 from tests.draft_service import oracle
 from tests.draft_service.calls import COUPLED, PROMPT, TOKENWISE, ProposeStream, sampling
-from tests.draft_service.conftest import FLAGS, HEALTHY_WITHIN_S
 from tests.draft_service.pairs import DEMO
-from tests.fork_server import ForkedService
 from tests.project.tree import ROOT
 
 CHEAP = ("ngram", "lookup", "random", "none")
@@ -32,17 +31,16 @@ SIGMOID: dict[str, Any] = {"rule": "sigmoid", "sigmoid_scales": (-10.0, 10.0), "
 
 
 @pytest.fixture(scope="module")
-def cheap(target_process: ServiceProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+def cheap(target_process: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
     """A draft service that counts a file, in whose model's folder there is a tokenizer and nothing else."""
     folder = tmp_path_factory.mktemp("tokenizer")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / "draft" / name, folder / name)
-    arguments = ["draft_service", "--model", str(folder), "--verifier", target_process.address, "--drafter", "ngram"]
     corpus = ("--ngram-corpus", str(ROOT / "kernels" / "sparse.py"), "--ngram-documents", "line")
-    with ForkedService.start([*arguments, *corpus, "--lookup-min-match", "1", *FLAGS]) as process:
-        target_process.wait_healthy(HEALTHY_WITHIN_S)
-        process.wait_healthy(HEALTHY_WITHIN_S)
-        yield process
+    with Cluster((*corpus, "--drafter", "ngram", "--lookup-min-match", "1")) as cluster:
+        service = cluster.draft(target_process, model=folder)
+        wait_healthy(target_process, service)
+        yield service
 
 
 @pytest.fixture(scope="module")

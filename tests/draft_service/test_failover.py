@@ -30,7 +30,7 @@ from protos.outrider.v1 import (
     verifier_service_pb2_grpc,
 )
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
-from tests.draft_service.conftest import FLAGS, HEALTHY_WITHIN_S
+from tests.cluster import Cluster
 from tests.draft_service.lives import (
     LIVES,
     MAX_BYTES,
@@ -43,18 +43,16 @@ from tests.draft_service.lives import (
     text,
     write,
 )
-from tests.draft_service.pairs import DEMO
-from tests.fork_server import ForkedService
 from tests.proxy import Proxy, Way
 
 
 @pytest.fixture(scope="module")
 def real() -> Iterator[ServiceProcess]:
     """A verifier with the demo target and room for what faults leave behind for a while."""
-    arguments = ["--model", str(DEMO / "target"), "--max-sequences", "16", "--no-gamma-cap", "--idle-timeout", "8"]
-    with ForkedService.start(["verifier_service", *arguments, *FLAGS]) as process:
-        process.wait_healthy(HEALTHY_WITHIN_S)
-        yield process
+    with Cluster("--max-sequences 16 --no-gamma-cap --idle-timeout 8") as cluster:
+        verifier = cluster.verifier()
+        verifier.wait_healthy()
+        yield verifier
 
 
 @pytest.fixture

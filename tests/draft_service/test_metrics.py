@@ -1,6 +1,5 @@
 """Metrics of both services as processes, scraped over HTTP, against what the requests report of themselves."""
 
-import json
 import re
 import time
 from collections import Counter
@@ -11,14 +10,11 @@ import grpc
 import pytest
 
 from draft_service.drafters.guard import FAILURES_IN_A_ROW
-from outrider.cli.processes import ServiceProcess
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2
+from tests.cluster import Cluster, Service, wait_healthy
 from tests.draft_service.calls import sampling, write
-from tests.draft_service.conftest import FLAGS, HEALTHY_WITHIN_S
-from tests.draft_service.pairs import BREAKING_TOKEN, DEMO, write_awkward_draft
-from tests.fork_server import ForkedService
+from tests.draft_service.pairs import BREAKING_TOKEN, write_awkward_draft
 from tests.metrics import Samples
-from tests.metrics import scrape as scrape_url
 
 RULES = {"tokenwise": sampling_pb2.ACCEPTANCE_RULE_TOKENWISE, "block": sampling_pb2.ACCEPTANCE_RULE_BLOCK}
 WITHIN_S = 60.0  # a verdict is on its way a moment before it is counted
@@ -30,8 +26,8 @@ class Watched:
     """A pair, and where its metrics are."""
 
     channel: grpc.Channel
-    verifier: ServiceProcess
-    draft: ServiceProcess
+    verifier: Service
+    draft: Service
 
 
 @pytest.fixture(scope="module")
@@ -40,29 +36,25 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     one token breaks.
     """
     awkward = write_awkward_draft(tmp_path_factory.mktemp("watched") / "draft")
-    watching = ("--metrics-listen", "127.0.0.1:0")
-    target = ["verifier_service", "--model", str(DEMO / "target"), "--verify-path", "torch", *watching, *FLAGS]
-    with ForkedService.start(target) as verifier:
-        arguments = ["draft_service", "--model", str(awkward), "--verifier", verifier.address]
-        with ForkedService.start([*arguments, *watching, *FLAGS]) as draft:
-            verifier.wait_healthy(HEALTHY_WITHIN_S)
-            draft.wait_healthy(HEALTHY_WITHIN_S)
-            with grpc.insecure_channel(draft.address) as channel:
-                yield Watched(channel, verifier, draft)
+    with Cluster() as cluster:
+        verifier = cluster.verifier(flags="--verify-path torch")
+        draft = cluster.draft(verifier, model=awkward)
+        wait_healthy(verifier, draft)
+        with grpc.insecure_channel(draft.address) as channel:
+            yield Watched(channel, verifier, draft)
 
 
-def logged(service: ServiceProcess, event: str) -> dict[str, str]:
+def logged(service: Service, event: str) -> dict[str, str]:
     """The line of the log with this event."""
-    lines = [json.loads(line) for line in service.log_lines() if line.startswith("{")]
-    (found,) = [line for line in lines if line["event"] == event]
-    return dict(found)
+    (found,) = service.logged(event)
+    return found
 
 
-def scrape(service: ServiceProcess) -> Samples:
-    return scrape_url(logged(service, "metrics")["address"])
+def scrape(service: Service) -> Samples:
+    return service.samples()
 
 
-def counters(service: ServiceProcess) -> Samples:
+def counters(service: Service) -> Samples:
     return {name: found for name, found in scrape(service).items() if name.startswith(PREFIX)}
 
 

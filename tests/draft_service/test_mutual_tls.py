@@ -1,7 +1,6 @@
 """Both services as processes, mutual TLS between them, TLS and tokens in front: who comes in, and what may change."""
 
 import asyncio
-import json
 import ssl
 import time
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ import grpc
 import pytest
 
 from draft_service.replicas import Replica
-from outrider.cli.processes import ServiceProcess, fixed
 from outrider.client import TLS, AsyncClient, Client, InvalidRequest, Overloaded, Unauthenticated, Unavailable
 from outrider.rpc.channel import channel_options, wait_for_health
 from outrider.rpc.errors import RequestError, from_rpc_error
@@ -22,10 +20,8 @@ from protos.outrider.v1 import draft_service_pb2, verifier_service_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
 from tests.certificates import Authority, write
+from tests.cluster import Cluster, Service, wait_healthy
 from tests.commands import Command
-from tests.draft_service.conftest import FLAGS, HEALTHY_WITHIN_S
-from tests.draft_service.pairs import DEMO
-from tests.fork_server import ForkedService
 
 VERIFIER, DRAFT, FRONT = "verifier.models.svc", "spiffe://models/drafts", "draft.models.svc"
 FIRST, SECOND = "first-token-0123456789", "second-token-0123456789"
@@ -42,8 +38,8 @@ class House:
     pki: Path
     ours: Authority
     others: Authority
-    verifier: ServiceProcess
-    draft: ServiceProcess
+    verifier: Service
+    draft: Service
 
     @property
     def tokens(self) -> Path:
@@ -66,27 +62,21 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     draft_files, front_files = ours.issue(DRAFT, file="draft"), ours.issue(FRONT, file="front")
     write(pki / "clients.crt", ours.pem.read_bytes())
     write(pki / "tokens", f"{FIRST}\n".encode())
-    health = ("--health-listen", "127.0.0.1:0")
-    mutual = ("--tls-client-ca", str(pki / "clients.crt"), "--allow-client-san", f"other.models.svc,{DRAFT}")
-    at = fixed("127.0.0.1:0")
-    arguments = ["verifier_service", "--model", str(DEMO / "target"), *FLAGS, *health, *mutual, "--listen", at]
-    arguments += ["--tls-cert", str(verifier_files.cert), "--tls-key", str(verifier_files.key)]
-    arguments += ["--max-connection-age", str(CONNECTION_AGE)]
-    with ForkedService.launch(arguments) as verifier:
-        arguments = ["draft_service", "--model", str(DEMO / "draft"), *FLAGS, *health, "--verifier", at]
-        arguments += ["--verifier-tls-ca", str(ours.pem), "--verifier-tls-name", VERIFIER]
-        arguments += ["--verifier-tls-cert", str(draft_files.cert), "--verifier-tls-key", str(draft_files.key)]
-        arguments += ["--tls-cert", str(front_files.cert), "--tls-key", str(front_files.key)]
-        arguments += ["--auth-token-file", str(pki / "tokens"), "--max-prompt-tokens", str(LONGEST_PROMPT)]
-        with ForkedService.launch(arguments) as draft:
-            verifier.wait_healthy(HEALTHY_WITHIN_S)
-            draft.wait_healthy(HEALTHY_WITHIN_S)
-            yield House(pki, ours, others, verifier, draft)
+    clients = f"--tls-client-ca {pki / 'clients.crt'} --allow-client-san other.models.svc,{DRAFT}"
+    of_verifier = f"{clients} --tls-cert {verifier_files.cert} --tls-key {verifier_files.key}"
+    to_verifier = f"--verifier-tls-ca {ours.pem} --verifier-tls-name {VERIFIER}"
+    to_verifier += f" --verifier-tls-cert {draft_files.cert} --verifier-tls-key {draft_files.key}"
+    of_draft = f"{to_verifier} --tls-cert {front_files.cert} --tls-key {front_files.key}"
+    limits = f"--auth-token-file {pki / 'tokens'} --max-prompt-tokens {LONGEST_PROMPT}"
+    with Cluster("--health-listen 127.0.0.1:0") as cluster:
+        verifier = cluster.verifier(flags=f"{of_verifier} --max-connection-age {CONNECTION_AGE}")
+        draft = cluster.draft(verifier, flags=f"{of_draft} {limits}")
+        wait_healthy(verifier, draft)
+        yield House(pki, ours, others, verifier, draft)
 
 
-def address_in(service: ServiceProcess, event: str) -> str:
-    lines = [json.loads(line) for line in service.log_lines() if line.startswith("{")]
-    return str(next(line["address"] for line in lines if line["event"] == event))
+def address_in(service: Service, event: str) -> str:
+    return str(service.logged(event)[0]["address"])
 
 
 # ----------------------------------------------------------------------------------------------------- who comes in

@@ -15,10 +15,9 @@ import pytest
 
 from outrider.cli.processes import Pair
 from outrider.client import Client, Completion, InvalidRequest
-from tests.fork_server import ForkedService
+from tests.cluster import Cluster
 from tests.proxy import Proxy, Segment, Way
 from tests.proxy.http2 import DataFrame, data_frames
-from tests.services import HEALTHY_WITHIN_S, MODELS
 
 PROMPT = "def area(radius):\n"
 TEXT: dict[str, Any] = {"temperature": 1.0, "seed": 11, "rule": "coupled", "max_new_tokens": 24, "gamma": 4}
@@ -45,16 +44,14 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def watched(demo_pair: Pair) -> Iterator[Watched]:
-    flags = ["--device", "cpu", "--dtype", "float32", "--threads", "1", "--listen", "127.0.0.1:0"]
-    with Proxy(demo_pair.verifier.address) as inner:
-        arguments = ["draft_service", "--model", str(MODELS / "draft"), "--verifier", inner.address, *flags]
-        with ForkedService.start(arguments) as draft:
-            draft.wait_healthy(HEALTHY_WITHIN_S)
-            with Proxy(draft.address) as outer, Client(outer.address, timeout=60) as client:
-                watched = Watched(client, outer, inner)
-                for drafter in DRAFTERS:
-                    watched.complete(drafter=drafter)  # connections begin, caches fill
-                yield watched
+    with Proxy(demo_pair.verifier.address) as inner, Cluster() as cluster:
+        draft = cluster.draft(inner.address)
+        draft.wait_healthy()
+        with Proxy(draft.address) as outer, Client(outer.address, timeout=60) as client:
+            watched = Watched(client, outer, inner)
+            for drafter in DRAFTERS:
+                watched.complete(drafter=drafter)  # connections begin, caches fill
+            yield watched
 
 
 # ------------------------------------------------------------------------------------- what a watcher makes of it

@@ -1,4 +1,4 @@
-"""What the tests of this folder share: a nursery of services, and two tiny pairs in it."""
+"""What the tests of this folder share: a cluster, and two tiny pairs in it."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster import Cluster, Service
 from tests.exactness import pairs
 from tests.exactness.results import Recorder
-from tests.exactness.services import Nursery, Service
 from tests.exactness.worlds import World
 
 
 @pytest.fixture(scope="session")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    """Where the services of this folder come from; it stops them."""
-    with Nursery(tmp_path_factory.mktemp("services")) as nursery:
-        yield nursery
+def cluster() -> Iterator[Cluster]:
+    """The services of this folder's tests."""
+    with Cluster() as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="session")
-def attentive(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> World:
+def attentive(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> World:
     """A pair whose target attends to all that was written: its law differs from prefix to prefix."""
-    return World.begin(nursery, tmp_path_factory.mktemp("attentive"), seed=1, markov=False)
+    return World.begin(cluster, tmp_path_factory.mktemp("attentive"), seed=1, markov=False)
 
 
 @pytest.fixture(scope="session")
-def markov(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> World:
+def markov(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> World:
     """A pair whose target looks at the last token alone: each token of a long text is a sample of one table."""
-    return World.begin(nursery, tmp_path_factory.mktemp("markov"), seed=4, markov=True)
+    return World.begin(cluster, tmp_path_factory.mktemp("markov"), seed=4, markov=True)
 
 
 @pytest.fixture(scope="session")
@@ -39,9 +39,9 @@ def sharpened(markov: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def sound(nursery: Nursery, markov: World, sharpened: Path) -> Iterator[Service]:
+def sound(cluster: Cluster, markov: World, sharpened: Path) -> Iterator[Service]:
     """A draft service with that draft, and nothing wrong with it."""
-    with markov.with_fault(nursery, sharpened, "draft_service", None) as service:
+    with markov.with_fault(cluster, sharpened, "draft_service", None) as service:
         yield service
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.client import AsyncClient, Options
-from tests.services import MODELS
+from tests.cluster import MODELS
 
 REQUESTS = 32
 SHORTEST, LONGEST = 16, 40

@@ -20,11 +20,11 @@ import torch
 
 from kernels.rng import gumbel
 from outrider.client import AcceptanceRule, AsyncClient, Client, Options, Sample, Started
+from tests.cluster import Cluster, Service
 from tests.exactness import laws
 from tests.exactness.chisquare import Array
 from tests.exactness.laws import Filters
 from tests.exactness.pairs import BAD_DRAFTS, VOCABULARY
-from tests.exactness.services import Nursery, Service
 from tests.exactness.worlds import World
 
 PROMPT = (15, 12, 14)
@@ -204,13 +204,13 @@ def test_as_much_is_accepted_as_shared_noise_promises(soundly: Sequence[Sample],
 @pytest.mark.parametrize("fault", ["noise_of_the_next_position", "noise_of_another_seed"])
 def test_other_noise_in_the_draft_costs_acceptance_and_changes_no_token(
     fault: str,
-    nursery: Nursery,
+    cluster: Cluster,
     markov: World,
     sharpened: Path,
     soundly: Sequence[Sample],
     chances: tuple[Array, Array],
 ) -> None:
-    with markov.with_fault(nursery, sharpened, "draft_service", fault) as service:
+    with markov.with_fault(cluster, sharpened, "draft_service", fault) as service:
         samples = _samples(service)
     shared, own = chances
     deviation, from_own = _deviation(samples, shared), _deviation(samples, own)
@@ -221,13 +221,13 @@ def test_other_noise_in_the_draft_costs_acceptance_and_changes_no_token(
 
 
 def test_a_verifier_that_keys_its_noise_by_the_round_is_noticed(
-    nursery: Nursery, markov: World, sharpened: Path, sound: Service
+    cluster: Cluster, markov: World, sharpened: Path, sound: Service
 ) -> None:
     def texts(service: Service) -> list[list[Ids]]:
         return [[sample.token_ids for sample in _samples(service, gamma, n=4)] for gamma in (0, 3)]
 
     by_decode, drafted = texts(sound)
     assert by_decode == drafted
-    with markov.with_fault(nursery, sharpened, "verifier_service", "noise_of_the_round") as service:
+    with markov.with_fault(cluster, sharpened, "verifier_service", "noise_of_the_round") as service:
         by_decode, drafted = texts(service)
     assert by_decode != drafted

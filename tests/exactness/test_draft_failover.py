@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from outrider.client import AsyncClient, Completion, Options
+from tests.cluster import Cluster, Service, wait_healthy
 from tests.exactness import chisquare, laws, pairs, sampling
 from tests.exactness.chisquare import Array, Fit
-from tests.exactness.services import Nursery, Service, wait_healthy
 from tests.exactness.worlds import FILTERS, World
 
 PROMPT = (15, 12, 14)
@@ -49,12 +49,12 @@ def _texts(addresses: list[str], requests: list[Options]) -> list[Completion]:
 
 
 @pytest.fixture(scope="module")
-def mortal(nursery: Nursery, attentive: World) -> Iterator[list[Service]]:
+def mortal(cluster: Cluster, attentive: World) -> Iterator[list[Service]]:
     """Two draft services of one kind that die after every round."""
     services = [
-        nursery.draft(
-            attentive.drafts["uniform"],
+        cluster.draft(
             attentive.verifier,
+            model=attentive.drafts["uniform"],
             fault="dies_after_every_round",
             flags=(*sampling.DRAFT_FLAGS, "--no-outcome-cache"),
         )
@@ -63,7 +63,7 @@ def mortal(nursery: Nursery, attentive: World) -> Iterator[list[Service]]:
     wait_healthy(*services)
     yield services
     for service in services:
-        service.stop()
+        service.end()
 
 
 LENGTH = 24
@@ -98,19 +98,19 @@ def test_tokens_are_those_of_texts_that_nothing_befell(mortal: list[Service], at
 
 
 @pytest.fixture(scope="module")
-def unlike(nursery: Nursery, attentive: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Service]]:
+def unlike(cluster: Cluster, attentive: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Service]]:
     """Two draft services, each of which dies three times under each text. What one drafts is accepted as a rule, and
     what the other does is not: where a round is drawn anew other numbers decide.
     """
     good = pairs.write_draft(tmp_path_factory.mktemp("flattened"), attentive.target, "flattened")
     services = [
-        nursery.draft(draft, attentive.verifier, fault="dies_thrice", flags=sampling.DRAFT_FLAGS)
+        cluster.draft(attentive.verifier, model=draft, fault="dies_thrice", flags=sampling.DRAFT_FLAGS)
         for draft in (good, attentive.drafts["uniform"])
     ]
     wait_healthy(*services)
     yield services
     for service in services:
-        service.stop()
+        service.end()
 
 
 def _by_held(law: Array, tokens: Array) -> Fit:

@@ -19,12 +19,12 @@ import numpy as np
 import pytest
 
 from outrider.client import Client, Completion, Drafter, Options
+from tests.cluster import Cluster, Service, wait_healthy
 from tests.exactness import chisquare, sampling
 from tests.exactness.chisquare import Fit
 from tests.exactness.laws import Filters
 from tests.exactness.pairs import LETTERS, VOCABULARY
 from tests.exactness.sampling import Run
-from tests.exactness.services import Nursery, Service, wait_healthy
 from tests.exactness.worlds import Chain, World, sampled_fits
 
 # Every letter once, so that there is something to copy whatever comes.
@@ -53,27 +53,27 @@ def corpus(markov: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _start(nursery: Nursery, world: World, drafter: str, corpus: Path, fault: str | None = None) -> Service:
+def _start(cluster: Cluster, world: World, drafter: str, corpus: Path, fault: str | None = None) -> Service:
     flags = (*FLAGS, "--drafter", drafter, "--ngram-corpus", str(corpus))
-    return nursery.draft(world.drafts["uniform"], world.verifier, fault=fault, flags=flags)
+    return cluster.draft(world.verifier, model=world.drafts["uniform"], fault=fault, flags=flags)
 
 
 @pytest.fixture(scope="module")
-def service(nursery: Nursery, attentive: World, corpus: Path) -> Iterator[Service]:
+def service(cluster: Cluster, attentive: World, corpus: Path) -> Iterator[Service]:
     """Without a draft model; all drafters that need none."""
-    service = _start(nursery, attentive, "ngram", corpus)
+    service = _start(cluster, attentive, "ngram", corpus)
     wait_healthy(service)
     yield service
-    service.stop()
+    service.end()
 
 
 @pytest.fixture(scope="module")
-def chain_service(nursery: Nursery, markov: World, corpus: Path) -> Iterator[Service]:
+def chain_service(cluster: Cluster, markov: World, corpus: Path) -> Iterator[Service]:
     """The same for the target that looks at the last token alone."""
-    service = _start(nursery, markov, "lookup", corpus)
+    service = _start(cluster, markov, "lookup", corpus)
     wait_healthy(service)
     yield service
-    service.stop()
+    service.end()
 
 
 def _fits(service: Service, world: World, drafter: str, **asked: Any) -> tuple[Run, Fit, Fit]:
@@ -136,14 +136,14 @@ MUTANTS = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.fault)
-def test_a_fault_is_noticed(mutant: Mutant, nursery: Nursery, markov: World, corpus: Path) -> None:
-    service = _start(nursery, markov, mutant.drafter, corpus, mutant.fault)
+def test_a_fault_is_noticed(mutant: Mutant, cluster: Cluster, markov: World, corpus: Path) -> None:
+    service = _start(cluster, markov, mutant.drafter, corpus, mutant.fault)
     wait_healthy(service)
     _, outcomes, classes = _fits(
         service, markov, mutant.drafter, filters=mutant.filters, length=mutant.length, seed=5, rule="tokenwise"
     )
     assert min(outcomes.p_value, classes.p_value) < REFUTED
-    service.stop()
+    service.end()
 
 
 # --------------------------------------------------------------------------------- the same tokens, sick or healthy
@@ -181,11 +181,11 @@ def test_the_tokens_are_the_same_with_every_drafter(options: dict[str, object], 
     ],
 )
 def test_a_sick_drafter_costs_time_and_changes_no_token(
-    fault: str, options: dict[str, object], nursery: Nursery, attentive: World, service: Service
+    fault: str, options: dict[str, object], cluster: Cluster, attentive: World, service: Service
 ) -> None:
     """After a failure the target writes alone, and the drafter is tried anew; what is late is asked again."""
     flags = (*FLAGS, "--drafter", "lookup", "--draft-timeout", "250" if fault == "lookup_stalls" else "60000")
-    sick = nursery.draft(attentive.drafts["uniform"], attentive.verifier, fault=fault, flags=flags)
+    sick = cluster.draft(attentive.verifier, model=attentive.drafts["uniform"], fault=fault, flags=flags)
     wait_healthy(sick)
     length = 900 if fault == "lookup_stalls" else 300  # much is written while it stalls
     text = _write(sick, max_new_tokens=length, **options)
@@ -201,13 +201,13 @@ def test_a_sick_drafter_costs_time_and_changes_no_token(
             assert told.num_draft_failures > 1
         case _:  # every other proposal: 32, 64 and 128 tokens alone, and then the rest
             assert (told.num_draft_failures, told.num_draft_recoveries) == (4, 3)
-    sick.stop()
+    sick.end()
 
 
-def test_a_drafter_that_never_works_is_asked_by_few(nursery: Nursery, attentive: World, service: Service) -> None:
+def test_a_drafter_that_never_works_is_asked_by_few(cluster: Cluster, attentive: World, service: Service) -> None:
     """Sixty-four sequences at once: after five failures in a row the others need not find out for themselves."""
     flags = (*FLAGS, "--drafter", "lookup")
-    dead = nursery.draft(attentive.drafts["uniform"], attentive.verifier, fault="lookup_never_works", flags=flags)
+    dead = cluster.draft(attentive.verifier, model=attentive.drafts["uniform"], fault="lookup_never_works", flags=flags)
     wait_healthy(dead)
     with Client(dead.address) as client:
         text = client.complete(PROMPT, max_new_tokens=16, ignore_eos=True, seed=41, rule="coupled", n=64)
@@ -220,4 +220,4 @@ def test_a_drafter_that_never_works_is_asked_by_few(nursery: Nursery, attentive:
     with Client(dead.address) as client:
         later = [client.complete(PROMPT, max_new_tokens=8, seed=seed, rule="coupled") for seed in range(12)]
     assert sum(each.statistics.num_draft_failures for each in later) <= 6, "a probe a second, and then fewer"
-    dead.stop()
+    dead.end()

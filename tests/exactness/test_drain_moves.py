@@ -6,8 +6,6 @@ Real verifiers; the silent one is behind a proxy that holds back what it says.
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +17,9 @@ from draft_service.metrics import FailoverMetrics
 from draft_service.replicas import Replicas
 from protos.outrider.v1 import model_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
+from tests.cluster import Cluster, wait_healthy
 from tests.draft_service.records import record
 from tests.exactness import sampling
-from tests.exactness.services import Nursery, wait_healthy
 from tests.exactness.worlds import World
 from tests.proxy import Proxy, Way
 
@@ -68,9 +66,9 @@ async def _text(verifiers: Verifiers, go_on: Callable[[int], bool]) -> list[int]
 
 
 @pytest.mark.parametrize("answers", [True, False], ids=["the next one answers", "the next one is silent"])
-async def test_a_sequence_leaves_in_good_time_or_stays(nursery: Nursery, attentive: World, answers: bool) -> None:
+async def test_a_sequence_leaves_in_good_time_or_stays(cluster: Cluster, attentive: World, answers: bool) -> None:
     """Where the next one is silent it is tried now and then, and not before each verdict."""
-    leaving = nursery.verifier(attentive.target, flags=(*sampling.VERIFIER_FLAGS, "--grace", str(SOON_S)))
+    leaving = cluster.verifier(model=attentive.target, flags=(*sampling.VERIFIER_FLAGS, "--grace", str(SOON_S)))
     wait_healthy(leaving)
     tries = Tries()
     with Proxy(attentive.verifier.address) as way:
@@ -88,7 +86,7 @@ async def test_a_sequence_leaves_in_good_time_or_stays(nursery: Nursery, attenti
             if written == DRAINS_AFTER:
                 if not answers:
                     way.stall(Way.DOWN)
-                os.kill(leaving.pid, signal.SIGTERM)
+                leaving.end()
             if tries.count and end == MOST_TOKENS:
                 end = written + MORE
             return written < end

@@ -8,8 +8,6 @@ a round that is judged again has the draws it had (invariant 2). All in float32.
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -18,13 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli.processes import fixed
 from outrider.client import AsyncClient, Chunk, Finished, Options, Statistics, Unavailable
 from outrider.rpc.channel import wait_for_health
+from tests.cluster import Cluster, Service, free_address, wait_healthy, wait_until
 from tests.exactness import pairs, sampling
-from tests.exactness.services import Nursery, Service, wait_healthy
 from tests.exactness.worlds import World
-from tests.metrics import Samples, scrape
+from tests.metrics import Samples
 
 PROMPT = (15, 12, 14)
 LENGTH = 64
@@ -49,16 +46,15 @@ Ids = tuple[int, ...]
 class House:
     """A draft service and the addresses of its verifiers, at which processes come and go; the last one struck."""
 
-    nursery: Nursery
+    cluster: Cluster
     target: Path
     addresses: tuple[str, ...]
-    metrics_url: str
     draft: Service
     verifiers: dict[str, Service] = field(default_factory=dict)
     struck: str = ""
 
     def samples(self) -> Samples:
-        return scrape(self.metrics_url)
+        return self.draft.samples()
 
     def statuses(self) -> dict[str, int]:
         found = self.samples()["outrider_verifiers"]
@@ -67,7 +63,9 @@ class House:
     def start(self, address: str, target: Path | None = None) -> Service:
         """Starts a verifier there."""
         flags = (*sampling.VERIFIER_FLAGS, "--listen", address)
-        self.verifiers[address] = service = self.nursery.verifier(target or self.target, fault=SLOWLY, flags=flags)
+        self.verifiers[address] = service = self.cluster.verifier(
+            model=target or self.target, fault=SLOWLY, flags=flags
+        )
         wait_healthy(service)
         return service
 
@@ -76,7 +74,9 @@ class House:
         for address in self.addresses:
             if address not in self.verifiers:
                 self.start(address)
-        until(lambda: sum(self.statuses().get(state, 0) for state in ("closed", "half_open")) == len(self.addresses))
+        wait_until(
+            lambda: sum(self.statuses().get(state, 0) for state in ("closed", "half_open")) == len(self.addresses)
+        )
 
     def signal_busiest(self, number: signal.Signals) -> None:
         """To the one with the most sequences: of several that is at least half."""
@@ -85,34 +85,29 @@ class House:
         self.signal(self.struck, number)
 
     def signal(self, address: str, number: signal.Signals) -> None:
-        os.kill(self.verifiers[address].pid, number)
+        self.verifiers[address].send(number)
         if number in (signal.SIGKILL, signal.SIGTERM):
             del self.verifiers[address]
 
     def switches(self, reason: str) -> int:
         return int(self.samples()["outrider_verifier_switches_total"][(("reason", reason),)])
 
-    def lines(self, event: str) -> list[dict[str, object]]:
-        lines = self.draft.log.read_text().splitlines()
-        entries = [json.loads(line) for line in lines if line.startswith("{")]
-        return [entry for entry in entries if entry["event"] == event]
-
 
 @pytest.fixture(scope="module")
-def house(nursery: Nursery, attentive: World) -> Iterator[House]:
+def house(cluster: Cluster, attentive: World) -> Iterator[House]:
     """Two verifiers, one of them by a name, and a draft service."""
-    first = nursery.verifier(attentive.target, fault=SLOWLY, flags=sampling.VERIFIER_FLAGS)
-    second, metrics = fixed("127.0.0.1:0"), fixed("127.0.0.1:0")
+    first = cluster.verifier(model=attentive.target, fault=SLOWLY, flags=sampling.VERIFIER_FLAGS)
+    second = free_address()
     name = f"localhost:{second.rpartition(':')[2]}"
     limits = ("--verifier-timeout", str(SILENCE_S), "--failover-patience", str(PATIENCE_S))
-    flags = ("--verifier", name, *limits, "--metrics-listen", metrics, *sampling.DRAFT_FLAGS)
-    draft = nursery.draft(attentive.drafts["uniform"], first, flags=flags)
-    house = House(nursery, attentive.target, (first.address, second), f"http://{metrics}/metrics", draft)
+    flags = (*limits, *sampling.DRAFT_FLAGS)
+    draft = cluster.draft(first, name, model=attentive.drafts["uniform"], flags=flags)
+    house = House(cluster, attentive.target, (first.address, second), draft)
     house.verifiers[first.address] = first
     wait_healthy(first, draft)
     yield house
     for service in (*house.verifiers.values(), draft):
-        service.stop()
+        service.end()
 
 
 @dataclass(frozen=True)
@@ -165,13 +160,6 @@ def failovers(texts: list[Text]) -> int:
     return sum(text.statistics.num_failovers for text in texts if text.statistics)
 
 
-def until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + SOON_S
-    while not holds():
-        assert time.monotonic() < end, "not in time"
-        time.sleep(0.02)
-
-
 def broken_off(texts: list[Text]) -> None:
     """Whoever had not ended yet was told so, and that is nearly all."""
     assert all(isinstance(text.error, Unavailable) for text in texts if len(text.ids) < LENGTH)
@@ -203,11 +191,11 @@ def test_a_verifier_that_is_killed_costs_a_pause_and_no_token(house: House, undi
     moved = [text for text in texts if text.statistics and text.statistics.num_failovers]
     assert all(text.statistics.num_reopened_tokens > len(PROMPT) for text in moved if text.statistics)
     assert all(bool(text.failover_us) == (text in moved) for text in texts)
-    until(lambda: house.statuses() == {"closed": 1, "open": 1})
+    wait_until(lambda: house.statuses() == {"closed": 1, "open": 1})
     breakers = house.samples()["outrider_verifier_breaker_state"]
     assert breakers == {(("verifier", address),): 2 * (address == house.struck) for address in house.addresses}
     assert house.samples()["outrider_failover_seconds_total"][()] > 0
-    until(lambda: set(house.samples()["outrider_verifier_sequences"].values()) == {0})
+    wait_until(lambda: set(house.samples()["outrider_verifier_sequences"].values()) == {0})
     wait_for_health(house.draft.address, "", SOON_S)
 
 
@@ -215,18 +203,17 @@ def test_one_that_comes_back_is_used_again(house: House, undisturbed: list[Ids])
     house.restore()
     assert ids(write(house)) == undisturbed
     for service in house.verifiers.values():
-        until(lambda service=service: '"event": "sequence"' in service.log.read_text())  # type: ignore[misc]
+        wait_until(lambda service=service: service.logged("sequence"))  # type: ignore[misc]
 
 
 def test_one_that_drains_is_left_between_rounds_and_the_last_one_finishes(house: House, undisturbed: list[Ids]) -> None:
     house.restore()
     services = dict(house.verifiers)
     texts = write(house, after=SOME, fault=lambda: house.signal_busiest(signal.SIGTERM))
-    log = services[house.struck].log
     (last,) = house.verifiers
     assert ids(texts) == undisturbed
     assert sum(text.statistics.num_drain_moves for text in texts if text.statistics) == failovers(texts) >= 2
-    until(lambda: '"event": "stopped"' in log.read_text())
+    wait_until(lambda: services[house.struck].logged("stopped"))
     texts = write(house, after=SOME, fault=lambda: house.signal(last, signal.SIGTERM))
     assert ids(texts) == undisturbed, "there is no other: it has its grace for this"
     assert failovers(texts) == 0
@@ -270,15 +257,15 @@ def test_one_with_other_weights_is_never_used(
     for address in house.addresses:
         if address in house.verifiers:
             house.signal(address, signal.SIGKILL)
-    log = house.start(odd, pairs.write_target(tmp_path_factory.mktemp("odd"), seed=99)).log
+    mismatched = house.start(odd, pairs.write_target(tmp_path_factory.mktemp("odd"), seed=99))
     house.start(good)
-    until(lambda: house.statuses() == {"closed": 1, "mismatched": 1} or house.statuses() == HALF_MISMATCHED)
+    wait_until(lambda: house.statuses() == {"closed": 1, "mismatched": 1} or house.statuses() == HALF_MISMATCHED)
     assert ids(write(house)) == undisturbed
     texts = write(house, after=SOME, fault=lambda: house.signal(good, signal.SIGKILL))
     broken_off(texts)
     assert all(text.ids == whole[: len(text.ids)] for text, whole in zip(texts, undisturbed, strict=True))
-    assert '"event": "sequence"' not in log.read_text()
-    told = [entry for entry in house.lines("verifier") if entry["status"] == "mismatched"]
+    assert not mismatched.logged("sequence")
+    told = [entry for entry in house.draft.logged("verifier") if entry["status"] == "mismatched"]
     assert len(told) == 1
     assert "weights" in str(told[0]["reason"])
 

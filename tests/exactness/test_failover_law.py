@@ -21,11 +21,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from outrider.cli.processes import fixed
+from tests.cluster import Cluster, Service, wait_healthy
 from tests.exactness import chisquare, sampling
-from tests.exactness.services import Nursery, Service, wait_healthy
 from tests.exactness.worlds import FILTERS, Chain, World
-from tests.metrics import scrape
 from tests.proxy import Proxy, Way
 
 PROMPT = (15, 12, 14)
@@ -46,17 +44,13 @@ class Torn:
 
     draft: Service
     ways: list[Proxy]
-    metrics_url: str
-
-    def sum_of(self, metric: str) -> float:
-        return sum(scrape(self.metrics_url)[metric].values())
 
     def failovers(self) -> int:
-        return int(self.sum_of("outrider_verifier_switches_total"))
+        return int(self.draft.count("outrider_verifier_switches_total"))
 
     def rounds(self) -> float:
         """Verdicts so far."""
-        return sum(scrape(self.metrics_url).get("outrider_spec_decode_gamma_count", {}).values())
+        return self.draft.count("outrider_spec_decode_gamma_count")
 
     @contextmanager
     def torn(self, seed: int) -> Iterator[None]:
@@ -69,7 +63,7 @@ class Torn:
             chance = random.Random(seed)
             wanted = 0.0
             while not over.wait(SECONDS_PER_LOOK):
-                if self.rounds() < wanted or self.sum_of("outrider_failover_budget") < sampling.SEQUENCES / WAYS:
+                if self.rounds() < wanted or self.draft.count("outrider_failover_budget") < sampling.SEQUENCES / WAYS:
                     continue
                 way, reset = chance.choice(list(Way)), chance.random() < 0.5
                 chance.choice(self.ways).cut_after(chance.randint(1, BYTES), way, reset=reset)
@@ -86,17 +80,15 @@ class Torn:
 
 
 @pytest.fixture(scope="module")
-def torn(nursery: Nursery, markov: World) -> Iterator[Torn]:
+def torn(cluster: Cluster, markov: World) -> Iterator[Torn]:
     with ExitStack() as stack:
         ways = [stack.enter_context(Proxy(markov.verifier.address)) for _ in range(WAYS)]
-        metrics = fixed("127.0.0.1:0")
-        names = ",".join(way.address for way in ways)
-        flags = ("--verifier", names, "--metrics-listen", metrics, *sampling.DRAFT_FLAGS)
+        model = markov.drafts["uniform"]
         # How many verifiers a round may lose in a row is another test's affair, and here a matter of chance.
-        draft = nursery.draft(markov.drafts["uniform"], None, fault="stubborn", flags=flags)
+        draft = cluster.draft(*(way.address for way in ways), model=model, fault="stubborn", flags=sampling.DRAFT_FLAGS)
         wait_healthy(draft)
-        yield Torn(draft, ways, f"http://{metrics}/metrics")
-        draft.stop()
+        yield Torn(draft, ways)
+        draft.end()
 
 
 @pytest.mark.parametrize(("length", "distance"), [(46, 0.05), pytest.param(184, 0.025, marks=pytest.mark.slow)])

@@ -12,7 +12,7 @@ import pytest
 
 from outrider.cli.processes import Pair, ServiceProcess, fixed
 from outrider.client import Client, Options
-from tests.services import MODELS
+from tests.cluster import MODELS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from outrider.client import AsyncClient, Completion
-from tests.services import MODELS
+from tests.cluster import MODELS
 
 PROMPTS = 50
 IN_SHORT = 10

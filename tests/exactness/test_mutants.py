@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster import Cluster, Service
 from tests.exactness import sampling
 from tests.exactness.chisquare import Fit
 from tests.exactness.laws import Filters
 from tests.exactness.sampling import Run
-from tests.exactness.services import Nursery, Service
 from tests.exactness.worlds import FILTERS, Chain, World
 
 REFUTED = 1e-9
@@ -61,8 +61,8 @@ def _fits(run: Run, target: Path, filters: Filters) -> tuple[Fit, Fit]:
     [*MUTANTS, *(pytest.param(mutant, marks=pytest.mark.slow) for mutant in MORE_MUTANTS)],
     ids=lambda mutant: mutant.fault,
 )
-def test_a_fault_is_noticed(mutant: Mutant, nursery: Nursery, markov: World, sharpened: Path) -> None:
-    with markov.with_fault(nursery, sharpened, mutant.service, mutant.fault) as service:
+def test_a_fault_is_noticed(mutant: Mutant, cluster: Cluster, markov: World, sharpened: Path) -> None:
+    with markov.with_fault(cluster, sharpened, mutant.service, mutant.fault) as service:
         run = _write(service, mutant.filters, mutant.length)
     assert min(fit.p_value for fit in _fits(run, markov.target, mutant.filters)) < REFUTED
 
@@ -73,18 +73,18 @@ def test_the_same_pair_without_fault_is_not(filters: Filters, length: int, sound
     assert min(fit.p_value for fit in _fits(run, markov.target, filters)) > SOUND
 
 
-def test_a_uniform_of_zero_accepts_nothing_without_mass(nursery: Nursery, markov: World) -> None:
+def test_a_uniform_of_zero_accepts_nothing_without_mass(cluster: Cluster, markov: World) -> None:
     """The edge where u = 0 and p = 0: a draft that proposes little else, and acceptance tests that all draw 0."""
-    with markov.with_fault(nursery, markov.drafts["reversed"], "verifier_service", "zero_uniform") as service:
+    with markov.with_fault(cluster, markov.drafts["reversed"], "verifier_service", "zero_uniform") as service:
         run = _write(service, FILTERS, 10)
     outcomes, _ = _fits(run, markov.target, FILTERS)
     assert outcomes.impossible == 0
     assert 0 < run.accepted < run.drafted / 2
 
 
-def test_a_weak_inequality_is_noticed_there(nursery: Nursery, markov: World) -> None:
+def test_a_weak_inequality_is_noticed_there(cluster: Cluster, markov: World) -> None:
     fault = "zero_uniform_and_weak_inequality"
-    with markov.with_fault(nursery, markov.drafts["reversed"], "verifier_service", fault) as service:
+    with markov.with_fault(cluster, markov.drafts["reversed"], "verifier_service", fault) as service:
         run = _write(service, FILTERS, 10)
     outcomes, _ = _fits(run, markov.target, FILTERS)
     assert outcomes.impossible > 0

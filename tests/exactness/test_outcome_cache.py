@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from outrider.client import Client, Completion, Options
+from tests.cluster import Cluster, Service
 from tests.exactness import chisquare
 from tests.exactness.laws import Filters
-from tests.exactness.services import Nursery, Service
 from tests.exactness.worlds import Chain, World
 
 PROMPT = (14,)
@@ -33,8 +33,8 @@ REFUTED = 1e-9
 
 
 @pytest.fixture(scope="module")
-def eager(nursery: Nursery, markov: World, sharpened: Path) -> Iterator[Service]:
-    with markov.with_fault(nursery, sharpened, "draft_service", "eager_outcome_cache") as service:
+def eager(cluster: Cluster, markov: World, sharpened: Path) -> Iterator[Service]:
+    with markov.with_fault(cluster, sharpened, "draft_service", "eager_outcome_cache") as service:
         yield service
 
 
@@ -72,8 +72,8 @@ def test_the_law_of_each_next_token_is_the_targets(
 
 
 @pytest.mark.slow
-def test_laws_that_are_not_the_ones_drawn_from_are_noticed(nursery: Nursery, markov: World, sharpened: Path) -> None:
-    with markov.with_fault(nursery, sharpened, "draft_service", "branches_take_the_likeliest") as service:
+def test_laws_that_are_not_the_ones_drawn_from_are_noticed(cluster: Cluster, markov: World, sharpened: Path) -> None:
+    with markov.with_fault(cluster, sharpened, "draft_service", "branches_take_the_likeliest") as service:
         tokens, share = _many(service, "tokenwise", NOTICED_BY)
     print(f"{share:.0%} of the proposals came from the cache")
     assert min(fit.p_value for fit in Chain.of(markov.target, PLAIN).fits(PROMPT, tokens)) < REFUTED

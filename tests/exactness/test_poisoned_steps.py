@@ -8,37 +8,28 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import grpc
 import pytest
 
-from outrider.cli.processes import ServiceProcess, fixed
 from outrider.client import Client, OutriderError
+from tests.cluster import Cluster, Service, wait_healthy
 from tests.exactness.mutants.conditions import POISON
-from tests.fork_server import ForkedService
-from tests.services import HEALTHY_WITHIN_S, MODELS
 
-FLAGS = ("--dtype", "float32", "--threads", "1")
 PROMPTS = [[number, 40, 50 + number] for number in range(10, 18)]
 TOKENS = 24
 
 
 @contextmanager
-def service(faults: list[str | None]) -> Iterator[tuple[Client, list[ServiceProcess]]]:
+def service(faults: list[str | None]) -> Iterator[tuple[Client, list[Service]]]:
     """A client of a draft service with one verifier for each fault."""
-    with ExitStack() as running:
-        addresses = [fixed("127.0.0.1:0") for _ in faults]
-        verifiers: list[ServiceProcess] = []
-        for address, fault in zip(addresses, faults, strict=True):
-            arguments = ["verifier_service", "--model", str(MODELS / "target"), "--listen", address, *FLAGS]
-            verifiers.append(running.enter_context(ForkedService.launch(arguments, fault=fault)))
-        names = [part for address in addresses for part in ("--verifier", address)]
-        draft = ["draft_service", "--model", str(MODELS / "draft"), "--listen", "127.0.0.1:0", *names, *FLAGS]
-        front = running.enter_context(ForkedService.launch(draft))
-        for each in (*verifiers, front):
-            each.wait_healthy(HEALTHY_WITHIN_S)
-        yield running.enter_context(Client(front.address, plaintext=True, timeout=120.0)), verifiers
+    with Cluster() as cluster:
+        verifiers = [cluster.verifier(fault=fault) for fault in faults]
+        front = cluster.draft(*verifiers)
+        wait_healthy(*verifiers, front)
+        with Client(front.address, plaintext=True, timeout=120.0) as client:
+            yield client, verifiers
 
 
 def texts(client: Client, prompts: list[list[int]]) -> list[list[int] | OutriderError]:

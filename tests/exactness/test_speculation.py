@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from outrider.client import Client, Completion, Options, SpeculationPolicy
+from tests.cluster import Cluster, Service, wait_healthy
 from tests.exactness import chisquare, pairs, sampling
 from tests.exactness.chisquare import Fit
 from tests.exactness.sampling import Run
-from tests.exactness.services import Nursery, Service, wait_healthy
 from tests.exactness.worlds import FILTERS, World, sampled_fits
 
 PROMPT = (14,)
@@ -34,8 +34,8 @@ POLICIES = [policy for policy in SpeculationPolicy if policy is not SpeculationP
 
 
 @pytest.fixture(scope="module")
-def restless(nursery: Nursery, markov: World, sharpened: Path) -> Iterator[Service]:
-    with markov.with_fault(nursery, sharpened, "draft_service", "restless_lengths") as service:
+def restless(cluster: Cluster, markov: World, sharpened: Path) -> Iterator[Service]:
+    with markov.with_fault(cluster, sharpened, "draft_service", "restless_lengths") as service:
         yield service
 
 
@@ -85,16 +85,16 @@ def test_lengths_do_follow_what_was_accepted(restless: Service) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["tokenwise", "block"])
 def test_a_stop_that_looks_at_the_token_it_drops_is_noticed(
-    rule: str, nursery: Nursery, markov: World, sharpened: Path
+    rule: str, cluster: Cluster, markov: World, sharpened: Path
 ) -> None:
-    with markov.with_fault(nursery, sharpened, "draft_service", "unsure_after_sampling") as service:
+    with markov.with_fault(cluster, sharpened, "draft_service", "unsure_after_sampling") as service:
         _, outcomes, classes = _fits(service, markov, seed=5, rule=rule, length=96, max_entropy=UNSURE)
     assert min(outcomes.p_value, classes.p_value) < REFUTED
 
 
 @pytest.mark.slow
-def test_a_length_that_looks_at_what_was_drafted_is_noticed(nursery: Nursery, markov: World, sharpened: Path) -> None:
-    with markov.with_fault(nursery, sharpened, "draft_service", "restless_lengths_after_drafting") as service:
+def test_a_length_that_looks_at_what_was_drafted_is_noticed(cluster: Cluster, markov: World, sharpened: Path) -> None:
+    with markov.with_fault(cluster, sharpened, "draft_service", "restless_lengths_after_drafting") as service:
         _, outcomes, classes = _fits(
             service, markov, seed=5, rule="tokenwise", length=NOTICED_BY, speculation="adaptive"
         )
@@ -106,13 +106,13 @@ def test_a_length_that_looks_at_what_was_drafted_is_noticed(nursery: Nursery, ma
 
 @pytest.fixture(scope="module")
 def attentive_restless(
-    nursery: Nursery, attentive: World, tmp_path_factory: pytest.TempPathFactory
+    cluster: Cluster, attentive: World, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Service]:
     draft = pairs.write_draft(tmp_path_factory.mktemp("flattened"), attentive.target, "flattened")
-    service = nursery.draft(draft, attentive.verifier, fault="restless_lengths", flags=sampling.DRAFT_FLAGS)
+    service = cluster.draft(attentive.verifier, model=draft, fault="restless_lengths", flags=sampling.DRAFT_FLAGS)
     wait_healthy(service)
     yield service
-    service.stop()
+    service.end()
 
 
 @pytest.mark.parametrize("law", [{"rule": "coupled"}, {"temperature": 0.0, "presence_penalty": 0.5}], ids=str)

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from outrider.client import Client, Completion, Drafter, Options
+from tests.cluster import Cluster, Service, wait_healthy
 from tests.exactness import chisquare, pairs, sampling
 from tests.exactness.chisquare import Fit
 from tests.exactness.laws import Filters
 from tests.exactness.sampling import Run
-from tests.exactness.services import Nursery, Service, wait_healthy
 from tests.exactness.worlds import Chain, World, sampled_fits
 
 PROMPT = (*range(pairs.VOCABULARY - 1), 15, 12, 14)
@@ -39,13 +39,15 @@ def draft(markov: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def services(nursery: Nursery, markov: World, draft: Path) -> Iterator[dict[str, Service]]:
+def services(cluster: Cluster, markov: World, draft: Path) -> Iterator[dict[str, Service]]:
     """One for each drafter that guesses."""
-    services = {kind: nursery.draft(draft, markov.verifier, flags=(*FLAGS, "--staged-by", kind)) for kind in CHEAP}
+    services = {
+        kind: cluster.draft(markov.verifier, model=draft, flags=(*FLAGS, "--staged-by", kind)) for kind in CHEAP
+    }
     wait_healthy(*services.values())
     yield services
     for service in services.values():
-        service.stop()
+        service.end()
 
 
 def _fits(service: Service, world: World, *, filters: Filters = PLAIN, **asked: Any) -> tuple[Run, Fit, Fit]:
@@ -86,7 +88,7 @@ def test_drafts_and_text_are_those_of_the_model(
 
 
 @pytest.mark.slow
-def test_a_fault_is_noticed(nursery: Nursery, markov: World, draft: Path, tmp_path: Path) -> None:
+def test_a_fault_is_noticed(cluster: Cluster, markov: World, draft: Path, tmp_path: Path) -> None:
     """The guesses come from a text in which each token's likeliest successor follows it, so that the fault makes that
     one likelier still.
     """
@@ -95,8 +97,8 @@ def test_a_fault_is_noticed(nursery: Nursery, markov: World, draft: Path, tmp_pa
     text = "".join(letter + letters[likeliest[number]] for number, letter in enumerate(letters))
     (tmp_path / "corpus.txt").write_text(text * 400)
     flags = (*FLAGS, "--staged-by", "ngram", "--ngram-order", "2", "--ngram-corpus", str(tmp_path / "corpus.txt"))
-    service = nursery.draft(draft, markov.verifier, fault="staged_draws_from_the_whole_law", flags=flags)
+    service = cluster.draft(markov.verifier, model=draft, fault="staged_draws_from_the_whole_law", flags=flags)
     wait_healthy(service)
     _, outcomes, classes = _fits(service, markov, length=40, seed=5, rule="tokenwise", filters=NARROW)
     assert min(outcomes.p_value, classes.p_value) < REFUTED
-    service.stop()
+    service.end()

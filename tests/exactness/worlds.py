@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from tests.cluster import Cluster, Service, wait_healthy
 from tests.exactness import chisquare, laws, pairs, sampling
 from tests.exactness.chisquare import Array, Fit
 from tests.exactness.laws import Filters
 from tests.exactness.sampling import Run
-from tests.exactness.services import Nursery, Service, wait_healthy
 
 FILTERS = Filters(temperature=1.0, top_k=20, top_p=0.9)
 
@@ -30,38 +30,38 @@ class World:
     services: dict[str, Service]
 
     @classmethod
-    def begin(cls, nursery: Nursery, folder: Path, *, seed: int, markov: bool) -> World:
+    def begin(cls, cluster: Cluster, folder: Path, *, seed: int, markov: bool) -> World:
         """Write a pair and start a verifier; a draft service of each kind starts when it is first asked for."""
         target = pairs.write_target(folder / "target", seed=seed, markov=markov)
         drafts = {kind: pairs.write_draft(folder / kind, target, kind) for kind in pairs.BAD_DRAFTS}
-        verifier = nursery.verifier(target, flags=sampling.VERIFIER_FLAGS)
+        verifier = cluster.verifier(model=target, flags=sampling.VERIFIER_FLAGS)
         wait_healthy(verifier)
-        return cls(target, drafts, verifier, _Started(nursery, drafts, verifier))
+        return cls(target, drafts, verifier, _Started(cluster, drafts, verifier))
 
     @contextmanager
-    def with_fault(self, nursery: Nursery, draft: Path, service: str, fault: str | None) -> Iterator[Service]:
+    def with_fault(self, cluster: Cluster, draft: Path, service: str, fault: str | None) -> Iterator[Service]:
         """Start a draft service for this target, with a fault in it or in a verifier of its own; stop both after."""
         verifier = self.verifier
         if service == "verifier_service":
-            verifier = nursery.verifier(self.target, fault=fault, flags=sampling.VERIFIER_FLAGS)
+            verifier = cluster.verifier(model=self.target, fault=fault, flags=sampling.VERIFIER_FLAGS)
         in_draft = fault if service == "draft_service" else None
-        front = nursery.draft(draft, verifier, fault=in_draft, flags=sampling.DRAFT_FLAGS)
+        front = cluster.draft(verifier, model=draft, fault=in_draft, flags=sampling.DRAFT_FLAGS)
         wait_healthy(verifier, front)
         yield front
-        front.stop()
+        front.end()
         if verifier is not self.verifier:
-            verifier.stop()
+            verifier.end()
 
 
 class _Started(dict[str, Service]):
     """The draft services of a verifier, each started when it is first asked for."""
 
-    def __init__(self, nursery: Nursery, drafts: dict[str, Path], verifier: Service) -> None:
+    def __init__(self, cluster: Cluster, drafts: dict[str, Path], verifier: Service) -> None:
         super().__init__()
-        self._nursery, self._drafts, self._verifier = nursery, drafts, verifier
+        self._cluster, self._drafts, self._verifier = cluster, drafts, verifier
 
     def __missing__(self, kind: str) -> Service:
-        service = self._nursery.draft(self._drafts[kind], self._verifier, flags=sampling.DRAFT_FLAGS)
+        service = self._cluster.draft(self._verifier, model=self._drafts[kind], flags=sampling.DRAFT_FLAGS)
         wait_healthy(service)
         self[kind] = service
         return service

@@ -9,14 +9,15 @@ import signal
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
-from outrider.cli.processes import ServiceProcess
+import tests.cluster
 from tests.certificates import Authority, Certificate, write
-from tests.fork_server import ForkedService, ForkServer
+from tests.cluster import Service
+from tests.fork_server import ForkServer
 from tests.hosts.client import RemoteClient, Request, until
 from tests.metrics import Samples
 from tests.network import Network
-from tests.services import HEALTHY_WITHIN_S, MODELS
 from tests.slow_steps import STEP_SECONDS, slow_steps
 
 VERIFIERS, DRAFTS, CLIENT = ("verifier-1", "verifier-2"), ("draft-1", "draft-2"), "client"
@@ -32,7 +33,7 @@ PORT, METRICS = 50051, 9100
 SILENCE_S, PATIENCE_S = 3.0, 30.0
 # Connections are made anew this often: whoever then shows what no longer holds gets none.
 CONNECTION_AGE_S = 1.0
-FLAGS = ("--dtype", "float32", "--device", "cpu", "--threads", "1", "--max-connection-age", str(CONNECTION_AGE_S))
+FLAGS = f"--max-connection-age {CONNECTION_AGE_S}"
 
 
 class Cluster:
@@ -49,7 +50,7 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.authority = Authority(folder / "authority")
-        self.services: dict[str, ServiceProcess] = {}
+        self.services: dict[str, Service] = {}
         self._folder = folder
         self._step_seconds = folder / "step-seconds"
         self._running = ExitStack()
@@ -62,8 +63,9 @@ class Cluster:
         with ExitStack() as running:
             names = {host: (name,) for host, name in HOSTS.items()}
             self.network = running.enter_context(Network(self._folder, names))
-            self._fork_server = ForkServer(self.network.beside())
-            running.callback(self._fork_server.close)
+            fork_server = ForkServer(self.network.beside())
+            running.callback(fork_server.close)
+            self._cluster = running.enter_context(tests.cluster.Cluster(FLAGS, server=fork_server))
             for host in (*VERIFIERS, *DRAFTS):
                 self.launch(host)
             entering = self.network.on(CLIENT)
@@ -74,8 +76,8 @@ class Cluster:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for host in self.services:
-            self.signal(host, signal.SIGKILL)  # one that is frozen hears nothing else
+        for service in self.services.values():
+            service.kill()  # one that is frozen hears nothing else
         self._running.close()
         for host, service in self.services.items():
             print(f"--- {host}", *(line for line in service.log_lines() if '"info"' not in line), sep="\n")
@@ -85,41 +87,40 @@ class Cluster:
     def launch(self, host: str) -> None:
         """Starts a host's service."""
         tls, at = self.tls(host, HOSTS[host]), self.network.address(host)
-        flags = ["--listen", f"{at}:{PORT}", *FLAGS, "--metrics-listen", f"{at}:{METRICS}"]
+        flags = ["--listen", f"{at}:{PORT}", "--metrics-listen", f"{at}:{METRICS}"]
         flags += ["--tls-cert", tls["cert"], "--tls-key", tls["key"], "--tls-client-ca", tls["ca"]]
+        start: dict[str, Any] = {
+            "env": {STEP_SECONDS: str(self._step_seconds)},
+            "network": self.network.file(host),
+        }
         if host in VERIFIERS:
-            arguments = ["verifier_service", "--model", str(MODELS / "target"), "--allow-client-san", "drafts"]
+            flags += ["--allow-client-san", "drafts"]
+            self.services[host] = self._cluster.verifier(flags=flags, fault="slow_steps", **start)
         else:
-            arguments = ["draft_service", "--model", str(MODELS / "draft"), "--allow-client-san", "clients"]
+            flags += ["--allow-client-san", "clients"]
             flags += ["--verifier", f"verifiers:{PORT}", "--verifier-tls-ca", tls["ca"]]
             flags += ["--verifier-tls-cert", tls["cert"], "--verifier-tls-key", tls["key"]]
             flags += ["--verifier-timeout", str(SILENCE_S), "--failover-patience", str(PATIENCE_S)]
-        self.services[host] = ForkedService.launch(
-            [*arguments, *flags],
-            env={STEP_SECONDS: str(self._step_seconds)},
-            fault="slow_steps" if host in VERIFIERS else None,
-            network=self.network.file(host),
-            of=self._fork_server,
-        )
+            self.services[host] = self._cluster.draft(flags=flags, **start)
 
     def wait_ready(self, host: str) -> None:
         """Returns once its service says that it serves; the test is on another network, and cannot ask."""
         service = self.services[host]
-        service.wait_listening(HEALTHY_WITHIN_S)
+        service.wait_listening()
 
         def serves() -> bool:
             service.check()
-            return any('"event": "serving"' in line for line in service.log_lines())
+            return bool(service.logged("serving"))
 
         until(serves)
 
     def signal(self, host: str, number: signal.Signals) -> None:
         """To its service."""
-        self.services[host].process.send_signal(number)
+        self.services[host].send(number)
 
     def start(self, host: str) -> None:
         """Starts the service of a host anew, where it was, and waits until it serves."""
-        self.launch(host)
+        self.services[host].start_again()
         self.wait_ready(host)
 
     def restore(self) -> None:
@@ -127,7 +128,7 @@ class Cluster:
         for host in HOSTS:
             self.network.mend(host)
         for host, service in list(self.services.items()):
-            service.process.send_signal(signal.SIGCONT)
+            service.send(signal.SIGCONT)
             if service.returncode is not None:
                 self.start(host)
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from tests.certificates import Authority
+from tests.cluster import MODELS
 from tests.hosts.client import Answer, Load, Request, until
 from tests.hosts.cluster import CLIENT, CONNECTION_AGE_S, DRAFTS, HOSTS, VERIFIERS, Cluster
 from tests.machine import need_networks
-from tests.services import MODELS
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -14,13 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice, product
 from pathlib import Path
+from typing import Any
 
-from outrider.cli.processes import fixed
 from outrider.client import AsyncClient, Drafter, Options
-from tests.chaos.cluster import Watched, until
+from tests.cluster import Cluster, Service, wait_healthy, wait_until
 from tests.exactness import pairs
-from tests.fork_server import ForkedService
-from tests.services import HEALTHY_WITHIN_S
 
 LONGEST = 4
 AT_ONCE, STEADY = 32, 4
@@ -33,7 +31,6 @@ PROMPTS = tuple(tuple(random.Random(length).choices(range(pairs.END_ID), k=lengt
 TIMEOUT_S = 120.0
 """Of one text, failovers included."""
 
-FLAGS = ("--dtype", "float32", "--device", "cpu", "--threads", "1")
 CROWDED = "crowded"
 """Passes of a tiny model are over before a second text is there; those of a real one are shared by many."""
 
@@ -138,11 +135,11 @@ async def load(client: AsyncClient, asked: Iterable[ShortText], tally: Tally) ->
 class TinyPair:
     """A verifier and a draft service with random weights: a text costs little beside what the services do for it."""
 
-    verifier: Watched
-    draft: Watched
+    verifier: Service
+    draft: Service
 
     @property
-    def services(self) -> tuple[Watched, Watched]:
+    def services(self) -> tuple[Service, Service]:
         """Return both."""
         return self.verifier, self.draft
 
@@ -157,10 +154,10 @@ class TinyPair:
     def check_at_rest(self) -> None:
         """Wait until neither service holds anything."""
         for service in self.services:
-            assert until(lambda service=service: not held(service), 30.0), f"{service.process.name}: {held(service)}"  # type: ignore[misc]
+            wait_until(lambda service=service: not held(service), 30.0, f"{service.name} is at rest")  # type: ignore[misc]
 
 
-def held(service: Watched) -> dict[str, float]:
+def held(service: Service) -> dict[str, float]:
     """Return what a service holds that is idle."""
     samples = service.samples()
     return {name: value for name in HELD for value in samples.get(name, {}).values() if value}
@@ -168,7 +165,7 @@ def held(service: Watched) -> dict[str, float]:
 
 @contextmanager
 def running_tiny_pair(
-    folder: Path, *, fault: str = CROWDED, env: dict[str, str] | None = None, max_sequences: int = 28
+    folder: Path, *, fault: str = CROWDED, max_sequences: int = 28, **start: Any
 ) -> Iterator[TinyPair]:
     """Start both services, with a draft that is right half of the time, and wait until they serve.
 
@@ -176,21 +173,8 @@ def running_tiny_pair(
     """
     target = pairs.write_target(folder / "target", seed=1)
     draft = pairs.write_draft(folder / "draft", target, "flattened")
-    address = fixed("127.0.0.1:0")
-
-    def launch(*arguments: str) -> Watched:
-        metrics, lines = fixed("127.0.0.1:0"), list[str]()
-        flags = (*FLAGS, "--metrics-listen", metrics)
-        process = ForkedService.launch([*arguments, *flags], on_line=lines.append, fault=fault, env=env)
-        return Watched(process, f"http://{metrics}/metrics", lines)
-
-    limit = ("--max-sequences", str(max_sequences))
-    verifier = launch("verifier_service", "--model", str(target), "--listen", address, *limit)
-    with verifier.process:
-        listen = ("--listen", "127.0.0.1:0")
-        front = launch("draft_service", "--model", str(draft), "--verifier", address, *listen, *DRAFT_FLAGS)
-        with front.process:
-            pair = TinyPair(verifier, front)
-            for service in pair.services:
-                service.process.wait_healthy(HEALTHY_WITHIN_S)
-            yield pair
+    with Cluster(fault=fault) as cluster:
+        verifier = cluster.verifier(model=target, flags=f"--max-sequences {max_sequences}", **start)
+        front = cluster.draft(verifier, model=draft, flags=DRAFT_FLAGS, **start)
+        wait_healthy(verifier, front)
+        yield TinyPair(verifier, front)

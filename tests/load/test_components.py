@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 
 from outrider.client import AsyncClient
-from tests.chaos.cluster import until
+from tests.cluster import wait_until
 from tests.load.broken import AFTER, EVERY, FILE, INSTEAD, Switch
 from tests.load.short_texts import Tally, TinyPair, load, running_tiny_pair, texts, write_alone
 
@@ -61,7 +61,9 @@ async def _break_each(pair: TinyPair, switch: Switch, count: int) -> Broken:
                 switch.set(component, how)
                 tallies[component, how] = await load(client, texts(count, alone, seed=number), Tally())
                 patience = 0.0 if component in UNREACHED else CALLED_WITHIN_S
-                if not until(lambda: pair.errors()[component] > before, patience):  # noqa: B023  # called here
+                try:
+                    wait_until(lambda: pair.errors()[component] > before, patience)  # noqa: B023  # called here
+                except AssertionError:
                     idle.add(component)
                 pair.check_at_rest()
         for how in (INSTEAD, AFTER):

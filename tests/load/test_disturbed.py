@@ -12,12 +12,11 @@ import asyncio
 import os
 import random
 import signal
-import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -25,11 +24,9 @@ from pathlib import Path
 import pytest
 
 from outrider.client import AsyncClient
-from tests.chaos.cluster import Watched, until
+from tests.cluster import Cluster, Service, wait_healthy, wait_until
 from tests.exactness import pairs
-from tests.fork_server import ForkedService
-from tests.load.short_texts import DRAFT_FLAGS, FLAGS, Alone, Tally, held, load, texts, write_alone
-from tests.services import HEALTHY_WITHIN_S
+from tests.load.short_texts import DRAFT_FLAGS, Alone, Tally, held, load, texts, write_alone
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * 3600)]
 
@@ -47,40 +44,13 @@ FROZEN_S = {module: (0.2, 1.5 * seconds) for module, seconds in SILENCE_S.items(
 PAUSE_S = (0.0, 1.0)
 """From a kill to the new start, and between two disturbances."""
 
-PORTS = (20_000, 30_000)
-"""Below those that systems give to outgoing connections."""
-
-
-class Slot:
-    """A service at an address that stays, while its processes come and go."""
-
-    def __init__(self, module: str, *flags: str) -> None:
-        self.module = module
-        self.address, metrics = _address(), _address()
-        self._metrics_url = f"http://{metrics}/metrics"
-        self._arguments = (module, "--listen", self.address, "--metrics-listen", metrics, *FLAGS, *flags)
-
-    def start(self) -> None:
-        """Start a process here."""
-        lines: list[str] = []
-        process = ForkedService.launch(self._arguments, on_line=lines.append)
-        self.watched = Watched(process, self._metrics_url, lines)
-
-    def wait_healthy(self) -> None:
-        """Return when it serves."""
-        self.watched.process.wait_healthy(HEALTHY_WITHIN_S)
-
-    def send(self, number: signal.Signals) -> None:
-        """Send its process a signal."""
-        self.watched.process.process.send_signal(number)
-
 
 @dataclass
 class Disturber:
     """Kills, freezes and restarts the services, one after the other, on a thread of its own."""
 
-    verifiers: list[Slot]
-    drafts: list[Slot]
+    verifiers: list[Service]
+    drafts: list[Service]
     counts: Counter[str] = field(default_factory=Counter)
     last: str = "nothing yet"
     error: BaseException | None = None
@@ -88,7 +58,7 @@ class Disturber:
     _chance: random.Random = field(default_factory=lambda: random.Random(SEED))
 
     @property
-    def slots(self) -> list[Slot]:
+    def slots(self) -> list[Service]:
         """Return all services."""
         return [*self.verifiers, *self.drafts]
 
@@ -110,7 +80,11 @@ class Disturber:
             raise self.error
 
     def _run(self) -> None:
-        acts: dict[str, Callable[[Slot], None]] = {"kill": self._kill, "freeze": self._freeze, "restart": self._restart}
+        acts: dict[str, Callable[[Service], None]] = {
+            "kill": self._kill,
+            "freeze": self._freeze,
+            "restart": self._restart,
+        }
         try:
             while not self._over.is_set():
                 turns = list(product(acts, self.slots))
@@ -118,7 +92,7 @@ class Disturber:
                 for name, slot in turns:
                     if self._over.is_set():
                         return
-                    self.last = f"{name} {slot.module} {slot.address}"
+                    self.last = f"{name} {slot.name} {slot.address}"
                     acts[name](slot)
                     self.counts[name] += 1
                     self._wait_all_back()
@@ -126,58 +100,41 @@ class Disturber:
         except BaseException as error:
             self.error = error
 
-    def _kill(self, slot: Slot) -> None:
-        slot.send(signal.SIGKILL)
-        slot.watched.process.process.wait()
+    def _kill(self, slot: Service) -> None:
+        slot.kill()
         self._over.wait(self._chance.uniform(*PAUSE_S))
-        slot.start()
+        slot.start_again()
 
-    def _freeze(self, slot: Slot) -> None:
+    def _freeze(self, slot: Service) -> None:
         slot.send(signal.SIGSTOP)
-        self._over.wait(self._chance.uniform(*FROZEN_S[slot.module]))
+        self._over.wait(self._chance.uniform(*FROZEN_S[slot.name]))
         slot.send(signal.SIGCONT)
 
-    def _restart(self, slot: Slot) -> None:
-        assert slot.watched.process.stop(GRACE_S + HEALTHY_WITHIN_S) == 0, slot.watched.lines[-20:]
-        slot.start()
+    def _restart(self, slot: Service) -> None:
+        assert slot.stop() == 0, slot.lines[-20:]
+        slot.start_again()
 
     def _wait_all_back(self) -> None:
         for slot in self.slots:
-            slot.watched.process.check()
+            slot.check()
             slot.wait_healthy()
         for draft in self.drafts:
-            assert until(lambda draft=draft: _sees_all(draft, len(self.verifiers)), HEALTHY_WITHIN_S), self.last  # type: ignore[misc]
+            wait_until(lambda draft=draft: _sees_all(draft, len(self.verifiers)), 110.0, self.last)  # type: ignore[misc]
 
 
-def _address() -> str:
-    """Return one whose port is free and that no outgoing connection gets while nobody listens there."""
-    while True:
-        port = random.randrange(*PORTS)
-        with suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            return f"127.0.0.1:{port}"
-
-
-def _sees_all(draft: Slot, count: int) -> bool:
-    found = draft.watched.samples().get("outrider_verifiers", {})
-    return sum(found.get((("status", status),), 0) for status in ("closed", "half_open")) == count
+def _sees_all(draft: Service, count: int) -> bool:
+    return sum(draft.count("outrider_verifiers", status=status) for status in ("closed", "half_open")) == count
 
 
 @pytest.fixture
 def disturber(tmp_path: Path) -> Iterator[Disturber]:
     target = pairs.write_target(tmp_path / "target", seed=1)
     draft = pairs.write_draft(tmp_path / "draft", target, "flattened")
-    grace = ("--grace", str(GRACE_S))
-    verifiers = [Slot("verifier_service", "--model", str(target), *grace) for _ in range(2)]
-    known = ("--verifier", ",".join(slot.address for slot in verifiers))
-    silence = ("--verifier-timeout", str(SILENCE_S["verifier_service"]))
-    drafts = [Slot("draft_service", "--model", str(draft), *known, *silence, *grace, *DRAFT_FLAGS) for _ in range(2)]
-    with ExitStack() as stack:
-        for slot in (*verifiers, *drafts):
-            slot.start()
-            stack.callback(lambda slot=slot: slot.watched.process.stop())  # type: ignore[misc]
-        for slot in (*verifiers, *drafts):
-            slot.wait_healthy()
+    with Cluster(f"--grace {GRACE_S}") as cluster:
+        verifiers = [cluster.verifier(model=target) for _ in range(2)]
+        flags = (*DRAFT_FLAGS, "--verifier-timeout", str(SILENCE_S["verifier_service"]))
+        drafts = [cluster.draft(*verifiers, model=draft, flags=flags) for _ in range(2)]
+        wait_healthy(*verifiers, *drafts)
         yield Disturber(verifiers, drafts)
 
 
@@ -214,4 +171,4 @@ def test_no_short_text_fails_while_services_are_killed_frozen_and_restarted(
     assert not tally.failures
     assert tally.whole == COUNT
     for slot in disturber.slots:
-        assert until(lambda slot=slot: not held(slot.watched), 60.0), f"{slot.module}: {held(slot.watched)}"  # type: ignore[misc]
+        wait_until(lambda slot=slot: not held(slot), 60.0, f"{slot.name} is at rest")  # type: ignore[misc]

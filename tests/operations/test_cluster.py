@@ -6,35 +6,57 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import pytest
 import yaml
 
-from outrider.cli.processes import ServiceProcess
 from outrider.client import Chunk, Client, Completion, Event
 from protos.outrider.v1 import draft_service_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
+from tests.cluster import Cluster, Service, wait_healthy, wait_until
 from tests.draft_service.calls import request
-from tests.operations.cluster import Cluster, logged, metrics_of, metrics_url, running_cluster, until
-from tests.operations.collector import Span
+from tests.operations.collector import Collector, Span, collecting
 from tests.operations.metric_users import ALERTS, OPERATOR_RULES, Shown, alerts, documented, live, panels
 from tests.operations.promql import GIVEN, metric_queries
 
 ASKED: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True, "gamma": 4}
 
 
+@dataclass(frozen=True)
+class Watched:
+    """Two verifiers, two draft services that know both, and a collector of their traces.
+
+    The first draft service traces only requests that come with a recorded trace; the second traces all.
+    """
+
+    verifiers: list[Service]
+    drafts: list[Service]
+    collector: Collector
+
+    @property
+    def draft_addresses(self) -> list[str]:
+        return [draft.address for draft in self.drafts]
+
+
 @pytest.fixture(scope="module")
-def watched() -> Iterator[Cluster]:
-    """Two verifiers and two draft services, healthy and watched. The last tests leave none of it whole."""
-    with running_cluster() as running:
-        yield running
+def watched() -> Iterator[Watched]:
+    """Healthy services. The last tests leave none of it whole."""
+    soon = {"OTEL_BSP_SCHEDULE_DELAY": "200"}  # milliseconds that spans are gathered for
+    with collecting() as collector, Cluster(f"--otlp-endpoint http://{collector.address}") as cluster:
+        verifiers = [cluster.verifier(flags="--grace 30", env=soon) for _ in range(2)]
+        drafts = [
+            # So little grace that some requests outlast it.
+            cluster.draft(*verifiers, flags=f"--trace-sample {share} --grace 2", env=soon)
+            for share in (0, 1)
+        ]
+        wait_healthy(*verifiers, *drafts)
+        yield Watched(verifiers, drafts, collector)
 
 
-def finished(
-    draft: ServiceProcess, traceparent: str | None = None, **fields: Any
-) -> list[draft_service_pb2.GenerateFinished]:
+def finished(draft: Service, traceparent: str | None = None, **fields: Any) -> list[draft_service_pb2.GenerateFinished]:
     """How the samples of a request ended, which comes with this metadata."""
     metadata = None if traceparent is None else (("traceparent", traceparent),)
     with grpc.insecure_channel(draft.address) as channel:
@@ -42,9 +64,9 @@ def finished(
         return [response.finished for response in call if response.HasField("finished")]
 
 
-def about(service: ServiceProcess, event: str, request_id: str) -> dict[str, Any]:
+def about(service: Service, event: str, request_id: str) -> dict[str, Any]:
     """The line of its log with this event about a request; empty until it is there."""
-    return next((line for line in logged(service, event) if line["request_id"] == request_id), {})
+    return next((line for line in service.logged(event) if line["request_id"] == request_id), {})
 
 
 def named(spans: list[Span], name: str) -> list[Span]:
@@ -54,7 +76,7 @@ def named(spans: list[Span], name: str) -> list[Span]:
 # ------------------------------------------------------------------------------------------------------------ traces
 
 
-def test_one_trace_a_request_with_the_rounds_of_both_services(watched: Cluster) -> None:
+def test_one_trace_a_request_with_the_rounds_of_both_services(watched: Watched) -> None:
     """The trace is the client's; each round is there twice, with what it did, and each span is under its whole."""
     trace_id, caller = secrets.token_hex(16), secrets.token_hex(8)
     (end,) = finished(watched.drafts[0], f"00-{trace_id}-{caller}-01", request_id="traced")
@@ -81,7 +103,7 @@ def test_one_trace_a_request_with_the_rounds_of_both_services(watched: Cluster) 
         assert generate.began <= sent.began <= sent.ended <= generate.ended
 
 
-def test_the_samples_of_a_request_share_its_trace(watched: Cluster) -> None:
+def test_the_samples_of_a_request_share_its_trace(watched: Watched) -> None:
     trace_id = secrets.token_hex(16)
     ends = finished(watched.drafts[0], f"00-{trace_id}-{secrets.token_hex(8)}-01", n=2)
     rounds = sum(end.statistics.num_rounds for end in ends)
@@ -91,7 +113,7 @@ def test_the_samples_of_a_request_share_its_trace(watched: Cluster) -> None:
     assert {span.attributes["outrider.sample"] for span in named(spans, "round")} == {0, 1}
 
 
-def test_what_is_not_sampled_leaves_no_span_and_its_logs_have_its_ids(watched: Cluster) -> None:
+def test_what_is_not_sampled_leaves_no_span_and_its_logs_have_its_ids(watched: Watched) -> None:
     """Nor does a request without a trace, where the share of those is 0. A request after them shows that they had
     their time.
     """
@@ -101,20 +123,22 @@ def test_what_is_not_sampled_leaves_no_span_and_its_logs_have_its_ids(watched: C
     finished(watched.drafts[0], request_id="without")
     finished(watched.drafts[0], f"00-{later}-{secrets.token_hex(8)}-01")
     spans = watched.collector.wait(later, lambda found: bool(named(found, "Generate") and named(found, "Verify")))
-    until(lambda: len(watched.collector.spans()) >= before + len(spans))
+    wait_until(lambda: len(watched.collector.spans()) >= before + len(spans))
     assert watched.collector.spans(trace_id) == []
     assert {span.trace_id for span in watched.collector.spans()[before:]} == {later}
 
-    assert until(lambda: about(watched.drafts[0], "generate", "unsampled"))["trace_id"] == trace_id
-    (line,) = until(lambda: list(filter(None, (about(each, "sequence", "unsampled") for each in watched.verifiers))))
+    assert wait_until(lambda: about(watched.drafts[0], "generate", "unsampled"))["trace_id"] == trace_id
+    (line,) = wait_until(
+        lambda: list(filter(None, (about(each, "sequence", "unsampled") for each in watched.verifiers)))
+    )
     assert line["trace_id"] == trace_id
-    assert until(lambda: about(watched.drafts[0], "generate", "without"))["trace_id"] not in (trace_id, later)
+    assert wait_until(lambda: about(watched.drafts[0], "generate", "without"))["trace_id"] not in (trace_id, later)
 
 
-def test_of_requests_without_a_trace_a_share_gets_one(watched: Cluster) -> None:
+def test_of_requests_without_a_trace_a_share_gets_one(watched: Watched) -> None:
     """All of them, at the second draft service; the log has its id."""
     (end,) = finished(watched.drafts[1], request_id="sampled here")
-    line = until(lambda: about(watched.drafts[1], "generate", "sampled here"))
+    line = wait_until(lambda: about(watched.drafts[1], "generate", "sampled here"))
     rounds = end.statistics.num_rounds
     spans = watched.collector.wait(line["trace_id"], lambda found: len(found) >= 2 + 2 * rounds)
     (generate,) = named(spans, "Generate")
@@ -123,7 +147,7 @@ def test_of_requests_without_a_trace_a_share_gets_one(watched: Cluster) -> None:
     assert {span.service for span in spans} == {"draft_service", "verifier_service"}
 
 
-def test_a_request_that_is_refused_is_an_error_in_its_trace(watched: Cluster) -> None:
+def test_a_request_that_is_refused_is_an_error_in_its_trace(watched: Watched) -> None:
     trace_id = secrets.token_hex(16)
     try:
         finished(watched.drafts[0], f"00-{trace_id}-{secrets.token_hex(8)}-01", max_new_tokens=1 << 20)
@@ -138,11 +162,11 @@ def test_a_request_that_is_refused_is_an_error_in_its_trace(watched: Cluster) ->
 # ------------------------------------------------------------------------------------------------------------ counts
 
 
-def test_the_metrics_of_requests_are_the_requests_own_figures(watched: Cluster) -> None:
+def test_the_metrics_of_requests_are_the_requests_own_figures(watched: Watched) -> None:
     """What two requests add, by their statistics and timings; one of them has its target write alone."""
 
     def shown() -> dict[str, float]:
-        found = metrics_of(watched.drafts[0])
+        found = watched.drafts[0].samples()
         one = {name: values[()] for name, values in found.items() if name.startswith("outrider_") and () in values}
         phases = {
             f"{part} {dict(labels)['phase']}": value
@@ -180,11 +204,11 @@ def test_the_metrics_of_requests_are_the_requests_own_figures(watched: Cluster) 
 GRPC_STATUSES = {code.name for code in grpc.StatusCode}
 
 
-def test_dashboard_and_alerts_ask_for_what_is_there(watched: Cluster) -> None:
+def test_dashboard_and_alerts_ask_for_what_is_there(watched: Watched) -> None:
     """Each name, each label that it is matched, grouped or joined by, and each value that a label is compared with."""
     shown: dict[str, Shown] = {}
     for service in (watched.verifiers[0], watched.verifiers[1], watched.drafts[0]):
-        for name, found in live(metrics_url(service))[0].items():
+        for name, found in live(service.metrics_url)[0].items():
             for label, values in found.labels.items():
                 shown.setdefault(name, Shown()).labels.setdefault(label, set()).update(values)
             shown.setdefault(name, Shown())
@@ -214,13 +238,13 @@ def test_the_operator_gets_the_same_rules() -> None:
     assert wrapped["spec"] == rules
 
 
-def test_the_table_of_metrics_is_what_is_shown(watched: Cluster) -> None:
+def test_the_table_of_metrics_is_what_is_shown(watched: Watched) -> None:
     """Every name of ours with its labels, of each service, and nothing besides."""
     rows, seen = documented(), dict[str, set[str]]()
     for name, service in (("verifier", watched.verifiers), ("draft", watched.drafts)):
         labels: dict[str, set[str]] = {}
         for process in service:
-            for family, found in live(metrics_url(process))[1].items():
+            for family, found in live(process.metrics_url)[1].items():
                 if family.startswith("outrider_"):
                     labels.setdefault(family, set()).update(found.labels)
         written = {family: row for family, row in rows.items() if name in row.services}
@@ -262,25 +286,25 @@ def writing(client: Client) -> Iterator[list[Future[Completion]]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(watched: Cluster) -> Sequence[str]:
+def undisturbed(watched: Watched) -> Sequence[str]:
     """The texts, by seed."""
     with Client(watched.draft_addresses, timeout=120) as client, writing(client) as texts:
         return [text.result().text for text in texts]
 
 
-def sequences_at(cluster: Cluster, verifier: ServiceProcess) -> float:
+def sequences_at(watched: Watched, verifier: Service) -> float:
     """How many the draft services have there."""
     key = (("verifier", verifier.address),)
-    return sum(metrics_of(draft)["outrider_verifier_sequences"].get(key, 0.0) for draft in cluster.drafts)
+    return sum(draft.samples()["outrider_verifier_sequences"].get(key, 0.0) for draft in watched.drafts)
 
 
-def test_a_verifier_that_is_told_to_go_hands_its_sequences_over(watched: Cluster, undisturbed: Sequence[str]) -> None:
+def test_a_verifier_that_is_told_to_go_hands_its_sequences_over(watched: Watched, undisturbed: Sequence[str]) -> None:
     """It stands still until it is told, so that its texts have not ended, however fast this machine is."""
     leaving, staying = watched.verifiers
     with Client(watched.draft_addresses, timeout=120) as client, writing(client) as texts:
         leaving.process.send_signal(signal.SIGSTOP)
         try:
-            until(lambda: sequences_at(watched, leaving))
+            wait_until(lambda: sequences_at(watched, leaving))
             leaving.process.send_signal(signal.SIGTERM)
         finally:
             leaving.process.send_signal(signal.SIGCONT)
@@ -289,9 +313,9 @@ def test_a_verifier_that_is_told_to_go_hands_its_sequences_over(watched: Cluster
     assert [each.text for each in found] == undisturbed
     assert sum(each.samples[0].statistics.num_drain_moves for each in found) > 0
     assert not any(each.samples[0].num_resumes for each in found), "no client was bothered"
-    until(lambda: logged(leaving, "stopped"))
-    assert not any("are cut" in line["event"] for line in logged(leaving))
-    switches = [metrics_of(draft)["outrider_verifier_switches_total"] for draft in watched.drafts]
+    wait_until(lambda: leaving.logged("stopped"))
+    assert not any("are cut" in line["event"] for line in leaving.logged())
+    switches = [draft.samples()["outrider_verifier_switches_total"] for draft in watched.drafts]
     assert sum(each[("reason", "draining"),] for each in switches) > 0
     assert sum(value for each in switches for value in each.values()) == sum(
         each.samples[0].statistics.num_failovers for each in found
@@ -301,7 +325,7 @@ def test_a_verifier_that_is_told_to_go_hands_its_sequences_over(watched: Cluster
     assert staying.returncode is None
 
 
-def test_a_draft_service_that_is_told_to_go_is_left_for_another(watched: Cluster, undisturbed: Sequence[str]) -> None:
+def test_a_draft_service_that_is_told_to_go_is_left_for_another(watched: Watched, undisturbed: Sequence[str]) -> None:
     """The verifier stands still from when all texts have begun until the draft service has gone: so the texts outlast
     its grace, however fast this machine is.
     """
@@ -317,4 +341,4 @@ def test_a_draft_service_that_is_told_to_go_is_left_for_another(watched: Cluster
         found = [text.result() for text in texts]
     assert [each.text for each in found] == undisturbed
     assert sum(each.samples[0].num_resumes for each in found) > 0
-    until(lambda: any("are cut" in line["event"] for line in logged(leaving)))
+    wait_until(lambda: any("are cut" in line["event"] for line in leaving.logged()))

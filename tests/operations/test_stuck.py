@@ -1,7 +1,6 @@
 """An engine that does not come back from a pass, in a real process: what each probe says, and that it still can go."""
 
 import queue
-import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,19 +10,16 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.cli.processes import ServiceProcess
 from outrider.rpc.errors import from_rpc_error
 from outrider.rpc.health import LIVENESS, READINESS, STARTUP
 from outrider.service.wire import PrefixHash
 from protos.outrider.v1 import verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
-from tests.fork_server import ForkedService
-from tests.operations.cluster import logged, metrics_of, until
-from tests.operations.held_steps import HELD, HOLD
-from tests.services import MODELS
+from tests.cluster import Cluster, Service, wait_until
+from tests.slow_steps import SLOW_STEP, STEP_SECONDS
 
 READY = {"", READINESS, "outrider.v1.VerifierService"}
-FLAGS = ("--listen", "127.0.0.1:0", "--dtype", "float32", "--threads", "1", "--metrics-listen", "127.0.0.1:0")
+FOREVER = "inf"
 NOBODY = "http://127.0.0.1:1"  # traces that nobody takes hold nothing up
 
 
@@ -74,21 +70,20 @@ class Stream:
 def hold(tmp_path: Path) -> Path:
     """The file that holds passes up; it is there."""
     path = tmp_path / "hold"
-    path.touch()
+    path.write_text(FOREVER)
     return path
 
 
 @pytest.fixture
-def service(hold: Path) -> Iterator[ServiceProcess]:
+def service(hold: Path) -> Iterator[Service]:
     """A verifier whose first pass is held up. A grace of seconds, and of a pass no more than one."""
-    limits = ("--grace", "3", "--liveness-timeout", "1", "--otlp-endpoint", NOBODY, "--trace-sample", "1")
-    arguments = ["verifier_service", "--model", str(MODELS / "target"), *FLAGS, *limits]
-    with ForkedService.launch(arguments, env={HOLD: str(hold)}, fault="held") as process:
-        process.wait_listening()
-        yield process
+    with Cluster(f"--grace 3 --liveness-timeout 1 --otlp-endpoint {NOBODY} --trace-sample 1") as cluster:
+        verifier = cluster.verifier(fault="slow_steps", env={STEP_SECONDS: str(hold)})
+        verifier.wait_listening()
+        yield verifier
 
 
-def test_a_life_with_a_stuck_engine(service: ServiceProcess, hold: Path) -> None:
+def test_a_life_with_a_stuck_engine(service: Service, hold: Path) -> None:
     """One process through all of it: a start costs seconds."""
     with grpc.insecure_channel(service.address) as channel:
         not_ready_until_a_pass_has_run(service, channel, hold)
@@ -96,45 +91,45 @@ def test_a_life_with_a_stuck_engine(service: ServiceProcess, hold: Path) -> None
         told_to_go_while_stuck(service, channel, hold)
 
 
-def not_ready_until_a_pass_has_run(service: ServiceProcess, channel: grpc.Channel, hold: Path) -> None:
-    until(lambda: logged(service, HELD))
+def not_ready_until_a_pass_has_run(service: Service, channel: grpc.Channel, hold: Path) -> None:
+    wait_until(lambda: service.logged(SLOW_STEP))
     assert serving(channel) <= {LIVENESS}
     with pytest.raises(grpc.RpcError) as caught:
         VerifierServiceStub(channel).GetModel(verifier_service_pb2.VerifierServiceGetModelRequest(), timeout=20)
     assert from_rpc_error(caught.value).reason == "NO_VERIFIER"
-    assert not logged(service, "serving")
+    assert not service.logged("serving")
     hold.unlink()
-    until(lambda: serving(channel) == {*READY, LIVENESS, STARTUP})
-    shown = metrics_of(service)
+    wait_until(lambda: serving(channel) == {*READY, LIVENESS, STARTUP})
+    shown = service.samples()
     assert shown["outrider_pass_seconds_count"] == {(): 0}, "what it was warmed up with is nobody's request"
     assert shown["outrider_health"] == {(("probe", probe),): 1 for probe in (READINESS, LIVENESS, STARTUP)}
 
 
-def stuck_in_the_middle_of_requests(service: ServiceProcess, channel: grpc.Channel, hold: Path) -> None:
+def stuck_in_the_middle_of_requests(service: Service, channel: grpc.Channel, hold: Path) -> None:
     stream = Stream(channel)
     stream.ask()
     stream.verdict()
-    hold.touch()
+    hold.write_text(FOREVER)
     stream.ask()
-    until(lambda: serving(channel) == {STARTUP})
-    until(lambda: logged(service, "not alive"))
-    shown = metrics_of(service)
+    wait_until(lambda: serving(channel) == {STARTUP})
+    wait_until(lambda: service.logged("not alive"))
+    shown = service.samples()
     assert shown["outrider_health"][("probe", LIVENESS),] == 0
     assert shown["outrider_engine_step_seconds"][()] > 1
     hold.unlink()
     stream.verdict()
     assert len(stream.tokens) == 3 + 2
-    until(lambda: serving(channel) == {*READY, LIVENESS, STARTUP})
+    wait_until(lambda: serving(channel) == {*READY, LIVENESS, STARTUP})
     stream.call.cancel()
 
 
-def told_to_go_while_stuck(service: ServiceProcess, channel: grpc.Channel, hold: Path) -> None:
+def told_to_go_while_stuck(service: Service, channel: grpc.Channel, hold: Path) -> None:
     """Its streams are told to go on elsewhere, and it exits well, with the pass still under way."""
-    held = len(logged(service, HELD))
-    hold.touch()
+    held = len(service.logged(SLOW_STEP))
+    hold.write_text(FOREVER)
     stream = Stream(channel)
     stream.ask()
-    until(lambda: len(logged(service, HELD)) > held)
+    wait_until(lambda: len(service.logged(SLOW_STEP)) > held)
     ended = threading.Event()
     errors: list[grpc.RpcError] = []
 
@@ -147,7 +142,7 @@ def told_to_go_while_stuck(service: ServiceProcess, channel: grpc.Channel, hold:
         ended.set()
 
     threading.Thread(target=read, daemon=True).start()
-    service.process.send_signal(signal.SIGTERM)
+    service.end()
     assert ended.wait(60)
     (error,) = errors
     told = from_rpc_error(error)

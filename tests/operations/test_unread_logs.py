@@ -1,66 +1,23 @@
 """Both services serve whatever becomes of what they write: requests, SIGTERM, metrics and health go on."""
 
 import asyncio
-import functools
-import io
 import os
-import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 
-from outrider.cli.processes import fixed, service_environment
+from outrider.cli.processes import service_environment
 from outrider.client import AsyncClient, Completion
-from outrider.rpc.channel import wait_for_health
+from tests.cluster import Cluster, Service, wait_healthy, wait_until
 from tests.commands import full_pipe
-from tests.fork_server import Child, fork_server
-from tests.metrics import Samples, scrape
-from tests.operations.cluster import until
-from tests.services import HEALTHY_WITHIN_S, MODELS
-
-FLAGS = ("--dtype", "float32", "--threads", "1", "--log-level", "debug")
-
-
-@dataclass
-class Unheard:
-    """A service whose lines nobody reads, so that its addresses are chosen here."""
-
-    process: Child
-    address: str
-    metrics: str
-
-    def scrape(self) -> Samples:
-        return scrape(f"http://{self.metrics}/metrics")
-
-    def value(self, name: str, **labels: str) -> float:
-        return self.scrape()[name][tuple(sorted(labels.items()))]
-
-    def has_dropped_more_than(self, lines: int) -> bool:
-        return self.value("outrider_log_lines_dropped_total") > lines
-
-    def stop(self) -> int:
-        """Its exit code after SIGTERM."""
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
 
 
 @contextmanager
-def unheard_pair(verifier_output: int, draft_output: int) -> Iterator[tuple[Unheard, Unheard]]:
-    verifier_address = fixed("127.0.0.1:0")
-    with ExitStack() as running:
-
-        def start(module: str, model: str, address: str, output: int, *flags: str) -> Unheard:
-            metrics = fixed("127.0.0.1:0")
-            arguments = ["--model", str(MODELS / model), "--listen", address, "--metrics-listen", metrics]
-            pid = fork_server().start(module, [*arguments, *FLAGS, *flags], output, env=service_environment(1))
-            process = Child(pid, io.StringIO(), fork_server())
-            running.callback(process.kill)
-            return Unheard(process, address, metrics)
-
-        verifier = start("verifier_service", "target", verifier_address, verifier_output)
-        draft = start("draft_service", "draft", fixed("127.0.0.1:0"), draft_output, "--verifier", verifier_address)
-        for service in (verifier, draft):
-            wait_for_health(service.address, "", HEALTHY_WITHIN_S)
+def unread_pair(verifier_output: int, draft_output: int) -> Iterator[tuple[Service, Service]]:
+    """A pair whose output goes to these descriptors."""
+    with Cluster("--log-level debug") as cluster:
+        verifier = cluster.verifier(output=verifier_output, env=service_environment(1))
+        draft = cluster.draft(verifier, output=draft_output, env=service_environment(1))
+        wait_healthy(verifier, draft)
         yield verifier, draft
 
 
@@ -80,14 +37,14 @@ def test_two_thousand_requests_pass_while_nobody_reads_the_logs() -> None:
     with (
         full_pipe() as of_verifier,
         full_pipe() as of_draft,
-        unheard_pair(of_verifier[1], of_draft[1]) as services,
+        unread_pair(of_verifier[1], of_draft[1]) as services,
     ):
         answers = asyncio.run(_complete(services[1].address, 2_000))
         assert [len(answer.token_ids) for answer in answers] == [1] * 2_000
         for service in services:
-            assert service.value("outrider_log_lines_dropped_total") > 0
+            assert service.count("outrider_log_lines_dropped_total") > 0
             for probe in ("liveness", "readiness"):
-                assert service.value("outrider_health", probe=probe) == 1
+                assert service.count("outrider_health", probe=probe) == 1
         assert [service.stop() for service in reversed(services)] == [0, 0]
 
 
@@ -96,13 +53,13 @@ def test_output_that_fails_fails_no_request() -> None:
     os.close(reading)
     full_disk = os.open("/dev/full", os.O_WRONLY)
     try:
-        with unheard_pair(closed_pipe, full_disk) as services:
+        with unread_pair(closed_pipe, full_disk) as services:
             answers = asyncio.run(_complete(services[1].address, 64))
             assert [len(answer.token_ids) for answer in answers] == [1] * 64
             for service in services:
                 # A line is dropped when it is its turn to be written, which may be after the answer.
-                until(functools.partial(service.has_dropped_more_than, 64))
-                assert service.value("outrider_health", probe="liveness") == 1
+                wait_until(lambda service=service: service.count("outrider_log_lines_dropped_total") > 64)  # type: ignore[misc]
+                assert service.count("outrider_health", probe="liveness") == 1
             assert [service.stop() for service in reversed(services)] == [0, 0]
     finally:
         os.close(closed_pipe)

@@ -15,8 +15,7 @@ from outrider.runtime.loader import ModelSource, load_model
 from outrider.runtime.memory import MIB, block_bytes
 from outrider.service.metrics import Metrics
 from outrider.service.sampling import Sampling
-from tests.fork_server import ForkedService
-from tests.services import MODELS
+from tests.cluster import MODELS, Cluster
 from tests.verifier_service.test_sequence import a_round, make
 from verifier_service.app import build_engine, find_path
 from verifier_service.engine import QUIET_SECONDS, Close, Open, Submit, VerifierEngine
@@ -139,14 +138,11 @@ def test_the_pool_is_looked_over_once_all_have_gone_and_starts_anew_where_it_is_
 def test_a_pool_too_small_for_one_sequence_is_one_line_and_exit_code_2() -> None:
     loaded = load_model(ModelSource(TARGET, device="cpu"))
     blocks = MIB // block_bytes(loaded)
-    flags = ("--device", "cpu", "--kv-cache-mb", "1", "--max-sequence-tokens", "512")
-    process = ForkedService.start(["verifier_service", "--listen", "127.0.0.1:0", "--model", TARGET, *flags])
-    try:
+    with Cluster("--kv-cache-mb 1 --max-sequence-tokens 512") as cluster:
+        process = cluster.verifier()
         assert process.process.wait(60) == 2
         says = (
             f"--kv-cache-mb: 1 MiB hold {blocks} blocks of 32 tokens; one sequence of --max-sequence-tokens 512 takes "
             f"16 of them, {16 * block_bytes(loaded) / MIB:.1f} MiB"
         )
-        assert any(says in line for line in process.log_lines())
-    finally:
-        process.stop()
+        assert any(says in line for line in process.lines)

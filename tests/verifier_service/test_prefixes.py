@@ -12,7 +12,7 @@ from outrider.rpc.errors import internal
 from outrider.runtime.kv_cache import BLOCK_TOKENS
 from outrider.runtime.model_runner import Chunk
 from outrider.service.metrics import Metrics
-from tests.services import MODELS
+from tests.cluster import MODELS
 from tests.verifier_service.test_sequence import make
 from verifier_service.app import build_engine, find_path
 from verifier_service.engine import Close, Open, VerifierEngine

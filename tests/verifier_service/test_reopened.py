@@ -9,8 +9,7 @@ import pytest
 
 from outrider.rpc.errors import from_rpc_error
 from protos.outrider.v1 import verifier_service_pb2
-from tests.fork_server import ForkedService
-from tests.services import HEALTHY_WITHIN_S, MODELS
+from tests.cluster import Cluster
 from tests.verifier_service.streams import PROMPT, Stream, opening
 
 IDLE_S = 8.0
@@ -19,20 +18,11 @@ IDLE_S = 8.0
 
 @pytest.fixture(scope="module")
 def channel() -> Iterator[grpc.Channel]:
-    arguments = ["--model", str(MODELS / "target"), "--listen", "127.0.0.1:0", "--threads", "1", "--dtype", "float32"]
-    limits = (
-        "--max-sequences",
-        "1",
-        "--max-waiting",
-        "1",
-        "--idle-timeout",
-        str(IDLE_S),
-        "--contended-idle-timeout",
-        "3",
-    )
-    with ForkedService.start(["verifier_service", *arguments, *limits]) as process:
-        process.wait_healthy(HEALTHY_WITHIN_S)
-        with grpc.insecure_channel(process.address) as channel:
+    limits = f"--max-sequences 1 --max-waiting 1 --idle-timeout {IDLE_S} --contended-idle-timeout 3"
+    with Cluster(limits) as cluster:
+        verifier = cluster.verifier()
+        verifier.wait_healthy()
+        with grpc.insecure_channel(verifier.address) as channel:
             yield channel
 
 

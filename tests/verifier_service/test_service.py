@@ -1,10 +1,10 @@
 """The verifier as a process, spoken to with plain stubs: streams, limits, bad input, and what it leaves behind."""
 
-import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,40 +12,27 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from outrider.cli.processes import ServiceProcess
 from outrider.rpc.errors import from_rpc_error
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
-from tests.fork_server import ForkedService
-from tests.services import HEALTHY_WITHIN_S
+from tests.cluster import Cluster, Service
 from tests.verifier_service.bad_streams import BAD_STREAMS, COUPLED, GARBAGE, INVALID
 from tests.verifier_service.streams import PROMPT, Stream, opening
 
 PLACES, WAITING = 4, 1
-TARGET = "models/demo/target"
-
-
-def start(*flags: str) -> ServiceProcess:
-    arguments = ["verifier_service", "--model", TARGET, "--listen", "127.0.0.1:0", "--threads", "1", *flags]
-    return ForkedService.start(arguments)
 
 
 @pytest.fixture(scope="module")
-def verifier() -> Iterator[ServiceProcess]:
-    process = start(
-        *("--max-sequences", str(PLACES), "--max-waiting", str(WAITING), "--idle-timeout", "3"),
-        *("--slow-client-timeout", "1.5"),
-        *("--dtype", "float32", "--max-message-bytes", str(1 << 16)),
-    )
-    try:
-        process.wait_healthy(HEALTHY_WITHIN_S)
-        yield process
-    finally:
-        assert process.stop() == 0
+def verifier() -> Iterator[Service]:
+    limits = f"--max-sequences {PLACES} --max-waiting {WAITING} --idle-timeout 3 --slow-client-timeout 1.5"
+    with Cluster(f"{limits} --max-message-bytes {1 << 16}") as cluster:
+        service = cluster.verifier()
+        service.wait_healthy()
+        yield service
 
 
 @pytest.fixture(scope="module")
-def channel(verifier: ServiceProcess) -> Iterator[grpc.Channel]:
+def channel(verifier: Service) -> Iterator[grpc.Channel]:
     with grpc.insecure_channel(verifier.address) as channel:
         yield channel
 
@@ -221,7 +208,7 @@ def test_bad_input_ends_its_own_stream_with_a_clear_status(
         assert [bystander.verdict().token_ids[0] for _ in range(4)] == alone[:4]
 
 
-def test_streams_of_garbage_leave_their_places_at_once(channel: grpc.Channel, verifier: ServiceProcess) -> None:
+def test_streams_of_garbage_leave_their_places_at_once(channel: grpc.Channel, verifier: Service) -> None:
     """Each holds KV by then: a sequence with a round has been answered."""
     for _ in range(2 * (PLACES + WAITING)):
         with Stream(channel, "garbage") as stream:
@@ -254,7 +241,7 @@ def test_a_silent_stream_is_closed(channel: grpc.Channel, begins: bool) -> None:
         assert (error.code, error.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "IDLE")
 
 
-def test_a_client_that_does_not_read_is_cut(verifier: ServiceProcess) -> None:
+def test_a_client_that_does_not_read_is_cut(verifier: Service) -> None:
     """The service of these tests waits 1.5 s, and the client takes next to nothing unread."""
     narrow = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
     heavy = opening(max_new_tokens=900)
@@ -367,34 +354,24 @@ def test_health_reflection_and_the_model_are_served(channel: grpc.Channel) -> No
 
 
 def test_sigterm_lets_running_sequences_finish() -> None:
-    process = start("--grace", "90")
-    try:
-        process.wait_healthy(HEALTHY_WITHIN_S)
+    with Cluster("--grace 90") as cluster:
+        process = cluster.verifier()
+        process.wait_healthy()
         with grpc.insecure_channel(process.address) as channel, Stream(channel) as stream:
             stream.open(opening(max_new_tokens=101))
             stream.decode(1, PROMPT)
             prefix = [*PROMPT, *stream.verdict().token_ids]
-            process.process.send_signal(signal.SIGTERM)
+            process.end()
             assert stream.take().notice.kind == verifier_service_pb2.NOTICE_KIND_DRAINING
             stream.decode(2, prefix, 100, seen=1)
             replies = list(stream.call)
             assert [reply.WhichOneof("kind") for reply in replies] == ["verdict"] * 100
         assert process.process.wait(90) == 0
-    finally:
-        process.stop()
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
-        (["--model", "models"], "models"),
-    ],
-)
-def test_what_cannot_serve_says_why_in_one_line(flags: list[str], says: str) -> None:
-    process = ForkedService.start(["verifier_service", "--listen", "127.0.0.1:0", *flags])
-    try:
-        assert process.process.wait(HEALTHY_WITHIN_S) == 1
-        assert any(says in line for line in process.log_lines())
-    finally:
-        process.stop()
+@pytest.mark.parametrize("model", ["/nowhere/at/all", "models"])
+def test_what_cannot_serve_says_why_in_one_line(model: str) -> None:
+    with Cluster() as cluster:
+        process = cluster.verifier(model=Path(model))
+        assert process.process.wait(60) == 1
+        assert any(model in line for line in process.lines)

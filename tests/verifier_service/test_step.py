@@ -21,7 +21,7 @@ from outrider.service.best_effort import COMPONENTS, Component
 from outrider.service.sampling import Sampling
 from outrider.service.wire import PrefixHash
 from protos.outrider.v1 import model_pb2, verifier_service_pb2
-from tests.services import MODELS
+from tests.cluster import MODELS
 from verifier_service.engine import Close, Open, Remind, Submit, VerifierEngine
 from verifier_service.rounds import Opening, Round
 from verifier_service.sequence import Reply, TargetSequence

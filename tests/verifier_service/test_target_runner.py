@@ -20,9 +20,9 @@ from outrider.runtime.cuda_graph import Repeating
 from outrider.runtime.loader import ModelSource, load_model
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.paged_attention import EAGER, AttentionChoice
+from tests.cluster import MODELS
 from tests.kernels.interpreter import patch_once_a_launch
 from tests.kernels.paths import IS_INTERPRETED
-from tests.services import MODELS
 from verifier_service.target_runner import PassResult, TargetRunner
 
 if IS_INTERPRETED:

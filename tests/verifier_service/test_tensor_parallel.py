@@ -17,14 +17,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.cli.processes import ServiceProcess, fixed
 from outrider.client import Chunk, Client, Finished, Options
+from tests.cluster import MODELS, Cluster, Service, wait_healthy
 from tests.exactness import mixed_requests
-from tests.fork_server import ForkedService
-from tests.metrics import scrape
 from tests.outrider.runtime import tiny
-from tests.outrider.runtime.two_ranks import FLAGS, ended_within, reason, two_ranks
-from tests.services import HEALTHY_WITHIN_S, MODELS
+from tests.outrider.runtime.two_ranks import ended_within, reason, two_ranks
 from tests.verifier_service.streams import PROMPT, Stream, opening
 
 SOON_S = 20.0
@@ -67,65 +64,59 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 
 @dataclass(frozen=True)
-class House:
+class Pairs:
     """A verifier on two ranks, and one on one, each with a draft service."""
 
-    ranks: tuple[ServiceProcess, ServiceProcess]
-    front: ServiceProcess
-    metrics: str
-    plain: ServiceProcess
-
-    def count(self, name: str) -> float:
-        """What the two ranks' metrics show under a name."""
-        return sum(scrape(self.metrics)[name].values())
+    ranks: tuple[Service, Service]
+    front: Service
+    plain: Service
 
 
 @pytest.fixture
-def house(checkpoints: Checkpoints) -> Iterator[House]:
-    metrics, (one, two) = fixed("127.0.0.1:0"), (fixed("127.0.0.1:0") for _ in range(2))
-    target = ("--model", str(checkpoints.target), *FLAGS, *POOL)
-    draft = ("--model", str(checkpoints.draft), *FLAGS, "--listen", "127.0.0.1:0", "--kv-cache-mb", "32")
-    with (
-        ForkedService.launch(["verifier_service", *target, "--listen", one]) as alone,
-        two_ranks(checkpoints.target, *POOL, "--listen", two, "--metrics-listen", metrics) as ranks,
-        ForkedService.launch(["draft_service", *draft, "--verifier", one]) as plain,
-        ForkedService.launch(["draft_service", *draft, "--verifier", two]) as front,
-    ):
-        for each in (alone, ranks[0], plain, front):
-            each.wait_healthy(HEALTHY_WITHIN_S)
-        yield House(ranks, front, f"http://{metrics}/metrics", plain)
+def both(checkpoints: Checkpoints) -> Iterator[Pairs]:
+    with Cluster() as cluster:
+        alone = cluster.verifier(model=checkpoints.target, flags=POOL)
+        with two_ranks(checkpoints.target, *POOL) as ranks:
+            plain, front = (
+                cluster.draft(verifier, model=checkpoints.draft, flags="--kv-cache-mb 32")
+                for verifier in (alone, ranks[0])
+            )
+            wait_healthy(alone, ranks[0], plain, front)
+            yield Pairs(ranks, front, plain)
 
 
-def test_two_ranks_write_the_texts_of_one_and_drain_together(house: House) -> None:
+def test_two_ranks_write_the_texts_of_one_and_drain_together(both: Pairs) -> None:
     """Greedy and by seeds; in company that is too many for the pool, and begins alike the second time. Then all ranks
     get a signal, as from torchrun, while a text is being written.
     """
     short = [each for each in mixed_requests.requests() if len(each.prompt) <= PROMPT_CHARS][:REQUESTS]
     asked = [replace(each, options=each.options | Options(max_new_tokens=TOKENS, gamma=GAMMA)) for each in short]
-    alone = mixed_requests.texts(house.plain.address, asked, together=False, salt="alone")
+    alone = mixed_requests.texts(both.plain.address, asked, together=False, salt="alone")
     for _ in range(5):  # as often as it takes: how many are there at once is the machine's affair too
-        assert mixed_requests.texts(house.front.address, asked, together=True, salt="in company") == alone
-        preempted, known = house.count("outrider_preemptions_total"), house.count("outrider_prefix_cache_hits_total")
+        assert mixed_requests.texts(both.front.address, asked, together=True, salt="in company") == alone
+        preempted, known = (
+            both.ranks[0].count(f"outrider_{name}_total") for name in ("preemptions", "prefix_cache_hits")
+        )
         if preempted and known:
             break
     assert preempted >= 1
     assert known >= 1
-    with Client(house.front.address, timeout=60.0) as client:
+    with Client(both.front.address, timeout=60.0) as client:
         events = client.generate(asked[0].prompt, **asked[0].options)
         next(event for event in events if isinstance(event, Chunk))
-        for rank in reversed(house.ranks):
-            rank.process.send_signal(signal.SIGTERM)
+        for rank in reversed(both.ranks):
+            rank.end()
         last = [event for event in events if isinstance(event, Finished)]
     assert len(last) == 1
-    assert ended_within(SOON_S, house.ranks) == [0, 0]
-    assert [reason(each) for each in house.ranks] == ["", ""]
+    assert ended_within(SOON_S, both.ranks) == [0, 0]
+    assert [reason(each) for each in both.ranks] == ["", ""]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("at_work", [False, True], ids=["idle", "at work"])
 def test_a_rank_that_is_killed_ends_the_other(checkpoints: Checkpoints, victim: int, at_work: bool) -> None:
     with two_ranks(checkpoints.target) as ranks, ExitStack() as open_:
-        ranks[0].wait_healthy(HEALTHY_WITHIN_S)
+        ranks[0].wait_healthy()
         stream = None
         if at_work:
             stream = open_.enter_context(Stream(open_.enter_context(grpc.insecure_channel(ranks[0].address))))
@@ -147,7 +138,7 @@ def test_a_rank_that_is_killed_ends_the_other(checkpoints: Checkpoints, victim: 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_stands_still_ends_the_other(checkpoints: Checkpoints, victim: int) -> None:
     with two_ranks(checkpoints.target, "--rank-timeout", "2") as ranks:
-        ranks[0].wait_healthy(HEALTHY_WITHIN_S)
+        ranks[0].wait_healthy()
         ranks[victim].process.send_signal(signal.SIGSTOP)
         other = ranks[1 - victim]
         assert ended_within(SOON_S, [other]) == [1]
@@ -164,7 +155,7 @@ def test_what_two_ranks_cannot_share_ends_both() -> None:
 
 
 def test_another_number_of_ranks_than_was_started_is_a_setting_that_cannot_be_met(checkpoints: Checkpoints) -> None:
-    arguments = ["verifier_service", "--model", str(checkpoints.target), "--tensor-parallel-size", "2"]
-    with ForkedService.launch(arguments) as service:
+    with Cluster("--tensor-parallel-size 2") as cluster:
+        service = cluster.verifier(model=checkpoints.target)
         assert ended_within(SOON_S, [service]) == [2]
         assert "torchrun --nproc-per-node 2 -m verifier_service --tensor-parallel-size 2" in reason(service)

@@ -14,7 +14,7 @@ import pytest
 
 from outrider.cli.processes import Pair
 from outrider.client import Client, Options
-from tests.services import running_demo
+from tests.cluster import Cluster, wait_healthy
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton has no build for this platform")
 
@@ -37,8 +37,11 @@ def running(settings: dict[str, str]) -> Iterator[Pair]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
             patch.setenv(name, value)
-        with running_demo("briskly_interpreted") as pair:
-            yield pair
+        with Cluster(fault="briskly_interpreted") as cluster:
+            verifier = cluster.verifier()
+            draft = cluster.draft(verifier)
+            wait_healthy(verifier, draft)
+            yield Pair(verifier, draft)
 
 
 @pytest.fixture(scope="module")

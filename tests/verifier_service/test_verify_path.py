@@ -10,7 +10,7 @@ from kernels.sampling import SamplingParams
 from kernels.verify import Rule, implementations, verify
 from outrider.runtime.device import find_device
 from outrider.service.settings import SettingsError
-from tests.fork_server import ForkedService
+from tests.cluster import Cluster
 from tests.project.tree import ROOT
 from tests.verifier_service.streams import PROMPT
 from tests.verifier_service.test_sequence import a_round, make
@@ -55,8 +55,8 @@ class Tally:
 
 
 def test_a_path_that_cannot_run_is_one_line_and_exit_code_2() -> None:
-    arguments = ["--model", TARGET, "--device", "cpu", "--listen", "127.0.0.1:0", "--verify-path", "triton"]
-    with ForkedService.launch(["verifier_service", *arguments], env={"TRITON_INTERPRET": ""}) as service:
+    with Cluster() as cluster:
+        service = cluster.verifier(flags="--verify-path triton", env={"TRITON_INTERPRET": ""})
         assert service.process.wait(60) == 2
     lines = service.log_lines()
     assert not any('"listening"' in line for line in lines)

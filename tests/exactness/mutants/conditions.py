@@ -62,26 +62,11 @@ def briskly_interpreted() -> None:
     patch_once_a_launch()
 
 
-def held() -> None:
-    """No fault: a pass lasts as long as a file is there (`tests.operations.held_steps`)."""
-    from tests.operations.held_steps import install
-
-    install()
-
-
 def slow_steps() -> None:
     """No fault: each of the verifier's steps takes as many seconds as a file says (`tests.slow_steps`)."""
-    from tests.slow_steps import wait_out
-    from verifier_service.engine import VerifierEngine
+    from tests import slow_steps
 
-    honest = VerifierEngine.forward
-
-    def forward(self: VerifierEngine, work: Any) -> Any:
-        output = honest(self, work)
-        wait_out()
-        return output
-
-    VerifierEngine.forward = forward  # type: ignore[method-assign]
+    slow_steps.install()
 
 
 def broken_components() -> None:

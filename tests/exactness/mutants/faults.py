@@ -363,7 +363,6 @@ FAULTS: dict[str, Callable[[], None]] = {
         conditions.unhurried,
         conditions.impatient_keepalive,
         conditions.briskly_interpreted,
-        conditions.held,
         conditions.crowded,
         conditions.slow_steps,
         conditions.broken_components,

@@ -11,9 +11,9 @@ from click.testing import CliRunner
 
 from outrider.cli import main, processes
 from tests.certificates import Authority
+from tests.cluster import MODELS
 from tests.commands import Command, linux
 from tests.fork_server import ForkedService, noting
-from tests.services import MODELS
 
 PAIR = ["--target", str(MODELS / "target"), "--draft", str(MODELS / "draft"), "--threads", "1"]
 ANYWHERE = ("--listen", "127.0.0.1:0", "--verifier-listen", "127.0.0.1:0")

@@ -29,10 +29,9 @@ from outrider.client import (
 )
 from outrider.client.endpoints import Endpoints, split
 from outrider.rpc import errors
-from tests.fork_server import ForkedService
+from tests.cluster import Cluster
 from tests.outrider.client.refusing import Refusing, refusing
 from tests.proxy import Proxy, Way
-from tests.services import HEALTHY_WITHIN_S, MODELS
 
 PROMPT = "def area(radius):\n"
 # By a γ that is the same each time, a text comes in the same bytes.
@@ -280,14 +279,11 @@ def test_a_draft_service_killed_under_its_requests(demo_pair: Pair) -> None:
     """SIGKILL. Four requests run, two of them there, where rounds take so long that they have not ended by then; the
     other service has another drafter. Text is held wherever it may become a stop string, which it never does.
     """
-    flags = ["--device", "cpu", "--dtype", "float32", "--threads", "1", "--drafter", "lookup"]
     with ExitStack() as stack:
         way = stack.enter_context(Proxy(demo_pair.verifier.address))
         way.delay(0.02)
-        arguments = ["draft_service", "--model", str(MODELS / "draft"), "--verifier", way.address, *flags]
-        victim = stack.enter_context(ForkedService.launch([*arguments, "--listen", "127.0.0.1:0"]))
-        victim.wait_listening()
-        victim.wait_healthy(HEALTHY_WITHIN_S)
+        victim = stack.enter_context(Cluster()).draft(way.address, flags="--drafter lookup")
+        victim.wait_healthy()
         asked = [GREEDY, GREEDY, SAMPLED, SAMPLED]
         asked = [options | {"max_new_tokens": 160, "stop": [" \0", "e\0", "\n    \0"]} for options in asked]
 

@@ -17,10 +17,9 @@ from outrider.client import AsyncClient, Chunk, Completion, Event, Finished, Opt
 from outrider.rpc.errors import unavailable
 from protos.outrider.v1 import draft_service_pb2 as pb
 from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
-from tests.fork_server import ForkedService
+from tests.cluster import Cluster
 from tests.outrider.client.refusing import Refusing, refusing
 from tests.proxy import Proxy, Way
-from tests.services import HEALTHY_WITHIN_S, MODELS
 
 PROMPT = "def area(radius):\n"
 SAMPLED: Options = {"temperature": 1.0, "seed": 11, "max_new_tokens": 120, "ignore_eos": True}
@@ -37,23 +36,10 @@ def way(demo_pair: Pair) -> Iterator[Proxy]:
 
 @pytest.fixture(scope="module")
 def victim(way: Proxy) -> Iterator[ServiceProcess]:
-    flags = [
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-        "--threads",
-        "1",
-        "--drafter",
-        "lookup",
-        "--listen",
-        "127.0.0.1:0",
-    ]
-    arguments = ["draft_service", "--model", str(MODELS / "draft"), "--verifier", way.address, *flags]
-    with ForkedService.launch(arguments) as process:
-        process.wait_listening()
-        process.wait_healthy(HEALTHY_WITHIN_S)
-        yield process
+    with Cluster() as cluster:
+        draft = cluster.draft(way.address, flags="--drafter lookup")
+        draft.wait_healthy()
+        yield draft
 
 
 def test_a_service_with_nothing_to_say_says_that_it_is_alive(victim: ServiceProcess, way: Proxy) -> None:

@@ -11,10 +11,12 @@ import torch.distributed as dist
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from outrider.cli.processes import ServiceProcess, fixed
+from outrider.cli.processes import ServiceProcess
 from outrider.runtime.tensor_parallel import Watch
+from tests import cluster as clusters
+from tests.cluster import Cluster, free_address
 from tests.outrider.runtime import tiny
-from tests.outrider.runtime.two_ranks import FLAGS, TWO, ended_within, launch_rank, reason
+from tests.outrider.runtime.two_ranks import FLAGS, ended_within, reason, start_rank
 
 SOON_S = 20.0
 WAITING = timedelta(seconds=60)
@@ -42,17 +44,19 @@ def join_and_leave(store: dist.Store, rank: int) -> None:
 
 
 def test_rank_0_ends_where_a_worker_is_gone_before_the_load(model: Path) -> None:
-    address = fixed("127.0.0.1:0")
-    with launch_rank(0, address, model, "--listen", "127.0.0.1:0") as first:
+    address = free_address()
+    with Cluster() as cluster:
+        first = start_rank(cluster, 0, address, model)
         join_and_leave(store(address, is_master=False), 1)
         assert ended_within(SOON_S, [first]) == [1]
         assert reason(first) == "verifier_service: rank 1 has gone: it closed its connection"
 
 
 def test_a_worker_ends_where_rank_0_is_gone_before_the_load(model: Path) -> None:
-    address = fixed("127.0.0.1:0")
+    address = free_address()
     meeting = store(address, is_master=True)
-    with launch_rank(1, address, model) as worker:
+    with Cluster() as cluster:
+        worker = start_rank(cluster, 1, address, model)
         join_and_leave(meeting, 0)
         assert ended_within(SOON_S, [worker]) == [1]
         assert reason(worker) == "verifier_service: rank 0 has gone: it closed its connection"
@@ -60,11 +64,10 @@ def test_a_worker_ends_where_rank_0_is_gone_before_the_load(model: Path) -> None
 
 def test_rank_0_says_what_another_one_died_of(model: Path) -> None:
     """Rank 0 is in the midst of its load by then, and waits for the other one's part in it."""
-    address = fixed("127.0.0.1:0")
-    with (
-        launch_rank(0, address, model, "--listen", "127.0.0.1:0") as first,
-        launch_rank(1, address, model / "nowhere") as worker,
-    ):
+    address = free_address()
+    with Cluster() as cluster:
+        first = start_rank(cluster, 0, address, model)
+        worker = start_rank(cluster, 1, address, model / "nowhere")
         assert ended_within(SOON_S, [first, worker]) == [1, 1]
         why = reason(worker).removeprefix("verifier_service: ")
         assert str(model / "nowhere") in why
@@ -74,7 +77,7 @@ def test_rank_0_says_what_another_one_died_of(model: Path) -> None:
 @pytest.mark.slow
 def test_torchrun_starts_the_ranks_and_its_signal_ends_them_in_order(model: Path) -> None:
     """In all other tests of ranks the services are forked, with the variables that torchrun sets."""
-    flags = ["--model", str(model), *FLAGS, *TWO, "--listen", "127.0.0.1:0"]
+    flags = ["--model", str(model), *clusters.FLAGS, *FLAGS, "--listen", "127.0.0.1:0"]
     arguments = ["torch.distributed.run", "--nproc-per-node", "2", "-m", "verifier_service", *flags]
     with ServiceProcess.launch(arguments) as ranks:
         ranks.wait_healthy()

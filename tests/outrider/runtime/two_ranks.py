@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from outrider.cli.processes import ServiceProcess, fixed
+from outrider.cli.processes import ServiceProcess
 from outrider.runtime.model_runner import ModelRunner
 from outrider.runtime.tensor_parallel import Ranks, TensorParallel
 from outrider.service.loading import build_model_runner, load_share, sequence_tokens
-from tests.fork_server import ForkedService
+from tests import cluster as clusters
+from tests.cluster import Cluster, Service, free_address
 from verifier_service.app import longest_pass
 from verifier_service.settings import VerifierSettings
 
-FLAGS = ("--dtype", "float32", "--device", "cpu", "--threads", "1", "--kv-cache-mb", "1")
-TWO = ("--tensor-parallel-size", "2")
+FLAGS = ("--kv-cache-mb", "1", "--tensor-parallel-size", "2")
 
 
 def told(rank: int, address: str, *, size: int = 2) -> dict[str, str]:
@@ -34,25 +34,20 @@ def told(rank: int, address: str, *, size: int = 2) -> dict[str, str]:
     }
 
 
-def launch_rank(rank: int, address: str, model: Path, *flags: str) -> ServiceProcess:
-    """One of two ranks of a verifier service."""
-    arguments = ["verifier_service", "--model", str(model), *FLAGS, *TWO, *flags]
-    return ForkedService.launch(arguments, env=told(rank, address))
+def start_rank(cluster: Cluster, rank: int, address: str, model: Path, *flags: str) -> Service:
+    """Start one of two ranks of a verifier service."""
+    return cluster.verifier(model=model, flags=(*FLAGS, *flags), env=told(rank, address))
 
 
 @contextmanager
-def two_ranks(model: Path, *flags: str) -> Iterator[tuple[ServiceProcess, ServiceProcess]]:
+def two_ranks(model: Path, *flags: str) -> Iterator[tuple[Service, Service]]:
     """A verifier service on two ranks, which end with it."""
-    address = fixed("127.0.0.1:0")
-    with (
-        launch_rank(0, address, model, "--listen", "127.0.0.1:0", *flags) as first,
-        launch_rank(1, address, model, "--listen", "127.0.0.1:0", *flags) as worker,
-    ):
-        try:
-            yield first, worker
-        finally:
-            first.stop()
-            worker.process.kill()  # it has ended with rank 0, unless it stands still
+    address = free_address()
+    with Cluster() as cluster:
+        first, worker = (start_rank(cluster, rank, address, model, *flags) for rank in range(2))
+        yield first, worker
+        first.stop()
+        worker.kill()  # it has ended with rank 0, unless it stands still
 
 
 @contextmanager
@@ -60,10 +55,13 @@ def as_rank_0(model: Path, *flags: str, theirs: Sequence[str] = (), ends_with: i
     """The model on two ranks: this process is rank 0, the worker is a service's own, with the flags `theirs` too, and
     ends with that code.
     """
-    address = fixed("127.0.0.1:0")
-    settings = VerifierSettings.from_command_line(["--model", str(model), *FLAGS, *TWO, *flags], program="test")
+    address = free_address()
+    settings = VerifierSettings.from_command_line(
+        ["--model", str(model), *clusters.FLAGS, *FLAGS, *flags], program="test"
+    )
     parallel = TensorParallel(Ranks(0, 2, 0, 2), timeout=settings.rank_timeout)
-    with pytest.MonkeyPatch.context() as patch, launch_rank(1, address, model, *flags, *theirs) as worker:
+    with pytest.MonkeyPatch.context() as patch, Cluster() as cluster:
+        worker = start_rank(cluster, 1, address, model, *flags, *theirs)
         for name, value in told(0, address).items():
             patch.setenv(name, value)
         try:
@@ -77,7 +75,7 @@ def as_rank_0(model: Path, *flags: str, theirs: Sequence[str] = (), ends_with: i
             parallel.end(None)
             assert worker.process.wait(20) == ends_with, "\n".join(worker.log_lines())
         finally:
-            worker.process.kill()
+            worker.kill()
             dist.destroy_process_group()
 
 

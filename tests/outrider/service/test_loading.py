@@ -13,7 +13,7 @@ from outrider.runtime.memory import MIB, block_bytes
 from outrider.runtime.model_runner import ModelRunner
 from outrider.service.loading import DEFAULT_CPU_KV_MB, kv_blocks, load
 from outrider.service.settings import ServiceSettings, SettingsError
-from tests.services import MODELS
+from tests.cluster import MODELS
 
 DRAFT = str(MODELS / "draft")
 

@@ -15,7 +15,7 @@ from outrider.runtime.loader import vocabulary_size
 from outrider.service.sampling import MAX_TOKEN_LIST, MAX_TOP_LOGPROBS
 from outrider.service.wire import LEAST_LIMIT, bytes_with_logits, largest, limit_of, of_generate, of_verify, pad, room
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
-from tests.services import MODELS
+from tests.cluster import MODELS
 from verifier_service.app import message_limit as verifier_limit
 from verifier_service.settings import VerifierSettings
 

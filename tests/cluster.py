@@ -1,0 +1,201 @@
+"""Verifiers and draft services for tests: real processes over real sockets, forked from one that has imported them."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from outrider.cli.processes import STOP_TIMEOUT_S, ServiceProcess
+from tests.fork_server import ForkServer, fork_server
+from tests.metrics import Samples, scrape
+from tests.project.tree import ROOT
+
+MODELS = ROOT / "models" / "demo"
+FLAGS = ("--dtype", "float32", "--device", "cpu", "--threads", "1")
+"""Of every service. In float32 a seed gives the same text whoever shares a step."""
+
+_PORTS = (20_000, 30_000)
+"""Below those that systems give to outgoing connections: a port stays free while its service is restarted."""
+
+Flags = str | Sequence[str]
+"""As on a command line: words, or a text of words."""
+
+Found = TypeVar("Found")
+
+
+class Service(ServiceProcess):
+    """A service at an address that stays, while its processes are killed, frozen and started again."""
+
+    def __init__(self, name: str, arguments: Sequence[str], server: ForkServer, **start: Any) -> None:
+        """`start` is what else `ForkServer.fork` takes."""
+        self.lines: list[str] = []
+        self._is_ending = False
+        self._listen, self._metrics = free_address(), free_address()
+        where = ("--listen", self._listen, "--metrics-listen", self._metrics)
+        self._fork = lambda: server.fork(name, [*where, *arguments], **start)
+        super().__init__(name, self._fork(), self.lines.append)
+        if start.get("output") is not None:
+            self._address = self._listen  # its log, which would say so, is not ours to read
+
+    @property
+    def address(self) -> str:
+        """`HOST:PORT` where it listens, or will."""
+        return self._address or self._listen
+
+    @property
+    def metrics_url(self) -> str:
+        return f"http://{self._metrics}/metrics"
+
+    def start_again(self) -> None:
+        """Start a new process once the last one has ended."""
+        self.process.wait()
+        self._reader.join()
+        self.lines.clear()
+        self._is_ending = False
+        super().__init__(self.name, self._fork(), self.lines.append)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send its process a signal, unless it has ended."""
+        self._is_ending = self._is_ending or number == signal.SIGTERM
+        self.process.send_signal(number)
+
+    def end(self) -> None:
+        """Ask it to end, once: a second request would end it at once. Its cluster waits until it has."""
+        if not self._is_ending:
+            self.send(signal.SIGTERM)
+        self.send(signal.SIGCONT)
+
+    def stop(self, timeout: float = STOP_TIMEOUT_S) -> int:
+        """End it, and kill it after `timeout` seconds. Return its exit code."""
+        self.end()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout)
+        self.kill()
+        self._reader.join(timeout=5.0)
+        return self.process.returncode
+
+    def kill(self) -> None:
+        """Kill it, and wait until it is gone."""
+        self.send(signal.SIGKILL)
+        self.process.wait()
+
+    def samples(self) -> Samples:
+        """Scrape its metrics."""
+        return scrape(self.metrics_url)
+
+    def count(self, metric: str, **labels: str) -> float:
+        """Return a metric's sum over its samples with these labels."""
+        found = self.samples().get(metric, {})
+        return sum(value for key, value in found.items() if labels.items() <= dict(key).items())
+
+    def plain_lines(self) -> list[str]:
+        """Return the lines that are no entries: what libraries and tracebacks say."""
+        return [line for line in self.lines if line.strip() and not line.startswith("{")]
+
+    def logged(self, event: str | None = None) -> list[dict[str, Any]]:
+        """Return the entries of its log, or those of this event."""
+        entries = [json.loads(line) for line in self.lines if line.startswith("{")]
+        return [entry for entry in entries if event in (None, entry["event"])]
+
+
+class Cluster:
+    """Starts services without waiting for them, and stops all that run at the end of its block."""
+
+    def __init__(self, flags: Flags = (), *, fault: str | None = None, server: ForkServer | None = None) -> None:
+        """
+        Args:
+            flags: of each service.
+            fault: of `tests.exactness.mutants.faults`; of each service that is given none of its own.
+            server: where services are forked.
+        """
+        self.services: list[Service] = []
+        self._flags = flags
+        self._fault = fault
+        self._server = server
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        running = [service for service in self.services if service.returncode is None]
+        stop(*running)
+        codes = {service.name: service.returncode for service in running if service.returncode}
+        assert error is not None or not codes, f"exit codes {codes}"
+
+    def verifier(
+        self, *, model: Path = MODELS / "target", flags: Flags = (), fault: str | None = None, **start: Any
+    ) -> Service:
+        """Start a verifier. `flags` go before those of all services; `start` is what else `ForkServer.fork` takes."""
+        return self._start("verifier_service", ["--model", str(model)], flags, fault, start)
+
+    def draft(
+        self,
+        *verifiers: ServiceProcess | str,
+        model: Path = MODELS / "draft",
+        flags: Flags = (),
+        fault: str | None = None,
+        **start: Any,
+    ) -> Service:
+        """Start a draft service that knows these verifiers, by service or address."""
+        addresses = [each if isinstance(each, str) else each.address for each in verifiers]
+        known = ["--verifier", ",".join(addresses)] if addresses else []
+        return self._start("draft_service", ["--model", str(model), *known], flags, fault, start)
+
+    def _start(
+        self, name: str, arguments: Sequence[str], flags: Flags, fault: str | None, start: Mapping[str, Any]
+    ) -> Service:
+        arguments = [*arguments, *FLAGS, *_words(self._flags), *_words(flags)]
+        service = Service(name, arguments, self._server or fork_server(), fault=fault or self._fault, **start)
+        self.services.append(service)
+        return service
+
+
+def wait_healthy(*services: Service) -> None:
+    """Wait until they serve.
+
+    Raises:
+        ServiceError: one ended, or does not serve in time.
+    """
+    for service in services:
+        service.wait_healthy()
+
+
+def stop(*services: Service) -> None:
+    """Stop services, all at once: each may take a second or two."""
+    for service in services:
+        service.end()
+    for service in services:
+        service.stop()
+
+
+def _words(flags: Flags) -> Sequence[str]:
+    return flags.split() if isinstance(flags, str) else flags
+
+
+def free_address() -> str:
+    """Return one that nobody listens at, and that no outgoing connection gets."""
+    while True:
+        address = ("127.0.0.1", random.randrange(*_PORTS))
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(address)
+            return "{}:{}".format(*address)
+
+
+def wait_until(holds: Callable[[], Found], seconds: float = 60.0, what: str = "") -> Found:
+    """Return what `holds` returns, once that is true; `what` says so in words."""
+    end = time.monotonic() + seconds
+    while not (found := holds()):
+        assert time.monotonic() < end, f"not within {seconds:g} s: {what}"
+        time.sleep(0.05)
+    return found
