@@ -3,6 +3,7 @@
 import asyncio
 import doctest
 import json
+import re
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from typing import Any, Unpack
@@ -51,27 +52,38 @@ def greedy(**more: Unpack[Options]) -> Options:
 
 # ------------------------------------------------------------------------------------- what it raises, and tries again
 
-RAISED: list[tuple[RequestError, type[OutriderError]]] = [
-    (errors.invalid_field("n", "is 9, at most 8", given=9), InvalidRequest),
-    (errors.failed_precondition("UNKNOWN_FEATURE", "no tree"), FailedPrecondition),
-    (errors.failed_precondition("PAIR_MISMATCH", "other vocabulary"), PairMismatch),
-    (errors.internal("BAD_LOGITS", "NaN"), Internal),
-    (errors.idle("silent"), DeadlineExceeded),
-    (RequestError(grpc.StatusCode.UNIMPLEMENTED, "UNSPECIFIED", "what?"), OutriderError),
-]
+
+async def failure(*servicers: Refusing, options: Options | None = None, **how: Any) -> tuple[OutriderError, list[str]]:
+    """The error of a call to draft services in trouble, and their addresses."""
+    async with AsyncExitStack() as stack:
+        addresses = [await stack.enter_async_context(refusing(servicer)) for servicer in servicers]
+        client = await stack.enter_async_context(AsyncClient(addresses, **how))
+        with pytest.raises(OutriderError) as caught:
+            await client.complete("x", **options or {})
+    return caught.value, addresses
 
 
-@pytest.mark.parametrize(("error", "kind"), RAISED, ids=[kind.__name__ for _, kind in RAISED])
+TOO_LARGE = RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, "UNSPECIFIED", "larger than max (9 vs. 4)")
+RAISED: dict[str, tuple[RequestError, type[OutriderError]]] = {
+    "field": (errors.invalid_field("n", "is 9, at most 8", given=9), InvalidRequest),
+    "feature": (errors.failed_precondition("UNKNOWN_FEATURE", "no tree"), FailedPrecondition),
+    "pair": (errors.failed_precondition("PAIR_MISMATCH", "other vocabulary"), PairMismatch),
+    "logits": (errors.internal("BAD_LOGITS", "NaN"), Internal),
+    "idle": (errors.idle("silent"), DeadlineExceeded),
+    "other": (RequestError(grpc.StatusCode.UNIMPLEMENTED, "UNSPECIFIED", "what?"), OutriderError),
+    "too large, which has the status of no room": (TOO_LARGE, Overloaded),
+}
+
+
+@pytest.mark.parametrize(("error", "kind"), RAISED.values(), ids=RAISED.keys())
 async def test_an_error_comes_by_type_and_at_once(error: RequestError, kind: type[OutriderError]) -> None:
     servicer = Refusing(error)
-    async with refusing(servicer) as address, AsyncClient(address) as client:
-        with pytest.raises(OutriderError) as caught:
-            await client.complete("x")
-    assert type(caught.value) is kind
-    assert (caught.value.code, caught.value.reason) == (error.code, error.reason)
-    assert caught.value.metadata == error.metadata
-    assert caught.value.field == error.metadata.get("field")
-    assert str(caught.value) == f"{error.code.name}: {error.message}"
+    raised, _ = await failure(servicer)
+    assert type(raised) is kind
+    assert (raised.code, raised.reason) == (error.code, error.reason)
+    assert raised.metadata == error.metadata
+    assert raised.field == error.metadata.get("field")
+    assert str(raised) == f"{error.code.name}: {error.message}"
     assert servicer.calls == 1
 
 
@@ -96,85 +108,53 @@ async def test_a_refusal_is_tried_again_until_it_is_none(error: RequestError, la
 
 
 @pytest.mark.usefixtures("hurried")
-async def test_several_samples_that_have_begun_are_not_tried_again() -> None:
-    servicer = Refusing(errors.draining(), at_the_end=True)
-    async with refusing(servicer) as address, AsyncClient(address) as client:
-        with pytest.raises(Unavailable):
-            await client.complete("x", n=2)
+@pytest.mark.parametrize(
+    ("retry", "options", "at_the_end"), [(True, {"n": 2}, True), (False, {}, False)], ids=["samples begun", "no retry"]
+)
+async def test_some_calls_are_made_once(retry: bool, options: Options, at_the_end: bool) -> None:
+    servicer = Refusing(errors.draining(), at_the_end=at_the_end)
+    error, _ = await failure(servicer, options=options, retry=retry)
+    assert type(error) is Unavailable
+    assert error.reason == "DRAINING"
     assert servicer.calls == 1
 
 
 @pytest.mark.usefixtures("hurried")
 async def test_patience_bounds_how_long_it_is_tried_and_the_error_says_where_and_how_often() -> None:
     servicers = [Refusing(errors.draining()), Refusing(errors.overloaded("full"))]
-    async with (
-        refusing(servicers[0]) as one,
-        refusing(servicers[1]) as other,
-        AsyncClient([one, other], patience=0.3) as client,
-    ):
-        with pytest.raises((Unavailable, Overloaded)) as caught:
-            await client.complete("x")
-    error, calls = caught.value, [servicer.calls for servicer in servicers]
+    error, addresses = await failure(*servicers, patience=0.3)
+    assert type(error) in (Unavailable, Overloaded)
+    calls = [servicer.calls for servicer in servicers]
     assert min(calls) >= 2
-    assert error.tries == dict(zip((one, other), calls, strict=True))
-    assert f"tries at {one} ({calls[0]}), {other} ({calls[1]}); 0 tokens were delivered" in str(error)
+    assert error.tries == dict(zip(addresses, calls, strict=True))
+    told = ", ".join(f"{address} ({count})" for address, count in error.tries.items())
+    assert f"tries at {told}; 0 tokens were delivered" in str(error)
 
 
 async def test_without_patience_each_address_is_tried_once() -> None:
-    servicers = [Refusing(errors.draining()) for _ in range(3)]
-    async with AsyncExitStack() as stack:
-        addresses = [await stack.enter_async_context(refusing(servicer)) for servicer in servicers]
-        async with AsyncClient(addresses, patience=0) as client:
-            with pytest.raises(Unavailable) as caught:
-                await client.complete("x")
-    assert caught.value.tries == dict.fromkeys(addresses, 1)
+    error, addresses = await failure(*(Refusing(errors.draining()) for _ in range(3)), patience=0)
+    assert error.tries == dict.fromkeys(addresses, 1)
 
 
 @pytest.mark.usefixtures("hurried")
 async def test_a_call_whose_time_is_over_says_what_it_waited_for() -> None:
-    servicer = Refusing(errors.overloaded("full", retry_after=60.0))
-    async with refusing(servicer) as address, AsyncClient(address, timeout=0.5) as client:
-        with pytest.raises((Overloaded, DeadlineExceeded), match=r"full.*tries at") as caught:
-            await client.complete("x")
-    assert caught.value.tries[address] >= 2, "the hint is longer than the time, and the last try comes late"
-
-
-async def test_a_message_that_is_too_large_is_not_tried_again() -> None:
-    """Its status also means that there is no room now."""
-    servicer = Refusing(RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, "UNSPECIFIED", "larger than max (9 vs. 4)"))
-    async with refusing(servicer) as address, AsyncClient(address) as client:
-        with pytest.raises(Overloaded, match="larger than max"):
-            await client.complete("x")
-    assert servicer.calls == 1
+    error, (address,) = await failure(Refusing(errors.overloaded("full", retry_after=60.0)), timeout=0.5)
+    assert type(error) in (Overloaded, DeadlineExceeded)
+    assert re.search(r"full.*tries at", str(error))
+    assert error.tries[address] >= 2, "the hint is longer than the time, and the last try comes late"
 
 
 @pytest.mark.usefixtures("hurried")
 async def test_a_service_that_fails_after_each_start_exhausts_patience() -> None:
     """Only text, or a place in a queue, is a sign that trying helps."""
-    async with (
-        refusing(Refusing(errors.draining(), late=True)) as address,
-        AsyncClient(address, patience=0.3) as client,
-    ):
-        with pytest.raises(Unavailable, match="tries at"):
-            await client.complete("x")
+    error, _ = await failure(Refusing(errors.draining(), late=True), patience=0.3)
+    assert "tries at" in str(error)
 
 
 @pytest.mark.parametrize("seconds", [1.5, None])
 async def test_an_error_says_when_to_try_again(seconds: float | None) -> None:
-    servicer = Refusing(errors.overloaded("full", retry_after=seconds))
-    async with refusing(servicer) as address, AsyncClient(address, retry=False) as client:
-        with pytest.raises(Overloaded) as caught:
-            await client.complete("x")
-    assert caught.value.retry_after == seconds
-
-
-async def test_no_retry_means_no_retry() -> None:
-    servicer = Refusing(errors.draining())
-    async with refusing(servicer) as address, AsyncClient(address, retry=False) as client:
-        with pytest.raises(Unavailable) as caught:
-            await client.complete("x")
-    assert caught.value.reason == "DRAINING"
-    assert servicer.calls == 1
+    error, _ = await failure(Refusing(errors.overloaded("full", retry_after=seconds)), retry=False)
+    assert error.retry_after == seconds
 
 
 async def test_nobody_there_is_unavailable() -> None:
@@ -204,7 +184,9 @@ def client(draft_address: str) -> Iterator[Client]:
 async def test_events_come_in_order_and_make_up_the_completion(draft_address: str) -> None:
     async with AsyncClient(draft_address) as client:
         events = [event async for event in client.generate(PROMPT, **greedy())]
-        completion = await client.complete(PROMPT, **greedy())
+        completion, *others = await asyncio.gather(*(client.complete(PROMPT, **greedy()) for _ in range(4)))
+        by_tokens = await client.complete(completion.started.prompt_token_ids, **greedy())
+    assert {other.token_ids for other in (*others, by_tokens)} == {completion.token_ids}
     assert isinstance(events[0], Started)
     assert isinstance(events[-1], Finished)
     chunks = [event for event in events[1:-1] if isinstance(event, Chunk)]
@@ -216,22 +198,14 @@ async def test_events_come_in_order_and_make_up_the_completion(draft_address: st
     assert completion.usage.prompt_tokens == len(completion.started.prompt_token_ids)
 
 
-async def test_text_tokens_and_seed_say_the_same_prompt(draft_address: str) -> None:
-    async with AsyncClient(draft_address) as client:
-        by_text = await client.complete(PROMPT, **greedy())
-        by_tokens = await client.complete(by_text.started.prompt_token_ids, **greedy())
-        sampled = await client.complete(PROMPT, seed=7, max_new_tokens=12)
-        again = await client.complete(PROMPT, seed=7, max_new_tokens=12)
-    assert by_tokens.token_ids == by_text.token_ids
+def test_a_seed_is_a_text_and_samples_have_their_own(client: Client) -> None:
+    sampled, again = (client.complete(PROMPT, seed=7, max_new_tokens=12) for _ in range(2))
     assert (sampled.seed, sampled.rule) == (7, AcceptanceRule.COUPLED)
     assert again.token_ids == sampled.token_ids
-
-
-async def test_many_calls_share_one_client(draft_address: str) -> None:
-    async with AsyncClient(draft_address) as client:
-        alone = await client.complete(PROMPT, **greedy())
-        together = await asyncio.gather(*(client.complete(PROMPT, **greedy()) for _ in range(4)))
-    assert [completion.token_ids for completion in together] == [alone.token_ids] * 4
+    several = client.complete(PROMPT, n=3, seed=7, max_new_tokens=12)
+    assert [sample.index for sample in several.samples] == [0, 1, 2]
+    assert len({sample.token_ids for sample in several.samples}) == 3
+    assert several.text == several.samples[0].text == sampled.text
 
 
 async def _how_it_ended(process: ServiceProcess, request_id: str) -> str:
@@ -244,15 +218,19 @@ async def _how_it_ended(process: ServiceProcess, request_id: str) -> str:
             await asyncio.sleep(0.05)
 
 
-async def test_leaving_the_iterator_cancels_the_call(draft_process: ServiceProcess) -> None:
-    async with AsyncClient(draft_process.address) as client:
-        events = client.generate(PROMPT, **LONG | {"request_id": "left early"})
-        async for event in events:
+async def test_leaving_the_iterator_cancels_the_call(client: Client, draft_process: ServiceProcess) -> None:
+    events = client.generate(PROMPT, **LONG | {"request_id": "left plainly"})
+    assert isinstance(next(events), Started)
+    assert isinstance(next(events), Chunk)
+    events.close()
+    assert await _how_it_ended(draft_process, "left plainly") == "CANCELLED"
+    async with AsyncClient(draft_process.address) as other:
+        async for event in (left := other.generate(PROMPT, **LONG | {"request_id": "left early"})):
             if isinstance(event, Chunk):
                 break
-        await events.aclose()
+        await left.aclose()
         assert await _how_it_ended(draft_process, "left early") == "CANCELLED"
-        assert (await client.complete(PROMPT, **greedy())).finish_reason is FinishReason.LENGTH
+        assert (await other.complete(PROMPT, **greedy())).finish_reason is FinishReason.LENGTH
 
 
 async def test_cancelling_the_task_cancels_the_call(draft_process: ServiceProcess) -> None:
@@ -278,13 +256,6 @@ async def test_a_deadline_is_an_error_and_says_its_length(draft_address: str) ->
             await client.complete(PROMPT, timeout=0.05, max_new_tokens=400, ignore_eos=True)
 
 
-def test_samples_are_told_apart(client: Client) -> None:
-    completion = client.complete(PROMPT, n=3, seed=1, max_new_tokens=16, ignore_eos=True)
-    assert [sample.index for sample in completion.samples] == [0, 1, 2]
-    assert len({sample.token_ids for sample in completion.samples}) == 3
-    assert completion.text == completion.samples[0].text
-
-
 def test_rounds_and_logprobs_come_where_asked_for(client: Client) -> None:
     plain = client.complete(PROMPT, **greedy())
     assert not plain.samples[0].rounds
@@ -307,15 +278,6 @@ def test_the_target_alone_writes_the_same(client: Client) -> None:
     assert alone.statistics.num_draft_tokens == 0
     assert set(alone.samples[0].origins) == {TokenOrigin.TARGET}
     assert pair.statistics.num_rounds < alone.statistics.num_rounds
-
-
-async def test_a_plain_loop_streams_and_may_be_left(client: Client, draft_process: ServiceProcess) -> None:
-    events = client.generate(PROMPT, **LONG | {"request_id": "left plainly"})
-    assert isinstance(next(events), Started)
-    assert isinstance(next(events), Chunk)
-    events.close()
-    assert await _how_it_ended(draft_process, "left plainly") == "CANCELLED"
-    assert client.complete(PROMPT, **greedy()).finish_reason is FinishReason.LENGTH
 
 
 def test_a_pair_says_what_it_is(client: Client) -> None:

@@ -1,17 +1,17 @@
-"""A draft service that dies under a request, or the way to it: the client goes on at another one, and nothing shows.
+"""A draft service that dies or hangs under a request, or the way to it: the client goes on and nothing shows.
 
 The services are real. Where it is the way that breaks, both addresses lead to one service, through a proxy each.
 """
 
 import asyncio
 import signal
-import socket
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
+import grpc
 import pytest
 
 from outrider.cli.processes import Pair
@@ -27,9 +27,10 @@ from outrider.client import (
     Started,
     Unavailable,
 )
-from outrider.client.endpoints import Endpoints, split
 from outrider.rpc import errors
-from tests.cluster import Cluster
+from protos.outrider.v1 import draft_service_pb2 as pb
+from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
+from tests.cluster import Cluster, Service
 from tests.outrider.client.refusing import Refusing, refusing
 from tests.proxy import Proxy, Way
 
@@ -39,49 +40,76 @@ SAMPLED: Options = {"temperature": 1.0, "seed": 11, "max_new_tokens": 72, "ignor
 GREEDY: Options = {"temperature": 0, "max_new_tokens": 72, "ignore_eos": True, "gamma": 5}
 LONG: Options = {**SAMPLED, "max_new_tokens": 900, "gamma": 0}
 """It takes the pair seconds: whatever is done after a chunk is done in the middle of it."""
+GONE = errors.unavailable("DRAINING", "gone")
+SILENCE_S = 2.0
+LONG_S = 100.0
 
 
 @contextmanager
-def two_ways(target: str) -> Iterator[tuple[Proxy, Proxy]]:
+def two_ways(target: str) -> Iterator[list[Proxy]]:
     with Proxy(target) as one, Proxy(target) as other:
-        yield one, other
+        yield [one, other]
 
 
-def both(proxies: tuple[Proxy, Proxy]) -> list[str]:
+def both(proxies: Sequence[Proxy]) -> list[str]:
     return [proxy.address for proxy in proxies]
 
 
-async def collect(events: AsyncGenerator[Event, None], *, at: Sequence[int], then: Any) -> Completion:
-    """The whole of it; after each of the chunks `at`, counted from 1, does `then`."""
+def cut(proxies: Sequence[Proxy]) -> None:
+    for proxy in proxies:
+        proxy.cut()
+
+
+async def measured(proxy: Proxy, options: Options) -> tuple[Completion, int]:
+    """The text by way of this proxy, and the bytes that came to the client."""
+    async with AsyncClient(proxy.address) as client:
+        with proxy.recording() as seen:
+            completion = await client.complete(PROMPT, **options)
+    return completion, sum(segment.size for segment in seen if segment.way is Way.DOWN)
+
+
+async def cut_after(count: int, proxies: Sequence[Proxy], options: Options) -> Completion:
+    """The text where each way breaks after so many bytes to the client; then they are whole again."""
+    for proxy in proxies:
+        proxy.cut_after(count, Way.DOWN)
+    async with AsyncClient(both(proxies)) as client:
+        completion = await client.complete(PROMPT, **options)
+    for proxy in proxies:
+        proxy.heal()
+    return completion
+
+
+async def collect(events: AsyncGenerator[Event, None], at_chunk: Callable[[list[Chunk]], object]) -> Completion:
+    """The whole of it; `at_chunk` is called at each chunk with those that came."""
     taken: list[Event] = []
-    chunks = 0
     async for event in events:
         taken.append(event)
-        chunks += isinstance(event, Chunk)
-        if isinstance(event, Chunk) and chunks in at:
-            then()
+        if isinstance(event, Chunk):
+            at_chunk([each for each in taken if isinstance(each, Chunk)])
     return Completion.of(taken)
 
 
+def resumes(completion: Completion) -> int:
+    return completion.samples[0].num_resumes
+
+
 def assert_same(one: Completion, other: Completion) -> None:
-    assert one.text == other.text
-    assert one.token_ids == other.token_ids
-    assert one.finish_reason == other.finish_reason
-    assert (one.samples[0].stop, one.samples[0].stop_token_id) == (
-        other.samples[0].stop,
-        other.samples[0].stop_token_id,
-    )
-    assert one.usage.completion_tokens == other.usage.completion_tokens
-    assert one.usage.prompt_tokens == other.usage.prompt_tokens
-    assert [entry.token.token_id for entry in one.logprobs] == [entry.token.token_id for entry in other.logprobs]
-    assert [entry.token.adjusted for entry in one.logprobs] == pytest.approx(
-        [entry.token.adjusted for entry in other.logprobs], abs=1e-3
-    )
+    def whole(completion: Completion) -> Any:
+        sample, usage = completion.samples[0], completion.usage
+        end = (sample.finish_reason, sample.stop, sample.stop_token_id)
+        tokens = [entry.token.token_id for entry in sample.logprobs]
+        return sample.text, sample.token_ids, end, usage.completion_tokens, usage.prompt_tokens, tokens
+
+    def logprobs(completion: Completion) -> list[float]:
+        return [entry.token.adjusted for entry in completion.logprobs]
+
+    assert whole(one) == whole(other)
+    assert logprobs(one) == pytest.approx(logprobs(other), abs=1e-3)
 
 
 # ------------------------------------------------------------------------------------------------ the way breaks
 
-LAWS: dict[str, Options] = {
+REQUESTS: dict[str, Options] = {
     "greedy": GREEDY | {"max_new_tokens": 120},
     "coupled": SAMPLED | {"max_new_tokens": 120},
     "no seed given": {"temperature": 1.0, "rule": "coupled", "max_new_tokens": 120, "gamma": 5},
@@ -94,7 +122,7 @@ LAWS: dict[str, Options] = {
 }
 
 
-@pytest.mark.parametrize("options", LAWS.values(), ids=LAWS.keys())
+@pytest.mark.parametrize("options", REQUESTS.values(), ids=REQUESTS.keys())
 async def test_text_and_tokens_are_those_of_a_request_that_nothing_befell(draft_address: str, options: Options) -> None:
     """Cut before the half of what there is to be said, and again after as much, when the other way serves.
 
@@ -102,18 +130,12 @@ async def test_text_and_tokens_are_those_of_a_request_that_nothing_befell(draft_
     enough for an answer to have come: before the first, a call is begun anew, and that does not count.
     """
     with two_ways(draft_address) as proxies:
-        async with AsyncClient(proxies[0].address) as client:
-            with proxies[0].recording() as seen:
-                await client.complete(PROMPT, **options)
-        total = sum(segment.size for segment in seen if segment.way is Way.DOWN)
-        for proxy in proxies:
-            proxy.cut_after(9 * total // 20, Way.DOWN)
-        async with AsyncClient(both(proxies)) as client:
-            broken = await client.complete(PROMPT, **options)
-            whole = await client.complete(PROMPT, **options | {"seed": broken.seed})
+        _, total = await measured(proxies[0], options)
+        broken = await cut_after(9 * total // 20, proxies, options)
+        whole, _ = await measured(proxies[0], options | {"seed": broken.seed})
     # Where the model's own end counts, the second may meet the question which tokens that are.
-    assert broken.samples[0].num_resumes in ((2,) if "ignore_eos" in options else (1, 2))
-    assert whole.samples[0].num_resumes == 0
+    assert resumes(broken) in ((2,) if "ignore_eos" in options else (1, 2))
+    assert resumes(whole) == 0
     assert_same(broken, whole)
 
 
@@ -127,23 +149,16 @@ async def test_a_cut_at_any_byte_neither_loses_nor_repeats(draft_address: str) -
         async with AsyncClient(proxies[0].address) as client:
             texts = (await client.complete(PROMPT, **options | {"report_rounds": True})).samples[0].token_texts
             options["stop"] = [_within_a_token(texts)]
-            with proxies[0].recording() as seen:
-                events = [event async for event in client.generate(PROMPT, **options)]
-            whole = await client.complete(PROMPT, **options)
-            assert whole.finish_reason is FinishReason.STOP_STRING
-            assert any(isinstance(event, Chunk) and event.text and not event.token_ids for event in events)
-            total = sum(segment.size for segment in seen if segment.way is Way.DOWN)
-        resumes = 0
-        for back in (2, 20, 60, 110, 160, 230, total // 2):
-            for proxy in proxies:
-                proxy.cut_after(max(total - back, 1), Way.DOWN)
-            async with AsyncClient(both(proxies)) as client:
-                broken = await client.complete(PROMPT, **options)
-            assert_same(broken, whole)
-            resumes += broken.samples[0].num_resumes
-            for proxy in proxies:
-                proxy.heal()
-    assert resumes >= 6
+            events = [event async for event in client.generate(PROMPT, **options)]
+        assert any(isinstance(event, Chunk) and event.text and not event.token_ids for event in events)
+        whole, total = await measured(proxies[0], options)
+        assert whole.finish_reason is FinishReason.STOP_STRING
+        found = [
+            await cut_after(max(total - back, 1), proxies, options) for back in (2, 20, 60, 110, 160, 230, total // 2)
+        ]
+    for broken in found:
+        assert_same(broken, whole)
+    assert sum(map(resumes, found)) >= 6
 
 
 def _within_a_token(texts: Sequence[str]) -> str:
@@ -157,25 +172,17 @@ def _within_a_token(texts: Sequence[str]) -> str:
     )
 
 
-async def test_the_end_alone_is_lost(draft_address: str) -> None:
+@pytest.mark.parametrize("options", [SAMPLED | {"max_new_tokens": 12}, REQUESTS["the model's own end"]])
+async def test_the_end_alone_is_lost(draft_address: str, options: Options) -> None:
     """All tokens came, by the limit or with the model's own end, and nothing said so."""
     with two_ways(draft_address) as proxies:
-        for options in (SAMPLED | {"max_new_tokens": 12}, LAWS["the model's own end"]):
-            async with AsyncClient(proxies[0].address) as client:
-                with proxies[0].recording() as seen:
-                    whole = await client.complete(PROMPT, **options)
-                total = sum(segment.size for segment in seen if segment.way is Way.DOWN)
-            for proxy in proxies:
-                proxy.cut_after(total - 30, Way.DOWN)
-            async with AsyncClient(both(proxies)) as client:
-                assert_same(await client.complete(PROMPT, **options), whole)
-            for proxy in proxies:
-                proxy.heal()
+        whole, total = await measured(proxies[0], options)
+        assert_same(await cut_after(total - 30, proxies, options), whole)
 
 
 async def test_nothing_is_lost_with_the_end_of_the_call_itself() -> None:
     """The last sample has ended, and the status never came: there is nothing to go on with."""
-    servicers = [Refusing(errors.unavailable("DRAINING", "gone"), at_the_end=True) for _ in range(2)]
+    servicers = [Refusing(GONE, at_the_end=True) for _ in range(2)]
     async with refusing(servicers[0]) as one, refusing(servicers[1]) as other, AsyncClient([one, other]) as client:
         events = [type(event) async for event in client.generate("x")]
     assert events == [Started, Finished]
@@ -185,6 +192,7 @@ async def test_nothing_is_lost_with_the_end_of_the_call_itself() -> None:
 @pytest.mark.parametrize("ways", [1, 2])
 async def test_with_every_service_gone_for_a_while_it_goes_on_when_one_is_back(draft_address: str, ways: int) -> None:
     """Also where there is but one address, and twice in one text."""
+    options: Options = SAMPLED | {"max_new_tokens": 160}
     with two_ways(draft_address) as proxies:
         used, tasks = proxies[:ways], set[asyncio.Task[None]]()
 
@@ -193,36 +201,34 @@ async def test_with_every_service_gone_for_a_while_it_goes_on_when_one_is_back(d
             for proxy in used:
                 proxy.open()
 
-        def leave() -> None:
-            for proxy in used:
-                proxy.refuse()
-                proxy.cut()
-            tasks.add(asyncio.create_task(come_back()))
+        def leave(chunks: list[Chunk]) -> None:
+            if len(chunks) in (3, 12):
+                for proxy in used:
+                    proxy.refuse()
+                    proxy.cut()
+                tasks.add(asyncio.create_task(come_back()))
 
-        options: Options = SAMPLED | {"max_new_tokens": 160}
-        async with AsyncClient([proxy.address for proxy in used], timeout=90) as client:
-            broken = await collect(client.generate(PROMPT, **options), at=[3, 12], then=leave)
+        async with AsyncClient(both(used), timeout=90) as client:
+            broken = await collect(client.generate(PROMPT, **options), leave)
             whole = await client.complete(PROMPT, **options)
         await asyncio.gather(*tasks)
-    assert broken.samples[0].num_resumes >= 1
+    assert resumes(broken) >= 1
     assert_same(broken, whole)
 
 
 async def test_with_every_service_gone_it_fails_after_its_patience_and_says_what_came(draft_address: str) -> None:
+    seen: list[Chunk] = []
     with two_ways(draft_address) as proxies:
-        seen: list[Chunk] = []
 
-        async def read(client: AsyncClient) -> None:
-            async for event in client.generate(PROMPT, **LONG):
-                if isinstance(event, Chunk):
-                    seen.append(event)
-                    if len(seen) == 3:
-                        for proxy in proxies:
-                            proxy.close()
+        def close(chunks: list[Chunk]) -> None:
+            seen[:] = chunks
+            if len(chunks) == 3:
+                for proxy in proxies:
+                    proxy.close()
 
         async with AsyncClient(both(proxies), timeout=90, patience=1.0) as client:
             with pytest.raises(Unavailable) as caught:
-                await read(client)
+                await collect(client.generate(PROMPT, **LONG), close)
     error, tokens = caught.value, sum(len(chunk.token_ids) for chunk in seen)
     assert error.delivered_tokens == tokens > 0
     assert f"; {tokens} tokens were delivered" in str(error)
@@ -230,90 +236,34 @@ async def test_with_every_service_gone_it_fails_after_its_patience_and_says_what
     assert min(error.tries.values()) >= 1
 
 
-async def test_of_several_samples_none_is_begun_twice(draft_address: str) -> None:
-    """It fails as with one address, once there is text."""
+@pytest.mark.parametrize(("retry", "options"), [(True, {"n": 3}), (False, {})], ids=["several samples", "no retry"])
+async def test_some_calls_do_not_go_on(draft_address: str, retry: bool, options: Options) -> None:
+    """Of several samples none is begun twice: it fails as with one address, once there is text."""
     with two_ways(draft_address) as proxies:
-
-        def cut() -> None:
-            for proxy in proxies:
-                proxy.cut()
-
+        async with AsyncClient(both(proxies), retry=retry) as client:
+            with pytest.raises(Unavailable):
+                await collect(
+                    client.generate(PROMPT, **LONG | options), lambda chunks: cut(proxies) if len(chunks) == 2 else None
+                )
         async with AsyncClient(both(proxies)) as client:
-            with pytest.raises(Unavailable):
-                await collect(client.generate(PROMPT, **LONG | {"n": 3}), at=[2], then=cut)
-            assert len((await client.complete(PROMPT, **SAMPLED | {"n": 3, "max_new_tokens": 4})).samples) == 3
-
-
-async def test_without_retry_it_does_not_go_on(draft_address: str) -> None:
-    with two_ways(draft_address) as proxies:
-
-        def cut() -> None:
-            for proxy in proxies:
-                proxy.cut()
-
-        async with AsyncClient(both(proxies), retry=False) as client:
-            with pytest.raises(Unavailable):
-                await collect(client.generate(PROMPT, **LONG), at=[2], then=cut)
+            short = await client.complete(PROMPT, **SAMPLED | options | {"max_new_tokens": 4})
+            assert len(short.samples) == options.get("n", 1)
 
 
 async def test_a_time_limit_holds_over_all_parts(draft_address: str) -> None:
     with two_ways(draft_address) as proxies:
 
-        def cut() -> None:
-            time.sleep(0.5)
-            for proxy in proxies:
-                proxy.cut()
+        def cut_late(chunks: list[Chunk]) -> None:
+            if len(chunks) == 2:
+                time.sleep(0.5)
+                cut(proxies)
 
         async with AsyncClient(both(proxies)) as client:
             begun = time.monotonic()
-            broken = await collect(client.generate(PROMPT, **LONG | {"time_limit": 1.0}), at=[2], then=cut)
+            broken = await collect(client.generate(PROMPT, **LONG | {"time_limit": 1.0}), cut_late)
             assert time.monotonic() - begun < 45
     assert broken.finish_reason in (FinishReason.TIME_LIMIT, FinishReason.LENGTH)
     assert broken.timings.total_us >= 500_000
-
-
-# ------------------------------------------------------------------------------------------------- a service dies
-
-
-def test_a_draft_service_killed_under_its_requests(demo_pair: Pair) -> None:
-    """SIGKILL. Four requests run, two of them there, where rounds take so long that they have not ended by then; the
-    other service has another drafter. Text is held wherever it may become a stop string, which it never does.
-    """
-    with ExitStack() as stack:
-        way = stack.enter_context(Proxy(demo_pair.verifier.address))
-        way.delay(0.02)
-        victim = stack.enter_context(Cluster()).draft(way.address, flags="--drafter lookup")
-        victim.wait_healthy()
-        asked = [GREEDY, GREEDY, SAMPLED, SAMPLED]
-        asked = [options | {"max_new_tokens": 160, "stop": [" \0", "e\0", "\n    \0"]} for options in asked]
-
-        async def run() -> tuple[list[Completion], list[Completion]]:
-            async with AsyncClient([victim.address, demo_pair.draft.address]) as client:
-                chunks = [0] * len(asked)
-
-                async def one(number: int) -> Completion:
-                    taken: list[Event] = []
-                    async for event in client.generate(PROMPT, **asked[number]):
-                        taken.append(event)
-                        chunks[number] += isinstance(event, Chunk)
-                        if min(chunks) >= 3 and victim.returncode is None:
-                            victim.process.send_signal(signal.SIGKILL)
-                            victim.process.wait(60)
-                    return Completion.of(taken)
-
-                broken = await asyncio.gather(*(one(number) for number in range(len(asked))))
-                return broken, [await client.complete(PROMPT, **options) for options in (GREEDY160, SAMPLED160)]
-
-        broken, (greedy, sampled) = asyncio.run(run())
-    assert victim.returncode == -signal.SIGKILL
-    for completion, whole in zip(broken, (greedy, greedy, sampled, sampled), strict=True):
-        assert_same(completion, whole)
-    assert [completion.samples[0].num_resumes for completion in broken].count(1) == 2
-    assert sum(completion.samples[0].num_resumes for completion in broken) == 2
-
-
-GREEDY160: Options = {**GREEDY, "max_new_tokens": 160}
-SAMPLED160: Options = {**SAMPLED, "max_new_tokens": 160}
 
 
 def test_the_blocking_client_goes_on_too(draft_address: str) -> None:
@@ -322,55 +272,131 @@ def test_the_blocking_client_goes_on_too(draft_address: str) -> None:
         for number, event in enumerate(client.generate(PROMPT, **SAMPLED)):
             text += event.text if isinstance(event, Chunk) else ""
             if number == 3:
-                for proxy in proxies:
-                    proxy.cut()
+                cut(proxies)
         assert text == client.complete(PROMPT, **SAMPLED).text
 
 
-# ---------------------------------------------------------------------------------------------------- addresses
+# ------------------------------------------------------------------------------------------ a service dies or hangs
 
 
-async def test_a_name_is_all_its_addresses_and_asked_again_when_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = ["10.0.0.1", "10.0.0.2"]
-    asked: list[str] = []
+def test_a_draft_service_killed_under_its_requests(demo_pair: Pair) -> None:
+    """SIGKILL. Four requests run, two of them there, where rounds take so long that they have not ended by then. Text
+    is held wherever it may become a stop string, which it never does.
+    """
+    requests = [options | {"max_new_tokens": 160} for options in (GREEDY, GREEDY, SAMPLED, SAMPLED)]
+    with Proxy(demo_pair.verifier.address) as way, Cluster() as cluster:
+        way.delay(0.02)
+        victim = cluster.draft(way.address, flags="--drafter lookup")
+        victim.wait_healthy()
 
-    async def getaddrinfo(host: str, port: int, **_: Any) -> list[Any]:
-        asked.append(host)
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, port)) for ip in known]
+        async def run() -> tuple[list[Completion], list[Completion]]:
+            async with AsyncClient([victim.address, demo_pair.draft.address]) as client:
+                counts = [0] * len(requests)
 
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo, raising=False)
-    endpoints = Endpoints(["drafts:50051", "127.0.0.1:7"])
-    first = [await endpoints.choose() for _ in range(6)]
-    assert sorted(set(first)) == ["10.0.0.1:50051", "10.0.0.2:50051", "127.0.0.1:7"]
-    assert asked == ["drafts"]
-    known[1] = "10.0.0.3"
-    endpoints.failed("10.0.0.1:50051")
-    later = {await endpoints.choose() for _ in range(6)}
-    assert asked == ["drafts", "drafts"]
-    assert later == {"10.0.0.3:50051", "127.0.0.1:7"}, "what failed is passed over while there are others"
-    endpoints.failed("10.0.0.3:50051")
-    endpoints.failed("127.0.0.1:7")
-    assert await endpoints.choose() == "10.0.0.1:50051", "what failed first"
-    assert not endpoints.has_fresh()
+                async def one(index: int) -> Completion:
+                    def kill(chunks: list[Chunk]) -> None:
+                        counts[index] = len(chunks)
+                        if min(counts) >= 3 and victim.returncode is None:
+                            victim.kill()
 
+                    held: Options = {"stop": [" \0", "e\0", "\n    \0"]}
+                    return await collect(client.generate(PROMPT, **requests[index] | held), kill)
 
-async def test_a_service_of_both_families_is_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def getaddrinfo(host: str, port: int, **_: Any) -> list[Any]:
-        six = [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", (f"fd00::{i}", port, 0, 0)) for i in (1, 2)]
-        return [*six, *((socket.AF_INET, socket.SOCK_STREAM, 6, "", (f"10.0.0.{i}", port)) for i in (1, 2))]
+                broken = await asyncio.gather(*map(one, range(len(requests))))
+                return broken, [await client.complete(PROMPT, **options) for options in requests]
 
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo, raising=False)
-    assert await Endpoints(["drafts:50051"]).addresses() == ["[fd00::1]:50051", "[fd00::2]:50051"]
-
-
-@pytest.mark.parametrize(
-    ("given", "names"),
-    [("a:1", ["a:1"]), ("a:1, b:2,a:1", ["a:1", "b:2"]), (["a:1", "b:2"], ["a:1", "b:2"])],
-)
-def test_addresses_may_be_a_list_or_have_commas_between(given: Any, names: list[str]) -> None:
-    assert split(given) == names
+        broken, whole = asyncio.run(run())
+    assert victim.returncode == -signal.SIGKILL
+    for one, other in zip(broken, whole, strict=True):
+        assert_same(one, other)
+    assert sorted(map(resumes, broken)) == [0, 0, 1, 1]
 
 
-def test_no_address_is_refused() -> None:
-    with pytest.raises(ValueError, match="no address"):
-        split(" , ")
+@pytest.fixture(scope="module")
+def way(demo_pair: Pair) -> Iterator[Proxy]:
+    """The way from the service below to its verifier."""
+    with Proxy(demo_pair.verifier.address) as proxy:
+        yield proxy
+
+
+@pytest.fixture(scope="module")
+def victim(way: Proxy) -> Iterator[Service]:
+    with Cluster() as cluster:
+        draft = cluster.draft(way.address, flags="--drafter lookup")
+        draft.wait_healthy()
+        yield draft
+
+
+def test_a_service_with_nothing_to_say_says_that_it_is_alive(victim: Service, way: Proxy) -> None:
+    """Its verifier owes it an answer: before the text begins there is nothing to tell."""
+    with grpc.insecure_channel(victim.address) as channel:
+        way.stall(Way.DOWN)
+        try:
+            call = DraftServiceStub(channel).Generate(pb.GenerateRequest(text=PROMPT, max_new_tokens=4), timeout=LONG_S)
+            assert next(call).WhichOneof("event") is None
+        finally:
+            way.flow(Way.DOWN)
+        events = [response.WhichOneof("event") for response in call]
+    told = [event for event in events if event is not None]
+    assert (told[0], told[-1]) == ("started", "finished")
+
+
+async def test_texts_under_way_and_new_ones_go_on_elsewhere(victim: Service, demo_pair: Pair) -> None:
+    """SIGSTOP: connections stay, and new ones are taken by the system. Nobody behind them says a word."""
+    addresses = [victim.address, demo_pair.draft.address]
+    options: Options = {"temperature": 1.0, "seed": 11, "max_new_tokens": 120, "ignore_eos": True}
+    counts = [0, 0]
+    try:
+        async with AsyncClient(addresses, timeout=LONG_S, silence=SILENCE_S) as client:
+
+            async def one(index: int) -> Completion:
+                def stop(chunks: list[Chunk]) -> None:
+                    counts[index] = len(chunks)
+                    if min(counts) == 3:
+                        victim.send(signal.SIGSTOP)
+
+                return await collect(client.generate(PROMPT, **options), stop)
+
+            broken = await asyncio.gather(one(0), one(1))
+        async with AsyncClient(addresses, timeout=LONG_S, silence=SILENCE_S) as client:
+            new = await asyncio.gather(*(client.complete(PROMPT, **options) for _ in range(2)))
+        async with AsyncClient(demo_pair.draft.address) as client:
+            whole = await client.complete(PROMPT, **options)
+    finally:
+        victim.send(signal.SIGCONT)
+    assert sum(map(resumes, broken)) >= 1
+    for completion in (*broken, *new):
+        assert (completion.text, completion.token_ids) == (whole.text, whole.token_ids)
+
+
+class Mute(Refusing):
+    """Answers, and then hangs as a program does, whose connections its libraries keep alive."""
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        self.calls += 1
+        yield pb.GenerateResponse(started=pb.GenerateStarted(request_id="mute", max_new_tokens=9))
+        await asyncio.sleep(LONG_S)
+
+    async def GetModel(self, request: pb.DraftServiceGetModelRequest, context: Any) -> pb.DraftServiceGetModelResponse:
+        await asyncio.sleep(LONG_S)
+        return pb.DraftServiceGetModelResponse()
+
+
+async def test_a_hang_that_keepalive_does_not_see_is_left_too() -> None:
+    mute, alive = Mute(GONE), Refusing(GONE, times=0)
+    async with refusing(mute) as one, refusing(alive) as other:
+        async with AsyncClient([one, other], silence=0.2) as client:
+            for _ in range(2):
+                assert [type(event) async for event in client.generate("x")] == [Started, Finished]
+        assert mute.calls >= 1
+        async with AsyncClient([one, one.replace("127.0.0.1", "localhost")], silence=0.1, patience=0) as client:
+            with pytest.raises(Unavailable, match="was silent"):
+                await client.get_model()
+
+
+async def test_where_there_is_nobody_else_it_waits() -> None:
+    async with refusing(Mute(GONE)) as address, AsyncClient(address, silence=0.05) as client:
+        events = client.generate("x", timeout=1.0)
+        assert isinstance(await anext(events), Started)
+        with pytest.raises(Exception, match="did not end within its timeout of 1 s"):
+            await anext(events)

@@ -57,22 +57,17 @@ async def test_an_error_arrives_as_it_was_raised(raised: RequestError, code: grp
     assert (arrived.reason, arrived.message, arrived.metadata) == (raised.reason, raised.message, raised.metadata)
 
 
-async def test_when_to_try_again_arrives_with_it_and_is_absent_where_nobody_said() -> None:
-    arrived = await _failure(Probe(lambda: errors.overloaded("no room", retry_after=2.25, waiting=64)))
+@pytest.mark.parametrize("method", [once, many, both, written])
+async def test_when_to_try_again_arrives_with_it_whatever_the_method(method: Callable[..., Any]) -> None:
+    arrived = await _failure(Probe(lambda: errors.overloaded("no room", retry_after=2.25, waiting=64)), method)
     assert (arrived.retry_after, arrived.reason, arrived.metadata) == (2.25, "OVERLOADED", {"waiting": "64"})
-    assert (await _failure(Probe(lambda: errors.overloaded("no room")))).retry_after is None
+    assert (await _failure(Probe(lambda: errors.overloaded("no room")), method)).retry_after is None
 
 
 @pytest.mark.parametrize("method", [both, written])
 async def test_streams_may_yield_or_write(method: Callable[..., Any]) -> None:
     async with serving(Probe()) as address, open_channel(address) as channel:
         assert [answer async for answer in method(channel)(_requests())] == [b"x"]
-
-
-@pytest.mark.parametrize("method", [many, both, written])
-async def test_streams_end_with_the_error_too(method: Callable[..., Any]) -> None:
-    arrived = await _failure(Probe(lambda: errors.overloaded("full", waiting=3)), method)
-    assert (arrived.reason, arrived.metadata) == ("OVERLOADED", {"waiting": "3"})
 
 
 async def test_the_blocking_api_reads_the_same_error() -> None:
@@ -187,25 +182,14 @@ def test_the_field_is_named_once() -> None:
     assert errors.invalid_field("top_p", "top_p is 0").message == "top_p is 0"
 
 
-def test_reasons_are_those_of_the_contract() -> None:
-    names = [value.name.removeprefix("ERROR_REASON_") for value in model_pb2.ErrorReason.DESCRIPTOR.values]
+def test_every_reason_of_the_contract_can_be_raised_and_no_other() -> None:
+    names = {value.name.removeprefix("ERROR_REASON_") for value in model_pb2.ErrorReason.DESCRIPTOR.values}
+    by_name = {"UNSPECIFIED", "UNKNOWN_FEATURE", "NO_CHAT_TEMPLATE", "INTERNAL", "STEP_FAILED"}
+    assert names == by_name | {error.reason for error, _ in RAISED}
     for name in names:
         assert RequestError(grpc.StatusCode.INTERNAL, name, "").reason == name
     with pytest.raises(ValueError, match="NO_SUCH_REASON"):
         errors.internal("NO_SUCH_REASON", "")
-
-
-def test_every_reason_of_the_contract_has_a_way_to_be_raised() -> None:
-    others = {
-        "UNSPECIFIED",
-        "UNKNOWN_FEATURE",
-        "NO_CHAT_TEMPLATE",
-        "INTERNAL",
-        "STEP_FAILED",
-    }  # by the factories above, by name
-    assert {value.name.removeprefix("ERROR_REASON_") for value in model_pb2.ErrorReason.DESCRIPTOR.values} == (
-        others | {error.reason for error, _ in RAISED}
-    )
 
 
 def test_a_blocking_servicer_method_is_refused_where_it_is_written() -> None:

@@ -20,7 +20,7 @@ from tests.outrider.rpc.probe import Probe, both, once, serving
 SERVER, CLIENT = "probe.models.svc", "client.models.svc"
 
 
-class House:
+class Files:
     """An authority with a server and a client of its own, and another authority."""
 
     def __init__(self, folder: Path) -> None:
@@ -38,8 +38,8 @@ class House:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> House:
-    return House(tmp_path)
+def files(tmp_path: Path) -> Files:
+    return Files(tmp_path)
 
 
 @asynccontextmanager
@@ -87,89 +87,74 @@ async def fails(address: str, tls: TLS | None, name: str = "") -> str:
 # --------------------------------------------------------------------------------------------------- the handshake
 
 
-async def test_a_client_with_a_certificate_of_the_ca_is_served(house: House) -> None:
-    async with (
-        serving(Probe(), credentials=house.asking().credentials()) as address,
-        calling(address, house.tls) as channel,
-    ):
-        await echo(channel)
-
-
-async def test_clients_without_one_or_of_another_ca_or_expired_get_nowhere(house: House) -> None:
+async def test_clients_without_one_or_of_another_ca_or_expired_get_nowhere(files: Files) -> None:
     probe = Probe()
     strangers = {
-        "none": house.showing(None),
-        "of another CA": house.showing(house.foreign.issue(CLIENT)),
-        "expired": house.showing(house.ours.issue(CLIENT, expired=True)),
+        "none": files.showing(None),
+        "of another CA": files.showing(files.foreign.issue(CLIENT)),
+        "expired": files.showing(files.ours.issue(CLIENT, expired=True)),
         "no TLS": None,
     }
-    async with serving(probe, credentials=house.asking().credentials()) as address:
+    async with serving(probe, credentials=files.asking().credentials()) as address:
         for tls in strangers.values():
             await fails(address, tls)
         assert probe.started == 0
-        async with calling(address, house.tls) as channel:  # the server is well, and it was they
+        async with calling(address, files.tls) as channel:  # the server is well, and it was they
             await echo(channel)
 
 
-async def test_without_a_ca_no_certificate_is_asked_for(house: House) -> None:
-    credentials = ServerTLS(house.server.cert, house.server.key).credentials()
-    async with serving(Probe(), credentials=credentials) as address, calling(address, house.showing(None)) as channel:
+async def test_without_a_ca_no_certificate_is_asked_for_and_an_address_will_do_for_a_name(files: Files) -> None:
+    server = files.ours.issue("127.0.0.1")
+    credentials = ServerTLS(server.cert, server.key).credentials()
+    stranger = replace(files.showing(None), name=None)
+    async with serving(Probe(), credentials=credentials) as address, calling(address, stranger) as channel:
         await echo(channel)
 
 
-async def test_a_server_is_believed_by_its_ca_and_by_its_name(house: House) -> None:
+async def test_a_server_is_believed_by_its_ca_and_by_its_name(files: Files) -> None:
     """The name is that which was asked for, or the one that was given in its place."""
-    async with serving(Probe(), credentials=house.asking().credentials()) as address:
-        unnamed = replace(house.tls, name=None)
+    async with serving(Probe(), credentials=files.asking().credentials()) as address:
+        unnamed = replace(files.tls, name=None)
         assert "Hostname Verification" in await fails(address, unnamed)
-        assert "Hostname Verification" in await fails(address, replace(house.tls, name="other.models.svc"))
+        assert "Hostname Verification" in await fails(address, replace(files.tls, name="other.models.svc"))
         assert "Hostname Verification" in await fails(address, unnamed, "other.models.svc:50052")
-        assert "handshake" in await fails(address, replace(house.tls, ca=house.foreign.pem))
+        assert "handshake" in await fails(address, replace(files.tls, ca=files.foreign.pem))
         async with calling(address, unnamed, f"{SERVER}:50052") as channel:  # an address that a name was resolved to
             await echo(channel)
-
-
-async def test_an_address_in_the_certificate_will_do_where_no_name_is_asked_for(house: House) -> None:
-    server = house.ours.issue("127.0.0.1")
-    async with (
-        serving(Probe(), credentials=ServerTLS(server.cert, server.key, house.ours.pem).credentials()) as address,
-        calling(address, replace(house.tls, name=None)) as channel,
-    ):
-        await echo(channel)
 
 
 # ------------------------------------------------------------------------------------------------ files that change
 
 
-async def test_a_new_certificate_of_the_server_is_shown_to_new_connections_and_ends_no_call(house: House) -> None:
+async def test_a_new_certificate_of_the_server_is_shown_to_new_connections_and_ends_no_call(files: Files) -> None:
     async with (
-        serving(Probe(), credentials=house.asking().credentials()) as address,
-        calling(address, house.tls) as old,
+        serving(Probe(), credentials=files.asking().credentials()) as address,
+        calling(address, files.tls) as old,
     ):
         running = await stream(old)
-        house.ours.issue("new.models.svc", file="server")
-        async with calling(address, replace(house.tls, name="new.models.svc")) as new:
+        files.ours.issue("new.models.svc", file="server")
+        async with calling(address, replace(files.tls, name="new.models.svc")) as new:
             await echo(new)
-        await fails(address, house.tls)
+        await fails(address, files.tls)
         await goes_on(running)
         await echo(old)  # its connection was there before
 
 
-async def test_a_new_ca_of_clients_holds_from_the_next_connection_on(house: House) -> None:
-    stranger, clients = house.foreign.issue(CLIENT), house.ours.pem.with_name("clients.crt")
-    write(clients, house.ours.pem.read_bytes())
-    credentials = ServerTLS(house.server.cert, house.server.key, clients).credentials()
+async def test_a_new_ca_of_clients_holds_from_the_next_connection_on(files: Files) -> None:
+    stranger, clients = files.foreign.issue(CLIENT), files.ours.pem.with_name("clients.crt")
+    write(clients, files.ours.pem.read_bytes())
+    credentials = ServerTLS(files.server.cert, files.server.key, clients).credentials()
     async with serving(Probe(), credentials=credentials) as address:
-        await fails(address, house.showing(stranger))
-        async with calling(address, house.tls) as channel:
+        await fails(address, files.showing(stranger))
+        async with calling(address, files.tls) as channel:
             await echo(channel)
-        write(clients, house.foreign.pem.read_bytes())
-        async with calling(address, house.showing(stranger)) as channel:
+        write(clients, files.foreign.pem.read_bytes())
+        async with calling(address, files.showing(stranger)) as channel:
             await echo(channel)
-        await fails(address, house.tls)
+        await fails(address, files.tls)
 
 
-async def test_a_new_certificate_of_a_client_is_shown_by_the_next_call_and_ends_none(house: House) -> None:
+async def test_a_new_certificate_of_a_client_is_shown_by_the_next_call_and_ends_none(files: Files) -> None:
     first = [Authentication(allowed=AllowedClients(["second.models.svc", CLIENT]))]
     seen: list[str] = []
 
@@ -179,29 +164,29 @@ async def test_a_new_certificate_of_a_client_is_shown_by_the_next_call_and_ends_
             return request
 
     async with (
-        serving(Naming(), first=first, credentials=house.asking().credentials()) as address,
-        calling(address, house.tls) as channel,
+        serving(Naming(), first=first, credentials=files.asking().credentials()) as address,
+        calling(address, files.tls) as channel,
     ):
         await echo(channel)
         running = await stream(channel)
-        house.ours.issue("second.models.svc", file="client")
+        files.ours.issue("second.models.svc", file="client")
         await echo(channel)
         await goes_on(running)
         await echo(channel)
     assert seen == [CLIENT, "second.models.svc", "second.models.svc"]
 
 
-async def test_a_connection_of_old_certificates_closes_with_its_last_call(house: House) -> None:
+async def test_a_connection_of_old_certificates_closes_with_its_last_call(files: Files) -> None:
     made: list[grpc.aio.Channel] = []
 
     def stub(channel: grpc.aio.Channel) -> Stub:
         made.append(channel)
         return Stub(channel)
 
-    async with serving(Probe(), credentials=house.asking().credentials()) as address:
-        channel = RenewedChannel(address, stub, max_message_bytes=1 << 20, tls=ChannelTLS(house.tls))
+    async with serving(Probe(), credentials=files.asking().credentials()) as address:
+        channel = RenewedChannel(address, stub, max_message_bytes=1 << 20, tls=ChannelTLS(files.tls))
         running = await stream(channel)
-        house.ours.issue(CLIENT, file="client")
+        files.ours.issue(CLIENT, file="client")
         await echo(channel)
         assert len(made) == 2
         assert made[0].get_state() is not grpc.ChannelConnectivity.SHUTDOWN
@@ -219,7 +204,7 @@ async def until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_no_call_fails_while_certificates_of_both_sides_change(house: House) -> None:
+async def test_no_call_fails_while_certificates_of_both_sides_change(files: Files) -> None:
     """Both sides' files are replaced ten times, a new CA among them, under calls that never pause."""
     done = asyncio.Event()
 
@@ -231,13 +216,13 @@ async def test_no_call_fails_while_certificates_of_both_sides_change(house: Hous
         return count
 
     async with (
-        serving(Probe(), credentials=house.asking().credentials()) as address,
-        calling(address, house.tls) as channel,
+        serving(Probe(), credentials=files.asking().credentials()) as address,
+        calling(address, files.tls) as channel,
     ):
         callers = [asyncio.create_task(calls()) for _ in range(4)]
         for turn in range(10):
-            house.ours.issue(SERVER, file="server")
-            house.ours.issue(CLIENT, file="client")
+            files.ours.issue(SERVER, file="server")
+            files.ours.issue(CLIENT, file="client")
             await echo(channel)
             await asyncio.sleep(0.02 * (turn % 2))
         done.set()
@@ -245,45 +230,45 @@ async def test_no_call_fails_while_certificates_of_both_sides_change(house: Hous
 
 
 async def test_a_change_that_makes_no_sense_leaves_things_as_they_are(
-    house: House, caplog: pytest.LogCaptureFixture
+    files: Files, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A certificate whose key has not come yet, a file that is gone, and one that is cut off."""
-    async with serving(Probe(), credentials=house.asking().credentials()) as address:
-        key = house.server.key.read_bytes()
-        write(house.server.key, house.client.key.read_bytes())
-        async with calling(address, house.tls) as channel:
+    async with serving(Probe(), credentials=files.asking().credentials()) as address:
+        key = files.server.key.read_bytes()
+        write(files.server.key, files.client.key.read_bytes())
+        async with calling(address, files.tls) as channel:
             await echo(channel)
         assert "server.key: is not the key of the certificate" in caplog.text
-        house.server.key.unlink()
-        async with calling(address, house.tls) as channel:
+        files.server.key.unlink()
+        async with calling(address, files.tls) as channel:
             await echo(channel)
-        write(house.server.key, key[: len(key) // 2])
-        async with calling(address, house.tls) as channel:
+        write(files.server.key, key[: len(key) // 2])
+        async with calling(address, files.tls) as channel:
             await echo(channel)
             assert "PRIVATE" not in caplog.text
-            house.ours.issue("third.models.svc", file="server")
-            async with calling(address, replace(house.tls, name="third.models.svc")) as new:
+            files.ours.issue("third.models.svc", file="server")
+            async with calling(address, replace(files.tls, name="third.models.svc")) as new:
                 await echo(new)
 
 
 # ----------------------------------------------------------------------------------------------- files at the start
 
 
-def test_files_that_are_not_what_they_should_be_are_named(house: House, tmp_path: Path) -> None:
-    cert, key, ca = house.server.cert, house.server.key, house.ours.pem
+def test_files_that_are_not_what_they_should_be_are_named(files: Files, tmp_path: Path) -> None:
+    cert, key, ca = files.server.cert, files.server.key, files.ours.pem
     text = tmp_path / "text"
     text.write_text("no PEM at all")
-    locked = house.ours.issue(SERVER, passphrase=b"secret")
+    locked = files.ours.issue(SERVER, passphrase=b"secret")
     bad: list[tuple[Callable[[], object], str]] = [
         (lambda: ServerTLS(tmp_path / "no.crt", key), r"no\.crt: No such file"),
         (lambda: ServerTLS(cert, tmp_path / "no.key"), r"no\.key: No such file"),
-        (lambda: ServerTLS(cert, house.client.key), "client.key: is not the key of the certificate .*server.crt"),
+        (lambda: ServerTLS(cert, files.client.key), "client.key: is not the key of the certificate .*server.crt"),
         (lambda: ServerTLS(text, key), "text and .*server.key: are no certificate and its private key"),
         (lambda: ServerTLS(cert, key, text), "text: holds no certificate in PEM"),
         (lambda: ServerTLS(locked.cert, locked.key), "has a passphrase"),
         (lambda: ChannelTLS(TLS(ca=text)), "text: holds no certificate in PEM"),
         (lambda: ChannelTLS(TLS(ca=ca, cert=cert)), "go together"),
-        (lambda: ChannelTLS(TLS(ca=ca, cert=cert, key=house.client.key)), "is not the key"),
+        (lambda: ChannelTLS(TLS(ca=ca, cert=cert, key=files.client.key)), "is not the key"),
     ]
     for make, says in bad:
         with pytest.raises(FileProblem, match=says):
