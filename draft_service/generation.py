@@ -6,8 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from draft_service.drafters.base import Draft, Drafter, DrafterOff, DraftError, DraftLate, DraftSequence
-from draft_service.drafters.healing import HealingDrafting
+from draft_service.drafters.base import Draft, Drafter, DraftError, Drafting, DraftSequence
 from draft_service.emission import Emitter
 from draft_service.failover import FailoverStream, Verifiers
 from draft_service.request import Generation
@@ -20,8 +19,8 @@ from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_p
 
 _log = structlog.get_logger()
 
-# Tokens that the target writes in the place of a late proposal, and after it.
-DECODED_FOR_A_LATE_DRAFT = 32
+# Tokens that the target writes alone, after a failure of the drafter, before it is seen whether that still rests.
+DECODED_WHILE_RESTING = 32
 
 OnOpen = Callable[[verifier_service_pb2.Opened | None], None]
 
@@ -51,7 +50,7 @@ class Sample:
         self._emitter = emitter
         self._gamma = gamma
         self._watch = watch
-        self._drafting: HealingDrafting | None = None
+        self._drafting: Drafting | None = None
 
     async def run(self, verifiers: Verifiers, drafter: Drafter, *, timeout: float | None, on_open: OnOpen) -> None:
         """Writes the sample. Both sides are free of it when this returns, or raises.
@@ -77,7 +76,7 @@ class Sample:
         self._watch.begins()
         try:
             if request.gamma:
-                self._drafting = HealingDrafting(drafter, self._draft_sequence())
+                self._drafting = drafter.open(self._draft_sequence())
             await self._write_in_time(target, on_open)
         except BaseException:
             target.cancel()
@@ -144,7 +143,7 @@ class Sample:
 
     def _begin_draft(self) -> Awaitable[Draft] | None:
         """Begins the next proposal; None where the target writes alone."""
-        if self._drafting is None or self._drafting.rest:
+        if self._drafting is None or not self._drafting.is_ready():
             return None
         if not self._drafting.room():  # its context is full, and stays so
             self._stop_drafting()
@@ -173,28 +172,21 @@ class Sample:
         """How many tokens the target writes before it is seen whether there is a proposal again."""
         if self._drafting is None:
             return self.sequence.left
-        if self._drafting.rest:
-            return self._drafting.rest
-        return self._gamma.pause or DECODED_FOR_A_LATE_DRAFT
+        return self._gamma.pause or DECODED_WHILE_RESTING
 
     async def _drafted(self, draft: Awaitable[Draft]) -> Draft | None:
-        """The proposal; None where there is none: the target writes alone, for a while where it was not only late."""
+        """The proposal; None where there is none: the target writes alone while the drafter rests."""
         try:
-            drafted = await draft
+            return await draft
         except DraftError as error:
-            if not isinstance(error, DrafterOff):  # it was not asked, and whoever was has told
-                self.sequence.counts.num_draft_failures += 1
-                is_late = isinstance(error, DraftLate)
-                _log.warning(
-                    "the draft is late; the target writes alone"
-                    if is_late
-                    else "drafting failed; the target writes alone",
-                    request_id=self._request.request_id,
-                    sample=self.sequence.index,
-                    reason=str(error),
-                )
+            self.sequence.counts.num_draft_failures += 1
+            _log.warning(
+                "drafting failed; the target writes alone",
+                request_id=self._request.request_id,
+                sample=self.sequence.index,
+                reason=str(error),
+            )
             return None
-        return drafted
 
     async def _next_verdict(self, target: FailoverStream) -> speculation_pb2.Verdict:
         verdict = await target.verdict()

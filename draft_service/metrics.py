@@ -10,9 +10,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from draft_service.concurrency import ConcurrencyLimit
-from draft_service.drafters.ahead import Counts
 from draft_service.drafters.base import Kind
 from draft_service.drafters.guard import GuardedDrafter
+from draft_service.drafters.outcome_cache import Counts
 from draft_service.drafters.staged import StagedCounts, Staging
 from draft_service.replicas import Replicas, State
 from outrider.runtime.kv_cache import KVPool
@@ -80,7 +80,7 @@ class _Drafters(Collector):
             GaugeMetricFamily(
                 "outrider_drafter_up", "0 while it fails for everybody and is only probed.", labels=("drafter",)
             ),
-            {kind: drafter.health.is_well for kind, drafter in self._drafters.items()},
+            {kind: drafter.is_up for kind, drafter in self._drafters.items()},
         )
 
     @staticmethod

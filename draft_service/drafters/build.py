@@ -3,13 +3,12 @@
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from draft_service.drafters.base import RUN_A_MODEL, Drafter, Kind
+from draft_service.drafters.base import RUN_A_MODEL, Drafter, GuessingDrafter, Kind
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.guard import GuardedDrafter
-from draft_service.drafters.guessing import GuessingDrafter
 from draft_service.drafters.lookup import LookupDrafter
 from draft_service.drafters.model import ModelDrafter
-from draft_service.drafters.ngram import NGramConfig, NGramDrafter
+from draft_service.drafters.ngram import NGramDrafter
 from draft_service.drafters.none import NoDrafter
 from draft_service.drafters.random import RandomDrafter
 from draft_service.settings import DraftSettings
@@ -59,13 +58,14 @@ def cheap_drafters(
         Kind.NONE: NoDrafter(),
     }
     if settings.ngram_corpus is not None or settings.ngram_learn:
-        config = NGramConfig(settings.ngram_order, settings.ngram_entries, settings.ngram_learn)
         documents = [] if settings.ngram_corpus is None else _documents(settings.ngram_corpus, settings)
         drafters[Kind.NGRAM] = NGramDrafter(
             (tokenizer.encode(document) for document in documents),
-            config,
             vocab_size=target.vocab_size,
             sparse=sparse,
+            order=settings.ngram_order,
+            entries=settings.ngram_entries,
+            learns=settings.ngram_learn,
         )
     return drafters
 
@@ -92,6 +92,7 @@ def guarded(
             timeout=settings.draft_timeout / 1000,
             vocab_size=target.vocab_size,
             max_support=sparse.max_support,
+            name=kind,
         )
         for kind, drafter in drafters.items()
     }

@@ -9,10 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from draft_service.drafters.ahead import OutcomeCache
-from draft_service.drafters.base import DraftError, Foresight
+from draft_service.drafters.base import DraftError
+from draft_service.drafters.outcome_cache import LEAVING_SECONDS, OutcomeCache
 from draft_service.drafters.sequence import Ask, Close, DraftWork, Drawn, DrawnToken, ModelSequence
-from draft_service.drafters.spare_time import SpareTime
 from draft_service.drafters.staged import Staging, row_adjustments, row_draws
 from kernels.adjustments import RowAdjustment, apply
 from kernels.sampling import UNSURE, Draw, sample
@@ -30,10 +29,6 @@ Result = TypeVar("Result")
 
 # Tokens that a sequence is expected to write: room in one piece is sought for so many.
 EXPECTED_OUTPUT = 512
-
-# A proposal leaves before anything is drafted ahead: the event loop, which sends it, shares the interpreter and perhaps
-# the processor (measured: 1.1 ms a round).
-LEAVING_SECONDS = 0.5e-3
 
 # Branches of the outcome cache that take a step together. On a CPU a step of four took 1.6 times as long as one of one,
 # and one of eight 2.4 times; elsewhere it takes about as long.
@@ -69,11 +64,8 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
         self._prefill_tokens = prefill_tokens
         self._busy: list[ModelSequence] = []  # those with a round under way, in the order they asked
         self._held: dict[ModelSequence, None] = {}  # those with a slot, those who have not asked for longest first
-        self._spare = SpareTime()
-        self._foreseen: dict[ModelSequence, Foresight] = {}  # of those with a round under way
-        self._leaving: dict[ModelSequence, float] = {}  # those whose proposals leave, and since when
-        self._width = BRANCHES_ON_CPU if model_runner.loaded.device.type == "cpu" else BRANCHES_ELSEWHERE
-        self.cache = OutcomeCache(model_runner.pool, self._spare)
+        width = BRANCHES_ON_CPU if model_runner.loaded.device.type == "cpu" else BRANCHES_ELSEWHERE
+        self.cache = OutcomeCache(model_runner.pool, width=width)
 
     # ------------------------------------------------------------------------------------------------------- receive
 
@@ -100,8 +92,7 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
         sequence.done = ask.done
         sequence.gamma = ask.gamma
         self._busy.append(sequence)
-        self._leaving.pop(sequence, None)
-        branch = self._ahead_of(lambda: self._find_branch(ask, drafted, kept), None)
+        branch = self._ahead(lambda: self.cache.asked(ask, drafted, kept), None)
         if branch is None:
             pool.rollback(sequence.slot, min(pool.length(sequence.slot), base + kept, sequence.base - 1))
             return
@@ -114,40 +105,22 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
         pool.rollback(sequence.slot, min(pool.length(sequence.slot), len(sequence.tokens) - 1))
         self._finish_if_done(sequence)
 
-    def _find_branch(self, ask: Ask, drafted: int, kept: int) -> ModelSequence | None:
-        """The branch that a verdict asks for, if there is one; `kept` of the `drafted` tokens stand."""
-        sequence = ask.sequence
-        self._spare.asked(sequence, ask.posted)
-        # Where the target has written alone since, the time says nothing of what drafting ahead is worth.
-        sequence.was_ahead = self.cache.serves(sequence) if drafted and len(ask.committed) <= drafted + 1 else None
-        branch, foresight = self.cache.settle(sequence, ask.committed, kept)
-        if foresight is not None:
-            self._foreseen[sequence] = foresight
-        return branch
-
     def _close(self, sequence: ModelSequence) -> None:
         sequence.closed = True
         sequence.done = None
         if sequence in self._busy:
             self._busy.remove(sequence)
-        self._leaving.pop(sequence, None)
-        self._foreseen.pop(sequence, None)
-        self._ahead_of(lambda: self._forget(sequence), None)
+        self._ahead(lambda: self.cache.gone(sequence), None)
         if sequence.slot is not None:
             self.model_runner.pool.free(sequence.slot)
             sequence.slot = None
             del self._held[sequence]
 
-    def _forget(self, sequence: ModelSequence) -> None:
-        self.cache.drop(sequence)
-        self._spare.gone(sequence)
-
-    def _ahead_of(self, call: Callable[[], Result], default: Result) -> Result:
+    def _ahead(self, call: Callable[[], Result], default: Result) -> Result:
         """What a call of the outcome cache returns. Where it fails no branch is left, and none holds a slot."""
         returned = OUTCOME_CACHE.run(lambda: (call(),), None)
         if returned is not None:
             return returned[0]
-        self._leaving.clear()
         self.cache.reset()
         return default
 
@@ -166,7 +139,7 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
                 budget -= item.chunk.logits_from
                 work.append(item)
         if not work:
-            return self._ahead_of(self._branches, [])
+            return self._ahead(lambda: self.cache.work(time.perf_counter()), [])
         return work if self.staging is None else self.staging.add_guesses(work)
 
     def _work_of(self, sequence: ModelSequence, budget: int) -> DraftWork | None:
@@ -183,24 +156,8 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
         tokens = sequence.tokens[start:] if draws else sequence.tokens[start : start + piece]
         return DraftWork(sequence, Chunk(sequence.slot, tokens, start, piece), draws)
 
-    def _branches(self) -> list[DraftWork]:
-        """As much as is done before the first is likely to ask."""
-        now = time.perf_counter()
-        for sequence, since in list(self._leaving.items()):
-            if now - since < LEAVING_SECONDS:
-                return []
-            del self._leaving[sequence]
-            self.cache.begin(sequence)
-        if not self._spare.steps(now, 1):
-            return []
-        branches = self.cache.next(self._width)
-        steps = max(1, self._spare.steps(now, len(branches)))
-        for branch in branches:
-            branch.gamma = min(self.cache.wanted(branch), branch.drafted + steps)
-        return [DraftWork(branch, self.cache.chunk(branch), draws=True) for branch in branches]
-
     def idle(self) -> float | None:
-        return LEAVING_SECONDS if self._leaving else None
+        return LEAVING_SECONDS if self.cache.leaving else None
 
     def _has_room(self, sequence: ModelSequence, end: int) -> bool:
         """Grows the sequence; where the pool is full, those give way that wait for a verdict, then those behind it."""
@@ -244,7 +201,7 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
                 assert self.staging is not None
                 own = self.staging.judge(item, own, self.model_runner.pool)
             told = [DrawnToken(*each) for each in own]
-            if item.sequence.tells_logits:
+            if item.sequence.told.needs_logits:
                 laws = draft_logits(z[row : row + len(own)], item.sequence.law, self._target_size)
                 told = [each._replace(law=law) for each, law in zip(told, laws, strict=True)]
             drawn.append(told)
@@ -268,15 +225,7 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
                     self._take(item.sequence, drawn)
                 except Exception as error:
                     self._end(item.sequence, error)
-        self._ahead_of(lambda: self._note_step(work, output), None)
-
-    def _note_step(self, work: Sequence[DraftWork], output: Sequence[Drawn]) -> None:
-        """What a step has drafted of branches, and how long it took."""
-        for item, drawn in zip(work, output, strict=True):
-            if item.sequence.trunk is not None:
-                self.cache.take(item.sequence, drawn)
-        if all(item.draws for item in work):
-            self._spare.spent(len(work), max(map(len, output), default=0), self.forward_seconds)
+        self._ahead(lambda: self.cache.took(work, output, self.forward_seconds), None)
 
     def _take(self, sequence: ModelSequence, drawn: Drawn) -> None:
         for token, law, scores in drawn:
@@ -294,21 +243,12 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
         if sequence.drafted < sequence.gamma:
             return
         self._busy.remove(sequence)
-        sequence.finish(foresight=self._foreseen.pop(sequence, None))
-        now = time.perf_counter()
-        before, sequence.left = sequence.left, now
-        self._leaving[sequence] = now
-        self._ahead_of(lambda: self._note_proposal(sequence, before, now), None)
-
-    def _note_proposal(self, sequence: ModelSequence, before: float, now: float) -> None:
-        """A proposal leaves now; the last one did `before`."""
-        if sequence.looks_ahead and sequence.was_ahead is not None:
-            self.cache.took(sequence, now - before, on=sequence.was_ahead)
-        self._spare.left(sequence, now)
+        sequence.finish()
+        self._ahead(lambda: self.cache.left(sequence, time.perf_counter()), None)
 
     def fail(self, work: DraftWork, error: Exception, *, is_own: bool) -> None:
         if (trunk := work.sequence.trunk) is not None:
-            self._ahead_of(lambda: self.cache.drop(trunk), None)
+            self._ahead(lambda: self.cache.drop(trunk), None)
         elif work.sequence in self._busy:
             self._end(work.sequence, error)
 

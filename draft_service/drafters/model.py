@@ -5,10 +5,8 @@ from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from draft_service.drafters.base import Draft, Drafter, DraftError, Drafting, DraftSequence
-from draft_service.drafters.bounded import LateGuesser
+from draft_service.drafters.base import Draft, Drafter, DraftError, Drafting, DraftSequence, GuessingDrafter
 from draft_service.drafters.engine import DraftEngine
-from draft_service.drafters.guessing import GuessingDrafter
 from draft_service.drafters.sequence import Ask, Close, GuessingState, ModelSequence
 from kernels.rng import Domain
 
@@ -27,11 +25,11 @@ class ModelDrafter(Drafter):
 
     def begin(self, sequence: DraftSequence) -> ModelSequence:
         """The engine's state of a sequence."""
-        if (cheap := self._cheap) is None:
+        if self._cheap is None:
             return ModelSequence.begin(sequence, self._vocab_size)
         # Guesses do not end where the draft is unsure, and nothing is drafted ahead.
         begun = ModelSequence.begin(replace(sequence, max_entropy=None, looks_ahead=False), self._vocab_size)
-        begun.guessing = GuessingState(LateGuesser(lambda: cheap.guesser(sequence, Domain.STAGED_DRAFT)))
+        begun.guessing = GuessingState(self._cheap.guesser(sequence, Domain.STAGED_DRAFT))
         return begun
 
 
@@ -62,22 +60,21 @@ class _ModelDrafting(Drafting):
             future.set_exception(DraftError("the draft's engine has stopped"))
             return future
         committed, self._committed = self._committed, []
-        loop = self._loop
 
         def done(result: Draft | DraftError) -> None:
             with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(_settle, future, result)
+                self._loop.call_soon_threadsafe(_settle, future, result)
 
         self._engine.post(Ask(self._sequence, committed, gamma, done))
         return future
+
+    def close(self) -> None:
+        self._engine.post(Close(self._sequence))
 
     def _take_in(self, tokens: Sequence[int]) -> None:
         self._room -= len(tokens)
         if tokens and max(tokens) >= self._known:  # a target may know added tokens that this draft has no row for
             self._room = 0
-
-    def close(self) -> None:
-        self._engine.post(Close(self._sequence))
 
 
 def _settle(future: asyncio.Future[Draft], result: Draft | DraftError) -> None:

@@ -1,154 +1,225 @@
-"""The drafter that counts: the law of the next token by n-grams with back-off [L 3.6, 4.2], sampled from as a model's.
+"""The drafter that counts: it samples from the distribution of the next token by n-grams with back-off [L 3.6, 4.2].
 
 Counts come from a corpus, from what the service writes, and always from the sequence's own prompt and output. A token
-takes 0.4 ms at V = 2,048, and 1 to 2 ms at 151,936.
+takes 0.4 ms at V = 2,048, and 1 to 2 ms at 151,936, so all of it happens on one thread beside the event loop.
 """
 
-import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import asyncio
+import time
+from collections.abc import Awaitable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 
 import numpy as np
 import torch
 
-from draft_service.drafters.base import DraftSequence
-from draft_service.drafters.guessing import Guesser, Guesses, GuessingDrafter
-from draft_service.drafters.ngram_counts import MAX_ORDER, NGramCounts, back_off
+from draft_service.drafters.base import (
+    Draft,
+    Drafting,
+    DraftSequence,
+    Guesser,
+    Guesses,
+    GuessingDrafter,
+    InlineDrafting,
+)
 from kernels.adjustments import Adjuster, apply
-from kernels.rng import Domain, uniform
-from kernels.sampling import Draw, sample
+from kernels.rng import Domain
+from kernels.sampling import sample
 from kernels.sparse import SparseConfig, SparseDistribution
 from kernels.verify import Rule
 
-_PIECE = 512  # tokens that are counted before others may look at the counts
-
-
-@dataclass(frozen=True, slots=True)
-class NGramConfig:
-    """How to count.
-
-    Attributes:
-        order: n; 1 is the unigram, 2 the bigram.
-        entries: pairs of a context and a token that the corpus and the learned texts may each come to.
-        learns: count what the service writes, and draft by it.
-    """
-
-    order: int = 4
-    entries: int = 1 << 20
-    learns: bool = False
+MAX_ORDER = 8
+_KEPT_SHARE = 0.75  # of the bound, when it was passed
 
 
 class NGramDrafter(GuessingDrafter):
     """Drafts by counts."""
 
     def __init__(
-        self, corpus: Iterable[Sequence[int]], config: NGramConfig, *, vocab_size: int, sparse: SparseConfig
+        self,
+        corpus: Iterable[Sequence[int]],
+        *,
+        vocab_size: int,
+        sparse: SparseConfig,
+        order: int = 4,
+        entries: int = 1 << 20,
+        learns: bool = False,
     ) -> None:
         """Counts the documents of `corpus`, which takes its time: about a second for 200,000 tokens at order 4.
 
-        `vocab_size` is the target's, `sparse` how much of a law to keep.
+        `vocab_size` is the target's, `sparse` how much of a distribution to keep. `order` is n; corpus and learned
+        texts may each come to `entries` pairs of a context and a token. `learns`: count what the service writes, and
+        draft by it.
         """
-        super().__init__("ngram")
-        self._config = config
-        self._sparse = sparse
-        self._vocab_size = vocab_size
-        self._corpus = self._counts()
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="ngram")
+        self.lock = Lock()  # what is learned is counted by this thread, and in staged drafting by the engine's
+        self.vocab_size = vocab_size
+        self.sparse = sparse
+        self._size = order, vocab_size, entries
+        self._corpus = NGramCounts(*self._size)
         for document in corpus:
             self._corpus.add(document)
-        self._learned = self._counts() if config.learns else None
-        self._lock = Lock()  # what is learned is counted and read by several threads
+        self._learned = NGramCounts(*self._size) if learns else None
+
+    def open(self, sequence: DraftSequence) -> Drafting:
+        return _ThreadedDrafting(self.guesser(sequence), sequence, self.thread)
 
     def guesser(self, sequence: DraftSequence, domain: Domain = Domain.DRAFT) -> Guesser:
-        learned = self._learned
-        own = self._counts()
-        # Where draws decide, the law must not depend on them. Counts learned from other texts may: from one that had
-        # the same seed. So they serve where draws decide nothing about the text, and where the seed is new.
+        own, learned = NGramCounts(*self._size), self._learned
+        # Where draws decide, the distribution must not depend on them. Counts learned from other texts may: from one
+        # that had the same seed. So they serve where draws decide nothing about the text, and where the seed is new.
         by_draws = not (sequence.law.is_greedy or sequence.rule is Rule.COUPLED)
-        known = own if learned is None or (by_draws and not sequence.seed_is_fresh) else learned
-        taught = [own] if known is own else []
-        if learned is not None:
-            taught.append(learned)
-        return _Counter(sequence, (self._corpus, known), taught, self._vocab_size, self._sparse, domain, self._lock)
+        if learned is None or (by_draws and not sequence.seed_is_fresh):
+            return _Counter(self, sequence, domain, (self._corpus, own), [own, learned] if learned else [own])
+        return _Counter(self, sequence, domain, (self._corpus, learned), [learned])
 
-    def _counts(self) -> NGramCounts:
-        return NGramCounts(self._config.order, self._vocab_size, entries=self._config.entries)
+
+class _ThreadedDrafting(InlineDrafting):
+    """The same on the drafter's thread."""
+
+    def __init__(self, guesser: Guesser, sequence: DraftSequence, thread: ThreadPoolExecutor) -> None:
+        super().__init__(guesser, sequence)
+        self._thread = thread
+
+    def propose(self, gamma: int) -> Awaitable[Draft]:
+        self._reading = asyncio.get_running_loop().run_in_executor(self._thread, self._work, gamma, time.perf_counter())
+        return self._reading
+
+    def _work(self, gamma: int, asked: float) -> Draft:
+        while not self.read_slice():
+            pass
+        return self.draft(gamma, asked)
 
 
 class _Counter(Guesser):
+    """Drafts by `tables`, and counts what it reads in `taught`."""
+
     def __init__(
         self,
+        drafter: NGramDrafter,
         sequence: DraftSequence,
-        tables: Sequence[NGramCounts],
-        taught: Sequence[NGramCounts],
-        vocab_size: int,
-        sparse: SparseConfig,
         domain: Domain,
-        lock: Lock,
+        tables: Sequence["NGramCounts"],
+        taught: Sequence["NGramCounts"],
     ) -> None:
+        self._drafter = drafter
         self._sequence = sequence
+        self._domain = domain
         self._tables = tables
         self._taught = taught
-        self._sparse = sparse
-        self._vocab_size = vocab_size
-        self._domain = domain
-        self._lock = lock
         self._tokens: list[int] = []
         self._adjuster: Adjuster | None = None
-        if not sequence.logit_rules.is_identity:
-            self._adjuster = Adjuster(sequence.logit_rules, sequence.prompt, vocab_size)
 
     def read(self, tokens: Sequence[int]) -> None:
+        rules, prompt, begin = self._sequence.logit_rules, self._sequence.prompt, len(self._tokens)
+        if self._adjuster is None and not rules.is_identity:
+            self._adjuster = Adjuster(rules, prompt, self._drafter.vocab_size)
         if self._adjuster is not None:
-            for token in tokens[max(0, len(self._sequence.prompt) - len(self._tokens)) :]:
+            for token in tokens[max(0, len(prompt) - begin) :]:
                 self._adjuster.push(token)
-        for begin in range(0, len(tokens), _PIECE):
-            with self._lock:
-                self._learn(tokens[begin : begin + _PIECE])
+        self._tokens.extend(tokens)
+        reach = max(0, begin - MAX_ORDER)
+        with self._drafter.lock:
+            for table in self._taught:
+                table.add(self._tokens[reach:], begin - reach)
 
     def guess(self, count: int, ahead: Sequence[int] = ()) -> Guesses:
         """`ahead` shifts the base of what is drawn, and is counted by the penalties alone."""
-        tokens, guesses = [*self._tokens[-MAX_ORDER:], *ahead], Guesses()
-        adjuster, written = self._adjuster, 0
-        if adjuster is not None:
-            written = adjuster.n_generated
-            for token in ahead:
-                adjuster.push(token)
+        context, guesses, adjuster = [*self._tokens[-MAX_ORDER:], *ahead], Guesses(), self._adjuster
+        written = 0 if adjuster is None else adjuster.n_generated
+        for token in ahead if adjuster is not None else ():
+            adjuster.push(token)  # type: ignore[union-attr]
         with torch.inference_mode():
             for place in range(count):
-                token, law = self._draw(tokens, place, len(ahead))
+                token, q = self._draw(context, place, len(ahead))
                 if token < 0:  # nothing was counted yet, all that may be written is banned, or it is too unsure
                     break
-                tokens.append(token)
-                guesses.append((token, law))
+                context.append(token)
+                guesses.append((token, q))
                 if adjuster is not None:
                     adjuster.push(token)
         if adjuster is not None:
             adjuster.truncate(written)
         return guesses
 
-    def _learn(self, tokens: Sequence[int]) -> None:
-        begin = len(self._tokens)
-        self._tokens.extend(tokens)
-        reach = max(0, begin - max(table.order for table in self._taught)) if self._taught else 0
-        for table in self._taught:
-            table.add(self._tokens[reach:], begin - reach)
-
-    def _draw(self, tokens: Sequence[int], place: int, inner_base: int) -> tuple[int, SparseDistribution | None]:
-        with self._lock:
-            p = back_off(self._tables, tokens)
+    def _draw(self, context: Sequence[int], place: int, inner_base: int) -> tuple[int, SparseDistribution | None]:
+        with self._drafter.lock:
+            p = back_off(self._tables, context)
         if p is None:
             return -1, None
-        sequence, base = self._sequence, len(self._tokens)
-        bound = math.inf if place == 0 or sequence.max_entropy is None else sequence.max_entropy
         z = torch.from_numpy(np.log(p)).to(torch.float32).unsqueeze(0)  # [1, V]
         if self._adjuster is not None:
             z = apply(z, [self._adjuster.row()])
-        law = sequence.draft_law
-        if sequence.shares_noise:
-            how = Draw(law, noise=(sequence.seed, base + inner_base + place), max_entropy=bound)
-        else:
-            u = 0.0 if law.is_greedy else uniform(sequence.seed, base, place, self._domain, inner_base)
-            how = Draw(law, u, max_entropy=bound)
-        (found,) = sample(z, [how], self._sparse)
+        how = self._sequence.draw(len(self._tokens), place, self._domain, inner_base)
+        (found,) = sample(z, [how], self._drafter.sparse)
         return found.token, found.q
+
+
+class NGramCounts:
+    """How often each token followed each context of up to `order` - 1 tokens, in bounded memory.
+
+    Where more than `bound` pairs of a context and a token are known, the contexts seen least go, older ones first,
+    until three quarters are left. Single tokens (the empty context) are never forgotten: there are V at most.
+
+    Attributes:
+        singles: how often each token was seen, float64 `[V]`.
+        followers: by context, what followed it and how often.
+        entries: pairs of a context and a token that are known now.
+    """
+
+    def __init__(self, order: int, vocab_size: int, bound: int) -> None:
+        self.order = order
+        self.singles = np.zeros(vocab_size)
+        self.followers: dict[tuple[int, ...], dict[int, int]] = {}
+        self.entries = 0
+        self._bound = bound
+
+    def add(self, tokens: Sequence[int], begin: int = 0) -> None:
+        """Counts `tokens[begin:]`, each after those before it. Ids outside the vocabulary are passed over."""
+        for at in range(begin, len(tokens)):
+            token = tokens[at]
+            if not 0 <= token < len(self.singles):
+                continue
+            self.singles[token] += 1
+            for length in range(1, min(self.order, at + 1)):
+                found = self.followers.setdefault(tuple(tokens[at - length : at]), {})
+                self.entries += token not in found
+                found[token] = found.get(token, 0) + 1
+        if self.entries > self._bound:
+            self._forget()
+
+    def _forget(self) -> None:
+        for context in sorted(self.followers, key=lambda context: sum(self.followers[context].values())):
+            if self.entries <= int(_KEPT_SHARE * self._bound):
+                return
+            self.entries -= len(self.followers.pop(context))
+
+
+def back_off(tables: Sequence[NGramCounts], tokens: Sequence[int]) -> np.ndarray | None:
+    """Return the distribution of the token after `tokens` by the counts of all `tables` together, float64 `[V]`.
+
+    A context that was seen c times with t different followers gives c / (c + t) to their frequencies and leaves the
+    rest to the context one token shorter (Witten and Bell, 1991); single tokens leave theirs to the uniform
+    distribution. So every token has a chance, and what was never seen after two tokens is judged by the last one.
+
+    None where no token was counted at all.
+    """
+    singles = np.add.reduce([table.singles for table in tables])
+    seen = singles.sum()
+    if not seen:
+        return None
+    left, parts = 1.0, list[tuple[np.ndarray, np.ndarray]]()
+    for length in range(min(tables[0].order - 1, len(tokens)), 0, -1):
+        context = tuple(tokens[-length:])
+        pairs = [pair for table in tables for pair in table.followers.get(context, {}).items()]
+        if pairs:  # a token of two tables stands twice
+            ids, counts = np.array(pairs, dtype=np.int64).T
+            kinds = len(np.unique(ids))
+            share = left / (counts.sum() + kinds)
+            parts.append((ids, counts * share))
+            left = share * kinds
+    kinds = int(np.count_nonzero(singles))
+    p = (singles + kinds / len(singles)) * (left / (seen + kinds))
+    for ids, mass in parts:
+        np.add.at(p, ids, mass)
+    return p

@@ -1,22 +1,21 @@
 """One sequence of the draft model: its state on the engine's thread, its work in a step, and the engine's messages."""
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from draft_service.drafters.base import Draft, DraftError, DraftSequence, Foresight
-from draft_service.drafters.guessing import Guesser, Guesses
+from draft_service.drafters.base import Draft, DraftError, DraftSequence, Foresight, Guesser, Guesses
 from kernels.adjustments import Adjuster
 from kernels.dense import DraftLogits
-from kernels.rng import Domain, uniform
 from kernels.sampling import Draw, SamplingParams
 from kernels.sparse import SparseDistribution
 from kernels.verify import Rule
 from outrider.runtime.batch import Chunk
+from outrider.runtime.kv_cache import KVPool
 
 TokenLaw = SparseDistribution | DraftLogits | None
 Done = Callable[[Draft | DraftError], None]
@@ -27,7 +26,7 @@ class DrawnToken(NamedTuple):
 
     Attributes:
         token: its id, or `kernels.sampling.NO_LOGITS`, or `kernels.sampling.UNSURE`, which ends the proposal.
-        law: what is sent with it: q̂, or the draft's logits (`ModelSequence.tells_logits`).
+        law: what is sent with it: q̂, or the draft's logits (`DraftSequence.needs_logits`).
         scores: what it was chosen by where it was not drawn from q̂, see `kernels.sampling.Sample`.
     """
 
@@ -39,17 +38,26 @@ class DrawnToken(NamedTuple):
 Drawn = list[DrawnToken]
 
 
+class Place(NamedTuple):
+    """What may stand at a place of a proposal, or behind it: tokens in falling order of their scores.
+
+    A difference of 1 is a factor of e in chance. Where tokens are chosen by scores the drafted one comes first.
+    """
+
+    tokens: Sequence[int]
+    scores: Sequence[float]
+
+
 @dataclass(slots=True)
 class GuessingState:
     """What a sequence has of its guesser, in staged drafting.
 
     Attributes:
-        guesser: None once it has failed.
         read: committed tokens that it has read.
         silent: the base of a round in which it had no guess; the model drafts the rest of that round alone.
     """
 
-    guesser: Guesser | None
+    guesser: Guesser
     read: int = 0
     silent: int = -1
 
@@ -62,31 +70,26 @@ class ModelSequence:
     one.
 
     Attributes:
-        rule: how the proposals are judged.
+        told: how to draft for it.
         tokens: prompt, committed tokens, and those drafted in the round under way.
         base: how many of them are committed.
-        tells_logits: whether the logits of each drafted token are told, and not its law.
-        max_entropy: of a law in nats; a proposal ends before a token of more. None is no bound.
+        slot: its place in the KV pool; None before its first pass and after its end.
         gamma: how many to draft in the round under way; 0 between rounds.
-        laws: what is told of the drafted ones: what they were sampled from, or the logits (`tells_logits`).
-        scores: what they were chosen by where there is no law, see `kernels.sampling.Sample`.
-        left: when the last proposal left.
-        was_ahead: whether it had branches when this round was asked for; None where that round was not the next.
-        looks_ahead: whether the outcome cache is to serve it.
+        laws: what is sent with the drafted ones: what they were sampled from, or the logits.
+        scores: what they were chosen by where there is no distribution, see `kernels.sampling.Sample`.
+        done: takes the round's result; any thread may call it.
+        asked: when the round was asked for.
         guessing: in staged drafting; None where the model drafts alone.
         trunk: for a branch of the outcome cache the sequence that it would go on; None for a sequence itself.
-        done: takes the round's result; any thread may call it.
-        slot: its place in the KV pool; None before its first pass and after its end.
+        left: when the last proposal left.
+        was_ahead: whether it had branches when this round was asked for; None where that round was not the next.
+        foresight: what they came to; None where nothing was drafted for them.
     """
 
-    law: SamplingParams
-    seed: int
-    rule: Rule
+    told: DraftSequence
     tokens: list[int]
     base: int
     adjuster: Adjuster | None
-    tells_logits: bool = False
-    max_entropy: float | None = None
     slot: int | None = None
     gamma: int = 0
     laws: list[TokenLaw] = field(default_factory=list)
@@ -94,47 +97,37 @@ class ModelSequence:
     done: Done | None = None
     asked: float = 0.0
     closed: bool = False
-    left: float = 0.0
-    was_ahead: bool | None = None
-    looks_ahead: bool = False
     guessing: GuessingState | None = None
     trunk: "ModelSequence | None" = None
+    left: float = 0.0
+    was_ahead: bool | None = None
+    foresight: Foresight | None = None
 
     @staticmethod
-    def begin(sequence: DraftSequence, vocab_size: int) -> "ModelSequence":
+    def begin(told: DraftSequence, vocab_size: int) -> "ModelSequence":
         """A sequence at its opening, with nothing in the cache."""
         adjuster = None
-        if not sequence.logit_rules.is_identity:
-            adjuster = Adjuster(sequence.logit_rules, sequence.prompt, vocab_size)
-            for token in sequence.committed:
+        if not told.logit_rules.is_identity:
+            adjuster = Adjuster(told.logit_rules, told.prompt, vocab_size)
+            for token in told.committed:
                 adjuster.push(token)
-        tokens = [*sequence.prompt, *sequence.committed]
-        return ModelSequence(
-            sequence.draft_law,
-            sequence.seed,
-            sequence.rule,
-            tokens,
-            len(tokens),
-            adjuster,
-            sequence.needs_logits,
-            max_entropy=sequence.max_entropy,
-            looks_ahead=sequence.looks_ahead,
-        )
+        tokens = [*told.prompt, *told.committed]
+        return ModelSequence(told, tokens, len(tokens), adjuster)
 
     @property
-    def shares_noise(self) -> bool:
-        """Whether its tokens are chosen by the noise of their positions, and not drawn by uniforms of the round."""
-        return self.rule is Rule.COUPLED and not self.law.is_greedy
+    def law(self) -> SamplingParams:
+        """What its logits are sampled by."""
+        return self.told.draft_law
 
     @property
     def chooses_by_scores(self) -> bool:
         """Whether each token is the one of best score, and no draw decides."""
-        return self.law.is_greedy or self.shares_noise
+        return self.law.is_greedy or self.told.shares_noise
 
     @property
     def may_be_decoded(self) -> bool:
         """Whether its tokens can be drawn in one call: there, logits are neither adjusted nor kept."""
-        return self.adjuster is None and not self.tells_logits
+        return self.adjuster is None and not self.told.needs_logits
 
     @property
     def drafted(self) -> int:
@@ -142,12 +135,8 @@ class ModelSequence:
         return len(self.tokens) - self.base
 
     def draw(self, place: int) -> Draw:
-        """How the token at a place of the proposal is drawn (invariant 2); the first one always is."""
-        bound = math.inf if self.max_entropy is None or place == 0 else self.max_entropy
-        if self.shares_noise:
-            return Draw(self.law, noise=(self.seed, self.base + place), max_entropy=bound)
-        u = 0.0 if self.law.is_greedy else uniform(self.seed, self.base, place, Domain.DRAFT)
-        return Draw(self.law, u, max_entropy=bound)
+        """How the token at a place of the proposal is drawn."""
+        return self.told.draw(self.base, place)
 
     def commit(self, committed: Sequence[int]) -> int:
         """Puts what was committed in place of what was drafted; how many of its tokens had been drafted."""
@@ -173,11 +162,28 @@ class ModelSequence:
         if self.adjuster is not None:
             self.adjuster.push(token)
 
-    def finish(self, error: DraftError | None = None, foresight: Foresight | None = None) -> None:
+    def chunk(self, pool: KVPool) -> Chunk:
+        """What is still to run before the next token can be drawn."""
+        assert self.slot is not None
+        start = pool.length(self.slot)
+        return Chunk(self.slot, self.tokens[start:], start, len(self.tokens) - start - 1)
+
+    def candidates(self, count: int) -> list[Place]:
+        """What may stand at each place that it has drafted."""
+        if not self.chooses_by_scores:
+            return [_likeliest(law, count) for law in self.laws]
+        rows = torch.stack([row for row in self.scores if row is not None])  # [γ, V]
+        is_race = self.told.shares_noise  # then the least wins, and -log of it is log p + g, see `kernels.sampling`
+        scores, tokens = rows.topk(min(count, rows.shape[-1]), largest=not is_race)
+        scores = scores.neg().log() if is_race else scores
+        return [Place(*each) for each in zip(tokens.tolist(), scores.tolist(), strict=True)]
+
+    def finish(self, error: DraftError | None = None) -> None:
         """Ends the round and hands out its result."""
         done, self.done, self.gamma = self.done, None, 0
+        foresight, self.foresight = self.foresight, None
         if done is not None:
-            laws = [] if self.rule is Rule.COUPLED else self.laws
+            laws = [] if self.told.rule is Rule.COUPLED else self.laws
             done(error or Draft(self.tokens[self.base :], laws, time.perf_counter() - self.asked, foresight))
 
     # ------------------------------------------------------------------------------------------------------- branches
@@ -190,9 +196,8 @@ class ModelSequence:
         """The sequence where all is accepted, in the same slot: its next token is a guess, and no draw of any round."""
         child = self._child(list(self.tokens), self.drafted, None)
         child.slot = self.slot
-        child.tells_logits = False
         if not child.chooses_by_scores:
-            child.law = SamplingParams(temperature=0)
+            child.told = replace(self.told, rule=Rule.TOKENWISE, draft_temperature=0.0)
         return child
 
     def adopt(self, branch: "ModelSequence", gamma: int) -> None:
@@ -207,18 +212,16 @@ class ModelSequence:
             adjuster.truncate(adjuster.n_generated - self.drafted + accepted)
             if token is not None:
                 adjuster.push(token)
-        return replace(
-            self,
-            tokens=tokens,
-            base=len(tokens),
-            adjuster=adjuster,
-            slot=None,
-            gamma=0,
-            laws=[],
-            scores=[],
-            done=None,
-            trunk=self,
-        )
+        return ModelSequence(self.told, tokens, len(tokens), adjuster, trunk=self)
+
+
+def _likeliest(law: TokenLaw, count: int) -> Place:
+    if isinstance(law, DraftLogits):
+        scores, tokens = law.values.float().topk(min(count, law.values.shape[-1]))
+        return Place(tokens.tolist(), scores.tolist())
+    assert isinstance(law, SparseDistribution)
+    best = np.argsort(law.weights)[: -count - 1 : -1]
+    return Place(law.ids[best].tolist(), np.log(law.weights[best].astype(np.float64)).tolist())
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import structlog
 
-from draft_service.drafters.bounded import BoundedGuessers, Guessing
-from draft_service.drafters.guessing import Guesses
+from draft_service.drafters.base import Guesses
 from draft_service.drafters.sequence import DraftWork, ModelSequence
 from kernels.adjustments import RowAdjustment
 from kernels.rng import Domain, uniform
@@ -24,8 +22,6 @@ from outrider.runtime.kv_cache import KVPool
 from outrider.service.best_effort import Component
 
 GUESSES = Component("staged_guesses")
-
-_log = structlog.get_logger()
 
 _BITS = 53
 
@@ -38,7 +34,7 @@ class StagedCounts:
         passes: of the draft model that judged guesses, counted for each sequence in them.
         guessed: tokens guessed.
         accepted: of them, those that the draft model accepted.
-        failures: guessers that broke; the model drafts their sequences alone.
+        failures: guessers that broke; the model drafts for their sequences alone.
     """
 
     passes: int = 0
@@ -59,17 +55,10 @@ class Staging:
         self.counts = StagedCounts()
         self._guesses = guesses
         self._known = known
-        self._guessers = BoundedGuessers("draft-guesses")
 
     def add_guesses(self, work: list[DraftWork]) -> list[DraftWork]:
         """Returns the work with guesses behind the tokens of the sequences that have a guesser."""
-        guessed = GUESSES.run(lambda: self._add(work), None)
-        if guessed is not None:
-            return guessed
-        for item in work:
-            if item.sequence.guessing is not None:
-                item.sequence.guessing.guesser = None  # it may have read anything
-        return work
+        return [item if item.sequence.guessing is None else self._guessed(item) for item in work]
 
     def judge(self, work: DraftWork, samples: Sequence[Sample], pool: KVPool) -> list[Sample]:
         """Returns the guesses that stand and the token after them; rolls the cache back to them.
@@ -84,52 +73,38 @@ class Staging:
         self.counts.accepted += accepted
         return kept
 
-    def _add(self, work: list[DraftWork]) -> list[DraftWork]:
-        turns = {item.sequence: turn for item in work if (turn := self._turn(item)) is not None}
-        if not turns:
-            return work
-        self._guessers.run([*turns.values()])
-        return [self._with_guesses(item, turns[item.sequence]) if item.sequence in turns else item for item in work]
+    def _guessed(self, item: DraftWork) -> DraftWork:
+        guessed = GUESSES.run(lambda: self._with_guesses(item), None)
+        if guessed is not None:
+            return guessed
+        self.counts.failures += 1
+        item.sequence.guessing = None  # it may have read anything
+        return item
 
-    def _turn(self, item: DraftWork) -> Guessing | None:
-        """What the sequence's guesser has to do before the pass; None for nothing.
+    def _with_guesses(self, item: DraftWork) -> DraftWork:
+        """The guesser reads as far as the pass does, so that a long prompt is taken in pieces, and then guesses.
 
-        It reads as far as the pass does, so that a long prompt is taken in pieces, and guesses before any draw.
+        Where it guesses nothing, the rest of the round is drafted without it. The text alone decides that, so that the
+        same round comes out in any batch.
         """
-        sequence, chunk = item.sequence, item.chunk
-        guessing = sequence.guessing
-        if guessing is None or guessing.guesser is None:
-            return None
+        sequence, chunk, guessing = item.sequence, item.chunk, item.sequence.guessing
+        assert guessing is not None
         unread = sequence.tokens[guessing.read : min(chunk.start + len(chunk.tokens), sequence.base)]
+        if unread:
+            guessing.guesser.read(unread)
+            guessing.read += len(unread)
         count = min(self._guesses, sequence.gamma - sequence.drafted - 1)
         if not item.draws or count < 1 or guessing.silent == sequence.base:
-            count = 0
-        drafted = sequence.tokens[sequence.base :]
-        return Guessing(guessing.guesser, unread, count, drafted) if unread or count else None
-
-    def _with_guesses(self, item: DraftWork, turn: Guessing) -> DraftWork:
-        """Where nothing is guessed, the rest of the round is drafted without a guesser. The text alone decides that, so
-        that the same round comes out in any batch.
-        """
-        sequence, chunk = item.sequence, item.chunk
-        guessing = sequence.guessing
-        assert guessing is not None
-        if turn.error is not None:
-            _log.error("guessing failed; the draft model goes on alone", reason=repr(turn.error))
-            self.counts.failures += 1
-            guessing.guesser = None
             return item
-        if turn.guesses is None:  # another guesser hangs
+        guesses = guessing.guesser.guess(count, sequence.tokens[sequence.base :])
+        if not guesses:
+            guessing.silent = sequence.base
             return item
-        guessing.read += len(turn.unread)
-        if not turn.guesses:
-            guessing.silent = sequence.base if turn.count else guessing.silent
-            return item
-        tokens = [token for token, _ in turn.guesses]
+        tokens = [token for token, _ in guesses]
         unknown = next((place for place, token in enumerate(tokens) if token >= self._known), len(tokens))
         # A token that the draft lacks was guessed all the same (invariant 4). q̂ rejects it, so it need not be run.
         longer = Chunk(chunk.slot, [*chunk.tokens, *tokens[:unknown]], chunk.start, chunk.logits_from)
-        return replace(item, chunk=longer, guesses=turn.guesses[: unknown + 1])
+        return replace(item, chunk=longer, guesses=guesses[: unknown + 1])
 
 
 def row_draws(sequence: ModelSequence, guesses: Guesses, rows: int) -> list[Draw]:
@@ -139,9 +114,8 @@ def row_draws(sequence: ModelSequence, guesses: Guesses, rows: int) -> list[Draw
     """
     if not guesses:
         return [sequence.draw(sequence.drafted)]
-    if sequence.shares_noise:
-        at = len(sequence.tokens)
-        return [Draw(sequence.law, noise=(sequence.seed, at + place)) for place in range(rows)]
+    if sequence.told.shares_noise:
+        return [sequence.draw(sequence.drafted + place) for place in range(rows)]
     last = rows - 1
     is_drawn = not sequence.law.is_greedy and rows > len(guesses)
     u = _uniform(sequence, last, Domain.STAGED_RESAMPLE) if is_drawn else 0.0
@@ -177,7 +151,7 @@ def _walk(sequence: ModelSequence, guesses: Guesses, samples: Sequence[Sample]) 
 
 
 def _uniform(sequence: ModelSequence, place: int, domain: Domain) -> float:
-    return uniform(sequence.seed, sequence.base, place, domain, sequence.drafted)
+    return uniform(sequence.told.seed, sequence.base, place, domain, sequence.drafted)
 
 
 def accepts(u: float, guessed: SparseDistribution | None, q: SparseDistribution, token: int) -> bool:

@@ -1,16 +1,20 @@
 """The draft's engine by itself, and sequences of it that are driven by hand."""
 
 import queue
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
 
-from draft_service.drafters.base import Draft, DraftError, DraftSequence
+from draft_service.drafters.base import Draft, DraftError, DraftSequence, GuessingDrafter
 from draft_service.drafters.engine import DraftEngine
-from draft_service.drafters.sequence import Ask, Close, ModelSequence
+from draft_service.drafters.model import ModelDrafter
+from draft_service.drafters.sequence import Ask, Close
+from draft_service.drafters.staged import Staging
 from kernels.adjustments import LogitRules
 from kernels.sampling import SamplingParams
 from kernels.sparse import SparseConfig
-from kernels.verify import Rule
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.model_runner import ModelRunner
 
@@ -18,49 +22,72 @@ VOCABULARY = 2000  # less than the logits have columns: the rest is padding
 CONFIG = SparseConfig(keep_mass=0.98, max_support=40)
 PROMPT = [5, 17, 300, 42, 7, 7, 1999]
 PLAIN = LogitRules()
+WITHIN_S = 60.0
+
+Kind = TypeVar("Kind", bound=DraftEngine)
+
+
+def engine_of(
+    loaded: LoadedModel,
+    kind: type[DraftEngine] = DraftEngine,
+    *,
+    vocab_size: int = VOCABULARY,
+    config: SparseConfig = CONFIG,
+    prefill_tokens: int = 16,
+    guesses: int = 0,
+    max_sequences: int = 4,
+    max_length: int = 96,
+    **pool: Any,
+) -> Any:
+    """An engine that is not started; `guesses` tokens at once, in staged drafting."""
+    runner = ModelRunner.build(loaded, max_sequences=max_sequences, max_length=max_length, **pool)
+    staging = Staging(guesses, loaded.vocab_size) if guesses else None
+    return kind(runner, vocab_size=vocab_size, config=config, prefill_tokens=prefill_tokens, staging=staging, threads=1)
 
 
 @contextmanager
-def running(loaded: LoadedModel) -> Iterator[DraftEngine]:
-    """An engine with room for four sequences."""
-    packed = ModelRunner.build(loaded, max_sequences=4, max_length=96)
-    engine = DraftEngine(packed, vocab_size=VOCABULARY, config=CONFIG, prefill_tokens=16, threads=1)
+def running(engine: Kind) -> Iterator[Kind]:
     engine.start()
-    yield engine
-    engine.stop()
+    try:
+        yield engine
+    finally:
+        engine.stop()
 
 
 class Driver:
-    """One sequence of an engine, driven by hand."""
+    """One sequence of an engine, driven by hand; `cheap` guesses for it, where there is one."""
 
-    def __init__(self, engine: DraftEngine, sequence: DraftSequence, *, vocab_size: int = VOCABULARY) -> None:
-        self._engine = engine
-        self.sequence = ModelSequence.begin(sequence, vocab_size)
+    def __init__(
+        self,
+        engine: DraftEngine,
+        told: DraftSequence,
+        cheap: GuessingDrafter | None = None,
+        *,
+        vocab_size: int = VOCABULARY,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.engine = engine
+        self.sequence = ModelDrafter(engine, vocab_size=vocab_size, cheap=cheap).begin(told)
+        self._clock = clock
         self._results: queue.SimpleQueue[Draft | DraftError] = queue.SimpleQueue()
 
-    def ask(self, gamma: int, committed: list[int] | None = None) -> None:
-        self._engine.post(Ask(self.sequence, committed or [], gamma, self._results.put))
+    def ask(self, gamma: int, committed: Sequence[int] = ()) -> None:
+        self.engine.post(Ask(self.sequence, list(committed), gamma, self._results.put, self._clock()))
 
     def answer(self) -> Draft:
-        result = self._results.get(timeout=60)
+        result = self._results.get(timeout=WITHIN_S)
         if isinstance(result, DraftError):
             raise result
         return result
 
-    def propose(self, gamma: int, committed: list[int] | None = None) -> Draft:
+    def propose(self, gamma: int, committed: Sequence[int] = ()) -> Draft:
         self.ask(gamma, committed)
         return self.answer()
 
     def close(self) -> None:
-        self._engine.post(Close(self.sequence))
+        self.engine.post(Close(self.sequence))
 
 
-def sequence(
-    temperature: float = 1.0,
-    *,
-    prompt: list[int] | None = None,
-    rules: LogitRules = PLAIN,
-    seed: int = 3,
-    rule: Rule = Rule.TOKENWISE,
-) -> DraftSequence:
-    return DraftSequence(prompt or PROMPT, [], SamplingParams(temperature=temperature, top_p=0.95), rules, seed, rule)
+def sequence(temperature: float = 1.0, **changes: Any) -> DraftSequence:
+    told = DraftSequence(PROMPT, [], SamplingParams(temperature=temperature, top_p=0.95), PLAIN, 3)
+    return replace(told, **changes)

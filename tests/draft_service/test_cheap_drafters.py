@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from draft_service.drafters.base import Draft, Drafter, DraftSequence
-from draft_service.drafters.lookup import LookupDrafter
+from draft_service.drafters.base import SLICE, Draft, Drafter, DraftSequence
+from draft_service.drafters.lookup import Copier, LookupDrafter
 from draft_service.drafters.none import NoDrafter
 from draft_service.drafters.random import RandomDrafter, support
 from kernels.adjustments import LogitRules
@@ -100,8 +100,45 @@ def test_what_is_ahead_is_matched_and_leaves_no_trace() -> None:
     assert found > 20
 
 
-def test_a_long_text_is_searched_within_bounds() -> None:
-    assert copied([1, 2] * 50_000, 8) == [1, 2] * 4
+def test_a_long_text_is_read_in_slices_between_which_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it is copied from as a whole, whatever was committed meanwhile."""
+    text, read, turns = [9, 8, 7] + [1, 2] * 5_000, list[int](), 0
+    honest = Copier.read
+
+    def noted(self: Copier, tokens: Sequence[int]) -> None:
+        read.append(len(tokens))
+        honest(self, tokens)
+
+    monkeypatch.setattr(Copier, "read", noted)
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        drafting = LookupDrafter(min_match=2).open(replace(PLAIN, prompt=text[:4_000], committed=text[4_000:]))
+        other = asyncio.ensure_future(others())
+        proposal = drafting.propose(4)
+        await asyncio.sleep(0)
+        drafting.advance([9] * 200)
+        drafting.advance([8])
+        assert (await proposal).token_ids == [7, 1, 2, 1]
+        assert (max(read), sum(read)) == (SLICE, len(text) + 201)
+        assert turns >= len(read) - 1
+        drafting.advance([7])
+        read.clear()
+        assert (await drafting.propose(2)).token_ids == [1, 2]
+        assert read == [1]
+        drafting.advance(text)
+        late = drafting.propose(2)
+        drafting.close()
+        with pytest.raises(asyncio.CancelledError):
+            await late
+        other.cancel()
+
+    asyncio.run(run())
 
 
 def test_under_coupled_no_law_is_told() -> None:
@@ -119,27 +156,28 @@ def test_random_laws_are_ones_that_the_verifier_takes(size: int, wanted: int) ->
         assert law.probability(token) == 1 / wanted
 
 
-def test_random_tokens_are_uniform_over_the_vocabulary_and_within_each_law() -> None:
-    """9,600 draws: over 30 tokens, at a level of 0.1 %, a total variation of 0.05 is noticed with a power of 99 %."""
-    size, kept, places, seeds = 30, 8, 64, 150
+def test_random_tokens_are_uniform_over_the_vocabulary_and_within_each_support() -> None:
+    """9,600 rounds: over 30 tokens, at a level of 0.1 %, a total variation of 0.05 is noticed with a power of 99 %."""
+    size, kept = 30, 8
     of = RandomDrafter(vocab_size=size, max_support=kept)
-    tokens, slots = np.zeros(size), np.zeros(kept)
-    for seed in range(seeds):
-        draft = propose(of, replace(PLAIN, seed=seed), places)
-        for token, law in zip(draft.token_ids, draft.laws, strict=True):
-            assert isinstance(law, SparseDistribution)
-            tokens[token] += 1
-            slots[np.searchsorted(law.ids, token)] += 1
-    print(stats.chisquare(tokens), stats.chisquare(slots))
-    assert stats.chisquare(tokens).pvalue > 1e-3
-    assert stats.chisquare(slots).pvalue > 1e-3
+    tokens, slots = np.zeros((2, size)), np.zeros((2, kept))
+    for seed in range(9_600):
+        guesser = of.guesser(replace(PLAIN, seed=seed))
+        guesser.read(PLAIN.prompt)
+        for place, (token, law) in enumerate(guesser.guess(2)):
+            assert law is not None
+            tokens[place, token] += 1
+            slots[place, np.searchsorted(law.ids, token)] += 1
+    for found in (*tokens, *slots):
+        print(stats.chisquare(found))
+        assert stats.chisquare(found).pvalue > 1e-3
 
 
 def test_random_draws_are_keyed_by_base_place_and_seed() -> None:
     of = RandomDrafter(vocab_size=600, max_support=256)
     draft = propose(of, PLAIN, 3, [[4, 4]])
+    told = support(5, 5, vocab_size=600, size=256)
     for place, (token, law) in enumerate(zip(draft.token_ids, draft.laws, strict=True)):
-        told = support(5, 5, place, vocab_size=600, size=256)
         assert isinstance(law, SparseDistribution)
         assert law.ids.tolist() == told.ids.tolist()
         assert token == told.ids[int(uniform(5, 5, place, Domain.DRAFT) * 256)]

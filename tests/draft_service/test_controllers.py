@@ -13,11 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft_service.drafters.base import Foresight
-from draft_service.drafters.guard import Health
-from draft_service.drafters.outcomes import Forecast, Place
-from draft_service.drafters.spare_time import MOST_STEPS, SpareTime
-from draft_service.drafters.trial import FIRST_PAUSE as FIRST_TRIAL
-from draft_service.drafters.trial import TRIAL_ROUNDS, Trial
 from draft_service.failover import FailoverBudget
 from draft_service.replicas import Breaker
 from draft_service.statistics import SpeculationCounts, Timings
@@ -29,85 +24,6 @@ numbers = st.one_of(st.floats(), st.sampled_from([0.0, 1e-3, -1e-3, 5e-324, 1e30
 counts = st.integers(0, 17)
 bursts = st.integers(1, 10)
 finite = st.one_of(st.floats(-1e9, 1e9), st.sampled_from([0.0, 1e-3, 5e-324]))
-
-
-@cheaply
-@given(
-    events=st.lists(
-        st.tuples(
-            st.sampled_from(["left", "asked", "gone", "spent", "steps"]), st.integers(0, 3), finite, numbers, counts
-        )
-    )
-)
-def test_spare_time_is_some_steps(events: list[tuple[str, int, float, float, int]]) -> None:
-    spare = SpareTime()
-    for event, who, now, seconds, width in events:
-        match event:
-            case "left":
-                spare.left(who, now)
-            case "asked":
-                spare.asked(who, now)
-            case "gone":
-                spare.gone(who)
-            case "spent":
-                spare.spent(width, who, seconds)
-            case _:
-                assert spare.steps(now, width) in range(MOST_STEPS + 1)
-
-
-@cheaply
-@given(events=st.lists(st.tuples(numbers, st.booleans(), st.integers(1, 2 * TRIAL_ROUNDS)), max_size=12))
-def test_a_trial_comes_to_an_end(events: list[tuple[float, bool, int]]) -> None:
-    trial = Trial()
-    for seconds, on, burst in events:
-        for _ in range(burst):
-            trial.add(seconds, on=on)
-            assert trial.choose() in (True, False)
-
-
-def test_a_trial_under_a_clock_that_stands_still_changes_nothing() -> None:
-    trial = Trial()
-    for i in range(3 * (FIRST_TRIAL + 2 * TRIAL_ROUNDS)):
-        trial.add(0.0, on=bool(i % 2))
-    assert trial.best
-
-
-places = st.lists(st.tuples(st.integers(0, 9), numbers), min_size=1, max_size=5).map(
-    lambda pairs: Place([token for token, _ in pairs], [score for _, score in pairs])
-)
-
-
-@cheaply
-@given(
-    by_scores=st.booleans(),
-    verdicts=st.lists(
-        st.tuples(
-            st.lists(st.tuples(places, st.integers(0, 9)), max_size=4), counts, st.none() | st.integers(0, 9), bursts
-        ),
-        max_size=12,
-    ),
-)
-def test_chances_of_outcomes_are_chances(
-    by_scores: bool, verdicts: list[tuple[list[tuple[Place, int]], int, int | None, int]]
-) -> None:
-    forecast = Forecast(by_scores=by_scores)
-    for pairs, accepted, token, burst in verdicts:
-        at, drafted = [place for place, _ in pairs], [token for _, token in pairs]
-        guesses, all_stand = forecast.guesses(at, drafted)
-        if at:
-            guesses += forecast.after_all(at[-1], len(at), all_stand)
-        assert all(0.0 <= chance <= 1.0 + 1e-9 for chance in (all_stand, *(guess.chance for guess in guesses)))
-        for _ in range(burst):
-            forecast.learn(at, drafted, min(accepted, len(drafted)), token)
-        assert 0.0 <= forecast.acceptance_rate <= 1.0
-
-
-def test_proposals_of_nothing_teach_a_forecast_nothing() -> None:
-    forecast = Forecast(by_scores=False)
-    before = forecast.acceptance_rate
-    for _ in range(100_000):
-        forecast.learn([], [], 0, 3)
-    assert forecast.acceptance_rate == before
 
 
 @cheaply
@@ -129,17 +45,16 @@ def test_the_budget_of_failovers_stays_in_its_bounds(burst: int, events: list[tu
 @given(events=st.lists(st.tuples(st.sampled_from(["begin", "succeeded", "failed", "well", "ill"]), finite)))
 def test_breakers_take_whatever_comes(events: list[tuple[str, float]]) -> None:
     now = 0.0
-    breaker, health, epochs = Breaker(clock=lambda: now), Health(lambda: now), [0]
+    breaker, epochs = Breaker(clock=lambda: now), [0]
     for event, now in events:  # noqa: B007  # the clock reads it
-        steps: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-            "begin": (lambda: epochs.append(breaker.begin()), health.needs_probe),
-            "succeeded": (lambda: breaker.succeeded(epochs[-1]), health.proposed),
-            "failed": (lambda: breaker.failed(epochs[-1]), health.failed),
-            "well": (lambda: breaker.probed(well=True), lambda: health.probed(well=True)),
-            "ill": (lambda: breaker.probed(well=False), lambda: health.probed(well=False)),
+        steps: dict[str, Callable[[], Any]] = {
+            "begin": lambda: epochs.append(breaker.begin()),
+            "succeeded": lambda: breaker.succeeded(epochs[-1]),
+            "failed": lambda: breaker.failed(epochs[-1]),
+            "well": lambda: breaker.probed(well=True),
+            "ill": lambda: breaker.probed(well=False),
         }
-        for step in steps[event]:
-            step()
+        steps[event]()
         assert breaker.pause >= 0.0
         assert breaker.admits() in (True, False)
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from draft_service.drafters.base import DraftSequence
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.sequence import DraftWork, Drawn
 from kernels.adjustments import LogitRules
@@ -18,13 +17,13 @@ from kernels.sparse import SparseDistribution, sparsify
 from kernels.verify import Rule
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.model_runner import Chunk, ModelRunner
-from tests.draft_service.engines import CONFIG, PROMPT, VOCABULARY, Driver, running, sequence
+from tests.draft_service.engines import CONFIG, PROMPT, VOCABULARY, Driver, engine_of, running, sequence
 from tests.kernels.reference import coupled_choice, standardise
 
 
 @pytest.fixture
 def engine(loaded: LoadedModel) -> Iterator[DraftEngine]:
-    with running(loaded) as engine:
+    with running(engine_of(loaded)) as engine:
         yield engine
 
 
@@ -80,12 +79,14 @@ def test_a_draft_may_have_a_temperature_of_its_own(
     assert Driver(engine, greedy).propose(4).token_ids == reference(fresh, PROMPT, greedy.law, told.seed, 4, rule)
 
 
-def test_what_others_wrote_meanwhile_replaces_what_was_drafted(engine: DraftEngine, loaded: LoadedModel) -> None:
-    """The target has gone on alone for a while: several tokens that nobody drafted, some of them where drafts lie."""
+@pytest.mark.parametrize(("kept", "committed"), [(1, [12, 13, 14, 15]), (3, [])], ids=["alone meanwhile", "cut"])
+def test_what_was_committed_replaces_what_was_drafted(
+    engine: DraftEngine, loaded: LoadedModel, kept: int, committed: list[int]
+) -> None:
+    """The target has gone on alone for a while, or a verdict ends inside the proposal."""
     fresh = ModelRunner.build(loaded, max_sequences=1, max_length=96)
     driver = Driver(engine, sequence())
-    drafted = driver.propose(6).token_ids
-    committed = [drafted[0], 12, 13, 14, 15]
+    committed = [*driver.propose(6).token_ids[:kept], *committed]
     again = driver.propose(4, committed)
     assert again.token_ids == reference(fresh, [*PROMPT, *committed], driver.sequence.law, 3, 4)
 
@@ -112,14 +113,6 @@ def test_after_a_pause_it_catches_up_in_one_pass(
     assert [chunk for chunk in chunks if chunk > 1] == [len(committed)]
 
 
-def test_a_cut_verdict_may_end_inside_what_was_drafted(engine: DraftEngine, loaded: LoadedModel) -> None:
-    fresh = ModelRunner.build(loaded, max_sequences=1, max_length=96)
-    driver = Driver(engine, sequence())
-    drafted = driver.propose(6).token_ids
-    again = driver.propose(4, drafted[:3])
-    assert again.token_ids == reference(fresh, [*PROMPT, *drafted[:3]], driver.sequence.law, 3, 4)
-
-
 def test_what_is_sent_is_what_was_sampled_from(engine: DraftEngine) -> None:
     draft = Driver(engine, sequence()).propose(8)
     for index, (token, law) in enumerate(zip(draft.token_ids, draft.laws, strict=True)):
@@ -131,7 +124,7 @@ def test_what_is_sent_is_what_was_sampled_from(engine: DraftEngine) -> None:
 
 def test_under_sigmoid_the_same_tokens_come_with_the_models_logits(engine: DraftEngine, loaded: LoadedModel) -> None:
     fresh = ModelRunner.build(loaded, max_sequences=1, max_length=96)
-    told = replace(sequence(), rule=Rule.SIGMOID, law=SamplingParams(temperature=0.8, top_k=30))
+    told = sequence(rule=Rule.SIGMOID, law=SamplingParams(temperature=0.8, top_k=30))
     draft = Driver(engine, told).propose(6)
     assert draft.token_ids == Driver(engine, replace(told, rule=Rule.TOKENWISE)).propose(6).token_ids
     slot = fresh.pool.allocate()
@@ -146,38 +139,26 @@ def test_under_sigmoid_the_same_tokens_come_with_the_models_logits(engine: Draft
 
 
 def test_a_draft_of_fewer_ids_excludes_the_rest(loaded: LoadedModel) -> None:
-    packed = ModelRunner.build(loaded, max_sequences=1, max_length=96)
     columns = loaded.vocab_size
-    engine = DraftEngine(packed, vocab_size=columns + 7, config=CONFIG, prefill_tokens=16, threads=1)
-    engine.start()
-    try:
-        told = replace(sequence(), rule=Rule.SIGMOID, law=SamplingParams())
+    with running(engine_of(loaded, vocab_size=columns + 7)) as engine:
+        told = sequence(rule=Rule.SIGMOID, law=SamplingParams())
         (logits,) = Driver(engine, told, vocab_size=columns + 7).propose(1).laws
-    finally:
-        engine.stop()
     assert isinstance(logits, DraftLogits)
     assert (logits.values == EXCLUDED).tolist() == [False] * columns + [True] * 7
 
 
-def test_under_sigmoid_greedy_drafts_are_point_masses_too(engine: DraftEngine) -> None:
-    assert Driver(engine, replace(sequence(0.0), rule=Rule.SIGMOID)).propose(2).laws == [None] * 2
-
-
-def test_greedy_drafts_are_point_masses(engine: DraftEngine) -> None:
-    assert Driver(engine, sequence(0.0)).propose(4).laws == [None] * 4
+@pytest.mark.parametrize("rule", [Rule.TOKENWISE, Rule.SIGMOID])
+def test_greedy_drafts_are_point_masses(engine: DraftEngine, rule: Rule) -> None:
+    assert Driver(engine, sequence(0.0, rule=rule)).propose(4).laws == [None] * 4
 
 
 def test_padding_is_never_drafted(loaded: LoadedModel) -> None:
     """A target whose vocabulary ends before what the draft would say most gladly."""
     packed = ModelRunner.build(loaded, max_sequences=1, max_length=96)
-    slot = packed.pool.allocate()
-    logits = packed.forward([Chunk(slot, PROMPT, 0, len(PROMPT) - 1)])[0]
-    packed.pool.free(slot)
+    logits = packed.forward([Chunk(packed.pool.allocate(), PROMPT, 0, len(PROMPT) - 1)])[0]
     end = int(logits.argmax())
-    engine = DraftEngine(packed, vocab_size=end, config=CONFIG, prefill_tokens=16, threads=1)
-    engine.start()
-    drafted = Driver(engine, sequence(0.0), vocab_size=end).propose(6).token_ids
-    engine.stop()
+    with running(engine_of(loaded, vocab_size=end)) as engine:
+        drafted = Driver(engine, sequence(0.0), vocab_size=end).propose(6).token_ids
     assert drafted[0] == int(logits[:end].argmax())
     assert max(drafted) < end
 
@@ -185,18 +166,13 @@ def test_padding_is_never_drafted(loaded: LoadedModel) -> None:
 @pytest.mark.parametrize("rule", [Rule.TOKENWISE, Rule.COUPLED])
 def test_a_target_may_know_more_tokens_than_the_draft_has(loaded: LoadedModel, rule: Rule) -> None:
     """It drafts what it has, in one call as by steps."""
-    packed = ModelRunner.build(loaded, max_sequences=2, max_length=96)
     vocab_size = loaded.vocab_size + 7
-    wide = DraftEngine(packed, vocab_size=vocab_size, config=CONFIG, prefill_tokens=16, threads=1)
-    wide.start()
-    lone = Driver(wide, sequence(rule=rule), vocab_size=vocab_size)
-    alone = lone.propose(6).token_ids
-    lone.close()
-    both = [Driver(wide, sequence(rule=rule), vocab_size=vocab_size) for _ in range(2)]
-    for driver in both:
-        driver.ask(6)
-    assert [driver.answer().token_ids for driver in both] == [alone] * 2
-    wide.stop()
+    with running(engine_of(loaded, vocab_size=vocab_size)) as wide:
+        lone, *both = [Driver(wide, sequence(rule=rule), vocab_size=vocab_size) for _ in range(3)]
+        alone = lone.propose(6).token_ids
+        for driver in both:
+            driver.ask(6)
+        assert [driver.answer().token_ids for driver in both] == [alone] * 2
 
 
 def test_at_least_one_token_is_drafted_however_unsure(engine: DraftEngine) -> None:
@@ -216,16 +192,13 @@ def test_under_coupled_drafts_depend_on_the_position_and_not_on_the_round(engine
 
 def test_penalties_and_bans_count_drafted_tokens(engine: DraftEngine) -> None:
     """With presence at its most no token comes twice, drafted or committed; a taken-back one may come again."""
-    driver = Driver(engine, sequence(0.0, rules=LogitRules(presence_penalty=100.0)))
+    driver = Driver(engine, sequence(0.0, logit_rules=LogitRules(presence_penalty=100.0)))
     first = driver.propose(8).token_ids
     assert len(set(first)) == 8
     second = driver.propose(8, [*first[:2], 11]).token_ids
     assert not set(second) & {*first[:2], 11}
-    fresh = Driver(
-        engine,
-        DraftSequence(PROMPT, [*first[:2], 11], SamplingParams(temperature=0.0), LogitRules(presence_penalty=100.0), 3),
-    )
+    fresh = Driver(engine, sequence(0.0, committed=[*first[:2], 11], logit_rules=LogitRules(presence_penalty=100.0)))
     assert fresh.propose(8).token_ids == second
     stop = first[0]
-    held = Driver(engine, sequence(0.0, rules=LogitRules(stop_token_ids=(stop,), min_new_tokens=3)))
+    held = Driver(engine, sequence(0.0, logit_rules=LogitRules(stop_token_ids=(stop,), min_new_tokens=3)))
     assert stop not in held.propose(3).token_ids

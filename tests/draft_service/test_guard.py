@@ -1,18 +1,25 @@
-"""The guard: whatever a drafter does, its proposals make sense or end in a `DraftError`, and in time."""
+"""The guard: a proposal makes sense, or ends in a `DraftError` in time; the sequence then rests and begins anew. Only a
+probe that fails turns a drafter off.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from draft_service.drafters import guard as guard_module
-from draft_service.drafters.base import Draft, Drafter, DraftError, Drafting, DraftLate, DraftSequence
-from draft_service.drafters.guard import LATE_IN_A_ROW, GuardedDrafter
+from draft_service.drafters.base import Draft, Drafter, DraftError, Drafting, DraftSequence
+from draft_service.drafters.guard import (
+    FAILURES_IN_A_ROW,
+    FIRST_REST_S,
+    LONGEST_REST_S,
+    PROBE,
+    SOUND_AFTER,
+    GuardedDrafter,
+)
 from kernels.adjustments import LogitRules
 from kernels.dense import EXCLUDED, DraftLogits
 from kernels.sampling import SamplingParams
@@ -21,235 +28,299 @@ from kernels.verify import Rule
 from tests.fake_clock import fake_clock
 
 V = 10
-PLAIN = DraftSequence([1, 2, 3], [], SamplingParams(), LogitRules(), 5)
+PLAIN = DraftSequence([1, 2, 3], [4], SamplingParams(), LogitRules(), 5)
+COUPLED, SIGMOID = replace(PLAIN, rule=Rule.COUPLED), replace(PLAIN, rule=Rule.SIGMOID)
 
 
-class Awkward(Drafter, Drafting):
-    """A drafter, and its only sequence, whose proposals are what `make(number of the proposal)` returns or raises."""
+def q(*ids: int, weights: Sequence[int] = ()) -> SparseDistribution:
+    found = np.array(weights or [1] * len(ids), dtype=np.uint16)
+    return SparseDistribution(np.array(ids), found, max(1, int(found.sum())))
 
-    def __init__(self, make: Callable[[int], Any], *, breaks: str = "") -> None:
-        self._make = make
-        self._breaks = breaks
+
+def logits(size: int = V) -> DraftLogits:
+    values = torch.zeros(size).half()
+    values[3] = EXCLUDED
+    return DraftLogits(values)
+
+
+FINE = Draft([1, 2], [q(1, 5), None], 0.25)
+
+
+class FaultyDrafter(Drafter):
+    """Its n-th proposal, counted from 0 over all sequences, is `answer(n)`, or raises or awaits that."""
+
+    def __init__(self, answer: Callable[[int], Any] = lambda n: FINE, *, broken: str = "") -> None:
+        self.answer = answer
+        self.broken = broken
         self.asked = 0
-        self.closed = 0
-
-    def _step(self, name: str) -> None:
-        if self._breaks == name:
-            raise RuntimeError(f"{name} broke")
+        self.opened: list[FaultyDrafting] = []
 
     def open(self, sequence: DraftSequence) -> Drafting:
-        self._step("open")
-        return self
+        self.opened.append(FaultyDrafting(self, sequence))
+        self.opened[-1].step("open")
+        return self.opened[-1]
+
+    def guarded(self, timeout: float = 5.0) -> GuardedDrafter:
+        return GuardedDrafter(self, timeout=timeout, vocab_size=V, max_support=3)
+
+
+class FaultyDrafting(Drafting):
+    def __init__(self, drafter: FaultyDrafter, sequence: DraftSequence) -> None:
+        self.drafter = drafter
+        self.sequence = sequence
+        self.advanced: list[int] = []
+        self.closed = 0
+
+    def step(self, name: str) -> None:
+        if self.drafter.broken == name:
+            raise RuntimeError(f"{name} broke")
 
     def room(self) -> int:
-        self._step("room")
+        self.step("room")
         return 100
 
     def advance(self, tokens: Sequence[int]) -> None:
-        self._step("advance")
+        self.step("advance")
+        self.advanced += tokens
 
     def propose(self, gamma: int) -> Awaitable[Draft]:
-        self.asked += 1
-        self._step("propose")
-        made = self._make(self.asked)
+        self.drafter.asked += 1
+        self.step("propose")
+        answer = self.drafter.answer(self.drafter.asked - 1)
 
         async def later() -> Draft:
-            return await made if asyncio.iscoroutine(made) else made
+            if isinstance(answer, BaseException):
+                raise answer
+            return await answer if asyncio.iscoroutine(answer) else answer
 
         return later()
 
     def close(self) -> None:
         self.closed += 1
-        self._step("close")
+        self.step("close")
 
 
-def law(*ids: int, weights: Sequence[int] = ()) -> SparseDistribution:
-    found = np.array(weights or [1] * len(ids), dtype=np.uint16)
-    return SparseDistribution(np.array(ids), found, max(1, int(found.sum())))
+async def failure(drafting: Drafting, match: str | None = None) -> DraftError:
+    with pytest.raises(DraftError, match=match) as caught:
+        await drafting.propose(4)
+    return caught.value
 
 
-def guarded(awkward: Awkward, timeout: float = 5.0) -> GuardedDrafter:
-    return GuardedDrafter(awkward, timeout=timeout, vocab_size=V, max_support=3)
+async def after(seconds: float, draft: Draft = FINE) -> Draft:
+    await asyncio.sleep(seconds)
+    return draft
 
 
-def error_of(awkward: Awkward, told: DraftSequence = PLAIN) -> DraftError:
-    """What a proposal ends with; asked again it says the same, and the drafter is not asked."""
-
-    async def run() -> DraftError:
-        drafting = guarded(awkward).open(told)
-        assert drafting.room() > 0
-        drafting.advance([4])
-        with pytest.raises(DraftError) as first:
-            await drafting.propose(4)
-        asked = awkward.asked
-        with pytest.raises(DraftError) as second:
-            await drafting.propose(4)
-        assert (second.value, awkward.asked) == (first.value, asked)
-        drafting.close()
-        drafting.close()
-        return first.value
-
-    return asyncio.run(run())
+# --------------------------------------------------------------------------------------------------------- validation
 
 
-FINE = Draft([1, 2], [law(1, 5), None], 0.25)
-NONSENSE: dict[str, tuple[Any, str]] = {
-    "a token outside": (Draft([V], [None], 0.0), "token 10 is outside 0..9"),
-    "a negative token": (Draft([-1], [None], 0.0), "token -1"),
-    "no token at all": (Draft(["x"], [None], 0.0), "nonsense"),  # type: ignore[list-item]
-    "too many tokens": (Draft([1] * 5, [None] * 5, 0.0), "5 tokens came; 4"),
-    "too few laws": (Draft([1, 2], [None], 0.0), "1 laws came for 2 tokens"),
-    "a law without its token": (Draft([1], [law(2, 3)], 0.0), "token 1 is outside of the law"),
-    "a law that is too wide": (Draft([1], [law(1, 2, 3, 4)], 0.0), "4 tokens; at most 3"),
-    "a law in disorder": (Draft([1], [law(2, 1)], 0.0), "ascend"),
-    "a law past the vocabulary": (Draft([1], [law(1, V)], 0.0), "token id 10"),
-    "a weight of nothing": (Draft([1], [law(1, 2, weights=[3, 0])], 0.0), "weight of token 2 is 0"),
-    "logits for a law": (Draft([1], [DraftLogits(torch.zeros(V).half())], 0.0), "logits came"),
-    "nothing": (None, "nonsense"),
-}
+@pytest.mark.parametrize(
+    ("draft", "words"),
+    [
+        (Draft([V], [None], 0.0), "token 10 is outside 0..9"),
+        (Draft([-1], [None], 0.0), "token -1"),
+        (Draft(["x"], [None], 0.0), "nonsense"),  # type: ignore[list-item]
+        (Draft([1] * 5, [None] * 5, 0.0), "5 tokens came; 4"),
+        (Draft([1, 2], [None], 0.0), "1 distributions came for 2 tokens"),
+        (Draft([1], [q(2, 3)], 0.0), "token 1 is outside of the distribution"),
+        (Draft([1], [q(1, 2, 3, 4)], 0.0), "4 tokens; at most 3"),
+        (Draft([1], [q(2, 1)], 0.0), "ascend"),
+        (Draft([1], [q(1, V)], 0.0), "token id 10"),
+        (Draft([1], [q(1, 2, weights=[3, 0])], 0.0), "weight of token 2 is 0"),
+        (Draft([1], [logits()], 0.0), "logits came"),
+        (None, "nonsense"),
+    ],
+)
+def test_a_proposal_that_the_verifier_would_refuse_is_an_error_that_says_why(draft: Any, words: str) -> None:
+    asyncio.run(failure(FaultyDrafter(lambda n: draft).guarded().open(PLAIN), words))
 
 
-@pytest.mark.parametrize("kind", NONSENSE)
-def test_nonsense_ends_in_an_error_that_says_what(kind: str) -> None:
-    made, words = NONSENSE[kind]
-    assert words in str(error_of(Awkward(lambda _: made)))
-
-
-@pytest.mark.parametrize("breaks", ["open", "room", "advance", "propose"])
-def test_whatever_raises_ends_in_an_error_of_the_next_proposal(breaks: str) -> None:
-    assert f"RuntimeError: {breaks} broke" in str(error_of(Awkward(lambda _: FINE, breaks=breaks)))
-
-
-def test_a_drafter_that_cannot_close_is_closed_once() -> None:
-    awkward = Awkward(lambda _: FINE, breaks="close")
-
+@pytest.mark.parametrize(
+    ("sequence", "draft", "words"),
+    [
+        (COUPLED, FINE, "2 distributions came"),
+        (COUPLED, Draft([1], [], 0.0), None),
+        (SIGMOID, FINE, "no logits came"),
+        (SIGMOID, Draft([3], [logits()], 0.0), "exclude token 3"),
+        (SIGMOID, Draft([3], [logits(V - 1)], 0.0), "V is 10"),
+        (SIGMOID, Draft([1], [logits()], 0.0), None),
+    ],
+)
+def test_each_rule_has_its_own_distributions(sequence: DraftSequence, draft: Draft, words: str | None) -> None:
     async def run() -> None:
-        drafting = guarded(awkward).open(PLAIN)
+        drafting = FaultyDrafter(lambda n: draft).guarded().open(sequence)
+        if words is None:
+            assert await drafting.propose(4) is draft
+        else:
+            await failure(drafting, words)
+
+    asyncio.run(run())
+
+
+# ------------------------------------------------------------------------------------------------------ one sequence
+
+
+@pytest.mark.parametrize("broken", ["open", "room", "advance", "propose"])
+@fake_clock
+async def test_whatever_raises_is_an_error_of_the_next_proposal_and_is_mended_by_the_one_after(broken: str) -> None:
+    drafter = FaultyDrafter(broken=broken)
+    drafting = drafter.guarded().open(PLAIN)
+    assert drafting.room() > 0
+    drafting.advance([5])
+    await failure(drafting, f"RuntimeError: {broken} broke")
+    drafter.broken = ""
+    await asyncio.sleep(FIRST_REST_S)
+    assert await drafting.propose(4) is FINE
+    assert drafting.recoveries == 1
+    assert [*drafter.opened[-1].sequence.committed, *drafter.opened[-1].advanced] == [4, 5]
+
+
+@fake_clock
+async def test_after_a_rest_it_begins_anew_behind_all_that_was_written() -> None:
+    drafter = FaultyDrafter(lambda n: DraftError("no numbers", reason="BAD_LOGITS") if n in (1, 2) else FINE)
+    drafting, written = drafter.guarded().open(PLAIN), [6, 7]
+    await drafting.propose(4)
+    drafting.advance([6, 7])
+    for rest in (FIRST_REST_S, 2 * FIRST_REST_S):
+        assert (await failure(drafting, "no numbers")).reason == "BAD_LOGITS"
+        asked = drafter.asked
+        await asyncio.sleep(0.9 * rest)
+        assert not drafting.is_ready()
+        await failure(drafting, "rests")
+        assert drafter.asked == asked
+        await asyncio.sleep(0.1 * rest)
+        assert drafting.is_ready()
+        drafting.advance([8])
+        written.append(8)
+    assert await drafting.propose(4) is FINE
+    assert drafting.recoveries == 1
+    last = drafter.opened[-1]
+    assert [*last.sequence.committed, *last.advanced] == [4, *written]
+    drafting.close()
+    drafting.close()
+    assert [each.closed for each in drafter.opened] == [1] * 3
+
+
+@pytest.mark.parametrize(
+    ("sound", "rests"), [(SOUND_AFTER, [1, 1]), (SOUND_AFTER - 1, [1, 2]), (1, [1, 2, 4, 8, 10, 10])]
+)
+@fake_clock
+async def test_rests_grow_to_a_limit_and_begin_again_once_it_has_been_sound(sound: int, rests: list[int]) -> None:
+    assert (FIRST_REST_S, LONGEST_REST_S) == (1, 10)
+    drafter = FaultyDrafter(lambda n: FINE if n % (sound + 1) else RuntimeError())
+    guard = drafter.guarded()
+    drafting = guard.open(PLAIN)
+    for rest in rests:
+        await failure(drafting)
+        await asyncio.sleep(rest - 0.1)
+        assert not drafting.is_ready()
+        await asyncio.sleep(0.1)
+        assert drafting.is_ready()
+        for _ in range(sound):
+            await drafting.propose(4)
+    assert guard.is_up, "one sequence's failures, with proposals between them, are not everybody's"
+
+
+def test_a_drafter_that_cannot_close_is_closed_once_and_one_that_gives_up_cancels_nobody() -> None:
+    async def run() -> None:
+        drafter = FaultyDrafter(broken="close")
+        drafting = drafter.guarded().open(PLAIN)
         await drafting.propose(2)
         drafting.close()
         drafting.close()
+        assert drafter.opened[0].closed == 1
+        await failure(FaultyDrafter(lambda n: asyncio.CancelledError()).guarded().open(PLAIN), "gave the proposal up")
 
     asyncio.run(run())
-    assert awkward.closed == 1
 
 
-def test_reasons_of_a_drafter_are_kept() -> None:
-    async def refuse() -> Draft:
-        raise DraftError("no numbers", reason="BAD_LOGITS")
-
-    assert error_of(Awkward(lambda _: refuse())).reason == "BAD_LOGITS"
-
-
-def test_a_drafter_that_gives_up_is_not_the_requests_cancellation() -> None:
-    async def give_up() -> Draft:
-        raise asyncio.CancelledError
-
-    assert "gave the proposal up" in str(error_of(Awkward(lambda _: give_up())))
-
-
-def test_under_coupled_laws_are_nonsense_and_under_sigmoid_they_are_logits() -> None:
-    coupled = replace(PLAIN, rule=Rule.COUPLED)
-    assert "2 laws came" in str(error_of(Awkward(lambda _: FINE), coupled))
-    sigmoid = replace(PLAIN, rule=Rule.SIGMOID)
-    assert "no logits came" in str(error_of(Awkward(lambda _: FINE), sigmoid))
-    logits = torch.zeros(V).half()
-    logits[3] = EXCLUDED
-    assert "exclude token 3" in str(error_of(Awkward(lambda _: Draft([3], [DraftLogits(logits)], 0.0)), sigmoid))
-    short = DraftLogits(torch.zeros(V - 1).half())
-    assert "V is 10" in str(error_of(Awkward(lambda _: Draft([3], [short], 0.0)), sigmoid))
-
-    async def fine() -> None:
-        for told, draft in ((coupled, Draft([1], [], 0.0)), (sigmoid, Draft([1], [DraftLogits(logits)], 0.0))):
-            answers = {1: draft}
-            assert await guarded(Awkward(answers.__getitem__)).open(told).propose(4) is draft
-
-    asyncio.run(fine())
+@fake_clock
+async def test_one_that_is_late_is_asked_again_once_it_has_answered_with_all_that_it_has_read() -> None:
+    """What it says too late is dropped, and nobody waits for it."""
+    drafter = FaultyDrafter(lambda n: FINE if n else after(20.0, Draft([9], [None], 0.0)))
+    drafting, clock = drafter.guarded(timeout=0.5).open(PLAIN), asyncio.get_running_loop()
+    proposal = drafting.propose(4)
+    await asyncio.sleep(0.25)  # its time began when it was asked for
+    with pytest.raises(DraftError, match=r"no proposal came within 0\.5 s"):
+        await proposal
+    assert clock.time() == 0.5
+    drafting.advance([5])
+    await asyncio.sleep(19.0)
+    assert not drafting.is_ready()
+    await failure(drafting, "rests")
+    await asyncio.sleep(0.5)
+    assert drafting.is_ready()
+    assert await drafting.propose(4) is FINE
+    assert (len(drafter.opened), drafter.opened[0].advanced, drafting.recoveries) == (1, [5], 1)
 
 
 def test_costs_are_counted_over_sequences() -> None:
-    guard = guarded(Awkward(lambda number: FINE if number < 3 else Draft([V], [None], 0.0)))
+    guard = FaultyDrafter(lambda n: FINE if n < 2 else Draft([V], [None], 0.0)).guarded()
 
     async def run() -> None:
+        assert await guard.open(PLAIN).propose(4) is FINE
         drafting = guard.open(PLAIN)
         assert await drafting.propose(4) is FINE
-        assert await guard.open(PLAIN).propose(4) is FINE
-        with pytest.raises(DraftError):
-            await drafting.propose(4)
+        await failure(drafting)
 
     asyncio.run(run())
     cost = guard.cost
     assert (cost.proposals, cost.tokens, cost.seconds, cost.failures) == (2, 4, 0.5, 1)
-    assert cost.seconds_per_token == 0.125
 
 
-# -------------------------------------------------------------------------------------------------------------- late
+# -------------------------------------------------------------------------------------------------------- everybody's
 
 
-@pytest.fixture
-def one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guard's is the loop's, which leaps."""
-    clock = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
-    monkeypatch.setattr(guard_module, "time", clock)
+async def fail_in_a_row(guard: GuardedDrafter) -> None:
+    for _ in range(FAILURES_IN_A_ROW):
+        drafting = guard.open(PLAIN)
+        await failure(drafting)
+        drafting.close()
+    await asyncio.sleep(0.1)  # a probe has begun, and ended
 
 
-@pytest.mark.usefixtures("one_clock")
+@pytest.mark.parametrize("hangs", [False, True])
 @fake_clock
-async def test_one_that_is_late_is_asked_again_once_it_has_answered() -> None:
-    """While it is busy nobody waits for it; what it says too late is dropped."""
-    loop, done = asyncio.get_running_loop(), asyncio.Event()
+async def test_a_drafter_that_fails_for_everybody_is_off_until_a_probe_goes_well(
+    hangs: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drafter = FaultyDrafter(lambda n: after(600.0) if hangs else RuntimeError("out of order"))
+    guard = drafter.guarded(timeout=0.05)
+    await fail_in_a_row(guard)
+    assert not guard.is_up
+    assert (drafter.asked, guard.cost.failures) == (FAILURES_IN_A_ROW + 1, FAILURES_IN_A_ROW), "one was the probe"
+    waiting, clock, probes = guard.open(PLAIN), asyncio.get_running_loop(), list[float]()
+    while len(probes) < 6:
+        before = drafter.asked
+        assert not waiting.is_ready()
+        await failure(waiting, "rests")
+        await asyncio.sleep(0.05)
+        probes += [clock.time()] * (drafter.asked > before)
+    assert np.diff(probes) == pytest.approx([2, 4, 8, 10, 10], abs=0.2)
+    drafter.answer = lambda n: FINE
+    await asyncio.sleep(LONGEST_REST_S)
+    assert not waiting.is_ready(), "the probe comes first"
+    await asyncio.sleep(0.1)
+    assert waiting.is_ready()
+    assert await waiting.propose(4) is FINE
+    assert waiting.recoveries == 0, "it was never asked in vain"
+    assert all(each.closed for each in drafter.opened if each.sequence is PROBE)
+    said = capsys.readouterr().out
+    assert (said.count("the drafter is off"), said.count("works again")) == (1, 1)
 
-    async def slowly() -> Draft:
-        await done.wait()
-        return Draft([9], [None], 0.0)
 
-    awkward = Awkward(lambda number: slowly() if number == 1 else FINE)
-    drafting = guarded(awkward, timeout=0.05).open(PLAIN)
-    with pytest.raises(DraftLate, match=r"within 0\.05 s"):
-        await drafting.propose(4)
-    assert loop.time() == pytest.approx(0.05)
-    for _ in range(2 * LATE_IN_A_ROW):
-        with pytest.raises(DraftLate, match="earlier proposal"):
-            await drafting.propose(4)
-    assert loop.time() == pytest.approx(0.05)
-    assert awkward.asked == 1
-    done.set()
-    await asyncio.sleep(0.01)
-    drafting.advance([4])
-    assert await drafting.propose(4) is FINE
-    assert awkward.asked == 2
-
-
-@pytest.mark.usefixtures("one_clock")
 @fake_clock
-async def test_one_that_is_late_again_and_again_is_asked_no_more() -> None:
-    async def slowly() -> Draft:
-        await asyncio.sleep(0.03)
-        return FINE
-
-    awkward = Awkward(lambda _: slowly())
-    drafting = guarded(awkward, timeout=0.01).open(PLAIN)
-    for late in range(1, LATE_IN_A_ROW + 1):
-        with pytest.raises(DraftError) as caught:
-            await drafting.propose(4)
-        assert isinstance(caught.value, DraftLate) == (late < LATE_IN_A_ROW)
-        await asyncio.sleep(0.04)
-    with pytest.raises(DraftError, match="3 times in a row"):
-        await drafting.propose(4)
-    assert awkward.asked == LATE_IN_A_ROW
-
-
-@pytest.mark.usefixtures("one_clock")
-@fake_clock
-async def test_the_clock_begins_when_the_proposal_is_asked_for() -> None:
-    async def slowly() -> Draft:
-        await asyncio.sleep(30)
-        return FINE
-
-    loop = asyncio.get_running_loop()
-    drafting = guarded(Awkward(lambda _: slowly()), timeout=0.05).open(PLAIN)
-    proposal = drafting.propose(4)
-    await asyncio.sleep(0.06)
-    with pytest.raises(DraftLate):
-        await proposal
-    assert loop.time() == pytest.approx(0.06), "its time was up already"
-    drafting.close()
+async def test_one_client_whose_requests_break_the_draft_turns_it_off_for_nobody_else() -> None:
+    """It sends many times what others do, for as long as anybody looks. Its failures cost a probe a second."""
+    drafter = FaultyDrafter()
+    poison = replace(PLAIN, logit_rules=LogitRules(repetition_penalty=1e-38))
+    drafter.answer = lambda n: FINE if drafter.opened[-1].sequence.logit_rules.is_identity else RuntimeError()
+    guard = drafter.guarded()
+    for _ in range(20):
+        for _ in range(3 * FAILURES_IN_A_ROW):
+            await failure(guard.open(poison))
+            await asyncio.sleep(0.1)
+        assert await guard.open(PLAIN).propose(4) is FINE
+        assert guard.is_up
+    assert guard.cost.proposals == 20
+    assert 1 <= sum(each.sequence is PROBE for each in drafter.opened) <= 31

@@ -1,6 +1,7 @@
 """Counts of n-grams, the law they make, and drafts that are sampled from it as the rule of the request has it."""
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from draft_service.drafters import ngram
 from draft_service.drafters.base import Draft, DraftSequence
-from draft_service.drafters.ngram import NGramConfig, NGramDrafter
-from draft_service.drafters.ngram_counts import NGramCounts, back_off
+from draft_service.drafters.ngram import NGramCounts, NGramDrafter, back_off
 from kernels.adjustments import LogitRules
 from kernels.rng import Domain, uniform
 from kernels.sampling import SamplingParams, probabilities
@@ -27,7 +28,7 @@ LAW = SamplingParams(temperature=0.8, top_k=9)
 
 
 def counted(order: int, *documents: Sequence[int], entries: int = 10_000) -> NGramCounts:
-    counts = NGramCounts(order, V, entries=entries)
+    counts = NGramCounts(order, V, entries)
     for document in documents:
         counts.add(document)
     return counts
@@ -40,7 +41,7 @@ def law(tables: Sequence[NGramCounts], tokens: Sequence[int]) -> np.ndarray:
 
 
 def test_a_law_is_the_counts_share_and_the_rest_of_the_shorter_context() -> None:
-    counts = NGramCounts(2, 4, entries=100)
+    counts = NGramCounts(2, 4, 100)
     counts.add([0, 1, 0, 1, 0, 2])
     singles = (np.array([3, 2, 1, 0]) + 3 / 4) / (6 + 3)  # six tokens, three kinds
     assert law([counts], []) == pytest.approx(singles)
@@ -83,7 +84,7 @@ def test_memory_is_bounded_and_what_was_seen_most_stays() -> None:
         counts.add([9, 10, 11] * 3)
         counts.add(TEXT[at : at + 10])
         assert counts.entries <= 200
-    assert counts.followers((9, 10)) == {11: 90}
+    assert counts.followers[9, 10] == {11: 90}
     assert law([counts], [9, 10])[11] > 0.9
 
 
@@ -91,17 +92,11 @@ def test_nothing_counted_is_no_law_and_drafts_nothing() -> None:
     assert back_off([counted(3)], [1, 2]) is None
 
 
-@pytest.mark.parametrize(("order", "size", "entries"), [(0, 4, 4), (9, 4, 4), (2, 0, 4), (2, 4, 0)])
-def test_numbers_outside_their_range_are_named(order: int, size: int, entries: int) -> None:
-    with pytest.raises(ValueError, match=r"order is|entries is"):
-        NGramCounts(order, size, entries=entries)
-
-
 # ------------------------------------------------------------------------------------------------------------ drafts
 
 
 def drafter(*, learns: bool = False, corpus: Sequence[Sequence[int]] = (TEXT,)) -> NGramDrafter:
-    return NGramDrafter(corpus, NGramConfig(3, 10_000, learns), vocab_size=V, sparse=SPARSE)
+    return NGramDrafter(corpus, vocab_size=V, sparse=SPARSE, order=3, entries=10_000, learns=learns)
 
 
 def sequence(**changes: Any) -> DraftSequence:
@@ -230,3 +225,33 @@ def test_what_is_ahead_is_drafted_behind_and_leaves_no_trace(penalty: float) -> 
     fresh = drafter().guesser(replace(told, committed=ahead), Domain.STAGED_DRAFT)
     fresh.read([*told.prompt, *ahead])
     assert [token for token, _ in guesser.guess(4)] == [token for token, _ in fresh.guess(4)]
+
+
+def test_it_counts_and_drafts_on_one_thread_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it works, the event loop goes on; the text comes in order all the same."""
+    threads, release, honest = set[str](), threading.Event(), ngram.back_off
+
+    def slow(*arguments: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        assert release.wait(60)
+        return honest(*arguments)
+
+    monkeypatch.setattr(ngram, "back_off", slow)
+
+    async def run() -> None:
+        told = [sequence(seed=seed, prompt=TEXT) for seed in range(3)]
+        proposals = [drafter().open(each).propose(2) for each in told[:1]]
+        of = drafter()
+        proposals += [of.open(each).propose(2) for each in told[1:]]
+        await asyncio.sleep(0.01)
+        release.set()
+        for each, proposal in zip(told, proposals, strict=True):
+            assert (await proposal).token_ids == reference(TEXT, each, 2)
+        drafting = of.open(told[0])
+        abandoned = drafting.propose(2)
+        drafting.close()
+        with pytest.raises(asyncio.CancelledError):
+            await abandoned
+
+    asyncio.run(run())
+    assert threads == {"ngram_0"}

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from draft_service.drafters.base import Cost, Draft
+from draft_service.drafters.base import Draft
+from draft_service.drafters.guard import Cost
 from draft_service.emission import Emitter
 from draft_service.generate_call import HEARTBEAT, HEARTBEAT_SECONDS, Heartbeat
 from draft_service.metrics import FAILOVER_METRICS, FailoverMetrics

@@ -11,27 +11,21 @@ from typing import Any
 import pytest
 
 from draft_service.drafters import engine as engine_module
-from draft_service.drafters.ahead import LEAST_CHANCE
 from draft_service.drafters.base import Draft, DraftError, DraftSequence
 from draft_service.drafters.engine import OUTCOME_CACHE, DraftEngine
-from draft_service.drafters.sequence import Ask, Close, ModelSequence
-from draft_service.drafters.trial import Trial
+from draft_service.drafters.outcome_cache import END, LEAST_CHANCE, Trial
 from kernels.adjustments import LogitRules
 from kernels.sampling import SamplingParams, sample
-from kernels.sparse import SparseConfig, SparseDistribution
+from kernels.sparse import SparseDistribution
 from kernels.verify import Rule
 from outrider.runtime.fused_decoder import FusedDecoder
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
-from outrider.runtime.model_runner import ModelRunner
+from tests.draft_service import engines
+from tests.draft_service.engines import PLAIN, PROMPT, WITHIN_S, engine_of, running, sequence
 from tests.draft_service.pairs import DEMO
 
-VOCABULARY = 2000
-CONFIG = SparseConfig(keep_mass=0.98, max_support=40)
-PROMPT = [5, 17, 300, 42, 7, 7, 1999]
-PLAIN = LogitRules()
 ADJUSTED = LogitRules(repetition_penalty=1.3, presence_penalty=0.4, banned_tokens=(9, 11))
 GAMMA = 4
-WITHIN_S = 60.0
 
 
 class Open(DraftEngine):
@@ -50,7 +44,7 @@ class Eager(Open):
     """It always has time to draft ahead, until somebody asks."""
 
     def start(self) -> None:
-        self._spare.steps = lambda now, width: 64  # type: ignore[method-assign]
+        self.cache.spare.steps = lambda now, width: 64  # type: ignore[method-assign]
         super().start()
 
 
@@ -70,61 +64,43 @@ class Clock:
 
 @pytest.fixture(params=[1, 3], ids=["one by one", "three a pass"])
 def engine(loaded: LoadedModel, request: pytest.FixtureRequest) -> Iterator[Eager]:
-    engine = Eager(
-        ModelRunner.build(loaded, max_sequences=4, max_length=160, blocks=64),
-        vocab_size=VOCABULARY,
-        config=CONFIG,
-        prefill_tokens=16,
-        threads=1,
-    )
-    engine._width = request.param
-    engine.start()
-    yield engine
-    engine.stop()
+    engine = eager(loaded)
+    engine.cache.width = request.param
+    with running(engine):
+        yield engine
+
+
+def eager(loaded: LoadedModel, kind: type[Open] = Eager, **how: Any) -> Any:
+    return engine_of(loaded, kind, **{"max_length": 160, "blocks": 64, **how})
 
 
 def told(
     temperature: float, rule: Rule, rules: LogitRules = PLAIN, *, seed: int = 3, looks_ahead: bool = True
 ) -> DraftSequence:
-    law = SamplingParams(temperature=temperature, top_p=0.95)
-    return DraftSequence(PROMPT, [], law, rules, seed, rule, looks_ahead=looks_ahead)
+    return sequence(temperature, rule=rule, logit_rules=rules, seed=seed, looks_ahead=looks_ahead)
 
 
-class Driver:
-    """One sequence of an engine, and the verdicts on it."""
+class Driver(engines.Driver):
+    """It waits for what is drafted ahead."""
 
-    def __init__(self, engine: Open, sequence: DraftSequence, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._engine = engine
-        self._clock = clock
-        self.sequence = ModelSequence.begin(sequence, VOCABULARY)
-        self._results: queue.SimpleQueue[Draft | DraftError] = queue.SimpleQueue()
-
-    def propose(self, gamma: int, committed: list[int]) -> Draft:
-        self._engine.post(Ask(self.sequence, committed, gamma, self._results.put, self._clock()))
-        result = self._results.get(timeout=WITHIN_S)
-        if isinstance(result, DraftError):
-            raise result
-        return result
+    engine: Open
 
     def foresee(self) -> list[tuple[int, int]]:
         """Waits until nothing is left to draft ahead; returns the outcomes that were drafted for, likeliest first."""
         end = time.monotonic() + WITHIN_S
-        while (drafted := self._engine.look(self._foreseen)) is None:
+        while (drafted := self.engine.look(self._foreseen)) is None:
             assert time.monotonic() < end, "it goes on and on"
             time.sleep(0.002)
-        bounded = self.sequence.max_entropy is not None
+        bounded = self.sequence.told.max_entropy is not None
         assert all(tokens == GAMMA or bounded for tokens in drafted.values())
         return list(drafted)
 
     def _foreseen(self) -> dict[tuple[int, int], int] | None:
         """How many tokens were drafted for each outcome; None while there is more to be."""
-        look = self._engine.cache._lookaheads.get(self.sequence)
+        look = self.engine.cache.lookaheads.get(self.sequence)
         if look is None or look.next_chance >= LEAST_CHANCE or look.open:
             return None
-        return {outcome: branch.drafted for outcome, branch in look.branches.items()}
-
-    def close(self) -> None:
-        self._engine.post(Close(self.sequence))
+        return {outcome: branch.drafted for outcome, branch in look.branches.items() if outcome[1] != END}
 
 
 def assert_alike(draft: Draft, other: Draft) -> None:
@@ -228,7 +204,7 @@ def test_nothing_is_left_of_sequences_that_end(engine: Eager) -> None:
     for driver in drivers:
         driver.close()
     engine.stop()
-    assert not engine.cache._lookaheads
+    assert not engine.cache.lookaheads
     assert engine.model_runner.pool.used_blocks == 0
     engine.model_runner.pool.check_integrity()
 
@@ -247,13 +223,14 @@ def rounds(engine: Eager, driver: Driver, *, until_foreseen: bool) -> list[Draft
 @pytest.mark.parametrize(
     ("engine", "broken"),
     [
-        (1, "settle"),
-        (3, "begin"),
-        (3, "next"),
-        (1, "chunk"),
-        (3, "take"),
+        (1, "asked"),
+        (3, "_look"),
+        (3, "_begin"),
+        (1, "work"),
+        (3, "_take"),
         (1, "took"),
-        (3, "drop"),
+        (3, "left"),
+        (3, "gone"),
         (1, "before"),
         (3, "after"),
     ],
@@ -344,8 +321,7 @@ def test_where_drawing_fails_the_pool_is_as_it_was(engine: Eager, monkeypatch: p
 
 def test_branches_give_way_to_sequences(loaded: LoadedModel) -> None:
     """Of a pool of 12 blocks one sequence and its branches hold some; another asks for nearly all."""
-    packed = ModelRunner.build(loaded, max_sequences=2, max_length=340, blocks=12)
-    engine = Eager(packed, vocab_size=VOCABULARY, config=CONFIG, prefill_tokens=512, threads=1)
+    engine = eager(loaded, prefill_tokens=512, max_length=340, blocks=12)
     engine.start()
     small, large = Driver(engine, told(0.0, Rule.TOKENWISE)), Driver(engine, told(0.0, Rule.TOKENWISE))
     small.propose(GAMMA, [])
@@ -353,16 +329,14 @@ def test_branches_give_way_to_sequences(loaded: LoadedModel) -> None:
     draft = large.propose(GAMMA, list(range(1, 330)))
     assert len(draft.token_ids) == GAMMA
     engine.stop()
-    packed.pool.check_integrity()
+    engine.model_runner.pool.check_integrity()
 
 
 def test_a_branch_whose_logits_are_no_numbers_harms_nobody(loaded: LoadedModel) -> None:
     """The token that follows in one outcome has an embedding that is none."""
     broken = load_model(ModelSource(str(DEMO / "draft"), dtype="float32", device="cpu"))
-    assert isinstance(broken.fused, FusedDecoder) or broken.fused is None
-    packed = ModelRunner.build(broken, max_sequences=2, max_length=160, blocks=64)
+    engine = eager(broken)
     assert isinstance(broken.fused, FusedDecoder)
-    engine = Eager(packed, vocab_size=VOCABULARY, config=CONFIG, prefill_tokens=64, threads=1)
     engine.start()
     probe = Driver(engine, told(0.0, Rule.TOKENWISE))
     draft = probe.propose(GAMMA, [])
@@ -383,11 +357,7 @@ def test_a_trial_is_told_of_a_round_together_with_what_it_saves(
     """A call takes 30 ms here, a verdict a second, and every other round is begun with branches: it is the shorter one
     by a call, where its outcome was among them.
     """
-    packed = ModelRunner.build(loaded, max_sequences=2, max_length=160, blocks=64)
-    engine, clock = (
-        Eager(packed, vocab_size=VOCABULARY, config=CONFIG, prefill_tokens=64, threads=1),
-        Clock(monkeypatch),
-    )
+    engine, clock = eager(loaded), Clock(monkeypatch)
     decode, turns, told_of = engine.loop.decode, count(), {True: list[float](), False: list[float]()}
 
     def slow(*arguments: Any) -> Any:
@@ -398,14 +368,14 @@ def test_a_trial_is_told_of_a_round_together_with_what_it_saves(
     monkeypatch.setattr(Trial, "choose", lambda self: next(turns) % 2 == 0)
     monkeypatch.setattr(Trial, "add", lambda self, seconds, on: told_of[on].append(seconds))
     engine.start()
-    driver, committed = Driver(engine, told(0.0, Rule.TOKENWISE), clock.perf_counter), list[int]()
-    fresh = Driver(engine, told(0.0, Rule.TOKENWISE, looks_ahead=False), clock.perf_counter)
+    driver, committed = Driver(engine, told(0.0, Rule.TOKENWISE), clock=clock.perf_counter), list[int]()
+    fresh = Driver(engine, told(0.0, Rule.TOKENWISE, looks_ahead=False), clock=clock.perf_counter)
     for round_ in range(9):
         draft = driver.propose(GAMMA, committed)
         left = engine.look(lambda: driver.sequence.left)
         follows = fresh.propose(GAMMA + 1, committed).token_ids[GAMMA]
         engine.look(lambda: clock.move(clock.now + 0.01))  # both have left
-        while engine.look(lambda: driver.sequence in engine._leaving):
+        while engine.look(lambda: driver.sequence in engine.cache.leaving):
             pass
         if round_ % 2 == 0:
             driver.foresee()
@@ -419,10 +389,9 @@ def test_a_trial_is_told_of_a_round_together_with_what_it_saves(
 
 
 def test_where_waits_are_short_nothing_is_drafted_ahead(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = ModelRunner.build(loaded, max_sequences=2, max_length=160, blocks=64)
-    engine, clock = Open(packed, vocab_size=VOCABULARY, config=CONFIG, prefill_tokens=64, threads=1), Clock(monkeypatch)
+    engine, clock = eager(loaded, Open), Clock(monkeypatch)
     engine.start()
-    driver, committed = Driver(engine, told(0.0, Rule.TOKENWISE), clock.perf_counter), list[int]()
+    driver, committed = Driver(engine, told(0.0, Rule.TOKENWISE), clock=clock.perf_counter), list[int]()
     for _ in range(20):
         committed = [driver.propose(GAMMA, committed).token_ids[0], 12]
         engine.look(lambda: clock.move(clock.now + 0.0006))  # it has left, and the next is about to be asked for

@@ -4,7 +4,6 @@ Under `coupled` and at temperature 0 that is the same tokens. Under the other ru
 a proposal together: enumerated from the model's own q̂, which is cut to four tokens so that three of them can be.
 """
 
-import queue
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,26 +11,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draft_service.drafters.base import Draft, DraftError, DraftSequence
+from draft_service.drafters import base, staged
+from draft_service.drafters.base import Draft, DraftSequence, Guesser, GuessingDrafter
 from draft_service.drafters.engine import DraftEngine
-from draft_service.drafters.guessing import Guesser, Guesses, GuessingDrafter
-from draft_service.drafters.lookup import LookupDrafter
-from draft_service.drafters.model import ModelDrafter
-from draft_service.drafters.ngram import NGramConfig, NGramDrafter
-from draft_service.drafters.sequence import Ask, Close, GuessingState
-from draft_service.drafters.staged import StagedCounts, Staging
+from draft_service.drafters.lookup import Copier, LookupDrafter
+from draft_service.drafters.ngram import NGramDrafter
+from draft_service.drafters.sequence import GuessingState
+from draft_service.drafters.staged import StagedCounts
 from kernels.adjustments import LogitRules
 from kernels.dense import DraftLogits
-from kernels.rng import Domain
+from kernels.rng import Domain, uniform
 from kernels.sampling import SamplingParams, probabilities
 from kernels.sparse import SparseConfig, SparseDistribution, sparsify
 from kernels.verify import Rule
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.model_runner import Chunk, ModelRunner
+from tests.draft_service import engines
+from tests.draft_service.engines import CONFIG, VOCABULARY, engine_of, running
 from tests.exactness import chisquare, pairs
 
-SPARSE = SparseConfig(keep_mass=0.98, max_support=40)
-PLAIN = LogitRules()
 TEXT = [5, 17, 300, 42, 7, 7, 1999, 5, 17, 300, 42, 8, 9, 5, 17, 300]
 
 
@@ -41,13 +39,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_model(ModelSource(str(folder), dtype="float32", device="cpu"))
 
 
-def engine_of(
-    loaded: LoadedModel, *, vocab_size: int, config: SparseConfig = SPARSE, guesses: int = 8, length: int = 160
-) -> DraftEngine:
-    packed, staging = ModelRunner.build(loaded, max_sequences=4, max_length=length), Staging(guesses, loaded.vocab_size)
-    return DraftEngine(packed, vocab_size=vocab_size, config=config, prefill_tokens=16, staging=staging, threads=1)
-
-
 def counts_of(engine: DraftEngine) -> StagedCounts:
     assert engine.staging is not None
     return engine.staging.counts
@@ -55,48 +46,27 @@ def counts_of(engine: DraftEngine) -> StagedCounts:
 
 @pytest.fixture
 def engine(loaded: LoadedModel) -> Iterator[DraftEngine]:
-    engine = engine_of(loaded, vocab_size=2000)
-    engine.start()
-    yield engine
-    engine.stop()
+    with running(staged_engine(loaded)) as engine:
+        yield engine
 
 
-class Driver:
-    """One sequence of an engine, driven by hand; `cheap` guesses for it, or nobody."""
+def staged_engine(loaded: LoadedModel, **how: Any) -> DraftEngine:
+    return engine_of(loaded, **{"guesses": 8, "max_length": 160, **how})
 
-    def __init__(self, engine: DraftEngine, told: DraftSequence, cheap: GuessingDrafter | None, size: int) -> None:
-        self._engine = engine
-        self.sequence = ModelDrafter(engine, vocab_size=size, cheap=cheap).begin(told)
-        self._results: queue.SimpleQueue[Draft | DraftError] = queue.SimpleQueue()
 
-    def ask(self, gamma: int, committed: Sequence[int] = ()) -> None:
-        self._engine.post(Ask(self.sequence, list(committed), gamma, self._results.put))
-
-    def answer(self) -> Draft:
-        result = self._results.get(timeout=60)
-        if isinstance(result, DraftError):
-            raise result
-        return result
-
-    def propose(self, gamma: int, committed: Sequence[int] = ()) -> Draft:
-        self.ask(gamma, committed)
-        return self.answer()
-
+class Driver(engines.Driver):
     def begin_anew(self, told: DraftSequence, cheap: GuessingDrafter) -> None:
         """As if another sequence of the same prompt, its prompt read. Between rounds nobody else looks at it."""
-        self.sequence.seed = told.seed
+        self.sequence.told = told
         self.sequence.guessing = GuessingState(cheap.guesser(told, Domain.STAGED_DRAFT))
-
-    def close(self) -> None:
-        self._engine.post(Close(self.sequence))
 
 
 def sequence(**changes: Any) -> DraftSequence:
-    return replace(DraftSequence(TEXT, [], SamplingParams(top_p=0.95), PLAIN, 3), **changes)
+    return engines.sequence(**{"prompt": TEXT, **changes})
 
 
-def ngram(corpus: Sequence[int] = TEXT, size: int = 2000, sparse: SparseConfig = SPARSE) -> NGramDrafter:
-    return NGramDrafter([corpus], NGramConfig(3, 10_000), vocab_size=size, sparse=sparse)
+def ngram(corpus: Sequence[int] = TEXT, size: int = VOCABULARY, sparse: SparseConfig = CONFIG) -> NGramDrafter:
+    return NGramDrafter([corpus], vocab_size=size, sparse=sparse, order=3, entries=10_000)
 
 
 CHEAP = {"lookup": LookupDrafter(min_match=1), "ngram": ngram()}
@@ -121,7 +91,7 @@ GREEDY = SamplingParams(temperature=0.0)
 )
 def test_tokens_are_the_models_own_over_many_rounds(cheap: str, told: DraftSequence, engine: DraftEngine) -> None:
     """Verdicts that accept all, some and none of a proposal, and one of what nobody drafted."""
-    staged, alone = Driver(engine, told, CHEAP[cheap], 2000), Driver(engine, told, None, 2000)
+    staged, alone = Driver(engine, told, CHEAP[cheap]), Driver(engine, told)
     committed = list[int]()
     for accepted in (6, 0, 2, 6, 1, 6, 6, 4):
         drafts = [driver.propose(6, committed) for driver in (staged, alone)]
@@ -132,14 +102,11 @@ def test_tokens_are_the_models_own_over_many_rounds(cheap: str, told: DraftSeque
     assert counts_of(engine).failures == 0
 
 
-def test_one_pass_gives_several_tokens_where_the_guesses_are_good(loaded: LoadedModel) -> None:
+def test_one_pass_gives_several_tokens_where_the_guesses_are_good(engine: DraftEngine) -> None:
     """At temperature 0 the model repeats itself before long, and then every guess stands."""
-    engine = engine_of(loaded, vocab_size=2000)
-    engine.start()
-    driver, committed = Driver(engine, sequence(law=GREEDY), CHEAP["lookup"], 2000), list[int]()
+    driver, committed = Driver(engine, sequence(law=GREEDY), CHEAP["lookup"]), list[int]()
     for _ in range(16):
         committed = driver.propose(6, committed).token_ids
-    engine.stop()
     counts = counts_of(engine)
     print(counts)
     assert 0 < counts.accepted <= counts.guessed <= 5 * counts.passes
@@ -157,7 +124,7 @@ def test_neighbours_change_nothing(cheap: str, engine: DraftEngine) -> None:
     ]
 
     def drivers() -> list[Driver]:
-        return [Driver(engine, told, CHEAP[cheap] if is_staged else None, 2000) for told, is_staged in kinds]
+        return [Driver(engine, told, CHEAP[cheap] if is_staged else None) for told, is_staged in kinds]
 
     alone = []
     for driver in drivers():
@@ -169,60 +136,51 @@ def test_neighbours_change_nothing(cheap: str, engine: DraftEngine) -> None:
     assert [driver.answer().token_ids for driver in together] == alone
 
 
-def test_a_long_prompt_is_read_in_pieces_and_guessed_from_as_a_whole(loaded: LoadedModel) -> None:
-    read = list[int]()
+def test_a_long_prompt_is_read_in_pieces_and_guessed_from_as_a_whole(
+    engine: DraftEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, honest = list[int](), Copier.read
 
-    class Noting(LookupDrafter):
-        def guesser(self, sequence: DraftSequence, domain: Domain = Domain.DRAFT) -> Guesser:
-            inner = super().guesser(sequence, domain)
+    def noted(self: Copier, tokens: Sequence[int]) -> None:
+        read.append(len(tokens))
+        honest(self, tokens)
 
-            class Note(Guesser):
-                def read(self, tokens: Sequence[int]) -> None:
-                    read.append(len(tokens))
-                    inner.read(tokens)
-
-                def guess(self, count: int, ahead: Sequence[int] = ()) -> Guesses:
-                    return inner.guess(count, ahead)
-
-            return Note()
-
-    engine = engine_of(loaded, vocab_size=2000)
-    engine.start()
+    monkeypatch.setattr(Copier, "read", noted)
     told = sequence(prompt=TEXT * 5, law=GREEDY)
-    drafted = Driver(engine, told, Noting(min_match=2), 2000).propose(6).token_ids
-    assert drafted == Driver(engine, told, None, 2000).propose(6).token_ids
-    engine.stop()
+    drafted = Driver(engine, told, LookupDrafter(min_match=2)).propose(6).token_ids
+    assert drafted == Driver(engine, told).propose(6).token_ids
     assert max(read) <= 17
     assert sum(read) == len(told.prompt)
     assert counts_of(engine).guessed > 0
 
 
-def test_a_guesser_that_breaks_is_left_out(loaded: LoadedModel) -> None:
-    class Broken(GuessingDrafter):
+@pytest.mark.parametrize("broken", ["read", "guess"])
+def test_a_guesser_that_breaks_is_left_out(broken: str, engine: DraftEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are guessed for still."""
+
+    class Broken(Copier):
+        pass
+
+    monkeypatch.setattr(Broken, broken, lambda *arguments: 1 / 0)
+
+    class BrokenDrafter(LookupDrafter):
         def guesser(self, sequence: DraftSequence, domain: Domain = Domain.DRAFT) -> Guesser:
-            class Breaks(Guesser):
-                def read(self, tokens: Sequence[int]) -> None:
-                    pass
+            return Broken(1)
 
-                def guess(self, count: int, ahead: Sequence[int] = ()) -> Guesses:
-                    raise RuntimeError("out of order")
-
-            return Breaks()
-
-    engine = engine_of(loaded, vocab_size=2000)
-    engine.start()
-    told = sequence()
-    alone = Driver(engine, told, None, 2000)
-    broken = Driver(engine, told, Broken("broken"), 2000)
+    told = sequence(law=GREEDY)
+    drivers = [Driver(engine, told, cheap) for cheap in (BrokenDrafter(min_match=1), CHEAP["lookup"], None)]
     for committed in ([], [1, 2]):
-        assert broken.propose(4, committed).token_ids == alone.propose(4, committed).token_ids
-    engine.stop()
-    assert (counts_of(engine).failures, counts_of(engine).passes) == (1, 0)
+        for driver in drivers:
+            driver.ask(6, committed)
+        hurt, guessed, alone = (driver.answer().token_ids for driver in drivers)
+        assert hurt == guessed == alone
+    assert counts_of(engine).failures == 1
+    assert counts_of(engine).passes > 0
 
 
 def test_under_sigmoid_the_logits_are_told(engine: DraftEngine) -> None:
     told = sequence(rule=Rule.SIGMOID, law=SamplingParams(temperature=0.4))
-    draft = Driver(engine, told, CHEAP["ngram"], 2000).propose(6)
+    draft = Driver(engine, told, CHEAP["ngram"]).propose(6)
     assert counts_of(engine).passes > 0
     for token, logits in zip(draft.token_ids, draft.laws, strict=True):
         assert isinstance(logits, DraftLogits)
@@ -268,10 +226,10 @@ def proposals(
     loaded: LoadedModel, cheap: GuessingDrafter, *, count: int, size: int = SIZE
 ) -> tuple[np.ndarray, DraftEngine, list[Draft]]:
     """Counts `[V, V, V]` of so many proposals after the prompt, each with a seed of its own."""
-    engine = engine_of(loaded, vocab_size=size, config=CUT, guesses=2, length=64)
+    engine = staged_engine(loaded, vocab_size=size, config=CUT, guesses=2, max_length=64)
     engine.start()
-    told = DraftSequence(PROMPT, [], SamplingParams(), PLAIN, 0)
-    drivers = [Driver(engine, told, cheap, size) for _ in range(4)]
+    told = DraftSequence(PROMPT, [], SamplingParams(), LogitRules(), 0)
+    drivers = [Driver(engine, told, cheap, vocab_size=size) for _ in range(4)]
     counts, drafts = np.zeros((SIZE,) * GAMMA, dtype=np.int64), list[Draft]()
     for first in range(0, count, len(drivers)):
         for number, driver in enumerate(drivers):
@@ -326,22 +284,16 @@ def test_what_is_told_is_the_law_after_each_prefix(tiny: LoadedModel) -> None:
 
 def _accepts_all_that_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test at all: a guess stands wherever the draft could have said it."""
-    from draft_service.drafters import staged
-
     monkeypatch.setattr(staged, "accepts", lambda u, guessed, law, token: law.probability(token) > 0)
 
 
 def _whole_law_after_a_rejection(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was rejected is drawn from q̂, and not from what is left of it."""
-    from draft_service.drafters import staged
-
     monkeypatch.setattr(staged, "resample", lambda u, guessed, law, token: law.token_at(u))
 
 
 def _tests_by_the_guesses_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """A guess is judged by the number that it was drawn by."""
-    from draft_service.drafters import staged
-    from kernels.rng import uniform
 
     def shared(seed: int, base: int, place: int, domain: Domain, draw: int) -> float:
         return uniform(seed, base, place, Domain.STAGED_DRAFT if domain is Domain.STAGED_ACCEPT else domain, draw)
@@ -351,9 +303,6 @@ def _tests_by_the_guesses_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _draws_without_the_inner_base(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every inner round of a proposal has the same draws."""
-    from draft_service.drafters import staged
-    from kernels.rng import uniform
-
     monkeypatch.setattr(
         staged, "uniform", lambda seed, base, place, domain, draw: uniform(seed, base, place, domain, 0)
     )
@@ -379,10 +328,6 @@ def test_a_fault_is_noticed(fault: Any, kind: str, tiny: LoadedModel, monkeypatc
 
 def test_no_draw_is_used_twice_nor_for_anything_else(engine: DraftEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Invariant 2: over rounds and inner rounds, by guesser, test and residual alike, every counter is new."""
-    from draft_service.drafters import ngram as module
-    from draft_service.drafters import staged
-    from kernels.rng import uniform
-
     made = list[tuple[int, int, Domain, int]]()
 
     def recorded(seed: int, base: int, place: int, domain: Domain, draw: int = 0) -> float:
@@ -390,14 +335,11 @@ def test_no_draw_is_used_twice_nor_for_anything_else(engine: DraftEngine, monkey
         return uniform(seed, base, place, domain, draw)
 
     monkeypatch.setattr(staged, "uniform", recorded)
-    monkeypatch.setattr(module, "uniform", recorded)
-    driver, committed = Driver(engine, sequence(), CHEAP["ngram"], 2000), list[int]()
+    monkeypatch.setattr(base, "uniform", recorded)
+    driver, committed = Driver(engine, sequence(), CHEAP["ngram"]), list[int]()
     for accepted in (0, 6, 2, 6, 1, 0):
         committed = [*driver.propose(6, committed).token_ids[:accepted], 11]
     assert len(set(made)) == len(made) > 50
-    assert {domain for _, _, domain, _ in made} == {
-        Domain.STAGED_DRAFT,
-        Domain.STAGED_ACCEPT,
-        Domain.STAGED_RESAMPLE,
-    }
+    staged_domains = {Domain.STAGED_DRAFT, Domain.STAGED_ACCEPT, Domain.STAGED_RESAMPLE}
+    assert {domain for _, _, domain, _ in made} == {Domain.DRAFT, *staged_domains}
     assert max(draw for _, _, _, draw in made) > 0

@@ -130,7 +130,7 @@ class Mutant:
 MUTANTS = (
     Mutant("copies_with_a_law", "lookup", length=40),
     Mutant("untruncated_ngrams", "ngram", Filters(temperature=1.0, top_k=6, top_p=0.8), 80),
-    Mutant("support_around_the_token", "random", length=64),
+    Mutant("random_favours_low_ids", "random", length=64),
 )
 
 
@@ -172,35 +172,39 @@ def test_the_tokens_are_the_same_with_every_drafter(options: dict[str, object], 
 
 
 @pytest.mark.parametrize(
-    ("fault", "options"),
+    ("fault", "drafter", "options"),
     [
-        ("lookup_raises", {}),
-        ("lookup_answers_nonsense", {}),
-        ("lookup_stalls", {}),
-        ("lookup_raises_for_a_while", {"temperature": 0.0}),
+        ("lookup_raises", "lookup", {}),
+        ("lookup_answers_nonsense", "lookup", {}),
+        ("ngram_stalls", "ngram", {}),
+        ("lookup_raises_for_a_while", "lookup", {"temperature": 0.0}),
     ],
 )
 def test_a_sick_drafter_costs_time_and_changes_no_token(
-    fault: str, options: dict[str, object], cluster: Cluster, attentive: World, service: Service
+    fault: str,
+    drafter: str,
+    options: dict[str, object],
+    cluster: Cluster,
+    attentive: World,
+    service: Service,
+    corpus: Path,
 ) -> None:
-    """After a failure the target writes alone, and the drafter is tried anew; what is late is asked again."""
-    flags = (*FLAGS, "--drafter", "lookup", "--draft-timeout", "250" if fault == "lookup_stalls" else "60000")
+    """After a failure the target writes alone, and the drafter is tried anew once it has rested."""
+    timeout = ("--draft-timeout", "250" if fault == "ngram_stalls" else "60000")
+    flags = (*FLAGS, *timeout, "--drafter", drafter, "--ngram-corpus", str(corpus))
     sick = cluster.draft(attentive.verifier, model=attentive.drafts["uniform"], fault=fault, flags=flags)
     wait_healthy(sick)
-    length = 900 if fault == "lookup_stalls" else 300  # much is written while it stalls
+    length = 900  # much is written while it rests, or stalls
     text = _write(sick, max_new_tokens=length, **options)
     assert text.token_ids == _write(service, drafter="none", max_new_tokens=length, **options).token_ids
     told = text.statistics
     print(told)
     assert told.num_drafts > 1
-    match fault:
-        case "lookup_raises_for_a_while":  # 32, 64 and 128 tokens alone, and the rest with proposals again
-            assert (told.num_draft_failures, told.num_draft_recoveries) == (3, 1)
-            assert told.num_rounds - told.num_drafts in (224, 225), "and the last token, where none may be drafted"
-        case "lookup_stalls":
-            assert told.num_draft_failures > 1
-        case _:  # every other proposal: 32, 64 and 128 tokens alone, and then the rest
-            assert (told.num_draft_failures, told.num_draft_recoveries) == (4, 3)
+    if fault == "lookup_raises_for_a_while":
+        assert (told.num_draft_failures, told.num_draft_recoveries) == (3, 1)
+    else:
+        assert told.num_draft_failures > 1
+        assert told.num_draft_recoveries in (told.num_draft_failures - 1, told.num_draft_failures)
     sick.end()
 
 

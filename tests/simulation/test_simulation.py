@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from draft_service.drafters.healing import HealingDrafting
+from draft_service.drafters.guard import GuardedDrafting
 from draft_service.emission import Emitter
 from draft_service.replicas import Lease
 from draft_service.sequence import Sequence
@@ -130,7 +130,7 @@ MUTATIONS: list[tuple[type, str, Change, str, str]] = [
     (Emitter, "take", _emits_twice, "calm", "was told"),
     (TargetSequence, "_is_base", _takes_any_base, "calm", "was judged at"),
     (BlockPool, "forget", _finds_what_was_overwritten, "calm", ""),
-    (HealingDrafting, "advance", _leaves_the_draft_behind, "calm", "drafter was told"),
+    (GuardedDrafting, "advance", _leaves_the_draft_behind, "calm", "drafter was told"),
     (Engine, "_step_one_by_one", _ends_all_for_one, "steps", "INTERNAL"),
     (VerifierEngine, "receive", _never_closes, "steps", "still has"),
     (Lease, "close", _counts_what_is_cancelled, "awaits", "counted"),

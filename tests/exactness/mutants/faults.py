@@ -27,9 +27,9 @@ from tests.exactness.mutants import conditions
 
 def shared_noise() -> None:
     """The draft draws its tokens with the numbers that the verifier will accept them by."""
-    from draft_service.drafters import sequence
+    from draft_service.drafters import base
 
-    _replace(sequence, "uniform", _redirected({rng.Domain.DRAFT: rng.Domain.ACCEPT}))
+    _replace(base, "uniform", _redirected({rng.Domain.DRAFT: rng.Domain.ACCEPT}))
 
 
 def shared_resampling() -> None:
@@ -129,25 +129,25 @@ def copies_with_a_law() -> None:
     _replace(lookup, "Copier", Pretending)
 
 
-def support_around_the_token() -> None:
-    """The drafter `random` draws a token of all, and says that it drew it from that one and the first ids."""
-    from draft_service.drafters import random
+def random_favours_low_ids() -> None:
+    """The drafter `random` draws the low ids of its support more often, and says that it draws all alike."""
     from kernels.sparse import SparseDistribution
 
-    def support(seed: int, base: int, place: int, *, vocab_size: int, size: int) -> SparseDistribution:
-        token = int(rng.uniform(seed, base, place, rng.Domain.DRAFT) * vocab_size)
-        others = [other for other in range(size) if other != token][: size - 1]
-        return SparseDistribution(np.sort([token, *others]), np.ones(size, np.uint16), size)
-
-    _replace(random, "support", support)
-    SparseDistribution.token_at = lambda self, u: int(u * 24)  # type: ignore[method-assign]
+    honest = SparseDistribution.token_at
+    SparseDistribution.token_at = lambda self, u: honest(self, u * u)  # type: ignore[method-assign]
 
 
-def sick(how: Callable[[Any], Any], when: Callable[[int], bool] = lambda number: number % 2 == 1) -> None:
-    """Proposals of `lookup`, counted from 0 in the whole service, are what `how` makes of them where `when` says so."""
-    from draft_service.drafters import lookup
+def sick(
+    how: Callable[[Any], Any], when: Callable[[int], bool] = lambda number: number % 2 == 1, *, copies: bool = True
+) -> None:
+    """Proposals of `lookup`, or else `ngram`, counted from 0 in the whole service, are what `how` makes of them where
+    `when` says so. Rests are short.
+    """
+    from draft_service.drafters import guard, lookup, ngram
 
-    honest = lookup.__dict__["Copier"]
+    module: ModuleType = lookup if copies else ngram
+    name = "Copier" if copies else "_Counter"
+    honest = module.__dict__[name]
     made = iter(range(1 << 30))
 
     class Sick(honest):  # type: ignore[misc, valid-type]
@@ -155,7 +155,8 @@ def sick(how: Callable[[Any], Any], when: Callable[[int], bool] = lambda number:
             guesses = super().guess(count, ahead)
             return how(guesses) if when(next(made)) else guesses
 
-    _replace(lookup, "Copier", Sick)
+    _replace(module, name, Sick)
+    guard.FIRST_REST_S, guard.LONGEST_REST_S = 0.01, 0.02
 
 
 def _broken(guesses: Any) -> Any:
@@ -182,15 +183,15 @@ def lookup_answers_nonsense() -> None:
     sick(lambda guesses: [(1 << 20, None) for _ in guesses])
 
 
-def lookup_stalls() -> None:
-    """Every second proposal of the drafter `lookup` takes half a second, in which its thread does nothing else."""
+def ngram_stalls() -> None:
+    """Every second proposal of the drafter `ngram` takes half a second, in which its thread does nothing else."""
     import time
 
     def late(guesses: Any) -> Any:
         time.sleep(0.5)
         return guesses
 
-    sick(late)
+    sick(late, copies=False)
 
 
 def staged_draws_from_the_whole_law() -> None:
@@ -262,19 +263,19 @@ def noise_of_the_round() -> None:
 
 def eager_outcome_cache() -> None:
     """No fault, but what shows one: whoever asks waits until four outcomes have been drafted for."""
-    from draft_service.drafters import ahead
+    import time
+
+    from draft_service.drafters import outcome_cache
     from draft_service.drafters.engine import DraftEngine
     from draft_service.drafters.sequence import Ask, Close
-    from draft_service.drafters.spare_time import SpareTime
-    from draft_service.drafters.trial import Trial
 
-    ahead.MOST_BRANCHES = 4
-    SpareTime.steps = lambda self, now, width: 64  # type: ignore[method-assign]
-    Trial.choose = lambda self: True  # type: ignore[method-assign]
+    outcome_cache.MOST_BRANCHES = 4
+    outcome_cache.SpareTime.steps = lambda self, now, width: 64  # type: ignore[method-assign]
+    outcome_cache.Trial.choose = lambda self: True  # type: ignore[method-assign]
     honest = DraftEngine.receive
 
     def receive(self: DraftEngine, message: Ask | Close) -> None:
-        while work := self._branches():
+        while work := self.cache.work(time.perf_counter()):
             self.process(work, self.forward(work))
         honest(self, message)
 
@@ -349,12 +350,12 @@ FAULTS: dict[str, Callable[[], None]] = {
         zero_uniform_and_weak_inequality,
         untruncated_ngrams,
         copies_with_a_law,
-        support_around_the_token,
+        random_favours_low_ids,
         lookup_raises,
         lookup_answers_nonsense,
         lookup_raises_for_a_while,
         lookup_never_works,
-        lookup_stalls,
+        ngram_stalls,
         staged_draws_from_the_whole_law,
         noise_of_the_next_position,
         noise_of_another_seed,
