@@ -21,7 +21,7 @@ SEQUENCES = SAMPLES_PER_REQUEST * CALLS
 FLAGS = ("--max-sequences", str(SEQUENCES))
 """What a service needs to be told to take that many."""
 
-VERIFIER_FLAGS = (*FLAGS, "--no-gamma-cap")
+VERIFIER_FLAGS = FLAGS
 """And a verifier: a cap on γ follows the clock, and equal seeds are to give equal texts."""
 
 DRAFT_FLAGS = (*FLAGS, "--max-samples", str(SAMPLES_PER_REQUEST))
