@@ -1,6 +1,7 @@
 """One `Verify` stream: rounds go out, verdicts come in, and a refusal of the verifier becomes an error."""
 
 import asyncio
+from collections.abc import Awaitable
 from typing import Any
 
 import grpc
@@ -101,24 +102,18 @@ class VerifyStream:
             RequestError: the stream has ended.
         """
         sequence, round_ = self._sequence, self._sequence.round
-        base_length, prefix_hash = len(sequence.tokens), sequence.prefix_hash
+        base: Any = {
+            "round": round_.number,
+            "base_length": len(sequence.tokens),
+            "prefix_hash": sequence.prefix_hash,
+            "seen_round": self._seen,
+        }
         if round_.is_decode:
-            decode = verifier_service_pb2.Decode(
-                round=round_.number,
-                base_length=base_length,
-                prefix_hash=prefix_hash,
-                num_tokens=round_.owed,
-                seen_round=self._seen,
-            )
+            decode = verifier_service_pb2.Decode(num_tokens=round_.owed, **base)
             message = VerifyRequest(decode=decode)
         else:
             proposal = speculation_pb2.Proposal(
-                round=round_.number,
-                base_length=base_length,
-                prefix_hash=prefix_hash,
-                token_ids=round_.draft_tokens,
-                distributions=round_.distributions,
-                seen_round=self._seen,
+                token_ids=round_.draft_tokens, distributions=round_.distributions, **base
             )
             message = VerifyRequest(proposal=proposal)
         await self._write(message)
@@ -166,12 +161,7 @@ class VerifyStream:
     # ------------------------------------------------------------------------------------------------------- the call
 
     async def _read(self) -> VerifyResponse:
-        try:
-            response = await self._timer.wait_for(self._call.read())
-        except TimeoutError:
-            raise self._silence() from None
-        except (grpc.RpcError, asyncio.InvalidStateError):
-            raise await self._failure() from None
+        response = await self._wait_for(self._call.read())
         if response is grpc.aio.EOF:
             raise await self._failure()
         if response is None:
@@ -184,10 +174,16 @@ class VerifyStream:
         size = self._sequence.request.round_sizes.request
         if size and not message.HasField("open"):
             pad(message, size)
+        await self._wait_for(self._call.write(message))
+
+    async def _wait_for(self, step: Awaitable[Any]) -> Any:
         try:
-            await self._timer.wait_for(self._call.write(message))
+            return await self._timer.wait_for(step)
         except TimeoutError:
-            raise self._silence() from None
+            seconds = f"{self._timer.seconds:g}"
+            error = unavailable("NO_VERIFIER", f"the verifier at {self._address} was silent for {seconds} s")
+            error.metadata[SILENT] = seconds
+            raise error from None
         except (grpc.RpcError, asyncio.InvalidStateError):
             raise await self._failure() from None
 
@@ -197,12 +193,6 @@ class VerifyStream:
         if status.code() is grpc.StatusCode.OK:
             return internal("INTERNAL", "the verifier ended the stream before the sequence")
         return translate(status, self._address)
-
-    def _silence(self) -> RequestError:
-        seconds = f"{self._timer.seconds:g}"
-        error = unavailable("NO_VERIFIER", f"the verifier at {self._address} was silent for {seconds} s")
-        error.metadata[SILENT] = seconds
-        return error
 
 
 # Without a reason these speak of the way to the verifier: what it refuses itself has one.
@@ -218,18 +208,19 @@ _OF_A_ROUND = ("proposal", "decode", "sequence_id")
 
 
 def translate(error: grpc.RpcError, address: str) -> RequestError:
-    """A failed call as what the client is told: refusals of the verifier's as they are, and its absence as such.
+    """A failed call as the client is to see it: a refusal as it is, and a verifier that is not there as NO_VERIFIER.
 
     The draft service makes the rounds, so a refusal of one is no fault of the client's.
     """
-    told = from_rpc_error(error)
-    if told.reason == UNSPECIFIED and told.code in _GONE:
-        return unavailable("NO_VERIFIER", f"no verifier answers at {address}: {told.message}")
-    if told.code in _NOT_ADMITTED:
-        _log.warning("a verifier does not admit this service", verifier=address, reason=told.message)
+    refusal = from_rpc_error(error)
+    if refusal.reason == UNSPECIFIED and refusal.code in _GONE:
+        return unavailable("NO_VERIFIER", f"no verifier answers at {address}: {refusal.message}")
+    if refusal.code in _NOT_ADMITTED:
+        _log.warning("a verifier does not admit this service", verifier=address, reason=refusal.message)
         return unavailable("NO_VERIFIER", f"the verifier at {address} does not admit this draft service")
-    of_a_round = told.reason in ("WRONG_BASE", "OUT_OF_ORDER") or told.metadata.get("field", "").startswith(_OF_A_ROUND)
-    if told.code is grpc.StatusCode.INVALID_ARGUMENT and of_a_round:
-        _log.error("the verifier refused a round", verifier=address, reason=told.reason, text=told.message)
+    field = refusal.metadata.get("field", "")
+    of_a_round = refusal.reason in ("WRONG_BASE", "OUT_OF_ORDER") or field.startswith(_OF_A_ROUND)
+    if refusal.code is grpc.StatusCode.INVALID_ARGUMENT and of_a_round:
+        _log.error("the verifier refused a round", verifier=address, reason=refusal.reason, text=refusal.message)
         return internal("INTERNAL", "internal error; the server's log has the rest")
-    return told
+    return refusal
