@@ -1,5 +1,7 @@
 """A stream to a verifier that says nothing, or that nobody holds: an error within bounds, never a hang."""
 
+from __future__ import annotations
+
 import asyncio
 import time
 from collections.abc import AsyncIterator
@@ -10,62 +12,64 @@ import grpc
 import pytest
 
 from draft_service.replicas import Replica
+from draft_service.sequence import Sequence
+from draft_service.verify_stream import VerifyStream
 from outrider.cli.processes import ServiceProcess
 from outrider.rpc.errors import RequestError, invalid_field, overloaded, to_status, wrong_base
-from outrider.rpc.server import bind, create_server
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
+from protos.outrider.v1.verifier_service_pb2 import VerifyResponse
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
+from tests.draft_service.fake_verifiers import Verify, fake_verifier
 from tests.draft_service.records import record
 
-OPENED = verifier_service_pb2.Opened(rule=sampling_pb2.ACCEPTANCE_RULE_COUPLED)
+COUPLED, TOKENWISE = sampling_pb2.ACCEPTANCE_RULE_COUPLED, sampling_pb2.ACCEPTANCE_RULE_TOKENWISE
+OPENED = verifier_service_pb2.Opened(rule=COUPLED)
+LONG_S = 60.0
 
 
-def silent(error: RequestError | None, opened: verifier_service_pb2.Opened | None) -> grpc.GenericRpcHandler:
-    """A `Verify` that takes the opening, and then says that it did, or nothing, or ends the call with an error."""
+def answering(opened: verifier_service_pb2.Opened | None = None, error: RequestError | None = None) -> Verify:
+    """Takes the opening, answers it or not, and ends the call with an error, or says nothing more."""
 
     async def verify(_: Any, context: Any) -> None:
         await context.read()
         if opened is not None:
-            await context.write(verifier_service_pb2.VerifyResponse(sequence_id="s", opened=opened))
+            await context.write(VerifyResponse(opened=opened))
         if error is not None:
             await context.abort_with_status(to_status(error))
-        await asyncio.sleep(60)
+        await asyncio.sleep(LONG_S)
 
-    handler = grpc.stream_stream_rpc_method_handler(
-        verify,
-        verifier_service_pb2.VerifyRequest.FromString,
-        verifier_service_pb2.VerifyResponse.SerializeToString,
-    )
-    return grpc.method_handlers_generic_handler("outrider.v1.VerifierService", {"Verify": handler})
+    return verify
 
 
 @asynccontextmanager
-async def peer(
-    error: RequestError | None = None, opened: verifier_service_pb2.Opened | None = None
-) -> AsyncIterator[str]:
-    server = create_server(max_message_bytes=1 << 20)
-    server.add_generic_rpc_handlers((silent(error, opened),))
-    address = bind(server, "127.0.0.1:0")
-    await server.start()
+async def stream_to(
+    address: str, sequence: Sequence | None = None, *, silence: float = 30.0, timeout: float | None = None
+) -> AsyncIterator[VerifyStream]:
+    lease = Replica(address, max_message_bytes=1 << 20, silence=silence).open(sequence or record(), timeout=timeout)
     try:
-        yield address
+        yield lease.stream
     finally:
-        await server.stop(None)
+        lease.cancel()
 
 
-async def refusal(address: str, *, silence: float = 30.0, timeout: float | None = None) -> RequestError:
-    replica = Replica(address, max_message_bytes=1 << 20, silence=silence)
-    lease = replica.open(record(), timeout=timeout)
-    with pytest.raises(RequestError) as caught:
-        await lease.stream.open()
-    lease.cancel()
+async def refusal(address: str, **options: Any) -> RequestError:
+    async with stream_to(address, **options) as stream:
+        with pytest.raises(RequestError) as caught:
+            await stream.open()
     return caught.value
 
 
+def says(error: RequestError) -> tuple[grpc.StatusCode, str]:
+    return error.code, error.reason
+
+
+NO_VERIFIER = (grpc.StatusCode.UNAVAILABLE, "NO_VERIFIER")
+
+
 async def test_a_silent_verifier_is_no_verifier() -> None:
-    async with peer() as address:
+    async with fake_verifier(answering()) as address:
         error = await refusal(address, silence=0.3)
-    assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_VERIFIER")
+    assert says(error) == NO_VERIFIER
     assert "0.3 s" in error.message
     assert address in error.message
 
@@ -76,8 +80,7 @@ async def test_an_address_that_takes_connections_and_says_nothing_is_no_verifier
     server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
-        error = await refusal(f"127.0.0.1:{port}", silence=silence)
-    assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_VERIFIER")
+        assert says(await refusal(f"127.0.0.1:{port}", silence=silence)) == NO_VERIFIER
     task = asyncio.current_task()
     assert task is not None
     assert not task.cancelling()
@@ -85,71 +88,110 @@ async def test_an_address_that_takes_connections_and_says_nothing_is_no_verifier
 
 async def test_a_port_where_nobody_listens_is_no_verifier_at_once() -> None:
     started = time.monotonic()
-    error = await refusal("127.0.0.1:1", silence=90.0, timeout=90.0)
-    assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_VERIFIER")
+    assert says(await refusal("127.0.0.1:1", silence=90.0, timeout=90.0)) == NO_VERIFIER
     assert time.monotonic() - started < 45.0
+
+
+async def test_an_answer_that_is_no_message_is_no_verifier() -> None:
+    """Bytes that pass every frame, and are nothing that the contract knows."""
+
+    async def verify(_: Any, context: Any) -> None:
+        await context.read()
+        await context.write(b"\xff\xff\xff")
+        await asyncio.sleep(LONG_S)
+
+    async with fake_verifier(verify, to_bytes=bytes) as address:
+        error = await refusal(address)
+    assert says(error) == NO_VERIFIER
+    assert "could not parse" in error.message
+
+
+async def test_notices_are_no_silence() -> None:
+    """Who waits in a queue for longer than the silence that is borne, and is told so meanwhile, waits on."""
+    silence, pause = 3.0, 0.1
+    notices = [
+        verifier_service_pb2.Notice(kind=verifier_service_pb2.NOTICE_KIND_QUEUED, message="the queue is long"),
+        verifier_service_pb2.Notice(kind=3),  # type: ignore[arg-type]  # of another version
+    ]
+
+    async def verify(_: Any, context: Any) -> None:
+        await context.read()
+        await context.write(VerifyResponse(opened=OPENED))
+        await context.read()
+        for number in range(round(1.2 * silence / pause)):
+            await asyncio.sleep(pause)
+            await context.write(VerifyResponse(notice=notices[number % 2]))
+        judged = speculation_pb2.VERDICT_STATUS_JUDGED
+        await context.write(
+            VerifyResponse(verdict=speculation_pb2.Verdict(round=1, base_length=3, token_ids=[7], status=judged))
+        )
+        await context.read()
+
+    sequence = record()
+    async with fake_verifier(verify) as address, stream_to(address, sequence, silence=silence) as stream:
+        await stream.open()
+        sequence.decode(1)
+        await stream.send()
+        sequence.commit(await stream.verdict())
+    assert sequence.tokens == [1, 2, 3, 7]
 
 
 async def test_a_refusal_that_meets_a_round_on_its_way_is_told_as_it_is() -> None:
     """A write that fails must not hide what the verifier said: of 200 refusals some thirty meet one."""
 
-    async def refused(replica: Replica, turns: int) -> RequestError:
+    async def refused(address: str, turns: int) -> RequestError:
         sequence = record()
-        lease = replica.open(sequence, timeout=None)
-        await lease.stream.open()
-        for _ in range(turns):  # of the event loop
-            await asyncio.sleep(0)
-        try:
+        async with stream_to(address, sequence) as stream:
+            await stream.open()
+            for _ in range(turns):  # of the event loop
+                await asyncio.sleep(0)
             sequence.propose([1, 2, 3], [])
-            await lease.stream.send()
-            await lease.stream.verdict()
-        except RequestError as error:
-            return error
-        finally:
-            lease.cancel()
+            try:
+                await stream.send()
+                await stream.verdict()
+            except RequestError as error:
+                return error
         raise AssertionError("there is no verdict to be had")
 
-    async with peer(overloaded("no room"), OPENED) as address:
-        replica = Replica(address, max_message_bytes=1 << 20, silence=30.0)
-        errors = [
-            error
-            for _ in range(5)
-            for error in await asyncio.gather(*(refused(replica, number % 7) for number in range(40)))
-        ]
-    assert {(error.code, error.reason) for error in errors} == {(grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")}
+    async with fake_verifier(answering(OPENED, overloaded("no room"))) as address:
+        for _ in range(5):
+            errors = await asyncio.gather(*(refused(address, number % 7) for number in range(40)))
+            assert set(map(says, errors)) == {(grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")}
 
 
 async def test_the_clients_deadline_holds_for_the_verifier_too() -> None:
-    async with peer() as address:
-        error = await refusal(address, silence=60.0, timeout=0.3)
+    async with fake_verifier(answering()) as address:
+        error = await refusal(address, silence=LONG_S, timeout=0.3)
     assert error.code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-async def test_refusals_pass_through_but_for_those_of_our_own_rounds() -> None:
-    async with peer(overloaded("no room", running=4)) as address:
+@pytest.mark.parametrize(
+    ("given", "code", "metadata"),
+    [
+        (overloaded("no room", running=4), grpc.StatusCode.RESOURCE_EXHAUSTED, {"running": "4"}),
+        (invalid_field("sampling.rule", "rule is 9"), grpc.StatusCode.INVALID_ARGUMENT, {"field": "sampling.rule"}),
+        (invalid_field("proposal.token_ids", "too many"), grpc.StatusCode.INTERNAL, {}),
+        (wrong_base("wrong"), grpc.StatusCode.INTERNAL, {}),
+    ],
+    ids=["no room", "the client's fault", "a bad round of ours", "a wrong base of ours"],
+)
+async def test_refusals_pass_through_but_for_those_of_our_own_rounds(
+    given: RequestError, code: grpc.StatusCode, metadata: dict[str, str]
+) -> None:
+    async with fake_verifier(answering(error=given)) as address:
         error = await refusal(address)
-        assert (error.code, error.message) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "no room")
-        assert error.metadata["running"] == "4"
-    async with peer(invalid_field("sampling.rule", "sampling.rule is 9", given=9)) as address:
-        error = await refusal(address)
-        assert (error.code, error.metadata["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, "sampling.rule")
-    for ours in (invalid_field("proposal.token_ids", "proposal.token_ids is long"), wrong_base("wrong")):
-        async with peer(ours) as address:
-            error = await refusal(address)
-            assert (error.code, error.reason) == (grpc.StatusCode.INTERNAL, "INTERNAL")
+    assert error.code is code
+    assert metadata.items() <= error.metadata.items()
+    assert (error.message == given.message) == bool(metadata)
 
 
-async def test_a_verifier_that_judges_by_another_rule_than_was_asked_for_is_not_written_to() -> None:
-    opened = verifier_service_pb2.Opened(rule=sampling_pb2.ACCEPTANCE_RULE_TOKENWISE)
-    async with peer(opened=opened) as address:
+async def test_a_verifier_that_judges_by_another_rule_is_not_written_to() -> None:
+    async with fake_verifier(answering(verifier_service_pb2.Opened(rule=TOKENWISE))) as address:
         error = await refusal(address)
     assert error.code is grpc.StatusCode.INTERNAL
     assert "judges by ACCEPTANCE_RULE_TOKENWISE; ACCEPTANCE_RULE_COUPLED was asked for" in error.message
-    async with peer(opened=verifier_service_pb2.Opened(rule=sampling_pb2.ACCEPTANCE_RULE_COUPLED)) as address:
-        replica = Replica(address, max_message_bytes=1 << 20, silence=30.0)
-        lease = replica.open(record(), timeout=None)
-        assert (await lease.stream.open()).rule == sampling_pb2.ACCEPTANCE_RULE_COUPLED
-        lease.cancel()
+    async with fake_verifier(answering(OPENED)) as address, stream_to(address) as stream:
+        assert (await stream.open()).rule == COUPLED
 
 
 async def test_verdicts_carry_the_load(verifier: grpc.Channel, target_process: ServiceProcess) -> None:
@@ -169,75 +211,9 @@ async def test_verdicts_carry_the_load(verifier: grpc.Channel, target_process: S
     lease.cancel()
 
 
-@asynccontextmanager
-async def serving(
-    verify: Any, to_bytes: Any = verifier_service_pb2.VerifyResponse.SerializeToString
-) -> AsyncIterator[str]:
-    """The address of a server whose `Verify` is this."""
-    handler = grpc.stream_stream_rpc_method_handler(verify, verifier_service_pb2.VerifyRequest.FromString, to_bytes)
-    server = create_server(max_message_bytes=1 << 20)
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler("outrider.v1.VerifierService", {"Verify": handler}),)
-    )
-    address = bind(server, "127.0.0.1:0")
-    await server.start()
-    try:
-        yield address
-    finally:
-        await server.stop(None)
-
-
-async def test_notices_are_no_silence() -> None:
-    """Who waits in a queue for longer than the silence that is borne, and is told so meanwhile, waits on."""
-    silence, pause = 3.0, 0.1
-    notices = [
-        verifier_service_pb2.Notice(kind=verifier_service_pb2.NOTICE_KIND_QUEUED, message="all places are taken"),
-        verifier_service_pb2.Notice(kind=3),  # type: ignore[arg-type]  # of another version
-    ]
-
-    async def verify(_: Any, context: Any) -> None:
-        await context.read()
-        await context.write(verifier_service_pb2.VerifyResponse(opened=OPENED))
-        await context.read()
-        for number in range(round(1.2 * silence / pause)):
-            await asyncio.sleep(pause)
-            await context.write(verifier_service_pb2.VerifyResponse(notice=notices[number % 2]))
-        verdict = speculation_pb2.Verdict(
-            round=1, base_length=3, token_ids=[7], status=speculation_pb2.VERDICT_STATUS_JUDGED
-        )
-        await context.write(verifier_service_pb2.VerifyResponse(verdict=verdict))
-        await context.read()
-
-    async with serving(verify) as address:
-        replica = Replica(address, max_message_bytes=1 << 20, silence=silence)
-        sequence = record()
-        lease = replica.open(sequence, timeout=60.0)
-        await lease.stream.open()
-        sequence.decode(1)
-        await lease.stream.send()
-        assert list((await lease.stream.verdict()).token_ids) == [7]
-        lease.cancel()
-
-
-async def test_an_answer_that_is_no_message_is_no_verifier() -> None:
-    """Bytes that pass every frame, and are nothing that the contract knows."""
-
-    async def verify(_: Any, context: Any) -> None:
-        await context.read()
-        await context.write(b"\xff\xff\xff")
-        await asyncio.sleep(10)
-
-    async with serving(verify, to_bytes=bytes) as address:
-        error = await refusal(address)
-    assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_VERIFIER")
-    assert "could not parse" in error.message
-
-
 async def test_our_own_cancel_stays_a_cancel() -> None:
-    async with peer() as address:
-        replica = Replica(address, max_message_bytes=1 << 20, silence=30.0)
-        lease = replica.open(record(), timeout=None)
-        opening = asyncio.create_task(lease.stream.open())
+    async with fake_verifier(answering()) as address, stream_to(address) as stream:
+        opening = asyncio.create_task(stream.open())
         await asyncio.sleep(0.1)
         opening.cancel()
         with pytest.raises(asyncio.CancelledError):

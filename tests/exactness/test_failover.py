@@ -233,7 +233,7 @@ def test_one_that_says_nothing_is_left_after_a_while(house: House, undisturbed: 
 def test_with_all_of_them_gone_it_is_unavailable_in_time_and_what_was_written_is_there(
     house: House, undisturbed: list[Ids]
 ) -> None:
-    """By the patience here; `tests/draft_service/test_resuming_sequence.py` has a deadline that is sooner."""
+    """By the patience here; `tests/draft_service/test_failover.py` has a deadline that is sooner."""
     house.restore()
 
     def gone() -> None:
