@@ -16,8 +16,7 @@ import pytest
 from outrider.cli.processes import Pair
 from outrider.client import Client, Completion, InvalidRequest
 from tests.cluster import Cluster
-from tests.proxy import Proxy, Segment, Way
-from tests.proxy.http2 import DataFrame, data_frames
+from tests.proxy import DataFrame, Proxy, Segment, Way, data_frames
 
 PROMPT = "def area(radius):\n"
 TEXT: dict[str, Any] = {"temperature": 1.0, "seed": 11, "rule": "coupled", "max_new_tokens": 24, "gamma": 4}

@@ -65,7 +65,7 @@ async def measured(proxy: Proxy, options: Options) -> tuple[Completion, int]:
     async with AsyncClient(proxy.address) as client:
         with proxy.recording() as seen:
             completion = await client.complete(PROMPT, **options)
-    return completion, sum(segment.size for segment in seen if segment.way is Way.DOWN)
+    return completion, sum(len(segment.data) for segment in seen if segment.way is Way.DOWN)
 
 
 async def cut_after(count: int, proxies: Sequence[Proxy], options: Options) -> Completion:

@@ -4,10 +4,11 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
+from tests.cluster import wait_until
 from tests.proxy import BOTH, Proxy, Way
 
 PATIENCE_S = 60.0
@@ -73,7 +74,7 @@ def test_bytes_pass_both_ways(proxy: Proxy) -> None:
         threading.Thread(target=connection.sendall, args=(sent,), daemon=True).start()
         assert read(connection, len(sent)) == sent
         assert proxy.connections == 1
-    _until(lambda: proxy.connections == 0)
+    wait_until(lambda: proxy.connections == 0)
 
 
 def test_a_delay_adds_to_the_round_trip_and_keeps_order_and_throughput(proxy: Proxy) -> None:
@@ -129,18 +130,13 @@ def test_a_cut_after_a_count_lets_just_so_many_bytes_through(proxy: Proxy) -> No
         assert len(read(another, 2000)) == 2000, "it cuts once"
 
 
-def test_a_stall_holds_bytes_until_it_flows_again(proxy: Proxy) -> None:
+@pytest.mark.parametrize("before", [False, True])
+def test_a_stall_holds_bytes_until_it_flows_again(proxy: Proxy, before: bool) -> None:
+    """Of a connection that is there, and of one that comes meanwhile."""
+    if before:
+        proxy.stall()
     with connect(proxy) as connection:
         proxy.stall()
-        connection.sendall(b"held")
-        assert is_silent(connection)
-        proxy.flow()
-        assert read(connection, 4) == b"held"
-
-
-def test_who_connects_into_a_stall_is_taken_and_hears_nothing(proxy: Proxy) -> None:
-    proxy.stall()
-    with connect(proxy) as connection:
         connection.sendall(b"held")
         assert is_silent(connection)
         proxy.flow()
@@ -153,7 +149,7 @@ def test_half_open_is_a_stall_one_way(proxy: Proxy, way: Way) -> None:
         proxy.stall(way)
         connection.sendall(b"half")
         arrived = {Way.UP} if way is Way.DOWN else set()
-        _until(lambda: {segment.way for segment in seen} == arrived)
+        wait_until(lambda: {segment.way for segment in seen} == arrived)
         assert is_silent(connection)
         assert {segment.way for segment in seen} == arrived
 
@@ -166,7 +162,7 @@ def test_a_stall_hides_the_end_of_a_side(proxy: Proxy) -> None:
     time.sleep(SILENCE_S)
     assert proxy.connections == 1
     proxy.flow()
-    _until(lambda: proxy.connections == 0)
+    wait_until(lambda: proxy.connections == 0)
 
 
 def test_garbage_has_the_length_of_what_it_overwrites(proxy: Proxy) -> None:
@@ -207,18 +203,11 @@ def test_the_record_holds_sizes_and_times_of_each_way(proxy: Proxy) -> None:
             connection.sendall(bytes(size))
             assert len(read(connection, size)) == size
     first_up, second_up, again = [segment for segment in record if segment.way is Way.UP]
-    assert [segment.size for segment in (first_up, second_up, again)] == [10, 20, 30]
+    assert [len(segment.data) for segment in (first_up, second_up, again)] == [10, 20, 30]
     assert first_up.connection == again.connection != second_up.connection
-    assert [segment.size for segment in record if segment.way is Way.DOWN] == [10, 20, 30]
+    assert [len(segment.data) for segment in record if segment.way is Way.DOWN] == [10, 20, 30]
     assert [segment.seconds for segment in record] == sorted(segment.seconds for segment in record)
     with connect(proxy) as connection:
         connection.sendall(b"unseen")
         read(connection, 6)
     assert len(record) == 6
-
-
-def _until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < end, "not in time"
-        time.sleep(0.01)
