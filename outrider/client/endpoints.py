@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import random
-import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from outrider.rpc.auth import OwnToken
-from outrider.rpc.channel import RenewedChannel, of_one_family
+from outrider.rpc.channel import RenewedChannel, Resolver, look_up
 from outrider.rpc.tls import TLS, ChannelTLS
 from protos.outrider.v1 import draft_service_pb2_grpc
 
@@ -54,13 +53,13 @@ class Endpoints:
 
     def __init__(self, names: Sequence[str], tls: TLS | None = None, token_file: str | Path | None = None) -> None:
         self._names = names
+        self._resolver = Resolver(names, _look_up)
         self._tls = None if tls is None else ChannelTLS(tls)
         self._token = None if token_file is None else OwnToken(token_file)
         self._channels: dict[str, RenewedChannel[Stub]] = {}
         self._named: dict[str, str] = {}  # what each address was found by
         self._failed: dict[str, float] = {}  # when
         self._addresses: list[str] = []
-        self._known: dict[str, list[str]] = {}  # by name, as resolved last
         self._resolved = -RESOLVED_FOR_S
         self._turn = random.randrange(1 << 16)  # clients that start together do not all begin at the same address
 
@@ -74,13 +73,10 @@ class Endpoints:
     async def addresses(self) -> list[str]:
         """All there are now, at least one."""
         if time.monotonic() - self._resolved >= RESOLVED_FOR_S:
-            for name in self._names:
-                self._known[name] = await _resolve(name, self._known.get(name, []))
-                for address in self._known[name]:
-                    self._named.setdefault(address, name)
-            found = [address for name in self._names for address in self._known[name]]
+            found = await self._resolver.resolve()
+            self._named |= found
             # With one address it is the name itself: gRPC resolves it, over and over, on its own.
-            self._addresses = list(dict.fromkeys(found)) if len(set(found)) > 1 else list(self._names[:1])
+            self._addresses = list(found) if len(found) > 1 else list(self._names[:1])
             self._resolved = time.monotonic()
         return self._addresses
 
@@ -119,25 +115,8 @@ class Endpoints:
         return failed if failed and time.monotonic() - failed < AVOIDED_FOR_S else 0.0
 
 
-async def _resolve(name: str, before: Sequence[str]) -> list[str]:
-    """The addresses of `HOST:PORT`, of one family; the name itself where it is one, or where it cannot be resolved now.
-
-    `before` are those that it had last.
-    """
-    host, colon, port = name.rpartition(":")
-    if not colon or not port.isdigit() or host == "localhost" or _is_ip(host.strip("[]")):
-        return [name]
-    try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-    except OSError:
-        return [name]
-    ips = [str(entry[4][0]) for entry in found]
-    return of_one_family([f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for ip in ips], before)
-
-
-def _is_ip(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+async def _look_up(host: str, port: int) -> list[str]:
+    with suppress(OSError):
+        if host != "localhost":
+            return await look_up(host, port)
+    return [f"{host}:{port}"]  # where it cannot be resolved gRPC says what is wrong with it

@@ -123,11 +123,12 @@ class Resolver:
 
 
 def _is_address(name: str) -> bool:
-    """Whether `HOST:PORT` or `unix:PATH` stands for itself alone."""
-    if name.startswith(SOCKET):
+    """Whether `HOST:PORT` or `unix:PATH` stands for itself alone; so does what is neither."""
+    host, _, port = name.rpartition(":")
+    if name.startswith(SOCKET) or not port.isdigit():
         return True
     try:
-        ipaddress.ip_address(name.rpartition(":")[0].strip("[]").partition("%")[0])
+        ipaddress.ip_address(host.strip("[]").partition("%")[0])
     except ValueError:
         return False
     return True

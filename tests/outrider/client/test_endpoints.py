@@ -45,6 +45,15 @@ async def test_a_service_of_both_families_counts_once(resolver: Any) -> None:
     assert await Endpoints(["drafts:50051"]).addresses() == ["[fd00::1]:50051", "[fd00::2]:50051"]
 
 
+async def test_what_cannot_be_resolved_stands_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def getaddrinfo(*_: Any, **__: Any) -> list[Any]:
+        raise socket.gaierror
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
+    names = ["drafts:50051", "localhost:1", "127.0.0.1:1", "no port", "unix:/run/x"]
+    assert await Endpoints(names).addresses() == names
+
+
 @pytest.mark.parametrize(
     ("given", "names"),
     [("a:1", ["a:1"]), ("a:1, b:2,a:1", ["a:1", "b:2"]), (["a:1", "b:2"], ["a:1", "b:2"])],
