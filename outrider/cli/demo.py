@@ -331,7 +331,7 @@ def shares(text: str, token_texts: Sequence[str]) -> list[str]:
     """Cuts a text into its tokens' parts; they join to the text.
 
     A token's text by itself is not always its part: a character may span tokens, and some tokenizers drop the space
-    before a word. What cannot be told apart goes to the last of the tokens that share it.
+    before a word. Text that tokens share goes to the last of them.
     """
     parts, unsettled, position = [], False, 0
     for token_text in token_texts:

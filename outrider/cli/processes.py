@@ -80,7 +80,7 @@ def keep_on(process_id: int, cores: Collection[int]) -> None:
 _KEPT_LINES = 1_000
 # Importing torch on a cold disk takes tens of seconds; nothing listens before that.
 START_TIMEOUT_S = 120.0
-# The services' own grace is thirty seconds; who is still there after that hangs.
+# The services' own grace is thirty seconds; a process that is still there after that hangs.
 STOP_TIMEOUT_S = 35.0
 # How long one look at health takes before the process itself is looked at again.
 _HEALTH_LOOK_S = 0.5
@@ -377,7 +377,7 @@ def running_pair(
 
 
 def fixed(address: str) -> str:
-    """The address with a free port in place of 0, so that the draft can be told it before the verifier is up."""
+    """The address with a free port in place of 0: the draft service takes it before the verifier is up."""
     host, _, port = address.rpartition(":")
     if port != "0":
         return address

@@ -85,7 +85,7 @@ class Endpoints:
         return any(not self._avoided(address) for address in self._addresses)
 
     def failed(self, address: str) -> None:
-        """A call there met nobody, or a service that is leaving."""
+        """A call there found no service, or one that is draining."""
         self._failed[address] = time.monotonic()
         self._resolved = -RESOLVED_FOR_S
 

@@ -50,7 +50,7 @@ class OutriderError(Exception):
 
 
 class InvalidRequest(OutriderError):
-    """The request is wrong whoever serves it: INVALID_ARGUMENT."""
+    """The request is wrong for any service: INVALID_ARGUMENT."""
 
 
 class FailedPrecondition(OutriderError):
@@ -74,7 +74,7 @@ class PermissionDenied(OutriderError):
 
 
 class Unavailable(OutriderError):
-    """Nobody answers, the server drains, or its verifier is away, also after retries: UNAVAILABLE."""
+    """No server answers, it drains, or its verifier is away, also after retries: UNAVAILABLE."""
 
 
 class DeadlineExceeded(OutriderError):
@@ -103,11 +103,11 @@ def typed(error: grpc.RpcError | RequestError, timeout: float | None = None) -> 
 
     `timeout` is the call's, in seconds: where it passed, gRPC's own text does not say what it was.
     """
-    told = error if isinstance(error, RequestError) else from_rpc_error(error)
-    kind = _BY_CODE.get(told.code, OutriderError)
-    if told.reason == "PAIR_MISMATCH":
+    found = error if isinstance(error, RequestError) else from_rpc_error(error)
+    kind = _BY_CODE.get(found.code, OutriderError)
+    if found.reason == "PAIR_MISMATCH":
         kind = PairMismatch
-    message = told.message
-    if kind is DeadlineExceeded and told.reason == UNSPECIFIED and timeout is not None:
+    message = found.message
+    if kind is DeadlineExceeded and found.reason == UNSPECIFIED and timeout is not None:
         message = f"the call did not end within its timeout of {timeout:g} s"
-    return kind(message, code=told.code, reason=told.reason, metadata=told.metadata, retry_after=told.retry_after)
+    return kind(message, code=found.code, reason=found.reason, metadata=found.metadata, retry_after=found.retry_after)

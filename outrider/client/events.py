@@ -1,4 +1,4 @@
-"""What a generation tells, as frozen values: thin over the messages of the contract, field for field by name.
+"""The events of a generation, and what they come to: frozen values, field for field those of the contract's messages.
 
 Enums are strings in lower case, so that they print and go into JSON as they are. Numbers that a newer server uses and
 this client does not know come as `unspecified`.
@@ -137,13 +137,13 @@ class Started(_Mirror):
     weights_fingerprint: str
     rule: AcceptanceRule
     max_new_tokens: int
-    lossy: bool  # the text does not follow the target's law
+    lossy: bool  # the text does not follow the target's distribution
     drafter: Drafter
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob(_Mirror):
-    """Natural logs of one token's probability: under the target's own law, and after all adjustments."""
+    """Natural logs of one token's probability: by the target's own distribution, and after all adjustments."""
 
     token_id: int
     raw: float
@@ -202,7 +202,7 @@ class Usage(_Mirror):
 class Statistics(_Mirror):
     """How speculation went for one sample.
 
-    `alpha` is the mean of β over judged positions; under `coupled`, which knows no β, the accepted share of them.
+    `alpha` is the mean of β over judged positions; under `coupled`, which has no β, the accepted share of them.
     `num_draft_failures` counts proposals that did not come, in whose place the target wrote alone, and
     `num_draft_recoveries` how often a drafter that had failed proposed again. `mean_gamma` is the mean of the lengths
     that `policy` chose, over all rounds; `num_short_drafts` counts proposals that came shorter.
@@ -396,7 +396,7 @@ class Completion:
 
     @property
     def lossy(self) -> bool:
-        """Whether the text does not follow the target's law: the rule `sigmoid`, or lenience below 1."""
+        """Whether the text does not follow the target's distribution: the rule `sigmoid`, or lenience below 1."""
         return self.started.lossy
 
 

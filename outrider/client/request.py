@@ -27,7 +27,8 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Message | Mapping[str, str]]
 
 class Options(TypedDict, total=False):
     """What a request may say beside its prompt. Ranges and meanings are the contract's (`GenerateRequest`,
-    `SamplingParams`); what is left out takes its neutral value, so that no option at all means the target's own law.
+    `SamplingParams`); what is left out takes its neutral value, so that no option at all means the target's own
+    distribution.
     """
 
     # How much
@@ -35,7 +36,7 @@ class Options(TypedDict, total=False):
     min_new_tokens: int
     n: int  # independent samples
     time_limit: float  # seconds; the text ends there with its statistics
-    # The law
+    # The distribution
     temperature: float  # 0 takes the most probable token
     top_k: int
     top_p: float
@@ -53,7 +54,7 @@ class Options(TypedDict, total=False):
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
-    # How it is done, and what is told of it
+    # Speculation and reports
     gamma: int  # tokens per proposal, or at most so many with another `speculation`; 0 lets the target write alone
     speculation: SpeculationPolicy | str  # what chooses them; left out: `fixed` with `gamma`, else the service's choice
     max_entropy: float  # nats: a proposal ends before a token that the draft is less sure of
@@ -70,7 +71,7 @@ class Options(TypedDict, total=False):
     held_tokens: int  # of the last of them, whose text did not come: as the last `Chunk` said
     weights_fingerprint: str
     cache_salt: str
-    # What who watches the wire may not learn of each round; see "Who watches the wire" in docs/usage.md
+    # Privacy of sizes and times; see "Who watches the wire" in docs/usage.md
     frame_bytes: int  # every response has this size
     frame_pace: float  # seconds from one response to the next
     fixed_size_rounds: bool  # so have the messages between the services

@@ -230,7 +230,7 @@ class ClientLimits:
         if client.level >= 1:
             client.level -= 1
             return
-        # Each that is turned away is told one interval more, so that not all come back for the same place.
+        # Each refused call waits one interval more, so that they do not all come back at once.
         seconds = min((1 - client.level + client.refused) / rate, LONGEST_WAIT)
         client.refused += 1
         raise _too_fast(rate, self._burst, seconds)
@@ -306,12 +306,12 @@ def _too_fast(rate: float, burst: int, seconds: float) -> RequestError:
 _logger = logging.getLogger(__name__)
 
 _ABOUT_THE_SERVER = "/grpc.reflection."
-# A line about a call that was turned away; whoever tries in a loop fills no disk.
+# Between two lines about refused calls: a client that tries in a loop fills no disk.
 _SECONDS_PER_LINE = 1.0
 
 
 class Authentication(Interceptor):
-    """Put it before all others, so that who may not come in learns nothing else."""
+    """Put it before all others, so that refused callers learn nothing else."""
 
     passes = ("/grpc.health.",)
 
@@ -354,7 +354,7 @@ class Authentication(Interceptor):
         return wrapped(handler, around)
 
     def _name(self, context: Context, metadata: Any) -> str:
-        """Who calls, as its limits know it.
+        """The caller's name in the limits.
 
         Raises:
             RequestError: UNAUTHENTICATED or PERMISSION_DENIED: it may not.

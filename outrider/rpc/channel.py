@@ -79,7 +79,7 @@ async def look_up(host: str, port: int) -> list[str]:
     """Asks the system's resolver, which asks DNS. Families that this machine has no address of are left out.
 
     Raises:
-        OSError: the name is not known, or nobody answers.
+        OSError: the name is not known, or DNS does not answer.
     """
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
@@ -173,7 +173,7 @@ def open_channel(
 ) -> grpc.aio.Channel:
     """A channel to `HOST:PORT`. It connects with the first call. `options` come on top of ours.
 
-    Without `credentials` it speaks plaintext: who opens it knows that this is meant.
+    Without `credentials` it speaks plaintext.
     """
     together = channel_options(max_message_bytes=max_message_bytes) + (options or [])
     if credentials is None:

@@ -1,7 +1,4 @@
-"""Errors on the wire: a status code with a `google.rpc.ErrorInfo`, and a `RetryInfo` where it says when to come back.
-
-It does not know who raises them, nor what a caller does about them.
-"""
+"""Errors on the wire: a status code with a `google.rpc.ErrorInfo`, and a `RetryInfo` where a retry may help."""
 
 from __future__ import annotations
 
@@ -102,12 +99,12 @@ def overloaded(message: str, *, retry_after: float | None = None, **metadata: ob
 
 
 def unauthenticated(message: str) -> RequestError:
-    """Nobody knows who calls: UNAUTHENTICATED."""
+    """The caller is unknown: UNAUTHENTICATED."""
     return RequestError(grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED", message)
 
 
 def permission_denied(message: str, **metadata: object) -> RequestError:
-    """Who calls is known, and may not: PERMISSION_DENIED."""
+    """The caller is known, and not allowed: PERMISSION_DENIED."""
     return RequestError(grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED", message, _texts(metadata))
 
 
@@ -117,7 +114,7 @@ def draining() -> RequestError:
 
 
 def unavailable(reason: str, message: str) -> RequestError:
-    """Somebody who is needed does not answer: UNAVAILABLE, with NO_VERIFIER or DRAINING."""
+    """A required peer is unreachable: UNAVAILABLE, with NO_VERIFIER or DRAINING."""
     return RequestError(grpc.StatusCode.UNAVAILABLE, reason, message)
 
 
@@ -177,8 +174,8 @@ def _cut(text: str, limit: int) -> str:
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RequestError) -> NoReturn:
     """Ends the call with this error. Raises `grpc.aio.AbortError`, which no servicer may swallow.
 
-    Raises `asyncio.CancelledError` where the call is over before its status has left: nobody is there to be told, and
-    gRPC would take any other error for a fault of the server's.
+    Raises `asyncio.CancelledError` where the call is over before its status has left: gRPC would take any other
+    error for a fault of the server's.
     """
     try:
         await context.abort_with_status(to_status(error))
@@ -241,7 +238,7 @@ def guarded(method: Servicer) -> Servicer:
     exceptions become statuses.
 
     `RequestError` ends the call with its own code. A cancelled call passes through, and so does an abort under way.
-    Anything else is logged with its trace and told to the client as INTERNAL, without its text.
+    Anything else is logged with its trace; the client gets INTERNAL without its text.
 
     Raises:
         TypeError: the method is neither a coroutine function nor an async generator function.

@@ -4,7 +4,7 @@
 | --- | --- |
 | the empty one, `readiness`, each service by its name | requests are welcome: it is warm, not stuck, does not drain |
 | `startup` | it is warm, from then on for good: the model is there, and has run |
-| `liveness` | its loops go round, from birth on and also while it drains; who is not alive is to be started anew |
+| `liveness` | its loops go round, from birth on and also while it drains; restart it where it is not |
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _HealthServicer(health.aio.HealthServicer):
 
 
 class HealthState:
-    """The health of a server and of each service on it: not ready until told otherwise, and alive.
+    """The health of a server and of each service on it: not ready until `serving`, and alive.
 
     Registers the standard health service. Make it before the server starts.
     """

@@ -24,7 +24,7 @@ from outrider.rpc.health import HealthState
 from outrider.rpc.interceptor import Context, Decoder, Handler, Interceptor, wrapped
 
 # gRPC takes calls in before their handlers begin, and a server that stops cuts those: the gate is idle once so many
-# looks, so many seconds apart, have found no call that came meanwhile. Who keeps on calling is not waited for.
+# looks, so many seconds apart, have found no call that came meanwhile. One that keeps on calling is not waited for.
 _QUIET_LOOKS, _LOOK_S = 10, 0.01
 _MOST_LOOKS = 200
 
@@ -95,12 +95,12 @@ class DrainGate(Interceptor):
 
 _logger = logging.getLogger(__name__)
 
-# Each server's gate, made with it and shut by whoever stops it.
+# Each server's gate, made with it.
 _gates: WeakKeyDictionary[grpc.aio.Server, DrainGate] = WeakKeyDictionary()
 
 # Of the grace, what is left for telling the calls that are cut, and for leaving.
 CLOSING_SHARE, CLOSING_SECONDS = 0.1, 2.0
-# How long calls that are cut without grace have to be told so.
+# How long calls that are cut without grace have to learn it.
 CUTTING_SECONDS = 1.0
 
 
@@ -123,7 +123,7 @@ def create_server(
         max_concurrent_streams: calls above it on one connection wait at the client.
         max_connection_age_s: a connection older than this takes no new calls, so that its client makes another one;
             gRPC varies it by a tenth. Calls on it go on to their end. None: however old.
-        first: interceptors that a call meets first: they decide who comes in.
+        first: interceptors that a call meets first: authentication.
         interceptors: others; a call meets them last, and its request is decoded after them.
     """
     options: list[tuple[str, int]] = [
@@ -161,7 +161,7 @@ def enable_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
 def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None) -> str:
     """Listens at `HOST:PORT`, or at `unix:PATH`, and returns the address with the real port where `PORT` is 0.
 
-    Without `credentials` it speaks plaintext: who binds it knows that this is meant.
+    Without `credentials` it speaks plaintext.
 
     Raises:
         StartupError: the address is no address, or its port is taken.
@@ -212,7 +212,7 @@ async def serve_until_signal(
             task.cancel()
         await asyncio.gather(draining, hurry, return_exceptions=True)
     finally:
-        # What is left by now does not listen, or was told twice to go: it is cancelled, and the port closes.
+        # Calls that are left by now are cancelled, and the port closes.
         await server.stop(None)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
@@ -234,22 +234,22 @@ async def _drain(
     server: grpc.aio.Server, health: HealthState, grace_s: float, on_drain: Callable[[], Awaitable[None]] | None
 ) -> None:
     gate = _gates[server]
-    # 1. Health first: who asks or watches sends no more work from here on, before any work is refused.
+    # 1. Health first: clients that ask or watch send no more work, before any work is refused.
     await health.drain()
-    # 2. Then the gate: who did not ask is told DRAINING and goes elsewhere. The port stays open for that, and for
+    # 2. Then the gate: clients that did not ask get DRAINING and go elsewhere. The port stays open for that, and for
     #    probes; a closed one would look like a crash.
     gate.close()
     _logger.info("draining: %d calls in progress, %g s of grace", gate.running, grace_s)
     closing_s = min(CLOSING_SHARE * grace_s, CLOSING_SECONDS)
     try:
         async with asyncio.timeout(grace_s - closing_s):
-            # 3. Those inside are told, now that nobody can come after them and miss it.
+            # 3. Calls in progress learn it, now that none can come after them and miss it.
             if on_drain is not None:
                 await on_drain()
             # 4. And they finish. Watches of health are not waited for: they end with the server.
             await gate.wait_idle()
     except TimeoutError:
-        # 5. Who has not is told to go on elsewhere: a call that merely broke would say nothing of why.
+        # 5. Those that have not get DRAINING: a call that merely broke would not say why.
         _logger.warning("the grace time is over: %d calls are cut", gate.running)
         gate.cut()
         with suppress(TimeoutError):

@@ -92,7 +92,7 @@ class Watched(Generic[Value]):
         raise problem or FileProblem(f"{', '.join(map(str, self._paths))}: changed while being read")
 
     def _look(self) -> _Face | None:
-        """What tells that a file has changed; None where one is not there."""
+        """Changes when a file does; None where one is not there."""
         try:
             found = [path.stat() for path in self._paths]
         except OSError:
@@ -172,7 +172,7 @@ class ServerTLS:
             shown = version
             return configuration
 
-        # A CA alone verifies those only who care to show a certificate: authentication has to be required as well.
+        # A CA alone verifies only clients that show a certificate: authentication has to be required as well.
         return grpc.dynamic_ssl_server_credentials(first, fetch, require_client_authentication=self.asks_clients)
 
 

@@ -31,7 +31,7 @@ class CostLine:
 
 
 class FittedCost:
-    """The line through the last passes. One thread feeds it; each reading of `line` is whole, whoever takes it.
+    """The line through the last passes. One thread feeds it; any thread may read `line`.
 
     Means of width and time follow the passes with exponential forgetting. What is known of the slope is forgotten only
     as fast as passes of other widths renew it, so that passes of one width, however many, leave it as it was.

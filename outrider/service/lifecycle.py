@@ -126,7 +126,7 @@ class Service(ABC):
     @abstractmethod
     async def load(self, warm: Warm) -> None:
         """Loads the model, and whatever must be there to serve; returns when ready. Awaits `warm` as soon as the model
-        is there and has run: who waits for others from then on need not be started anew.
+        is there and has run: a service that waits for others from then on need not be started anew.
 
         Raises:
             CheckpointError, RequestError: the service cannot serve; the text is one line.
@@ -134,7 +134,7 @@ class Service(ABC):
 
     @abstractmethod
     async def drain(self) -> None:
-        """Told once, when no new call can come any more: let those in progress know."""
+        """Called once, when no new call can come any more: let those in progress know."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -184,7 +184,7 @@ async def _serve(service: Service, settings: ServiceSettings) -> None:
         if settings.health_listen is not None:
             probed = await beside.enter_async_context(health_port(health, settings.health_listen))
         await server.start()
-        # The address comes first, so that whoever started us knows it; health stays NOT_SERVING until the load is done.
+        # The address comes first, for the process that started us; health stays NOT_SERVING until the load is done.
         _log.info("listening", address=address, model=settings.model, transport=how.transport)
         if probed:
             _log.info("health", address=probed)

@@ -1,4 +1,4 @@
-"""The model that a service was told to run: from settings to weights, tokenizer and KV pool."""
+"""The model of a service: from settings to weights, tokenizer and KV pool."""
 
 import time
 from collections.abc import Callable
@@ -27,7 +27,7 @@ DEFAULT_SEQUENCE_TOKENS = 8192  # where neither the settings nor a shorter conte
 DEFAULT_CPU_KV_MB = 1024
 
 Loader = Callable[[ServiceSettings], tuple[LoadedModel, Tokenizer]]
-"""What gives a service its model: `load`, unless whoever starts the service has another way to it."""
+"""Gives a service its model: `load`, unless the service was made with another."""
 
 
 def load(settings: ServiceSettings) -> tuple[LoadedModel, Tokenizer]:

@@ -46,7 +46,7 @@ def describe_tokenizer(
     default_rule: Rule,
     features: Iterable[str],
 ) -> model_pb2.ModelInfo:
-    """The `ModelInfo` of a service that runs no model: what its tokenizer tells. What takes weights is left empty."""
+    """The `ModelInfo` of a service that runs no model: by its tokenizer alone. Fields that take weights are empty."""
     rules = list(rules)
     return model_pb2.ModelInfo(
         name=name,

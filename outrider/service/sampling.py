@@ -1,4 +1,4 @@
-"""Sampling parameters as they come over the wire, checked and turned into the laws that `kernels` works with.
+"""Sampling parameters as they come over the wire, checked and turned into what `kernels` works with.
 
 Both services stand on it, so that what one accepts the other does too.
 """
@@ -19,7 +19,7 @@ OFFERED_RULES = frozenset({Rule.TOKENWISE, Rule.BLOCK, Rule.COUPLED, Rule.SIGMOI
 end."""
 
 LOSSY_RULES = frozenset({Rule.SIGMOID})
-"""The rules that do not keep the target's law."""
+"""The rules that do not keep the target's distribution."""
 
 DEFAULT_RULE = Rule.BLOCK
 """How proposals are judged where a request names no rule and nothing else in it decides. It accepts more tokens a round
@@ -72,7 +72,7 @@ class Sampling:
 
     @property
     def is_lossy(self) -> bool:
-        """Whether the text does not follow the target's law. At temperature 0 every rule takes its argmax."""
+        """Whether the text does not follow the target's distribution. At temperature 0 every rule takes its argmax."""
         return self.lenience < 1 or (self.rule in LOSSY_RULES and not self.law.is_greedy)
 
 

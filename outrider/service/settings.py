@@ -1,5 +1,5 @@
 """Settings that both services share: flags first, then `OUTRIDER_…` in the environment, then defaults; and what those
-of security come to: how a service listens, who comes in, and how it calls others.
+of security come to: how a service listens, who may call it, and how it calls others.
 """
 
 from collections.abc import Callable
@@ -109,7 +109,7 @@ class SettingsError(Exception):
 
 
 class ServiceSettings(SecuritySettings):
-    """What either service is told at its start.
+    """The settings of either service.
 
     Attributes:
         names_clients: whether the certificate of a client is not enough, and its name has to be one of those allowed.

@@ -56,7 +56,7 @@ TRACING = Component("tracing")
 
 Attributes: TypeAlias = Mapping[str, str | int | float | bool]
 
-# Spans that wait to be sent: those of some thousand rounds. More are dropped, and nobody waits for a collector.
+# Spans that wait to be sent: those of some thousand rounds. More are dropped: nothing waits for a collector.
 MAX_QUEUE, MAX_BATCH = 16_384, 1_024
 # How long one message to the collector may take, and all that is left at the end.
 EXPORT_SECONDS, CLOSING_SECONDS = 5.0, 2.0
@@ -97,7 +97,7 @@ class CallTrace:
 
 
 UNTRACED = CallTrace()
-"""Of a call that nobody records."""
+"""Of a call that is not recorded."""
 
 
 class Tracing:

@@ -46,17 +46,17 @@ class PrefixHash:
         return self._state.digest()
 
 
-def encode_distribution(law: SparseDistribution | DraftLogits | None) -> speculation_pb2.TokenDistribution:
-    """The law of one drafted token as a message, or its logits; None is the point mass."""
-    if law is None:
+def encode_distribution(q: SparseDistribution | DraftLogits | None) -> speculation_pb2.TokenDistribution:
+    """The draft probabilities of one token as a message, or its logits; None is the point mass."""
+    if q is None:
         return speculation_pb2.TokenDistribution(point_mass=speculation_pb2.PointMass())
-    if isinstance(law, DraftLogits):
-        values = law.values.cpu().numpy().astype(_LOGITS, copy=False).tobytes()
+    if isinstance(q, DraftLogits):
+        values = q.values.cpu().numpy().astype(_LOGITS, copy=False).tobytes()
         return speculation_pb2.TokenDistribution(logits=speculation_pb2.DenseLogits(values=values))
     return speculation_pb2.TokenDistribution(
         sparse=speculation_pb2.SparseDistribution(
-            token_ids=law.ids.astype(_IDS, copy=False).tobytes(),
-            weights=law.weights.astype(_WEIGHTS, copy=False).tobytes(),
+            token_ids=q.ids.astype(_IDS, copy=False).tobytes(),
+            weights=q.weights.astype(_WEIGHTS, copy=False).tobytes(),
         )
     )
 
@@ -205,7 +205,7 @@ def _varint_bytes(value: int) -> int:
 
 
 LEAST_LIMIT = 4 << 20
-"""Bytes; gRPC's own default, so that no server of ours takes less than others do unless it is told to."""
+"""Bytes; gRPC's own default, so that no server of ours takes less than others do by default."""
 
 # Text of a prompt: tokens of four bytes are common, and few texts have longer ones throughout.
 BYTES_OF_PROMPT_TOKEN = 16
@@ -222,8 +222,8 @@ def limit_of(*sizes: int) -> int:
 def of_verify(
     *, sequence_tokens: int, max_gamma: int, max_support: int, vocab_size: int | None, max_stop_token_ids: int
 ) -> int:
-    """The largest message on a `Verify` stream, in bytes: an opening, a proposal, with sparse laws or with a draft's
-    logits, or a verdict with log-probabilities. `vocab_size` is V; None: no logits travel.
+    """The largest message on a `Verify` stream, in bytes: an opening, a proposal (of sparse distributions, or of a
+    draft's logits), or a verdict with log-probabilities. `vocab_size` is V; None: no logits travel.
     """
     lists = {"banned_token_ids": MAX_TOKEN_LIST, "logit_bias": MAX_TOKEN_LIST, "stop_token_ids": max_stop_token_ids}
     asked = {
@@ -238,10 +238,15 @@ def of_verify(
         "weights": 2 * max_support,
         "values": 0,
     }
-    told = {"Verdict.token_ids": max_gamma + 1, "beta": max_gamma, "logprobs": max_gamma + 1, "top": MAX_TOP_LOGPROBS}
+    reply = {
+        "Verdict.token_ids": max_gamma + 1,
+        "beta": max_gamma,
+        "logprobs": max_gamma + 1,
+        "top": MAX_TOP_LOGPROBS,
+    }
     return max(
         largest(verifier_service_pb2.VerifyRequest.DESCRIPTOR, counts=asked, most=_TEXT),
-        largest(verifier_service_pb2.VerifyResponse.DESCRIPTOR, counts=told, most=_TEXT),
+        largest(verifier_service_pb2.VerifyResponse.DESCRIPTOR, counts=reply, most=_TEXT),
         0 if vocab_size is None else bytes_with_logits(max_gamma, vocab_size),
     )
 
