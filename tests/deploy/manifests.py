@@ -1,25 +1,35 @@
 """Manifests as a cluster would get them: rendered by `kubectl kustomize`, and asked for their parts."""
 
+import json
+import os
+import re
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
+from unittest import mock
 
 import kubernetes_validate
 import yaml
 
+from draft_service.settings import DraftSettings
+from outrider.service.settings import ServiceSettings
 from tests.machine import absent
 from tests.project.tree import ROOT
+from verifier_service.settings import VerifierSettings
 
 Manifest: TypeAlias = Mapping[str, Any]
 
 DEPLOY = ROOT / "deploy"
 SERVICES = ("draft", "verifier")
+SETTINGS: Mapping[str, type[ServiceSettings]] = {"draft": DraftSettings, "verifier": VerifierSettings}
+PREFIX = "OUTRIDER_"
 
-# For each object that it judges it would read a megabyte of schemas anew.
+# For each object that it validates it would read a megabyte of schemas anew.
 kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
 
 
@@ -41,19 +51,19 @@ def composed(*components: str) -> tuple[Manifest, ...]:
     Raises:
         subprocess.CalledProcessError: they do not go together.
     """
+    components_of = [f"../../components/{name}" for name in components]
+    return overlaid({"namespace": "elsewhere", "resources": ["../../base"], "components": components_of})
+
+
+def overlaid(kustomization: Mapping[str, Any]) -> tuple[Manifest, ...]:
+    """What a `kustomization.yaml` makes of a copy of our folder, beside our overlays."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "deploy"
         shutil.copytree(DEPLOY, copy)
-        overlay = copy / "overlays" / "composed"
+        overlay = copy / "overlays" / "another"
         overlay.mkdir()
-        file = {
-            "apiVersion": "kustomize.config.k8s.io/v1beta1",
-            "kind": "Kustomization",
-            "namespace": "elsewhere",
-            "resources": ["../../base"],
-            "components": [f"../../components/{name}" for name in components],
-        }
-        (overlay / "kustomization.yaml").write_text(yaml.safe_dump(file), encoding="utf-8")
+        kind = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
+        (overlay / "kustomization.yaml").write_text(yaml.safe_dump(kind | dict(kustomization)), encoding="utf-8")
         return kustomized(overlay)
 
 
@@ -64,11 +74,7 @@ def base() -> tuple[Manifest, ...]:
 
 
 def kustomized(folder: Path) -> tuple[Manifest, ...]:
-    """What `kubectl kustomize` makes of a folder.
-
-    Raises:
-        subprocess.CalledProcessError: nothing.
-    """
+    """What `kubectl kustomize` makes of a folder."""
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         absent("kubectl is not on PATH")
@@ -76,11 +82,7 @@ def kustomized(folder: Path) -> tuple[Manifest, ...]:
     return tuple(each for each in yaml.load_all(done.stdout, yaml.CSafeLoader) if each is not None)
 
 
-# ------------------------------------------------------------------------------------------------------------- parts
-
-
 def of_kind(objects: Iterable[Manifest], *kinds: str) -> list[Manifest]:
-    """Those of some kinds."""
     return [each for each in objects if each["kind"] in kinds]
 
 
@@ -90,45 +92,78 @@ def the(objects: Iterable[Manifest], kind: str, name: str) -> Manifest:
     return found
 
 
-def workload(objects: Iterable[Manifest], service: str) -> Manifest:
-    """What makes a service's pods: its Deployment, or where they come in groups its LeaderWorkerSet."""
-    groups = of_kind(objects, "LeaderWorkerSet")
-    found = [each for each in groups if each["metadata"]["name"] == f"outrider-{service}-ranks"]
-    return found[0] if found else the(objects, "Deployment", f"outrider-{service}")
-
-
-def pod(objects: Iterable[Manifest], service: str) -> Manifest:
-    """What a service's pods are, those that serve: metadata and spec."""
-    spec = workload(objects, service)["spec"]
-    template: Manifest = (
-        spec["leaderWorkerTemplate"]["leaderTemplate"] if "leaderWorkerTemplate" in spec else spec["template"]
-    )
-    return template
-
-
-def container(objects: Iterable[Manifest], service: str) -> Manifest:
-    """The one container of a service's pods."""
-    (only,) = pod(objects, service)["spec"]["containers"]
-    found: Manifest = only
-    return found
-
-
-def environment(objects: Iterable[Manifest], service: str, *, init: bool = False) -> dict[str, str]:
-    """What a container gets in its environment, from ConfigMaps and by itself.
-
-    A variable that comes from a Secret has no value here, and is left out.
-    """
-    objects = tuple(objects)
-    spec = pod(objects, service)["spec"]
-    each = spec["initContainers"][0] if init else spec["containers"][0]
-    found: dict[str, str] = {}
-    for source in each.get("envFrom", ()):
-        found |= the(objects, "ConfigMap", source["configMapRef"]["name"])["data"]
-    return found | {entry["name"]: entry["value"] for entry in each.get("env", ()) if "value" in entry}
-
-
 def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
     """Whether a label selector of `matchLabels` alone takes an object with these labels; an empty one takes all."""
-    assert set(selector) <= {"matchLabels"}, f"the test cannot judge {selector}"
+    assert set(selector) <= {"matchLabels"}, f"the test cannot read {selector}"
     wanted: Mapping[str, str] = selector.get("matchLabels", {})
     return wanted.items() <= labels.items()
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """One service in a set of manifests."""
+
+    objects: tuple[Manifest, ...]
+    service: str
+
+    @property
+    def name(self) -> str:
+        return f"outrider-{self.service}"
+
+    @property
+    def workload(self) -> Manifest:
+        """What makes its pods: a Deployment, or where they come in groups a LeaderWorkerSet."""
+        groups = [each for each in of_kind(self.objects, "LeaderWorkerSet") if self.name in each["metadata"]["name"]]
+        return groups[0] if groups else the(self.objects, "Deployment", self.name)
+
+    @property
+    def pod(self) -> Any:
+        """Its pods that serve: metadata and spec."""
+        spec = self.workload["spec"]
+        return spec["leaderWorkerTemplate"]["leaderTemplate"] if "leaderWorkerTemplate" in spec else spec["template"]
+
+    @property
+    def spec(self) -> Any:
+        return self.pod["spec"]
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        found: Mapping[str, str] = self.pod["metadata"]["labels"]
+        return found
+
+    @property
+    def container(self) -> Any:
+        (only,) = self.spec["containers"]
+        return only
+
+    @property
+    def ports(self) -> dict[str, int]:
+        return {port["name"]: port["containerPort"] for port in self.container["ports"]}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return self.environment_of(self.container)
+
+    def environment_of(self, container: Manifest) -> dict[str, str]:
+        """What a container gets from ConfigMaps and by itself, without what comes from a Secret."""
+        found: dict[str, str] = {}
+        for source in container.get("envFrom", ()):
+            found |= the(self.objects, "ConfigMap", source["configMapRef"]["name"])["data"]
+        return found | {entry["name"]: entry["value"] for entry in container.get("env", ()) if "value" in entry}
+
+    @property
+    def settings(self) -> Any:
+        """The service's own settings, as its process would read them."""
+        told = {name: value for name, value in self.environment.items() if name.startswith(PREFIX)}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
+        with mock.patch.dict(os.environ, {**kept, **told}, clear=True):
+            return SETTINGS[self.service].from_command_line(list(self.container.get("args", ())), program=self.service)
+
+
+@cache
+def metric_names() -> frozenset[str]:
+    """The metrics in rules, dashboards and scalers, and those that operators are told to look at."""
+    texts = [(ROOT / "docs" / "operations.md").read_text(encoding="utf-8")]
+    # Objects and not text, so that comments do not count.
+    texts += [json.dumps(composed("plaintext", name)) for name in ("hpa", "keda", "monitoring")]
+    return frozenset(re.findall(r"\boutrider_\w+", "\n".join(texts)))

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tests.deploy.manifests import Manifest
-from tests.deploy.roots import Root
+from tests.deploy.image_builder import Root
+from tests.deploy.manifests import Deployed
 from tests.machine import TOOLS
 from tests.network import Network
 from tests.project.tree import ROOT
@@ -24,40 +24,29 @@ from tests.project.tree import ROOT
 
 @dataclass
 class Pod:
-    """A running container.
-
-    Attributes:
-        address: of the pod, without a port.
-    """
+    """A running container."""
 
     name: str
-    address: str
     process: subprocess.Popen[str]
     log: Path
 
     def said(self) -> str:
-        """All it has written so far."""
         return self.log.read_text(encoding="utf-8", errors="replace")
 
 
 class Node:
-    """A machine with a network of its own, on which pods run. A context manager: all ends with it.
-
-    Args:
-        folder: where logs and small files go.
-        names: what each pod's address is known by to all others.
-    """
+    """A machine with a network of its own, on which pods run. A context manager: all ends with it."""
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
+        """Logs and small files go to `folder`; each pod's address is known to all others by one of `names`."""
         self._folder = folder
         self._network = Network(folder, dict.fromkeys(names, ()), own_processes=True)
         self._pods: list[Pod] = []
         self._resolver = folder / "resolv.conf"
-        # Whoever asks DNS all the same hears at once that nobody is there.
+        # A question to DNS fails at once.
         self._resolver.write_text("nameserver 127.0.0.1\n", encoding="utf-8")
 
     def address(self, name: str) -> str:
-        """Of the pod that is known by that name."""
         return self._network.address(name)
 
     def __enter__(self) -> Self:
@@ -76,10 +65,10 @@ class Node:
                 print(f"--- {pod.name}\n{pod.said()[-4000:]}")
 
     def ask(self, code: str, *arguments: str, of: Sequence[Pod] = ()) -> Any:
-        """What a Python program on the node prints as JSON: it can reach all pods, as a kubelet does.
+        """What a Python program on the node prints as JSON: it reaches all pods, as a kubelet does.
 
         Raises:
-            AssertionError: it failed, or one of the pods that it is about ended; the text has what it said.
+            AssertionError: it failed, or one of the pods that it is about ended.
         """
         command = [*self._network.at_the_switch(in_mounts=False), sys.executable, "-c", code, *arguments]
         asking = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
@@ -103,13 +92,7 @@ class Node:
         mounts: Sequence[tuple[str, str, str]],
         user: int,
     ) -> Pod:
-        """Starts a container in a pod's network.
-
-        Args:
-            name: one of those that the node knows.
-            command: what runs as `user`, with `env` and nothing else in its environment.
-            mounts: what is mounted in the read-only root.
-        """
+        """Start a container in the network of the pod `name`, with `env` alone, and `mounts` in its read-only root."""
         known = (("ro", str(self._network.names), "/etc/hosts"), ("ro", str(self._resolver), "/etc/resolv.conf"))
         more = [*mounts, *known, ("ro", "/sys", "/sys")]
         # Another user id, without any privilege, and in a namespace that cannot undo a mount.
@@ -125,7 +108,7 @@ class Node:
                 text=True,
                 env=TOOLS,
             )
-        pod = Pod(name, self.address(name), process, log)
+        pod = Pod(name, process, log)
         self._pods.append(pod)
         return pod
 
@@ -137,11 +120,11 @@ class Node:
         return pod.process.wait(within), pod.said()
 
 
-def mounts(pod: Manifest, container: Manifest, secrets: Mapping[str, Path]) -> list[tuple[str, str, str]]:
+def mounts(deployed: Deployed, secrets: Mapping[str, Path]) -> list[tuple[str, str, str]]:
     """What a container's volume mounts come to here: memory for an emptyDir, a folder for a Secret."""
-    volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+    volumes = {volume["name"]: volume for volume in deployed.spec["volumes"]}
     found = []
-    for mount in container["volumeMounts"]:
+    for mount in deployed.container["volumeMounts"]:
         volume = volumes[mount["name"]]
         if "emptyDir" in volume:
             assert not mount.get("readOnly")

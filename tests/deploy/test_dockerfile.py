@@ -1,4 +1,4 @@
-"""What can be said of the Dockerfile without running it: the linter's word, and our own rules."""
+"""The Dockerfile, without running it: the linter, and our own rules."""
 
 import subprocess
 import sysconfig
@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.build import Builder, patterns
-from tests.deploy.dockerfile import entry_point, environment, last, lineage
-from tests.deploy.manifests import DEPLOY, SERVICES
-from tests.deploy.offline import DOCKERFILE, stages
+from tests.deploy.image_builder import DOCKERFILE, entry_point, environment, in_context, lineage, stages, steps
+from tests.deploy.manifests import SERVICES
 from tests.machine import absent
-from tests.project.tree import PACKAGES, ROOT
+from tests.project.tree import PACKAGES
 
 VARIANTS = ("cpu", "cuda")
 TARGETS = [(service, variant) for service in SERVICES for variant in VARIANTS]
@@ -22,7 +20,7 @@ BUILD_TOOLS = ("gcc", "g++", "clang", "make", "cmake", "build-essential", "-dev"
 
 def _installs(target: str, variant: str) -> set[str]:
     """Packages of the distribution that a target keeps."""
-    runs = [step.rest() for stage in lineage(stages(variant), target) for step in stage.steps if step.name == "RUN"]
+    runs = [step.rest() for step in steps(stages(variant), target, "RUN")]
     words = [word for run in runs if "apt-get install" in run for word in run.split("apt-get install")[1].split()]
     return {word for word in words[: words.index("&&")] if not word.startswith("-")} if words else set()
 
@@ -36,18 +34,13 @@ def test_the_linter_finds_nothing() -> None:
 
 
 @pytest.mark.parametrize(("service", "variant"), TARGETS)
-def test_each_service_has_a_target_in_each_variant(service: str, variant: str) -> None:
+def test_each_service_has_a_target_in_each_variant_that_runs_as_no_root(service: str, variant: str) -> None:
     found = stages(variant)
     assert entry_point(found, service) == ["python", "-m", f"{service}_service"]
     assert f"{service}-{variant}" in [stage.name for stage in lineage(found, service)]
     assert found["dependencies"].base == f"index-{variant}"
-
-
-@pytest.mark.parametrize(("service", "variant"), TARGETS)
-def test_no_target_runs_as_root_or_under_a_name(service: str, variant: str) -> None:
-    user = last(stages(variant), service, "USER") or "0"
     # A kubelet cannot tell what a name stands for, and refuses it under runAsNonRoot.
-    assert all(part.isdigit() and int(part) > 0 for part in user.split(":"))
+    assert all(part.isdigit() and int(part) > 0 for part in steps(found, service, "USER")[-1].text.split(":"))
 
 
 @pytest.mark.parametrize(("service", "variant"), TARGETS)
@@ -72,27 +65,11 @@ def test_every_installation_keeps_to_the_constraints() -> None:
         assert "--constraint constraints.txt" in command or {"--no-index", "--no-deps"} <= set(command.split())
 
 
-def test_the_context_holds_what_is_copied_and_no_more(tmp_path: Path) -> None:
-    builder = Builder(
-        stages(),
-        context=ROOT,
-        ignored=patterns(DEPLOY / "Dockerfile.dockerignore"),
-        roots=tmp_path,
-        cache=tmp_path,
-    )
-    copied = {
-        source
-        for stage in stages().values()
-        for step in stage.steps
-        if step.name == "COPY" and "from" not in step.flags()
-        for source in step.rest().split()[:-1]
-    }
+def test_the_context_holds_what_is_copied_and_no_more() -> None:
+    copies = [step for stage in stages().values() for step in stage.steps if step.name == "COPY"]
+    copied = {source for step in copies if "from" not in step.flags() for source in step.rest().split()[:-1]}
     assert set(PACKAGES) <= copied
-    assert [path for path in copied if not builder.in_context(path)] == []
+    assert [path for path in copied if not in_context(path)] == []
     for left in (".git", ".venv", "tests", "benchmarks", "shared", "models/train.py", "deploy/base"):
-        assert not builder.in_context(left), left
-
-
-def test_both_models_of_the_demo_are_in_the_image() -> None:
-    copies = [step.rest() for stage in lineage(stages(), "draft") for step in stage.steps if step.name == "COPY"]
-    assert "models/demo /opt/outrider/demo" in copies
+        assert not in_context(left), left
+    assert "models/demo /opt/outrider/demo" in [step.rest() for step in steps(stages(), "draft", "COPY")]

@@ -2,10 +2,8 @@
 
 import re
 import shlex
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,8 @@ import yaml
 
 from draft_service.settings import DraftSettings
 from outrider.cli.generate import generate_command
-from tests.deploy.manifests import DEPLOY, folders, kustomized, pod, selects
-from tests.deploy.offline import stages
+from tests.deploy.image_builder import stages
+from tests.deploy.manifests import DEPLOY, Deployed, base, folders, overlaid, rendered, selects, the
 from tests.project.tree import ROOT
 from verifier_service.settings import VerifierSettings
 
@@ -77,13 +75,7 @@ def test_files_that_a_reader_writes_render(number: int) -> None:
     if document["kind"] != "Kustomization":
         kubernetes_validate.validate(document, "1.37", strict=True)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "deploy"
-        shutil.copytree(DEPLOY, copy)
-        mine = copy / "overlays" / "mine"
-        mine.mkdir()
-        (mine / "kustomization.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
-        objects = kustomized(mine)
+    objects = overlaid(document)
     for each in objects:
         kubernetes_validate.validate(each, "1.37", strict=True)
     text = yaml.safe_dump_all(objects)
@@ -95,14 +87,13 @@ def test_files_that_a_reader_writes_render(number: int) -> None:
 
 def test_the_client_of_the_example_is_let_in() -> None:
     (job,) = (document for document in _documents() if document["kind"] == "Job")
-    policy = yaml.safe_load_all((DEPLOY / "base" / "network.yaml").read_text(encoding="utf-8"))
-    (draft,) = (each for each in policy if each["metadata"]["name"] == "outrider-draft")
+    draft = the(base(), "NetworkPolicy", "outrider-draft")
     labels = job["spec"]["template"]["metadata"]["labels"]
     assert any(selects(peer["podSelector"], labels) for rule in draft["spec"]["ingress"] for peer in rule["from"])
     secured = job["spec"]["template"]["spec"]
-    demo = pod(kustomized(DEPLOY / "overlays" / "demo"), "draft")["spec"]
     # The namespace admits no pod with less than the services have.
-    assert secured["containers"][0]["securityContext"] == demo["containers"][0]["securityContext"]
+    demo = Deployed(rendered("demo"), "draft").container
+    assert secured["containers"][0]["securityContext"] == demo["securityContext"]
 
 
 def test_overlays_and_components_are_described() -> None:

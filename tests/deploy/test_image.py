@@ -11,23 +11,18 @@ from typing import Any
 import pytest
 
 from tests.certificates import Authority
-from tests.deploy.build import PATH, Builder, installed
-from tests.deploy.dockerfile import entry_point, environment
-from tests.deploy.manifests import (
-    SERVICES,
-    Manifest,
-    container,
-    of_kind,
-    pod,
-    rendered,
+from tests.deploy.image_builder import (
+    PATH,
+    Builder,
+    built_offline,
+    entry_point,
+    environment,
+    installed,
+    need_namespaces,
+    stages,
 )
-from tests.deploy.manifests import (
-    environment as container_environment,
-)
-from tests.deploy.metric_names import metric_names
-from tests.deploy.offline import built_offline, stages
+from tests.deploy.manifests import SERVICES, Deployed, Manifest, metric_names, of_kind, rendered
 from tests.deploy.pods import Node, Pod, mounts
-from tests.deploy.roots import need_namespaces
 from tests.project.tree import pyproject
 
 pytestmark = pytest.mark.timeout(900)  # two services start twice, on a machine that may be busy
@@ -100,51 +95,43 @@ class Running:
     """Both services of an overlay, as pods of one node."""
 
     def __init__(self, overlay: str, image: Builder, node: Node, secrets: dict[str, Path]) -> None:
-        self.objects = rendered(overlay)
-        self.image = image
+        self.services = {service: Deployed(rendered(overlay), service) for service in SERVICES}
         self.node = node
         self.secrets = secrets
-        self.pods: dict[str, Pod] = {}
+        self._image = image
+        self.pods = {service: self.start(service) for service in SERVICES}
 
     def start(self, service: str, command: list[str] | None = None) -> Pod:
         """The container of a service, by its manifest; or another command in its place."""
-        template, spec = pod(self.objects, service), container(self.objects, service)
-        security = template["spec"]["securityContext"]
-        assert spec["securityContext"]["readOnlyRootFilesystem"]
+        deployed = self.services[service]
+        assert deployed.container["securityContext"]["readOnlyRootFilesystem"]
         return self.node.start(
-            f"outrider-{service}",
-            self.image.build(service),
+            deployed.name,
+            self._image.build(service),
             command or entry_point(stages(), service),
-            env={
-                **environment(stages(), service, {"PATH": PATH}),
-                **container_environment(self.objects, service),
-            },
-            mounts=mounts(template, spec, self.secrets),
-            user=security["runAsUser"],
+            env={**environment(stages(), service, {"PATH": PATH}), **deployed.environment},
+            mounts=mounts(deployed, self.secrets),
+            user=deployed.spec["securityContext"]["runAsUser"],
         )
 
     def ask(self, *options: str) -> tuple[int, str]:
-        """What the command line says to a client in a pod of its own: exit code and output."""
-        address = f"outrider-draft:{self.port('draft', 'grpc')}"
+        """What the command line prints for a client in a pod of its own: exit code and output."""
+        address = f"outrider-draft:{self.services['draft'].ports['grpc']}"
         asked = ["generate", "--draft", address, "--json", "--temperature", "0", "--max-new-tokens", str(TOKENS)]
         secret = [("ro", str(folder), "/tls") for name, folder in self.secrets.items() if name == "outrider-client-tls"]
         return self.node.run(
             CLIENT,
-            self.image.build("draft"),
+            self._image.build("draft"),
             ["outrider", *asked, *options, "def area(radius):"],
             env=environment(stages(), "draft", {"PATH": PATH}),
             mounts=[("tmpfs", "none", "/tmp"), *secret],
             user=65432,
         )
 
-    def port(self, service: str, name: str) -> int:
-        """Of a container, by its name in the manifest."""
-        (found,) = (p["containerPort"] for p in container(self.objects, service)["ports"] if p["name"] == name)
-        return int(found)
-
-    def at(self, service: str, port: int) -> str:
+    def at(self, service: str, port: str) -> str:
         """An address for the node, which knows no names."""
-        return f"{self.node.address(f'outrider-{service}')}:{port}"
+        deployed = self.services[service]
+        return f"{self.node.address(deployed.name)}:{deployed.ports[port]}"
 
 
 def _secrets(objects: tuple[Manifest, ...], folder: Path) -> dict[str, Path]:
@@ -173,18 +160,12 @@ def running(
     image.build("draft")
     image.build("verifier")
     with Node(folder, [*(f"outrider-{service}" for service in SERVICES), CLIENT]) as node:
-        them = Running(request.param, image, node, secrets)
-        them.pods = {service: them.start(service) for service in SERVICES}
-        for service, each in them.pods.items():
-            probes = _probes(container(them.objects, service))
-            (port,) = {port for port, _ in probes}
-            node.ask(_HEALTH, them.at(service, port), *(name for _, name in probes), of=[each])
-        yield them
-
-
-def _probes(spec: Manifest) -> list[tuple[int, str]]:
-    grpc = [spec[kind]["grpc"] for kind in ("startupProbe", "livenessProbe", "readinessProbe")]
-    return [(probe["port"], probe["service"]) for probe in grpc]
+        running = Running(request.param, image, node, secrets)
+        for service, each in running.pods.items():
+            spec = running.services[service].container
+            probes = [spec[kind]["grpc"]["service"] for kind in ("startupProbe", "livenessProbe", "readinessProbe")]
+            node.ask(_HEALTH, running.at(service, "health"), *probes, of=[each])
+        yield running
 
 
 def _calling(them: Running) -> list[str]:
@@ -209,11 +190,7 @@ def test_a_client_gets_text(text: str) -> None:
 
 
 def test_probes_need_no_certificate_and_clients_do(running: Running) -> None:
-    asked = {
-        (service, name): running.at(service, running.port(service, name))
-        for service in SERVICES
-        for name in ("health", "grpc")
-    }
+    asked = {(service, name): running.at(service, name) for service in SERVICES for name in ("health", "grpc")}
     answers = dict(zip(asked, running.node.ask(_PLAINTEXT, *asked.values()), strict=True))
     assert answers == {(service, name): name == "health" or not running.secrets for service, name in asked}
     if running.secrets:
@@ -224,7 +201,7 @@ def test_probes_need_no_certificate_and_clients_do(running: Running) -> None:
 
 def test_only_the_mounts_of_the_manifest_can_be_written(running: Running) -> None:
     for service in SERVICES:
-        spec = container(running.objects, service)
+        spec = running.services[service].container
         writable = [mount["mountPath"] for mount in spec["volumeMounts"] if not mount.get("readOnly")]
         fixed = ["", "/opt/outrider", "/usr/local/lib", *(["/tls"] if running.secrets else [])]
         tried = running.start(service, ["python", "-c", _WRITE, *writable, *fixed])
@@ -233,7 +210,7 @@ def test_only_the_mounts_of_the_manifest_can_be_written(running: Running) -> Non
         assert (found.pop("uid"), found.pop("name")) == (10001, None)
         assert found == dict.fromkeys(writable, "written") | dict.fromkeys(fixed, "EROFS")
         # Every folder that the environment names lies in one of those.
-        told = [value for value in container_environment(running.objects, service).items() if value[1].startswith("/")]
+        told = [value for value in running.services[service].environment.items() if value[1].startswith("/")]
         for name, value in told:
             if not name.startswith("OUTRIDER_"):
                 assert any(value == path or value.startswith(f"{path}/") for path in writable), name
@@ -253,14 +230,13 @@ def test_metrics_that_the_manifests_name_are_shown(running: Running) -> None:
 def test_a_pod_that_has_served_is_within_its_memory(running: Running) -> None:
     for service in SERVICES:
         (used,) = re.findall(r"^process_resident_memory_bytes (\S+)", _scrape(running, service), re.MULTILINE)
-        limit = container(running.objects, service)["resources"]["limits"]["memory"]
+        limit = running.services[service].container["resources"]["limits"]["memory"]
         assert limit.endswith("Mi")
         assert float(used) < int(limit.removesuffix("Mi")) * 2**20
 
 
 def _scrape(running: Running, service: str) -> str:
-    address = running.at(service, running.port(service, "metrics"))
-    text: str = running.node.ask(_SCRAPE, f"http://{address}/metrics")
+    text: str = running.node.ask(_SCRAPE, f"http://{running.at(service, 'metrics')}/metrics")
     return text
 
 
@@ -269,5 +245,5 @@ def test_a_pod_that_is_told_to_go_ends_well(running: Running) -> None:
         each = running.pods[service]
         (child,) = Path(f"/proc/{each.process.pid}/task/{each.process.pid}/children").read_text().split()
         os.kill(int(child), signal.SIGTERM)
-        within = pod(running.objects, service)["spec"]["terminationGracePeriodSeconds"]
+        within = running.services[service].spec["terminationGracePeriodSeconds"]
         assert each.process.wait(within) == 0, each.said()

@@ -10,11 +10,8 @@ import pytest
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from tests.deploy.build import PATH, Builder, installed, patterns
-from tests.deploy.dockerfile import entry_point, read
-from tests.deploy.manifests import DEPLOY, SERVICES, composed, pod
-from tests.deploy.offline import DOCKERFILE
-from tests.deploy.roots import Root, need_namespaces
+from tests.deploy.image_builder import PATH, Builder, Root, entry_point, installed, need_namespaces, stages
+from tests.deploy.manifests import SERVICES, Deployed, composed
 from tests.project.test_pins import ONLY_ON_CUDA
 from tests.project.tree import ROOT
 
@@ -28,18 +25,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
     """The CPU variant. torch is taken from where this machine's pip takes it: TORCH_INDEX is left empty."""
     need_namespaces()
     folder = tmp_path_factory.mktemp("image")
-    roots, cache = folder / "roots", folder / "cache"
-    roots.mkdir()
-    cache.mkdir()
-    yield Builder(
-        read(DOCKERFILE, VARIANT="cpu", TORCH_INDEX=""),
-        context=ROOT,
-        ignored=patterns(DEPLOY / "Dockerfile.dockerignore"),
-        roots=roots,
-        cache=cache,
-        env=lambda target: dict(_pip()[0]),
-        mounts=_pip()[1],
-    ).build("verifier")
+    env, mounts = _pip()
+    yield Builder(stages(TORCH_INDEX=""), folder, env=lambda target: dict(env), mounts=mounts).build("verifier")
     subprocess.run(["rm", "-rf", str(folder)], check=True)  # gigabytes
 
 
@@ -68,13 +55,13 @@ def test_every_package_has_the_version_that_was_tested(root: Root) -> None:
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_both_services_are_there(root: Root, service: str) -> None:
-    command = entry_point(read(DOCKERFILE, VARIANT="cpu"), service)
+    command = entry_point(stages(), service)
     said = root.run([PYTHON, *command[1:], "--help"], env={"PATH": PATH})
     assert "--listen" in said
 
 
 def test_the_downloader_takes_what_the_init_container_tells_it(root: Root) -> None:
-    (init,) = pod(composed("plaintext", "hub-weights"), "draft")["spec"]["initContainers"]
+    (init,) = Deployed(composed("plaintext", "hub-weights"), "draft").spec["initContainers"]
     said = root.run([f"/opt/outrider/bin/{init['command'][0]}", init["command"][1], "--help"], env={"PATH": PATH})
     for option in (word for word in init["command"] if word.startswith("--")):
         assert option in said

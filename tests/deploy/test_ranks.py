@@ -5,7 +5,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
-from tests.deploy.manifests import Manifest, composed, container, environment, of_kind, pod, rendered, selects, the
+from tests.deploy.manifests import Deployed, Manifest, composed, of_kind, rendered, selects, the
 from tests.deploy.torchrun import GROUP, told
 
 GPU = "nvidia.com/gpu"
@@ -17,9 +17,17 @@ BESIDES_THE_KUBELET = {"ports", "startupProbe", "readinessProbe", "livenessProbe
 """What the container of rank 0 has, and that of a worker has not."""
 
 
+def grouped() -> Deployed:
+    return Deployed(rendered("tensor-parallel"), "verifier")
+
+
+def alone() -> Deployed:
+    """One pod of several GPUs."""
+    return Deployed(composed("plaintext", "tensor-parallel"), "verifier")
+
+
 def groups() -> Manifest:
-    (found,) = of_kind(rendered("tensor-parallel"), "LeaderWorkerSet")
-    spec: Manifest = found["spec"]
+    spec: Manifest = grouped().workload["spec"]
     return spec
 
 
@@ -51,7 +59,7 @@ def test_a_group_has_the_fields_of_its_kind() -> None:
 
 def test_a_group_has_as_many_ranks_as_the_setting_says() -> None:
     size = groups()["leaderWorkerTemplate"]["size"]
-    settings = environment(rendered("tensor-parallel"), "verifier")
+    settings = grouped().environment
     for template in pods().values():
         arguments = told(only(template), settings | GROUP | {"LWS_GROUP_SIZE": str(size)})
         assert arguments is not None
@@ -65,22 +73,20 @@ def test_a_group_has_as_many_ranks_as_the_setting_says() -> None:
 
 
 def test_a_pod_of_several_gpus_has_as_many_ranks() -> None:
-    objects = composed("plaintext", "tensor-parallel")
-    settings = environment(objects, "verifier")
-    arguments = told(container(objects, "verifier"), settings)
+    settings = alone().environment
+    arguments = told(alone().container, settings)
     assert arguments is not None
     assert arguments.standalone
-    assert arguments.nproc_per_node == settings[SIZE] == container(objects, "verifier")["resources"]["limits"][GPU]
+    assert arguments.nproc_per_node == settings[SIZE] == alone().container["resources"]["limits"][GPU]
     assert int(settings[SIZE]) > 1
     assert (arguments.module, arguments.training_script) == (True, "verifier_service")
 
 
 def test_ranks_are_killed_only_after_the_first_has_drained() -> None:
-    grace = float(environment(rendered("tensor-parallel"), "verifier")["OUTRIDER_GRACE"])
+    grace = float(grouped().environment["OUTRIDER_GRACE"])
     leader = pods()["leader"]
     sleep = int(only(leader)["lifecycle"]["preStop"]["exec"]["command"][1])
-    alone = pod(composed("plaintext", "tensor-parallel"), "verifier")
-    for template, told_after in ((leader, sleep), (pods()["worker"], 0), (alone, sleep)):
+    for template, told_after in ((leader, sleep), (pods()["worker"], 0), (alone().pod, sleep)):
         arguments = told(only(template), {SIZE: "2", **GROUP})
         assert arguments is not None
         # The first hears of it after its preStop; the others have to be there until it has ended.
@@ -97,7 +103,7 @@ def test_workers_differ_from_rank_0_by_what_serves() -> None:
 
 
 def test_pods_of_a_group_are_as_those_of_the_base() -> None:
-    ours, plain = pods()["leader"]["spec"], pod(rendered("cross-node"), "verifier")["spec"]
+    ours, plain = pods()["leader"]["spec"], Deployed(rendered("cross-node"), "verifier").spec
     differing = {name for name in ours if ours[name] != plain.get(name)}
     assert differing == {"containers", "volumes"}
     mine, theirs = only(pods()["leader"]), plain["containers"][0]
@@ -123,13 +129,13 @@ def test_ranks_reach_each_other_and_nobody_else_does() -> None:
     (port,) = {arguments.master_port for each in pods().values() if (arguments := told(only(each), GROUP))}
     policy = the(objects, "NetworkPolicy", "outrider-verifier-ranks")["spec"]
     assert all(selects(policy["podSelector"], each) for each in labels)
-    assert not selects(policy["podSelector"], pod(objects, "draft")["metadata"]["labels"])
+    assert not selects(policy["podSelector"], Deployed(objects, "draft").labels)
     for way, peers in (("ingress", "from"), ("egress", "to")):
         (rule,) = policy[way]
         (peer,) = rule[peers]
         assert set(peer) == {"podSelector"}
         assert all(selects(peer["podSelector"], each) for each in labels)
-        assert not selects(peer["podSelector"], pod(objects, "draft")["metadata"]["labels"])
+        assert not selects(peer["podSelector"], Deployed(objects, "draft").labels)
         (ports,) = rule["ports"]
         assert ports["port"] <= port <= ports["endPort"]
     # Workers are shut but for that, for names and for being scraped.

@@ -1,0 +1,359 @@
+"""Builds the image where there is no container engine: the Dockerfile's own steps, each stage in a root of its own.
+
+What differs from an engine: the base image is this machine (its `/usr` and `/etc`, read-only, and a Python of its own
+at `/usr/local`), layers are folders, and no step can install a package of the distribution. Roots are namespaces that
+any user may make.
+"""
+
+import fnmatch
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.deploy.manifests import DEPLOY
+from tests.machine import TOOLS, absent, need_networks, need_tools
+from tests.project.tree import ROOT
+
+DOCKERFILE = DEPLOY / "Dockerfile"
+PATH = "/usr/local/bin:/usr/local/sbin:/usr/bin:/usr/sbin:/bin:/sbin"
+
+Mount = tuple[str, str, str]
+"""Kind (`rw`, `ro` or `tmpfs`), from, to."""
+
+# ------------------------------------------------------------------------------------------------------ the Dockerfile
+
+_SUPPORTED = {"FROM", "ARG", "ENV", "WORKDIR", "RUN", "COPY", "USER", "EXPOSE", "ENTRYPOINT"}
+
+
+class Step(NamedTuple):
+    """One instruction: `RUN`, and what follows it."""
+
+    name: str
+    text: str
+
+    def flags(self) -> dict[str, list[str]]:
+        """What stands before the arguments as `--name=value`."""
+        found: dict[str, list[str]] = {}
+        for flag in self.text[: len(self.text) - len(self.rest())].split():
+            name, _, value = flag.removeprefix("--").partition("=")
+            found.setdefault(name, []).append(value)
+        return found
+
+    def rest(self) -> str:
+        """The arguments, without the flags."""
+        return re.sub(r"^(?:--\S+\s+)*", "", self.text)
+
+
+@dataclass
+class Stage:
+    """What stands between one FROM and the next: all steps but ARG, with the values of arguments in them."""
+
+    name: str
+    base: str  # a stage of the same file, or an image
+    steps: list[Step] = field(default_factory=list)
+
+
+def stages(variant: str = "cpu", **arguments: str) -> dict[str, Stage]:
+    """The stages of our Dockerfile by name, as `--build-arg NAME=VALUE` for each of `arguments` makes them."""
+    arguments["VARIANT"] = variant
+    shared: dict[str, str] = {}  # declared before the first FROM; a stage sees those that it declares itself
+    local: dict[str, str] = {}
+    found: dict[str, Stage] = {}
+    stage: Stage | None = None
+    for line in _lines(DOCKERFILE.read_text(encoding="utf-8")):
+        name, _, text = line.partition(" ")
+        assert name in _SUPPORTED, f"{name} is not known here"
+        if name == "ARG":
+            key, _, default = text.partition("=")
+            scope = shared if stage is None else local
+            scope[key] = arguments.get(key, default or shared.get(key, ""))
+        elif name == "FROM":
+            base, _, alias = _filled(text, shared).partition(" AS ")
+            stage, local = Stage(alias.strip(), base.strip()), {}
+            found[stage.name] = stage
+        else:
+            assert stage is not None
+            # A shell fills in what a RUN says, from what ARG and ENV have set.
+            stage.steps.append(Step(name, text if name == "RUN" else _filled(text, local)))
+    return found
+
+
+def steps(stages: Mapping[str, Stage], target: str, *names: str) -> list[Step]:
+    """The steps of these names that a target consists of, its first base's first."""
+    return [step for stage in lineage(stages, target) for step in stage.steps if step.name in names]
+
+
+def lineage(stages: Mapping[str, Stage], target: str) -> list[Stage]:
+    found = []
+    while target in stages:
+        found.append(stages[target])
+        target = stages[target].base
+    return found[::-1]
+
+
+def set_by(step: Step, before: Mapping[str, str]) -> dict[str, str]:
+    """The environment behind an ENV instruction."""
+    entries = (entry.partition("=") for entry in shlex.split(_filled(step.text, before)))
+    return {**before, **{key: value for key, _, value in entries}}
+
+
+def environment(stages: Mapping[str, Stage], target: str, before: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a container of the target."""
+    found = dict(before)
+    for step in steps(stages, target, "ENV"):
+        found = set_by(step, found)
+    return found
+
+
+def entry_point(stages: Mapping[str, Stage], target: str) -> list[str]:
+    """The command that a container of the target runs."""
+    command: list[str] = json.loads(steps(stages, target, "ENTRYPOINT")[-1].text)
+    return command
+
+
+def _lines(text: str) -> list[str]:
+    """Instructions, each on one line, without comments."""
+    kept = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    return [line.strip() for line in re.sub(r"\\\n\s*", " ", kept).splitlines() if line.strip()]
+
+
+def _filled(text: str, values: Mapping[str, str]) -> str:
+    return re.sub(r"\$\{(\w+)\}", lambda found: values.get(found[1], found[0]), text)
+
+
+# --------------------------------------------------------------------------------------------------------------- roots
+
+# Mounts what its arguments say, KIND FROM TO each, and enters the new root. `pivot_root` and not `chroot`: from behind
+# that one, no further user namespace may be made.
+_ENTER = r"""
+set -eu
+root=$1; shift
+mount --bind "$root" "$root"
+while [ "$1" != -- ]; do
+    kind=$1; from=$2; to=$root$3; shift 3
+    if [ -d "$from" ] || [ "$kind" = tmpfs ]; then
+        mkdir -p "$to"
+    elif [ ! -e "$to" ]; then
+        mkdir -p "$(dirname "$to")"
+        touch "$to"
+    fi
+    case $kind in
+        rw) mount --rbind "$from" "$to" ;;
+        ro) mount --rbind "$from" "$to"; mount -o remount,bind,ro "$to" ;;
+        tmpfs) mount -t tmpfs -o mode=1777 tmpfs "$to" ;;
+        overlay)
+            layers="lowerdir=$from,upperdir=$root/.upper,workdir=$root/.work"
+            # A layer that is written to belongs to one mount; those that are read can be shared.
+            [ -z "$READ_ONLY" ] || layers="ro,lowerdir=$root/.upper:$from"
+            mount -t overlay -o "userxattr,$layers" overlay "$to" ;;
+    esac
+done
+shift
+[ -z "$READ_ONLY" ] || mount -o remount,bind,ro "$root"
+unset READ_ONLY
+cd "$root"
+pivot_root . .
+umount -l .
+cd /
+exec "$@"
+"""
+
+
+@dataclass
+class Root:
+    """A folder that becomes `/`, with `mounts` in it."""
+
+    path: Path
+    mounts: list[Mount] = field(default_factory=list)
+
+    def inside(self, path: str) -> Path:
+        """Where a path of the root lies outside."""
+        return self.path / path.lstrip("/")
+
+    def command(self, inner: Sequence[str], *, more: Sequence[Mount] = (), read_only: bool = False) -> list[str]:
+        """What runs `inner` in here, as root of a user namespace that has been made already, in one of mounts."""
+        for name in (".upper", ".work"):
+            self.inside(name).mkdir(exist_ok=True)
+        flat = [part for mount in (*_machine(), *self.mounts, *more) for part in mount]
+        flag = f"READ_ONLY={'1' if read_only else ''}"
+        return ["env", flag, "sh", "-c", _ENTER, "enter", str(self.path), *flat, "--", *inner]
+
+    def run(self, inner: Sequence[str], *, env: Mapping[str, str], more: Sequence[Mount] = ()) -> str:
+        """Run a command in here, as root of a namespace of its own, and return what it printed."""
+        entering = self.command(["env", "-i", *(f"{key}={value}" for key, value in env.items()), *inner], more=more)
+        unshare = ["unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--kill-child"]
+        done = subprocess.run([*unshare, *entering], capture_output=True, text=True, check=False, env=TOOLS)
+        assert done.returncode == 0, f"{inner}: {done.returncode}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+
+@cache
+def _machine() -> tuple[Mount, ...]:
+    """What each root shares with this machine, none of it to be written but the overlay over Python."""
+    links = [name for name in ("/bin", "/sbin", "/lib", "/lib64") if Path(name).exists()]
+    kept = [("ro", name, name) for name in ("/usr", *links, "/etc")]
+    devices = [("rw", name, name) for name in ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")]
+    # The installation, where this Python runs in an environment; its libraries may be looked for where it was built.
+    python = str(Path(sys.base_prefix).resolve())
+    at_home = () if python.startswith("/usr") else (("ro", python, python),)
+    return (*kept, *at_home, ("overlay", python, "/usr/local"), ("rw", "/proc", "/proc"), *devices)
+
+
+@cache
+def need_namespaces() -> None:
+    """Skip the test where this machine lets nobody make roots and networks of their own."""
+    need_networks()
+    need_tools("pivot_root")
+    python = Path(sys.base_prefix) / "bin" / "python"
+    pip = [str(python), "-m", "pip", "--version"]
+    if not python.exists() or subprocess.run(pip, capture_output=True, check=False).returncode != 0:
+        absent(f"there is no pip beside {python}, as a base image has it")
+
+
+# ------------------------------------------------------------------------------------------------------------ building
+
+_MAKING = ("ENV", "WORKDIR", "USER", "COPY", "RUN")
+
+
+class Builder:
+    """Builds stages of the Dockerfile, each once, and those that are made by the same steps together.
+
+    Args:
+        folder: where roots are made, and what steps cache.
+        env: what the steps of a target get in their environment beside what the file says.
+        mounts: what each root holds beside what the steps put there.
+        after: called with the root after each RUN, and with what ran.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[str, Stage],
+        folder: Path,
+        *,
+        env: Callable[[str], Mapping[str, str]] = lambda target: {},
+        mounts: Sequence[Mount] = (),
+        after: Callable[[Root, str], None] = lambda root, command: None,
+    ) -> None:
+        self._stages = stages
+        self._roots, self._cache = folder / "roots", folder / "cache"
+        for each in (self._roots, self._cache):
+            each.mkdir()
+        self._env = env
+        self._mounts = mounts
+        self._after = after
+        self._built: dict[object, Root] = {}
+
+    def build(self, target: str) -> Root:
+        """The root of a target, with all that it is made of."""
+        made_by = (tuple(steps(self._stages, target, *_MAKING)), frozenset(self._env(target).items()))
+        if made_by in self._built:
+            return self._built[made_by]
+        path = self._roots / target
+        path.mkdir()
+        path.chmod(0o755)
+        root = self._built[made_by] = Root(path, list(self._mounts))
+        for name in ("/tmp", "/root"):
+            root.inside(name).mkdir()
+        folder, user, env = "/", "0", {"PATH": PATH, "HOME": "/root"}
+        for step in steps(self._stages, target, *_MAKING):
+            match step.name:
+                case "ENV":
+                    env = set_by(step, env)
+                case "WORKDIR":
+                    folder = step.text
+                    root.inside(folder).mkdir(parents=True, exist_ok=True)
+                case "USER":
+                    user = step.text.partition(":")[0]
+                case "COPY":
+                    self._copy(root, step, folder)
+                case "RUN":
+                    assert user == "0", f"RUN as user {user} is not known here"
+                    self._run(root, step, folder, {**env, **self._env(target)})
+        return root
+
+    def _run(self, root: Root, step: Step, folder: str, env: Mapping[str, str]) -> None:
+        more: list[Mount] = []
+        for text in step.flags().get("mount", []):
+            what = dict(part.partition("=")[::2] for part in text.split(","))
+            if what["type"] == "bind":
+                more.append(("ro", str(self.build(what["from"]).inside(what["source"])), what["target"]))
+            else:
+                assert what["type"] == "cache", f"a mount of type {what['type']} is not known here"
+                more.append(("rw", str(self._cache), what["target"]))
+        root.run(["sh", "-c", f"cd {shlex.quote(folder)} && {step.rest()}"], env=env, more=more)
+        self._after(root, step.rest())
+
+    def _copy(self, root: Root, step: Step, folder: str) -> None:
+        *sources, to = step.rest().split()
+        target = root.inside(to if to.startswith("/") else f"{folder}/{to}")
+        other = step.flags().get("from")
+        for source in sources:
+            origin = self.build(other[0]).inside(source) if other else ROOT / source
+            assert other or in_context(source), f"COPY {source}: the context leaves it out"
+            into = target / origin.name if to.endswith("/") else target
+            into.parent.mkdir(parents=True, exist_ok=True)
+            if origin.is_dir():  # as Docker has it: of a folder, what is in it
+                ignore = None if other else shutil.ignore_patterns("__pycache__")
+                shutil.copytree(origin, target, symlinks=True, dirs_exist_ok=True, ignore=ignore)
+            else:
+                shutil.copy2(origin, into)
+
+
+def in_context(path: str) -> bool:
+    """Whether a path of the context is sent to the engine: the last pattern that fits decides."""
+    kept = True
+    parents = [path, *(str(parent) for parent in Path(path).parents)]
+    lines = (line.strip() for line in (DEPLOY / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines())
+    for pattern in (line for line in lines if line and not line.startswith("#")):
+        if any(fnmatch.fnmatchcase(each, pattern.removeprefix("!")) for each in parents):
+            kept = pattern.startswith("!")
+    return kept
+
+
+def built_offline(folder: Path) -> Builder:
+    """A builder of the CPU variant without a network: what pip would fetch is linked in beforehand.
+
+    pip finds all that it is told to install there already, in the versions that it is told, and would fail if it did
+    not; what is ours it builds and installs for real.
+    """
+    packages, tools = Path(sysconfig.get_path("purelib")), folder / "tools"
+    tools.mkdir()
+    _link(packages, "setuptools*", into=tools)
+    site = f"/opt/outrider/lib/python{sysconfig.get_python_version()}/site-packages"
+
+    def linked(root: Root, command: str) -> None:
+        if "-m venv" in command:
+            _link(packages, "*", into=root.inside(site))
+
+    def offline(target: str) -> dict[str, str]:
+        how = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": "/dev/null"}
+        return how | {"PYTHONPATH": "/tools"} if target == "package" else how
+
+    mounts = [("ro", str(packages), "/installed"), ("ro", str(tools), "/tools")]
+    return Builder(stages(), folder, env=offline, mounts=mounts, after=linked)
+
+
+def _link(packages: Path, pattern: str, *, into: Path) -> None:
+    """What is installed here, but for the project itself, which is to come from its wheel."""
+    for entry in packages.glob(pattern):
+        if not entry.name.startswith(("outrider", "__editable__")):
+            (into / entry.name).symlink_to(f"/installed/{entry.name}")
+
+
+def installed(root: Root, python: str) -> dict[str, str]:
+    """The distributions that a Python of the root sees, with their versions."""
+    code = (
+        "import importlib.metadata as m, json; "
+        "print(json.dumps({d.metadata['Name']: d.version for d in m.distributions()}))"
+    )
+    found: dict[str, str] = json.loads(root.run([python, "-P", "-c", code], env={"PATH": PATH}))
+    return found
