@@ -18,7 +18,6 @@ Work = Callable[[], Any]
 
 LEAST_REPEATS = 5
 _SECONDS = 0.15  # of one measurement, once it has its least repeats
-_COPY_BYTES = 1 << 30
 _HIDING_CYCLES = 400_000  # about a quarter of a millisecond: what it takes to queue a graph behind it
 
 
@@ -41,41 +40,54 @@ class Times:
 class Clock(ABC):
     """Times work on one device."""
 
+    copy_bytes: int
+
     def __init__(self, device: torch.device, repeats: int) -> None:
         self.device = device
         self._repeats = repeats
 
     def times(self, work: Work, *, cold: bool, launched: bool = True) -> Times:
-        """How long `work` takes, after two runs that do not count.
+        """How long `work` takes, after two runs that do not count; `cold`: with caches emptied before each run.
 
-        Args:
-            work: what is timed.
-            cold: whether caches are emptied before each run.
-            launched: whether the time to launch it counts, as it does for a caller whose device is idle. A graph that
-                was captured has none of its own worth the name; with False it is queued before the clock starts.
+        With `launched` the time to launch it counts, as it does for a caller whose device is idle. A graph that was
+        captured has none of its own worth the name; without, it is queued before the clock starts.
         """
         for _ in range(2):
             work()
         self.wait()
-        found: list[float] = []
-        end = time.perf_counter() + _SECONDS
-        while len(found) < LEAST_REPEATS or (len(found) < self._repeats and time.perf_counter() < end):
+
+        def one() -> float:
             if cold:
                 self.empty_caches()
-            found.append(self._one(work, launched))
-        return Times.of(found)
+            return self._one(work, launched)
+
+        return self._repeated(one)
 
     def wall(self, work: Work) -> Times:
         """How long a caller waits for `work` and its results."""
         work()
         self.wait()
-        found: list[float] = []
-        end = time.perf_counter() + _SECONDS
-        while len(found) < LEAST_REPEATS or (len(found) < self._repeats and time.perf_counter() < end):
+
+        def one() -> float:
             begin = time.perf_counter()
             work()
             self.wait()
-            found.append(1e6 * (time.perf_counter() - begin))
+            return 1e6 * (time.perf_counter() - begin)
+
+        return self._repeated(one)
+
+    def copy_bandwidth(self) -> float:
+        """Bytes a second that a plain copy moves, read and written bytes together."""
+        source = torch.zeros(self.copy_bytes, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        best = self.times(lambda: target.copy_(source), cold=False, launched=False)
+        return 2 * self.copy_bytes / (best.median * 1e-6)
+
+    def _repeated(self, one: Callable[[], float]) -> Times:
+        found: list[float] = []
+        end = time.perf_counter() + _SECONDS
+        while len(found) < LEAST_REPEATS or (len(found) < self._repeats and time.perf_counter() < end):
+            found.append(one())
         return Times.of(found)
 
     @abstractmethod
@@ -98,26 +110,15 @@ class Clock(ABC):
     def describe(self) -> dict[str, Any]:
         """The device, as JSON."""
 
-    def copy_bandwidth(self) -> float:
-        """Bytes a second that a plain copy moves, read and written bytes together."""
-        source = torch.zeros(self._copy_bytes, dtype=torch.uint8, device=self.device)
-        target = torch.empty_like(source)
-        best = self.times(lambda: target.copy_(source), cold=False, launched=False)
-        return 2 * self._copy_bytes / (best.median * 1e-6)
-
     @abstractmethod
     def _one(self, work: Work, launched: bool) -> float:
         """Microseconds of one run."""
-
-    @property
-    @abstractmethod
-    def _copy_bytes(self) -> int: ...
 
 
 class CpuClock(Clock):
     """The processor's own."""
 
-    _copy_bytes = 1 << 26
+    copy_bytes = 1 << 26
 
     def __init__(self, device: torch.device, repeats: int) -> None:
         super().__init__(device, repeats)
@@ -147,12 +148,13 @@ class CpuClock(Clock):
 class CudaClock(Clock):
     """Events on the current stream."""
 
-    _copy_bytes = _COPY_BYTES
+    copy_bytes = 1 << 30
 
     def __init__(self, device: torch.device, repeats: int) -> None:
         super().__init__(device, repeats)
-        found = torch.cuda.get_device_properties(device)
-        self._flushed = torch.empty(max(4 * found.L2_cache_size, 1 << 28), dtype=torch.uint8, device=device)
+        self._found = torch.cuda.get_device_properties(device)
+        size = max(4 * self._found.L2_cache_size, 1 << 28)
+        self._flushed = torch.empty(size, dtype=torch.uint8, device=device)
 
     def wait(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -182,12 +184,11 @@ class CudaClock(Clock):
         return peak
 
     def describe(self) -> dict[str, Any]:
-        found = torch.cuda.get_device_properties(self.device)
         return {
-            "name": found.name,
-            "memory_gib": round(found.total_memory / 2**30, 1),
-            "l2_mib": round(found.L2_cache_size / 2**20, 1),
-            "multiprocessors": found.multi_processor_count,
+            "name": self._found.name,
+            "memory_gib": round(self._found.total_memory / 2**30, 1),
+            "l2_mib": round(self._found.L2_cache_size / 2**20, 1),
+            "multiprocessors": self._found.multi_processor_count,
             "cuda": torch.version.cuda,
         }
 

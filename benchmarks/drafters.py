@@ -1,174 +1,94 @@
 """What each drafter is worth: α and tokens/s on code to go on with and on code to be written once more.
 
-Every drafter writes every text through both services, one after the other, beginning with another one each time; ratios
-are to `none`, the target alone, in the same repetition. `ngram` counts what the demo target was trained on, none of
-which is in the prompts.
+Every drafter writes every text through both services, in turns; ratios are to `none`, the target alone, in the same
+repetition. `ngram` counts what the demo target was trained on, none of which is in the prompts.
 
-    python -m benchmarks.drafters            the demo pair and a deepened one, about half an hour on two cores
-    python -m benchmarks.drafters --resume   goes on where the same command was interrupted
-    python -m benchmarks.drafters --quick    does it work at all: the demo pair, few texts
+    python -m benchmarks.drafters --prompts 4    the demo pair and a deepened one, about fifteen minutes on two cores
+    python -m benchmarks.drafters --quick        does it work at all
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from statistics import median
 
-from rich.console import Console
-
-from benchmarks import machine
-from benchmarks.arguments import pair_parser
-from benchmarks.contenders import Task, check_length, digest
-from benchmarks.deepen import cached
-from benchmarks.drafters_picture import draw
-from benchmarks.drafters_summary import DRAFTERS, show, summarise
-from benchmarks.pair import CACHE, RESULTS, Models
-from benchmarks.plan import TEMPERATURES, read_prompts, spread
-from benchmarks.record import Record
-from benchmarks.services import Processes, RunningPair, phases
+from benchmarks import harness, plots
+from benchmarks.contenders import Task
+from benchmarks.harness import Bench, Json, number, tell
+from benchmarks.outrider_contender import APART, Services, completion_run, models_of
 from models.corpus import training_documents
 
-TABLE_WIDTH = 140
+DRAFTERS = ("none", "model", "staged", "ngram", "lookup", "random")
+"""In the order of tables and pictures; the first is what the others are held against."""
+TEMPERATURES = (0.0, 1.0)
 # Judged token by token, so that α is the paper's.
 RULE = "tokenwise"
-
-Json = dict[str, Any]
-Told = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How much is written.
-
-    Attributes:
-        prompts: of each kind.
-        new_tokens: tokens of each text.
-        repetitions: how often each text is written by each drafter, with other seeds.
-        gamma: tokens of a proposal.
-        corpus_mb: MB of the training text that `ngram` counts.
-        factor: how many times as deep the deepened target is; 1: there is none.
-        staged_by: what guesses for the draft model in `staged`.
-    """
-
-    prompts: int = 12
-    new_tokens: int = 96
-    repetitions: int = 3
-    gamma: int = 5
-    corpus_mb: float = 4.0
-    factor: int = 3
-    staged_by: str = "lookup"
-
-
-QUICK = Plan(prompts=1, new_tokens=16, repetitions=1, corpus_mb=0.1, factor=1)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One text that every drafter writes."""
-
-    kind: str
-    text: str
-    temperature: float
-    repetition: int
-    prompt: int
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    given = _parse(arguments)
-    console = Console(stderr=True, highlight=False)
-
-    def told(line: str) -> None:
-        console.print(line, style="dim", markup=False, soft_wrap=True)
-
-    base = QUICK if given.quick else Plan()
-    asked = {name: getattr(given, name, None) for name in asdict(base)}
-    plan = replace(base, **{name: value for name, value in asked.items() if value is not None})
-    try:
-        prompts = spread(read_prompts(given.prompts_file), plan.prompts)
-        pairs = [Models("demo", given.target, given.draft)] if given.only != "deepened" else []
-        if plan.factor > 1 and given.only != "demo":
-            pairs.append(Models("deepened", cached(given.target, plan.factor, CACHE), given.draft))
-        output = given.output or (CACHE / "drafters-quick.json" if given.quick else RESULTS / "drafters.json")
-        record = Record.open(output, _head(plan, pairs, arguments), resume=given.resume)
-    except (OSError, ValueError) as error:
-        told(f"benchmarks.drafters: {error}")
-        return 2
-    for models in pairs:
-        measure(models, plan, prompts, record, told)
-    record.put("summary", summarise(record.runs))
-    show(record.document, Console(highlight=False, width=None if sys.stdout.isatty() else TABLE_WIDTH))
-    draw(record.document, record.path.with_suffix(".png"))
-    print(json.dumps({key: value for key, value in record.document.items() if key != "runs"}, ensure_ascii=False))
-    return 0
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = pair_parser("benchmarks.drafters", __doc__ or "", quick="few texts, the demo pair only")
+    parser = harness.parser("drafters", __doc__, quick="few texts, the demo pair only")
     parser.add_argument("--only", choices=("demo", "deepened"), help="one of the two pairs")
-    parser.add_argument("--factor", type=int, help="how many times as deep the deepened target is; 1: leave it out")
-    parser.add_argument("--prompts", type=int, help="how many prompts of each kind")
-    parser.add_argument("--new-tokens", type=int, help="tokens of each text")
-    parser.add_argument("--repetitions", type=int, help="how often each text is written by each drafter")
-    parser.add_argument("--gamma", type=int, help="tokens of a proposal")
-    parser.add_argument("--corpus-mb", type=float, help="MB of the training text that ngram counts")
-    parser.add_argument("--staged-by", choices=("lookup", "ngram"), help="what guesses for the draft model in staged")
-    return parser.parse_args(arguments)
+    parser.add_argument("--factor", type=int, default=3, help="how many times as deep the deepened target is")
+    parser.add_argument("--prompts", type=int, default=12, help="how many prompts of each kind")
+    parser.add_argument("--new-tokens", type=int, default=96, help="tokens of each text")
+    parser.add_argument("--repetitions", type=int, default=3, help="how often each drafter writes each text")
+    parser.add_argument("--gamma", type=int, default=5, help="tokens of a proposal")
+    parser.add_argument("--corpus-mb", type=float, default=4.0, help="of the training text that ngram counts")
+    parser.add_argument("--staged-by", choices=("lookup", "ngram"), default="lookup", help="what guesses in staged")
+    few = {"only": "demo", "prompts": 1, "new_tokens": 16, "repetitions": 1, "corpus_mb": 0.1}
+    return harness.run("drafters", harness.parse(parser, arguments, few), measure, summarise, table, draw)
 
 
-def _head(plan: Plan, pairs: Sequence[Models], arguments: Sequence[str]) -> Json:
-    return {
-        "benchmark": "drafters",
-        "command": machine.command("benchmarks.drafters", arguments),
-        "machine": machine.describe(),
-        "load_average_before": machine.load_average(),
-        "settings": asdict(plan) | asdict(_HOW),
-        "models": {models.name: models.document() for models in pairs},
-    }
+def measure(bench: Bench) -> None:
+    """Each text by every drafter in turn."""
+    given = bench.given
+    pairs = models_of(given.target, given.draft, given.only, given.factor)
+    bench.document["models"] = {models.name: models.document() for models in pairs}
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = Path(folder) / "corpus.txt"
+        text = "\n".join(document.text for document in training_documents())
+        corpus.write_text(text[: int(given.corpus_mb * 1e6)], encoding="utf-8")
+        flags = {
+            "verifier_service": ["--no-prefix-cache"],
+            "draft_service": ["--ngram-corpus", str(corpus), "--staged-by", given.staged_by],
+        }
+        for models in pairs:
+            with Services(models.target, models.draft, place=APART, flags=flags) as services:
+                for drafter in DRAFTERS:  # not measured
+                    _write(bench, services, drafter, bench.prompts[0], Task(0, (), given.new_tokens, 1.0, 1))
+                for turn, (keys, text) in enumerate(_texts(bench)):
+                    if bench.has(pair=models.name, **keys):
+                        continue
+                    seed = 1 + 1000 * keys["repetition"] + keys["prompt"]
+                    task = Task(keys["prompt"], (), given.new_tokens, float(keys["temperature"]), seed)
+                    runs = [
+                        {
+                            "pair": models.name,
+                            **keys,
+                            "drafter": drafter,
+                            **_write(bench, services, drafter, text, task),
+                        }
+                        for drafter in harness.rotated(DRAFTERS, turn)
+                    ]
+                    bench.add(*runs)
+                    shown = ", ".join(f"{run['drafter']} {run['tokens'] / run['seconds']:.1f}" for run in runs)
+                    tell(f"{models.name}, {', '.join(map(str, keys.values()))}: {shown}")
 
 
-# ------------------------------------------------------------------------------------------------------------- one pair
-
-_HOW = Processes(apart=True)
-
-
-def measure(models: Models, plan: Plan, prompts: Sequence[str], record: Record, told: Told) -> None:
-    """Writes all texts of one pair that the record does not hold yet."""
-    left = [part for part in parts(plan, prompts) if not record.has_run(**_keys(models, part))]
-    if not left:
-        return
-    with _corpus(plan.corpus_mb) as corpus:
-        flags = ("--ngram-corpus", str(corpus), "--staged-by", plan.staged_by)
-        with RunningPair(models.target, models.draft, _HOW, draft_flags=flags) as pair:
-            for drafter in DRAFTERS:  # not measured
-                write(pair, drafter, replace(left[0], temperature=1.0), plan)
-            for turn, part in enumerate(left):
-                first = turn % len(DRAFTERS)
-                order = (*DRAFTERS[first:], *DRAFTERS[:first])
-                runs = [
-                    {**_keys(models, part), "drafter": drafter, **write(pair, drafter, part, plan)} for drafter in order
-                ]
-                record.add_runs(runs)
-                speeds = ", ".join(f"{run['drafter']} {run['tokens'] / run['seconds']:.1f}" for run in runs)
-                told(f"{models.name}, {part.kind}, T={part.temperature:g}, prompt {part.prompt + 1}: {speeds}")
-
-
-def parts(plan: Plan, prompts: Sequence[str]) -> Iterator[Part]:
+def _texts(bench: Bench) -> list[tuple[Json, str]]:
     """All that is written, in order: kinds and temperatures alternate, so that they too meet the same machine."""
-    for repetition in range(plan.repetitions):
-        for number, prompt in enumerate(prompts):
-            for temperature in TEMPERATURES:
-                for kind, text in kinds(prompt).items():
-                    yield Part(kind, text, temperature, repetition, number)
+    return [
+        ({"kind": kind, "temperature": f"{at:g}", "repetition": repetition, "prompt": nth}, text)
+        for repetition in range(bench.given.repetitions)
+        for nth, prompt in enumerate(harness.spread(bench.prompts, bench.given.prompts))
+        for at in TEMPERATURES
+        for kind, text in kinds(prompt).items()
+    ]
 
 
 def kinds(prompt: str) -> dict[str, str]:
@@ -178,64 +98,108 @@ def kinds(prompt: str) -> dict[str, str]:
     return {"completion": prompt, "edit": f"{prompt}\n\n# Edited: the same, once more.\n{beginning}\n"}
 
 
-def write(pair: RunningPair, drafter: str, part: Part, plan: Plan) -> Json:
+def _write(bench: Bench, services: Services, drafter: str, text: str, task: Task) -> Json:
     """One text, and what it took; of `staged` also how its inner game went."""
-    inner = _inner(pair)
+    before = services.metrics_of(services.draft)
     begin = time.perf_counter()
-    done = pair.client.complete(
-        part.text,
+    done = services.client.complete(
+        text,
         drafter=drafter,
-        temperature=part.temperature,
-        max_new_tokens=plan.new_tokens,
+        temperature=task.temperature,
+        max_new_tokens=task.new_tokens,
         ignore_eos=True,
-        gamma=plan.gamma,
+        gamma=bench.given.gamma,
         rule=RULE,
-        seed=1 + 1000 * part.repetition + part.prompt,
+        seed=task.seed,
     )
-    seconds = time.perf_counter() - begin
-    task = Task(part.prompt, (), plan.new_tokens, part.temperature, 0)
-    check_length(drafter, len(done.token_ids), task)
-    told = done.statistics
-    guessed, accepted = (after - before for after, before in zip(_inner(pair), inner, strict=True))
-    return {
-        "seconds": seconds,
-        "tokens": len(done.token_ids),
-        "rounds": told.num_rounds,
-        "drafts": told.num_drafts,
-        "drafted": told.num_draft_tokens,
-        "accepted": told.num_accepted_tokens,
-        "alpha": told.alpha if told.num_draft_tokens else None,
-        "draft_failures": told.num_draft_failures,
-        "inner_guessed": guessed,
-        "inner_accepted": accepted,
-        "digest": digest(done.token_ids),
-        "phases": phases(done, seconds),
+    run = completion_run(done, time.perf_counter() - begin, task)
+    after = services.metrics_of(services.draft)
+    inner = {
+        f"inner_{name}": after[f"outrider_staged_{name}_tokens_total"] - before[f"outrider_staged_{name}_tokens_total"]
+        for name in ("guessed", "accepted")
     }
+    return run | inner | {"draft_failures": done.statistics.num_draft_failures}
 
 
-def _inner(pair: RunningPair) -> tuple[int, int]:
-    shown = pair.metrics_of(pair.draft)
-    return int(shown["outrider_staged_guessed_tokens_total"]), int(shown["outrider_staged_accepted_tokens_total"])
+def summarise(bench: Bench) -> Json:
+    """By pair, kind of prompt, temperature and drafter."""
+    return {"summary": harness.tree(bench.runs, ("pair", "kind", "temperature"), figures)}
 
 
-def _keys(models: Models, part: Part) -> Json:
-    return {
-        "pair": models.name,
-        "kind": part.kind,
-        "temperature": f"{part.temperature:g}",
-        "repetition": part.repetition,
-        "prompt": part.prompt,
-    }
+def figures(runs: Sequence[Json]) -> Json:
+    """All drafters on one kind of text at one temperature."""
+    by_drafter = harness.grouped(runs, "drafter")
+    rates = {name: harness.rates(own) for name, own in by_drafter.items()}
+    found = {}
+    for name in sorted(by_drafter, key=DRAFTERS.index):
+        own = by_drafter[name]
+        drafted, guessed = harness.total(own, "drafted"), harness.total(own, "inner_guessed")
+        found[name] = {
+            "tokens_per_second": median(rates[name].values()),
+            **harness.ratio(rates[name], rates[DRAFTERS[0]]),
+            "alpha": harness.alpha_of(own),
+            "tokens_per_round": harness.total(own, "tokens") / harness.total(own, "rounds"),
+            "drafted": int(drafted),
+            "accepted": int(harness.total(own, "accepted")),
+            "us_per_drafted_token": 1e6 * sum(run["phases"]["draft"] for run in own) / drafted if drafted else None,
+            "inner_acceptance": harness.total(own, "inner_accepted") / guessed if guessed else None,
+            "draft_failures": int(harness.total(own, "draft_failures")),
+        }
+    return found
 
 
-@contextmanager
-def _corpus(megabytes: float) -> Iterator[Path]:
-    """A file with the beginning of the training text."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "corpus.txt"
-        text = "\n".join(document.text for document in training_documents())
-        path.write_text(text[: int(megabytes * 1e6)], encoding="utf-8")
-        yield path
+def table(document: Json) -> str:
+    """A table for each pair, kind and temperature."""
+    head = ["drafter", "tokens/s", "to none", "α", "tokens/round", "drafted", "accepted", "µs/drafted", "inner"]
+    parts = []
+    for pair, by_kind in document["summary"].items():
+        for kind, by_temperature in by_kind.items():
+            for temperature, found in by_temperature.items():
+                rows = [
+                    [
+                        name,
+                        number(each["tokens_per_second"], 1),
+                        harness.between(each),
+                        number(each["alpha"]),
+                        number(each["tokens_per_round"]),
+                        f"{each['drafted']:,}",
+                        f"{each['accepted']:,}",
+                        number(each["us_per_drafted_token"], 0),
+                        number(each["inner_acceptance"]),
+                    ]
+                    for name, each in found.items()
+                ]
+                layers = document["models"][pair]["target_layers"]
+                parts.append(harness.table(head, rows, f"{pair} pair ({layers} layers), {kind}, T = {temperature}"))
+    return "\n".join(parts)
+
+
+def draw(document: Json, path: Path) -> None:
+    """A panel for each pair and temperature, a group of bars a kind: tokens/s to the target alone, with α."""
+    shown = [
+        (pair, temperature, by_kind)
+        for pair, by_kind in document["summary"].items()
+        for temperature in next(iter(by_kind.values()))
+    ]
+    colours = dict(
+        zip(DRAFTERS, (plots.LIGHT, plots.BLUE, plots.GREEN, plots.ORANGE, plots.VIOLET, plots.SAND), strict=True)
+    )
+    note = f"{plots.caption(document)}. White: α."
+    with plots.picture(
+        path, -(-len(shown) // 2), min(2, len(shown)), size=(5.4, 3.8), note=note, sharey=True
+    ) as panels:
+        for panel, (pair, temperature, by_kind) in zip(panels.flat, shown, strict=False):
+            cells = [by_temperature[temperature] for by_temperature in by_kind.values()]
+            series = {name: [(cell[name]["ratio"], *cell[name]["ratio_range"]) for cell in cells] for name in DRAFTERS}
+            plots.bars(panel, list(by_kind), series, colours=colours)
+            for nth, cell in enumerate(cells):
+                for place, name in enumerate(DRAFTERS):
+                    if cell[name]["alpha"] is not None:
+                        plots.foot(panel, nth + (place - 2.5) * 0.86 / 6, f"α {cell[name]['alpha']:.2f}")
+            plots.level(panel)
+            layers = document["models"][pair]["target_layers"]
+            panel.set_title(f"{pair} pair ({layers} layers), T = {temperature}", fontsize=10)
+            panel.set_ylabel("tokens/s, to the target alone")
 
 
 if __name__ == "__main__":

@@ -15,94 +15,78 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
-from rich.console import Console
 
-from benchmarks import machine
+from benchmarks import harness
 from benchmarks.clocks import clock_of
-from benchmarks.gpu_alone import alone, device_rates
-from benchmarks.gpu_bench import Bench, Json
+from benchmarks.gpu_bench import DRY, FULL, PARTS, RUN_SECONDS, RUNS, GpuBench, GpuPlan
 from benchmarks.gpu_checks import choices, memcheck, tests
-from benchmarks.gpu_kernel import kernel
-from benchmarks.gpu_pair import cache, pair
-from benchmarks.gpu_picture import draw
-from benchmarks.gpu_plan import DRY, FULL, PARTS, RUN_SECONDS, RUNS, GpuPlan
+from benchmarks.gpu_device import alone, device_rates, kernel, share
+from benchmarks.gpu_pair import cache, pair, streams
 from benchmarks.gpu_profile import profiled
-from benchmarks.gpu_report import DRY_RUN, summarise, tables
-from benchmarks.gpu_streams import share, streams
-from benchmarks.record import Record
+from benchmarks.gpu_report import DRY_RUN, draw, summarise, table
+from benchmarks.harness import Json, tell
 from outrider.runtime.device import work_on
 
-RESULT = Path(__file__).resolve().parent / "results" / "gpu.json"
+__all__ = ["draw", "main"]
+
+RESULT = harness.RESULTS / "gpu.json"
 DRY_FOLDER = "outrider-gpu-dry-run"
 _WITH_SERVICES = ("pair", "streams")
-_VERSIONS = ("triton", "flashinfer-python")
 
-Measure = Callable[[Bench, Json], Json]
+Measure = Callable[[GpuBench, Json], Json]
 MEASURES: dict[str, Measure] = {
     "choices": lambda bench, found: choices(bench),
     "tests": lambda bench, found: tests(bench),
     "memcheck": lambda bench, found: bench.tried("memcheck", lambda: memcheck(bench), ours=False),
     "device": lambda bench, found: device_rates(bench),
+    "kernel": lambda bench, found: kernel(bench),
     "alone": lambda bench, found: alone(bench, _bandwidth(bench, found)),
+    "share": lambda bench, found: share(bench),
+    "profile": lambda bench, found: profiled(bench),
     "pair": lambda bench, found: pair(bench),
     "streams": lambda bench, found: streams(bench),
     "cache": lambda bench, found: cache(bench),
-    "share": lambda bench, found: share(bench),
-    "kernel": lambda bench, found: kernel(bench),
-    "profile": lambda bench, found: profiled(bench),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 0, 1 where a part failed, 2 where nothing can be measured at all."""
-    arguments = sys.argv[1:] if arguments is None else arguments
     given = _parse(arguments)
-    console = Console(stderr=True, highlight=False)
-
-    def told(line: str) -> None:
-        console.print(line, style="dim", markup=False, soft_wrap=True)
-
     transformers.logging.set_verbosity_error()  # what it has to say of its own generation flags is not ours
     plan = DRY if given.dry_run else FULL
     try:
-        device = _device(given)
-        parts = _parts(given)
+        device, parts = _device(given), _parts(given)
         clock = clock_of(device, plan.clock_repeats)
-        record = Record.open(_output(given), _head(given, arguments), resume=given.resume or given.run is not None)
+        default = Path(tempfile.gettempdir()) / DRY_FOLDER / RESULT.name if given.dry_run else RESULT
+        result = Result(given.output or default, given)
         scratch = tempfile.TemporaryDirectory(prefix="outrider-gpu-", dir=given.scratch)
     except (OSError, RuntimeError, ValueError) as error:
-        told(f"benchmarks.gpu: {error}")
+        tell(f"benchmarks.gpu: {error}")
         return 2
     with scratch as folder:
-        bench = Bench(plan, device, clock, Path(folder), told)
+        bench = GpuBench(plan, device, clock, Path(folder), tell)
         try:
-            _measure(bench, parts, record, _key(plan, clock.describe()), told, anew=not given.resume)
+            _measure(bench, parts, result, _key(plan, clock.describe()), anew=not given.resume)
         except KeyboardInterrupt:
-            told("benchmarks.gpu: interrupted; --resume goes on from here")
+            tell("benchmarks.gpu: interrupted; --resume goes on from here")
             return 130
         finally:
             bench.close_services()
-    return _report(record, parts, told)
+    return _report(result, parts)
 
 
-# -------------------------------------------------------------------------------------------------------- what is asked
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument(
-        "--dry-run", action="store_true", help="all of it with tiny models on a CPU; figures mean nothing"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="all of it with tiny models; figures mean nothing")
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--run", type=int, choices=list(RUNS), help="the parts of one run, beside what the file holds")
     chosen.add_argument("--parts", default=",".join(PARTS), help="which, with commas (default: %(default)s)")
@@ -110,7 +94,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda:0", help="cuda:N (default: %(default)s); a dry run takes the CPU")
     parser.add_argument("--scratch", type=Path, help="folder for what need not be kept (default: the system's own)")
     parser.add_argument("--output", type=Path, help="JSON file to write; tables and pictures go beside it")
-    return parser.parse_args(arguments)
+    return harness.parse(parser, arguments, {})
 
 
 def _device(given: argparse.Namespace) -> torch.device:
@@ -134,65 +118,59 @@ def _parts(given: argparse.Namespace) -> list[str]:
     return [name for name in PARTS if name in asked]
 
 
-def _output(given: argparse.Namespace) -> Path:
-    if given.output:
-        return Path(given.output)
-    return Path(tempfile.gettempdir()) / DRY_FOLDER / RESULT.name if given.dry_run else RESULT
+class Result:
+    """The document, on disk part by part: a run or `--resume` goes on with the one that is there."""
 
+    def __init__(self, path: Path, given: argparse.Namespace) -> None:
+        self.path = path
+        meaning = {"meaning": DRY_RUN} if given.dry_run else {}
+        head = {"benchmark": "gpu", "command": given.command, "machine": harness.machine(), "parts": {}}
+        self.document: Json = meaning | head
+        if (given.resume or given.run is not None) and path.is_file():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if found.get("meaning") != self.document.get("meaning"):
+                raise ValueError(f"{path.name} cannot be resumed: one of the two is a dry run")
+            self.document = found
+        self.save()
 
-def _head(given: argparse.Namespace, arguments: Sequence[str]) -> Json:
-    head = {
-        "benchmark": "gpu",
-        "command": machine.command("benchmarks.gpu", arguments),
-        "machine": machine.describe(),
-        "settings": {"dry_run": given.dry_run},
-        "parts": {},
-    }
-    return {"meaning": DRY_RUN, **head} if given.dry_run else head
+    def save(self) -> None:
+        """Writes it, under its name only when whole."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(self.document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(part, self.path)
 
 
 def _key(plan: GpuPlan, device: Json) -> Json:
     """What a part's figures hold for: where one of these differs it is measured anew."""
-    versions = {**machine.describe()["versions"], **{name: _version(name) for name in _VERSIONS}}
+    versions = harness.versions("outrider", *harness.PACKAGES, "triton", "flashinfer-python")
     key: Json = json.loads(json.dumps({"device": device, "versions": versions, "settings": plan.document()}))
     return key
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-# ---------------------------------------------------------------------------------------------------------- measurement
-
-
-def _measure(
-    bench: Bench, parts: Sequence[str], record: Record, key: Json, told: Callable[[str], None], *, anew: bool
-) -> None:
-    """Measures parts, each in its time: all of them `anew`, or those that the record does not hold yet."""
-    if "meaning" in record.document:
-        told(DRY_RUN)
+def _measure(bench: GpuBench, parts: Sequence[str], result: Result, key: Json, *, anew: bool) -> None:
+    """Measures parts, each in its time: all of them `anew`, or those that the result does not hold yet."""
+    if "meaning" in result.document:
+        tell(DRY_RUN)
     budgets = bench.plan.budgets
-    done: Json = record.document["parts"]
+    done: Json = result.document["parts"]
     left = [name for name in parts if anew or not _is_done(done.get(name), key)]
     for name in (name for name in parts if name not in left):
-        told(f"{PARTS[name]}: it is there already")
+        tell(f"{PARTS[name]}: it is there already")
     end = time.monotonic() + RUN_SECONDS * sum(any(name in parts for name in run) for run in RUNS.values())
-    for number, name in enumerate(left):
+    for nth, name in enumerate(left):
         if time.monotonic() > end:
-            told(f"the time is over; --resume goes on with {', '.join(left[number:])}")
+            tell(f"the time is over; --resume goes on with {', '.join(left[nth:])}")
             return
         if name not in _WITH_SERVICES:
             bench.close_services()
-        rest = sum(budgets[each] for each in left[number:])
-        told(f"{number + 1} of {len(left)}, {PARTS[name]}: up to {budgets[name]:.0f} s; all that is left, {rest:.0f} s")
+        rest = sum(budgets[each] for each in left[nth:])
+        tell(f"{nth + 1} of {len(left)}, {PARTS[name]}: up to {budgets[name]:.0f} s; all that is left, {rest:.0f} s")
         done[name] = _part(bench, name, done) | {"key": key}
-        record.save()
+        result.save()
 
 
-def _part(bench: Bench, name: str, done: Json) -> Json:
+def _part(bench: GpuBench, name: str, done: Json) -> Json:
     """A part's entry: its figures, or why there are none."""
     budget, begin = bench.plan.budgets[name], time.monotonic()
     bench.begin(budget)
@@ -215,7 +193,7 @@ def _troubles(entry: Json) -> list[str]:
     return [*([entry["error"]] if "error" in entry else []), *entry["troubles"]]
 
 
-def _bandwidth(bench: Bench, done: Json) -> float:
+def _bandwidth(bench: GpuBench, done: Json) -> float:
     """What this device copies; another may have been measured before."""
     known = done.get("device", {})
     if "figures" in known and known["key"]["device"] == json.loads(json.dumps(bench.clock.describe())):
@@ -223,23 +201,21 @@ def _bandwidth(bench: Bench, done: Json) -> float:
     return bench.clock.copy_bandwidth()
 
 
-# --------------------------------------------------------------------------------------------------------------- report
-
-
-def _report(record: Record, parts: Sequence[str], told: Callable[[str], None]) -> int:
-    document: dict[str, Any] = record.document
-    record.put("summary", summarise(document))
-    text = tables(document)
-    record.path.with_suffix(".md").write_text(text, encoding="utf-8")
-    draw(document, record.path.with_suffix(""))
+def _report(result: Result, parts: Sequence[str]) -> int:
+    document = result.document
+    document["summary"] = summarise(document)
+    result.save()
+    text = table(document)
+    result.path.with_suffix(".md").write_text(text, encoding="utf-8")
+    draw(document, result.path.with_suffix(".png"))
     print(text)
     print(json.dumps({key: value for key, value in document.items() if key != "parts"}, ensure_ascii=False))
     failed = {name: _troubles(document["parts"][name]) for name in parts if name in document["parts"]}
     for name, lines in failed.items():
         for line in lines:
-            told(f"benchmarks.gpu: {PARTS[name]}: {line}")
+            tell(f"benchmarks.gpu: {PARTS[name]}: {line}")
+    tell(f"wrote {result.path.name} and what goes with it")
     missing = [name for name in parts if name not in document["parts"]]
-    told(f"wrote {record.path.name} and what goes with it")
     return 1 if missing or any(failed.values()) else 0
 
 

@@ -1,4 +1,11 @@
-"""What must hold before anything is timed: parts `choices`, `tests` and `memcheck` of `benchmarks.gpu`."""
+"""What must hold before anything is timed: parts `choices`, `tests` and `memcheck` of `benchmarks.gpu`.
+
+`memcheck` runs this file as a program: every kernel of ours once, on sizes that fill no tile, under compute-sanitizer.
+Results are held to what they should be, and nothing is captured: it must run without torch's cache of memory, too.
+
+    python -m benchmarks.gpu_checks cuda:0
+    TRITON_INTERPRET=1 python -m benchmarks.gpu_checks cpu
+"""
 
 from __future__ import annotations
 
@@ -12,18 +19,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from types import MappingProxyType
 
-from benchmarks.gpu_bench import Bench, Json, Unavailable
-from benchmarks.gpu_model_runner import paged_model
-from benchmarks.planted import models
-from benchmarks.planted.shapes import Shape
-from outrider.runtime.cuda_graph import capturer_for
-from outrider.runtime.memory import MIB
-from outrider.runtime.paged_attention import EAGER
+import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks import planted
+from benchmarks.contenders import Unavailable
+from benchmarks.gpu_bench import GpuBench, paged_model
+from benchmarks.harness import ROOT, Json
+from benchmarks.planted import TINY_TARGET, Plant, Shape
+from kernels import paths
+from kernels.sampling import Draw, SamplingParams
+from kernels.sparse import SparseConfig
+from kernels.verify import Proposed, Rule
+from outrider.runtime.attention import AttentionLayer
+from outrider.runtime.cuda_graph import Repeating, capturer_for
+from outrider.runtime.decode_loop import DecodeLoop
+from outrider.runtime.device import find_device, work_on
+from outrider.runtime.fused_decoder import FusedDecoder
+from outrider.runtime.layer_ops import check_layer_ops
+from outrider.runtime.memory import MIB
+from outrider.runtime.model_runner import Chunk, ModelRunner
+from outrider.runtime.paged_attention import EAGER, TRITON, AttentionChoice, check_attention
+from verifier_service.target_runner import TargetRunner
 
 GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -63,7 +81,7 @@ _MEMORY_ERROR = 9  # exit code
 # -------------------------------------------------------------------------------------------------------------- choices
 
 
-def choices(bench: Bench) -> Json:
+def choices(bench: GpuBench) -> Json:
     """Which attention, layers and graphs a model of each shape gets here, and why; of one layer each."""
     plan = bench.plan
     asked = [(shape, plan.dtype) for shape in plan.shapes] + [(plan.shapes[0], "float32")]
@@ -74,11 +92,8 @@ def choices(bench: Bench) -> Json:
     return {"rows": rows}
 
 
-def _chosen(bench: Bench, shape: Shape, dtype: str) -> Json:
-    loaded = models.loaded(
-        shape, bench.plan.plant(shape), drafts=False, device=bench.device, dtype=models.DTYPES[dtype]
-    )
-    model_runner = paged_model(loaded, _SEQUENCES, _LENGTH)
+def _chosen(bench: GpuBench, shape: Shape, dtype: str) -> Json:
+    model_runner = paged_model(bench.loaded(shape, dtype), _SEQUENCES, _LENGTH)
     attention, layers = model_runner.attention, model_runner.layer_choice
     graphs = "none: this attention cannot be captured"
     if attention.can_be_captured(bench.device):
@@ -105,7 +120,7 @@ def _chosen(bench: Bench, shape: Shape, dtype: str) -> Json:
 # ---------------------------------------------------------------------------------------------------------------- tests
 
 
-def tests(bench: Bench) -> Json:
+def tests(bench: GpuBench) -> Json:
     """The tests marked gpu, group by group, up to the first group in which one fails; a dry run only collects them."""
     found: Json = {}
     groups = {"all": tuple(file for files in GROUPS.values() for file in files)} if bench.plan.is_dry else GROUPS
@@ -125,7 +140,7 @@ def tests(bench: Bench) -> Json:
     return {"collected_only": bench.plan.is_dry, "groups": found}
 
 
-def _tested(bench: Bench, files: Sequence[str], *, processes: int) -> Json:
+def _tested(bench: GpuBench, files: Sequence[str], *, processes: int) -> Json:
     how = ["--collect-only"] if bench.plan.is_dry else ["--tb=short"]
     if processes > 1 and bench.device.type == "cuda" and find_spec("xdist") is not None:
         how += ["-n", str(processes), "--dist", "worksteal"]
@@ -146,14 +161,14 @@ def _tested(bench: Bench, files: Sequence[str], *, processes: int) -> Json:
 # ------------------------------------------------------------------------------------------------------------- memcheck
 
 
-def memcheck(bench: Bench) -> Json:
+def memcheck(bench: GpuBench) -> Json:
     """Every kernel once, under compute-sanitizer where it is there: accesses out of bounds, and misaligned ones.
 
     Raises:
         Unavailable: the tool takes too long, or does not know the device.
     """
     tool = None if bench.plan.is_dry else shutil.which(SANITIZER)
-    command = [sys.executable, "-m", "benchmarks.gpu_exercise", str(bench.device)]
+    command = [sys.executable, "-m", "benchmarks.gpu_checks", str(bench.device)]
     environment = {"TRITON_INTERPRET": "1"} if bench.device.type == "cpu" else {}
     if tool is not None:
         command = [tool, "--tool", "memcheck", "--error-exitcode", str(_MEMORY_ERROR), *command]
@@ -193,3 +208,72 @@ def _run(command: Sequence[str], seconds: float, environment: Mapping[str, str] 
     except subprocess.TimeoutExpired:
         raise Unavailable(f"{' '.join(command[1:4])} took more than {seconds:.0f} s") from None
     return done.returncode, done.stdout.splitlines()
+
+
+# ----------------------------------------------------------------------------------------------- every kernel once
+
+_HEADS = (
+    AttentionLayer(6, 2, 80, 0.1, None),
+    AttentionLayer(8, 8, 64, 0.1, 100, softcap=5.0),
+    AttentionLayer(8, 1, 128, 0.1, None, sinks=True),
+)
+_CONFIG = SparseConfig(keep_mass=0.97, max_support=40)
+
+
+def main() -> int:
+    """The command; returns 0, or 1 where a kernel gives something else than it should."""
+    device = find_device(sys.argv[1] if len(sys.argv) > 1 else "auto")
+    work_on(device)
+    # Triton's interpreter is slow, and its products of bfloat16 are wrong: on a CPU it gets the least.
+    on_gpu = device.type == "cuda"
+    dtypes = [torch.float32, torch.bfloat16] if on_gpu else [torch.float32]
+    for dtype in dtypes:
+        for V in (300, 5003) if on_gpu else (300,):
+            paths.warm_up("triton", device, dtype, V, V + 5)
+        heads = _HEADS if on_gpu else _HEADS[:1]
+        refusal: str | None = check_attention(AttentionChoice(TRITON, "exercised"), heads, dtype, device)
+        if refusal:
+            print(f"attention in {dtype}: {refusal}")
+            return 1
+    refusal = _rounds(device, dtypes[-1])
+    print(refusal or "every kernel ran")
+    return 1 if refusal else 0
+
+
+@torch.inference_mode()
+def _rounds(device: torch.device, dtype: torch.dtype) -> str:
+    """Passes, rounds and drafted tokens of a tiny model; why they are wrong, or nothing."""
+    plant = Plant(TINY_TARGET.vocab, (0.5,))
+    loaded = planted.loaded(TINY_TARGET, plant, drafts=False, device=device, dtype=dtype)
+    model_runner = ModelRunner.build(loaded, 3, 100, attention=AttentionChoice(TRITON, "exercised"))
+    assert isinstance(loaded.fused, FusedDecoder)
+    refusal = check_layer_ops(loaded.fused._layers, dtype)
+    if refusal:
+        return f"layers: {refusal}"
+    judge = TargetRunner(model_runner, vocab_size=TINY_TARGET.vocab, verify_path="triton")
+    capture = {"seconds": 1000, "most_bytes": 1024 * MIB}
+    judge.capture(Repeating(), max_sequences=1, max_gamma=1, pass_tokens=64, **capture)
+    loop = DecodeLoop(model_runner, TINY_TARGET.vocab, _CONFIG)
+    loop.capture(Repeating(), sequences=2, tokens=3, with_noise=True, **capture)
+    follows, slots = plant.successors().tolist(), [model_runner.pool.allocate() for _ in range(2)]
+    model_runner.forward([Chunk(slot, [5 + slot] * 37, 0, 37) for slot in slots])
+    for rule, judged in ((Rule.TOKENWISE, slots[:1]), (Rule.COUPLED, slots)):  # a captured pass, and one as it comes
+        last, chunks, proposals = 9, [], []
+        for slot in judged:
+            right = follows[last]
+            chunks.append(Chunk(slot, [last, right], model_runner.pool.length(slot), 0))
+            q = (None,) if rule is Rule.TOKENWISE else ()
+            proposals.append(Proposed((right,), q, SamplingParams(), seed=1, base_length=40, rule=rule))
+        told = [(each.accepted, each.next_token) for each in judge(chunks, proposals).results]
+        if told != [(1, follows[follows[last]])] * len(judged):
+            return f"rounds under {rule}: {told}"
+    draws = [[Draw(SamplingParams(), 0.5)] * 3 for _ in slots]
+    samples = loop.decode([Chunk(slot, [9], model_runner.pool.length(slot), 0) for slot in slots], draws)
+    drafted = [[each.token for each in own] for own in samples]
+    if any(tokens != [follows[9], follows[follows[9]], follows[follows[follows[9]]]] for tokens in drafted):
+        return f"drafted tokens: {drafted}"
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

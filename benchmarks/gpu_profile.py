@@ -1,4 +1,4 @@
-"""A second of a saturated verifier, watched by torch's profiler: how much of it the device works. Part `profile`.
+"""A saturated verifier, watched by torch's profiler: how much of the time the device works. Part `profile`.
 
 The engine is the verifier's own, on its own thread; its sequences decode without end, so that it never waits for
 anybody. On a CPU the same code watches the operations of the engine's thread.
@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
+from torch import device as Device
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu_bench import Bench, Json
-from benchmarks.gpu_figures import busy_share, shares, union
-from benchmarks.gpu_model_runner import RECORD_BYTES, RECORD_SECONDS, paged_model
+from benchmarks.gpu_bench import CAPTURE, GpuBench, paged_model
+from benchmarks.harness import Json
 from kernels.verify import implementation_for
 from outrider.runtime.cuda_graph import capturer_for
 from outrider.service.wire import PrefixHash
@@ -28,14 +27,13 @@ from verifier_service.scheduler import TargetWork
 from verifier_service.sequence import Reply, TargetSequence
 from verifier_service.target_runner import PassResult
 
-AIM = 0.9
-"""Of the time, that the device works."""
-
 _PASS_TOKENS = 512
 _LONGEST = 1024  # tokens of each sequence: more than are written while it is watched
 _WARM_UP_PASSES = 5
-_BINS = 500  # that the picture is made of
+_BINS = 250  # that the picture is made of
 _LONGEST_WAIT_S = 60.0
+
+Intervals = list[tuple[float, float]]
 
 
 class Watch:
@@ -44,11 +42,12 @@ class Watch:
     `look` belongs to the engine's thread; all else is for after `done`.
     """
 
-    def __init__(self, device: torch.device, seconds: float, sequences: int) -> None:
+    def __init__(self, device: Device, seconds: float, sequences: int) -> None:
         self.done = threading.Event()
         self.passes = 0
         self.seconds = 0.0
-        self._device = device
+        self.kind = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
+        self.activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
         self._seconds = seconds
         self._sequences = sequences
         self._full = 0
@@ -62,7 +61,7 @@ class Watch:
         if self._profile is None:
             self._full += sequences == self._sequences
             if self._full > _WARM_UP_PASSES:
-                self._profile = profile(activities=[_activity(self._device)])
+                self._profile = profile(activities=[self.activity])
                 self._profile.start()
                 self._begun = time.perf_counter()
             return
@@ -72,19 +71,14 @@ class Watch:
             self._profile.stop()
             self.done.set()
 
-    def busy(self) -> list[tuple[float, float]]:
+    def busy(self) -> Intervals:
         """When the device worked, in microseconds from the first work on, as intervals that do not touch."""
-        kind = DeviceType.CUDA if self._device.type == "cuda" else DeviceType.CPU
         found = union(
             (event.time_range.start, event.time_range.end)
             for event in self._profile.events()
-            if event.device_type == kind and event.time_range.end > event.time_range.start
+            if event.device_type == self.kind and event.time_range.end > event.time_range.start
         )
         return [(begin - found[0][0], end - found[0][0]) for begin, end in found]
-
-
-def _activity(device: torch.device) -> ProfilerActivity:
-    return ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
 
 
 class WatchedEngine(VerifierEngine):
@@ -97,17 +91,15 @@ class WatchedEngine(VerifierEngine):
         return super().forward(work)
 
 
-def profiled(bench: Bench) -> Json:
-    """The share of the time that the device works while so many sequences decode."""
+def profiled(bench: GpuBench) -> Json:
+    """The share of the time that the device works while so many sequences decode, on the verifier's own engine."""
     plan = bench.plan
     loaded = bench.loaded(plan.target)
     tokens = min(loaded.context_length, _LONGEST)
     model_runner = paged_model(loaded, plan.profile_streams, tokens)
     watch = Watch(bench.device, plan.profile_seconds, plan.profile_streams)
-    model = model_pb2.ModelInfo(
-        vocab_size=loaded.vocab_size,
-        limits=model_pb2.Limits(max_gamma=4, max_sequences=plan.profile_streams, max_sequence_tokens=tokens),
-    )
+    limits = model_pb2.Limits(max_gamma=4, max_sequences=plan.profile_streams, max_sequence_tokens=tokens)
+    model = model_pb2.ModelInfo(vocab_size=loaded.vocab_size, limits=limits)
     path = implementation_for(bench.device)
     engine = WatchedEngine(model_runner, model, pass_tokens=_PASS_TOKENS, prefix_cache=False, verify_path=path)
     if model_runner.attention.can_be_captured(bench.device):
@@ -116,11 +108,10 @@ def profiled(bench: Bench) -> Json:
             max_sequences=plan.profile_streams,
             max_gamma=0,
             pass_tokens=_PASS_TOKENS,
-            seconds=RECORD_SECONDS,
-            most_bytes=RECORD_BYTES,
+            **CAPTURE,  # type: ignore[arg-type]
         )
     engine.watch = watch
-    with profile(activities=[_activity(bench.device)]):
+    with profile(activities=[watch.activity]):
         pass  # what it sets up at its first use wants this thread, not the engine's
     engine.start()
     try:
@@ -139,7 +130,7 @@ def profiled(bench: Bench) -> Json:
         "tokens_per_second": watch.passes * plan.profile_streams / watch.seconds,
         "busy_share": busy_share(busy),
         "window_ms": plan.window_ms,
-        "window": [round(share, 3) for share in shares(busy, middle, middle + 1e3 * plan.window_ms, _BINS)],
+        "window": [round(part, 3) for part in shares(busy, middle, middle + 1e3 * plan.window_ms, _BINS)],
     }
     bench.told(f"{plan.profile_streams} streams: the device works {found['busy_share']:.1%} of the time")
     return found
@@ -167,3 +158,33 @@ def _decode(engine: VerifierEngine, model: model_pb2.ModelInfo, name: str, promp
         num_tokens=opening.max_new_tokens,
     )
     engine.post(Submit(sequence, check_decode(asked)))
+
+
+def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
+    """The same time as intervals that do not touch, in order. An interval is (begin, end)."""
+    merged: Intervals = []
+    for begin, end in sorted(intervals):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def shares(busy: Intervals, begin: float, end: float, bins: int) -> list[float]:
+    """How much of each of so many equal parts of the time from `begin` to `end` lies in the intervals."""
+    width = (end - begin) / bins
+    edges = [begin + nth * width for nth in range(bins)]
+    return [sum(max(0.0, min(b, at + width) - max(a, at)) for a, b in busy) / width for at in edges]
+
+
+def busy_share(busy: Intervals) -> float:
+    """The share of the time from the first begin to the last end that lies in one of the intervals.
+
+    Raises:
+        ValueError: there is none, or they take no time.
+    """
+    span = busy[-1][1] - busy[0][0] if busy else 0.0
+    if span <= 0:
+        raise ValueError("nothing ran on the device while it was watched")
+    return sum(end - begin for begin, end in busy) / span

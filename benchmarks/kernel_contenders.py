@@ -1,26 +1,139 @@
-"""Who verifies in `benchmarks.kernel`: Outrider, transformers' own function, plain torch, torch.compile, FlashInfer.
+"""Who verifies in `benchmarks.kernel`, and what: logits of a Zipf-like distribution, and drafts of one near it.
 
-Each takes a case and gives work to be timed, and what it accepted. All but Outrider take the whole of q; transformers
-and plain torch turn both models' logits to float32 first, as transformers' own loop does.
+Outrider, transformers' own function, plain torch, torch.compile, FlashInfer. All but Outrider take the whole of q;
+transformers and plain torch turn both models' logits to float32 first, as transformers' own loop does.
 """
 
 from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.utils import _speculative_sampling
 
 from benchmarks.clocks import Work
-from benchmarks.kernel_cases import Case
-from kernels.verify import Rule, implementations, verify
+from kernels.dense import DraftLogits, SigmoidScales
+from kernels.rng import Domain, gumbel, uniform
+from kernels.sampling import SamplingParams
+from kernels.sparse import SparseConfig, SparseDistribution, sparsify
+from kernels.verify import Proposed, Rule, implementations, verify
+
+MAX_GAMMA = 20
+BASE_LENGTH = 1000
+_EXPONENT = 1.5  # p ∝ rank^-1.5: the best 64 of 128k tokens have nine tenths of the mass
+_APART = 0.7  # standard deviation of draft and target logits from each other
+_SUPPORT = SparseConfig(keep_mass=0.99, max_support=64)
+_SCALES = SigmoidScales(-1e3, 1e3)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """B sequences of γ drafted tokens over a vocabulary of V."""
+
+    V: int
+    B: int
+    gamma: int
+    rule: Rule = Rule.TOKENWISE
+
+    def keys(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"V": self.V, "B": self.B, "gamma": self.gamma, "rule": self.rule.value}
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of one sequence of `MAX_GAMMA` drafts, which those of all others are copies of.
+
+    Attributes:
+        logits: `[MAX_GAMMA + 1, V]`.
+        draft_logits: `[MAX_GAMMA, V]`.
+        laws: q̂ of each draft, `[MAX_GAMMA]`.
+    """
+
+    logits: Tensor
+    draft_logits: Tensor
+    laws: Sequence[SparseDistribution]
+
+    @classmethod
+    def make(cls, V: int, dtype: torch.dtype, device: torch.device) -> Rows:
+        """Draws them, always the same."""
+        source = torch.Generator().manual_seed(V)
+        ranks = torch.stack([torch.randperm(V, generator=source) for _ in range(MAX_GAMMA + 1)])
+        logits = -_EXPONENT * (1 + ranks).log()
+        apart = _APART * torch.randn(MAX_GAMMA, V, generator=source)
+        draft_logits = (logits[:-1] + apart).to(dtype)
+        laws = sparsify(torch.softmax(draft_logits.float(), dim=-1), _SUPPORT)
+        return cls(logits.to(dtype).to(device), draft_logits.to(device), laws)
+
+
+class Case:
+    """One shape, filled."""
+
+    def __init__(self, shape: Shape, rows: Rows) -> None:
+        self.shape = shape
+        self._rows = rows
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """The target's, `[B, γ+1, V]`."""
+        shape = self.shape
+        return self._rows.logits[: shape.gamma + 1].repeat(shape.B, 1, 1)
+
+    @cached_property
+    def draft_logits(self) -> Tensor:
+        """The draft's, `[B, γ, V]`: what is read by those who take the whole of q."""
+        return self._rows.draft_logits[: self.shape.gamma].repeat(self.shape.B, 1, 1)
+
+    @cached_property
+    def drafted(self) -> Tensor:
+        """Tokens drawn from the whole of q, int64 `[B, γ]`."""
+        source = torch.Generator().manual_seed(self.shape.B)
+        q = torch.softmax(self._rows.draft_logits[: self.shape.gamma].cpu().float(), dim=-1)
+        drawn = torch.multinomial(q, self.shape.B, replacement=True, generator=source)
+        return drawn.T.contiguous().to(self._rows.logits.device)
+
+    @cached_property
+    def proposals(self) -> list[Proposed]:
+        """As Outrider takes them: tokens drawn from q̂, or by the shared noise under `coupled`."""
+        shape, laws = self.shape, self._rows.laws[: self.shape.gamma]
+        plain = SamplingParams()
+        if shape.rule is Rule.COUPLED:
+            return [Proposed(self._coupled_tokens(), (), plain, 0, BASE_LENGTH, Rule.COUPLED)] * shape.B
+        q: tuple[Any, ...] = tuple(laws)
+        scales = None
+        if shape.rule is Rule.SIGMOID:
+            q = tuple(DraftLogits(row) for row in self._rows.draft_logits[: shape.gamma].to(torch.float16))
+            scales = _SCALES
+        return [
+            Proposed(
+                tuple(each.token_at(uniform(b, BASE_LENGTH, i, Domain.DRAFT)) for i, each in enumerate(laws)),
+                q, plain, b, BASE_LENGTH, shape.rule, sigmoid=scales,
+            )
+            for b in range(shape.B)
+        ]  # fmt: skip
+
+    @property
+    def must_bytes(self) -> int:
+        """What must move at the least: each row of logits once; under `sigmoid` the draft's too."""
+        shape = self.shape
+        rows = shape.B * (shape.gamma + 1) + (shape.B * shape.gamma if shape.rule is Rule.SIGMOID else 0)
+        return rows * shape.V * self._rows.logits.element_size()
+
+    def _coupled_tokens(self) -> tuple[int, ...]:
+        gamma = self.shape.gamma
+        noise = gumbel(0, range(BASE_LENGTH, BASE_LENGTH + gamma), self.shape.V)
+        scores = torch.log_softmax(self._rows.draft_logits[:gamma].cpu().float(), dim=-1) + noise
+        return tuple(scores.argmax(dim=-1).tolist())
+
+
+# ----------------------------------------------------------------------------------------------------------- contenders
 
 MOST_IN_TURN = 16
 """Sequences that a contender without batches takes one after the other; more would only take longer."""
@@ -35,13 +148,11 @@ class Ready:
         whole: the same with all that the host does before and after, where that is not in `run`.
         accepted: runs once more; drafted tokens accepted a sequence.
         graphable: whether `run` may be captured in a CUDA graph.
-        moved_bytes: what a run reads and writes, counted from its tensors; None where they cannot be seen.
     """
 
     run: Work
     accepted: Callable[[], float]
     graphable: bool
-    moved_bytes: Callable[[], int] | None
     whole: Work | None = None
 
 
@@ -79,11 +190,9 @@ class Outrider(Contender):
             return sum(result.accepted for result in whole()) / case.shape.B
 
         if self.path != "triton":
-            return Ready(whole, accepted, graphable=False, moved_bytes=lambda: traffic(whole), whole=whole)
+            return Ready(whole, accepted, graphable=False, whole=whole)
         launch: Any = importlib.import_module("kernels.verify_triton").prepare(logits, case.proposals)
-        return Ready(
-            launch.run, accepted, graphable=True, moved_bytes=lambda: held_traffic(launch, logits), whole=whole
-        )
+        return Ready(launch.run, accepted, graphable=True, whole=whole)
 
 
 class Transformers(Contender):
@@ -106,7 +215,7 @@ class Transformers(Contender):
         def accepted() -> float:
             return sum(float(matches) for _, matches in run()) / case.shape.B
 
-        return Ready(run, accepted, graphable=False, moved_bytes=lambda: traffic(run))
+        return Ready(run, accepted, graphable=False)
 
 
 class Torch(Contender):
@@ -132,9 +241,7 @@ class Torch(Contender):
         def run() -> tuple[Tensor, Tensor]:
             return self._function(*arguments)
 
-        # What a compiled graph moves cannot be seen from its tensors.
-        moved = None if self._compiled else lambda: traffic(run)
-        return Ready(run, lambda: float(run()[0].float().mean()), graphable=True, moved_bytes=moved)
+        return Ready(run, lambda: float(run()[0].float().mean()), graphable=True)
 
 
 class FlashInfer(Contender):
@@ -162,7 +269,18 @@ class FlashInfer(Contender):
             tokens = run()[0]  # [B, γ+1], -1 after the last
             return float((tokens >= 0).sum(dim=1).float().mean()) - 1
 
-        return Ready(run, accepted, graphable=False, moved_bytes=None)
+        return Ready(run, accepted, graphable=False)
+
+
+def contenders_of(path: str) -> dict[str, Contender]:
+    """All who verify, by name; `path` is Outrider's implementation."""
+    return {
+        "outrider": Outrider(path),
+        "transformers": Transformers(),
+        "torch": Torch(),
+        "compiled": Torch(compiled=True),
+        "flashinfer": FlashInfer(),
+    }
 
 
 def unfused(logits: Tensor, draft_logits: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,65 +306,3 @@ def unfused(logits: Tensor, draft_logits: Tensor, drafted: Tensor) -> tuple[Tens
     # The least of exponential times with these rates; `multinomial` would wait for the host.
     times = torch.empty_like(rest).exponential_()
     return accepted, (rest.clamp(min=0) / times).argmax(dim=1)
-
-
-# -------------------------------------------------------------------------------------------------------------- traffic
-
-
-class _Traffic(TorchDispatchMode):
-    """Adds up what each operation of torch reads and writes."""
-
-    # These read what they are asked for, not all of what they are given.
-    _SELECTING = (torch.ops.aten.gather, torch.ops.aten.index, torch.ops.aten.index_select)
-    _IDLE = (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.detach, torch.ops.aten._reshape_alias)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        packet = func.overloadpacket
-        if func.is_view or packet in self._IDLE:
-            return result
-        written = sum(map(_size, _tensors(result)))
-        given = list(_tensors((args, kwargs)))
-        self.bytes += written + (
-            written + sum(map(_size, given[1:])) if packet in self._SELECTING else sum(map(_size, given))
-        )
-        return result
-
-
-def traffic(work: Work) -> int:
-    """Bytes that `work` moves, were each of torch's operations to read its tensors and write its results once."""
-    with _Traffic() as counted:
-        work()
-    return counted.bytes
-
-
-def held_traffic(launch: Any, logits: Tensor) -> int:
-    """Bytes that a launch moves: the logits once, and once in and once out whatever else it holds.
-
-    The tile that a draw reads again is left out: less than a hundredth.
-    """
-    held = {id(each): each for each in _tensors(launch)}
-    others = sum(_size(each) for each in held.values() if each.data_ptr() != logits.data_ptr())
-    return _size(logits) + 2 * others
-
-
-def _size(tensor: Tensor) -> int:
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
-
-
-def _tensors(value: Any) -> Any:
-    """All tensors in nested containers and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif is_dataclass(value) and not isinstance(value, type):
-        for each in fields(value):
-            yield from _tensors(getattr(value, each.name))
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)

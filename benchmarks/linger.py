@@ -1,183 +1,177 @@
 """What holding passes back is worth at a verifier: rounds per second and sequences per pass, by streams at once.
 
-    python -m benchmarks.linger [--linger MS ...] [--streams N ...] [--turnaround MS] [--target DIR] [--out FILE]
-
 One verifier for each setting of `--max-linger`, all up together; they take turns, so that whatever else the machine
 does falls on all. The drafts are elsewhere, as they should be: each stream is a `Verify` stream whose next proposal
 comes a set time after the verdict, give or take a fifth.
+
+    python -m benchmarks.linger --output benchmarks/results/linger-demo.json     about two minutes
+    python -m benchmarks.deepen --factor 6 models/demo/target OUT
+    python -m benchmarks.linger --target OUT --output benchmarks/results/linger-deepened.json
+    python -m benchmarks.linger --quick                                          does it work at all
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import random
-import statistics
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from benchmarks import machine
+import grpc
+
+from benchmarks import harness, plots
+from benchmarks.harness import Bench, Json, number, tell
+from benchmarks.outrider_contender import VerifyStream, await_
 from outrider.cli.processes import ServiceProcess, service_environment, terminated_as_interrupted
-from outrider.rpc.channel import open_channel
-from outrider.service.wire import PrefixHash
-from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
+from protos.outrider.v1 import sampling_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
 
-TARGET = Path(__file__).resolve().parent.parent / "models" / "demo" / "target"
 PROMPT = [5, 6, 7, 8]
 MAX_NEW_TOKENS = 900
-START_TIMEOUT_S = 300.0
 
 
-@dataclass(slots=True)
-class Turn:
-    """What one setting did in one turn: `shares` are one over the sequences of each round's pass."""
-
-    seconds: float = 0.0
-    shares: list[float] = field(default_factory=list)
-    fixed_us: float = 0.0
-
-    @property
-    def rate(self) -> float:
-        """Rounds per second."""
-        return len(self.shares) / self.seconds
-
-
-async def stream(stub: Any, number: int, arguments: argparse.Namespace, until: float, turn: Turn) -> None:
-    """One sequence, proposal by proposal, until the time is up. Under `coupled` a proposal is tokens alone."""
-    chance, prefix, length, rounds = random.Random(number), PrefixHash(PROMPT), len(PROMPT), 0
-    call = stub.Verify()
-    sampling = sampling_pb2.SamplingParams(temperature=1, seed=number, rule=sampling_pb2.ACCEPTANCE_RULE_COUPLED)
-    opening = verifier_service_pb2.OpenSequence(
-        prompt_token_ids=PROMPT, max_new_tokens=MAX_NEW_TOKENS, ignore_eos=True, sampling=sampling
-    )
-    await call.write(verifier_service_pb2.VerifyRequest(sequence_id="s", open=opening))
-    await call.read()
-    while time.perf_counter() < until and length - len(PROMPT) < MAX_NEW_TOKENS - arguments.gamma - 1:
-        proposal = speculation_pb2.Proposal(
-            round=rounds + 1,
-            base_length=length,
-            prefix_hash=prefix.digest(),
-            token_ids=[7] * arguments.gamma,
-            seen_round=rounds,
-        )
-        await call.write(verifier_service_pb2.VerifyRequest(sequence_id="s", proposal=proposal))
-        verdict = (await call.read()).verdict
-        rounds += 1
-        prefix.extend(verdict.token_ids)
-        length += len(verdict.token_ids)
-        turn.shares.append(1 / verdict.timings.pass_sequences)
-        turn.fixed_us = verdict.load.pass_fixed_us
-        await asyncio.sleep(arguments.turnaround / 1e3 * (1 + chance.uniform(-0.2, 0.2)))
-    call.cancel()
-
-
-async def one_turn(stub: Any, streams: int, arguments: argparse.Namespace) -> Turn:
-    """All streams at once."""
-    turn, begin = Turn(), time.perf_counter()
-    until = begin + arguments.seconds
-    await asyncio.gather(*(stream(stub, number, arguments, until, turn) for number in range(streams)))
-    turn.seconds = time.perf_counter() - begin
-    return turn
-
-
-async def measure(addresses: dict[float, str], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each number of streams and setting."""
-    turns: dict[int, dict[float, list[Turn]]] = {streams: {ms: [] for ms in addresses} for streams in arguments.streams}
-    async with AsyncExitStack() as stack:
-        stubs = {
-            ms: VerifierServiceStub(await stack.enter_async_context(open_channel(at))) for ms, at in addresses.items()
-        }
-        for repetition in range(-1, arguments.repetitions):  # the first warms up
-            for streams, ms in _order(arguments.streams, list(stubs), repetition):
-                turn = await one_turn(stubs[ms], streams, arguments)
-                if repetition >= 0:
-                    turns[streams][ms].append(turn)
-    return [row(streams, ms, of[ms], of[0.0]) for streams, of in turns.items() for ms in of]
-
-
-def _order(streams: list[int], settings: list[float], repetition: int) -> Iterable[tuple[int, float]]:
-    first = repetition % len(settings)  # each setting begins in turn
-    return [(number, ms) for number in streams for ms in settings[first:] + settings[:first]]
-
-
-def row(streams: int, ms: float, turns: list[Turn], none: list[Turn]) -> dict[str, Any]:
-    """The figures of one setting; ratios are to no linger in the same repetition."""
-    return {
-        "streams": streams,
-        "linger_ms": ms,
-        "rounds_per_second": [round(turn.rate, 1) for turn in turns],
-        "ratio_to_none": [round(turn.rate / other.rate, 3) for turn, other in zip(turns, none, strict=True)],
-        "sequences_per_pass": round(
-            sum(len(turn.shares) for turn in turns) / sum(share for turn in turns for share in turn.shares), 2
-        ),
-        "pass_fixed_ms": round(statistics.median(turn.fixed_us for turn in turns) / 1e3, 2),
-    }
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows for people."""
-    lines = [
-        "| streams | linger, ms | rounds/s | to none | least | most | sequences/pass | fixed cost, ms |",
-        "|---" * 8,
-    ]
-    for each in rows:
-        rate, ratios = statistics.median(each["rounds_per_second"]), each["ratio_to_none"]
-        lines.append(
-            f"| {each['streams']} | {each['linger_ms']:g} | {rate:.0f} | {statistics.median(ratios):.2f} "
-            f"| {min(ratios):.2f} | {max(ratios):.2f} | {each['sequences_per_pass']} | {each['pass_fixed_ms']} |"
-        )
-    return "\n".join(lines)
-
-
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns the exit code."""
+    parser = harness.parser("linger", __doc__, quick="two streams, one short turn")
     parser.add_argument("--linger", type=float, nargs="+", default=[20.0], help="milliseconds to compare with none")
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 16], help="streams at once")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 2, 8, 16], help="at once")
     parser.add_argument(
         "--turnaround", type=float, default=2.0, help="milliseconds from a verdict to the next proposal"
-    )
-    parser.add_argument(
-        "--target", type=Path, default=TARGET, help="the target; see benchmarks.deepen for a deeper one"
     )
     parser.add_argument("--gamma", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=1.0, help="length of a turn")
     parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--out", type=Path, help="file for the JSON document; default: standard output alone")
-    arguments = parser.parse_args()
-    common = ["--listen", "127.0.0.1:0", "--device", "cpu", "--threads", "1", "--no-gamma-cap"]
-    common += ["--model", str(arguments.target), "--max-sequences", str(max(arguments.streams))]
+    few = {"streams": [2], "seconds": 0.3, "repetitions": 1}
+    return harness.run("linger", harness.parse(parser, arguments, few), measure, summarise, table, draw)
+
+
+def measure(bench: Bench) -> None:
+    """Every setting at every number of streams, in turns."""
+    given = bench.given
+    common = {
+        "--listen": "127.0.0.1:0", "--device": "cpu", "--threads": 1, "--model": given.target,
+        "--max-sequences": max(given.streams),
+    }  # fmt: skip
+    flags = [str(part) for flag in common.items() for part in flag]
     with terminated_as_interrupted(), ExitStack() as stack:
         verifiers = {
             ms: stack.enter_context(
-                ServiceProcess.start(["verifier_service", "--max-linger", str(ms), *common], env=service_environment(1))
+                ServiceProcess.start(["verifier_service", "--max-linger", str(ms), *flags], env=service_environment(1))
             )
-            for ms in dict.fromkeys((0.0, *arguments.linger))
+            for ms in dict.fromkeys((0.0, *given.linger))
         }
         for verifier in verifiers.values():
-            verifier.wait_healthy(START_TIMEOUT_S)
-        loads = [machine.load_average()]
-        rows = asyncio.run(measure({ms: verifier.address for ms, verifier in verifiers.items()}, arguments))
-        loads.append(machine.load_average())
-    document = {
-        "command": machine.command("benchmarks.linger", sys.argv[1:]),
-        "machine": machine.describe(),
-        "load_average": loads,
-        "turnaround_ms": arguments.turnaround,
-        "gamma": arguments.gamma,
-        "results": rows,
+            verifier.wait_healthy(300)
+        await_(_turns(bench, {ms: verifier.address for ms, verifier in verifiers.items()}))
+
+
+async def _turns(bench: Bench, addresses: dict[float, str]) -> None:
+    async with AsyncExitStack() as stack:
+        stubs = {
+            ms: VerifierServiceStub(await stack.enter_async_context(grpc.aio.insecure_channel(at)))
+            for ms, at in addresses.items()
+        }
+        for repetition in range(-1, bench.given.repetitions):  # the first warms up
+            for streams in bench.given.streams:
+                for ms, stub in harness.rotated(stubs.items(), repetition):
+                    keys = {"streams": streams, "linger_ms": ms, "repetition": repetition}
+                    if not bench.has(**keys):
+                        found = await _turn(stub, streams, bench.given)
+                        if repetition >= 0:
+                            bench.add({**keys, **found})
+            tell(f"turn {repetition + 1} of {bench.given.repetitions}")
+
+
+async def _turn(stub: Any, streams: int, given: Any) -> Json:
+    """All streams at once."""
+    rule = sampling_pb2.ACCEPTANCE_RULE_COUPLED
+    opened = [
+        await VerifyStream.open(stub, "linger", PROMPT, MAX_NEW_TOKENS, temperature=1, seed=nth, rule=rule)
+        for nth in range(streams)
+    ]
+    verdicts: list[Any] = []
+    begin = time.perf_counter()
+    until = begin + given.seconds
+    await asyncio.gather(*(_play(each, random.Random(nth), given, until, verdicts) for nth, each in enumerate(opened)))
+    return {
+        "rounds_per_second": len(verdicts) / (time.perf_counter() - begin),
+        "passes": sum(1 / verdict.timings.pass_sequences for verdict in verdicts),
+        "rounds": len(verdicts),
+        "pass_fixed_us": verdicts[-1].load.pass_fixed_us,
     }
-    print(table(rows), json.dumps(document), sep="\n\n")
-    if arguments.out:
-        arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+async def _play(stream: VerifyStream, chance: random.Random, given: Any, until: float, verdicts: list[Any]) -> None:
+    """One sequence, proposal by proposal, until the time is up. Under `coupled` a proposal is tokens alone."""
+    while stream.length - len(PROMPT) < MAX_NEW_TOKENS - given.gamma - 1:
+        await stream.propose([7] * given.gamma, coupled=True)
+        verdict = await stream.verdict()
+        stream.commit(verdict.token_ids)
+        verdicts.append(verdict)
+        if time.perf_counter() > until:
+            break
+        await asyncio.sleep(given.turnaround / 1e3 * (1 + chance.uniform(-0.2, 0.2)))
+    stream.cancel()
+
+
+def summarise(bench: Bench) -> Json:
+    """One row for each number of streams and setting; ratios are to no linger in the same repetition."""
+    rows = []
+    for streams, runs in harness.grouped(bench.runs, "streams").items():
+        by_setting = harness.grouped(runs, "linger_ms")
+        rates = {
+            ms: {run["repetition"]: run["rounds_per_second"] for run in own} for ms, own in sorted(by_setting.items())
+        }
+        for ms, own in rates.items():
+            some = by_setting[ms]
+            rows.append(
+                {
+                    "streams": streams,
+                    "linger_ms": ms,
+                    "rounds_per_second": median(own.values()),
+                    **harness.ratio(own, rates[0.0]),
+                    "sequences_per_pass": harness.total(some, "rounds") / harness.total(some, "passes"),
+                    "pass_fixed_ms": median(run["pass_fixed_us"] for run in some) / 1e3,
+                }
+            )
+    return {"rows": rows}
+
+
+def table(document: Json) -> str:
+    """The rows."""
+    rows = [
+        [
+            row["streams"],
+            f"{row['linger_ms']:g}",
+            number(row["rounds_per_second"], 0),
+            harness.between(row),
+            number(row["sequences_per_pass"], 1),
+            number(row["pass_fixed_ms"], 1),
+        ]
+        for row in document["rows"]
+    ]
+    return harness.table(["streams", "linger, ms", "rounds/s", "to none", "sequences/pass", "fixed cost, ms"], rows)
+
+
+def draw(document: Json, path: Path) -> None:
+    """Rounds a second to those without linger, and sequences a pass, by streams."""
+    by_setting = harness.grouped(document["rows"], "linger_ms")
+    with plots.picture(path, 1, 2, size=(4.2, 3.4), note=plots.caption(document)) as panels:
+        for panel, name in zip(panels[0], ("ratio", "sequences_per_pass"), strict=True):
+            for colour, (ms, rows) in zip(plots.COLOURS, by_setting.items(), strict=False):
+                points = [(row["streams"], row[name]) for row in rows]
+                plots.line(panel, points, marker="o", color=colour, label=f"linger {ms:g} ms")
+            plots.powers_of_two(panel, sorted({row["streams"] for row in document["rows"]}))
+            panel.set_ylim(0, 1.1 * max(row[name] for row in document["rows"]))
+            panel.set_xlabel("streams", fontsize=8)
+        panels[0][0].set_ylabel("rounds/s, to no linger")
+        panels[0][1].set_ylabel("sequences a pass")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

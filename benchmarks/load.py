@@ -1,38 +1,37 @@
-"""What many requests at once do to it: the pair, the target alone by `Decode`, and transformers' continuous batching.
+r"""What many requests at once do to it: the pair, the target alone by `Decode`, and transformers' batching, in turns.
 
-A closed loop keeps so many streams busy; another one, as many as that has at the most, with texts of a few tokens; an
-open loop lets requests arrive as a Poisson process, at shares of the capacity that the closed loop found. In each run
-of the grid the contenders take turns, beginning with another one each time, so that whatever else the machine does
-falls on all of them. Last comes what the verifier's engine costs beside the model.
+Three loops. `closed` keeps so many streams busy; `short-texts` does so with texts of 1, 4 and 16 tokens, at the most
+streams; in `open` requests arrive as a Poisson process, at shares of the capacity that the closed loop found.
 
-    python -m benchmarks.load            both pairs, about forty minutes on two cores; --only and --parts for less of it
-    python -m benchmarks.load --resume   goes on where the same command was interrupted
-    python -m benchmarks.load --quick    does it work at all: the demo pair, few texts, nothing tuned
+    python -m benchmarks.load --only demo        one pair, about twenty minutes on two cores (or --only deepened)
+    python -m benchmarks.load --only demo --parts short-texts
+    python -m benchmarks.load --only demo --parts closed --contenders outrider-alone outrider-pair --mixes short \
+        --streams 1 8 64 --repetitions 1         two minutes; in two trees, in turns, it compares them
+    python -m benchmarks.load --quick            does it work at all
+
+γ is the service's own choice (`adaptive`); `--gamma` fixes it. Services have one thread each and bfloat16, the pair a
+core each, as `outrider serve` starts them; continuous batching has one thread, static batches all cores: with these
+each was fastest on two cores.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import replace
+from itertools import islice
+from statistics import median
 from typing import Any
 
-from rich.console import Console
 from transformers import AutoTokenizer
 
-from benchmarks import machine
-from benchmarks.arguments import pair_parser
-from benchmarks.deepen import cached
-from benchmarks.load_contenders import LoadContender, Outcome, Unavailable
-from benchmarks.load_engine import engine_share
-from benchmarks.load_picture import draw
-from benchmarks.load_plan import DEEPENED, FULL, MIXES, QUICK, LoadPlan, Workload
-from benchmarks.load_services import OutriderUnderLoad
-from benchmarks.load_summary import (
+from benchmarks import harness, load_report
+from benchmarks.contenders import Server, Task, Unavailable
+from benchmarks.harness import Bench, Json, tell
+from benchmarks.load_report import (
     ALONE,
     BATCHING,
     CLOSED,
@@ -42,294 +41,253 @@ from benchmarks.load_summary import (
     PAIR,
     SHORT,
     STATIC,
-    capacity,
+    draw,
     figures,
-    summarise,
+    table,
 )
-from benchmarks.load_tables import show
-from benchmarks.load_tuning import Factory, Setting, tuned
-from benchmarks.local import unload
-from benchmarks.pair import CACHE, RESULTS, Models
-from benchmarks.plan import read_prompts
-from benchmarks.record import Record
-from benchmarks.services import Processes, RunningPair
+from benchmarks.outrider_contender import ANYWHERE, APART, Models, OutriderServer, Services, models_of
+from benchmarks.transformers_contender import ContinuousBatching, StaticBatches, load
+from outrider.cli.processes import processors
 
-PARTS = ("engine", CLOSED, SHORT, OPEN)
-# Where there is no terminal to ask.
-TABLE_WIDTH = 200
-# The rounds that the engine's share is taken on, and their γ: none, or the service's own.
-_KINDS: dict[str, int | None] = {"Decode": 0, "proposals": None}
+__all__ = ["draw", "main"]
 
-Json = dict[str, Any]
-Told = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One place of the grid, in which the contenders take turns."""
-
-    mode: str
-    mix: str
-    level: str  # streams, tokens of each text, or the share of the capacity
-    repetition: int
+PARTS = (CLOSED, SHORT, OPEN)
+MIXES = ("short", "long")
+# Of the prompt of a long request, as shares of `--long-tokens`: prompts of one length would all prefill alike.
+_LONG_SHARES = (1.0, 0.5, 0.75)
+# The deepened target takes twelve times as long: fewer and shorter texts, unless the command says otherwise.
+_DEEPENED: Json = {"mixes": ["short"], "new_tokens": 32, "least_texts": 4, "short_texts_per_stream": 2}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    given = _parse(arguments)
-    console = Console(stderr=True, highlight=False)
-
-    def told(line: str) -> None:
-        console.print(line, style="dim", markup=False, soft_wrap=True)
-
-    try:
-        prompts = read_prompts(given.prompts_file)
-        pairs = _pairs(given)
-        record = Record.open(_output(given), _head(pairs, given, arguments), resume=given.resume)
-        for models, plan in pairs:
-            Bench(models, plan, prompts, record, told).run(given.parts)
-            unload()
-    except (OSError, ValueError) as error:
-        told(f"benchmarks.load: {error}")
-        return 2
-    except KeyboardInterrupt:
-        told("benchmarks.load: interrupted; --resume goes on from here")
-        return 130
-    record.put("load_average_after", machine.load_average())
-    record.put("summary", summarise(record.runs))
-    show(record.document, Console(highlight=False, width=None if sys.stdout.isatty() else TABLE_WIDTH))
-    for picture in draw(record.document, record.path.with_suffix("")):
-        told(f"drew {picture.name}")
-    print(json.dumps({key: value for key, value in record.document.items() if key != "runs"}, ensure_ascii=False))
-    return 0
-
-
-# -------------------------------------------------------------------------------------------------------- what is asked
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = pair_parser("benchmarks.load", __doc__ or "", quick="few texts, the demo pair only, no tuning")
+    parser = harness.parser("load", __doc__, quick="few texts, the demo pair only")
     parser.add_argument("--busy", action="store_true", help="note that the machine had other work to do")
     parser.add_argument("--only", choices=("demo", "deepened"), help="one of the two pairs")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what of it (default: all)")
-    parser.add_argument("--factor", type=int, help="how many times as deep the deepened target is; 1: leave it out")
-    parser.add_argument("--streams", type=int, nargs="+", help="of the closed loop")
-    parser.add_argument("--mixes", nargs="+", choices=MIXES, help="of prompts")
-    parser.add_argument("--rates", type=float, nargs="+", help="of the open loop, as shares of the capacity")
-    parser.add_argument("--open-seconds", type=float, help="how long requests of the open loop arrive")
-    parser.add_argument("--new-tokens", type=int, help="tokens of each text")
-    parser.add_argument("--engine-tokens", type=int, help="tokens of each text that the engine's share is taken on")
-    parser.add_argument("--texts-per-stream", type=int, help="texts of a run of the closed loop, over its streams")
-    parser.add_argument("--least-texts", type=int, help="texts of such a run at the least")
-    parser.add_argument("--short-texts", type=int, nargs="+", help="tokens of each short text")
-    parser.add_argument("--short-texts-per-stream", type=int, help="texts of a run of short texts, over its streams")
-    parser.add_argument("--repetitions", type=int, help="how often each run is made")
-    parser.add_argument("--temperature", type=float, help="of all texts; nothing is filtered")
-    parser.add_argument("--no-tuning", dest="tuned", action="store_false", default=None, help="do not try settings")
-    return parser.parse_args(arguments)
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS, help="(default: all)")
+    parser.add_argument("--factor", type=int, default=12, help="how many times as deep the deepened target is")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], help="of the closed loop")
+    parser.add_argument("--mixes", nargs="+", choices=MIXES, help="of prompts (default: both; deepened: short)")
+    parser.add_argument("--new-tokens", type=int, help="tokens of each text (default: 64; deepened: 32)")
+    parser.add_argument("--long-tokens", type=int, default=384, help="of the longest prompts")
+    parser.add_argument("--texts-per-stream", type=int, default=2, help="of a run of the closed loop")
+    parser.add_argument("--least-texts", type=int, help="of such a run (default: 8; deepened: 4)")
+    parser.add_argument("--short-texts", type=int, nargs="+", default=[1, 4, 16], help="tokens of each short text")
+    parser.add_argument("--short-texts-per-stream", type=int, help="(default: 8; deepened: 2)")
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 0.8, 1.2], help="of the open loop")
+    parser.add_argument("--open-seconds", type=float, default=8.0, help="how long requests of the open loop arrive")
+    parser.add_argument("--repetitions", type=int, default=3, help="how often each run is made")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of all texts; nothing is filtered")
+    parser.add_argument("--gamma", type=int, help="of the pair (default: the service's own, adaptive)")
+    parser.add_argument("--place", choices=(APART, ANYWHERE), default=APART, help="where the pair's services run")
+    few = {
+        "only": "demo", "streams": [1, 2], "mixes": ["short"], "new_tokens": 8, "texts_per_stream": 1, "least_texts": 2,
+        "short_texts": [1], "short_texts_per_stream": 1, "rates": [0.8], "open_seconds": 1.0, "repetitions": 1,
+    }  # fmt: skip
+    return harness.run("load", _named(harness.parse(parser, arguments, few)), measure, summarise, table, draw)
 
 
-def _pairs(given: argparse.Namespace) -> list[tuple[Models, LoadPlan]]:
-    """The pairs that are asked for, each with what is put on it."""
-    pairs = []
-    if given.only != "deepened":
-        pairs.append((Models("demo", given.target, given.draft), _plan(QUICK if given.quick else FULL, given)))
-    plan = _plan(QUICK if given.quick else DEEPENED, given)
-    if given.only != "demo" and plan.factor > 1:
-        pairs.append((Models("deepened", cached(given.target, plan.factor, CACHE), given.draft), plan))
-    return pairs
+def _named(given: argparse.Namespace) -> argparse.Namespace:
+    if given.output is None and given.only and not given.quick:
+        given.output = harness.RESULTS / f"load-{given.only}.json"
+    return given
 
 
-def _plan(plan: LoadPlan, given: argparse.Namespace) -> LoadPlan:
-    """A plan with what the command line says in place of its own."""
-    changes = {name: value for name in plan.document() if (value := getattr(given, name, None)) is not None}
-    changes = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
-    for name, value in changes.items():
-        least = min(value) if isinstance(value, tuple) and name != "mixes" else value
-        if isinstance(least, int | float) and (least < 0 or (least == 0 and name not in ("temperature", "tuned"))):
-            raise ValueError(f"{name} is {least}; it must be above 0")
-    return replace(plan, **changes)
+def measure(bench: Bench) -> None:
+    """All runs on all pairs."""
+    given = bench.given
+    bench.document |= {"busy": given.busy, "models": {}, "contenders": {}, "unavailable": {}, "capacity": {}}
+    for name in ("streams", "rates", "short_texts", "new_tokens", "repetitions"):
+        value = getattr(given, name)
+        if value is not None and min(value if isinstance(value, list) else [value]) <= 0:
+            raise ValueError(f"{name} is {value}; it must be above 0")
+    for models in models_of(given.target, given.draft, given.only, given.factor):
+        bench.document["models"][models.name] = models.document()
+        Loops(bench, models).run()
+        load.cache_clear()
 
 
-def _output(given: argparse.Namespace) -> Path:
-    name = f"load-{given.only}.json" if given.only else "load.json"
-    return given.output or (CACHE / "load-quick.json" if given.quick else RESULTS / name)
-
-
-def _head(pairs: Sequence[tuple[Models, LoadPlan]], given: argparse.Namespace, arguments: Sequence[str]) -> Json:
-    return {
-        "benchmark": "load",
-        "command": machine.command("benchmarks.load", arguments),
-        "machine": machine.describe(),
-        "busy": given.busy,
-        "load_average_before": machine.load_average(),
-        "settings": {models.name: plan.document() for models, plan in pairs},
-        "models": {models.name: models.document() for models, _ in pairs},
-        "contenders": {},
-        "unavailable": {},
-        "engine": {},
-    }
-
-
-# ------------------------------------------------------------------------------------------------------------- one pair
-
-
-class Bench:
+class Loops:
     """All runs on one pair of models."""
 
-    def __init__(self, models: Models, plan: LoadPlan, prompts: Sequence[str], record: Record, told: Told) -> None:
-        tokenizer = AutoTokenizer.from_pretrained(models.target, local_files_only=True)
+    def __init__(self, bench: Bench, models: Models) -> None:
+        asked = {key: value for key, value in vars(bench.given).items() if value is not None}
+        usual = {"mixes": list(MIXES), "new_tokens": 64, "least_texts": 8, "short_texts_per_stream": 8}
+        self._given = argparse.Namespace(gamma=None)
+        vars(self._given).update(usual | (_DEEPENED if models.name == "deepened" else {}) | asked)
+        self._bench = bench
         self._models = models
-        self._plan = plan
-        self._record = record
-        self._told = told
-        self._work = Workload(prompts, plan, lambda text: tokenizer(text)["input_ids"])
-        self._factory = Factory(models, plan, self._work)
-        self._names = tuple(name for name in CONTENDERS if plan.static_batches or name != STATIC)
+        tokenizer = AutoTokenizer.from_pretrained(models.target, local_files_only=True)
+        self._work = Workload([tuple(tokenizer(text)["input_ids"]) for text in bench.prompts], self._given)
+        left_out = (STATIC,) if models.name == "deepened" else ()
+        self._names = [name for name in CONTENDERS if name in self._given.contenders and name not in left_out]
 
-    def run(self, parts: Sequence[str]) -> None:
-        """Makes the runs of these parts that the record does not hold yet."""
-        cells = [(turn, cell) for turn, cell in enumerate(self._cells(parts)) if self._missing(cell)]
-        engine = "engine" in parts and set(self._shares()) != set(_KINDS)
-        if not cells and not engine:
-            return
-        chosen = self._record.once(
-            "tuning",
-            self._models.name,
-            lambda: tuned(self._factory, self._plan, self._work, self._names, self._told),
-        )
-        setting = Setting.of(chosen["settings"])
-        with ExitStack() as running:
-            pairs = {
-                how: running.enter_context(self._factory.services(how))
-                for how in dict.fromkeys((setting.alone, setting.pair))
-            }
-            if engine:
-                self._measure_engine({"Decode": pairs[setting.alone], "proposals": pairs[setting.pair]})
-            if cells:
-                contenders = self._contenders(setting, pairs)
+    def run(self) -> None:
+        """Makes the runs that are not there yet."""
+        cells = [(turn, cell) for turn, cell in enumerate(self._cells()) if self._missing(cell)]
+        if cells:
+            with ExitStack() as running:
+                servers = self._servers(running)
                 for turn, cell in cells:
-                    self._measure(cell, contenders, turn)
+                    self._measure(cell, servers, turn)
 
-    def _contenders(self, setting: Setting, pairs: dict[Processes, RunningPair]) -> dict[str, LoadContender]:
-        """All that can run here, warm. Those that cannot are in the record with the reason."""
-        makers: dict[str, Callable[[], LoadContender]] = {
-            BATCHING: lambda: self._factory.batching(setting.batching),
-            STATIC: lambda: self._factory.static(setting.static),
-            ALONE: lambda: OutriderUnderLoad(pairs[setting.alone], gamma=0),
-            PAIR: lambda: OutriderUnderLoad(pairs[setting.pair], gamma=None),
+    def _servers(self, running: ExitStack) -> dict[str, Server]:
+        """All contenders that can run here, warm."""
+        given, target = self._given, self._models.target
+        most = max(8, *given.streams)
+
+        def services(place: str) -> Services:
+            flags = {"verifier_service": ["--no-prefix-cache"], "draft_service": ["--speculation", "adaptive"]}
+            made = Services(target, self._models.draft, place=place, max_sequences=most, flags=flags)
+            return running.enter_context(made)
+
+        options: Json = {} if given.gamma is None else {"gamma": given.gamma}
+        makers: dict[str, Callable[[], Server]] = {
+            BATCHING: lambda: ContinuousBatching(
+                target, dtype="bfloat16", threads=1, longest=self._work.longest(), most=most
+            ),
+            STATIC: lambda: StaticBatches(target, dtype="bfloat16", threads=len(processors())),
+            ALONE: lambda: OutriderServer(services(ANYWHERE), gamma=0),
+            PAIR: lambda: OutriderServer(services(given.place), **options),
         }
-        contenders: dict[str, LoadContender] = {}
+        servers: dict[str, Server] = {}
         for name in self._names:
             try:
-                contender = makers[name]()
-                contender.closed(self._work.warm_up(2), 2)
+                server = makers[name]()
+                server.closed(self._work.warm_up(2), 2)
+                servers[name] = server
             except Unavailable as error:
                 self._leave_out(name, error)
-            else:
-                contenders[name] = contender
-        told = {name: contender.settings() for name, contender in contenders.items()}
-        self._record.put("contenders", self._record.document["contenders"] | {self._models.name: told})
-        return contenders
+        self._bench.document["contenders"][self._models.name] = {
+            name: each.settings() for name, each in servers.items()
+        }
+        return servers
 
     def _leave_out(self, name: str, error: Unavailable) -> None:
-        self._told(f"{self._models.name}: {name} is not there: {error}")
-        self._record.document["unavailable"].setdefault(self._models.name, {})[name] = str(error)
-        self._record.save()
+        tell(f"{self._models.name}: {name} is not there: {error}")
+        self._bench.document["unavailable"].setdefault(self._models.name, {})[name] = str(error)
 
-    # ---------------------------------------------------------------------------------------------------- the grid
-
-    def _cells(self, parts: Sequence[str]) -> Iterator[Cell]:
-        """In order. Repetitions are outermost within a loop, so that each meets the machine at another time."""
-        for mode, levels in (
-            (CLOSED, [str(each) for each in self._plan.streams]),
-            (SHORT, [str(each) for each in self._plan.short_texts]),
-            (OPEN, map("{:g}".format, self._plan.rates)),
-        ):
-            if mode in parts:
-                levels = list(levels)
-                for repetition in range(self._plan.repetitions):
-                    for mix in self._plan.mixes[: 1 if mode == SHORT else None]:
+    def _cells(self) -> Iterator[Json]:
+        """The grid, in order. Repetitions are outermost, so that each meets the machine at another time."""
+        given = self._given
+        for mode, levels in ((CLOSED, given.streams), (SHORT, given.short_texts), (OPEN, given.rates)):
+            if mode in given.parts:
+                for repetition in range(given.repetitions):
+                    for mix in given.mixes[: 1 if mode == SHORT else None]:
                         for level in levels:
-                            yield Cell(mode, mix, level, repetition)
+                            keys = {"pair": self._models.name, "mode": mode, "mix": mix, "level": f"{level:g}"}
+                            yield keys | {"repetition": repetition}
 
-    def _measure(self, cell: Cell, contenders: dict[str, LoadContender], turn: int) -> None:
-        named = [name for name in self._missing(cell) if name in contenders]
-        if not named:
-            return
-        keys = self._keys(cell)
-        runs = []
-        first = turn % len(named)
-        for name in named[first:] + named[:first]:
+    def _missing(self, cell: Json) -> list[str]:
+        names = [name for name in self._names if cell["mode"] != OPEN or name in IN_OPEN_LOOP]
+        return [name for name in names if not self._bench.has(**cell, contender=name)]
+
+    def _measure(self, cell: Json, servers: dict[str, Server], turn: int) -> None:
+        shown = []
+        for name in harness.rotated([name for name in self._missing(cell) if name in servers], turn):
             try:
-                outcome, asked = self._served(cell, contenders[name])
+                found = self._served(cell, servers[name])
             except Unavailable as error:
                 self._leave_out(name, error)
-                del contenders[name]
+                del servers[name]
                 continue
-            runs.append({**keys, "contender": name, **asked, **figures(outcome), "served": _compact(outcome)})
-        self._record.add_runs(runs)
-        rates = ", ".join(f"{run['contender']} {run['tokens_per_second']:.1f}" for run in runs)
-        self._told(f"{' '.join(str(value) for value in keys.values())}: {rates} tokens/s")
+            self._bench.add({**cell, "contender": name, **found})
+            shown.append(f"{name} {found['tokens_per_second']:.1f}")
+        tell(f"{' '.join(map(str, cell.values()))}: {', '.join(shown)} tokens/s")
 
-    def _missing(self, cell: Cell) -> list[str]:
-        """The contenders whose run in a cell is still to be made."""
-        gone = self._record.document["unavailable"].get(self._models.name, {})
-        return [
-            name
-            for name in self._names
-            if name not in gone
-            and (cell.mode != OPEN or name in IN_OPEN_LOOP)
-            and not self._record.has_run(**self._keys(cell), contender=name)
-        ]
-
-    def _keys(self, cell: Cell) -> Json:
-        return {"pair": self._models.name, **asdict(cell)}
-
-    def _served(self, cell: Cell, contender: LoadContender) -> tuple[Outcome, Json]:
-        if cell.mode == CLOSED:
-            tasks = self._work.closed(cell.mix, int(cell.level), cell.repetition)
-            return contender.closed(tasks, int(cell.level)), {}
-        if cell.mode == SHORT:
-            tasks = self._work.short(cell.mix, int(cell.level), cell.repetition)
-            return contender.closed(tasks, max(self._plan.streams)), {}
-        found = self._record.once("capacity", f"{self._models.name} {cell.mix}", lambda: self._capacity(cell.mix))
-        rate = float(cell.level) * found
-        tasks, due = self._work.open(cell.mix, rate, cell.repetition)
-        return contender.open(tasks, due), {"arrivals_per_second": rate}
+    def _served(self, cell: Json, server: Server) -> Json:
+        work, mix, repetition = self._work, cell["mix"], cell["repetition"]
+        if cell["mode"] == CLOSED:
+            streams = int(cell["level"])
+            return figures(server.closed(work.closed(mix, streams, repetition), streams))
+        if cell["mode"] == SHORT:
+            return figures(server.closed(work.short(mix, int(cell["level"]), repetition), max(self._given.streams)))
+        key = f"{self._models.name} {mix}"
+        capacity = self._bench.once(key, lambda: self._capacity(mix))
+        self._bench.document["capacity"][key] = capacity
+        tasks, due = work.open(mix, float(cell["level"]) * capacity, repetition)
+        return figures(server.open(tasks, due))
 
     def _capacity(self, mix: str) -> float:
-        found = capacity(self._record.runs, self._models.name, mix)
-        if found is None:
+        """Requests a second that the closed loop found at the most, of Outrider's contenders.
+
+        Raises:
+            ValueError: it has not run.
+        """
+        runs = [run for run in self._bench.runs if run["mode"] == CLOSED and run["contender"] in (ALONE, PAIR)]
+        here = [{**run, "at": (run["contender"], run["level"])} for run in runs if run["mix"] == mix]
+        found = [median(run["requests_per_second"] for run in own) for own in harness.grouped(here, "at").values()]
+        if not found:
             raise ValueError(f"the open loop needs the closed loop of {mix} prompts before it: no capacity is known")
-        return found
-
-    # ------------------------------------------------------------------------------------------ before and after it
-
-    def _shares(self) -> Json:
-        """What the engine itself costs, as far as it is known, by `_KINDS`."""
-        found: Json = self._record.document["engine"].setdefault(self._models.name, {})
-        return found
-
-    def _measure_engine(self, services: dict[str, RunningPair]) -> None:
-        tasks = self._work.greedy(self._plan.engine_streams, self._plan.engine_tokens)
-        found = self._shares()
-        for kind, gamma in _KINDS.items():
-            if kind not in found:
-                found[kind] = engine_share(services[kind], tasks, gamma)
-                self._record.save()
-            self._told(f"{self._models.name}: {found[kind]['share']:.1%} of the engine's time is its own, {kind}")
+        return max(found)
 
 
-def _compact(outcome: Outcome) -> list[list[float | int | None]]:
-    """Of each request: when it was due, when its first and its last token came (seconds), tokens; None if refused."""
-    return [
-        [round(each.due, 4), None, None, 0]
-        if each.refused
-        else [round(each.due, 4), round(each.stamps[0][0], 4), round(each.end, 4), each.tokens]
-        for each in outcome.served
-    ]
+class Workload:
+    """The requests, as tokens. The same for whoever serves them: contenders write the same texts."""
+
+    def __init__(self, prompts: Sequence[tuple[int, ...]], given: argparse.Namespace) -> None:
+        self._prompts = prompts
+        self._given = given
+
+    def closed(self, mix: str, streams: int, repetition: int) -> list[Task]:
+        """All texts of a run of the closed loop, in the order they are begun."""
+        return self._tasks(mix, max(self._given.least_texts, self._given.texts_per_stream * streams), repetition)
+
+    def short(self, mix: str, new_tokens: int, repetition: int) -> list[Task]:
+        """All texts of a run of texts of so many tokens."""
+        count = self._given.short_texts_per_stream * max(self._given.streams)
+        return [replace(task, new_tokens=new_tokens) for task in self._tasks(mix, count, repetition)]
+
+    def open(self, mix: str, rate: float, repetition: int) -> tuple[list[Task], list[float]]:
+        """All texts of a run of the open loop, and when each arrives, in seconds; `rate` is in requests a second."""
+        due = list(arrivals(rate, self._given.open_seconds, seed=1 + repetition))
+        return self._tasks(mix, len(due), repetition), due
+
+    def warm_up(self, streams: int) -> list[Task]:
+        """Short texts that are not measured, after the longest prompts there are."""
+        tokens = min(8, self._given.new_tokens)
+        return [replace(task, new_tokens=tokens) for task in self._tasks(self._given.mixes[-1], streams, 10_000)]
+
+    def longest(self) -> int:
+        """Tokens of the longest sequence of all, its text included."""
+        mixes = self._given.mixes
+        lengths = [len(self._prompt(mix, nth)) for mix in mixes for nth in range(max(3, len(self._prompts)))]
+        return max(lengths) + max(self._given.new_tokens, *self._given.short_texts)
+
+    def _tasks(self, mix: str, count: int, repetition: int) -> list[Task]:
+        first = repetition * count  # other prompts each time, as long as there are any
+        return [
+            Task(nth, self._prompt(mix, nth), self._given.new_tokens, self._given.temperature, 1 + nth)
+            for nth in range(first, first + count)
+        ]
+
+    def _prompt(self, mix: str, nth: int) -> tuple[int, ...]:
+        """The prompt as it is, or followed by those that come after it up to the length of a long one."""
+        count = len(self._prompts)
+        if mix == "short":
+            return self._prompts[nth % count]
+        length = round(self._given.long_tokens * _LONG_SHARES[nth % len(_LONG_SHARES)])
+        following = (token for i in range(nth, nth + length) for token in self._prompts[i % count])
+        return tuple(islice(following, length))
+
+
+def arrivals(rate: float, seconds: float, *, seed: int) -> Iterator[float]:
+    """Times of a Poisson process of `rate` a second, from 0 to `seconds`; at least one.
+
+    Another rate stretches the same times, so that rates differ in their pace alone.
+    """
+    generator = random.Random(seed)
+    at = generator.expovariate(1.0) / rate
+    yield at
+    while (at := at + generator.expovariate(1.0) / rate) < seconds:
+        yield at
+
+
+def summarise(bench: Bench) -> Json:
+    """All figures: by pair, mode, mix, level and contender."""
+    found: Any = load_report.summarise(bench.runs)
+    return {"summary": found}
 
 
 if __name__ == "__main__":

@@ -1,40 +1,27 @@
 """What the outcome cache is worth: tokens/s of a pair with it over the same pair without, through both services.
 
-    python -m benchmarks.outcome_cache [--quick] [--prompts 8] [--tokens 128] [--repetitions 3]
+A request says whether it wants the cache, and the two ways take turns prompt by prompt. Placements: each service on a
+processor of its own, with a target three times as deep as the demo pair's, and with the demo pair itself; and both
+services on one processor, where drafting ahead takes its time from the target and ought to be found not to pay.
 
-One service of each kind a placement; a request says whether it wants the cache, and the two ways take turns prompt by
-prompt, so that whatever else the machine does falls on both. Placements: each service on a processor of its own, with a
-target three times as deep as the demo pair's, and with the demo pair itself; and both services on one processor, where
-drafting ahead takes its time from the target and ought to be found not to pay. What counts are ratios: at each γ, and
-of the best γ with the cache over the best without.
+    python -m benchmarks.outcome_cache --prompts 6 --repetitions 2     about fifteen minutes on two cores
+    python -m benchmarks.outcome_cache --quick                         does it work at all
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median, quantiles
 from typing import Any
 
-from rich.console import Console
-
-from benchmarks import machine
-from benchmarks.arguments import DEMO
-from benchmarks.deepen import cached
-from benchmarks.outcome_cache_picture import draw
-from benchmarks.plan import read_prompts, spread
-from benchmarks.services import Processes, RunningPair
+from benchmarks import harness, plots
+from benchmarks.harness import Bench, Json, tell
+from benchmarks.outrider_contender import APART, ONE_CORE, Services, models_of
 from outrider.client import Client, Completion, Options
 
-RESULT = Path(__file__).parent / "results" / "outcome-cache.json"
-DEPTH = 3
-GAMMAS = (3, 5, 8)
 WAYS: dict[str, Options] = {
     "greedy": {"temperature": 0.0},
     "coupled": {"rule": "coupled"},
@@ -43,198 +30,151 @@ WAYS: dict[str, Options] = {
 }
 # Before anything is measured: by then the services know what a wait is like, and have tried doing without.
 WARM_UP_TOKENS = 512
-
-Json = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where the services run, and with what target."""
-
-    name: str
-    depth: int
-    on_one: bool = False
-
-
-PLACEMENTS = (
-    Placement(f"target x{DEPTH}, a core each", DEPTH),
-    Placement("demo target, a core each", 1),
-    Placement(f"target x{DEPTH}, both on one core", DEPTH, on_one=True),
-)
+_TIMES = ("draft", "verdict", "forward", "verify", "saved")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    given = _parse(arguments)
-    console = Console(stderr=True, highlight=False)
-    prompts = spread(read_prompts(given.prompts_file), given.prompts)
-    document: Json = {
-        "benchmark": "outcome_cache",
-        "command": machine.command("benchmarks.outcome_cache", arguments),
-        "machine": machine.describe(),
-        "load_average_before": machine.load_average(),
-        "settings": {
-            "prompts": len(prompts),
-            "tokens": given.tokens,
-            "repetitions": given.repetitions,
-            "dtype": given.dtype,
-            "gammas": given.gammas,
-        },
-        "results": [],
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        for placement in PLACEMENTS[1:2] if given.quick else PLACEMENTS:
-            target = _target(placement, Path(folder))
-            how = Processes(given.dtype, 1, given.dtype, 1, apart=not placement.on_one, on_one=placement.on_one)
-            with RunningPair(target, DEMO / "draft", how) as pair:
-                for way in given.ways:
-                    _warm_up(pair.client, prompts[0], WAYS[way], given.tokens if given.quick else WARM_UP_TOKENS)
-                    for gamma in given.gammas:
-                        found = measure(pair.client, prompts, {**WAYS[way], "gamma": gamma}, given)
-                        document["results"].append({"placement": placement.name, "way": way, "gamma": gamma, **found})
-                        console.print(f"{placement.name}, {way}, γ = {gamma}: {found['ratio']:.2f}", style="dim")
-    document["best"] = best(document["results"])
-    document["load_average_after"] = machine.load_average()
-    output = given.output or (None if given.quick else RESULT)
-    if output is not None:
-        output.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        draw(document, output.with_suffix(".png"))
-    print(table(document), json.dumps(document, ensure_ascii=False), sep="\n\n")
-    return 0
-
-
-def _target(placement: Placement, folder: Path) -> Path:
-    demo = DEMO / "target"
-    return demo if placement.depth == 1 else cached(demo, placement.depth, folder)
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.outcome_cache", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--quick", action="store_true", help="the demo pair, one γ and repetition: does it run?")
-    parser.add_argument("--prompts", type=int, default=8, help="of the demo corpus")
+    parser = harness.parser("outcome_cache", __doc__, quick="the demo pair, one γ and repetition, two ways")
+    parser.add_argument("--only", choices=("demo", "deepened"), help="one of the two pairs, a core each")
+    parser.add_argument("--factor", type=int, default=3, help="how many times as deep the deepened target is")
+    parser.add_argument("--prompts", type=int, default=8, help="how many prompts")
     parser.add_argument("--tokens", type=int, default=128, help="to write after each")
     parser.add_argument("--repetitions", type=int, default=3, help="with each prompt")
-    parser.add_argument("--gammas", type=int, nargs="+", default=list(GAMMAS))
+    parser.add_argument("--gammas", type=int, nargs="+", default=[3, 5, 8])
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--dtype", default="bfloat16", help="of both models")
-    parser.add_argument("--output", type=Path, help="JSON file to write, with a picture beside it")
-    parser.add_argument("--prompts-file", type=Path, default=DEMO / "prompts.jsonl")
-    given = parser.parse_args(arguments)
-    if given.quick:
-        given.gammas, given.repetitions, given.ways = given.gammas[:1], 1, given.ways[:2]
-    return given
+    few = {"only": "demo", "gammas": [3], "repetitions": 1, "prompts": 2, "ways": ["greedy", "coupled"], "tokens": 48}
+    return harness.run("outcome_cache", harness.parse(parser, arguments, few), measure, summarise, table, draw)
 
 
-def _warm_up(client: Client, prompt: str, way: Options, tokens: int) -> None:
-    client.complete(prompt, **_asked(way, tokens, seed=1))
+def measure(bench: Bench) -> None:
+    """Every placement, way and γ."""
+    given = bench.given
+    pairs = {models.name: models for models in models_of(given.target, given.draft, given.only, given.factor)}
+    placements = {
+        f"target x{given.factor}, {APART}": ("deepened", APART),
+        f"demo target, {APART}": ("demo", APART),
+        f"target x{given.factor}, {ONE_CORE}": ("deepened" if given.only is None else "", ONE_CORE),
+    }
+    prompts = harness.spread(bench.prompts, given.prompts)
+    for placement, (name, place) in placements.items():
+        if name not in pairs:
+            continue
+        with Services(pairs[name].target, pairs[name].draft, dtype=given.dtype, place=place) as services:
+            for way in given.ways:
+                if not given.quick:
+                    _complete(services.client, prompts[0], WAYS[way], WARM_UP_TOKENS, seed=1)
+                for gamma in given.gammas:
+                    keys = {"placement": placement, "way": way, "gamma": gamma}
+                    if not bench.has(**keys):
+                        options: Any = {**WAYS[way], "gamma": gamma}
+                        found = compare(services.client, prompts, options, given.tokens, given.repetitions)
+                        bench.add({**keys, **found})
+                        tell(f"{placement}, {way}, γ = {gamma}: {found['ratio']:.2f}")
 
 
-def _asked(way: Options, tokens: int, **more: Any) -> Options:
-    options = way.copy()
-    options.update({"max_new_tokens": tokens, "ignore_eos": True, **more})  # type: ignore[typeddict-item]
-    return options
+def _complete(client: Client, prompt: str, way: Options, tokens: int, **more: Any) -> Completion:
+    options: Any = {**way, "max_new_tokens": tokens, "ignore_eos": True, **more}
+    return client.complete(prompt, **options)
 
 
-def measure(client: Client, prompts: Sequence[str], options: Options, given: argparse.Namespace) -> Json:
-    """One row: the ways in turn, prompt by prompt, and which comes first in turn too."""
-    ratios, rates, same = list[float](), {True: list[float](), False: list[float]()}, 0
-    told: dict[bool, list[Completion]] = {True: [], False: []}
-    for number in range(given.repetitions * len(prompts)):
-        prompt, rate = prompts[number % len(prompts)], {}
-        for on in (True, False) if number % 2 else (False, True):
+def compare(client: Client, prompts: Sequence[str], options: Options, tokens: int, repetitions: int) -> Json:
+    """With the cache and without in turn, prompt by prompt, and which comes first in turn too."""
+    rates: dict[str, list[float]] = {"with": [], "without": []}
+    done: dict[str, list[Completion]] = {"with": [], "without": []}
+    for nth in range(repetitions * len(prompts)):
+        for way in harness.rotated(rates, nth):
             begin = time.perf_counter()
-            done = client.complete(prompt, **_asked(options, given.tokens, seed=number, outcome_cache=on))
-            rate[on] = len(done.token_ids) / (time.perf_counter() - begin)
-            rates[on].append(rate[on])
-            told[on].append(done)
-        ratios.append(rate[True] / rate[False])
-        same += told[True][-1].token_ids == told[False][-1].token_ids
+            prompt = prompts[nth % len(prompts)]
+            text = _complete(client, prompt, options, tokens, seed=nth, outcome_cache=way == "with")
+            rates[way].append(len(text.token_ids) / (time.perf_counter() - begin))
+            done[way].append(text)
+    ratios = [a / b for a, b in zip(rates["with"], rates["without"], strict=True)]
+    same = [a.token_ids == b.token_ids for a, b in zip(done["with"], done["without"], strict=True)]
+    low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    told = [each.statistics for each in done["with"]]
+    rounds, queries = sum(each.num_drafts for each in told), sum(each.num_outcome_cache_queries for each in told)
     return {
-        "ratio": round(statistics.median(ratios), 3),
-        "ratio_quartiles": [round(each, 3) for each in _quartiles(ratios)],
-        "tokens_per_second": {
-            name: round(statistics.median(rates[on]), 1) for name, on in (("with", True), ("without", False))
-        },
-        "same_text": [same, len(ratios)],
-        **_cache(told[True]),
-        "per_round_ms": {name: _per_round(told[on]) for name, on in (("with", True), ("without", False))},
+        "ratio": median(ratios),
+        "ratio_quartiles": [low, high],
+        "tokens_per_second": {way: median(own) for way, own in rates.items()},
+        "same_text": [sum(same), len(same)],
+        "hit_rate": sum(each.num_outcome_cache_hits for each in told) / queries if queries else None,
+        "rounds_served": queries / rounds,
+        "predrafted_per_round": sum(each.num_predrafted_tokens for each in told) / rounds,
+        "acceptance": sum(each.num_accepted_tokens for each in told) / sum(each.num_draft_tokens for each in told),
+        "per_round_ms": {way: _per_round(own) for way, own in done.items()},
     }
 
 
-def _quartiles(values: list[float]) -> tuple[float, float]:
-    if len(values) < 2:
-        return values[0], values[0]
-    first, _, third = statistics.quantiles(values, n=4)
-    return first, third
-
-
-def _cache(done: list[Completion]) -> Json:
-    told = [each.statistics for each in done]
-    rounds = sum(each.num_drafts for each in told)
-    queries = sum(each.num_outcome_cache_queries for each in told)
-    return {
-        "hit_rate": round(sum(each.num_outcome_cache_hits for each in told) / queries, 3) if queries else None,
-        "rounds_served": round(queries / rounds, 3),
-        "predrafted_per_round": round(sum(each.num_predrafted_tokens for each in told) / rounds, 2),
-        "wasted_per_round": round(sum(each.num_wasted_tokens for each in told) / rounds, 2),
-        "acceptance": round(
-            sum(each.num_accepted_tokens for each in told) / sum(each.num_draft_tokens for each in told), 3
-        ),
-    }
-
-
-def _per_round(done: list[Completion]) -> Json:
+def _per_round(done: Sequence[Completion]) -> Json:
     rounds = sum(each.statistics.num_rounds for each in done)
-    figures: dict[str, Callable[[Completion], int]] = {
-        "draft": lambda each: each.timings.draft_us,
-        "verdict": lambda each: each.timings.verdict_us,
-        "forward": lambda each: each.timings.forward_us,
-        "verify": lambda each: each.timings.verify_us,
-        "saved": lambda each: each.timings.saved_us,
-    }
-    return {name: round(sum(map(of, done)) / rounds / 1e3, 3) for name, of in figures.items()}
+    return {name: sum(getattr(each.timings, f"{name}_us") for each in done) / rounds / 1e3 for name in _TIMES}
 
 
-def best(rows: list[Json]) -> list[Json]:
+def summarise(bench: Bench) -> Json:
+    """All rows, and the best γ of either arm."""
+    return {"results": bench.runs, "best": best(bench.runs)}
+
+
+def best(rows: Sequence[Json]) -> list[Json]:
     """For each placement and way the best γ of either arm, and the ratio of their tokens/s."""
     found = []
-    for placement, way in dict.fromkeys((row["placement"], row["way"]) for row in rows):
-        some = [row for row in rows if (row["placement"], row["way"]) == (placement, way)]
-        arms = {name: max(some, key=lambda row: row["tokens_per_second"][name]) for name in ("with", "without")}
-        rates = {name: row["tokens_per_second"][name] for name, row in arms.items()}
-        found.append(
-            {
-                "placement": placement,
-                "way": way,
-                "gamma": {name: row["gamma"] for name, row in arms.items()},
-                "tokens_per_second": rates,
-                "ratio": round(rates["with"] / rates["without"], 3),
-            }
-        )
+    for placement, of_placement in harness.grouped(rows, "placement").items():
+        for way, some in harness.grouped(of_placement, "way").items():
+            arms = {name: max(some, key=lambda row: row["tokens_per_second"][name]) for name in ("with", "without")}
+            rates = {name: row["tokens_per_second"][name] for name, row in arms.items()}
+            gamma = {name: row["gamma"] for name, row in arms.items()}
+            found.append(
+                {"placement": placement, "way": way, "gamma": gamma, "ratio": rates["with"] / rates["without"]}
+            )
     return found
 
 
 def table(document: Json) -> str:
-    """The rows for people."""
+    """The rows, and the best γ of each arm."""
+    rows = [
+        [
+            row["placement"],
+            row["way"],
+            row["gamma"],
+            f"{row['ratio']:.2f}",
+            "{:.2f} to {:.2f}".format(*row["ratio_quartiles"]),
+            "–" if row["hit_rate"] is None else f"{row['hit_rate']:.0%}",
+            f"{row['predrafted_per_round']:.1f}",
+            f"{row['tokens_per_second']['with']:.0f}",
+        ]
+        for row in document["results"]
+    ]
     head = ["placement", "way", "γ", "with / without", "quartiles", "hit rate", "pre-drafted a round", "tokens/s with"]
-    lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
-    for row in document["results"]:
-        low, high = row["ratio_quartiles"]
-        hit = "-" if row["hit_rate"] is None else f"{row['hit_rate']:.0%}"
-        lines.append(
-            f"| {row['placement']} | {row['way']} | {row['gamma']} | {row['ratio']:.2f} | {low:.2f} to {high:.2f} "
-            f"| {hit} | {row['predrafted_per_round']:.1f} | {row['tokens_per_second']['with']:.0f} |"
-        )
-    lines.append("\nAt the best γ of each arm:\n")
-    for row in document["best"]:
-        gamma = row["gamma"]
-        lines.append(
-            f"- {row['placement']}, {row['way']}: {row['ratio']:.2f} (γ = {gamma['with']} over {gamma['without']})"
-        )
-    return "\n".join(lines)
+    lines = [
+        f"- {row['placement']}, {row['way']}: {row['ratio']:.2f} (γ = {' over '.join(map(str, row['gamma'].values()))})"
+        for row in document["best"]
+    ]
+    return "\n".join([harness.table(head, rows), "", "At the best γ of each arm:", "", *lines])
+
+
+def draw(document: Json, path: Path) -> None:
+    """A panel a placement: the gain at each γ, with quartiles and hit rates."""
+    placements = harness.grouped(document["results"], "placement")
+    colours = dict(zip(WAYS, (plots.BLUE, plots.ORANGE, plots.GREY, plots.LIGHT), strict=True))
+    note = f"{plots.caption(document)}. White: hit rate. Bars: quartiles over texts."
+    with plots.picture(path, 1, len(placements), size=(4.4, 3.8), note=note) as panels:
+        for panel, (placement, rows) in zip(panels[0], placements.items(), strict=True):
+            ways = harness.grouped(rows, "way")
+            gammas = list(harness.grouped(rows, "gamma"))
+            series = {way: [(row["ratio"], *row["ratio_quartiles"]) for row in own] for way, own in ways.items()}
+            panel.set_ylim(0.7, max(1.3, 0.05 + max(row["ratio_quartiles"][1] for row in document["results"])))
+            plots.bars(panel, [f"γ = {gamma}" for gamma in gammas], series, colours=colours)
+            for place, own in enumerate(ways.values()):
+                for nth, row in enumerate(own):
+                    if row["hit_rate"] is not None:
+                        x = nth + (place - (len(ways) - 1) / 2) * 0.86 / len(ways)
+                        plots.foot(panel, x, f"{row['hit_rate']:.0%}")
+            plots.level(panel)
+            panel.set_title(placement, fontsize=10)
+        panels[0][0].set_ylabel("tokens/s with the outcome cache\nover tokens/s without")
 
 
 if __name__ == "__main__":

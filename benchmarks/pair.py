@@ -1,218 +1,346 @@
 """What speculation over gRPC is worth: the target alone, the pair, and transformers' assisted generation, in turns.
 
 Every contender writes the same number of tokens after the same prompts, at its own fastest settings, found beforehand
-on other prompts; they take turns on each prompt, so that whatever else the machine does falls on all of them. Two pairs
+on other prompts. They take turns on each prompt, so that whatever else the machine does falls on all of them. Two pairs
 of models: the demo pair, and the same with a deepened target (`benchmarks.deepen`).
 
-    python -m benchmarks.pair            about a quarter of an hour
-    python -m benchmarks.pair --quick    does it work at all: no tuning, few texts
+    python -m benchmarks.pair --prompts 8       about half an hour on two cores
+    python -m benchmarks.pair --only demo --prompts 4 --repetitions 1 --calibration-tokens 0     about a minute
+    python -m benchmarks.pair --quick           does it work at all
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from rich.console import Console
 from transformers import AutoTokenizer
 
-from benchmarks import machine
-from benchmarks.arguments import pair_parser
-from benchmarks.contenders import Contender
-from benchmarks.deepen import WEIGHTS, cached, digest_of
-from benchmarks.local import TransformersAlone, TransformersAssisted, unload
-from benchmarks.picture import draw
-from benchmarks.plan import FULL, QUICK, TEMPERATURES, Part, Plan, Texts, read_prompts
-from benchmarks.record import Record
-from benchmarks.services import OverGrpc, RunningPair
-from benchmarks.summary import ASSISTED, PAIR, summarise
-from benchmarks.tables import show
-from benchmarks.tuning import Tuned, Tuner
+from benchmarks import harness, plots
+from benchmarks.contenders import PHASES, Task, Writer
+from benchmarks.harness import Bench, Json, number, tell
+from benchmarks.outrider_contender import ANYWHERE, APART, Models, OutriderWriter, Services, models_of
+from benchmarks.transformers_contender import TransformersWriter, load
+from outrider.cli.processes import processors
+from outrider.theory import improvement
 
-ROOT = Path(__file__).resolve().parent.parent
-CACHE = ROOT / ".models-cache"
-RESULTS = ROOT / "benchmarks" / "results"
-# Where there is no terminal to ask.
-TABLE_WIDTH = 140
-
-Told = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Models:
-    """Two folders that go together."""
-
-    name: str
-    target: Path
-    draft: Path
-
-    def document(self) -> dict[str, Any]:
-        """As JSON: what they are, not where they lie."""
-        config = json.loads((self.target / "config.json").read_text(encoding="utf-8"))
-        return {
-            "target": self.target.name,
-            "draft": self.draft.name,
-            "target_layers": config["num_hidden_layers"],
-            "target_mib": round((self.target / WEIGHTS).stat().st_size / 2**20, 1),
-            "draft_mib": round((self.draft / WEIGHTS).stat().st_size / 2**20, 1),
-            "digests": [digest_of(self.target), digest_of(self.draft)],
-        }
+ALONE = ("transformers", "outrider-alone")
+ASSISTED, PAIR = "assisted", "outrider-pair"
+CONTENDERS = (*ALONE, ASSISTED, PAIR)
+LABELS = {
+    "transformers": "target alone, transformers",
+    "outrider-alone": "target alone, Outrider",
+    "assisted": "assisted generation, transformers",
+    "outrider-pair": "the pair over gRPC, Outrider",
+}
+TEMPERATURES = (0.0, 1.0)
+GAMMAS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
+ASSISTANT_TOKENS = (3, 5, 8, 12)
+# Where nothing is tuned.
+PLAIN: Json = {
+    "transformers": {"threads": 1},
+    "outrider-alone": {"threads": 1, "place": ANYWHERE},
+    ASSISTED: {"threads": 1, "tokens": {"0": 5, "1": 5}},
+    PAIR: {"threads": 1, "place": APART, "gamma": {"0": 5, "1": 5}},
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    given = _parse(arguments)
-    console = Console(stderr=True, highlight=False)
-
-    def told(line: str) -> None:
-        console.print(line, style="dim", markup=False, soft_wrap=True)
-
-    plan = _plan(given)
-    try:
-        prompts = read_prompts(given.prompts_file)
-        pairs = _pairs(given, plan)
-        record = Record.open(given.output or _default_output(given), _head(plan, pairs, arguments), resume=given.resume)
-    except (OSError, ValueError) as error:
-        told(f"benchmarks.pair: {error}")
-        return 2
-    for models in pairs:
-        _measure(models, plan, prompts, record, told)
-        unload()
-    record.put("summary", summarise(record.runs))
-    show(record.document, Console(highlight=False, width=None if sys.stdout.isatty() else TABLE_WIDTH))
-    draw(record.document, record.path.with_suffix(".png"))
-    print(json.dumps({key: value for key, value in record.document.items() if key != "runs"}, ensure_ascii=False))
-    return 0
-
-
-# -------------------------------------------------------------------------------------------------------- what is asked
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = pair_parser("benchmarks.pair", __doc__ or "", quick="few texts, the demo pair only, no tuning")
+    parser = harness.parser("pair", __doc__, quick="few texts, the demo pair only, nothing tuned")
     parser.add_argument("--only", choices=("demo", "deepened"), help="one of the two pairs")
-    parser.add_argument(
-        "--factor", type=_positive, help="how many times as deep the deepened target is; 1: leave it out"
-    )
-    parser.add_argument("--prompts", type=_positive, help="how many prompts")
-    parser.add_argument("--new-tokens", type=_positive, help="tokens of each text")
-    parser.add_argument("--repetitions", type=_positive, help="how often each text is written by each contender")
-    parser.add_argument("--calibration-tokens", type=int, help="tokens of each text to tune on; 0: do not tune")
-    return parser.parse_args(arguments)
+    parser.add_argument("--factor", type=int, default=12, help="how many times as deep the deepened target is")
+    parser.add_argument("--prompts", type=int, default=12, help="how many prompts")
+    parser.add_argument("--new-tokens", type=int, default=96, help="tokens of each text")
+    parser.add_argument("--repetitions", type=int, default=3, help="how often each contender writes each text")
+    parser.add_argument("--calibration-tokens", type=int, default=48, help="of each text to tune on; 0: do not tune")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of both models")
+    few = {"only": "demo", "prompts": 2, "new_tokens": 16, "repetitions": 1, "calibration_tokens": 0}
+    return harness.run("pair", harness.parse(parser, arguments, few), measure, summarise, table, draw)
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
-    return value
+# ------------------------------------------------------------------------------------------------------- measurement
 
 
-def _plan(given: argparse.Namespace) -> Plan:
-    plan = QUICK if given.quick else FULL
-    return replace(
-        plan, **{name: value for name in plan.document() if (value := getattr(given, name, None)) is not None}
-    )
+def measure(bench: Bench) -> None:
+    """All texts by all contenders."""
+    given = bench.given
+    pairs = models_of(given.target, given.draft, given.only, given.factor)
+    bench.document |= {"models": {models.name: models.document() for models in pairs}, "tuning": {}}
+    for models in pairs:
+        texts = Texts(bench, models)
+        tuning = bench.once(models.name, partial(_tuned, bench, models, texts))
+        bench.document["tuning"][models.name] = tuning
+        left = [(turn, keys, task) for turn, keys, task in texts.measured() if not bench.has(pair=models.name, **keys)]
+        if left:
+            with ExitStack() as running:
+                _write_all(bench, models.name, texts, _contenders(models, given.dtype, tuning, running), left)
+        load.cache_clear()
 
 
-def _pairs(given: argparse.Namespace, plan: Plan) -> list[Models]:
-    pairs = [Models("demo", given.target, given.draft)] if given.only != "deepened" else []
-    if plan.factor > 1 and given.only != "demo":
-        pairs.append(Models("deepened", cached(given.target, plan.factor, CACHE), given.draft))
-    return pairs
+class Texts:
+    """What is written: prompts as tokens, measured ones and others to tune on."""
+
+    def __init__(self, bench: Bench, models: Models) -> None:
+        self._given = bench.given
+        tokenizer = AutoTokenizer.from_pretrained(models.target, local_files_only=True)
+        measured = harness.spread(bench.prompts, bench.given.prompts)
+        others = harness.spread([text for text in bench.prompts if text not in measured] or measured, 6)
+        self._measured, self._others = (
+            [tuple(tokenizer(text)["input_ids"]) for text in texts] for texts in (measured, others)
+        )
+
+    def measured(self) -> list[tuple[int, Json, Task]]:
+        """Turn, keys and task, in order; temperatures alternate, so that they too meet the same machine."""
+        found: list[tuple[int, Json, Task]] = []
+        for repetition in range(self._given.repetitions):
+            for nth, prompt in enumerate(self._measured):
+                for at in TEMPERATURES:
+                    task = Task(nth, prompt, self._given.new_tokens, at, 1 + repetition * len(self._measured) + nth)
+                    keys = {"temperature": f"{at:g}", "repetition": repetition, "prompt": nth}
+                    found.append((len(found), keys, task))
+        return found
+
+    def calibration(self, temperature: float, count: int) -> list[Task]:
+        """Texts to tune on."""
+        tokens = self._given.calibration_tokens
+        return [Task(nth, prompt, tokens, temperature, 10**6 + nth) for nth, prompt in enumerate(self._others[:count])]
+
+    def warm_up(self, temperature: float) -> Task:
+        """A short text that is not measured."""
+        return Task(0, self._others[0], min(16, self._given.new_tokens), temperature, 0)
 
 
-def _default_output(given: argparse.Namespace) -> Path:
-    return CACHE / "pair-quick.json" if given.quick else RESULTS / "pair.json"
-
-
-def _head(plan: Plan, pairs: Sequence[Models], arguments: Sequence[str]) -> dict[str, Any]:
-    return {
-        "benchmark": "pair",
-        "command": machine.command("benchmarks.pair", arguments),
-        "machine": machine.describe(),
-        "load_average_before": machine.load_average(),
-        "settings": plan.document(),
-        "models": {models.name: models.document() for models in pairs},
-    }
-
-
-# ------------------------------------------------------------------------------------------------------------- one pair
-
-
-def _measure(models: Models, plan: Plan, prompts: Sequence[str], record: Record, told: Told) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(models.target, local_files_only=True)
-    texts = Texts(prompts, plan, lambda text: tokenizer(text)["input_ids"])
-    left = [part for part in texts.parts() if not record.has_run(**_keys(models, part))]
-    if not left:
-        return
-    chosen = record.once("tuning", models.name, lambda: _tune(models, plan, texts, told))
-    with ExitStack() as running:
-        contenders = _contenders(models, Tuned.of(chosen["settings"]), running)
-        for temperature, by_name in contenders.items():
-            for contender in by_name.values():
-                contender.write(texts.warm_up(temperature))
-        for part in left:
-            keys = _keys(models, part)
-            runs = [
-                {**keys, "contender": name, "settings": contender.settings(), **contender.write(part.task).document()}
-                for name, contender in _in_turn(contenders[part.task.temperature], part.turn)
-            ]
-            record.add_runs(runs)
-            told(_line(keys, runs))
-
-
-def _keys(models: Models, part: Part) -> dict[str, Any]:
-    """What names a part among all runs of the document."""
-    return {
-        "pair": models.name,
-        "temperature": f"{part.task.temperature:g}",
-        "repetition": part.repetition,
-        "prompt": part.task.prompt,
-    }
-
-
-def _tune(models: Models, plan: Plan, texts: Texts, told: Told) -> dict[str, Any]:
-    if not plan.calibration_tokens:
-        return {"settings": Tuned.untuned(TEMPERATURES).document(), "tried": []}
-    tuner = Tuner(models.target, models.draft, texts.calibration(), lambda line: told(f"{models.name}: {line}"))
-    return {"settings": tuner.tune().document(), "tried": tuner.tried}
-
-
-def _contenders(models: Models, tuned: Tuned, running: ExitStack) -> dict[float, dict[str, Contender]]:
+def _contenders(models: Models, dtype: str, tuning: Json, running: ExitStack) -> dict[str, dict[str, Writer]]:
     """All contenders by temperature and name. Services are shared where their settings are the same."""
-    pairs = {
-        how: running.enter_context(RunningPair(models.target, models.draft, how))
-        for how in dict.fromkeys((tuned.alone, tuned.pair))
-    }
+    services: dict[tuple[int, str], Services] = {}
+    for name in ("outrider-alone", PAIR):
+        how = tuning[name]["threads"], tuning[name]["place"]
+        if how not in services:
+            made = Services(models.target, models.draft, dtype=dtype, threads=how[0], place=how[1])
+            services[how] = running.enter_context(made)
+    alone, pair = (services[tuning[name]["threads"], tuning[name]["place"]] for name in ("outrider-alone", PAIR))
+    assisted = tuning[ASSISTED]
     return {
-        temperature: {
-            "transformers": TransformersAlone(models.target, tuned.transformers),
-            "outrider-alone": OverGrpc(pairs[tuned.alone], 0),
-            ASSISTED: TransformersAssisted(models.target, models.draft, tuned.assisted, tuned.assistance[temperature]),
-            PAIR: OverGrpc(pairs[tuned.pair], tuned.gamma[temperature]),
+        at: {
+            "transformers": TransformersWriter(models.target, dtype=dtype, **tuning["transformers"]),
+            "outrider-alone": OutriderWriter(alone, gamma=0),
+            ASSISTED: TransformersWriter(
+                models.target,
+                dtype=dtype,
+                threads=assisted["threads"],
+                draft=models.draft,
+                tokens=assisted["tokens"][at],
+            ),
+            PAIR: OutriderWriter(pair, gamma=tuning[PAIR]["gamma"][at]),
         }
-        for temperature in TEMPERATURES
+        for at in (f"{temperature:g}" for temperature in TEMPERATURES)
     }
 
 
-def _in_turn(contenders: dict[str, Contender], turn: int) -> list[tuple[str, Contender]]:
-    """The contenders, beginning with another one each turn, so that none always follows the same."""
-    items = list(contenders.items())
-    first = turn % len(items)
-    return items[first:] + items[:first]
+def _write_all(
+    bench: Bench,
+    pair: str,
+    texts: Texts,
+    contenders: dict[str, dict[str, Writer]],
+    left: list[tuple[int, Json, Task]],
+) -> None:
+    for at, by_name in contenders.items():
+        for writer in by_name.values():
+            writer.write(texts.warm_up(float(at)))
+    for turn, keys, task in left:
+        runs = [
+            {"pair": pair, **keys, "contender": name, "settings": writer.settings(), **writer.write(task)}
+            for name, writer in harness.rotated(contenders[keys["temperature"]].items(), turn)
+        ]
+        bench.add(*runs)
+        shown = ", ".join(f"{run['contender']} {run['tokens'] / run['seconds']:.1f}" for run in runs)
+        tell(f"{pair}, {', '.join(f'{name} {value}' for name, value in keys.items())}: {shown} tokens/s")
 
 
-def _line(keys: dict[str, Any], runs: Sequence[dict[str, Any]]) -> str:
-    where = f"{keys['pair']}, repetition {keys['repetition'] + 1}, prompt {keys['prompt'] + 1}, T={keys['temperature']}"
-    return f"{where}: " + ", ".join(f"{run['contender']} {run['tokens'] / run['seconds']:.1f}" for run in runs)
+# ------------------------------------------------------------------------------------------------------------ tuning
+
+
+def _tuned(bench: Bench, models: Models, texts: Texts) -> Json:
+    """The fastest settings of each contender: threads first, then what depends on the text, by temperature."""
+    if not bench.given.calibration_tokens:
+        return PLAIN
+    dtype, threads = bench.given.dtype, list(dict.fromkeys((1, len(processors()))))
+
+    def rate(name: str, writer: Writer, at: Sequence[float], count: int) -> float:
+        seconds = 0.0
+        for temperature in at:
+            writer.write(texts.warm_up(temperature))
+            runs = [writer.write(task) for task in texts.calibration(temperature, count)]
+            seconds += harness.total(runs, "seconds") / harness.total(runs, "tokens")
+        tell(f"{models.name}: {name} {writer.settings()}: {len(at) / seconds:.1f} tokens/s")
+        return len(at) / seconds
+
+    def fastest(name: str, writers: dict[Any, Writer]) -> Any:
+        return max(writers, key=lambda choice: rate(name, writers[choice], TEMPERATURES, 2))
+
+    def by_temperature(name: str, writers: dict[int, Writer]) -> dict[str, int]:
+        """All on two texts, then the best three on six."""
+        found = {}
+        for at in TEMPERATURES:
+            few = {choice: rate(name, writer, [at], 2) for choice, writer in writers.items()}
+            best = sorted(few, key=lambda choice: -few[choice])[:3]
+            found[f"{at:g}"] = max(best, key=lambda choice: rate(name, writers[choice], [at], 6))
+        return found
+
+    plain = fastest("transformers", {n: TransformersWriter(models.target, dtype=dtype, threads=n) for n in threads})
+    assisted: dict[int, Writer] = {
+        n: TransformersWriter(models.target, dtype=dtype, threads=plain, draft=models.draft, tokens=n)
+        for n in ASSISTANT_TOKENS
+    }
+    tuned: Json = {
+        "transformers": {"threads": plain},
+        ASSISTED: {"threads": plain, "tokens": by_temperature(ASSISTED, assisted)},
+    }
+    alone: dict[Any, float] = {}
+    pair: dict[Any, float] = {}
+    for n, place in [(n, ANYWHERE) for n in threads] + [(1, APART)]:
+        with Services(models.target, models.draft, dtype=dtype, threads=n, place=place) as services:
+            alone[n, place] = rate("outrider-alone", OutriderWriter(services, gamma=0), TEMPERATURES, 2)
+            pair[n, place] = rate(PAIR, OutriderWriter(services, gamma=5), TEMPERATURES, 2)
+    for name, found in (("outrider-alone", alone), (PAIR, pair)):
+        n, place = max(found, key=lambda how: found[how])
+        tuned[name] = {"threads": n, "place": place}
+    with Services(models.target, models.draft, dtype=dtype, **tuned[PAIR]) as services:
+        lengths: dict[int, Writer] = {gamma: OutriderWriter(services, gamma=gamma) for gamma in GAMMAS}
+        tuned[PAIR]["gamma"] = by_temperature(PAIR, lengths)
+    return tuned
+
+
+# ----------------------------------------------------------------------------------------------------------- figures
+
+
+def summarise(bench: Bench) -> Json:
+    """All figures: by pair, temperature and contender."""
+    return {"summary": harness.tree(bench.runs, ("pair", "temperature"), figures)}
+
+
+def figures(runs: Sequence[Json]) -> Json:
+    """One pair at one temperature. Ratios are to the faster target alone in the same repetition."""
+    by_contender = harness.grouped(runs, "contender")
+    rates = {name: harness.rates(own) for name, own in by_contender.items()}
+    best = max((name for name in ALONE if name in rates), key=lambda name: median(rates[name].values()))
+    alpha = harness.alpha_of(by_contender.get(PAIR, ()))
+    texts = {(run["repetition"], run["prompt"]): run["digest"] for run in by_contender.get("outrider-alone", ())}
+    found = {}
+    for name in sorted(by_contender, key=CONTENDERS.index):
+        own = by_contender[name]
+        same = [texts.get((run["repetition"], run["prompt"])) == run["digest"] for run in own]
+        found[name] = {
+            "tokens_per_second": median(rates[name].values()),
+            "repetitions": len(rates[name]),
+            **harness.ratio(rates[name], rates[best]),
+            **per_round(own),
+            "predicted_ratio": _predicted(own, alpha, median(rates[best].values())),
+            "same_text": sum(same) / len(same),
+            "settings": own[-1]["settings"],
+        }
+    return {"best_alone": best, "contenders": found}
+
+
+def per_round(runs: Sequence[Json]) -> Json:
+    """Means over all rounds of all texts, those that read the prompt included; times in microseconds."""
+    rounds, drafted = harness.total(runs, "rounds"), harness.total(runs, "drafted")
+    times = {phase: 1e6 * sum(run["phases"][phase] for run in runs) / rounds for phase in PHASES}
+    return {
+        "texts": len(runs),
+        "rounds": int(rounds),
+        "gamma": drafted / rounds,
+        "alpha": harness.alpha_of(runs),
+        "tokens_per_round": harness.total(runs, "tokens") / rounds,
+        "round_us": times,
+        "draft_step_us": times["draft"] * rounds / drafted if drafted else None,  # t_q
+        "target_pass_us": times["forward"],  # t_p(γ+1)
+        "round_trip_us": times["wire"] + times["queue"] + times["verify"],  # R, acceptance included
+    }
+
+
+def _predicted(runs: Sequence[Json], alpha: float | None, alone: float) -> float | None:
+    """The speed-up of [L Thm 3.8] from measured times, over a target alone of `alone` tokens a second.
+
+    Where a contender does not tell its α, it is that of the same two models elsewhere.
+    """
+    found = per_round(runs)
+    if not found["draft_step_us"] or alpha is None:
+        return None
+    step = 1e6 / alone
+    return improvement(
+        alpha,
+        round(found["gamma"]),
+        c=found["draft_step_us"] / step,
+        round_trip=found["round_trip_us"] / step,
+        verify_cost=found["target_pass_us"] / step,
+    )
+
+
+def table(document: Json) -> str:
+    """Two tables for each pair and temperature: speeds, and where a round's time goes."""
+    parts = []
+    for pair, by_temperature in document["summary"].items():
+        models = document["models"][pair]
+        for temperature, summary in by_temperature.items():
+            title = f"{pair} pair ({models['target_layers']} layers, {models['target_mib']} MiB), T = {temperature}"
+            found = summary["contenders"].items()
+            head = ["", "tokens/s", "ratio", "Thm 3.8", "α", "tokens/round", "γ", "t_q µs", "t_p(γ+1) µs", "R µs"]
+            rows = [
+                [
+                    LABELS[name],
+                    number(each["tokens_per_second"], 1),
+                    harness.between(each),
+                    number(each["predicted_ratio"]),
+                    number(each["alpha"], 3),
+                    number(each["tokens_per_round"]),
+                    number(each["gamma"] or None, 1),
+                    number(each["draft_step_us"], 0),
+                    number(each["target_pass_us"], 0),
+                    number(each["round_trip_us"] or None, 0),
+                ]
+                for name, each in found
+            ]
+            times = [[LABELS[name], *(f"{each['round_us'][phase]:.0f}" for phase in PHASES)] for name, each in found]
+            parts += [harness.table(head, rows, title), harness.table(["µs of a round", *PHASES], times) + "\n"]
+    return "\n".join(parts)
+
+
+def draw(document: Json, path: Path) -> None:
+    """A panel a temperature, a group of bars a pair: speed-up over the target alone, measured and foretold."""
+    summary = document["summary"]
+    temperatures = list(dict.fromkeys(at for by_temperature in summary.values() for at in by_temperature))
+    colours = dict(
+        zip(LABELS.values(), (plots.LIGHT, plots.GREY, plots.ORANGE, plots.BLUE), strict=True),
+    )
+    note = plots.caption(document)
+    with plots.picture(path, 1, len(temperatures), size=(5.2, 4.0), note=note, sharey=True) as panels:
+        for panel, temperature in zip(panels[0], temperatures, strict=True):
+            pairs = [pair for pair in summary if temperature in summary[pair]]
+            cells = [summary[pair][temperature]["contenders"] for pair in pairs]
+            groups = [f"{pair} pair\n{document['models'][pair]['target_layers']} layers" for pair in pairs]
+            series = {
+                LABELS[name]: [
+                    (cell[name]["ratio"], *cell[name]["ratio_range"]) if name in cell else None for cell in cells
+                ]
+                for name in CONTENDERS
+            }
+            plots.bars(panel, groups, series, colours=colours, text="{:.2f}")
+            at = [nth + (CONTENDERS.index(name) - 1.5) * 0.86 / 4 for nth, cell in enumerate(cells) for name in cell]
+            foretold = [each["predicted_ratio"] for cell in cells for each in cell.values()]
+            plots.line(
+                panel, list(zip(at, foretold, strict=True)), linestyle="none", marker="D", markersize=5, color="black",
+                markerfacecolor="white", label="Theorem 3.8 from measured α and times",
+            )  # fmt: skip
+            plots.level(panel)
+            panel.set_title(f"T = {temperature}", fontsize=10)
+        panels[0][0].set_ylabel("speed-up over the faster target alone")
 
 
 if __name__ == "__main__":

@@ -1,93 +1,110 @@
 """Time to the first token of prompts that begin alike, with the prefix at hand and without; through both services.
 
-    python -m benchmarks.prefix
-
 Every measurement of a prompt whose beginning is known is followed by one of the same prompt under a salt of its own,
 which finds nothing. What counts is the ratio.
+
+    python -m benchmarks.prefix            a minute
+    python -m benchmarks.prefix --quick    does it work at all
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import secrets
-import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from statistics import median
 
-from benchmarks import machine
-from outrider.cli.processes import running_pair
+from benchmarks import harness, plots
+from benchmarks.harness import Bench, Json, number, tell
+from benchmarks.outrider_contender import Services
 from outrider.client import Client, Completion
 
-ROOT = Path(__file__).parents[1]
-MODELS = ROOT / "models" / "demo"
-RESULT = ROOT / "benchmarks" / "results" / "prefix.json"
 TAIL = 16
-LENGTHS = (64, 256, 768)
 
 
-def measure(address: str, lengths: tuple[int, ...], repetitions: int) -> list[dict[str, Any]]:
-    """Return one row for each length of the common beginning."""
-    rows = []
-    with Client(address) as client:
-        for length in lengths:
-            beginning = [3 + 7 * i % 1900 for i in range(length)]
-            _write(client, beginning, 0, "known")
-            known, fresh, cached = [], [], 0
-            for number in range(1, repetitions + 1):
-                done = _write(client, beginning, number, "known")
-                cached = done.usage.cached_tokens
-                known.append(done.timings.time_to_first_token_us / 1000)
-                done = _write(client, beginning, number, secrets.token_hex(8))
-                fresh.append(done.timings.time_to_first_token_us / 1000)
-                print(f"\r{length} tokens: {number} of {repetitions}", end="", file=sys.stderr)
-            print(file=sys.stderr)
-            rows.append(
-                {
-                    "beginning_tokens": length,
-                    "prompt_tokens": length + TAIL,
-                    "cached_tokens": cached,
-                    "known_ms": round(statistics.median(known), 2),
-                    "fresh_ms": round(statistics.median(fresh), 2),
-                    "ratio": round(statistics.median(a / b for a, b in zip(fresh, known, strict=True)), 2),
-                }
-            )
-    return rows
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns the exit code."""
+    parser = harness.parser("prefix", __doc__, quick="one length, three times")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[64, 256, 768], help="of the common beginning")
+    parser.add_argument("--repetitions", type=int, default=15)
+    few = {"lengths": [64], "repetitions": 3}
+    return harness.run("prefix", harness.parse(parser, arguments, few), measure, summarise, table, draw)
 
 
-def _write(client: Client, beginning: list[int], number: int, salt: str) -> Completion:
-    tail = [11 + 31 * (number * TAIL + i) % 1900 for i in range(TAIL)]
+def measure(bench: Bench) -> None:
+    """Every length, known and fresh in turns."""
+    given = bench.given
+    with Services(given.target, given.draft, flags={}) as services:
+        for length in given.lengths:
+            _write(services.client, length, 0, "known")
+            for nth in range(1, given.repetitions + 1):
+                if bench.has(length=length, repetition=nth):
+                    continue
+                known = _write(services.client, length, nth, "known")
+                fresh = _write(services.client, length, nth, secrets.token_hex(8))
+                bench.add(
+                    {
+                        "length": length,
+                        "repetition": nth,
+                        "cached_tokens": known.usage.cached_tokens,
+                        "known_ms": known.timings.time_to_first_token_us / 1e3,
+                        "fresh_ms": fresh.timings.time_to_first_token_us / 1e3,
+                    }
+                )
+            tell(f"{length} tokens")
+
+
+def _write(client: Client, length: int, number_: int, salt: str) -> Completion:
+    beginning = [3 + 7 * nth % 1900 for nth in range(length)]
+    tail = [11 + 31 * (number_ * TAIL + nth) % 1900 for nth in range(TAIL)]
     return client.complete(beginning + tail, max_new_tokens=1, gamma=1, seed=1, ignore_eos=True, cache_salt=salt)
 
 
-def main() -> None:
-    """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=15)
-    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
-    parser.add_argument("--output", type=Path, default=RESULT)
-    arguments = parser.parse_args()
-    load_before = machine.load_average()
-    target, draft = (["--model", str(MODELS / name), "--threads", "1"] for name in ("target", "draft"))
-    with running_pair(target, draft, threads=1) as pair:
-        pair.wait_healthy(120)
-        rows = measure(pair.address, tuple(arguments.lengths), arguments.repetitions)
-    print(f"{'beginning':>10} {'at hand':>8} {'known, ms':>10} {'fresh, ms':>10} {'ratio':>6}")
-    for row in rows:
-        print(
-            f"{row['beginning_tokens']:>10} {row['cached_tokens']:>8} {row['known_ms']:>10} {row['fresh_ms']:>10} "
-            f"{row['ratio']:>6}"
+def summarise(bench: Bench) -> Json:
+    """One row for each length."""
+    rows = []
+    for length, runs in harness.grouped(bench.runs, "length").items():
+        ratios = [run["fresh_ms"] / run["known_ms"] for run in runs]
+        rows.append(
+            {
+                "beginning_tokens": length,
+                "prompt_tokens": length + TAIL,
+                "cached_tokens": runs[-1]["cached_tokens"],
+                "known_ms": median(run["known_ms"] for run in runs),
+                "fresh_ms": median(run["fresh_ms"] for run in runs),
+                "ratio": median(ratios),
+                "ratio_range": [min(ratios), max(ratios)],
+            }
         )
-    document = {
-        "command": machine.command("benchmarks.prefix", sys.argv[1:]),
-        "machine": machine.describe(),
-        "load_average_before": load_before,
-        "repetitions": arguments.repetitions,
-        "rows": rows,
-    }
-    arguments.output.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return {"rows": rows}
+
+
+def table(document: Json) -> str:
+    """The rows."""
+    rows = [
+        [
+            row["beginning_tokens"],
+            row["prompt_tokens"],
+            row["cached_tokens"],
+            *(f"{row[name]:.1f} ms" for name in ("known_ms", "fresh_ms")),
+            number(row["ratio"], 1),
+        ]
+        for row in document["rows"]
+    ]
+    return harness.table(["known tokens", "of a prompt of", "found", "first token, known", "fresh", "ratio"], rows)
+
+
+def draw(document: Json, path: Path) -> None:
+    """Time to the first token by the length of the beginning."""
+    with plots.picture(path, 1, 1, size=(5.2, 3.6), note=plots.caption(document)) as panels:
+        for name, label, colour in (("known_ms", "known", plots.BLUE), ("fresh_ms", "fresh", plots.GREY)):
+            points = [(row["beginning_tokens"], row[name]) for row in document["rows"]]
+            plots.line(panels[0][0], points, marker="o", color=colour, label=label)
+        panels[0][0].set_ylim(bottom=0)
+        panels[0][0].set_xlabel("tokens of the common beginning")
+        panels[0][0].set_ylabel("ms to the first token")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,178 +1,472 @@
-"""What the lossy rule `sigmoid` [W 3.2.2] costs in law and buys in time, on the demo pair: `docs/sigmoid.md` has it.
+"""What the lossy rule `sigmoid` [W 3.2.2] costs in distribution and buys in time, on the demo pair: `docs/sigmoid.md`.
 
-Acceptance and distances come from the laws themselves, at every place of texts that the target wrote at temperature 1;
-only the rounds of several tokens are drawn. Speed is told in ratios alone, on the host path, all rules in turns in one
-run. It prints the tables, and writes them with one JSON document and a picture.
+Acceptance and distances come from the distributions themselves, at every place of texts that the target wrote at
+temperature 1; only the rounds of several tokens are drawn. With q the distribution that drafts are sampled from, a(x)
+the chance that x is then accepted, and r the distribution of the token in its place, the place is written by
+q·a + (1 - Σ q·a)·r. Speed is told in ratios alone, on the host path, all rules in turns in one run.
 
-    python -m benchmarks.sigmoid
+    python -m benchmarks.sigmoid            half a minute
+    python -m benchmarks.sigmoid --quick    does it work at all
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
+import random
 import statistics
 import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
-from benchmarks import machine
-from benchmarks.arguments import DEMO
-from benchmarks.sigmoid_laws import PRECISIONS, SERVICES, Places, Precision, by_sigmoid, by_tokenwise, total_variation
-from benchmarks.sigmoid_picture import draw
-from benchmarks.sigmoid_rounds import Case, Texts, Way, accepted, drawn_from, rounds, synthetic, timed, write
-from benchmarks.sigmoid_tables import tables
-from kernels.verify import Rule, SigmoidScales
+from benchmarks import harness, plots
+from benchmarks.harness import Bench, Json, tell
+from kernels.dense import SigmoidScales
+from kernels.rng import Domain, uniform
+from kernels.sampling import SamplingParams, probabilities
+from kernels.sigmoid import draft_logits
+from kernels.sparse import SparseConfig, SparseDistribution, sparsify
+from kernels.verify import DenseDistribution, Proposed, Rule, verify
+from models.generation import Writer, steps
 from models.measure import load
 from models.tokenizer import load_tokenizer
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = Path(__file__).parent / "results"
 PAPERS = (1e1, 1e3, 1e4, 1e5)  # ± of [W Tables 2 and 7]
 SWEEP = [round(10 ** (k / 4), 6) for k in range(-4, 21)]
 ONE_APART = range(-10, 31, 2)  # α of the other sweep, in which β is α + 1
 PROMPT_TOKENS, GAMMA, LARGE = 16, 5, 151_936
+PLAIN = SamplingParams()
+KEPT = SparseConfig()  # what the draft service keeps of its distribution where it is not told otherwise
 
-Json = dict[str, Any]
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns the exit code."""
+    parser = harness.parser("sigmoid", __doc__, quick="two texts")
+    parser.add_argument("--texts", type=int, default=64, help="of one prompt each")
+    parser.add_argument("--tokens", type=int, default=48, help="of each text")
+    parser.add_argument("--repeats", type=int, default=5, help="how often each round is timed")
+    few = {"texts": 2, "tokens": 16, "repeats": 1}
+
+    def table(document: Json) -> str:
+        return "\n\n".join(tables(document).values())
+
+    return harness.run("sigmoid", harness.parse(parser, arguments, few), measure, summarise, table, draw)
+
+
+def measure(bench: Bench) -> None:
+    """All of it, in one go."""
+    bench.once("figures", lambda: _measured(bench))
+
+
+def summarise(bench: Bench) -> Json:
+    """All of it."""
+    found: Json = bench.once("figures", dict)
+    return found
+
+
+def _measured(bench: Bench) -> Json:
+    given = bench.given
+    torch.set_num_threads(1)
+    tokenizer = load_tokenizer(given.target)
+    target, draft = load(given.target), load(given.draft)
+    rows = [tokenizer(text)["input_ids"][:PROMPT_TOKENS] for text in bench.prompts]
+    prompts = torch.tensor([row for row in rows if len(row) == PROMPT_TOKENS][: given.texts])
+    tell(f"writing {len(prompts)} texts")
+    texts = write(target, draft, prompts, given.tokens, tokenizer.eos_token_id)
+    tell("drafting rounds")
+    cases = rounds(target, draft, texts, GAMMA, every=8)
+    tell("verifying and timing")
+    return figures(texts, cases, given.repeats)
+
+
+# --------------------------------------------------------------------------------------------------- one drafted place
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """What the rule is computed in: the target's logits, the draft's, and each step from logits to scores."""
+
+    name: str
+    target: torch.dtype
+    draft: torch.dtype
+    steps: torch.dtype
+
+
+SERVICES = Precision("as served", torch.float32, torch.float16, torch.float64)
+FLOAT32 = Precision("float32", torch.float32, torch.float32, torch.float32)
+FLOAT16 = Precision("float16", torch.float16, torch.float16, torch.float16)
+PRECISIONS = (SERVICES, FLOAT32, FLOAT16)
+FIELDS = ("acceptance", "from_target", "from_draft", "distinct")
+
+Places = Mapping[str, Tensor]
+"""Of several drafted places, `[N]` each, NaN where scores are no numbers: Σ q·a; the total variation between what is
+written and p, and q; how many values p̂ takes among the tokens."""
+
+
+def by_sigmoid(z: Tensor, v: Tensor, q: Tensor, scales: SigmoidScales, precision: Precision) -> Places:
+    """The places of target logits `z`, draft logits `v` and the distributions `q` drawn from, `[N, V]` each."""
+    p_hat = _scores(z.to(precision.target), scales, precision.steps)
+    q_hat = _scores(v.to(precision.draft), scales, precision.steps)
+    return _accepted_by(torch.softmax(z.double(), -1), q.double(), p_hat.double(), q_hat.double())
+
+
+def by_tokenwise(z: Tensor, q: Tensor) -> Places:
+    """The same places under the exact rule, where p and q decide: what is written is p [L A.1]."""
+    p = torch.softmax(z.double(), -1)
+    return _accepted_by(p, q.double(), p, q.double())
+
+
+def _scores(z: Tensor, scales: SigmoidScales, steps: torch.dtype) -> Tensor:
+    alpha, beta = (torch.tensor(value, dtype=torch.float64).to(steps) for value in (scales.alpha, scales.beta))
+    return torch.sigmoid((z.to(steps) - alpha) / (beta - alpha))
+
+
+def _accepted_by(p: Tensor, q: Tensor, p_hat: Tensor, q_hat: Tensor) -> Places:
+    """Drafts of q are accepted with min(1, p̂/q̂), and norm(max(0, p̂ - q̂)) stands in for the others.
+
+    Where that residual is nothing, p stands in, as it does in the services.
+    """
+    chance = torch.where(q_hat > 0, (p_hat / q_hat).clamp(max=1), 0.0)
+    chance = torch.where(p_hat.isnan() | q_hat.isnan(), torch.nan, chance)
+    acceptance = (q * chance).sum(-1)
+    rest = (p_hat - q_hat).clamp(min=0)
+    mass = rest.sum(-1, keepdim=True)
+    written = q * chance + (1 - acceptance)[:, None] * torch.where(mass == 0, p, rest / mass)
+    distinct = [math.nan if bool(row.isnan().any()) else float(len(row.unique())) for row in p_hat]
+    return {
+        "acceptance": acceptance,
+        "from_target": total_variation(written, p),
+        "from_draft": total_variation(written, q),
+        "distinct": torch.tensor(distinct, dtype=torch.float64),
+    }
+
+
+def total_variation(a: Tensor, b: Tensor) -> Tensor:
+    """Σ |a - b| / 2 of each pair of rows, `[N]`."""
+    return (a - b).abs().sum(-1) / 2
+
+
+# --------------------------------------------------------------------------------------------------- texts and rounds
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """What the target wrote at temperature 1, and what both models say at each place of it.
+
+    Attributes:
+        ids: prompts and what was written, `[B, L]`.
+        begin: where the prompts end.
+        target: the target's logits for each written place, `[B, L - begin, V]` float32.
+        draft: the draft's.
+        alive: the places up to the text's end, bool `[B, L - begin]`.
+    """
+
+    ids: Tensor
+    begin: int
+    target: Tensor
+    draft: Tensor
+    alive: Tensor
+
+    @property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Both models' logits of all places, `[N, V]` each."""
+        return self.target[self.alive], self.draft[self.alive]
+
+
+@torch.no_grad()
+def write(target: LlamaForCausalLM, draft: LlamaForCausalLM, prompts: Tensor, tokens: int, end: int) -> Texts:
+    """Let the target continue `prompts` `[B, n]` by `tokens` each, drawn at temperature 1."""
+    generator = torch.Generator().manual_seed(20)
+    written, logits = zip(*steps(target, prompts, tokens, torch.ones(len(prompts)), generator), strict=True)
+    ids = torch.cat(written[:-1], dim=1)
+    begin = prompts.shape[1]
+    new = ids[:, begin:]
+    return Texts(
+        ids=ids,
+        begin=begin,
+        target=torch.cat([logits[0][:, -1:], *logits[1:-2]], dim=1),
+        draft=Writer(draft, *ids.shape).extend(ids)[:, begin - 1 : -1],
+        alive=(torch.cumsum(new == end, dim=1) - (new == end).long()) == 0,
+    )
+
+
+def drawn_from(draft: Tensor) -> Tensor:
+    """The distribution that drafts of these logits `[N, V]` are sampled from, float64: truncated and in integers."""
+    q = torch.zeros(draft.shape, dtype=torch.float64)
+    for row, kept in zip(q, sparsify(probabilities(draft, PLAIN), KEPT), strict=True):
+        row[torch.from_numpy(kept.ids)] = torch.from_numpy(kept.weights.astype("float64")) / kept.total
+    return q
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One proposal of γ tokens: the target's rows `[γ+1, V]`, the draft's `[γ, V]`, and what was drawn from them."""
+
+    target: Tensor
+    draft: Tensor
+    tokens: tuple[int, ...]
+    laws: tuple[SparseDistribution, ...]
+    seed: int
+    base_length: int
+
+    def proposed(self, rule: Rule, scales: SigmoidScales | None = None, *, dense: bool = False) -> Proposed:
+        """As one rule takes it; with `dense`, an exact rule takes the draft's whole distribution."""
+        plain = Proposed(self.tokens, self.laws, PLAIN, self.seed, self.base_length, rule=rule)
+        if rule is Rule.SIGMOID:
+            return replace(plain, q=tuple(draft_logits(self.draft, PLAIN)), sigmoid=scales)
+        if dense:
+            return replace(plain, q=tuple(DenseDistribution(row) for row in probabilities(self.draft, PLAIN)))
+        return plain
+
+
+@torch.no_grad()
+def rounds(target: LlamaForCausalLM, draft: LlamaForCausalLM, texts: Texts, gamma: int, every: int) -> list[Case]:
+    """Draft `gamma` tokens at every `every`-th place of each text, and run the target on them."""
+    cases = []
+    for base in range(texts.begin, texts.ids.shape[1], every):
+        prefix = texts.ids[:, :base]
+        writer, drafted, said = Writer(draft, len(prefix), base + gamma), prefix, []
+        laws: list[list[SparseDistribution]] = []
+        logits = writer.extend(prefix)[:, -1]
+        for place in range(gamma):
+            said.append(logits)
+            laws.append(sparsify(probabilities(logits, PLAIN), KEPT))
+            drawn = [law.token_at(uniform(row, base, place, Domain.DRAFT)) for row, law in enumerate(laws[-1])]
+            drafted = torch.cat((drafted, torch.tensor(drawn)[:, None]), dim=1)
+            if place < gamma - 1:
+                logits = writer.extend(drafted[:, -1:])[:, -1]
+        rows = Writer(target, *drafted.shape).extend(drafted)[:, base - 1 :]
+        for b in range(len(prefix)):
+            if bool(texts.alive[b, base - texts.begin]):
+                tokens = tuple(drafted[b, base:].tolist())
+                q = torch.stack([each[b] for each in said])
+                cases.append(Case(rows[b], q, tokens, tuple(each[b] for each in laws), b, base))
+    return cases
+
+
+def synthetic(vocab_size: int, gamma: int, count: int) -> list[Case]:
+    """Rounds over a large vocabulary: random logits, and a draft that is the target with noise."""
+    generator = torch.Generator().manual_seed(3)
+    cases = []
+    for nth in range(count):
+        z = torch.randn(gamma + 1, vocab_size, generator=generator) * 3
+        v = z[:gamma] + torch.randn(gamma, vocab_size, generator=generator)
+        laws = tuple(sparsify(probabilities(v, PLAIN), KEPT))
+        tokens = tuple(law.token_at(uniform(nth, 1, i, Domain.DRAFT)) for i, law in enumerate(laws))
+        cases.append(Case(z, v, tokens, laws, nth, 1))
+    return cases
+
+
+# ------------------------------------------------------------------------------------------------------------ figures
+
+
+def figures(texts: Texts, cases: Sequence[Case], repeats: int) -> Json:
+    """All figures."""
+    sparse = [6 * len(law.ids) for case in cases for law in case.laws]  # bytes on the wire
+    return {
+        "laws": _laws(*texts.places),
+        "rounds": _rounds(cases),
+        "bytes": {"sparse_mean": statistics.mean(sparse), "logits": 2 * cases[0].target.shape[1]},
+        "speed": _speed(cases, repeats),
+    }
 
 
 def _around(scale: float) -> SigmoidScales:
     return SigmoidScales(-scale, scale)
 
 
-def _means(places: Places) -> Json:
-    """Means over places; None where a score is no number at any place."""
-    fields = ("acceptance", "from_target", "from_draft", "distinct")
-    return {name: _number(float(getattr(places, name).mean())) for name in fields}
-
-
-def _number(value: float) -> float | None:
-    return round(value, 9) if math.isfinite(value) else None
-
-
-def _joined(parts: list[Places]) -> Places:
-    names = ("acceptance", "from_target", "from_draft", "distinct")
-    return Places(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
-
-
-def measure_laws(z: Tensor, v: Tensor) -> Json:
-    """Acceptance and distances at places of target logits `z` and draft logits `v`, `[N, V]`."""
+def _laws(z: Tensor, v: Tensor) -> Json:
+    """Means over places of target logits `z` and draft logits `v`, `[N, V]`; None where a score is no number."""
     pieces = [(a, b, drawn_from(b)) for a, b in zip(z.split(256), v.split(256), strict=True)]
 
-    def by(scales: SigmoidScales, precision: Precision) -> Json:
-        return _means(_joined([by_sigmoid(a, b, q, scales, precision) for a, b, q in pieces]))
+    def means(parts: Sequence[Places]) -> Json:
+        found = {name: float(torch.cat([part[name] for part in parts]).mean()) for name in FIELDS}
+        return {name: round(value, 9) if math.isfinite(value) else None for name, value in found.items()}
+
+    def by(scales: SigmoidScales, precision: Precision = SERVICES) -> Json:
+        return means([by_sigmoid(a, b, q, scales, precision) for a, b, q in pieces])
 
     apart = torch.cat([total_variation(torch.softmax(a.double(), -1), q) for a, _, q in pieces])
-    whole = torch.cat([torch.minimum(torch.softmax(a, -1), torch.softmax(b, -1)).sum(-1) for a, b, _ in pieces])
     return {
         "places": len(z),
-        "target_from_draft": round(float(apart.mean()), 6),
-        "target_from_draft_error": round(float(apart.std() / len(apart) ** 0.5), 6),
-        "acceptance_of_whole_draft": round(float(whole.mean()), 6),
-        "tokenwise": _means(_joined([by_tokenwise(a, q) for a, _, q in pieces])),
-        "sigmoid": {
-            precision.name: {f"{scale:g}": by(_around(scale), precision) for scale in PAPERS}
-            for precision in PRECISIONS
-        },
-        "around_zero": {f"{scale:g}": by(_around(scale), SERVICES) for scale in SWEEP},
-        "one_apart": {f"{at}": by(SigmoidScales(at, at + 1), SERVICES) for at in ONE_APART},
+        "target_from_draft": float(apart.mean()),
+        "target_from_draft_error": float(apart.std() / len(apart) ** 0.5),
+        "tokenwise": means([by_tokenwise(a, q) for a, _, q in pieces]),
+        "sigmoid": {each.name: {f"{scale:g}": by(_around(scale), each) for scale in PAPERS} for each in PRECISIONS},
+        "around_zero": {f"{scale:g}": by(_around(scale)) for scale in SWEEP},
+        "one_apart": {f"{at}": by(SigmoidScales(at, at + 1)) for at in ONE_APART},
     }
 
 
-def measure_rounds(cases: list[Case]) -> Json:
+def _rounds(cases: Sequence[Case]) -> Json:
     """Tokens of a round of γ drafts under each rule, on the same drafts and draws."""
     ways: dict[str, tuple[Rule, SigmoidScales | None]] = {
         "tokenwise": (Rule.TOKENWISE, None),
         "block": (Rule.BLOCK, None),
         **{f"sigmoid ±{scale:g}": (Rule.SIGMOID, _around(scale)) for scale in PAPERS},
     }
-    found = {}
+    logits, found = torch.cat([case.target for case in cases]), {}
     for name, (rule, scales) in ways.items():
-        counts = accepted(cases, rule, scales)
-        found[name] = {
-            "tokens": round(statistics.mean(counts) + 1, 4),
-            "error": round(statistics.stdev(counts) / len(counts) ** 0.5, 4),
-            "drafts_accepted": round(statistics.mean(counts) / GAMMA, 4),
-        }
+        counts = [result.accepted for result in verify(logits, [case.proposed(rule, scales) for case in cases])]
+        mean = statistics.mean(counts)
+        error = statistics.stdev(counts) / len(counts) ** 0.5
+        found[name] = {"tokens": mean + 1, "error": error, "drafts_accepted": mean / GAMMA}
     return {"gamma": GAMMA, "rounds": len(cases), "by_rule": found}
 
 
-def measure_speed(cases: list[Case], repeats: int) -> Json:
+def _speed(cases: Sequence[Case], repeats: int) -> Json:
     """Time of one verification, over that of tokenwise on the same round."""
-    ways = [
-        Way("tokenwise", Rule.TOKENWISE),
-        Way("tokenwise, dense q", Rule.TOKENWISE, dense=True),
-        Way("block", Rule.BLOCK),
-        Way("sigmoid ±10", Rule.SIGMOID, _around(10)),
-        Way("sigmoid ±10000", Rule.SIGMOID, _around(1e4)),
-    ]
     demo, large = cases[:: max(1, len(cases) // 64)], synthetic(LARGE, GAMMA, 6)
     return {
         "gamma": GAMMA,
-        "threads": torch.get_num_threads(),
-        "by_vocabulary": {
-            f"{demo[0].target.shape[1]}": timed(demo, ways, repeats),
-            f"{LARGE}": timed(large, ways, repeats * 2),
-        },
+        "by_vocabulary": {f"{demo[0].target.shape[1]}": _timed(demo, repeats), f"{LARGE}": _timed(large, repeats * 2)},
     }
 
 
-def measure_bytes(cases: list[Case]) -> Json:
-    """Bytes of one drafted token on the wire: a sparse law has 6 a token of its support, logits 2 an id."""
-    sparse = [6 * len(law.ids) for case in cases for law in case.laws]
-    return {"sparse_mean": round(statistics.mean(sparse), 1), "logits": 2 * cases[0].target.shape[1]}
+def _timed(cases: Sequence[Case], repeats: int) -> Json:
+    """One round a call under each way, in an order that chance gives; ratios to the first way in the same turn."""
+    ways: dict[str, Json] = {
+        "tokenwise": {"rule": Rule.TOKENWISE},
+        "tokenwise, dense q": {"rule": Rule.TOKENWISE, "dense": True},
+        "block": {"rule": Rule.BLOCK},
+        "sigmoid ±10": {"rule": Rule.SIGMOID, "scales": _around(10)},
+        "sigmoid ±10000": {"rule": Rule.SIGMOID, "scales": _around(1e4)},
+    }
+    asked = [{name: case.proposed(**way) for name, way in ways.items()} for case in cases]
+    ratios: dict[str, list[float]] = {name: [] for name in ways}
+    order = random.Random(7)
+    for turn in range(-1, repeats):  # the first one warms up
+        for case, proposals in zip(cases, asked, strict=True):
+            seconds = {}
+            for name in order.sample(list(ways), len(ways)):
+                began = time.perf_counter()
+                verify(case.target, [proposals[name]])
+                seconds[name] = time.perf_counter() - began
+            for name, own in ratios.items():
+                if turn >= 0:
+                    own.append(seconds[name] / seconds["tokenwise"])
+    names = ("low", "median", "high")
+    return {name: dict(zip(names, statistics.quantiles(own, n=4), strict=True)) for name, own in ratios.items()}
 
 
-def measure(texts: Texts, cases: list[Case], repeats: int) -> Json:
-    """All of it."""
-    z, v = texts.places
+# ----------------------------------------------------------------------------------------------- tables, as in the docs
+
+
+def tables(document: Json) -> dict[str, str]:
+    """The tables of `docs/sigmoid.md` by name, in Markdown."""
+    laws, by_vocabulary = document["laws"], document["speed"]["by_vocabulary"]
+    exact, apart, by_precision = laws["tokenwise"], laws["target_from_draft"], laws["sigmoid"]
+    scales = list(by_precision["as served"])
+    served = [
+        [f"`sigmoid` {_scale(scale)}", _share(each["acceptance"]), _tv(each["from_target"]), _tv(each["from_draft"])]
+        for scale, each in by_precision["as served"].items()
+    ]
+    precision = [
+        [_scale(scale), *(cell for by_scale in by_precision.values() for cell in _precise(by_scale[scale]))]
+        for scale in scales
+    ]
+    several = [
+        [_rule(name), f"{each['tokens']:.2f} ± {each['error']:.2f}", _share(each["drafts_accepted"])]
+        for name, each in document["rounds"]["by_rule"].items()
+    ]
+    quartiles = "{median:.2f} ({low:.2f} to {high:.2f})"
+    speed = [
+        [_rule(name), *(quartiles.format(**by_way[name]) for by_way in by_vocabulary.values())]
+        for name in next(iter(by_vocabulary.values()))
+    ]
+    what = ("scores", "acceptance", "TV(text, target)")
+    rows = [
+        ["`tokenwise`, `block`", _share(exact["acceptance"]), "0", _tv(apart)],
+        *served,
+        ["the draft alone", "", _tv(apart), "0"],
+    ]
     return {
-        "laws": measure_laws(z, v),
-        "rounds": measure_rounds(cases),
-        "bytes": measure_bytes(cases),
-        "speed": measure_speed(cases, repeats),
+        "laws": _table(["rule", "acceptance", "TV(text, target)", "TV(text, draft)"], rows),
+        "precision": _table(["scales", *(f"{name}: {each}" for name in by_precision for each in what)], precision),
+        "rounds": _table(["rule", f"tokens of a round, γ = {document['rounds']['gamma']}", "drafts accepted"], several),
+        "speed": _table(["rule", *(f"V = {int(size):,}" for size in by_vocabulary)], speed),
     }
 
 
-def main() -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(description="Measure the lossy rule sigmoid on the demo pair.")
-    parser.add_argument("--texts", type=int, default=64, help="texts, of one prompt each (default 64, the most)")
-    parser.add_argument("--tokens", type=int, default=48, help="tokens of each text (default 48)")
-    parser.add_argument("--repeats", type=int, default=5, help="how often each round is timed (default 5)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    tokenizer = load_tokenizer(DEMO / "target")
-    target, draft = load(DEMO / "target"), load(DEMO / "draft")
-    prompts = _prompts(tokenizer, arguments.texts)
-    print(f"writing {len(prompts)} texts", file=sys.stderr)
-    texts = write(target, draft, prompts, arguments.tokens, tokenizer.eos_token_id)
-    print("drafting rounds", file=sys.stderr)
-    cases = rounds(target, draft, texts, GAMMA, every=8)
-    print("judging and timing", file=sys.stderr)
-    document = {
-        "machine": machine.describe(),
-        "command": machine.command("benchmarks.sigmoid", sys.argv[1:]),
-        "settings": {"texts": len(prompts), "tokens": arguments.tokens, "repeats": arguments.repeats},
-        **measure(texts, cases, arguments.repeats),
-    }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "sigmoid.json").write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", "utf-8")
-    draw(document, arguments.out / "sigmoid.png")
-    print("\n\n".join(tables(document).values()))
-    return 0
+def bytes_of_a_token(found: Json) -> str:
+    """What a drafted token takes on the wire, in words."""
+    logits, sparse = f"{found['logits']:,}", f"{found['sparse_mean']:,.0f}"
+    return f"{logits} of logits for each drafted token, where a sparse law takes {sparse} in the mean"
 
 
-def _prompts(tokenizer: Any, count: int) -> Tensor:
-    """The first tokens of the demo's prompts, `[B, n]`; those that have fewer are left out."""
-    lines = (DEMO / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [tokenizer(json.loads(line)["text"])["input_ids"][:PROMPT_TOKENS] for line in lines]
-    return torch.tensor([row for row in rows if len(row) == PROMPT_TOKENS][:count])
+def _precise(each: Json) -> tuple[str, str, str]:
+    count = "no number" if each["distinct"] is None else f"{each['distinct']:,.0f}"
+    return count, _share(each["acceptance"]), _tv(each["from_target"])
+
+
+def _rule(name: str) -> str:
+    rule, separator, scale = name.partition(" ±")
+    if separator:
+        return f"`{rule}` {_scale(scale)}"
+    rule, separator, rest = name.partition(",")
+    return f"`{rule}`{separator}{rest}"
+
+
+def _scale(scale: str) -> str:
+    return f"±{int(float(scale)):,}"
+
+
+def _share(value: float | None) -> str:
+    if value is None:
+        return "no number"
+    if value == 1:
+        return "100 %"
+    return f"{100 * value:.2f} %" if value < 0.9999 else f"{100 * value:.5f} %"
+
+
+def _tv(value: float | None) -> str:
+    return "no number" if value is None else f"{value:.5f}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def draw(document: Json, path: Path) -> None:
+    """Distances above acceptance, for both families of scales."""
+    laws = document["laws"]
+    apart, exact = laws["target_from_draft"], laws["tokenwise"]["acceptance"]
+    note = f"The demo pair at temperature 1, {laws['places']:,} places. Circles: the scales of Wagner et al."
+    with plots.picture(path, 2, 2, size=(5.2, 3.3), note=note) as panels:
+        for (upper, lower), sweep in zip(panels.T, ("around_zero", "one_apart"), strict=True):
+            plots.level(upper, 0, linewidth=3, alpha=0.35, linestyle="-", label="exact rules: text from target")
+            plots.level(upper, apart, color=plots.GREY, linestyle="--", label="draft from target")
+            _line(upper, laws, sweep, "from_target", plots.BLUE, "sigmoid: text from target")
+            _line(upper, laws, sweep, "from_draft", plots.ORANGE, "sigmoid: text from draft")
+            upper.set_ylim(-0.05 * apart, 1.2 * apart)
+            plots.level(lower, exact, linewidth=3, alpha=0.35, linestyle="-")
+            lower.annotate(
+                "tokenwise", (0.98, exact + 0.01), xycoords=("axes fraction", "data"), ha="right", fontsize=8
+            )
+            _line(lower, laws, sweep, "acceptance", plots.BLUE, "sigmoid")
+            lower.set_ylim(0.5, 1.02)
+        panels[0][0].set_title("α = -s, β = s, as Wagner et al. have it", fontsize=10)
+        panels[0][1].set_title("β = α + 1", fontsize=10)
+        panels[0][0].set_ylabel("total variation")
+        panels[1][0].set_ylabel("acceptance")
+        for panel in panels[:, 0]:
+            panel.set_xscale("log")
+        panels[1][0].set_xlabel("s")
+        panels[1][1].set_xlabel("α")
+
+
+def _line(panel: Any, laws: Json, sweep: str, field: str, colour: str, label: str) -> None:
+    plots.line(panel, [(float(at), each[field]) for at, each in laws[sweep].items()], color=colour, label=label)
+    if sweep == "around_zero":
+        papers = [(float(at), each[field]) for at, each in laws["sigmoid"]["as served"].items()]
+        plots.line(panel, papers, linestyle="none", marker="o", markerfacecolor="white", markeredgecolor=colour)
 
 
 if __name__ == "__main__":

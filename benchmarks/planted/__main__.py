@@ -3,12 +3,12 @@
     python -m benchmarks.planted verifier_service --model FOLDER --listen 127.0.0.1:0
     python -m benchmarks.planted draft_service --model FOLDER --verifier HOST:PORT --listen 127.0.0.1:0
 
-FOLDER is one that `benchmarks.planted.models.save` wrote; the other flags are the service's.
+FOLDER is one that `benchmarks.planted.save` wrote; the other flags are the service's.
 """
 
 import sys
 
-from benchmarks.planted.models import load
+from benchmarks.planted import load
 from draft_service.app import DraftApp
 from draft_service.settings import DraftSettings
 from outrider.service.lifecycle import run

@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_alone, gpu_transformers
+from benchmarks import gpu, gpu_device
 from benchmarks.clocks import CpuClock
-from benchmarks.gpu_bench import Bench, Deadline, Json
-from benchmarks.gpu_figures import alpha_of, busy_share, foretold, overall, shares, union, weight_bound
-from benchmarks.gpu_plan import DRY, FULL, PARTS, RUN_SECONDS, RUNS
-from benchmarks.gpu_report import DRY_RUN, summarise, tables
+from benchmarks.gpu_bench import DRY, FULL, PARTS, RUN_SECONDS, RUNS, Deadline, GpuBench
+from benchmarks.gpu_pair import alpha_of
+from benchmarks.gpu_profile import busy_share, shares, union
+from benchmarks.gpu_report import DRY_RUN, summarise, table
+from benchmarks.harness import Json
+from benchmarks.planted import LLAMA_1B, LLAMA_8B, LLAMA_13B, TINY_DRAFT, TINY_TARGET, Plant, build, written
 from benchmarks.planted import __main__ as planted_service
-from benchmarks.planted.models import build
-from benchmarks.planted.shapes import LLAMA_1B, LLAMA_8B, LLAMA_13B, TINY_DRAFT, TINY_TARGET
-from benchmarks.planted.text import Plant, written
 from outrider.theory import expected_tokens
 
 CPU = torch.device("cpu")
@@ -109,7 +108,7 @@ def _check_figures(figures: dict[str, Json]) -> None:
     for row in figures["share"]["batches"].values():
         assert row["share"] == pytest.approx(row["verify_us"] / (row["verify_us"] + row["forward_us"]))
         assert 0 < row["transformers"]["share"] < 1
-    assert {run["part"] for run in figures["kernel"]["runs"]} == {"gamma", "batch", "rules"}
+    assert {run["part"] for run in figures["kernel"]["rows"]} == {"gamma", "batch", "rules"}
     assert 0 < figures["profile"]["busy_share"] <= 1
     assert figures["profile"]["passes"] > 0
     assert max(figures["profile"]["window"]) > 0
@@ -131,7 +130,7 @@ def rounds(plant: Plant, last: int, count: int, gamma: int) -> tuple[int, int, i
     return judged, accepted, passes
 
 
-def _fails(bench: Bench, found: Json) -> Json:
+def _fails(bench: GpuBench, found: Json) -> Json:
     raise RuntimeError("the device fell off the bus")
 
 
@@ -207,8 +206,8 @@ def test_the_static_cache_is_measured_by_a_program_of_its_own(
         "shape": TINY_DRAFT.document(), "alphas": [0.5], "dtype": "float32", "device": "cpu",
         "prompt_tokens": 3, "tokens": 4, "repeats": 2,
     }  # fmt: skip
-    monkeypatch.setattr(sys, "argv", ["benchmarks.gpu_transformers", json.dumps(asked)])
-    assert gpu_transformers.main() == 0
+    monkeypatch.setattr(sys, "argv", ["benchmarks.gpu_device", json.dumps(asked)])
+    assert gpu_device.main() == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert len(told["rates"]) == 2
     assert told["compiled"] is False
@@ -216,15 +215,15 @@ def test_the_static_cache_is_measured_by_a_program_of_its_own(
 
 @pytest.mark.parametrize(
     ("seconds", "said"),
-    [(gpu_alone._LEAST_S, "compiling and measuring took more than"), (0.0, "there was no time left for it")],
+    [(gpu_device._LEAST_S, "compiling and measuring took more than"), (0.0, "there was no time left for it")],
 )
 def test_a_compilation_that_takes_too_long_is_ended(
     seconds: float, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_alone, "_LEAST_S", 0.01)
-    bench = Bench(DRY, CPU, CpuClock(CPU, 5), tmp_path, lambda line: None)
+    monkeypatch.setattr(gpu_device, "_LEAST_S", 0.01)
+    bench = GpuBench(DRY, CPU, CpuClock(CPU, 5), tmp_path, lambda line: None)
     bench.begin(60.0)
-    found = bench.tried("it", lambda: gpu_alone._compiled(bench, TINY_DRAFT.name, seconds / 50), ours=False)
+    found = bench.tried("it", lambda: gpu_device._compiled(bench, TINY_DRAFT.name, seconds / 50), ours=False)
     assert said in found["error"]
     assert bench.troubles == []  # it is not ours
 
@@ -327,23 +326,6 @@ def test_what_cannot_be_planted_is_named(ask: Callable[[], Any], said: str) -> N
 # ----------------------------------------------------------------------------------------------------------- arithmetic
 
 
-def test_the_bound_is_how_often_the_weights_can_be_read() -> None:
-    assert weight_bound(16e9, 4e12) == 250.0
-    with pytest.raises(ValueError, match="both must be above 0"):
-        weight_bound(0, 4e12)
-
-
-def test_texts_count_by_the_time_they_take() -> None:
-    assert overall([10.0, 30.0]) == pytest.approx(200 / (100 / 10 + 100 / 30))
-    with pytest.raises(ValueError, match="no text was written"):
-        overall([])
-
-
-def test_the_theorem_is_taken_with_the_network() -> None:
-    times = {"draft_step": 0.002, "verify_pass": 0.01, "round_trip": 0.001}
-    assert foretold(0.5, 2, times) == pytest.approx((1 + 0.5 + 0.25) / (2 * 0.002 + 0.01 + 0.001))
-
-
 @pytest.mark.parametrize("alpha", [0.0, 0.35, 0.8, 1.0])
 def test_alpha_is_found_from_the_tokens_of_a_round(alpha: float) -> None:
     assert alpha_of(expected_tokens(alpha, 4), 4) == pytest.approx(alpha, abs=1e-9)
@@ -406,12 +388,12 @@ def test_aims_are_judged_by_their_worst_case_and_by_what_is_served() -> None:
         "13B alone": (None, None),
         "the pair": (0.85, False),
         "the outcome cache": (1.3, True),
-        "the device at work: 0.9 or more": (None, None),
+        "the device at work": (None, None),
     }
     bare = 250.0 / (expected_tokens(0.8, 4) / (4 * 0.001 + 0.008))
     assert summary["pair_of_bare_passes"]["0.8"] == pytest.approx(bare)
-    text = tables(document)
-    assert "- **Does not hold**: the pair, of Theorem 3.8: 0.9 or more; 0.85 at worst." in text
-    assert "- **Not measured**: 13B alone, of the bound by its weights: 0.8 or more." in text
+    text = table(document)
+    assert "- **Does not hold**: the pair, 0.9 of Theorem 3.8; 0.85 at worst." in text
+    assert "- **Not measured**: 13B alone, 0.8 of the bound by its weights." in text
     assert "some GPU" in text
     assert "dry run" not in text

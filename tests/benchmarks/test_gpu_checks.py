@@ -13,9 +13,9 @@ import torch
 
 from benchmarks import gpu_checks
 from benchmarks.clocks import CpuClock
-from benchmarks.gpu_bench import Bench, Unavailable
+from benchmarks.contenders import Unavailable
+from benchmarks.gpu_bench import DRY, GpuBench
 from benchmarks.gpu_checks import GROUPS, memcheck
-from benchmarks.gpu_plan import DRY
 from benchmarks.gpu_report import _memcheck
 from tests.project.tree import ROOT
 
@@ -23,8 +23,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(replace(DRY, is_dry=False), CPU, CpuClock(CPU, 5), tmp_path, lambda line: None)
+def bench(tmp_path: Path) -> Iterator[GpuBench]:
+    made = GpuBench(replace(DRY, is_dry=False), CPU, CpuClock(CPU, 5), tmp_path, lambda line: None)
     made.begin(60.0)
     yield made
     made.close_services()
@@ -42,7 +42,7 @@ def test_every_test_marked_gpu_has_a_group() -> None:
 
 
 def test_groups_end_with_the_first_in_which_a_test_fails(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: GpuBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, body in (("good", "assert True"), ("bad", "assert 2 + 2 == 5"), ("later", "assert True")):
         (tmp_path / f"test_{name}.py").write_text(f"import pytest\n@pytest.mark.gpu\ndef test_{name}(): {body}\n")
@@ -61,7 +61,7 @@ def test_groups_end_with_the_first_in_which_a_test_fails(
 
 
 def test_a_group_that_takes_too_long_takes_no_other_with_it(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: GpuBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "test_good.py").write_text("import pytest\n@pytest.mark.gpu\ndef test_good(): pass\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
@@ -105,7 +105,7 @@ print("========= COMPUTE-SANITIZER")
     ],
 )
 def test_what_the_sanitizer_finds_is_told(
-    then: str, troubles: list[str], bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    then: str, troubles: list[str], bench: GpuBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / gpu_checks.SANITIZER
     tool.write_text(SANITIZER.format(python=sys.executable, then=then))
@@ -118,7 +118,7 @@ def test_what_the_sanitizer_finds_is_told(
 
 
 def test_a_device_that_the_sanitizer_does_not_know_is_none_of_our_faults(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: GpuBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / gpu_checks.SANITIZER
     tool.write_text(
@@ -130,6 +130,6 @@ def test_a_device_that_the_sanitizer_does_not_know_is_none_of_our_faults(
         memcheck(bench)
 
 
-def test_a_check_that_takes_too_long_is_ended(bench: Bench) -> None:
+def test_a_check_that_takes_too_long_is_ended(bench: GpuBench) -> None:
     with pytest.raises(Unavailable, match="took more than"):
         gpu_checks._run([sys.executable, "-c", "import time; time.sleep(60)"], 0.0)

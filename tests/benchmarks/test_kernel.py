@@ -12,9 +12,8 @@ import torch
 
 from benchmarks import kernel
 from benchmarks.clocks import CpuClock, Times
-from benchmarks.kernel_cases import Case, Rows, Shape
-from benchmarks.kernel_contenders import Outrider, Transformers, held_traffic, traffic, unfused
-from benchmarks.kernel_report import LABELS, summarise
+from benchmarks.kernel import LABELS, aims
+from benchmarks.kernel_contenders import Case, Outrider, Rows, Shape, Transformers, unfused
 from kernels.verify import Rule, verify
 from tests.exactness import chisquare
 
@@ -89,21 +88,6 @@ def test_coupled_cases_share_the_targets_noise(rows: Rows) -> None:
     assert accepted / 20 > 0.6
 
 
-def test_traffic_is_what_operations_read_and_write() -> None:
-    z, index = torch.zeros(4, 100), torch.zeros(4, 3, dtype=torch.int64)
-    assert traffic(lambda: z.view(400)) == 0
-    assert traffic(lambda: torch.softmax(z, dim=-1)) == 2 * 1600
-    assert traffic(lambda: z.gather(1, index)) == 2 * 48 + 96
-    assert traffic(lambda: z + z[:1]) == 2 * 1600 + 400
-    assert traffic(lambda: torch.zeros(1, 100).expand(4, 100).sum()) == 400 + 400 + 4  # `zeros` writes, `sum` reads
-
-
-def test_what_a_launch_holds_is_counted_once() -> None:
-    logits, stats = torch.zeros(6, 50, dtype=torch.bfloat16), torch.zeros(6, dtype=torch.float32)
-    times = Times(0, 0, 0, 0)
-    assert held_traffic((logits, [stats, stats], {"a": times}), logits) == 600 + 2 * 24
-
-
 def test_an_outrider_that_is_not_built_takes_no_part(rows: Rows) -> None:
     assert "this build has" in str(Outrider("nonsense").refusal(Case(Shape(V, 1, 1), rows)))
 
@@ -123,26 +107,23 @@ def test_quick_measures_what_a_cpu_can_and_says_who_took_no_part(
     output = tmp_path / "kernel.json"
     arguments = ["--quick", "--device", "cpu", "--path", "torch", "--output", str(output)]
     assert kernel.main([*arguments, "--parts", "gamma"]) == 0
-    first = json.loads(output.read_text())
+    first = json.loads(output.read_text())["rows"]
     assert kernel.main([*arguments, "--resume"]) == 0
     document = json.loads(output.read_text())
-    assert document["runs"][: len(first["runs"])] == first["runs"]
+    assert document["rows"][: len(first)] == first
     for part in kernel.PARTS:
         shapes = list(kernel.QUICK.shapes(part))
-        assert len([run for run in document["runs"] if run["part"] == part]) == len(shapes) * len(LABELS)
-    figures = [run for run in document["runs"] if "us" in run]
+        assert len([run for run in document["rows"] if run["part"] == part]) == len(shapes) * len(LABELS)
+    figures = [run for run in document["rows"] if "us" in run]
     assert {run["contender"] for run in figures} == {"outrider", "transformers", "torch"}
     assert {run["rule"] for run in figures} >= {"tokenwise", "block", "coupled"}
     for run in figures:
         assert run["us"]["eager cold"]["repeats"] == kernel.QUICK.repeats
         assert run["must_bytes"] >= 2 * run["B"] * (run["gamma"] + 1) * run["V"]
-        assert run["moved_bytes"] > run["must_bytes"]
         assert 0 <= run["accepted"] <= run["gamma"]
-    assert document["summary"]["aims"] == []  # they are for a GPU
+    assert document["aims"] == []  # they are for a GPU
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    told = capsys.readouterr().out
-    assert "as [W Table 8]" in told
-    assert "it is compiled for a GPU only" in told
+    assert "it is compiled for a GPU only" in capsys.readouterr().out
     assert str(tmp_path) not in output.read_text()
 
 
@@ -156,7 +137,7 @@ def test_without_a_gpu_the_full_run_is_refused(capsys: pytest.CaptureFixture[str
 def test_on_a_gpu_launches_are_captured(tmp_path: Path) -> None:
     output = tmp_path / "kernel.json"
     assert kernel.main(["--quick", "--device", "cuda", "--output", str(output)]) == 0
-    ours = [run for run in json.loads(output.read_text())["runs"] if run["contender"] == "outrider" and "us" in run]
+    ours = [run for run in json.loads(output.read_text())["rows"] if run["contender"] == "outrider" and "us" in run]
     assert ours
     assert all("graph warm" in run["us"] and run["peak_bytes"] > 0 for run in ours)
 
@@ -165,15 +146,15 @@ def run_of(contender: str, us: float, **changes: Any) -> dict[str, Any]:
     told = {name: {"median": us} for name in ("eager cold", "eager warm", "graph cold", "graph warm", "whole")}
     return {
         "part": "gamma", "contender": contender, "V": 1000, "B": 1, "gamma": 5, "rule": "tokenwise", "us": told,
-        "must_bytes": 12_000, "moved_bytes": 12_000, "peak_bytes": 0, "accepted": 1.0,
+        "must_bytes": 12_000, "peak_bytes": 0, "accepted": 1.0,
     } | changes  # fmt: skip
 
 
 def test_aims_are_judged_by_their_worst_case() -> None:
     document = {
-        "settings": {"device": {"name": "some GPU"}},
-        "copy": {"bytes_per_second": 4e12},
-        "runs": [
+        "device": {"name": "some GPU"},
+        "copy_bytes_per_second": 4e12,
+        "rows": [
             run_of("outrider", 10.0),
             run_of("outrider", 11.0, V=2000),
             run_of("outrider", 8.0, gamma=1),
@@ -186,8 +167,7 @@ def test_aims_are_judged_by_their_worst_case() -> None:
             {"part": "rules", "contender": "torch", "V": 1000, "B": 1, "gamma": 5, "rule": "block", "refusal": "no"},
         ],
     }
-    aims = {aim["aim"].split(",")[0]: (aim["found"], aim["met"]) for aim in summarise(document)["aims"]}
-    assert list(aims.values()) == [
+    assert [(aim["found"], aim["met"]) for aim in aims(document)] == [
         (pytest.approx(0.75), False),  # of 0.9 and 0.75
         (pytest.approx(0.5), True),
         (11.0, False),

@@ -1,57 +1,88 @@
-"""The benchmark of the rules counts what the services do, and redrafts what they judged; no figure is judged here."""
+"""What a rule accepts in expectation, by formula, is what the reference accepts on average over its uniforms."""
 
-import io
-from pathlib import Path
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
 
 import pytest
-from rich.console import Console
+import torch
 
-from benchmarks.acceptance import EXPECTED
-from benchmarks.record import Record
-from benchmarks.rules import Arm, Plan, main, measure, write
-from benchmarks.rules_report import draw, summarise, table
+from benchmarks.rules import EXPECTED, Drafted, estimate, write
+from kernels.sampling import SamplingParams
+from kernels.sparse import SparseConfig, sparsify
+from kernels.verify import Proposed, Rule, Uniforms
 from outrider.cli.processes import Pair
 from outrider.client import AcceptanceRule, Client
-from tests.cluster import MODELS
+from tests.kernels.reference import verify
 
-PLAN = Plan(prompts=2, rounds=3, temperatures=(1.0,), gammas=(3,))
-PROMPTS = ["def mean(values):", "import os\n"]
+V, GAMMA = 6, 3
+ALMOST_1 = 1 - 2**-50
 
 
-def test_every_arm_has_its_rounds_and_drafts_come_again(demo_pair: Pair, tmp_path: Path) -> None:
-    record = Record.open(tmp_path / "rules.json", {}, resume=False)
-    told = io.StringIO()
-    with Client(demo_pair.address) as client:
-        offered = {AcceptanceRule.of(number).value for number in client.get_model().model.rules}
-        measure(client, MODELS / "target", PLAN, PROMPTS, record, Console(file=told))
-        before = list(record.runs)
-        measure(client, MODELS / "target", PLAN, PROMPTS, record, Console(file=told))
-    assert record.runs == before  # nothing is left to do
-    assert {run["rule"] for run in record.runs} == offered - {"sigmoid"} >= set(EXPECTED)
-    for run in record.runs:
-        assert run["rounds"] == PLAN.rounds
-        assert 0 <= run["accepted"] <= 3 * PLAN.rounds
-        if run["rule"] in EXPECTED:
-            assert run["redrafted"] == PLAN.rounds
-            assert all(0 <= value <= 3 * PLAN.rounds for value in run["expected"].values())
-    record.put("summary", summarise(record.runs))
-    assert record.document["summary"]["1"]["3"]["rules"]["block"]["rounds"] == 6
-    assert len(table(record.document).splitlines()) == 2 + len(offered - {"sigmoid"})
-    draw(record.document, tmp_path / "rules.png")
-    assert (tmp_path / "rules.png").read_bytes().startswith(b"\x89PNG")
+@pytest.mark.parametrize("rule", EXPECTED)
+@pytest.mark.parametrize("seed", range(6))
+def test_it_is_the_references_mean_over_all_uniforms(rule: str, seed: int) -> None:
+    source = torch.Generator().manual_seed(seed)
+    logits = torch.randn(GAMMA + 1, V, generator=source, dtype=torch.float64)
+    laws = sparsify(torch.softmax(1.5 * torch.randn(GAMMA, V, generator=source), dim=-1), SparseConfig(max_support=5))
+    tokens = tuple(int(law.ids[torch.randint(len(law.ids), (1,), generator=source)]) for law in laws)
+    p = torch.softmax(logits, dim=-1).numpy()
+    path = [
+        Drafted(float(p[i, x]), law.probability(x), p[i][law.ids], law.weights / law.total)
+        for i, (x, law) in enumerate(zip(tokens, laws, strict=True))
+    ]
+
+    def accepted(*u: float) -> int:
+        asked = Proposed(tokens, tuple(laws), SamplingParams(), 0, 1, Rule(rule), uniforms=Uniforms(u, 0.5))
+        return verify(logits, [asked])[0].accepted
+
+    assert EXPECTED[rule](path) == pytest.approx(mean_over_the_cube(accepted), abs=1e-9)
+
+
+def mean_over_the_cube(accepted: Callable[..., int]) -> float:
+    """The mean of a function of GAMMA uniforms that has at most one step along each of them."""
+    cuts = [sorted({0.0, *steps(accepted, axis), 1.0}) for axis in range(GAMMA)]
+    cells = itertools.product(*(itertools.pairwise(along) for along in cuts))
+    return sum(
+        math.prod(high - low for low, high in cell) * accepted(*((low + high) / 2 for low, high in cell))
+        for cell in cells
+    )
+
+
+def steps(accepted: Callable[..., int], axis: int) -> Iterator[float]:
+    """Where the function steps along an axis; each shows where the others are all lowest, or all highest."""
+    for others in (0.0, ALMOST_1):
+        at = [others] * GAMMA
+
+        def along(u: float, at: list[float] = at) -> int:
+            return accepted(*at[:axis], u, *at[axis + 1 :])
+
+        low, high = 0.0, ALMOST_1
+        if along(low) == along(high):
+            continue
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (middle, high) if along(middle) == along(0.0) else (low, middle)
+        yield high
+
+
+def test_an_estimate_has_its_interval_and_what_it_tells_from_0() -> None:
+    found = estimate([1.0, 3.0, 2.0, 2.0])
+    error = (2 / 3) ** 0.5 / 2
+    assert found["mean"] == 2
+    assert found["interval"] == pytest.approx([2 - 1.96 * error, 2 + 1.96 * error])
+    assert found["detectable"] == pytest.approx((1.96 + 1.645) * error)
+    assert estimate([5.0]) == {"mean": 5.0, "interval": None, "detectable": None}
 
 
 def test_a_text_is_cut_after_its_rounds(demo_pair: Pair) -> None:
     with Client(demo_pair.address) as client:
-        text = write(client, PROMPTS[0], Arm(1.0, 4, AcceptanceRule.BLOCK), seed=3, rounds=4)
-    assert len(text.bases) == len(text.drafted) == len(text.accepted) == 4
-    assert all(len(drafted) == 4 for drafted in text.drafted)
-    steps = [after - before for before, after in zip(text.bases, text.bases[1:], strict=False)]
-    assert steps == [1 + accepted for accepted in text.accepted[:-1]]
-    for base, drafted, accepted in zip(text.bases[:-1], text.drafted, text.accepted, strict=False):
-        assert text.output[base : base + accepted] == drafted[:accepted]
-
-
-def test_prompts_that_are_not_there_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--quick", "--prompts-file", str(tmp_path / "none.jsonl")]) == 2
-    assert "none.jsonl" in capsys.readouterr().err
+        text = write(client, "def mean(values):", 1.0, 4, AcceptanceRule.BLOCK, seed=3, rounds=4)
+    assert len(text.rounds) == 4
+    assert all(len(each.drafted_token_ids) == 4 for each in text.rounds)
+    for before, after in itertools.pairwise(text.rounds):
+        base = before.output_length
+        assert after.output_length == base + before.accepted + 1
+        assert text.output[base : base + before.accepted] == before.drafted_token_ids[: before.accepted]

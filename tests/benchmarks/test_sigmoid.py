@@ -8,10 +8,20 @@ import pytest
 import torch
 
 from benchmarks import sigmoid
-from benchmarks.sigmoid_laws import FLOAT16, FLOAT32, PRECISIONS, SERVICES, Precision, by_sigmoid, by_tokenwise
-from benchmarks.sigmoid_picture import draw
-from benchmarks.sigmoid_rounds import rounds, write
-from benchmarks.sigmoid_tables import bytes_of_a_token, tables
+from benchmarks.sigmoid import (
+    FLOAT16,
+    FLOAT32,
+    PRECISIONS,
+    SERVICES,
+    Precision,
+    by_sigmoid,
+    by_tokenwise,
+    bytes_of_a_token,
+    draw,
+    rounds,
+    tables,
+    write,
+)
 from kernels.dense import DraftLogits, SigmoidScales
 from kernels.verify import Rule
 from models.measure import load
@@ -34,7 +44,7 @@ def test_the_formulas_are_the_rule_of_the_kernels(scales: SigmoidScales) -> None
     first = joint[0, :, 0, 0] + joint[1].sum(axis=(1, 2)) + joint[2].sum(axis=(1, 2))
     p, drafted = torch.softmax(world.logits[0], -1).numpy(), [chance_of(q[0], x) for x in range(4)]
     (acceptance,), (far,), (near,) = (
-        getattr(by_sigmoid(world.logits[0][None], v[:1], torch.tensor([drafted]), scales, EXACT), name).tolist()
+        by_sigmoid(world.logits[0][None], v[:1], torch.tensor([drafted]), scales, EXACT)[name].tolist()
         for name in ("acceptance", "from_target", "from_draft")
     )
     assert acceptance == pytest.approx(joint[1:].sum(), abs=1e-7)
@@ -45,10 +55,10 @@ def test_the_formulas_are_the_rule_of_the_kernels(scales: SigmoidScales) -> None
 def test_the_exact_rule_writes_the_targets_law_by_the_same_formula() -> None:
     z, v = torch.randn(2, 50, 30, generator=torch.Generator().manual_seed(1)) * 3
     places = by_tokenwise(z, torch.softmax(v.double(), -1))
-    assert places.from_target.max() < 1e-12
+    assert places["from_target"].max() < 1e-12
     overlap = torch.minimum(torch.softmax(z.double(), -1), torch.softmax(v.double(), -1)).sum(-1)
-    assert torch.allclose(places.acceptance, overlap)
-    assert places.from_draft.min() > 0.01
+    assert torch.allclose(places["acceptance"], overlap)
+    assert places["from_draft"].min() > 0.01
 
 
 def test_sixteen_bits_have_no_room_for_the_largest_scales() -> None:
@@ -59,11 +69,11 @@ def test_sixteen_bits_have_no_room_for_the_largest_scales() -> None:
         for precision in PRECISIONS
         for scale in (1e4, 1e5)
     }
-    assert found[FLOAT16.name, 1e5].acceptance.isnan().all()
-    assert found[FLOAT16.name, 1e4].distinct.max() <= 3
+    assert found[FLOAT16.name, 1e5]["acceptance"].isnan().all()
+    assert found[FLOAT16.name, 1e4]["distinct"].max() <= 3
     for precision in (SERVICES, FLOAT32):
-        assert found[precision.name, 1e5].acceptance.min() > 0.999
-        assert found[precision.name, 1e4].distinct.min() > 200
+        assert found[precision.name, 1e5]["acceptance"].min() > 0.999
+        assert found[precision.name, 1e4]["distinct"].min() > 200
 
 
 def test_a_small_run_measures_and_draws_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,14 +95,14 @@ def test_a_small_run_measures_and_draws_all_of_it(tmp_path: Path, monkeypatch: p
         for model, logits in ((target, case.target), (draft, case.draft)):
             fresh = model(input_ids=tokens).logits[0, case.base_length - 1 :][: len(logits)]
             assert torch.allclose(logits, fresh, atol=1e-3)
-    found = sigmoid.measure(texts, cases, repeats=1)
+    found = sigmoid.figures(texts, cases, repeats=1)
     laws = found["laws"]
     assert laws["tokenwise"]["from_target"] < 1e-9
     assert laws["sigmoid"]["as served"]["10000"]["acceptance"] > 0.999
     assert (
         1 <= found["rounds"]["by_rule"]["tokenwise"]["tokens"] <= found["rounds"]["by_rule"]["sigmoid ±10000"]["tokens"]
     )
-    assert found["speed"]["by_vocabulary"]["3000"]["tokenwise"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+    assert found["speed"]["by_vocabulary"]["3000"]["tokenwise"] == {"low": 1.0, "median": 1.0, "high": 1.0}
     assert all(table.count("\n") >= 4 for table in tables(found).values())
     draw(found, tmp_path / "sigmoid.png")
     assert (tmp_path / "sigmoid.png").stat().st_size > 10_000

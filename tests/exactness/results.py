@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import describe
+from benchmarks.harness import machine
 from tests.exactness import chisquare
 from tests.exactness.chisquare import Fit
 from tests.exactness.sampling import Run
@@ -80,7 +80,7 @@ class Recorder:
         if not folder:
             return
         report = {
-            "machine": describe(),
+            "machine": machine(),
             "date": datetime.now(UTC).date().isoformat(),
             "level": LEVEL,
             "power": POWER,

@@ -1,0 +1,355 @@
+"""What every benchmark stands on: its command line, its runs on disk, the machine, tables, and one JSON document.
+
+A benchmark measures *runs*: what one contender did once in one place of the grid, a flat JSON object. Runs go to disk
+as they come, into `NAME.runs.jsonl` beside the output, which git ignores, so that `--resume` goes on where the same
+command was interrupted. What is kept is their summary: medians and ranges, with the settings, the machine and the
+command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+ROOT = Path(__file__).resolve().parents[1]
+DEMO = ROOT / "models" / "demo"
+RESULTS = ROOT / "benchmarks" / "results"
+CACHE = ROOT / ".models-cache"
+PACKAGES = ("torch", "transformers", "grpcio", "protobuf", "uvloop")
+# What a reader asks about a processor when the subject is small matrices.
+_INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
+# Options that say where things lie or what to do with them; all others are settings.
+_NO_SETTINGS = ("command", "quick", "resume", "output", "target", "draft", "prompts_file", "busy", "parts")
+
+Json = dict[str, Any]
+Item = TypeVar("Item")
+
+
+# ----------------------------------------------------------------------------------------------------- command line
+
+
+def parser(name: str, doc: str | None, *, quick: str) -> argparse.ArgumentParser:
+    """A parser that knows models, prompts and output; `quick` says what `--quick` leaves out."""
+    made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=(doc or "").split("\n")[0])
+    made.add_argument("--quick", action="store_true", help=f"does it work at all: {quick}")
+    made.add_argument("--resume", action="store_true", help="go on where the same command was interrupted")
+    made.add_argument("--output", type=Path, help="JSON file to write; the picture goes beside it")
+    made.add_argument("--target", type=Path, default=DEMO / "target", help="folder of the target")
+    made.add_argument("--draft", type=Path, default=DEMO / "draft", help="folder of the draft")
+    made.add_argument("--prompts-file", type=Path, default=DEMO / "prompts.jsonl", help="one JSON object a line")
+    return made
+
+
+def parse(made: argparse.ArgumentParser, arguments: Sequence[str] | None, quick: Json) -> argparse.Namespace:
+    """What was asked; `quick` are the defaults under `--quick`."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if "--quick" in arguments:
+        made.set_defaults(**quick)
+    given = made.parse_args(arguments)
+    given.command = shlex.join([*made.prog.split(), *map(_without_folders, arguments)])
+    return given
+
+
+def _without_folders(argument: str) -> str:
+    path = Path(argument)
+    return path.name if path.is_absolute() else argument
+
+
+def tell(line: str) -> None:
+    """Progress, for people, on standard error."""
+    print(line, file=sys.stderr, flush=True)
+
+
+# ------------------------------------------------------------------------------------------------------------- runs
+
+
+class Runs:
+    """Runs in memory, each with its keys."""
+
+    def __init__(self) -> None:
+        self.runs: list[Json] = []
+
+    def has(self, **keys: Any) -> bool:
+        """Whether there is a run with these keys."""
+        return any(all(run.get(name) == value for name, value in keys.items()) for run in self.runs)
+
+    def add(self, *runs: Json) -> None:
+        """Keeps runs."""
+        self.runs += json.loads(json.dumps(runs))
+
+
+class Bench(Runs):
+    """One benchmark under way; its runs are on disk as soon as they are added.
+
+    Attributes:
+        given: what was asked.
+        document: what will be kept beside the summary.
+
+    Raises:
+        ValueError: there are runs to resume, but of other settings.
+    """
+
+    def __init__(self, name: str, given: argparse.Namespace) -> None:
+        super().__init__()
+        self.given = given
+        file = name.replace("_", "-")
+        self.output: Path = given.output or (CACHE / f"{file}-quick.json" if given.quick else RESULTS / f"{file}.json")
+        self.settings = json.loads(
+            json.dumps({key: value for key, value in vars(given).items() if key not in _NO_SETTINGS})
+        )
+        self.document: Json = {
+            "benchmark": name,
+            "command": given.command,
+            "machine": machine(),
+            "load_average": [load_average()],
+            "settings": self.settings,
+        }
+        self._known: Json = {}
+        self._path = self.output.with_suffix(".runs.jsonl")
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if given.resume and self._path.is_file():
+            self._read()
+        else:
+            self._path.write_text(json.dumps({"settings": self.settings}) + "\n", encoding="utf-8")
+
+    def _read(self) -> None:
+        head, *rest = self._path.read_text(encoding="utf-8").splitlines()
+        if json.loads(head)["settings"] != self.settings:
+            raise ValueError(f"{self._path.name} cannot be resumed: it was made with other settings")
+        for line in rest:
+            entry = json.loads(line)
+            if "once" in entry:
+                self._known[entry["once"]] = entry["value"]
+            else:
+                self.runs.append(entry)
+
+    def add(self, *runs: Json) -> None:
+        super().add(*runs)
+        self._append(runs)
+
+    def once(self, key: str, make: Callable[[], Any]) -> Any:
+        """A value that is made once, also when the benchmark is resumed."""
+        if key not in self._known:
+            self._known[key] = make()
+            self._append([{"once": key, "value": self._known[key]}])
+        return self._known[key]
+
+    def _append(self, entries: Iterable[Json]) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
+
+    @cached_property
+    def prompts(self) -> list[str]:
+        """All prompts of the prompts file."""
+        return read_prompts(self.given.prompts_file)
+
+    def write(self, summary: Json) -> Json:
+        """Writes the document with its summary, under its name only when whole, and returns it."""
+        document = self.document | summary
+        document["load_average"] = [*self.document["load_average"], load_average()]
+        document = json.loads(json.dumps(rounded(document)))
+        part = self.output.with_suffix(".part")
+        part.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(part, self.output)
+        return document
+
+
+def run(
+    name: str,
+    given: argparse.Namespace,
+    measure: Callable[[Bench], None],
+    summarise: Callable[[Bench], Json],
+    table: Callable[[Json], str],
+    draw: Callable[[Json, Path], Any],
+) -> int:
+    """The whole of a benchmark: measure, write, draw, print the tables and the document; returns the exit code."""
+    try:
+        bench = Bench(name, given)
+        measure(bench)
+    except (OSError, ValueError) as error:
+        tell(f"benchmarks.{name}: {error}")
+        return 2
+    except KeyboardInterrupt:
+        tell(f"benchmarks.{name}: interrupted; --resume goes on from here")
+        return 130
+    document = bench.write(summarise(bench))
+    draw(document, bench.output.with_suffix(".png"))
+    print(f"{machine_line(document)}\n{document['command']}\n\n{table(document)}\n")
+    print(json.dumps(document, ensure_ascii=False))
+    return 0
+
+
+def rotated(items: Iterable[Item], turn: int) -> list[Item]:
+    """The items, beginning with another one each turn, so that none always follows the same."""
+    listed = list(items)
+    first = turn % len(listed) if listed else 0
+    return listed[first:] + listed[:first]
+
+
+# ----------------------------------------------------------------------------------------------------------- figures
+
+
+def grouped(runs: Iterable[Json], key: str) -> dict[Any, list[Json]]:
+    """The runs by the value of a key, in the order of their first."""
+    groups: dict[Any, list[Json]] = {}
+    for each in runs:
+        groups.setdefault(each[key], []).append(each)
+    return groups
+
+
+def tree(runs: Iterable[Json], keys: Sequence[str], leaf: Callable[[list[Json]], Json]) -> Json:
+    """`leaf` of the runs that are alike in all keys, as nested objects by the keys' values."""
+    if not keys:
+        return leaf(list(runs))
+    return {str(value): tree(some, keys[1:], leaf) for value, some in grouped(runs, keys[0]).items()}
+
+
+def total(runs: Iterable[Json], key: str) -> float:
+    """The sum of one figure."""
+    return float(sum(each[key] for each in runs))
+
+
+def rates(runs: Iterable[Json]) -> dict[Any, float]:
+    """Tokens a second of each repetition: all its tokens over all its seconds."""
+    return {nth: total(own, "tokens") / total(own, "seconds") for nth, own in grouped(runs, "repetition").items()}
+
+
+def ratio(own: Mapping[Any, float], reference: Mapping[Any, float]) -> Json:
+    """Median and range of the ratios of two rates of the same repetition."""
+    found = [rate / reference[nth] for nth, rate in own.items() if reference.get(nth)]
+    return {"ratio": median(found), "ratio_range": [min(found), max(found)]} if found else {"ratio": None}
+
+
+def alpha_of(runs: Iterable[Json]) -> float | None:
+    """Mean α over texts, each with the weight of its drafted tokens."""
+    known = [(each["alpha"], each["drafted"]) for each in runs if each["alpha"] is not None]
+    weight = sum(drafted for _, drafted in known)
+    return sum(alpha * drafted for alpha, drafted in known) / weight if weight else None
+
+
+def rounded(value: Any) -> Any:
+    """The same with eight significant digits in every float."""
+    if isinstance(value, float):
+        return float(f"{value:.8g}")
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    return [rounded(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A figure of a table; a dash where there is none."""
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def between(found: Json, name: str = "ratio") -> str:
+    """A median with its range."""
+    if found[name] is None:
+        return "–"
+    low, high = found[f"{name}_range"]
+    return f"{found[name]:.2f} ({low:.2f} to {high:.2f})"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]], title: str = "") -> str:
+    """A table in Markdown; nothing where there is no row."""
+    lines = [head, ["---"] * len(head), *rows]
+    if len(lines) == 2:
+        return ""
+    text = "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    return f"## {title}\n\n{text}\n" if title else text
+
+
+# ----------------------------------------------------------------------------------------------------------- prompts
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The prompts of a file with one JSON object a line, each with its `text`.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: a line is no such object, or there is none.
+    """
+    prompts = []
+    for nth, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        entry = json.loads(line) if line.strip() else {"text": ""}
+        if not isinstance(entry, dict) or not isinstance(entry.get("text"), str):
+            raise ValueError(f"line {nth} of {path.name} has no text")
+        prompts += [entry["text"]] if entry["text"] else []
+    if not prompts:
+        raise ValueError(f"{path.name} has no prompt to write after")
+    return prompts
+
+
+def spread(items: Sequence[Item], count: int) -> list[Item]:
+    """`count` of the items, or all if there are fewer, at equal distances."""
+    count = min(count, len(items))
+    return [items[i * len(items) // count] for i in range(count)]
+
+
+# ----------------------------------------------------------------------------------------------------------- machine
+
+
+def machine() -> Json:
+    """What figures are measured on: processor, cores and versions. No names of hosts, no paths."""
+    info = _cpuinfo()
+    name = info.get("model name") or platform.processor() or platform.machine()
+    flags = info.get("flags", "").split()
+    return {
+        "cpu": f"{name} (family {info['cpu family']}, model {info.get('model', '?')})"
+        if "cpu family" in info
+        else name,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "instructions": [each for each in _INSTRUCTIONS if each in flags],
+        "memory_gib": _memory_gib(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": versions("outrider", *PACKAGES),
+    }
+
+
+def machine_line(document: Json) -> str:
+    """The machine in a line, and whether it was busy."""
+    found = document["machine"]
+    packages = ", ".join(f"{name} {value}" for name, value in found["versions"].items() if value)
+    line = f"{found['cpu']}, {found['cores']} cores, {found['memory_gib']} GiB, Python {found['python']}, {packages}"
+    return line + (", BUSY WITH OTHER WORK" if document.get("busy") else "")
+
+
+def load_average() -> float | None:
+    """Processes that wanted a core over the last minute; None where the system does not tell."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
+def versions(*packages: str) -> dict[str, str | None]:
+    """Their versions; None of what is not installed."""
+    found: dict[str, str | None] = {}
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _cpuinfo() -> dict[str, str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {}
+    return {key.strip(): value.strip() for key, colon, value in (line.partition(":") for line in lines) if colon}
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (AttributeError, ValueError, OSError):
+        return None
