@@ -142,10 +142,10 @@ async def test_each_call_bears_a_token(tokens: Tokens, caplog: pytest.LogCapture
             assert [answer async for answer in many(channel)(b"0", metadata=good)] == [b"first", b"last"]
         bad = (("authorization", f"Bearer {TOKENS[0][:-1]}"),)
         for metadata in ((), bad):
-            for method, request in every(b"0"):
+            for method, request in [*every(b"0"), *every(BAD)]:
                 error = await refusal(method(channel)(request, metadata=metadata))
                 assert (error.code, error.reason) == (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
-    assert probe.started == 4
+    assert (probe.started, probe.decoded) == (4, 4), "what is refused is not decoded either"
     assert "was turned away: UNAUTHENTICATED" in caplog.text
     assert TOKENS[0][:-1] not in caplog.text
 
@@ -162,15 +162,6 @@ async def test_a_name_does_not_do_for_a_token_nor_a_token_for_a_name(authority: 
 
 
 # ------------------------------------------------------------------------------------------------------- undecodable
-
-
-async def test_who_may_not_come_in_has_nothing_decoded(tokens: Tokens) -> None:
-    probe = Probe()
-    async with serving(probe, first=[Authentication(tokens=tokens)]) as address, open_channel(address) as channel:
-        for method, request in every(BAD):
-            error = await refusal(method(channel)(request, timeout=60))
-            assert (error.code, error.reason) == (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
-    assert (probe.started, probe.decoded) == (0, 0)
 
 
 async def test_calls_beyond_a_limit_are_not_decoded() -> None:

@@ -1,7 +1,7 @@
 """What each name of the health service means, asked over real gRPC."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -41,43 +41,37 @@ async def serving(channel: grpc.aio.Channel) -> set[str]:
     return found
 
 
-async def test_each_name_has_its_meaning() -> None:
+STATES: dict[str, tuple[list[Callable[[HealthState], Awaitable[None]]], set[str]]] = {
+    "from birth": ([], {LIVENESS}),
+    "warm, and a verifier is missing, say": ([HealthState.warm], {LIVENESS, STARTUP}),
+    "serving": ([HealthState.serving], {LIVENESS, STARTUP, *READY}),
+    "serving no longer": ([HealthState.serving, HealthState.not_serving], {LIVENESS, STARTUP}),
+    "stuck": ([HealthState.serving, lambda health: health.alive(False)], {STARTUP}),
+    "alive again": (
+        [HealthState.serving, *(lambda health, is_alive=each: health.alive(is_alive) for each in (False, True))],
+        {LIVENESS, STARTUP, *READY},
+    ),
+    "draining, never to serve again": (
+        [HealthState.serving, HealthState.drain, HealthState.serving],
+        {LIVENESS, STARTUP},
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "names"), STATES.values(), ids=STATES.keys())
+async def test_each_name_has_its_meaning(
+    changes: list[Callable[[HealthState], Awaitable[None]]], names: set[str]
+) -> None:
     async with healthy() as (health, channel, address):
-        assert await serving(channel) == {LIVENESS}, "from birth"
-        with pytest.raises(TimeoutError, match="NOT_SERVING"):
-            await asyncio.to_thread(wait_for_health, address, NAME, 0.2)
-        await health.warm()
-        assert await serving(channel) == {LIVENESS, STARTUP}, "warm, and a verifier is missing, say"
-        await health.serving()
-        assert await serving(channel) == {LIVENESS, STARTUP, *READY}
-        await asyncio.to_thread(wait_for_health, address, NAME, 5)
-        await health.not_serving()
-        assert await serving(channel) == {LIVENESS, STARTUP}
-
-
-async def test_who_is_stuck_is_neither_alive_nor_ready_until_it_goes_on() -> None:
-    async with healthy() as (health, channel, _):
-        await health.serving()
-        await health.alive(False)
-        assert await serving(channel) == {STARTUP}
-        await health.alive(True)
-        assert await serving(channel) == {LIVENESS, STARTUP, *READY}
-
-
-async def test_who_drains_is_alive_and_never_ready_again() -> None:
-    async with healthy() as (health, channel, _):
-        await health.serving()
-        await health.drain()
-        assert await serving(channel) == {LIVENESS, STARTUP}
-        await health.serving()
-        assert await serving(channel) == {LIVENESS, STARTUP}
-        assert [health.says(probe) for probe in PROBES] == [False, True, True]
-
-
-async def test_a_service_that_serves_has_started() -> None:
-    async with healthy() as (health, channel, _):
-        await health.serving()
-        assert STARTUP in await serving(channel)
+        for change in changes:
+            await change(health)
+        assert await serving(channel) == names
+        assert {probe for probe in PROBES if health.says(probe)} == names & set(PROBES)
+        if NAME in names:
+            await asyncio.to_thread(wait_for_health, address, NAME, 5)
+        else:
+            with pytest.raises(TimeoutError, match="NOT_SERVING"):
+                await asyncio.to_thread(wait_for_health, address, NAME, 0.1)
 
 
 async def test_another_server_says_the_same() -> None:

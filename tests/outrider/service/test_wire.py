@@ -13,6 +13,7 @@ from draft_service.app import message_limit, short_of
 from draft_service.settings import DraftSettings
 from outrider.runtime.loader import vocabulary_size
 from outrider.service.sampling import MAX_TOKEN_LIST, MAX_TOP_LOGPROBS
+from outrider.service.settings import ServiceSettings
 from outrider.service.wire import LEAST_LIMIT, bytes_with_logits, largest, limit_of, of_generate, of_verify, pad, room
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
 from tests.cluster import MODELS
@@ -81,14 +82,8 @@ def verdict() -> verifier_service_pb2.VerifyResponse:
     return verifier_service_pb2.VerifyResponse(sequence_id="γ" * 128, verdict=message)
 
 
-def draft_of(model: Path) -> DraftSettings:
-    settings: DraftSettings = DraftSettings.from_command_line(["--model", str(model)], program="test")
-    return settings
-
-
-def verifier_of(model: Path) -> VerifierSettings:
-    settings: VerifierSettings = VerifierSettings.from_command_line(["--model", str(model)], program="test")
-    return settings
+def settings_of(kind: type[ServiceSettings], model: Path) -> Any:
+    return kind.from_command_line(["--model", str(model)], program="test")
 
 
 def test_every_message_of_a_verify_stream_fits_and_the_largest_decides() -> None:
@@ -122,12 +117,12 @@ def test_the_longest_request_for_text_fits() -> None:
 
 def test_a_service_takes_what_its_model_asks_for(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": V}}))
-    draft, verifier = draft_of(tmp_path), verifier_of(tmp_path)
+    draft, verifier = settings_of(DraftSettings, tmp_path), settings_of(VerifierSettings, tmp_path)
     for limit in (message_limit(draft), verifier_limit(verifier)):
         assert bytes_with_logits(GAMMA, V) < limit < 1.01 * bytes_with_logits(GAMMA, V)
     assert message_limit(draft.model_copy(update={"drafter": "lookup"})) == LEAST_LIMIT  # no logits of its own
     assert message_limit(draft.model_copy(update={"max_message_bytes": 1 << 17})) == 1 << 17
-    assert verifier_limit(verifier_of(MODELS / "target")) == LEAST_LIMIT
+    assert verifier_limit(settings_of(VerifierSettings, MODELS / "target")) == LEAST_LIMIT
     assert short_of(draft, TOKENS) == 0
     assert short_of(draft, 10_000_000) > 0
 
