@@ -56,13 +56,6 @@ def test_several_samples_are_told_apart(draft_address: str) -> None:
     assert shown.stdout == f"--- 1 of 2 (length)\n{first}\n--- 2 of 2 (length)\n{second}\n"
 
 
-def test_a_seed_writes_its_text_with_and_without_a_draft(draft_address: str) -> None:
-    arguments = ["--seed", "5", "--max-new-tokens", "16", "--ignore-eos", PROMPT]
-    drafted, bare = (_generate(draft_address, "--gamma", gamma, *arguments) for gamma in ("5", "0"))
-    assert drafted.stdout == bare.stdout
-    assert drafted.stdout != _generate(draft_address, "--rule", "tokenwise", *arguments).stdout
-
-
 SIGMOID = ["--rule", "sigmoid", "--sigmoid-scales", "-10", "10", "--seed", "3", "--max-new-tokens", "8"]
 
 

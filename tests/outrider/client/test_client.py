@@ -29,7 +29,6 @@ from outrider.client import (
     Overloaded,
     PairMismatch,
     Started,
-    TokenOrigin,
     Unavailable,
     resume,
 )
@@ -272,14 +271,6 @@ def test_rounds_and_logprobs_come_where_asked_for(client: Client) -> None:
         assert len(entry.top) == 2
 
 
-def test_the_target_alone_writes_the_same(client: Client) -> None:
-    pair, alone = client.complete(PROMPT, **greedy(gamma=4)), client.complete(PROMPT, **greedy(gamma=0))
-    assert alone.token_ids == pair.token_ids
-    assert alone.statistics.num_draft_tokens == 0
-    assert set(alone.samples[0].origins) == {TokenOrigin.TARGET}
-    assert pair.statistics.num_rounds < alone.statistics.num_rounds
-
-
 def test_a_pair_says_what_it_is(client: Client) -> None:
     models = client.get_model()
     assert models.model.vocabulary_fingerprint == models.target.vocabulary_fingerprint
@@ -293,14 +284,3 @@ def test_a_closed_client_says_so(draft_address: str) -> None:
     client.close()
     with pytest.raises(RuntimeError, match="closed"):
         client.get_model()
-
-
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [({"top_p": 0.0}, "top_p"), ({"max_new_tokens": 10**6}, "max_new_tokens"), ({"gamma": 4_000}, "gamma")],
-)
-def test_bad_input_names_the_field(client: Client, options: Options, field: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        client.complete(PROMPT, **options)
-    assert caught.value.field is not None
-    assert caught.value.field.endswith(field)

@@ -39,7 +39,7 @@ def tokens(tmp_path: Path) -> Tokens:
 
 @asynccontextmanager
 async def guarded(authority: Authority, auth: Authentication, probe: Probe) -> AsyncIterator[str]:
-    """The probe behind a auth, over mutual TLS."""
+    """The probe behind authentication, over mutual TLS."""
     server = authority.issue("127.0.0.1")
     async with serving(
         probe, first=[auth], credentials=ServerTLS(server.cert, server.key, authority.pem).credentials()

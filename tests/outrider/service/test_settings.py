@@ -1,4 +1,4 @@
-"""Settings that leave a authentication open without saying so are refused, in one line that names the flag."""
+"""Settings that leave a service open without saying so are refused, in one line that names the flag."""
 
 from pathlib import Path
 from typing import Any
