@@ -39,8 +39,8 @@ from outrider.service.loading import (
 )
 from outrider.service.model_info import describe, describe_tokenizer
 from outrider.service.sampling import DEFAULT_RULE, OFFERED_RULES, RULE_TO_WIRE
-from outrider.service.settings import SettingsError, check_plaintext, made, pair
-from outrider.service.wire import limit_of, of_generate, of_verify
+from outrider.service.settings import SettingsError, certificate_and_key, check_plaintext, from_files
+from outrider.service.wire import largest_generate_request, largest_verify_message, server_limit
 from protos.outrider.v1 import model_pb2
 from protos.outrider.v1.draft_service_pb2_grpc import add_DraftServiceServicer_to_server
 
@@ -251,7 +251,7 @@ def verifier_tls(settings: DraftSettings) -> ChannelTLS | None:
             this machine without having been asked for.
     """
     cert, key = settings.verifier_tls_cert, settings.verifier_tls_key
-    pair("--verifier-tls-cert", cert, "--verifier-tls-key", key)
+    certificate_and_key("--verifier-tls-cert", cert, "--verifier-tls-key", key)
     ca, name = settings.verifier_tls_ca, settings.verifier_tls_name
     if ca is None:
         for flag, given in (("--verifier-tls-cert", cert), ("--verifier-tls-name", name)):
@@ -260,7 +260,7 @@ def verifier_tls(settings: DraftSettings) -> ChannelTLS | None:
         for address in settings.verifier:
             check_plaintext("--verifier", address, settings.plaintext, "give --verifier-tls-ca")
         return None
-    return made("--verifier-tls-ca, -cert or -key", lambda: ChannelTLS(TLS(ca, cert, key, name)))
+    return from_files("--verifier-tls-ca, -cert or -key", lambda: ChannelTLS(TLS(ca, cert, key, name)))
 
 
 # As verifiers of ours have it; theirs are not known before one answers.
@@ -269,9 +269,9 @@ _STOP_TOKEN_IDS = 64
 
 def message_limit(settings: DraftSettings) -> int:
     """In bytes: as was said, or as the draft model and the other limits have it."""
-    return settings.max_message_bytes or limit_of(
+    return settings.max_message_bytes or server_limit(
         _requests(settings, settings.max_sequence_tokens or DEFAULT_SEQUENCE_TOKENS),
-        of_verify(
+        largest_verify_message(
             sequence_tokens=settings.max_sequence_tokens or DEFAULT_SEQUENCE_TOKENS,
             max_gamma=settings.max_gamma,
             max_support=settings.max_support,
@@ -287,7 +287,7 @@ def short_of(settings: DraftSettings, sequence_tokens: int) -> int:
 
 
 def _requests(settings: DraftSettings, sequence_tokens: int) -> int:
-    return of_generate(
+    return largest_generate_request(
         sequence_tokens=sequence_tokens,
         max_stop_token_ids=_STOP_TOKEN_IDS,
         max_stop_strings=settings.max_stop_strings,

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 
 from draft_service.privacy import Emission
 from draft_service.responses import Responses
-from outrider.service.wire import pad, room
+from outrider.service.wire import can_pad, pad
 from protos.outrider.v1.draft_service_pb2 import GenerateChunk, GenerateResponse
 
 # A token's chunk takes up to so many times the bytes that it adds to one it joins.
@@ -146,7 +146,7 @@ class Frames:
         return more.held_tokens < chunk.held_tokens
 
     def _fits(self, response: GenerateResponse) -> bool:
-        return not self._size or room(response, self._size)
+        return not self._size or can_pad(response, self._size)
 
 
 def _join(chunk: GenerateChunk, more: GenerateChunk) -> None:

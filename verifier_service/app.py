@@ -26,7 +26,7 @@ from outrider.service.loading import (
 from outrider.service.model_info import describe
 from outrider.service.sampling import DEFAULT_RULE, OFFERED_RULES
 from outrider.service.settings import SettingsError
-from outrider.service.wire import limit_of, of_verify
+from outrider.service.wire import largest_verify_message, server_limit
 from protos.outrider.v1 import model_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import add_VerifierServiceServicer_to_server
 from verifier_service.engine import Drain, Observer, VerifierEngine
@@ -125,8 +125,8 @@ class VerifierApp(Service):
 
 def message_limit(settings: VerifierSettings) -> int:
     """The largest message that is taken, in bytes: as was said, or as the model and the other limits have it."""
-    return settings.max_message_bytes or limit_of(
-        of_verify(
+    return settings.max_message_bytes or server_limit(
+        largest_verify_message(
             sequence_tokens=settings.max_sequence_tokens or DEFAULT_SEQUENCE_TOKENS,
             max_gamma=settings.max_gamma,
             max_support=MAX_SUPPORT,

@@ -271,7 +271,7 @@ def listening(settings: ServiceSettings) -> Listening:
         check_plaintext("--listen", settings.listen, settings.plaintext, "give --tls-cert and --tls-key")
     tokens = None
     if (path := settings.auth_token_file) is not None:
-        tokens = made("--auth-token-file", lambda: Tokens(path))
+        tokens = from_files("--auth-token-file", lambda: Tokens(path))
         if tls is None and not is_local(settings.listen):
             _log.warning("tokens travel in plaintext, where whoever watches can take them", listen=settings.listen)
     allowed = AllowedClients(settings.allow_client_san) if settings.allow_client_san else None
@@ -293,11 +293,11 @@ def check_plaintext(flag: str, address: str, asked_for: bool, instead: str) -> N
             raise SettingsError(f"{flag} {error}") from None
 
 
-def made(flag: str, make: Callable[[], Made]) -> Made:
-    """What comes of files.
+def from_files(flag: str, make: Callable[[], Made]) -> Made:
+    """Returns what `make` reads from files.
 
     Raises:
-        SettingsError: nothing; names the flag.
+        SettingsError: it cannot; names the flag.
     """
     try:
         return make()
@@ -305,7 +305,7 @@ def made(flag: str, make: Callable[[], Made]) -> Made:
         raise SettingsError(f"{flag}: {problem}") from problem
 
 
-def pair(cert_flag: str, cert: Path | None, key_flag: str, key: Path | None) -> tuple[Path, Path] | None:
+def certificate_and_key(cert_flag: str, cert: Path | None, key_flag: str, key: Path | None) -> tuple[Path, Path] | None:
     """A certificate and its key; None where neither is given.
 
     Raises:
@@ -320,13 +320,13 @@ def pair(cert_flag: str, cert: Path | None, key_flag: str, key: Path | None) -> 
 
 
 def _server_tls(settings: ServiceSettings) -> ServerTLS | None:
-    files = pair("--tls-cert", settings.tls_cert, "--tls-key", settings.tls_key)
+    files = certificate_and_key("--tls-cert", settings.tls_cert, "--tls-key", settings.tls_key)
     ca = settings.tls_client_ca
     if files is None:
         if ca is not None:
             raise SettingsError("--tls-client-ca needs --tls-cert and --tls-key: only a TLS server can ask for it")
         return None
-    return made("--tls-cert, --tls-key or --tls-client-ca", lambda: ServerTLS(*files, ca))
+    return from_files("--tls-cert, --tls-key or --tls-client-ca", lambda: ServerTLS(*files, ca))
 
 
 def _limits(settings: ServiceSettings) -> ClientLimits | None:

@@ -148,7 +148,7 @@ def pad(message: Any, size: int) -> None:
     message.padding.extend(_pieces(missing, tag))
 
 
-def room(message: Any, size: int) -> bool:
+def can_pad(message: Any, size: int) -> bool:
     """Whether a message can be padded to `size` bytes and no more."""
     tag = _varint_bytes(message.DESCRIPTOR.fields_by_name["padding"].number << 3)
     missing = size - int(message.ByteSize())
@@ -214,12 +214,12 @@ _TEXT = 512
 _SLACK = 4096
 
 
-def limit_of(*sizes: int) -> int:
+def server_limit(*sizes: int) -> int:
     """What a server takes that has to take messages of these sizes, in bytes."""
     return max(LEAST_LIMIT, *(size + _SLACK for size in sizes))
 
 
-def of_verify(
+def largest_verify_message(
     *, sequence_tokens: int, max_gamma: int, max_support: int, vocab_size: int | None, max_stop_token_ids: int
 ) -> int:
     """The largest message on a `Verify` stream, in bytes: an opening, a proposal (of sparse distributions, or of a
@@ -251,7 +251,9 @@ def of_verify(
     )
 
 
-def of_generate(*, sequence_tokens: int, max_stop_token_ids: int, max_stop_strings: int, max_stop_chars: int) -> int:
+def largest_generate_request(
+    *, sequence_tokens: int, max_stop_token_ids: int, max_stop_strings: int, max_stop_chars: int
+) -> int:
     """The largest request for text, in bytes, with a prompt as long as a sequence may be."""
     prompt = BYTES_OF_PROMPT_TOKEN * sequence_tokens
     counts = {

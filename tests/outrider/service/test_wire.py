@@ -14,7 +14,16 @@ from draft_service.settings import DraftSettings
 from outrider.runtime.loader import vocabulary_size
 from outrider.service.sampling import MAX_TOKEN_LIST, MAX_TOP_LOGPROBS
 from outrider.service.settings import ServiceSettings
-from outrider.service.wire import LEAST_LIMIT, bytes_with_logits, largest, limit_of, of_generate, of_verify, pad, room
+from outrider.service.wire import (
+    LEAST_LIMIT,
+    bytes_with_logits,
+    can_pad,
+    largest,
+    largest_generate_request,
+    largest_verify_message,
+    pad,
+    server_limit,
+)
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
 from tests.cluster import MODELS
 from verifier_service.app import message_limit as verifier_limit
@@ -87,18 +96,20 @@ def settings_of(kind: type[ServiceSettings], model: Path) -> Any:
 
 
 def test_every_message_of_a_verify_stream_fits_and_the_largest_decides() -> None:
-    sparse = of_verify(**LIMITS, vocab_size=None)
-    dense = of_verify(**LIMITS, vocab_size=V)
+    sparse = largest_verify_message(**LIMITS, vocab_size=None)
+    dense = largest_verify_message(**LIMITS, vocab_size=V)
     for message in (opening(), proposal(law()), verdict()):
         assert message.ByteSize() <= sparse
     assert opening().ByteSize() > sparse / 3
     assert sparse < proposal(logits()).ByteSize() <= dense == bytes_with_logits(GAMMA, V)
-    assert limit_of(sparse) == LEAST_LIMIT
-    assert dense < limit_of(sparse, dense) < 1.01 * dense
+    assert server_limit(sparse) == LEAST_LIMIT
+    assert dense < server_limit(sparse, dense) < 1.01 * dense
 
 
 def test_the_longest_request_for_text_fits() -> None:
-    size = of_generate(sequence_tokens=TOKENS, max_stop_token_ids=STOPS, max_stop_strings=16, max_stop_chars=256)
+    size = largest_generate_request(
+        sequence_tokens=TOKENS, max_stop_token_ids=STOPS, max_stop_strings=16, max_stop_chars=256
+    )
     rest: Any = {
         "sampling": asked(),
         "stop": ["γ" * 256] * 16,
@@ -148,7 +159,7 @@ def test_every_size_is_reached_to_the_byte(kind: type) -> None:
 @settings(max_examples=200, deadline=None)
 def test_a_larger_message_takes_the_next_multiple_that_it_can_have(text: str, size: int) -> None:
     message = draft_service_pb2.GenerateResponse(chunk=draft_service_pb2.GenerateChunk(text=text))
-    before, fits = message.ByteSize(), room(message, size)
+    before, fits = message.ByteSize(), can_pad(message, size)
     pad(message, size)
     assert message.ByteSize() % size == 0
     assert message.ByteSize() - before <= size + 1
