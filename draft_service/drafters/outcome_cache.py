@@ -21,10 +21,9 @@ from draft_service.drafters.sequence import Ask, DraftWork, Drawn, ModelSequence
 from kernels.sampling import UNSURE
 from outrider.runtime.kv_cache import KVPool
 
-# Of a sequence at a time. Branches less likely than the least are not begun: they disturb more than they save.
-MOST_BRANCHES, LEAST_CHANCE = 12, 0.04
-# Tokens that are looked at for each place of a proposal; and the share of blocks that stays free for sequences.
-CANDIDATES, RESERVE = 5, 1 / 8
+# Of a sequence at a time. Branches less likely than the least are not begun: they disturb more than they save. They are
+# found among so many tokens for each place of a proposal, and this share of blocks stays free for sequences.
+MOST_BRANCHES, LEAST_CHANCE, CANDIDATES, RESERVE = 12, 0.04, 5, 1 / 8
 # In place of the token that follows a proposal of which all is accepted, until it is known what may.
 END = -1
 # A proposal leaves before anything is drafted ahead: the event loop, which sends it, shares the interpreter and perhaps
@@ -33,15 +32,13 @@ LEAVING_SECONDS = 0.5e-3
 
 # Of scores, what is chosen among; the demo pair's is 0.45, under `coupled` and at temperature 0 alike.
 TEMPERATURES = np.array([0.15, 0.3, 0.45, 0.7, 1.0, 1.5, 2.5])
-# Of what a verdict said, this much is left after the next; as many verdicts as the first guesses of τ and α count.
-MEMORY, PRIOR = 0.99, 8.0
-# A token that is not among the candidates had this chance; a score so far below the best has none.
-UNSEEN, LEAST_SCORE = 0.02, -1e3
+# Of what a verdict said, this much is left after the next; as many verdicts as the first guesses of τ and α count. A
+# token that is not among the candidates had this chance; a score so far below the best has none.
+MEMORY, PRIOR, UNSEEN, LEAST_SCORE = 0.99, 8.0, 0.02, -1e3
 
 # Weight of the newest wait or step; one that takes so many times the mean is a pause of the machine, or a slow client.
-NEWEST, OUTLIER = 0.2, 4.0
-# Seconds of a step, within which it was the step that took them; and steps that are planned at once, at most.
-LEAST_STEP, LONGEST_STEP, MOST_STEPS = 1e-9, 3600.0, 1024
+# Steps that are planned at once, at most.
+NEWEST, OUTLIER, MOST_STEPS = 0.2, 4.0, 1024
 
 # Pairs of rounds that a trial needs, and that it remembers; every so many rounds one is done the other way, until it
 # has them and then. Standard errors that decide; a round that took so many times the other was held up.
@@ -120,7 +117,7 @@ class SpareTime:
     def __init__(self) -> None:
         self._wait = self._spread = 0.0  # from a proposal's leaving to the next asking, and its mean deviation
         self._step: dict[int, float] = {}  # seconds, by the sequences that take it together
-        self._left: dict[Hashable, float] = {}  # who is expected to ask, and since when
+        self.left: dict[Hashable, float] = {}  # who is expected to ask, and when their proposals left
 
     def step_seconds(self, width: int) -> float:
         """What a step of so many sequences takes; 0 before the first. Until a width is measured, as if one by one."""
@@ -130,31 +127,23 @@ class SpareTime:
 
     def spent(self, width: int, steps: int, seconds: float) -> None:
         """So many steps of so many sequences took so long."""
-        if width < 1 or steps < 1 or not LEAST_STEP <= (each := seconds / steps) <= LONGEST_STEP:
+        if width < 1 or steps < 1 or not 0 < (each := seconds / steps) < math.inf:
             return
         before = self._step.get(width, each)
         self._step[width] = before + NEWEST * (min(each, OUTLIER * before) - before)
 
-    def left(self, who: Hashable, now: float) -> None:
-        """A proposal has left; its sequence will ask for another."""
-        self._left[who] = now
-
     def asked(self, who: Hashable, now: float) -> None:
-        wait = now - self._left.pop(who, now)
+        wait = now - self.left.pop(who, now)
         if wait > 0 and not self._wait:
             self._wait, self._spread = wait, wait / 2
         elif 0 < wait < OUTLIER * self._wait:
             self._spread += NEWEST * (abs(wait - self._wait) - self._spread)
             self._wait += NEWEST * (wait - self._wait)
 
-    def gone(self, who: Hashable) -> None:
-        """It will ask no more."""
-        self._left.pop(who, None)
-
     def steps(self, now: float, width: int) -> int:
         """How many steps of `width` are done in time; 0 while nothing is known."""
         step, wait = self.step_seconds(width), self._wait - self._spread / 2
-        rest = min((since + wait - now for since in self._left.values() if now - since < OUTLIER * wait), default=0.0)
+        rest = min((since + wait - now for since in self.left.values() if now - since < OUTLIER * wait), default=0.0)
         return max(0, int(min(rest / step, MOST_STEPS))) if step > 0 else 0
 
 
@@ -271,8 +260,7 @@ class OutcomeCache:
         """A proposal leaves: the time since the last one is what branches cost and save."""
         if trunk.told.looks_ahead and trunk.was_ahead is not None:
             self._trials[_kind(trunk)].add(now - trunk.left, on=trunk.was_ahead)
-        trunk.left = self.leaving[trunk] = now
-        self.spare.left(trunk, now)
+        trunk.left = self.leaving[trunk] = self.spare.left[trunk] = now
 
     def asked(self, ask: Ask, drafted: int, kept: int) -> ModelSequence | None:
         """A verdict has come, and `kept` of the `drafted` tokens stand; returns the branch that it asks for, if any.
@@ -313,7 +301,7 @@ class OutcomeCache:
     def gone(self, trunk: ModelSequence) -> None:
         """It will ask no more."""
         self.drop(trunk)
-        self.spare.gone(trunk)
+        self.spare.left.pop(trunk, None)
 
     def reset(self) -> None:
         """Drops all branches, whatever state an error has left them in."""

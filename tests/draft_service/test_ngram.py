@@ -42,6 +42,7 @@ def law(tables: Sequence[NGramCounts], tokens: Sequence[int]) -> np.ndarray:
 
 def test_a_law_is_the_counts_share_and_the_rest_of_the_shorter_context() -> None:
     counts = NGramCounts(2, 4, 100)
+    assert back_off([counts], [1]) is None, "nothing was counted yet"
     counts.add([0, 1, 0, 1, 0, 2])
     singles = (np.array([3, 2, 1, 0]) + 3 / 4) / (6 + 3)  # six tokens, three kinds
     assert law([counts], []) == pytest.approx(singles)
@@ -86,10 +87,6 @@ def test_memory_is_bounded_and_what_was_seen_most_stays() -> None:
         assert counts.entries <= 200
     assert counts.followers[9, 10] == {11: 90}
     assert law([counts], [9, 10])[11] > 0.9
-
-
-def test_nothing_counted_is_no_law_and_drafts_nothing() -> None:
-    assert back_off([counted(3)], [1, 2]) is None
 
 
 # ------------------------------------------------------------------------------------------------------------ drafts
@@ -239,10 +236,8 @@ def test_it_counts_and_drafts_on_one_thread_off_the_event_loop(monkeypatch: pyte
     monkeypatch.setattr(ngram, "back_off", slow)
 
     async def run() -> None:
-        told = [sequence(seed=seed, prompt=TEXT) for seed in range(3)]
-        proposals = [drafter().open(each).propose(2) for each in told[:1]]
-        of = drafter()
-        proposals += [of.open(each).propose(2) for each in told[1:]]
+        of, told = drafter(), [sequence(seed=seed, prompt=TEXT) for seed in range(3)]
+        proposals = [of.open(each).propose(2) for each in told]
         await asyncio.sleep(0.01)
         release.set()
         for each, proposal in zip(told, proposals, strict=True):

@@ -95,6 +95,11 @@ class Driver(engines.Driver):
         assert all(tokens == GAMMA or bounded for tokens in drafted.values())
         return list(drafted)
 
+    def likeliest(self, draft: Draft, which: int = 0) -> list[int]:
+        """What such a verdict on the proposal commits."""
+        accepted, token = self.foresee()[which]
+        return [*draft.token_ids[:accepted], token]
+
     def _foreseen(self) -> dict[tuple[int, int], int] | None:
         """How many tokens were drafted for each outcome; None while there is more to be."""
         look = self.engine.cache.lookaheads.get(self.sequence)
@@ -154,8 +159,7 @@ def test_a_branch_ends_where_the_draft_is_unsure_too(engine: Eager, rule: Rule) 
         draft, without = ahead.propose(GAMMA, committed), plain.propose(GAMMA, committed)
         assert_alike(draft, without)
         lengths.add(len(draft.token_ids))
-        accepted, token = ahead.foresee()[0]
-        committed = [*draft.token_ids[:accepted], token]
+        committed = ahead.likeliest(draft)
     assert engine.cache.counts.hits == 7
     assert len(lengths) > 1
 
@@ -165,41 +169,30 @@ def test_siblings_and_rounds_draw_apart(engine: Eager) -> None:
     driver = Driver(engine, replace(told(1.0, Rule.TOKENWISE), law=SamplingParams(temperature=100.0)))
     proposals, committed = list[list[int]](), list[int]()
     for _ in range(8):
-        proposals.append(driver.propose(GAMMA, committed).token_ids)
-        accepted, token = driver.foresee()[-1]
-        committed = [*proposals[-1][:accepted], token]
+        draft = driver.propose(GAMMA, committed)
+        proposals.append(draft.token_ids)
+        committed = driver.likeliest(draft, -1)
     assert all(set(one).isdisjoint(other) for one, other in pairwise(proposals))
 
 
-@pytest.mark.parametrize("gamma", [2, 7])
-def test_a_length_that_has_changed_since_cuts_or_goes_on(engine: Eager, gamma: int) -> None:
+@pytest.mark.parametrize(("gamma", "more", "hit"), [(2, [], True), (7, [], True), (GAMMA, [12, 13], False)])
+def test_a_length_may_change_and_what_the_target_wrote_alone_is_no_outcome(
+    engine: Eager, gamma: int, more: list[int], hit: bool
+) -> None:
     ahead, plain = (Driver(engine, told(1.0, Rule.TOKENWISE, looks_ahead=on)) for on in (True, False))
-    draft = ahead.propose(GAMMA, [])
-    assert plain.propose(GAMMA, []).token_ids == draft.token_ids
-    accepted, token = ahead.foresee()[0]
-    committed = [*draft.token_ids[:accepted], token]
+    draft = ahead.propose(GAMMA)
+    assert plain.propose(GAMMA).token_ids == draft.token_ids
+    committed = [*ahead.likeliest(draft), *more]
     draft, without = ahead.propose(gamma, committed), plain.propose(gamma, committed)
     assert draft.foresight is not None
-    assert draft.foresight.hit
+    assert draft.foresight.hit is hit
     assert_alike(draft, without)
-
-
-def test_what_the_target_wrote_alone_is_no_outcome(engine: Eager) -> None:
-    driver = Driver(engine, told(0.0, Rule.TOKENWISE))
-    draft = driver.propose(GAMMA, [])
-    accepted, token = driver.foresee()[0]
-    later = driver.propose(GAMMA, [*draft.token_ids[:accepted], token, 12, 13])
-    assert later.foresight is None or not later.foresight.hit
-    plain = Driver(engine, told(0.0, Rule.TOKENWISE, looks_ahead=False))
-    assert plain.propose(GAMMA, [*draft.token_ids[:accepted], token, 12, 13]).token_ids == later.token_ids
 
 
 def test_nothing_is_left_of_sequences_that_end(engine: Eager) -> None:
     drivers = [Driver(engine, told(1.0, rule, seed=i)) for i, rule in enumerate((Rule.COUPLED, Rule.BLOCK))]
     for driver in drivers:
-        draft = driver.propose(GAMMA, [])
-        accepted, token = driver.foresee()[0]
-        driver.propose(GAMMA, [*draft.token_ids[:accepted], token])
+        driver.propose(GAMMA, driver.likeliest(driver.propose(GAMMA)))
         driver.foresee()
     for driver in drivers:
         driver.close()
@@ -292,10 +285,10 @@ def test_a_sequence_that_breaks_its_turn_ends_alone(engine: Eager, monkeypatch: 
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, breaks)
             with pytest.raises(DraftError, match="injected"):
-                broken.propose(GAMMA, [])
+                broken.propose(GAMMA)
             assert len(other.propose(GAMMA, [7]).token_ids) == GAMMA
         broken.close()
-    assert len(driver.propose(GAMMA, []).token_ids) == GAMMA
+    assert len(driver.propose(GAMMA).token_ids) == GAMMA
     for each in (driver, other):
         each.close()
     engine.stop()
@@ -305,7 +298,7 @@ def test_a_sequence_that_breaks_its_turn_ends_alone(engine: Eager, monkeypatch: 
 def test_where_drawing_fails_the_pool_is_as_it_was(engine: Eager, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pass went well before it. The step is tried again, and drafts what it would have."""
     plain = Driver(engine, told(1.0, Rule.COUPLED, ADJUSTED, looks_ahead=False))
-    expected = plain.propose(GAMMA, [])
+    expected = plain.propose(GAMMA)
     honest, calls = sample, count()
 
     def fails(*arguments: Any) -> Any:
@@ -315,7 +308,7 @@ def test_where_drawing_fails_the_pool_is_as_it_was(engine: Eager, monkeypatch: p
 
     monkeypatch.setattr(engine_module, "sample", fails)
     again = Driver(engine, told(1.0, Rule.COUPLED, ADJUSTED, looks_ahead=False))
-    assert_alike(again.propose(GAMMA, []), expected)
+    assert_alike(again.propose(GAMMA), expected)
     assert next(calls) > 2
 
 
@@ -324,7 +317,7 @@ def test_branches_give_way_to_sequences(loaded: LoadedModel) -> None:
     engine = eager(loaded, prefill_tokens=512, max_length=340, blocks=12)
     engine.start()
     small, large = Driver(engine, told(0.0, Rule.TOKENWISE)), Driver(engine, told(0.0, Rule.TOKENWISE))
-    small.propose(GAMMA, [])
+    small.propose(GAMMA)
     small.foresee()
     draft = large.propose(GAMMA, list(range(1, 330)))
     assert len(draft.token_ids) == GAMMA
@@ -339,13 +332,13 @@ def test_a_branch_whose_logits_are_no_numbers_harms_nobody(loaded: LoadedModel) 
     assert isinstance(broken.fused, FusedDecoder)
     engine.start()
     probe = Driver(engine, told(0.0, Rule.TOKENWISE))
-    draft = probe.propose(GAMMA, [])
+    draft = probe.propose(GAMMA)
     outcomes = probe.foresee()
     probe.close()
     token = next(token for accepted, token in outcomes if token not in (*draft.token_ids, *PROMPT))
     broken.fused._layers.embedding[token] = float("nan")
     driver = Driver(engine, told(0.0, Rule.TOKENWISE))
-    assert driver.propose(GAMMA, []).token_ids == draft.token_ids
+    assert driver.propose(GAMMA).token_ids == draft.token_ids
     time.sleep(0.2)
     assert len(driver.propose(GAMMA, [*draft.token_ids[:1], 12]).token_ids) == GAMMA
     engine.stop()

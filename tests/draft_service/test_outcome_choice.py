@@ -135,7 +135,7 @@ def after_rounds(spare: SpareTime, waits: list[float], *, step: float | None = 0
         spare.spent(1, 5, 5 * step)
     now = 0.0
     for wait in waits:
-        spare.left("a", now)
+        spare.left["a"] = now
         now += wait
         spare.asked("a", now)
     return now
@@ -145,7 +145,7 @@ def test_nothing_is_begun_before_a_wait_and_a_step_are_known() -> None:
     for waits, step in (([], 0.0005), ([0.01], None)):
         spare = SpareTime()
         now = after_rounds(spare, waits, step=step)
-        spare.left("a", now)
+        spare.left["a"] = now
         assert spare.steps(now, 1) == 0
     spare.spent(1, 1, 0.0005)
     assert spare.steps(now, 1) > 0
@@ -154,21 +154,21 @@ def test_nothing_is_begun_before_a_wait_and_a_step_are_known() -> None:
 def test_what_is_begun_is_done_before_the_first_of_them_asks() -> None:
     spare = SpareTime()
     now = after_rounds(spare, [0.010] * 60)
-    spare.left("late", now)
+    spare.left["late"] = now
     assert spare.steps(now, 1) == pytest.approx(20, abs=1)
     assert spare.steps(now + 0.006, 1) == pytest.approx(8, abs=1)
     assert spare.steps(now + 0.0099, 1) == 0
     assert spare.steps(now + 0.02, 1) == 0  # overdue: it may ask at any moment
-    spare.left("early", now - 0.008)
+    spare.left["early"] = now - 0.008
     assert spare.steps(now, 1) == pytest.approx(4, abs=1)
-    spare.gone("early")
+    spare.left.pop("early", None)
     assert spare.steps(now, 1) == pytest.approx(20, abs=1)
 
 
 def test_steps_that_many_take_together_are_fewer() -> None:
     spare = SpareTime()
     now = after_rounds(spare, [0.010] * 60)
-    spare.left("a", now)
+    spare.left["a"] = now
     assert spare.steps(now, 4) == pytest.approx(5, abs=1), "as if one by one, until it is measured"
     for _ in range(200):
         for width in (1, 2, 4):
@@ -184,7 +184,7 @@ def test_waits_that_vary_leave_a_margin_and_a_pause_teaches_nothing() -> None:
     steady, varying = SpareTime(), SpareTime()
     for spare, waits in ((steady, [0.010] * 80), (varying, [0.004, 0.016] * 40)):
         now = after_rounds(spare, [*waits, 5.0])
-        spare.left("a", now)
+        spare.left["a"] = now
         assert 8 <= spare.steps(now, 1) <= 20
     assert varying.steps(now, 1) < steady.steps(now, 1)
 
@@ -201,11 +201,11 @@ def test_spare_time_is_some_steps(told: list[tuple[str, int, float, float, int]]
     for event, who, now, seconds, width in told:
         match event:
             case "left":
-                spare.left(who, now)
+                spare.left[who] = now
             case "asked":
                 spare.asked(who, now)
             case "gone":
-                spare.gone(who)
+                spare.left.pop(who, None)
             case "spent":
                 spare.spent(width, who, seconds)
             case _:

@@ -1,11 +1,11 @@
-"""Every drafter, through both services over gRPC: whatever proposes, the text keeps the target's law, or its tokens.
+"""Every drafter, through both services over gRPC: whatever drafts, the text keeps the target's distribution or tokens.
 
 The target is the Markov one, so that each of the 1,664 tokens of 64 texts is a sample: over the rank classes of each
 token before (some 47 degrees of freedom) they notice a total variation of 0.09 at a level of 1 % with a power of 95 %
-(`chisquare` has the derivation), and the slow ones 0.03 with 16,384 tokens. Laws are cut to 8 of 24 tokens, so that
-what is sampled from differs from what was counted, and so that the drafter `random` has supports to choose from. The
-mutants show that a law which is not the one sampled from is noticed, for each drafter that draws or says it does; they
-are slow.
+(`chisquare` has the derivation), and the slow ones 0.03 with 16,384 tokens. q̂ is cut to 8 of 24 tokens, so that what is
+sampled from differs from what was counted, and so that the drafter `random` has supports to choose from. The mutants
+show that a distribution which is not the one sampled from is noticed, for each drafter that draws or says it does; they
+are slow. What staged drafting proposes is tested by itself in `tests/draft_service/test_staged.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.cluster import Cluster, Service, wait_healthy
 from tests.exactness import chisquare, sampling
 from tests.exactness.chisquare import Fit
 from tests.exactness.laws import Filters
-from tests.exactness.pairs import LETTERS, VOCABULARY
+from tests.exactness.pairs import LETTERS, VOCABULARY, write_draft
 from tests.exactness.sampling import Run
 from tests.exactness.worlds import Chain, World, sampled_fits
 
@@ -35,8 +35,10 @@ LEVEL = 0.01
 LENGTHS = [(LENGTH, 0.09), pytest.param(256, 0.03, marks=pytest.mark.slow)]
 """Tokens of a text, and the total variation that 64 of them notice."""
 REFUTED = 1e-9
+NARROW = Filters(temperature=1.0, top_k=6, top_p=0.8)
 FLAGS = (*sampling.DRAFT_FLAGS, "--ngram-order", "2", "--lookup-min-match", "1", "--max-support", "8")
 DRAFTERS = ("ngram", "lookup", "random")
+STAGED = {"staged by lookup": "lookup", "staged by ngram": "ngram"}
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +55,27 @@ def corpus(markov: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def flattened(markov: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A good draft model, only not sure enough of itself."""
+    return write_draft(tmp_path_factory.mktemp("flattened"), markov.target, "flattened")
+
+
 def _start(cluster: Cluster, world: World, drafter: str, corpus: Path, fault: str | None = None) -> Service:
+    """A service without a draft model; all drafters that need none."""
     flags = (*FLAGS, "--drafter", drafter, "--ngram-corpus", str(corpus))
     return cluster.draft(world.verifier, model=world.drafts["uniform"], fault=fault, flags=flags)
 
 
+def _start_staged(
+    cluster: Cluster, world: World, model: Path, by: str, *more: str, fault: str | None = None
+) -> Service:
+    flags = (*FLAGS, "--drafter", "staged", "--staged-by", by, "--ngram-learn", *more)
+    return cluster.draft(world.verifier, model=model, fault=fault, flags=flags)
+
+
 @pytest.fixture(scope="module")
 def service(cluster: Cluster, attentive: World, corpus: Path) -> Iterator[Service]:
-    """Without a draft model; all drafters that need none."""
     service = _start(cluster, attentive, "ngram", corpus)
     wait_healthy(service)
     yield service
@@ -68,48 +83,49 @@ def service(cluster: Cluster, attentive: World, corpus: Path) -> Iterator[Servic
 
 
 @pytest.fixture(scope="module")
-def chain_service(cluster: Cluster, markov: World, corpus: Path) -> Iterator[Service]:
-    """The same for the target that looks at the last token alone."""
-    service = _start(cluster, markov, "lookup", corpus)
-    wait_healthy(service)
-    yield service
-    service.end()
+def services(cluster: Cluster, markov: World, corpus: Path, flattened: Path) -> Iterator[dict[str, Service]]:
+    """By drafter, for the target that looks at the last token alone."""
+    cheap = _start(cluster, markov, "lookup", corpus)
+    staged = {name: _start_staged(cluster, markov, flattened, by) for name, by in STAGED.items()}
+    wait_healthy(cheap, *staged.values())
+    yield dict.fromkeys(DRAFTERS, cheap) | staged
+    for service in (cheap, *staged.values()):
+        service.end()
 
 
 def _fits(service: Service, world: World, drafter: str, **asked: Any) -> tuple[Run, Fit, Fit]:
-    return sampled_fits(service, world.target, PROMPT, gamma=2, drafter=drafter, **asked)
+    kind = drafter.split()[0]
+    gamma = 4 if kind == "staged" else 2
+    return sampled_fits(service, world.target, PROMPT, **{"gamma": gamma, "drafter": kind, "filters": PLAIN, **asked})
 
 
 @pytest.mark.parametrize(("length", "distance"), LENGTHS)
 @pytest.mark.parametrize(
-    ("drafter", "rule"),
+    ("drafter", "rule", "options"),
     [
-        pytest.param("ngram", "tokenwise", marks=pytest.mark.slow),  # in each run with a draft temperature
-        ("ngram", "block"),
-        ("lookup", "tokenwise"),
-        ("random", "block"),
+        pytest.param("ngram", "tokenwise", {}, marks=pytest.mark.slow),  # in each run with a draft temperature
+        ("ngram", "block", {}),
+        ("lookup", "tokenwise", {}),
+        ("random", "block", {}),
+        ("ngram", "tokenwise", {"draft_temperature": 0.0}),
+        ("ngram", "tokenwise", {"draft_temperature": 0.5}),
+        ("staged by lookup", "block", {}),
+        ("staged by ngram", "tokenwise", {}),
     ],
 )
 def test_the_law_of_each_next_token_is_the_targets(
-    drafter: str, rule: str, length: int, distance: float, chain_service: Service, markov: World
+    drafter: str,
+    rule: str,
+    options: dict[str, float],
+    length: int,
+    distance: float,
+    services: dict[str, Service],
+    markov: World,
 ) -> None:
-    seed = 700 + 10 * DRAFTERS.index(drafter) + (rule == "block")
-    run, outcomes, classes = _fits(chain_service, markov, drafter, filters=PLAIN, length=length, seed=seed, rule=rule)
-    assert 0.01 * run.drafted < run.accepted < 0.9 * run.drafted
-    assert chisquare.detectable(classes.df, classes.n, level=LEVEL, power=0.95) <= distance
-    assert min(outcomes.p_value, classes.p_value) > LEVEL
-
-
-@pytest.mark.parametrize(("length", "distance"), LENGTHS)
-@pytest.mark.parametrize(("drafter", "temperature"), [("ngram", 0.0), ("ngram", 0.5)])
-def test_the_law_is_the_targets_with_a_draft_temperature_too(
-    drafter: str, temperature: float, length: int, distance: float, chain_service: Service, markov: World
-) -> None:
-    fixed: dict[str, Any] = {"length": length, "seed": 800 + int(10 * temperature), "rule": "tokenwise"}
-    run, outcomes, classes = _fits(
-        chain_service, markov, drafter, filters=PLAIN, draft_temperature=temperature, **fixed
-    )
-    assert 0.01 * run.drafted < run.accepted < 0.9 * run.drafted
+    seed = 700 + 10 * list(services).index(drafter) + (rule == "block") + int(10 * options.get("draft_temperature", 9))
+    run, outcomes, classes = _fits(services[drafter], markov, drafter, length=length, seed=seed, rule=rule, **options)
+    least, most = (0.2, 0.95) if drafter in STAGED else (0.01, 0.9)
+    assert least * run.drafted < run.accepted < most * run.drafted
     assert chisquare.detectable(classes.df, classes.n, level=LEVEL, power=0.95) <= distance
     assert min(outcomes.p_value, classes.p_value) > LEVEL
 
@@ -146,6 +162,24 @@ def test_a_fault_is_noticed(mutant: Mutant, cluster: Cluster, markov: World, cor
     service.end()
 
 
+@pytest.mark.slow
+def test_a_fault_of_staged_drafting_is_noticed(
+    cluster: Cluster, markov: World, flattened: Path, tmp_path: Path
+) -> None:
+    """The guesses come from a text in which each token's likeliest successor follows it, so that the fault makes that
+    one likelier still.
+    """
+    likeliest = Chain.of(markov.target, NARROW).transitions[:, : len(LETTERS)].argmax(axis=1)
+    text = "".join(letter + LETTERS[likeliest[number]] for number, letter in enumerate(LETTERS))
+    (tmp_path / "corpus.txt").write_text(text * 400)
+    corpus, fault = ("--ngram-corpus", str(tmp_path / "corpus.txt")), "staged_draws_from_the_whole_law"
+    service = _start_staged(cluster, markov, flattened, "ngram", *corpus, fault=fault)
+    wait_healthy(service)
+    _, outcomes, classes = _fits(service, markov, "staged", length=40, seed=5, rule="tokenwise", filters=NARROW)
+    assert min(outcomes.p_value, classes.p_value) < REFUTED
+    service.end()
+
+
 # --------------------------------------------------------------------------------- the same tokens, sick or healthy
 
 
@@ -156,7 +190,12 @@ def _write(service: Service, **options: object) -> Completion:
         return client.complete(PROMPT, **asked)
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.0, "presence_penalty": 0.5}, {"banned_token_ids": [5, 6]}])
+OPTIONS = pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.0, "presence_penalty": 0.5}, {"banned_token_ids": [5, 6]}]
+)
+
+
+@OPTIONS
 def test_the_tokens_are_the_same_with_every_drafter(options: dict[str, object], service: Service) -> None:
     alone = _write(service, drafter="none", **options)
     assert (alone.started.drafter, alone.statistics.num_drafts) == (Drafter.NONE, 0)
@@ -169,6 +208,23 @@ def test_the_tokens_are_the_same_with_every_drafter(options: dict[str, object], 
         assert text.statistics.num_draft_failures == 0
         accepted += text.statistics.num_accepted_tokens
     assert accepted > 0
+
+
+@OPTIONS
+@pytest.mark.parametrize("guesser", STAGED)
+def test_staged_proposals_are_those_of_the_model(
+    guesser: str, options: dict[str, object], services: dict[str, Service]
+) -> None:
+    """Not the text alone: each position of each proposal is accepted as often as the model's own is."""
+    staged, model, alone = (
+        _write(services[guesser], drafter=drafter, gamma=6, **options) for drafter in ("staged", "model", "none")
+    )
+    assert staged.token_ids == model.token_ids == alone.token_ids
+    assert staged.started.drafter == staged.statistics.drafter == Drafter.STAGED
+    ours, theirs = staged.statistics, model.statistics
+    assert ours.num_accepted_tokens_per_pos == theirs.num_accepted_tokens_per_pos
+    assert ours.num_draft_tokens_per_pos == theirs.num_draft_tokens_per_pos
+    assert (ours.num_draft_failures, ours.num_accepted_tokens > 0) == (0, True)
 
 
 @pytest.mark.parametrize(
