@@ -1,6 +1,6 @@
-"""Triton's kernels against the reference, token for token, over shapes, strides and forms; and independent rows.
+"""Triton's kernels against the reference, token for token, over shapes and forms.
 
-The edges of each rule are in `test_rules`, for these kernels too.
+For these kernels too, `test_rules` has the edges of each rule, and `test_verify` strides and independent rows.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -89,18 +87,6 @@ def _agreeable(rule: Rule, gamma: int, K: int, V: int, seed: int) -> tuple[Tenso
 # ---------------------------------------------------------------------------------------------------- strides and tiles
 
 
-def test_rows_may_have_any_strides() -> None:
-    """Padded with NaN, every other row of a larger tensor, one row for all, and columns apart."""
-    logits, proposals = random_batch(seed=5, V=64, size=3)
-    expected = verify_by_triton(logits, proposals)
-    padded = torch.full((2 * len(logits), 80), math.nan)
-    padded[::2, :64] = logits
-    assert verify_by_triton(padded[::2, :64], proposals) == expected
-    assert verify_by_triton(logits.t().contiguous().t(), proposals) == expected
-    one = logits[:1].expand(len(logits), 64)
-    assert verify_by_triton(one, proposals) == verify_by_triton(one.contiguous(), proposals)
-
-
 @pytest.mark.gpu
 def test_offsets_may_pass_2_to_the_31() -> None:
     V, stride = 1000, 2**29
@@ -119,20 +105,6 @@ def test_a_residual_may_lie_across_tiles() -> None:
     q = sparse({token: 3 + 4 * (i % 3) for i, token in enumerate(ids)})
     proposals = [propose((V,), (q,), resample=(n + 0.5) / N) for n in range(N)]  # outside V: never accepted
     assert len({each.next_token for each in verified(z.repeat(N, 1), proposals)}) > 3
-
-
-def test_evenly_spaced_uniforms_give_each_token_its_share() -> None:
-    """48 of them over a distribution that lies in three tiles; to within one."""
-    N, V = 48, 2 * TILE + 40
-    z = torch.full((1, V), -30.0)
-    z[0, ::97] = gaussian(2, len(z[0, ::97]), scale=2)
-    drawn = [
-        each.next_token
-        for each in verify_by_triton(z.expand(N, V), [propose(resample=(n + 0.5) / N) for n in range(N)])
-    ]
-    counts = np.bincount(drawn, minlength=V)
-    assert np.abs(counts - N * torch.softmax(z[0].double(), -1).numpy()).max() < 1.0
-    assert drawn == sorted(drawn)
 
 
 def test_filters_keep_or_drop_ties_together() -> None:
@@ -177,21 +149,6 @@ def test_a_row_may_change_in_every_tile() -> None:
     proposed = propose((TILE + 1, 5), (first, second), top_logprobs=2, adjustments=(adjusted, None, adjusted))
     for uniforms in (Uniforms((0.0, 0.0), 0.4), Uniforms((0.0, LAST), 0.9)):
         verified(z, [replace(proposed, uniforms=uniforms)])
-
-
-def test_rows_are_independent() -> None:
-    """Neither the batch's order nor its parts, nor what lies past a rejection, change a result."""
-    logits, proposals = random_batch(seed=4, V=97, size=3)
-    together = verify_by_triton(logits, proposals)
-    starts = np.cumsum([0, *(each.gamma + 1 for each in proposals)])
-    rows = [logits[a:b] for a, b in pairwise(starts)]
-    for part in ([2, 0], [1]):
-        results = verify_by_triton(torch.cat([rows[i] for i in part]), [proposals[i] for i in part])
-        assert results == [together[i] for i in part]
-    for own, proposal, result in zip(rows, proposals, together, strict=True):
-        if proposal.rule is not Rule.BLOCK:  # which looks past a failure, as long as the block can grow
-            own[result.accepted + 1 :] = math.nan
-    assert verify_by_triton(torch.cat(rows), proposals) == together
 
 
 def test_a_batch_may_have_no_drafts_at_all() -> None:

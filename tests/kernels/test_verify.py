@@ -24,7 +24,7 @@ from kernels.sampling import SamplingParams
 from kernels.verify import SUPPORTED_RULES, Rule, Uniforms, UnsupportedRule, implementation_for, implementations
 from tests.kernels import reference
 from tests.kernels.cases import GREEDY, gaussian, logits_of, n_differing, propose, random_batch, sparse
-from tests.kernels.paths import DEVICE, HOST, IS_INTERPRETED, PATHS, verify
+from tests.kernels.paths import DEVICE, HOST, IS_INTERPRETED, PATHS, TRITON, verify
 
 
 @pytest.mark.parametrize(
@@ -39,25 +39,49 @@ def test_the_fast_path_agrees_with_the_reference(V: int, size: int, dtype: torch
     assert n_differing(verify_torch.verify, reference.verify, logits, proposals) <= 1
 
 
-def test_evenly_spaced_uniforms_give_each_token_its_share() -> None:
-    """1,024 of them: each token's count is its probability times 1,024, give or take one."""
-    N = 1024
-    z = gaussian(2, 1, 33, scale=2)
-    results = verify(z.expand(N, 33), [propose(resample=(k + 0.5) / N) for k in range(N)])
-    counts = np.bincount([each.next_token for each in results], minlength=33)
-    assert np.abs(counts - N * torch.softmax(z[0].double(), -1).numpy()).max() < 1.0
+@pytest.mark.parametrize(
+    ("path", "N", "V"), [("torch", 1024, 33), pytest.param("triton", 48, 2088, marks=TRITON.marks)]
+)
+def test_evenly_spaced_uniforms_give_each_token_its_share(path: str, N: int, V: int) -> None:
+    """Each token's count is its probability times N, give or take one. Of Triton's tiles there are three."""
+    z = torch.full((1, V), -30.0)
+    z[0, :: 1 + V // 33] = gaussian(2, len(z[0, :: 1 + V // 33]), scale=2)
+    results = verify(z.expand(N, V), [propose(resample=(k + 0.5) / N) for k in range(N)], path)
+    drawn = [each.next_token for each in results]
+    assert np.abs(np.bincount(drawn, minlength=V) - N * torch.softmax(z[0].double(), -1).numpy()).max() < 1.0
+    assert drawn == sorted(drawn)
 
 
-def test_results_depend_neither_on_the_batch_nor_on_strides() -> None:
-    logits, proposals = random_batch(seed=4, V=97, size=24)
-    together = verify(logits, proposals)
+BATCHES = pytest.mark.parametrize(("path", "size"), [("torch", 24), pytest.param("triton", 3, marks=TRITON.marks)])
+
+
+@BATCHES
+def test_rows_are_independent(path: str, size: int) -> None:
+    """Neither the batch's order nor its parts, nor what lies past a rejection, change a result."""
+    logits, proposals = random_batch(seed=4, V=97, size=size)
+    together = verify(logits, proposals, path)
     starts = np.cumsum([0, *(each.gamma + 1 for each in proposals)])
     rows = [logits[a:b] for a, b in pairwise(starts)]
-    assert [verify(own, [each])[0] for own, each in zip(rows, proposals, strict=True)] == together
-    assert verify(torch.cat(rows[::-1]), proposals[::-1]) == together[::-1]
-    padded = torch.full((len(logits), 120), math.nan)
-    padded[:, :97] = logits
-    assert verify(padded[:, :97], proposals) == together
+    for part in (range(size - 1, 0, -1), range(1)):
+        results = verify(torch.cat([rows[i] for i in part]), [proposals[i] for i in part], path)
+        assert results == [together[i] for i in part]
+    for own, proposal, result in zip(rows, proposals, together, strict=True):
+        if proposal.rule is not Rule.BLOCK:  # which looks past a failure, as long as the block can grow
+            own[result.accepted + 1 :] = math.nan
+    assert verify(torch.cat(rows), proposals, path) == together
+
+
+@BATCHES
+def test_rows_may_have_any_strides(path: str, size: int) -> None:
+    """Padded with NaN, every other row of a larger tensor, one row for all, and columns apart."""
+    logits, proposals = random_batch(seed=5, V=64, size=size)
+    expected = verify(logits, proposals, path)
+    padded = torch.full((2 * len(logits), 80), math.nan)
+    padded[::2, :64] = logits
+    assert verify(padded[::2, :64], proposals, path) == expected
+    assert verify(logits.t().contiguous().t(), proposals, path) == expected
+    one = logits[:1].expand(len(logits), 64)
+    assert verify(one, proposals, path) == verify(one.contiguous(), proposals, path)
 
 
 # --------------------------------------------------------------------------------------------------- draws, adjustments

@@ -1,6 +1,7 @@
-"""Text that comes out token by token is the text of all tokens, and never half a character, for every tokenizer."""
+"""Text streamed token by token is the text of all tokens, and never half a character, for every kind of tokenizer."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
+from tokenizers.processors import TemplateProcessing
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from outrider.runtime.errors import CheckpointError
@@ -31,28 +33,25 @@ CORPUS = [
 ] * 4
 
 
-def byte_level() -> Library:
+def _train_byte_level(corpus: list[str], vocab_size: int, *, use_regex: bool = True) -> Library:
     library = Library(models.BPE())
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
     library.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=500, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
-    library.train_from_iterator(CORPUS, trainer)
+    library.train_from_iterator(corpus, trainer)
     return library
+
+
+def byte_level() -> Library:
+    return _train_byte_level(CORPUS, 500)
 
 
 def byte_level_across_characters() -> Library:
     """Merges that cross characters: most tokens end inside one."""
-    library = byte_level()
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=900, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    library.train_from_iterator(["你好世界你们好世界人民" * 3, "世界你好" * 5, *CORPUS], trainer)
-    return library
+    return _train_byte_level(["你好世界你们好世界人民" * 3, "世界你好" * 5, *CORPUS], 900, use_regex=False)
 
 
 def sentence_piece_unigram() -> Library:
@@ -84,9 +83,8 @@ def _metaspaced(model: models.Model) -> Library:
 
 
 def metaspace() -> Library:
-    library = Library(
-        models.Unigram([("<unk>", 0.0), ("▁", -3.0), *((chr(c), -4.0) for c in range(97, 123))], unk_id=0)
-    )
+    letters = [(chr(code), -4.0) for code in range(97, 123)]
+    library = Library(models.Unigram([("<unk>", 0.0), ("▁", -3.0), *letters], unk_id=0))
     library.pre_tokenizer = pre_tokenizers.Metaspace()
     library.decoder = decoders.Metaspace()
     return library
@@ -111,21 +109,19 @@ KINDS: dict[str, Callable[[], Library]] = {
 }
 PYTHON = "in Python"  # a tokenizer of bytes without a Rust one behind it
 BYTES = ["byte-level", "byte-level across characters", "sentence-piece unigram", "sentence-piece BPE"]
-_made: dict[str, Tokenizer] = {}
 
 
+@cache
 def make(kind: str) -> Tokenizer:
     if kind == PYTHON:
         return Tokenizer(ByT5Tokenizer())
-    if kind not in _made:
-        library = KINDS[kind]()
-        library.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-        _made[kind] = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=library, bos_token="<s>", eos_token="</s>"))
-    return _made[kind]
+    library = KINDS[kind]()
+    library.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=library, bos_token="<s>", eos_token="</s>"))
 
 
 def stream(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> tuple[list[str], str]:
-    """What each push gave, and the flush."""
+    """Return what each push gives, and the flush."""
     detokenizer = IncrementalDetokenizer(tokenizer, prompt)
     pieces = [detokenizer.push(token) for token in ids]
     pending = detokenizer.pending
@@ -136,7 +132,7 @@ def stream(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> t
 
 
 def complete(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The text of some tokens up to the end of the last complete character."""
+    """Return the text of some tokens up to the end of the last complete character."""
     return max((tokenizer.decode(ids[: len(ids) - cut]).rstrip(BROKEN) for cut in range(4)), key=len)
 
 
@@ -218,7 +214,7 @@ def test_a_text_has_no_more_bytes_than_as_many_of_the_longest_token(kind: str, t
 
 
 @pytest.mark.parametrize("kind", BYTES)
-def test_half_a_character_is_kept_back_until_the_flush(kind: str) -> None:
+def test_half_a_character_is_pending_until_the_flush(kind: str) -> None:
     tokenizer = make(kind)
     ids = tokenizer.encode("x🦜")
     tokens_of_the_bird = len(ids) - len(tokenizer.encode("x"))
@@ -313,44 +309,25 @@ def test_tokens_without_text_cost_the_same_however_many() -> None:
     assert detokenizer.push(fox) == " fox"
 
 
-def stream_of_the_library(kind: str, prompt: Sequence[int], ids: Sequence[int]) -> list[str | None]:
-    """What `DecodeStream` returns. The tests below say why it is not used: when one fails, it may do by now."""
-    library = make(kind)._tokenizer.backend_tokenizer
-    decode_stream = decoders.DecodeStream(ids=prompt, skip_special_tokens=True)
-    return [decode_stream.step(library, token) for token in ids]
-
-
-@pytest.mark.parametrize("kind", BYTES)
-def test_decode_stream_returns_the_prompt_where_that_ends_inside_a_character(kind: str) -> None:
-    tokenizer = make(kind)
-    ids = tokenizer.encode("ab 🦜")
-    assert stream_of_the_library(kind, ids[:-1], ids[-1:]) == ["ab 🦜"]
-    assert IncrementalDetokenizer(tokenizer, ids[:-1]).push(ids[-1]) == "🦜"
-
-
-@pytest.mark.parametrize("kind", ["sentence-piece unigram", "sentence-piece BPE"])
-def test_decode_stream_raises_where_an_invalid_byte_follows_valid_ones(kind: str) -> None:
-    tokenizer = make(kind)
-    newline, half, letter = (tokenizer.vocabulary()[token] for token in ("<0x0A>", "<0xE4>", "x"))
-    with pytest.raises(Exception, match="Invalid prefix"):
-        stream_of_the_library(kind, [], [letter, newline, half, letter])
-    assert stream(tokenizer, [], [letter, newline, half, letter]) == (["x", "\n", "", BROKEN + "x"], "")
-
-
-def test_decode_stream_keeps_what_reads_as_a_broken_character_for_ever() -> None:
+def test_a_text_of_replacement_characters_comes_out() -> None:
+    """`tokenizers.decoders.DecodeStream` takes them for broken characters, and holds them back for ever."""
     tokenizer = make("byte-level")
     [letter, *broken] = tokenizer.encode("x" + 100 * BROKEN)
-    assert stream_of_the_library("byte-level", [], [letter, *broken]) == ["x", *[None] * len(broken)]
     pieces, flushed = stream(tokenizer, [letter], broken)
     assert "".join(pieces) + flushed == 100 * BROKEN
     assert "".join(pieces)
 
 
-def test_decode_stream_needs_a_tokenizer_in_rust() -> None:
+@pytest.mark.parametrize("kind", ["sentence-piece unigram", "sentence-piece BPE"])
+def test_an_invalid_byte_may_follow_valid_ones(kind: str) -> None:
+    """`DecodeStream` raises there."""
+    tokenizer = make(kind)
+    newline, half, letter = (tokenizer.vocabulary()[token] for token in ("<0x0A>", "<0xE4>", "x"))
+    assert stream(tokenizer, [], [letter, newline, half, letter]) == (["x", "\n", "", BROKEN + "x"], "")
+
+
+def test_a_tokenizer_in_python_is_streamed_too() -> None:
     tokenizer = make(PYTHON)
-    assert not hasattr(tokenizer._tokenizer, "backend_tokenizer")
-    with pytest.raises(TypeError):
-        decoders.DecodeStream().step(tokenizer._tokenizer, 100)
     pieces, _ = stream(tokenizer, [], tokenizer.encode("x 世")[:-1])
     assert pieces == ["x", " ", "", "", "世"]
 
@@ -365,8 +342,7 @@ def test_a_single_token_reads_as_it_does_after_others() -> None:
 
 
 def test_vocabulary_and_fingerprint_include_added_tokens() -> None:
-    plain = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token="</s>"))
-    same = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token="</s>"))
+    plain, same = (Tokenizer(PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token="</s>")) for _ in "ab")
     more = PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token="</s>")
     more.add_tokens(["<tool>"])
     added = Tokenizer(more)
@@ -404,16 +380,14 @@ def test_a_conversation_goes_through_the_template(tmp_path: Path) -> None:
         tokenizer.encode_chat([("fool", "hello")])
 
 
-def test_a_tokenizer_without_template_says_so() -> None:
+def test_a_tokenizer_without_a_template_refuses_a_conversation() -> None:
     tokenizer = make("byte-level")
     assert not tokenizer.has_chat_template
     with pytest.raises(ChatTemplateError, match="no chat template"):
         tokenizer.encode_chat([("user", "hello")])
 
 
-def test_special_tokens_the_tokenizer_adds_are_added(tmp_path: Path) -> None:
-    from tokenizers.processors import TemplateProcessing
-
+def test_the_tokenizers_own_special_tokens_are_added(tmp_path: Path) -> None:
     library = byte_level()
     library.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     PreTrainedTokenizerFast(tokenizer_object=library, bos_token="<s>").save_pretrained(tmp_path)
