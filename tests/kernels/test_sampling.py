@@ -75,6 +75,7 @@ TIED = np.log([0.4, 0.2, 0.2, 0.2]).tolist()
         ([3.0, 1.0, 2.0, 2.0, 2.0, 0.0], SamplingParams(top_k=2), [0, 2, 3, 4]),
         (TIED, SamplingParams(top_p=0.5), [0, 1, 2, 3]),
         (TIED, SamplingParams(top_p=0.35), [0]),
+        ([math.log(2), 0.0, 0.0], SamplingParams(top_p=0.5), [0]),  # its mass is exactly 0.5, which is enough
         # Of the mass that top-k left, the first token holds 4/7 = 0.57.
         (LOGS, SamplingParams(top_k=2, top_p=0.55), [0]),
         (LOGS, SamplingParams(top_k=2, top_p=0.60), [0, 1]),
