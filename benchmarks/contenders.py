@@ -92,7 +92,7 @@ class Served:
         proposals: rounds that held a drafted token.
         drafted: tokens proposed in them.
         accepted: tokens of those that were accepted.
-        alpha: mean chance of acceptance over judged positions; None where nothing was drafted.
+        alpha: mean chance of acceptance over the positions that were tested; None where nothing was drafted.
     """
 
     due: float

@@ -1,4 +1,4 @@
-"""Make a model deeper without changing what it says: the same text law at the cost of a larger target.
+"""Make a model deeper without changing what it says: the same text at the cost of a larger target.
 
 Every layer is followed by copies of itself whose two projections back into the residual stream are zero. A copy does
 all the work of a layer and adds nothing, so each logit stays what it was, bit for bit. It stands in for a target that

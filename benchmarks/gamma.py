@@ -1,7 +1,7 @@
 """How long to speculate: fixed γ from 1 to 16 against the policies that choose it, one stream.
 
 All arms write the same texts, one after another on each prompt, through the same two services; only requests differ. By
-default they are judged by `coupled`, so that at any temperature the text too is the same in every arm. (Many streams:
+default under the rule `coupled`, so that at any temperature the text too is the same in every arm. (Many streams:
 `benchmarks.load`, with `--gamma` for a fixed one.)
 
     python -m benchmarks.gamma --prompts 5 --repetitions 2      about ten minutes on two cores

@@ -110,7 +110,6 @@ class GpuPlan:
     kernel: KernelPlan = KERNEL  # the subset of `benchmarks.kernel`
     profile_streams: int = 64  # sequences of the part `profile`
     profile_seconds: float = 1.0  # how long it is watched
-    window_ms: float = 100.0  # of it, how much is drawn
     kv_mb: int = 6144  # keys and values of each service on a planted model, MiB
     clock_repeats: int = 30  # runs of a single measurement at the most
     budgets: dict[str, float] = field(default_factory=lambda: dict(BUDGETS))  # seconds of each part
@@ -132,7 +131,7 @@ DRY = GpuPlan(
     streams=(1, 2), stream_alpha=0.8, stream_tokens=6, stream_repeats=1, texts_per_stream=1, depth=2, draft_depth=1,
     cache_gammas=(2,), cache_ways=("greedy",), cache_prompts=1, cache_tokens=12, batches=(1, 2), context=8, matrix=64,
     kernel=KernelPlan((512,), gammas=(2,), batches=(2,), gamma=2, rules_batches=(1,), repeats=5), profile_streams=2,
-    profile_seconds=0.05, window_ms=20.0, kv_mb=16, clock_repeats=5, budgets=dict.fromkeys(PARTS, 120.0),
+    profile_seconds=0.05, kv_mb=16, clock_repeats=5, budgets=dict.fromkeys(PARTS, 120.0),
 )  # fmt: skip
 
 

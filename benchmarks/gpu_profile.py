@@ -30,7 +30,6 @@ from verifier_service.target_runner import PassResult
 _PASS_TOKENS = 512
 _LONGEST = 1024  # tokens of each sequence: more than are written while it is watched
 _WARM_UP_PASSES = 5
-_BINS = 250  # that the picture is made of
 _LONGEST_WAIT_S = 60.0
 
 Intervals = list[tuple[float, float]]
@@ -72,13 +71,12 @@ class Watch:
             self.done.set()
 
     def busy(self) -> Intervals:
-        """When the device worked, in microseconds from the first work on, as intervals that do not touch."""
-        found = union(
+        """When the device worked, in microseconds, as intervals that do not touch."""
+        return union(
             (event.time_range.start, event.time_range.end)
             for event in self._profile.events()
             if event.device_type == self.kind and event.time_range.end > event.time_range.start
         )
-        return [(begin - found[0][0], end - found[0][0]) for begin, end in found]
 
 
 class WatchedEngine(VerifierEngine):
@@ -121,16 +119,12 @@ def profiled(bench: GpuBench) -> Json:
             raise TimeoutError(f"the engine made {watch.passes} watched passes in {_LONGEST_WAIT_S:g} s")
     finally:
         engine.stop()
-    busy = watch.busy()
-    middle = max(0.0, (busy[-1][1] - 1e3 * plan.window_ms) / 2)
     found: Json = {
         "streams": plan.profile_streams,
         "passes": watch.passes,
         "seconds": watch.seconds,
         "tokens_per_second": watch.passes * plan.profile_streams / watch.seconds,
-        "busy_share": busy_share(busy),
-        "window_ms": plan.window_ms,
-        "window": [round(part, 3) for part in shares(busy, middle, middle + 1e3 * plan.window_ms, _BINS)],
+        "busy_share": busy_share(watch.busy()),
     }
     bench.told(f"{plan.profile_streams} streams: the device works {found['busy_share']:.1%} of the time")
     return found
@@ -169,13 +163,6 @@ def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
         else:
             merged.append((begin, end))
     return merged
-
-
-def shares(busy: Intervals, begin: float, end: float, bins: int) -> list[float]:
-    """How much of each of so many equal parts of the time from `begin` to `end` lies in the intervals."""
-    width = (end - begin) / bins
-    edges = [begin + nth * width for nth in range(bins)]
-    return [sum(max(0.0, min(b, at + width) - max(a, at)) for a, b in busy) / width for at in edges]
 
 
 def busy_share(busy: Intervals) -> float:

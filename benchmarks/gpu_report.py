@@ -26,7 +26,7 @@ OF_BOUND = {"1B": 0.5, "8B": 0.7, "13B": 0.8}
 
 
 def summarise(document: Json) -> Json:
-    """What was aimed at and what was found, by its worst case; nothing is judged in a dry run."""
+    """What was aimed at and what was found, by its worst case; no aim holds or fails in a dry run."""
     if "meaning" in document:
         return {"aims": [], "meaning": document["meaning"]}
     figures = figures_of(document)
@@ -110,31 +110,6 @@ def _places(document: Json) -> str:
     return "\n".join([*(f"{told} ({', '.join(names)})." for told, names in keys.items()), f"`{document['command']}`\n"])
 
 
-def _choices(found: Json) -> str:
-    rows = [
-        [row["shape"], row["dtype"], row["error"], "", ""]
-        if "error" in row
-        else [
-            row["shape"],
-            row["dtype"],
-            f"`{row['attention']}`, blocks of {row['block_tokens']}: {row['attention_why']}",
-            f"`{row['layers']}`: {row['layers_why']}",
-            row["graphs"],
-        ]
-        for row in found["rows"]
-    ]
-    return _table(["shape", "dtype", "attention", "layers", "graphs"], rows, "What runs here, and why")
-
-
-def _tests(found: Json) -> str:
-    rows = [
-        [name, row["outcome"], number(row["seconds"], 0), "failed" if row["exit_code"] else "passed"]
-        for name, row in found["groups"].items()
-    ]
-    collected = ", collected and not run" if found["collected_only"] else ""
-    return _table(["group", "", "s", ""], rows, f"The tests marked gpu{collected}")
-
-
 def _memcheck(found: Json) -> str:
     if "error" in found:
         return f"## Memory accesses\n\nNot checked: {found['error']}.\n"
@@ -143,125 +118,50 @@ def _memcheck(found: Json) -> str:
     return f"## Memory accesses\n\nEvery kernel once, {tool}: {outcome}.\n"
 
 
-def _device(found: Json) -> str:
-    return (
-        f"## The device itself\n\nA copy moves {found['copy_bytes_per_second'] / 1e9:.1f} GB/s, read and written bytes "
-        f"together; a product of {found['matrix']}³ in bfloat16 runs at {found['matrix_flops'] / 1e12:.2f} Tflop/s.\n"
-    )
+def _rows(rows: Iterable[Json]) -> Callable[[str], str]:
+    """A table of flat objects, by its title: their numbers and words as they are named in the JSON document."""
+
+    def cell(value: Any) -> str:
+        if isinstance(value, float):
+            return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+        return "–" if value is None else str(value)
+
+    listed = [{key: value for key, value in row.items() if not isinstance(value, dict | list)} for row in rows]
+    head = list(dict.fromkeys(key for row in listed for key in row))
+    return lambda title: _table(head, [[cell(row.get(key)) for key in head] for row in listed], title)
 
 
-def _alone(found: Json) -> str:
-    rows = [
-        [
-            name,
-            contender,
-            number(each.get("tokens_per_second"), 1),
-            number(row.get("bound_tokens_per_second"), 1),
-            number(each.get("of_bound")),
-            number(OF_BOUND.get(name)) if contender in (GRAPHS, EAGER) else "",
-            each.get("error", ""),
-        ]
-        for name, row in found["shapes"].items()
-        for contender, each in row.get("contenders", {}).items()
-    ]
-    head = ["shape", "", "tokens/s", "bound by the weights, tokens/s", "of it", "aim", ""]
-    return _table(head, rows, "The target alone, one stream")
-
-
-def _pair(found: Json) -> str:
-    rows = [
-        [
-            alpha,
-            number(row["found_alpha"], 3),
-            number(row["tokens_per_second"], 1),
-            number(row["foretold"], 1),
-            number(row["of_foretold"]),
-            number(row["speed_up"]),
-            *(number(1e6 * row["seconds"][name], 0) for name in ("draft_step", "verify_pass", "round_trip")),
-            number(row.get("assisted", {}).get("tokens_per_second"), 1),
-            number(row.get("assisted", {}).get("found_alpha"), 3),
-        ]
-        for alpha, row in found["alphas"].items()
-    ]
-    gamma = next((row["gamma"] for row in found["alphas"].values()), 0)
-    head = [
-        "α planted", "found", "tokens/s", "Thm 3.8", "of it", "over the target alone", "t_q, µs", "t_p(γ+1), µs",
-        "R, µs", "assisted generation, tokens/s", "its α",
-    ]  # fmt: skip
-    alone = f"the target alone {found['alone_tokens_per_second']:.1f} tokens/s"
-    return _table(head, rows, f"The pair over gRPC at γ = {gamma}; {alone}")
-
-
-def _streams(found: Json) -> str:
-    times = ("ttft_ms", "itl_token_ms", "itl_piece_ms")
-    rows = [
-        [
-            level,
-            name,
-            number(row["tokens_per_second"], 1),
-            number(row["tokens_per_round"]),
-            *(" / ".join(number((row[each] or {}).get(at)) for at in ("p50", "p99")) for each in times),
-        ]
-        for level, by_name in found["levels"].items()
-        for name, row in by_name.items()
-    ]
-    head = ["streams", "p50 / p99", "tokens/s", "tokens/round", "TTFT, ms", "between tokens, ms", "between pieces, ms"]
-    return f"{_table(head, rows, 'Many streams')}\n{ONE_DEVICE}\n"
-
-
-def _cache(found: Json) -> str:
-    rows = [
-        [
-            row["placement"],
-            row["way"],
-            row["gamma"],
-            *(number(row[name]) for name in ("ratio", "hit_rate", "acceptance", "draft_ms", "pass_ms")),
-            "yes" if row["drafting_counts"] else "no",
-        ]
-        for row in found["rows"]
-    ]
-    head = [
-        "placement",
-        "way",
-        "γ",
-        "with / without",
-        "hit rate",
-        "accepted",
-        "drafting, ms",
-        "pass, ms",
-        "half of it?",
-    ]
-    return _table(head, rows, "The outcome cache, demo pair, deepened target")
-
-
-def _share(found: Json) -> str:
-    rows = []
-    for batch, row in found["batches"].items():
-        theirs = row["transformers"]
-        shown = [number(theirs.get("verify_us"), 0), f"{theirs['share']:.1%}" if "share" in theirs else theirs["error"]]
-        rows.append([batch, number(row["forward_us"], 0), number(row["verify_us"], 0), f"{row['share']:.1%}", *shown])
-    head = ["sequences", "forward, µs", "verify, µs", "share", "`_speculative_sampling`, µs", "its share"]
-    return _table(head, rows, "Verification's share of a pass")
-
-
-def _profile(found: Json) -> str:
-    return (
-        f"## A saturated verifier\n\n{found['streams']} streams: the device works {found['busy_share']:.1%} of "
-        f"{found['seconds']:.2f} s ({found['passes']} passes, {found['tokens_per_second']:.0f} tokens/s).\n"
-    )
+def _flat(row: Json) -> Json:
+    """The same with the entries of inner objects as its own, named after both."""
+    inner = {f"{key} {name}": value for key, own in row.items() if isinstance(own, dict) for name, value in own.items()}
+    return row | inner
 
 
 _TABLES: dict[str, Callable[[Json], str]] = {
-    "choices": _choices,
-    "tests": _tests,
+    "choices": lambda found: _rows(found["rows"])("What runs here, and why"),
+    "tests": lambda found: _rows({"group": name, **row} for name, row in found["groups"].items())(
+        "The tests marked gpu" + (", collected and not run" if found["collected_only"] else "")
+    ),
     "memcheck": _memcheck,
-    "device": _device,
-    "alone": _alone,
-    "pair": _pair,
-    "streams": _streams,
-    "cache": _cache,
-    "share": _share,
-    "profile": _profile,
+    "device": lambda found: _rows([found])("The device itself"),
+    "alone": lambda found: _rows(
+        {"shape": name, "contender": contender, "bound": row.get("bound_tokens_per_second"), **each}
+        for name, row in found["shapes"].items()
+        for contender, each in row.get("contenders", {}).items()
+    )("The target alone, one stream; the bound is that by its weights"),
+    "pair": lambda found: _rows(map(_flat, found["alphas"].values()))(
+        f"The pair over gRPC; the target alone {found['alone_tokens_per_second']:.1f} tokens/s"
+    ),
+    "streams": lambda found: _rows(
+        _flat({"streams": level, "contender": name, **row})
+        for level, by_name in found["levels"].items()
+        for name, row in by_name.items()
+    )(f"Many streams. {ONE_DEVICE}"),
+    "cache": lambda found: _rows(found["rows"])("The outcome cache, demo pair, deepened target"),
+    "share": lambda found: _rows(_flat({"sequences": batch, **row}) for batch, row in found["batches"].items())(
+        "Verification's share of a pass"
+    ),
+    "profile": lambda found: _rows([found])("A saturated verifier: the share of the time that the device works"),
     "kernel": kernel.table,
 }
 
@@ -338,37 +238,9 @@ def _by_streams(key: str, percents: Sequence[str], title: str) -> Callable[[Axes
     return paint
 
 
-def _draw_cache(panel: Axes, found: Json) -> None:
-    groups = [f"{row['way']}\nγ = {row['gamma']}" for row in found["rows"]]
-    plots.bars(panel, groups, {"with over without": _points(row["ratio"] for row in found["rows"])}, colours={})
-    plots.level(panel)
-    panel.set_title("The outcome cache", fontsize=9)
-
-
-def _draw_share(panel: Axes, found: Json) -> None:
-    rows = found["batches"]
-    for key, colour in (("forward_us", plots.GREY), ("verify_us", plots.GREEN)):
-        below = [row["forward_us"] if key == "verify_us" else 0.0 for row in rows.values()]
-        panel.bar(list(rows), [row[key] for row in rows.values()], 0.5, bottom=below, color=colour, label=key[:-3])
-    panel.set_xlabel("sequences", fontsize=8)
-    panel.set_title("Verification's share of a pass, µs", fontsize=9)
-
-
-def _draw_profile(panel: Axes, found: Json) -> None:
-    """When the device worked, over a stretch in the middle."""
-    width = found["window_ms"] / len(found["window"])
-    panel.bar([i * width for i in range(len(found["window"]))], found["window"], width, align="edge", color=plots.BLUE)
-    panel.set_ylim(0, 1)
-    panel.set_xlabel("ms", fontsize=8)
-    panel.set_title(f"{found['streams']} streams: the device works {found['busy_share']:.1%} of the time", fontsize=9)
-
-
 _PAINTERS: tuple[tuple[str, Callable[[Axes, Any], None]], ...] = (
     ("alone", _draw_alone),
     ("pair", _draw_pair),
     ("streams", _by_streams("tokens_per_second", ("",), "Many streams, tokens/s")),
     ("streams", _by_streams("itl_piece_ms", ("p50", "p99"), "Many streams, ms between pieces")),
-    ("cache", _draw_cache),
-    ("share", _draw_share),
-    ("profile", _draw_profile),
 )

@@ -54,12 +54,12 @@ class Rows:
     Attributes:
         logits: `[MAX_GAMMA + 1, V]`.
         draft_logits: `[MAX_GAMMA, V]`.
-        laws: q̂ of each draft, `[MAX_GAMMA]`.
+        q: q̂ of each draft, `[MAX_GAMMA]`.
     """
 
     logits: Tensor
     draft_logits: Tensor
-    laws: Sequence[SparseDistribution]
+    q: Sequence[SparseDistribution]
 
     @classmethod
     def make(cls, V: int, dtype: torch.dtype, device: torch.device) -> Rows:
@@ -69,8 +69,8 @@ class Rows:
         logits = -_EXPONENT * (1 + ranks).log()
         apart = _APART * torch.randn(MAX_GAMMA, V, generator=source)
         draft_logits = (logits[:-1] + apart).to(dtype)
-        laws = sparsify(torch.softmax(draft_logits.float(), dim=-1), _SUPPORT)
-        return cls(logits.to(dtype).to(device), draft_logits.to(device), laws)
+        q = sparsify(torch.softmax(draft_logits.float(), dim=-1), _SUPPORT)
+        return cls(logits.to(dtype).to(device), draft_logits.to(device), q)
 
 
 class Case:
@@ -102,18 +102,18 @@ class Case:
     @cached_property
     def proposals(self) -> list[Proposed]:
         """As Outrider takes them: tokens drawn from q̂, or by the shared noise under `coupled`."""
-        shape, laws = self.shape, self._rows.laws[: self.shape.gamma]
+        shape, kept = self.shape, self._rows.q[: self.shape.gamma]
         plain = SamplingParams()
         if shape.rule is Rule.COUPLED:
             return [Proposed(self._coupled_tokens(), (), plain, 0, BASE_LENGTH, Rule.COUPLED)] * shape.B
-        q: tuple[Any, ...] = tuple(laws)
+        q: tuple[Any, ...] = tuple(kept)
         scales = None
         if shape.rule is Rule.SIGMOID:
             q = tuple(DraftLogits(row) for row in self._rows.draft_logits[: shape.gamma].to(torch.float16))
             scales = _SCALES
         return [
             Proposed(
-                tuple(each.token_at(uniform(b, BASE_LENGTH, i, Domain.DRAFT)) for i, each in enumerate(laws)),
+                tuple(each.token_at(uniform(b, BASE_LENGTH, i, Domain.DRAFT)) for i, each in enumerate(kept)),
                 q, plain, b, BASE_LENGTH, shape.rule, sigmoid=scales,
             )
             for b in range(shape.B)
@@ -178,7 +178,7 @@ class Outrider(Contender):
         if self.path not in implementations():
             return f"this build has {', '.join(implementations())}"
         rules = importlib.import_module(f"kernels.verify_{self.path}").RULES
-        return None if case.shape.rule in rules else f"{self.path} does not judge by {case.shape.rule.value}"
+        return None if case.shape.rule in rules else f"{self.path} does not know the rule {case.shape.rule.value}"
 
     def start(self, case: Case) -> Ready:
         logits = case.logits.flatten(0, 1)
@@ -200,7 +200,7 @@ class Transformers(Contender):
 
     def refusal(self, case: Case) -> str | None:
         if case.shape.rule is not Rule.TOKENWISE:
-            return f"it does not judge by {case.shape.rule.value}"
+            return f"it does not know the rule {case.shape.rule.value}"
         return None if case.shape.B <= MOST_IN_TURN else f"it takes one sequence at a time, not {case.shape.B}"
 
     def start(self, case: Case) -> Ready:
@@ -230,7 +230,7 @@ class Torch(Contender):
 
     def refusal(self, case: Case) -> str | None:
         if case.shape.rule is not Rule.TOKENWISE:
-            return f"it does not judge by {case.shape.rule.value}"
+            return f"it does not know the rule {case.shape.rule.value}"
         if self._compiled and case.logits.device.type != "cuda":
             return "it is compiled for a GPU only"
         return None
@@ -249,7 +249,7 @@ class FlashInfer(Contender):
 
     def refusal(self, case: Case) -> str | None:
         if case.shape.rule is not Rule.TOKENWISE:
-            return f"it does not judge by {case.shape.rule.value}"
+            return f"it does not know the rule {case.shape.rule.value}"
         if case.logits.device.type != "cuda":
             return "it needs a CUDA device"
         return None if find_spec("flashinfer") is not None else "flashinfer is not installed"
@@ -259,11 +259,11 @@ class FlashInfer(Contender):
         logits, draft_logits = case.logits, case.draft_logits
         drafted = case.drafted.to(torch.int32)
 
-        def law(z: Tensor) -> Tensor:
+        def softmax(z: Tensor) -> Tensor:
             return cast("Tensor", sampling.softmax(z.flatten(0, 1).float())).view(z.shape)
 
         def run() -> Any:
-            return sampling.chain_speculative_sampling(law(draft_logits), drafted, law(logits))
+            return sampling.chain_speculative_sampling(softmax(draft_logits), drafted, softmax(logits))
 
         def accepted() -> float:
             tokens = run()[0]  # [B, γ+1], -1 after the last

@@ -57,7 +57,7 @@ def figures(outcome: Outcome) -> Json:
     - `rounds_per_pass`: verdicts over calls of `verify`: how full passes are.
     - `verifier_cpu_us`, `draft_cpu_us`: processor time of each service a token, prompts included.
     """
-    served, told = outcome
+    served, costs = outcome
     answered = [each for each in served if not each.refused]
     tokens = sum(each.tokens for each in answered)
     seconds = max((each.end for each in answered), default=0.0) - min(each.due for each in served)
@@ -77,10 +77,10 @@ def figures(outcome: Outcome) -> Json:
         "gamma": drafted / rounds if drafted else None,
         "decode_share": 1 - sum(each.proposals for each in answered) / rounds if drafted else None,
         "tokens_per_round": tokens / rounds if rounds else None,
-        "kv_usage": told.get("kv_usage"),
-        "rounds_per_pass": rounds / told["passes"] if told.get("passes") else None,
+        "kv_usage": costs.get("kv_usage"),
+        "rounds_per_pass": rounds / costs["passes"] if costs.get("passes") else None,
         **{
-            f"{name}_cpu_us": 1e6 * told[f"{name}_cpu_seconds"] / tokens if tokens and told else None
+            f"{name}_cpu_us": 1e6 * costs[f"{name}_cpu_seconds"] / tokens if tokens and costs else None
             for name in ("verifier", "draft")
         },
     }

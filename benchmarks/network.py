@@ -68,8 +68,8 @@ def measure(bench: Bench) -> None:
                     list(prompt), temperature=1.0, rule="coupled", max_new_tokens=given.tokens, ignore_eos=True,
                     seed=seed, **options,
                 )  # fmt: skip
-                told = done.statistics
-                cache = {"hits": told.num_outcome_cache_hits, "queries": told.num_outcome_cache_queries}
+                statistics = done.statistics
+                cache = {"hits": statistics.num_outcome_cache_hits, "queries": statistics.num_outcome_cache_queries}
                 runs.append(completion_run(done, time.perf_counter() - begin, task) | cache)
             phases = {phase: sum(run["phases"][phase] for run in runs) for phase in runs[0]["phases"]}
             summed = {

@@ -93,17 +93,17 @@ def compare(client: Client, prompts: Sequence[str], options: Options, tokens: in
     ratios = [a / b for a, b in zip(rates["with"], rates["without"], strict=True)]
     same = [a.token_ids == b.token_ids for a, b in zip(done["with"], done["without"], strict=True)]
     low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-    told = [each.statistics for each in done["with"]]
-    rounds, queries = sum(each.num_drafts for each in told), sum(each.num_outcome_cache_queries for each in told)
+    known = [each.statistics for each in done["with"]]
+    rounds, queries = sum(each.num_drafts for each in known), sum(each.num_outcome_cache_queries for each in known)
     return {
         "ratio": median(ratios),
         "ratio_quartiles": [low, high],
         "tokens_per_second": {way: median(own) for way, own in rates.items()},
         "same_text": [sum(same), len(same)],
-        "hit_rate": sum(each.num_outcome_cache_hits for each in told) / queries if queries else None,
+        "hit_rate": sum(each.num_outcome_cache_hits for each in known) / queries if queries else None,
         "rounds_served": queries / rounds,
-        "predrafted_per_round": sum(each.num_predrafted_tokens for each in told) / rounds,
-        "acceptance": sum(each.num_accepted_tokens for each in told) / sum(each.num_draft_tokens for each in told),
+        "predrafted_per_round": sum(each.num_predrafted_tokens for each in known) / rounds,
+        "acceptance": sum(each.num_accepted_tokens for each in known) / sum(each.num_draft_tokens for each in known),
         "per_round_ms": {way: _per_round(own) for way, own in done.items()},
     }
 

@@ -82,7 +82,7 @@ def models_of(target: Path, draft: Path, only: str | None, factor: int) -> list[
 class Services:
     """Both services of a pair and a client of theirs, as a context manager that stops them when left.
 
-    For a main thread: inside it SIGTERM interrupts, or else the services would outlive a benchmark that is told to end.
+    For a main thread: inside it SIGTERM interrupts, or else the services would outlive a benchmark that is stopped.
 
     Args:
         target: folder of the target.
@@ -139,8 +139,8 @@ class Services:
 
                 self.proxy = opening.enter_context(Proxy(address))
                 address = self.proxy.address
-            told = ["--verifier", address, "--speculation", "fixed"]  # where a run does not name another
-            self.draft = opening.enter_context(self._start("draft_service", 1, second, *told))
+            more = ["--verifier", address, "--speculation", "fixed"]  # where a run does not name another
+            self.draft = opening.enter_context(self._start("draft_service", 1, second, *more))
             for service in (self.verifier, self.draft):
                 service.wait_healthy(self._start_timeout)
                 self._metrics[service] = _metrics_address(service)  # now: of a long log only the end is kept
@@ -219,7 +219,7 @@ class OutriderWriter(Writer):
 
 def completion_run(done: Completion, seconds: float, task: Task) -> Json:
     """What one text took, by the caller's clock and by what the services say. Drafting and emitting may overlap."""
-    told, times = done.statistics, done.timings
+    statistics, times = done.statistics, done.timings
     phases = {
         "draft": times.draft_us / 1e6,
         "wire": (times.verdict_us - times.queue_us - times.forward_us - times.verify_us) / 1e6,
@@ -233,10 +233,10 @@ def completion_run(done: Completion, seconds: float, task: Task) -> Json:
         done.token_ids,
         phases,
         seconds=seconds,
-        rounds=told.num_rounds,
-        drafted=told.num_draft_tokens,
-        accepted=told.num_accepted_tokens,
-        alpha=told.alpha if told.num_draft_tokens else None,
+        rounds=statistics.num_rounds,
+        drafted=statistics.num_draft_tokens,
+        accepted=statistics.num_accepted_tokens,
+        alpha=statistics.alpha if statistics.num_draft_tokens else None,
     )
 
 
@@ -287,8 +287,8 @@ class OutriderServer(Server):
     def _outcome(self, tasks: Sequence[Task], drive: Callable[[_Run], Awaitable[None]]) -> Outcome:
         before = self._shown()
         served, kv_usage = await_(self._driven(tasks, drive))
-        told = {name: value - before[name] for name, value in self._shown().items()}
-        return checked("Outrider", tasks, served), told | ({} if kv_usage is None else {"kv_usage": kv_usage})
+        costs = {name: value - before[name] for name, value in self._shown().items()}
+        return checked("Outrider", tasks, served), costs | ({} if kv_usage is None else {"kv_usage": kv_usage})
 
     async def _driven(
         self, tasks: Sequence[Task], drive: Callable[[_Run], Awaitable[None]]
@@ -344,15 +344,15 @@ class _Run:
                     if before > 0 >= self._until_look:
                         self.kv_usage = await asyncio.to_thread(self._look)
                 elif isinstance(event, Finished):
-                    told = event.statistics
+                    statistics = event.statistics
                     self.served[number] = Served(
                         due,
                         tuple(stamps),
-                        rounds=told.num_rounds,
-                        proposals=told.num_drafts,
-                        drafted=told.num_draft_tokens,
-                        accepted=told.num_accepted_tokens,
-                        alpha=told.alpha if told.num_draft_tokens else None,
+                        rounds=statistics.num_rounds,
+                        proposals=statistics.num_drafts,
+                        drafted=statistics.num_draft_tokens,
+                        accepted=statistics.num_accepted_tokens,
+                        alpha=statistics.alpha if statistics.num_draft_tokens else None,
                     )
         except Overloaded:
             pass
@@ -389,8 +389,8 @@ class VerifyStream:
     async def propose(self, tokens: Sequence[int], *, coupled: bool = False) -> None:
         """Asks for a round of tokens that the draft was sure of; under `coupled` no q travels at all."""
         sure = speculation_pb2.TokenDistribution(point_mass=speculation_pb2.PointMass())
-        laws = [] if coupled else [sure for _ in tokens]
-        await self._send(proposal=speculation_pb2.Proposal(token_ids=tokens, distributions=laws, **self._round()))
+        q = [] if coupled else [sure for _ in tokens]
+        await self._send(proposal=speculation_pb2.Proposal(token_ids=tokens, distributions=q, **self._round()))
 
     async def decode(self, tokens: int) -> None:
         """Asks for so many tokens of the target alone."""

@@ -110,7 +110,7 @@ EXPECTED = {"tokenwise": tokenwise, "block": block}
 
 
 def estimate(values: Sequence[float]) -> Json:
-    """Mean of independent values with its 95 % interval, and the mean that so many would have told from 0.
+    """Mean of independent values with its 95 % interval, and the mean that so many would have distinguished from 0.
 
     `detectable` is that of a two-sided test at 5 % with a power of 95 %. One value has no interval.
     """

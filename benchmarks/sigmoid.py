@@ -3,7 +3,7 @@
 Acceptance and distances come from the distributions themselves, at every place of texts that the target wrote at
 temperature 1; only the rounds of several tokens are drawn. With q the distribution that drafts are sampled from, a(x)
 the chance that x is then accepted, and r the distribution of the token in its place, the place is written by
-q·a + (1 - Σ q·a)·r. Speed is told in ratios alone, on the host path, all rules in turns in one run.
+q·a + (1 - Σ q·a)·r. Speed is given in ratios alone, on the host path, all rules in turns in one run.
 
     python -m benchmarks.sigmoid            half a minute
     python -m benchmarks.sigmoid --quick    does it work at all
@@ -211,13 +211,13 @@ class Case:
     target: Tensor
     draft: Tensor
     tokens: tuple[int, ...]
-    laws: tuple[SparseDistribution, ...]
+    q: tuple[SparseDistribution, ...]
     seed: int
     base_length: int
 
     def proposed(self, rule: Rule, scales: SigmoidScales | None = None, *, dense: bool = False) -> Proposed:
         """As one rule takes it; with `dense`, an exact rule takes the draft's whole distribution."""
-        plain = Proposed(self.tokens, self.laws, PLAIN, self.seed, self.base_length, rule=rule)
+        plain = Proposed(self.tokens, self.q, PLAIN, self.seed, self.base_length, rule=rule)
         if rule is Rule.SIGMOID:
             return replace(plain, q=tuple(draft_logits(self.draft, PLAIN)), sigmoid=scales)
         if dense:
@@ -232,12 +232,12 @@ def rounds(target: LlamaForCausalLM, draft: LlamaForCausalLM, texts: Texts, gamm
     for base in range(texts.begin, texts.ids.shape[1], every):
         prefix = texts.ids[:, :base]
         writer, drafted, said = Writer(draft, len(prefix), base + gamma), prefix, []
-        laws: list[list[SparseDistribution]] = []
+        kept: list[list[SparseDistribution]] = []
         logits = writer.extend(prefix)[:, -1]
         for place in range(gamma):
             said.append(logits)
-            laws.append(sparsify(probabilities(logits, PLAIN), KEPT))
-            drawn = [law.token_at(uniform(row, base, place, Domain.DRAFT)) for row, law in enumerate(laws[-1])]
+            kept.append(sparsify(probabilities(logits, PLAIN), KEPT))
+            drawn = [own.token_at(uniform(row, base, place, Domain.DRAFT)) for row, own in enumerate(kept[-1])]
             drafted = torch.cat((drafted, torch.tensor(drawn)[:, None]), dim=1)
             if place < gamma - 1:
                 logits = writer.extend(drafted[:, -1:])[:, -1]
@@ -245,8 +245,8 @@ def rounds(target: LlamaForCausalLM, draft: LlamaForCausalLM, texts: Texts, gamm
         for b in range(len(prefix)):
             if bool(texts.alive[b, base - texts.begin]):
                 tokens = tuple(drafted[b, base:].tolist())
-                q = torch.stack([each[b] for each in said])
-                cases.append(Case(rows[b], q, tokens, tuple(each[b] for each in laws), b, base))
+                logits_of_draft = torch.stack([each[b] for each in said])
+                cases.append(Case(rows[b], logits_of_draft, tokens, tuple(each[b] for each in kept), b, base))
     return cases
 
 
@@ -257,9 +257,9 @@ def synthetic(vocab_size: int, gamma: int, count: int) -> list[Case]:
     for nth in range(count):
         z = torch.randn(gamma + 1, vocab_size, generator=generator) * 3
         v = z[:gamma] + torch.randn(gamma, vocab_size, generator=generator)
-        laws = tuple(sparsify(probabilities(v, PLAIN), KEPT))
-        tokens = tuple(law.token_at(uniform(nth, 1, i, Domain.DRAFT)) for i, law in enumerate(laws))
-        cases.append(Case(z, v, tokens, laws, nth, 1))
+        q = tuple(sparsify(probabilities(v, PLAIN), KEPT))
+        tokens = tuple(each.token_at(uniform(nth, 1, i, Domain.DRAFT)) for i, each in enumerate(q))
+        cases.append(Case(z, v, tokens, q, nth, 1))
     return cases
 
 
@@ -268,9 +268,9 @@ def synthetic(vocab_size: int, gamma: int, count: int) -> list[Case]:
 
 def figures(texts: Texts, cases: Sequence[Case], repeats: int) -> Json:
     """All figures."""
-    sparse = [6 * len(law.ids) for case in cases for law in case.laws]  # bytes on the wire
+    sparse = [6 * len(q.ids) for case in cases for q in case.q]  # bytes on the wire
     return {
-        "laws": _laws(*texts.places),
+        "distributions": _distributions(*texts.places),
         "rounds": _rounds(cases),
         "bytes": {"sparse_mean": statistics.mean(sparse), "logits": 2 * cases[0].target.shape[1]},
         "speed": _speed(cases, repeats),
@@ -281,7 +281,7 @@ def _around(scale: float) -> SigmoidScales:
     return SigmoidScales(-scale, scale)
 
 
-def _laws(z: Tensor, v: Tensor) -> Json:
+def _distributions(z: Tensor, v: Tensor) -> Json:
     """Means over places of target logits `z` and draft logits `v`, `[N, V]`; None where a score is no number."""
     pieces = [(a, b, drawn_from(b)) for a, b in zip(z.split(256), v.split(256), strict=True)]
 
@@ -360,8 +360,8 @@ def _timed(cases: Sequence[Case], repeats: int) -> Json:
 
 def tables(document: Json) -> dict[str, str]:
     """The tables of `docs/sigmoid.md` by name, in Markdown."""
-    laws, by_vocabulary = document["laws"], document["speed"]["by_vocabulary"]
-    exact, apart, by_precision = laws["tokenwise"], laws["target_from_draft"], laws["sigmoid"]
+    found, by_vocabulary = document["distributions"], document["speed"]["by_vocabulary"]
+    exact, apart, by_precision = found["tokenwise"], found["target_from_draft"], found["sigmoid"]
     scales = list(by_precision["as served"])
     served = [
         [f"`sigmoid` {_scale(scale)}", _share(each["acceptance"]), _tv(each["from_target"]), _tv(each["from_draft"])]
@@ -387,7 +387,7 @@ def tables(document: Json) -> dict[str, str]:
         ["the draft alone", "", _tv(apart), "0"],
     ]
     return {
-        "laws": _table(["rule", "acceptance", "TV(text, target)", "TV(text, draft)"], rows),
+        "distributions": _table(["rule", "acceptance", "TV(text, target)", "TV(text, draft)"], rows),
         "precision": _table(["scales", *(f"{name}: {each}" for name in by_precision for each in what)], precision),
         "rounds": _table(["rule", f"tokens of a round, γ = {document['rounds']['gamma']}", "drafts accepted"], several),
         "speed": _table(["rule", *(f"V = {int(size):,}" for size in by_vocabulary)], speed),
@@ -436,21 +436,21 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def draw(document: Json, path: Path) -> None:
     """Distances above acceptance, for both families of scales."""
-    laws = document["laws"]
-    apart, exact = laws["target_from_draft"], laws["tokenwise"]["acceptance"]
-    note = f"The demo pair at temperature 1, {laws['places']:,} places. Circles: the scales of Wagner et al."
+    found = document["distributions"]
+    apart, exact = found["target_from_draft"], found["tokenwise"]["acceptance"]
+    note = f"The demo pair at temperature 1, {found['places']:,} places. Circles: the scales of Wagner et al."
     with plots.picture(path, 2, 2, size=(5.2, 3.3), note=note) as panels:
         for (upper, lower), sweep in zip(panels.T, ("around_zero", "one_apart"), strict=True):
             plots.level(upper, 0, linewidth=3, alpha=0.35, linestyle="-", label="exact rules: text from target")
             plots.level(upper, apart, color=plots.GREY, linestyle="--", label="draft from target")
-            _line(upper, laws, sweep, "from_target", plots.BLUE, "sigmoid: text from target")
-            _line(upper, laws, sweep, "from_draft", plots.ORANGE, "sigmoid: text from draft")
+            _line(upper, found, sweep, "from_target", plots.BLUE, "sigmoid: text from target")
+            _line(upper, found, sweep, "from_draft", plots.ORANGE, "sigmoid: text from draft")
             upper.set_ylim(-0.05 * apart, 1.2 * apart)
             plots.level(lower, exact, linewidth=3, alpha=0.35, linestyle="-")
             lower.annotate(
                 "tokenwise", (0.98, exact + 0.01), xycoords=("axes fraction", "data"), ha="right", fontsize=8
             )
-            _line(lower, laws, sweep, "acceptance", plots.BLUE, "sigmoid")
+            _line(lower, found, sweep, "acceptance", plots.BLUE, "sigmoid")
             lower.set_ylim(0.5, 1.02)
         panels[0][0].set_title("α = -s, β = s, as Wagner et al. have it", fontsize=10)
         panels[0][1].set_title("β = α + 1", fontsize=10)
@@ -462,10 +462,10 @@ def draw(document: Json, path: Path) -> None:
         panels[1][1].set_xlabel("α")
 
 
-def _line(panel: Any, laws: Json, sweep: str, field: str, colour: str, label: str) -> None:
-    plots.line(panel, [(float(at), each[field]) for at, each in laws[sweep].items()], color=colour, label=label)
+def _line(panel: Any, found: Json, sweep: str, field: str, colour: str, label: str) -> None:
+    plots.line(panel, [(float(at), each[field]) for at, each in found[sweep].items()], color=colour, label=label)
     if sweep == "around_zero":
-        papers = [(float(at), each[field]) for at, each in laws["sigmoid"]["as served"].items()]
+        papers = [(float(at), each[field]) for at, each in found["sigmoid"]["as served"].items()]
         plots.line(panel, papers, linestyle="none", marker="o", markerfacecolor="white", markeredgecolor=colour)
 
 

@@ -73,10 +73,10 @@ def load(folder: Path, dtype: str) -> Counted:
 
 def _sampling(task: Task) -> GenerationConfig:
     """Nothing is filtered, and no token ends a text."""
-    law: Json = {"do_sample": False}
+    sampling: Json = {"do_sample": False}
     if task.temperature > 0:
-        law = {"do_sample": True, "temperature": task.temperature, "top_k": 0, "top_p": 1.0}
-    return GenerationConfig(max_new_tokens=task.new_tokens, eos_token_id=-1, pad_token_id=0, use_cache=True, **law)
+        sampling = {"do_sample": True, "temperature": task.temperature, "top_k": 0, "top_p": 1.0}
+    return GenerationConfig(max_new_tokens=task.new_tokens, eos_token_id=-1, pad_token_id=0, use_cache=True, **sampling)
 
 
 class TransformersWriter(Writer):

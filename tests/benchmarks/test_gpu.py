@@ -16,7 +16,7 @@ from benchmarks import gpu, gpu_device
 from benchmarks.clocks import CpuClock
 from benchmarks.gpu_bench import DRY, FULL, PARTS, RUN_SECONDS, RUNS, Deadline, GpuBench
 from benchmarks.gpu_pair import alpha_of
-from benchmarks.gpu_profile import busy_share, shares, union
+from benchmarks.gpu_profile import busy_share, union
 from benchmarks.gpu_report import DRY_RUN, summarise, table
 from benchmarks.harness import Json
 from benchmarks.planted import LLAMA_1B, LLAMA_8B, LLAMA_13B, TINY_DRAFT, TINY_TARGET, Plant, build, written
@@ -111,7 +111,6 @@ def _check_figures(figures: dict[str, Json]) -> None:
     assert {run["part"] for run in figures["kernel"]["rows"]} == {"gamma", "batch", "rules"}
     assert 0 < figures["profile"]["busy_share"] <= 1
     assert figures["profile"]["passes"] > 0
-    assert max(figures["profile"]["window"]) > 0
 
 
 def rounds(plant: Plant, last: int, count: int, gamma: int) -> tuple[int, int, int]:
@@ -337,8 +336,6 @@ def test_time_is_busy_once_however_much_runs_in_it() -> None:
     busy = union([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (3.0, 4.0), (1.5, 1.6)])
     assert busy == [(0.0, 4.0), (5.0, 6.0)]
     assert busy_share(busy) == pytest.approx(5 / 6)
-    assert shares(busy, 1.0, 6.0, 5) == pytest.approx([1, 1, 1, 0, 1])
-    assert shares(busy, -2.0, 8.0, 2) == pytest.approx([3 / 5, 2 / 5])
     with pytest.raises(ValueError, match="nothing ran"):
         busy_share(union([]))
 

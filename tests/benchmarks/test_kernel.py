@@ -1,4 +1,4 @@
-"""The kernel's benchmark runs, those it compares with sample from the target's law, and its arithmetic is right."""
+"""The kernel's benchmark runs, its contenders sample from the target's distribution, and its arithmetic is right."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def law_after(rows: Rows, row: int) -> np.ndarray:
     return torch.softmax(rows.logits[row].double(), dim=-1).numpy()
 
 
-def check_law(rows: Rows, emitted: list[list[int]], *, notices: float) -> None:
+def check_distribution(rows: Rows, emitted: list[list[int]], *, notices: float) -> None:
     """Each of the tokens, as far as there are any: rows do not depend on what was drafted, so nor do they."""
     for place in range(GAMMA + 1):
         tokens = [each[place] for each in emitted if len(each) > place]
@@ -40,7 +40,7 @@ def check_law(rows: Rows, emitted: list[list[int]], *, notices: float) -> None:
         assert fit.p_value > LEVEL, f"token {place}: {fit}"
 
 
-def test_unfused_torch_samples_from_the_targets_law(rows: Rows) -> None:
+def test_unfused_torch_samples_from_the_target(rows: Rows) -> None:
     """20,000 sequences; a total variation of 0.04 in any of the three tokens is seen with a power of 95 %."""
     torch.manual_seed(0)
     case = Case(Shape(V, 20_000, GAMMA), rows)
@@ -50,18 +50,18 @@ def test_unfused_torch_samples_from_the_targets_law(rows: Rows) -> None:
     emitted = [
         [*drafted[b][:n], token] for b, (n, token) in enumerate(zip(accepted.tolist(), tokens.tolist(), strict=True))
     ]
-    check_law(rows, emitted, notices=0.04)
+    check_distribution(rows, emitted, notices=0.04)
 
 
-def test_transformers_samples_from_the_targets_law(rows: Rows) -> None:
+def test_transformers_samples_from_the_target(rows: Rows) -> None:
     """3,000 sequences; a total variation of 0.1 is seen with a power of 95 %."""
     torch.manual_seed(0)
     runs = Transformers().start(Case(Shape(V, 3_000, GAMMA), rows)).run()
-    check_law(rows, [tokens[0].tolist() for tokens, _ in runs], notices=0.1)
+    check_distribution(rows, [tokens[0].tolist() for tokens, _ in runs], notices=0.1)
 
 
 @pytest.mark.parametrize("rule", [Rule.TOKENWISE, Rule.BLOCK])
-def test_outriders_cases_are_drawn_from_their_own_law(rows: Rows, rule: Rule) -> None:
+def test_outriders_cases_are_drawn_from_what_they_state(rows: Rows, rule: Rule) -> None:
     """3,000 sequences: drafts that were not drawn from the q̂ they state would show in the text."""
     case = Case(Shape(V, 3_000, GAMMA, rule), rows)
     results = verify(case.logits.flatten(0, 1), case.proposals)
@@ -69,7 +69,7 @@ def test_outriders_cases_are_drawn_from_their_own_law(rows: Rows, rule: Rule) ->
         [*proposal.tokens[: result.accepted], result.next_token]
         for proposal, result in zip(case.proposals, results, strict=True)
     ]
-    check_law(rows, emitted, notices=0.1)
+    check_distribution(rows, emitted, notices=0.1)
 
 
 def test_coupled_cases_share_the_targets_noise(rows: Rows) -> None:

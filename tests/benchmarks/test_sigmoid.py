@@ -35,7 +35,7 @@ EXACT = Precision("exact", torch.float64, torch.float64, torch.float64)
 
 @pytest.mark.parametrize("scales", [SigmoidScales(-1.0, 1.0), SigmoidScales(-10.0, 10.0), SigmoidScales(4.0, 5.0)])
 def test_the_formulas_are_the_rule_of_the_kernels(scales: SigmoidScales) -> None:
-    """The first of two drafted tokens, by bisection of the oracle and by formula."""
+    """The first of two drafted tokens, by bisection of the reference and by formula."""
     world = random_world(12, rule=Rule.SIGMOID)
     v = torch.randn(5, 4, generator=torch.Generator().manual_seed(4)).half()
     q = in_dyads(world.q[0]), [in_dyads(each) for each in world.q[1]]
@@ -52,7 +52,7 @@ def test_the_formulas_are_the_rule_of_the_kernels(scales: SigmoidScales) -> None
     assert near == pytest.approx(total_variation(first, torch.tensor(drafted).numpy()), abs=1e-7)
 
 
-def test_the_exact_rule_writes_the_targets_law_by_the_same_formula() -> None:
+def test_the_exact_rule_writes_the_targets_distribution_by_the_same_formula() -> None:
     z, v = torch.randn(2, 50, 30, generator=torch.Generator().manual_seed(1)) * 3
     places = by_tokenwise(z, torch.softmax(v.double(), -1))
     assert places["from_target"].max() < 1e-12
@@ -96,9 +96,9 @@ def test_a_small_run_measures_and_draws_all_of_it(tmp_path: Path, monkeypatch: p
             fresh = model(input_ids=tokens).logits[0, case.base_length - 1 :][: len(logits)]
             assert torch.allclose(logits, fresh, atol=1e-3)
     found = sigmoid.figures(texts, cases, repeats=1)
-    laws = found["laws"]
-    assert laws["tokenwise"]["from_target"] < 1e-9
-    assert laws["sigmoid"]["as served"]["10000"]["acceptance"] > 0.999
+    places = found["distributions"]
+    assert places["tokenwise"]["from_target"] < 1e-9
+    assert places["sigmoid"]["as served"]["10000"]["acceptance"] > 0.999
     assert (
         1 <= found["rounds"]["by_rule"]["tokenwise"]["tokens"] <= found["rounds"]["by_rule"]["sigmoid ±10000"]["tokens"]
     )
