@@ -16,7 +16,6 @@ from prometheus_client import CollectorRegistry, Histogram
 from draft_service import speculation
 from draft_service.drafters.base import Draft as Proposal
 from draft_service.drafters.base import Kind
-from draft_service.privacy import RoundSizes
 from draft_service.request import Generation
 from draft_service.speculation import (
     FIRM_ROUNDS,
@@ -35,14 +34,12 @@ from draft_service.speculation import (
     PolicyKind,
     SequenceGamma,
 )
-from kernels.adjustments import LogitRules
-from kernels.sampling import SamplingParams
 from kernels.verify import Rule
 from outrider.service.cost_model import CostLine
 from outrider.service.metrics import Metrics
-from outrider.service.sampling import Sampling
-from protos.outrider.v1 import sampling_pb2, speculation_pb2
+from protos.outrider.v1 import speculation_pb2
 from tests.draft_service.closed_loop import ClosedLoop, Draft
+from tests.draft_service.records import generation
 
 CEILING = 16
 STEP_COST = CostLine(0.008, 0.0003)
@@ -427,42 +424,8 @@ def test_a_round_is_observed_with_the_times_that_are_its_own(monkeypatch: pytest
 # --------------------------------------------------------------------------------------------- what requests share
 
 
-def request(
-    rule: Rule = Rule.BLOCK, *, fresh: bool = True, temperature: float = 1.0, policy: str = "adaptive", **fields: Any
-) -> Generation:
-    sampling = Sampling(SamplingParams(temperature=temperature), LogitRules(), rule, 1.0, 7)
-    plain = Generation(
-        request_id="r",
-        prompt=[1],
-        committed=[],
-        held=0,
-        sampling=sampling,
-        params=sampling_pb2.SamplingParams(),
-        seed=7,
-        max_new_tokens=64,
-        min_new_tokens=0,
-        stop_token_ids=[],
-        stop=(),
-        ignore_eos=True,
-        samples=1,
-        top_logprobs=None,
-        time_limit=None,
-        policy=PolicyKind(policy),
-        gamma=12,
-        first_gamma=5,
-        max_entropy=None,
-        drafter=Kind.MODEL,
-        draft_temperature=None,
-        outcome_cache=True,
-        seed_is_fresh=fresh,
-        report_rounds=False,
-        keep_special_tokens=False,
-        weights_fingerprint="",
-        cache_salt="",
-        emission=None,
-        round_sizes=RoundSizes(),
-    )
-    return replace(plain, **fields)
+def request(rule: Rule = Rule.BLOCK, *, fresh: bool = True, policy: str = "adaptive", **fields: Any) -> Generation:
+    return generation(rule, seed_is_fresh=fresh, policy=PolicyKind(policy), **fields)
 
 
 def learn(controller: GammaController, asked: Generation) -> None:
