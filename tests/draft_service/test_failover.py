@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -19,23 +19,19 @@ import grpc
 import pytest
 
 from draft_service import failover
-from draft_service.failover import FailoverBudget, FailoverStream, FailureKind, Verifiers
-from draft_service.metrics import FailoverMetrics
-from draft_service.replicas import Replicas
+from draft_service.failover import FailoverStream, FailureKind, Verifiers
 from draft_service.sequence import Sequence
 from kernels.verify import Rule
 from outrider.cli.processes import ServiceProcess
 from outrider.rpc.errors import RequestError, failed_precondition, overloaded, to_status
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
-from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
 from tests.cluster import Cluster
-from tests.draft_service.fake_verifiers import fake_verifier
 from tests.draft_service.records import record
+from tests.draft_service.verifiers import Switches, fake_verifier, matched, model_of
 from tests.proxy import Proxy, Way
 
 PROMPT = [5, 6, 7, 8, 9]
 TOKENS = 36
-SILENCE_S = 1.5
 PATIENT_S = 20.0  # silence that no verifier keeps but one that is stalled on purpose
 TIMEOUT_S = 60.0
 TEXTS = 2  # under each rule, and as many more as it takes to lose that many verifiers
@@ -55,47 +51,6 @@ def proxies(real: ServiceProcess) -> Iterator[list[Proxy]]:
     """Two ways to it."""
     with ExitStack() as stack:
         yield [stack.enter_context(Proxy(real.address, seed=number)) for number in range(2)]
-
-
-@dataclass
-class Switches(FailoverMetrics):
-    """Keeps what failover would show."""
-
-    reasons: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-
-    def switched(self, reason: str) -> None:
-        self.reasons.append(reason)
-
-    def paused(self, seconds: float) -> None:
-        self.seconds += seconds
-
-
-@asynccontextmanager
-async def matched(
-    *verifiers: Any,
-    switches: Switches | None = None,
-    patience: float = 10.0,
-    burst: int = 64,
-    silence: float = SILENCE_S,
-) -> AsyncIterator[Verifiers]:
-    """These verifiers (addresses, or what has one), once each of them is known."""
-    addresses = [getattr(each, "address", each) for each in verifiers]
-    replicas = Replicas(addresses, max_message_bytes=1 << 20, silence=silence)
-    await replicas.match(await model_of(addresses[0]))  # a model is its own draft
-    try:
-        while not all(replica.has_target for replica in replicas.all()):  # noqa: ASYNC110  # nobody tells
-            await asyncio.sleep(0.02)
-        yield Verifiers(replicas, FailoverBudget(burst), patience, switches or Switches())
-        assert all(replica.num_open == 0 for replica in replicas.all()), "every lease has ended"
-    finally:
-        replicas.close()
-
-
-async def model_of(address: str) -> Any:
-    async with grpc.aio.insecure_channel(address) as channel:
-        stub: Any = VerifierServiceStub(channel)
-        return (await stub.GetModel(verifier_service_pb2.VerifierServiceGetModelRequest())).model
 
 
 def text(rule: Rule = Rule.COUPLED, temperature: float = 1.0, tokens: int = TOKENS, **fields: Any) -> Sequence:

@@ -30,7 +30,7 @@ from outrider.rpc.channel import Lookup, look_up
 from outrider.rpc.errors import RequestError
 from outrider.service.model_info import check_target
 from protos.outrider.v1 import model_pb2, sampling_pb2, speculation_pb2
-from tests.draft_service.fake_verifiers import fake_verifier
+from tests.draft_service.verifiers import fake_verifier
 
 MODEL = model_pb2.ModelInfo(
     weights_fingerprint="a" * 64,

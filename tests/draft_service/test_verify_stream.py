@@ -19,8 +19,8 @@ from outrider.rpc.errors import RequestError, invalid_field, overloaded, to_stat
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2 import VerifyResponse
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
-from tests.draft_service.fake_verifiers import Verify, fake_verifier
 from tests.draft_service.records import record
+from tests.draft_service.verifiers import Verify, fake_verifier
 
 COUPLED, TOKENWISE = sampling_pb2.ACCEPTANCE_RULE_COUPLED, sampling_pb2.ACCEPTANCE_RULE_TOKENWISE
 OPENED = verifier_service_pb2.Opened(rule=COUPLED)

@@ -7,18 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
-import grpc
 import pytest
 
-from draft_service.failover import FailoverBudget, FailoverStream, Verifiers
-from draft_service.metrics import FailoverMetrics
-from draft_service.replicas import Replicas
-from protos.outrider.v1 import model_pb2, verifier_service_pb2
-from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
+from draft_service.failover import FailoverStream, Verifiers
 from tests.cluster import Cluster, wait_healthy
 from tests.draft_service.records import record
+from tests.draft_service.verifiers import Switches, matched
 from tests.exactness import sampling
 from tests.exactness.worlds import World
 from tests.proxy import Proxy, Way
@@ -28,25 +23,6 @@ MOST_TOKENS = 1500
 DRAINS_AFTER, MORE = 4, 12
 SECONDS_PER_TOKEN = 0.01
 SOON_S = 60.0
-
-
-class Tries(FailoverMetrics):
-    """Counts the tries to go elsewhere."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def switched(self, reason: str) -> None:
-        pass
-
-    def paused(self, seconds: float) -> None:
-        self.count += 1
-
-
-async def _model(address: str) -> model_pb2.ModelInfo:
-    async with grpc.aio.insecure_channel(address) as channel:
-        stub: Any = VerifierServiceStub(channel)
-        return (await stub.GetModel(verifier_service_pb2.VerifierServiceGetModelRequest())).model
 
 
 async def _text(verifiers: Verifiers, go_on: Callable[[int], bool]) -> list[int]:
@@ -70,31 +46,27 @@ async def test_a_sequence_leaves_in_good_time_or_stays(cluster: Cluster, attenti
     """Where the next one is silent it is tried now and then, and not before each verdict."""
     leaving = cluster.verifier(model=attentive.target, flags=(*sampling.VERIFIER_FLAGS, "--grace", str(SOON_S)))
     wait_healthy(leaving)
-    tries = Tries()
+    switches = Switches()
     with Proxy(attentive.verifier.address) as way:
-        replicas = Replicas([leaving.address, way.address], max_message_bytes=1 << 20, silence=SOON_S)
-        verifiers = Verifiers(replicas, FailoverBudget(64), SOON_S, tries)
-        await replicas.match(await _model(leaving.address))  # a model is its own draft
-        while not all(replica.has_target for replica in replicas.all()):  # noqa: ASYNC110  # nobody tells
-            await asyncio.sleep(0.02)
-        other = next(replica for replica in replicas.all() if replica.address == way.address)
-        other.num_open += 1  # so that the sequence begins at the one that has none
-        end = MOST_TOKENS
+        async with matched(leaving, way, switches=switches, patience=SOON_S, silence=SOON_S) as verifiers:
+            other = next(each for each in verifiers.replicas.all() if each.address == way.address)
+            other.num_open += 1  # so that the sequence begins at the one that has none
+            end = MOST_TOKENS
 
-        def go_on(written: int) -> bool:
-            nonlocal end
-            if written == DRAINS_AFTER:
-                if not answers:
-                    way.stall(Way.DOWN)
-                leaving.end()
-            if tries.count and end == MOST_TOKENS:
-                end = written + MORE
-            return written < end
+            def go_on(written: int) -> bool:
+                nonlocal end
+                if written == DRAINS_AFTER:
+                    if not answers:
+                        way.stall(Way.DOWN)
+                    leaving.end()
+                if switches.pauses and end == MOST_TOKENS:
+                    end = written + MORE
+                return written < end
 
-        written = await _text(verifiers, go_on)
-        count = tries.count
-        way.flow(Way.DOWN)
-        whole = await _text(verifiers, lambda count: count < len(written))
-        replicas.close()
+            written = await _text(verifiers, go_on)
+            tries = switches.pauses
+            way.flow(Way.DOWN)
+            whole = await _text(verifiers, lambda count: count < len(written))
+            other.num_open -= 1
     assert written == whole, "the same as at the other one alone"
-    assert count == 1 if answers else 1 <= count <= MORE / 2
+    assert tries == 1 if answers else 1 <= tries <= MORE / 2
