@@ -40,7 +40,7 @@ MARGIN_SHARE, MARGIN_SECONDS = 0.1, 0.5
 
 
 class FailureKind(StrEnum):
-    """Why a sequence goes to another verifier."""
+    """Why a sequence goes to another verifier. Its values are a metric's labels."""
 
     DIED = "died"  # or cannot be reached: nobody can tell the two apart
     SILENT = "silent"
@@ -72,14 +72,12 @@ PER_SECOND = 1.0
 
 
 class FailoverBudget:
-    """How many sequences may be opened again, and when: work that is done twice must not become a storm.
+    """A token bucket that bounds how many sequences are opened again: work that is done twice must not become a storm.
 
-    A sequence that is opened at another verifier has its whole text run there once more. Where a verifier dies because
-    it has too much to do, those that it leaves are too much for the next, and so on. So a service has a bucket of
-    tokens, one for each such opening. It holds as many as the service has sequences, and is full at the start: one
-    death is survived by all at once. It fills by a tenth of a token with each verdict, so that in the long run no more
-    than a tenth of the rounds are followed by a new opening; and by one token a second, since where all wait there are
-    no rounds. Who finds it empty waits, in order.
+    Each such opening runs the whole text once more. Where a verifier dies because it has too much to do, those that it
+    leaves are too much for the next, and so on. The bucket is full at the start, so that all survive one death at once.
+    It fills by a tenth of a token with each verdict, so that in the long run at most a tenth of the rounds are followed
+    by an opening; and by one token a second, since where all wait there are no rounds. Waiters are served in order.
     """
 
     def __init__(self, burst: int, clock: Callable[[], float] | None = None) -> None:
@@ -272,12 +270,12 @@ class FailoverStream:
         return verdict
 
     async def close(self) -> None:
-        """Ends the stream. Where nothing is owed it ends well, and the verifier sees that it does."""
+        """Ends the stream, well where nothing is owed."""
         if self._lease is not None:
             await self._lease.close()
 
     def cancel(self) -> None:
-        """Ends the stream here and now, whatever it owes. Without effect on one that has ended."""
+        """Ends the stream here and now, whatever it owes. May be called twice."""
         if self._lease is not None:
             self._lease.cancel()
 
@@ -312,11 +310,7 @@ class FailoverStream:
         self._failures.add(lease, kind, error, was_running=was_running)
 
     async def _reopen(self) -> None:
-        """Opens the sequence at another verifier.
-
-        Raises:
-            RequestError: none has taken it in time.
-        """
+        """Opens the sequence at another verifier; raises as `_open`."""
         started, kind = time.monotonic(), self._failures.kind
         try:
             await self._open(self._verifiers.patience)

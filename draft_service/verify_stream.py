@@ -8,14 +8,8 @@ import grpc
 import structlog
 
 from draft_service.sequence import Round, Sequence
-from outrider.rpc.errors import (
-    UNSPECIFIED,
-    RequestError,
-    failed_precondition,
-    from_rpc_error,
-    internal,
-    unavailable,
-)
+from outrider.rpc import errors
+from outrider.rpc.errors import RequestError, failed_precondition, internal, unavailable
 from outrider.rpc.timeouts import Ending, InactivityTimer
 from outrider.service.wire import pad
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
@@ -26,8 +20,7 @@ _log = structlog.get_logger()
 # How long an end that should come at once is waited for.
 CLOSING_SECONDS = 1.0
 
-SILENT = "silent_seconds"
-"""What the metadata of an error names where the verifier was silent for too long."""
+SILENT = "silent_seconds"  # in the metadata of an error: the verifier was silent for so long
 
 
 class VerifyStream:
@@ -148,7 +141,7 @@ class VerifyStream:
             pass  # it is over all the same
 
     def cancel(self) -> None:
-        """Ends the stream here and now, whatever it owes. Without effect on one that has ended."""
+        """Ends the stream here and now, whatever it owes. May be called twice."""
         self._timer.close()
         self._call.cancel()
 
@@ -212,8 +205,8 @@ def translate(error: grpc.RpcError, address: str) -> RequestError:
 
     The draft service makes the rounds, so a refusal of one is no fault of the client's.
     """
-    refusal = from_rpc_error(error)
-    if refusal.reason == UNSPECIFIED and refusal.code in _GONE:
+    refusal = errors.from_rpc_error(error)
+    if refusal.reason == errors.UNSPECIFIED and refusal.code in _GONE:
         return unavailable("NO_VERIFIER", f"no verifier answers at {address}: {refusal.message}")
     if refusal.code in _NOT_ADMITTED:
         _log.warning("a verifier does not admit this service", verifier=address, reason=refusal.message)
