@@ -15,7 +15,7 @@ HEAD_DIM = 8
 MAX_LENGTH = 80
 
 
-def naive(query: Tensor, keys: Tensor, values: Tensor, start: int, window: int) -> Tensor:
+def reference(query: Tensor, keys: Tensor, values: Tensor, start: int, window: int) -> Tensor:
     """Row by row in float64: query `[n, H, D]`, keys and values `[KV, end, D]`."""
     group = query.shape[1] // keys.shape[0]
     out = torch.empty(query.shape, dtype=torch.float64)
@@ -23,9 +23,9 @@ def naive(query: Tensor, keys: Tensor, values: Tensor, start: int, window: int) 
         position = start + row
         first = max(0, position - window + 1) if window else 0
         for head in range(query.shape[1]):
-            seen, told = keys[head // group, first : position + 1], values[head // group, first : position + 1]
-            weights = torch.softmax(seen.double() @ query[row, head].double() * 0.3, dim=0)
-            out[row, head] = weights @ told.double()
+            own = slice(first, position + 1)
+            scores = keys[head // group, own].double() @ query[row, head].double() * 0.3
+            out[row, head] = scores.softmax(0) @ values[head // group, own].double()
     return out
 
 
@@ -56,7 +56,7 @@ def test_attention_equals_the_definition(
         first = 0
         for slot, start, count in spans:
             rows = query[first : first + count]
-            wanted = naive(rows, history[slot][0], history[slot][1], start, window)
+            wanted = reference(rows, history[slot][0], history[slot][1], start, window)
             assert torch.allclose(found[first : first + count].double(), wanted, atol=1e-5)
             first += count
 
@@ -97,7 +97,7 @@ def test_masks_are_built_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -
         assert sum(mask.numel() for mask in masks._masks.values()) == masks._elements <= 100_000
 
 
-def test_a_pass_asks_for_each_mask_once() -> None:
+def test_a_step_makes_each_mask_once() -> None:
     pool = KVPool(1, 1, HEAD_DIM, blocks=6, max_length=MAX_LENGTH, dtype=torch.float32, device="cpu")
     masks = CausalMasks(MAX_LENGTH, torch.float32, torch.device("cpu"))
     slots = [pool.allocate(), pool.allocate()]
@@ -107,7 +107,7 @@ def test_a_pass_asks_for_each_mask_once() -> None:
     assert packed.position_ids(torch.device("cpu")).tolist() == [10, 11, 12, 0, 1, 2, 3]
 
 
-def test_a_model_called_without_a_pass_says_so() -> None:
+def test_a_model_called_without_a_batch_is_refused() -> None:
     rows = torch.zeros(1, 1, 1, 4)
     with pytest.raises(NoPass, match="runs on packed passes only"):
         packed_attention(nn.Module(), rows, rows, rows, None)

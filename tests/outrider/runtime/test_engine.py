@@ -1,11 +1,11 @@
-"""The engine core where a pass breaks: the sequences in it end, or where the model is lost, nothing more is said."""
+"""The engine where a step fails: its sequences end, or, where the model is lost, the engine; and stuck steps."""
 
 import threading
 from collections.abc import Callable, Sequence
 
 import pytest
 
-from outrider.runtime.engine import Engine
+from outrider.runtime.engine import TIMES_THE_LONGEST, Engine, Heartbeat
 from outrider.runtime.errors import ModelLost
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.model_runner import ModelRunner
@@ -13,13 +13,13 @@ from outrider.runtime.model_runner import ModelRunner
 SOON_S = 20.0
 
 
-class Breaking(Engine[str, str, None]):
-    """Each message is a pass, which breaks as it is told."""
+class Failing(Engine[str, str, None]):
+    """Each message is a step, which fails with the error of that name."""
 
-    def __init__(self, packed: ModelRunner, errors: dict[str, Exception]) -> None:
-        super().__init__(packed, name="breaking-engine")
+    def __init__(self, runner: ModelRunner, errors: dict[str, Exception]) -> None:
+        super().__init__(runner, name="failing-engine")
         self.failed: list[str] = []
-        self.told = threading.Event()
+        self.has_failed = threading.Event()
         self._errors = errors
         self._work: list[str] = []
 
@@ -34,30 +34,30 @@ class Breaking(Engine[str, str, None]):
         raise self._errors[work[0]]
 
     def process(self, work: Sequence[str], output: None) -> None:
-        raise AssertionError("no pass gives anything")
+        raise AssertionError("no step gives anything")
 
     def fail(self, work: str, error: Exception, *, is_own: bool) -> None:
         self.failed.append(work)
-        self.told.set()
+        self.has_failed.set()
 
 
 @pytest.fixture
-def engine(load: Callable[..., LoadedModel]) -> Breaking:
-    packed = ModelRunner.build(load("llama"), max_sequences=1, max_length=32)
-    return Breaking(packed, {"broken": RuntimeError("a pass"), "lost": ModelLost("rank 1 has gone")})
+def engine(load: Callable[..., LoadedModel]) -> Failing:
+    runner = ModelRunner.build(load("llama"), max_sequences=1, max_length=32)
+    return Failing(runner, {"broken": RuntimeError("a step"), "lost": ModelLost("rank 1 has gone")})
 
 
-def test_a_broken_pass_ends_its_sequences_and_no_more(engine: Breaking) -> None:
+def test_a_failed_step_ends_its_sequences_and_no_more(engine: Failing) -> None:
     engine.start()
     engine.post("broken")
-    assert engine.told.wait(SOON_S)
+    assert engine.has_failed.wait(SOON_S)
     assert engine.failed == ["broken"]
     assert engine.trouble(60.0) == ""
     engine.stop()
     assert not engine.alive
 
 
-def test_a_lost_model_ends_the_engine_and_no_sequence(engine: Breaking) -> None:
+def test_a_lost_model_ends_the_engine_and_no_sequence(engine: Failing) -> None:
     engine.start()
     for message in ("lost", "broken"):
         engine.post(message)
@@ -65,3 +65,52 @@ def test_a_lost_model_ends_the_engine_and_no_sequence(engine: Breaking) -> None:
     assert not engine.alive
     assert engine.failed == [], "they can go on elsewhere, which an error of ours would rule out"
     assert engine.trouble(60.0) == "rank 1 has gone"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_step_beyond_the_bound_is_stuck() -> None:
+    clock = Clock()
+    heart = Heartbeat(clock)
+    heart.begin()
+    clock.now += 9.9
+    assert heart.step_seconds() == pytest.approx(9.9)
+    assert not heart.is_stuck(10.0)
+    clock.now += 0.2
+    assert heart.is_stuck(10.0)
+    heart.begin()
+    assert not heart.is_stuck(10.0)
+
+
+def test_an_idle_engine_is_never_stuck() -> None:
+    clock = Clock()
+    heart = Heartbeat(clock)
+    for _ in range(2):
+        heart.rest()
+        clock.now += 1e6
+        assert not heart.is_stuck(1.0)
+        assert heart.step_seconds() == 0.0
+        heart.begin()
+        clock.now += 0.5
+
+
+def test_long_steps_widen_the_bound() -> None:
+    """A step that once took 30 s may take a few times as long, whatever the bound; idle time does not count."""
+    clock = Clock()
+    heart = Heartbeat(clock)
+    heart.begin()
+    clock.now += 30.0
+    heart.rest()
+    clock.now += 1e6
+    heart.begin()
+    assert heart.longest == pytest.approx(30.0)
+    clock.now += TIMES_THE_LONGEST * 30.0 - 1.0
+    assert not heart.is_stuck(10.0)
+    clock.now += 2.0
+    assert heart.is_stuck(10.0)

@@ -1,4 +1,4 @@
-"""What is fused computes what it replaces, and what only resembles it is left alone."""
+"""Fused modules compute what they replace, and what only resembles one is left alone."""
 
 import random
 import weakref
@@ -31,7 +31,8 @@ from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.selfcheck import check_program
 from tests.outrider.runtime.tiny import CONFIGS, GATED, VOCABULARY
 
-CLOSE = 1e-6  # of the size of what is compared; each of the two lies half as far from the result in float64
+Load = Callable[..., LoadedModel]
+CLOSE = 1e-6  # relative; each of the two lies half as far from the result in float64
 
 
 def close(found: Tensor, wanted: Tensor) -> bool:
@@ -57,7 +58,7 @@ def logits(model: ModelRunner, seed: int) -> Tensor:
     [*((name, True) for name in CONFIGS), *((name, False) for name in ("llama-biased", "qwen3", "gemma3", "gpt2"))],
 )
 def test_fused_and_unfused_agree_in_float32(
-    name: str, packs: bool, load: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+    name: str, packs: bool, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not packs:
         monkeypatch.setattr(fused_decoder, "can_pack", lambda dtype, device: False)
@@ -68,9 +69,7 @@ def test_fused_and_unfused_agree_in_float32(
     assert close(logits(fused, 3), logits(plain, 3))
 
 
-def test_a_sequence_beyond_the_first_table_of_positions(
-    load: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sequence_beyond_the_first_table_of_positions(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.runtime.fused_decoder._FIRST_POSITIONS", 16)
     models = [ModelRunner.build(load("llama-scaled-rope"), 1, 64, fuse=fuse) for fuse in (True, False)]
     tokens = [i % VOCABULARY for i in range(40)]
@@ -81,7 +80,7 @@ def test_a_sequence_beyond_the_first_table_of_positions(
     assert close(found, wanted)
 
 
-def test_a_table_of_positions_stays_when_a_longer_one_is_made(load: Callable[..., LoadedModel]) -> None:
+def test_a_table_of_positions_stays_when_a_longer_one_is_made(load: Load) -> None:
     """CUDA graphs of an earlier pool read it where it lies."""
     loaded = load("llama")
     ModelRunner.build(loaded, 1, 32)
@@ -92,7 +91,7 @@ def test_a_table_of_positions_stays_when_a_longer_one_is_made(load: Callable[...
     assert first() is not None
 
 
-def test_two_pools_share_one_fused_model(load: Callable[..., LoadedModel]) -> None:
+def test_two_pools_share_one_fused_model(load: Load) -> None:
     loaded = load("llama")
     first, second = ModelRunner.build(loaded, 1, 32), ModelRunner.build(loaded, 2, 16)
     chunk = Chunk(0, [5, 6, 7], 0, 0)
@@ -102,15 +101,13 @@ def test_two_pools_share_one_fused_model(load: Callable[..., LoadedModel]) -> No
         ModelRunner.build(loaded, 1, 32, fuse=False)
 
 
-def test_a_fused_forward_that_differs_is_refused(
-    load: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fused_forward_that_differs_is_refused(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_decoder, "doubled", lambda weight: -doubled(weight))
     with pytest.raises(CheckpointError, match="gives other logits than its own"):
         ModelRunner.build(load("llama"), 1, 32)
 
 
-def test_the_self_check_sees_what_is_wrong(load: Callable[..., LoadedModel]) -> None:
+def test_the_self_check_notices_differences(load: Load) -> None:
     loaded = load("llama")
     program = ModelRunner.build(loaded, 1, 32).program
 
@@ -118,8 +115,7 @@ def test_the_self_check_sees_what_is_wrong(load: Callable[..., LoadedModel]) -> 
         def changed(token_ids: Tensor, batch: Batch, rows: Rows) -> Tensor:
             return change(program(token_ids, batch, rows))
 
-        told = loaded.layers, loaded.reference, loaded.dtype, loaded.device
-        return check_program(changed, *told, tolerance) is None
+        return check_program(changed, loaded.layers, loaded.reference, loaded.dtype, loaded.device, tolerance) is None
 
     assert passes(lambda rows: rows, 1e-5)
     assert passes(lambda rows: rows + 3, 1e-5), "a constant added to all logits changes no distribution"
@@ -158,7 +154,7 @@ def test_both_forms_of_the_norm_are_the_norm(small: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-biased", "qwen3", "mistral-sliding"])
-def test_compiled_or_not_the_layers_do_the_same(name: str, load: Callable[..., LoadedModel]) -> None:
+def test_layers_give_the_same_compiled_or_not(name: str, load: Load) -> None:
     model = ModelRunner.build(load(name), 3, 64)
     program = model.loaded.fused
     assert isinstance(program, FusedDecoder)
@@ -170,16 +166,14 @@ def test_compiled_or_not_the_layers_do_the_same(name: str, load: Callable[..., L
     assert torch.equal(logits(model, 5), found)
 
 
-def test_layers_are_compiled_for_a_cpu_alone() -> None:
-    """On a GPU TorchScript would compile kernels of its own while passes run."""
+def test_layers_are_compiled_on_a_cpu_alone() -> None:
+    """On a GPU TorchScript would compile kernels of its own during steps."""
     module = nn.Linear(2, 2)
     assert compiled(module, torch.device("cuda", 0)) is module
     assert isinstance(compiled(module, torch.device("cpu")), torch.jit.ScriptModule)
 
 
-def test_where_nothing_compiles_the_layers_run_as_they_are(
-    load: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_run_where_nothing_compiles(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> None:
         raise RuntimeError("no TorchScript here")
 
@@ -198,7 +192,7 @@ class ShiftedRMSNorm(LlamaRMSNorm):
 
 
 class CentredRMSNorm(LlamaRMSNorm):
-    """Bears the name, and is something else."""
+    """Has the name, and is something else."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         found: Tensor = super().forward(hidden_states - hidden_states.mean(-1, keepdim=True))
@@ -222,7 +216,7 @@ def test_only_norms_that_prove_to_be_one_are_replaced(kind: type[LlamaRMSNorm], 
 
 
 @pytest.mark.skipif(not can_pack(torch.float32, torch.device("cpu")), reason="this torch packs no weights")
-def test_packed_modules_keep_shape_and_dtype_and_hold_no_copy() -> None:
+def test_packed_modules_keep_shape_and_dtype_without_a_copy() -> None:
     torch.manual_seed(0)
     parent = nn.Sequential(nn.Linear(16, 24), Conv1D(8, 24), nn.LayerNorm(8))
     with torch.no_grad():
@@ -235,4 +229,4 @@ def test_packed_modules_keep_shape_and_dtype_and_hold_no_copy() -> None:
     assert isinstance(weight, Tensor)
     assert weight.shape == (24, 16)
     assert weight.untyped_storage().nbytes() == 4
-    assert weight.isnan().all(), "who multiplies by it is to be noticed"
+    assert weight.isnan().all(), "using it must not go unnoticed"

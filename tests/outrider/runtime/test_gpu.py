@@ -1,7 +1,6 @@
-"""On a CUDA device: attention over pages, captured passes and captured steps give what the CPU gives.
+"""On a CUDA device: attention over blocks and captured steps give what the CPU gives.
 
-None of it runs where there is no device; `test_paged_attention`, `test_cuda_graph` and `test_captured_steps` hold what
-can be held without one.
+Without a device: `test_paged_attention`, `test_cuda_graph` and `test_decode_loop`.
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.paged_attention import AttentionChoice, choose_attention
 from outrider.runtime.sdpa import CausalMasks, Scoring, attend, attend_scores
+from tests.outrider.runtime.steps import MAX_LENGTH, random_steps
 from tests.outrider.runtime.test_decode_loop import step_by_step
-from tests.outrider.runtime.test_paged_attention import chat
 from tests.outrider.runtime.tiny import EXPERTS, FAMILIES, VOCABULARY
 
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda", 0)
-ROOM = 32
 NEAR = {"float32": 1e-4, "bfloat16": 0.06}
 CONFIG = SparseConfig(keep_mass=0.97, max_support=40)
 
@@ -54,56 +52,56 @@ def near(found: torch.Tensor, wanted: torch.Tensor, dtype: str, name: str = "") 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_gives_on_the_device_what_it_gives_on_a_cpu(
+def test_a_family_gives_the_logits_of_the_cpu(
     name: str, dtype: str, on_gpu: Callable[[str, str], LoadedModel], load: Callable[..., LoadedModel]
 ) -> None:
     loaded = on_gpu(name, dtype)
     choice = chosen(loaded)
     assert choice.name == "triton", choice.reason
-    model = ModelRunner.build(loaded, 5, ROOM, attention=choice)
-    wanted = chat(ModelRunner.build(load(name, dtype), 5, ROOM), 3)
-    for one, other in zip(chat(model, 3), wanted, strict=True):
+    model = ModelRunner.build(loaded, 5, MAX_LENGTH, attention=choice)
+    wanted, _ = random_steps(ModelRunner.build(load(name, dtype), 5, MAX_LENGTH), 3, 25)
+    for one, other in zip(random_steps(model, 3, 25)[0], wanted, strict=True):
         assert near(one, other, dtype, name), choice.reason
 
 
 def captured(loaded: LoadedModel) -> ModelRunner:
-    model = ModelRunner.build(loaded, 5, ROOM, attention=chosen(loaded))
-    said = model.capture(CudaCapturer(CUDA), max_sequences=4, widest=8, seconds=300, most_bytes=1 << 32)
+    model = ModelRunner.build(loaded, 5, MAX_LENGTH, attention=chosen(loaded))
+    found = model.capture(CudaCapturer(CUDA), max_sequences=4, widest=8, seconds=300, most_bytes=1 << 32)
     sizes = model.captured.sizes if model.captured is not None else []
-    assert said == f"{len(sizes)} of {len(sizes)} sizes"
+    assert found == f"{len(sizes)} of {len(sizes)} sizes"
     return model
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-sliding", "gpt2", "phi"])
-def test_graphs_give_what_passes_give_as_they_come(name: str, on_gpu: Callable[[str, str], LoadedModel]) -> None:
+def test_graphs_give_the_logits_of_eager_steps(name: str, on_gpu: Callable[[str, str], LoadedModel]) -> None:
     model, eager = captured(on_gpu(name, "bfloat16")), on_gpu(name, "bfloat16")
-    plain = ModelRunner.build(eager, 5, ROOM, attention=chosen(eager))
-    for one, other in zip(chat(model, 4), chat(plain, 4), strict=True):
+    plain = ModelRunner.build(eager, 5, MAX_LENGTH, attention=chosen(eager))
+    for one, other in zip(random_steps(model, 4, 25)[0], random_steps(plain, 4, 25)[0], strict=True):
         assert near(one, other.float().cpu(), "bfloat16", name)
 
 
-def test_steps_in_graphs_write_what_is_drawn_step_by_step(on_gpu: Callable[[str, str], LoadedModel]) -> None:
-    """In bfloat16 a step of another number of rows may round otherwise, so some texts may part, and few do."""
+def test_captured_steps_draw_what_is_drawn_step_by_step(on_gpu: Callable[[str, str], LoadedModel]) -> None:
+    """In bfloat16 a step of another number of rows may round otherwise, so few texts may differ."""
     model = captured(on_gpu("llama", "bfloat16"))
     loop = DecodeLoop(model, VOCABULARY, CONFIG)
-    said = loop.capture(CudaCapturer(CUDA), sequences=4, tokens=8, with_noise=True, seconds=300, most_bytes=1 << 32)
-    assert said == "steps of up to 4 sequences"
-    rng, parted = random.Random(1), 0
+    found = loop.capture(CudaCapturer(CUDA), sequences=4, tokens=8, with_noise=True, seconds=300, most_bytes=1 << 32)
+    assert found == "steps of up to 4 sequences"
+    rng, differing = random.Random(1), 0
     for number in range(30):
-        law = SamplingParams(temperature=(0.0, 1.0, 0.7)[number % 3])
+        params = SamplingParams(temperature=(0.0, 1.0, 0.7)[number % 3])
         prompt = rng.choices(range(VOCABULARY), k=6)
         one, other = model.pool.allocate(), model.pool.allocate()
-        draws = [Draw(law, rng.random()) for _ in range(8)]
+        draws = [Draw(params, rng.random()) for _ in range(8)]
         (samples,) = loop.decode([Chunk(one, prompt, 0, 6)], [draws])
         expected = step_by_step(model, other, prompt, draws, VOCABULARY)
-        parted += [each.token for each in samples] != [each.token for each in expected]
+        differing += [each.token for each in samples] != [each.token for each in expected]
         for slot in (one, other):
             model.pool.free(slot)
-    assert parted <= 6
+    assert differing <= 6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_torchs_own_attention_takes_masks_of_any_length(dtype: torch.dtype) -> None:
+def test_sdpa_takes_masks_of_any_length(dtype: torch.dtype) -> None:
     """A mask is the right-hand end of a longer one: that of 717 positions begins at no edge of 16 bytes."""
     generator = torch.Generator().manual_seed(0)
     masks = CausalMasks(2048, dtype, CUDA)
@@ -115,14 +113,14 @@ def test_torchs_own_attention_takes_masks_of_any_length(dtype: torch.dtype) -> N
         assert torch.allclose(found.float(), wanted.float(), atol=1e-4 if dtype == torch.float32 else 0.03)
 
 
-def test_what_waits_for_the_device_cannot_be_captured_and_says_why() -> None:
+def test_a_host_sync_cannot_be_captured_and_is_named() -> None:
     there = torch.ones(3, device=CUDA)
     with pytest.raises(CannotCapture, match=r"RuntimeError: .*synchroniz"):
         CudaCapturer(CUDA).capture(lambda: print(float(there.sum())))
     assert float(there.sum()) == 3.0, "the device goes on"
 
 
-def test_a_graph_reads_what_lies_there_when_it_runs() -> None:
+def test_a_graph_reads_its_inputs_when_it_is_replayed() -> None:
     here, there = torch.zeros(4, device=CUDA), torch.zeros(4, device=CUDA)
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Layers over pages by Triton's kernels and by torch's operations: the same logits; what is taken; what is refused."""
+"""Layers by Triton's kernels and by torch's operations: the same logits; what is chosen; what is refused."""
 
 from __future__ import annotations
 
@@ -18,30 +18,27 @@ from outrider.runtime.fused_layers import FusedLayers
 from outrider.runtime.layer_ops import LayerOps, TritonOps, check_layer_ops, choose_layer_ops
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.model_runner import Chunk, ModelRunner
-from outrider.runtime.paged_attention import EAGER, AttentionChoice, choose_attention
-from tests.kernels.paths import IS_INTERPRETED, TRITON
+from outrider.runtime.paged_attention import choose_attention
+from tests.kernels.paths import DEVICE, TRITON
+from tests.outrider.runtime.steps import PAGED
 from tests.outrider.runtime.tiny import VOCABULARY
 
-PAGED = AttentionChoice(EAGER, "to be held against the other", block_tokens=4)
-
-
-DEVICE = "cpu" if IS_INTERPRETED else "cuda"
+Load = Callable[..., LoadedModel]
 
 
 def choose(kind: type[LayerOps], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has models that are built from here on take these operations."""
-    monkeypatch.setattr(fused_decoder, "choose_layer_ops", lambda layers, dtype: kind(layers, "on trial"))
+    """Makes models that are built from here on take these operations."""
+    monkeypatch.setattr(fused_decoder, "choose_layer_ops", lambda layers, dtype: kind(layers, "a test"))
 
 
-def chat(model: ModelRunner) -> Tensor:
-    """A few passes of two sequences, over several pages and past the window; their logits."""
-    first, second = model.pool.allocate(), model.pool.allocate()
+def logits_of(model: ModelRunner) -> Tensor:
+    """Logits of a few steps of two sequences, over several blocks and past the window."""
+    slots = model.pool.allocate(), model.pool.allocate()
     tokens = torch.randint(VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(1)).tolist()
-    told = []
+    found = []
     for spans in ([(0, 0, 7)], [(1, 0, 3), (0, 7, 2)], [(0, 9, 1), (1, 3, 4)]):
-        chunks = [Chunk((first, second)[i], tokens[i][start : start + n], start, 0) for i, start, n in spans]
-        told.append(model.forward(chunks).clone())
-    return torch.cat(told)
+        found.append(model.forward([Chunk(slots[i], tokens[i][at : at + n], at, 0) for i, at, n in spans]).clone())
+    return torch.cat(found)
 
 
 @pytest.mark.parametrize("path", [TRITON])
@@ -53,16 +50,11 @@ def chat(model: ModelRunner) -> Tensor:
         ("qwen3", "float32", 1e-5),  # norms of heads
         pytest.param("mistral-sliding", "float32", 1e-5, marks=pytest.mark.slow),
         ("qwen3", "float16", 0.01),
-        ("qwen2", "bfloat16", 0.1),  # which the interpreter cuts off in place of rounding it
+        ("qwen2", "bfloat16", 0.1),  # which the interpreter truncates instead of rounding
     ],
 )
 def test_triton_gives_the_logits_that_torch_gives(
-    name: str,
-    dtype: str,
-    allowed: float,
-    path: str,
-    checkpoint: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, dtype: str, allowed: float, path: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits = []
     for kind in (LayerOps, TritonOps):
@@ -71,12 +63,12 @@ def test_triton_gives_the_logits_that_torch_gives(
         model = ModelRunner.build(loaded, 2, 16, attention=PAGED)
         assert model.layer_choice is not None
         assert model.layer_choice.name == {LayerOps: "torch", TritonOps: path}[kind]
-        logits.append(chat(model))
+        logits.append(logits_of(model))
     wanted, found = logits
     assert float((found - wanted).abs().max()) <= allowed * float(wanted.abs().max())
 
 
-# ------------------------------------------------------------------------------------------------------- what is taken
+# ------------------------------------------------------------------------------------------------------ what is chosen
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +86,7 @@ def layers(checkpoint: Callable[[str], Path]) -> Callable[..., FusedLayers]:
     return get
 
 
-def test_what_is_chosen_is_told_and_chosen_once(load: Callable[..., LoadedModel]) -> None:
+def test_operations_are_chosen_once_with_a_reason(load: Load) -> None:
     loaded = load("llama")
     model = ModelRunner.build(loaded, 1, 8, attention=PAGED)
     assert model.layer_choice is not None
@@ -107,17 +99,17 @@ def test_what_is_chosen_is_told_and_chosen_once(load: Callable[..., LoadedModel]
 
 @pytest.mark.parametrize("path", [TRITON])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_tritons_kernels_pass_the_trial(dtype: str, path: str, layers: Callable[..., FusedLayers]) -> None:
+def test_tritons_kernels_pass_the_check(dtype: str, path: str, layers: Callable[..., FusedLayers]) -> None:
     for pages in (torch.float32, getattr(torch, dtype)):
         assert check_layer_ops(layers(dtype, DEVICE), pages) is None
 
 
-class TurnedBack(LayerOps):
+class RotatedBack(LayerOps):
     def queries(self, i: int, qkv: Tensor, rotations: Tensor, batch: PagedBatch) -> Tensor:
         return super().queries(i, qkv, rotations.conj().resolve_conj(), batch)
 
 
-class OneOn(LayerOps):
+class NextSlot(LayerOps):
     def queries(self, i: int, qkv: Tensor, rotations: Tensor, batch: PagedBatch) -> Tensor:
         return super().queries(i, qkv, rotations, replace(batch, places=batch.places + 1))
 
@@ -129,7 +121,7 @@ class KeysForValues(LayerOps):
         return query
 
 
-class NotNormed(LayerOps):
+class Unnormed(LayerOps):
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return x * weight[0]
 
@@ -139,38 +131,38 @@ class UpForGate(LayerOps):
         return super().gated(torch.cat(gate_up.chunk(2, -1)[::-1], -1))
 
 
-class NoNumber(LayerOps):
+class Nan(LayerOps):
     def gated(self, gate_up: Tensor) -> Tensor:
         return super().gated(gate_up) * torch.nan
 
 
-class NotCompiled(LayerOps):
+class Uncompiled(LayerOps):
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         raise RuntimeError("ptxas is not there\nand more of that")
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "reason"),
     [
-        (TurnedBack, "queries differ by"),
-        (OneOn, "keys differ by"),
+        (RotatedBack, "queries differ by"),
+        (NextSlot, "keys differ by"),
         (KeysForValues, "values differ by"),
-        (NotNormed, "norms differ by"),
+        (Unnormed, "norms differ by"),
         (UpForGate, "gates differ by"),
-        (NoNumber, "gates differ by nan"),
-        (NotCompiled, "RuntimeError: ptxas is not there"),
+        (Nan, "gates differ by nan"),
+        (Uncompiled, "RuntimeError: ptxas is not there"),
     ],
 )
-def test_operations_that_give_something_else_are_not_taken(
-    kind: type[LayerOps], told: str, layers: Callable[..., FusedLayers], monkeypatch: pytest.MonkeyPatch
+def test_wrong_operations_are_not_chosen(
+    kind: type[LayerOps], reason: str, layers: Callable[..., FusedLayers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a device that could run them: torch's are taken, and the reason is told."""
+    """On a device that could run them, torch's are chosen."""
     monkeypatch.setattr(layer_ops, "_obstacle", lambda device: "")
     monkeypatch.setattr(layer_ops, "TritonOps", kind)
     for dtype in ("float32", "bfloat16"):
         choice = choose_layer_ops(layers(dtype), torch.float32)
         assert type(choice) is LayerOps
-        assert choice.reason.startswith(f"no kernels of Triton: {told}")
+        assert choice.reason.startswith(f"no kernels of Triton: {reason}")
     monkeypatch.setattr(layer_ops, "TritonOps", type("Good", (LayerOps,), {}))
     assert (
         choose_layer_ops(layers("float32"), torch.float32).reason == "Triton's kernels give what torch's operations do"
@@ -182,10 +174,10 @@ def test_operations_that_give_something_else_are_not_taken(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral-sliding"])
-def test_a_graph_holds_a_pass_by_triton(
+def test_a_graph_holds_a_step_by_triton(
     name: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chosen by itself, captured, and near to torch's operations as they come."""
+    """Chosen by itself, captured, and near to torch's operations."""
     device = torch.device("cuda")
 
     def build() -> ModelRunner:
@@ -196,13 +188,13 @@ def test_a_graph_holds_a_pass_by_triton(
     by_triton = build()
     assert by_triton.layer_choice is not None
     assert by_triton.layer_choice.name == "triton", by_triton.layer_choice.reason
-    eager = chat(by_triton)
+    eager = logits_of(by_triton)
     captured = build()
     captured.capture(CudaCapturer(device), max_sequences=2, widest=8, seconds=60, most_bytes=1 << 30)
     assert captured.captured is not None
     assert captured.captured.sizes
     choose(LayerOps, monkeypatch)
-    wanted = chat(build())
+    wanted = logits_of(build())
     size = float(wanted.abs().max())
-    for found in (eager, chat(captured)):
+    for found in (eager, logits_of(captured)):
         assert float((found - wanted).abs().max()) <= 0.1 * size

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself comes out right, and what we cannot run is refused in a line that says why."""
+"""What a checkpoint holds comes out right, and what we cannot run is refused in one line with the reason."""
 
 import json
 import logging
@@ -25,24 +25,19 @@ from transformers import (
     StableLmConfig,
     T5Config,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Attention
 
-from outrider.runtime import loader as checkpoint_module
+from outrider.runtime import loader
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.loader import LoadedModel, ModelSource, adopt, load_model, weights_fingerprint
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from tests.outrider.runtime import tiny
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+Load = Callable[..., LoadedModel]
+Checkpoint = Callable[[str], Path]
+SMALL: dict[str, Any] = tiny.SHAPE | {"num_hidden_layers": 2}
+GPT2 = {"vocab_size": 97, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
 
 
 def refusal(folder: Path | str, **source: Any) -> str:
@@ -52,7 +47,7 @@ def refusal(folder: Path | str, **source: Any) -> str:
     return str(caught.value)
 
 
-def test_a_loaded_model_says_what_it_is(load: Callable[..., LoadedModel], checkpoint: Callable[[str], Path]) -> None:
+def test_a_loaded_model_has_its_numbers(load: Load, checkpoint: Checkpoint) -> None:
     loaded = load("llama")
     assert (loaded.vocab_size, loaded.context_length, loaded.eos_token_ids) == (97, 64, (2,))
     assert (loaded.dtype, loaded.device) == (torch.float32, torch.device("cpu"))
@@ -65,13 +60,13 @@ def test_a_loaded_model_says_what_it_is(load: Callable[..., LoadedModel], checkp
     ] * 3
 
 
-def test_each_layer_keeps_its_own_window(load: Callable[..., LoadedModel]) -> None:
+def test_each_layer_keeps_its_own_window(load: Load) -> None:
     assert [layer.window for layer in load("gemma3").layers] == [tiny.WINDOW, None, tiny.WINDOW]
     assert [layer.window for layer in load("mistral-sliding").layers] == [tiny.WINDOW] * 3
 
 
-def test_loading_writes_nothing(
-    checkpoint: Callable[[str], Path], capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+def test_loading_prints_and_logs_nothing(
+    checkpoint: Checkpoint, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     folders = [checkpoint("llama"), checkpoint("gpt2")]
     capfd.readouterr()
@@ -104,14 +99,14 @@ def test_all_stop_tokens_of_the_generation_config_count(tmp_path: Path) -> None:
 def test_auto_takes_the_checkpoints_dtype_where_the_cpu_computes_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, computes_bfloat16: bool, chosen: torch.dtype
 ) -> None:
-    monkeypatch.setattr(checkpoint_module, "_cpu_computes_bfloat16", lambda: computes_bfloat16)
+    monkeypatch.setattr(loader, "_cpu_computes_bfloat16", lambda: computes_bfloat16)
     loaded = load_model(ModelSource(str(tiny.save(LlamaConfig(**SMALL), tmp_path, dtype=stored)), device="cpu"))
     assert loaded.dtype == chosen == next(loaded.model.parameters()).dtype
     assert loaded.dtype_reason
 
 
 def test_a_hub_id_is_its_local_snapshot(
-    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit = "0123456789abcdef0123456789abcdef01234567"
     repo = tmp_path / "models--someone--tiny"
@@ -126,34 +121,32 @@ def test_a_hub_id_is_its_local_snapshot(
     assert "cannot be reached" in refusal("someone/other")
 
 
-def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_checkpoint_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
     assert refusal(tmp_path / "nowhere") == f"no folder '{tmp_path / 'nowhere'}'"
     assert "neither a folder here nor a possible hub id" in refusal("not a name!")
     assert "has no config.json" in refusal(tmp_path)
-
-
-def test_unknown_dtypes_and_devices_are_named(checkpoint: Callable[[str], Path]) -> None:
-    folder = checkpoint("llama")
-    assert "not 'int8'" in refusal(folder, dtype="int8")
-    assert "not 'tpu'" in refusal(folder, device="tpu")
-    assert "not 'meta'" in refusal(folder, device="meta")
-    assert f"torch sees {torch.cuda.device_count()} CUDA devices" in refusal(folder, device="cuda:99")
-
-
-def test_weights_that_are_not_all_there_are_refused(tmp_path: Path) -> None:
-    folder = tiny.save(LlamaConfig(**SMALL), tmp_path)
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, path, metadata={"format": "pt"})
-    assert "missing_keys model.layers.1.mlp.up_proj.weight" in refusal(folder)
-
-
-def test_what_is_no_causal_language_model_is_refused(tmp_path: Path) -> None:
     T5Config(vocab_size=97, d_model=32, num_layers=1, num_heads=2).save_pretrained(tmp_path)
     assert "no causal language model: its model type is 't5'" in refusal(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
     assert "cannot read the configuration" in refusal(tmp_path)
+    folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "incomplete"))
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "missing_keys model.layers.1.mlp.up_proj.weight" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"dtype": "int8"}, "not 'int8'"),
+        ({"device": "tpu"}, "not 'tpu'"),
+        ({"device": "meta"}, "not 'meta'"),
+        ({"device": "cuda:99"}, f"torch sees {torch.cuda.device_count()} CUDA devices"),
+    ],
+)
+def test_unknown_dtypes_and_devices_are_named(source: dict[str, str], message: str, checkpoint: Checkpoint) -> None:
+    assert message in refusal(checkpoint("llama"), **source)
 
 
 REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
@@ -198,77 +191,67 @@ def test_what_the_packed_attention_cannot_do_is_named(feature: str, tmp_path: Pa
     assert re.search(message, refusal(tiny.save(config(), tmp_path)))
 
 
+@pytest.mark.parametrize("feature", ["own attention", "memory elsewhere", "no arguments"])
+def test_a_model_in_memory_is_checked_as_any_other(feature: str) -> None:
+    config, message = REFUSED[feature]
+    with pytest.raises(CheckpointError, match=message):
+        adopt(AutoModelForCausalLM.from_config(config()).eval(), "mine", "its fingerprint")
+
+
 @pytest.mark.parametrize(
-    ("name", "meaning"),
+    ("name", "value", "message"),
     [
-        ("sinks", "attention sinks that follow the token"),
-        ("position_bias", "a bias by position"),
-        ("block_sequence_ids", "attention in both directions"),
+        ("sinks", torch.zeros(1), "attention sinks that follow the token"),
+        ("position_bias", torch.zeros(1), "a bias by position"),
+        ("block_sequence_ids", torch.zeros(1), "attention in both directions"),
+        ("s_aux", torch.zeros(4, 2), "sinks of layer 0 are [4, 2], not one per head"),
     ],
 )
-def test_what_a_model_hands_to_its_attention_and_ours_leaves_out_is_named(
-    name: str, meaning: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+def test_arguments_that_our_attention_ignores_are_named(
+    name: str, value: torch.Tensor, message: str, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
-
-    forward = GPT2Attention.forward
-    asked = {name: torch.zeros(1)}
-    monkeypatch.setattr(GPT2Attention, "forward", lambda self, *args, **given: forward(self, *args, **given, **asked))
-    assert meaning in refusal(checkpoint("gpt2"))
+    forward, more = GPT2Attention.forward, {name: value}
+    monkeypatch.setattr(GPT2Attention, "forward", lambda self, *args, **given: forward(self, *args, **given, **more))
+    assert message in refusal(checkpoint("gpt2"))
 
 
-def test_sinks_that_are_not_one_per_head_are_refused(
-    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
-
-    forward = GPT2Attention.forward
-    asked = {"s_aux": torch.zeros(4, 2)}
-    monkeypatch.setattr(GPT2Attention, "forward", lambda self, *args, **given: forward(self, *args, **given, **asked))
-    assert "sinks of layer 0 are [4, 2], not one per head" in refusal(checkpoint("gpt2"))
-
-
-def test_what_each_layer_adds_to_its_scores_is_known(load: Callable[..., LoadedModel]) -> None:
+def test_each_layer_has_its_soft_cap_and_sinks(load: Load) -> None:
     assert [(layer.softcap, layer.sinks) for layer in load("gemma2").layers] == [(0.5, False)] * 3
     assert [(layer.softcap, layer.sinks) for layer in load("gpt-oss").layers] == [(None, True)] * 3
     assert all(layer.scores_alone for layer in load("llama").layers)
 
 
 @pytest.mark.parametrize("by_layer_type", [False, True])
-def test_the_context_ends_where_a_rotary_embedding_would_follow_the_pass(by_layer_type: bool) -> None:
-    """Longrope takes its other factors as soon as one sequence of a pass is beyond the original length."""
+def test_the_context_ends_where_longrope_would_change_its_factors(by_layer_type: bool) -> None:
+    """It takes the others as soon as one sequence of a step is beyond the original length."""
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 32}
     config = LlamaConfig(**SMALL)
     nested = {"sliding_attention": {"rope_type": "default"}, "full_attention": rope}
     config.rope_parameters = nested if by_layer_type else rope
-    assert checkpoint_module._context_length(config) == 32
+    assert loader._context_length(config) == 32
 
 
 def test_a_model_that_transformers_cannot_run_is_refused(
-    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    def explode(*args: object, **options: object) -> None:
+    def fail(*args: object, **options: object) -> None:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", explode)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", fail)
     assert "does not run in transformers itself: RuntimeError: no such kernel" in refusal(checkpoint("llama"))
 
 
 def test_a_model_that_packing_changes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A state outside the attention, here a sum over the rows of a pass, shows in the logits of the self-check."""
-    from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
-
-    folder = tiny.save(GPT2Config(vocab_size=97, n_positions=64, n_embd=32, n_layer=2, n_head=4), tmp_path)
+    """State outside the attention, here a sum over the rows of a step, shows in the logits of the self-check."""
+    folder, model = tiny.save(GPT2Config(**GPT2), tmp_path), AutoModelForCausalLM.from_config(GPT2Config(**GPT2))
     forward = GPT2MLP.forward
     monkeypatch.setattr(GPT2MLP, "forward", lambda self, x: forward(self, x) + x.cumsum(1))
     assert "give other logits than its own forward" in refusal(folder)
+    with pytest.raises(CheckpointError, match="give other logits than its own forward"):
+        adopt(model, "mine", "its fingerprint")
 
 
-def test_a_model_in_memory_is_taken_as_one_from_a_folder(
-    load: Callable[..., LoadedModel], checkpoint: Callable[[str], Path]
-) -> None:
+def test_a_model_in_memory_is_taken_as_one_from_a_folder(load: Load, checkpoint: Checkpoint) -> None:
     expected = load("llama")
     model = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype=torch.float32).train()
     adopted = adopt(model, "mine", "its fingerprint")
@@ -285,28 +268,11 @@ def test_a_model_in_memory_is_taken_as_one_from_a_folder(
     assert torch.equal(*logits)
 
 
-@pytest.mark.parametrize("feature", ["own attention", "memory elsewhere", "no arguments"])
-def test_a_model_in_memory_is_looked_over_as_any_other(feature: str) -> None:
-    config, message = REFUSED[feature]
-    with pytest.raises(CheckpointError, match=message):
-        adopt(AutoModelForCausalLM.from_config(config()).eval(), "mine", "its fingerprint")
-
-
-def test_a_model_in_memory_that_packing_changes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
-
-    model = AutoModelForCausalLM.from_config(GPT2Config(vocab_size=97, n_positions=64, n_embd=32, n_layer=2, n_head=4))
-    forward = GPT2MLP.forward
-    monkeypatch.setattr(GPT2MLP, "forward", lambda self, x: forward(self, x) + x.cumsum(1))
-    with pytest.raises(CheckpointError, match="give other logits than its own forward"):
-        adopt(model, "mine", "its fingerprint")
-
-
-# -------------------------------------------------------------------------------------------------------- fingerprint
+# --------------------------------------------------------------------------------------------------------- fingerprint
 
 
 @pytest.fixture
-def folder(checkpoint: Callable[[str], Path], tmp_path: Path) -> Path:
+def folder(checkpoint: Checkpoint, tmp_path: Path) -> Path:
     return Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
 
 
@@ -361,7 +327,7 @@ def test_a_large_file_is_sampled_evenly_and_never_read_whole(tmp_path: Path, mon
     assert weights_fingerprint(tmp_path) == before
 
 
-def test_a_file_of_any_size_is_read_in_a_moment(tmp_path: Path) -> None:
+def test_a_file_of_any_size_is_sampled(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     path = tmp_path / "model.safetensors"
     save_file({"w": torch.zeros(8, dtype=torch.uint8)}, path)
@@ -370,15 +336,13 @@ def test_a_file_of_any_size_is_read_in_a_moment(tmp_path: Path) -> None:
     assert len(weights_fingerprint(tmp_path)) == 64
 
 
-def test_what_is_no_checkpoint_has_no_fingerprint(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no config\.json"):
-        weights_fingerprint(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="no weights"):
-        weights_fingerprint(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
-    with pytest.raises(CheckpointError, match="cut off"):
-        weights_fingerprint(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match="not JSON"):
-        weights_fingerprint(tmp_path)
+def test_a_folder_that_is_no_checkpoint_has_no_fingerprint(tmp_path: Path) -> None:
+    for name, content, message in (
+        ("README.md", b"", r"no config\.json"),
+        ("config.json", b"{}", "no weights"),
+        ("model.safetensors", (1 << 40).to_bytes(8, "little") + b"{}", "cut off"),
+        ("config.json", b"{", "not JSON"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(CheckpointError, match=message):
+            weights_fingerprint(tmp_path)

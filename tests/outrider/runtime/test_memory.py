@@ -17,22 +17,24 @@ from outrider.runtime.model_runner import ModelRunner
 from outrider.service.loading import build_model_runner, kv_blocks, profiling_blocks, profiling_run
 from outrider.service.settings import ServiceSettings, SettingsError
 
+Load = Callable[..., LoadedModel]
 
-class Counted:
-    """The memory of a device with so many MiB, of which a pass takes some while it runs."""
+
+class FakeMemory:
+    """A device with so many MiB, of which a step takes some while it runs."""
 
     name = "cuda:7"
 
     def __init__(self, total: int, free: int, takes: int) -> None:
         self.total, self._free, self._takes = total * MIB, free * MIB, takes * MIB
-        self.passes = 0
+        self.runs = 0
 
     def free(self) -> int:
         return self._free
 
     def peak(self, run: Callable[[], Any]) -> int:
         run()
-        self.passes += 1
+        self.runs += 1
         return self._takes
 
 
@@ -41,44 +43,42 @@ def settings(*flags: str) -> ServiceSettings:
     return found
 
 
-def test_more_than_there_is_is_one_line_with_the_numbers() -> None:
+def test_out_of_memory_is_one_line_with_the_numbers() -> None:
     with pytest.raises(OutOfMemory) as caught, telling(HostMemory(), "the weights of 'm'"):
         torch.empty(1 << 50)
     assert str(caught.value) == (
         "out of memory for the weights of 'm': cpu has no room (4503599627370496 bytes more were wanted)"
     )
-    with pytest.raises(OutOfMemory) as caught, telling(Counted(total=1000, free=30, takes=0), "keys and values"):
+    with pytest.raises(OutOfMemory) as caught, telling(FakeMemory(total=1000, free=30, takes=0), "keys and values"):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 7 has a total capacity of …")
     assert str(caught.value) == (
         "out of memory for keys and values: cuda:7 has 1000 MiB, 30 of them free (2.50 GiB more were wanted)"
     )
 
 
-def test_what_fails_otherwise_is_left_as_it_is() -> None:
+def test_other_errors_pass_through() -> None:
     with pytest.raises(RuntimeError, match="a bug"), telling(HostMemory(), "anything"):
         raise RuntimeError("a bug")
 
 
-def test_a_pool_that_the_host_has_no_room_for_is_refused(load: Callable[..., LoadedModel]) -> None:
+def test_a_pool_larger_than_the_host_is_refused(load: Load) -> None:
     with pytest.raises(OutOfMemory, match=r"out of memory for \d+ MiB of keys and values: cpu has no room \(\d+ bytes"):
         build_model_runner(settings("--kv-cache-mb", str(1 << 29), "--device", "cpu"), load("llama"), 32, pass_tokens=8)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_the_largest_pass_is_as_large_as_said_and_leaves_nothing(
-    attention: str, load: Callable[..., LoadedModel]
-) -> None:
+def test_the_profiling_run_has_its_size_and_leaves_nothing(attention: str, load: Load) -> None:
     built = build_model_runner(settings("--attention", attention, "--device", "cpu"), load("llama"), 20, pass_tokens=50)
     packed = built.model_runner
     assert profiling_run(packed, 50).shape == (50, packed.loaded.vocab_size)
     assert packed.pool.used_blocks == 0
     packed.pool.check_integrity()
     small = ModelRunner.build(load("llama"), 1, 20, blocks=2)
-    assert len(profiling_run(small, 500)) == 40, "no pass is larger than the pool"
+    assert len(profiling_run(small, 500)) == 40, "no step is larger than the pool"
     assert profiling_blocks(50, 20, 8) == 3 + 3 + 2
 
 
-def test_on_a_gpu_keys_and_values_get_their_share_of_what_the_rest_leaves(load: Callable[..., LoadedModel]) -> None:
+def test_on_a_gpu_keys_and_values_get_their_share_of_what_the_rest_leaves(load: Load) -> None:
     """Of 100 MiB free a pass takes 10, beside the blocks it is tried with, and graphs may take 30."""
     loaded = load("llama")
     loaded.device = torch.device("cuda:7")
@@ -92,8 +92,8 @@ def test_on_a_gpu_keys_and_values_get_their_share_of_what_the_rest_leaves(load: 
         kv_blocks(settings("--kv-memory-fraction", "0.5"), loaded, 32, left=-5)
 
 
-def test_the_largest_pass_runs_without_a_pool_and_beside_one(load: Callable[..., LoadedModel]) -> None:
-    memory = Counted(total=200, free=100, takes=10)
+def test_the_profiling_run_happens_without_a_pool_and_beside_one(load: Load) -> None:
+    memory = FakeMemory(total=200, free=100, takes=10)
     seen: list[tuple[int, ...]] = []
     built = build_model_runner(
         settings("--attention", "eager", "--device", "cpu", "--kv-cache-mb", "1"),
@@ -103,7 +103,7 @@ def test_the_largest_pass_runs_without_a_pool_and_beside_one(load: Callable[...,
         behind=lambda logits: seen.append(tuple(logits.shape)),
         memory=memory,
     )
-    assert memory.passes == 2
+    assert memory.runs == 2
     assert seen == [(40, built.model_runner.loaded.vocab_size)] * 2
     tried = 2 * block_bytes(built.model_runner.loaded, 32)
     assert built.workspace == 10 * MIB - tried
@@ -128,11 +128,9 @@ def test_the_largest_pass_runs_without_a_pool_and_beside_one(load: Callable[...,
     ("flags", "captured"),
     [(("--attention", "eager"), True), (("--attention", "eager", "--no-graphs"), False), ((), False)],
 )
-def test_passes_are_captured_where_they_can_be_and_may_be(
-    flags: tuple[str, ...], captured: bool, load: Callable[..., LoadedModel]
-) -> None:
-    told = settings("--device", "cpu", "--graph-seconds", "7", "--graph-memory-mb", "3", *flags)
-    built = build_model_runner(told, load("llama"), 32, pass_tokens=8)
+def test_steps_are_captured_where_they_can_and_may_be(flags: tuple[str, ...], captured: bool, load: Load) -> None:
+    own = settings("--device", "cpu", "--graph-seconds", "7", "--graph-memory-mb", "3", *flags)
+    built = build_model_runner(own, load("llama"), 32, pass_tokens=8)
     bounds: list[tuple[float, int]] = []
 
     def capture(capturer: Capturer, *, seconds: float, most_bytes: int) -> str:
@@ -140,20 +138,18 @@ def test_passes_are_captured_where_they_can_be_and_may_be(
         return "2 of 3 sizes"
 
     with capture_logs() as lines:
-        assert built.capture(told, capture) == 0
+        assert built.capture(own, capture) == 0
     assert bounds == ([(7.0, 3 * MIB)] if captured else [])
     assert [line["passes"] for line in lines] == (["2 of 3 sizes"] if captured else [])
 
 
-def test_weights_are_counted_once_where_they_are_tied(
-    load: Callable[..., LoadedModel], checkpoint: Callable[[str], Path]
-) -> None:
+def test_weights_are_counted_once_where_they_are_tied(load: Load, checkpoint: Callable[[str], Path]) -> None:
     stored = sum(file.stat().st_size for file in checkpoint("llama-tied-mqa").glob("*.safetensors"))
     assert stored * 0.7 < load("llama-tied-mqa").weight_bytes <= stored
 
 
 @pytest.mark.gpu
-def test_on_a_device_the_numbers_are_its_own(load: Callable[..., LoadedModel]) -> None:
+def test_on_a_device_the_numbers_are_its_own(load: Load) -> None:
     memory = memory_of(torch.device("cuda:0"))
     before = memory.free()
     kept: list[torch.Tensor] = []

@@ -22,16 +22,16 @@ from outrider.runtime.fused_layers import is_plain
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model, settle_dtype
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.selfcheck import reference
-from tests.outrider.runtime.test_families import read, sequence
+from tests.outrider.runtime.steps import MAX_LENGTH, logits_by, random_steps
 from tests.outrider.runtime.tiny import Truth
 
-LENGTH = 24
+Load = Callable[..., LoadedModel]
 
 
 def quantise(source: Path, folder: Path, bits: int) -> tuple[Path, Path]:
-    """A checkpoint with integer weights in its layers, and one with the same numbers written out."""
-    integers, written = folder / "integers", folder / "written"
-    for copy in (integers, written):
+    """Return a checkpoint with integer weights in its layers, and one with the same numbers as floats."""
+    integers, floats = folder / "integers", folder / "floats"
+    for copy in (integers, floats):
         shutil.copytree(source, copy)
     tensors = load_file(source / "model.safetensors")
     held: dict[str, Tensor] = {}
@@ -47,10 +47,10 @@ def quantise(source: Path, folder: Path, bits: int) -> tuple[Path, Path]:
         held[name.replace("weight", "weight_scale")] = scale
         for side in ("input", "output"):
             held[name.replace("weight", f"{side}_activation_scale")] = torch.tensor(0.0)  # 0: not rounded
-    save_file(tensors, written / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, floats / "model.safetensors", metadata={"format": "pt"})
     save_file(held, integers / "model.safetensors", metadata={"format": "pt"})
-    say(integers, {"quant_method": "gemma", "num_bits": bits, "modules_to_not_convert": ["lm_head"]})
-    return integers, written
+    configure(integers, {"quant_method": "gemma", "num_bits": bits, "modules_to_not_convert": ["lm_head"]})
+    return integers, floats
 
 
 def nibbles(values: Tensor) -> Tensor:
@@ -59,8 +59,7 @@ def nibbles(values: Tensor) -> Tensor:
     return raised[..., 0] | (raised[..., 1] << 4)
 
 
-def say(folder: Path, quantisation: dict[str, Any]) -> None:
-    """Writes what a configuration says of quantisation."""
+def configure(folder: Path, quantisation: dict[str, Any]) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantisation}))
 
@@ -71,17 +70,16 @@ def load_as(folder: Path, dtype: str = "float32") -> LoadedModel:
 
 @pytest.mark.parametrize("fuse", [False, True], ids=["unfused", "fused"])
 @pytest.mark.parametrize(("name", "bits"), [("llama", 8), ("llama", 4), ("gemma3", 8), ("mixtral", 8)])
-def test_a_quantised_checkpoint_reads_as_its_numbers_written_out(
+def test_integer_weights_give_the_logits_of_the_same_numbers_as_floats(
     name: str, bits: int, fuse: bool, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    integers, written = quantise(checkpoint(name), tmp_path, bits)
+    integers, floats = quantise(checkpoint(name), tmp_path, bits)
     loaded = load_as(integers)
-    model = ModelRunner.build(loaded, 2, 32, fuse=fuse)
+    found, steps = random_steps(ModelRunner.build(loaded, 5, MAX_LENGTH, fuse=fuse), 4)
+    wanted, original = (torch.cat(logits_by(Truth(folder), steps)) for folder in (floats, checkpoint(name)))
+    assert (wanted - original).abs().max() > 1e-2, "else quantising changed nothing"
+    assert (torch.cat(found) - wanted).abs().max() <= 1e-5 * max(1.0, float(wanted.abs().max()))
     assert loaded.quantisation == "gemma"
-    tokens = sequence(4, LENGTH)
-    wanted = Truth(written)(tokens)
-    assert (wanted - Truth(checkpoint(name))(tokens)).abs().max() > 1e-2, "else quantising changed nothing"
-    assert (read(model, tokens, 7) - wanted).abs().max() <= 1e-5 * max(1.0, float(wanted.abs().max()))
     kinds = {type(module).__name__ for path, module in loaded.model.named_modules() if path.endswith("q_proj")}
     assert kinds == {"QuantizedLinear"}
     assert not isinstance(loaded.fused, FusedDecoder)
@@ -89,7 +87,7 @@ def test_a_quantised_checkpoint_reads_as_its_numbers_written_out(
 
 def test_what_is_not_quantised_takes_the_dtype_asked_for(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """Transformers leaves it as it was stored, here in float32."""
-    integers, written = quantise(checkpoint("llama"), tmp_path, 8)
+    integers, floats = quantise(checkpoint("llama"), tmp_path, 8)
     loaded = load_as(integers, "bfloat16")
     kinds: dict[str, set[torch.dtype]] = {}
     for name, parameter in loaded.model.named_parameters():
@@ -97,10 +95,9 @@ def test_what_is_not_quantised_takes_the_dtype_asked_for(checkpoint: Callable[[s
     assert kinds["the rest"] == {torch.bfloat16}
     assert kinds["weight"] == {torch.int8}
     assert kinds["weight_scale"] == {torch.float32}
-    tokens = sequence(5, LENGTH)
-    wanted = Truth(written)(tokens)
-    found = read(ModelRunner.build(loaded, 2, 32), tokens, 7)
-    assert ((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).median() < 0.05
+    found, steps = random_steps(ModelRunner.build(loaded, 5, MAX_LENGTH), 5)
+    wanted = torch.cat(logits_by(Truth(floats), steps))
+    assert ((torch.cat(found) - wanted).norm(dim=-1) / wanted.norm(dim=-1)).median() < 0.05
 
 
 def test_settling_casts_plain_numbers_and_leaves_the_rest() -> None:
@@ -159,9 +156,7 @@ def test_a_changed_layer_is_not_plain(change: Callable[[nn.Linear], None]) -> No
 
 @pytest.mark.parametrize("change", [tag, put_hook, put_forward, put_class])
 @pytest.mark.parametrize("name", ["llama", "phi3"])
-def test_a_model_with_a_changed_layer_keeps_it(
-    name: str, change: Callable[[nn.Linear], None], load: Callable[..., LoadedModel]
-) -> None:
+def test_a_model_with_a_changed_layer_keeps_it(name: str, change: Callable[[nn.Linear], None], load: Load) -> None:
     found = []
     for fuse in (False, True):
         loaded = load(name)
@@ -171,67 +166,43 @@ def test_a_model_with_a_changed_layer_keeps_it(
         model = ModelRunner.build(loaded, 1, 32, fuse=fuse)
         assert not isinstance(loaded.fused, FusedDecoder)
         assert loaded.model.model.layers[1].self_attn.o_proj is layer
-        found.append(model.forward([Chunk(model.pool.allocate(), sequence(6, LENGTH), 0, 0)]))
+        found.append(model.forward([Chunk(model.pool.allocate(), range(24), 0, 0)]))
     assert (found[0] - found[1]).abs().max() <= 1e-5 * max(1.0, float(found[0].abs().max()))
 
 
-# ---------------------------------------------------------------------------------------------------------- refusals
-
-
-def refusal(folder: Path) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        load_as(folder)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-@pytest.fixture
-def said(checkpoint: Callable[[str], Path], tmp_path: Path) -> Callable[[dict[str, Any]], Path]:
-    """A checkpoint whose configuration says so."""
-
-    def make(quantisation: dict[str, Any]) -> Path:
-        folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "said"))
-        say(folder, quantisation)
-        return folder
-
-    return make
+# ------------------------------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(
-    ("quantisation", "method", "package"),
+    ("quantisation", "message"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "gptq", "optimum"),
-        ({"quant_method": "awq", "bits": 4}, "awq", "gptqmodel"),
-        ({"quant_method": "aqlm"}, "aqlm", "[Aa]ccelerate|AQLM"),
-        ({"quant_method": "vptq"}, "vptq", "[Aa]ccelerate|VPTQ"),
-        ({"quant_method": "quark"}, "quark", "Quark"),
-        ({"quant_method": "sinq"}, "sinq", "sinq"),
+        # Each method is named with its package.
+        ({"quant_method": "gptq", "bits": 4}, "optimum"),
+        ({"quant_method": "awq", "bits": 4}, "gptqmodel"),
+        ({"quant_method": "aqlm"}, "([Aa]ccelerate|AQLM)"),
+        ({"quant_method": "vptq"}, "([Aa]ccelerate|VPTQ)"),
+        ({"quant_method": "quark"}, "Quark"),
+        ({"quant_method": "sinq"}, "sinq"),
+        *(
+            pytest.param(
+                {"quant_method": method},
+                "GPU",
+                marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+            )
+            for method in ("fbgemm_fp8", "higgs", "spqr")
+        ),
+        # Transformers would load such weights as plain ones, with a warning.
+        ({"quant_method": "abacus"}, r"which this transformers does not know \(it knows .*gptq"),
+        ({"bits": 4}, "names no quant_method"),
     ],
     ids=str,
 )
-def test_a_method_whose_package_is_not_there_is_named_with_it(
-    quantisation: dict[str, Any], method: str, package: str, said: Callable[[dict[str, Any]], Path]
+def test_a_method_that_cannot_run_is_refused_with_the_reason(
+    quantisation: dict[str, Any], message: str, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    with pytest.raises(CheckpointError, match=package) as caught:
-        load_as(said(quantisation))
-    assert f"quantised by '{method}'" in str(caught.value)
+    folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "quantised"))
+    configure(folder, quantisation)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_as(folder)
+    assert "quant_method" not in quantisation or f"quantised by '{quantisation['quant_method']}'" in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("method", ["fbgemm_fp8", "higgs", "spqr"])
-def test_a_method_that_needs_a_gpu_says_so(method: str, said: Callable[[dict[str, Any]], Path]) -> None:
-    found = refusal(said({"quant_method": method}))
-    assert f"quantised by '{method}'" in found
-    assert "GPU" in found
-
-
-def test_a_method_that_transformers_does_not_know_is_not_passed_over(said: Callable[[dict[str, Any]], Path]) -> None:
-    """Transformers would load such weights as plain ones, with a warning."""
-    found = refusal(said({"quant_method": "abacus"}))
-    assert "quantised by 'abacus', which this transformers does not know (it knows " in found
-    assert "gptq" in found
-
-
-def test_a_quantisation_without_a_method_is_refused(said: Callable[[dict[str, Any]], Path]) -> None:
-    assert "names no quant_method" in refusal(said({"bits": 4}))

@@ -1,4 +1,4 @@
-"""`check` refuses what differs, raises or is no number, and says what and by how much."""
+"""`check` refuses what differs, raises or is NaN, and names it with the difference."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ def given(change: Callable[[Tensor], Tensor]) -> Callable[[], dict[str, Tensor]]
 
 
 @pytest.mark.parametrize(
-    ("change", "why"),
+    ("change", "reason"),
     [
         (lambda rows: rows, None),
         (lambda rows: rows.bfloat16(), None),
@@ -27,16 +27,16 @@ def given(change: Callable[[Tensor], Tensor]) -> Callable[[], dict[str, Tensor]]
     ],
 )
 def test_the_largest_difference_counts_as_a_share_of_the_largest_number(
-    change: Callable[[Tensor], Tensor], why: str | None
+    change: Callable[[Tensor], Tensor], reason: str | None
 ) -> None:
     found = check(given(change), given(lambda rows: rows), 0.01)
-    assert found == why
-    assert (found is not None and isinstance(found.cause, RuntimeError)) == (why is not None and "Runtime" in why)
+    assert found == reason
+    assert (found is not None and isinstance(found.cause, RuntimeError)) == (reason is not None and "Runtime" in reason)
 
 
 def test_a_typical_check_looks_at_the_median_row() -> None:
     def spoil(rows: int) -> Callable[[Tensor], Tensor]:
-        return lambda told: torch.cat((told[:rows] * 2, told[rows:]))
+        return lambda given: torch.cat((given[:rows] * 2, given[rows:]))
 
     assert check(given(spoil(1)), given(lambda rows: rows), 0.01, typical=True) is None
     assert check(given(spoil(2)), given(lambda rows: rows), 0.01, typical=True) == (
@@ -44,7 +44,7 @@ def test_a_typical_check_looks_at_the_median_row() -> None:
     )
 
 
-def test_no_memory_is_no_verdict() -> None:
+def test_out_of_memory_passes_through() -> None:
     def starved() -> dict[str, Tensor]:
         raise torch.OutOfMemoryError("CUDA out of memory")
 

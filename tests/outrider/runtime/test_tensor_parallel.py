@@ -1,7 +1,8 @@
-"""What ranks refuse before anything is connected, and how they learn that one of them is gone."""
+"""Ranks: what they refuse, how they notice that one is gone, and that two give the logits of one."""
 
 from __future__ import annotations
 
+import json
 import queue
 import sys
 import threading
@@ -9,42 +10,54 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tokenizers import Tokenizer, models
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
-from outrider.runtime.errors import CheckpointError
-from outrider.runtime.loader import sharding
+from outrider.cli.processes import ServiceProcess
+from outrider.runtime.errors import CheckpointError, ModelLost
+from outrider.runtime.loader import ModelSource, load_model, sharding
+from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.tensor_parallel import Ranks, TensorParallel, Watch, is_worker, read_ranks
 from outrider.service.settings import SettingsError
+from tests import cluster as clusters
+from tests.cluster import Cluster, free_address
 from tests.outrider.runtime import tiny
-from tests.outrider.runtime.two_ranks import told
+from tests.outrider.runtime.two_ranks import FLAGS, as_rank_0, ended_within, environment, reason, start_rank
 
-VARIABLES = tuple(told(0, "localhost:1"))
 SOON_S = 20.0
+WAITING = timedelta(seconds=60)
 
 
-@pytest.fixture(autouse=True)
-def _not_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in VARIABLES:
+# ------------------------------------------------------------------------------------------------------------- settings
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Starts a rank of so many as torchrun would; none so far."""
+
+    def as_torchrun(rank: int, size: int) -> None:
+        for name, value in environment(rank, "localhost:1", size=size).items():
+            monkeypatch.setenv(name, value)
+
+    for name in environment(0, "localhost:1"):
         monkeypatch.delenv(name, raising=False)
+    return as_torchrun
 
 
-def start(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
-    for name, value in told(rank, "localhost:1", size=size).items():
-        monkeypatch.setenv(name, value)
-
-
-def test_one_process_is_no_rank() -> None:
+@pytest.mark.usefixtures("start")
+def test_torchrun_must_start_several_ranks() -> None:
     assert read_ranks(1, "verifier_service") is None
     assert not is_worker(1)
-
-
-def test_who_is_not_started_by_torchrun_is_told_how() -> None:
-    with pytest.raises(SettingsError) as told:
+    with pytest.raises(SettingsError) as refused:
         read_ranks(4, "verifier_service")
-    assert str(told.value) == (
+    assert str(refused.value) == (
         "--tensor-parallel-size is 4, and torchrun did not start this process; for 4 ranks on one machine: torchrun "
         "--nproc-per-node 4 -m verifier_service --tensor-parallel-size 4 ..."
     )
@@ -52,24 +65,21 @@ def test_who_is_not_started_by_torchrun_is_told_how() -> None:
 
 @pytest.mark.parametrize(("asked", "started"), [(4, 2), (1, 2), (2, 4)])
 def test_another_number_than_torchrun_started_is_refused(
-    monkeypatch: pytest.MonkeyPatch, asked: int, started: int
+    start: Callable[[int, int], None], asked: int, started: int
 ) -> None:
-    start(monkeypatch, 1, started)
+    start(1, started)
     with pytest.raises(SettingsError, match=f"size is {asked}, and torchrun started {started} ranks"):
         read_ranks(asked, "verifier_service")
 
 
-def test_ranks_are_as_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    start(monkeypatch, 1, 2)
-    ranks = read_ranks(2, "verifier_service")
-    assert ranks == Ranks(1, 2, 1, 2)
+def test_ranks_are_read_from_the_environment(
+    start: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(1, 2)
+    assert read_ranks(2, "verifier_service") == Ranks(1, 2, 1, 2)
     assert is_worker(2)
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert read_ranks(2, "verifier_service") == Ranks(1, 2, 1, 1), "others may be on another machine"
-
-
-def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    start(monkeypatch, 0, 2)
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(SettingsError, match=r"--tensor-parallel-size 2: .* accelerate, .*outrider\[parallel\]"):
         read_ranks(2, "verifier_service")
@@ -93,12 +103,8 @@ def test_each_rank_has_the_device_of_its_number(monkeypatch: pytest.MonkeyPatch)
         second.device("auto")
 
 
-def test_one_rank_takes_a_model_as_it_is() -> None:
-    assert sharding(tiny.FAMILIES["gpt2"](), "tiny", "awq", 1) == {}
-
-
 @pytest.mark.parametrize(
-    ("family", "quantisation", "ranks", "said"),
+    ("family", "quantisation", "ranks", "message"),
     [
         ("llama", None, 4, "--tensor-parallel-size 4: 'tiny' has 4 attention heads and 2 of keys and values"),
         ("llama", None, 3, "--tensor-parallel-size 3: 'tiny' has 4 attention heads and 2 of keys and values"),
@@ -106,14 +112,20 @@ def test_one_rank_takes_a_model_as_it_is() -> None:
         ("llama", "awq", 2, "--tensor-parallel-size 2: the weights of 'tiny' are quantised by 'awq'"),
     ],
 )
-def test_what_cannot_be_shared_is_refused(family: str, quantisation: str | None, ranks: int, said: str) -> None:
+def test_a_model_that_cannot_be_sharded_is_refused(
+    family: str, quantisation: str | None, ranks: int, message: str
+) -> None:
+    assert sharding(tiny.FAMILIES[family](), "tiny", quantisation, 1) == {}
     with pytest.raises(CheckpointError) as refused:
         sharding(tiny.FAMILIES[family](), "tiny", quantisation, ranks)
-    assert str(refused.value).startswith(said)
+    assert str(refused.value).startswith(message)
+
+
+# ------------------------------------------------------------------------------------------------------- ranks that end
 
 
 class Watching:
-    """A rank's watch, and what it has said."""
+    """A rank's watch, and what it reports."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, silence: float) -> None:
         self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -145,8 +157,8 @@ def watches() -> Iterator[Watches]:
         each.watch.end("the test")
 
 
-def beside_a_bare_rank(silence: float) -> tuple[Watching, dist.ProcessGroupGloo]:
-    """The watch of rank 0, and a rank 1 that joins and says nothing."""
+def beside_a_silent_rank(silence: float) -> tuple[Watching, dist.ProcessGroupGloo]:
+    """The watch of rank 0, and a rank 1 that joins and sends nothing."""
     store, bound = dist.HashStore(), timedelta(seconds=SOON_S)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(Watching, store, 0, 2, silence)
@@ -154,49 +166,184 @@ def beside_a_bare_rank(silence: float) -> tuple[Watching, dist.ProcessGroupGloo]
         return first.result(), other.result()
 
 
-def test_ranks_that_have_nothing_to_say_are_alive_until_rank_0_ends(watches: Watches) -> None:
-    ranks = watches(3, silence=1.5)
-    time.sleep(2.5)
+def test_idle_ranks_are_alive_until_rank_0_ends(watches: Watches) -> None:
+    ranks = watches(3, silence=4.0)
+    time.sleep(5.0)
     assert all(each.lost.empty() and each.ended.empty() for each in ranks)
     ranks[0].watch.end(None)
     assert [each.ended.get(timeout=SOON_S) for each in ranks[1:]] == [True, True]
     assert all(each.lost.empty() for each in ranks)
 
 
-def test_a_worker_that_ends_says_why_and_rank_0_passes_it_on(watches: Watches) -> None:
+def test_a_worker_that_ends_gives_a_reason_and_rank_0_passes_it_on(watches: Watches) -> None:
     ranks = watches(3)
-    ranks[2].watch.end("out of memory")
+    ranks[2].watch.end("out of memory " + "é" * 5000)
     reason = ranks[0].lost.get(timeout=SOON_S)
-    assert reason == "rank 2 ends: out of memory"
-    ranks[0].watch.end(reason)
+    assert reason.startswith("rank 2 ends: out of memory " + "é" * 500)
+    ranks[0].watch.end("rank 2 ends: out of memory")
     assert ranks[1].lost.get(timeout=SOON_S) == "rank 0 ends: rank 2 ends: out of memory"
     assert ranks[1].ended.empty()
 
 
-def test_a_reason_of_any_length_arrives(watches: Watches) -> None:
-    first, second = watches(2)
-    second.watch.end("é" * 5000)
-    assert first.lost.get(timeout=SOON_S).startswith("rank 1 ends: " + "é" * 500)
-
-
 def test_a_silent_rank_is_gone() -> None:
-    first, _other = beside_a_bare_rank(silence=1.0)
+    first, _other = beside_a_silent_rank(silence=1.0)
     assert first.lost.get(timeout=SOON_S) == "rank 1 has gone: it has been silent for 1 s"
 
 
 def test_a_rank_that_closes_its_connection_is_gone_at_once() -> None:
-    first, other = beside_a_bare_rank(silence=300.0)
+    first, other = beside_a_silent_rank(silence=300.0)
     assert first.lost.empty()
     del other
     assert first.lost.get(timeout=SOON_S) == "rank 1 has gone: it closed its connection"
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
-def test_a_rank_that_is_gone_explains_a_broken_pass(is_lost: bool) -> None:
+def test_a_rank_that_is_gone_explains_a_failed_step(is_lost: bool) -> None:
     parallel = TensorParallel(Ranks(0, 2, 0, 2), timeout=30.0)
-    hearing = threading.Timer(0.2, parallel.lost.set_result, ["rank 1 has gone"])
     if is_lost:
-        hearing.start()
+        threading.Timer(0.2, parallel.lost.set_result, ["rank 1 has gone"]).start()
     reason = parallel.broke("a pass broke", RuntimeError("no sum\nof parts"))
     assert reason == parallel.lost.result()
     assert reason == ("rank 1 has gone" if is_lost else "a pass broke: RuntimeError: no sum of parts")
+
+
+# --------------------------------------------------------------------------------------------- the logits of real ranks
+
+CLOSE = 1e-4  # of logits of some size, whose sums are put together from two halves
+SPLIT = ("llama-biased", "qwen3", "gemma3", "mixtral")
+WHOLE = ("olmo2",)
+"""Whose plan splits other layers, and leaves every rank all heads."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a tiny model by its name in `tiny.FAMILIES`."""
+    return lambda name: tiny.save(tiny.FAMILIES[name](), tmp_path_factory.mktemp(name))
+
+
+def history(runner: ModelRunner) -> Tensor:
+    """Logits of sequences that are cut, forked in the middle of a block, rolled back and ended.
+
+    A fork that goes on writes into a copy of the block that it shares.
+    """
+    pool = runner.pool
+    first, second = pool.allocate(), pool.allocate()
+    logits = [runner.forward([Chunk(first, list(range(3, 23)), 0, 0), Chunk(second, [5, 80, 7], 0, 2)])]
+    fork = pool.fork(first)
+    logits.append(runner.forward([Chunk(fork, [40, 41, 42], 20, 0), Chunk(second, [9], 3, 0)]))
+    pool.rollback(first, 18)
+    logits.append(runner.forward([Chunk(first, [60, 61, 62, 63], 18, 0), Chunk(fork, [43], 23, 0)]))
+    pool.free(second)
+    again = pool.allocate()
+    logits.append(runner.forward([Chunk(again, list(range(30, 70)), 0, 38), Chunk(first, [8], 22, 0)]))
+    for slot in (first, fork, again):
+        pool.free(slot)
+    pool.check_integrity()
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize("family", [*SPLIT, *WHOLE])
+def test_two_ranks_give_the_logits_of_one(folder: Callable[[str], Path], family: str) -> None:
+    model = folder(family)
+    loaded = load_model(ModelSource(str(model), dtype="float32", device="cpu"))
+    expected = history(ModelRunner.build(loaded, max_sequences=4, max_length=64, fuse=False))
+    with as_rank_0(model) as runner:
+        found = history(runner)
+        parts, config = 1 if family in WHOLE else 2, runner.loaded.config
+        assert {layer.heads for layer in runner.loaded.layers} == {config.num_attention_heads // parts}
+        assert {layer.kv_heads for layer in runner.loaded.layers} == {config.num_key_value_heads // parts}
+        paged = runner.pool.paged
+        assert paged is not None
+        assert {each.size(2) for each in (*paged.keys, *paged.values)} == {config.num_key_value_heads // parts}
+        assert runner.loaded.vocab_size == tiny.VOCABULARY
+    assert found.shape == expected.shape
+    assert float((found - expected).abs().max()) < CLOSE * float(expected.abs().max())
+
+
+def test_the_pool_has_the_blocks_that_fit_every_rank(folder: Callable[[str], Path]) -> None:
+    model = folder("llama")
+    blocks = []
+    for ours, theirs in (("2", "1"), ("1", "2"), ("2", "2")):
+        with as_rank_0(model, "--kv-cache-mb", ours, theirs=("--kv-cache-mb", theirs)) as runner:
+            blocks.append(runner.pool.blocks.count)
+    assert blocks[0] == blocks[1] == blocks[2] // 2
+
+
+def test_ranks_with_different_settings_do_not_begin(folder: Callable[[str], Path]) -> None:
+    message = "the ranks differ in their tokens of a sequence: 64 on rank 0, 48 on rank 1"
+    with (
+        pytest.raises(CheckpointError, match=message),
+        as_rank_0(folder("llama"), theirs=("--max-sequence-tokens", "48")),
+    ):
+        pass
+
+
+def test_a_worker_whose_step_fails_gives_the_reason(folder: Callable[[str], Path]) -> None:
+    with as_rank_0(folder("llama"), ends_with=1) as runner:
+        assert runner.pool.paged is not None
+        assert runner.pool.paged.on_copy is not None
+        runner.pool.paged.on_copy([10**6], [0])  # in the worker's memory alone
+        with pytest.raises(ModelLost, match=r"rank 1 ends: a pass broke: .* out of DATA bounds"):
+            history(runner)
+
+
+# --------------------------------------------------------------------------------------------------- before the loading
+
+
+@pytest.fixture(scope="module")
+def model(folder: Callable[[str], Path]) -> Path:
+    """A tiny model with a tokenizer of as many tokens as it has."""
+    path = folder("llama")
+    words = {f"w{i}": i for i in range(tiny.VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_ends_where_the_other_is_gone_before_the_load(rank: int, model: Path) -> None:
+    """The other is this process, which leaves once it has joined and received a heartbeat."""
+    address = free_address()
+    host, _, port = address.rpartition(":")
+
+    def store(*, is_master: bool) -> dist.TCPStore:
+        return dist.TCPStore(host, int(port), 2, is_master, timeout=WAITING, wait_for_workers=not is_master)
+
+    meeting = store(is_master=True) if rank == 1 else None
+    with Cluster() as cluster:
+        service = start_rank(cluster, rank, address, model)
+        prefix = dist.PrefixStore("outrider/watch", meeting or store(is_master=False))
+        group: Any = dist.ProcessGroupGloo(prefix, 1 - rank, 2, WAITING)
+        group.recv([torch.empty(Watch._MESSAGE_BYTES, dtype=torch.uint8)], rank, 0).wait(WAITING)
+        del group
+        assert ended_within(SOON_S, [service]) == [1]
+        assert reason(service) == f"verifier_service: rank {1 - rank} has gone: it closed its connection"
+
+
+def test_rank_0_gives_the_reason_of_a_worker_that_cannot_load(model: Path) -> None:
+    """Rank 0 is loading by then, and waits for the other's part in it."""
+    address = free_address()
+    with Cluster() as cluster:
+        first = start_rank(cluster, 0, address, model)
+        worker = start_rank(cluster, 1, address, model / "nowhere")
+        assert ended_within(SOON_S, [first, worker]) == [1, 1]
+        why = reason(worker).removeprefix("verifier_service: ")
+        assert str(model / "nowhere") in why
+        assert reason(first) == f"verifier_service: rank 1 ends: {why}"
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_ranks_and_its_signal_ends_them_in_order(model: Path) -> None:
+    """In all other tests of ranks the services are forked, with the variables that torchrun sets."""
+    flags = ["--model", str(model), *clusters.FLAGS, *FLAGS, "--listen", "127.0.0.1:0"]
+    arguments = ["torch.distributed.run", "--nproc-per-node", "2", "-m", "verifier_service", *flags]
+    with ServiceProcess.launch(arguments) as ranks:
+        ranks.wait_healthy()
+        ranks.stop()
+        events = [json.loads(line) for line in ranks.log_lines() if line.startswith("{")]
+    (first,) = (each for each in events if each["event"] == "tensor parallel")
+    assert (first["ranks"], first["backend"]) == (2, "gloo")
+    assert (first["heads_per_rank"], first["kv_heads_per_rank"]) == (2, 1)
+    assert [each["rank"] for each in events if each["event"] == "stopped" and "rank" in each] == [1]
+    assert len([each for each in events if each["event"] == "stopped"]) == 2
+    assert [each for each in events if each["level"] == "error"] == []

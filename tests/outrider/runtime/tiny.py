@@ -40,7 +40,7 @@ from transformers import (
 VOCABULARY = 97
 WINDOW = 5
 
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -55,11 +55,11 @@ _SHAPE: dict[str, Any] = {
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**_SHAPE, num_key_value_heads=2),
-    "llama-tied-mqa": lambda: LlamaConfig(**_SHAPE, num_key_value_heads=1, tie_word_embeddings=True),
-    "llama-biased": lambda: LlamaConfig(**_SHAPE, attention_bias=True, mlp_bias=True),
+    "llama": lambda: LlamaConfig(**SHAPE, num_key_value_heads=2),
+    "llama-tied-mqa": lambda: LlamaConfig(**SHAPE, num_key_value_heads=1, tie_word_embeddings=True),
+    "llama-biased": lambda: LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
     "llama-scaled-rope": lambda: LlamaConfig(
-        **_SHAPE,
+        **SHAPE,
         num_key_value_heads=4,
         head_dim=12,
         rope_parameters={
@@ -71,20 +71,20 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
             "original_max_position_embeddings": 16,
         },
     ),
-    "qwen2": lambda: Qwen2Config(**_SHAPE, num_key_value_heads=2),
+    "qwen2": lambda: Qwen2Config(**SHAPE, num_key_value_heads=2),
     "qwen2-sliding": lambda: Qwen2Config(
-        **_SHAPE, num_key_value_heads=2, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
+        **SHAPE, num_key_value_heads=2, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
     ),
-    "qwen3": lambda: Qwen3Config(**_SHAPE, num_key_value_heads=2, head_dim=16),
-    "mistral": lambda: MistralConfig(**_SHAPE, num_key_value_heads=2, sliding_window=None),
-    "mistral-sliding": lambda: MistralConfig(**_SHAPE, num_key_value_heads=2, sliding_window=WINDOW),
+    "qwen3": lambda: Qwen3Config(**SHAPE, num_key_value_heads=2, head_dim=16),
+    "mistral": lambda: MistralConfig(**SHAPE, num_key_value_heads=2, sliding_window=None),
+    "mistral-sliding": lambda: MistralConfig(**SHAPE, num_key_value_heads=2, sliding_window=WINDOW),
     "gemma3": lambda: Gemma3TextConfig(
-        **_SHAPE, num_key_value_heads=2, head_dim=8, sliding_window=WINDOW, layer_types=_ALTERNATING
+        **SHAPE, num_key_value_heads=2, head_dim=8, sliding_window=WINDOW, layer_types=_ALTERNATING
     ),
     "gpt2": lambda: GPT2Config(
         vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=3, n_head=4, bos_token_id=1, eos_token_id=2
     ),
-    "gpt-neox": lambda: GPTNeoXConfig(**_SHAPE),
+    "gpt-neox": lambda: GPTNeoXConfig(**SHAPE),
     "opt": lambda: OPTConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
@@ -94,21 +94,20 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         max_position_embeddings=64,
         word_embed_proj_dim=32,
     ),
-    "phi": lambda: PhiConfig(**_SHAPE),
+    "phi": lambda: PhiConfig(**SHAPE),
 }
-"""Architectures that run packed."""
 
 GATED = [name for name in CONFIGS if name.startswith(("llama", "qwen", "mistral"))]
-"""Those the fused decoder computes."""
+"""Those that the fused decoder computes."""
 
 
-_GROUPED: dict[str, Any] = {**_SHAPE, "num_key_value_heads": 2}
+_GROUPED: dict[str, Any] = {**SHAPE, "num_key_value_heads": 2}
 _EXPERTS: dict[str, Any] = {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 # A latent of 16 numbers makes keys of 8 + 4 and values of 8.
 _LATENT: dict[str, Any] = {
-    **_SHAPE,
+    **SHAPE,
     "num_key_value_heads": 4,
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
@@ -122,7 +121,7 @@ _LATENT: dict[str, Any] = {
 
 
 def gemma2(**changes: Any) -> PreTrainedConfig:
-    """Scores soft-capped well below their size unless told otherwise."""
+    """By default scores are soft-capped well below their size."""
     shape = {**_GROUPED, "head_dim": 8, "sliding_window": WINDOW, "attn_logit_softcapping": 0.5, **changes}
     return Gemma2Config(**shape, layer_types=_ALTERNATING)
 
@@ -159,7 +158,6 @@ EXPERTS: dict[str, Callable[[], PreTrainedConfig]] = {
         zero_expert_num=2,
     ),
 }
-"""Mixtures of experts."""
 
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     **CONFIGS,
@@ -185,11 +183,11 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "smollm3": lambda: SmolLM3Config(**_GROUPED, no_rope_layers=[1, 0, 1]),
     "starcoder2": lambda: Starcoder2Config(**_GROUPED, sliding_window=WINDOW),
 }
-"""Families held against transformers; `CONFIGS` in more ways than the others."""
+"""Families compared with transformers."""
 
 
 def save(config: PreTrainedConfig, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
-    """Makes a model of random weights, with logits of some size, and saves it."""
+    """Save a model of random weights, with logits of some size."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -205,7 +203,7 @@ def save(config: PreTrainedConfig, folder: Path, *, seed: int = 0, dtype: torch.
 
 
 class Truth:
-    """The same checkpoint in transformers' own hands: no cache, eager attention."""
+    """The same checkpoint by transformers: no cache, eager attention."""
 
     def __init__(self, folder: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(

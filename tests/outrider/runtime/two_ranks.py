@@ -21,8 +21,8 @@ from verifier_service.settings import VerifierSettings
 FLAGS = ("--kv-cache-mb", "1", "--tensor-parallel-size", "2")
 
 
-def told(rank: int, address: str, *, size: int = 2) -> dict[str, str]:
-    """What torchrun tells a rank, where rank 0 is to be met at `address`."""
+def environment(rank: int, address: str, *, size: int = 2) -> dict[str, str]:
+    """The variables that torchrun sets for a rank; `address` is that of rank 0."""
     host, _, port = address.rpartition(":")
     return {
         "RANK": str(rank),
@@ -36,7 +36,7 @@ def told(rank: int, address: str, *, size: int = 2) -> dict[str, str]:
 
 def start_rank(cluster: Cluster, rank: int, address: str, model: Path, *flags: str) -> Service:
     """Start one of two ranks of a verifier service."""
-    return cluster.verifier(model=model, flags=(*FLAGS, *flags), env=told(rank, address))
+    return cluster.verifier(model=model, flags=(*FLAGS, *flags), env=environment(rank, address))
 
 
 @contextmanager
@@ -47,14 +47,12 @@ def two_ranks(model: Path, *flags: str) -> Iterator[tuple[Service, Service]]:
         first, worker = (start_rank(cluster, rank, address, model, *flags) for rank in range(2))
         yield first, worker
         first.stop()
-        worker.kill()  # it has ended with rank 0, unless it stands still
+        worker.kill()  # it has ended with rank 0, unless it hangs
 
 
 @contextmanager
 def as_rank_0(model: Path, *flags: str, theirs: Sequence[str] = (), ends_with: int = 0) -> Iterator[ModelRunner]:
-    """The model on two ranks: this process is rank 0, the worker is a service's own, with the flags `theirs` too, and
-    ends with that code.
-    """
+    """The model on two ranks: this process is rank 0; the worker is a service, with the flags `theirs` too."""
     address = free_address()
     settings = VerifierSettings.from_command_line(
         ["--model", str(model), *clusters.FLAGS, *FLAGS, *flags], program="test"
@@ -62,7 +60,7 @@ def as_rank_0(model: Path, *flags: str, theirs: Sequence[str] = (), ends_with: i
     parallel = TensorParallel(Ranks(0, 2, 0, 2), timeout=settings.rank_timeout)
     with pytest.MonkeyPatch.context() as patch, Cluster() as cluster:
         worker = start_rank(cluster, 1, address, model, *flags, *theirs)
-        for name, value in told(0, address).items():
+        for name, value in environment(0, address).items():
             patch.setenv(name, value)
         try:
             loaded = load_share(settings, parallel)
