@@ -19,8 +19,17 @@ from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 from tests.cluster import Cluster, Service, wait_healthy, wait_until
 from tests.draft_service.calls import request
 from tests.operations.collector import Collector, Span, collecting
-from tests.operations.metric_users import ALERTS, OPERATOR_RULES, Shown, alerts, documented, live, panels
-from tests.operations.promql import GIVEN, metric_queries
+from tests.operations.metrics_in_use import (
+    ALERTS,
+    GIVEN,
+    OPERATOR_RULES,
+    Shown,
+    alerts,
+    documented,
+    live,
+    metric_queries,
+    panels,
+)
 
 ASKED: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True, "gamma": 4}
 

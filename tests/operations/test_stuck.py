@@ -1,6 +1,5 @@
 """An engine that does not come back from a pass, in a real process: what each probe says, and that it still can go."""
 
-import queue
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +11,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.rpc.errors import from_rpc_error
 from outrider.rpc.health import LIVENESS, READINESS, STARTUP
-from outrider.service.wire import PrefixHash
 from protos.outrider.v1 import verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
 from tests.cluster import Cluster, Service, wait_until
 from tests.slow_steps import SLOW_STEP, STEP_SECONDS
+from tests.verifier_service.streams import Stream, opening
 
 READY = {"", READINESS, "outrider.v1.VerifierService"}
 FOREVER = "inf"
@@ -34,36 +33,21 @@ def serving(channel: grpc.Channel) -> set[str]:
     }
 
 
-class Stream:
+class Tokens:
     """A sequence at the verifier that asks for one token after the other."""
 
     def __init__(self, channel: grpc.Channel) -> None:
-        self._outbox: queue.SimpleQueue[verifier_service_pb2.VerifyRequest] = queue.SimpleQueue()
-        self.call = VerifierServiceStub(channel).Verify(iter(self._outbox.get, None), timeout=120)
         self.tokens = [7, 8, 9]
+        self.stream = Stream(channel)
+        self.stream.open(opening(self.tokens, max_new_tokens=50))
         self._round = 0
-        opening = verifier_service_pb2.OpenSequence(prompt_token_ids=self.tokens, max_new_tokens=50, ignore_eos=True)
-        opening.sampling.seed = 1
-        self._send(open=opening)
 
     def ask(self) -> None:
         self._round += 1
-        self._send(
-            decode=verifier_service_pb2.Decode(
-                round=self._round,
-                base_length=len(self.tokens),
-                prefix_hash=PrefixHash(self.tokens).digest(),
-                num_tokens=1,
-                seen_round=self._round - 1,
-            )
-        )
+        self.stream.decode(self._round, self.tokens, seen=self._round - 1)
 
-    def verdict(self) -> None:
-        """Takes in the next one."""
-        self.tokens += next(each.verdict.token_ids for each in self.call if each.HasField("verdict"))
-
-    def _send(self, **kind: Any) -> None:
-        self._outbox.put(verifier_service_pb2.VerifyRequest(sequence_id="s", **kind))
+    def take(self) -> None:
+        self.tokens += self.stream.verdict().token_ids
 
 
 @pytest.fixture
@@ -106,36 +90,36 @@ def not_ready_until_a_pass_has_run(service: Service, channel: grpc.Channel, hold
 
 
 def stuck_in_the_middle_of_requests(service: Service, channel: grpc.Channel, hold: Path) -> None:
-    stream = Stream(channel)
-    stream.ask()
-    stream.verdict()
+    sequence = Tokens(channel)
+    sequence.ask()
+    sequence.take()
     hold.write_text(FOREVER)
-    stream.ask()
+    sequence.ask()
     wait_until(lambda: serving(channel) == {STARTUP})
     wait_until(lambda: service.logged("not alive"))
     shown = service.samples()
     assert shown["outrider_health"][("probe", LIVENESS),] == 0
     assert shown["outrider_engine_step_seconds"][()] > 1
     hold.unlink()
-    stream.verdict()
-    assert len(stream.tokens) == 3 + 2
+    sequence.take()
+    assert len(sequence.tokens) == 3 + 2
     wait_until(lambda: serving(channel) == {*READY, LIVENESS, STARTUP})
-    stream.call.cancel()
+    sequence.stream.call.cancel()
 
 
 def told_to_go_while_stuck(service: Service, channel: grpc.Channel, hold: Path) -> None:
     """Its streams are told to go on elsewhere, and it exits well, with the pass still under way."""
     held = len(service.logged(SLOW_STEP))
     hold.write_text(FOREVER)
-    stream = Stream(channel)
-    stream.ask()
+    sequence = Tokens(channel)
+    sequence.ask()
     wait_until(lambda: len(service.logged(SLOW_STEP)) > held)
     ended = threading.Event()
     errors: list[grpc.RpcError] = []
 
     def read() -> None:
         try:
-            for _ in stream.call:
+            for _ in sequence.stream.call:
                 pass
         except grpc.RpcError as error:
             errors.append(error)

@@ -1,4 +1,4 @@
-"""Lives many seeds through, or one of them again: `python -m tests.simulation --seeds 100000`, or `--seed 17`.
+"""Run many seeds, or one of them again: `python -m tests.simulation --seeds 100000`, or `--seed 17`.
 
 Exits with 1 where an invariant did not hold.
 """
@@ -20,7 +20,7 @@ from tests.simulation.world import Outcome, simulate
 SHARE = 50  # seeds a worker takes at once
 
 
-def _live(seeds: range) -> list[Outcome]:
+def _run_seeds(seeds: range) -> list[Outcome]:
     return [simulate(seed) for seed in seeds]
 
 
@@ -30,10 +30,10 @@ def _outcomes(first: int, count: int, jobs: int) -> Iterator[Outcome]:
     gc.freeze()  # nothing of what is imported is garbage
     if jobs == 1:
         for share in shares:
-            yield from _live(share)
+            yield from _run_seeds(share)
         return
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        for outcomes in pool.imap_unordered(_live, shares):
+        for outcomes in pool.imap_unordered(_run_seeds, shares):
             yield from outcomes
 
 

@@ -1,4 +1,4 @@
-"""The clients of a simulated world, and what each checks of what it is told."""
+"""The clients of a simulated world, and what each checks of what it is received."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Letters:
         return self.decode([token])
 
 
-class Told:
-    """What one client was told, checked as it comes."""
+class Received:
+    """What one client received, checked as it comes."""
 
     def __init__(self, plan: ClientPlan, oracle: Oracle) -> None:
         self._plan = plan
@@ -61,14 +61,14 @@ class Told:
             case "chunk":
                 chunk = response.chunk
                 name = f"{self._plan.name}/{chunk.index}"
-                require(chunk.index not in self._finished, f"{name} was told more after its end")
+                require(chunk.index not in self._finished, f"{name} received more after its end")
                 self._ids[chunk.index] += chunk.token_ids
                 self._texts[chunk.index] += chunk.text
-                self._oracle.check_told(self._seed(chunk.index), self._ids[chunk.index], name)
+                self._oracle.check_received(self._seed(chunk.index), self._ids[chunk.index], name)
                 text = self._right_text(chunk.index)
                 require(
                     text.startswith(self._texts[chunk.index]),
-                    f"{name} was told {self._texts[chunk.index]!r}; verified is {text!r}",
+                    f"{name} received {self._texts[chunk.index]!r}; verified is {text!r}",
                 )
             case "finished":
                 self._finished[response.finished.index] = response.finished
@@ -125,7 +125,7 @@ class Pipeliner:
         self._round = self._seen = 0
 
     async def run(self, call: Call, *, most_rounds: int) -> bool:
-        """Writes its text, or as much of it as so many rounds come to; says whether its end was told."""
+        """Writes its text, or as much of it as so many rounds come to; says whether its end was received."""
         await call.write(verifier_service_pb2.VerifyRequest(sequence_id="p", open=self._opening))
         guess, is_over = list(self.committed), False
         while not is_over or self._outstanding:
@@ -170,8 +170,8 @@ class Pipeliner:
             return False
         require(
             prefix == self.committed and verdict.base_length == len(prefix),
-            f"a round on {prefix} was judged at {verdict.base_length}, after {self.committed}",
+            f"a round on {prefix} was verified at {verdict.base_length}, after {self.committed}",
         )
         self.committed += verdict.token_ids
-        self._oracle.check_told(self._seed, self.committed[self._prompt :], "the pipeliner")
+        self._oracle.check_received(self._seed, self.committed[self._prompt :], "the pipeliner")
         return True

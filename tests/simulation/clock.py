@@ -1,6 +1,6 @@
-"""One clock for a whole simulated world: an event loop that leaps from timer to timer, and `time` that agrees with it.
+"""One clock for a whole simulated world: an event loop that jumps from timer to timer, and `time` that agrees with it.
 
-Also faults at awaits: a coroutine that is cancelled, or broken by an error, at the n-th place where it waits.
+Also faults at awaits: a coroutine that is cancelled, or broken by an error, at its n-th await.
 """
 
 from __future__ import annotations

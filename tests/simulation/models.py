@@ -59,7 +59,7 @@ def target_token(salt: int, prefix: Sequence[int]) -> int:
 
 @dataclass
 class Text:
-    """All that verifiers have committed to one seed, in which nothing is ever judged twice in two ways.
+    """What verifiers have committed to one seed: a round that is verified again has the same result.
 
     Attributes:
         rounds: by base length, what was proposed there, and what came of it.
@@ -94,14 +94,14 @@ class Oracle:
     def __init__(self) -> None:
         self.texts: dict[int, Text] = {}
 
-    def judge(self, seed: int, context: list[int], proposed: Proposed) -> VerifyResult:
-        """Rules on a proposal after `context`, which is what the cache holds, and checks that it may be judged.
+    def verify(self, seed: int, context: list[int], proposed: Proposed) -> VerifyResult:
+        """Verify a proposal after `context`, which is what the cache holds, and check that it may be verified.
 
         Raises:
             Violation: invariant 2 (draws of a base length serve one round alone), 5 or 6.
         """
         text, base = self.texts[seed], proposed.base_length
-        require(len(context) == base, f"seed {seed}: a round of base {base} is judged after {len(context)} tokens")
+        require(len(context) == base, f"seed {seed}: a round of base {base} is verified after {len(context)} tokens")
         require(
             context == text.tokens[:base], f"seed {seed}: the cache before {base} holds other tokens than committed"
         )
@@ -117,11 +117,11 @@ class Oracle:
             require(known[1] == result, f"seed {seed}: two results at base {base}")
         return result
 
-    def check_told(self, seed: int, tokens: Sequence[int], whom: str) -> None:
+    def check_received(self, seed: int, tokens: Sequence[int], whom: str) -> None:
         """Checks that tokens are a verified beginning of the text (invariant 3)."""
         right = self.texts[seed].right
         require(
-            list(tokens) == right[: len(tokens)], f"{whom} was told {list(tokens)}; verified are {right} (seed {seed})"
+            list(tokens) == right[: len(tokens)], f"{whom} received {list(tokens)}; verified are {right} (seed {seed})"
         )
 
 
@@ -191,7 +191,7 @@ class StepBroken(RuntimeError):
     """A pass that fails, as planned."""
 
 
-class TokenJudge:
+class TokenRunner:
     """The pass and the verification of one verifier (`verifier_service.target_runner.TargetRunner`).
 
     Attributes:
@@ -219,7 +219,7 @@ class TokenJudge:
             if left and chunk.logits_from < len(chunk.tokens):
                 context = self._pool.held(chunk.slot)[: chunk.start + chunk.logits_from + 1]
                 proposed = left.pop(0)
-                results.append(self._oracle.judge(proposed.seed, context, proposed))
+                results.append(self._oracle.verify(proposed.seed, context, proposed))
         seconds = 1e-3 + 1e-4 * sum(len(chunk.tokens) for chunk in chunks)
         return PassResult(proposals, results, seconds, 1e-4)
 
@@ -272,7 +272,7 @@ class _TokenDrafting(Drafting):
     def advance(self, tokens: Sequence[int]) -> None:
         self._tokens += tokens
         text = self._drafter.oracle.texts[self._sequence.seed]
-        self._drafter.oracle.check_told(self._sequence.seed, self._tokens[len(text.prompt) :], "the drafter")
+        self._drafter.oracle.check_received(self._sequence.seed, self._tokens[len(text.prompt) :], "the drafter")
 
     def propose(self, gamma: int) -> Awaitable[Draft]:
         self._under_way = asyncio.ensure_future(self._draft(gamma))

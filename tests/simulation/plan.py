@@ -48,7 +48,7 @@ class Plan:
     max_waiting: int
     linger: float
     habits: DraftHabits
-    places: int = 64
+    draft_sequences: int = 64
     clients: list[ClientPlan] = field(default_factory=list)
     faults: list[tuple[float, str, int, float]] = field(default_factory=list)
     pipeliner: tuple[int, int, int] | None = None
@@ -62,7 +62,7 @@ FAULTS = ("die", "vanish", "freeze", "cut", "drain", "lose", "hang")
 
 
 def draw_plan(seed: int) -> Plan:
-    """The plan of a seed."""
+    """Draw the plan of a seed."""
     chance = random.Random(seed)
     kind = chance.choice(KINDS)
     plan = Plan(
@@ -75,7 +75,7 @@ def draw_plan(seed: int) -> Plan:
         max_waiting=chance.choice((0, 2)) if kind == "full" else 64,
         linger=chance.choice((0.0, 0.02)),
         habits=DraftHabits(right=chance.choice((0.3, 0.8, 1.0))),
-        places=chance.choice({"full": (2, 6), "awaits": (3, 64)}.get(kind, (64,))),
+        draft_sequences=chance.choice({"full": (2, 6), "awaits": (3, 64)}.get(kind, (64,))),
     )
     if chance.random() < 0.4:
         plan.habits.raises, plan.habits.nonsense = chance.choice((0.0, 0.2)), chance.choice((0.0, 0.1))

@@ -14,8 +14,8 @@ from outrider.runtime.errors import ModelLost
 from outrider.service.tracing import Tracing
 from protos.outrider.v1 import model_pb2
 from tests.simulation.models import (
-    TokenJudge,
     TokenPool,
+    TokenRunner,
     Violation,
     require,
 )
@@ -56,7 +56,7 @@ class Verifier(Host):
         self.pool = TokenPool(blocks=plan.blocks, max_length=MAX_TOKENS, block_tokens=4)
         packed = SimpleNamespace(pool=self.pool, loaded=SimpleNamespace(device=torch.device("cpu")))
         self.engine = SimulatedEngine(packed, world.model, linger=plan.linger)
-        self.runner = TokenJudge(self.pool, world.oracle, world.chance)
+        self.runner = TokenRunner(self.pool, world.oracle, world.chance)
         self.engine.runner = cast("Any", self.runner)
         self.engine.prepare()
         self.runner.broken, self.runner.poisoned = plan.broken_steps, world.poisoned
@@ -130,7 +130,7 @@ class Verifier(Host):
         """Invariant 5, and the books of the pool."""
         self.world.steps += 1
         self.pool.check_integrity()
-        judged = {id(item.sequence) for item in cast("list[TargetWork]", work) if item.round is not None}
+        verified = {id(item.sequence) for item in cast("list[TargetWork]", work) if item.round is not None}
         for sequence in engine.scheduler.running:
             if sequence.slot is None:
                 continue
@@ -140,7 +140,7 @@ class Verifier(Host):
             if sequence.finished:
                 continue
             require(len(held) < len(committed), f"{name}: {len(held)} of {len(committed)} tokens are in the cache")
-            if id(sequence) in judged:
+            if id(sequence) in verified:
                 require(
                     len(held) == len(committed) - 1,
                     f"{name}: {len(held)} tokens in the cache after a verdict, and {len(committed)} are committed",

@@ -37,7 +37,7 @@ from outrider.service.best_effort import COMPONENTS
 from outrider.service.metrics import Metrics
 from outrider.service.tracing import Tracing
 from protos.outrider.v1 import model_pb2
-from tests.simulation.clients import ClientPlan, Letters, Pipeliner, Told
+from tests.simulation.clients import ClientPlan, Letters, Pipeliner, Received
 from tests.simulation.clock import FaultAtAwait, simulated_time
 from tests.simulation.models import (
     EOS,
@@ -179,9 +179,9 @@ class World:
     def note(self, text: str) -> None:
         self.trace.append(f"{self.loop.time() - 1000:9.4f} {text}")
 
-    # ---------------------------------------------------------------------------------------------------------- a life
+    # -------------------------------------------------------------------------------------------------------------- run
 
-    async def live(self) -> None:
+    async def run(self) -> None:
         """Runs all of it, and checks what is left.
 
         Raises:
@@ -210,11 +210,11 @@ class World:
         addresses = [verifier.address for verifier in self.verifiers]
         self.replicas = Replicas(addresses, max_message_bytes=1 << 22, silence=30.0)
         self.budget = FailoverBudget(4)
-        draft = _model("draft", self.plan.places)
+        draft = _model("draft", self.plan.draft_sequences)
         target = await self.replicas.match(draft)
         settings = DraftSettings.model_construct(
             model="draft",
-            max_sequences=self.plan.places,
+            max_sequences=self.plan.draft_sequences,
             max_waiting=self.plan.max_waiting,
             speculation="adaptive",
             max_samples=4,
@@ -289,11 +289,11 @@ class World:
         call = self.network.call(self.front, "Generate", plan.message, timeout=plan.timeout)
         if plan.cancel_after is not None:
             self.loop.call_later(plan.cancel_after, call.cancel)
-        told = Told(plan, self.oracle)
+        received = Received(plan, self.oracle)
         reason, code, slow_reads = "", OK, SLOW_READS if plan.reads_slowly else 0
         try:
             while (response := await call.read()) is not EOF:
-                told.take(response)
+                received.take(response)
                 if (slow_reads := slow_reads - 1) >= 0:
                     await asyncio.sleep(plan.reads_slowly)
         except grpc.aio.AioRpcError as error:
@@ -301,9 +301,9 @@ class World:
         except asyncio.CancelledError:
             code = grpc.StatusCode.CANCELLED
         self.outcomes[plan.name] = code
-        self.note(f"{plan.name} {code.name} {reason} {told.summary}")
+        self.note(f"{plan.name} {code.name} {reason} {received.summary}")
         if code is OK:
-            told.check_whole()
+            received.check_whole()
         elif code is INTERNAL and not self._is_struck:
             require("STEP_FAILED" in reason, f"{plan.name} ended with {reason}")
             require(code in self._allowed(plan), f"{plan.name} ended with {reason}")
@@ -349,7 +349,7 @@ class World:
             allowed |= {code.UNAVAILABLE, code.INTERNAL}
         if plan.name in self.plan.poisoned:
             allowed |= {code.INTERNAL, code.UNAVAILABLE}
-        if self.plan.places < 64:
+        if self.plan.draft_sequences < 64:
             allowed.add(code.RESOURCE_EXHAUSTED)
         if self._is_struck:
             allowed |= {code.INTERNAL, code.CANCELLED, code.UNAVAILABLE}
@@ -412,7 +412,7 @@ class Outcome:
 
 
 def simulate(seed: int, plan: Plan | None = None) -> Outcome:
-    """Lives one seed through. The same seed gives the same trace, to the digit."""
+    """Run one seed. The same seed gives the same trace, to the digit."""
     plan = plan or draw_plan(seed)
     Violation.found.clear()
     for component in COMPONENTS.values():
@@ -426,7 +426,7 @@ def simulate(seed: int, plan: Plan | None = None) -> Outcome:
             lambda _, context: errors.append(str(context.get("exception") or context["message"]))
         )
         try:
-            loop.run_until_complete(world.live())
+            loop.run_until_complete(world.run())
         except TimeoutError:
             problem = f"the world has not ended: {_tasks(loop)}"
         except Exception as error:
