@@ -129,7 +129,14 @@ def test_each_way_of_the_outcome_cache_has_its_own_best_length() -> None:
     assert found["ratio"] == pytest.approx(120 / 95)
 
 
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+# Large ones take seconds to draw, and the small ones of the same benchmarks are drawn the same.
+LARGE = ("load-demo", "load-deepened")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.slow] if path.stem in LARGE else [], id=path.stem) for path in RESULTS],
+)
 def test_a_committed_result_is_small_and_is_drawn_by_its_benchmark(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

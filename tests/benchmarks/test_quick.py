@@ -147,7 +147,9 @@ CASES: dict[str, tuple[Callable[[Json, list[Json]], None], list[str]]] = {
 
 
 @pytest.mark.timeout(300)  # services and transformers start, on whatever else the machine does
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "drafters" else []) for name in CASES]
+)
 def test_quick_measures_every_contender_and_says_so_in_one_json_document(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
