@@ -9,7 +9,7 @@ streams; in `open` requests arrive as a Poisson process, at shares of the capaci
         --streams 1 8 64 --repetitions 1         two minutes; in two trees, in turns, it compares them
     python -m benchmarks.load --quick            does it work at all
 
-γ is the service's own choice (`adaptive`); `--gamma` fixes it. Services have one thread each and bfloat16, the pair a
+γ is chosen by the policy `adaptive`; `--gamma` fixes it. Services have one thread each and bfloat16, the pair a
 core each, as `outrider serve` starts them; continuous batching has one thread, static batches all cores: with these
 each was fastest on two cores.
 """
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--open-seconds", type=float, default=8.0, help="how long requests of the open loop arrive")
     parser.add_argument("--repetitions", type=int, default=3, help="how often each run is made")
     parser.add_argument("--temperature", type=float, default=1.0, help="of all texts; nothing is filtered")
-    parser.add_argument("--gamma", type=int, help="of the pair (default: the service's own, adaptive)")
+    parser.add_argument("--gamma", type=int, help="of the pair, fixed (default: adaptive)")
     parser.add_argument("--place", choices=(APART, ANYWHERE), default=APART, help="where the pair's services run")
     few = {
         "only": "demo", "streams": [1, 2], "mixes": ["short"], "new_tokens": 8, "texts_per_stream": 1, "least_texts": 2,
@@ -138,11 +138,12 @@ class Loops:
         most = max(8, *given.streams)
 
         def services(place: str) -> Services:
-            flags = {"verifier_service": ["--no-prefix-cache"], "draft_service": ["--speculation", "adaptive"]}
-            made = Services(target, self._models.draft, place=place, max_sequences=most, flags=flags)
-            return running.enter_context(made)
+            return running.enter_context(Services(target, self._models.draft, place=place, max_sequences=most))
 
-        options: Json = {} if given.gamma is None else {"gamma": given.gamma}
+        # Asked for by each request: one that gives a seed gets a fixed γ otherwise.
+        options: Json = {"speculation": "adaptive"}
+        if given.gamma is not None:
+            options = {"speculation": "fixed", "gamma": given.gamma}
         makers: dict[str, Callable[[], Server]] = {
             BATCHING: lambda: ContinuousBatching(
                 target, dtype="bfloat16", threads=1, longest=self._work.longest(), most=most
