@@ -1,7 +1,7 @@
 """The interface between a request and its drafter: `Drafter.open(DraftSequence) -> Drafting`.
 
-Cheap drafters share a second one, `Guesser`: it computes where it is called. `InlineDrafting` puts it on the event
-loop, and staged drafting asks it for tokens that the draft model then judges.
+Cheap drafters share a second one, `Guesser`: it computes where it is called. `GuesserDrafting` calls it on the event
+loop or on a thread, and staged drafting asks it for tokens that the draft model then judges.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -229,14 +230,17 @@ class GuessingDrafter(Drafter):
         """One that has read nothing yet; what it draws, it draws in `domain`."""
 
     def open(self, sequence: DraftSequence) -> Drafting:
-        return InlineDrafting(self.guesser(sequence), sequence)
+        return GuesserDrafting(self.guesser(sequence), sequence)
 
 
-class InlineDrafting(Drafting):
-    """A guesser on the event loop. It reads a long text in slices, between which others have their turn."""
+class GuesserDrafting(Drafting):
+    """A guesser on the event loop, where it reads a long text in slices, between which others have their turn; or on a
+    thread.
+    """
 
-    def __init__(self, guesser: Guesser, sequence: DraftSequence) -> None:
+    def __init__(self, guesser: Guesser, sequence: DraftSequence, thread: Executor | None = None) -> None:
         self._guesser = guesser
+        self._thread = thread
         self._sends_laws = sequence.rule is not Rule.COUPLED
         self._opening = chain(sequence.prompt, sequence.committed)
         self._unread: list[int] = []  # what follows it
@@ -249,19 +253,21 @@ class InlineDrafting(Drafting):
         self._unread.extend(tokens)
 
     def propose(self, gamma: int) -> Awaitable[Draft]:
-        asked = time.perf_counter()
-        if not self.read_slice():
+        loop, asked = asyncio.get_running_loop(), time.perf_counter()
+        if self._thread is not None:
+            self._reading = loop.run_in_executor(self._thread, self._read_and_draft, gamma, asked)
+        elif not self._read_slice():
             self._reading = asyncio.ensure_future(self._read_on(gamma, asked))
-            return self._reading
-        future: asyncio.Future[Draft] = asyncio.get_running_loop().create_future()
-        future.set_result(self.draft(gamma, asked))
-        return future
+        else:
+            self._reading = loop.create_future()
+            self._reading.set_result(self._draft(gamma, asked))
+        return self._reading
 
     def close(self) -> None:
         if self._reading is not None:
             self._reading.cancel()
 
-    def read_slice(self) -> bool:
+    def _read_slice(self) -> bool:
         """Reads `SLICE` tokens at most; whether those were all."""
         tokens = list(islice(self._opening, SLICE))
         more = self._unread[: SLICE - len(tokens)]
@@ -269,8 +275,7 @@ class InlineDrafting(Drafting):
         self._guesser.read(tokens + more)
         return len(tokens) + len(more) < SLICE
 
-    def draft(self, gamma: int, asked: float) -> Draft:
-        """The proposal, once all is read; `asked` is when it was asked for, by `time.perf_counter()`."""
+    def _draft(self, gamma: int, asked: float) -> Draft:
         guesses = self._guesser.guess(gamma)
         laws = [law for _, law in guesses] if self._sends_laws else []
         return Draft([token for token, _ in guesses], [*laws], time.perf_counter() - asked)
@@ -279,5 +284,10 @@ class InlineDrafting(Drafting):
         is_done = False
         while not is_done:
             await asyncio.sleep(0)
-            is_done = self.read_slice()
-        return self.draft(gamma, asked)
+            is_done = self._read_slice()
+        return self._draft(gamma, asked)
+
+    def _read_and_draft(self, gamma: int, asked: float) -> Draft:
+        while not self._read_slice():
+            pass
+        return self._draft(gamma, asked)

@@ -96,11 +96,6 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
         if branch is None:
             pool.rollback(sequence.slot, min(pool.length(sequence.slot), base + kept, sequence.base - 1))
             return
-        assert branch.slot is not None
-        self.cache.hand_over(branch)
-        if branch.slot != sequence.slot:
-            pool.free(sequence.slot)
-            sequence.slot = branch.slot
         sequence.adopt(branch, ask.gamma)
         pool.rollback(sequence.slot, min(pool.length(sequence.slot), len(sequence.tokens) - 1))
         self._finish_if_done(sequence)
@@ -110,7 +105,7 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
         sequence.done = None
         if sequence in self._busy:
             self._busy.remove(sequence)
-        self._ahead(lambda: self.cache.gone(sequence), None)
+        self._ahead(lambda: self.cache.drop(sequence), None)
         if sequence.slot is not None:
             self.model_runner.pool.free(sequence.slot)
             sequence.slot = None

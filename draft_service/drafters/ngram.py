@@ -4,24 +4,14 @@ Counts come from a corpus, from what the service writes, and always from the seq
 takes 0.4 ms at V = 2,048, and 1 to 2 ms at 151,936, so all of it happens on one thread beside the event loop.
 """
 
-import asyncio
-import time
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 
 import numpy as np
 import torch
 
-from draft_service.drafters.base import (
-    Draft,
-    Drafting,
-    DraftSequence,
-    Guesser,
-    Guesses,
-    GuessingDrafter,
-    InlineDrafting,
-)
+from draft_service.drafters.base import Drafting, DraftSequence, Guesser, GuesserDrafting, Guesses, GuessingDrafter
 from kernels.adjustments import Adjuster, apply
 from kernels.rng import Domain
 from kernels.sampling import sample
@@ -51,7 +41,7 @@ class NGramDrafter(GuessingDrafter):
         texts may each come to `entries` pairs of a context and a token. `learns`: count what the service writes, and
         draft by it.
         """
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="ngram")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ngram")
         self.lock = Lock()  # what is learned is counted by this thread, and in staged drafting by the engine's
         self.vocab_size = vocab_size
         self.sparse = sparse
@@ -62,7 +52,7 @@ class NGramDrafter(GuessingDrafter):
         self._learned = NGramCounts(*self._size) if learns else None
 
     def open(self, sequence: DraftSequence) -> Drafting:
-        return _ThreadedDrafting(self.guesser(sequence), sequence, self.thread)
+        return GuesserDrafting(self.guesser(sequence), sequence, self._thread)
 
     def guesser(self, sequence: DraftSequence, domain: Domain = Domain.DRAFT) -> Guesser:
         own, learned = NGramCounts(*self._size), self._learned
@@ -72,23 +62,6 @@ class NGramDrafter(GuessingDrafter):
         if learned is None or (by_draws and not sequence.seed_is_fresh):
             return _Counter(self, sequence, domain, (self._corpus, own), [own, learned] if learned else [own])
         return _Counter(self, sequence, domain, (self._corpus, learned), [learned])
-
-
-class _ThreadedDrafting(InlineDrafting):
-    """The same on the drafter's thread."""
-
-    def __init__(self, guesser: Guesser, sequence: DraftSequence, thread: ThreadPoolExecutor) -> None:
-        super().__init__(guesser, sequence)
-        self._thread = thread
-
-    def propose(self, gamma: int) -> Awaitable[Draft]:
-        self._reading = asyncio.get_running_loop().run_in_executor(self._thread, self._work, gamma, time.perf_counter())
-        return self._reading
-
-    def _work(self, gamma: int, asked: float) -> Draft:
-        while not self.read_slice():
-            pass
-        return self.draft(gamma, asked)
 
 
 class _Counter(Guesser):

@@ -265,7 +265,7 @@ class OutcomeCache:
     def asked(self, ask: Ask, drafted: int, kept: int) -> ModelSequence | None:
         """A verdict has come, and `kept` of the `drafted` tokens stand; returns the branch that it asks for, if any.
 
-        Its slot is the caller's once `hand_over` is called. The other branches are gone.
+        Its slot is the trunk's from now on. The other branches are gone.
         """
         trunk, committed, branch = ask.sequence, ask.committed, None
         self.leaving.pop(trunk, None)
@@ -282,6 +282,11 @@ class OutcomeCache:
             if token is not None and found is not None and found.drafted:
                 branch = look.branches.pop((kept, token))
         self._free(look)
+        if branch is not None and branch.slot in self._slots:  # otherwise it went on in place
+            assert trunk.slot is not None
+            self._slots.remove(branch.slot)
+            self._pool.free(trunk.slot)
+            trunk.slot = branch.slot
         if look.tokens:
             used = 0 if branch is None else branch.drafted
             saved = used * self.spare.step_seconds(1)
@@ -289,19 +294,12 @@ class OutcomeCache:
             self.counts.add(trunk.foresight)
         return branch
 
-    def hand_over(self, branch: ModelSequence) -> None:
-        self._slots.discard(branch.slot)
-
     def drop(self, trunk: ModelSequence) -> None:
-        """Its branches cannot be had."""
+        """It will ask no more, or its branches cannot be had."""
         self.leaving.pop(trunk, None)
+        self.spare.left.pop(trunk, None)
         if (look := self.lookaheads.pop(trunk, None)) is not None:
             self._free(look)
-
-    def gone(self, trunk: ModelSequence) -> None:
-        """It will ask no more."""
-        self.drop(trunk)
-        self.spare.left.pop(trunk, None)
 
     def reset(self) -> None:
         """Drops all branches, whatever state an error has left them in."""

@@ -223,7 +223,7 @@ def rounds(engine: Eager, driver: Driver, *, until_foreseen: bool) -> list[Draft
         (3, "_take"),
         (1, "took"),
         (3, "left"),
-        (3, "gone"),
+        (3, "drop"),
         (1, "before"),
         (3, "after"),
     ],
