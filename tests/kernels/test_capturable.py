@@ -1,4 +1,4 @@
-"""What stands for a CUDA graph in the tests refuses what a graph cannot hold."""
+"""`OnlyCapturable` refuses what a CUDA graph cannot hold."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_layers_read_and_write_128_bits_at_a_time(compiled: Kernels, name: str, 
 
 
 def test_heads_are_rotated_without_barriers(compiled: Kernels) -> None:
-    """What is rotated together, and summed in a norm, lies in one thread and in one warp."""
+    """Numbers that are rotated together lie in one thread, and those summed in a norm in one warp."""
     assert [each["barriers"] for each in _named(compiled, "rotate_and_store_kernel")] == [0, 0]
 
 

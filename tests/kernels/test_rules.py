@@ -31,7 +31,7 @@ SCALES_OF_W = tuple(SigmoidScales(-(10.0**n), 10.0**n) for n in (1, 3, 4, 5))
 
 @dataclass(frozen=True)
 class Is:
-    """What is expected of a result; None for what may be anything."""
+    """An expected result; None where any value will do."""
 
     accepted: int
     next_token: int | None = None

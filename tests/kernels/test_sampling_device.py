@@ -120,7 +120,7 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
         (Draw(SamplingParams(), max_entropy=2.0), "an entropy to stop at"),
     ],
 )
-def test_what_the_device_cannot_draw_is_named(draw: Draw, reason: str | None) -> None:
+def test_draws_that_need_the_host_are_named(draw: Draw, reason: str | None) -> None:
     assert obstacle(draw) == reason
 
 

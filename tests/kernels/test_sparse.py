@@ -74,7 +74,7 @@ def test_q_depends_on_its_row_alone() -> None:
             assert np.array_equal(one.weights, q.weights)
 
 
-def test_what_rounds_to_zero_is_dropped() -> None:
+def test_weights_that_round_to_zero_are_dropped() -> None:
     (q,) = sparsify(torch.tensor([[0.999995, 4.9e-6, 1e-7]]), SparseConfig(keep_mass=1.0))
     assert q.ids.tolist() == [0]
     assert (q.probability(0), q.probability(1)) == (1.0, 0.0)

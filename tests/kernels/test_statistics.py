@@ -128,8 +128,8 @@ def test_the_compiled_kernels_keep_the_distribution_too(rule: Rule) -> None:
 
 
 def test_block_without_the_round_in_the_counter_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a round throws away then decides what the next one draws. Two tokens, and a draft that is sure of one: found
-    by search, this moves the text by a total variation of 0.05; 10,240 tokens see 0.04.
+    """The rejected tokens of a round then decide the draws of the next. Two tokens, and a draft that is sure of one:
+    found by search, this moves the text by a total variation of 0.05; 10,240 tokens see 0.04.
     """
     p = np.array([0.48, 0.52])
     z = torch.tensor(p).log().float() * TARGET.temperature

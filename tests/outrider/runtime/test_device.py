@@ -1,4 +1,4 @@
-"""What a thread on a CUDA device sets, and that our folder `kernels` does not pass for transformers' package."""
+"""Settings of a thread on a CUDA device; transformers does not take our folder `kernels` for its package."""
 
 import importlib.metadata
 import importlib.util

@@ -1,4 +1,4 @@
-"""What is written is read, by every sequence that shares it and wherever it lies; prefixes; refusals; preemption."""
+"""Sequences read their own writes, shared or not and wherever blocks lie; refusals; preemption; prefixes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def fill(pool: KVPool, slot: int, start: int, end: int, value: float) -> None:
 
 
 def held(pool: KVPool, slot: int) -> list[float]:
-    """What a slot holds, position by position; the same in all layers, heads and numbers."""
+    """Return the numbers of a slot, position by position; the same in all layers and heads."""
     length = pool.length(slot)
     views = pool.views(slot, length, length)
     tensors = [*views.keys, *views.values]
@@ -54,7 +54,7 @@ SCATTERED = [20.0] * 4 + [24.0] * 4
 # ----------------------------------------------------------------------------------------------------- written and read
 
 
-def test_what_is_written_is_read_and_nothing_beside_it() -> None:
+def test_a_slot_reads_its_own_writes_alone() -> None:
     pool = make()
     first, second = pool.allocate(), pool.allocate()
     fill(pool, second, 0, 12, -1)
@@ -95,7 +95,7 @@ def test_scattered_blocks_are_gathered_or_made_contiguous_where_there_is_room(bl
 
 
 @pytest.mark.parametrize("blocks", [4, 12])
-def test_what_a_failed_step_wrote_to_gathered_blocks_is_lost(blocks: int) -> None:
+def test_gathered_blocks_lose_the_writes_of_a_failed_step(blocks: int) -> None:
     """Also where the sequence becomes contiguous in between."""
     pool = make(blocks)
     slot = scattered(pool)

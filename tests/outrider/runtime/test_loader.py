@@ -1,4 +1,4 @@
-"""What a checkpoint holds comes out right, and what we cannot run is refused in one line with the reason."""
+"""Checkpoints are read correctly, and those we cannot run are refused in one line with the reason."""
 
 import json
 import logging
@@ -186,7 +186,7 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
 
 
 @pytest.mark.parametrize("feature", REFUSED)
-def test_what_the_packed_attention_cannot_do_is_named(feature: str, tmp_path: Path) -> None:
+def test_features_beyond_the_packed_attention_are_named(feature: str, tmp_path: Path) -> None:
     config, message = REFUSED[feature]
     assert re.search(message, refusal(tiny.save(config(), tmp_path)))
 

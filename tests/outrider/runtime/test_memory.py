@@ -1,4 +1,4 @@
-"""What goes where is counted, and what there is no room for is one line with the numbers."""
+"""Memory is counted and shared out, and its lack is one line with the numbers."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_profiling_run_has_its_size_and_leaves_nothing(attention: str, load:
 
 
 def test_on_a_gpu_keys_and_values_get_their_share_of_what_the_rest_leaves(load: Load) -> None:
-    """Of 100 MiB free a pass takes 10, beside the blocks it is tried with, and graphs may take 30."""
+    """Half of 60 MiB; and less than a sequence needs is refused with the numbers."""
     loaded = load("llama")
     loaded.device = torch.device("cuda:7")
     size = block_bytes(loaded, 32)

@@ -85,7 +85,9 @@ def test_integer_weights_give_the_logits_of_the_same_numbers_as_floats(
     assert not isinstance(loaded.fused, FusedDecoder)
 
 
-def test_what_is_not_quantised_takes_the_dtype_asked_for(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_layers_that_are_not_quantised_take_the_dtype_asked_for(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
     """Transformers leaves it as it was stored, here in float32."""
     integers, floats = quantise(checkpoint("llama"), tmp_path, 8)
     loaded = load_as(integers, "bfloat16")
