@@ -1,7 +1,7 @@
 """Real services at a tenth of the start-up time: forked from a process that has imported both of them.
 
 Each is a process of its own that runs the service's own `main`, with flags as on any command line. Run as a program,
-this file is that process: it takes orders as lines of JSON from the socket whose descriptor is its argument.
+this file is that process: it takes orders from the connection whose descriptor is its argument.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ import atexit
 import ctypes
 import functools
 import importlib
-import json
+import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import IO, Any, NoReturn, Self, cast
 
 from outrider.cli.processes import ServiceProcess, keep_on, service_environment
@@ -27,7 +29,6 @@ from tests.project.tree import ROOT
 SERVICES = ("verifier_service", "draft_service")
 GRACE_S = 5.0
 _LOOK_S = 0.01
-_MOST_BYTES = 1 << 20
 _CLONE_NEWNET = 0x40000000
 
 
@@ -61,7 +62,7 @@ def noting(started: list[ForkedService]) -> type[ForkedService]:
 
 
 class Child:
-    """What `ServiceProcess` and tests use of a `Popen`, for a process whose parent is a fork server."""
+    """What `ServiceProcess` and tests use of a `Popen`, for a child of a fork server."""
 
     def __init__(self, pid: int, stdout: IO[str], parent: ForkServer) -> None:
         self.pid = pid
@@ -71,18 +72,12 @@ class Child:
         self._lock = threading.Lock()
 
     def poll(self) -> int | None:
-        """The exit code, or None while it runs."""
         with self._lock:
             if self.returncode is None:
                 self.returncode = self._parent.poll(self.pid)
             return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code, once it has ended.
-
-        Raises:
-            subprocess.TimeoutExpired: it has not in so many seconds.
-        """
         end = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if end is not None and time.monotonic() > end:
@@ -91,13 +86,22 @@ class Child:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Sends it, unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL."""
         self.send_signal(signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class _Order:
+    """A service to fork, after one of the `faults`, in the network namespace of a file."""
+
+    service: str
+    arguments: list[str]
+    environment: dict[str, str]
+    fault: str | None
+    network: str | None
 
 
 class ForkServer:
@@ -105,8 +109,7 @@ class ForkServer:
 
     def __init__(self, entering: Sequence[str] = ()) -> None:
         """`entering` is what its command begins with, where it is to live in other namespaces."""
-        self._channel, theirs = socket.socketpair()
-        self._answers = self._channel.makefile("r", encoding="utf-8")
+        self._channel, theirs = multiprocessing.Pipe()
         self._lock = threading.Lock()
         with theirs:
             self._process = subprocess.Popen(
@@ -133,15 +136,10 @@ class ForkServer:
         `output`.
         """
         reading, writing = os.pipe()
-        order = {
-            "service": service,
-            "arguments": [*arguments],
-            "fault": fault,
-            "network": network,
-            "environment": {**os.environ, **service_environment(), **(env or {})},
-        }
+        environment = {**os.environ, **service_environment(), **(env or {})}
         try:
-            child = int(self._ask(order, [writing if output is None else output]))
+            order = _Order(service, [*arguments], environment, fault, network)
+            child: int = self._ask(order, writing if output is None else output)
         finally:
             os.close(writing)
         lines = open(reading, encoding="utf-8", errors="replace")  # noqa: SIM115  # its reader closes it
@@ -149,24 +147,23 @@ class ForkServer:
 
     def poll(self, child: int) -> int | None:
         """The exit code of a child, which is given once; None while it runs."""
-        code: int | None = self._ask({"poll": child}, [])
+        code: int | None = self._ask(child)
         return code
 
     def close(self) -> None:
-        """Ends it, and whatever it has started that still runs."""
-        self._answers.close()
+        """End it, and whatever it has started that still runs."""
         self._channel.close()
         self._process.wait()
 
-    def _ask(self, order: Mapping[str, Any], descriptors: Sequence[int]) -> Any:
-        with self._lock:
-            text = json.dumps(order).encode() + b"\n"
-            sent = socket.send_fds(self._channel, [text], descriptors)
-            self._channel.sendall(text[sent:])
-            answer = self._answers.readline()
-        if not answer:
-            raise RuntimeError(f"the fork server ended with exit code {self._process.wait()}")
-        return json.loads(answer)
+    def _ask(self, order: _Order | int, output: int | None = None) -> Any:
+        try:
+            with self._lock:
+                self._channel.send(order)
+                if output is not None:
+                    send_handle(self._channel, output, self._process.pid)
+                return self._channel.recv()
+        except (EOFError, BrokenPipeError):
+            raise RuntimeError(f"the fork server ended with exit code {self._process.wait()}") from None
 
 
 @functools.cache
@@ -181,53 +178,42 @@ def fork_server() -> ForkServer:
 
 
 def main() -> int:
-    """Serves orders until there are no more."""
+    """Take orders until there are no more."""
+    # So that both sides know orders by the same name.
+    sys.modules["tests.fork_server"] = sys.modules["__main__"]
     for service in SERVICES:
         importlib.import_module(f"{service}.__main__")
     _prepare_loading()
-    channel = socket.socket(fileno=int(sys.argv[1]))
+    channel: Connection[Any, Any] = Connection(int(sys.argv[1]))
     children: set[int] = set()
-    while (received := _receive(channel)) is not None:
-        order, descriptors = received
-        answer: int | None = None
-        if "poll" in order:
-            answer = _poll(order["poll"], children)
-        else:
-            (output,) = descriptors
-            answer = os.fork()
-            if not answer:
-                channel.close()
-                _become(order, output)
-            children.add(answer)
-        for descriptor in descriptors:
-            os.close(descriptor)
-        channel.sendall(json.dumps(answer).encode() + b"\n")
+    while True:
+        try:
+            order = channel.recv()
+        except EOFError:
+            break
+        if isinstance(order, int):
+            channel.send(_poll(order, children))
+            continue
+        output = recv_handle(channel)
+        child = os.fork()
+        if not child:
+            channel.close()
+            _become(order, output)
+        os.close(output)
+        children.add(child)
+        channel.send(child)
     _stop(children)
     return 0
 
 
 def _prepare_loading() -> None:
-    """Loads a small model, for what the first one of a process costs: half of what a child needs to start."""
+    """Load a small model: the first one of a process takes half of the time that a child needs to start."""
     from outrider.runtime.loader import ModelSource, load_model
 
     load_model(ModelSource(str(ROOT / "models" / "demo" / "draft"), dtype="float32", device="cpu"))
 
 
-def _receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """An order and the descriptors that came with it; None at the end."""
-    text, descriptors = b"", list[int]()
-    while not text.endswith(b"\n"):
-        more, brought, _, _ = socket.recv_fds(channel, _MOST_BYTES, 1)
-        if not more:
-            return None
-        text += more
-        descriptors += brought
-    order: dict[str, Any] = json.loads(text)
-    return order, descriptors
-
-
 def _poll(child: int, children: set[int]) -> int | None:
-    """The exit code of a child, as `subprocess` has it; None while it runs."""
     ended, status = os.waitpid(child, os.WNOHANG)
     if not ended:
         return None
@@ -235,7 +221,7 @@ def _poll(child: int, children: set[int]) -> int | None:
     return os.waitstatus_to_exitcode(status)
 
 
-def _become(order: dict[str, Any], output: int) -> NoReturn:
+def _become(order: _Order, output: int) -> NoReturn:
     # Into a session of its own, so that a terminal's Ctrl-C goes to the tests alone.
     os.setsid()
     for descriptor in (1, 2):
@@ -243,18 +229,18 @@ def _become(order: dict[str, Any], output: int) -> NoReturn:
     os.close(output)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.clear()
-    os.environ.update(order["environment"])
-    sys.argv = [order["service"], *order["arguments"]]
+    os.environ.update(order.environment)
+    sys.argv = [order.service, *order.arguments]
     code = 1
     from outrider.service.logs import flush_all
 
     try:
-        if order["network"] is not None:
-            _enter(order["network"])
-        if order["fault"] is not None:
-            fault: Callable[[], None] = importlib.import_module("tests.exactness.mutants.faults").FAULTS[order["fault"]]
+        if order.network is not None:
+            _enter(order.network)
+        if order.fault is not None:
+            fault: Callable[[], None] = importlib.import_module("tests.exactness.mutants.faults").FAULTS[order.fault]
             fault()
-        code = importlib.import_module(f"{order['service']}.__main__").main()
+        code = importlib.import_module(f"{order.service}.__main__").main()
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
     except BaseException:
@@ -265,11 +251,11 @@ def _become(order: dict[str, Any], output: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         flush_all()
-        os._exit(code)  # nothing of the parent's is ours to clean up
+        os._exit(code)  # what the parent has open is not ours to close
 
 
 def _enter(network: str) -> None:
-    """Moves this process, which has one thread yet, to the network namespace that a file stands for."""
+    """Move this process, which has one thread yet, to the network namespace of a file."""
     with open(network, "rb") as file:
         # `os.setns` came with Python 3.12.
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
@@ -277,7 +263,7 @@ def _enter(network: str) -> None:
 
 
 def _stop(children: set[int]) -> None:
-    """Ends what is left: SIGTERM, a moment of grace, SIGKILL."""
+    """End what is left: SIGTERM, a grace, SIGKILL."""
     for number, until in ((signal.SIGTERM, time.monotonic() + GRACE_S), (signal.SIGKILL, None)):
         for child in children:
             os.kill(child, number)
