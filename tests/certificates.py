@@ -1,7 +1,4 @@
-"""Certificates for tests, made when they are needed: authorities, and what they vouch for, as PEM files in a folder.
-
-It knows nothing of gRPC or of services.
-"""
+"""Certificates for tests, made when they are needed: authorities, and what they signed, as PEM files in a folder."""
 
 import os
 from dataclasses import dataclass
@@ -26,11 +23,7 @@ class Certificate:
 
 
 class Authority:
-    """A CA, and a folder for what it vouches for.
-
-    Attributes:
-        pem: the file with its own certificate.
-    """
+    """A CA, and a folder for what it signs; `pem` is the file with its own certificate."""
 
     def __init__(self, folder: Path, name: str = "authority") -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -48,11 +41,7 @@ class Authority:
     def issue(self, *names: str, file: str = "", expired: bool = False, passphrase: bytes = b"") -> Certificate:
         """A certificate of these names: URIs with `://`, addresses, `cn:` for the subject, and DNS names otherwise.
 
-        Args:
-            names: what it is to be called.
-            file: of `FILE.crt` and `FILE.key`; those that are there are replaced as Kubernetes does it, at once.
-            expired: it was valid until an hour ago.
-            passphrase: of the key.
+        `FILE.crt` and `FILE.key` are replaced at once, as Kubernetes does it.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         subject = [x509.NameAttribute(x509.NameOID.COMMON_NAME, name[3:]) for name in names if name.startswith("cn:")]
@@ -69,7 +58,7 @@ class Authority:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Puts a file in the place of another one, at once."""
+    """Replace a file at once."""
     new = path.with_name(f".{path.name}.new")
     new.write_bytes(content)
     os.replace(new, path)

@@ -1,7 +1,4 @@
-"""What the machine that runs the tests may lack, and what becomes of a test then.
-
-It knows nothing of what is tested.
-"""
+"""What the machine that runs the tests may lack, and what becomes of a test then."""
 
 import os
 import shutil
@@ -14,14 +11,14 @@ import pytest
 # What mounts and links lies where only root's shells look.
 TOOLS = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
 
-# Namespaces of the kinds that tests make, by whoever runs them.
+# Namespaces as tests make them.
 UNSHARE = ("unshare", "--user", "--map-root-user", "--mount", "--net")
 # A link to a switch, in a network of its own.
 _PROBE = "ip link add probe type bridge && ip link add port type veth peer name eth0 && ip link set port master probe"
 
 
 def absent(reason: str) -> NoReturn:
-    """Skips the test, since this machine lacks something; fails it where all must run."""
+    """Skip the test, or fail it where all must run."""
     if os.environ.get("CI"):
         pytest.fail(f"{reason}; CI skips none", pytrace=False)
     pytest.skip(reason)
@@ -35,7 +32,7 @@ def need_tools(*names: str) -> None:
 
 
 def need_networks() -> None:
-    """Skips the test where this machine lets nobody make networks of their own."""
+    """Skip the test where users cannot make networks on this machine."""
     need_tools("unshare", "nsenter", "mount", "ip")
     if trouble := _trouble(*UNSHARE, "--pid", "--fork", "--mount-proc", "sh", "-c", _PROBE):
         absent(f"this machine makes no user namespaces with networks: {trouble}")

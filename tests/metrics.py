@@ -1,4 +1,4 @@
-"""What a service's metrics say, scraped over HTTP as Prometheus does. It knows no metric by name."""
+"""A service's metrics, scraped over HTTP as Prometheus does."""
 
 from urllib.request import urlopen
 

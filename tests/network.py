@@ -1,4 +1,4 @@
-"""A network of hosts on one switch, all on this machine: namespaces that any user may make. It knows no service.
+"""A network of hosts on one switch, all on this machine: namespaces that any user may make.
 
 Each host has an address and links of its own, and reaches the others by their names. Files and users are the machine's.
 """
@@ -11,7 +11,7 @@ from typing import Self
 
 from tests.machine import TOOLS, UNSHARE
 
-# Ends with whoever holds the other end of its standard input, however that ends.
+# Ends with its standard input.
 _SWITCH = """
 set -e
 mount --bind "$1" /etc/hosts
@@ -37,18 +37,13 @@ _SUBNET = "10.77.0"
 
 
 class Network:
-    """Hosts that are linked to one switch. A context manager: the namespaces end with it, once nobody runs in them.
-
-    Attributes:
-        names: the file that says who is who.
-    """
+    """Hosts that are linked to one switch, with their names in the file `names`. A context manager."""
 
     def __init__(self, folder: Path, hosts: Mapping[str, Sequence[str]], *, own_processes: bool = False) -> None:
         """
         Args:
-            folder: where its one file goes.
-            hosts: what each is called, and what it shares with others: such a name stands for all of them.
-            own_processes: who runs here sees nobody else's processes, and is killed at the end.
+            hosts: the name of each, and names that it shares with others.
+            own_processes: what runs here sees no other processes, and is killed at the end.
         """
         self._hosts = tuple(hosts)
         self._own_processes = own_processes
@@ -92,7 +87,7 @@ class Network:
         self._holder.kill()
         self._holder.communicate()
 
-    # ------------------------------------------------------------------------------------------------- who runs where
+    # --------------------------------------------------------------------------------------------- commands on hosts
 
     def beside(self) -> list[str]:
         """What a command begins with that runs where the names are known, on no host."""

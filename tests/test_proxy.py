@@ -1,6 +1,7 @@
 """The proxy against a server and a client of plain sockets: each fault does what it says, and one way alone."""
 
 import contextlib
+import select
 import socket
 import threading
 import time
@@ -56,15 +57,13 @@ def read(connection: socket.socket, count: int) -> bytes:
     return data
 
 
+def echoes(connection: socket.socket, data: bytes) -> bool:
+    connection.sendall(data)
+    return read(connection, len(data)) == data
+
+
 def is_silent(connection: socket.socket) -> bool:
-    connection.settimeout(SILENCE_S)
-    try:
-        connection.recv(1)
-    except TimeoutError:
-        return True
-    finally:
-        connection.settimeout(PATIENCE_S)
-    return False
+    return not select.select([connection], [], [], SILENCE_S)[0]
 
 
 def test_bytes_pass_both_ways(proxy: Proxy) -> None:
@@ -104,8 +103,7 @@ def test_a_shorter_delay_overtakes_nothing(proxy: Proxy) -> None:
 def test_a_cut_ends_all_connections_and_lets_new_ones_in(proxy: Proxy, reset: bool) -> None:
     with connect(proxy) as one, connect(proxy) as two:
         for connection in (one, two):
-            connection.sendall(b"x")
-            assert read(connection, 1) == b"x"
+            assert echoes(connection, b"x")
         proxy.cut(reset=reset)
         for connection in (one, two):
             if reset:
@@ -114,20 +112,17 @@ def test_a_cut_ends_all_connections_and_lets_new_ones_in(proxy: Proxy, reset: bo
             else:
                 assert connection.recv(1) == b""
         with connect(proxy) as third:
-            third.sendall(b"y")
-            assert read(third, 1) == b"y"
+            assert echoes(third, b"y")
 
 
 def test_a_cut_after_a_count_lets_just_so_many_bytes_through(proxy: Proxy) -> None:
     proxy.cut_after(1000, Way.DOWN)
     with connect(proxy) as connection:
-        connection.sendall(bytes(600))
-        assert len(read(connection, 600)) == 600
+        assert echoes(connection, bytes(600))
         connection.sendall(bytes(600))
         assert len(read(connection, 600)) == 400
     with connect(proxy) as another:
-        another.sendall(bytes(2000))
-        assert len(read(another, 2000)) == 2000, "it cuts once"
+        assert echoes(another, bytes(2000)), "it cuts once"
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -156,8 +151,7 @@ def test_half_open_is_a_stall_one_way(proxy: Proxy, way: Way) -> None:
 
 def test_a_stall_hides_the_end_of_a_side(proxy: Proxy) -> None:
     with connect(proxy) as connection:
-        connection.sendall(b"x")
-        assert read(connection, 1) == b"x"
+        assert echoes(connection, b"x")
         proxy.stall()
     time.sleep(SILENCE_S)
     assert proxy.connections == 1
@@ -173,8 +167,7 @@ def test_garbage_has_the_length_of_what_it_overwrites(proxy: Proxy) -> None:
         assert len(noise) == 4096
         assert len(set(noise)) > 200
         proxy.heal()
-        connection.sendall(bytes(8))
-        assert read(connection, 8) == bytes(8)
+        assert echoes(connection, bytes(8))
 
 
 def test_refusing_turns_away_new_connections_and_leaves_the_old(proxy: Proxy) -> None:
@@ -182,14 +175,12 @@ def test_refusing_turns_away_new_connections_and_leaves_the_old(proxy: Proxy) ->
         proxy.refuse()
         with pytest.raises(ConnectionRefusedError):
             connect(proxy)
-        connection.sendall(b"still here")
-        assert read(connection, 10) == b"still here"
+        assert echoes(connection, b"still here")
         proxy.close()
         assert connection.recv(1) == b""
     proxy.open()
     with connect(proxy) as connection:
-        connection.sendall(b"back")
-        assert read(connection, 4) == b"back"
+        assert echoes(connection, b"back")
 
 
 def test_a_target_that_is_not_there_ends_the_connection() -> None:
@@ -200,14 +191,12 @@ def test_a_target_that_is_not_there_ends_the_connection() -> None:
 def test_the_record_holds_sizes_and_times_of_each_way(proxy: Proxy) -> None:
     with connect(proxy) as first, connect(proxy) as second, proxy.recording() as record:
         for connection, size in ((first, 10), (second, 20), (first, 30)):
-            connection.sendall(bytes(size))
-            assert len(read(connection, size)) == size
+            assert echoes(connection, bytes(size))
     first_up, second_up, again = [segment for segment in record if segment.way is Way.UP]
     assert [len(segment.data) for segment in (first_up, second_up, again)] == [10, 20, 30]
     assert first_up.connection == again.connection != second_up.connection
     assert [len(segment.data) for segment in record if segment.way is Way.DOWN] == [10, 20, 30]
     assert [segment.seconds for segment in record] == sorted(segment.seconds for segment in record)
     with connect(proxy) as connection:
-        connection.sendall(b"unseen")
-        read(connection, 6)
+        assert echoes(connection, b"unseen")
     assert len(record) == 6

@@ -154,9 +154,9 @@ class Deployed:
     @property
     def settings(self) -> Any:
         """The service's own settings, as its process would read them."""
-        told = {name: value for name, value in self.environment.items() if name.startswith(PREFIX)}
+        given = {name: value for name, value in self.environment.items() if name.startswith(PREFIX)}
         kept = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
-        with mock.patch.dict(os.environ, {**kept, **told}, clear=True):
+        with mock.patch.dict(os.environ, {**kept, **given}, clear=True):
             return SETTINGS[self.service].from_command_line(list(self.container.get("args", ())), program=self.service)
 
 

@@ -39,11 +39,11 @@ def test_images_are_built_by_targets_and_arguments_that_are_there() -> None:
     builds = [each for each in _commands("docker") if each[1] == "build"]
     assert len(builds) == 4
     for command in builds:
-        told = dict(zip(command[2:-1:2], command[3:-1:2], strict=True))
-        variant = told["--build-arg"].removeprefix("VARIANT=")
-        assert (ROOT / told["-f"]).is_file()
-        assert told["--target"] in stages(variant)
-        assert told["-t"] == f"outrider-{told['--target']}:0.1.0-{variant}"
+        options = dict(zip(command[2:-1:2], command[3:-1:2], strict=True))
+        variant = options["--build-arg"].removeprefix("VARIANT=")
+        assert (ROOT / options["-f"]).is_file()
+        assert options["--target"] in stages(variant)
+        assert options["-t"] == f"outrider-{options['--target']}:0.1.0-{variant}"
     for argument in re.findall(r"--build-arg (\w+)=", KUBERNETES.read_text(encoding="utf-8")):
         assert f"ARG {argument}" in text
 

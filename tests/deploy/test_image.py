@@ -117,12 +117,12 @@ class Running:
     def ask(self, *options: str) -> tuple[int, str]:
         """What the command line prints for a client in a pod of its own: exit code and output."""
         address = f"outrider-draft:{self.services['draft'].ports['grpc']}"
-        asked = ["generate", "--draft", address, "--json", "--temperature", "0", "--max-new-tokens", str(TOKENS)]
+        command = ["generate", "--draft", address, "--json", "--temperature", "0", "--max-new-tokens", str(TOKENS)]
         secret = [("ro", str(folder), "/tls") for name, folder in self.secrets.items() if name == "outrider-client-tls"]
         return self.node.run(
             CLIENT,
             self._image.build("draft"),
-            ["outrider", *asked, *options, "def area(radius):"],
+            ["outrider", *command, *options, "def area(radius):"],
             env=environment(stages(), "draft", {"PATH": PATH}),
             mounts=[("tmpfs", "none", "/tmp"), *secret],
             user=65432,
@@ -190,9 +190,9 @@ def test_a_client_gets_text(text: str) -> None:
 
 
 def test_probes_need_no_certificate_and_clients_do(running: Running) -> None:
-    asked = {(service, name): running.at(service, name) for service in SERVICES for name in ("health", "grpc")}
-    answers = dict(zip(asked, running.node.ask(_PLAINTEXT, *asked.values()), strict=True))
-    assert answers == {(service, name): name == "health" or not running.secrets for service, name in asked}
+    addresses = {(service, name): running.at(service, name) for service in SERVICES for name in ("health", "grpc")}
+    answers = dict(zip(addresses, running.node.ask(_PLAINTEXT, *addresses.values()), strict=True))
+    assert answers == {(service, name): name == "health" or not running.secrets for service, name in addresses}
     if running.secrets:
         code, said = running.ask("--tls-ca", "/tls/ca.crt", "--timeout", "8")
         assert code == 1, said
@@ -210,8 +210,8 @@ def test_only_the_mounts_of_the_manifest_can_be_written(running: Running) -> Non
         assert (found.pop("uid"), found.pop("name")) == (10001, None)
         assert found == dict.fromkeys(writable, "written") | dict.fromkeys(fixed, "EROFS")
         # Every folder that the environment names lies in one of those.
-        told = [value for value in running.services[service].environment.items() if value[1].startswith("/")]
-        for name, value in told:
+        paths = [value for value in running.services[service].environment.items() if value[1].startswith("/")]
+        for name, value in paths:
             if not name.startswith("OUTRIDER_"):
                 assert any(value == path or value.startswith(f"{path}/") for path in writable), name
 

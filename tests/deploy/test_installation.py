@@ -31,11 +31,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
 
 
 def _pip() -> tuple[list[tuple[str, str]], list[tuple[str, str, str]]]:
-    """What pip is told on this machine, as variables, and the folders that this names."""
+    """The configuration of pip here, as variables, and the folders that it names."""
     done = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
-    told = re.findall(r"^[\w:]+\.([\w-]+)='(.*)'$", done.stdout, re.MULTILINE)
-    env = [(f"PIP_{name.upper().replace('-', '_')}", value) for name, value in told]
-    named = {Path(path) for _, value in told for path in re.findall(r"(?:file://)?(/\S+)", value)}
+    found = re.findall(r"^[\w:]+\.([\w-]+)='(.*)'$", done.stdout, re.MULTILINE)
+    env = [(f"PIP_{name.upper().replace('-', '_')}", value) for name, value in found]
+    named = {Path(path) for _, value in found for path in re.findall(r"(?:file://)?(/\S+)", value)}
     # An index may link to files that lie beside it.
     folders = {path.parent if path.name == "simple" else path for path in named if path.is_dir()}
     return env, [("ro", str(path), str(path)) for path in sorted(folders)]

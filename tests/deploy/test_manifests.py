@@ -212,8 +212,8 @@ def test_pools_are_apart_and_spread() -> None:
 
 
 def test_every_variable_is_a_setting_that_takes_its_value(deployed: Deployed) -> None:
-    told = {name for name in deployed.environment if name.startswith(PREFIX)}
-    assert told <= {PREFIX + name.upper() for name in SETTINGS[deployed.service].model_fields}
+    given = {name for name in deployed.environment if name.startswith(PREFIX)}
+    assert given <= {PREFIX + name.upper() for name in SETTINGS[deployed.service].model_fields}
     assert deployed.settings.model == deployed.environment["OUTRIDER_MODEL"]
 
 

@@ -6,7 +6,7 @@ import kubernetes_validate
 import pytest
 
 from tests.deploy.manifests import Deployed, Manifest, composed, of_kind, rendered, selects, the
-from tests.deploy.torchrun import GROUP, told
+from tests.deploy.torchrun import GROUP, torchrun_arguments
 
 GPU = "nvidia.com/gpu"
 SIZE = "OUTRIDER_TENSOR_PARALLEL_SIZE"
@@ -61,7 +61,7 @@ def test_a_group_has_as_many_ranks_as_the_setting_says() -> None:
     size = groups()["leaderWorkerTemplate"]["size"]
     settings = grouped().environment
     for template in pods().values():
-        arguments = told(only(template), settings | GROUP | {"LWS_GROUP_SIZE": str(size)})
+        arguments = torchrun_arguments(only(template), settings | GROUP | {"LWS_GROUP_SIZE": str(size)})
         assert arguments is not None
         assert int(arguments.nnodes) == size
         assert arguments.node_rank == int(GROUP["LWS_WORKER_INDEX"])
@@ -74,7 +74,7 @@ def test_a_group_has_as_many_ranks_as_the_setting_says() -> None:
 
 def test_a_pod_of_several_gpus_has_as_many_ranks() -> None:
     settings = alone().environment
-    arguments = told(alone().container, settings)
+    arguments = torchrun_arguments(alone().container, settings)
     assert arguments is not None
     assert arguments.standalone
     assert arguments.nproc_per_node == settings[SIZE] == alone().container["resources"]["limits"][GPU]
@@ -87,7 +87,7 @@ def test_ranks_are_killed_only_after_the_first_has_drained() -> None:
     leader = pods()["leader"]
     sleep = int(only(leader)["lifecycle"]["preStop"]["exec"]["command"][1])
     for template, told_after in ((leader, sleep), (pods()["worker"], 0), (alone().pod, sleep)):
-        arguments = told(only(template), {SIZE: "2", **GROUP})
+        arguments = torchrun_arguments(only(template), {SIZE: "2", **GROUP})
         assert arguments is not None
         # The first hears of it after its preStop; the others have to be there until it has ended.
         assert arguments.shutdown_timeout > grace + PARTING_S + (sleep - told_after)
@@ -126,7 +126,9 @@ def test_nobody_calls_a_worker() -> None:
 def test_ranks_reach_each_other_and_nobody_else_does() -> None:
     objects = rendered("tensor-parallel")
     labels = [template["metadata"]["labels"] for template in pods().values()]
-    (port,) = {arguments.master_port for each in pods().values() if (arguments := told(only(each), GROUP))}
+    (port,) = {
+        arguments.master_port for each in pods().values() if (arguments := torchrun_arguments(only(each), GROUP))
+    }
     policy = the(objects, "NetworkPolicy", "outrider-verifier-ranks")["spec"]
     assert all(selects(policy["podSelector"], each) for each in labels)
     assert not selects(policy["podSelector"], Deployed(objects, "draft").labels)

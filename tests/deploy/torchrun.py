@@ -1,4 +1,4 @@
-"""What a container that starts ranks tells torchrun."""
+"""The arguments of torchrun in a container that starts ranks."""
 
 import argparse
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ _TORCHRUN = ["python", "-m", "torch.distributed.run"]
 GROUP = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "outrider-verifier-ranks-0.somewhere"}
 
 
-def told(container: Manifest, environment: Mapping[str, str]) -> argparse.Namespace | None:
+def torchrun_arguments(container: Manifest, environment: Mapping[str, str]) -> argparse.Namespace | None:
     """Its arguments as torchrun reads them, variables put in; None of a container that does not run it."""
     command: list[str] = list(container.get("command", ()))
     if command[: len(_TORCHRUN)] != _TORCHRUN:
@@ -27,5 +27,5 @@ def told(container: Manifest, environment: Mapping[str, str]) -> argparse.Namesp
 
 def ranks_of_a_pod(container: Manifest, environment: Mapping[str, str]) -> int:
     """How many processes of a service run in it."""
-    arguments = told(container, {**GROUP, **environment})
+    arguments = torchrun_arguments(container, {**GROUP, **environment})
     return 1 if arguments is None else int(arguments.nproc_per_node)

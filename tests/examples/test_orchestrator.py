@@ -36,10 +36,10 @@ def test_the_example_is_short() -> None:
 def test_the_example_writes_the_text_of_generate(
     draft_address: str, verifier_address: str, written: Completion
 ) -> None:
-    law = sampling_pb2.SamplingParams(temperature=0.8, seed=SEED, rule=sampling_pb2.ACCEPTANCE_RULE_COUPLED)
+    sampling = sampling_pb2.SamplingParams(temperature=0.8, seed=SEED, rule=sampling_pb2.ACCEPTANCE_RULE_COUPLED)
     prompt = written.started.prompt_token_ids
     with grpc.insecure_channel(draft_address) as draft, grpc.insecure_channel(verifier_address) as verifier:
-        tokens = list(generate(draft, verifier, prompt, law, TOKENS))
+        tokens = list(generate(draft, verifier, prompt, sampling, TOKENS))
     assert tokens == list(written.token_ids)
     assert oracle.decode(tokens) == written.text
 
@@ -55,28 +55,32 @@ class Reflected:
 
     def stream(self, method: str, outbox: "SimpleQueue[dict[str, Any] | None]") -> Iterator[dict[str, Any]]:
         described = self._service.FindMethodByName(method)
-        asked, answered = (message_factory.GetMessageClass(t) for t in (described.input_type, described.output_type))
+        request_type, response_type = (
+            message_factory.GetMessageClass(t) for t in (described.input_type, described.output_type)
+        )
         call = self._channel.stream_stream(
             f"/{self._service.full_name}/{method}",
-            request_serializer=asked.SerializeToString,
-            response_deserializer=answered.FromString,
+            request_serializer=request_type.SerializeToString,
+            response_deserializer=response_type.FromString,
         )
-        requests = (json_format.ParseDict(said, asked()) for said in iter(outbox.get, None))
+        requests = (json_format.ParseDict(said, request_type()) for said in iter(outbox.get, None))
         for answer in call(requests, timeout=60):
             yield json_format.MessageToDict(answer)
 
 
 def test_reflection_alone_suffices(draft_address: str, verifier_address: str, written: Completion) -> None:
     """No stub of ours is touched: descriptors come from the services, messages are made of them."""
-    law = {"temperature": 0.8, "seed": str(SEED), "rule": "ACCEPTANCE_RULE_COUPLED"}
+    sampling = {"temperature": 0.8, "seed": str(SEED), "rule": "ACCEPTANCE_RULE_COUPLED"}
     prompt = list(written.started.prompt_token_ids)
     to_draft: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
-    to_judge: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
+    to_verifier: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
     with grpc.insecure_channel(draft_address) as draft, grpc.insecure_channel(verifier_address) as verifier:
         drafts = Reflected(draft, "outrider.v1.DraftService").stream("Propose", to_draft)
-        judge = Reflected(verifier, "outrider.v1.VerifierService").stream("Verify", to_judge)
-        to_draft.put({"sequenceId": "s", "open": {"promptTokenIds": prompt, "sampling": law}})
-        to_judge.put({"sequenceId": "s", "open": {"promptTokenIds": prompt, "sampling": law, "maxNewTokens": TOKENS}})
+        verdicts = Reflected(verifier, "outrider.v1.VerifierService").stream("Verify", to_verifier)
+        to_draft.put({"sequenceId": "s", "open": {"promptTokenIds": prompt, "sampling": sampling}})
+        to_verifier.put(
+            {"sequenceId": "s", "open": {"promptTokenIds": prompt, "sampling": sampling, "maxNewTokens": TOKENS}}
+        )
         tokens: list[int] = []
         committed: list[int] = []
         number, base, reason = 1, len(prompt), ""
@@ -84,13 +88,13 @@ def test_reflection_alone_suffices(draft_address: str, verifier_address: str, wr
             advance = {"round": number, "baseLength": base, "committedTokenIds": committed, "gamma": 4}
             to_draft.put({"sequenceId": "s", "advance": advance})
             proposal = next(answer["proposal"] for answer in drafts if "proposal" in answer)
-            to_judge.put({"sequenceId": "s", "proposal": proposal})
-            verdict = next(answer["verdict"] for answer in judge if "verdict" in answer)
+            to_verifier.put({"sequenceId": "s", "proposal": proposal})
+            verdict = next(answer["verdict"] for answer in verdicts if "verdict" in answer)
             number, base, committed = number + 1, base + len(committed), verdict["tokenIds"]
             tokens += committed
             reason = verdict.get("finishReason", "")
         to_draft.put(None)
-        to_judge.put(None)
+        to_verifier.put(None)
     assert reason in ("FINISH_REASON_LENGTH", "FINISH_REASON_STOP_TOKEN")
     assert tokens == list(written.token_ids)
 

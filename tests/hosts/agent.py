@@ -1,6 +1,6 @@
-"""The client on its host: a program that asks draft services as it is ordered to, and tells what comes.
+"""The client on its host: a program that asks draft services as it is ordered to, and reports what comes.
 
-Orders and what is told are lines of JSON, on standard input and output; each names its order. It ends with its input.
+Orders and reports are lines of JSON, on standard input and output; each names its order. It ends with its input.
 """
 
 import asyncio
@@ -31,35 +31,35 @@ class Agent:
         self._client = client
 
     async def carry_out(self, number: int, what: str, order: dict[str, Any]) -> None:
-        def tell(**told: Any) -> None:
-            print(json.dumps({"order": number, **told}), flush=True)
+        def send(**message: Any) -> None:
+            print(json.dumps({"order": number, **message}), flush=True)
 
         try:
             match what:
                 case "write":
-                    await self._write(tell, **order)
+                    await self._write(send, **order)
                 case "scrape":
                     samples = await asyncio.to_thread(scrape, order["url"])
-                    tell(end=[[name, list(each.items())] for name, each in samples.items()])
+                    send(end=[[name, list(each.items())] for name, each in samples.items()])
                 case "show":
-                    tell(end=await asyncio.to_thread(ssl.get_server_certificate, (order["host"], order["port"])))
-                case "knock":
-                    tell(end=await _knock(**order))
+                    send(end=await asyncio.to_thread(ssl.get_server_certificate, (order["host"], order["port"])))
+                case "get_model_status":
+                    send(end=await _get_model_status(**order))
         except OutriderError as error:
-            tell(error=f"{error.code.name}: {error.message}")
+            send(error=f"{error.code.name}: {error.message}")
         except Exception as error:
-            tell(error=repr(error))
+            send(error=repr(error))
 
-    async def _write(self, tell: Any, prompt: str, options: Any) -> None:
+    async def _write(self, send: Any, prompt: str, options: Any) -> None:
         async for event in self._client.generate(prompt, **options):
             match event:
                 case Chunk() if event.token_ids:
-                    tell(token_ids=event.token_ids, text=event.text)
+                    send(token_ids=event.token_ids, text=event.text)
                 case Chunk():
-                    tell(token_ids=[], text=event.text)
+                    send(token_ids=[], text=event.text)
                 case Finished():
                     counted = event.statistics
-                    tell(
+                    send(
                         end={
                             "resumes": event.num_resumes,
                             "failovers": counted.num_failovers,
@@ -68,8 +68,8 @@ class Agent:
                     )
 
 
-async def _knock(address: str, tls: dict[str, str], verifier: bool) -> str:
-    """What a service answers to whoever shows this certificate, on a connection of its own: a status and its reason."""
+async def _get_model_status(address: str, tls: dict[str, str], verifier: bool) -> str:
+    """Call `GetModel` on a connection of its own, with this certificate; return the status and its reason."""
     _, credentials = ChannelTLS(TLS(**tls)).look()
     options = [("grpc.default_authority", tls["name"])]
     async with open_channel(address, options=options, credentials=credentials) as channel:

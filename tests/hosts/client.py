@@ -46,12 +46,12 @@ class Answer:
         assert not self.error, self.error
         return self.end
 
-    def take(self, told: dict[str, Any]) -> None:
+    def take(self, message: dict[str, Any]) -> None:
         """More of it."""
-        self.token_ids += told.get("token_ids", ())
-        self.text += told.get("text", "")
-        if "end" in told or "error" in told:
-            self.end, self.error = told.get("end"), told.get("error", "")
+        self.token_ids += message.get("token_ids", ())
+        self.text += message.get("text", "")
+        if "end" in message or "error" in message:
+            self.end, self.error = message.get("end"), message.get("error", "")
             self.ended.set()
 
 
@@ -107,9 +107,9 @@ class RemoteClient:
         host, _, port = address.rpartition(":")
         return str(self._order("show", host=host, port=int(port)).wait())
 
-    def knock(self, address: str, tls: dict[str, str], *, verifier: bool = False) -> str:
-        """What a service says to a client with this certificate: `OK`, or a status and why."""
-        return str(self._order("knock", address=address, tls=tls, verifier=verifier).wait())
+    def get_model_status(self, address: str, tls: dict[str, str], *, verifier: bool = False) -> str:
+        """The status of `GetModel` for a client with this certificate."""
+        return str(self._order("get_model_status", address=address, tls=tls, verifier=verifier).wait())
 
     def _order(self, what: str, **order: Any) -> Answer:
         answer, number = Answer(), next(self._numbers)
@@ -123,8 +123,8 @@ class RemoteClient:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            told = json.loads(line)
-            self._answers[told.pop("order")].take(told)
+            message = json.loads(line)
+            self._answers[message.pop("order")].take(message)
         for answer in self._answers.values():
             if not answer.ended.is_set():
                 answer.take({"error": "the client has ended"})
@@ -137,12 +137,12 @@ class Load:
         texts: what has come, with the number of its request.
     """
 
-    def __init__(self, client: RemoteClient, requests: Sequence[Request], askers: int) -> None:
+    def __init__(self, client: RemoteClient, requests: Sequence[Request], workers: int) -> None:
         self._client = client
         self._requests = requests
         self._over = threading.Event()
-        self._threads = [threading.Thread(target=self._ask, args=(number,), daemon=True) for number in range(askers)]
-        self._finished = [0] * askers
+        self._threads = [threading.Thread(target=self._ask, args=(number,), daemon=True) for number in range(workers)]
+        self._finished = [0] * workers
         self.texts: list[tuple[int, Answer]] = []
 
     def __enter__(self) -> Self:
@@ -158,7 +158,7 @@ class Load:
             thread.join()
 
     def goes_on(self, seconds: float = 0.0) -> None:
-        """Returns when each asker has got a text that was asked for so many seconds from now, or later.
+        """Returns when each worker has got a text that was asked for so many seconds from now, or later.
 
         Raises:
             AssertionError: one has failed.

@@ -31,7 +31,7 @@ HOSTS: Mapping[str, str] = {
 PORT, METRICS = 50051, 9100
 # What a verifier may owe an answer, and what a sequence or a request may be without one, in seconds.
 SILENCE_S, PATIENCE_S = 3.0, 30.0
-# Connections are made anew this often: whoever then shows what no longer holds gets none.
+# Connections are made anew this often, with the certificates of then.
 CONNECTION_AGE_S = 1.0
 FLAGS = f"--max-connection-age {CONNECTION_AGE_S}"
 
@@ -161,7 +161,7 @@ class Cluster:
         return int(sum(each[(("reason", reason),)] for each in found))
 
     def settle(self) -> None:
-        """Both draft services know both verifiers to be well; where that takes a text, they are asked for one."""
+        """Return when both draft services count both verifiers as healthy; a text may be what tells them."""
 
         def settled() -> bool:
             if all(self._well(draft) == len(VERIFIERS) for draft in DRAFTS):
@@ -192,7 +192,7 @@ class Cluster:
         write(self._folder / host / "ca.crt", b"".join(each.pem.read_bytes() for each in authorities))
 
     def certify(self, host: str, authority: Authority) -> Certificate:
-        """Gives a host a certificate in the place of the one that it had."""
+        """Replace the certificate of a host."""
         made = authority.issue(HOSTS[host])
         write(self._folder / host / "tls.key", made.key.read_bytes())
         write(self._folder / host / "tls.crt", made.cert.read_bytes())

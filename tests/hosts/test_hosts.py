@@ -26,17 +26,17 @@ SLOWLY_S = 0.8
 STREAMS = 10
 
 # For texts that come and go all the while.
-SHORT, ASKERS = 8, 3
+SHORT, WORKERS = 8, 3
 BRISKLY_S = 0.1
 
 
 def _requests(count: int, length: int) -> list[Request]:
     """Of seeds, and at temperature 0 in turn."""
     lines = (MODELS / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    laws: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.0, "rule": "coupled"}]
+    sampling: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.0, "rule": "coupled"}]
     how = {"max_new_tokens": length, "gamma": GAMMA, "ignore_eos": True}
     return [
-        Request(json.loads(lines[number])["text"], {**how, **laws[number % 2], "seed": number})
+        Request(json.loads(lines[number])["text"], {**how, **sampling[number % 2], "seed": number})
         for number in range(count)
     ]
 
@@ -118,7 +118,7 @@ def _kill_draft(cluster: Cluster, host: str) -> None:
         pytest.param(_kill, {"died"}, id="a verifier is killed"),
         pytest.param(_kill_draft, set(), id="a draft is killed"),
         pytest.param(_freeze, {"silent"}, id="a verifier freezes"),
-        # Where nobody minds silence the kernel gives the connection up, some seconds later.
+        # Without a time-out for silence, the kernel gives the connection up some seconds later.
         pytest.param(_cut, {"silent", "died"}, id="a verifier loses its link"),
     ],
 )
@@ -143,7 +143,7 @@ def test_every_text_goes_on_where_a_host_fails(
 @pytest.fixture(scope="module")
 def short(all_of_them: Cluster) -> tuple[list[Request], list[Any]]:
     """Requests of short texts, and what they get where nothing happens."""
-    requests = _requests(2 * ASKERS, SHORT)
+    requests = _requests(2 * WORKERS, SHORT)
     return requests, _known(_write(all_of_them, requests))
 
 
@@ -161,7 +161,7 @@ def test_certificates_and_their_authority_are_replaced(
     old, new = cluster.authority, Authority(cluster.authority.pem.parent / "new", "new")
     former = {name: old.issue(name) for name in ("clients", "drafts")}
     anew = 1.5 * CONNECTION_AGE_S
-    with cluster.slowly(BRISKLY_S), Load(cluster.client, requests, ASKERS) as load:
+    with cluster.slowly(BRISKLY_S), Load(cluster.client, requests, WORKERS) as load:
         load.goes_on()
         for host in HOSTS:
             cluster.trust(host, old, new)
@@ -176,7 +176,7 @@ def test_certificates_and_their_authority_are_replaced(
         assert cluster.client.shown_at(cluster.at(host)) == made[host].cert.read_text(), host
     for host, name in ((VERIFIERS[0], "drafts"), (DRAFTS[0], "clients")):
         tls = {**cluster.tls(CLIENT, HOSTS[host]), "cert": str(former[name].cert), "key": str(former[name].key)}
-        said = cluster.client.knock(cluster.at(host), tls, verifier=host in VERIFIERS)
+        said = cluster.client.get_model_status(cluster.at(host), tls, verifier=host in VERIFIERS)
         assert said.startswith("UNAVAILABLE"), f"what the old authority vouched for: {said}"
 
 
@@ -186,7 +186,7 @@ def test_services_are_restarted_one_after_the_other(cluster: Cluster, short: tup
     requests, known = short
     cluster.settle()
     lost = cluster.switches("died")
-    with cluster.slowly(BRISKLY_S), Load(cluster.client, requests, ASKERS) as load:
+    with cluster.slowly(BRISKLY_S), Load(cluster.client, requests, WORKERS) as load:
 
         def restart(host: str) -> None:
             cluster.signal(host, signal.SIGTERM)
@@ -208,9 +208,9 @@ def test_services_are_restarted_one_after_the_other(cluster: Cluster, short: tup
 def test_only_drafts_reach_verifiers_and_only_clients_reach_drafts(cluster: Cluster) -> None:
     shown = {host: cluster.tls(host, "") for host in (VERIFIERS[0], DRAFTS[0], CLIENT)}
     answers = {
-        (who, to): cluster.client.knock(cluster.at(to), {**tls, "name": HOSTS[to]}, verifier=to in VERIFIERS).split(
-            ":"
-        )[0]
+        (who, to): cluster.client.get_model_status(
+            cluster.at(to), {**tls, "name": HOSTS[to]}, verifier=to in VERIFIERS
+        ).split(":")[0]
         for who, tls in shown.items()
         for to in (VERIFIERS[1], DRAFTS[1])
     }

@@ -86,8 +86,8 @@ async def write_alone(client: AsyncClient) -> Alone:
     alone: Alone = {}
     for prompt, seed in product(PROMPTS, (None, *SEEDS)):
         options = Options(drafter="none", gamma=0, max_new_tokens=LONGEST, ignore_eos=True)
-        law = Options(temperature=0.0) if seed is None else Options(temperature=1.0, rule="coupled", seed=seed)
-        done = await client.complete(prompt, **(options | law))
+        sampling = Options(temperature=0.0) if seed is None else Options(temperature=1.0, rule="coupled", seed=seed)
+        done = await client.complete(prompt, **(options | sampling))
         alone[prompt, seed] = done.token_ids
     assert all(len(ids) == LONGEST for ids in alone.values())
     assert len(set(alone.values())) > len(alone) / 2, "prompts and seeds make a difference"
@@ -103,9 +103,9 @@ class Tally:
     circumstances: Callable[[], str] = str
 
 
-async def load(client: AsyncClient, asked: Iterable[ShortText], tally: Tally) -> Tally:
+async def load(client: AsyncClient, requests: Iterable[ShortText], tally: Tally) -> Tally:
     """Write them, `AT_ONCE` at the most, and count in `tally` what came of them."""
-    left = iter(asked)
+    left = iter(requests)
 
     async def write(text: ShortText) -> None:
         try:
@@ -138,29 +138,22 @@ class TinyPair:
     verifier: Service
     draft: Service
 
-    @property
-    def services(self) -> tuple[Service, Service]:
-        """Return both."""
-        return self.verifier, self.draft
-
     def errors(self) -> Counter[str]:
         """Return how often each component failed, at both services together."""
         counts = Counter[str]()
-        for service in self.services:
+        for service in (self.verifier, self.draft):
             for labels, count in service.samples().get(ERRORS, {}).items():
                 counts[dict(labels)["component"]] += int(count)
         return counts
 
-    def check_at_rest(self) -> None:
-        """Wait until neither service holds anything."""
-        for service in self.services:
-            wait_until(lambda service=service: not held(service), 30.0, f"{service.name} is at rest")  # type: ignore[misc]
+    def wait_idle(self) -> None:
+        for service in (self.verifier, self.draft):
+            wait_idle(service)
 
 
-def held(service: Service) -> dict[str, float]:
-    """Return what a service holds that is idle."""
-    samples = service.samples()
-    return {name: value for name in HELD for value in samples.get(name, {}).values() if value}
+def wait_idle(service: Service) -> None:
+    """Wait until a service holds nothing."""
+    wait_until(lambda: not any(map(service.count, HELD)), 60.0, f"{service.name} is idle")
 
 
 @contextmanager

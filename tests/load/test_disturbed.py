@@ -26,7 +26,7 @@ import pytest
 from outrider.client import AsyncClient
 from tests.cluster import Cluster, Service, wait_healthy, wait_until
 from tests.exactness import pairs
-from tests.load.short_texts import DRAFT_FLAGS, Alone, Tally, held, load, texts, write_alone
+from tests.load.short_texts import DRAFT_FLAGS, Alone, Tally, load, texts, wait_idle, write_alone
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * 3600)]
 
@@ -58,7 +58,7 @@ class Disturber:
     _chance: random.Random = field(default_factory=lambda: random.Random(SEED))
 
     @property
-    def slots(self) -> list[Service]:
+    def services(self) -> list[Service]:
         """Return all services."""
         return [*self.verifiers, *self.drafts]
 
@@ -87,37 +87,37 @@ class Disturber:
         }
         try:
             while not self._over.is_set():
-                turns = list(product(acts, self.slots))
+                turns = list(product(acts, self.services))
                 self._chance.shuffle(turns)
-                for name, slot in turns:
+                for name, service in turns:
                     if self._over.is_set():
                         return
-                    self.last = f"{name} {slot.name} {slot.address}"
-                    acts[name](slot)
+                    self.last = f"{name} {service.name} {service.address}"
+                    acts[name](service)
                     self.counts[name] += 1
                     self._wait_all_back()
                     self._over.wait(self._chance.uniform(*PAUSE_S))
         except BaseException as error:
             self.error = error
 
-    def _kill(self, slot: Service) -> None:
-        slot.kill()
+    def _kill(self, service: Service) -> None:
+        service.kill()
         self._over.wait(self._chance.uniform(*PAUSE_S))
-        slot.start_again()
+        service.start_again()
 
-    def _freeze(self, slot: Service) -> None:
-        slot.send(signal.SIGSTOP)
-        self._over.wait(self._chance.uniform(*FROZEN_S[slot.name]))
-        slot.send(signal.SIGCONT)
+    def _freeze(self, service: Service) -> None:
+        service.send(signal.SIGSTOP)
+        self._over.wait(self._chance.uniform(*FROZEN_S[service.name]))
+        service.send(signal.SIGCONT)
 
-    def _restart(self, slot: Service) -> None:
-        assert slot.stop() == 0, slot.lines[-20:]
-        slot.start_again()
+    def _restart(self, service: Service) -> None:
+        assert service.stop() == 0, service.lines[-20:]
+        service.start_again()
 
     def _wait_all_back(self) -> None:
-        for slot in self.slots:
-            slot.check()
-            slot.wait_healthy()
+        for service in self.services:
+            service.check()
+            service.wait_healthy()
         for draft in self.drafts:
             wait_until(lambda draft=draft: _sees_all(draft, len(self.verifiers)), 110.0, self.last)  # type: ignore[misc]
 
@@ -143,7 +143,7 @@ def test_no_short_text_fails_while_services_are_killed_frozen_and_restarted(
 ) -> None:
     tally, began = Tally(circumstances=lambda: f"({disturber.last})"), time.monotonic()
 
-    def told(what: str) -> None:
+    def report(what: str) -> None:
         with capsys.disabled():
             done = f"{tally.whole:,} of {COUNT:,} texts whole, {tally.failures.total()} failed"
             print(f"\n{what}: {done}; {dict(disturber.counts)}; {time.monotonic() - began:.0f} s", end="", flush=True)
@@ -151,11 +151,11 @@ def test_no_short_text_fails_while_services_are_killed_frozen_and_restarted(
     async def progress() -> None:
         while True:
             await asyncio.sleep(PROGRESS_S)
-            told(disturber.last)
+            report(disturber.last)
 
     async def write() -> None:
         async with AsyncClient(
-            [slot.address for slot in disturber.drafts], silence=SILENCE_S["draft_service"]
+            [service.address for service in disturber.drafts], silence=SILENCE_S["draft_service"]
         ) as client:
             alone: Alone = await write_alone(client)
             shown = asyncio.create_task(progress())
@@ -164,11 +164,11 @@ def test_no_short_text_fails_while_services_are_killed_frozen_and_restarted(
             shown.cancel()
 
     asyncio.run(write())
-    told("done")
+    report("done")
     for failure, count in tally.failures.most_common(20):
         with capsys.disabled():
             print(f"\n  {count} x {failure}", end="")
     assert not tally.failures
     assert tally.whole == COUNT
-    for slot in disturber.slots:
-        wait_until(lambda slot=slot: not held(slot), 60.0, f"{slot.name} is at rest")  # type: ignore[misc]
+    for service in disturber.services:
+        wait_idle(service)

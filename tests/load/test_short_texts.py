@@ -27,5 +27,5 @@ def test_no_short_text_fails_whatever_drafts_and_judges_it(pair: TinyPair) -> No
     tally = asyncio.run(write())
     assert not tally.failures, tally.failures.most_common(10)
     assert tally.whole == COUNT
-    pair.check_at_rest()
+    pair.wait_idle()
     assert not +pair.errors()

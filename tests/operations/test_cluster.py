@@ -1,4 +1,4 @@
-"""A cluster of services at work: its traces, its logs, its names; then one after the other goes, and nobody notices."""
+"""A cluster at work: traces, logs and metrics; then one service after the other ends, and no client notices."""
 
 import secrets
 import signal
@@ -99,14 +99,14 @@ def test_one_trace_a_request_with_the_rounds_of_both_services(watched: Watched) 
     assert generate.attributes["outrider.tokens"] == end.usage.completion_tokens
     assert not generate.is_error
     assert not verify.is_error
-    asked, judged = named(spans, "round"), named(spans, "verdict")
-    for own, around in ((asked, generate), (judged, verify)):
+    rounds_sent, verdicts = named(spans, "round"), named(spans, "verdict")
+    for own, around in ((rounds_sent, generate), (verdicts, verify)):
         assert len(own) == rounds
         assert {(span.service, span.parent) for span in own} == {(around.service, around.span_id)}
         assert len({span.span_id for span in own}) == rounds
-    assert sum(span.attributes["outrider.accepted"] for span in asked) == end.statistics.num_accepted_tokens
-    assert sum(span.attributes["outrider.drafted"] for span in asked) == end.statistics.num_draft_tokens
-    for sent, answered in zip(asked, judged, strict=True):
+    assert sum(span.attributes["outrider.accepted"] for span in rounds_sent) == end.statistics.num_accepted_tokens
+    assert sum(span.attributes["outrider.drafted"] for span in rounds_sent) == end.statistics.num_draft_tokens
+    for sent, answered in zip(rounds_sent, verdicts, strict=True):
         for key in ("round", "base_length", "accepted", "committed", "queue_seconds", "pass_seconds"):
             assert sent.attributes[f"outrider.{key}"] == answered.attributes[f"outrider.{key}"]
         assert generate.began <= sent.began <= sent.ended <= generate.ended
@@ -201,8 +201,8 @@ def test_the_metrics_of_requests_are_the_requests_own_figures(watched: Watched) 
     assert added["count draft"] == drafted.statistics.num_drafts > 0
     assert {added[f"count {phase}"] for phase in ("wire", "queue", "pass", "accept")} == {rounds}
     for phase, field in (("queue", "queue_us"), ("pass", "forward_us"), ("accept", "verify_us"), ("draft", "draft_us")):
-        told = sum(getattr(end.timings, field) for end in ends) / 1e6
-        assert added[f"sum {phase}"] == pytest.approx(told, abs=1e-5), phase
+        timing = sum(getattr(end.timings, field) for end in ends) / 1e6
+        assert added[f"sum {phase}"] == pytest.approx(timing, abs=1e-5), phase
     waited = sum(end.timings.verdict_us for end in ends) / 1e6
     assert sum(added[f"sum {phase}"] for phase in ("wire", "queue", "pass", "accept")) >= waited - 1e-5
     assert added["outrider_num_requests_waiting"] == before["outrider_num_requests_waiting"] == 0
@@ -225,7 +225,7 @@ def test_dashboard_and_alerts_ask_for_what_is_there(watched: Watched) -> None:
     assert len(expressions) > 50
     for title, expression in expressions:
         for each in metric_queries(expression):
-            assert each.name in shown, f"{title}: nobody shows {each.name}"
+            assert each.name in shown, f"{title}: no service shows {each.name}"
             labels = shown[each.name].labels
             assert each.labels - GIVEN <= labels.keys(), f"{title}: {each.name} has {sorted(labels)}"
             for label, value in each.values:
@@ -308,7 +308,7 @@ def sequences_at(watched: Watched, verifier: Service) -> float:
 
 
 def test_a_verifier_that_is_told_to_go_hands_its_sequences_over(watched: Watched, undisturbed: Sequence[str]) -> None:
-    """It stands still until it is told, so that its texts have not ended, however fast this machine is."""
+    """It stands still until it is timing, so that its texts have not ended, however fast this machine is."""
     leaving, staying = watched.verifiers
     with Client(watched.draft_addresses, timeout=120) as client, writing(client) as texts:
         leaving.process.send_signal(signal.SIGSTOP)

@@ -129,7 +129,7 @@ def told_to_go_while_stuck(service: Service, channel: grpc.Channel, hold: Path) 
     service.end()
     assert ended.wait(60)
     (error,) = errors
-    told = from_rpc_error(error)
-    assert (told.code, told.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+    ended_with = from_rpc_error(error)
+    assert (ended_with.code, ended_with.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
     assert service.process.wait(60) == 0
     assert hold.exists()

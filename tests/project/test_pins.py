@@ -46,17 +46,19 @@ def test_all_that_is_brought_along_is_pinned() -> None:
 
 def test_pins_agree_with_each_other() -> None:
     pins = _pins()
-    judged = 0
+    checked = 0
     for name in closure(requirements(*every_extra())) & pins.keys():
         if Version(metadata.version(name)).public != str(_version(pins[name])):
             continue  # what this one asks for is not what the pinned version asks for
-        judged += 1
+        checked += 1
         for requirement in brought_by(name):
-            asked = canonicalize_name(requirement.name)
-            assert asked not in pins or _version(pins[asked]) in requirement.specifier, (
-                f"{name} asks for {requirement}, not {pins[asked]}"
+            wanted = canonicalize_name(requirement.name)
+            assert wanted not in pins or _version(pins[wanted]) in requirement.specifier, (
+                f"{name} asks for {requirement}, not {pins[wanted]}"
             )
-    assert judged > 20, f"only {judged} of {len(pins)} packages here have the pinned version: `make test` installs them"
+    assert checked > 20, (
+        f"only {checked} of {len(pins)} packages here have the pinned version: `make test` installs them"
+    )
 
 
 def test_torch_goes_with_its_triton_on_linux_alone() -> None:
