@@ -30,8 +30,9 @@ GAMMA = Component("gamma_policy")
 
 # γ changes by at most so many tokens from one round to the next.
 STEP = 2
-# Drafting is given up, and taken up again, where that gives so much more text: times are never known better.
-MARGIN = 0.03
+# Drafting begins again where it gives so much more text than `Decode`, and ends where it gives less: times are never
+# known better. A sequence leaves the common γ for its own where that gives so much more.
+BEGIN_GAIN, OWN_GAIN = 1.06, 1.03
 # A sequence whose own drafts are this much worse than none writes by `Decode` though others draft.
 OWN_MARGIN = 1.2
 # A γ that gives so little less than the best one is kept: the outcome cache drafts ahead for the γ before.
@@ -55,7 +56,8 @@ PRIOR_CHANCE, PRIOR_WEIGHT = 0.8, 6.0
 REMEMBERED, REMEMBERED_OF_ONE, SHARED_WEIGHT = 512, 64, 24.0
 # The line of overhead begins with so many rounds, of which the fastest of each γ count: a service's first are slow.
 FIRST_ROUNDS = 16
-# A round is measured where the sequences in its step have this share of its own tokens, on average.
+# A cycle is measured where the others in the step have this share of its own tokens on average, and for `Decode` where
+# this share of all took part.
 ALIKE = 0.8
 # Share of a running mean that the last round is, or the last cycle of all, and the largest ratio that one may show.
 RECENT, RECENT_CYCLE, LARGEST_RATIO = 1 / 32, 1 / 16, 2.0
@@ -84,7 +86,8 @@ class JudgedRound:
         at_verifier: queue, forward and verification.
         step: what a step of the verifier costs; None where it does not tell.
         active: sequences that share its steps.
-        width: tokens of each sequence in the step that judged it, on average.
+        tokens: in the step that judged it, of all its sequences.
+        sequences: in that step.
     """
 
     gamma: int
@@ -96,7 +99,8 @@ class JudgedRound:
     at_verifier: float = 0.0
     step: CostLine | None = None
     active: int = 1
-    width: float = 1.0
+    tokens: int = 1
+    sequences: int = 1
 
 
 class Policy(ABC):
@@ -233,11 +237,14 @@ class CostModel:
         self._step = round_.step or CostLine(round_.at_verifier, 0.0)
         if round_.drafted and round_.overhead is not None and math.isfinite(round_.overhead):
             self._add_overhead(round_.drafted, max(round_.overhead, 1e-9))
-        is_alike = round_.width > ALIKE * (round_.drafted + 1) if round_.drafted else round_.width == 1
-        is_typical = is_alike and not is_probe and (not round_.drafted or round_.overhead is not None)
+        width = round_.tokens / round_.sequences
+        if round_.drafted:
+            is_typical = not is_probe and round_.overhead is not None and width > ALIKE * (round_.drafted + 1)
+        else:
+            is_typical = width == 1 and round_.sequences > ALIKE * self.active
         measured = round_.at_verifier + (round_.overhead or 0.0)
         if self.known and is_typical and math.isfinite(measured):
-            ratio = measured / self._formula(round_.drafted, round_.width)
+            ratio = measured / self._formula(round_.drafted, width)
             ratio = min(max(ratio, 1 / LARGEST_RATIO), LARGEST_RATIO)
             share = RECENT_CYCLE / self.active  # of one cycle of all
             self._ratio[round_.drafted > 0] += share * (ratio - self._ratio[round_.drafted > 0])
@@ -323,11 +330,11 @@ class AcceptanceStatistics:
         return self.gamma if self.pays else 0
 
     def _note(self, gain: float, active: int) -> None:
-        if self.pays and gain < 1 / (1 + MARGIN):
+        if self.pays and gain < 1:
             self.pays, self.decoded = False, 0
             is_soon = self.rounds - self._paid_since < FIRM_ROUNDS * active
             self.pause = min(2 * self.pause, LONGEST_PAUSE) if is_soon else FIRST_PAUSE
-        elif not self.pays and gain > 1 + MARGIN:
+        elif not self.pays and gain > BEGIN_GAIN:
             self.pays, self._paid_since = True, self.rounds
 
     def take_probe(self, costs: CostModel) -> bool:
@@ -409,7 +416,7 @@ class Adaptive(Policy):
         best = max(range(1, self._ceiling + 1), key=rates.__getitem__)
         if rates[0] > OWN_MARGIN * rates[best] and self._statistics.rounds >= FIRM_ROUNDS * self._costs.active:
             return 0
-        return best if rates[best] > (1 + MARGIN) * rates[gamma] else gamma
+        return best if rates[best] > OWN_GAIN * rates[gamma] else gamma
 
 
 class GammaController:
@@ -529,7 +536,8 @@ class SequenceGamma:
                 at_verifier=at_verifier,
                 step=_step_cost(load),
                 active=load.active,
-                width=max(1, timings.pass_tokens) / max(1, timings.pass_sequences),
+                tokens=max(1, timings.pass_tokens),
+                sequences=max(1, timings.pass_sequences),
             )
         )
         self._histogram.observe(self.gamma)

@@ -131,10 +131,10 @@ class ClosedLoop:
         seconds = self._step_cost.seconds(width) * self._random.uniform(1 - NOISE, 1 + NOISE)
         self._cost.add(width, seconds)
         self._now = self._step_ended = began + seconds
-        mean = width / len(self._ready)
-        return sum(self._judge(stream, mean) for stream in list(self._ready))
+        sequences = len(self._ready)
+        return sum(self._judge(stream, width, sequences) for stream in list(self._ready))
 
-    def _judge(self, stream: Stream, width: float) -> int:
+    def _judge(self, stream: Stream, tokens: int, sequences: int) -> int:
         accepted = 0
         while accepted < stream.drafted and self._random.random() < stream.draft.alpha:
             accepted += 1
@@ -150,7 +150,8 @@ class ClosedLoop:
                 at_verifier=self._now - owed_since,
                 step=self._cost.line,
                 active=len(self.streams),
-                width=width,
+                tokens=tokens,
+                sequences=sequences,
             )
         )
         stream.judged = self._ready[stream] = self._now

@@ -280,7 +280,8 @@ rounds = st.builds(
     at_verifier=numbers,
     step=st.none() | st.builds(CostLine, numbers, numbers),
     active=st.integers(0, 1 << 20),
-    width=numbers,
+    tokens=st.integers(1, 1 << 20),
+    sequences=st.integers(1, 1 << 10),
 )
 
 
@@ -417,7 +418,7 @@ def test_a_round_is_observed_with_the_times_that_are_its_own(monkeypatch: pytest
     assert found[1].at_verifier == pytest.approx(0.01)
     assert found[1].step is not None
     assert (found[1].step.fixed, found[1].step.per_token) == pytest.approx((0.002, 50e-6))
-    assert (found[1].active, found[1].width) == (3, 3.0)
+    assert (found[1].active, found[1].tokens, found[1].sequences) == (3, 9, 3)
     assert list(found[1].beta) == ([0.5] * 3 if has_beta else [])
 
 
@@ -433,7 +434,7 @@ def learn(controller: GammaController, asked: Generation) -> None:
     policy = controller._policy(asked)
     for _ in range(max(60, 2 * FIRM_ROUNDS)):
         policy.next(16)
-        policy.observe(JudgedRound(5, 5, 1, 0, (), 0.025, 0.012, CostLine(0.01, 0.0003), 1, 6.0))
+        policy.observe(JudgedRound(5, 5, 1, 0, (), 0.025, 0.012, CostLine(0.01, 0.0003), 1, 6))
 
 
 def first(controller: GammaController, asked: Generation) -> int:

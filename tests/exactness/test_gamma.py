@@ -44,7 +44,8 @@ Drop = Callable[["Text", list[int]], list[int]]
 def _restless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of a few rounds, no margin, and a probe after each token of the target's own."""
     for name, value in {
-        "MARGIN": 0.0,
+        "BEGIN_GAIN": 1.0,
+        "OWN_GAIN": 1.0,
         "SAME": 0.0,
         "OWN_MARGIN": 1.0,
         "FIRM_ROUNDS": 1,
@@ -125,7 +126,7 @@ class Chain:
                 overhead=gamma * DRAFT_STEP,
                 at_verifier=STEP_COST.fixed,
                 step=STEP_COST,
-                width=gamma + 1,
+                tokens=gamma + 1,
             )
         )
 

@@ -91,8 +91,8 @@ def restless_lengths() -> None:
     from draft_service import speculation
 
     for name, value in {
-        "MARGIN": 0.0, "SAME": 0.0, "OWN_MARGIN": 1.0, "FIRM_ROUNDS": 1, "KNOWN_ROUNDS": 1, "FIRST_PAUSE": 1,
-        "LONGEST_PAUSE": 2, "PROBE_ROUNDS": 1, "REMEMBERED_OF_ONE": 3, "SHARED_WEIGHT": 0.5,
+        "BEGIN_GAIN": 1.0, "OWN_GAIN": 1.0, "SAME": 0.0, "OWN_MARGIN": 1.0, "FIRM_ROUNDS": 1, "KNOWN_ROUNDS": 1,
+        "FIRST_PAUSE": 1, "LONGEST_PAUSE": 2, "PROBE_ROUNDS": 1, "REMEMBERED_OF_ONE": 3, "SHARED_WEIGHT": 0.5,
     }.items():  # fmt: skip
         setattr(speculation, name, value)
     costs = speculation.__dict__["CostModel"]
