@@ -7,7 +7,6 @@ from typing import Any
 import grpc
 import structlog
 
-from draft_service.drafter_choice import supports_rule_by_logits
 from draft_service.drafters.base import Drafter, DraftError, Kind
 from draft_service.drafters.build import cheap_drafters, check_settings, guarded, loads_model, model_drafters
 from draft_service.drafters.engine import DraftEngine
@@ -15,9 +14,9 @@ from draft_service.drafters.guard import PROBE, PROBE_GAMMA
 from draft_service.drafters.staged import Staging
 from draft_service.failover import FailoverBudget, FailureKind, Verifiers
 from draft_service.metrics import FailoverMetrics, show_drafters, show_held, show_outcome_cache, show_verifiers
-from draft_service.pair import Pair
 from draft_service.replicas import Replicas
-from draft_service.service import SERVICE_NAME, DraftService
+from draft_service.request import supports_rule_by_logits
+from draft_service.service import SERVICE_NAME, DraftService, Pair
 from draft_service.settings import DraftSettings
 from draft_service.speculation import GammaController
 from kernels.sparse import SparseConfig

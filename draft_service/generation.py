@@ -7,13 +7,12 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from draft_service.drafters.base import Draft, Drafter, DraftError, Drafting, DraftSequence
-from draft_service.emission import Emitter
 from draft_service.failover import FailoverStream, Verifiers
+from draft_service.metrics import SampleWatch
+from draft_service.output import Emitter
 from draft_service.request import Generation
-from draft_service.sample_watch import SampleWatch
-from draft_service.sequence import Sequence
+from draft_service.sequence import STATISTICS, Sequence
 from draft_service.speculation import SequenceGamma
-from draft_service.statistics import STATISTICS
 from outrider.service.wire import encode_distribution
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 

@@ -1,11 +1,9 @@
-"""What the draft service shows of itself: its sequences, KV cache, drafters and outcome cache, and its verifiers.
+"""What the draft service shows of itself: requests, rounds, drafters, verifiers, and what it holds."""
 
-Most values come from the limit, the pool, the drafters and the counts when the metrics are read.
-"""
-
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -18,6 +16,168 @@ from draft_service.replicas import Replicas, State
 from outrider.runtime.kv_cache import KVPool
 from outrider.service.best_effort import Component
 from outrider.service.metrics import Metrics
+from outrider.service.tracing import CallTrace
+from protos.outrider.v1 import speculation_pb2
+
+REQUEST_METRICS = Component("request_metrics")
+REQUEST_LOG = Component("request_log")
+
+# From what a drafter that copies takes to what a long prompt does, each about twice the one before.
+_SHORT = (50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_FIRST_TOKEN = (1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+_WHOLE = (10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0)
+
+PHASES = ("draft", "wire", "queue", "pass", "accept")
+"""Of a round: drafting its proposal; the way to the verifier and back, with all that waits on it; waiting there for the
+pass; the pass; acceptance and sampling. The last three are those of `VerdictTimings`."""
+
+
+class RequestMetrics:
+    """Fed from the event loop alone."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"outrider_{name}", text, labels, registry=metrics.registry)
+
+        def seconds(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(f"outrider_{name}_seconds", text, labels, registry=metrics.registry, buckets=buckets)
+
+        self._requests = counter("requests", "Calls of Generate that have ended, by their status.", "status")
+        for status in ("OK", "CANCELLED"):
+            self._requests.labels(status)
+        self._prompt = counter("prompt_tokens", "Tokens of their prompts, each counted once, whatever the samples.")
+        self._generated = counter("generation_tokens", "Tokens that went out to clients.")
+        self._first = seconds(
+            "time_to_first_token", "From a request's arrival to a sample's first token.", _FIRST_TOKEN
+        )
+        self._between = seconds(
+            "inter_token_latency",
+            "From one token of a sample to the next; where several leave together, each has its share of the time.",
+            _SHORT,
+        )
+        self._whole = seconds(
+            "e2e_request_latency", "From a request's arrival to its end, where that was well.", _WHOLE
+        )
+        self._queued = seconds(
+            "request_queue", "From a call's arrival in the queue of this service to its turn.", _FIRST_TOKEN
+        )
+        rounds = seconds(
+            "round", "Where the time of a round went; `draft` is of those alone that had a proposal.", _SHORT, "phase"
+        )
+        self._phases = [rounds.labels(phase) for phase in PHASES]
+        self._waiting = Gauge(
+            "outrider_num_requests_waiting",
+            "Samples in progress that have had no verdict yet: they wait for a verifier, its queue, or their prompt.",
+            registry=metrics.registry,
+        )
+
+    def queued(self, seconds: float) -> None:
+        """A call has left the queue after so long."""
+        self._queued.observe(seconds)
+
+    def ended(self, status: str, seconds: float, *, prompt: int, generated: int) -> None:
+        """A request has ended with this status, `seconds` after it came."""
+        self._requests.labels(status).inc()
+        self._prompt.inc(prompt)
+        self._generated.inc(generated)
+        if status == "OK":
+            self._whole.observe(seconds)
+
+    def first_token(self, seconds: float) -> None:
+        """A sample's first token leaves, so long after its request came."""
+        self._first.observe(seconds)
+
+    def next_tokens(self, seconds: float, count: int) -> None:
+        """So many more leave together, so long after those before."""
+        share = seconds / max(1, count)
+        for _ in range(count):
+            self._between.observe(share)
+
+    def waits(self, change: int) -> None:
+        """One more sample waits for its first verdict, or one less."""
+        self._waiting.inc(change)
+
+    def judged(self, draft: float | None, *others: float) -> None:
+        """A round took so many seconds in each of `PHASES`; the target wrote alone where `draft` is None."""
+        if draft is not None:
+            self._phases[0].observe(draft)
+        for phase, seconds in zip(self._phases[1:], others, strict=True):
+            phase.observe(seconds)
+
+
+class SampleWatch:
+    """Of one sample; none of its methods raises. Used on the event loop alone."""
+
+    def __init__(self, metrics: RequestMetrics, trace: CallTrace, index: int) -> None:
+        """`index` is which sample of its request it is."""
+        self._metrics = metrics
+        self._trace = trace
+        self._index = index
+        self._waits = False
+
+    @REQUEST_METRICS.quiet
+    def begins(self) -> None:
+        """It waits for its first verdict from now on."""
+        self._waits = True
+        self._metrics.waits(1)
+
+    @REQUEST_METRICS.quiet
+    def ends(self) -> None:
+        """It is over, or has its first verdict."""
+        if self._waits:
+            self._waits = False
+            self._metrics.waits(-1)
+
+    @REQUEST_METRICS.quiet
+    def first_token(self, seconds: float) -> None:
+        """Its first token leaves, so long after the request came."""
+        self._metrics.first_token(seconds)
+
+    @REQUEST_METRICS.quiet
+    def next_tokens(self, seconds: float, count: int) -> None:
+        """So many more leave together, so long after those before."""
+        self._metrics.next_tokens(seconds, count)
+
+    @REQUEST_METRICS.quiet
+    def judged(
+        self, verdict: speculation_pb2.Verdict, *, asked: int, drafted: int, draft: float | None, waited: float
+    ) -> None:
+        """A verdict is there.
+
+        Args:
+            verdict: what it says.
+            asked: γ, as it was chosen; 0 where the target wrote alone.
+            drafted: tokens that were proposed.
+            draft: seconds that drafting them took; None where nothing was drafted.
+            waited: seconds from the proposal to the verdict, less those without a verifier.
+        """
+        self.ends()
+        timings = verdict.timings
+        queue, forward, accept = timings.queue_us / 1e6, timings.forward_us / 1e6, timings.verify_us / 1e6
+        wire = max(0.0, waited - queue - forward - accept)
+        self._metrics.judged(draft, wire, queue, forward, accept)
+        if self._trace.is_recorded:
+            now = time.perf_counter()
+            self._trace.span(
+                "round",
+                now - waited - (draft or 0.0),
+                now,
+                {
+                    "outrider.sample": self._index,
+                    "outrider.round": verdict.round,
+                    "outrider.base_length": verdict.base_length,
+                    "outrider.gamma": asked,
+                    "outrider.drafted": drafted,
+                    "outrider.accepted": verdict.accepted,
+                    "outrider.committed": len(verdict.token_ids),
+                    "outrider.draft_seconds": draft or 0.0,
+                    "outrider.wire_seconds": wire,
+                    "outrider.queue_seconds": queue,
+                    "outrider.pass_seconds": forward,
+                    "outrider.accept_seconds": accept,
+                },
+            )
+
 
 FAILOVER_METRICS = Component("failover_metrics")
 

@@ -1,15 +1,23 @@
-"""What a request asks to hide from who watches the wire, as checked numbers: sizes of messages, and their pace.
+"""What a request hides from observers of the wire: sizes of messages, and their pace.
 
 The leak: the tokens that a round commits show in the sizes and the times of packets (Wei et al., 2411.01076).
 """
 
+import asyncio
+from collections import defaultdict, deque
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kernels.verify import Rule
 from outrider.rpc.errors import invalid_field
 from outrider.service.sampling import Sampling
-from outrider.service.wire import HASH_BYTES, bytes_with_logits, largest
+from outrider.service.wire import HASH_BYTES, bytes_with_logits, can_pad, largest, pad
 from protos.outrider.v1 import draft_service_pb2, model_pb2, verifier_service_pb2
+from protos.outrider.v1.draft_service_pb2 import GenerateChunk, GenerateResponse
+
+if TYPE_CHECKING:
+    from draft_service.output import Responses
 
 MAX_FRAME_BYTES = 65_536
 MIN_PACE_S, MAX_PACE_S = 0.001, 10.0
@@ -146,3 +154,153 @@ def round_sizes(
     }
     response = largest(verifier_service_pb2.VerifyResponse.DESCRIPTOR, counts=counts, most=16)
     return RoundSizes(request + _SLACK, max(response + _SLACK, 256))
+
+
+# A token's chunk takes up to so many times the bytes that it adds to one it joins.
+_FULL = 4
+
+
+async def framed(
+    responses: "Responses", emission: Emission, *, held: int = 0
+) -> AsyncGenerator[GenerateResponse, None]:
+    """The responses as `emission` has them, from `started` on.
+
+    Chunks must come with one token each, or with the text of one. Before them `held` tokens were told without text.
+
+    Raises:
+        BaseException: what `responses` raise, after what came before it.
+    """
+    frames = Frames(emission.frame_bytes, token_bytes=emission.token_bytes, held=held)
+    stream = aiter(responses)
+    if emission.pace is None:
+        async for response in stream:
+            frames.put(response)
+            while (more := responses.take_now()) is not None:  # what a round brings comes all at once
+                frames.put(more)
+            while not frames.are_empty:
+                yield frames.take()
+        return
+    async for response in stream:
+        frames.put(response)
+        yield frames.take()
+        if response.HasField("started"):
+            break
+    loop = asyncio.get_running_loop()
+    due = loop.time()
+    while True:
+        # A tick that passed while the client did not read is left out: frames never make up for lost time.
+        due += emission.pace * max(1, -(-(loop.time() - due) // emission.pace))
+        await asyncio.sleep(due - loop.time())
+        while not frames.are_full and (late := responses.take_now()) is not None:
+            if late.WhichOneof("event") is not None:  # that the service is alive the frames tell
+                frames.put(late)
+        if frames.are_empty and responses.are_over:
+            async for _ in stream:  # raises the error, if that is how it ends
+                pass
+            return
+        yield frames.take()
+
+
+class Frames:
+    """What is to be said and has not been, on its way into frames of `size` bytes; 0 is any size.
+
+    A token joins others where the largest would: whether it was read before a death must not depend on what it is.
+    """
+
+    def __init__(self, size: int, *, token_bytes: int, held: int = 0) -> None:
+        """`token_bytes` is the size of the largest chunk of a token without text; `held` tokens were told without text
+        before.
+        """
+        self._size = size
+        self._token_bytes = token_bytes
+        self._held: defaultdict[int, int] = defaultdict(lambda: held)  # by sample, as of the last frame
+        self._waiting: deque[GenerateResponse] = deque()
+        self._bytes = 0
+
+    @property
+    def are_empty(self) -> bool:
+        """Whether nothing waits."""
+        return not self._waiting
+
+    @property
+    def are_full(self) -> bool:
+        """Whether what waits fills the next frame for certain."""
+        return bool(self._size) and self._bytes >= _FULL * self._size
+
+    def put(self, response: GenerateResponse) -> None:
+        """Takes in a response; a chunk must hold one token, or text, a token's or a part of one's."""
+        self._waiting.append(response)
+        self._bytes += response.ByteSize()
+
+    def take(self) -> GenerateResponse:
+        """The next frame. Empty but for its padding where nothing waits."""
+        frame = GenerateResponse()
+        if self._waiting and self._waiting[0].WhichOneof("event") != "chunk":
+            frame = self._pop()
+        elif self._waiting:
+            self._fill(frame)
+            self._held[frame.chunk.index] = frame.chunk.held_tokens
+        if self._size:
+            pad(frame, self._size)
+        return frame
+
+    def _pop(self) -> GenerateResponse:
+        response = self._waiting.popleft()
+        self._bytes -= response.ByteSize()
+        return response
+
+    def _fill(self, frame: GenerateResponse) -> None:
+        """Joins chunks of one sample, as many as fit; of a text that comes first it goes as far as it fits."""
+        first = self._pop()
+        if not self._fits(first):
+            part, first = self._split(first)
+            self._waiting.appendleft(first)
+            self._bytes += first.ByteSize()
+            frame.CopyFrom(part)
+            return
+        frame.CopyFrom(first)
+        while self._waiting and self._may_join(frame, self._waiting[0]):
+            joined = GenerateResponse()
+            joined.CopyFrom(frame)
+            _join(joined.chunk, self._waiting[0].chunk)
+            if not self._fits(joined):
+                return
+            frame.CopyFrom(joined)
+            self._pop()
+
+    def _split(self, response: GenerateResponse) -> tuple[GenerateResponse, GenerateResponse]:
+        """As much of the text as fits, whose token is held still, and the rest."""
+        text, index = response.chunk.text, response.chunk.index
+        part = GenerateResponse(chunk=GenerateChunk(index=index, held_tokens=self._held[index]))
+        length = min(len(text) - 1, self._size)
+        part.chunk.text = text[:length]
+        while not self._fits(part):
+            length -= 1
+            part.chunk.text = text[:length]
+        rest = GenerateResponse()
+        rest.CopyFrom(response)
+        rest.chunk.text = text[length:]
+        return part, rest
+
+    def _may_join(self, frame: GenerateResponse, response: GenerateResponse) -> bool:
+        """Whether a response goes on where a frame ends.
+
+        A part of a token's text has a frame of its own, so that what is read with it is not read twice.
+        """
+        chunk, more = frame.chunk, response.chunk
+        if response.WhichOneof("event") != "chunk" or more.index != chunk.index:
+            return False
+        if more.token_ids:
+            return not self._size or frame.ByteSize() + self._token_bytes <= self._size
+        return more.held_tokens < chunk.held_tokens
+
+    def _fits(self, response: GenerateResponse) -> bool:
+        return not self._size or can_pad(response, self._size)
+
+
+def _join(chunk: GenerateChunk, more: GenerateChunk) -> None:
+    chunk.text += more.text
+    chunk.token_ids.extend(more.token_ids)
+    chunk.origins.extend(more.origins)
+    chunk.logprobs.extend(more.logprobs)
+    chunk.held_tokens = more.held_tokens

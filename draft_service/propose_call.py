@@ -2,16 +2,15 @@
 
 import asyncio
 import time
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 import structlog
 
 from draft_service.concurrency import Claim, ConcurrencyLimit
-from draft_service.drafter_choice import KIND_TO_WIRE, check_draft_temperature, check_drafter
 from draft_service.drafters.base import Draft, DraftError, Drafting, DraftSequence, Kind
-from draft_service.pair import Pair
-from draft_service.request_metrics import REQUEST_LOG
+from draft_service.metrics import REQUEST_LOG
+from draft_service.request import KIND_TO_WIRE, check_draft_temperature, check_drafter
 from draft_service.settings import DraftSettings
 from draft_service.validation import check_gamma, check_law, check_message_size, check_name, check_prompt_length
 from outrider.rpc.errors import RequestError, idle, internal, invalid_field, out_of_order, overloaded, write, wrong_base
@@ -19,6 +18,9 @@ from outrider.service.model_info import check_features
 from outrider.service.sampling import RULE_TO_WIRE, check_token_ids
 from outrider.service.wire import PrefixHash, encode_distribution
 from protos.outrider.v1 import draft_service_pb2, model_pb2, speculation_pb2
+
+if TYPE_CHECKING:
+    from draft_service.service import Pair
 
 _log = structlog.get_logger()
 
@@ -28,7 +30,7 @@ Context = grpc.aio.ServicerContext[draft_service_pb2.ProposeRequest, draft_servi
 class ProposeCall:
     """One call, from its first message to its end."""
 
-    def __init__(self, pair: Pair, limit: ConcurrencyLimit, settings: DraftSettings, context: Context) -> None:
+    def __init__(self, pair: "Pair", limit: ConcurrencyLimit, settings: DraftSettings, context: Context) -> None:
         self._pair = pair
         self._limit = limit
         self._limits = pair.draft.limits
@@ -213,7 +215,9 @@ class _Progress:
         )
 
 
-def check_open(message: draft_service_pb2.OpenDraft, pair: Pair, settings: DraftSettings) -> tuple[DraftSequence, Kind]:
+def check_open(
+    message: draft_service_pb2.OpenDraft, pair: "Pair", settings: DraftSettings
+) -> tuple[DraftSequence, Kind]:
     """Checks an opening; `settings` have the defaults. Returns what the drafter is told, and which it is.
 
     Raises:

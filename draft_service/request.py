@@ -1,12 +1,15 @@
-"""A request for text as plain, checked data: what its samples are written by."""
+"""A request as plain, checked data, and what it may choose: a drafter, a policy of γ."""
 
+import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from draft_service.drafters.base import Kind
+from draft_service.drafters.base import HAVE_LOGITS, Kind
 from draft_service.privacy import Emission, RoundSizes
 from draft_service.speculation import PolicyKind
-from outrider.service.sampling import Sampling
-from protos.outrider.v1 import sampling_pb2
+from outrider.rpc.errors import invalid_field
+from outrider.service.sampling import Sampling, check_temperature
+from protos.outrider.v1 import draft_service_pb2, sampling_pb2
 
 _MASK64 = 2**64 - 1
 
@@ -83,3 +86,98 @@ def derive_seed(seed: int, sample: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
     return z ^ (z >> 31)
+
+
+KIND_TO_WIRE = {
+    Kind.MODEL: draft_service_pb2.DRAFTER_MODEL,
+    Kind.NGRAM: draft_service_pb2.DRAFTER_NGRAM,
+    Kind.LOOKUP: draft_service_pb2.DRAFTER_LOOKUP,
+    Kind.RANDOM: draft_service_pb2.DRAFTER_RANDOM,
+    Kind.NONE: draft_service_pb2.DRAFTER_NONE,
+    Kind.STAGED: draft_service_pb2.DRAFTER_STAGED,
+}
+_DRAFTERS = {number: kind for kind, number in KIND_TO_WIRE.items()}
+
+
+def check_drafter(
+    field: str, asked: draft_service_pb2.Drafter, sampling: Sampling, *, offered: Collection[Kind], default: Kind
+) -> Kind:
+    """What drafts for a request; `default` where it does not say.
+
+    Raises:
+        RequestError: INVALID_ARGUMENT: this service does not have it, or the rule does not go with it.
+    """
+    kind = _DRAFTERS.get(asked) if asked else default
+    if kind is None or kind not in offered:
+        name = kind.value if kind else asked
+        names = ", ".join(sorted(offered))
+        raise invalid_field(field, f"{field} is {name}; this service offers {names}", given=name, offered=names)
+    _check_rule(kind, sampling)
+    return kind
+
+
+def _check_rule(kind: Kind, sampling: Sampling) -> None:
+    if sampling.needs_logits and kind not in HAVE_LOGITS:
+        raise invalid_field(
+            "sampling.rule",
+            f"sampling.rule is sigmoid, which asks for the logits of a draft model; the drafter {kind.value} has none",
+            given=sampling.rule.value,
+            drafter=kind.value,
+        )
+
+
+def check_draft_temperature(
+    field: str, asked: float | None, sampling: Sampling, *, default: float | None
+) -> float | None:
+    """The temperature that is drafted by; None is the target's. A default that the rule refuses is left out.
+
+    Raises:
+        RequestError: INVALID_ARGUMENT: it is outside its range, or 0 where the rule divides logits by it.
+    """
+    if asked is None:
+        return None if default == 0 and sampling.needs_logits else default
+    check_temperature(field, asked)
+    if asked == 0 and sampling.needs_logits:
+        raise invalid_field(field, f"{field} is 0; under the rule sigmoid it must be above 0", given=asked)
+    return asked
+
+
+def supports_rule_by_logits(offered: Collection[Kind]) -> bool:
+    """Whether some drafter that proposes anything goes with the rule `sigmoid`."""
+    return bool(HAVE_LOGITS.intersection(offered) - {Kind.NONE})
+
+
+POLICY_TO_WIRE = {
+    PolicyKind.FIXED: draft_service_pb2.SPECULATION_POLICY_FIXED,
+    PolicyKind.HEURISTIC: draft_service_pb2.SPECULATION_POLICY_HEURISTIC,
+    PolicyKind.ADAPTIVE: draft_service_pb2.SPECULATION_POLICY_ADAPTIVE,
+}
+_POLICIES = {number: kind for kind, number in POLICY_TO_WIRE.items()}
+
+
+def check_policy(field: str, asked: draft_service_pb2.SpeculationParams, *, default: PolicyKind) -> PolicyKind:
+    """What chooses the lengths: what is named; else `fixed` where γ is given, so that it holds; else the default.
+
+    Raises:
+        RequestError: INVALID_ARGUMENT: there is no such policy.
+    """
+    if not asked.policy:
+        return PolicyKind.FIXED if asked.HasField("gamma") else default
+    kind = _POLICIES.get(asked.policy)
+    if kind is None:
+        names = ", ".join(f"{name} ({number})" for number, name in _POLICIES.items())
+        raise invalid_field(field, f"{field} is {asked.policy}; there are {names}", given=asked.policy, offered=names)
+    return kind
+
+
+def check_max_entropy(field: str, asked: draft_service_pb2.SpeculationParams, *, default: float | None) -> float | None:
+    """The bound on a draft law's entropy in nats; None is no bound.
+
+    Raises:
+        RequestError: INVALID_ARGUMENT: it is negative, or no number.
+    """
+    if not asked.HasField("max_entropy"):
+        return default
+    if not asked.max_entropy >= 0:  # NaN neither
+        raise invalid_field(field, f"{field} is {asked.max_entropy:g}; at least 0 (nats)", given=asked.max_entropy)
+    return None if math.isinf(asked.max_entropy) else asked.max_entropy

@@ -1,18 +1,329 @@
-"""The gRPC face of the draft service."""
+"""The gRPC face of the draft service, and one call of Generate."""
 
-from typing import Any
+import asyncio
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
 
-from draft_service.concurrency import ConcurrencyLimit
-from draft_service.drafter_choice import KIND_TO_WIRE
-from draft_service.generate_call import GenerateCall
-from draft_service.pair import Pair
+import grpc
+import structlog
+
+from draft_service.concurrency import Claim, ConcurrencyLimit
+from draft_service.drafters.base import Drafter, Kind
+from draft_service.failover import Verifiers
+from draft_service.generation import Sample
+from draft_service.metrics import REQUEST_LOG, REQUEST_METRICS, RequestMetrics, SampleWatch
+from draft_service.output import Emitter, OutputText, Responses
+from draft_service.privacy import framed
 from draft_service.propose_call import ProposeCall
-from draft_service.request_metrics import RequestMetrics
+from draft_service.request import KIND_TO_WIRE, Generation
 from draft_service.settings import DraftSettings
-from outrider.rpc.errors import guarded, unavailable
+from draft_service.speculation import GammaController, PolicyKind
+from draft_service.validation import check_generate
+from outrider.rpc.auth import count_sequences
+from outrider.rpc.errors import RequestError, guarded, overloaded, unavailable, write
+from outrider.runtime.tokenizer import IncrementalDetokenizer, Tokenizer
+from outrider.service.best_effort import Component
 from outrider.service.metrics import Metrics
-from outrider.service.tracing import Tracing
-from protos.outrider.v1 import draft_service_pb2, draft_service_pb2_grpc
+from outrider.service.sampling import RULE_TO_WIRE
+from outrider.service.tracing import CallTrace, Tracing
+from protos.outrider.v1 import draft_service_pb2, draft_service_pb2_grpc, model_pb2, sampling_pb2, verifier_service_pb2
+from protos.outrider.v1.draft_service_pb2 import GenerateResponse
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A draft and the target it was matched with.
+
+    Attributes:
+        drafters: what requests may choose from.
+        default: what drafts where a request does not say.
+        gamma: how many tokens each proposal holds.
+    """
+
+    drafters: Mapping[Kind, Drafter]
+    default: Kind
+    gamma: GammaController
+    verifiers: Verifiers
+    tokenizer: Tokenizer
+    draft: model_pb2.ModelInfo
+    target: model_pb2.ModelInfo
+
+
+HEARTBEAT_SECONDS = 5.0
+"""The contract names it (`GenerateResponse`)."""
+
+HEARTBEAT = Component("heartbeat")
+
+
+class Heartbeat:
+    """Sends a response with nothing in it whenever no other was sent for so long. On the event loop."""
+
+    def __init__(self, responses: Responses, seconds: float = HEARTBEAT_SECONDS) -> None:
+        self._responses = responses
+        self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._sent = 0
+
+    def __enter__(self) -> Self:
+        self._wait()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _wait(self) -> None:
+        self._sent = self._responses.sent
+        self._timer = self._loop.call_later(self._seconds, self._beat)
+
+    def _beat(self) -> None:
+        HEARTBEAT.run(self._send, None)
+        self._wait()
+
+    def _send(self) -> None:
+        if self._responses.sent == self._sent and self._responses.are_read:
+            self._responses.send(GenerateResponse())
+
+
+_log = structlog.get_logger()
+
+Context = grpc.aio.ServicerContext[draft_service_pb2.GenerateRequest, draft_service_pb2.GenerateResponse]
+
+# A prompt of this many characters takes about a millisecond to tokenise; longer ones do it off the event loop, few at a
+# time: one of some megabytes takes seconds, and a hundred megabytes of memory.
+SHORT_PROMPT_CHARS = 4096
+_TOKENISING = ThreadPoolExecutor(2, thread_name_prefix="tokenise")
+
+
+class GenerateCall:
+    """One call, from its request to its end."""
+
+    def __init__(
+        self,
+        pair: Pair,
+        limit: ConcurrencyLimit,
+        settings: DraftSettings,
+        context: Context,
+        *,
+        metrics: RequestMetrics,
+        trace: CallTrace,
+    ) -> None:
+        self._pair = pair
+        self._limit = limit
+        self._settings = settings
+        self._context = context
+        self._metrics = metrics
+        self._trace = trace
+        self._arrived = time.perf_counter()
+        self._responses = Responses()
+        self._samples: list[Sample] = []
+        self._emitters: list[Emitter] = []
+        self._started = False
+
+    async def run(self, message: draft_service_pb2.GenerateRequest) -> None:
+        """Serves the call. Whatever way it ends, nothing of it is left, and one line is in the log.
+
+        Raises:
+            RequestError: how the call ends, where it does not end well.
+        """
+        request, outcome = None, "CANCELLED"
+        try:
+            request = await self._check(message)
+            count_sequences("n", request.samples)
+            with self._limit.claim(request.samples, resumed=bool(request.committed)) as claim:
+                producer = asyncio.create_task(self._produce(request, claim))
+                try:
+                    await self._deliver(request, claim)
+                finally:
+                    producer.cancel()
+                    await asyncio.gather(producer, return_exceptions=True)
+            outcome = "OK"
+        except RequestError as error:
+            outcome = error.code.name
+            raise
+        except Exception:
+            outcome = "INTERNAL"
+            raise
+        finally:
+            self._tell(message, request, outcome)
+
+    async def _deliver(self, request: Generation, claim: Claim) -> None:
+        """Writes responses until the last, or until the client has not read one for too long."""
+        emission = request.emission
+        responses = aiter(self._responses) if emission is None else framed(self._responses, emission, held=request.held)
+        with claim.patience(self._settings.slow_client_timeout) as patience, Heartbeat(self._responses):
+            async for response in responses:
+                try:
+                    await patience.wait_for(write(self._context, response))
+                except TimeoutError:
+                    raise claim.idle("the client left responses unread", patience) from None
+
+    async def _check(self, message: draft_service_pb2.GenerateRequest) -> Generation:
+        check = partial(
+            check_generate,
+            message,
+            tokenizer=self._pair.tokenizer,
+            draft=self._pair.draft,
+            target=self._pair.target,
+            default_gamma=self._settings.gamma,
+            drafters=self._pair.drafters.keys(),
+            default_drafter=self._pair.default,
+            default_draft_temperature=self._settings.draft_temperature,
+            default_outcome_cache=self._settings.outcome_cache,
+            default_policy=PolicyKind(self._settings.speculation),
+            default_max_entropy=self._settings.max_entropy,
+            max_prompt_tokens=self._settings.max_prompt_tokens,
+        )
+        chars = len(message.text) + sum(len(said.content) for said in message.chat.messages)
+        if chars <= SHORT_PROMPT_CHARS:
+            return check()
+        return await asyncio.get_running_loop().run_in_executor(_TOKENISING, check)
+
+    async def _produce(self, request: Generation, claim: Claim) -> None:
+        """Writes all samples; the first that fails ends them all."""
+        try:
+            await self._wait_for_turn(request, claim)
+            async with asyncio.TaskGroup() as group:
+                for index in range(request.samples):
+                    group.create_task(self._write(request, index))
+        except BaseExceptionGroup as errors:
+            self._responses.end(errors.exceptions[0])
+        except Exception as error:  # otherwise the client would wait until its deadline
+            self._responses.end(error)
+        else:
+            self._responses.end()
+
+    async def _wait_for_turn(self, request: Generation, claim: Claim) -> None:
+        """Returns when the samples may run, or when their time limit has passed: then they have nothing to do."""
+        seconds, limit = self._time_left(), request.time_limit
+        if limit is not None:
+            limit -= time.perf_counter() - self._arrived
+        try:
+            async with asyncio.timeout(seconds if limit is None else min(limit, seconds)):
+                async for ahead in claim.turn():
+                    self._responses.send(draft_service_pb2.GenerateResponse(queue_position=ahead))
+        except TimeoutError:
+            if limit is None or limit > seconds:
+                raise overloaded(
+                    f"the request waited {seconds:.3g} s in the queue, as long as it may take",
+                    retry_after=self._limit.retry_after(),
+                    seconds=f"{seconds:.3g}",
+                ) from None
+
+    async def _write(self, request: Generation, index: int) -> None:
+        emitter = self._emitter(request, index)
+        watch = SampleWatch(self._metrics, self._trace, index)
+        sample = Sample(request, index, emitter, self._pair.gamma.of(request), watch, arrived=self._arrived)
+        self._emitters.append(emitter)
+        self._samples.append(sample)
+        await sample.run(
+            self._pair.verifiers,
+            self._pair.drafters[request.drafter],
+            timeout=self._time_left(),
+            on_open=partial(self._on_open, request),
+        )
+
+    def _emitter(self, request: Generation, index: int) -> Emitter:
+        hides_special = not request.keep_special_tokens
+        delivered = len(request.committed) - request.held
+        text = OutputText(
+            IncrementalDetokenizer(
+                self._pair.tokenizer, [*request.prompt, *request.committed[:delivered]], skip_special=hides_special
+            ),
+            stop=request.stop,
+            min_tokens=request.min_new_tokens,
+            written=delivered,
+        )
+        show = partial(self._pair.tokenizer.decode_token, skip_special=hides_special) if request.report_rounds else None
+        return Emitter(
+            self._responses,
+            text,
+            index=index,
+            prompt_tokens=len(request.prompt),
+            committed=request.committed,
+            show_token=show,
+            one_by_one=request.emission is not None,
+        )
+
+    def _on_open(self, request: Generation, opened: verifier_service_pb2.Opened | None) -> None:
+        if self._started:
+            return
+        self._started = True
+        target = self._pair.target
+        started = draft_service_pb2.GenerateStarted(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt,
+            seed=request.seed,
+            weights_fingerprint=opened.weights_fingerprint if opened else target.weights_fingerprint,
+            rule=opened.rule if opened else RULE_TO_WIRE[request.sampling.rule],
+            max_new_tokens=request.max_new_tokens,
+            lossy=request.sampling.is_lossy,
+            drafter=KIND_TO_WIRE[request.drafter],
+        )
+        self._responses.send(draft_service_pb2.GenerateResponse(started=started))
+
+    def _time_left(self) -> float:
+        """Seconds until the client's deadline; where it has set none, ours."""
+        left: Any = self._context.time_remaining()
+        return self._settings.request_timeout if left is None else float(left)
+
+    @REQUEST_LOG.quiet
+    def _tell(self, message: draft_service_pb2.GenerateRequest, request: Generation | None, outcome: str) -> None:
+        """What became of it, to the metrics, the trace and the log."""
+        sequences = [sample.sequence for sample in self._samples]
+        counts = [sequence.counts for sequence in sequences]
+        timings = [sequence.timings for sequence in sequences]
+        reasons = [sampling_pb2.FinishReason.Name(sequence.finish_reason) for sequence in sequences]
+        first = [each.first_token for each in timings if each.first_token is not None]
+        seconds = time.perf_counter() - self._arrived
+        prompt = len(request.prompt) if request else 0
+        tokens = sum(emitter.completion_tokens for emitter in self._emitters)
+        request_id = request.request_id if request else message.request_id
+        REQUEST_METRICS.run(lambda: self._metrics.ended(outcome, seconds, prompt=prompt, generated=tokens), None)
+        self._trace.describe(
+            {
+                "outrider.request_id": request_id,
+                "outrider.status": outcome,
+                "outrider.prompt_tokens": prompt,
+                "outrider.tokens": tokens,
+            }
+        )
+        _log.info(
+            "generate",
+            request_id=request_id,
+            status=outcome,
+            samples=len(self._samples),
+            finish_reasons=[reason.removeprefix("FINISH_REASON_") for reason in reasons],
+            prompt_tokens=prompt,
+            committed_tokens=len(message.committed_token_ids),
+            drafter=request.drafter.value if request else "",
+            speculation=request.policy.value if request else "",
+            tokens=tokens,
+            rounds=sum(each.num_rounds for each in counts),
+            drafts=sum(each.num_drafts for each in counts),
+            draft_tokens=sum(each.num_draft_tokens for each in counts),
+            accepted_tokens=sum(each.num_accepted_tokens for each in counts),
+            draft_failures=sum(each.num_draft_failures for each in counts),
+            outcome_cache_hits=sum(each.num_outcome_cache_hits for each in counts),
+            draft_recoveries=sum(each.num_draft_recoveries for each in counts),
+            failovers=sum(each.failovers.count for each in counts),
+            alpha=[round(each.alpha, 4) for each in counts],
+            mean_gamma=[round(each.mean_gamma, 2) for each in counts],
+            seconds=round(seconds, 4),
+            first_token_seconds=round(min(first), 4) if first else None,
+            draft_seconds=round(sum(each.draft for each in timings), 4),
+            verdict_seconds=round(sum(each.verdict for each in timings), 4),
+            failover_seconds=round(sum(each.failovers.seconds for each in counts), 4),
+        )
+
 
 SERVICE_NAME = draft_service_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 

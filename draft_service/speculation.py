@@ -9,17 +9,16 @@ that the round before has only just brought about (invariant 2).
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from prometheus_client import Histogram
 
 from draft_service.drafters.base import Draft, Kind
+from draft_service.statistics import Acceptance, AcceptanceStatistics, CostModel, JudgedRound
 from kernels.verify import Rule
 from outrider.service.best_effort import Component
-from outrider.service.cost_model import CostLine, FittedCost
+from outrider.service.cost_model import CostLine
 from outrider.service.metrics import Metrics
 from protos.outrider.v1 import speculation_pb2
 
@@ -30,37 +29,16 @@ GAMMA = Component("gamma_policy")
 
 # γ changes by at most so many tokens from one round to the next.
 STEP = 2
-# Drafting begins again where it gives so much more text than `Decode`, and ends where it gives less: times are never
-# known better. A sequence leaves the common γ for its own where that gives so much more.
-BEGIN_GAIN, OWN_GAIN = 1.06, 1.03
+# A sequence leaves the common γ for its own where that gives so much more text.
+OWN_GAIN = 1.03
+# Proposals before a new sequence begins with the γ that others found.
+KNOWN_ROUNDS = 8
 # A sequence whose own drafts are this much worse than none writes by `Decode` though others draft.
 OWN_MARGIN = 1.2
-# A γ that gives so little less than the best one is kept: the outcome cache drafts ahead for the γ before.
-SAME = 0.01
-# Proposals before a new sequence begins with the γ that others found, and before drafting may be given up: the first
-# rounds of a service take several times as long as later ones.
-KNOWN_ROUNDS, FIRM_ROUNDS = 8, 16
-# Tokens that each sequence writes by `Decode` between two probes: at first, and the most, doubled by each that fails.
-FIRST_PAUSE, LONGEST_PAUSE = 32, 512
 # Tokens of one `Decode` at most: then the sequence may draft again.
 MOST_DECODED = 128
 # Of a probe: γ, and proposals.
 PROBE_GAMMA, PROBE_ROUNDS = 2, 3
-# What is known of each position when a probe begins counts for no more judged tokens than this: it is old.
-KEPT_FOR_A_PROBE = 12.0
-
-# The chance of acceptance before anything is known, and how many judged tokens it counts for.
-PRIOR_CHANCE, PRIOR_WEIGHT = 0.8, 6.0
-# Judged tokens of a position that are remembered, of all sequences and of one; and how many of its own tokens a
-# sequence trusts as much as all others'.
-REMEMBERED, REMEMBERED_OF_ONE, SHARED_WEIGHT = 512, 64, 24.0
-# The line of overhead begins with so many rounds, of which the fastest of each γ count: a service's first are slow.
-FIRST_ROUNDS = 16
-# A cycle is measured where the others in the step have this share of its own tokens on average, and for `Decode` where
-# this share of all took part.
-ALIKE = 0.8
-# Share of a running mean that the last round is, or the last cycle of all, and the largest ratio that one may show.
-RECENT, RECENT_CYCLE, LARGEST_RATIO = 1 / 32, 1 / 16, 2.0
 
 
 class PolicyKind(StrEnum):
@@ -69,38 +47,6 @@ class PolicyKind(StrEnum):
     FIXED = "fixed"
     HEURISTIC = "heuristic"
     ADAPTIVE = "adaptive"
-
-
-@dataclass(frozen=True, slots=True)
-class JudgedRound:
-    """A verdict as policies see it. Seconds.
-
-    Attributes:
-        gamma: as it was chosen; 0 where the target wrote alone, which makes a round of each token.
-        drafted: tokens that came; fewer than γ where the draft was unsure, or had no more.
-        judged: those that were looked at: the accepted ones and the first rejected one.
-        accepted: those that stood.
-        beta: the chance of each judged token to be accepted, where the rule tells; empty where it does not.
-        overhead: from the verdict before to this one, less the time at the verifier: drafting and the round trip. None
-            where something else fell into it.
-        at_verifier: queue, forward and verification.
-        step: what a step of the verifier costs; None where it does not tell.
-        active: sequences that share its steps.
-        tokens: in the step that judged it, of all its sequences.
-        sequences: in that step.
-    """
-
-    gamma: int
-    drafted: int = 0
-    judged: int = 0
-    accepted: int = 0
-    beta: Sequence[float] = ()
-    overhead: float | None = None
-    at_verifier: float = 0.0
-    step: CostLine | None = None
-    active: int = 1
-    tokens: int = 1
-    sequences: int = 1
 
 
 class Policy(ABC):
@@ -153,199 +99,6 @@ class Heuristic(Policy):
             return
         step = 2 if round_.accepted == round_.drafted else -1
         self._gamma = max(1, min(self._gamma + step, self._ceiling))
-
-
-class Acceptance:
-    """The chance of each position of a proposal to be accepted, given that all before it were.
-
-    Each position has its own mean, drawn to `shared` where there is one, and else to the position before it: so one
-    that was never tried is as good as the last that was.
-    """
-
-    def __init__(self, shared: "Acceptance | None" = None) -> None:
-        self._shared = shared
-        self._prior = PRIOR_CHANCE
-        self._kept = 1 - 1 / (REMEMBERED if shared is None else REMEMBERED_OF_ONE)
-        self._weight = PRIOR_WEIGHT if shared is None else SHARED_WEIGHT
-        self._sums: list[float] = []
-        self._counts: list[float] = []
-
-    def add(self, position: int, chance: float) -> None:
-        """Take in one judged token of a position, from 0: 1, 0, or the chance that it had."""
-        if not 0 <= chance <= 1:
-            return
-        while len(self._sums) <= position:
-            self._sums.append(0.0)
-            self._counts.append(0.0)
-        self._sums[position] = self._kept * self._sums[position] + chance
-        self._counts[position] = self._kept * self._counts[position] + 1
-        if self._shared is not None:
-            self._shared.add(position, chance)
-
-    def forget(self, kept: float) -> None:
-        """Let each position count for at most `kept` judged tokens."""
-        (self._prior,) = self.chances(1)
-        for position, count in enumerate(self._counts):
-            share = min(1.0, kept / count) if count else 1.0
-            self._sums[position] *= share
-            self._counts[position] *= share
-        if self._shared is not None:
-            self._shared.forget(kept)
-
-    def chances(self, gamma: int) -> list[float]:
-        """β_1 .. β_γ as they are expected."""
-        expected = [] if self._shared is None else self._shared.chances(gamma)
-        chances: list[float] = []
-        chance = self._prior
-        for position in range(gamma):
-            prior = expected[position] if expected else chance
-            if position < len(self._sums):
-                chance = (self._weight * prior + self._sums[position]) / (self._weight + self._counts[position])
-            else:
-                chance = prior
-            chances.append(chance)
-        return chances
-
-
-class CostModel:
-    """What a round takes, in seconds, where B active sequences all draft γ tokens.
-
-        cycle(γ) = x · (overhead(γ) + step(n)),  cycle(0) = x₀ · step(B),  n = B·(γ + 1)
-
-    overhead is drafting and the round trip, a line in γ fitted to measured rounds: drafting that hides behind a verdict
-    takes no time in it. step is the verifier's published cost. A verifier holds a step back for sequences about to
-    answer, but no longer than the fixed cost of a step. Where overhead is more than that, one half of the sequences
-    drafts while the other half is verified: cycle(γ) = x · max(2·step(n / 2), overhead(γ) + step(n / 2)).
-    x and x₀ are measured cycles over these formulas.
-    """
-
-    def __init__(self) -> None:
-        self.active = 1
-        self._step = CostLine(0.0, 0.0)
-        self._first: list[tuple[int, float]] = []
-        self._overhead: FittedCost | None = None
-        self._ratio = {True: 1.0, False: 1.0}  # x and x₀, by whether the round had drafts
-
-    @property
-    def known(self) -> bool:
-        """Whether enough rounds were measured."""
-        return self._overhead is not None
-
-    def add(self, round_: JudgedRound, *, is_probe: bool) -> None:
-        """Take in a round. One of a probe, or a `Decode` beside drafts, does not tell how long all alike would wait."""
-        self.active = max(1, round_.active)
-        self._step = round_.step or CostLine(round_.at_verifier, 0.0)
-        if round_.drafted and round_.overhead is not None and math.isfinite(round_.overhead):
-            self._add_overhead(round_.drafted, max(round_.overhead, 1e-9))
-        width = round_.tokens / round_.sequences
-        if round_.drafted:
-            is_typical = not is_probe and round_.overhead is not None and width > ALIKE * (round_.drafted + 1)
-        else:
-            is_typical = width == 1 and round_.sequences > ALIKE * self.active
-        measured = round_.at_verifier + (round_.overhead or 0.0)
-        if self.known and is_typical and math.isfinite(measured):
-            ratio = measured / self._formula(round_.drafted, width)
-            ratio = min(max(ratio, 1 / LARGEST_RATIO), LARGEST_RATIO)
-            share = RECENT_CYCLE / self.active  # of one cycle of all
-            self._ratio[round_.drafted > 0] += share * (ratio - self._ratio[round_.drafted > 0])
-
-    def doubt(self) -> None:
-        """Trust the formula more: nobody has drafted for long."""
-        self._ratio[True] += 0.5 * (1 - self._ratio[True])
-
-    def cycle(self, gamma: float) -> float:
-        """Seconds from one verdict to the next; γ = 0 is `Decode`."""
-        return self._ratio[gamma > 0] * self._formula(gamma, gamma + 1)
-
-    def rates(self, chances: Sequence[float], drafted_share: float) -> list[float]:
-        """Tokens a second of one sequence at γ = 0, 1, .. `len(chances)`, with β_1, β_2, .. as given."""
-        rates = [1 / self.cycle(0)]
-        expected = reached = 1.0
-        for position, chance in enumerate(chances):
-            reached *= chance
-            expected += reached
-            rates.append(expected / self.cycle(drafted_share * (position + 1)))
-        return rates
-
-    def _formula(self, gamma: float, width: float) -> float:
-        """The cycle at γ drafted tokens, where each sequence has `width` tokens in a step on average."""
-        tokens = self.active * width
-        overhead = self._overhead.line.seconds(gamma) if gamma and self._overhead is not None else 0.0
-        seconds = overhead + self._step.seconds(tokens)
-        if self.active > 1 and overhead > self._step.fixed:
-            half = self._step.seconds(tokens / 2)
-            seconds = half + max(half, overhead)
-        return max(seconds, 1e-9)
-
-    def _add_overhead(self, drafted: int, seconds: float) -> None:
-        if self._overhead is not None:
-            self._overhead.add(drafted, seconds)
-            return
-        self._first.append((drafted, seconds))
-        if len(self._first) == FIRST_ROUNDS:
-            self._overhead = FittedCost(self._first)
-
-
-class AcceptanceStatistics:
-    """What requests of one kind have taught, and whether they draft.
-
-    All draft, or all write by `Decode`: a step that a few make longer is longer for all.
-
-    Attributes:
-        accepted: of each position.
-        rounds: proposals so far.
-        drafted_share: drafted tokens over γ, a running mean: a draft may end a proposal early.
-        gamma: the best for all, if they draft; 0 before it is known.
-        pays: whether drafting pays.
-        pause: tokens that each sequence writes by `Decode` before one of them probes.
-        decoded: tokens that all have written by `Decode` since the last probe.
-    """
-
-    def __init__(self) -> None:
-        self.accepted = Acceptance()
-        self.rounds = 0
-        self.drafted_share = 1.0
-        self.gamma = 0
-        self.pays = True
-        self.pause = FIRST_PAUSE
-        self.decoded = 0
-        self._paid_since = 0  # `rounds` when drafting began to pay
-
-    def add(self, round_: JudgedRound) -> None:
-        """Take in a round, its acceptance aside."""
-        if not round_.gamma:
-            self.decoded += 1
-            return
-        self.rounds += 1
-        self.drafted_share += RECENT * (round_.drafted / round_.gamma - self.drafted_share)
-
-    def choose(self, costs: CostModel, ceiling: int) -> int:
-        """Return the γ that is best for all, 0 where drafting does not pay."""
-        rates = costs.rates(self.accepted.chances(ceiling), self.drafted_share)
-        best = max(range(1, ceiling + 1), key=rates.__getitem__)
-        if not 0 < self.gamma <= ceiling or rates[best] > (1 + SAME) * rates[self.gamma]:
-            self.gamma = best
-        if self.rounds >= FIRM_ROUNDS * costs.active:
-            self._note(rates[self.gamma] / rates[0], costs.active)
-        return self.gamma if self.pays else 0
-
-    def _note(self, gain: float, active: int) -> None:
-        if self.pays and gain < 1:
-            self.pays, self.decoded = False, 0
-            is_soon = self.rounds - self._paid_since < FIRM_ROUNDS * active
-            self.pause = min(2 * self.pause, LONGEST_PAUSE) if is_soon else FIRST_PAUSE
-        elif not self.pays and gain > BEGIN_GAIN:
-            self.pays, self._paid_since = True, self.rounds
-
-    def take_probe(self, costs: CostModel) -> bool:
-        """Whether the sequence that asks is to probe."""
-        if self.decoded < self.pause * costs.active:
-            return False
-        self.decoded = 0
-        self.pause = min(2 * self.pause, LONGEST_PAUSE)
-        self.accepted.forget(KEPT_FOR_A_PROBE)
-        costs.doubt()
-        return True
 
 
 class Adaptive(Policy):
@@ -414,7 +167,7 @@ class Adaptive(Policy):
         """
         rates = self._costs.rates(self._accepted.chances(self._ceiling), self._statistics.drafted_share)
         best = max(range(1, self._ceiling + 1), key=rates.__getitem__)
-        if rates[0] > OWN_MARGIN * rates[best] and self._statistics.rounds >= FIRM_ROUNDS * self._costs.active:
+        if rates[0] > OWN_MARGIN * rates[best] and self._statistics.is_firm(self._costs):
             return 0
         return best if rates[best] > OWN_GAIN * rates[gamma] else gamma
 

@@ -1,195 +1,260 @@
-"""What one sample reports of itself at its end: how speculation went, and where the time went."""
+"""What γ is chosen from: acceptance statistics, and the cost of a round."""
 
-import time
-from dataclasses import dataclass, field
-from typing import Protocol
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from draft_service.drafters.base import Foresight
-from outrider.service.best_effort import Component
-from protos.outrider.v1 import draft_service_pb2, speculation_pb2
+from outrider.service.cost_model import CostLine, FittedCost
 
-STATISTICS = Component("speculation_statistics")
+# Drafting begins again where it gives so much more text than `Decode`, and ends where it gives less: times are never
+# known better.
+BEGIN_GAIN = 1.06
+# A γ that gives so little less than the best one is kept: the outcome cache drafts ahead for the γ before.
+SAME = 0.01
+# Proposals of each active sequence before drafting may be given up: a service's first rounds are slow.
+FIRM_ROUNDS = 16
+# Tokens that each sequence writes by `Decode` between two probes: at first, and the most, doubled by each that fails.
+FIRST_PAUSE, LONGEST_PAUSE = 32, 512
+# What is known of each position when a probe begins counts for no more judged tokens than this: it is old.
+KEPT_FOR_A_PROBE = 12.0
+# The chance of acceptance before anything is known, and how many judged tokens it counts for.
+PRIOR_CHANCE, PRIOR_WEIGHT = 0.8, 6.0
+# Judged tokens of a position that are remembered, of all sequences and of one; and how many of its own tokens a
+# sequence trusts as much as all others'.
+REMEMBERED, REMEMBERED_OF_ONE, SHARED_WEIGHT = 512, 64, 24.0
+# The line of overhead begins with so many rounds, of which the fastest of each γ count: a service's first are slow.
+FIRST_ROUNDS = 16
+# A cycle is measured where the others in the step have this share of its own tokens on average, and for `Decode` where
+# this share of all took part.
+ALIKE = 0.8
+# Share of a running mean that the last round is, or the last cycle of all, and the largest ratio that one may show.
+RECENT, RECENT_CYCLE, LARGEST_RATIO = 1 / 32, 1 / 16, 2.0
 
 
-@dataclass(slots=True)
-class Failovers:
-    """What losing verifiers has cost a sample.
+@dataclass(frozen=True, slots=True)
+class JudgedRound:
+    """A verdict as policies see it. Seconds.
 
     Attributes:
-        count: how often it was opened again.
-        moves: in how many of them the verifier was draining, and nothing was lost.
-        tokens: prompt and output that was handed to the next verifier, over all of them.
-        seconds: without a verifier, or while it was being opened at the next.
+        gamma: as it was chosen; 0 where the target wrote alone, which makes a round of each token.
+        drafted: tokens that came; fewer than γ where the draft was unsure, or had no more.
+        judged: those that were looked at: the accepted ones and the first rejected one.
+        accepted: those that stood.
+        beta: the chance of each judged token to be accepted, where the rule tells; empty where it does not.
+        overhead: from the verdict before to this one, less the time at the verifier: drafting and the round trip. None
+            where something else fell into it.
+        at_verifier: queue, forward and verification.
+        step: what a step of the verifier costs; None where it does not tell.
+        active: sequences that share its steps.
+        tokens: in the step that judged it, of all its sequences.
+        sequences: in that step.
     """
 
-    count: int = 0
-    moves: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
+    gamma: int
+    drafted: int = 0
+    judged: int = 0
+    accepted: int = 0
+    beta: Sequence[float] = ()
+    overhead: float | None = None
+    at_verifier: float = 0.0
+    step: CostLine | None = None
+    active: int = 1
+    tokens: int = 1
+    sequences: int = 1
 
 
-@dataclass(slots=True)
-class SpeculationCounts:
-    """Counts of drafted and accepted tokens, under the names that the field uses."""
+class Acceptance:
+    """The chance of each position of a proposal to be accepted, given that all before it were.
 
-    num_drafts: int = 0
-    num_rounds: int = 0
-    drafter: draft_service_pb2.Drafter = draft_service_pb2.DRAFTER_UNSPECIFIED
-    num_draft_failures: int = 0
-    num_outcome_cache_queries: int = 0
-    num_outcome_cache_hits: int = 0
-    num_predrafted_tokens: int = 0
-    num_wasted_tokens: int = 0
-    policy: draft_service_pb2.SpeculationPolicy = draft_service_pb2.SPECULATION_POLICY_UNSPECIFIED
-    num_short_drafts: int = 0
-    num_draft_recoveries: int = 0
-    failovers: Failovers = field(default_factory=Failovers)
-    drafted_per_position: list[int] = field(default_factory=list)
-    accepted_per_position: list[int] = field(default_factory=list)
-    _beta_sum: float = 0.0
-    _beta_count: int = 0
-    _asked: int = 0
+    Each position has its own mean, drawn to `shared` where there is one, and else to the position before it: so one
+    that was never tried is as good as the last that was.
+    """
 
-    def add(self, drafted: int, verdict: speculation_pb2.Verdict, *, asked: int | None = None) -> None:
-        """Takes in the verdict on a proposal of `drafted` tokens; 0 where the target wrote alone.
+    def __init__(self, shared: "Acceptance | None" = None) -> None:
+        self._shared = shared
+        self._prior = PRIOR_CHANCE
+        self._kept = 1 - 1 / (REMEMBERED if shared is None else REMEMBERED_OF_ONE)
+        self._weight = PRIOR_WEIGHT if shared is None else SHARED_WEIGHT
+        self._sums: list[float] = []
+        self._counts: list[float] = []
 
-        `asked` is the length that was chosen for it; None is what came.
-        """
-        asked = drafted if asked is None else asked
-        self.num_rounds += 1
-        self.num_short_drafts += drafted < asked
-        self._asked += asked
-        if not drafted:
+    def add(self, position: int, chance: float) -> None:
+        """Take in one judged token of a position, from 0: 1, 0, or the chance that it had."""
+        if not 0 <= chance <= 1:
             return
-        self.num_drafts += 1
-        missing = drafted - len(self.drafted_per_position)
-        self.drafted_per_position += [0] * missing
-        self.accepted_per_position += [0] * missing
-        for position in range(drafted):
-            self.drafted_per_position[position] += 1
-            self.accepted_per_position[position] += position < verdict.accepted
-        if verdict.beta:
-            self._beta_sum += sum(verdict.beta)
-            self._beta_count += len(verdict.beta)
-        else:  # a rule under which no chance is known: each judged token counts as what became of it
-            self._beta_sum += verdict.accepted
-            self._beta_count += verdict.judged
+        while len(self._sums) <= position:
+            self._sums.append(0.0)
+            self._counts.append(0.0)
+        self._sums[position] = self._kept * self._sums[position] + chance
+        self._counts[position] = self._kept * self._counts[position] + 1
+        if self._shared is not None:
+            self._shared.add(position, chance)
 
-    def add_foresight(self, foresight: Foresight) -> None:
-        """Takes in what was drafted before a verdict."""
-        self.num_outcome_cache_queries += 1
-        self.num_outcome_cache_hits += foresight.hit
-        self.num_predrafted_tokens += foresight.drafted
-        self.num_wasted_tokens += max(0, foresight.drafted - foresight.used)
+    def forget(self, kept: float) -> None:
+        """Let each position count for at most `kept` judged tokens."""
+        (self._prior,) = self.chances(1)
+        for position, count in enumerate(self._counts):
+            share = min(1.0, kept / count) if count else 1.0
+            self._sums[position] *= share
+            self._counts[position] *= share
+        if self._shared is not None:
+            self._shared.forget(kept)
+
+    def chances(self, gamma: int) -> list[float]:
+        """β_1 .. β_γ as they are expected."""
+        expected = [] if self._shared is None else self._shared.chances(gamma)
+        chances: list[float] = []
+        chance = self._prior
+        for position in range(gamma):
+            prior = expected[position] if expected else chance
+            if position < len(self._sums):
+                chance = (self._weight * prior + self._sums[position]) / (self._weight + self._counts[position])
+            else:
+                chance = prior
+            chances.append(chance)
+        return chances
+
+
+class CostModel:
+    """What a round takes, in seconds, where B active sequences all draft γ tokens.
+
+        cycle(γ) = x · (overhead(γ) + step(n)),  cycle(0) = x₀ · step(B),  n = B·(γ + 1)
+
+    overhead is drafting and the round trip, a line in γ fitted to measured rounds: drafting that hides behind a verdict
+    takes no time in it. step is the verifier's published cost. A verifier holds a step back for sequences about to
+    answer, but no longer than the fixed cost of a step. Where overhead is more than that, one half of the sequences
+    drafts while the other half is verified: cycle(γ) = x · max(2·step(n / 2), overhead(γ) + step(n / 2)).
+    x and x₀ are measured cycles over these formulas.
+    """
+
+    def __init__(self) -> None:
+        self.active = 1
+        self._step = CostLine(0.0, 0.0)
+        self._first: list[tuple[int, float]] = []
+        self._overhead: FittedCost | None = None
+        self._ratio = {True: 1.0, False: 1.0}  # x and x₀, by whether the round had drafts
 
     @property
-    def num_draft_tokens(self) -> int:
-        """Drafted tokens."""
-        return sum(self.drafted_per_position)
+    def known(self) -> bool:
+        """Whether enough rounds were measured."""
+        return self._overhead is not None
 
-    @property
-    def num_accepted_tokens(self) -> int:
-        """Accepted ones among them."""
-        return sum(self.accepted_per_position)
+    def add(self, round_: JudgedRound, *, is_probe: bool) -> None:
+        """Take in a round. One of a probe, or a `Decode` beside drafts, does not tell how long all alike would wait."""
+        self.active = max(1, round_.active)
+        self._step = round_.step or CostLine(round_.at_verifier, 0.0)
+        if round_.drafted and round_.overhead is not None and math.isfinite(round_.overhead):
+            self._add_overhead(round_.drafted, max(round_.overhead, 1e-9))
+        width = round_.tokens / round_.sequences
+        if round_.drafted:
+            is_typical = not is_probe and round_.overhead is not None and width > ALIKE * (round_.drafted + 1)
+        else:
+            is_typical = width == 1 and round_.sequences > ALIKE * self.active
+        measured = round_.at_verifier + (round_.overhead or 0.0)
+        if self.known and is_typical and math.isfinite(measured):
+            ratio = measured / self._formula(round_.drafted, width)
+            ratio = min(max(ratio, 1 / LARGEST_RATIO), LARGEST_RATIO)
+            share = RECENT_CYCLE / self.active  # of one cycle of all
+            self._ratio[round_.drafted > 0] += share * (ratio - self._ratio[round_.drafted > 0])
 
-    @property
-    def alpha(self) -> float:
-        """Mean chance of acceptance over judged positions [L 3.2], or their accepted share; 0 where none was judged."""
-        return self._beta_sum / self._beta_count if self._beta_count else 0.0
+    def doubt(self) -> None:
+        """Trust the formula more: nobody has drafted for long."""
+        self._ratio[True] += 0.5 * (1 - self._ratio[True])
 
-    @property
-    def mean_gamma(self) -> float:
-        """Mean of the lengths that were chosen, over rounds; 0 for each token that the target wrote alone."""
-        return self._asked / self.num_rounds if self.num_rounds else 0.0
+    def cycle(self, gamma: float) -> float:
+        """Seconds from one verdict to the next; γ = 0 is `Decode`."""
+        return self._ratio[gamma > 0] * self._formula(gamma, gamma + 1)
 
-    def to_message(self) -> draft_service_pb2.SpeculationStatistics:
-        """The counts as the contract has them."""
-        drafted, accepted = self.num_draft_tokens, self.num_accepted_tokens
-        return draft_service_pb2.SpeculationStatistics(
-            num_drafts=self.num_drafts,
-            num_draft_tokens=drafted,
-            num_accepted_tokens=accepted,
-            num_accepted_tokens_per_pos=self.accepted_per_position,
-            num_draft_tokens_per_pos=self.drafted_per_position,
-            draft_acceptance_rate=accepted / drafted if drafted else 0.0,
-            mean_acceptance_length=1 + accepted / self.num_drafts if self.num_drafts else 0.0,
-            alpha=self.alpha,
-            num_rounds=self.num_rounds,
-            drafter=self.drafter,
-            num_draft_failures=self.num_draft_failures,
-            num_outcome_cache_queries=self.num_outcome_cache_queries,
-            num_outcome_cache_hits=self.num_outcome_cache_hits,
-            num_predrafted_tokens=self.num_predrafted_tokens,
-            num_wasted_tokens=self.num_wasted_tokens,
-            policy=self.policy,
-            mean_gamma=self.mean_gamma,
-            num_short_drafts=self.num_short_drafts,
-            num_draft_recoveries=self.num_draft_recoveries,
-            num_failovers=self.failovers.count,
-            num_drain_moves=self.failovers.moves,
-            num_reopened_tokens=self.failovers.tokens,
-        )
+    def rates(self, chances: Sequence[float], drafted_share: float) -> list[float]:
+        """Tokens a second of one sequence at γ = 0, 1, .. `len(chances)`, with β_1, β_2, .. as given."""
+        rates = [1 / self.cycle(0)]
+        expected = reached = 1.0
+        for position, chance in enumerate(chances):
+            reached *= chance
+            expected += reached
+            rates.append(expected / self.cycle(drafted_share * (position + 1)))
+        return rates
 
+    def _formula(self, gamma: float, width: float) -> float:
+        """The cycle at γ drafted tokens, where each sequence has `width` tokens in a step on average."""
+        tokens = self.active * width
+        overhead = self._overhead.line.seconds(gamma) if gamma and self._overhead is not None else 0.0
+        seconds = overhead + self._step.seconds(tokens)
+        if self.active > 1 and overhead > self._step.fixed:
+            half = self._step.seconds(tokens / 2)
+            seconds = half + max(half, overhead)
+        return max(seconds, 1e-9)
 
-class TokenWatch(Protocol):
-    """Who is told when tokens leave for the client."""
-
-    def first_token(self, seconds: float) -> None:
-        """The first one leaves, so long after the request came."""
-
-    def next_tokens(self, seconds: float, count: int) -> None:
-        """So many more leave together, so long after those before."""
-
-
-@dataclass(slots=True)
-class Timings:
-    """Where one sample's time goes, in seconds since `arrived` (`time.perf_counter()`); `watch` hears of its tokens."""
-
-    arrived: float
-    watch: TokenWatch | None = None
-    first_token: float | None = None
-    draft: float = 0.0
-    verdict: float = 0.0
-    saved: float = 0.0
-    queue_us: int = 0
-    forward_us: int = 0
-    verify_us: int = 0
-    failovers: Failovers = field(default_factory=Failovers)
-    _last_token: float = 0.0
-
-    def add(self, waited: float, verdict: speculation_pb2.Verdict) -> None:
-        """Takes in a verdict that came `waited` seconds after its proposal had left."""
-        self.verdict += waited
-        self.queue_us += verdict.timings.queue_us
-        self.forward_us += verdict.timings.forward_us
-        self.verify_us += verdict.timings.verify_us
-
-    @STATISTICS.quiet
-    def tokens_out(self, count: int) -> None:
-        """So many tokens leave for the client, together."""
-        now = time.perf_counter()
-        if self.first_token is None:
-            self.first_token = now - self.arrived
-            if self.watch is not None:
-                self.watch.first_token(self.first_token)
-        elif self.watch is not None:
-            self.watch.next_tokens(now - self._last_token, count)
-        self._last_token = now
-
-    def to_message(self) -> draft_service_pb2.GenerateTimings:
-        """The times until now as the contract has them."""
-        return draft_service_pb2.GenerateTimings(
-            time_to_first_token_us=_micros(self.first_token or 0.0),
-            total_us=_micros(time.perf_counter() - self.arrived),
-            draft_us=_micros(self.draft),
-            verdict_us=_micros(self.verdict),
-            queue_us=self.queue_us,
-            forward_us=self.forward_us,
-            verify_us=self.verify_us,
-            saved_us=_micros(self.saved),
-            failover_us=_micros(self.failovers.seconds),
-        )
+    def _add_overhead(self, drafted: int, seconds: float) -> None:
+        if self._overhead is not None:
+            self._overhead.add(drafted, seconds)
+            return
+        self._first.append((drafted, seconds))
+        if len(self._first) == FIRST_ROUNDS:
+            self._overhead = FittedCost(self._first)
 
 
-def _micros(seconds: float) -> int:
-    return max(0, round(seconds * 1e6))
+class AcceptanceStatistics:
+    """What requests of one kind have taught, and whether they draft.
+
+    All draft, or all write by `Decode`: a step that a few make longer is longer for all.
+
+    Attributes:
+        accepted: of each position.
+        rounds: proposals so far.
+        drafted_share: drafted tokens over γ, a running mean: a draft may end a proposal early.
+        gamma: the best for all, if they draft; 0 before it is known.
+        pays: whether drafting pays.
+        pause: tokens that each sequence writes by `Decode` before one of them probes.
+        decoded: tokens that all have written by `Decode` since the last probe.
+    """
+
+    def __init__(self) -> None:
+        self.accepted = Acceptance()
+        self.rounds = 0
+        self.drafted_share = 1.0
+        self.gamma = 0
+        self.pays = True
+        self.pause = FIRST_PAUSE
+        self.decoded = 0
+        self._paid_since = 0  # `rounds` when drafting began to pay
+
+    def add(self, round_: JudgedRound) -> None:
+        """Take in a round, its acceptance aside."""
+        if not round_.gamma:
+            self.decoded += 1
+            return
+        self.rounds += 1
+        self.drafted_share += RECENT * (round_.drafted / round_.gamma - self.drafted_share)
+
+    def is_firm(self, costs: CostModel) -> bool:
+        """Whether there were rounds enough to give up drafting."""
+        return self.rounds >= FIRM_ROUNDS * costs.active
+
+    def choose(self, costs: CostModel, ceiling: int) -> int:
+        """Return the γ that is best for all, 0 where drafting does not pay."""
+        rates = costs.rates(self.accepted.chances(ceiling), self.drafted_share)
+        best = max(range(1, ceiling + 1), key=rates.__getitem__)
+        if not 0 < self.gamma <= ceiling or rates[best] > (1 + SAME) * rates[self.gamma]:
+            self.gamma = best
+        if self.is_firm(costs):
+            self._note(rates[self.gamma] / rates[0], costs.active)
+        return self.gamma if self.pays else 0
+
+    def _note(self, gain: float, active: int) -> None:
+        if self.pays and gain < 1:
+            self.pays, self.decoded = False, 0
+            is_soon = self.rounds - self._paid_since < FIRM_ROUNDS * active
+            self.pause = min(2 * self.pause, LONGEST_PAUSE) if is_soon else FIRST_PAUSE
+        elif not self.pays and gain > BEGIN_GAIN:
+            self.pays, self._paid_since = True, self.rounds
+
+    def take_probe(self, costs: CostModel) -> bool:
+        """Whether the sequence that asks is to probe."""
+        if self.decoded < self.pause * costs.active:
+            return False
+        self.decoded = 0
+        self.pause = min(2 * self.pause, LONGEST_PAUSE)
+        self.accepted.forget(KEPT_FOR_A_PROBE)
+        costs.doubt()
+        return True

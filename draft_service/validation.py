@@ -4,12 +4,10 @@ import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from draft_service.drafter_choice import check_draft_temperature, check_drafter
 from draft_service.drafters.base import Kind
 from draft_service.privacy import check_emission, round_sizes
-from draft_service.request import Generation
+from draft_service.request import Generation, check_draft_temperature, check_drafter, check_max_entropy, check_policy
 from draft_service.speculation import PolicyKind
-from draft_service.speculation_choice import check_max_entropy, check_policy
 from kernels.adjustments import LogitRules
 from kernels.verify import Rule
 from outrider.rpc.errors import RequestError, failed_precondition, invalid_field

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from draft_service.speculation import JudgedRound, Policy
+from draft_service.speculation import Policy
+from draft_service.statistics import JudgedRound
 from outrider.service.cost_model import CostLine, FittedCost
 from verifier_service.linger import Turnaround, seconds_to_linger
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from draft_service.drafters.base import Foresight
 from draft_service.failover import FailoverBudget
 from draft_service.replicas import Breaker
-from draft_service.statistics import SpeculationCounts, Timings
+from draft_service.sequence import SpeculationCounts, Timings
 from protos.outrider.v1 import speculation_pb2
 
 cheaply = settings(max_examples=60, derandomize=True, deadline=None)

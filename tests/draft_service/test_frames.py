@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_service.frames import Frames, framed
-from draft_service.privacy import Emission
-from draft_service.responses import Responses
+from draft_service.output import Responses
+from draft_service.privacy import Emission, Frames, framed
 from protos.outrider.v1.draft_service_pb2 import (
     GenerateChunk,
     GenerateFinished,

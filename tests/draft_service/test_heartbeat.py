@@ -2,8 +2,8 @@
 
 import asyncio
 
-from draft_service.generate_call import Heartbeat
-from draft_service.responses import Responses
+from draft_service.output import Responses
+from draft_service.service import Heartbeat
 from protos.outrider.v1.draft_service_pb2 import GenerateChunk, GenerateResponse
 
 CHUNK = GenerateResponse(chunk=GenerateChunk(text="a"))

@@ -9,14 +9,10 @@ import pytest
 
 from draft_service.drafters.base import Draft
 from draft_service.drafters.guard import Cost
-from draft_service.emission import Emitter
-from draft_service.generate_call import HEARTBEAT, HEARTBEAT_SECONDS, Heartbeat
-from draft_service.metrics import FAILOVER_METRICS, FailoverMetrics
-from draft_service.output import OutputText
-from draft_service.request_metrics import REQUEST_METRICS
-from draft_service.responses import Responses
-from draft_service.sample_watch import SampleWatch
-from draft_service.statistics import STATISTICS, SpeculationCounts, Timings
+from draft_service.metrics import FAILOVER_METRICS, REQUEST_METRICS, FailoverMetrics, SampleWatch
+from draft_service.output import Emitter, OutputText, Responses
+from draft_service.sequence import STATISTICS, SpeculationCounts, Timings
+from draft_service.service import HEARTBEAT, HEARTBEAT_SECONDS, Heartbeat
 from outrider.service.best_effort import Component
 from outrider.service.tracing import UNTRACED
 from protos.outrider.v1 import sampling_pb2, speculation_pb2

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from draft_service.responses import MAX_BACKLOG, ROOM_AGAIN, Responses
+from draft_service.output import MAX_BACKLOG, ROOM_AGAIN, Responses
 from outrider.rpc.errors import RequestError, internal
 from protos.outrider.v1.draft_service_pb2 import GenerateChunk, GenerateResponse
 

@@ -18,22 +18,18 @@ from draft_service.drafters.base import Draft as Proposal
 from draft_service.drafters.base import Kind
 from draft_service.request import Generation
 from draft_service.speculation import (
-    FIRM_ROUNDS,
-    LONGEST_PAUSE,
     MOST_DECODED,
     PROBE_GAMMA,
     STEP,
-    AcceptanceStatistics,
     Adaptive,
-    CostModel,
     Fixed,
     GammaController,
     Heuristic,
-    JudgedRound,
     Policy,
     PolicyKind,
     SequenceGamma,
 )
+from draft_service.statistics import FIRM_ROUNDS, LONGEST_PAUSE, AcceptanceStatistics, CostModel, JudgedRound
 from kernels.verify import Rule
 from outrider.service.cost_model import CostLine
 from outrider.service.metrics import Metrics

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from draft_service.statistics import SpeculationCounts, Timings
+from draft_service.sequence import SpeculationCounts, Timings
 from protos.outrider.v1 import speculation_pb2
 
 

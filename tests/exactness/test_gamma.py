@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 import torch
 
-from draft_service import speculation
-from draft_service.speculation import AcceptanceStatistics, Adaptive, CostModel, JudgedRound
+from draft_service import speculation, statistics
+from draft_service.speculation import Adaptive
+from draft_service.statistics import AcceptanceStatistics, CostModel, JudgedRound
 from kernels.rng import Domain, uniform
 from kernels.sampling import SamplingParams
 from kernels.sparse import SparseConfig, SparseDistribution, sparsify
@@ -43,13 +44,12 @@ Drop = Callable[["Text", list[int]], list[int]]
 @pytest.fixture(autouse=True)
 def _restless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of a few rounds, no margin, and a probe after each token of the target's own."""
+    for name, value in {"OWN_GAIN": 1.0, "OWN_MARGIN": 1.0, "KNOWN_ROUNDS": 1}.items():
+        monkeypatch.setattr(speculation, name, value)
     for name, value in {
         "BEGIN_GAIN": 1.0,
-        "OWN_GAIN": 1.0,
         "SAME": 0.0,
-        "OWN_MARGIN": 1.0,
         "FIRM_ROUNDS": 1,
-        "KNOWN_ROUNDS": 1,
         "FIRST_ROUNDS": 1,
         "FIRST_PAUSE": 1,
         "LONGEST_PAUSE": 1,
@@ -58,7 +58,7 @@ def _restless(monkeypatch: pytest.MonkeyPatch) -> None:
         "REMEMBERED": 3,
         "REMEMBERED_OF_ONE": 3,
     }.items():
-        monkeypatch.setattr(speculation, name, value)
+        monkeypatch.setattr(statistics, name, value)
 
 
 @dataclass

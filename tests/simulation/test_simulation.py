@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from draft_service.drafters.guard import GuardedDrafting
-from draft_service.emission import Emitter
+from draft_service.output import Emitter
 from draft_service.replicas import Lease
 from draft_service.sequence import Sequence
 from draft_service.verify_stream import VerifyStream

@@ -24,12 +24,10 @@ from draft_service.drafters.base import Kind
 from draft_service.drafters.guard import PROBE, GuardedDrafter
 from draft_service.drafters.none import NoDrafter
 from draft_service.failover import FailoverBudget, Verifiers
-from draft_service.metrics import FailoverMetrics
-from draft_service.pair import Pair
+from draft_service.metrics import FailoverMetrics, RequestMetrics
 from draft_service.replicas import Replicas
 from draft_service.request import derive_seed
-from draft_service.request_metrics import RequestMetrics
-from draft_service.service import DraftService
+from draft_service.service import DraftService, Pair
 from draft_service.settings import DraftSettings
 from draft_service.speculation import GammaController
 from outrider.rpc.errors import from_rpc_error

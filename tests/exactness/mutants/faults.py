@@ -88,14 +88,16 @@ def restless_lengths() -> None:
     Times are given, not measured, so that the texts are the same each time. The best γ is 0 where a third of the tokens
     stand, 1 at a half, 3 at four fifths.
     """
-    from draft_service import speculation
+    from draft_service import speculation, statistics
 
-    for name, value in {
-        "BEGIN_GAIN": 1.0, "OWN_GAIN": 1.0, "SAME": 0.0, "OWN_MARGIN": 1.0, "FIRM_ROUNDS": 1, "KNOWN_ROUNDS": 1,
-        "FIRST_PAUSE": 1, "LONGEST_PAUSE": 2, "PROBE_ROUNDS": 1, "REMEMBERED_OF_ONE": 3, "SHARED_WEIGHT": 0.5,
-    }.items():  # fmt: skip
+    for name, value in {"OWN_GAIN": 1.0, "OWN_MARGIN": 1.0, "KNOWN_ROUNDS": 1, "PROBE_ROUNDS": 1}.items():
         setattr(speculation, name, value)
-    costs = speculation.__dict__["CostModel"]
+    for name, value in {
+        "BEGIN_GAIN": 1.0, "SAME": 0.0, "FIRM_ROUNDS": 1, "FIRST_PAUSE": 1, "LONGEST_PAUSE": 2, "REMEMBERED_OF_ONE": 3,
+        "SHARED_WEIGHT": 0.5,
+    }.items():  # fmt: skip
+        setattr(statistics, name, value)
+    costs = statistics.__dict__["CostModel"]
     costs.known = True
     costs.cycle = lambda self, gamma: 1 + 0.35 * gamma
 
