@@ -53,40 +53,33 @@ class Agent:
     async def _write(self, send: Any, prompt: str, options: Any) -> None:
         async for event in self._client.generate(prompt, **options):
             match event:
-                case Chunk() if event.token_ids:
-                    send(token_ids=event.token_ids, text=event.text)
                 case Chunk():
-                    send(token_ids=[], text=event.text)
+                    send(token_ids=[*event.token_ids], text=event.text)
                 case Finished():
                     counted = event.statistics
-                    send(
-                        end={
-                            "resumes": event.num_resumes,
-                            "failovers": counted.num_failovers,
-                            "moves": counted.num_drain_moves,
-                        }
-                    )
+                    moves = {"failovers": counted.num_failovers, "moves": counted.num_drain_moves}
+                    send(end={"resumes": event.num_resumes, **moves})
 
 
 async def _get_model_status(address: str, tls: dict[str, str], verifier: bool) -> str:
     """Call `GetModel` on a connection of its own, with this certificate; return the status and its reason."""
     _, credentials = ChannelTLS(TLS(**tls)).look()
     options = [("grpc.default_authority", tls["name"])]
+    request: Any = (
+        verifier_service_pb2.VerifierServiceGetModelRequest()
+        if verifier
+        else draft_service_pb2.DraftServiceGetModelRequest()
+    )
     async with open_channel(address, options=options, credentials=credentials) as channel:
+        stub: Any = (VerifierServiceStub if verifier else DraftServiceStub)(channel)
         try:
-            if verifier:
-                await VerifierServiceStub(channel).GetModel(
-                    verifier_service_pb2.VerifierServiceGetModelRequest(), timeout=20
-                )
-            else:
-                await DraftServiceStub(channel).GetModel(draft_service_pb2.DraftServiceGetModelRequest(), timeout=20)
+            await stub.GetModel(request, timeout=20)
         except grpc.RpcError as error:
             return f"{error.code().name}: {from_rpc_error(error).message}"
     return "OK"
 
 
 async def main() -> None:
-    """Carries out orders until there are no more."""
     address, tls = sys.argv[1], json.loads(sys.argv[2])
     underway: set[asyncio.Task[None]] = set()
     async with AsyncClient(address, tls=TLS(**tls), timeout=PATIENCE_S) as client:

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
 from outrider.cli.processes import service_environment
+from tests.cluster import wait_until
 from tests.machine import TOOLS
 from tests.metrics import Samples
 
@@ -170,7 +171,7 @@ class Load:
             self.check()
             return all(now >= then + 2 for then, now in zip(before, self._finished, strict=True))
 
-        until(is_so)
+        wait_until(is_so, SOON_S)
 
     def check(self) -> None:
         """Raises `AssertionError` where one has failed so far."""
@@ -186,11 +187,3 @@ class Load:
                 answer.take({"error": "no end"})
             self.texts.append((index % len(self._requests), answer))
             self._finished[number] += 1
-
-
-def until(holds: Callable[[], bool], pause: float = 0.02) -> None:
-    """Returns once it does; so many seconds lie between two looks."""
-    end = time.monotonic() + SOON_S
-    while not holds():
-        assert time.monotonic() < end, "not in time"
-        time.sleep(pause)

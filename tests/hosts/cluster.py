@@ -13,9 +13,9 @@ from typing import Any
 
 import tests.cluster
 from tests.certificates import Authority, Certificate, write
-from tests.cluster import Service
+from tests.cluster import Service, wait_until
 from tests.fork_server import ForkServer
-from tests.hosts.client import RemoteClient, Request, until
+from tests.hosts.client import SOON_S, RemoteClient, Request
 from tests.metrics import Samples
 from tests.network import Network
 from tests.slow_steps import STEP_SECONDS, slow_steps
@@ -112,7 +112,7 @@ class Cluster:
             service.check()
             return bool(service.logged("serving"))
 
-        until(serves)
+        wait_until(serves, SOON_S)
 
     def signal(self, host: str, number: signal.Signals) -> None:
         """To its service."""
@@ -170,7 +170,7 @@ class Cluster:
                 answer.wait()
             return False
 
-        until(settled, pause=0.2)
+        wait_until(settled, SOON_S)
 
     def _well(self, draft: str) -> int:
         return int(self.metrics(draft)["outrider_verifiers"][(("status", "closed"),)])

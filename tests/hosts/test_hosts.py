@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.certificates import Authority
-from tests.cluster import MODELS
-from tests.hosts.client import Answer, Load, Request, until
+from tests.cluster import MODELS, wait_until
+from tests.hosts.client import Answer, Load, Request
 from tests.hosts.cluster import CLIENT, CONNECTION_AGE_S, DRAFTS, HOSTS, VERIFIERS, Cluster
 from tests.machine import need_networks
 
@@ -66,7 +66,7 @@ def _write(cluster: Cluster, requests: list[Request], strike: Callable[[], None]
         cluster.settle()
         with cluster.slowly(SLOWLY_S):
             answers = [cluster.client.write(request) for request in requests]
-            until(lambda: all(answer.token_ids or answer.ended.is_set() for answer in answers))
+            wait_until(lambda: all(answer.token_ids or answer.ended.is_set() for answer in answers))
             strike()
             assert not any(answer.ended.is_set() for answer in answers)
     for answer in answers:
