@@ -22,7 +22,7 @@ from outrider.runtime.cuda_graph import capturer_for
 from outrider.service.wire import PrefixHash
 from protos.outrider.v1 import model_pb2, sampling_pb2, verifier_service_pb2
 from verifier_service.engine import Open, Read, Submit, VerifierEngine
-from verifier_service.rounds import check_decode, check_open
+from verifier_service.request import check_decode, check_open
 from verifier_service.scheduler import TargetWork
 from verifier_service.sequence import Reply, TargetSequence
 from verifier_service.target_runner import PassResult

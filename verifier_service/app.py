@@ -1,4 +1,4 @@
-"""The verifier service as a whole: loads the target, and hands its parts to each other."""
+"""The verifier service as a whole: loads the target, and hands the parts to each other."""
 
 import asyncio
 from concurrent.futures import Future, InvalidStateError
@@ -10,6 +10,8 @@ import structlog
 
 from kernels import paths
 from kernels.paths import PathUnavailable, VerifyPath, choose, rehearse
+from kernels.verify import Rule
+from outrider.rpc.errors import RequestError, internal
 from outrider.runtime.device import find_device
 from outrider.runtime.loader import vocabulary_size
 from outrider.runtime.tensor_parallel import TensorParallel, read_ranks
@@ -26,16 +28,16 @@ from outrider.service.loading import (
 from outrider.service.model_info import describe
 from outrider.service.sampling import DEFAULT_RULE, OFFERED_RULES
 from outrider.service.settings import SettingsError
-from outrider.service.wire import largest_verify_message, server_limit
-from protos.outrider.v1 import model_pb2
+from outrider.service.wire import PrefixHash, largest_verify_message, server_limit
+from protos.outrider.v1 import model_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import add_VerifierServiceServicer_to_server
-from verifier_service.engine import Drain, Observer, VerifierEngine
+from verifier_service.engine import Close, Drain, Observer, Open, Submit, VerifierEngine
 from verifier_service.metrics import SequenceMetrics, SpeculationMetrics
-from verifier_service.rounds import FEATURES
+from verifier_service.request import FEATURES, check_decode, check_open, check_proposal
+from verifier_service.sequence import Reply, TargetSequence
 from verifier_service.service import SERVICE_NAME, VerifierService
 from verifier_service.settings import VerifierSettings
 from verifier_service.target_runner import verify_rows
-from verifier_service.warm_up import warm_up
 
 _log = structlog.get_logger()
 
@@ -220,3 +222,82 @@ def build_engine(
     built.model_runner.warm_up([1, settings.max_gamma + 1, SHORT_PROMPT])
     paths.warm_up(path.name, loaded.device, loaded.dtype, model.vocab_size, loaded.vocab_size)
     return engine, model
+
+
+# How often it is seen whether the engine still runs.
+GLANCE_SECONDS = 0.5
+PROMPT_TOKENS = 2
+_NAME = "warm-up"
+
+
+async def warm_up(engine: VerifierEngine, model: model_pb2.ModelInfo) -> None:
+    """Has a proposal judged, and then a token written, on an engine that has started.
+
+    Raises:
+        RequestError: no verdict came: the pass failed, its logits were no numbers, or the engine has ended.
+    """
+    loop = asyncio.get_running_loop()
+    replies: asyncio.Queue[Reply] = asyncio.Queue()
+
+    def deliver(reply: Reply) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(replies.put_nowait, reply)
+
+    most = model.limits.max_sequence_tokens
+    prompt = [0] * max(1, min(PROMPT_TOKENS, most - 2))
+    opening = verifier_service_pb2.OpenSequence(
+        prompt_token_ids=prompt,
+        max_new_tokens=min(model.limits.max_gamma + 2, most - len(prompt)),
+        ignore_eos=True,
+        request_id=_NAME,
+        cache_salt=_NAME,
+    )
+    opening.sampling.seed = 0
+    opening.sampling.rule = sampling_pb2.ACCEPTANCE_RULE_TOKENWISE
+    sequence = TargetSequence(_NAME, check_open(opening, model), model.vocab_size, deliver)
+    engine.post(Open(sequence))
+    try:
+        if opening.max_new_tokens > 1:
+            drafted = [0] * min(model.limits.max_gamma, opening.max_new_tokens - 1)
+            point = speculation_pb2.TokenDistribution(point_mass=speculation_pb2.PointMass())
+            proposal = speculation_pb2.Proposal(
+                round=1,
+                base_length=len(prompt),
+                prefix_hash=PrefixHash(prompt).digest(),
+                token_ids=drafted,
+                distributions=[point] * len(drafted),
+            )
+            engine.post(Submit(sequence, check_proposal(proposal, model, rule=Rule.TOKENWISE)))
+            verdict = await _verdict(engine, replies)
+            if verdict.finish_reason:
+                return
+            prompt += verdict.token_ids
+        decode = verifier_service_pb2.Decode(
+            round=2,
+            base_length=len(prompt),
+            prefix_hash=PrefixHash(prompt).digest(),
+            num_tokens=1,
+            seen_round=1,
+        )
+        engine.post(Submit(sequence, check_decode(decode)))
+        await _verdict(engine, replies)
+    finally:
+        engine.post(Close(sequence))
+
+
+async def _verdict(engine: VerifierEngine, replies: asyncio.Queue[Reply]) -> speculation_pb2.Verdict:
+    """The next verdict, past notices."""
+    while True:
+        try:
+            async with asyncio.timeout(GLANCE_SECONDS):
+                reply = await replies.get()
+        except TimeoutError:
+            if not engine.alive:
+                raise internal("INTERNAL", "the engine has ended before its first pass") from None
+            continue
+        if isinstance(reply, RequestError):
+            raise internal(reply.reason, f"the first pass of the target failed: {reply.message}")
+        if reply is None:
+            raise internal("INTERNAL", "the first pass of the target failed: it ended without a verdict")
+        if reply.WhichOneof("kind") == "verdict":
+            return reply.verdict

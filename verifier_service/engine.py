@@ -21,10 +21,9 @@ from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.service.best_effort import Component
 from outrider.service.cost_model import FittedCost
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
-from verifier_service.linger import seconds_to_linger
-from verifier_service.rounds import Round
+from verifier_service.request import Round
 from verifier_service.scheduler import IDLE_SECONDS, TURN_SECONDS, Plan, Scheduler, TargetWork
-from verifier_service.sequence import TargetSequence, is_sound
+from verifier_service.sequence import TargetSequence, is_sound, seconds_to_linger
 from verifier_service.target_runner import PassResult, TargetRunner
 
 

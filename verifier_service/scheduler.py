@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from outrider.runtime.kv_cache import KVPool, PrefixCache, grow_with_preemption
 from outrider.runtime.model_runner import Chunk
 from outrider.service.best_effort import Component
-from verifier_service.rounds import Round
+from verifier_service.request import Round
 from verifier_service.sequence import TargetSequence
 
 PREFIX_CACHE = Component("prefix_cache")

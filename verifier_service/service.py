@@ -1,19 +1,80 @@
-"""The gRPC face of the verifier."""
+"""The gRPC face of the verifier, and who may come in."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
 
-from outrider.rpc.errors import guarded, unavailable
+from outrider.rpc.errors import guarded, overloaded, unavailable
+from outrider.rpc.timeouts import Pace
 from outrider.service.tracing import Tracing
 from protos.outrider.v1 import model_pb2, verifier_service_pb2, verifier_service_pb2_grpc
-from verifier_service.admission import Admission
 from verifier_service.engine import VerifierEngine
 from verifier_service.metrics import SequenceMetrics
 from verifier_service.settings import VerifierSettings
 from verifier_service.stream import Outbox, VerifyStream
+
+
+class Admission:
+    """Places in progress, and a bounded queue for them."""
+
+    def __init__(self, places: int, max_waiting: int, clock: Callable[[], float] | None = None) -> None:
+        self._places = places
+        self._max_waiting = max_waiting
+        self._clock = clock or time.monotonic
+        self._pace = Pace()
+        self._inside = 0  # in progress or waiting
+        self._leaving = 0  # in progress, and about to end for those that wait
+
+    def retry_after(self) -> float:
+        """Seconds until half of the queue has moved on."""
+        return self._pace.wait(max(1, (self._inside - self._places) // 2), max(self._inside, 1))
+
+    @contextmanager
+    def give_way(self) -> Iterator[bool]:
+        """Whether a sequence that holds a place idly is to end, since another one waits that has none of those ending.
+
+        Open it until it has ended.
+        """
+        gives_way = self._inside - self._places > self._leaving
+        self._leaving += gives_way
+        try:
+            yield gives_way
+        finally:
+            self._leaving -= gives_way
+
+    @contextmanager
+    def enter(self, *, resumed: bool = False) -> Iterator[None]:
+        """Holds a place, or one in the queue, for as long as it is open.
+
+        Args:
+            resumed: the sequence was in progress elsewhere; there may be as many more of those in the queue as there
+                are places.
+
+        Raises:
+            RequestError: RESOURCE_EXHAUSTED with the time to wait, where all are taken and the queue is full.
+        """
+        waiting = self._inside - self._places
+        maximum = self._max_waiting + (self._places if resumed else 0)
+        if waiting >= maximum:
+            seconds = self.retry_after()
+            raise overloaded(
+                f"{waiting} sequences wait for room already, at most {maximum}; try again in about {seconds:.2g} s",
+                retry_after=seconds,
+                waiting=waiting,
+                maximum=maximum,
+            )
+        self._inside += 1
+        came = self._clock()
+        try:
+            yield
+        finally:
+            self._inside -= 1
+            self._pace.end(self._clock() - came)
+
 
 SERVICE_NAME = verifier_service_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
 

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 import structlog
@@ -16,12 +16,14 @@ from outrider.service.sampling import RULE_TO_WIRE, Sampling
 from outrider.service.tracing import CallTrace
 from outrider.service.wire import pad
 from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
-from verifier_service.admission import Admission
 from verifier_service.engine import Close, HalfClose, Open, Read, Remind, Submit, VerifierEngine
-from verifier_service.rounds import MAX_NAME_CHARS, Round, check_decode, check_open, check_proposal
+from verifier_service.request import MAX_NAME_CHARS, Round, check_decode, check_open, check_proposal
 from verifier_service.scheduler import PREFIX_CACHE
 from verifier_service.sequence import Reply, TargetSequence
 from verifier_service.settings import VerifierSettings
+
+if TYPE_CHECKING:
+    from verifier_service.service import Admission
 
 _log = structlog.get_logger()
 
@@ -63,7 +65,7 @@ class VerifyStream:
         engine: VerifierEngine,
         model: model_pb2.ModelInfo,
         settings: VerifierSettings,
-        admission: Admission,
+        admission: "Admission",
         context: Context,
         *,
         outbox: Outbox,

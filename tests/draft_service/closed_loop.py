@@ -12,7 +12,7 @@ from itertools import count
 from draft_service.speculation import Policy
 from draft_service.statistics import JudgedRound
 from outrider.service.cost_model import CostLine, FittedCost
-from verifier_service.linger import Turnaround, seconds_to_linger
+from verifier_service.sequence import Turnaround, seconds_to_linger
 
 MAX_LINGER = 0.02
 SPREAD = 0.2  # of drafting and round trip together: deviation over mean

@@ -49,7 +49,7 @@ from tests.simulation.models import (
 from tests.simulation.network import EOF, Host, Network
 from tests.simulation.plan import BLOCK, COUPLED, MAX_TOKENS, TOKENWISE, Plan, draw_plan
 from tests.simulation.verifier import Verifier
-from verifier_service.rounds import FEATURES
+from verifier_service.request import FEATURES
 from verifier_service.settings import VerifierSettings
 
 HORIZON = 2_000.0  # seconds after which a world that has not ended hangs

@@ -6,7 +6,7 @@ import pytest
 
 from outrider.rpc.errors import RequestError
 from outrider.rpc.timeouts import FIRST_GUESS, LEAST_WAIT, LONGEST_WAIT
-from verifier_service.admission import Admission
+from verifier_service.service import Admission
 
 PLACES, WAITING = 2, 1
 

@@ -21,9 +21,8 @@ from outrider.service.sampling import Sampling
 from outrider.service.wire import PrefixHash
 from protos.outrider.v1 import model_pb2
 from verifier_service.engine import HalfClose, Open, Submit, VerifierEngine
-from verifier_service.linger import Turnaround, seconds_to_linger
-from verifier_service.rounds import Opening, Round
-from verifier_service.sequence import TargetSequence
+from verifier_service.request import Opening, Round
+from verifier_service.sequence import TargetSequence, Turnaround, seconds_to_linger
 
 MODEL = Path(__file__).parents[2] / "models" / "demo" / "draft"
 VOCABULARY = 2000

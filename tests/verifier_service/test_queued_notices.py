@@ -20,7 +20,7 @@ from outrider.service.sampling import Sampling
 from outrider.service.wire import PrefixHash
 from protos.outrider.v1 import model_pb2, verifier_service_pb2
 from verifier_service.engine import Close, Drain, Open, Remind, Submit, VerifierEngine
-from verifier_service.rounds import Opening, Round
+from verifier_service.request import Opening, Round
 from verifier_service.sequence import Reply, TargetSequence
 
 QUEUED, DRAINING = verifier_service_pb2.NOTICE_KIND_QUEUED, verifier_service_pb2.NOTICE_KIND_DRAINING

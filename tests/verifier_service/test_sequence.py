@@ -12,7 +12,7 @@ from outrider.rpc.errors import RequestError
 from outrider.service.sampling import Sampling
 from outrider.service.wire import PrefixHash
 from protos.outrider.v1 import sampling_pb2, speculation_pb2
-from verifier_service.rounds import Opening, Round
+from verifier_service.request import Opening, Round
 from verifier_service.sequence import Reply, TargetSequence
 
 PROMPT = [11, 12, 13]

@@ -23,7 +23,7 @@ from outrider.service.wire import PrefixHash
 from protos.outrider.v1 import model_pb2, verifier_service_pb2
 from tests.cluster import MODELS
 from verifier_service.engine import Close, Open, Remind, Submit, VerifierEngine
-from verifier_service.rounds import Opening, Round
+from verifier_service.request import Opening, Round
 from verifier_service.sequence import Reply, TargetSequence
 
 VOCABULARY = 2000

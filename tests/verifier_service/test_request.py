@@ -13,7 +13,7 @@ from kernels.verify import Rule
 from outrider.rpc.errors import RequestError
 from outrider.service.wire import HASH_BYTES, bytes_with_logits, encode_distribution, most_logits
 from protos.outrider.v1 import model_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
-from verifier_service.rounds import check_decode, check_open, check_proposal
+from verifier_service.request import check_decode, check_open, check_proposal
 
 V = 100
 MODEL = model_pb2.ModelInfo(
