@@ -136,7 +136,8 @@ class Sample:
         """Sends what the client may know and does not, and waits where it is too far behind."""
         if self._emitter.send(self.sequence.timings):
             self.sequence.finish_reason = sampling_pb2.FINISH_REASON_STOP_STRING
-        await self._emitter.room()
+        if await self._emitter.room():
+            self._gamma.disturbed()
 
     # -------------------------------------------------------------------------------------------------------- a round
 

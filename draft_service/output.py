@@ -214,11 +214,13 @@ class Responses:
         self._ended, self._error = True, error
         self._more.set()
 
-    async def room(self) -> None:
-        """Waits while the client is too far behind."""
+    async def room(self) -> bool:
+        """Waits while the client is too far behind; whether it was."""
+        waits = len(self._queue) >= MAX_BACKLOG
         while len(self._queue) >= MAX_BACKLOG:
             self._fewer.clear()
             await self._fewer.wait()
+        return waits
 
     def take_now(self) -> GenerateResponse | None:
         """The next response; None where there is none now."""
@@ -336,9 +338,9 @@ class Emitter:
         self._send(self._text.release(), timings)
         return self._text.stopped_by is not None
 
-    async def room(self) -> None:
-        """Waits while the client is too far behind."""
-        await self._responses.room()
+    async def room(self) -> bool:
+        """Waits while the client is too far behind; whether it was."""
+        return await self._responses.room()
 
     def finish(
         self, reason: sampling_pb2.FinishReason, counts: SpeculationCounts, timings: Timings

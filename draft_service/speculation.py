@@ -131,7 +131,7 @@ class Adaptive(Policy):
             gamma = min(max(gamma, self._gamma - STEP), self._gamma + STEP)
         self._gamma, self._has_begun = gamma, True
         if gamma == 0:
-            self.pause = min(self._statistics.pause, MOST_DECODED)
+            self.pause = MOST_DECODED
         return min(gamma, most)
 
     def observe(self, round_: JudgedRound) -> None:
@@ -147,8 +147,8 @@ class Adaptive(Policy):
         """The best γ, before it is held to `STEP`."""
         statistics, costs = self._statistics, self._costs
         self._is_probe = False
-        if not costs.known:
-            return self._gamma
+        if not costs.known:  # and never will be without drafts
+            return self._gamma or min(PROBE_GAMMA, self._ceiling)
         if (best := statistics.choose(costs, self._ceiling)) and (gamma := self._own(best)):
             self._probes = 0
             return gamma

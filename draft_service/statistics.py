@@ -1,8 +1,9 @@
 """What γ is chosen from: acceptance statistics, and the cost of a round."""
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from outrider.service.cost_model import CostLine, FittedCost
 
@@ -115,6 +116,29 @@ class Acceptance:
         return chances
 
 
+@dataclass(slots=True)
+class _Measured:
+    """What rounds took, with about so many active sequences.
+
+    Attributes:
+        first: (γ, overhead) of the first rounds.
+        overhead: seconds as a line in γ; None before there were enough.
+        ratio: x and x₀ of `CostModel`, by whether the round had drafts.
+    """
+
+    first: list[tuple[int, float]] = field(default_factory=list)
+    overhead: FittedCost | None = None
+    ratio: dict[bool, float] = field(default_factory=lambda: {True: 1.0, False: 1.0})
+
+    def add_overhead(self, drafted: int, seconds: float) -> None:
+        if self.overhead is not None:
+            self.overhead.add(drafted, seconds)
+            return
+        self.first.append((drafted, seconds))
+        if len(self.first) == FIRST_ROUNDS:
+            self.overhead = FittedCost(self.first)
+
+
 class CostModel:
     """What a round takes, in seconds, where B active sequences all draft γ tokens.
 
@@ -124,46 +148,50 @@ class CostModel:
     takes no time in it. step is the verifier's published cost. A verifier holds a step back for sequences about to
     answer, but no longer than the fixed cost of a step. Where overhead is more than that, one half of the sequences
     drafts while the other half is verified: cycle(γ) = x · max(2·step(n / 2), overhead(γ) + step(n / 2)).
-    x and x₀ are measured cycles over these formulas.
+    x and x₀ are measured cycles over these formulas. All that is measured is kept by B, in powers of two: sequences
+    that draft at once wait for each other.
     """
 
     def __init__(self) -> None:
         self.active = 1
         self._step = CostLine(0.0, 0.0)
-        self._first: list[tuple[int, float]] = []
-        self._overhead: FittedCost | None = None
-        self._ratio = {True: 1.0, False: 1.0}  # x and x₀, by whether the round had drafts
+        self._by_size: defaultdict[int, _Measured] = defaultdict(_Measured)
 
     @property
     def known(self) -> bool:
-        """Whether enough rounds were measured."""
-        return self._overhead is not None
+        """Whether enough rounds were measured with as many sequences as now."""
+        return self._now.overhead is not None
+
+    @property
+    def _now(self) -> _Measured:
+        return self._by_size[(self.active - 1).bit_length()]
 
     def add(self, round_: JudgedRound, *, is_probe: bool) -> None:
         """Take in a round. One of a probe, or a `Decode` beside drafts, does not tell how long all alike would wait."""
         self.active = max(1, round_.active)
         self._step = round_.step or CostLine(round_.at_verifier, 0.0)
+        measured = self._now
         if round_.drafted and round_.overhead is not None and math.isfinite(round_.overhead):
-            self._add_overhead(round_.drafted, max(round_.overhead, 1e-9))
+            measured.add_overhead(round_.drafted, max(round_.overhead, 1e-9))
         width = round_.tokens / round_.sequences
         if round_.drafted:
             is_typical = not is_probe and round_.overhead is not None and width > ALIKE * (round_.drafted + 1)
         else:
             is_typical = width == 1 and round_.sequences > ALIKE * self.active
-        measured = round_.at_verifier + (round_.overhead or 0.0)
-        if self.known and is_typical and math.isfinite(measured):
-            ratio = measured / self._formula(round_.drafted, width)
+        seconds = round_.at_verifier + (round_.overhead or 0.0)
+        if self.known and is_typical and math.isfinite(seconds):
+            ratio = seconds / self._formula(round_.drafted, width)
             ratio = min(max(ratio, 1 / LARGEST_RATIO), LARGEST_RATIO)
-            share = RECENT_CYCLE / self.active  # of one cycle of all
-            self._ratio[round_.drafted > 0] += share * (ratio - self._ratio[round_.drafted > 0])
+            drafts = round_.drafted > 0
+            measured.ratio[drafts] += RECENT_CYCLE / self.active * (ratio - measured.ratio[drafts])
 
     def doubt(self) -> None:
-        """Trust the formula more: nobody has drafted for long."""
-        self._ratio[True] += 0.5 * (1 - self._ratio[True])
+        """Trust the formula more: no sequence has drafted for long."""
+        self._now.ratio[True] += 0.5 * (1 - self._now.ratio[True])
 
     def cycle(self, gamma: float) -> float:
         """Seconds from one verdict to the next; γ = 0 is `Decode`."""
-        return self._ratio[gamma > 0] * self._formula(gamma, gamma + 1)
+        return self._now.ratio[gamma > 0] * self._formula(gamma, gamma + 1)
 
     def rates(self, chances: Sequence[float], drafted_share: float) -> list[float]:
         """Tokens a second of one sequence at γ = 0, 1, .. `len(chances)`, with β_1, β_2, .. as given."""
@@ -177,21 +205,13 @@ class CostModel:
 
     def _formula(self, gamma: float, width: float) -> float:
         """The cycle at γ drafted tokens, where each sequence has `width` tokens in a step on average."""
-        tokens = self.active * width
-        overhead = self._overhead.line.seconds(gamma) if gamma and self._overhead is not None else 0.0
+        tokens, line = self.active * width, self._now.overhead
+        overhead = line.line.seconds(gamma) if gamma and line is not None else 0.0
         seconds = overhead + self._step.seconds(tokens)
         if self.active > 1 and overhead > self._step.fixed:
             half = self._step.seconds(tokens / 2)
             seconds = half + max(half, overhead)
         return max(seconds, 1e-9)
-
-    def _add_overhead(self, drafted: int, seconds: float) -> None:
-        if self._overhead is not None:
-            self._overhead.add(drafted, seconds)
-            return
-        self._first.append((drafted, seconds))
-        if len(self._first) == FIRST_ROUNDS:
-            self._overhead = FittedCost(self._first)
 
 
 class AcceptanceStatistics:
