@@ -118,6 +118,6 @@ def test_the_law_is_the_targets_however_often_a_text_changes_its_verifier(
         print(run)
         assert run.tokens.shape == (SAMPLES, length)
     print(f"{failovers} failovers\noutcomes: {outcomes}\nclasses:  {classes}")
-    assert failovers > 0.02 * counts.sum()
+    assert failovers > 0.01 * counts.sum()
     assert chisquare.detectable(classes.df, classes.n, level=LEVEL, power=POWER) <= distance
     assert min(outcomes.p_value, classes.p_value) > LEVEL
