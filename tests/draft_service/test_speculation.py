@@ -65,7 +65,7 @@ def adaptive(streams: int = 1, *, shared: bool = True) -> list[Adaptive]:
 def rates_of_fixed(drafts: Sequence[Draft], seconds: float, cost: CostLine) -> dict[int, float]:
     """Tokens a second of all, with each γ; 0 is the target alone."""
     rates = {}
-    for gamma in (0, 1, 2, 3, 4, 6, 8):
+    for gamma in (0, 1, 3, 5, 8):
         loop = ClosedLoop(drafts, [Fixed(gamma) if gamma else DecodeOnly() for _ in drafts], cost)
         loop.run(1)
         rates[gamma] = loop.run(seconds)
@@ -119,7 +119,7 @@ CASES: dict[str, tuple[list[Draft], CostLine]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_alike_sequences_find_the_gamma_that_is_best_for_all(name: str) -> None:
     drafts, cost = CASES[name]
-    seconds = min(60, max(4, 200 // len(drafts)))
+    seconds = min(40, max(3, 120 // len(drafts)))
     fixed = rates_of_fixed(drafts, seconds, cost)
     loop = ClosedLoop(drafts, adaptive(len(drafts)), cost)
     loop.run(10)
@@ -156,7 +156,7 @@ def test_mixed_sequences_are_near_the_best_common_gamma(
 def test_beside_sequences_that_never_draft_all_together_write_the_most(cost: CostLine) -> None:
     drafts, others = [Draft(0.8)] * 32, [DecodeOnly() for _ in range(24)]
     best = 0.0
-    for gamma in range(8):
+    for gamma in (0, 1, 3, 5):
         loop = ClosedLoop(drafts, [*others, *(Fixed(gamma) if gamma else DecodeOnly() for _ in range(8))], cost)
         loop.run(1)
         best = max(best, loop.run(6))
@@ -206,7 +206,7 @@ def test_one_sequence_at_a_time_probes_after_growing_pauses() -> None:
     assert policies[0]._statistics.pause == LONGEST_PAUSE
     for stream in loop.streams:
         stream.gammas.clear()
-    tokens = 120 * loop.run(120)
+    tokens = 60 * loop.run(60)
     proposals = sum(gamma > 0 for stream in loop.streams for gamma in stream.gammas)
     assert max(max(stream.gammas) for stream in loop.streams) <= PROBE_GAMMA
     assert 3 <= proposals <= 4 * tokens / (8 * LONGEST_PAUSE)

@@ -10,7 +10,7 @@ import pytest
 from outrider.client import AsyncClient
 from tests.load.short_texts import Tally, TinyPair, load, running_tiny_pair, texts, write_alone
 
-COUNT = 1_500
+COUNT = 1_000
 
 
 @pytest.fixture(scope="module")

@@ -70,7 +70,7 @@ async def test_each_name_has_its_meaning(
         if NAME in names:
             await asyncio.to_thread(wait_for_health, address, NAME, 5)
         else:
-            with pytest.raises(TimeoutError, match="NOT_SERVING"):
+            with pytest.raises(TimeoutError, match="is not serving after"):
                 await asyncio.to_thread(wait_for_health, address, NAME, 0.1)
 
 
