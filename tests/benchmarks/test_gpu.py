@@ -30,7 +30,18 @@ LEVEL = 0.001
 # ------------------------------------------------------------------------------------------------------ the whole of it
 
 
-@pytest.mark.timeout(300)  # services start four times, on whatever else the machine does
+@pytest.mark.timeout(300)
+def test_a_dry_run_of_one_run_measures_its_parts(tmp_path: Path) -> None:
+    output = tmp_path / "gpu.json"
+    assert gpu.main(["--dry-run", "--run", "3", "--output", str(output), "--scratch", str(tmp_path)]) == 0
+    document = json.loads(output.read_text())
+    assert list(document["parts"]) == list(RUNS[3])
+    assert all(entry["figures"] for entry in document["parts"].values())
+    assert document["meaning"] == DRY_RUN
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # services start four times, on whatever else the machine does
 def test_a_dry_run_measures_every_part_and_says_that_it_means_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
