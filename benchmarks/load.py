@@ -225,7 +225,7 @@ class Loops:
 
 
 class Workload:
-    """The requests, as tokens. The same for whoever serves them: contenders write the same texts."""
+    """The requests, as tokens: the same for all contenders."""
 
     def __init__(self, prompts: Sequence[tuple[int, ...]], given: argparse.Namespace) -> None:
         self._prompts = prompts

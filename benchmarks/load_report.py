@@ -23,7 +23,7 @@ from benchmarks.harness import Json, number
 BATCHING, STATIC = "transformers-batching", "transformers-static"
 ALONE, PAIR = "outrider-alone", "outrider-pair"
 CONTENDERS = (BATCHING, STATIC, ALONE, PAIR)
-IN_OPEN_LOOP = (BATCHING, ALONE, PAIR)  # a static batch takes nobody in while it runs
+IN_OPEN_LOOP = (BATCHING, ALONE, PAIR)  # a static batch admits no request while it runs
 REFERENCES = (BATCHING, ALONE)
 """What the pair is held against; a static batch stands beside them only."""
 LABELS = {

@@ -38,7 +38,7 @@ from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 
 RULES = (AcceptanceRule.TOKENWISE, AcceptanceRule.BLOCK, AcceptanceRule.COUPLED)
 _TIMEOUT_S = 120.0
-_TWO_SIDED = 1.96  # 95 % of a normal law
+_TWO_SIDED = 1.96  # 95 % of a normal distribution
 _POWER = 1.645  # and what a power of 95 % takes beside it
 
 

@@ -245,7 +245,7 @@ class StaticBatches(Server):
         return checked("transformers", tasks, served), {}
 
     def open(self, tasks: Sequence[Task], due: Sequence[float]) -> Outcome:
-        raise Unavailable("a static batch takes nobody in while it runs")
+        raise Unavailable("a static batch admits no request while it runs")
 
     def settings(self) -> Json:
         return self._how

@@ -156,21 +156,18 @@ class CostModel:
         self.active = 1
         self._step = CostLine(0.0, 0.0)
         self._by_size: defaultdict[int, _Measured] = defaultdict(_Measured)
+        self._now = self._by_size[0]  # of as many sequences as are active
 
     @property
     def known(self) -> bool:
         """Whether enough rounds were measured with as many sequences as now."""
         return self._now.overhead is not None
 
-    @property
-    def _now(self) -> _Measured:
-        return self._by_size[(self.active - 1).bit_length()]
-
     def add(self, round_: JudgedRound, *, is_probe: bool) -> None:
         """Take in a round. One of a probe, or a `Decode` beside drafts, does not tell how long all alike would wait."""
         self.active = max(1, round_.active)
         self._step = round_.step or CostLine(round_.at_verifier, 0.0)
-        measured = self._now
+        measured = self._now = self._by_size[(self.active - 1).bit_length()]
         if round_.drafted and round_.overhead is not None and math.isfinite(round_.overhead):
             measured.add_overhead(round_.drafted, max(round_.overhead, 1e-9))
         width = round_.tokens / round_.sequences

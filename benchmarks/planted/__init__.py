@@ -9,7 +9,7 @@ After token x the target writes x + 1. So does the draft, except after some toke
 1 - α by itself: there it is wrong. The vocabulary is cut into as many regions as there are rates, and a text stays in
 the region that it begins in: which α holds for a text is a matter of its prompt's last token.
 
-A folder holds configuration, tokenizer and plant, and no weights: whoever loads it makes them anew, from a seed.
+A folder holds configuration, tokenizer and plant, and no weights: loading makes them anew, from a seed.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class DraftSequence:
         seed: key of the draws (invariant 2).
         rule: how proposals are judged, which says what is sent with each token; under `coupled` the drafts are chosen
             by the noise that the target has too.
-        seed_is_fresh: nobody has had this seed before, so no text depends on its draws yet. Only then may counts
+        seed_is_fresh: no request has had this seed before, so no text depends on its draws yet. Only then may counts
             learned from other texts be sampled from by them.
         draft_temperature: in place of the target's, where that is above 0; None is the same.
         looks_ahead: whether the outcome cache may draft for it while a verdict is under way.

@@ -49,7 +49,7 @@ def check_load(document: Json, runs: list[Json]) -> None:
         assert 0 <= cell[PAIR]["kv_usage"] <= 1
         assert cell[PAIR]["draft_cpu_us"] is not None
         assert cell[ALONE]["gamma"] is None
-    assert set(open_["40"]) == {BATCHING, ALONE, PAIR}  # a static batch takes nobody in while it runs
+    assert set(open_["40"]) == {BATCHING, ALONE, PAIR}  # a static batch admits no request while it runs
     assert open_["40"][PAIR]["refused"] == 0, "what cannot run at once waits in the queue of the draft service"
     short = document["summary"]["demo"]["short-texts"]["short"]
     assert set(short["1"]) == set(CONTENDERS)
