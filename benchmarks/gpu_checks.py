@@ -50,7 +50,6 @@ GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "tests/kernels/test_coupled.py",
             "tests/kernels/test_verify.py",
             "tests/kernels/test_triton.py",
-            "tests/kernels/test_triton_noise.py",
             "tests/kernels/test_enumeration.py",
             "tests/kernels/test_statistics.py",
         ),

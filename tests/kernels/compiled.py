@@ -1,7 +1,7 @@
 """Compile the kernels for a GPU that is not here, and print what the machine code is like, as JSON.
 
-Arguments: the architecture, the size of supports, and 1 to compile the plain variants too. `test_compiled` runs it in a
-process of its own, since a process that interprets kernels cannot compile them.
+Arguments: the architecture, and the size of supports. `test_compiled` runs it in a process of its own, since a process
+that interprets kernels cannot compile them.
 """
 
 from __future__ import annotations
@@ -105,16 +105,13 @@ def describe(name: str, options: dict[str, int], constants: dict[str, Any], arch
     registers = re.search(r"REG:(\d+)", resources)
     return {
         "kernel": name,
-        "architecture": architecture,
         "constants": constants,
-        "of_any_alignment": free,
         "registers": int(registers[1]) if registers else None,
         "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
         "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.MULTILINE)),
         "wide_loads": len(re.findall(r"\bLDG\.[A-Z.]*128", code)),
         "stores": len(re.findall(r"\bSTG\.", code)),
         "wide_stores": len(re.findall(r"\bSTG\.[A-Z.]*128", code)),
-        "barriers": len(re.findall(r"\bBAR\.", code)),
     }
 
 
@@ -125,8 +122,5 @@ def _dump(what: str, binary: Path) -> str:
 
 
 if __name__ == "__main__":
-    architecture, support, with_plain = map(int, sys.argv[1:])
-    variants = list(fullest(support))
-    if with_plain:
-        variants += plain()
-    print(json.dumps([describe(*variant, architecture) for variant in variants]))
+    architecture, support = map(int, sys.argv[1:3])
+    print(json.dumps([describe(*variant, architecture) for variant in (*fullest(support), *plain())]))

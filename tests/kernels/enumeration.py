@@ -133,15 +133,6 @@ def joint_distribution(verify: Verify, world: World, bisections: int, drawn_from
     return joint
 
 
-def mean_accepted(verify: Verify, world: World, bisections: int) -> float:
-    """Return how many of the two drafts are accepted on average."""
-    return sum(
-        _chance_of_draft(world.q, x1, x2) * cell.chance * cell.accepted
-        for (x1, x2), cells in zip(_DRAFTS, _cells(verify, world, bisections), strict=True)
-        for cell in cells
-    )
-
-
 def _chance_of_draft(q: Draft, x1: int, x2: int) -> float:
     return chance_of(q[0], x1) * chance_of(q[1][x1], x2)
 

@@ -16,8 +16,7 @@ from scipy import integrate, stats
 
 from kernels import rng, verify_torch
 from kernels.rng import gumbel, noise_rows
-from kernels.sampling import Draw, SamplingParams, gumbel_max, sample
-from kernels.sparse import SparseConfig
+from kernels.sampling import SamplingParams, gumbel_max
 from kernels.verify import Status
 from tests.kernels import reference
 from tests.kernels.cases import PARAMS, coupled, gaussian, logits_of
@@ -57,15 +56,6 @@ def test_the_next_token_is_the_best_of_target_and_noise(path: str) -> None:
     assert (wrong.accepted, wrong.next_token) == (0, best[0])
 
 
-@pytest.mark.parametrize("path", HOST)
-@pytest.mark.parametrize("params", PARAMS)
-def test_a_draft_that_is_the_target_is_accepted_whole(path: str, params: SamplingParams) -> None:
-    z = gaussian(6, 9, 500, scale=2)
-    tokens = [each.token for each in sample(z, [Draw(params, noise=(3, 12 + i)) for i in range(9)], SparseConfig())]
-    (result,) = verify(z, [coupled(tuple(tokens[:8]), 3, 12, params)], path)
-    assert (result.accepted, result.next_token) == (8, tokens[8])
-
-
 def _joint(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     """Return the chance of (draft x, target y), `[V, V]`, both choosing by the same noise.
 
@@ -90,14 +80,13 @@ def _joint(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     return joint
 
 
-@pytest.mark.parametrize("N", [3_000, pytest.param(6_000, marks=pytest.mark.slow)])
-def test_the_joint_distribution_of_accepted_and_tokens(N: int) -> None:
+def test_the_joint_distribution_of_accepted_and_tokens() -> None:
     """3,000 rounds of γ = 2 over 4 tokens, each with a seed of its own, in 84 cells by χ².
 
-    At a level of 1e-6 a total variation of 0.12 is seen 999 times in 1,000; with the 6,000 of `-m slow` one of 0.08.
+    At a level of 1e-6 a total variation of 0.12 is seen 999 times in 1,000.
     The target's distribution, and the acceptance Σ_i 1/Σ_j max(p_j/p_i, q_j/q_i), are sums over it.
     """
-    source = torch.Generator().manual_seed(5)
+    N, source = 3_000, torch.Generator().manual_seed(5)
     z = [torch.randn(V**depth, V, generator=source) * 1.2 for depth in range(3)]
     draft = [torch.softmax(each.flip(-1) * 0.5, -1).double().numpy() for each in z[:2]]
     target = [torch.softmax(each.double(), -1).numpy() for each in z]

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
 from kernels import verify_torch
-from kernels.dense import DenseDistribution
 from kernels.sparse import SparseConfig
 from kernels.verify import Rule
 from tests.kernels import reference
-from tests.kernels.cases import propose, sparse
 from tests.kernels.enumeration import (
     EXACT,
     PATHS,
@@ -27,7 +24,6 @@ from tests.kernels.enumeration import (
     chance_of,
     emitted,
     in_dyads,
-    mean_accepted,
     random_world,
     total_variation,
 )
@@ -82,20 +78,6 @@ def test_the_compiled_kernels_emit_the_targets_distribution(rule: Rule) -> None:
     assert total_variation(emitted(verify_by_triton, world, EXACT), world.target) < 4e-6
 
 
-@BOTH
-@ON_HOST
-def test_equal_dense_and_sparse_drafts_are_judged_alike(path: str, rule: Rule) -> None:
-    q = (sparse({0: 4, 1: 3, 2: 1}), sparse({0: 1, 3: 1}))
-    dense = tuple(DenseDistribution(torch.tensor(row)) for row in ([0.5, 0.375, 0.125, 0.0], [0.5, 0.0, 0.0, 0.5]))
-    z = random_world(8, rule=rule).logits[2][0, :3]
-    for u in product((0.0, 0.3, 0.6, 0.9), (0.1, 0.5, 0.95), (0.01, 0.4, 0.99)):
-        one, same = PATHS[path][0](
-            z.repeat(2, 1), [propose((0, 3), each, u[:2], u[2], rule=rule) for each in (q, dense)]
-        )
-        assert (one.accepted, one.next_token, one.status) == (same.accepted, same.next_token, same.status)
-        assert one.beta == pytest.approx(same.beta, abs=1e-12)
-
-
 @pytest.mark.parametrize(("path", "lenience"), [("reference", 0.5), ("torch", 0.5), ("torch", 0.1)])
 def test_lenience_keeps_every_token_below_its_bound(path: str, lenience: float) -> None:
     """[L A.5]: the first token has P(x) ≤ p(x)/l; moreover P = p + Σ overshoot of what acceptance alone forces."""
@@ -108,15 +90,6 @@ def test_lenience_keeps_every_token_below_its_bound(path: str, lenience: float) 
     forced = np.maximum(np.minimum(q, p / lenience) - p, 0)
     assert forced.sum() > 0.05
     assert total_variation(first, p) == pytest.approx(forced.sum(), abs=bound)
-
-
-def test_block_accepts_more_tokens_than_tokenwise() -> None:
-    """Sun et al. 2024, Theorem 2 (no fewer)."""
-    for seed in (1, 5):
-        tokenwise, block = (
-            mean_accepted(reference.verify, random_world(seed, rule=rule), 20) for rule in (Rule.TOKENWISE, Rule.BLOCK)
-        )
-        assert block > tokenwise + 1e-3
 
 
 # ------------------------------------------------------------------------------------------------- what must be noticed

@@ -5,8 +5,6 @@ Seeds are fixed, so a failure is a defect and no bad luck. N is a number of draw
 
 from __future__ import annotations
 
-from itertools import product
-
 import numpy as np
 import pytest
 import torch
@@ -44,11 +42,6 @@ def _is_independent(a: np.ndarray, b: np.ndarray, cells: int = 32) -> bool:
 KNOWN_ANSWERS = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((MAX_WORD,) * 4, (MAX_WORD,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-    (
-        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-        (0xA4093822, 0x299F31D0),
-        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-    ),
 ]
 
 
@@ -60,16 +53,7 @@ def test_philox_gives_the_published_answers(
     assert philox4x32_torch(torch.tensor(counter), torch.tensor(key)).tolist() == list(answer)
 
 
-def test_both_forms_of_philox_agree_and_leading_shapes_broadcast() -> None:
-    source = torch.Generator().manual_seed(3)
-    counters = torch.randint(0, 2**32, (50, 1, 4), generator=source)
-    keys = torch.randint(0, 2**32, (4, 2), generator=source)
-    pairs = product(counters[:, 0].tolist(), keys.tolist())
-    scalar = [list(philox4x32((a, b, c, d), (k, m))) for (a, b, c, d), (k, m) in pairs]
-    assert philox4x32_torch(counters, keys).view(200, 4).tolist() == scalar
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2**63 - 1, 2**63, MAX_SEED])
+@pytest.mark.parametrize("seed", [0, 2**63, MAX_SEED])
 def test_uniforms_are_uniform_for_each_element(seed: int) -> None:
     lengths, places = torch.tensor([[0], [7], [MAX_WORD]]), torch.arange(4)
     for domain, draw in ((Domain.DRAFT, 0), (Domain.RESAMPLE, 5)):
@@ -79,20 +63,6 @@ def test_uniforms_are_uniform_for_each_element(seed: int) -> None:
         ]
     each = uniforms(torch.tensor([seed - 2**64 if seed >= 2**63 else seed]), 7, 2, Domain.ACCEPT)
     assert each.tolist() == [uniform(seed, 7, 2, Domain.ACCEPT)]
-
-
-def test_every_part_of_counter_and_key_makes_another_draw() -> None:
-    parts = ((0, 1, 2**32, 2**63), (0, 1, 2, 2**31), range(4), Domain, range(3))
-    assert len({uniform(*each) for each in product(*parts)}) == 4 * 4 * 4 * len(Domain) * 3
-
-
-def test_draws_lie_in_the_unit_interval_with_53_bits() -> None:
-    drawn = uniforms(5, torch.arange(20_000), 0, Domain.ACCEPT).numpy()
-    assert drawn.min() >= 0
-    assert drawn.max() < 1
-    scaled = drawn * 2.0**53
-    assert (scaled == np.rint(scaled)).all()
-    assert (np.rint(scaled).astype(np.int64) % 2).mean() == pytest.approx(0.5, abs=0.02)  # the last bit varies
 
 
 @pytest.mark.parametrize("domain", Domain)
@@ -109,7 +79,6 @@ def test_draws_are_uniform(domain: Domain) -> None:
         {"domain": Domain.RESAMPLE},
         {"base_length": torch.arange(1, 65_537)},
         {"index": 1},
-        {"seed": 78},
         {"seed": 77 + 2**32},
         {"draw": 1},
     ],
@@ -121,17 +90,6 @@ def test_draws_are_independent(other: dict[str, int]) -> None:
     mine, theirs = uniforms(**fields).numpy(), uniforms(**fields | other).numpy()  # type: ignore[arg-type]
     assert _is_independent(mine, theirs, cells=16)
     assert abs(np.corrcoef(mine, theirs)[0, 1]) < 5 / np.sqrt(len(mine))
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("seed", -1), ("seed", 2**64), ("base_length", -1), ("base_length", 2**32), ("index", -1), ("draw", 2**32)],
-)
-def test_numbers_out_of_range_are_named(field: str, value: int) -> None:
-    fields = {"seed": 1, "base_length": 2, "index": 3, "draw": 0} | {field: value}
-    for draw in (uniform, uniforms):
-        with pytest.raises(ValueError, match=f"{field} is {value}"):
-            draw(domain=Domain.DRAFT, **fields)
 
 
 # --------------------------------------------------------------------------------------------------------- shared noise
@@ -150,10 +108,6 @@ def test_the_words_are_what_they_were() -> None:
     assert row_key(2**64 - 1, 2**32 - 1) != row_key(0, 0)
 
 
-def test_no_word_occurs_twice_in_a_row() -> None:
-    assert len(set(words([row_key(3, 5)], 1 << 18)[0].tolist())) == 1 << 18
-
-
 @pytest.mark.parametrize("size", [1, 50, 40_000])  # the last is made in several pieces
 def test_noise_does_not_depend_on_the_batch(size: int) -> None:
     places = [(5, 1), (5, 2), (6, 1), (2**64 - 1, 2**32 - 1)]
@@ -164,7 +118,7 @@ def test_noise_does_not_depend_on_the_batch(size: int) -> None:
         assert torch.equal(row.log1p().neg(), exponential(words([row_key(*place)], size))[0])
 
 
-@pytest.mark.parametrize("positions", [range(8), range(5000, 40000, 4999), [2**32 - 1, 2**31, 0, 1]])
+@pytest.mark.parametrize("positions", [range(8), [2**32 - 1, 2**31, 0, 1]])
 def test_the_noise_is_gumbel_distributed(positions: range) -> None:
     """χ² over 1,024 equal cells at N = 260,000 and more: a total variation of 0.016 is seen 999 times in 1,000."""
     g = gumbel(12345678901234567890, list(positions), V, torch.float64).numpy()
@@ -182,7 +136,7 @@ def test_the_tail_that_wins_is_exponential() -> None:
     assert stats.kstest(least * V, "expon").pvalue > LEVEL
 
 
-@pytest.mark.parametrize("lag", [1, 2, 3, 16, 256, 1024, 4096, 8192, 32768])
+@pytest.mark.parametrize("lag", [1, 16, 1024, 4096, 32768])
 def test_neighbouring_tokens_are_independent(lag: int) -> None:
     u = _noise([11], list(range(8)))
     assert _is_independent(u[:, :-lag], u[:, lag:])
@@ -191,23 +145,13 @@ def test_neighbouring_tokens_are_independent(lag: int) -> None:
 @pytest.mark.parametrize(
     ("seeds", "positions"),
     [
-        *(([99], list(range(0, 9 * step, step))) for step in (1, 2, 256)),
-        *(([(5 + step * i) % 2**64 for i in range(9)], [17]) for step in (1, 2, 2**32, 2**60)),
+        *(([99], list(range(0, 9 * step, step))) for step in (1, 256)),
+        *(([(5 + step * i) % 2**64 for i in range(9)], [17]) for step in (1, 2**32, 2**60)),
     ],
 )
 def test_neighbouring_positions_and_seeds_are_independent(seeds: list[int], positions: list[int]) -> None:
     u = _noise(seeds, positions)
     assert _is_independent(u[:-1], u[1:])
-
-
-def test_every_bit_moves_every_bit() -> None:
-    """One bit of a token changes each bit of its word half the time, within 5.5 standard errors over 32,768."""
-    w = words([row_key(4, 1)], V)[0].numpy()
-    for bit in range(16):
-        at = np.arange(V)[(np.arange(V) >> bit) & 1 == 0]
-        flipped = w[at] ^ w[at | (1 << bit)]
-        share = np.array([((flipped >> out) & 1).mean() for out in range(32)])
-        assert np.abs(share - 0.5).max() < 5.5 * 0.5 / (V // 2) ** 0.5, (bit, share)
 
 
 def test_the_best_of_target_and_noise_is_distributed_as_the_target() -> None:
@@ -226,26 +170,3 @@ def test_a_hash_without_a_multiplication_is_noticed(multiplier: str, lag: int, m
     monkeypatch.setattr(rng, multiplier, 1)
     u = _noise([11], list(range(8)))
     assert not _is_independent(u[:, :-lag], u[:, lag:])
-
-
-def test_rows_of_one_key_are_noticed() -> None:
-    keys = [(*row_key(99, 0)[:2], row_key(99, position)[2]) for position in range(9)]
-    u = (words(keys, V).numpy() + 0.5) / 2**32
-    assert not _is_independent(u[:-1], u[1:])
-
-
-def test_single_precision_differs_by_rounding_alone() -> None:
-    narrow, wide = gumbel(1, [2], V, torch.float32)[0], gumbel(1, [2], V, torch.float64)[0]
-    winners = wide > -1  # the rest is what loses
-    assert (narrow.double() - wide)[winners].abs().max() < 2e-6
-    assert torch.isfinite(narrow).all()
-    assert narrow.argmax() == wide.argmax()
-    ends = exponential(torch.tensor([0, 2**32 - 1]))
-    assert torch.isfinite(ends).all()
-    assert (ends > 0).all()
-
-
-@pytest.mark.parametrize(("seed", "position", "named"), [(-1, 0, "seed"), (2**64, 0, "seed"), (0, 2**32, "position")])
-def test_keys_out_of_range_are_named(seed: int, position: int, named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        row_key(seed, position)

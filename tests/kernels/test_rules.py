@@ -26,7 +26,6 @@ EVEN, HALF, EIGHTHS = sparse({0: 1, 1: 1, 2: 1, 3: 1}), sparse({0: 1, 1: 1}), sp
 RISING, EQUALS_EIGHTHS = [0.1, 0.2, 0.3, 0.4], [0.125, 0.25, 0.5, 0.125]
 OUTSIDE = (-1, 4, 2**40, -(2**62))
 SCALES = SigmoidScales(-1.0, 3.0)
-SCALES_OF_W = tuple(SigmoidScales(-(10.0**n), 10.0**n) for n in (1, 3, 4, 5))
 
 
 @dataclass(frozen=True)
@@ -60,33 +59,29 @@ def sigma(z: float, scales: SigmoidScales = SCALES) -> float:
     return 1 / (1 + math.exp(-(z - scales.alpha) / (scales.beta - scales.alpha)))
 
 
-def around(*edges: float, step: float = 1e-6) -> list[tuple[float, int]]:
-    """Return uniforms just below and above each edge, with the number of edges below them."""
-    return [(edge + side, i + (side > 0)) for i, edge in enumerate(edges) for side in (-step, step)]
+def _rest() -> Case:
+    z, v = (2.0, -1.0, 3.0, 0.5), (1.0, 4.0, 0.0, 0.0)
+    rest = [max(0.0, sigma(a) - sigma(b)) for a, b in zip(z, v, strict=True)]
+    first, second = rest[0] / sum(rest), (rest[0] + rest[2]) / sum(rest)
+    uniforms = ((0.0, 0), (first - 1e-5, 0), (first + 1e-5, 2), (second - 1e-5, 2), (second + 1e-5, 3))
+    return torch.tensor([z]), [(sigmoid((1,), [v], (LAST,), u), Is(0, x, ())) for u, x in uniforms]
 
 
-# ------------------------------------------------------------------------------------------------- tokenwise and greedy
-
-TOKENWISE: dict[str, Case] = {
+CASES: dict[str, Case] = {
     "a token of probability zero is rejected at u = 0": (
         [[0.0, 0.5, 0.5, 0.0]],
         [(propose((3,), (sparse({1: 1, 3: 2}),), (0.0,), 0.9), Is(0, 2))],
     ),
     "a token outside the vocabulary is rejected": (
-        [RISING],
-        [(propose((x,), (q,), (0.0,), 0.999), Is(0, 3)) for x, q in product(OUTSIDE, (None, sparse({1: 3, 2: 1})))],
-    ),
-    "a token outside its own support is rejected": (
-        [RISING],
-        [(propose((0,), (sparse({1: 1, 2: 1}),), (0.0,)), Is(0))],
+        [RISING] * 2,
+        [
+            (propose((x, 1), (q, EVEN), (0.0, 0.0), 0.999, rule=rule), Is(0, 3))
+            for x, q, rule in product(OUTSIDE, (None, sparse({1: 3, 2: 1})), (Rule.TOKENWISE, Rule.BLOCK))
+        ],
     ),
     "support outside the vocabulary is not read": (
         [RISING],
         [(propose((2,), (sparse({-7: 1, 0: 1, 2: 1, 900: 1}),), (0.999,), 0.0), Is(1, 0, (0.35,)))],
-    ),
-    "equal distributions accept": (
-        [EQUALS_EIGHTHS],
-        [(propose((2,), (EIGHTHS,), (u,)), Is(1, beta=(1.0,))) for u in (0.0, 0.5, 1 - 1e-6)],
     ),
     "equal distributions leave no residual, and the target is drawn from": (
         torch.tensor([EQUALS_EIGHTHS], dtype=torch.float64).log(),
@@ -95,17 +90,6 @@ TOKENWISE: dict[str, Case] = {
             for rule in (Rule.TOKENWISE, Rule.BLOCK)
         ],
     ),
-    "one-hot distributions accept where they agree, and there alone": (
-        [[0.0, 1.0, 0.0], [0.0, 1.0, 0.0]],
-        [
-            *((propose((1,), (q,), (LAST,)), Is(1, 1, (1.0,))) for q in (None, sparse({1: 65535}))),
-            *((propose((2,), (q,), (0.0,)), Is(0, 1, (0.0,))) for q in (None, sparse({2: 1}))),
-        ],
-    ),
-    "disjoint supports reject, and the target is drawn from": (
-        [[0.0, 0.0, 0.5, 0.5]],
-        [(propose((0,), (HALF,), (0.0,), u), Is(0, x, (0.0,))) for u, x in ((0.0, 2), (0.3, 2), (LAST, 3))],
-    ),
     "the ends of the uniform draw no impossible token": (
         [[0.0, 0.0, 0.2, 0.0, 0.8, 0.0, 0.0]],
         [(propose(resample=0.0), Is(0, 2)), (propose(resample=LAST), Is(0, 4))],
@@ -113,30 +97,6 @@ TOKENWISE: dict[str, Case] = {
     "a uniform on an edge takes the later token": (
         torch.zeros(1, 4),
         [(propose(resample=u), Is(0, x)) for u, x in ((0.25, 1), (0.5, 2), (0.75, 3))],
-    ),
-    "after a rejection the residual is drawn from": (  # positive at tokens 2 and 3 alone, by 0.1 and 0.3
-        [RISING],
-        [
-            (propose((0,), (sparse({0: 4, 1: 3, 2: 2, 3: 1}),), (0.3,), u), Is(0, x))
-            for u, x in ((0.0, 2), (0.249, 2), (0.251, 3), (LAST, 3))
-        ],
-    ),
-    "beta is of the rows up to the stopping one": (
-        [[0.5, 0.5]] * 4,
-        [
-            (propose((0, 0, 0), (HALF, sparse({0: 3, 1: 1}), HALF), accept), expected)
-            for accept, expected in (
-                ((0.5, 0.9, 0.0), Is(1, beta=(1.0, 0.75))),
-                ((0.5, 0.1, 0.0), Is(3, beta=(1.0, 0.75, 1.0))),
-            )
-        ],
-    ),
-    "lenience loosens acceptance and beta alone": (
-        [[0.1, 0.9]],
-        [
-            (propose((0,), (HALF,), (0.39,)), Is(0, 1, (0.6,))),
-            (propose((0,), (HALF,), (0.39,), lenience=0.5), Is(1, beta=(0.7,))),
-        ],
     ),
     "bad logits that are not needed spoil nothing": (
         torch.tensor([[0.0, 2.2], [0.0, 2.2], [math.nan, 0.0]]),
@@ -169,26 +129,10 @@ TOKENWISE: dict[str, Case] = {
             for lenience, accepted in ((1.0, 0), (0.61, 0), (0.59, 1), (0.2, 2))
         ],
     ),
-    "lenient greedy decoding sums beta over what would be accepted": (
-        [[0.3, 0.5, 0.2], [1.0, 0.0, 0.0]],
-        [(propose((0,), (sparse({0: 2, 1: 1, 2: 7}),), law=GREEDY, lenience=0.5), Is(1, beta=(0.3,)))],
-    ),
-}
-
-# ---------------------------------------------------------------------------------------------------- block and coupled
-
-BLOCK: dict[str, Case] = {
     "a later success takes back an earlier failure": (
         # p(0)/q̂(0) is 1.6, then 0.4: h_1 = P_1 = 1, as what p lacks of q̂ at 0 it exceeds it by at 1.
         [[0.8, 0.2, 0.0, 0.0], [0.2, 0.8, 0.0, 0.0]],
         [(block((0, 0), (HALF, HALF), (LAST, u)), Is(accepted)) for u, accepted in ((0.41, 1), (0.39, 2))],
-    ),
-    "a shorter block ends at h": (  # P_1 = 0.4; Z = Σ max(0.4 p_2 - q̂_2, 0) = 0.32, all at token 2; h_1 = 0.32 / 0.92
-        [[0.2, 0.8, 0.0, 0.0], [0.1, 0.1, 0.8, 0.0]],
-        [
-            (block((0, 1), (HALF, HALF), (u, LAST), 0.6), Is(0, 1) if is_above else Is(1, 2))
-            for u, is_above in around(0.32 / 0.92, step=1e-4)
-        ],
     ),
     "equal distributions accept all, with no remainder to divide by": (
         [EQUALS_EIGHTHS] * 4,
@@ -201,27 +145,9 @@ BLOCK: dict[str, Case] = {
             (block((2, 3), (sparse({0: 1, 2: 1}), sparse({2: 1, 3: 1})), (0.0, 0.0), 0.7), Is(0, 1)),
         ],
     ),
-    "a token outside the vocabulary ends the block": (
-        [RISING] * 3,
-        [(block((x, 3), (EVEN, EVEN), (0.0, 0.0), LAST), Is(0, 3)) for x in OUTSIDE],
-    ),
     "a block of small weight still leaves its residual": (  # P_1 = 2e-7; all of token 3 is left of the second p
         [[1e-7, 1 - 1e-7, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]],
         [(block((0, 1), (HALF, HALF), (0.0, LAST)), Is(1, 3))],
-    ),
-    "point masses are distributions": (  # P_1 = 0.5, Z = 0.5 (1 - 0.25), h_1 = 0.375/0.875; P_2 = 0.125
-        [[0.5, 0.5], [0.25, 0.75]],
-        [
-            (block((0, 0), (None, None), u), Is(accepted))
-            for u, accepted in (((0.0, 0.124), 2), ((0.428, 0.126), 1), ((0.429, 0.126), 0))
-        ],
-    ),
-    "after a success P · p less q̂ is drawn from": (  # P_1 = 0.5: only token 1 is left, by 0.05; h_1 = 0.05/0.55
-        [[0.25, 0.75, 0.0, 0.0], [0.4, 0.3, 0.2, 0.1]],
-        [
-            (block((0, 0), (HALF, sparse({0: 13, 1: 2, 2: 3, 3: 2})), (0.09, LAST), u), Is(1, 1))
-            for u in (0.0, 0.9, LAST)
-        ],
     ),
     "a bad row counts while the block can still grow": (
         torch.tensor([[0.0, 0.0, -9.0], [math.nan, 0.0, -9.0], [0.0, 0.0, 0.0]]),
@@ -234,19 +160,6 @@ BLOCK: dict[str, Case] = {
         torch.tensor([[0.0, 0.0], [-math.inf, -math.inf]]),
         [(block((0,), (sparse({0: 1}),), (0.4,)), BAD), (block((0,), (sparse({0: 1}),), (0.6,)), Is(0))],
     ),
-    "beta is of the rows up to the stopping one of a block": (
-        [[0.5, 0.5]] * 4,
-        [
-            (block((0, 0, 0), (HALF, sparse({0: 3, 1: 1}), HALF), accept), expected)
-            for accept, expected in (
-                ((0.5, LAST, LAST), Is(1, beta=(1.0, 0.75))),
-                ((0.5, 0.1, 0.0), Is(3, beta=(1.0, 0.75, 1.0))),
-            )
-        ],
-    ),
-}
-
-COUPLED: dict[str, Case] = {
     "a coupled token outside the vocabulary is rejected": (
         [[0.25] * 4] * 2,
         [(coupled((x,), 1, 1), Is(0)) for x in OUTSIDE[:3]],
@@ -255,64 +168,6 @@ COUPLED: dict[str, Case] = {
         torch.tensor([[0.0, -math.inf], [math.nan, 0.0], [0.0, 0.0]]),
         [(coupled((0, 0), 1, 1), BAD), (coupled((1, 0), 1, 1), Is(0, 0))],
     ),
-}
-
-# -------------------------------------------------------------------------------------------------------------- sigmoid
-
-
-def _halved() -> Case:
-    """At temperature 0.5, in acceptance and in what is left after a failure, at the precision of float32."""
-    z, v, params = (-2.0, 0.5, 1.0), (-9.0, 1.5, 1.0), SamplingParams(temperature=0.5)
-    p, q = [sigma(each / 0.5) for each in z], [sigma(each) for each in v]
-    edge = (p[0] - q[0]) / (p[0] - q[0] + p[2] - q[2])
-    return torch.tensor([z] * 2), [
-        *((sigmoid((1,), [v], (u,), params=params), Is(1 - over)) for u, over in around(p[1] / q[1])),
-        *((sigmoid((1,), [v], (LAST,), u, params=params), Is(0, 2 * over)) for u, over in around(edge)),
-    ]
-
-
-def _wide() -> Case:
-    """With these scales the mark of exclusion, read as a logit, would have a score of 0.48."""
-    scales = SigmoidScales(-6e4, 0.0)
-    whole, part = sigma(0.0, scales), sigma(0.0, scales) - sigma(-6e4, scales)
-    return torch.zeros(2, 3), [
-        (sigmoid((-1,), [(0.0, EXCLUDED, -6e4)], (0.5,), u, scales=scales), Is(0, 1 + over))
-        for u, over in around(whole / (whole + part))
-    ]
-
-
-def _rest(scales: SigmoidScales) -> Case:
-    z, v = (2.0, -1.0, 3.0, 0.5), (1.0, 4.0, 0.0, 0.0)
-    rest = [max(0.0, sigma(a, scales) - sigma(b, scales)) for a, b in zip(z, v, strict=True)]
-    edges = around(rest[0] / sum(rest), (rest[0] + rest[2]) / sum(rest))
-    return torch.tensor([z]), [
-        (sigmoid((1,), [v], (LAST,), u, scales=scales), Is(0, (0, 2, 3)[place], ())) for u, place in ((0.0, 0), *edges)
-    ]
-
-
-def _softmax_drawn() -> Case:
-    """The softmax has temperature and filters: here tokens 0 and 1 alone."""
-    params = SamplingParams(temperature=0.5, top_k=2)
-    uniforms = ((0.0, 0), *around(1 / (1 + math.e), step=1e-5), (LAST, 1))
-    return torch.tensor([[0.5, 1.0, 0.0]] * 2), [
-        (sigmoid((token,), [v], (LAST,), u, params=params), Is(0, x, status=Status.ZERO_RESIDUAL))
-        for v, token in (((1.0, 2.0, 0.0), -1), ((1.5, 2.0, 9.0), 2))
-        for u, x in uniforms
-    ]
-
-
-def _after_the_last(gamma: int) -> Case:
-    params, z = SamplingParams(temperature=0.5), torch.zeros(gamma + 1, 3)
-    z[gamma] = torch.tensor([0.5, 1.0, 0.0])
-    first, second, _ = torch.softmax(z[gamma].double() / 0.5, -1).cumsum(-1).tolist()
-    return z, [
-        (sigmoid((0,) * gamma, [[0.0] * 3] * gamma, None, u, params=params), Is(gamma, x))
-        for u, x in ((0.0, 0), *around(first, second, step=1e-5))
-    ]
-
-
-SIGMOID: dict[str, Case] = {
-    "the temperature divides the target's logits alone": _halved(),
     "sigmoid acceptance is strict": (  # σ is 1/2 at α and 1 far above β, in any precision
         torch.zeros(2, 2),
         [
@@ -324,39 +179,32 @@ SIGMOID: dict[str, Case] = {
         torch.tensor([[1.0, 1.0, 1.0]]),
         [(sigmoid((1,), [(1.0, EXCLUDED, 1.0)], (0.0,), u), Is(0, 1)) for u in (0.0, 0.5, LAST)],
     ),
-    "an excluded token has no score, however wide the scales": _wide(),
     "banned tokens have no score": (
         torch.tensor([[1.0, -math.inf, 1.0]]),
         [(sigmoid((1,), [(0.0, 5.0, 1.0)], (0.0,)), Is(0, 0))],
     ),
-    "what the target's filters drop is neither accepted nor drawn": (
-        torch.tensor([[3.0, 2.5, 0.0, 0.0]] * 2),
+    "what is left of p̂ is drawn from, in order of id": _rest(),
+    "after the last draft the softmax is drawn from": (
+        logits_of([[1.0, 0.0], [0.25, 0.75]]),
+        [(sigmoid((0,), [(0.0, 0.0)], (0.0,), u), Is(1, x)) for u, x in ((0.24, 0), (0.26, 1))],
+    ),
+    "where nothing is left of p̂ the softmax is drawn from": (
+        torch.tensor([[1.0, 1.0, 2.0]]),
         [
-            (sigmoid((2,), [(-9.0, -9.0, 0.0, -9.0)], (0.0,), u, params=params), Is(0, x))
-            for params in (SamplingParams(top_k=2), SamplingParams(top_p=0.8), SamplingParams(min_p=0.2))
-            for u, x in ((0.0, 0), (LAST, 1))
+            (sigmoid((x,), [(9.0, 9.0, 9.0)], (0.0,), u), Is(0, next_token, status=Status.ZERO_RESIDUAL))
+            for x in OUTSIDE
+            for u, next_token in ((0.0, 0), (LAST, 2))
         ],
     ),
-    "under sigmoid too a token outside the vocabulary is rejected": (
-        torch.tensor([[1.0, 1.0, 2.0]]),
-        [(sigmoid((x,), [(1.0, 1.0, 1.0)], (0.0,)), Is(0, 2)) for x in (-1, 3, 2**40, -(2**62))],
+    "a bad row counts where sigmoid meets it": (
+        torch.tensor([[0.0, 0.0], [math.nan, 0.0]]),
+        [
+            (sigmoid((0, 1), [(0.0, 0.0)] * 2, (0.0, 0.0)), BAD),
+            (sigmoid((-1, 1), [(0.0, 0.0)] * 2, (0.0, 0.0)), Is(0, status=Status.ZERO_RESIDUAL)),
+            (sigmoid((0,), [(0.0, 0.0)], (0.0,)), BAD),
+        ],
     ),
-    **{f"the rest is drawn from in order of id: {scales}": _rest(scales) for scales in (SCALES, *SCALES_OF_W)},
-    "where nothing is left the target's softmax is drawn from": _softmax_drawn(),
-    **{f"after {gamma} accepted drafts the softmax is drawn from": _after_the_last(gamma) for gamma in (0, 2)},
-    **{
-        f"a logit of {bad} counts where sigmoid meets it": (
-            torch.tensor([[0.0, 0.0], [bad, 0.0]]),
-            [
-                (sigmoid((0, 1), [(0.0, 0.0)] * 2, (0.0, 0.0)), BAD),
-                (sigmoid((-1, 1), [(0.0, 0.0)] * 2, (0.0, 0.0)), Is(0, status=Status.ZERO_RESIDUAL)),
-                (sigmoid((0,), [(0.0, 0.0)], (0.0,)), BAD),
-            ],
-        )
-        for bad in (math.nan, math.inf)
-    },
 }
-CASES = TOKENWISE | BLOCK | COUPLED | SIGMOID
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -382,27 +230,19 @@ def test_acceptance_at_equality_is_noticed(path: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("path", HOST)
-def test_block_judges_one_draft_as_tokenwise_does(path: str) -> None:
-    z = logits_of([RISING, [0.25] * 4])
-    for token, u, resample in product(range(4), (0.0, 0.39, 0.41, 0.79, 0.81, LAST), (0.0, 0.3, 0.7, LAST)):
-        one = block((token,), (EVEN,), (u,), resample)
-        assert verify(z, [one], path) == verify(z, [replace(one, rule=Rule.TOKENWISE)], path)
-
-
-@pytest.mark.parametrize("path", HOST)
-@pytest.mark.parametrize(("lenience", "temperature"), [(1.0, 1.0), (0.8, 0.5), (1.0, 4.0)])
-@pytest.mark.parametrize("scales", [SCALES, SigmoidScales(2.0, 2.25), *SCALES_OF_W])
+@pytest.mark.parametrize(("lenience", "temperature"), [(1.0, 1.0), (0.8, 0.5)])
+@pytest.mark.parametrize("scales", [SCALES, SigmoidScales(2.0, 2.25), SigmoidScales(-1e5, 1e5)])
 def test_sigmoid_accepts_below_the_ratio_of_scores(
     path: str, lenience: float, temperature: float, scales: SigmoidScales
 ) -> None:
     """The target's logits are divided by the temperature here; the draft's come so."""
     z, params = torch.tensor([[-2.0, 0.5, 1.0], [0.0, 0.0, 0.0]]), SamplingParams(temperature=temperature)
     edge = sigma(0.5 / temperature, scales) / sigma(5.0, scales) / lenience
-    for u, over in around(edge, step=edge * 1e-12):
+    for u, accepted in ((edge * (1 - 1e-12), 1), (edge * (1 + 1e-12), 0)):
         if u < 1:
             proposed = sigmoid((1,), [(0.0, 5.0, -5.0)], (u,), params=params, scales=scales)
             (result,) = verify(z, [replace(proposed, lenience=lenience)], path)
-            assert (result.accepted, result.beta) == (1 - over, ())
+            assert (result.accepted, result.beta) == (accepted, ())
 
 
 FILTERED = SamplingParams(temperature=0.5, top_k=2, top_p=0.9, min_p=0.1)
@@ -411,7 +251,7 @@ FILTERED = SamplingParams(temperature=0.5, top_k=2, top_p=0.9, min_p=0.1)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("params", "at"),
-    [(SamplingParams(), 0), (SamplingParams(), 1), (SamplingParams(), 2), (GREEDY, 0), (GREEDY, 2), (FILTERED, 1)],
+    [(SamplingParams(), 0), (SamplingParams(), 2), (GREEDY, 0), (FILTERED, 1)],
 )
 def test_a_bad_row_spoils_its_own_sequence_alone(path: str, params: SamplingParams, at: int) -> None:
     nan, inf = math.nan, math.inf
@@ -426,7 +266,7 @@ def test_a_bad_row_spoils_its_own_sequence_alone(path: str, params: SamplingPara
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("temperature", [1.0, 1e-40, 0.5])
+@pytest.mark.parametrize("temperature", [1.0, 1e-40])
 def test_extreme_logits_have_a_distribution(path: str, temperature: float) -> None:
     z = torch.tensor([[65504.0, -65504.0, 65504.0], [-3.4e38, 3.4e38, -math.inf], [0.0, 0.0, 0.0]])
     proposed = propose(resample=0.75, law=SamplingParams(temperature=temperature))

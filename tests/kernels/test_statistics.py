@@ -147,9 +147,3 @@ def test_block_without_the_round_in_the_counter_is_noticed(monkeypatch: pytest.M
 def test_noise_shared_between_drafting_and_acceptance_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verification, "uniform", shared_noise)
     assert _tokens(_run(_reversed(WHOLE), n=60)) < LEVEL
-
-
-def test_drafts_truncated_after_their_distribution_was_claimed_are_noticed() -> None:
-    q = torch.softmax(torch.linspace(0, 2, V), -1)[None]
-    (whole,), (cut,) = sparsify(q, WHOLE), sparsify(q, SparseConfig(max_support=4))
-    assert _tokens(_run(whole, n=60, drawn_from=cut)) < LEVEL

@@ -5,23 +5,17 @@ For these kernels too, `test_rules` has the edges of each rule, and `test_verify
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.adjustments import Adjuster, LogitRules
-from kernels.sampling import Draw, SamplingParams, sample
+from kernels.sampling import SamplingParams
 from kernels.sparse import SparseConfig, sparsify
-from kernels.verify import Proposed, Rule, Status, Uniforms, VerifyResult
-from tests.kernels.capturable import OnlyCapturable
-from tests.kernels.cases import GREEDY, LAST, coupled, gaussian, n_differing, propose, random_batch, sparse
-from tests.kernels.paths import DEVICE, TRITON, verify_by_triton
+from kernels.verify import Proposed, Rule, VerifyResult
+from tests.kernels.cases import LAST, coupled, n_differing, propose, random_batch
+from tests.kernels.paths import TRITON, verify_by_triton
 from tests.kernels.reference import verify as reference
 
 pytestmark = TRITON.marks
@@ -96,17 +90,6 @@ def test_offsets_may_pass_2_to_the_31() -> None:
     verified(far, [proposed])
 
 
-def test_a_residual_may_lie_across_tiles() -> None:
-    """The support covers the edge of two tiles and of strips; every token of the residual is drawn by its mass."""
-    V, N = 2 * TILE + 3, 24
-    z = torch.full((2, V), -math.inf)
-    ids = [0, 63, 64, TILE - 1, TILE, TILE + 64, 2 * TILE - 1, 2 * TILE, V - 1]
-    z[:, ids] = torch.linspace(-1, 1, len(ids))
-    q = sparse({token: 3 + 4 * (i % 3) for i, token in enumerate(ids)})
-    proposals = [propose((V,), (q,), resample=(n + 0.5) / N) for n in range(N)]  # outside V: never accepted
-    assert len({each.next_token for each in verified(z.repeat(N, 1), proposals)}) > 3
-
-
 def test_filters_keep_or_drop_ties_together() -> None:
     """Five equal logits at the edge of top-k and top-p, in two tiles."""
     V = TILE + 8
@@ -123,74 +106,7 @@ def test_filters_keep_or_drop_ties_together() -> None:
     assert set(drawn[4:8]) == {3, TILE + 4}
 
 
-@pytest.mark.parametrize("lenience", [1.0, 0.5])
-def test_the_largest_logit_may_lie_in_any_tile(lenience: float) -> None:
-    """At temperature 0; of equals in several tiles the lowest id."""
-    V = 2 * TILE + 9
-    z = gaussian(8, 4, V)
-    best = [TILE + 7, 2 * TILE + 8, TILE - 1, TILE]
-    z[range(4), best] = 9.0
-    z[2, [TILE, 2 * TILE]] = 9.0
-    greedy = propose(tuple(best[:3]), law=GREEDY, lenience=lenience)
-    other = replace(greedy, tokens=(best[0], best[1] - 1, 0))
-    results = verify_by_triton(z.repeat(2, 1), [greedy, other])
-    assert [(each.accepted, each.next_token) for each in results] == [(3, best[3]), (1, best[1])]
-    assert results[0].beta == (1.0, 1.0, 1.0)
-
-
-def test_a_row_may_change_in_every_tile() -> None:
-    """A repetition penalty on a third of the vocabulary, bans on both sides of an edge, and biases."""
-    V = 2 * TILE + 5
-    banned = (0, TILE - 1, TILE, V - 1)
-    rules = LogitRules(repetition_penalty=1.7, logit_bias=((TILE + 1, 9.0),), banned_tokens=banned)
-    adjusted = Adjuster(rules, range(0, V, 3), V).row()
-    z = gaussian(6, 3, V, scale=3)
-    first, second = sparsify(torch.softmax(z[:2], -1), SparseConfig(1.0, 200))
-    proposed = propose((TILE + 1, 5), (first, second), top_logprobs=2, adjustments=(adjusted, None, adjusted))
-    for uniforms in (Uniforms((0.0, 0.0), 0.4), Uniforms((0.0, LAST), 0.9)):
-        verified(z, [replace(proposed, uniforms=uniforms)])
-
-
-def test_a_batch_may_have_no_drafts_at_all() -> None:
-    z = torch.zeros(2, 5)
-    z[1, 3] = math.nan
-    good, bad = verify_by_triton(z, [propose()] * 2)
-    assert (good.status, good.accepted, good.beta, bad.status) == (Status.OK, 0, (), Status.BAD_LOGITS)
-
-
 # --------------------------------------------------------------------------------------------------- Gumbel-max, graphs
-
-
-def test_gumbel_max_is_what_a_coupled_draft_draws_on_the_host() -> None:
-    """At several temperatures, positions that overflow 32 bits soon, and every seed; a row of NaN gives some token."""
-    from kernels.verify_triton import gumbel_max
-
-    B, V = 40, 1500
-    temperatures, positions = [0.0, 0.3, 1.0, 2.0] * 10, [0, 5, 9, 2**32 - 3, 700] * 8
-    z = gaussian(6, B, V, scale=3)
-    draws = [Draw(SamplingParams(t), noise=(2**64 - 1 - b, positions[b])) for b, t in enumerate(temperatures)]
-    expected = [each.token for each in sample(z, draws, SparseConfig())]
-    z[2, 7] = math.nan
-    words = (torch.tensor(each, device=DEVICE) for each in ([-1 - b for b in range(B)], positions))
-    scales = torch.tensor(temperatures, dtype=torch.float64, device=DEVICE)
-    drawn = gumbel_max(z.to(DEVICE), scales, *words).tolist()
-    assert 0 <= drawn[2] < V
-    assert drawn[:2] + drawn[3:] == expected[:2] + expected[3:]
-
-
-def test_gumbel_max_needs_no_host_sync(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kernels import verify_triton
-
-    class Nothing:
-        def __getitem__(self, grid: Any) -> Callable[..., None]:
-            return lambda *arguments, **constants: None
-
-    monkeypatch.setattr(verify_triton, "stats_kernel", Nothing())
-    z = torch.zeros(3, 1500, device=DEVICE)
-    numbers = torch.zeros(3, dtype=torch.int64, device=DEVICE)
-    with OnlyCapturable() as operations:
-        verify_triton.gumbel_max(z, numbers.double(), numbers, numbers)
-    assert {"masked_fill", "argmax", "gather"} <= set(operations.seen)
 
 
 @pytest.mark.gpu

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,8 @@ Spans = list[tuple[int, int]]
 SHORT: Spans = [(3, 1), (40, 5), (7, 0), (59, 9)]
 LONG: Spans = [(600, 1), (40, 5), (513, 2), (800, 9)]
 MANY: Spans = [(80, 70), (600, 3)]
-SHAPES = [(4, 4, 16, 4), (6, 2, 12, 8), (5, 1, 40, 32)]
-"""Heads, key heads, their size, and positions of a block."""
+SHAPES = [(4, 4, 16, 4), (14, 2, 12, 8), (5, 1, 40, 32)]
+"""Heads, key heads, their size, and positions of a block. Groups of 5 and 7 heads are no power of two."""
 
 
 def wide_tiles(head_dim: int, page: int, dtype: torch.dtype) -> dict[str, int | str]:
@@ -118,24 +117,13 @@ def test_attention_equals_the_definition(lengths: int, kind: int) -> None:
         assert batch.error((window, *[(None, False), (4.0, False), (None, True)][kind])) < 3e-5, window
 
 
-@pytest.mark.parametrize("heads", [(14, 2), (7, 1)])
-@pytest.mark.parametrize("window", [0, 30])
-def test_heads_and_rows_may_exceed_a_program(heads: tuple[int, int], window: int) -> None:
-    """A group of query heads that is no power of two, and more rows than one program takes."""
-    assert Batch(*heads, 16, 8, [(90, 33), (20, 20)]).error((window, 5.0, True)) < 3e-5
-
-
-def test_in_16_bits_it_is_rounded_once_or_twice() -> None:
-    batch = Batch(6, 2, 16, 8, LONG)
-    assert batch.error(PLAIN, **{name: getattr(batch, name).half() for name in ("query", "keys", "values")}) < 5e-3
-
-
 @pytest.mark.usefixtures("few_tiles")
 @pytest.mark.parametrize("scores", [PLAIN, (300, 4.0, True)], ids=["plain", "window, capped, sinks"])
 def test_a_row_has_the_same_bits_however_tiles_are_cut_and_in_any_batch(scores: Scores) -> None:
     together = Batch(6, 2, 16, 8, LONG)
     found = together.attend(scores)
-    assert torch.equal(together.attend(scores, work=_work_of_long(cuts=False)), found)
+    whole = work_list(np.cumsum([0, *(count for _, count in LONG)]), np.array([each for each, _ in LONG]), cuts=False)
+    assert torch.equal(together.attend(scores, work=whole), found)
     assert torch.equal(together.attend(scores, growth=3000), found)
     assert torch.equal(together.attend(scores, padded=True), found)
     first = 0
@@ -147,46 +135,3 @@ def test_a_row_has_the_same_bits_however_tiles_are_cut_and_in_any_batch(scores: 
             alone.keys, alone.values = together.keys, together.values
             assert torch.equal(alone.attend(scores)[0], found[first + row])
         first += count
-
-
-# ------------------------------------------------------------------------------------------------- what must be noticed
-
-
-def _work_of_long(*, cuts: bool = True) -> Work:
-    return work_list(np.cumsum([0, *(count for _, count in LONG)]), np.array([each for each, _ in LONG]), cuts=cuts)
-
-
-def _repeat_the_last_stretch(items: np.ndarray) -> None:
-    items[-1, 3] -= 1
-
-
-def _swap_sequences(items: np.ndarray) -> None:
-    items[:, 0] = (items[:, 0] + 1) % 4
-
-
-def _swap_slots(items: np.ndarray) -> None:
-    cut = items[:, 4] >= 0
-    items[cut, 4] = items[cut, 4][::-1]
-
-
-@pytest.mark.usefixtures("few_tiles")
-@pytest.mark.parametrize("change", [_repeat_the_last_stretch, _swap_sequences, _swap_slots])
-def test_a_wrong_work_list_is_noticed(change: Callable[[np.ndarray], None]) -> None:
-    batch = Batch(4, 2, 16, 8, LONG)
-    work = _work_of_long()
-    change(work.items)
-    assert not batch.error(work=work) < 1e-3  # NaN counts
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("lengths", lambda batch: torch.tensor(batch.lengths, dtype=torch.int32) - 1),
-        ("tables", lambda batch: batch.tables.roll(1, 1)),
-        ("row_starts", lambda batch: torch.tensor([0, 1, 5, 5, 15], dtype=torch.int32)),
-        ("values", lambda batch: batch.values.roll(1, 2)),
-    ],
-)
-def test_a_wrong_input_is_noticed(name: str, change: Callable[[Batch], Tensor]) -> None:
-    batch = Batch(4, 2, 16, 4, SHORT)
-    assert batch.error(PLAIN, **{name: change(batch)}) > 1e-2

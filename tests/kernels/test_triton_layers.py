@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tests.kernels.cases import gaussian
@@ -31,7 +28,7 @@ def assert_rounded_alike(found: Tensor, wanted: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("E", [1, 8, 48, 1023, 1024, 1100])
+@pytest.mark.parametrize("E", [1, 48, 1023, 1100])
 def test_rms_norm_is_torchs(E: int, dtype: torch.dtype) -> None:
     """Also of small rows, whose norm is mostly eps."""
     from kernels.triton_layers import rms_norm
@@ -41,34 +38,6 @@ def test_rms_norm_is_torchs(E: int, dtype: torch.dtype) -> None:
         x = gaussian(E + 1, 3, E, scale=scale).to(dtype)
         wanted = torch.rms_norm(x.float(), [E], weight.float(), 1e-5).to(dtype)
         assert_rounded_alike(rms_norm(x.to(DEVICE), weight.to(DEVICE), 1e-5), wanted)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("inner", [1, 48, 1023, 2050])
-def test_gates_are_torchs(inner: int, dtype: torch.dtype) -> None:
-    """The gate is rounded before it is multiplied, as by torch."""
-    from kernels.triton_layers import gated
-
-    both = gaussian(inner, 3, 2 * inner, scale=4).to(dtype)
-    gate, up = both.chunk(2, -1)
-    assert_rounded_alike(gated(both.to(DEVICE)), F.silu(gate) * up)
-
-
-def test_gates_have_torchs_limits() -> None:
-    from kernels.triton_layers import gated
-
-    gate = torch.tensor([-math.inf, -200.0, -90.0, 0.0, 90.0, 200.0, math.inf, math.nan])
-    assert_rounded_alike(gated(torch.cat((gate, torch.ones(8)))[None].to(DEVICE)), F.silu(gate)[None])
-
-
-def test_rows_may_be_strided_and_have_more_dimensions() -> None:
-    from kernels.triton_layers import gated, rms_norm
-
-    x = gaussian(3, 4, 1, 96)[:, :, :48].to(DEVICE)
-    weight = torch.ones(48, device=DEVICE)
-    assert torch.equal(rms_norm(x, weight, 1e-5), rms_norm(x.contiguous(), weight, 1e-5))
-    assert gated(x).shape == (4, 1, 24)
-    assert torch.equal(gated(x), gated(x.contiguous()))
 
 
 # ------------------------------------------------------------------------------------------------------------- rotation
@@ -82,26 +51,15 @@ UNTOUCHED = -7.0
 def assert_rotated_and_stored(
     shape: tuple[int, int, int],
     dtype: torch.dtype,
-    cache_dtype: torch.dtype | None = None,
-    *,
-    is_normed: bool = True,
-    scale: float = 1.0,
+    cache_dtype: torch.dtype,
+    is_normed: bool,
 ) -> None:
-    """Compare queries and the blocks of keys and values with those of torch's operations.
-
-    Args:
-        shape: H, KV and D.
-        dtype: of the product.
-        cache_dtype: of keys and values.
-        is_normed: whether heads have norms.
-        scale: of the product.
-    """
+    """Compare queries and the blocks of keys and values with those of torch's operations."""
     from kernels.triton_layers import rotate_and_store
 
     heads, kv_heads, D = shape
-    cache_dtype = cache_dtype or dtype
     T, rotated = len(SLOTS), heads + kv_heads
-    qkv = gaussian(D, T, (rotated + kv_heads) * D, scale=scale).to(dtype)
+    qkv = gaussian(D, T, (rotated + kv_heads) * D).to(dtype)
     qkv[5] = qkv[4]  # of two rows in one slot either may stay
     phases = gaussian(D + 1, 64, D // 2, scale=3)
     rotations = torch.polar(torch.ones_like(phases), phases)
@@ -129,17 +87,13 @@ def assert_rotated_and_stored(
 @pytest.mark.parametrize("is_normed", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize(
     "shape",
-    [(1, 1, 2), (1, 1, 8), (4, 2, 64), (3, 1, 80), (6, 2, 96), (14, 2, 128), (2, 2, 256)],
+    [(1, 1, 2), (3, 1, 80), (14, 2, 128), (2, 2, 256)],
     ids=lambda shape: "x".join(map(str, shape)),
 )
 def test_heads_are_rotated_and_stored_in_their_slots_alone(shape: tuple[int, int, int], is_normed: bool) -> None:
     for dtype in DTYPES:
-        assert_rotated_and_stored(shape, dtype, is_normed=is_normed)
-
-
-def test_the_cache_may_have_another_dtype_and_small_heads_are_normed_by_eps() -> None:
-    assert_rotated_and_stored((4, 2, 16), torch.bfloat16, torch.float32)
-    assert_rotated_and_stored((4, 2, 16), torch.float32, scale=1e-3)
+        assert_rotated_and_stored(shape, dtype, dtype, is_normed)
+    assert_rotated_and_stored(shape, torch.bfloat16, torch.float32, is_normed)
 
 
 @pytest.mark.gpu

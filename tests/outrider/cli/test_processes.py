@@ -1,9 +1,6 @@
 """Services as processes: how they start and end, how two of them are watched as one and share the processors."""
 
-import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -15,9 +12,6 @@ from outrider.cli.processes import (
     ServiceProcess,
     fixed,
     halves,
-    keep_on,
-    processors,
-    service_environment,
     terminated_as_interrupted,
 )
 
@@ -63,11 +57,6 @@ def test_a_service_that_ends_later_or_is_killed_is_noticed() -> None:
             service.check()
 
 
-def test_a_service_that_never_listens_is_given_up_and_stopped() -> None:
-    with pytest.raises(ServiceError, match=r"did not listen within 0\.3 s"):
-        ServiceProcess.start([STAND_IN, "wait"], timeout=0.3)
-
-
 def test_a_service_deaf_to_sigterm_is_killed() -> None:
     service = ServiceProcess.start([STAND_IN, "deaf", "listen", "wait"])
     begin = time.monotonic()
@@ -107,17 +96,6 @@ def test_sigterm_interrupts_as_ctrl_c_does() -> None:
 # --------------------------------------------------------------------------------------------------------- processors
 
 
-def test_two_services_share_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
-        monkeypatch.delenv(name, raising=False)
-    assert service_environment()["OMP_NUM_THREADS"] == str(max(1, len(processors()) // 2))
-    assert service_environment()["OMP_WAIT_POLICY"] == "PASSIVE"
-    assert service_environment(threads=7)["OMP_NUM_THREADS"] == "7"
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert service_environment()["OMP_NUM_THREADS"] == "3"
-    assert service_environment(threads=7)["OMP_NUM_THREADS"] == "7"
-
-
 @pytest.mark.parametrize(
     ("ours", "threads", "expected"),
     [
@@ -134,14 +112,3 @@ def test_each_gets_its_own_half_where_it_is_large_enough(
     monkeypatch.setattr(processes, "processors", lambda: frozenset(ours))
     found = halves(threads)
     assert found is None if expected is None else found == tuple(map(frozenset, expected))
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not place processes")
-def test_a_process_stays_where_it_is_put() -> None:
-    core = max(processors())
-    program = "import os; input(); print(os.sched_getaffinity(0))"
-    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        keep_on(process.pid, {core})
-        said, _ = process.communicate(b"go\n", timeout=20)
-    assert said.decode().strip() == str({core})
-    keep_on(process.pid, {core})  # which has ended

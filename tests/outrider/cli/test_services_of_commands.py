@@ -33,16 +33,6 @@ def test_the_demo_runs_from_start_to_end_and_leaves_nothing(monkeypatch: pytest.
     assert None not in [service.returncode for service in started]
 
 
-@pytest.mark.slow
-@linux
-def test_the_demo_is_a_command_that_leaves_nothing() -> None:
-    command = Command("outrider.cli", *DEMO)
-    code, out, err = command.ended()
-    assert (code, err) == (0, "")
-    check_document(json.loads(out))
-    assert command.left_behind() == []
-
-
 def check_document(document: dict[str, Any]) -> None:
     assert document["finish_reason"] in {"length", "stop_token"}
     assert document["pair"]["tokens"] == document["target_alone"]["tokens"] == len(document["token_ids"])
@@ -95,29 +85,6 @@ def test_serve_fails_in_one_line_where_a_model_is_missing(tmp_path: Path, monkey
     assert str(missing) in last
     assert len(started) == 2
     assert None not in [service.returncode for service in started]
-
-
-@pytest.mark.parametrize("command", [["serve", *PAIR, *ANYWHERE], ["demo"]], ids=lambda each: each[0])
-@pytest.mark.parametrize(
-    ("flags", "service"),
-    [
-        (["--target-device", "cpu", "--draft-device", "cuda:99"], "draft_service"),
-        (["--device", "cpu", "--target-device", "cuda:99"], "verifier_service"),
-    ],
-    ids=["draft", "target"],
-)
-def test_each_model_has_the_device_that_it_is_given(
-    command: list[str], flags: list[str], service: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which shows where one of the two is not there: its service says so, and how many there are."""
-    monkeypatch.setattr(processes, "ServiceProcess", ForkedService)
-    done = CliRunner().invoke(main, [*command, *flags])
-    assert done.exit_code == 1
-    last = done.stderr.splitlines()[-1]
-    assert re.fullmatch(
-        rf"outrider: {service} ended with exit code 1: --device cuda:99 is not there: torch sees \d+ CUDA devices",
-        last,
-    )
 
 
 def test_a_device_that_is_none_is_refused_by_the_name_of_its_flag() -> None:

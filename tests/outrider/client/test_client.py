@@ -22,7 +22,6 @@ from outrider.client import (
     FailedPrecondition,
     Finished,
     FinishReason,
-    Internal,
     InvalidRequest,
     Options,
     OutriderError,
@@ -67,9 +66,7 @@ RAISED: dict[str, tuple[RequestError, type[OutriderError]]] = {
     "field": (errors.invalid_field("n", "is 9, at most 8", given=9), InvalidRequest),
     "feature": (errors.failed_precondition("UNKNOWN_FEATURE", "no tree"), FailedPrecondition),
     "pair": (errors.failed_precondition("PAIR_MISMATCH", "other vocabulary"), PairMismatch),
-    "logits": (errors.internal("BAD_LOGITS", "NaN"), Internal),
     "idle": (errors.idle("silent"), DeadlineExceeded),
-    "other": (RequestError(grpc.StatusCode.UNIMPLEMENTED, "UNSPECIFIED", "what?"), OutriderError),
     "too large, which has the status of no room": (TOO_LARGE, Overloaded),
 }
 
@@ -130,11 +127,6 @@ async def test_patience_bounds_how_long_it_is_tried_and_the_error_says_where_and
     assert f"tries at {told}; 0 tokens were delivered" in str(error)
 
 
-async def test_without_patience_each_address_is_tried_once() -> None:
-    error, addresses = await failure(*(Refusing(errors.draining()) for _ in range(3)), patience=0)
-    assert error.tries == dict.fromkeys(addresses, 1)
-
-
 @pytest.mark.usefixtures("hurried")
 async def test_a_call_whose_time_is_over_says_what_it_waited_for() -> None:
     error, (address,) = await failure(Refusing(errors.overloaded("full", retry_after=60.0)), timeout=0.5)
@@ -148,18 +140,6 @@ async def test_a_service_that_fails_after_each_start_exhausts_patience() -> None
     """Only text, or a place in a queue, is a sign that trying helps."""
     error, _ = await failure(Refusing(errors.draining(), late=True), patience=0.3)
     assert "tries at" in str(error)
-
-
-@pytest.mark.parametrize("seconds", [1.5, None])
-async def test_an_error_says_when_to_try_again(seconds: float | None) -> None:
-    error, _ = await failure(Refusing(errors.overloaded("full", retry_after=seconds)), retry=False)
-    assert error.retry_after == seconds
-
-
-async def test_nobody_there_is_unavailable() -> None:
-    async with AsyncClient("127.0.0.1:1", retry=False) as client:
-        with pytest.raises(Unavailable, match="refused"):
-            await client.get_model()
 
 
 # ------------------------------------------------------------------------------------------------- on a real pair
@@ -232,55 +212,7 @@ async def test_leaving_the_iterator_cancels_the_call(client: Client, draft_proce
         assert (await other.complete(PROMPT, **greedy())).finish_reason is FinishReason.LENGTH
 
 
-async def test_cancelling_the_task_cancels_the_call(draft_process: ServiceProcess) -> None:
-    async with AsyncClient(draft_process.address) as client:
-        chunks = client.generate(PROMPT, **LONG | {"request_id": "given up"})
-        begun = asyncio.Event()
-
-        async def read() -> None:
-            async for _ in chunks:
-                begun.set()
-
-        task = asyncio.create_task(read())
-        await begun.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert await _how_it_ended(draft_process, "given up") == "CANCELLED"
-
-
 async def test_a_deadline_is_an_error_and_says_its_length(draft_address: str) -> None:
     async with AsyncClient(draft_address) as client:
         with pytest.raises(DeadlineExceeded, match=r"timeout of 0\.05 s"):
             await client.complete(PROMPT, timeout=0.05, max_new_tokens=400, ignore_eos=True)
-
-
-def test_rounds_and_logprobs_come_where_asked_for(client: Client) -> None:
-    plain = client.complete(PROMPT, **greedy())
-    assert not plain.samples[0].rounds
-    assert not plain.samples[0].token_texts
-    assert not plain.logprobs
-    full = client.complete(PROMPT, **greedy(report_rounds=True, logprobs=2, gamma=3))
-    sample = full.samples[0]
-    assert full.token_ids == plain.token_ids
-    assert len(sample.token_texts) == len(sample.logprobs) == 24
-    assert "".join(sample.token_texts) == sample.text
-    assert sum(report.accepted for report in sample.rounds) >= full.statistics.num_accepted_tokens
-    for entry, token_id in zip(sample.logprobs, sample.token_ids, strict=True):
-        assert entry.token.token_id == token_id == entry.top[0].token_id
-        assert len(entry.top) == 2
-
-
-def test_a_pair_says_what_it_is(client: Client) -> None:
-    models = client.get_model()
-    assert models.model.vocabulary_fingerprint == models.target.vocabulary_fingerprint
-    assert models.model.weights_fingerprint != models.target.weights_fingerprint
-    assert models.model.limits.max_gamma > 0
-
-
-def test_a_closed_client_says_so(draft_address: str) -> None:
-    client = Client(draft_address)
-    client.close()
-    client.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        client.get_model()

@@ -40,20 +40,6 @@ async def test_a_name_is_all_its_addresses_and_resolved_again_when_one_fails(res
     assert not endpoints.has_fresh()
 
 
-async def test_a_service_of_both_families_counts_once(resolver: Any) -> None:
-    resolver.ips = ["fd00::1", "fd00::2", "10.0.0.1", "10.0.0.2"]
-    assert await Endpoints(["drafts:50051"]).addresses() == ["[fd00::1]:50051", "[fd00::2]:50051"]
-
-
-async def test_what_cannot_be_resolved_stands_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def getaddrinfo(*_: Any, **__: Any) -> list[Any]:
-        raise socket.gaierror
-
-    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
-    names = ["drafts:50051", "localhost:1", "127.0.0.1:1", "no port", "unix:/run/x"]
-    assert await Endpoints(names).addresses() == names
-
-
 @pytest.mark.parametrize(
     ("given", "names"),
     [("a:1", ["a:1"]), ("a:1, b:2,a:1", ["a:1", "b:2"]), (["a:1", "b:2"], ["a:1", "b:2"])],

@@ -7,32 +7,21 @@ from typing import Any
 import pytest
 
 from outrider.client import (
-    AcceptanceRule,
     Chunk,
-    Completion,
-    Drafter,
-    Event,
     Finished,
-    FinishReason,
     InvalidRequest,
     Message,
     Options,
     Round,
-    SpeculationPolicy,
     Started,
     Statistics,
     Timings,
     TokenLogprob,
-    TokenOrigin,
     Usage,
 )
-from outrider.client.events import read
 from outrider.client.request import build
 from protos.outrider.v1 import draft_service_pb2 as pb
 from protos.outrider.v1 import sampling_pb2
-
-PROMPT = "def add(a, b):\n"
-
 
 # ------------------------------------------------------------------------------------------------- what it sends
 
@@ -154,18 +143,13 @@ def test_a_prompt_is_text_or_tokens_or_messages() -> None:
     [
         ("prompt", [1, -1], {}),
         ("prompt", [1, 2**32], {}),
-        ("prompt", [1, "two"], {}),
-        ("prompt", 7, {}),
         ("prompt", [{"role": "user"}], {}),
         ("prompt", "half a \ud800 character", {}),
         ("max_new_tokens", "x", {"max_new_tokens": -1}),
-        ("max_new_tokens", "x", {"max_new_tokens": 1.5}),
         ("seed", "x", {"seed": 2**64}),
-        ("temperature", "x", {"temperature": "hot"}),
         ("rule", "x", {"rule": "best"}),
         ("stop_token_ids", "x", {"stop_token_ids": [-1]}),
         ("time_limit", "x", {"time_limit": math.inf}),
-        ("sigmoid_scales", "x", {"sigmoid_scales": 1.0}),
     ],
 )
 def test_what_the_wire_cannot_carry_names_its_field(field: str, prompt: Any, options: dict[str, Any]) -> None:
@@ -196,52 +180,3 @@ def test_events_have_the_fields_of_their_messages(ours: Any, theirs: Any) -> Non
     assert [name for name in names if (ours, name) != (Finished, "num_resumes")] == [
         field.name for field in theirs.DESCRIPTOR.fields
     ]
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        (FinishReason, sampling_pb2.FinishReason),
-        (AcceptanceRule, sampling_pb2.AcceptanceRule),
-        (TokenOrigin, pb.TokenOrigin),
-        (Drafter, pb.Drafter),
-        (SpeculationPolicy, pb.SpeculationPolicy),
-    ],
-)
-def test_enums_have_the_names_of_the_contract(ours: Any, theirs: Any) -> None:
-    prefix = theirs.DESCRIPTOR.values[0].name.removesuffix("UNSPECIFIED")
-    for value in theirs.DESCRIPTOR.values:
-        assert ours.of(value.number) == value.name.removeprefix(prefix).lower()
-        assert ours.of(value.number).number == value.number
-    assert len(ours) == len(theirs.DESCRIPTOR.values)
-    assert ours.of(99) is ours.UNSPECIFIED
-
-
-def test_numbers_read_as_they_were_written() -> None:
-    message = pb.GenerateResponse(
-        finished=pb.GenerateFinished(statistics={"alpha": 0.7, "num_draft_tokens_per_pos": [3, 2]})
-    )
-    event = read(message)
-    assert isinstance(event, Finished)
-    assert event.statistics.alpha == 0.7
-    assert event.statistics.num_draft_tokens_per_pos == (3, 2)
-    excluded = TokenLogprob.of(sampling_pb2.TokenLogprob(raw=-0.1, adjusted=-math.inf))
-    assert (excluded.raw, excluded.adjusted) == (-0.1, -math.inf)
-
-
-def test_an_event_of_a_newer_server_is_left_out() -> None:
-    assert read(pb.GenerateResponse()) is None
-
-
-def test_a_generation_that_is_not_whole_is_no_completion() -> None:
-    started, end = Started.of(pb.GenerateStarted()), Finished.of(pb.GenerateFinished(index=0))
-    chunk = Chunk.of(pb.GenerateChunk(index=1, text="x"))
-    cases: list[tuple[list[Event], str]] = [
-        ([], "not whole"),
-        ([started], "not whole"),
-        ([end], "not whole"),
-        ([started, chunk, end], r"open \[1\]"),
-    ]
-    for events, says in cases:
-        with pytest.raises(ValueError, match=says):
-            Completion.of(events)

@@ -59,13 +59,6 @@ class Probe:
             self.closed.set()
 
     @errors.guarded
-    async def Written(self, requests: AsyncIterator[bytes], context: Any) -> None:
-        """As `Both`, in the other of the two ways to answer with a stream."""
-        async for request in requests:
-            self._maybe_fail()
-            await context.write(request)
-
-    @errors.guarded
     async def Both(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         async for request in requests:
             self._maybe_fail()
@@ -75,7 +68,6 @@ class Probe:
         handlers: dict[str, Any] = {
             "Once": grpc.unary_unary_rpc_method_handler(self.Once, self._decode),
             "Many": grpc.unary_stream_rpc_method_handler(self.Many, self._decode),
-            "Written": grpc.stream_stream_rpc_method_handler(self.Written, self._decode),
             "Both": grpc.stream_stream_rpc_method_handler(self.Both, self._decode),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(NAME, handlers),))
@@ -109,10 +101,6 @@ def once(channel: Any) -> Any:
 
 def many(channel: Any) -> Any:
     return channel.unary_stream(f"/{NAME}/Many")
-
-
-def written(channel: Any) -> Any:
-    return channel.stream_stream(f"/{NAME}/Written")
 
 
 def both(channel: Any) -> Any:

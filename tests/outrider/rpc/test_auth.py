@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +12,41 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from outrider.rpc import errors
-from outrider.rpc.auth import LEAST_CHARS, AllowedClients, Authentication, ClientLimits, OwnToken, Tokens, address_of
+from outrider.rpc.auth import (
+    LEAST_CHARS,
+    AllowedClients,
+    Authentication,
+    ClientLimits,
+    OwnToken,
+    Tokens,
+    count_sequences,
+)
 from outrider.rpc.channel import open_channel
 from outrider.rpc.errors import RequestError
-from outrider.rpc.server import _gates, bind, create_server
 from outrider.rpc.timeouts import Ending
 from outrider.rpc.tls import TLS, ChannelTLS, FileProblem, ServerTLS
 from tests.certificates import Authority, write
-from tests.outrider.rpc.probe import BAD, Probe, both, many, once, serving, written
+from tests.outrider.rpc.probe import BAD, Probe, both, many, once, serving
 
-TOKENS = ("token-of-one-client", "token-of-another-client")
+TOKENS = FIRST, SECOND = "first-token-0123456789", "second.token~0123456789=="
 ALLOWED = ("draft.models.svc", "spiffe://models/ns/drafts")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "tokens"
+    path.write_text(f"# of the clients\n{FIRST}\n\n  {SECOND}\n")
+    return path
+
+
+@pytest.fixture
+def tokens(file: Path) -> Tokens:
+    return Tokens(file)
 
 
 @pytest.fixture
 def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path / "authority")
-
-
-@pytest.fixture
-def tokens(tmp_path: Path) -> Tokens:
-    path = tmp_path / "tokens"
-    path.write_text("\n".join(TOKENS))
-    return Tokens(path)
 
 
 @asynccontextmanager
@@ -63,7 +75,7 @@ async def refusal(call: Any) -> RequestError:
 
 def every(message: bytes, before: Sequence[bytes] = ()) -> list[tuple[Callable[..., Any], Any]]:
     """The probe's methods, each with this message as its request, or at the end of a stream of them."""
-    return [(once, message), (many, message), *((method, iter([*before, message])) for method in (both, written))]
+    return [(once, message), (many, message), (both, iter([*before, message]))]
 
 
 async def _read_to_its_end(call: Any) -> None:
@@ -164,16 +176,6 @@ async def test_a_name_does_not_do_for_a_token_nor_a_token_for_a_name(authority: 
 # ------------------------------------------------------------------------------------------------------- undecodable
 
 
-async def test_calls_beyond_a_limit_are_not_decoded() -> None:
-    probe, auth = Probe(), Authentication(limits=ClientLimits(rate=0.01, burst=3))
-    async with serving(probe, first=[auth]) as address, open_channel(address) as channel:
-        for method, request in every(BAD)[1:]:
-            assert (await refusal(method(channel)(request, timeout=60))).code is grpc.StatusCode.INVALID_ARGUMENT
-        for method, request in every(BAD)[1:]:
-            assert (await refusal(method(channel)(request, timeout=60))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert probe.decoded == 3
-
-
 async def test_a_message_that_cannot_be_decoded_is_an_invalid_argument(caplog: pytest.LogCaptureFixture) -> None:
     async with serving(Probe()) as address, open_channel(address) as channel:
         for method, request in every(BAD, before=[b"x"]):
@@ -190,37 +192,27 @@ async def test_a_message_that_cannot_be_decoded_is_an_invalid_argument(caplog: p
 # ------------------------------------------------------------------------------------------------------------ limits
 
 
-async def test_a_client_is_its_token_before_its_name_and_its_name_before_its_address(
-    authority: Authority, tokens: Tokens
-) -> None:
-    """Each has a place of its own; a second call of any has none."""
-    auth = Authentication(tokens=tokens, limits=ClientLimits(max_sequences=1))
-    async with guarded(authority, auth, Probe()) as address, channel_of(address, authority, "a") as channel:
-        held = await hold(channel, TOKENS[0])
-        error = await refusal(many(channel)(b"0", metadata=(("authorization", f"Bearer {TOKENS[0]}"),)))
-        assert error.metadata["limit"] == "max-client-sequences"
-        other = await hold(channel, TOKENS[1])
-        assert await once(channel)(b"x", metadata=(("authorization", f"Bearer {TOKENS[0]}"),)) == b"x"
-        held.cancel()
-        other.cancel()
-    auth = Authentication(limits=ClientLimits(max_sequences=1))
+async def test_calls_are_limited_for_each_token_or_else_for_each_address(tokens: Tokens) -> None:
+    limits: dict[str, Any] = {"limits": ClientLimits(max_sequences=1)}
     async with (
-        guarded(authority, auth, Probe()) as address,
-        channel_of(address, authority, "a") as first,
-        channel_of(address, authority, "b") as second,
+        serving(Probe(), first=[Authentication(tokens=tokens, **limits)]) as address,
+        open_channel(address) as channel,
     ):
-        calls = [await hold(first), await hold(second)]
-        assert (await refusal(many(first)(b"0"))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert not any(call.done() for call in calls)
-    auth = Authentication(limits=ClientLimits(max_sequences=1))
+        held = [await hold(channel, token) for token in TOKENS]
+        for token in TOKENS:
+            error = await refusal(many(channel)(b"0", metadata=(("authorization", f"Bearer {token}"),)))
+            assert (error.code, error.metadata["limit"]) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "max-client-sequences")
+        assert not any(call.done() for call in held)
+    limits = {"limits": ClientLimits(max_sequences=1)}
     own = [("grpc.use_local_subchannel_pool", 1)]  # a connection, and so a port, of its own
     async with (
-        serving(Probe(), first=[auth]) as address,
+        serving(Probe(), first=[Authentication(**limits)]) as address,
         open_channel(address) as first,
         open_channel(address, options=own) as second,
     ):
         call = await hold(first)
         assert (await refusal(many(second)(b"0"))).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await once(second)(b"x") == b"x", "what is no sequence is free"
         assert not call.done()
 
 
@@ -232,58 +224,9 @@ async def hold(channel: grpc.aio.Channel, token: str = "") -> Any:
     return call
 
 
-async def test_too_many_calls_are_told_when_to_come_back_and_questions_are_free() -> None:
-    auth = Authentication(limits=ClientLimits(rate=0.01, burst=2))
-    probe = Probe()
-    async with serving(probe, first=[auth]) as address, open_channel(address) as channel:
-        for _ in range(5):
-            assert await once(channel)(b"x") == b"x"
-        for _ in range(2):
-            assert [answer async for answer in many(channel)(b"0")] == [b"first", b"last"]
-        error = await refusal(many(channel)(b"0"))
-        assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert error.retry_after is not None
-        assert 0 < error.retry_after <= 60
-        assert "faster than 0.01 a second, and 2 at once" in error.message
-        assert probe.started == 7
-
-
-async def test_who_may_not_come_in_is_not_told_that_the_server_drains(tokens: Tokens) -> None:
-    server = create_server(max_message_bytes=1 << 20, first=[Authentication(tokens=tokens)])
-    Probe().register(server)
-    address = bind(server, "127.0.0.1:0")
-    await server.start()
-    _gates[server].close()
-    async with open_channel(address) as channel:
-        assert (await refusal(once(channel)(b""))).code is grpc.StatusCode.UNAUTHENTICATED
-        bearing = (("authorization", f"Bearer {TOKENS[0]}"),)
-        assert (await refusal(once(channel)(b"", metadata=bearing))).reason == "DRAINING"
-    await server.stop(None)
-
-
-@pytest.mark.parametrize(
-    ("peer", "address"),
-    [
-        ("ipv4:10.1.2.3:45678", "ipv4:10.1.2.3"),
-        ("ipv6:%5B::1%5D:45678", "ipv6:%5B::1%5D"),
-        ("unix:/run/x.sock", "unix:/run/x.sock"),
-        ("unix:", "unix:"),
-    ],
-)
-def test_an_address_is_a_peer_without_its_port(peer: str, address: str) -> None:
-    assert address_of(peer) == address
-
-
 # ----------------------------------------------------------------------------------------------------- token files
 
 FIRST, SECOND = "first-token-0123456789", "second.token~0123456789=="
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "tokens"
-    path.write_text(f"# of the clients\n{FIRST}\n\n  {SECOND}\n")
-    return path
 
 
 def bearing(*values: str) -> list[tuple[str, str | bytes]]:
@@ -298,35 +241,12 @@ def turned_away(tokens: Tokens, *values: str) -> str:
     return caught.value.message
 
 
-def test_each_token_of_the_file_is_taken_and_tells_its_clients_apart(file: Path) -> None:
-    tokens = Tokens(file)
-    names = [tokens.check(bearing(f"{scheme} {token}")) for token in (FIRST, SECOND) for scheme in ("Bearer", "bearer")]
-    assert names[0] == names[1] != names[2] == names[3]
-    assert not any(token in name for token in (FIRST, SECOND) for name in names)
+@pytest.mark.parametrize("token", [FIRST[:-1], FIRST + "0", FIRST.upper(), "", "# of the clients", "é" * 20])
+def test_what_is_nearly_a_token_is_none(tokens: Tokens, token: str) -> None:
+    assert "none of those" in turned_away(tokens, f"Bearer {token}")
 
 
-@pytest.mark.parametrize(
-    "token",
-    [
-        FIRST[:-1],
-        FIRST[:-1] + "x",
-        "x" + FIRST[1:],
-        FIRST + "0",
-        FIRST[1:],
-        FIRST.upper(),
-        "",
-        f" {FIRST}",
-        f"{FIRST} ",
-        "# of the clients",
-        "é" * 20,
-    ],
-)
-def test_what_is_nearly_a_token_is_none(file: Path, token: str) -> None:
-    assert "none of those" in turned_away(Tokens(file), f"Bearer {token}")
-
-
-def test_a_call_bears_one_token_by_its_scheme(file: Path) -> None:
-    tokens = Tokens(file)
+def test_a_call_bears_one_token_by_its_scheme(tokens: Tokens) -> None:
     assert "bears no token" in turned_away(tokens)
     assert "is not 'Bearer TOKEN'" in turned_away(tokens, FIRST)
     assert "is not 'Bearer TOKEN'" in turned_away(tokens, f"Basic {FIRST}")
@@ -364,7 +284,6 @@ def test_a_file_that_makes_no_sense_changes_nothing_and_shows_nothing(
     ("content", "says"),
     [
         (b"", "holds no token"),
-        (b"\n# nothing\n", "holds no token"),
         (b"fifteen-letters\n", "line 1 has 15 characters; a token has at least 16"),
         (f"{FIRST}\n\nsome words that are no token\n".encode(), "line 3 is no token"),
         ("ünïcödé-tokens-are-none".encode(), "no text in ASCII"),
@@ -375,3 +294,68 @@ def test_a_file_without_tokens_is_refused_at_the_start(file: Path, content: byte
     for make in (Tokens, OwnToken):
         with pytest.raises(FileProblem, match=says):
             make(file)
+
+
+# ------------------------------------------------------------------------- limits by a clock
+
+
+class Clients:
+    """Limits with a clock of their own."""
+
+    def __init__(self, rate: float | None = None, burst: int | None = None, max_sequences: int | None = None) -> None:
+        self.now = 100.0
+        self.limits = ClientLimits(rate=rate, burst=burst, max_sequences=max_sequences, clock=lambda: self.now)
+
+    def call(self, name: str = "a") -> None:
+        with self.limits.enter(name):
+            pass
+
+    def refused(self, name: str = "a") -> RequestError:
+        with pytest.raises(RequestError) as caught:
+            self.call(name)
+        assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
+        return caught.value
+
+
+def test_a_burst_passes_and_then_calls_at_the_rate() -> None:
+    clients = Clients(rate=4, burst=3)
+    for _ in range(3):
+        clients.call()
+    for _ in range(20):
+        clients.refused()
+        clients.now += 0.25
+        clients.call()
+    clients.now += 1000.0  # a long pause saves up one burst, and no more
+    for _ in range(3):
+        clients.call()
+    clients.refused()
+
+
+def test_calls_at_once_are_bounded_and_given_back_however_they_end() -> None:
+    clients = Clients(max_sequences=2)
+    for _ in range(3):
+        with suppress(ZeroDivisionError), clients.limits.enter("a"), clients.limits.enter("a"):
+            error = clients.refused()
+            assert error.message == "this client has 2 sequences in progress and asks for 1 more; at most 2"
+            assert error.metadata == {"limit": "max-client-sequences", "given": "3", "maximum": "2"}
+            raise ZeroDivisionError
+    clients.call()
+
+
+def test_each_sample_of_a_call_counts_as_a_sequence_until_the_call_ends() -> None:
+    clients = Clients(max_sequences=4)
+    with clients.limits.enter("a"):
+        count_sequences("n", 3)
+        clients.call()
+        with clients.limits.enter("a"):
+            clients.refused()
+            with pytest.raises(RequestError) as caught:
+                count_sequences("n", 2)
+            assert caught.value.metadata == {"limit": "max-client-sequences", "given": "5", "maximum": "4"}
+    with clients.limits.enter("a"):
+        count_sequences("n", 4)
+        clients.refused()
+    with clients.limits.enter("a"), pytest.raises(RequestError) as caught:
+        count_sequences("n", 5)  # which a client never has: trying again would not help
+    assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.metadata == {"field": "n", "given": "5", "maximum": "4"}

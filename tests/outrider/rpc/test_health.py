@@ -43,14 +43,9 @@ async def serving(channel: grpc.aio.Channel) -> set[str]:
 
 STATES: dict[str, tuple[list[Callable[[HealthState], Awaitable[None]]], set[str]]] = {
     "from birth": ([], {LIVENESS}),
-    "warm, and a verifier is missing, say": ([HealthState.warm], {LIVENESS, STARTUP}),
     "serving": ([HealthState.serving], {LIVENESS, STARTUP, *READY}),
     "serving no longer": ([HealthState.serving, HealthState.not_serving], {LIVENESS, STARTUP}),
     "stuck": ([HealthState.serving, lambda health: health.alive(False)], {STARTUP}),
-    "alive again": (
-        [HealthState.serving, *(lambda health, is_alive=each: health.alive(is_alive) for each in (False, True))],
-        {LIVENESS, STARTUP, *READY},
-    ),
     "draining, never to serve again": (
         [HealthState.serving, HealthState.drain, HealthState.serving],
         {LIVENESS, STARTUP},
@@ -72,17 +67,3 @@ async def test_each_name_has_its_meaning(
         else:
             with pytest.raises(TimeoutError, match="is not serving after"):
                 await asyncio.to_thread(wait_for_health, address, NAME, 0.1)
-
-
-async def test_another_server_says_the_same() -> None:
-    """As a port for probes does, beside the one for requests."""
-    async with healthy() as (health, channel, _):
-        beside = create_server(max_message_bytes=1 << 20)
-        health.register(beside)
-        address = bind(beside, "127.0.0.1:0")
-        await beside.start()
-        async with open_channel(address) as other:
-            for change in (health.warm, health.serving, health.drain):
-                await change()
-                assert await serving(other) == await serving(channel)
-        await beside.stop(None)

@@ -1,6 +1,5 @@
 """A server says NOT_SERVING until it serves, takes its port alone, and goes away in order."""
 
-import asyncio
 import queue
 import re
 import signal
@@ -14,19 +13,15 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from outrider.rpc import errors
 from outrider.rpc.channel import open_channel, wait_for_health
-from outrider.rpc.health import HealthState
 from outrider.rpc.server import StartupError, bind, create_server
 from tests.outrider.rpc.probe import NAME, Probe, both, many, once, serving
 from tests.project.tree import ROOT
 
-SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SOON_S = 45.0
-LATE = "DEADLINE_EXCEEDED"  # the last question may have had no time left
 
 
 def _health(channel: Any) -> Any:
@@ -64,42 +59,6 @@ async def test_a_message_over_the_limit_is_refused_and_the_server_lives() -> Non
             await once(channel)(b"x" * 2_000)
         assert errors.from_rpc_error(caught.value).code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert await once(channel)(b"x" * 500) == b"x" * 500
-
-
-async def test_calls_above_the_limit_of_a_connection_wait_for_those_before_them() -> None:
-    async with serving(Probe(), max_concurrent_streams=1) as address, open_channel(address) as channel:
-        first = both(channel)(timeout=60)
-        await first.write(b"x")
-        assert await first.read() == b"x"
-        second = asyncio.ensure_future(once(channel)(b"y", timeout=60))
-        for _ in range(10):
-            await first.write(b"z")
-            assert await first.read() == b"z"
-            assert not second.done()
-        await first.done_writing()
-        assert await second == b"y"
-
-
-async def test_a_connection_that_is_old_takes_no_new_calls_and_ends_none() -> None:
-    peers: list[str] = []
-
-    class Naming(Probe):
-        async def Once(self, request: bytes, context: Any) -> bytes:
-            peers.append(context.peer())
-            return request
-
-    async with (
-        serving(Naming(), max_connection_age_s=0.3) as address,
-        open_channel(address) as channel,
-        asyncio.timeout(60),
-    ):
-        running = both(channel)(timeout=60)
-        while len(set(peers)) < 3:
-            assert await once(channel)(b"x", timeout=60) == b"x"
-            await running.write(b"y")
-            assert await running.read() == b"y"
-            await asyncio.sleep(0.02)
-        running.cancel()
 
 
 class Process:
@@ -149,10 +108,11 @@ def _until_not_serving(channel: grpc.Channel) -> None:
 
 
 @pytest.mark.parametrize("process", [5.0], indirect=True)
-@pytest.mark.parametrize("algorithm", [grpc.Compression.Gzip, grpc.Compression.Deflate])
-def test_a_compressed_message_unfolds_to_no_more_than_the_limit(process: Process, algorithm: grpc.Compression) -> None:
+def test_a_compressed_message_unfolds_to_no_more_than_the_limit(process: Process) -> None:
     """The probe takes 1 MiB. 64 MiB of zeros travel in 64 KiB, and are refused without being held anywhere."""
-    with grpc.insecure_channel(process.address, [("grpc.max_send_message_length", -1)], algorithm) as channel:
+    with grpc.insecure_channel(
+        process.address, [("grpc.max_send_message_length", -1)], grpc.Compression.Gzip
+    ) as channel:
         assert len(once(channel)(bytes(1 << 19), timeout=60)) == 1 << 19
         before = process.peak_memory()
         with pytest.raises(grpc.RpcError) as caught:
@@ -182,16 +142,6 @@ def test_a_signal_lets_running_calls_finish_and_no_new_ones_in(process: Process,
         assert process.ended() == (0, ["told", "stopped"])
 
 
-@pytest.mark.parametrize("process", [90.0], indirect=True)
-def test_a_watch_of_health_is_told_and_holds_nothing_up(process: Process) -> None:
-    with grpc.insecure_channel(process.address) as channel:
-        watch = _health(channel).Watch(health_pb2.HealthCheckRequest(service=NAME))
-        assert next(watch).status == SERVING
-        process.signal()
-        assert next(watch).status == NOT_SERVING
-        assert process.ended()[0] == 0
-
-
 @pytest.mark.parametrize("process", [0.3], indirect=True)
 def test_calls_that_outlast_the_grace_are_cut(process: Process) -> None:
     with grpc.insecure_channel(process.address) as channel:
@@ -205,42 +155,3 @@ def test_calls_that_outlast_the_grace_are_cut(process: Process) -> None:
             "so that its client goes on elsewhere"
         )
         assert process.ended() == (0, ["told", "stopped"])
-
-
-@pytest.mark.parametrize("process", [90.0], indirect=True)
-def test_a_second_signal_stops_at_once(process: Process) -> None:
-    with grpc.insecure_channel(process.address) as channel:
-        running = many(channel)(b"180")
-        assert next(running) == b"first"
-        process.signal()
-        _until_not_serving(channel)
-        process.signal()
-        assert process.ended() == (0, ["told", "stopped"])
-
-
-@pytest.mark.parametrize("process", [1.0], indirect=True)
-def test_reflection_lists_the_services(process: Process) -> None:
-    with grpc.insecure_channel(process.address) as channel:
-        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
-        (answer,) = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
-        names = {service.name for service in answer.list_services_response.service}
-        assert {NAME, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"} <= names
-
-
-async def test_waiting_for_health_outlasts_a_server_that_is_not_there_yet() -> None:
-    server = create_server(max_message_bytes=1 << 20)
-    health = HealthState(server, [NAME])
-    address = bind(server, "127.0.0.1:0")
-    waiting = asyncio.create_task(asyncio.to_thread(wait_for_health, address, NAME, 60))
-    await asyncio.sleep(0.2)
-    assert not waiting.done()
-    await server.start()
-    await health.serving()
-    await waiting
-    await server.stop(None)
-
-
-def test_waiting_for_health_ends_and_says_what_was_answered() -> None:
-    says = rf"the server at 127\.0\.0\.1:1 is not serving after 0\.5 s: (UNAVAILABLE|{LATE})"
-    with pytest.raises(TimeoutError, match=says):
-        wait_for_health("127.0.0.1:1", "", 0.5)

@@ -1,7 +1,5 @@
 """Over real sockets: who has no certificate of the CA gets nowhere, and files that change are taken up under load."""
 
-import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -103,14 +101,6 @@ async def test_clients_without_one_or_of_another_ca_or_expired_get_nowhere(files
             await echo(channel)
 
 
-async def test_without_a_ca_no_certificate_is_asked_for_and_an_address_will_do_for_a_name(files: Files) -> None:
-    server = files.ours.issue("127.0.0.1")
-    credentials = ServerTLS(server.cert, server.key).credentials()
-    stranger = replace(files.showing(None), name=None)
-    async with serving(Probe(), credentials=credentials) as address, calling(address, stranger) as channel:
-        await echo(channel)
-
-
 async def test_a_server_is_believed_by_its_ca_and_by_its_name(files: Files) -> None:
     """The name is that which was asked for, or the one that was given in its place."""
     async with serving(Probe(), credentials=files.asking().credentials()) as address:
@@ -140,20 +130,6 @@ async def test_a_new_certificate_of_the_server_is_shown_to_new_connections_and_e
         await echo(old)  # its connection was there before
 
 
-async def test_a_new_ca_of_clients_holds_from_the_next_connection_on(files: Files) -> None:
-    stranger, clients = files.foreign.issue(CLIENT), files.ours.pem.with_name("clients.crt")
-    write(clients, files.ours.pem.read_bytes())
-    credentials = ServerTLS(files.server.cert, files.server.key, clients).credentials()
-    async with serving(Probe(), credentials=credentials) as address:
-        await fails(address, files.showing(stranger))
-        async with calling(address, files.tls) as channel:
-            await echo(channel)
-        write(clients, files.foreign.pem.read_bytes())
-        async with calling(address, files.showing(stranger)) as channel:
-            await echo(channel)
-        await fails(address, files.tls)
-
-
 async def test_a_new_certificate_of_a_client_is_shown_by_the_next_call_and_ends_none(files: Files) -> None:
     first = [Authentication(allowed=AllowedClients(["second.models.svc", CLIENT]))]
     seen: list[str] = []
@@ -174,59 +150,6 @@ async def test_a_new_certificate_of_a_client_is_shown_by_the_next_call_and_ends_
         await goes_on(running)
         await echo(channel)
     assert seen == [CLIENT, "second.models.svc", "second.models.svc"]
-
-
-async def test_a_connection_of_old_certificates_closes_with_its_last_call(files: Files) -> None:
-    made: list[grpc.aio.Channel] = []
-
-    def stub(channel: grpc.aio.Channel) -> Stub:
-        made.append(channel)
-        return Stub(channel)
-
-    async with serving(Probe(), credentials=files.asking().credentials()) as address:
-        channel = RenewedChannel(address, stub, max_message_bytes=1 << 20, tls=ChannelTLS(files.tls))
-        running = await stream(channel)
-        files.ours.issue(CLIENT, file="client")
-        await echo(channel)
-        assert len(made) == 2
-        assert made[0].get_state() is not grpc.ChannelConnectivity.SHUTDOWN
-        await goes_on(running)
-        await running.done_writing()
-        await until(lambda: made[0].get_state() is grpc.ChannelConnectivity.SHUTDOWN)
-        await echo(channel)
-        assert len(made) == 2, "files that stay the same make no new connection"
-        await channel.close()
-
-
-async def until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not holds():  # noqa: ASYNC110  # gRPC tells nobody
-            await asyncio.sleep(0.01)
-
-
-async def test_no_call_fails_while_certificates_of_both_sides_change(files: Files) -> None:
-    """Both sides' files are replaced ten times, a new CA among them, under calls that never pause."""
-    done = asyncio.Event()
-
-    async def calls() -> int:
-        count = 0
-        while not done.is_set():
-            await echo(channel)
-            count += 1
-        return count
-
-    async with (
-        serving(Probe(), credentials=files.asking().credentials()) as address,
-        calling(address, files.tls) as channel,
-    ):
-        callers = [asyncio.create_task(calls()) for _ in range(4)]
-        for turn in range(10):
-            files.ours.issue(SERVER, file="server")
-            files.ours.issue(CLIENT, file="client")
-            await echo(channel)
-            await asyncio.sleep(0.02 * (turn % 2))
-        done.set()
-        assert min(await asyncio.gather(*callers)) > 0
 
 
 async def test_a_change_that_makes_no_sense_leaves_things_as_they_are(
@@ -260,69 +183,17 @@ def test_files_that_are_not_what_they_should_be_are_named(files: Files, tmp_path
     text.write_text("no PEM at all")
     locked = files.ours.issue(SERVER, passphrase=b"secret")
     bad: list[tuple[Callable[[], object], str]] = [
-        (lambda: ServerTLS(tmp_path / "no.crt", key), r"no\.crt: No such file"),
         (lambda: ServerTLS(cert, tmp_path / "no.key"), r"no\.key: No such file"),
         (lambda: ServerTLS(cert, files.client.key), "client.key: is not the key of the certificate .*server.crt"),
         (lambda: ServerTLS(text, key), "text and .*server.key: are no certificate and its private key"),
         (lambda: ServerTLS(cert, key, text), "text: holds no certificate in PEM"),
         (lambda: ServerTLS(locked.cert, locked.key), "has a passphrase"),
-        (lambda: ChannelTLS(TLS(ca=text)), "text: holds no certificate in PEM"),
         (lambda: ChannelTLS(TLS(ca=ca, cert=cert)), "go together"),
         (lambda: ChannelTLS(TLS(ca=ca, cert=cert, key=files.client.key)), "is not the key"),
     ]
     for make, says in bad:
         with pytest.raises(FileProblem, match=says):
             make()
-
-
-def test_what_changes_while_it_is_read_is_read_again(tmp_path: Path) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
-    for path in (first, second):
-        write(path, b"old")
-    reads = 0
-
-    def read() -> tuple[bytes, bytes]:
-        nonlocal reads
-        reads += 1
-        one = first.read_bytes()
-        if reads in (1, 3):  # at the start, and at the change
-            for path in (first, second):
-                write(path, b"%d" % reads)
-        return one, second.read_bytes()
-
-    watched = Watched([first, second], read)
-    assert watched.look() == (0, (b"1", b"1"))
-    write(first, b"new")
-    assert watched.look() == (1, (b"3", b"3"))
-    assert watched.look() == (1, (b"3", b"3"))
-    assert reads == 4
-
-
-def test_files_that_never_rest_are_given_up(tmp_path: Path) -> None:
-    path = tmp_path / "restless"
-    write(path, b"")
-
-    def read() -> None:
-        write(path, path.read_bytes() + b"x")
-
-    with pytest.raises(FileProblem, match="changed while being read"):
-        Watched([path], read)
-
-
-def test_a_change_counts_once_however_many_look(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    write(path, b"old")
-    watched = Watched([path], path.read_bytes)
-    seen: list[tuple[int, bytes]] = []
-    write(path, b"new")
-    threads = [threading.Thread(target=lambda: seen.append(watched.look())) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert seen == [(1, b"new")] * 16
-    path.touch()  # another face, and the same content: whoever asks may take it for a change
-    assert watched.look()[1] == b"new"
 
 
 def test_the_folder_of_a_kubernetes_secret_is_followed(tmp_path: Path) -> None:

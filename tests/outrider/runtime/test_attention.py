@@ -4,10 +4,9 @@ import random
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from outrider.runtime import batch, sdpa
-from outrider.runtime.attention import NoPass, packed_attention
 from outrider.runtime.kv_cache import KVPool
 from outrider.runtime.sdpa import CausalMasks, attend
 
@@ -59,55 +58,3 @@ def test_attention_equals_the_definition(
             wanted = reference(rows, history[slot][0], history[slot][1], start, window)
             assert torch.allclose(found[first : first + count].double(), wanted, atol=1e-5)
             first += count
-
-
-@pytest.mark.parametrize(
-    ("count", "length", "group", "window"), [(2, 3, 1, 0), (3, 5, 2, 0), (4, 9, 1, 2), (2, 70, 3, 5), (6, 6, 1, 4)]
-)
-def test_a_mask_hides_the_future_and_what_left_the_window(count: int, length: int, group: int, window: int) -> None:
-    mask = CausalMasks(MAX_LENGTH, torch.float32, torch.device("cpu")).for_rows(count, length, group, window)
-    assert mask.shape[0] == group * count
-    width = length if not window else min(length, window + count - 1)
-    assert mask.shape[1] >= width
-    for row in range(group * count):
-        position = length - count + row // group
-        for back in range(1, width + 1):
-            seen = length - back
-            visible = seen <= position and (window == 0 or seen > position - window)
-            assert mask[row, -back] == (0 if visible else float("-inf"))
-
-
-@pytest.mark.parametrize(("count", "length", "window"), [(1, 1, 0), (1, 70, 5), (5, 5, 0), (5, 5, 5), (5, 5, 9)])
-def test_one_row_or_a_whole_sequence_needs_no_mask(count: int, length: int, window: int) -> None:
-    mask = CausalMasks(MAX_LENGTH, torch.float32, torch.device("cpu")).for_rows(count, length, 2, window)
-    assert mask.shape == (0, 0)
-
-
-def test_masks_are_built_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sdpa, "_MASK_CACHE_ELEMENTS", 100_000)
-    masks = CausalMasks(4096, torch.float32, torch.device("cpu"))
-    first = masks.for_rows(6, 100, 2, 0)
-    assert masks.for_rows(6, 101, 2, 0) is first
-    longer = masks.for_rows(6, 1000, 2, 0)
-    assert longer is not first
-    assert masks.for_rows(6, 900, 2, 0) is longer
-    assert masks.for_rows(300, 4000, 2, 0).shape == (2 * 128, 4096), "no more than a block of rows"
-    for rows in range(2, 40):  # more than the cache may hold, and in the end more than it takes
-        assert masks.for_rows(rows, 4000, 1, 0).shape == (rows, 4096)
-        assert sum(mask.numel() for mask in masks._masks.values()) == masks._elements <= 100_000
-
-
-def test_a_step_makes_each_mask_once() -> None:
-    pool = KVPool(1, 1, HEAD_DIM, blocks=6, max_length=MAX_LENGTH, dtype=torch.float32, device="cpu")
-    masks = CausalMasks(MAX_LENGTH, torch.float32, torch.device("cpu"))
-    slots = [pool.allocate(), pool.allocate()]
-    packed = batch.pack([(slots[0], 10, 3), (slots[1], 0, 4)], pool, masks)
-    assert packed.masks_for(2, 0) is packed.masks_for(2, 0)
-    assert [tuple(mask.shape) for mask in packed.masks_for(1, 0)] == [(3, 80), (0, 0)]
-    assert packed.position_ids(torch.device("cpu")).tolist() == [10, 11, 12, 0, 1, 2, 3]
-
-
-def test_a_model_called_without_a_batch_is_refused() -> None:
-    rows = torch.zeros(1, 1, 1, 4)
-    with pytest.raises(NoPass, match="runs on packed passes only"):
-        packed_attention(nn.Module(), rows, rows, rows, None)

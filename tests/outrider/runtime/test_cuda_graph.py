@@ -87,16 +87,6 @@ def test_wrong_padding_is_noticed(mutant: str, load: Load, monkeypatch: pytest.M
         assert_as_eager(model, eager, 1e-5)
 
 
-def test_sizes_go_up_to_the_largest_step_and_pad_by_at_most_half() -> None:
-    sizes = buckets_for(64, 17)
-    assert sizes == sorted(set(sizes))
-    assert (sizes[0], sizes[-1], len(sizes)) == (1, 64 * 17, 21)
-    for rows in range(1, 64 * 17 + 1):
-        assert next(size for size in sizes if size >= rows) <= 1.5 * rows
-    assert buckets_for(3, 2) == [1, 2, 3, 4, 6]
-    assert buckets_for(8, 4, pass_tokens=16)[-1] == 16
-
-
 SIZES = buckets_for(SEQUENCES, WIDEST)
 
 
@@ -122,18 +112,6 @@ def test_sizes_are_captured_within_time_and_memory(
     assert runner.sizes == kept
 
 
-@pytest.mark.parametrize("is_captured", [False, True])
-def test_paged_logits_have_the_dtype_of_the_model(is_captured: bool, load: Load) -> None:
-    """Verification kernels are compiled for one dtype."""
-    model = build(load, "llama", "bfloat16")
-    sizes: list[int | None] = [1]
-    if is_captured:
-        capture(model)
-        sizes = replayed_by(model)
-    assert model.forward([Chunk(model.pool.allocate(), [5], 0, 0)]).dtype == torch.bfloat16
-    assert sizes == [1]
-
-
 def test_the_next_step_overwrites_logits_of_forward_but_not_of_logits(load: Load) -> None:
     model = build(load)
     capture(model)
@@ -144,7 +122,3 @@ def test_the_next_step_overwrites_logits_of_forward_but_not_of_logits(load: Load
     model.forward([Chunk(slot, [7], 2, 0)])
     assert torch.equal(kept, before[0])
     assert not torch.equal(lent, before[1])
-
-
-def test_nothing_is_captured_without_blocks(load: Load) -> None:
-    assert capture(ModelRunner.build(load("llama"), 1, 8)) == "none: keys and values are not in pages"

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from structlog.testing import capture_logs
 
-from outrider.runtime.cuda_graph import Capturer
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.memory import MIB, HostMemory, OutOfMemory, block_bytes, memory_of, telling
 from outrider.runtime.model_runner import ModelRunner
@@ -56,16 +53,6 @@ def test_out_of_memory_is_one_line_with_the_numbers() -> None:
     )
 
 
-def test_other_errors_pass_through() -> None:
-    with pytest.raises(RuntimeError, match="a bug"), telling(HostMemory(), "anything"):
-        raise RuntimeError("a bug")
-
-
-def test_a_pool_larger_than_the_host_is_refused(load: Load) -> None:
-    with pytest.raises(OutOfMemory, match=r"out of memory for \d+ MiB of keys and values: cpu has no room \(\d+ bytes"):
-        build_model_runner(settings("--kv-cache-mb", str(1 << 29), "--device", "cpu"), load("llama"), 32, pass_tokens=8)
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_the_profiling_run_has_its_size_and_leaves_nothing(attention: str, load: Load) -> None:
     built = build_model_runner(settings("--attention", attention, "--device", "cpu"), load("llama"), 20, pass_tokens=50)
@@ -107,45 +94,6 @@ def test_the_profiling_run_happens_without_a_pool_and_beside_one(load: Load) -> 
     assert seen == [(40, built.model_runner.loaded.vocab_size)] * 2
     tried = 2 * block_bytes(built.model_runner.loaded, 32)
     assert built.workspace == 10 * MIB - tried
-    with capture_logs() as lines:
-        built.tell_memory(3 * MIB)
-    (line,) = lines
-    assert line == {
-        "event": "memory",
-        "log_level": "info",
-        "device": "cuda:7",
-        "weights_mib": round(built.model_runner.loaded.weight_bytes / MIB),
-        "kv_mib": 1,
-        "graphs_mib": 3,
-        "workspace_mib": 10,
-        "free_mib": 100,
-        "total_mib": 200,
-        "kv_tokens": built.model_runner.pool.blocks.count * 32,
-    }
-
-
-@pytest.mark.parametrize(
-    ("flags", "captured"),
-    [(("--attention", "eager"), True), (("--attention", "eager", "--no-graphs"), False), ((), False)],
-)
-def test_steps_are_captured_where_they_can_and_may_be(flags: tuple[str, ...], captured: bool, load: Load) -> None:
-    own = settings("--device", "cpu", "--graph-seconds", "7", "--graph-memory-mb", "3", *flags)
-    built = build_model_runner(own, load("llama"), 32, pass_tokens=8)
-    bounds: list[tuple[float, int]] = []
-
-    def capture(capturer: Capturer, *, seconds: float, most_bytes: int) -> str:
-        bounds.append((seconds, most_bytes))
-        return "2 of 3 sizes"
-
-    with capture_logs() as lines:
-        assert built.capture(own, capture) == 0
-    assert bounds == ([(7.0, 3 * MIB)] if captured else [])
-    assert [line["passes"] for line in lines] == (["2 of 3 sizes"] if captured else [])
-
-
-def test_weights_are_counted_once_where_they_are_tied(load: Load, checkpoint: Callable[[str], Path]) -> None:
-    stored = sum(file.stat().st_size for file in checkpoint("llama-tied-mqa").glob("*.safetensors"))
-    assert stored * 0.7 < load("llama-tied-mqa").weight_bytes <= stored
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.runtime.selfcheck import check, logits_tolerance, operation_tolerance
+from outrider.runtime.selfcheck import check
 
 WANTED = torch.tensor([[4.0, -2.0], [1.0, 0.5], [0.0, 3.0]])
 
@@ -42,17 +42,3 @@ def test_a_typical_check_looks_at_the_median_row() -> None:
     assert check(given(spoil(2)), given(lambda rows: rows), 0.01, typical=True) == (
         "rows differ by 1 of their size, 0.01 allowed"
     )
-
-
-def test_out_of_memory_passes_through() -> None:
-    def starved() -> dict[str, Tensor]:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    with pytest.raises(torch.OutOfMemoryError):
-        check(starved, given(lambda rows: rows), 1.0)
-
-
-def test_tolerances_follow_the_dtype() -> None:
-    assert operation_tolerance(torch.float32) == 1e-4 < operation_tolerance(torch.bfloat16)
-    assert logits_tolerance(torch.float32) == 1e-3 < logits_tolerance(torch.float32, quantised=True)
-    assert logits_tolerance(torch.float16) == logits_tolerance(torch.float32, quantised=True)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +22,7 @@ from outrider.cli.processes import ServiceProcess
 from outrider.runtime.errors import CheckpointError, ModelLost
 from outrider.runtime.loader import ModelSource, load_model, sharding
 from outrider.runtime.model_runner import Chunk, ModelRunner
-from outrider.runtime.tensor_parallel import Ranks, TensorParallel, Watch, is_worker, read_ranks
+from outrider.runtime.tensor_parallel import Ranks, Watch, is_worker, read_ranks
 from outrider.service.settings import SettingsError
 from tests import cluster as clusters
 from tests.cluster import Cluster, free_address
@@ -63,15 +61,6 @@ def test_torchrun_must_start_several_ranks() -> None:
     )
 
 
-@pytest.mark.parametrize(("asked", "started"), [(4, 2), (1, 2), (2, 4)])
-def test_another_number_than_torchrun_started_is_refused(
-    start: Callable[[int, int], None], asked: int, started: int
-) -> None:
-    start(1, started)
-    with pytest.raises(SettingsError, match=f"size is {asked}, and torchrun started {started} ranks"):
-        read_ranks(asked, "verifier_service")
-
-
 def test_ranks_are_read_from_the_environment(
     start: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,24 +72,6 @@ def test_ranks_are_read_from_the_environment(
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(SettingsError, match=r"--tensor-parallel-size 2: .* accelerate, .*outrider\[parallel\]"):
         read_ranks(2, "verifier_service")
-
-
-def test_each_rank_has_the_device_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    second = Ranks(3, 4, 1, 2)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert second.device("auto") == second.device("cpu") == torch.device("cpu")
-    with pytest.raises(SettingsError, match="--device cuda: torch sees no CUDA device"):
-        second.device("cuda")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert second.device("auto") == second.device("cuda") == torch.device("cuda:1")
-    with pytest.raises(SettingsError, match=r"--device cuda:1: .* 4 each rank takes a GPU of its own"):
-        second.device("cuda:1")
-    with pytest.raises(SettingsError, match=r"--device cpu: .* it sees 2"):
-        second.device("cpu")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(SettingsError, match="rank 3 is number 1 on its machine, where torch sees 1 CUDA devices"):
-        second.device("auto")
 
 
 @pytest.mark.parametrize(
@@ -124,87 +95,24 @@ def test_a_model_that_cannot_be_sharded_is_refused(
 # ------------------------------------------------------------------------------------------------------- ranks that end
 
 
-class Watching:
-    """A rank's watch, and what it reports."""
+def test_a_worker_that_ends_gives_a_reason_and_rank_0_passes_it_on() -> None:
+    """Watches of three ranks in this process: a thread that waits in torch must not outlive Python."""
+    store, lost = dist.HashStore(), [queue.SimpleQueue[str]() for _ in range(3)]
 
-    def __init__(self, store: dist.Store, rank: int, size: int, silence: float) -> None:
-        self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        ranks = Ranks(rank, size, rank, size)
-        self.watch = Watch(store, ranks, silence=silence, on_lost=self.lost.put, on_end=self._end)
+    def watch(rank: int) -> Watch:
+        ranks = Ranks(rank, 3, rank, 3)
+        return Watch(store, ranks, silence=30.0, on_lost=lost[rank].put, on_end=lambda: None)
 
-    def _end(self) -> None:
-        self.ended.put(True)
-        self.watch.end("as rank 0")
-
-
-Watches = Callable[..., list[Watching]]
-
-
-@pytest.fixture
-def watches() -> Iterator[Watches]:
-    """Makes the watches of some ranks, in this process: a thread that waits in torch must not outlive Python."""
-    made: list[Watching] = []
-
-    def make(size: int, *, silence: float = 30.0) -> list[Watching]:
-        store = dist.HashStore()
-        with ThreadPoolExecutor(size) as pool:  # each waits for the others
-            made.extend(pool.map(lambda rank: Watching(store, rank, size, silence), range(size)))
-        return made
-
-    yield make
-    for each in reversed(made):
-        each.watch.end("the test")
-
-
-def beside_a_silent_rank(silence: float) -> tuple[Watching, dist.ProcessGroupGloo]:
-    """The watch of rank 0, and a rank 1 that joins and sends nothing."""
-    store, bound = dist.HashStore(), timedelta(seconds=SOON_S)
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(Watching, store, 0, 2, silence)
-        other = pool.submit(dist.ProcessGroupGloo, dist.PrefixStore("outrider/watch", store), 1, 2, bound)
-        return first.result(), other.result()
-
-
-def test_idle_ranks_are_alive_until_rank_0_ends(watches: Watches) -> None:
-    ranks = watches(3, silence=4.0)
-    time.sleep(5.0)
-    assert all(each.lost.empty() and each.ended.empty() for each in ranks)
-    ranks[0].watch.end(None)
-    assert [each.ended.get(timeout=SOON_S) for each in ranks[1:]] == [True, True]
-    assert all(each.lost.empty() for each in ranks)
-
-
-def test_a_worker_that_ends_gives_a_reason_and_rank_0_passes_it_on(watches: Watches) -> None:
-    ranks = watches(3)
-    ranks[2].watch.end("out of memory " + "é" * 5000)
-    reason = ranks[0].lost.get(timeout=SOON_S)
-    assert reason.startswith("rank 2 ends: out of memory " + "é" * 500)
-    ranks[0].watch.end("rank 2 ends: out of memory")
-    assert ranks[1].lost.get(timeout=SOON_S) == "rank 0 ends: rank 2 ends: out of memory"
-    assert ranks[1].ended.empty()
-
-
-def test_a_silent_rank_is_gone() -> None:
-    first, _other = beside_a_silent_rank(silence=1.0)
-    assert first.lost.get(timeout=SOON_S) == "rank 1 has gone: it has been silent for 1 s"
-
-
-def test_a_rank_that_closes_its_connection_is_gone_at_once() -> None:
-    first, other = beside_a_silent_rank(silence=300.0)
-    assert first.lost.empty()
-    del other
-    assert first.lost.get(timeout=SOON_S) == "rank 1 has gone: it closed its connection"
-
-
-@pytest.mark.parametrize("is_lost", [True, False])
-def test_a_rank_that_is_gone_explains_a_failed_step(is_lost: bool) -> None:
-    parallel = TensorParallel(Ranks(0, 2, 0, 2), timeout=30.0)
-    if is_lost:
-        threading.Timer(0.2, parallel.lost.set_result, ["rank 1 has gone"]).start()
-    reason = parallel.broke("a pass broke", RuntimeError("no sum\nof parts"))
-    assert reason == parallel.lost.result()
-    assert reason == ("rank 1 has gone" if is_lost else "a pass broke: RuntimeError: no sum of parts")
+    with ThreadPoolExecutor(3) as pool:  # each waits for the others
+        watches = list(pool.map(watch, range(3)))
+    try:
+        watches[2].end("out of memory " + "é" * 5000)
+        assert lost[0].get(timeout=SOON_S).startswith("rank 2 ends: out of memory " + "é" * 500)
+        watches[0].end("rank 2 ends: out of memory")
+        assert lost[1].get(timeout=SOON_S) == "rank 0 ends: rank 2 ends: out of memory"
+    finally:
+        for each in reversed(watches):
+            each.end("the test")
 
 
 # --------------------------------------------------------------------------------------------- the logits of real ranks
@@ -260,15 +168,6 @@ def test_two_ranks_give_the_logits_of_one(folder: Callable[[str], Path], family:
     assert float((found - expected).abs().max()) < CLOSE * float(expected.abs().max())
 
 
-def test_the_pool_has_the_blocks_that_fit_every_rank(folder: Callable[[str], Path]) -> None:
-    model = folder("llama")
-    blocks = []
-    for ours, theirs in (("2", "1"), ("1", "2"), ("2", "2")):
-        with as_rank_0(model, "--kv-cache-mb", ours, theirs=("--kv-cache-mb", theirs)) as runner:
-            blocks.append(runner.pool.blocks.count)
-    assert blocks[0] == blocks[1] == blocks[2] // 2
-
-
 def test_ranks_with_different_settings_do_not_begin(folder: Callable[[str], Path]) -> None:
     message = "the ranks differ in their tokens of a sequence: 64 on rank 0, 48 on rank 1"
     with (
@@ -318,18 +217,6 @@ def test_a_rank_ends_where_the_other_is_gone_before_the_load(rank: int, model: P
         del group
         assert ended_within(SOON_S, [service]) == [1]
         assert reason(service) == f"verifier_service: rank {1 - rank} has gone: it closed its connection"
-
-
-def test_rank_0_gives_the_reason_of_a_worker_that_cannot_load(model: Path) -> None:
-    """Rank 0 is loading by then, and waits for the other's part in it."""
-    address = free_address()
-    with Cluster() as cluster:
-        first = start_rank(cluster, 0, address, model)
-        worker = start_rank(cluster, 1, address, model / "nowhere")
-        assert ended_within(SOON_S, [first, worker]) == [1, 1]
-        why = reason(worker).removeprefix("verifier_service: ")
-        assert str(model / "nowhere") in why
-        assert reason(first) == f"verifier_service: rank 1 ends: {why}"
 
 
 @pytest.mark.slow

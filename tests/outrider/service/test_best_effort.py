@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import generate_latest
 from structlog.testing import capture_logs
 
-from outrider.service.best_effort import COMPONENTS, Component
+from outrider.service.best_effort import Component
 from outrider.service.metrics import Metrics
 
 
@@ -74,9 +74,3 @@ def test_errors_are_logged_once_a_minute(component: Component, monkeypatch: pyte
             component.run(fail, 0.0)
     assert [line["errors"] for line in lines] == [1, 4]
     assert all(line["component"] == component.name and isinstance(line["exc_info"], ValueError) for line in lines)
-
-
-def test_a_name_is_taken_once(component: Component) -> None:
-    assert COMPONENTS[component.name] is component
-    with pytest.raises(ValueError, match="already"):
-        Component(component.name)

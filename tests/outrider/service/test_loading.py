@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from structlog.testing import capture_logs
 
-from outrider.runtime.errors import CheckpointError
 from outrider.runtime.kv_cache import BLOCK_TOKENS
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.memory import MIB, block_bytes
-from outrider.runtime.model_runner import ModelRunner
-from outrider.service.loading import DEFAULT_CPU_KV_MB, kv_blocks, load
+from outrider.service.loading import DEFAULT_CPU_KV_MB, kv_blocks
 from outrider.service.settings import ServiceSettings, SettingsError
 from tests.cluster import MODELS
 
@@ -28,10 +25,6 @@ def loaded() -> LoadedModel:
     return load_model(ModelSource(DRAFT, dtype="bfloat16", device="cpu"))
 
 
-def test_a_block_is_as_large_as_the_pool_makes_it(loaded: LoadedModel) -> None:
-    assert ModelRunner.build(loaded, 1, 96, blocks=7).pool.memory_bytes == 7 * block_bytes(loaded)
-
-
 @pytest.mark.parametrize("given", [None, 4])
 def test_on_a_cpu_a_setting_says_how_many(loaded: LoadedModel, given: int | None) -> None:
     flags = () if given is None else ("--kv-cache-mb", str(given))
@@ -44,25 +37,6 @@ def test_one_sequence_at_its_longest_must_fit() -> None:
     target = load_model(ModelSource(str(MODELS / "target"), dtype="bfloat16", device="cpu"))
     with pytest.raises(SettingsError, match=r"--kv-cache-mb: 1 MiB hold \d+ blocks .* --max-sequence-tokens 1024"):
         kv_blocks(settings("--kv-cache-mb", "1"), target, BLOCK_TOKENS, left=0)
-
-
-def test_the_log_says_what_runs_where_and_in_which_dtype() -> None:
-    with capture_logs() as lines:
-        load(settings("--device", "cpu", "--dtype", "bfloat16"))
-    (line,) = (line for line in lines if line["event"] == "loaded")
-    assert (line["model"], line["device"], line["dtype"], line["reason"]) == (DRAFT, "cpu", "bfloat16", "as asked for")
-    assert "gpu" not in line
-
-
-def test_a_device_that_is_not_there_is_named_by_its_flag_with_the_number_of_those_that_are() -> None:
-    count = torch.cuda.device_count()
-    for name, why in (
-        (f"cuda:{count}", rf"^--device cuda:{count} is not there: torch sees {count} CUDA devices$"),
-        ("gpu", "^--device must be auto, cpu, cuda or cuda:i, not 'gpu'$"),
-        ("meta", "^--device must be auto, cpu, cuda or cuda:i, not 'meta'$"),
-    ):
-        with pytest.raises(CheckpointError, match=why):
-            load(settings("--device", name))
 
 
 @pytest.mark.gpu

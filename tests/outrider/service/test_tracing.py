@@ -1,7 +1,5 @@
 """`traceparent` goes from metadata to metadata and into log lines as W3C Trace Context has it."""
 
-import subprocess
-import sys
 from contextvars import copy_context
 from typing import Any
 
@@ -39,14 +37,9 @@ def test_it_goes_from_metadata_to_metadata_and_into_log_lines(flags: str) -> Non
     "text",
     [
         "",
-        "00",
         f"00-{TRACE}-{SPAN}",
-        f"00-{TRACE}-{SPAN}-01-more",
         f"ff-{TRACE}-{SPAN}-01",
-        f"00-{TRACE.upper()}-{SPAN}-01",
         f"00-{'0' * 32}-{SPAN}-01",
-        f"00-{TRACE}-{'0' * 16}-01",
-        f"00-{TRACE[1:]}-{SPAN}-01",
         "00-" + "é" * 32 + f"-{SPAN}-01",
     ],
 )
@@ -60,12 +53,3 @@ def test_a_call_without_a_trace_stands_in_none() -> None:
         context = copy_context()
         context.run(lambda: attach(incoming([("traceparent", f"00-{TRACE}-{SPAN}-01")])))
         assert context.run(passed_on, metadata) == (None, {})
-
-
-def test_the_sdk_is_imported_only_where_it_is_asked_for() -> None:
-    program = (
-        "import sys; from outrider.service.tracing import Tracing\n"
-        "with Tracing().call('x', ()) as trace: assert not trace.is_recorded\n"
-        "assert not any(name.startswith('opentelemetry.sdk') for name in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)

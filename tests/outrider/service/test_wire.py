@@ -1,27 +1,18 @@
-"""Padding to the byte, how large a message may become, and what a server takes by default."""
+"""How large a message may become, and what a server takes by default."""
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from draft_service.app import message_limit, short_of
 from draft_service.settings import DraftSettings
-from outrider.runtime.loader import vocabulary_size
 from outrider.service.sampling import MAX_TOKEN_LIST, MAX_TOP_LOGPROBS
 from outrider.service.settings import ServiceSettings
 from outrider.service.wire import (
     LEAST_LIMIT,
     bytes_with_logits,
-    can_pad,
-    largest,
     largest_generate_request,
     largest_verify_message,
-    pad,
     server_limit,
 )
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
@@ -136,65 +127,3 @@ def test_a_service_takes_what_its_model_asks_for(tmp_path: Path) -> None:
     assert verifier_limit(settings_of(VerifierSettings, MODELS / "target")) == LEAST_LIMIT
     assert short_of(draft, TOKENS) == 0
     assert short_of(draft, 10_000_000) > 0
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"vocab_size": "many"}', '{"vocab_size": -1}'])
-def test_a_vocabulary_that_is_not_to_be_had_is_no_error(tmp_path: Path, content: str) -> None:
-    (tmp_path / "config.json").write_text(content)
-    assert vocabulary_size(str(tmp_path)) is None
-    assert vocabulary_size(str(tmp_path / "nowhere")) is None
-    assert vocabulary_size(str(MODELS / "target")) == 2048
-
-
-@pytest.mark.parametrize("kind", [draft_service_pb2.GenerateResponse, verifier_service_pb2.VerifyResponse])
-def test_every_size_is_reached_to_the_byte(kind: type) -> None:
-    """Also where one piece alone would jump over it: its length takes two bytes from 128 on, and three from 16,384."""
-    for size in itertools.chain(range(8, 600), range(16_370, 16_400)):
-        message = kind()
-        pad(message, size)
-        assert message.ByteSize() == size
-
-
-@given(st.text(max_size=400), st.integers(40, 300))
-@settings(max_examples=200, deadline=None)
-def test_a_larger_message_takes_the_next_multiple_that_it_can_have(text: str, size: int) -> None:
-    message = draft_service_pb2.GenerateResponse(chunk=draft_service_pb2.GenerateChunk(text=text))
-    before, fits = message.ByteSize(), can_pad(message, size)
-    pad(message, size)
-    assert message.ByteSize() % size == 0
-    assert message.ByteSize() - before <= size + 1
-    assert fits == (message.ByteSize() == size)
-    assert message.chunk.text == text
-
-
-@given(st.data())
-@settings(max_examples=100, deadline=None)
-def test_no_verdict_is_larger_than_it_may_become(data: st.DataObject) -> None:
-    gamma, top = data.draw(st.integers(0, 16)), data.draw(st.integers(0, 3))
-    numbers = st.integers(0, 2**32 - 1)
-    verdict = speculation_pb2.Verdict(
-        round=data.draw(numbers),
-        base_length=data.draw(numbers),
-        status=speculation_pb2.VERDICT_STATUS_JUDGED,
-        judged=data.draw(numbers),
-        accepted=data.draw(numbers),
-        token_ids=data.draw(st.lists(numbers, min_size=gamma + 1, max_size=gamma + 1)),
-        beta=[0.7] * gamma,
-        timings=speculation_pb2.VerdictTimings(queue_us=data.draw(numbers), forward_us=data.draw(numbers)),
-        load=speculation_pb2.VerifierLoad(running=data.draw(numbers), kv_usage=0.3, pass_fixed_us=5.0),
-    )
-    for token in verdict.token_ids:
-        at = verdict.logprobs.add()
-        at.token.token_id, at.token.raw = token, -1.5
-        for _ in range(top):
-            at.top.add(token_id=token, raw=-2.5, adjusted=-3.5)
-    message = verifier_service_pb2.VerifyResponse(sequence_id="n" * 20, verdict=verdict)
-    counts = {"sequence_id": 20, "token_ids": gamma + 1, "beta": gamma, "logprobs": gamma + 1, "top": top, "opened": 0}
-    most = largest(message.DESCRIPTOR, counts=counts, most=8)
-    assert message.ByteSize() <= most
-    full = dict.fromkeys(("round", "base_length", "judged", "accepted"), 2**32 - 1)
-    for name, value in full.items():
-        setattr(verdict, name, value)
-    verdict.token_ids[:] = [2**32 - 1] * (gamma + 1)
-    full_message = verifier_service_pb2.VerifyResponse(sequence_id="n" * 20, verdict=verdict)
-    assert most - full_message.ByteSize() < 120 + 12 * (gamma + 1) * (top + 1), "and it is not far off"
