@@ -114,23 +114,6 @@ def test_whether_a_token_is_in_a_frame_does_not_depend_on_what_it_is(numbers: li
         assert place_of_the_last([*before, 0]) == place_of_the_last([*before, 2**32 - 1])
 
 
-def test_a_cut_tokens_beginning_does_not_join_the_tokens_before_it() -> None:
-    frames = frames_of()
-    frames.put(token(7, held=1))
-    frames.put(token(8, held=2))
-    frames.put(text("whole", held=1))
-    frames.put(text("pa", held=1))
-    first, second = frames.take().chunk, frames.take().chunk
-    assert (first.text, list(first.token_ids), first.held_tokens) == ("whole", [7, 8], 1)
-    assert (second.text, list(second.token_ids), second.held_tokens) == ("pa", [], 1)
-
-
-def test_what_repeats_the_prompt_takes_a_multiple() -> None:
-    frames = frames_of()
-    frames.put(STARTED)
-    assert frames.take().ByteSize() == 480
-
-
 @fake_clock
 async def test_frames_leave_by_the_clock_whether_or_not_there_is_something_to_say() -> None:
     responses, pace = Responses(), 0.05
@@ -170,19 +153,3 @@ async def test_frames_never_make_up_for_the_time_in_which_nobody_read() -> None:
         await asyncio.sleep(pause)
     await frames.aclose()
     assert times == pytest.approx([tick * pace for tick in (0, 1, 2, 9, 10)])
-
-
-async def test_an_error_comes_after_what_came_before_it() -> None:
-    responses = Responses()
-    responses.send(STARTED)
-    responses.send(token(1))
-    responses.end(ValueError("broken"))
-    frames: list[GenerateResponse] = []
-
-    async def read() -> None:
-        async for frame in framed(responses, Emission(SIZE, TOKEN_BYTES, 0.001)):
-            frames.append(frame)
-
-    with pytest.raises(ValueError, match="broken"):
-        await read()
-    assert [frame.WhichOneof("event") for frame in frames] == ["started", "chunk"]

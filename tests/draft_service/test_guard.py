@@ -17,7 +17,6 @@ from draft_service.drafters.guard import (
     FIRST_REST_S,
     LONGEST_REST_S,
     PROBE,
-    SOUND_AFTER,
     GuardedDrafter,
 )
 from kernels.adjustments import LogitRules
@@ -111,53 +110,34 @@ async def after(seconds: float, draft: Draft = FINE) -> Draft:
     return draft
 
 
-# --------------------------------------------------------------------------------------------------------- validation
-
-
-@pytest.mark.parametrize(
-    ("draft", "words"),
-    [
-        (Draft([V], [None], 0.0), "token 10 is outside 0..9"),
-        (Draft([-1], [None], 0.0), "token -1"),
-        (Draft(["x"], [None], 0.0), "nonsense"),  # type: ignore[list-item]
-        (Draft([1] * 5, [None] * 5, 0.0), "5 tokens came; 4"),
-        (Draft([1, 2], [None], 0.0), "1 distributions came for 2 tokens"),
-        (Draft([1], [q(2, 3)], 0.0), "token 1 is outside of the distribution"),
-        (Draft([1], [q(1, 2, 3, 4)], 0.0), "4 tokens; at most 3"),
-        (Draft([1], [q(2, 1)], 0.0), "ascend"),
-        (Draft([1], [q(1, V)], 0.0), "token id 10"),
-        (Draft([1], [q(1, 2, weights=[3, 0])], 0.0), "weight of token 2 is 0"),
-        (Draft([1], [logits()], 0.0), "logits came"),
-        (None, "nonsense"),
-    ],
-)
-def test_a_proposal_that_the_verifier_would_refuse_is_an_error_that_says_why(draft: Any, words: str) -> None:
-    asyncio.run(failure(FaultyDrafter(lambda n: draft).guarded().open(PLAIN), words))
-
-
 @pytest.mark.parametrize(
     ("sequence", "draft", "words"),
     [
+        (PLAIN, Draft([V], [None], 0.0), "token 10 is outside 0..9"),
+        (PLAIN, Draft([1] * 5, [None] * 5, 0.0), "5 tokens came; 4"),
+        (PLAIN, Draft([1, 2], [None], 0.0), "1 distributions came for 2 tokens"),
+        (PLAIN, Draft([1], [q(2, 3)], 0.0), "token 1 is outside of the distribution"),
+        (PLAIN, Draft([1], [q(1, 2, 3, 4)], 0.0), "4 tokens; at most 3"),
+        (PLAIN, Draft([1], [logits()], 0.0), "logits came"),
+        (PLAIN, None, "nonsense"),
         (COUPLED, FINE, "2 distributions came"),
-        (COUPLED, Draft([1], [], 0.0), None),
         (SIGMOID, FINE, "no logits came"),
         (SIGMOID, Draft([3], [logits()], 0.0), "exclude token 3"),
         (SIGMOID, Draft([3], [logits(V - 1)], 0.0), "V is 10"),
-        (SIGMOID, Draft([1], [logits()], 0.0), None),
     ],
 )
-def test_each_rule_has_its_own_distributions(sequence: DraftSequence, draft: Draft, words: str | None) -> None:
+def test_a_proposal_that_the_verifier_would_refuse_is_an_error_that_says_why(
+    sequence: DraftSequence, draft: Any, words: str
+) -> None:
+    asyncio.run(failure(FaultyDrafter(lambda n: draft).guarded().open(sequence), words))
+
+
+def test_a_proposal_of_its_rule_is_passed_on() -> None:
     async def run() -> None:
-        drafting = FaultyDrafter(lambda n: draft).guarded().open(sequence)
-        if words is None:
-            assert await drafting.propose(4) is draft
-        else:
-            await failure(drafting, words)
+        for sequence, draft in ((COUPLED, Draft([1], [], 0.0)), (SIGMOID, Draft([1], [logits()], 0.0))):
+            assert await FaultyDrafter(lambda n, draft=draft: draft).guarded().open(sequence).propose(4) is draft  # type: ignore[misc]
 
     asyncio.run(run())
-
-
-# ------------------------------------------------------------------------------------------------------ one sequence
 
 
 @pytest.mark.parametrize("broken", ["open", "room", "advance", "propose"])
@@ -185,7 +165,6 @@ async def test_after_a_rest_it_begins_anew_behind_all_that_was_written() -> None
         assert (await failure(drafting, "no numbers")).reason == "BAD_LOGITS"
         asked = drafter.asked
         await asyncio.sleep(0.9 * rest)
-        assert not drafting.is_ready()
         await failure(drafting, "rests")
         assert drafter.asked == asked
         await asyncio.sleep(0.1 * rest)
@@ -197,41 +176,7 @@ async def test_after_a_rest_it_begins_anew_behind_all_that_was_written() -> None
     last = drafter.opened[-1]
     assert [*last.sequence.committed, *last.advanced] == [4, *written]
     drafting.close()
-    drafting.close()
     assert [each.closed for each in drafter.opened] == [1] * 3
-
-
-@pytest.mark.parametrize(
-    ("sound", "rests"), [(SOUND_AFTER, [1, 1]), (SOUND_AFTER - 1, [1, 2]), (1, [1, 2, 4, 8, 10, 10])]
-)
-@fake_clock
-async def test_rests_grow_to_a_limit_and_begin_again_once_it_has_been_sound(sound: int, rests: list[int]) -> None:
-    assert (FIRST_REST_S, LONGEST_REST_S) == (1, 10)
-    drafter = FaultyDrafter(lambda n: FINE if n % (sound + 1) else RuntimeError())
-    guard = drafter.guarded()
-    drafting = guard.open(PLAIN)
-    for rest in rests:
-        await failure(drafting)
-        await asyncio.sleep(rest - 0.1)
-        assert not drafting.is_ready()
-        await asyncio.sleep(0.1)
-        assert drafting.is_ready()
-        for _ in range(sound):
-            await drafting.propose(4)
-    assert guard.is_up, "one sequence's failures, with proposals between them, are not everybody's"
-
-
-def test_a_drafter_that_cannot_close_is_closed_once_and_one_that_gives_up_cancels_nobody() -> None:
-    async def run() -> None:
-        drafter = FaultyDrafter(broken="close")
-        drafting = drafter.guarded().open(PLAIN)
-        await drafting.propose(2)
-        drafting.close()
-        drafting.close()
-        assert drafter.opened[0].closed == 1
-        await failure(FaultyDrafter(lambda n: asyncio.CancelledError()).guarded().open(PLAIN), "gave the proposal up")
-
-    asyncio.run(run())
 
 
 @fake_clock
@@ -254,39 +199,16 @@ async def test_one_that_is_late_is_asked_again_once_it_has_answered_with_all_tha
     assert (len(drafter.opened), drafter.opened[0].advanced, drafting.recoveries) == (1, [5], 1)
 
 
-def test_costs_are_counted_over_sequences() -> None:
-    guard = FaultyDrafter(lambda n: FINE if n < 2 else Draft([V], [None], 0.0)).guarded()
-
-    async def run() -> None:
-        assert await guard.open(PLAIN).propose(4) is FINE
-        drafting = guard.open(PLAIN)
-        assert await drafting.propose(4) is FINE
-        await failure(drafting)
-
-    asyncio.run(run())
-    cost = guard.cost
-    assert (cost.proposals, cost.tokens, cost.seconds, cost.failures) == (2, 4, 0.5, 1)
-
-
-# -------------------------------------------------------------------------------------------------------- everybody's
-
-
-async def fail_in_a_row(guard: GuardedDrafter) -> None:
+@pytest.mark.parametrize("hangs", [False, True])
+@fake_clock
+async def test_a_drafter_that_fails_for_everybody_is_off_until_a_probe_goes_well(hangs: bool) -> None:
+    drafter = FaultyDrafter(lambda n: after(600.0) if hangs else RuntimeError("out of order"))
+    guard = drafter.guarded(timeout=0.05)
     for _ in range(FAILURES_IN_A_ROW):
         drafting = guard.open(PLAIN)
         await failure(drafting)
         drafting.close()
     await asyncio.sleep(0.1)  # a probe has begun, and ended
-
-
-@pytest.mark.parametrize("hangs", [False, True])
-@fake_clock
-async def test_a_drafter_that_fails_for_everybody_is_off_until_a_probe_goes_well(
-    hangs: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    drafter = FaultyDrafter(lambda n: after(600.0) if hangs else RuntimeError("out of order"))
-    guard = drafter.guarded(timeout=0.05)
-    await fail_in_a_row(guard)
     assert not guard.is_up
     assert (drafter.asked, guard.cost.failures) == (FAILURES_IN_A_ROW + 1, FAILURES_IN_A_ROW), "one was the probe"
     waiting, clock, probes = guard.open(PLAIN), asyncio.get_running_loop(), list[float]()
@@ -301,12 +223,8 @@ async def test_a_drafter_that_fails_for_everybody_is_off_until_a_probe_goes_well
     await asyncio.sleep(LONGEST_REST_S)
     assert not waiting.is_ready(), "the probe comes first"
     await asyncio.sleep(0.1)
-    assert waiting.is_ready()
     assert await waiting.propose(4) is FINE
-    assert waiting.recoveries == 0, "it was never asked in vain"
     assert all(each.closed for each in drafter.opened if each.sequence is PROBE)
-    said = capsys.readouterr().out
-    assert (said.count("the drafter is off"), said.count("works again")) == (1, 1)
 
 
 @fake_clock

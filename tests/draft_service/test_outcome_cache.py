@@ -1,35 +1,37 @@
 """The outcome cache in the engine: what was drafted ahead is what would be drafted, and nothing is left of it."""
 
 import queue
-import time
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
-from itertools import count, pairwise
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from draft_service.drafters import engine as engine_module
-from draft_service.drafters.base import Draft, DraftError, DraftSequence
-from draft_service.drafters.engine import OUTCOME_CACHE, DraftEngine
-from draft_service.drafters.outcome_cache import END, LEAST_CHANCE, Trial
+from draft_service.drafters.base import Draft, DraftSequence
+from draft_service.drafters.engine import DraftEngine
+from draft_service.drafters.outcome_cache import END, LEAST_CHANCE, Forecast, SpareTime, Trial
+from draft_service.drafters.sequence import Place
 from kernels.adjustments import LogitRules
-from kernels.sampling import SamplingParams, sample
+from kernels.sampling import SamplingParams
 from kernels.sparse import SparseDistribution
 from kernels.verify import Rule
-from outrider.runtime.fused_decoder import FusedDecoder
-from outrider.runtime.loader import LoadedModel, ModelSource, load_model
+from outrider.runtime.loader import LoadedModel
+from tests.cluster import wait_until
 from tests.draft_service import engines
-from tests.draft_service.engines import PLAIN, PROMPT, WITHIN_S, engine_of, running, sequence
-from tests.draft_service.pairs import DEMO
+from tests.draft_service.engines import PLAIN, WITHIN_S, engine_of, running, sequence
 
 ADJUSTED = LogitRules(repetition_penalty=1.3, presence_penalty=0.4, banned_tokens=(9, 11))
 GAMMA = 4
 
 
-class Open(DraftEngine):
-    """An engine that can be looked into between two passes, on its own thread."""
+class Eager(DraftEngine):
+    """It always has time to draft ahead, until somebody asks; and can be looked into between two passes."""
+
+    def start(self) -> None:
+        self.cache.spare.steps = lambda now, width: 64  # type: ignore[method-assign]
+        super().start()
 
     def look(self, inside: Callable[[], Any]) -> Any:
         answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -40,28 +42,6 @@ class Open(DraftEngine):
         message() if callable(message) else super().receive(message)
 
 
-class Eager(Open):
-    """It always has time to draft ahead, until somebody asks."""
-
-    def start(self) -> None:
-        self.cache.spare.steps = lambda now, width: 64  # type: ignore[method-assign]
-        super().start()
-
-
-class Clock:
-    """The engine's, moved by hand, on its own thread."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
-        monkeypatch.setattr(engine_module, "time", self)
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def move(self, to: float) -> None:
-        self.now = to
-
-
 @pytest.fixture(params=[1, 3], ids=["one by one", "three a pass"])
 def engine(loaded: LoadedModel, request: pytest.FixtureRequest) -> Iterator[Eager]:
     engine = eager(loaded)
@@ -70,8 +50,8 @@ def engine(loaded: LoadedModel, request: pytest.FixtureRequest) -> Iterator[Eage
         yield engine
 
 
-def eager(loaded: LoadedModel, kind: type[Open] = Eager, **how: Any) -> Any:
-    return engine_of(loaded, kind, **{"max_length": 160, "blocks": 64, **how})
+def eager(loaded: LoadedModel, **how: Any) -> Any:
+    return engine_of(loaded, Eager, **{"max_length": 160, "blocks": 64, **how})
 
 
 def told(
@@ -83,16 +63,12 @@ def told(
 class Driver(engines.Driver):
     """It waits for what is drafted ahead."""
 
-    engine: Open
+    engine: Eager
 
     def foresee(self) -> list[tuple[int, int]]:
         """Waits until nothing is left to draft ahead; returns the outcomes that were drafted for, likeliest first."""
-        end = time.monotonic() + WITHIN_S
-        while (drafted := self.engine.look(self._foreseen)) is None:
-            assert time.monotonic() < end, "it goes on and on"
-            time.sleep(0.002)
-        bounded = self.sequence.told.max_entropy is not None
-        assert all(tokens == GAMMA or bounded for tokens in drafted.values())
+        drafted = wait_until(lambda: self.engine.look(self._foreseen))
+        assert set(drafted.values()) == {GAMMA}
         return list(drafted)
 
     def likeliest(self, draft: Draft, which: int = 0) -> list[int]:
@@ -151,19 +127,6 @@ def test_a_branch_is_the_proposal_that_would_be_drafted(
     assert (engine.cache.counts.hits, engine.cache.counts.misses) == (6, 1)
 
 
-@pytest.mark.parametrize("rule", [Rule.TOKENWISE, Rule.COUPLED])
-def test_a_branch_ends_where_the_draft_is_unsure_too(engine: Eager, rule: Rule) -> None:
-    ahead, plain = (Driver(engine, replace(told(1.0, rule, looks_ahead=on), max_entropy=3.0)) for on in (True, False))
-    committed, lengths = list[int](), set[int]()
-    for _ in range(8):
-        draft, without = ahead.propose(GAMMA, committed), plain.propose(GAMMA, committed)
-        assert_alike(draft, without)
-        lengths.add(len(draft.token_ids))
-        committed = ahead.likeliest(draft)
-    assert engine.cache.counts.hits == 7
-    assert len(lengths) > 1
-
-
 def test_siblings_and_rounds_draw_apart(engine: Eager) -> None:
     """Each branch draws by the base that it would have: no draw of one round comes again in the next (invariant 2)."""
     driver = Driver(engine, replace(told(1.0, Rule.TOKENWISE), law=SamplingParams(temperature=100.0)))
@@ -202,116 +165,6 @@ def test_nothing_is_left_of_sequences_that_end(engine: Eager) -> None:
     engine.model_runner.pool.check_integrity()
 
 
-def rounds(engine: Eager, driver: Driver, *, until_foreseen: bool) -> list[Draft]:
-    """Six rounds, whose verdicts accept more and more of each proposal."""
-    drafts, committed = list[Draft](), list[int]()
-    for accepted in (0, 1, 4, 2, 3, 4):
-        drafts.append(driver.propose(GAMMA, committed))
-        if until_foreseen:
-            time.sleep(0.01)
-        committed = [*drafts[-1].token_ids[:accepted], 7]
-    return drafts
-
-
-@pytest.mark.parametrize(
-    ("engine", "broken"),
-    [
-        (1, "asked"),
-        (3, "_look"),
-        (3, "_begin"),
-        (1, "work"),
-        (3, "_take"),
-        (1, "took"),
-        (3, "left"),
-        (3, "drop"),
-        (1, "before"),
-        (3, "after"),
-    ],
-    indirect=["engine"],
-)
-def test_a_cache_that_fails_costs_branches_and_nothing_else(
-    engine: Eager, broken: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every third call of it raises, or that of its component does, before it begins or once it is done."""
-    calls = count()
-    plain = Driver(engine, told(1.0, Rule.COUPLED, looks_ahead=False))
-    expected = rounds(engine, plain, until_foreseen=False)
-    of, name = (OUTCOME_CACHE, "run") if broken in ("before", "after") else (engine.cache, broken)
-    honest = getattr(of, name)
-
-    def fails(*arguments: Any, **named: Any) -> Any:
-        is_broken = next(calls) % 3 == 2
-        if of is OUTCOME_CACHE:
-            call, default = arguments
-
-            def broken_call() -> Any:
-                if broken == "after":
-                    call()
-                raise RuntimeError("injected")
-
-            return honest(broken_call if is_broken else call, default)
-        if is_broken:
-            raise RuntimeError("injected")
-        return honest(*arguments, **named)
-
-    monkeypatch.setattr(of, name, fails)
-    before = OUTCOME_CACHE.errors
-    drivers = [Driver(engine, told(1.0, Rule.COUPLED)) for _ in range(2)]
-    for driver in drivers:
-        for draft, other in zip(rounds(engine, driver, until_foreseen=True), expected, strict=True):
-            assert_alike(draft, other)
-    for driver in (plain, *drivers):
-        driver.close()
-    engine.stop()
-    assert not engine.lost.done()
-    assert next(calls) >= 3
-    assert OUTCOME_CACHE.errors > before
-    assert engine.model_runner.pool.used_blocks == 0
-    engine.model_runner.pool.check_integrity()
-
-
-def test_a_sequence_that_breaks_its_turn_ends_alone(engine: Eager, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between its message and its proposal, wherever that is."""
-    driver, other = Driver(engine, told(1.0, Rule.COUPLED)), Driver(engine, told(1.0, Rule.COUPLED, seed=4))
-    for owner, name in ((engine, "_work_of"), (engine, "_take"), (engine, "_begin")):
-        broken = Driver(engine, told(1.0, Rule.COUPLED, seed=5))
-        honest = getattr(owner, name)
-
-        def breaks(first: Any, *rest: Any, honest: Any = honest, broken: Driver = broken) -> Any:
-            if getattr(first, "sequence", first) is broken.sequence:
-                raise RuntimeError("injected")
-            return honest(first, *rest)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, breaks)
-            with pytest.raises(DraftError, match="injected"):
-                broken.propose(GAMMA)
-            assert len(other.propose(GAMMA, [7]).token_ids) == GAMMA
-        broken.close()
-    assert len(driver.propose(GAMMA).token_ids) == GAMMA
-    for each in (driver, other):
-        each.close()
-    engine.stop()
-    assert engine.model_runner.pool.used_blocks == 0
-
-
-def test_where_drawing_fails_the_pool_is_as_it_was(engine: Eager, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pass went well before it. The step is tried again, and drafts what it would have."""
-    plain = Driver(engine, told(1.0, Rule.COUPLED, ADJUSTED, looks_ahead=False))
-    expected = plain.propose(GAMMA)
-    honest, calls = sample, count()
-
-    def fails(*arguments: Any) -> Any:
-        if next(calls) % 2 == 0:
-            raise RuntimeError("injected")
-        return honest(*arguments)
-
-    monkeypatch.setattr(engine_module, "sample", fails)
-    again = Driver(engine, told(1.0, Rule.COUPLED, ADJUSTED, looks_ahead=False))
-    assert_alike(again.propose(GAMMA), expected)
-    assert next(calls) > 2
-
-
 def test_branches_give_way_to_sequences(loaded: LoadedModel) -> None:
     """Of a pool of 12 blocks one sequence and its branches hold some; another asks for nearly all."""
     engine = eager(loaded, prefill_tokens=512, max_length=340, blocks=12)
@@ -325,70 +178,53 @@ def test_branches_give_way_to_sequences(loaded: LoadedModel) -> None:
     engine.model_runner.pool.check_integrity()
 
 
-def test_a_branch_whose_logits_are_no_numbers_harms_nobody(loaded: LoadedModel) -> None:
-    """The token that follows in one outcome has an embedding that is none."""
-    broken = load_model(ModelSource(str(DEMO / "draft"), dtype="float32", device="cpu"))
-    engine = eager(broken)
-    assert isinstance(broken.fused, FusedDecoder)
-    engine.start()
-    probe = Driver(engine, told(0.0, Rule.TOKENWISE))
-    draft = probe.propose(GAMMA)
-    outcomes = probe.foresee()
-    probe.close()
-    token = next(token for accepted, token in outcomes if token not in (*draft.token_ids, *PROMPT))
-    broken.fused._layers.embedding[token] = float("nan")
-    driver = Driver(engine, told(0.0, Rule.TOKENWISE))
-    assert driver.propose(GAMMA).token_ids == draft.token_ids
-    time.sleep(0.2)
-    assert len(driver.propose(GAMMA, [*draft.token_ids[:1], 12]).token_ids) == GAMMA
-    engine.stop()
+# ------------------------------------------------------------------------------------------- what it chooses by
+
+SURE = Place([7, 1, 2], [9.0, 1.0, 0.0])
+RISKY = Place([8, 3, 4], [5.0, 4.9, 1.0])
 
 
-def test_a_trial_is_told_of_a_round_together_with_what_it_saves(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A call takes 30 ms here, a verdict a second, and every other round is begun with branches: it is the shorter one
-    by a call, where its outcome was among them.
-    """
-    engine, clock = eager(loaded), Clock(monkeypatch)
-    decode, turns, told_of = engine.loop.decode, count(), {True: list[float](), False: list[float]()}
-
-    def slow(*arguments: Any) -> Any:
-        clock.now += 0.03
-        return decode(*arguments)
-
-    monkeypatch.setattr(engine.loop, "decode", slow)
-    monkeypatch.setattr(Trial, "choose", lambda self: next(turns) % 2 == 0)
-    monkeypatch.setattr(Trial, "add", lambda self, seconds, on: told_of[on].append(seconds))
-    engine.start()
-    driver, committed = Driver(engine, told(0.0, Rule.TOKENWISE), clock=clock.perf_counter), list[int]()
-    fresh = Driver(engine, told(0.0, Rule.TOKENWISE, looks_ahead=False), clock=clock.perf_counter)
-    for round_ in range(9):
-        draft = driver.propose(GAMMA, committed)
-        left = engine.look(lambda: driver.sequence.left)
-        follows = fresh.propose(GAMMA + 1, committed).token_ids[GAMMA]
-        engine.look(lambda: clock.move(clock.now + 0.01))  # both have left
-        while engine.look(lambda: driver.sequence in engine.cache.leaving):
-            pass
-        if round_ % 2 == 0:
-            driver.foresee()
-        engine.look(partial(clock.move, left + 1.0))
-        committed = [*draft.token_ids, follows]
-    engine.stop()
-    assert len(told_of[True]) == len(told_of[False]) == 4
-    assert told_of[False] == pytest.approx([1.03] * 4)
-    assert engine.cache.counts.hits >= 3, "but for one that was not likely enough"
-    assert sorted(told_of[True])[:3] == pytest.approx([1.0] * 3)
+@pytest.mark.parametrize("by_scores", [True, False])
+def test_chances_of_all_outcomes_sum_to_one(by_scores: bool) -> None:
+    forecast = Forecast(by_scores=by_scores)
+    *rejected, end = forecast.guesses([SURE, RISKY, SURE], [7, 8, 7])
+    assert (end.accepted, end.token) == (3, END)
+    behind = forecast.followers(RISKY, 3, end.chance)
+    assert sum(guess.chance for guess in behind) == pytest.approx(end.chance)
+    assert sum(guess.chance for guess in (*rejected, end)) == pytest.approx(1.0)
+    assert min(guess.chance for guess in (*rejected, *behind)) > 0
 
 
-def test_where_waits_are_short_nothing_is_drafted_ahead(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, clock = eager(loaded, Open), Clock(monkeypatch)
-    engine.start()
-    driver, committed = Driver(engine, told(0.0, Rule.TOKENWISE), clock=clock.perf_counter), list[int]()
-    for _ in range(20):
-        committed = [driver.propose(GAMMA, committed).token_ids[0], 12]
-        engine.look(lambda: clock.move(clock.now + 0.0006))  # it has left, and the next is about to be asked for
-        for _ in range(3):  # times that the engine looks for something to do
-            engine.look(lambda: None)
-    engine.stop()
-    assert engine.cache.counts.drafted == 0
+def test_what_is_begun_is_done_before_the_first_of_them_asks() -> None:
+    spare, now = SpareTime(), 0.0
+    assert spare.steps(now, 1) == 0, "no wait and no step is known yet"
+    spare.spent(1, 5, 0.0025)
+    for _ in range(60):
+        spare.left["a"] = now
+        now += 0.010
+        spare.asked("a", now)
+    spare.left["late"] = now
+    assert spare.steps(now, 1) == pytest.approx(20, abs=1)
+    assert spare.steps(now, 4) == pytest.approx(5, abs=1), "as if one by one, until it is measured"
+    assert spare.steps(now + 0.006, 1) == pytest.approx(8, abs=1)
+    assert spare.steps(now + 0.02, 1) == 0, "overdue: it may ask at any moment"
+    spare.left["early"] = now - 0.008
+    assert spare.steps(now, 1) == pytest.approx(4, abs=1)
+
+
+def share_on(gain: float, *, seed: int, rounds: int = 6000) -> float:
+    """Of the last half of these rounds, how many were done with branches; a round is shorter by `gain` with them."""
+    trial, coin, on_count = Trial(), random.Random(seed), 0
+    for round_ in range(rounds):
+        on = trial.choose()
+        drift = 1.0 + 0.5 * round_ / rounds  # the machine grows slower
+        pause = 100.0 if coin.random() < 0.002 else 1.0
+        trial.add(pause * drift * (1.0 - gain * on) * coin.lognormvariate(0, 0.3), on=on)
+        on_count += on and round_ >= rounds // 2
+    return on_count / (rounds // 2)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_what_pays_is_done_and_what_does_not_is_left(seed: int) -> None:
+    assert share_on(0.1, seed=seed) > 0.9
+    assert share_on(-0.1, seed=seed) < 0.1

@@ -1,12 +1,17 @@
-"""Text out: whatever the tokens, the text is the reference's, nothing of a stop string leaks, and tokens are whole."""
+"""Text out: whatever the tokens, the text is the reference's and nothing of a stop string leaks; responses in order."""
 
+import asyncio
 from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_service.output import OutputText, StopFinder
+from draft_service.output import MAX_BACKLOG, ROOM_AGAIN, OutputText, Responses
+from draft_service.service import HEARTBEAT_SECONDS, Heartbeat
+from outrider.rpc.errors import RequestError, internal
+from protos.outrider.v1.draft_service_pb2 import GenerateChunk, GenerateResponse
+from tests.fake_clock import fake_clock
 
 
 class Bytes:
@@ -115,75 +120,9 @@ def test_text_is_the_references_however_it_is_cut(
     texts, tokens, stop = run(pieces, stops, min_tokens, groups)
 
     cut = len(text) if expected is None else expected[0]
-    assert "".join(texts) == text[:cut]
+    assert "".join(texts) == text[:cut], "no part of a stop string was sent"
     assert stop == (None if expected is None else expected[1])
     assert tokens == sum(end <= cut for end in whole_ends(pieces)), "tokens that end at or before the cut"
-
-
-@settings(max_examples=300, deadline=None)
-@given(cut_texts(), STOPS, GROUPS)
-def test_no_part_of_a_stop_string_is_ever_sent(pieces: list[bytes], stops: list[str], groups: list[int]) -> None:
-    texts, _, stop = run(pieces, stops, 0, groups)
-    if stop is None:
-        return
-    text, cut = b"".join(pieces).decode(), len("".join(texts))
-    assert text[cut:].startswith(stop)
-    sent = ""
-    for piece in texts:
-        sent += piece
-        assert len(sent) <= cut
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    st.text(st.sampled_from("ab"), max_size=40),
-    st.lists(st.text(st.sampled_from("ab"), min_size=1, max_size=6), max_size=4),
-)
-def test_held_back_is_the_longest_beginning_of_a_stop_string(text: str, stops: list[str]) -> None:
-    finder = StopFinder(stops)
-    for end in range(1, len(text) + 1):
-        finder.feed(text[end - 1])
-        beginnings = [stop[:n] for stop in stops for n in range(1, len(stop))]
-        assert finder.held == max((len(part) for part in beginnings if text[:end].endswith(part)), default=0)
-
-
-@pytest.mark.parametrize(
-    ("text", "stops", "expected", "stop"),
-    [
-        ("one END two", ["END"], "one ", "END"),
-        ("one EN", ["END"], "one EN", None),
-        ("aabc", ["abc", "bc"], "a", "abc"),  # complete at the same character: the longest
-        ("xabcd", ["abcd", "bc"], "xa", "bc"),  # complete first
-        ("ab", ["ab", "abc"], "", "ab"),  # complete first, though a longer one may follow
-        ("aaab", ["aab"], "a", "aab"),  # a failed beginning overlaps the match
-        ("naïve\n\nnext", ["\n\n"], "naïve", "\n\n"),
-    ],
-)
-def test_which_stop_string_wins(text: str, stops: list[str], expected: str, stop: str | None) -> None:
-    pieces = [character.encode() for character in text]
-    texts, _, found = run(pieces, stops, 0, [1])
-    assert ("".join(texts), found) == (expected, stop)
-
-
-def test_stop_string_counts_from_the_token_that_completes_it() -> None:
-    pieces = [b"a", b"b", b"a", b"b", b"a", b"b"]
-    texts, tokens, stop = run(pieces, ["ab"], 2, [1])
-    assert ("".join(texts), tokens, stop) == ("", 0, "ab")
-    texts, tokens, stop = run(pieces, ["ab"], 4, [1])
-    assert ("".join(texts), tokens, stop) == ("ab", 2, "ab")
-    texts, tokens, stop = run(pieces, ["ab"], 7, [1])
-    assert ("".join(texts), tokens, stop) == ("ababab", 6, None)
-
-
-def test_tokens_inside_a_character_wait_for_its_end() -> None:
-    smile = "😀".encode()
-    out = OutputText(Bytes([b"x", smile[:1], smile[1:3], smile[3:], b"y"]))
-    sent = []
-    for token in range(5):
-        out.push(token)
-        released = out.release()
-        sent.append((released.text, released.tokens))
-    assert sent == [("x", 1), ("", 0), ("", 0), ("😀", 3), ("y", 1)]
 
 
 def test_stop_token_is_the_last_token_and_has_no_text() -> None:
@@ -201,3 +140,49 @@ def test_resumed_output_counts_the_tokens_before_it() -> None:
     assert out.push(0)
     out = OutputText(Bytes([b"END"]), stop=["END"], min_tokens=4, written=2)
     assert not out.push(0)
+
+
+# ----------------------------------------------------------------------------------------------------------- responses
+
+
+def response(index: int) -> GenerateResponse:
+    return GenerateResponse(chunk=GenerateChunk(index=index))
+
+
+async def test_what_was_sent_is_read_in_order_before_the_error() -> None:
+    responses = Responses()
+    for index in range(3):
+        responses.send(response(index))
+    responses.end(internal("INTERNAL", "broken"))
+    reader = aiter(responses)
+    assert [(await anext(reader)).chunk.index for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(RequestError, match="broken"):
+        await anext(reader)
+
+
+async def test_who_makes_them_waits_until_half_is_read() -> None:
+    responses = Responses()
+    for index in range(MAX_BACKLOG):
+        responses.send(response(index))
+    waiting = asyncio.create_task(responses.room())
+    await asyncio.sleep(0)
+    reader = aiter(responses)
+    for _ in range(MAX_BACKLOG - ROOM_AGAIN):
+        assert not waiting.done()
+        await anext(reader)
+    await asyncio.wait_for(waiting, 30.0)
+
+
+@fake_clock
+async def test_signs_of_life_come_while_nothing_is_said_and_do_not_pile_up() -> None:
+    responses = Responses()
+    with Heartbeat(responses):
+        reader = aiter(responses)
+        for _ in range(3):
+            assert (await anext(reader)).WhichOneof("event") is None
+        responses.send(response(1))
+        assert (await anext(reader)) == response(1)
+        await asyncio.sleep(10 * HEARTBEAT_SECONDS)
+    assert responses.sent == 5
+    await asyncio.sleep(10 * HEARTBEAT_SECONDS)
+    assert responses.sent == 5

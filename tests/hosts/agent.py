@@ -5,19 +5,10 @@ Orders and reports are lines of JSON, on standard input and output; each names i
 
 import asyncio
 import json
-import ssl
 import sys
 from typing import Any
 
-import grpc
-
 from outrider.client import TLS, AsyncClient, Chunk, Finished, OutriderError
-from outrider.rpc.channel import open_channel
-from outrider.rpc.errors import from_rpc_error
-from outrider.rpc.tls import ChannelTLS
-from protos.outrider.v1 import draft_service_pb2, verifier_service_pb2
-from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
-from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
 from tests.metrics import scrape
 
 # Beyond any pause that is shown; what takes longer has failed.
@@ -41,10 +32,6 @@ class Agent:
                 case "scrape":
                     samples = await asyncio.to_thread(scrape, order["url"])
                     send(end=[[name, list(each.items())] for name, each in samples.items()])
-                case "show":
-                    send(end=await asyncio.to_thread(ssl.get_server_certificate, (order["host"], order["port"])))
-                case "get_model_status":
-                    send(end=await _get_model_status(**order))
         except OutriderError as error:
             send(error=f"{error.code.name}: {error.message}")
         except Exception as error:
@@ -56,27 +43,7 @@ class Agent:
                 case Chunk():
                     send(token_ids=[*event.token_ids], text=event.text)
                 case Finished():
-                    counted = event.statistics
-                    moves = {"failovers": counted.num_failovers, "moves": counted.num_drain_moves}
-                    send(end={"resumes": event.num_resumes, **moves})
-
-
-async def _get_model_status(address: str, tls: dict[str, str], verifier: bool) -> str:
-    """Call `GetModel` on a connection of its own, with this certificate; return the status and its reason."""
-    _, credentials = ChannelTLS(TLS(**tls)).look()
-    options = [("grpc.default_authority", tls["name"])]
-    request: Any = (
-        verifier_service_pb2.VerifierServiceGetModelRequest()
-        if verifier
-        else draft_service_pb2.DraftServiceGetModelRequest()
-    )
-    async with open_channel(address, options=options, credentials=credentials) as channel:
-        stub: Any = (VerifierServiceStub if verifier else DraftServiceStub)(channel)
-        try:
-            await stub.GetModel(request, timeout=20)
-        except grpc.RpcError as error:
-            return f"{error.code().name}: {from_rpc_error(error).message}"
-    return "OK"
+                    send(end={"resumes": event.num_resumes, "failovers": event.statistics.num_failovers})
 
 
 async def main() -> None:

@@ -7,14 +7,12 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
 from outrider.cli.processes import service_environment
-from tests.cluster import wait_until
 from tests.machine import TOOLS
 from tests.metrics import Samples
 
@@ -23,32 +21,21 @@ SOON_S = 120.0
 
 @dataclass
 class Answer:
-    """What has come of an order so far.
-
-    Attributes:
-        end: what it ended with; for a text, how often it changed services.
-        error: why it failed; empty where it did not.
-        ended: set when nothing more will come.
-    """
+    """What has come of an order so far."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
-    end: Any = None
+    end: Any = None  # of a text, how often it changed services
     error: str = ""
     ended: threading.Event = field(default_factory=threading.Event)
 
     def wait(self) -> Any:
-        """What it ended with.
-
-        Raises:
-            AssertionError: it failed, or did not end.
-        """
+        """What it ended with; it must not have failed."""
         assert self.ended.wait(SOON_S), f"no end, after {len(self.token_ids)} tokens"
         assert not self.error, self.error
         return self.end
 
     def take(self, message: dict[str, Any]) -> None:
-        """More of it."""
         self.token_ids += message.get("token_ids", ())
         self.text += message.get("text", "")
         if "end" in message or "error" in message:
@@ -103,15 +90,6 @@ class RemoteClient:
         found = self._order("scrape", url=url).wait()
         return {name: {tuple(map(tuple, labels)): value for labels, value in each} for name, each in found}
 
-    def shown_at(self, address: str) -> str:
-        """The certificate that a server shows, in PEM."""
-        host, _, port = address.rpartition(":")
-        return str(self._order("show", host=host, port=int(port)).wait())
-
-    def get_model_status(self, address: str, tls: dict[str, str], *, verifier: bool = False) -> str:
-        """The status of `GetModel` for a client with this certificate."""
-        return str(self._order("get_model_status", address=address, tls=tls, verifier=verifier).wait())
-
     def _order(self, what: str, **order: Any) -> Answer:
         answer, number = Answer(), next(self._numbers)
         assert self._process.stdin is not None
@@ -129,61 +107,3 @@ class RemoteClient:
         for answer in self._answers.values():
             if not answer.ended.is_set():
                 answer.take({"error": "the client has ended"})
-
-
-class Load:
-    """Askers who ask for one text after the other, until the block ends. None may fail.
-
-    Attributes:
-        texts: what has come, with the number of its request.
-    """
-
-    def __init__(self, client: RemoteClient, requests: Sequence[Request], workers: int) -> None:
-        self._client = client
-        self._requests = requests
-        self._over = threading.Event()
-        self._threads = [threading.Thread(target=self._ask, args=(number,), daemon=True) for number in range(workers)]
-        self._finished = [0] * workers
-        self.texts: list[tuple[int, Answer]] = []
-
-    def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._over.set()
-        for thread in self._threads:
-            thread.join()
-
-    def goes_on(self, seconds: float = 0.0) -> None:
-        """Returns when each worker has got a text that was asked for so many seconds from now, or later.
-
-        Raises:
-            AssertionError: one has failed.
-        """
-        time.sleep(seconds)
-        before = list(self._finished)
-
-        def is_so() -> bool:
-            self.check()
-            return all(now >= then + 2 for then, now in zip(before, self._finished, strict=True))
-
-        wait_until(is_so, SOON_S)
-
-    def check(self) -> None:
-        """Raises `AssertionError` where one has failed so far."""
-        failed = [answer.error for _, answer in self.texts if answer.error]
-        assert not failed, failed
-
-    def _ask(self, number: int) -> None:
-        for index in itertools.count(number, len(self._threads)):
-            if self._over.is_set():
-                return
-            answer = self._client.write(self._requests[index % len(self._requests)])
-            if not answer.ended.wait(SOON_S):
-                answer.take({"error": "no end"})
-            self.texts.append((index % len(self._requests), answer))
-            self._finished[number] += 1

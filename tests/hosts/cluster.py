@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tests.cluster
-from tests.certificates import Authority, Certificate, write
+from tests.certificates import Authority
 from tests.cluster import Service, wait_until
 from tests.fork_server import ForkServer
 from tests.hosts.client import SOON_S, RemoteClient, Request
@@ -31,33 +31,32 @@ HOSTS: Mapping[str, str] = {
 PORT, METRICS = 50051, 9100
 # What a verifier may owe an answer, and what a sequence or a request may be without one, in seconds.
 SILENCE_S, PATIENCE_S = 3.0, 30.0
-# Connections are made anew this often, with the certificates of then.
-CONNECTION_AGE_S = 1.0
-FLAGS = f"--max-connection-age {CONNECTION_AGE_S}"
+
+
+def wait_ready(service: Service) -> None:
+    """Returns once it says that it serves; the test is on another network, and cannot ask."""
+    service.wait_listening()
+
+    def serves() -> bool:
+        service.check()
+        return bool(service.logged("serving"))
+
+    wait_until(serves, SOON_S)
 
 
 class Cluster:
-    """All of it. A context manager.
-
-    Attributes:
-        network: what they are linked by.
-        client: on its own host; it knows the draft services by their common name.
-        services: what runs at each host.
-    """
+    """All of it. A context manager. The client knows the draft services by their common name."""
 
     network: Network
     client: RemoteClient
 
     def __init__(self, folder: Path) -> None:
-        self.authority = Authority(folder / "authority")
         self.services: dict[str, Service] = {}
         self._folder = folder
         self._step_seconds = folder / "step-seconds"
         self._running = ExitStack()
-        for host in HOSTS:
-            (folder / host).mkdir()
-            self.trust(host, self.authority)
-            self.certify(host, self.authority)
+        self._authority = Authority(folder / "authority")
+        self._certificates = {host: self._authority.issue(name, file=host) for host, name in HOSTS.items()}
 
     def __enter__(self) -> Cluster:
         with ExitStack() as running:
@@ -65,13 +64,13 @@ class Cluster:
             self.network = running.enter_context(Network(self._folder, names))
             fork_server = ForkServer(self.network.beside())
             running.callback(fork_server.close)
-            self._cluster = running.enter_context(tests.cluster.Cluster(FLAGS, server=fork_server))
+            self._cluster = running.enter_context(tests.cluster.Cluster(server=fork_server))
             for host in (*VERIFIERS, *DRAFTS):
                 self.launch(host)
             entering = self.network.on(CLIENT)
             self.client = running.enter_context(RemoteClient(entering, f"drafts:{PORT}", self.tls(CLIENT, "drafts")))
-            for host in self.services:
-                self.wait_ready(host)
+            for service in self.services.values():
+                wait_ready(service)
             self._running = running.pop_all()
         return self
 
@@ -82,17 +81,12 @@ class Cluster:
         for host, service in self.services.items():
             print(f"--- {host}", *(line for line in service.log_lines() if '"info"' not in line), sep="\n")
 
-    # ------------------------------------------------------------------------------------------------------ processes
-
     def launch(self, host: str) -> None:
         """Starts a host's service."""
         tls, at = self.tls(host, HOSTS[host]), self.network.address(host)
         flags = ["--listen", f"{at}:{PORT}", "--metrics-listen", f"{at}:{METRICS}"]
         flags += ["--tls-cert", tls["cert"], "--tls-key", tls["key"], "--tls-client-ca", tls["ca"]]
-        start: dict[str, Any] = {
-            "env": {STEP_SECONDS: str(self._step_seconds)},
-            "network": self.network.file(host),
-        }
+        start: dict[str, Any] = {"env": {STEP_SECONDS: str(self._step_seconds)}, "network": self.network.file(host)}
         if host in VERIFIERS:
             flags += ["--allow-client-san", "drafts"]
             self.services[host] = self._cluster.verifier(flags=flags, fault="slow_steps", **start)
@@ -103,42 +97,21 @@ class Cluster:
             flags += ["--verifier-timeout", str(SILENCE_S), "--failover-patience", str(PATIENCE_S)]
             self.services[host] = self._cluster.draft(flags=flags, **start)
 
-    def wait_ready(self, host: str) -> None:
-        """Returns once its service says that it serves; the test is on another network, and cannot ask."""
-        service = self.services[host]
-        service.wait_listening()
-
-        def serves() -> bool:
-            service.check()
-            return bool(service.logged("serving"))
-
-        wait_until(serves, SOON_S)
-
-    def signal(self, host: str, number: signal.Signals) -> None:
-        """To its service."""
-        self.services[host].send(number)
-
-    def start(self, host: str) -> None:
-        """Starts the service of a host anew, where it was, and waits until it serves."""
-        self.services[host].start_again()
-        self.wait_ready(host)
-
     def restore(self) -> None:
         """Undoes whatever happened to hosts and services."""
         for host in HOSTS:
             self.network.mend(host)
-        for host, service in list(self.services.items()):
+        for service in self.services.values():
             service.send(signal.SIGCONT)
             if service.returncode is not None:
-                self.start(host)
+                service.start_again()
+                wait_ready(service)
 
     @contextmanager
     def slowly(self, seconds: float) -> Iterator[None]:
         """Each of the verifiers' passes takes so long meanwhile."""
         with slow_steps(self._step_seconds, seconds):
             yield
-
-    # -------------------------------------------------------------------------------------------------- what they say
 
     def metrics(self, host: str) -> Samples:
         return self.client.scrape(f"http://{self.network.address(host)}:{METRICS}/metrics")
@@ -164,7 +137,8 @@ class Cluster:
         """Return when both draft services count both verifiers as healthy; a text may be what tells them."""
 
         def settled() -> bool:
-            if all(self._well(draft) == len(VERIFIERS) for draft in DRAFTS):
+            known = [self.metrics(draft)["outrider_verifiers"][(("status", "closed"),)] for draft in DRAFTS]
+            if known == [len(VERIFIERS)] * len(DRAFTS):
                 return True
             for answer in [self.client.write(Request("def", {"max_new_tokens": 2, "seed": 1})) for _ in range(4)]:
                 answer.wait()
@@ -172,28 +146,7 @@ class Cluster:
 
         wait_until(settled, SOON_S)
 
-    def _well(self, draft: str) -> int:
-        return int(self.metrics(draft)["outrider_verifiers"][(("status", "closed"),)])
-
-    # --------------------------------------------------------------------------------------------------- certificates
-
     def tls(self, host: str, name: str) -> dict[str, str]:
         """The files of a host, as arguments of `TLS`; `name` is whom it would speak to."""
-        folder = self._folder / host
-        return {
-            "ca": str(folder / "ca.crt"),
-            "cert": str(folder / "tls.crt"),
-            "key": str(folder / "tls.key"),
-            "name": name,
-        }
-
-    def trust(self, host: str, *authorities: Authority) -> None:
-        """Whom a host believes, from now on."""
-        write(self._folder / host / "ca.crt", b"".join(each.pem.read_bytes() for each in authorities))
-
-    def certify(self, host: str, authority: Authority) -> Certificate:
-        """Replace the certificate of a host."""
-        made = authority.issue(HOSTS[host])
-        write(self._folder / host / "tls.key", made.key.read_bytes())
-        write(self._folder / host / "tls.crt", made.cert.read_bytes())
-        return made
+        own = self._certificates[host]
+        return {"ca": str(self._authority.pem), "cert": str(own.cert), "key": str(own.key), "name": name}

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 import pytest
 
 from outrider.rpc.errors import RequestError
-from outrider.rpc.timeouts import FIRST_GUESS, LEAST_WAIT, LONGEST_WAIT
+from outrider.rpc.timeouts import FIRST_GUESS
 from verifier_service.service import Admission
 
 PLACES, WAITING = 2, 1
@@ -60,37 +60,6 @@ def test_the_wait_follows_how_fast_sequences_end_and_not_how_many_are_refused(re
             house.enter()
         (told,) = {house.wait_told() for _ in range(refused)}
         assert told == pytest.approx(pace, rel=0.02)
-
-
-def test_idle_time_says_nothing_of_the_pace() -> None:
-    house = House()
-    for _ in range(10):
-        house.enter()
-        house.now += 0.6
-        house.leave()
-        house.now += 1000.0  # nobody was here
-    house.fill()
-    assert house.wait_told() == pytest.approx(0.6 / (PLACES + WAITING))
-
-
-def test_waits_are_bounded() -> None:
-    house = House()
-    for seconds, bound in ((0.001, LEAST_WAIT), (1e6, LONGEST_WAIT)):
-        house.enter()
-        house.now += seconds
-        house.leave()
-        house.fill()
-        assert house.wait_told() == bound
-        for _ in range(PLACES + WAITING):
-            house.leave()
-
-
-def test_a_sequence_that_fails_leaves_its_place() -> None:
-    house = House()
-    for _ in range(2 * (PLACES + WAITING)):
-        with pytest.raises(RuntimeError), house.admission.enter():
-            raise RuntimeError
-    house.fill()
 
 
 def test_who_was_in_progress_elsewhere_finds_room_behind_a_full_queue_and_bounds_hold_for_it_too() -> None:

@@ -1,4 +1,4 @@
-"""The verifier's KV cache: too small to start, short while it serves, and looked over when nobody is left."""
+"""The verifier's KV cache: too small to start, short while it serves, looked over when idle; and shared prefixes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 
-from kernels.adjustments import LogitRules
 from kernels.sampling import SamplingParams
 from kernels.verify import Rule
+from outrider.client import Client, Completion
+from outrider.rpc.errors import internal
+from outrider.runtime.kv_cache import BLOCK_TOKENS
 from outrider.runtime.loader import ModelSource, load_model
 from outrider.runtime.memory import MIB, block_bytes
+from outrider.runtime.model_runner import Chunk
 from outrider.service.metrics import Metrics
-from outrider.service.sampling import Sampling
 from tests.cluster import MODELS, Cluster
-from tests.verifier_service.test_sequence import a_round, make
+from tests.verifier_service.engines import a_round, make
 from verifier_service.app import build_engine, find_path
 from verifier_service.engine import QUIET_SECONDS, Close, Open, Submit, VerifierEngine
 from verifier_service.metrics import SpeculationMetrics
@@ -50,17 +52,15 @@ def shown(metrics: Metrics, name: str, **labels: str) -> float:
 
 def begin(number: int) -> TargetSequence:
     """A sequence that is known by its number: prompt, seed and length follow from it, and whether it is greedy."""
-    prompt = [3 + (number * 31 + i * 7) % 1500 for i in range(20 + 5 * (number % 7))]
-    plain = make([], max_new_tokens=OUTPUT)
-    law = SamplingParams() if number % 2 else SamplingParams(temperature=0.0)
-    opening = replace(
-        plain.opening,
-        prompt=prompt,
+    return make(
+        [],
+        prompt=[3 + (number * 31 + i * 7) % 1500 for i in range(20 + 5 * (number % 7))],
+        law=SamplingParams(temperature=number % 2),
+        rule=Rule.COUPLED,
         seed=number,
-        sampling=Sampling(law=law, logit_rules=LogitRules(), rule=Rule.COUPLED, lenience=1.0, seed=number),
-        stop_token_ids=frozenset(),
+        stop=None,
+        max_new_tokens=OUTPUT,
     )
-    return TargetSequence(f"s{number}", opening, 2048, lambda reply: None)
 
 
 def written(engine: VerifierEngine, numbers: list[int]) -> dict[int, list[int]]:
@@ -146,3 +146,41 @@ def test_a_pool_too_small_for_one_sequence_is_one_line_and_exit_code_2() -> None
             f"16 of them, {16 * block_bytes(loaded) / MIB:.1f} MiB"
         )
         assert any(says in line for line in process.lines)
+
+
+# ------------------------------------------------------------------------------------------ prompts that begin alike
+
+SHARED = [5 + 7 * i % 900 for i in range(3 * BLOCK_TOKENS)]
+
+
+def _complete(address: str, tail: list[int], **options: Any) -> Completion:
+    asked = {"max_new_tokens": 12, "ignore_eos": True, "seed": 3, "gamma": 3, "cache_salt": "a test", **options}
+    with Client(address) as client:
+        return client.complete(SHARED + tail, **asked)
+
+
+def test_a_prompt_that_begins_alike_is_not_run_again(draft_address: str) -> None:
+    """In float32, by the noise of the seed: the same text, from keys and values that another request has left."""
+    first = _complete(draft_address, [9, 8])
+    again = _complete(draft_address, [9, 8])
+    other = _complete(draft_address, [7])
+    assert (first.usage.cached_tokens, again.usage.cached_tokens) == (0, len(SHARED))
+    assert other.usage.cached_tokens == len(SHARED)
+    assert again.token_ids == first.token_ids
+    apart = _complete(draft_address, [7], cache_salt="another tenant")
+    assert (apart.usage.cached_tokens, apart.token_ids) == (0, other.token_ids)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_a_failed_sequence_leaves_is_not_used(fails: bool) -> None:
+    """Its keys and values may be no numbers, and would spoil all that follow."""
+    engine, _ = start("--max-sequences", "2", "--max-sequence-tokens", "128")
+    sequence = make([], prompt=SHARED[: BLOCK_TOKENS + 1])
+    engine.receive(Open(sequence))
+    assert sequence.slot is not None
+    engine.model_runner.forward([Chunk(sequence.slot, sequence.tokens[:-1], 0, 0)])
+    if fails:
+        sequence.end(internal("BAD_LOGITS", "no numbers"))
+    engine.receive(Close(sequence))
+    assert engine.prefixes.find(SHARED) == (0 if fails else BLOCK_TOKENS)
+    engine.model_runner.pool.check_integrity()

@@ -23,8 +23,7 @@ MODEL = model_pb2.ModelInfo(
     features=["decode", "resume"],
     limits=model_pb2.Limits(max_gamma=4, max_support=8, max_sequence_tokens=50, max_stop_token_ids=2),
 )
-COUPLED_AT_HALF = sampling_pb2.SamplingParams(rule=sampling_pb2.ACCEPTANCE_RULE_COUPLED, lenience=0.5)
-BLOCK_AT_HALF = sampling_pb2.SamplingParams(rule=sampling_pb2.ACCEPTANCE_RULE_BLOCK, lenience=0.5)
+AT_HALF = sampling_pb2.SamplingParams(rule=sampling_pb2.ACCEPTANCE_RULE_COUPLED, lenience=0.5)
 
 
 def _by_sigmoid(alpha: float, beta: float) -> sampling_pb2.SamplingParams:
@@ -60,12 +59,24 @@ def proposal() -> speculation_pb2.Proposal:
     )
 
 
+def names(error: RequestError, field: str, numbers: list[str]) -> None:
+    assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.metadata["field"] == field
+    assert not [number for number in numbers if number not in error.message], error.message
+
+
 def test_a_sound_opening_passes() -> None:
-    checked = check_open(opening(), MODEL)
-    assert checked.prompt == [1, 2, 3]
-    assert checked.stop_token_ids == {0}
-    assert checked.seed == 7
-    assert checked.top_logprobs == -1
+    message = opening()
+    checked = check_open(message, MODEL)
+    assert (checked.prompt, checked.stop_token_ids, checked.seed, checked.top_logprobs) == (
+        [1, 2, 3],
+        frozenset({0}),
+        7,
+        -1,
+    )
+    message.ignore_eos = True
+    message.stop_token_ids.append(9)
+    assert check_open(message, MODEL).stop_token_ids == {9}
 
 
 def test_a_sound_proposal_passes() -> None:
@@ -74,13 +85,6 @@ def test_a_sound_proposal_passes() -> None:
     assert isinstance(checked.laws[0], SparseDistribution)
     assert checked.laws[0].probability(5) == pytest.approx(2 / 6)
     assert checked.laws[1] is None
-
-
-def test_ignore_eos_leaves_the_requests_own_stop_ids() -> None:
-    message = opening()
-    message.ignore_eos = True
-    message.stop_token_ids.extend([9])
-    assert check_open(message, MODEL).stop_token_ids == {9}
 
 
 Change = Callable[[verifier_service_pb2.OpenSequence], object]
@@ -102,32 +106,17 @@ Change = Callable[[verifier_service_pb2.OpenSequence], object]
         (lambda m: m.stop_token_ids.append(V), "stop_token_ids", [str(V)]),
         (lambda m: m.sampling.ClearField("seed"), "sampling.seed", ["not set"]),
         (lambda m: setattr(m.sampling, "temperature", math.nan), "sampling.temperature", ["nan", "[1e-06, 100]"]),
-        (lambda m: setattr(m.sampling, "temperature", math.inf), "sampling.temperature", ["inf"]),
-        (lambda m: setattr(m.sampling, "temperature", -0.5), "sampling.temperature", ["-0.5"]),
-        (lambda m: setattr(m.sampling, "top_p", 0.0), "sampling.top_p", ["0", "(0, 1]"]),
-        (lambda m: setattr(m.sampling, "top_p", 1.5), "sampling.top_p", ["1.5"]),
-        (lambda m: setattr(m.sampling, "top_k", 2**31), "sampling.top_k", [str(2**31)]),
-        (lambda m: setattr(m.sampling, "min_p", -0.1), "sampling.min_p", ["-0.1"]),
-        (lambda m: setattr(m.sampling, "min_p", math.nan), "sampling.min_p", ["nan"]),
-        (lambda m: setattr(m.sampling, "repetition_penalty", 0.0), "sampling.repetition_penalty", ["0", "[0.01, 100]"]),
-        (lambda m: setattr(m.sampling, "presence_penalty", math.inf), "sampling.presence_penalty", ["inf"]),
-        (lambda m: setattr(m.sampling, "frequency_penalty", 101.0), "sampling.frequency_penalty", ["101"]),
-        (lambda m: setattr(m.sampling, "lenience", 0.0), "sampling.lenience", ["0", "[1e-06, 1]"]),
         (lambda m: setattr(m.sampling, "rule", 99), "sampling.rule", ["99"]),
-        (lambda m: m.sampling.MergeFrom(BLOCK_AT_HALF), "sampling.lenience", ["0.5", "block"]),
-        (lambda m: m.sampling.MergeFrom(COUPLED_AT_HALF), "sampling.lenience", ["0.5", "coupled"]),
+        (lambda m: m.sampling.MergeFrom(AT_HALF), "sampling.lenience", ["0.5", "coupled"]),
         (lambda m: m.sampling.sigmoid.SetInParent(), "sampling.sigmoid", ["block"]),
         (lambda m: setattr(m.sampling, "rule", 4), "sampling.sigmoid", ["not set", "alpha and beta"]),
         (lambda m: m.sampling.MergeFrom(_by_sigmoid(5, 5)), "sampling.sigmoid.alpha", ["5", "below beta"]),
-        (lambda m: m.sampling.MergeFrom(_by_sigmoid(1e4, -1e4)), "sampling.sigmoid.alpha", ["10000", "-10000"]),
-        (lambda m: m.sampling.MergeFrom(_by_sigmoid(math.nan, 1)), "sampling.sigmoid.alpha", ["nan"]),
         (lambda m: m.sampling.MergeFrom(_by_sigmoid(0, math.inf)), "sampling.sigmoid.beta", ["inf"]),
         (lambda m: m.sampling.logit_bias.add(token_id=V), "sampling.logit_bias", [str(V)]),
-        (lambda m: m.sampling.logit_bias.add(token_id=1, bias=math.nan), "sampling.logit_bias", ["nan"]),
-        (lambda m: m.sampling.banned_token_ids.append(V), "sampling.banned_token_ids", [str(V)]),
         (lambda m: m.sampling.banned_token_ids.extend(range(V)), "sampling.banned_token_ids", [str(V)]),
         (lambda m: setattr(m.logprobs, "top_n", 21), "logprobs.top_n", ["21", "20"]),
         (lambda m: setattr(m, "request_id", "x" * 129), "request_id", ["129", "128"]),
+        (lambda m: setattr(m, "response_bytes", 255), "response_bytes", ["255", "256", "1048576"]),
     ],
 )
 def test_an_unsound_opening_names_the_field_and_the_numbers(change: Change, field: str, numbers: list[str]) -> None:
@@ -135,9 +124,7 @@ def test_an_unsound_opening_names_the_field_and_the_numbers(change: Change, fiel
     change(message)
     with pytest.raises(RequestError) as caught:
         check_open(message, MODEL)
-    assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
-    assert caught.value.metadata["field"] == field
-    assert not [number for number in numbers if number not in caught.value.message], caught.value.message
+    names(caught.value, field, numbers)
 
 
 @pytest.mark.parametrize(
@@ -176,17 +163,10 @@ LOGITS = speculation_pb2.TokenDistribution(logits=speculation_pb2.DenseLogits(va
         (lambda m: _replace_law(m, LOGITS), "proposal.distributions[0].form", ["sigmoid"]),
         (lambda m: _replace_law(m, sparse([4, 5], [0, 0])), "proposal.distributions[0].sparse", ["0"]),
         (lambda m: _replace_law(m, sparse([5, 4], [1, 1])), "proposal.distributions[0].sparse", ["4", "5"]),
-        (lambda m: _replace_law(m, sparse([5, 5], [1, 1])), "proposal.distributions[0].sparse", ["5"]),
         (lambda m: _replace_law(m, sparse([5, V], [1, 1])), "proposal.distributions[0].sparse", [str(V)]),
         (lambda m: _replace_law(m, sparse([4, 6], [1, 1])), "proposal.distributions[0].sparse", ["token 5", "2"]),
         (lambda m: _replace_law(m, sparse([4, 5], [1])), "proposal.distributions[0].sparse", ["2", "1"]),
-        (lambda m: _replace_law(m, sparse([], [])), "proposal.distributions[0].sparse", ["0"]),
         (lambda m: _replace_law(m, sparse(list(range(9)), [1] * 9)), "proposal.distributions[0].sparse", ["9", "8"]),
-        (
-            lambda m: setattr(m.distributions[0].sparse, "weights", b"\1\0\2"),
-            "proposal.distributions[0].sparse",
-            ["3"],
-        ),
     ],
 )
 def test_an_unsound_proposal_names_the_field_and_the_numbers(
@@ -196,21 +176,7 @@ def test_an_unsound_proposal_names_the_field_and_the_numbers(
     change(message)
     with pytest.raises(RequestError) as caught:
         check_proposal(message, MODEL)
-    assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
-    assert caught.value.metadata["field"] == field
-    assert not [number for number in numbers if number not in caught.value.message], caught.value.message
-
-
-def test_under_coupled_a_proposal_has_no_distributions() -> None:
-    message = proposal()
-    with pytest.raises(RequestError) as caught:
-        check_proposal(message, MODEL, rule=Rule.COUPLED)
-    assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
-    assert caught.value.metadata["field"] == "proposal.distributions"
-    assert "2 entries for 2 token_ids; the rule coupled takes 0" in caught.value.message
-    message.ClearField("distributions")
-    checked = check_proposal(message, MODEL, rule=Rule.COUPLED)
-    assert (checked.tokens, checked.laws) == ((5, 6), ())
+    names(caught.value, field, numbers)
 
 
 def test_a_decode_of_nothing_is_refused() -> None:
@@ -219,15 +185,12 @@ def test_a_decode_of_nothing_is_refused() -> None:
         check_decode(message)
 
 
-# ------------------------------------------------------------------------------------------------------------- sigmoid
-
-
-def _with_logits(values: np.ndarray | bytes, gamma: int = 2) -> speculation_pb2.Proposal:
-    raw = values if isinstance(values, bytes) else values.astype("<f2").tobytes()
+def _with_logits(values: np.ndarray) -> speculation_pb2.Proposal:
+    raw = values.astype("<f2").tobytes()
     law = speculation_pb2.TokenDistribution(logits=speculation_pb2.DenseLogits(values=raw))
     message = proposal()
     message.ClearField("distributions")
-    message.distributions.extend([law] * gamma)
+    message.distributions.extend([law] * 2)
     return message
 
 
@@ -252,11 +215,7 @@ def test_scales_and_logits_come_as_they_were_sent() -> None:
     ("message", "field", "numbers"),
     [
         (_with_logits(np.zeros(V - 1)), "logits", [str(2 * V - 2), str(2 * V), str(V)]),
-        (_with_logits(np.zeros(V + 1)), "logits", [str(2 * V + 2), str(2 * V)]),
-        (_with_logits(b"\0" * (2 * V - 1)), "logits", [str(2 * V - 1)]),
-        (_with_logits(b""), "logits", ["0 bytes"]),
         (_with_logits(_changed(17, math.nan)), "logits", ["token 17", "nan"]),
-        (_with_logits(_changed(99, math.inf)), "logits", ["token 99", "inf"]),
         (_with_logits(_changed(0, -math.inf)), "logits", ["token 0", "-inf"]),
         (_with_logits(_changed(5, EXCLUDED)), "logits", ["token 5", "-65504"]),
         (proposal(), "form", ["sparse", "sigmoid"]),
@@ -268,9 +227,7 @@ def test_unsound_logits_name_the_field_and_the_numbers(
 ) -> None:
     with pytest.raises(RequestError) as caught:
         check_proposal(message, MODEL, rule=Rule.SIGMOID)
-    assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
-    assert caught.value.metadata["field"] == f"proposal.distributions[0].{field}"
-    assert not [number for number in numbers if number not in caught.value.message], caught.value.message
+    names(caught.value, f"proposal.distributions[0].{field}", numbers)
 
 
 def test_a_point_mass_goes_with_sigmoid_at_temperature_zero_alone() -> None:
@@ -281,8 +238,7 @@ def test_a_point_mass_goes_with_sigmoid_at_temperature_zero_alone() -> None:
         check_proposal(message, MODEL, rule=Rule.SIGMOID)
 
 
-@pytest.mark.parametrize("gamma", [1, 4])
-@pytest.mark.parametrize("size", [3, 2048, 152_064])
+@pytest.mark.parametrize(("gamma", "size"), [(4, 3), (1, 2048), (4, 152_064)])
 def test_a_message_with_logits_is_no_larger_than_it_was_said_to_be(gamma: int, size: int) -> None:
     law = speculation_pb2.TokenDistribution(logits=speculation_pb2.DenseLogits(values=bytes(2 * size)))
     message = proposal()

@@ -10,7 +10,7 @@ import torch
 from kernels.verify import Status, VerifyResult
 from outrider.runtime.kv_cache import KVPool, PrefixCache
 from protos.outrider.v1 import speculation_pb2
-from tests.verifier_service.test_sequence import STOP, a_round, make
+from tests.verifier_service.engines import a_round, make
 from verifier_service import scheduler
 from verifier_service.scheduler import IDLE_SECONDS, MAX_BACKLOG, Plan, Scheduler
 from verifier_service.sequence import TargetSequence
@@ -34,10 +34,7 @@ class House:
         self._prompts = iter(range(1, 10_000))
 
     def open(self, prompt: int = 3, *, output: int = 8) -> TargetSequence:
-        sequence = make([], max_new_tokens=output)
-        sequence.opening.prompt[:] = [next(self._prompts)] * prompt
-        sequence.tokens = list(sequence.opening.prompt)
-        sequence._hash.__init__(sequence.tokens)  # type: ignore[misc]
+        sequence = make([], prompt=[next(self._prompts)] * prompt, max_new_tokens=output)
         self.scheduler.add(sequence)
         return sequence
 
@@ -53,8 +50,7 @@ class House:
         self.plans.append(plan)
         for item in plan.work:
             views = self.pool.views(item.chunk.slot, item.chunk.start, item.chunk.start + len(item.chunk.tokens))
-            views.new[0][0, 0, :, 0] = torch.tensor([float(token) for token in item.chunk.tokens])
-            views.new[0][1, 0, :, 0] = torch.tensor([float(token) for token in item.chunk.tokens])
+            views.new[0][:2, 0, :, 0] = torch.tensor(item.chunk.tokens, dtype=torch.float32)
             self.pool.extend(item.chunk.slot, item.chunk.start + len(item.chunk.tokens))
         for item in plan.work:
             if item.round is not None:
@@ -67,15 +63,11 @@ class House:
                 self.scheduler.settle(item.sequence)
         self.pool.check_integrity()
         for each in self.scheduler.running:
-            self._holds_its_tokens(each)
+            assert each.slot is not None
+            if length := self.pool.length(each.slot):
+                views = self.pool.views(each.slot, length, length)
+                assert views.keys[0][0, 0, :, 0].tolist() == each.tokens[:length]
         return [item.sequence for item in plan.work if item.round is not None]
-
-    def _holds_its_tokens(self, sequence: TargetSequence) -> None:
-        assert sequence.slot is not None
-        length = self.pool.length(sequence.slot)
-        if length:
-            views = self.pool.views(sequence.slot, length, length)
-            assert views.keys[0][0, 0, :, 0].tolist() == sequence.tokens[:length]
 
     @property
     def tokens(self) -> list[int]:
@@ -84,13 +76,6 @@ class House:
 
     def preempted(self) -> list[TargetSequence]:
         return [sequence for plan in self.plans for sequence in plan.preempted]
-
-
-def lengths(plan: Plan, sequence: TargetSequence) -> list[int]:
-    return [len(item.chunk.tokens) for item in plan.work if item.sequence is sequence]
-
-
-# ------------------------------------------------------------------------------------------------- the budget of tokens
 
 
 def test_a_long_prompt_delays_nobody_by_more_than_a_pass() -> None:
@@ -110,17 +95,16 @@ def test_a_long_prompt_delays_nobody_by_more_than_a_pass() -> None:
     assert passes == pytest.approx(10_000 / (64 - 3 * 3), rel=0.02), "rounds take 9 tokens, the prompt has the rest"
 
 
-def test_rounds_leave_a_share_to_prompts() -> None:
-    house = House(pass_tokens=16, max_sequences=16)
-    many = [house.open(1, output=90) for _ in range(8)]
-    house.ask(*many)
-    house.run()
-    long = house.open(40)
-    for _ in range(12):
-        house.ask(*many)
-        house.run()
-        assert house.tokens[-1] <= 16
-    assert house.pool.length(long.slot or 0) == 39, "all but the token that a round will run"
+def test_a_round_longer_than_a_pass_still_goes_and_a_short_prompt_with_it() -> None:
+    house = House(pass_tokens=2)
+    sequence = house.open(1)
+    house.ask(sequence, drafted=5)
+    assert house.run() == [sequence]
+    house = House(pass_tokens=16)
+    sequence = house.open(9)
+    house.ask(sequence, drafted=3)
+    assert house.run() == [sequence]
+    assert house.tokens == [12]
 
 
 def test_where_a_budget_takes_a_few_rounds_all_have_their_turn() -> None:
@@ -134,30 +118,6 @@ def test_where_a_budget_takes_a_few_rounds_all_have_their_turn() -> None:
     assert (min(counts), max(counts)) == (3, 3), "12 passes of 2 rounds for 8 sequences"
 
 
-def test_prompts_take_turns() -> None:
-    house = House(pass_tokens=8)
-    first, second = house.open(40), house.open(40)
-    for _ in range(4):
-        house.run()
-    assert house.pool.length(first.slot or 0) == house.pool.length(second.slot or 0) == 16
-
-
-def test_a_round_longer_than_a_pass_still_goes() -> None:
-    house = House(pass_tokens=2)
-    sequence = house.open(1)
-    house.ask(sequence, drafted=5)
-    assert house.run() == [sequence]
-    assert house.tokens == [6]
-
-
-def test_a_short_prompt_and_its_round_are_one_pass() -> None:
-    house = House(pass_tokens=16)
-    sequence = house.open(9)
-    house.ask(sequence, drafted=3)
-    assert house.run() == [sequence]
-    assert lengths(house.plans[0], sequence) == [12]
-
-
 @pytest.mark.parametrize("backlog", [MAX_BACKLOG - 1, MAX_BACKLOG])
 def test_who_does_not_read_pauses(backlog: int) -> None:
     house = House()
@@ -165,9 +125,6 @@ def test_who_does_not_read_pauses(backlog: int) -> None:
     house.ask(sequence)
     sequence.backlog = backlog
     assert house.run() == ([sequence] if backlog < MAX_BACKLOG else [])
-
-
-# ------------------------------------------------------------------------------------------------------------- places
 
 
 def test_who_finds_no_place_waits_in_order() -> None:
@@ -189,24 +146,6 @@ def test_what_has_ended_gives_its_blocks_back_before_its_stream_is_gone() -> Non
     assert house.pool.used_blocks == 0
     house.scheduler.remove(sequence)
     assert not house.scheduler.running
-
-
-def test_a_stop_token_ends_it_too() -> None:
-    house = House()
-    sequence = house.open(9)
-    house.ask(sequence)
-    plan = house.scheduler.plan([(sequence, sequence.next_round())])
-    result = VerifyResult(status=Status.OK, accepted=0, next_token=STOP, beta=())
-    round_ = plan.work[0].round
-    assert round_ is not None
-    house.pool.views(plan.work[0].chunk.slot, 0, 11)
-    house.pool.extend(plan.work[0].chunk.slot, 11)
-    sequence.commit(round_, result, speculation_pb2.VerdictTimings(), speculation_pb2.VerifierLoad())
-    house.scheduler.settle(sequence)
-    assert house.pool.used_blocks == 0
-
-
-# ------------------------------------------------------------------------------------------------------------- blocks
 
 
 def test_a_sequence_begins_when_there_are_blocks_for_all_of_it() -> None:
@@ -240,40 +179,6 @@ def test_the_youngest_gives_way_and_runs_again() -> None:
     assert house.pool.used_blocks == 0
 
 
-def test_whoever_begins_leaves_each_of_the_others_a_block_to_grow_into() -> None:
-    house = House(blocks=8, pass_tokens=32, max_length=32)
-    old = house.open(15, output=8)
-    house.run()
-    young = house.open(16, output=8)
-    house.run()
-    assert house.pool.length(young.slot or 0) == 0, "it would have taken the last block"
-    while not old.finished:
-        house.ask(old)
-        house.run()
-    house.run()
-    assert house.pool.length(young.slot or 0) == 15
-    assert not house.preempted()
-
-
-def test_while_blocks_are_short_the_oldest_goes_before_rounds_of_others() -> None:
-    house = House(blocks=8, pass_tokens=32, max_length=32)
-    old = house.open(20, output=8)
-    house.ask(old)
-    house.run()
-    old.judged_at -= 2 * IDLE_SECONDS
-    others = [house.open(10, output=20) for _ in range(2)]
-    house.ask(*others)
-    house.run()
-    assert house.preempted() == [old]
-    judged = []
-    house.ask(old)
-    for _ in range(3):
-        house.ask(*others)
-        judged += house.run(accepted=0)
-    assert old in judged
-    assert set(house.preempted()[1:]) <= set(others)
-
-
 def test_who_owes_a_round_for_long_gives_way_to_anyone() -> None:
     house = House(blocks=8, pass_tokens=32, max_length=32)
     silent = house.open(20, output=8)
@@ -293,21 +198,7 @@ def test_who_owes_a_round_for_long_gives_way_to_anyone() -> None:
     assert house.run() == [silent]
 
 
-def test_a_preempted_sequence_is_not_run_until_it_has_a_round() -> None:
-    house = House(blocks=8, pass_tokens=32, max_length=32)
-    silent = house.open(20, output=8)
-    house.ask(silent)
-    house.run()
-    silent.judged_at -= 2 * IDLE_SECONDS
-    late = house.open(16, output=2)
-    house.ask(late)
-    house.run()
-    assert late.finished
-    house.run()
-    assert house.pool.used_blocks == 0
-
-
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_whoever_comes_and_goes_all_end_and_the_oldest_never_gives_way(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,54 +1,15 @@
 """A sequence commits what was accepted, ends where it should, and tells stale rounds from wrong ones."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from kernels.adjustments import LogitRules, RowAdjustment
-from kernels.sampling import SamplingParams
-from kernels.verify import Rule, Status, VerifyResult
+from kernels.verify import Status, VerifyResult
 from outrider.rpc.errors import RequestError
-from outrider.service.sampling import Sampling
-from outrider.service.wire import PrefixHash
 from protos.outrider.v1 import sampling_pb2, speculation_pb2
-from verifier_service.request import Opening, Round
+from tests.verifier_service.engines import PROMPT, STOP, a_round, make
 from verifier_service.sequence import Reply, TargetSequence
-
-PROMPT = [11, 12, 13]
-STOP = 99
-
-
-def make(
-    replies: list[Reply], *, max_new_tokens: int = 8, rules: LogitRules | None = None, committed: Sequence[int] = ()
-) -> TargetSequence:
-    rules = rules or LogitRules()
-    sampling = Sampling(law=SamplingParams(), logit_rules=rules, rule=Rule.TOKENWISE, lenience=1.0, seed=1)
-    opening = Opening(
-        request_id="r",
-        cache_salt="",
-        prompt=list(PROMPT),
-        committed=list(committed),
-        sampling=sampling,
-        seed=1,
-        logit_rules=rules,
-        stop_token_ids=frozenset({STOP}),
-        max_new_tokens=max_new_tokens,
-        top_logprobs=-1,
-    )
-    return TargetSequence("s", opening, 100, replies.append)
-
-
-def a_round(number: int, prefix: Sequence[int], tokens: Sequence[int] = (), *, seen: int = 0, decode: int = 0) -> Round:
-    return Round(
-        number=number,
-        base_length=len(prefix),
-        prefix_hash=PrefixHash(prefix).digest(),
-        seen_round=seen,
-        tokens=tuple(tokens),
-        laws=(None,) * len(tokens),
-        decode=decode,
-    )
 
 
 def judge(sequence: TargetSequence, accepted: int, next_token: int) -> None:
@@ -82,7 +43,6 @@ def test_accepted_prefix_and_next_token_are_committed() -> None:
         ([21, STOP, 23], 3, 30, [21, STOP], sampling_pb2.FINISH_REASON_STOP_TOKEN),  # inside the accepted part
         ([21, 22], 1, STOP, [21, STOP], sampling_pb2.FINISH_REASON_STOP_TOKEN),  # the target's own
         ([21, STOP], 1, 30, [21, 30], sampling_pb2.FINISH_REASON_UNSPECIFIED),  # a rejected one ends nothing
-        ([1, 2, 3, 4], 4, 5, [1, 2, 3, 4], sampling_pb2.FINISH_REASON_LENGTH),  # the limit is 4
         ([1, 2, 3, 4, 5, 6], 4, 7, [1, 2, 3, 4], sampling_pb2.FINISH_REASON_LENGTH),  # drafted beyond the limit
         ([1, 2, 3], 3, STOP, [1, 2, 3, STOP], sampling_pb2.FINISH_REASON_STOP_TOKEN),  # both at once
     ],
@@ -147,13 +107,6 @@ def test_a_wrong_base_is_refused_where_its_sender_knew_better(prefix: list[int],
     with pytest.raises(RequestError, match=says) as caught:
         sequence.next_round()
     assert caught.value.reason == "WRONG_BASE"
-
-
-def test_rounds_must_grow() -> None:
-    sequence = make([])
-    sequence.submit(a_round(2, PROMPT))
-    with pytest.raises(RequestError, match="round 2 came after round 2"):
-        sequence.submit(a_round(2, PROMPT))
 
 
 def test_half_closing_ends_it_once_all_is_answered() -> None:

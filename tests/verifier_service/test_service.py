@@ -1,6 +1,5 @@
 """The verifier as a process, spoken to with plain stubs: streams, limits, bad input, and what it leaves behind."""
 
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -13,13 +12,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from outrider.rpc.errors import from_rpc_error
-from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
+from protos.outrider.v1 import sampling_pb2, verifier_service_pb2
+from protos.outrider.v1.verifier_service_pb2 import VerifyRequest
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
-from tests.cluster import Cluster, Service
-from tests.verifier_service.bad_streams import BAD_STREAMS, COUPLED, GARBAGE, INVALID
+from tests.cluster import Cluster, Service, wait_until
 from tests.verifier_service.streams import PROMPT, Stream, opening
 
 PLACES, WAITING = 4, 1
+COUPLED = sampling_pb2.ACCEPTANCE_RULE_COUPLED
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +40,10 @@ def channel(verifier: Service) -> Iterator[grpc.Channel]:
 @pytest.fixture
 def alone(channel: grpc.Channel) -> list[int]:
     """What the target writes after PROMPT by itself."""
-    return decoded(channel)
-
-
-def decoded(channel: grpc.Channel, tokens: int = 8) -> list[int]:
     with Stream(channel) as stream:
         stream.open()
-        stream.decode(1, PROMPT, tokens)
-        return [stream.verdict().token_ids[0] for _ in range(tokens)]
+        stream.decode(1, PROMPT, 8)
+        return [stream.verdict().token_ids[0] for _ in range(8)]
 
 
 def ends(stream: Stream) -> grpc.RpcError:
@@ -94,48 +90,6 @@ def test_under_coupled_the_text_is_the_seeds_and_proposals_are_bare(channel: grp
             assert (verdict.accepted, list(verdict.beta)) == (accepted, [])
 
 
-def test_rounds_sent_ahead_are_answered_in_order_and_stale_where_overtaken(
-    channel: grpc.Channel, alone: list[int]
-) -> None:
-    with Stream(channel) as stream:
-        stream.open()
-        stream.propose(1, PROMPT, alone[:2])
-        stream.propose(2, PROMPT + alone[:3], alone[3:5])  # right guess of the first verdict
-        stream.propose(3, [*PROMPT, 1, 2, 3], [4])  # wrong guess
-        answers = [stream.verdict() for _ in range(3)]
-        assert [answer.round for answer in answers] == [1, 2, 3]
-        assert [answer.status for answer in answers] == [
-            speculation_pb2.VERDICT_STATUS_JUDGED,
-            speculation_pb2.VERDICT_STATUS_JUDGED,
-            speculation_pb2.VERDICT_STATUS_STALE,
-        ]
-        assert [*answers[0].token_ids, *answers[1].token_ids] == alone[:6]
-
-
-def test_a_resumed_sequence_goes_on_where_it_was(channel: grpc.Channel, alone: list[int]) -> None:
-    with Stream(channel) as stream:
-        message = opening()
-        message.committed_token_ids.extend(alone[:3])
-        stream.open(message)
-        stream.decode(1, PROMPT + alone[:3], 5)
-        assert [stream.verdict().token_ids[0] for _ in range(5)] == alone[3:]
-
-
-def test_a_prompt_longer_than_a_pass_is_prefilled_in_pieces(channel: grpc.Channel) -> None:
-    long = [2 + i % 40 for i in range(900)]  # the default pass takes 512
-    with Stream(channel) as stream:
-        stream.open(opening(long, max_new_tokens=3))
-        stream.decode(1, long, 3)
-        first = [stream.verdict() for _ in range(3)]
-    with Stream(channel) as stream:  # the same, its first token given away: only rounding may differ
-        message = opening(long, max_new_tokens=3)
-        message.committed_token_ids.append(first[0].token_ids[0])
-        stream.open(message)
-        stream.decode(1, [*long, first[0].token_ids[0]], 2)
-        assert [stream.verdict().token_ids[0] for _ in range(2)] == [v.token_ids[0] for v in first[1:]]
-    assert first[-1].finish_reason == sampling_pb2.FINISH_REASON_LENGTH
-
-
 def test_the_stream_ends_well_after_the_last_verdict_and_after_half_closing(channel: grpc.Channel) -> None:
     with Stream(channel) as stream:
         stream.open(opening(max_new_tokens=2))
@@ -153,27 +107,6 @@ def test_the_stream_ends_well_after_the_last_verdict_and_after_half_closing(chan
             stream.take()
 
 
-def test_verdicts_tell_what_a_pass_costs(channel: grpc.Channel) -> None:
-    """The line they tell speaks of passes as their own timings do; no width is another order of magnitude."""
-    with Stream(channel) as stream:
-        stream.open(opening(max_new_tokens=400, rule=COUPLED))
-        prefix = list(PROMPT)
-        ratios: dict[int, list[float]] = {}
-        for number in range(1, 41):
-            drafted = [7] * (number % 3 * 6)
-            stream.propose(number, prefix, drafted, seen=number - 1, tells_laws=False)
-            verdict = stream.verdict()
-            prefix += verdict.token_ids
-            load, timings = verdict.load, verdict.timings
-            assert load.pass_fixed_us >= 0
-            assert load.pass_token_us >= 0
-            foretold = load.pass_fixed_us + load.pass_token_us * timings.pass_tokens
-            if timings.pass_tokens == 1 + len(drafted):  # not the first, which reads the prompt too
-                ratios.setdefault(len(drafted), []).append((timings.forward_us + timings.verify_us) / foretold)
-    for drafted_tokens in (0, 12):
-        assert 0.1 < statistics.median(ratios[drafted_tokens][3:]) < 10
-
-
 def test_logprobs_come_with_every_committed_token(channel: grpc.Channel) -> None:
     with Stream(channel) as stream:
         message = opening(temperature=1.0)
@@ -189,21 +122,49 @@ def test_logprobs_come_with_every_committed_token(channel: grpc.Channel) -> None
 # ---------------------------------------------------------------------------------------------------------- bad input
 
 
-@pytest.mark.parametrize(("act", "code", "reason", "says"), BAD_STREAMS)
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+GARBAGE = b"\xff" * 4
+
+
+def foreign(stream: Stream) -> None:
+    stream.open()
+    stream.sequence_id = "another"
+    stream.decode(1, PROMPT)
+
+
+# What the fields of a message may be: `test_request`.
+BAD_STREAMS: list[tuple[Any, str, str]] = [
+    (lambda s: s.decode(1, PROMPT), "OUT_OF_ORDER", "must be OpenSequence"),
+    (lambda s: s.close_sending(), "OUT_OF_ORDER", "before OpenSequence"),
+    (lambda s: s.send(GARBAGE), "INVALID_FIELD", "4 bytes cannot be decoded"),
+    (lambda s: (s.open(), s.send(GARBAGE)), "INVALID_FIELD", "4 bytes cannot be decoded"),
+    (lambda s: (s.open(), s.open()), "OUT_OF_ORDER", "second OpenSequence"),
+    (lambda s: (s.open(), s.send(VerifyRequest(sequence_id="s"))), "INVALID_FIELD", "kind is not set"),
+    (foreign, "INVALID_FIELD", "'another'"),
+    (lambda s: s.open(opening([2048])), "INVALID_FIELD", "is 2048"),
+    (lambda s: (s.open(), s.decode(2, PROMPT), s.decode(2, PROMPT)), "OUT_OF_ORDER", "round 2 came after round 2"),
+    (lambda s: (s.open(), s.decode(1, [*PROMPT, 1])), "WRONG_BASE", "base_length of round 1 is 5"),
+    (lambda s: (s.open(), s.decode(1, [9, 9, 9, 9])), "WRONG_BASE", "prefix_hash"),
+    (lambda s: (s.open(), s.propose(1, PROMPT, [1] * 17)), "INVALID_FIELD", "17"),
+    (lambda s: (s.open(), s.propose(1, PROMPT, [1, 2], tells_laws=False)), "INVALID_FIELD", "takes 2"),
+    (
+        lambda s: (s.open(opening(rule=COUPLED)), s.propose(1, PROMPT, [1, 2])),
+        "INVALID_FIELD",
+        "2 entries for 2 token_ids; the rule coupled takes 0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("act", "reason", "says"), BAD_STREAMS)
 def test_bad_input_ends_its_own_stream_with_a_clear_status(
-    channel: grpc.Channel,
-    alone: list[int],
-    act: Callable[[Stream], object],
-    code: grpc.StatusCode,
-    reason: str,
-    says: str,
+    channel: grpc.Channel, alone: list[int], act: Callable[[Stream], object], reason: str, says: str
 ) -> None:
     with Stream(channel, "bystander") as bystander, Stream(channel) as stream:
         bystander.open()
         bystander.decode(1, PROMPT, 4)
         act(stream)
         error = from_rpc_error(ends(stream))
-        assert (error.code, error.reason) == (code, reason)
+        assert (error.code, error.reason) == (INVALID, reason)
         assert says in error.message
         assert [bystander.verdict().token_ids[0] for _ in range(4)] == alone[:4]
 
@@ -226,12 +187,6 @@ def test_streams_of_garbage_leave_their_places_at_once(channel: grpc.Channel, ve
     assert not any("Traceback" in line or "DecodeError" in line for line in verifier.log_lines())
 
 
-def test_a_message_beyond_the_limit_is_refused(channel: grpc.Channel) -> None:
-    with Stream(channel) as stream:
-        stream.open(opening([1] * 70_000))
-        assert ends(stream).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
 @pytest.mark.parametrize("begins", [True, False])
 def test_a_silent_stream_is_closed(channel: grpc.Channel, begins: bool) -> None:
     with Stream(channel) as stream:
@@ -250,10 +205,7 @@ def test_a_client_that_does_not_read_is_cut(verifier: Service) -> None:
         stream.open(heavy)
         stream.decode(1, PROMPT, 900)
         stream.verdict()
-        end = time.monotonic() + 60
-        while not any('"unread"' in line and "DEADLINE_EXCEEDED" in line for line in verifier.log_lines()):
-            assert time.monotonic() < end, "it is still served"
-            time.sleep(0.1)
+        wait_until(lambda: any('"unread"' in line and "DEADLINE_EXCEEDED" in line for line in verifier.log_lines()))
         error = from_rpc_error(ends(stream))
     assert (error.code, error.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "IDLE")
     assert "unread" in error.message
@@ -276,28 +228,35 @@ def test_a_client_that_vanishes_leaves_its_place(channel: grpc.Channel) -> None:
 
 
 def test_sequences_wait_for_room_and_too_many_are_refused(channel: grpc.Channel, alone: list[int]) -> None:
-    streams = [Stream(channel, f"s{i}") for i in range(PLACES + 2)]
-    try:
-        for stream in streams[:PLACES]:
+    """Those that were in progress elsewhere are let in all the same, and go first."""
+    with ExitStack() as stack:
+        running = [stack.enter_context(Stream(channel, f"s{i}")) for i in range(PLACES)]
+        for stream in running:
             stream.open()
-            assert stream.take().WhichOneof("kind") == "opened"
             stream.decode(1, PROMPT)
             stream.verdict()
-        waiting, refused = streams[PLACES:]
-        waiting.open()
-        waiting.decode(1, PROMPT, 3)
-        assert waiting.take().WhichOneof("kind") == "opened"
-        assert waiting.take().notice.kind == verifier_service_pb2.NOTICE_KIND_QUEUED
+        fresh, refused, again = (stack.enter_context(Stream(channel, name)) for name in ("fresh", "refused", "again"))
+        fresh.open()
+        fresh.decode(1, PROMPT, 3)
+        assert fresh.take().WhichOneof("kind") == "opened"
+        assert fresh.take().notice.kind == verifier_service_pb2.NOTICE_KIND_QUEUED
         refused.open()
         error = from_rpc_error(ends(refused))
         assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
         assert error.retry_after is not None
         assert 0 < error.retry_after <= 60
-        streams[0].call.cancel()
-        assert [waiting.verdict().token_ids[0] for _ in range(3)] == alone[:3]
-    finally:
-        for stream in streams:
-            stream.__exit__(None, None, None)
+        resumed = opening()
+        resumed.reopened = True
+        again.open(resumed)
+        again.decode(1, PROMPT)
+        assert again.take().WhichOneof("kind") == "opened"
+        assert again.take().notice.queue_position == 0
+        running[0].call.cancel()
+        verdict = again.verdict()
+        assert list(verdict.token_ids) == alone[:1]
+        assert verdict.load.waiting == 2, "the load is that before the step: this sequence and the other one waited"
+        again.call.cancel()
+        assert [fresh.verdict().token_ids[0] for _ in range(3)] == alone[:3]
 
 
 def wait_until_alone(stream: Stream) -> None:
@@ -312,26 +271,6 @@ def wait_until_alone(stream: Stream) -> None:
             return
         assert time.monotonic() < deadline, f"{verdict.load.running} sequences are still here"
         time.sleep(0.1)
-
-
-def test_a_burst_does_not_slip_past_the_queue(channel: grpc.Channel) -> None:
-    """All at once, before the engine has seen any of them: as many are refused as are too many."""
-    too_many = 3
-    streams = [Stream(channel, f"s{i}") for i in range(PLACES + WAITING + too_many)]
-    try:
-        wait_until_alone(streams[0])
-        for stream in streams[1:]:
-            stream.open()
-        refused = 0
-        for stream in streams[1:]:
-            try:
-                stream.take()
-            except grpc.RpcError as error:
-                refused += from_rpc_error(error).reason == "OVERLOADED"
-        assert refused == too_many
-    finally:
-        for stream in streams:
-            stream.__exit__(None, None, None)
 
 
 # --------------------------------------------------------------------------------------------------------------- life
@@ -375,3 +314,34 @@ def test_what_cannot_serve_says_why_in_one_line(model: str) -> None:
         process = cluster.verifier(model=Path(model))
         assert process.process.wait(60) == 1
         assert any(model in line for line in process.lines)
+
+
+def test_every_response_has_the_size_asked_for(channel: grpc.Channel) -> None:
+    message = opening(max_new_tokens=12)
+    message.response_bytes = 1000
+    with Stream(channel) as stream:
+        stream.open(message)
+        stream.decode(1, PROMPT, tokens=12)
+        replies = [stream.take() for _ in range(13)]
+    assert {reply.ByteSize() for reply in replies} == {1000}
+
+
+def test_an_idle_stream_gives_its_place_to_a_sequence_that_waits() -> None:
+    with ExitStack() as stack:
+        limits = "--max-sequences 1 --max-waiting 1 --idle-timeout 8 --contended-idle-timeout 3"
+        verifier = stack.enter_context(Cluster(limits)).verifier()
+        verifier.wait_healthy()
+        channel = stack.enter_context(grpc.insecure_channel(verifier.address))
+        idle, waits = (stack.enter_context(Stream(channel, name)) for name in ("idle", "waits"))
+        idle.open()
+        idle.decode(1, PROMPT)
+        alone = list(idle.verdict().token_ids)
+        waits.open()
+        waits.decode(1, PROMPT)
+        assert list(waits.verdict().token_ids) == alone
+        with pytest.raises(grpc.RpcError) as caught:
+            idle.take()
+    error = from_rpc_error(caught.value)
+    assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "IDLE")
+    assert "others wait in the queue" in error.message
+    assert error.retry_after is not None

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +21,13 @@ from outrider.runtime.cuda_graph import Repeating
 from outrider.runtime.loader import ModelSource, load_model
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.paged_attention import EAGER, AttentionChoice
-from tests.cluster import MODELS
+from outrider.service.settings import SettingsError
+from tests.cluster import MODELS, Cluster
 from tests.kernels.interpreter import patch_once_a_launch
 from tests.kernels.paths import IS_INTERPRETED
-from verifier_service.target_runner import PassResult, TargetRunner
+from verifier_service.app import find_path
+from verifier_service.settings import VerifierSettings
+from verifier_service.target_runner import TargetRunner
 
 if IS_INTERPRETED:
     patch_once_a_launch()
@@ -127,9 +131,26 @@ def test_both_paths_rule_alike(packed: ModelRunner) -> None:
         assert one.beta == pytest.approx(other.beta, abs=1e-4)
 
 
-def test_a_pass_without_rounds_has_no_rulings(packed: ModelRunner) -> None:
-    slot = packed.pool.allocate()
-    told = runner(packed, "torch", graphs=False)([Chunk(slot, [5, 6], 0, 2)], [])
-    assert isinstance(told, PassResult)
-    assert told.results == []
-    packed.pool.free(slot)
+def test_a_path_that_cannot_run_is_one_line_and_exit_code_2() -> None:
+    with Cluster() as cluster:
+        service = cluster.verifier(flags="--verify-path triton", env={"TRITON_INTERPRET": ""})
+        assert service.process.wait(60) == 2
+    lines = service.log_lines()
+    assert not any('"listening"' in line for line in lines)
+    assert [line for line in lines if not line.startswith("{")] == [
+        "verifier_service: --verify-path triton: triton cannot judge on cpu: it needs a CUDA device, "
+        "or TRITON_INTERPRET=1 in the environment to interpret it, slowly"
+    ]
+
+
+def test_a_path_that_fails_its_rehearsal_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: Any) -> Any:
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
+
+    monkeypatch.setattr("kernels.paths.verify", broken)
+    settings = VerifierSettings.from_command_line(["--model", "m", "--device", "cpu"], program="verifier_service")
+    with pytest.raises(SettingsError) as caught:
+        find_path(settings)
+    assert str(caught.value) == (
+        "--verify-path auto: torch cannot judge on cpu: RuntimeError: Failed to find C compiler."
+    )

@@ -1,0 +1,117 @@
+"""The verifier's engine by itself, its turns driven by hand, and sequences of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from kernels.adjustments import LogitRules
+from kernels.sampling import SamplingParams
+from kernels.verify import Rule
+from outrider.rpc.errors import RequestError
+from outrider.runtime.loader import LoadedModel
+from outrider.runtime.model_runner import ModelRunner
+from outrider.service.sampling import Sampling
+from outrider.service.wire import PrefixHash
+from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
+from verifier_service.engine import Close, Open, Submit, VerifierEngine
+from verifier_service.request import Opening, Round
+from verifier_service.sequence import Reply, TargetSequence
+
+PROMPT = [11, 12, 13]
+STOP = 99
+VOCABULARY = 2000
+
+
+def make(
+    replies: list[Reply],
+    *,
+    prompt: Sequence[int] = PROMPT,
+    committed: Sequence[int] = (),
+    law: SamplingParams | None = None,
+    rule: Rule = Rule.TOKENWISE,
+    rules: LogitRules | None = None,
+    seed: int = 1,
+    max_new_tokens: int = 8,
+    stop: int | None = STOP,
+    **opening: Any,
+) -> TargetSequence:
+    """A sequence whose replies go there."""
+    rules = rules or LogitRules()
+    asked = Opening(
+        request_id="r",
+        cache_salt="",
+        prompt=list(prompt),
+        committed=list(committed),
+        sampling=Sampling(law or SamplingParams(), rules, rule, lenience=1.0, seed=seed),
+        seed=seed,
+        logit_rules=rules,
+        stop_token_ids=frozenset() if stop is None else frozenset({stop}),
+        max_new_tokens=max_new_tokens,
+        top_logprobs=-1,
+        **opening,
+    )
+    return TargetSequence("s", asked, VOCABULARY, replies.append)
+
+
+def a_round(number: int, prefix: Sequence[int], tokens: Sequence[int] = (), *, seen: int = 0, **fields: Any) -> Round:
+    """A proposal of point masses, or with `decode` a Decode."""
+    return Round(
+        number=number,
+        base_length=len(prefix),
+        prefix_hash=PrefixHash(prefix).digest(),
+        seen_round=seen,
+        tokens=tuple(tokens),
+        laws=(None,) * len(tokens),
+        **fields,
+    )
+
+
+def engine_of(loaded: LoadedModel, **how: Any) -> VerifierEngine:
+    """An engine of four places, which is not started."""
+    limits = model_pb2.Limits(max_gamma=4, max_sequences=4, max_sequence_tokens=64)
+    engine = VerifierEngine(
+        ModelRunner.build(loaded, max_sequences=4, max_length=64),
+        model_pb2.ModelInfo(vocab_size=VOCABULARY, limits=limits),
+        pass_tokens=64,
+        verify_path="torch",
+        **how,
+    )
+    engine.prepare()
+    return engine
+
+
+class Client:
+    """A sequence of an engine, and the replies that have left for it."""
+
+    def __init__(self, engine: VerifierEngine, prompt: Sequence[int] = PROMPT, **opening: Any) -> None:
+        self.replies: list[Reply] = []
+        how: dict[str, Any] = {"law": SamplingParams(temperature=0), "stop": None, "max_new_tokens": 6, **opening}
+        self.sequence = make(self.replies, prompt=prompt, **how)
+        self._engine = engine
+        engine.receive(Open(self.sequence))
+
+    def submit(self, drafted: Sequence[int] = (7, 8), *, arrived: float | None = None) -> None:
+        """The next round."""
+        sequence, at = self.sequence, time.perf_counter() if arrived is None else arrived
+        number = sequence.last_round
+        self._engine.receive(Submit(sequence, a_round(number + 1, sequence.tokens, drafted, seen=number, arrived=at)))
+
+    def close(self) -> None:
+        self._engine.receive(Close(self.sequence))
+
+    @property
+    def error(self) -> RequestError | None:
+        return next((reply for reply in self.replies if isinstance(reply, RequestError)), None)
+
+    def _messages(self) -> list[verifier_service_pb2.VerifyResponse]:
+        return [reply for reply in self.replies if isinstance(reply, verifier_service_pb2.VerifyResponse)]
+
+    @property
+    def verdicts(self) -> list[speculation_pb2.Verdict]:
+        return [reply.verdict for reply in self._messages() if reply.HasField("verdict")]
+
+    @property
+    def notices(self) -> list[verifier_service_pb2.Notice]:
+        return [reply.notice for reply in self._messages() if reply.HasField("notice")]
