@@ -6,6 +6,8 @@ takes 0.4 ms at V = 2,048, and 1 to 2 ms at 151,936, so all of it happens on one
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
 from threading import Lock
 
 import numpy as np
@@ -15,11 +17,10 @@ from draft_service.drafters.base import Drafting, DraftSequence, Guesser, Guesse
 from kernels.adjustments import Adjuster, apply
 from kernels.rng import Domain
 from kernels.sampling import sample
-from kernels.sparse import SparseConfig, SparseDistribution
+from kernels.sparse import SparseConfig
 from kernels.verify import Rule
 
 MAX_ORDER = 8
-_KEPT_SHARE = 0.75  # of the bound, when it was passed
 
 
 class NGramDrafter(GuessingDrafter):
@@ -35,11 +36,10 @@ class NGramDrafter(GuessingDrafter):
         entries: int = 1 << 20,
         learns: bool = False,
     ) -> None:
-        """Counts the documents of `corpus`, which takes its time: about a second for 200,000 tokens at order 4.
+        """Counts `corpus`, about a second for 200,000 tokens at order 4.
 
-        `vocab_size` is the target's, `sparse` how much of a distribution to keep. `order` is n; corpus and learned
-        texts may each come to `entries` pairs of a context and a token. `learns`: count what the service writes, and
-        draft by it.
+        `vocab_size` is the target's, `order` is n; corpus and learned texts may each come to `entries` pairs of a
+        context and a token. `learns`: count what the service writes, and draft by it.
         """
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ngram")
         self.lock = Lock()  # what is learned is counted by this thread, and in staged drafting by the engine's
@@ -60,72 +60,56 @@ class NGramDrafter(GuessingDrafter):
         # that had the same seed. So they serve where draws decide nothing about the text, and where the seed is new.
         by_draws = not (sequence.law.is_greedy or sequence.rule is Rule.COUPLED)
         if learned is None or (by_draws and not sequence.seed_is_fresh):
-            return _Counter(self, sequence, domain, (self._corpus, own), [own, learned] if learned else [own])
-        return _Counter(self, sequence, domain, (self._corpus, learned), [learned])
+            return _Counter(self, sequence, domain, [self._corpus, own], [own, learned] if learned else [own])
+        return _Counter(self, sequence, domain, [self._corpus, learned], [learned])
 
 
+@dataclass
 class _Counter(Guesser):
     """Drafts by `tables`, and counts what it reads in `taught`."""
 
-    def __init__(
-        self,
-        drafter: NGramDrafter,
-        sequence: DraftSequence,
-        domain: Domain,
-        tables: Sequence["NGramCounts"],
-        taught: Sequence["NGramCounts"],
-    ) -> None:
-        self._drafter = drafter
-        self._sequence = sequence
-        self._domain = domain
-        self._tables = tables
-        self._taught = taught
-        self._tokens: list[int] = []
-        self._adjuster: Adjuster | None = None
+    drafter: NGramDrafter
+    sequence: DraftSequence
+    domain: Domain
+    tables: "list[NGramCounts]"
+    taught: "list[NGramCounts]"
+    tokens: list[int] = field(default_factory=list)
+
+    @cached_property
+    def adjuster(self) -> Adjuster:
+        return Adjuster(self.sequence.logit_rules, self.sequence.prompt, self.drafter.vocab_size)
 
     def read(self, tokens: Sequence[int]) -> None:
-        rules, prompt, begin = self._sequence.logit_rules, self._sequence.prompt, len(self._tokens)
-        if self._adjuster is None and not rules.is_identity:
-            self._adjuster = Adjuster(rules, prompt, self._drafter.vocab_size)
-        if self._adjuster is not None:
-            for token in tokens[max(0, len(prompt) - begin) :]:
-                self._adjuster.push(token)
-        self._tokens.extend(tokens)
+        begin = len(self.tokens)
+        for token in tokens[max(0, len(self.sequence.prompt) - begin) :]:
+            self.adjuster.push(token)
+        self.tokens.extend(tokens)
         reach = max(0, begin - MAX_ORDER)
-        with self._drafter.lock:
-            for table in self._taught:
-                table.add(self._tokens[reach:], begin - reach)
+        with self.drafter.lock:
+            for table in self.taught:
+                table.add(self.tokens[reach:], begin - reach)
 
+    @torch.inference_mode()
     def guess(self, count: int, ahead: Sequence[int] = ()) -> Guesses:
         """`ahead` shifts the base of what is drawn, and is counted by the penalties alone."""
-        context, guesses, adjuster = [*self._tokens[-MAX_ORDER:], *ahead], Guesses(), self._adjuster
-        written = 0 if adjuster is None else adjuster.n_generated
-        for token in ahead if adjuster is not None else ():
-            adjuster.push(token)  # type: ignore[union-attr]
-        with torch.inference_mode():
-            for place in range(count):
-                token, q = self._draw(context, place, len(ahead))
-                if token < 0:  # nothing was counted yet, all that may be written is banned, or it is too unsure
-                    break
-                context.append(token)
-                guesses.append((token, q))
-                if adjuster is not None:
-                    adjuster.push(token)
-        if adjuster is not None:
-            adjuster.truncate(written)
+        context, guesses, written = [*self.tokens[-MAX_ORDER:], *ahead], Guesses(), self.adjuster.n_generated
+        for token in ahead:
+            self.adjuster.push(token)
+        for place in range(count):
+            with self.drafter.lock:
+                p = back_off(self.tables, context)
+            if p is None:  # nothing was counted yet
+                break
+            z = torch.from_numpy(np.log(p)).to(torch.float32).unsqueeze(0)  # [1, V]
+            how = self.sequence.draw(len(self.tokens), place, self.domain, len(ahead))
+            (found,) = sample(apply(z, [self.adjuster.row()]), [how], self.drafter.sparse)
+            if found.token < 0:  # all that may be written is banned, or it is too unsure
+                break
+            guesses.append((found.token, found.q))
+            context.append(found.token)
+            self.adjuster.push(found.token)
+        self.adjuster.truncate(written)
         return guesses
-
-    def _draw(self, context: Sequence[int], place: int, inner_base: int) -> tuple[int, SparseDistribution | None]:
-        with self._drafter.lock:
-            p = back_off(self._tables, context)
-        if p is None:
-            return -1, None
-        z = torch.from_numpy(np.log(p)).to(torch.float32).unsqueeze(0)  # [1, V]
-        if self._adjuster is not None:
-            z = apply(z, [self._adjuster.row()])
-        how = self._sequence.draw(len(self._tokens), place, self._domain, inner_base)
-        (found,) = sample(z, [how], self._drafter.sparse)
-        return found.token, found.q
 
 
 class NGramCounts:
@@ -133,18 +117,13 @@ class NGramCounts:
 
     Where more than `bound` pairs of a context and a token are known, the contexts seen least go, older ones first,
     until three quarters are left. Single tokens (the empty context) are never forgotten: there are V at most.
-
-    Attributes:
-        singles: how often each token was seen, float64 `[V]`.
-        followers: by context, what followed it and how often.
-        entries: pairs of a context and a token that are known now.
     """
 
     def __init__(self, order: int, vocab_size: int, bound: int) -> None:
         self.order = order
-        self.singles = np.zeros(vocab_size)
-        self.followers: dict[tuple[int, ...], dict[int, int]] = {}
-        self.entries = 0
+        self.singles = np.zeros(vocab_size)  # how often each token was seen
+        self.followers: dict[tuple[int, ...], dict[int, int]] = {}  # by context, what followed it and how often
+        self.entries = 0  # pairs of a context and a token that are known now
         self._bound = bound
 
     def add(self, tokens: Sequence[int], begin: int = 0) -> None:
@@ -163,7 +142,7 @@ class NGramCounts:
 
     def _forget(self) -> None:
         for context in sorted(self.followers, key=lambda context: sum(self.followers[context].values())):
-            if self.entries <= int(_KEPT_SHARE * self._bound):
+            if self.entries <= 0.75 * self._bound:
                 return
             self.entries -= len(self.followers.pop(context))
 
@@ -173,9 +152,7 @@ def back_off(tables: Sequence[NGramCounts], tokens: Sequence[int]) -> np.ndarray
 
     A context that was seen c times with t different followers gives c / (c + t) to their frequencies and leaves the
     rest to the context one token shorter (Witten and Bell, 1991); single tokens leave theirs to the uniform
-    distribution. So every token has a chance, and what was never seen after two tokens is judged by the last one.
-
-    None where no token was counted at all.
+    distribution. So every token has a chance. None where no token was counted at all.
     """
     singles = np.add.reduce([table.singles for table in tables])
     seen = singles.sum()

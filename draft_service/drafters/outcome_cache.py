@@ -21,28 +21,27 @@ from draft_service.drafters.sequence import Ask, DraftWork, Drawn, ModelSequence
 from kernels.sampling import UNSURE
 from outrider.runtime.kv_cache import KVPool
 
-# Of a sequence at a time. Branches less likely than the least are not begun: they disturb more than they save. They are
-# found among so many tokens for each place of a proposal, and this share of blocks stays free for sequences.
-MOST_BRANCHES, LEAST_CHANCE, CANDIDATES, RESERVE = 12, 0.04, 5, 1 / 8
-# In place of the token that follows a proposal of which all is accepted, until it is known what may.
-END = -1
+MOST_BRANCHES = 12  # of a sequence at a time
+LEAST_CHANCE = 0.04  # branches less likely are not begun: they disturb more than they save
+CANDIDATES = 5  # tokens for each place of a proposal, among which branches are found
+RESERVE = 1 / 8  # of all blocks; so many stay free for sequences
+END = -1  # in place of the token that follows a proposal of which all is accepted, until it is known what may
 # A proposal leaves before anything is drafted ahead: the event loop, which sends it, shares the interpreter and perhaps
 # the processor (measured: 1.1 ms a round).
 LEAVING_SECONDS = 0.5e-3
 
 # Of scores, what is chosen among; the demo pair's is 0.45, under `coupled` and at temperature 0 alike.
 TEMPERATURES = np.array([0.15, 0.3, 0.45, 0.7, 1.0, 1.5, 2.5])
-# Of what a verdict said, this much is left after the next; as many verdicts as the first guesses of τ and α count. A
-# token that is not among the candidates had this chance; a score so far below the best has none.
-MEMORY, PRIOR, UNSEEN, LEAST_SCORE = 0.99, 8.0, 0.02, -1e3
+MEMORY, PRIOR = 0.99, 8.0  # what is left of a verdict after the next; as many count as the first guesses of τ and α
+UNSEEN, LEAST_SCORE = 0.02, -1e3  # the chance of a token that was no candidate; a score so far below the best has none
 
-# Weight of the newest wait or step; one that takes so many times the mean is a pause of the machine, or a slow client.
-# Steps that are planned at once, at most.
-NEWEST, OUTLIER, MOST_STEPS = 0.2, 4.0, 1024
+NEWEST = 0.2  # weight of the newest wait or step
+OUTLIER = 4.0  # what takes so many times the mean is a pause of the machine, or a slow client
+MOST_STEPS = 1024  # that are planned at once
 
-# Pairs of rounds that a trial needs, and that it remembers; every so many rounds one is done the other way, until it
-# has them and then. Standard errors that decide; a round that took so many times the other was held up.
-TRIAL_PAIRS, PAIRS_KEPT, FIRST_EVERY, EVERY, CERTAIN, HELD_UP = 24, 128, 4, 24, 2.0, 3.0
+TRIAL_PAIRS, PAIRS_KEPT = 24, 128  # of rounds that a trial needs, and that it remembers
+FIRST_EVERY, EVERY = 4, 24  # one round of so many is done the other way, until there are as many pairs and then
+CERTAIN, HELD_UP = 2.0, 3.0  # standard errors that decide; a round that took so many times the other was held up
 
 
 class Guess(NamedTuple):
@@ -67,19 +66,11 @@ class Forecast:
         self._evidence = np.where(TEMPERATURES == 0.45, PRIOR * 0.1, 0.0)  # log-likelihoods, forgotten slowly
         self._accepted, self._judged = 0.7 * PRIOR, PRIOR
 
-    @property
-    def temperature(self) -> float:
-        return float(TEMPERATURES[int(self._evidence.argmax())]) if self._by_scores else 1.0
-
-    @property
-    def acceptance_rate(self) -> float:
-        return self._accepted / self._judged
-
     def guesses(self, places: Sequence[Place], drafted: Sequence[int]) -> list[Guess]:
         """The outcomes that begin with a rejection, and one for all others (`END`); `places` are of `drafted`."""
         found, chance = list[Guess](), 1.0
         for accepted, (place, token) in enumerate(zip(places, drafted, strict=True)):
-            stands = self._softmax(place.scores)[0] if self._by_scores else self.acceptance_rate
+            stands = self._softmax(place.scores)[0] if self._by_scores else self._accepted / self._judged
             found += self.followers(place, accepted, chance * (1 - stands), without=token)
             chance *= stands
         return [*found, Guess(chance, len(drafted), END)]
@@ -107,7 +98,8 @@ class Forecast:
         z = np.array(scores, dtype=np.float64)
         if not len(z) or not math.isfinite(best := z.max()):
             return [1 / len(z) for _ in scores]
-        weights = np.exp(np.maximum(z - best, LEAST_SCORE) / self.temperature)
+        temperature = TEMPERATURES[int(self._evidence.argmax())] if self._by_scores else 1.0
+        weights = np.exp(np.maximum(z - best, LEAST_SCORE) / temperature)
         return [float(share) for share in weights / weights.sum()]
 
 
@@ -181,19 +173,13 @@ class Trial:
 
 @dataclass(slots=True)
 class Counts:
-    """What the cache has done so far, over all sequences.
+    """What the cache has done so far, over all sequences."""
 
-    Attributes:
-        hits, misses: verdicts whose outcome was in it, and those whose was not, though others were.
-        drafted, used: tokens drafted ahead, and those that became part of a proposal.
-        saved_seconds: what drafting those would have taken, had it begun with the verdict.
-    """
-
-    hits: int = 0
-    misses: int = 0
-    drafted: int = 0
-    used: int = 0
-    saved_seconds: float = 0.0
+    hits: int = 0  # verdicts whose outcome was in it
+    misses: int = 0  # those whose was not, though others were
+    drafted: int = 0  # tokens drafted ahead
+    used: int = 0  # those that became part of a proposal
+    saved_seconds: float = 0.0  # what drafting those would have taken, had it begun with the verdict
 
     def add(self, foresight: Foresight) -> None:
         self.hits += foresight.hit
@@ -205,30 +191,20 @@ class Counts:
 
 @dataclass(slots=True)
 class Lookahead:
-    """What is drafted ahead for one sequence, the trunk.
-
-    Attributes:
-        drafted: its last proposal, of which `places` are what may stand at each place.
-        guesses: outcomes whose branches have not begun, the likeliest last.
-        end: the trunk run to its end, to see what may follow where all of it is accepted.
-        end_chance: of that.
-        branches: those begun, by how much they accept and what follows, the end among them.
-        open: those that are being drafted.
-        goes_on_in_place: whether a branch has the trunk's own slot.
-        tokens: how many were drafted of all branches.
-    """
+    """What is drafted ahead for one sequence, the trunk."""
 
     trunk: ModelSequence
-    drafted: list[int]
+    drafted: list[int]  # its last proposal
     forecast: Forecast
-    places: list[Place]
-    guesses: list[Guess]
-    end: ModelSequence | None = None
+    places: list[Place]  # what may stand at each place of it
+    guesses: list[Guess]  # outcomes whose branches have not begun, the likeliest last
+    end: ModelSequence | None = None  # the trunk run to its end, to see what may follow where all of it is accepted
     end_chance: float = 0.0
+    # Those begun, the end among them, by how much they accept and what follows; and those that are being drafted.
     branches: dict[tuple[int, int], ModelSequence] = field(default_factory=dict)
     open: list[ModelSequence] = field(default_factory=list)
-    goes_on_in_place: bool = False
-    tokens: int = 0
+    goes_on_in_place: bool = False  # a branch has the trunk's own slot
+    tokens: int = 0  # drafted, of all branches
 
     @property
     def next_chance(self) -> float:
@@ -278,8 +254,7 @@ class OutcomeCache:
         if is_next:
             token = committed[kept] if len(committed) > kept else None
             look.forecast.learn(look.places, look.drafted, kept, token)
-            found = None if token is None else look.branches.get((kept, token))
-            if token is not None and found is not None and found.drafted:
+            if token is not None and (found := look.branches.get((kept, token))) is not None and found.drafted:
                 branch = look.branches.pop((kept, token))
         self._free(look)
         if branch is not None and branch.slot in self._slots:  # otherwise it went on in place

@@ -42,22 +42,19 @@ def request(
 
 @dataclass
 class Sample:
-    """One sample as its chunks made it; at its end what a stop string cuts is taken out.
+    """One sample as its chunks made it; at its end what a stop string cuts is taken out."""
 
-    `held` is what each chunk says is held.
-    """
-
-    texts: list[str] = field(default_factory=list)
+    text: str = ""
     ids: list[int] = field(default_factory=list)
     origins: list[int] = field(default_factory=list)
     logprobs: list[sampling_pb2.PositionLogprobs] = field(default_factory=list)
     token_texts: list[str] = field(default_factory=list)
     rounds: list[draft_service_pb2.RoundReport] = field(default_factory=list)
-    held: list[int] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)  # as each chunk says
     finished: draft_service_pb2.GenerateFinished | None = None
 
     def take(self, chunk: draft_service_pb2.GenerateChunk) -> None:
-        self.texts.append(chunk.text)
+        self.text += chunk.text
         self.ids += chunk.token_ids
         self.origins += chunk.origins
         self.logprobs += chunk.logprobs
@@ -70,10 +67,6 @@ class Sample:
         if finished.cut_tokens:
             for told in (self.ids, self.origins, self.logprobs, self.token_texts):
                 del told[-finished.cut_tokens :]
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
 
     @property
     def end(self) -> draft_service_pb2.GenerateFinished:
@@ -121,8 +114,7 @@ def write(channel: grpc.Channel, *arguments: Any, **fields: Any) -> Sample:
 class ProposeStream:
     """One call of `Propose`; `with` it, `send` messages and `take` responses."""
 
-    def __init__(self, channel: grpc.Channel, sequence_id: str = "s") -> None:
-        self._sequence_id = sequence_id
+    def __init__(self, channel: grpc.Channel) -> None:
         self._outbox: queue.SimpleQueue[draft_service_pb2.ProposeRequest | None] = queue.SimpleQueue()
         self.call = DraftServiceStub(channel).Propose(self._requests(), timeout=TIMEOUT)
 
@@ -137,24 +129,17 @@ class ProposeStream:
         while (message := self._outbox.get()) is not None:
             yield message
 
-    def send(self, sequence_id: str | None = None, **kind: Any) -> None:
-        name = self._sequence_id if sequence_id is None else sequence_id
-        self._outbox.put(draft_service_pb2.ProposeRequest(sequence_id=name, **kind))
+    def send(self, sequence_id: str = "s", **kind: Any) -> None:
+        self._outbox.put(draft_service_pb2.ProposeRequest(sequence_id=sequence_id, **kind))
 
-    def open(self, prompt: list[int], temperature: float = 1.0, seed: int | None = 1, **fields: Any) -> None:
-        fields.setdefault("sampling", sampling(temperature, seed=seed))
+    def open(self, prompt: list[int], **fields: Any) -> None:
+        fields.setdefault("sampling", sampling(1.0, seed=1))
         self.send(open=draft_service_pb2.OpenDraft(prompt_token_ids=prompt, **fields))
 
     def advance(self, number: int, base: int, committed: list[int], gamma: int = 4) -> None:
-        self.send(
-            advance=draft_service_pb2.Advance(
-                round=number, base_length=base, committed_token_ids=committed, gamma=gamma
-            )
-        )
+        fields: dict[str, Any] = {"round": number, "base_length": base, "committed_token_ids": committed}
+        self.send(advance=draft_service_pb2.Advance(gamma=gamma, **fields))
 
     def take(self) -> draft_service_pb2.ProposeResponse:
         """The next response, but for those that say that it is queued."""
         return next(response for response in self.call if not response.HasField("queue_position"))
-
-    def close_sending(self) -> None:
-        self._outbox.put(None)

@@ -34,10 +34,6 @@ def propose(of: Drafter, told: DraftSequence, gamma: int, verdicts: Sequence[Seq
     return asyncio.run(run())
 
 
-def copied(tokens: list[int], gamma: int, min_match: int = 2) -> list[int]:
-    return propose(LookupDrafter(min_match=min_match), replace(PLAIN, prompt=tokens), gamma).token_ids
-
-
 def searched(tokens: list[int], gamma: int, min_match: int) -> list[int]:
     """The same by trying every place."""
     best, source = 0, None
@@ -52,14 +48,6 @@ def searched(tokens: list[int], gamma: int, min_match: int) -> list[int]:
         for place in range(gamma):
             text.append(text[source + place])
     return text[len(tokens) :]
-
-
-def test_what_followed_the_longest_match_is_copied() -> None:
-    assert copied([1, 2, 3, 9, 2, 3, 8, 1, 2, 3], 1) == [9], "three tokens match there, and two at the later place"
-    assert copied([1, 2, 9, 1, 2, 8, 1, 2], 2) == [8, 1], "the later one of equals"
-    assert copied([1, 2, 1, 2], 5) == [1, 2, 1, 2, 1], "past the end the copy itself goes on"
-    assert copied([1, 2, 9, 3, 2], 1) == []
-    assert copied([1, 2, 9, 3, 2], 1, min_match=1) == [9]
 
 
 @pytest.mark.parametrize("min_match", [1, 2, 3])

@@ -28,7 +28,6 @@ from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_p
 from tests.cluster import Cluster
 from tests.draft_service.records import record
 from tests.draft_service.verifiers import Switches, fake_verifier, matched, model_of
-from tests.fake_clock import fake_clock
 from tests.proxy import Proxy, Way
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -337,18 +336,3 @@ def test_in_any_stretch_no_more_than_the_burst_a_tenth_of_the_rounds_and_one_a_s
         (t0, r0, n0), (t1, r1, n1) = sorted(chance.sample(history, 2))
         assert n1 - n0 <= burst + PER_ROUND * (r1 - r0) + PER_SECOND * (t1 - t0) + 1e-6
     assert taken > 300
-
-
-@fake_clock
-async def test_without_any_round_one_a_second_gets_on() -> None:
-    """Where all wait there are no rounds: nobody may wait for ever. Who cannot have one in time takes none."""
-    clock = asyncio.get_running_loop().time
-    budget = FailoverBudget(1, clock)
-    assert budget.take_now()
-    for second in (1.0, 2.0, 3.0):
-        assert await budget.take(clock() + 5.0)
-        assert clock() == pytest.approx(second)
-    assert not await budget.take(clock() + 0.05)
-    assert clock() == pytest.approx(3.05)
-    await asyncio.sleep(0.95)
-    assert budget.take_now()

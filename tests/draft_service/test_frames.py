@@ -8,12 +8,7 @@ from hypothesis import strategies as st
 
 from draft_service.output import Responses
 from draft_service.privacy import Emission, Frames, framed
-from protos.outrider.v1.draft_service_pb2 import (
-    GenerateChunk,
-    GenerateFinished,
-    GenerateResponse,
-    GenerateStarted,
-)
+from protos.outrider.v1.draft_service_pb2 import GenerateChunk, GenerateFinished, GenerateResponse, GenerateStarted
 from tests.fake_clock import fake_clock
 
 SIZE, TOKEN_BYTES = 160, 48
@@ -138,18 +133,3 @@ async def test_frames_leave_by_the_clock_whether_or_not_there_is_something_to_sa
     assert [frame.WhichOneof("event") for frame in frames] == ["started", None, None, "chunk", "chunk", "finished"]
     assert {frame.ByteSize() for frame in frames[1:]} == {SIZE}
     assert times == pytest.approx([number * pace for number in range(6)])
-
-
-@fake_clock
-async def test_frames_never_make_up_for_the_time_in_which_nobody_read() -> None:
-    responses, pace = Responses(), 0.05
-    responses.send(STARTED)
-    clock = asyncio.get_running_loop().time
-    frames = framed(responses, Emission(SIZE, TOKEN_BYTES, pace))
-    times = []
-    for pause in (0.0, 0.0, 0.32, 0.0, 0.0):
-        await anext(frames)
-        times.append(clock())
-        await asyncio.sleep(pause)
-    await frames.aclose()
-    assert times == pytest.approx([tick * pace for tick in (0, 1, 2, 9, 10)])

@@ -28,7 +28,7 @@ PROMPT = "def area(radius):"
 
 
 @dataclass(frozen=True)
-class House:
+class Pair:
     """Both services, and the files that they were told of."""
 
     pki: Path
@@ -51,7 +51,7 @@ class House:
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     pki = tmp_path_factory.mktemp("pki")
     ours, others = Authority(pki / "ours"), Authority(pki / "others", "others")
     verifier_files = ours.issue(VERIFIER, file="verifier")
@@ -68,29 +68,29 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         verifier = cluster.verifier(flags=f"{of_verifier} --max-connection-age {CONNECTION_AGE}")
         draft = cluster.draft(verifier, flags=f"{of_draft} {limits}")
         wait_healthy(verifier, draft)
-        yield House(pki, ours, others, verifier, draft)
+        yield Pair(pki, ours, others, verifier, draft)
 
 
-def test_text_comes_to_whoever_has_the_ca_and_a_token(house: House) -> None:
-    with house.client() as client:
+def test_text_comes_to_whoever_has_the_ca_and_a_token(pair: Pair) -> None:
+    with pair.client() as client:
         done = client.complete(PROMPT, max_new_tokens=16, temperature=0, ignore_eos=True)
         assert done.usage.completion_tokens == 16
         assert client.get_model().target.vocab_size == 2048
-    for token_file in (None, house.pki / "wrong"):
-        write(house.pki / "wrong", f"{FIRST[:-1]}\n".encode())
-        with house.client(token_file=token_file) as client, pytest.raises(Unauthenticated, match="token"):
+    for token_file in (None, pair.pki / "wrong"):
+        write(pair.pki / "wrong", f"{FIRST[:-1]}\n".encode())
+        with pair.client(token_file=token_file) as client, pytest.raises(Unauthenticated, match="token"):
             client.complete(PROMPT)
-    for tls in (None, TLS(ca=house.others.pem, name=FRONT), TLS(ca=house.ours.pem)):
-        with house.client(tls=tls, retry=False) as client, pytest.raises(Unavailable):
+    for tls in (None, TLS(ca=pair.others.pem, name=FRONT), TLS(ca=pair.ours.pem)):
+        with pair.client(tls=tls, retry=False) as client, pytest.raises(Unavailable):
             client.get_model()
 
 
-def verifier_says(house: House, shown: tuple[Path, Path] | None) -> RequestError | None:
+def verifier_says(pair: Pair, shown: tuple[Path, Path] | None) -> RequestError | None:
     """What the verifier tells a client that shows this certificate and key; None is an answer."""
     chain, key = (None, None) if shown is None else (shown[0].read_bytes(), shown[1].read_bytes())
-    credentials = grpc.ssl_channel_credentials(house.ours.pem.read_bytes(), key, chain)
+    credentials = grpc.ssl_channel_credentials(pair.ours.pem.read_bytes(), key, chain)
     options = [("grpc.default_authority", VERIFIER), *channel_options(max_message_bytes=1 << 20)]
-    with grpc.secure_channel(house.verifier.address, credentials, options=options) as channel:
+    with grpc.secure_channel(pair.verifier.address, credentials, options=options) as channel:
         try:
             VerifierServiceStub(channel).GetModel(verifier_service_pb2.VerifierServiceGetModelRequest(), timeout=10)
         except grpc.RpcError as error:
@@ -98,32 +98,32 @@ def verifier_says(house: House, shown: tuple[Path, Path] | None) -> RequestError
     return None
 
 
-def test_the_verifier_admits_the_draft_service_and_nobody_else(house: House) -> None:
-    named, unnamed = house.ours.issue("other.models.svc"), house.ours.issue("stranger.models.svc")
-    foreign, late = house.others.issue(DRAFT), house.ours.issue(DRAFT, expired=True)
-    assert verifier_says(house, (named.cert, named.key)) is None
+def test_the_verifier_admits_the_draft_service_and_nobody_else(pair: Pair) -> None:
+    named, unnamed = pair.ours.issue("other.models.svc"), pair.ours.issue("stranger.models.svc")
+    foreign, late = pair.others.issue(DRAFT), pair.ours.issue(DRAFT, expired=True)
+    assert verifier_says(pair, (named.cert, named.key)) is None
     for shown in (None, (foreign.cert, foreign.key), (late.cert, late.key)):
-        refusal = verifier_says(house, shown)
+        refusal = verifier_says(pair, shown)
         assert refusal is not None
         assert refusal.code is grpc.StatusCode.UNAVAILABLE, "no connection"
-    refusal = verifier_says(house, (unnamed.cert, unnamed.key))
+    refusal = verifier_says(pair, (unnamed.cert, unnamed.key))
     assert refusal is not None
     assert refusal.code is grpc.StatusCode.PERMISSION_DENIED
     assert f"names stranger.models.svc; allowed are other.models.svc, {DRAFT}" in refusal.message
 
 
-def test_health_is_in_plaintext_on_its_own_port_and_nothing_else_is(house: House) -> None:
-    health = str(house.verifier.logged("health")[0]["address"])
+def test_health_is_in_plaintext_on_its_own_port_and_nothing_else_is(pair: Pair) -> None:
+    health = str(pair.verifier.logged("health")[0]["address"])
     wait_for_health(health, "outrider.v1.VerifierService", 5)
     with pytest.raises(TimeoutError, match="UNAVAILABLE"):
-        wait_for_health(house.verifier.address, "", 1)
+        wait_for_health(pair.verifier.address, "", 1)
     with grpc.insecure_channel(health) as channel, pytest.raises(grpc.RpcError) as caught:
         VerifierServiceStub(channel).GetModel(verifier_service_pb2.VerifierServiceGetModelRequest(), timeout=5)
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_what_is_too_long_is_refused_with_the_numbers(house: House) -> None:
-    with house.client(retry=False) as client:
+def test_what_is_too_long_is_refused_with_the_numbers(pair: Pair) -> None:
+    with pair.client(retry=False) as client:
         assert client.complete([5] * LONGEST_PROMPT, max_new_tokens=1).usage.prompt_tokens == LONGEST_PROMPT
         with pytest.raises(InvalidRequest, match=f"prompt has {LONGEST_PROMPT + 1} tokens.* at most {LONGEST_PROMPT}"):
             client.complete([5] * (LONGEST_PROMPT + 1))
@@ -134,12 +134,12 @@ def shown_at(address: str) -> str:
     return ssl.get_server_certificate((host, int(port)))
 
 
-async def test_no_request_fails_while_certificates_cas_and_tokens_change(house: House) -> None:
+async def test_no_request_fails_while_certificates_cas_and_tokens_change(pair: Pair) -> None:
     """Under load, everything is replaced: the draft's certificate for verifiers by one of another CA, which alone the
     verifier trusts afterwards; both servers' certificates; and the token. Connections are made anew all along.
     """
-    how: Any = {"tls": house.tls, "token_file": house.tokens, "timeout": 60, "retry": False}
-    async with AsyncClient(house.draft.address, **how) as client:
+    how: Any = {"tls": pair.tls, "token_file": pair.tokens, "timeout": 60, "retry": False}
+    async with AsyncClient(pair.draft.address, **how) as client:
         finished, over = [0] * 3, asyncio.Event()
 
         async def ask(index: int) -> None:
@@ -161,25 +161,25 @@ async def test_no_request_fails_while_certificates_cas_and_tokens_change(house: 
                             asker.result()
 
         await goes_on()
-        clients = house.pki / "clients.crt"
-        write(clients, house.ours.pem.read_bytes() + house.others.pem.read_bytes())
-        moved = house.others.issue(DRAFT)
-        write(house.ours.pem.with_name("draft.key"), moved.key.read_bytes())
-        write(house.ours.pem.with_name("draft.crt"), moved.cert.read_bytes())
+        clients = pair.pki / "clients.crt"
+        write(clients, pair.ours.pem.read_bytes() + pair.others.pem.read_bytes())
+        moved = pair.others.issue(DRAFT)
+        write(pair.ours.pem.with_name("draft.key"), moved.key.read_bytes())
+        write(pair.ours.pem.with_name("draft.crt"), moved.cert.read_bytes())
         await goes_on()  # the draft service shows the new one by now
-        write(clients, house.others.pem.read_bytes())
-        new = {name: house.ours.issue(name, file=file) for name, file in ((VERIFIER, "verifier"), (FRONT, "front"))}
-        write(house.tokens, f"{SECOND}\n{FIRST}\n".encode())
+        write(clients, pair.others.pem.read_bytes())
+        new = {name: pair.ours.issue(name, file=file) for name, file in ((VERIFIER, "verifier"), (FRONT, "front"))}
+        write(pair.tokens, f"{SECOND}\n{FIRST}\n".encode())
         await goes_on()
-        write(house.tokens, f"{SECOND}\n".encode())
+        write(pair.tokens, f"{SECOND}\n".encode())
         await goes_on()
         over.set()
         await asyncio.gather(*askers)
-    assert shown_at(house.draft.address) == new[FRONT].cert.read_text()
-    assert shown_at(house.verifier.address) == new[VERIFIER].cert.read_text()
-    old = house.pki / "old"
+    assert shown_at(pair.draft.address) == new[FRONT].cert.read_text()
+    assert shown_at(pair.verifier.address) == new[VERIFIER].cert.read_text()
+    old = pair.pki / "old"
     write(old, f"{FIRST}\n".encode())
-    with house.client(token_file=old) as without, pytest.raises(Unauthenticated):
+    with pair.client(token_file=old) as without, pytest.raises(Unauthenticated):
         without.get_model()
-    lines = [line for service in (house.verifier, house.draft) for line in service.log_lines()]
+    lines = [line for service in (pair.verifier, pair.draft) for line in service.log_lines()]
     assert not any(secret in line for line in lines for secret in (FIRST, SECOND, "PRIVATE KEY"))

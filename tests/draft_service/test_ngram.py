@@ -126,17 +126,6 @@ def test_drafts_are_drawn_from_the_law_by_the_rule_round_after_round(told: Draft
         tokens += verdict
 
 
-def test_penalties_count_what_was_committed_and_not_what_was_rejected() -> None:
-    told = sequence(
-        logit_rules=LogitRules(presence_penalty=3.0, frequency_penalty=2.0), law=SamplingParams(temperature=0)
-    )
-    verdicts = [[9, 8], [7], [9]]
-    later = rounds(drafter(), told, verdicts)
-    for after, draft in enumerate(later):
-        committed = [token for verdict in verdicts[:after] for token in verdict]
-        assert draft.token_ids == rounds(drafter(), replace(told, committed=committed), [])[0].token_ids
-
-
 def test_what_is_learned_serves_where_no_draw_can_depend_on_it() -> None:
     """Under `tokenwise` a seed that somebody may have had before drafts as if nothing had been learned."""
     taught, fresh = drafter(learns=True), drafter()

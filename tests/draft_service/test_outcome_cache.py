@@ -11,8 +11,7 @@ import pytest
 
 from draft_service.drafters.base import Draft, DraftSequence
 from draft_service.drafters.engine import DraftEngine
-from draft_service.drafters.outcome_cache import END, LEAST_CHANCE, Forecast, SpareTime, Trial
-from draft_service.drafters.sequence import Place
+from draft_service.drafters.outcome_cache import END, LEAST_CHANCE, SpareTime, Trial
 from kernels.adjustments import LogitRules
 from kernels.sampling import SamplingParams
 from kernels.sparse import SparseDistribution
@@ -179,20 +178,6 @@ def test_branches_give_way_to_sequences(loaded: LoadedModel) -> None:
 
 
 # ------------------------------------------------------------------------------------------- what it chooses by
-
-SURE = Place([7, 1, 2], [9.0, 1.0, 0.0])
-RISKY = Place([8, 3, 4], [5.0, 4.9, 1.0])
-
-
-@pytest.mark.parametrize("by_scores", [True, False])
-def test_chances_of_all_outcomes_sum_to_one(by_scores: bool) -> None:
-    forecast = Forecast(by_scores=by_scores)
-    *rejected, end = forecast.guesses([SURE, RISKY, SURE], [7, 8, 7])
-    assert (end.accepted, end.token) == (3, END)
-    behind = forecast.followers(RISKY, 3, end.chance)
-    assert sum(guess.chance for guess in behind) == pytest.approx(end.chance)
-    assert sum(guess.chance for guess in (*rejected, end)) == pytest.approx(1.0)
-    assert min(guess.chance for guess in (*rejected, *behind)) > 0
 
 
 def test_what_is_begun_is_done_before_the_first_of_them_asks() -> None:

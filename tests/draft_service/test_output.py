@@ -1,6 +1,7 @@
 """Text out: whatever the tokens, the text is the reference's and nothing of a stop string leaks; responses in order."""
 
 import asyncio
+import codecs
 from collections.abc import Sequence
 
 import pytest
@@ -19,27 +20,17 @@ class Bytes:
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self._pieces = pieces
-        self._rest = b""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
-        self._rest += self._pieces[token]
-        whole = self._rest
-        for cut in range(4):
-            try:
-                text = whole[: len(whole) - cut].decode()
-            except UnicodeDecodeError:
-                continue
-            self._rest = whole[len(whole) - cut :]
-            return text
-        return ""
+        return self._decoder.decode(self._pieces[token])
 
     def flush(self) -> str:
-        rest, self._rest = self._rest, b""
-        return rest.decode(errors="replace")
+        return self._decoder.decode(b"", final=True)
 
     @property
     def pending(self) -> bool:
-        return bool(self._rest)
+        return bool(self._decoder.getstate()[0])
 
 
 def first_stop(ends: Sequence[int], text: str, stops: Sequence[str], min_tokens: int) -> tuple[int, str] | None:

@@ -4,8 +4,7 @@ import grpc
 import pytest
 
 from outrider.service.wire import PrefixHash
-from protos.outrider.v1 import draft_service_pb2, sampling_pb2, verifier_service_pb2
-from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
+from protos.outrider.v1 import sampling_pb2, verifier_service_pb2
 from tests.draft_service import oracle
 from tests.draft_service.calls import BLOCK, COUPLED, PROMPT, TOKENWISE, ProposeStream, sampling, write
 from tests.draft_service.pairs import BREAKING_TOKEN
@@ -46,14 +45,6 @@ def test_proposals_judged_by_hand_give_the_text_of_generate(
             tokens += committed
             finished = verdict.finish_reason != sampling_pb2.FINISH_REASON_UNSPECIFIED
     assert tokens == expected.ids
-
-
-def test_without_a_rule_it_is_the_verifiers_default_that_is_drafted_for(draft: grpc.Channel) -> None:
-    """Also with a seed: the verifier, given the same parameters, would choose so too, and cannot be told otherwise."""
-    with ProposeStream(draft) as drafts:
-        drafts.open(IDS, seed=SEED)
-        models = DraftServiceStub(draft).GetModel(draft_service_pb2.DraftServiceGetModelRequest())
-        assert drafts.take().opened.rule == models.target.default_rule
 
 
 def test_the_same_round_is_drawn_again_alike_and_the_next_one_afresh(draft: grpc.Channel) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from draft_service.drafters import base, staged
-from draft_service.drafters.base import Draft, DraftSequence, Guesser, GuessingDrafter
+from draft_service.drafters.base import DraftSequence, Guesser, GuessingDrafter
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.lookup import Copier, LookupDrafter
 from draft_service.drafters.ngram import NGramDrafter
@@ -133,8 +133,6 @@ CUT = SparseConfig(keep_mass=1.0, max_support=4)
 SIZE = pairs.VOCABULARY
 PROMPT = [1, 2, 3, 4, 1, 2, 5, 1, 2, 3, 6, 1, 2]
 GAMMA = 3
-LEVEL = 0.01
-REFUTED = 1e-9
 
 
 class Model:
@@ -162,83 +160,50 @@ class Model:
         return joint
 
 
-def proposals(
-    loaded: LoadedModel, cheap: GuessingDrafter, *, count: int, size: int = SIZE
-) -> tuple[np.ndarray, DraftEngine, list[Draft]]:
-    """Counts `[V, V, V]` of so many proposals after the prompt, each with a seed of its own."""
+def proposals_of(loaded: LoadedModel, count: int, guesser: str = "ngram") -> tuple[chisquare.Fit, StagedCounts]:
+    """How so many proposals after the prompt, each with a seed of its own, fit the model's own law.
+
+    `ngram` also guesses tokens that the draft lacks.
+    """
+    size = SIZE + 6
+    corpus = np.random.default_rng(5).integers(0, size, 400).tolist()
+    by_counts = ngram([*corpus, *PROMPT], size, SparseConfig(keep_mass=1.0, max_support=12))
+    cheap: GuessingDrafter = by_counts if guesser == "ngram" else LookupDrafter(min_match=2)
     engine = staged_engine(loaded, vocab_size=size, config=CUT, guesses=2, max_length=64)
     engine.start()
     told = DraftSequence(PROMPT, [], SamplingParams(), LogitRules(), 0)
     drivers = [Driver(engine, told, cheap, vocab_size=size) for _ in range(4)]
-    counts, drafts = np.zeros((SIZE,) * GAMMA, dtype=np.int64), list[Draft]()
+    counts = np.zeros((SIZE,) * GAMMA, dtype=np.int64)
     for first in range(0, count, len(drivers)):
         for number, driver in enumerate(drivers):
             driver.begin_anew(replace(told, seed=7_000_003 + first + number), cheap)
             driver.ask(GAMMA)
         for driver in drivers:
-            drafts.append(driver.answer())
-            counts[tuple(drafts[-1].token_ids)] += 1
+            counts[tuple(driver.answer().token_ids)] += 1
     engine.stop()
-    return counts, engine, drafts
+    return chisquare.goodness_of_fit(counts.ravel(), Model(loaded).joint().ravel()), counts_of(engine)
 
 
-def cheap_for_tiny(kind: str) -> tuple[GuessingDrafter, int]:
-    """A guesser and the target's size; `foreign` also guesses tokens that the draft lacks."""
-    if kind == "lookup":
-        return LookupDrafter(min_match=2), SIZE
-    size = SIZE + 6 if kind == "foreign" else SIZE
-    corpus = np.random.default_rng(5).integers(0, size, 400).tolist()
-    return ngram([*corpus, *PROMPT], size, SparseConfig(keep_mass=1.0, max_support=12)), size
-
-
-@pytest.mark.parametrize("kind", ["lookup", "foreign"])
-def test_the_joint_law_of_a_proposal_is_the_drafts(kind: str, tiny: LoadedModel) -> None:
+@pytest.mark.parametrize("guesser", ["lookup", "ngram"])
+def test_the_joint_law_of_a_proposal_is_the_drafts(guesser: str, tiny: LoadedModel) -> None:
     """1,600 proposals over 64 outcomes: a total variation of 0.1 is noticed at a level of 1 % with a power of 95 %."""
-    cheap, size = cheap_for_tiny(kind)
-    counts, engine, _ = proposals(tiny, cheap, count=1600, size=size)
-    fit = chisquare.goodness_of_fit(counts.ravel(), Model(tiny).joint().ravel())
-    assert chisquare.detectable(fit.df, fit.n, level=LEVEL, power=0.95) <= 0.1
-    assert 0.05 * counts_of(engine).guessed < counts_of(engine).accepted < 0.9 * counts_of(engine).guessed
-    assert fit.p_value > LEVEL
-
-
-def test_what_is_told_is_the_law_after_each_prefix(tiny: LoadedModel) -> None:
-    """Up to a unit of the last place, which the width of a pass may move."""
-    cheap, size = cheap_for_tiny("ngram")
-    _, _, drafts = proposals(tiny, cheap, count=40, size=size)
-    model = Model(tiny)
-    for draft in drafts:
-        for place, law in enumerate(draft.laws):
-            own = model.law([*PROMPT, *draft.token_ids[:place]])
-            assert isinstance(law, SparseDistribution)
-            assert law.ids.tolist() == own.ids.tolist()
-            assert np.abs(law.weights.astype(int) - own.weights.astype(int)).max() <= 1
-            assert law.probability(draft.token_ids[place]) > 0
-
-
-def _accepts_all_that_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test at all: a guess stands wherever the draft could have said it."""
-    monkeypatch.setattr(staged, "accepts", lambda u, guessed, law, token: law.probability(token) > 0)
-
-
-def _whole_law_after_a_rejection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was rejected is drawn from q̂, and not from what is left of it."""
-    monkeypatch.setattr(staged, "resample", lambda u, guessed, law, token: law.token_at(u))
+    fit, counts = proposals_of(tiny, 1600, guesser)
+    assert chisquare.detectable(fit.df, fit.n, level=0.01, power=0.95) <= 0.1
+    assert 0.05 * counts.guessed < counts.accepted < 0.9 * counts.guessed
+    assert fit.p_value > 0.01
 
 
 @pytest.mark.parametrize(
-    ("fault", "kind"),
+    ("broken", "instead"),
     [
-        (_accepts_all_that_may_be, "lookup"),
-        (_whole_law_after_a_rejection, "ngram"),
+        ("accepts", lambda u, guessed, law, token: law.probability(token) > 0),
+        ("resample", lambda u, guessed, law, token: law.token_at(u)),
     ],
 )
-def test_a_fault_is_noticed(fault: Any, kind: str, tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    fault(monkeypatch)
-    cheap, size = cheap_for_tiny(kind)
-    counts, _, _ = proposals(tiny, cheap, count=600, size=size)
-    fit = chisquare.goodness_of_fit(counts.ravel(), Model(tiny).joint().ravel())
-    assert fit.p_value < REFUTED
+def test_a_fault_is_noticed(broken: str, instead: Any, tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guess that stands wherever the draft could have said it; a residual that is all of q̂."""
+    monkeypatch.setattr(staged, broken, instead)
+    assert proposals_of(tiny, 600)[0].p_value < 1e-9
 
 
 def test_no_draw_is_used_twice_nor_for_anything_else(engine: DraftEngine, monkeypatch: pytest.MonkeyPatch) -> None:

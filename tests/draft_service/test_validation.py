@@ -26,14 +26,8 @@ LIMITS = model_pb2.Limits(
     max_stop_string_chars=9,
     max_stop_token_ids=3,
 )
-DRAFTERS: dict[str, Any] = {
-    "drafters": (Kind.MODEL, Kind.LOOKUP, Kind.NONE),
-    "default_drafter": Kind.MODEL,
-}
-RULES: dict[str, Any] = {
-    "rules": [TOKENWISE, BLOCK, COUPLED],
-    "default_rule": TOKENWISE,
-}
+DRAFTERS: dict[str, Any] = {"drafters": (Kind.MODEL, Kind.LOOKUP, Kind.NONE), "default_drafter": Kind.MODEL}
+RULES: dict[str, Any] = {"rules": [TOKENWISE, BLOCK, COUPLED], "default_rule": TOKENWISE}
 DRAFT = model_pb2.ModelInfo(limits=LIMITS, features=["chat"], **RULES)
 TARGET = model_pb2.ModelInfo(vocab_size=2048, eos_token_ids=[0, 9], weights_fingerprint="f" * 64, **RULES)
 
@@ -51,14 +45,7 @@ def check(
     for name in of_target:
         target.ClearField(name)
     target.MergeFrom(model_pb2.ModelInfo(**of_target))
-    return check_generate(
-        message,
-        tokenizer=tokenizer,
-        draft=DRAFT,
-        target=target,
-        default_gamma=gamma,
-        **DRAFTERS,
-    )
+    return check_generate(message, tokenizer=tokenizer, draft=DRAFT, target=target, default_gamma=gamma, **DRAFTERS)
 
 
 def test_an_empty_request_takes_the_defaults(tokenizer: Tokenizer) -> None:

@@ -2,13 +2,13 @@
 
 import queue
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any, Self
 
 import grpc
 
 from outrider.service.wire import PrefixHash
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
+from protos.outrider.v1.verifier_service_pb2 import VerifyRequest
 
 TIMEOUT = 60.0
 PROMPT = [5, 6, 7, 8]
@@ -30,19 +30,15 @@ def opening(
     )
 
 
-def _serialized(message: verifier_service_pb2.VerifyRequest | bytes) -> bytes:
-    return message if isinstance(message, bytes) else message.SerializeToString()
-
-
 class Stream:
     """One call of `Verify`; `with` it, `send` messages and `take` replies."""
 
     def __init__(self, channel: grpc.Channel, sequence_id: str = "s", timeout: float = TIMEOUT) -> None:
         self.sequence_id = sequence_id
-        self._outbox: queue.SimpleQueue[verifier_service_pb2.VerifyRequest | bytes | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[VerifyRequest | bytes | None] = queue.SimpleQueue()
         method: Any = channel.stream_stream(
             "/outrider.v1.VerifierService/Verify",
-            request_serializer=_serialized,
+            request_serializer=lambda message: message if isinstance(message, bytes) else message.SerializeToString(),
             response_deserializer=verifier_service_pb2.VerifyResponse.FromString,
         )
         self.call = method(self._requests(), timeout=timeout)
@@ -50,17 +46,15 @@ class Stream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._outbox.put(None)
         self.call.cancel()
 
-    def _requests(self) -> Iterator[verifier_service_pb2.VerifyRequest | bytes]:
+    def _requests(self) -> Iterator[VerifyRequest | bytes]:
         while (message := self._outbox.get()) is not None:
             yield message
 
-    def send(self, message: verifier_service_pb2.VerifyRequest | bytes) -> None:
+    def send(self, message: VerifyRequest | bytes) -> None:
         """Sends a message, or bytes that are none."""
         self._outbox.put(message)
 
@@ -68,11 +62,11 @@ class Stream:
         self._outbox.put(None)
 
     def open(self, message: verifier_service_pb2.OpenSequence | None = None) -> None:
-        self.send(verifier_service_pb2.VerifyRequest(sequence_id=self.sequence_id, open=message or opening()))
+        self.send(VerifyRequest(sequence_id=self.sequence_id, open=message or opening()))
 
     def decode(self, number: int, prefix: list[int], tokens: int = 1, seen: int = 0) -> None:
         self.send(
-            verifier_service_pb2.VerifyRequest(
+            VerifyRequest(
                 sequence_id=self.sequence_id,
                 decode=verifier_service_pb2.Decode(
                     round=number,
@@ -90,7 +84,7 @@ class Stream:
         """Proposes tokens as point masses, or without distributions."""
         point = speculation_pb2.TokenDistribution(point_mass=speculation_pb2.PointMass())
         self.send(
-            verifier_service_pb2.VerifyRequest(
+            VerifyRequest(
                 sequence_id=self.sequence_id,
                 proposal=speculation_pb2.Proposal(
                     round=number,

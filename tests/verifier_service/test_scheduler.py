@@ -18,7 +18,7 @@ from verifier_service.sequence import TargetSequence
 BLOCK = 4
 
 
-class House:
+class Driver:
     """A scheduler whose passes write one number a position, and whose results accept what they are told to."""
 
     def __init__(
@@ -79,123 +79,123 @@ class House:
 
 
 def test_a_long_prompt_delays_nobody_by_more_than_a_pass() -> None:
-    house = House(pass_tokens=64, max_length=10_200, blocks=2900)
-    quick = [house.open(2, output=700) for _ in range(3)]
-    house.ask(*quick)
-    house.run()
-    long = house.open(10_000)
-    house.ask(long)
+    driver = Driver(pass_tokens=64, max_length=10_200, blocks=2900)
+    quick = [driver.open(2, output=700) for _ in range(3)]
+    driver.ask(*quick)
+    driver.run()
+    long = driver.open(10_000)
+    driver.ask(long)
     passes = 0
-    while house.pool.length(long.slot or 0) < 9_990:
-        house.ask(*quick)
-        judged = house.run(accepted=0)
+    while driver.pool.length(long.slot or 0) < 9_990:
+        driver.ask(*quick)
+        judged = driver.run(accepted=0)
         assert {id(each) for each in quick} <= {id(each) for each in judged}
         passes += 1
-    assert max(house.tokens) <= 64
+    assert max(driver.tokens) <= 64
     assert passes == pytest.approx(10_000 / (64 - 3 * 3), rel=0.02), "rounds take 9 tokens, the prompt has the rest"
 
 
 def test_a_round_longer_than_a_pass_still_goes_and_a_short_prompt_with_it() -> None:
-    house = House(pass_tokens=2)
-    sequence = house.open(1)
-    house.ask(sequence, drafted=5)
-    assert house.run() == [sequence]
-    house = House(pass_tokens=16)
-    sequence = house.open(9)
-    house.ask(sequence, drafted=3)
-    assert house.run() == [sequence]
-    assert house.tokens == [12]
+    driver = Driver(pass_tokens=2)
+    sequence = driver.open(1)
+    driver.ask(sequence, drafted=5)
+    assert driver.run() == [sequence]
+    driver = Driver(pass_tokens=16)
+    sequence = driver.open(9)
+    driver.ask(sequence, drafted=3)
+    assert driver.run() == [sequence]
+    assert driver.tokens == [12]
 
 
 def test_where_a_budget_takes_a_few_rounds_all_have_their_turn() -> None:
-    house = House(pass_tokens=7, max_sequences=16)
-    many = [house.open(1, output=90) for _ in range(8)]
+    driver = Driver(pass_tokens=7, max_sequences=16)
+    many = [driver.open(1, output=90) for _ in range(8)]
     turns = []
     for _ in range(12):
-        house.ask(*many)
-        turns += house.run()
+        driver.ask(*many)
+        turns += driver.run()
     counts = [turns.count(each) for each in many]
     assert (min(counts), max(counts)) == (3, 3), "12 passes of 2 rounds for 8 sequences"
 
 
 @pytest.mark.parametrize("backlog", [MAX_BACKLOG - 1, MAX_BACKLOG])
 def test_who_does_not_read_pauses(backlog: int) -> None:
-    house = House()
-    sequence = house.open()
-    house.ask(sequence)
+    driver = Driver()
+    sequence = driver.open()
+    driver.ask(sequence)
     sequence.backlog = backlog
-    assert house.run() == ([sequence] if backlog < MAX_BACKLOG else [])
+    assert driver.run() == ([sequence] if backlog < MAX_BACKLOG else [])
 
 
 def test_who_finds_no_place_waits_in_order() -> None:
-    house = House(max_sequences=1)
-    first, second, third = (house.open() for _ in range(3))
+    driver = Driver(max_sequences=1)
+    first, second, third = (driver.open() for _ in range(3))
     assert [each.slot is None for each in (first, second, third)] == [False, True, True]
-    house.scheduler.remove(second)
-    house.scheduler.remove(first)
+    driver.scheduler.remove(second)
+    driver.scheduler.remove(first)
     assert third.slot is not None
-    assert not house.scheduler.waiting
+    assert not driver.scheduler.waiting
 
 
 def test_what_has_ended_gives_its_blocks_back_before_its_stream_is_gone() -> None:
-    house = House()
-    sequence = house.open(9, output=2)
-    house.ask(sequence)
-    house.run(accepted=1)
+    driver = Driver()
+    sequence = driver.open(9, output=2)
+    driver.ask(sequence)
+    driver.run(accepted=1)
     assert sequence.finished
-    assert house.pool.used_blocks == 0
-    house.scheduler.remove(sequence)
-    assert not house.scheduler.running
+    assert driver.pool.used_blocks == 0
+    driver.scheduler.remove(sequence)
+    assert not driver.scheduler.running
 
 
 def test_a_sequence_begins_when_there_are_blocks_for_all_of_it() -> None:
     """Two prompts that fit one by one are not both begun, to stop each other half-way."""
-    house = House(blocks=10, pass_tokens=8)
-    first, second = house.open(24), house.open(24)
+    driver = Driver(blocks=10, pass_tokens=8)
+    first, second = driver.open(24), driver.open(24)
     for _ in range(3):
-        house.run()
-    assert house.pool.length(first.slot or 0) == 23
-    assert house.pool.length(second.slot or 0) == 0
-    assert not house.preempted()
-    house.scheduler.remove(first)
-    house.run()
-    assert house.pool.length(second.slot or 0) == 8
+        driver.run()
+    assert driver.pool.length(first.slot or 0) == 23
+    assert driver.pool.length(second.slot or 0) == 0
+    assert not driver.preempted()
+    driver.scheduler.remove(first)
+    driver.run()
+    assert driver.pool.length(second.slot or 0) == 8
 
 
 def test_the_youngest_gives_way_and_runs_again() -> None:
-    house = House(blocks=8, pass_tokens=32, max_length=32)
-    old, young = house.open(8, output=20), house.open(8, output=20)
+    driver = Driver(blocks=8, pass_tokens=32, max_length=32)
+    old, young = driver.open(8, output=20), driver.open(8, output=20)
     texts = []
     for _ in range(60):
-        house.ask(old, young)
-        house.run()
+        driver.ask(old, young)
+        driver.run()
         for sequence in (old, young):
-            if sequence.finished and sequence in house.scheduler.running:
+            if sequence.finished and sequence in driver.scheduler.running:
                 texts.append(sequence)
-                house.scheduler.remove(sequence)
+                driver.scheduler.remove(sequence)
     assert texts == [old, young]
-    assert house.preempted() == [young]
+    assert driver.preempted() == [young]
     assert [len(each.tokens) for each in texts] == [28, 28]
-    assert house.pool.used_blocks == 0
+    assert driver.pool.used_blocks == 0
 
 
 def test_who_owes_a_round_for_long_gives_way_to_anyone() -> None:
-    house = House(blocks=8, pass_tokens=32, max_length=32)
-    silent = house.open(20, output=8)
-    house.ask(silent)
-    house.run()
-    late = house.open(16, output=8)
-    house.ask(late)
-    assert house.run() == [], "not at once: a draft takes its time"
-    assert house.scheduler.is_short
+    driver = Driver(blocks=8, pass_tokens=32, max_length=32)
+    silent = driver.open(20, output=8)
+    driver.ask(silent)
+    driver.run()
+    late = driver.open(16, output=8)
+    driver.ask(late)
+    assert driver.run() == [], "not at once: a draft takes its time"
+    assert driver.scheduler.is_short
     silent.judged_at -= 2 * IDLE_SECONDS
-    assert house.run() == [late]
-    assert house.preempted() == [silent]
+    assert driver.run() == [late]
+    assert driver.preempted() == [silent]
     while not late.finished:
-        house.ask(late)
-        house.run()
-    house.ask(silent)
-    assert house.run() == [silent]
+        driver.ask(late)
+        driver.run()
+    driver.ask(silent)
+    assert driver.run() == [silent]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -204,26 +204,27 @@ def test_whoever_comes_and_goes_all_end_and_the_oldest_never_gives_way(
 ) -> None:
     monkeypatch.setattr(scheduler, "IDLE_SECONDS", float("inf"))
     rng = random.Random(seed)
-    house = House(blocks=rng.choice([12, 16, 24]), pass_tokens=rng.choice([4, 16, 64]), max_length=48, max_sequences=6)
+    driver = Driver(
+        blocks=rng.choice([12, 16, 24]), pass_tokens=rng.choice([4, 16, 64]), max_length=48, max_sequences=6
+    )
     here: list[TargetSequence] = []
     for step in range(1500):
         if step < 200 and rng.random() < 0.3 and len(here) < 12:
-            here.append(house.open(rng.randint(1, 30), output=rng.randint(1, 16)))
+            here.append(driver.open(rng.randint(1, 30), output=rng.randint(1, 16)))
         for each in here:
             if rng.random() < 0.7:
-                house.ask(each, drafted=rng.randint(0, 4))
-        before = len(house.preempted())
-        oldest = min(house.scheduler.running, key=lambda each: each.came, default=None)
-        house.run(accepted=rng.randint(0, 4))
-        assert oldest not in house.preempted()[before:]
+                driver.ask(each, drafted=rng.randint(0, 4))
+        before = len(driver.preempted())
+        oldest = min(driver.scheduler.running, key=lambda each: each.came, default=None)
+        driver.run(accepted=rng.randint(0, 4))
+        assert oldest not in driver.preempted()[before:]
         for each in list(here):
             if each.finished or rng.random() < 0.01:
-                house.scheduler.remove(each)
+                driver.scheduler.remove(each)
                 here.remove(each)
         if step > 200 and not here:
             break
     assert not here, "everybody has ended"
-    assert house.pool.used_blocks == 0
-    assert not house.scheduler.running
+    assert driver.pool.used_blocks == 0
     if seed == 0:
-        assert house.preempted(), "there is something to test"
+        assert driver.preempted(), "there is something to test"

@@ -62,20 +62,6 @@ def test_it_ends_at_a_stop_token_or_the_limit(
     assert (replies[-1] is None) == (reason != sampling_pb2.FINISH_REASON_UNSPECIFIED)
 
 
-def test_a_decode_is_answered_token_by_token() -> None:
-    replies: list[Reply] = []
-    sequence = make(replies)
-    sequence.submit(a_round(1, PROMPT, decode=3))
-    for token in (41, 42, 43):
-        judge(sequence, 0, token)
-    assert sequence.next_round() is None
-    assert [(v.round, v.base_length, list(v.token_ids)) for v in verdicts(replies)] == [
-        (1, 3, [41]),
-        (1, 4, [42]),
-        (1, 5, [43]),
-    ]
-
-
 def test_a_round_overtaken_by_a_verdict_is_stale() -> None:
     replies: list[Reply] = []
     sequence = make(replies)
@@ -107,17 +93,6 @@ def test_a_wrong_base_is_refused_where_its_sender_knew_better(prefix: list[int],
     with pytest.raises(RequestError, match=says) as caught:
         sequence.next_round()
     assert caught.value.reason == "WRONG_BASE"
-
-
-def test_half_closing_ends_it_once_all_is_answered() -> None:
-    replies: list[Reply] = []
-    sequence = make(replies)
-    sequence.submit(a_round(1, PROMPT, [21]))
-    sequence.half_close()
-    assert None not in replies
-    judge(sequence, 1, 30)
-    assert replies[-1] is None
-    assert sequence.finished
 
 
 def changed(row: RowAdjustment | None) -> list[int]:

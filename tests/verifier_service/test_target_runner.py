@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
 import torch
@@ -21,12 +20,9 @@ from outrider.runtime.cuda_graph import Repeating
 from outrider.runtime.loader import ModelSource, load_model
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.paged_attention import EAGER, AttentionChoice
-from outrider.service.settings import SettingsError
 from tests.cluster import MODELS, Cluster
 from tests.kernels.interpreter import patch_once_a_launch
 from tests.kernels.paths import IS_INTERPRETED
-from verifier_service.app import find_path
-from verifier_service.settings import VerifierSettings
 from verifier_service.target_runner import TargetRunner
 
 if IS_INTERPRETED:
@@ -53,14 +49,8 @@ def runner(packed: ModelRunner, path: str, *, graphs: bool) -> TargetRunner:
         packed.paged_runner = getattr(runner, "eager", runner)
     found = TargetRunner(packed, vocab_size=min(V, packed.loaded.vocab_size), verify_path=path)
     if graphs:
-        said = found.capture(
-            Repeating(),
-            max_sequences=SEQUENCES,
-            max_gamma=GAMMA,
-            pass_tokens=64,
-            seconds=1e3,
-            most_bytes=1 << 30,
-        )
+        limits = {"max_sequences": SEQUENCES, "max_gamma": GAMMA, "pass_tokens": 64}
+        said = found.capture(Repeating(), seconds=1e3, most_bytes=1 << 30, **limits)
         assert "sizes" in said
     return found
 
@@ -110,17 +100,17 @@ def test_a_captured_pass_rules_as_one_that_comes(packed: ModelRunner, path: str)
     captured = runner(packed, path, graphs=True)
     assert packed.captured is not None
     replayed: list[int] = []
+
+    def noted(replay: Callable[[], None]) -> None:
+        replayed.append(1)
+        replay()
+
     for each in packed.captured._captured:
-        object.__setattr__(each, "replay", partial(noted, replayed, each.replay))
+        object.__setattr__(each, "replay", partial(noted, each.replay))
     found = rounds(packed, captured, 3)
     assert len(replayed) > 4
     assert {each.accepted for each in found} >= {0, 1}
     assert same(found, eager)
-
-
-def noted(seen: list[int], replay: Callable[[], None]) -> None:
-    seen.append(1)
-    replay()
 
 
 @NEEDS_TRITON
@@ -141,16 +131,3 @@ def test_a_path_that_cannot_run_is_one_line_and_exit_code_2() -> None:
         "verifier_service: --verify-path triton: triton cannot judge on cpu: it needs a CUDA device, "
         "or TRITON_INTERPRET=1 in the environment to interpret it, slowly"
     ]
-
-
-def test_a_path_that_fails_its_rehearsal_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*arguments: Any) -> Any:
-        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
-
-    monkeypatch.setattr("kernels.paths.verify", broken)
-    settings = VerifierSettings.from_command_line(["--model", "m", "--device", "cpu"], program="verifier_service")
-    with pytest.raises(SettingsError) as caught:
-        find_path(settings)
-    assert str(caught.value) == (
-        "--verify-path auto: torch cannot judge on cpu: RuntimeError: Failed to find C compiler."
-    )

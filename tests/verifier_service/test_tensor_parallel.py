@@ -23,16 +23,12 @@ from tests.outrider.runtime import tiny
 from tests.outrider.runtime.two_ranks import ended_within, reason, two_ranks
 from tests.verifier_service.streams import PROMPT, Stream, opening
 
-SOON_S = 20.0
-"""Within which ranks must have ended that nothing holds up: with a hang they would not at all."""
-
-REQUESTS, TOKENS, PROMPT_CHARS, GAMMA = 9, 56, 90, 4
-"""By one γ they grow side by side, until the pool has no room for them."""
-
+SOON_S = 20.0  # ranks that nothing holds up have ended by then: with a hang they would not at all
+REQUESTS, TOKENS, PROMPT_CHARS = 9, 56, 90
+GAMMA = 4  # by one γ they grow side by side, until the pool has no room for them
 POOL = ("--max-sequence-tokens", "160")
 DEMO_TOKENS = 2048
-LONG = 480
-"""Tokens of a text that cannot be done before a rank is killed."""
+LONG = 480  # tokens of a text that cannot be done before a rank is killed
 
 
 class Checkpoints(NamedTuple):
