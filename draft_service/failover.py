@@ -166,7 +166,7 @@ class _Failures:
     avoid: dict[Replica, float] = field(default_factory=dict)
 
     def add(self, lease: Lease, kind: FailureKind, error: RequestError, *, was_running: bool) -> None:
-        """Takes in one more; `was_running` is whether the verifier was running the sequence's prompt or round.
+        """Takes in one more; `was_running` is whether the verifier may have run the sequence's prompt or round.
 
         Raises:
             RequestError: where no other verifier is to be tried: the error, or INTERNAL (STEP_FAILED).
@@ -229,7 +229,7 @@ class FailoverStream:
             RequestError: none has taken it in time, or one has refused what all would.
         """
         opened = await self._open(OPENING_PATIENCE)
-        self.is_open, self._failures = True, _Failures()
+        self.is_open = True
         return opened
 
     async def send(self) -> None:

@@ -42,6 +42,7 @@ class VerifyStream:
         self._ending = Ending(call)
         self._timer = InactivityTimer(silence)
         self._opened: verifier_service_pb2.Opened | None = None
+        self._may_run = False  # what is isolated waits for its turn, and is opened only then
         self._sent: Round | None = None
         self._seen = 0  # the last round whose verdict was read
         self._ended = False  # by a verdict with a finish reason
@@ -58,8 +59,8 @@ class VerifyStream:
 
     @property
     def is_running(self) -> bool:
-        """Whether the verifier runs something of the sequence: its prompt, or a round."""
-        return self.is_open and (not self._seen or self._is_owed)
+        """Whether the verifier may run something of the sequence: its prompt, or a round."""
+        return self._may_run and (not self._seen or self._is_owed)
 
     @property
     def _is_owed(self) -> bool:
@@ -74,6 +75,7 @@ class VerifyStream:
         """
         opening = self._sequence.opening(reopened=reopened, isolated=isolated)
         await self._write(VerifyRequest(open=opening))
+        self._may_run = not isolated
         while self._opened is None:
             self._note(await self._read())
         rule = opening.sampling.rule
@@ -147,7 +149,7 @@ class VerifyStream:
 
     def _note(self, response: VerifyResponse) -> None:
         if response.WhichOneof("kind") == "opened":
-            self._opened = response.opened
+            self._opened, self._may_run = response.opened, True
         elif response.notice.kind == verifier_service_pb2.NOTICE_KIND_DRAINING:
             self.draining = True
 

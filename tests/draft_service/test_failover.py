@@ -247,13 +247,13 @@ class Wrong:
 
 @asynccontextmanager
 async def wrong(error: RequestError, real: ServiceProcess, *, opens: bool = True) -> AsyncIterator[Wrong]:
-    """One that opens a sequence before it ends it, or does not."""
+    """One that opens a sequence before it ends it, or only where that is isolated."""
     model, openings = await model_of(real.address), list[bool]()
 
     async def verify(_: Any, context: Any) -> None:
         asked = (await context.read()).open
         openings.append(asked.isolated)
-        if opens:
+        if opens or asked.isolated:
             fingerprint = model.weights_fingerprint
             opened = verifier_service_pb2.Opened(rule=asked.sampling.rule, weights_fingerprint=fingerprint)
             await context.write(verifier_service_pb2.VerifyResponse(opened=opened))
@@ -268,12 +268,17 @@ DIES = RequestError(grpc.StatusCode.UNAVAILABLE, "UNSPECIFIED", "killed")
 FAILS = RequestError(*STEP_FAILED, "the step failed")
 
 
-@pytest.mark.parametrize("failure", [DIES, FAILS], ids=["dies", "step fails"])
+@pytest.mark.parametrize(
+    ("failure", "opens"),
+    [(DIES, True), (DIES, False), (FAILS, True)],
+    ids=["dies", "dies before Opened has left", "step fails"],
+)
 async def test_a_round_that_fails_at_two_verifiers_is_sent_to_no_third(
-    failure: RequestError, real: ServiceProcess
+    failure: RequestError, opens: bool, real: ServiceProcess
 ) -> None:
     """To the second as one to run alone."""
-    async with wrong(failure, real) as one, wrong(failure, real) as two, matched(one, two) as verifiers:
+    how = {"opens": opens}
+    async with wrong(failure, real, **how) as one, wrong(failure, real, **how) as two, matched(one, two) as verifiers:
         error, _ = await refused(write(verifiers, text()))
         assert says(error) == STEP_FAILED
         assert failure.message in error.message
