@@ -1,13 +1,13 @@
 """Pearson's χ², and the sample size it takes to notice a given bias.
 
-Cells are made from the law alone, before any count is seen: those that expect fewer than five counts are put together,
-with the least of the others where that is not enough. A count where the law has no mass at all refutes it at once.
+Cells are made from the distribution alone, before any count is seen: those that expect fewer than five counts are put
+together, with the least of the others where that is not enough. A count where there is no mass refutes it at once.
 
-Power. Let the counts follow p' with total variation δ from p, both over the same cells. The statistic is then about
+Power. Let the counts follow p' with total variation δ from p, over the same cells. The statistic is then about
 noncentral χ² with λ = N Σ (p' - p)²/p, and Cauchy-Schwarz gives Σ (p' - p)²/p ≥ (Σ |p' - p|)² = 4δ², with equality
 for the bias hardest to see: p' = p(1 ± 2δ). So N = λ/(4δ²), with the λ at which a χ² of these degrees of freedom
-passes its critical value with the wanted power, is enough for every bias of that size. For a table of several laws,
-each met n_s times, δ is the mean over s with weights n_s, and Jensen gives the same bound.
+passes its critical value with the wanted power, is enough for every bias of that size. For a table of several
+distributions, each met n_s times, δ is the mean over s with weights n_s, and Jensen gives the same bound.
 """
 
 from __future__ import annotations
@@ -27,64 +27,36 @@ Array: TypeAlias = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How well counts fit a law: the statistic, its degrees of freedom, the p-value, and the counts it rests on.
-
-    `impossible` is how many of the counts lie where the law has no mass; one is enough for a p-value of 0.
-    """
+    """How well `n` counts fit a distribution; one that lies where there is no mass makes for a p-value of 0."""
 
     statistic: float
     df: int
     p_value: float
     n: int
-    impossible: int = 0
 
     def __str__(self) -> str:
-        strays = f", {self.impossible} where the law has no mass" if self.impossible else ""
-        return f"χ² = {self.statistic:.1f} at df {self.df}, p = {self.p_value:.2g}, N = {self.n:,}{strays}"
+        return f"χ² = {self.statistic:.1f} at df {self.df}, p = {self.p_value:.2g}, N = {self.n:,}"
 
 
-def goodness_of_fit(counts: Array, law: Array) -> Fit:
-    """Test counts against a law over the same cells, both `[C]`."""
-    return table_fit(np.asarray(counts)[None], np.asarray(law)[None])
+def goodness_of_fit(counts: Array, distribution: Array) -> Fit:
+    """Test counts against a distribution over the same cells, both `[C]`."""
+    return table_fit(np.asarray(counts)[None], np.asarray(distribution)[None])
 
 
-def table_fit(counts: Array, laws: Array) -> Fit:
-    """Test counts `[S, C]` against a law for each row `[S, C]`, given how often each row was met.
+def table_fit(counts: Array, distributions: Array) -> Fit:
+    """Test counts `[S, C]` against a distribution for each row `[S, C]`, given how often each row was met.
 
     Holds for the transitions of a Markov chain as it does for independent rows. Rows met too rarely to make two cells
     say nothing and are left out.
     """
-    statistic, df, impossible = 0.0, 0, 0
-    for observed, law in zip(np.asarray(counts), np.asarray(laws, dtype=np.float64), strict=True):
-        impossible += int(observed[law <= 0].sum())
-        seen, expected = _merged(observed, law)
+    statistic, df, n = 0.0, 0, int(np.asarray(counts).sum())
+    for observed, distribution in zip(np.asarray(counts), np.asarray(distributions, dtype=np.float64), strict=True):
+        if observed[distribution <= 0].any():
+            statistic = math.inf
+        seen, expected = _merged(observed, distribution)
         statistic += float(((seen - expected) ** 2 / expected).sum())
         df += max(len(expected) - 1, 0)
-    n = int(np.asarray(counts).sum())
-    if impossible:
-        return Fit(math.inf, df, 0.0, n, impossible)
-    return Fit(statistic, df, float(stats.chi2.sf(statistic, df)) if df else 1.0, n)
-
-
-def two_sample(first: Array, second: Array) -> Fit:
-    """Test that two samples of counts `[C]` come from one law."""
-    table = np.stack([np.asarray(first), np.asarray(second)]).astype(np.float64)
-    n = int(table.sum())
-    pooled = table.sum(axis=0) / n
-    # The smaller sample expects the least, so it decides what is merged; the law is the pooled one for both.
-    smaller = int(table.sum(axis=1).argmin())
-    groups = _groups(pooled * table[smaller].sum())
-    merged = np.stack([np.bincount(groups, row, minlength=groups.max() + 1) for row in table])
-    expected = merged.sum(axis=0) * table.sum(axis=1, keepdims=True) / n
-    kept = expected[0] > 0
-    statistic = float(((merged - expected)[:, kept] ** 2 / expected[:, kept]).sum())
-    df = int(kept.sum()) - 1
-    return Fit(statistic, df, float(stats.chi2.sf(statistic, df)) if df else 1.0, n)
-
-
-def cells(law: Array, n: int) -> int:
-    """Return how many cells a law `[C]` makes at `n` counts."""
-    return len(_merged(np.zeros(len(law), dtype=np.int64), law, n)[1])
+    return Fit(statistic, df, float(stats.chi2.sf(statistic, df)) if df else float(statistic < math.inf), n)
 
 
 def noncentrality(df: int, level: float, power: float) -> float:
@@ -103,23 +75,22 @@ def detectable(df: int, n: int, *, level: float, power: float) -> float:
     return math.sqrt(noncentrality(df, level, power) / (4 * n))
 
 
-def hardest_bias(law: Array, distance: float) -> Array:
-    """Return the law at this total variation that χ² sees worst: about half the mass scaled up, half down."""
-    up = np.zeros(len(law), dtype=bool)
-    for cell in np.argsort(-law):
-        up[cell] = law[up].sum() + law[cell] <= 0.5
-    return np.where(up, law * (1 + distance / law[up].sum()), law * (1 - distance / law[~up].sum()))
+def hardest_bias(p: Array, distance: float) -> Array:
+    """Return the distribution at this total variation that χ² sees worst: about half the mass scaled up, half down."""
+    up = np.zeros(len(p), dtype=bool)
+    for cell in np.argsort(-p):
+        up[cell] = p[up].sum() + p[cell] <= 0.5
+    return np.where(up, p * (1 + distance / p[up].sum()), p * (1 - distance / p[~up].sum()))
 
 
-def _merged(observed: Array, law: Array, n: int | None = None) -> tuple[Array, Array]:
-    inside = law > 0
-    total = int(np.asarray(observed).sum()) if n is None else n
-    expected = law[inside] / law[inside].sum() * total
+def _merged(observed: Array, distribution: Array) -> tuple[Array, Array]:
+    inside = distribution > 0
+    total = int(observed.sum())
+    expected = distribution[inside] / distribution[inside].sum() * total
     if total == 0:
         return np.zeros(0), np.zeros(0)
     groups = _groups(expected)
-    size = groups.max() + 1
-    return np.bincount(groups, observed[inside], minlength=size), np.bincount(groups, expected, minlength=size)
+    return np.bincount(groups, observed[inside]), np.bincount(groups, expected)
 
 
 def _groups(expected: Array) -> Array:

@@ -9,27 +9,25 @@ import pytest
 
 from tests.cluster import Cluster, Service
 from tests.exactness import pairs
-from tests.exactness.results import Recorder
 from tests.exactness.worlds import World
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """The services of this folder's tests."""
     with Cluster() as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="session")
 def attentive(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> World:
-    """A pair whose target attends to all that was written: its law differs from prefix to prefix."""
-    return World.begin(cluster, tmp_path_factory.mktemp("attentive"), seed=1, markov=False)
+    """A pair whose target attends to all that was written: its distribution differs from prefix to prefix."""
+    return World(cluster, tmp_path_factory.mktemp("attentive"), seed=1, markov=False)
 
 
 @pytest.fixture(scope="session")
 def markov(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> World:
     """A pair whose target looks at the last token alone: each token of a long text is a sample of one table."""
-    return World.begin(cluster, tmp_path_factory.mktemp("markov"), seed=4, markov=True)
+    return World(cluster, tmp_path_factory.mktemp("markov"), seed=4, markov=True)
 
 
 @pytest.fixture(scope="session")
@@ -43,9 +41,3 @@ def sound(cluster: Cluster, markov: World, sharpened: Path) -> Iterator[Service]
     """A draft service with that draft, and nothing wrong with it."""
     with markov.with_fault(cluster, sharpened, "draft_service", None) as service:
         yield service
-
-
-@pytest.fixture(scope="session")
-def recorder() -> Recorder:
-    """Where the slow tests put what they measured."""
-    return Recorder()

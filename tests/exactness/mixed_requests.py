@@ -12,16 +12,10 @@ from outrider.client import AsyncClient, Options
 from tests.cluster import MODELS
 
 REQUESTS = 32
-SHORTEST, LONGEST = 16, 40
-"""Tokens of a text."""
-
 PROMPT_CHARS = (3, 24, 90, 260)
 """The last is some 120 tokens: with others of its kind it takes several passes to read."""
 
-FIRST_IDS = 1000
-"""Random ids are below this: a quarter of the prompts is no text at all."""
-
-LAWS: tuple[Options, ...] = (
+KINDS: tuple[Options, ...] = (
     Options(temperature=0.0),
     Options(temperature=1.0),
     Options(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.2),
@@ -43,32 +37,28 @@ class Asked:
 
 
 def requests() -> list[Asked]:
-    """Return the same ones whenever it is called."""
-    texts = [json.loads(line)["text"] for line in (MODELS / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+    """Return the same ones whenever it is called; a quarter of the prompts is no text at all."""
+    lines = (MODELS / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     chance = random.Random(7)
     asked = []
     for number in range(REQUESTS):
         chars = PROMPT_CHARS[number % len(PROMPT_CHARS)]
-        prompt: str | list[int] = texts[number][:chars]
+        prompt: str | list[int] = json.loads(lines[number])["text"][:chars]
         if number % 4 == 1:
-            prompt = [chance.randrange(1, FIRST_IDS) for _ in range(chars)]
-        options = Options(
-            max_new_tokens=chance.randint(SHORTEST, LONGEST),
-            ignore_eos=True,
-            seed=chance.getrandbits(64),
-            gamma=number % 8,
-        )
-        asked.append(Asked(prompt, options | LAWS[number % len(LAWS)]))
+            prompt = [chance.randrange(1, 1000) for _ in range(chars)]
+        length, seed = chance.randint(16, 40), chance.getrandbits(64)
+        options = Options(max_new_tokens=length, ignore_eos=True, seed=seed, gamma=number % 8)
+        asked.append(Asked(prompt, options | KINDS[number % len(KINDS)]))
     return asked
 
 
 def texts(address: str, asked: Sequence[Asked], *, together: bool, salt: str) -> list[Ids]:
     """Return what each writes, alone one after another, or all at once. Nothing of another salt is in any cache."""
-    return asyncio.run(_texts(address, asked, together=together, salt=salt))
 
+    async def write() -> list[Ids]:
+        async with AsyncClient(address, timeout=90.0) as client:
+            calls = [client.complete(each.prompt, **(each.options | Options(cache_salt=salt))) for each in asked]
+            done = await asyncio.gather(*calls) if together else [await call for call in calls]
+        return [completion.token_ids for completion in done]
 
-async def _texts(address: str, asked: Sequence[Asked], *, together: bool, salt: str) -> list[Ids]:
-    async with AsyncClient(address, timeout=90.0) as client:
-        calls = [client.complete(each.prompt, **(each.options | Options(cache_salt=salt))) for each in asked]
-        done = await asyncio.gather(*calls) if together else [await call for call in calls]
-    return [completion.token_ids for completion in done]
+    return asyncio.run(write())

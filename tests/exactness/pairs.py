@@ -1,8 +1,8 @@
 """Tiny pairs with random weights, written to disk as any checkpoint is, so that the services load them as any other.
 
-A Llama of 24 tokens: few enough to enumerate three of them, enough for top-k 20 to cut. Weights are drawn so large that
-laws differ much from prefix to prefix. The drafts are the target with another output layer, most of them bad on
-purpose.
+A Llama of 24 tokens: few enough to enumerate three of them, enough for top-k 20 to cut. Weights are so large that
+distributions differ much from prefix to prefix. The drafts are the target with another output layer, most of them bad
+on purpose.
 """
 
 from __future__ import annotations
@@ -39,13 +39,8 @@ BAD_DRAFTS = ("reversed", "uniform", "point_mass")
 
 
 def write_target(folder: Path, *, seed: int, sharpness: float = 1.5, markov: bool = False) -> Path:
-    """Write a target and return its folder.
-
-    Args:
-        folder: where; made if it is not there.
-        seed: of the weights.
-        sharpness: about the standard deviation of the logits.
-        markov: zero the attention's output projections, so that the next token depends on the last one alone.
+    """Write a target and return its folder; `sharpness` is about the standard deviation of its logits. A `markov` one
+    has no attention, so that the next token depends on the last one alone.
     """
     model = _model(seed, sharpness)
     if markov:
@@ -83,17 +78,10 @@ def _model(seed: int, sharpness: float) -> LlamaForCausalLM:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim == 2:
-                weight.normal_(0.0, _deviation(name, weight, sharpness), generator=generator)
+                scale = 1.0 if "embed" in name else 1.0 / math.sqrt(weight.shape[1])
+                factor = sharpness if "lm_head" in name else 1.5 if "o_proj" in name else 1.0
+                weight.normal_(0.0, factor * scale, generator=generator)
     return model
-
-
-def _deviation(name: str, weight: Tensor, sharpness: float) -> float:
-    if "embed" in name:
-        return 1.0
-    scale = 1.0 / math.sqrt(weight.shape[1])
-    if "lm_head" in name:
-        return sharpness * scale
-    return 1.5 * scale if "o_proj" in name else scale
 
 
 def _save(model: LlamaForCausalLM, folder: Path) -> Path:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from outrider.client import AsyncClient, Completion, Options
-from outrider.client import Sample as CompletedSample
 from tests.exactness.chisquare import Array
-from tests.exactness.laws import Filters
+from tests.exactness.distributions import Filters
 
 SAMPLES_PER_REQUEST = 64
 CALLS = 2
@@ -20,10 +20,6 @@ CALLS = 2
 SEQUENCES = SAMPLES_PER_REQUEST * CALLS
 FLAGS = ("--max-sequences", str(SEQUENCES))
 """What a service needs to be told to take that many."""
-
-VERIFIER_FLAGS = FLAGS
-"""And a verifier: a cap on γ follows the clock, and equal seeds are to give equal texts."""
-
 DRAFT_FLAGS = (*FLAGS, "--max-samples", str(SAMPLES_PER_REQUEST))
 
 TIMEOUT_S = 3600.0
@@ -52,23 +48,10 @@ class Run:
 
 
 def sample(
-    address: str,
-    prompt: Sequence[int],
-    *,
-    length: int,
-    samples: int,
-    filters: Filters,
-    gamma: int,
-    seed: int,
-    rule: str = "tokenwise",
-    drafter: str | None = None,
-    draft_temperature: float | None = None,
-    speculation: str | None = None,
-    max_entropy: float | None = None,
+    address: str, prompt: Sequence[int], *, length: int, samples: int, filters: Filters, seed: int, **asked: Any
 ) -> Run:
-    """Write `samples` texts of `length` tokens after `prompt`; equal arguments give equal texts.
-
-    The number of samples is rounded up to whole requests.
+    """Write `samples` texts of `length` tokens after `prompt`, rounded up to whole requests; equal arguments give equal
+    texts. `asked` are other `Options`; the rule is `tokenwise` where they name none.
     """
     options = Options(
         max_new_tokens=length,
@@ -76,18 +59,10 @@ def sample(
         temperature=filters.temperature,
         top_k=filters.top_k,
         top_p=filters.top_p,
-        gamma=gamma,
-        rule=rule,
+        rule="tokenwise",
         n=SAMPLES_PER_REQUEST,
     )
-    if drafter is not None:
-        options["drafter"] = drafter
-    if draft_temperature is not None:
-        options["draft_temperature"] = draft_temperature
-    if speculation is not None:
-        options["speculation"] = speculation
-    if max_entropy is not None:
-        options["max_entropy"] = max_entropy
+    options.update(asked)  # type: ignore[typeddict-item]
     requests = -(-samples // SAMPLES_PER_REQUEST)
     return asyncio.run(_sample(address, prompt, options, [seed * 1_000_003 + number for number in range(requests)]))
 
@@ -97,16 +72,10 @@ async def _sample(address: str, prompt: Sequence[int], options: Options, seeds: 
     async with AsyncClient(address, timeout=TIMEOUT_S, retry=False) as client:
 
         async def one(seed: int) -> Completion:
-            asked = options.copy()
-            asked["seed"] = seed
             async with gate:
-                return await client.complete(prompt, **asked)
+                return await client.complete(prompt, **(options | Options(seed=seed)))
 
-        return gathered([sample for done in await asyncio.gather(*map(one, seeds)) for sample in done.samples])
-
-
-def gathered(samples: Sequence[CompletedSample]) -> Run:
-    """Put samples of one length together."""
+        samples = [sample for done in await asyncio.gather(*map(one, seeds)) for sample in done.samples]
     return Run(
         tokens=np.array([sample.token_ids for sample in samples]),
         rounds=sum(sample.statistics.num_rounds for sample in samples),

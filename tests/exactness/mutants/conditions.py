@@ -7,30 +7,29 @@ from __future__ import annotations
 
 import importlib
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 
 def stubborn() -> None:
-    """No fault: a round is not given up however many verifiers it loses, one right after the other."""
+    """A round is not given up however many verifiers it loses, one right after the other."""
     failover = importlib.import_module("draft_service.failover").__dict__
     failover["MOST_LOST_IN_A_ROUND"] = failover["MOST_FAILED_IN_A_ROUND"] = 1 << 30
 
 
 def unhurried() -> None:
-    """No fault: each of the verifier's passes takes 10 ms more, so that a text is in progress for a while."""
+    """Each of the verifier's passes takes 10 ms more, so that a text is in progress for a while."""
     _slow_passes(0.01)
 
 
 def crowded() -> None:
-    """No fault: each of the verifier's passes takes 50 ms more, so that many texts share it."""
+    """Each of the verifier's passes takes 50 ms more, so that many texts share it."""
     _slow_passes(0.05)
 
 
 def _slow_passes(seconds: float) -> None:
-    import time
-
     from verifier_service.engine import VerifierEngine
 
     honest = VerifierEngine.forward
@@ -42,8 +41,15 @@ def _slow_passes(seconds: float) -> None:
     VerifierEngine.forward = forward  # type: ignore[method-assign]
 
 
+def slow_steps() -> None:
+    """Each of the verifier's steps takes as many seconds as a file says."""
+    from tests import slow_steps
+
+    slow_steps.install()
+
+
 def impatient_keepalive() -> None:
-    """No fault: a server that pings its peers does so after 6 s, and waits 6 s for the answer."""
+    """A server that pings its peers does so after 6 s, and waits 6 s for the answer."""
     import grpc.aio
 
     honest = grpc.aio.server
@@ -56,21 +62,14 @@ def impatient_keepalive() -> None:
 
 
 def briskly_interpreted() -> None:
-    """No fault: Triton's interpreter as `tests.kernels` has it, which takes less than half of the time."""
+    """Triton's interpreter as `tests.kernels` has it, which takes less than half of the time."""
     from tests.kernels.interpreter import patch_once_a_launch
 
     patch_once_a_launch()
 
 
-def slow_steps() -> None:
-    """No fault: each of the verifier's steps takes as many seconds as a file says (`tests.slow_steps`)."""
-    from tests import slow_steps
-
-    slow_steps.install()
-
-
 def broken_components() -> None:
-    """One `Component` after another fails, as a file says (`tests.load.broken`)."""
+    """One `Component` after another fails, as a file says."""
     from tests.load import broken
 
     broken.install()
@@ -78,32 +77,28 @@ def broken_components() -> None:
 
 def dies_after_every_round() -> None:
     """The draft service ends each call with the first round that it has told of, as one that has died."""
-    _dies(lambda request_id: True)
+    _die(most=1 << 30)
 
 
 def dies_thrice() -> None:
     """The same, for the first three calls of each request."""
-    calls = Counter[str]()
-
-    def is_early(request_id: str) -> bool:
-        calls[request_id] += 1
-        return calls[request_id] <= 3
-
-    _dies(is_early)
+    _die(most=3)
 
 
-def _dies(does: Callable[[str], bool]) -> None:
+def _die(most: int) -> None:
     from draft_service import generation
     from outrider.rpc.errors import unavailable
 
     sample = generation.Sample
     honest = sample._tell
+    deaths = Counter[str]()
 
     async def tell(self: Any) -> None:
         await honest(self)
         sequence, request = self.sequence, self.sequence.request
         has_more = len(sequence.tokens) > len(request.prompt) + len(request.committed)
-        if has_more and not sequence.finish_reason and does(request.request_id):
+        if has_more and not sequence.finish_reason and deaths[request.request_id] < most:
+            deaths[request.request_id] += 1
             raise unavailable("DRAINING", "gone")
 
     sample._tell = tell  # type: ignore[method-assign]
@@ -141,7 +136,6 @@ def scheduler_breaks() -> None:
     from verifier_service.scheduler import Scheduler
 
     plan = Scheduler.plan
-
     seen = set[Any]()
 
     def broken(self: Scheduler, rounds: Any) -> Any:
