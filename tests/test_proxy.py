@@ -89,16 +89,6 @@ def test_a_delay_adds_to_the_round_trip_and_keeps_order_and_throughput(proxy: Pr
     assert 0.2 <= took < 20.0
 
 
-def test_a_shorter_delay_overtakes_nothing(proxy: Proxy) -> None:
-    proxy.delay(0.3, Way.UP)
-    with connect(proxy) as connection:
-        connection.sendall(b"first")
-        time.sleep(0.05)
-        proxy.delay(0.0)
-        connection.sendall(b"second")
-        assert read(connection, 11) == b"firstsecond"
-
-
 @pytest.mark.parametrize("reset", [False, True])
 def test_a_cut_ends_all_connections_and_lets_new_ones_in(proxy: Proxy, reset: bool) -> None:
     with connect(proxy) as one, connect(proxy) as two:
@@ -125,19 +115,6 @@ def test_a_cut_after_a_count_lets_just_so_many_bytes_through(proxy: Proxy) -> No
         assert echoes(another, bytes(2000)), "it cuts once"
 
 
-@pytest.mark.parametrize("before", [False, True])
-def test_a_stall_holds_bytes_until_it_flows_again(proxy: Proxy, before: bool) -> None:
-    """Of a connection that is there, and of one that comes meanwhile."""
-    if before:
-        proxy.stall()
-    with connect(proxy) as connection:
-        proxy.stall()
-        connection.sendall(b"held")
-        assert is_silent(connection)
-        proxy.flow()
-        assert read(connection, 4) == b"held"
-
-
 @pytest.mark.parametrize("way", BOTH)
 def test_half_open_is_a_stall_one_way(proxy: Proxy, way: Way) -> None:
     with connect(proxy) as connection, proxy.recording() as seen:
@@ -147,6 +124,8 @@ def test_half_open_is_a_stall_one_way(proxy: Proxy, way: Way) -> None:
         wait_until(lambda: {segment.way for segment in seen} == arrived)
         assert is_silent(connection)
         assert {segment.way for segment in seen} == arrived
+        proxy.flow(way)
+        assert read(connection, 4) == b"half"
 
 
 def test_a_stall_hides_the_end_of_a_side(proxy: Proxy) -> None:
@@ -183,20 +162,14 @@ def test_refusing_turns_away_new_connections_and_leaves_the_old(proxy: Proxy) ->
         assert echoes(connection, b"back")
 
 
-def test_a_target_that_is_not_there_ends_the_connection() -> None:
-    with Proxy("127.0.0.1:1") as proxy, connect(proxy) as connection:
-        assert connection.recv(1) == b""
-
-
-def test_the_record_holds_sizes_and_times_of_each_way(proxy: Proxy) -> None:
+def test_the_record_holds_what_came_each_way(proxy: Proxy) -> None:
     with connect(proxy) as first, connect(proxy) as second, proxy.recording() as record:
         for connection, size in ((first, 10), (second, 20), (first, 30)):
             assert echoes(connection, bytes(size))
-    first_up, second_up, again = [segment for segment in record if segment.way is Way.UP]
-    assert [len(segment.data) for segment in (first_up, second_up, again)] == [10, 20, 30]
-    assert first_up.connection == again.connection != second_up.connection
-    assert [len(segment.data) for segment in record if segment.way is Way.DOWN] == [10, 20, 30]
-    assert [segment.seconds for segment in record] == sorted(segment.seconds for segment in record)
+    for way in BOTH:
+        segments = [segment for segment in record if segment.way is way]
+        assert [len(segment.data) for segment in segments] == [10, 20, 30]
+        assert segments[0].connection == segments[2].connection != segments[1].connection
     with connect(proxy) as connection:
         assert echoes(connection, b"unseen")
     assert len(record) == 6

@@ -1,4 +1,4 @@
-"""64 clients of two draft services and a verifier, most of whose streams are disturbed, each in its own way.
+"""48 clients of two draft services, most of whose streams are disturbed, each in its own way.
 
 It lasts until enough of everything has happened, so that a slow machine sees as much of it as a fast one.
 """
@@ -10,18 +10,24 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
-from outrider.client import AsyncClient, Options
+import grpc
+
+from outrider.client import AsyncClient, Chunk, Event, Finished, FinishReason, Options, OutriderError
+from outrider.client.errors import typed
+from outrider.client.events import read
+from outrider.client.request import build
+from outrider.rpc.channel import open_channel
+from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 from tests.cluster import MODELS, Cluster, Service, wait_healthy
 from tests.proxy import Proxy
 
 SHORTEST, LONGEST = 12, 32  # tokens of a text
-VERY_LONG = 96  # of one text: more verdicts than a client may leave unread
 PROMPT_CHARS = (8, 60, 140, 500)
 SAMPLING: tuple[Options, ...] = (
     Options(temperature=0.0, rule="tokenwise"),
@@ -29,10 +35,10 @@ SAMPLING: tuple[Options, ...] = (
     Options(temperature=0.0, rule="coupled"),
 )
 
-MAX_SEQUENCES, MAX_WAITING = 44, 16
+MAX_SEQUENCES, MAX_WAITING = 32, 12
 """Of the verifier: fewer than there are streams, so that some wait and some are refused."""
-KV_CACHE_MB = 10
-"""Of the verifier: some 1,700 positions, fewer than that many sequences need, so that some are preempted."""
+KV_CACHE_MB = 8
+"""Of the verifier: some 1,400 positions, fewer than that many sequences need, so that some are preempted."""
 SLOW_CLIENT_S = 3.0
 """How long either service waits for a reader that does not read."""
 
@@ -47,16 +53,19 @@ VANISH_WITHIN_S, KEEPALIVE_S = 5.0, 15.0
 """Some vanish in the beginning: a server here pings a peer after 6 s, and gives it 6 s to answer."""
 CUT_FIRST_S, CUT_EVERY_S, CUT_FOR_S = 3.0, 9.0, 0.5
 """Of the frail draft service's link to the verifier."""
+NARROW = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+"""Channel options of a client that takes little ahead of what it reads."""
+
+Events = AsyncIterator[Event]
 
 
 class Endpoint(StrEnum):
     DRAFT = "draft"
     FRAIL = "frail"  # a draft service whose own link to the verifier is cut now and then
-    VERIFIER = "verifier"
 
 
-CLIENTS = {Endpoint.DRAFT: 40, Endpoint.FRAIL: 8, Endpoint.VERIFIER: 16}
-VANISHING = {Endpoint.DRAFT: 4, Endpoint.VERIFIER: 4}
+CLIENTS = {Endpoint.DRAFT: 40, Endpoint.FRAIL: 8}
+VANISHING = 4
 
 
 class Behaviour(StrEnum):
@@ -67,7 +76,6 @@ class Behaviour(StrEnum):
     SLOW = "slow"  # stops reading for a while
     DEADLINE = "deadline"  # has set a deadline that may be too short
     TIME_LIMIT = "time_limit"  # asks for what can be written in a short time
-    HALF_CLOSE = "half_close"  # sends no more rounds, in the middle of the text
     CUT = "cut"  # its connection ends without an end of HTTP/2
     VANISH = "vanish"  # its connection falls silent, and does not end
 
@@ -80,7 +88,6 @@ SHARES: dict[Behaviour, float] = {
     Behaviour.TIME_LIMIT: 0.08,
     Behaviour.CUT: 0.15,
 }
-"""At the verifier a half-close takes the place of the time limit, which is the draft service's."""
 
 FAILURES: dict[Behaviour, set[tuple[str, str]]] = {
     Behaviour.SLOW: {("DEADLINE_EXCEEDED", "IDLE")},
@@ -103,23 +110,12 @@ class Request:
         return Options(max_new_tokens=self.length, ignore_eos=True, seed=self.number) | self.sampling
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """What a request writes when it is alone."""
-
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    text: str
-
-
 @dataclass(slots=True)
 class Outcome:
     """What came of one stream.
 
     Attributes:
         status: the name of its gRPC status; CANCELLED where the client left, OK where it read to the end.
-        reason: of the error, as the contract names it.
-        retry_after: seconds, where the error said so.
         whole: whether it ended at its full length.
     """
 
@@ -129,47 +125,34 @@ class Outcome:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     status: str = "OK"
-    reason: str = ""
-    message: str = ""
-    retry_after: float | None = None
+    error: OutriderError | None = None
     whole: bool = False
 
-    def fail(self, error: Any) -> None:
-        """Take in an error of the client or of `outrider.rpc`."""
-        self.status, self.reason, self.message = error.code.name, error.reason, error.message
-        self.retry_after = error.retry_after
+    @property
+    def failure(self) -> tuple[str, str]:
+        """Status and reason."""
+        return self.status, self.error.reason if self.error else ""
 
     def __str__(self) -> str:
         return (
-            f"{self.behaviour} at {self.endpoint}, request {self.request.number}: {self.status} {self.reason} "
-            f"after {len(self.token_ids)} of {self.request.length} tokens: {self.message}"
+            f"{self.behaviour} at {self.endpoint}, request {self.request.number}: {self.status} after "
+            f"{len(self.token_ids)} of {self.request.length} tokens: {self.error}"
         )
 
 
 def requests(count: int) -> list[Request]:
-    """Return the same ones whenever it is called; the first is the long one."""
+    """Return the same ones whenever it is called."""
     texts = [json.loads(line)["text"] for line in (MODELS / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
     chance = random.Random(5)
     return [
         Request(
             number,
             texts[number][: PROMPT_CHARS[number % len(PROMPT_CHARS)]],
-            chance.randint(SHORTEST, LONGEST) if number else VERY_LONG,
+            chance.randint(SHORTEST, LONGEST),
             SAMPLING[number % len(SAMPLING)],
         )
         for number in range(count)
     ]
-
-
-async def write_alone(address: str, requests: Sequence[Request]) -> dict[int, Expected]:
-    """Return what each request writes alone, by its number."""
-    found = {}
-    async with AsyncClient(address, timeout=CLIENT_TIMEOUT_S) as client:
-        for request in requests:
-            done = await client.complete(request.prompt, **request.options())
-            assert len(done.token_ids) == request.length
-            found[request.number] = Expected(done.started.prompt_token_ids, done.token_ids, done.text)
-    return found
 
 
 @dataclass(frozen=True)
@@ -197,15 +180,117 @@ def chaos_cluster() -> Iterator[ChaosCluster]:
             yield services
 
 
-class Clients(Protocol):
-    """Makes streams at one endpoint."""
+# ------------------------------------------------------------------------------------------------------------- clients
 
-    endpoint: Endpoint
+
+class Clients:
+    """Makes streams at one draft service; `gone` keeps the connections of clients that vanished."""
+
+    def __init__(self, endpoint: Endpoint, address: str, gone: AsyncExitStack) -> None:
+        self.endpoint = endpoint
+        self._address = address
+        self._gone = gone
+        self._client = AsyncClient(address, timeout=CLIENT_TIMEOUT_S, retry=False)
+
+    async def close(self) -> None:
+        await self._client.close()
 
     async def stream(self, behaviour: Behaviour, request: Request, chance: random.Random) -> Outcome:
         """Run one stream to its end, whatever that is."""
+        outcome = Outcome(self.endpoint, behaviour, request)
+        try:
+            await self._act(behaviour, outcome, chance)
+        except OutriderError as error:
+            outcome.status, outcome.error = error.code.name, error
+        return outcome
 
-    async def close(self) -> None: ...
+    async def _act(self, behaviour: Behaviour, outcome: Outcome, chance: random.Random) -> None:
+        request = outcome.request
+        at = chance.randint(0, request.length)
+        options = request.options() | Options(gamma=chance.choice((0, 1, 3, 4, 5, 8)))
+        options["cache_salt"] = chance.choice(("", str(chance.random())))  # prompts in the prefix cache, and new ones
+        if behaviour is Behaviour.TIME_LIMIT:
+            options["time_limit"] = chance.uniform(0.05, 4.0)
+
+        def events(client: AsyncClient = self._client, timeout: float | None = None) -> Events:
+            return client.generate(request.prompt, timeout=timeout, **options)
+
+        match behaviour:
+            case Behaviour.PLAIN | Behaviour.TIME_LIMIT:
+                await _take(events(), outcome)
+            case Behaviour.DEADLINE:
+                seconds = chance.choice((0.02, chance.uniform(0.1, 1.0), chance.uniform(1.0, 5.0)))
+                await _take(events(timeout=seconds), outcome)
+            case Behaviour.CANCEL if chance.random() < 0.5:  # between two chunks
+                await _take(events(), outcome, most=at)
+                outcome.status = "OK" if outcome.whole else "CANCELLED"
+            case Behaviour.CANCEL:  # while it waits for one
+                try:
+                    async with asyncio.timeout(chance.uniform(0.0, 4.0)):
+                        await _take(events(), outcome)
+                except TimeoutError:
+                    outcome.status = "CANCELLED"
+            case Behaviour.SLOW:
+                # Twenty candidates a token make every response larger than what is taken ahead.
+                message = build(request.prompt, request.options() | Options(logprobs=20, gamma=4))
+                async with open_channel(self._address, options=NARROW) as channel:
+                    call = DraftServiceStub(channel).Generate(message, timeout=CLIENT_TIMEOUT_S)
+                    stall = chance.uniform(*STALL_S)
+                    try:
+                        await _take(_events_of(call), outcome, act=lambda: asyncio.sleep(stall), act_at=at // 2)
+                    finally:
+                        call.cancel()
+            case Behaviour.CUT:
+                reset = chance.random() < 0.5
+                with Proxy(self._address) as proxy:
+
+                    async def cut() -> None:
+                        proxy.cut(reset=reset)
+
+                    async with AsyncClient(proxy.address, timeout=CLIENT_TIMEOUT_S, retry=False) as client:
+                        await _take(events(client), outcome, act=cut, act_at=at)
+            case Behaviour.VANISH:
+                proxy = self._gone.enter_context(Proxy(self._address))
+                async with AsyncClient(proxy.address, timeout=CLIENT_TIMEOUT_S, retry=False) as client:
+                    await _take(events(client), outcome, most=1)
+                    proxy.stall()
+                outcome.status = "CANCELLED"
+
+
+async def _events_of(call: Any) -> Events:
+    try:
+        async for response in call:
+            if (event := read(response)) is not None:
+                yield event
+    except grpc.RpcError as error:
+        raise typed(error) from error
+
+
+async def _take(
+    events: Events,
+    outcome: Outcome,
+    *,
+    most: int | None = None,
+    act: Callable[[], Awaitable[None]] | None = None,
+    act_at: int = 0,
+) -> None:
+    """Take events in, up to `most` tokens; `act` once, as soon as `act_at` have come."""
+    async with aclosing(events) as taken:  # type: ignore[type-var]
+        async for event in taken:
+            match event:
+                case Chunk():
+                    outcome.token_ids += event.token_ids
+                    outcome.text += event.text
+                case Finished():
+                    outcome.whole = event.finish_reason is FinishReason.LENGTH
+            if most is not None and len(outcome.token_ids) >= most:
+                return
+            if act is not None and len(outcome.token_ids) >= act_at:
+                await act()
+                act = None
+
+
+# --------------------------------------------------------------------------------------------------------------- chaos
 
 
 class Chaos:
@@ -220,7 +305,7 @@ class Chaos:
         self.outcomes: list[Outcome] = []
         self.left_over: list[str] = []
         self._began = time.monotonic()
-        self._vanishing = VANISHING.copy()
+        self._to_vanish = VANISHING
         self._last_vanished = 0.0
 
     async def run(self, cluster: ChaosCluster, clients: Sequence[Clients], requests: Sequence[Request]) -> None:
@@ -230,14 +315,13 @@ class Chaos:
             for number in range(CLIENTS[each.endpoint])
         ]
         breaking = asyncio.create_task(self._break(cluster.link))
-        _, pending = await asyncio.wait(workers, timeout=MOST_S + CLIENT_TIMEOUT_S / 2)
+        done, pending = await asyncio.wait(workers, timeout=MOST_S + CLIENT_TIMEOUT_S / 2)
         self.left_over = [str(worker) for worker in pending]
         for task in (*pending, breaking):
             task.cancel()
         await asyncio.gather(*workers, breaking, return_exceptions=True)
-        for worker in workers:
-            if worker not in pending:
-                worker.result()
+        for worker in done:
+            worker.result()
         for each in clients:
             await each.close()
         # Clients that vanished stay until the services have given them up.
@@ -246,38 +330,36 @@ class Chaos:
     def of(self, behaviour: Behaviour) -> list[Outcome]:
         return [outcome for outcome in self.outcomes if outcome.behaviour is behaviour]
 
-    def _is_over(self) -> bool:
-        lasted = time.monotonic() - self._began
-        return lasted > MOST_S or (lasted > LEAST_S and self._has_enough())
-
-    def _has_enough(self) -> bool:
+    def counts(self) -> list[float]:
+        """How much has happened of each thing, in shares of what is enough."""
         whole = Counter(each.endpoint for each in self.outcomes if each.whole)
         cancelled = sum(each.status == "CANCELLED" for each in self.of(Behaviour.CANCEL))
         counts = [*(len(self.of(each)) for each in SHARES), *(whole[each] for each in Endpoint), cancelled]
-        failed = [sum((each.status, each.reason) in due for each in self.of(how)) for how, due in FAILURES.items()]
-        return min(counts) >= ENOUGH and min(failed) >= ENOUGH // 2
+        failed = [sum(each.failure in due for each in self.of(how)) for how, due in FAILURES.items()]
+        return [*(count / ENOUGH for count in counts), *(2 * count / ENOUGH for count in failed)]
+
+    def _is_over(self) -> bool:
+        lasted = time.monotonic() - self._began
+        return lasted > MOST_S or (lasted > LEAST_S and min(self.counts()) >= 1)
 
     def _behaviour(self, endpoint: Endpoint, chance: random.Random) -> Behaviour:
         early = time.monotonic() < self._began + VANISH_WITHIN_S
-        if early and self._vanishing.get(endpoint, 0) and chance.random() < 0.3:
-            self._vanishing[endpoint] -= 1
+        if early and endpoint is Endpoint.DRAFT and self._to_vanish and chance.random() < 0.3:
+            self._to_vanish -= 1
             return Behaviour.VANISH
-        (behaviour,) = chance.choices(list(SHARES), list(SHARES.values()))
-        if behaviour is Behaviour.TIME_LIMIT and endpoint is Endpoint.VERIFIER:
-            return Behaviour.HALF_CLOSE
-        return behaviour
+        return chance.choices(list(SHARES), list(SHARES.values()))[0]
 
     async def _work(self, clients: Clients, requests: Sequence[Request], chance: random.Random) -> None:
         while not self._is_over():
             behaviour = self._behaviour(clients.endpoint, chance)
             outcome = await clients.stream(behaviour, chance.choice(requests), chance)
             self.outcomes.append(outcome)
-            if behaviour is Behaviour.VANISH and outcome.status == "CANCELLED":
+            if behaviour is Behaviour.VANISH and outcome.error is None:
                 self._last_vanished = time.monotonic()
             elif behaviour is Behaviour.VANISH:  # refused: another one shall vanish
-                self._vanishing[outcome.endpoint] += 1
-            if outcome.retry_after is not None:
-                await asyncio.sleep(min(outcome.retry_after, chance.uniform(0.2, 2.0)))
+                self._to_vanish += 1
+            if outcome.error is not None and outcome.error.retry_after is not None:
+                await asyncio.sleep(min(outcome.error.retry_after, chance.uniform(0.2, 2.0)))
             elif outcome.status == "UNAVAILABLE":
                 await asyncio.sleep(chance.uniform(0.0, 2 * CUT_FOR_S))
 

@@ -1,8 +1,9 @@
 """Builds the image where there is no container engine: the Dockerfile's own steps, each stage in a root of its own.
 
 What differs from an engine: the base image is this machine (its `/usr` and `/etc`, read-only, and a Python of its own
-at `/usr/local`), layers are folders, and no step can install a package of the distribution. Roots are namespaces that
-any user may make.
+at `/usr/local`), layers are folders, and no step can install a package of the distribution or ask an index: what pip
+would fetch is linked in beforehand, and what is ours is built and installed for real. Roots are namespaces that any
+user may make.
 """
 
 import fnmatch
@@ -13,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -40,13 +41,10 @@ class Step(NamedTuple):
     name: str
     text: str
 
-    def flags(self) -> dict[str, list[str]]:
+    def flags(self, name: str) -> list[str]:
         """What stands before the arguments as `--name=value`."""
-        found: dict[str, list[str]] = {}
-        for flag in self.text[: len(self.text) - len(self.rest())].split():
-            name, _, value = flag.removeprefix("--").partition("=")
-            found.setdefault(name, []).append(value)
-        return found
+        flags = self.text[: len(self.text) - len(self.rest())].split()
+        return [flag.partition("=")[2] for flag in flags if flag.startswith(f"--{name}=")]
 
     def rest(self) -> str:
         """The arguments, without the flags."""
@@ -62,20 +60,21 @@ class Stage:
     steps: list[Step] = field(default_factory=list)
 
 
-def stages(variant: str = "cpu", **arguments: str) -> dict[str, Stage]:
-    """The stages of our Dockerfile by name, as `--build-arg NAME=VALUE` for each of `arguments` makes them."""
-    arguments["VARIANT"] = variant
+def stages(variant: str = "cpu") -> dict[str, Stage]:
+    """The stages of our Dockerfile by name, as `--build-arg VARIANT=` makes them."""
     shared: dict[str, str] = {}  # declared before the first FROM; a stage sees those that it declares itself
     local: dict[str, str] = {}
     found: dict[str, Stage] = {}
     stage: Stage | None = None
-    for line in _lines(DOCKERFILE.read_text(encoding="utf-8")):
+    # Instructions, each on one line, without comments.
+    lines = [line for line in DOCKERFILE.read_text(encoding="utf-8").splitlines() if not line.lstrip().startswith("#")]
+    for line in filter(None, map(str.strip, re.sub(r"\\\n\s*", " ", "\n".join(lines)).splitlines())):
         name, _, text = line.partition(" ")
         assert name in _SUPPORTED, f"{name} is not known here"
         if name == "ARG":
             key, _, default = text.partition("=")
             scope = shared if stage is None else local
-            scope[key] = arguments.get(key, default or shared.get(key, ""))
+            scope[key] = variant if key == "VARIANT" else default or shared.get(key, "")
         elif name == "FROM":
             base, _, alias = _filled(text, shared).partition(" AS ")
             stage, local = Stage(alias.strip(), base.strip()), {}
@@ -87,12 +86,8 @@ def stages(variant: str = "cpu", **arguments: str) -> dict[str, Stage]:
     return found
 
 
-def steps(stages: Mapping[str, Stage], target: str, *names: str) -> list[Step]:
-    """The steps of these names that a target consists of, its first base's first."""
-    return [step for stage in lineage(stages, target) for step in stage.steps if step.name in names]
-
-
 def lineage(stages: Mapping[str, Stage], target: str) -> list[Stage]:
+    """A target and what it is based on, its first base first."""
     found = []
     while target in stages:
         found.append(stages[target])
@@ -100,18 +95,22 @@ def lineage(stages: Mapping[str, Stage], target: str) -> list[Stage]:
     return found[::-1]
 
 
-def set_by(step: Step, before: Mapping[str, str]) -> dict[str, str]:
-    """The environment behind an ENV instruction."""
-    entries = (entry.partition("=") for entry in shlex.split(_filled(step.text, before)))
-    return {**before, **{key: value for key, _, value in entries}}
+def steps(stages: Mapping[str, Stage], target: str, *names: str) -> list[Step]:
+    """The steps of these names that a target consists of."""
+    return [step for stage in lineage(stages, target) for step in stage.steps if step.name in names]
 
 
 def environment(stages: Mapping[str, Stage], target: str, before: Mapping[str, str]) -> dict[str, str]:
     """The environment of a container of the target."""
     found = dict(before)
     for step in steps(stages, target, "ENV"):
-        found = set_by(step, found)
+        found |= _set_by(step, found)
     return found
+
+
+def _set_by(step: Step, before: Mapping[str, str]) -> dict[str, str]:
+    entries = (entry.partition("=") for entry in shlex.split(_filled(step.text, before)))
+    return {key: value for key, _, value in entries}
 
 
 def entry_point(stages: Mapping[str, Stage], target: str) -> list[str]:
@@ -120,14 +119,18 @@ def entry_point(stages: Mapping[str, Stage], target: str) -> list[str]:
     return command
 
 
-def _lines(text: str) -> list[str]:
-    """Instructions, each on one line, without comments."""
-    kept = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
-    return [line.strip() for line in re.sub(r"\\\n\s*", " ", kept).splitlines() if line.strip()]
-
-
 def _filled(text: str, values: Mapping[str, str]) -> str:
     return re.sub(r"\$\{(\w+)\}", lambda found: values.get(found[1], found[0]), text)
+
+
+def in_context(path: str) -> bool:
+    """Whether a path of the context is sent to the engine: the last pattern that fits decides."""
+    kept = True
+    parents = [path, *(str(parent) for parent in Path(path).parents)]
+    for line in (DEPLOY / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines():
+        if any(fnmatch.fnmatchcase(each, line.removeprefix("!")) for each in parents):
+            kept = line.startswith("!")
+    return kept
 
 
 # --------------------------------------------------------------------------------------------------------------- roots
@@ -173,7 +176,7 @@ class Root:
     """A folder that becomes `/`, with `mounts` in it."""
 
     path: Path
-    mounts: list[Mount] = field(default_factory=list)
+    mounts: Sequence[Mount]
 
     def inside(self, path: str) -> Path:
         """Where a path of the root lies outside."""
@@ -222,67 +225,54 @@ def need_namespaces() -> None:
 # ------------------------------------------------------------------------------------------------------------ building
 
 _MAKING = ("ENV", "WORKDIR", "USER", "COPY", "RUN")
+_SITE = f"/opt/outrider/lib/python{sysconfig.get_python_version()}/site-packages"
 
 
 class Builder:
-    """Builds stages of the Dockerfile, each once, and those that are made by the same steps together.
+    """Builds stages of the CPU variant, each once, and those that are made by the same steps together."""
 
-    Args:
-        folder: where roots are made, and what steps cache.
-        env: what the steps of a target get in their environment beside what the file says.
-        mounts: what each root holds beside what the steps put there.
-        after: called with the root after each RUN, and with what ran.
-    """
-
-    def __init__(
-        self,
-        stages: Mapping[str, Stage],
-        folder: Path,
-        *,
-        env: Callable[[str], Mapping[str, str]] = lambda target: {},
-        mounts: Sequence[Mount] = (),
-        after: Callable[[Root, str], None] = lambda root, command: None,
-    ) -> None:
-        self._stages = stages
-        self._roots, self._cache = folder / "roots", folder / "cache"
-        for each in (self._roots, self._cache):
+    def __init__(self, folder: Path) -> None:
+        self._stages = stages()
+        self._packages = Path(sysconfig.get_path("purelib"))
+        self._roots, self._cache, self._tools = (folder / name for name in ("roots", "cache", "tools"))
+        for each in (self._roots, self._cache, self._tools):
             each.mkdir()
-        self._env = env
-        self._mounts = mounts
-        self._after = after
+        self._link("setuptools*", into=self._tools)
         self._built: dict[object, Root] = {}
 
     def build(self, target: str) -> Root:
         """The root of a target, with all that it is made of."""
-        made_by = (tuple(steps(self._stages, target, *_MAKING)), frozenset(self._env(target).items()))
+        made_by = (tuple(steps(self._stages, target, *_MAKING)), target == "package")
         if made_by in self._built:
             return self._built[made_by]
         path = self._roots / target
         path.mkdir()
         path.chmod(0o755)
-        root = self._built[made_by] = Root(path, list(self._mounts))
+        installed = [("ro", str(self._packages), "/installed"), ("ro", str(self._tools), "/tools")]
+        root = self._built[made_by] = Root(path, installed)
         for name in ("/tmp", "/root"):
             root.inside(name).mkdir()
-        folder, user, env = "/", "0", {"PATH": PATH, "HOME": "/root"}
+        # pip finds all that it is told to install there already, in the right versions, and would fail if it did not.
+        offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": "/dev/null"}
+        if target == "package":
+            offline["PYTHONPATH"] = "/tools"
+        folder, env = "/", {"PATH": PATH, "HOME": "/root"}
         for step in steps(self._stages, target, *_MAKING):
             match step.name:
                 case "ENV":
-                    env = set_by(step, env)
+                    env |= _set_by(step, env)
                 case "WORKDIR":
                     folder = step.text
                     root.inside(folder).mkdir(parents=True, exist_ok=True)
-                case "USER":
-                    user = step.text.partition(":")[0]
                 case "COPY":
                     self._copy(root, step, folder)
                 case "RUN":
-                    assert user == "0", f"RUN as user {user} is not known here"
-                    self._run(root, step, folder, {**env, **self._env(target)})
+                    self._run(root, step, folder, env | offline)
         return root
 
     def _run(self, root: Root, step: Step, folder: str, env: Mapping[str, str]) -> None:
         more: list[Mount] = []
-        for text in step.flags().get("mount", []):
+        for text in step.flags("mount"):
             what = dict(part.partition("=")[::2] for part in text.split(","))
             if what["type"] == "bind":
                 more.append(("ro", str(self.build(what["from"]).inside(what["source"])), what["target"]))
@@ -290,12 +280,19 @@ class Builder:
                 assert what["type"] == "cache", f"a mount of type {what['type']} is not known here"
                 more.append(("rw", str(self._cache), what["target"]))
         root.run(["sh", "-c", f"cd {shlex.quote(folder)} && {step.rest()}"], env=env, more=more)
-        self._after(root, step.rest())
+        if "-m venv" in step.rest():
+            self._link("*", into=root.inside(_SITE))
+
+    def _link(self, pattern: str, *, into: Path) -> None:
+        """What is installed here, but for the project itself, which is to come from its wheel."""
+        for entry in self._packages.glob(pattern):
+            if not entry.name.startswith(("outrider", "__editable__")):
+                (into / entry.name).symlink_to(f"/installed/{entry.name}")
 
     def _copy(self, root: Root, step: Step, folder: str) -> None:
         *sources, to = step.rest().split()
         target = root.inside(to if to.startswith("/") else f"{folder}/{to}")
-        other = step.flags().get("from")
+        other = step.flags("from")
         for source in sources:
             origin = self.build(other[0]).inside(source) if other else ROOT / source
             assert other or in_context(source), f"COPY {source}: the context leaves it out"
@@ -306,54 +303,3 @@ class Builder:
                 shutil.copytree(origin, target, symlinks=True, dirs_exist_ok=True, ignore=ignore)
             else:
                 shutil.copy2(origin, into)
-
-
-def in_context(path: str) -> bool:
-    """Whether a path of the context is sent to the engine: the last pattern that fits decides."""
-    kept = True
-    parents = [path, *(str(parent) for parent in Path(path).parents)]
-    lines = (line.strip() for line in (DEPLOY / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines())
-    for pattern in (line for line in lines if line and not line.startswith("#")):
-        if any(fnmatch.fnmatchcase(each, pattern.removeprefix("!")) for each in parents):
-            kept = pattern.startswith("!")
-    return kept
-
-
-def built_offline(folder: Path) -> Builder:
-    """A builder of the CPU variant without a network: what pip would fetch is linked in beforehand.
-
-    pip finds all that it is told to install there already, in the versions that it is told, and would fail if it did
-    not; what is ours it builds and installs for real.
-    """
-    packages, tools = Path(sysconfig.get_path("purelib")), folder / "tools"
-    tools.mkdir()
-    _link(packages, "setuptools*", into=tools)
-    site = f"/opt/outrider/lib/python{sysconfig.get_python_version()}/site-packages"
-
-    def linked(root: Root, command: str) -> None:
-        if "-m venv" in command:
-            _link(packages, "*", into=root.inside(site))
-
-    def offline(target: str) -> dict[str, str]:
-        how = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": "/dev/null"}
-        return how | {"PYTHONPATH": "/tools"} if target == "package" else how
-
-    mounts = [("ro", str(packages), "/installed"), ("ro", str(tools), "/tools")]
-    return Builder(stages(), folder, env=offline, mounts=mounts, after=linked)
-
-
-def _link(packages: Path, pattern: str, *, into: Path) -> None:
-    """What is installed here, but for the project itself, which is to come from its wheel."""
-    for entry in packages.glob(pattern):
-        if not entry.name.startswith(("outrider", "__editable__")):
-            (into / entry.name).symlink_to(f"/installed/{entry.name}")
-
-
-def installed(root: Root, python: str) -> dict[str, str]:
-    """The distributions that a Python of the root sees, with their versions."""
-    code = (
-        "import importlib.metadata as m, json; "
-        "print(json.dumps({d.metadata['Name']: d.version for d in m.distributions()}))"
-    )
-    found: dict[str, str] = json.loads(root.run([python, "-P", "-c", code], env={"PATH": PATH}))
-    return found

@@ -112,13 +112,6 @@ class Node:
         self._pods.append(pod)
         return pod
 
-    def run(
-        self, name: str, root: Root, command: Sequence[str], *, within: float = 400.0, **how: Any
-    ) -> tuple[int, str]:
-        """As `start`, to its end: exit code, and what it said."""
-        pod = self.start(name, root, command, **how)
-        return pod.process.wait(within), pod.said()
-
 
 def mounts(deployed: Deployed, secrets: Mapping[str, Path]) -> list[tuple[str, str, str]]:
     """What a container's volume mounts come to here: memory for an emptyDir, a folder for a Secret."""

@@ -5,16 +5,12 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
-from tests.deploy.manifests import Deployed, Manifest, composed, of_kind, rendered, selects, the
-from tests.deploy.torchrun import GROUP, torchrun_arguments
+from tests.deploy.manifests import GROUP, Deployed, Manifest, composed, rendered, selects, the, torchrun_arguments
 
 GPU = "nvidia.com/gpu"
 SIZE = "OUTRIDER_TENSOR_PARALLEL_SIZE"
 PARTING_S = 5
 """What rank 0 takes at most to end the workers, after its grace."""
-
-BESIDES_THE_KUBELET = {"ports", "startupProbe", "readinessProbe", "livenessProbe", "lifecycle"}
-"""What the container of rank 0 has, and that of a worker has not."""
 
 
 def grouped() -> Deployed:
@@ -26,13 +22,8 @@ def alone() -> Deployed:
     return Deployed(composed("plaintext", "tensor-parallel"), "verifier")
 
 
-def groups() -> Manifest:
-    spec: Manifest = grouped().workload["spec"]
-    return spec
-
-
 def pods() -> dict[str, Any]:
-    template = groups()["leaderWorkerTemplate"]
+    template = grouped().workload["spec"]["leaderWorkerTemplate"]
     return {"leader": template["leaderTemplate"], "worker": template["workerTemplate"]}
 
 
@@ -41,32 +32,22 @@ def only(template: Manifest) -> Any:
     return found
 
 
-@pytest.mark.parametrize("release", ["1.27", "1.37"])
 @pytest.mark.parametrize("role", ["leader", "worker"])
-def test_pods_of_a_group_are_what_the_api_server_would_take(role: str, release: str) -> None:
+def test_pods_of_a_group_are_what_the_api_server_would_take(role: str) -> None:
     template = pods()[role]
     whole = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": role, **template["metadata"]}}
-    kubernetes_validate.validate({**whole, "spec": template["spec"]}, release, strict=True)
-
-
-def test_a_group_has_the_fields_of_its_kind() -> None:
-    spec = groups()
-    assert set(spec) == {"replicas", "startupPolicy", "rolloutStrategy", "leaderWorkerTemplate"}
-    assert set(spec["leaderWorkerTemplate"]) == {"size", "restartPolicy", "leaderTemplate", "workerTemplate"}
-    assert spec["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
-    assert spec["startupPolicy"] == "LeaderCreated", "ranks wait for each other: none is ready before all are there"
+    kubernetes_validate.validate({**whole, "spec": template["spec"]}, "1.37", strict=True)
 
 
 def test_a_group_has_as_many_ranks_as_the_setting_says() -> None:
-    size = groups()["leaderWorkerTemplate"]["size"]
-    settings = grouped().environment
+    groups, settings = grouped().workload["spec"], grouped().environment
+    assert groups["startupPolicy"] == "LeaderCreated", "ranks wait for each other: none is ready before all are there"
+    size = groups["leaderWorkerTemplate"]["size"]
     for template in pods().values():
         arguments = torchrun_arguments(only(template), settings | GROUP | {"LWS_GROUP_SIZE": str(size)})
         assert arguments is not None
-        assert int(arguments.nnodes) == size
-        assert arguments.node_rank == int(GROUP["LWS_WORKER_INDEX"])
-        assert arguments.master_addr == GROUP["LWS_LEADER_ADDRESS"]
-        assert (arguments.module, arguments.training_script) == (True, "verifier_service")
+        assert (int(arguments.nnodes), arguments.training_script) == (size, "verifier_service")
+        assert (arguments.node_rank, arguments.master_addr) == (1, GROUP["LWS_LEADER_ADDRESS"])
         ranks = int(arguments.nproc_per_node)
         assert ranks * size == int(settings[SIZE]) > 1
         assert only(template)["resources"]["limits"][GPU] == str(ranks)
@@ -76,10 +57,8 @@ def test_a_pod_of_several_gpus_has_as_many_ranks() -> None:
     settings = alone().environment
     arguments = torchrun_arguments(alone().container, settings)
     assert arguments is not None
-    assert arguments.standalone
+    assert (arguments.standalone, arguments.training_script) == (True, "verifier_service")
     assert arguments.nproc_per_node == settings[SIZE] == alone().container["resources"]["limits"][GPU]
-    assert int(settings[SIZE]) > 1
-    assert (arguments.module, arguments.training_script) == (True, "verifier_service")
 
 
 def test_ranks_are_killed_only_after_the_first_has_drained() -> None:
@@ -97,51 +76,23 @@ def test_ranks_are_killed_only_after_the_first_has_drained() -> None:
 def test_workers_differ_from_rank_0_by_what_serves() -> None:
     leader, worker = pods()["leader"]["spec"], pods()["worker"]["spec"]
     assert {name for name in leader if leader[name] != worker.get(name)} == {"containers"}
-    serving, worker_container = only(pods()["leader"]), only(pods()["worker"])
-    assert {name for name in serving if serving[name] != worker_container.get(name)} == BESIDES_THE_KUBELET | {"name"}
-    assert set(worker_container) <= set(serving)
-
-
-def test_pods_of_a_group_are_as_those_of_the_base() -> None:
-    ours, plain = pods()["leader"]["spec"], Deployed(rendered("cross-node"), "verifier").spec
-    differing = {name for name in ours if ours[name] != plain.get(name)}
-    assert differing == {"containers", "volumes"}
-    mine, theirs = only(pods()["leader"]), plain["containers"][0]
-    assert {name for name in mine if mine[name] != theirs.get(name)} == {"command", "envFrom"}
-    volumes = [{volume["name"]: volume for volume in spec["volumes"]} for spec in (ours, plain)]
-    assert {name for name in volumes[0] if volumes[0][name] != volumes[1][name]} == {"shm"}
-
-
-def test_nobody_calls_a_worker() -> None:
-    objects = rendered("tensor-parallel")
-    labels = {role: template["metadata"]["labels"] for role, template in pods().items()}
-    service = the(objects, "Service", "outrider-verifier")["spec"]
-    assert selects({"matchLabels": service["selector"]}, labels["leader"])
-    assert not selects({"matchLabels": service["selector"]}, labels["worker"])
-    # The controller makes a Service of the group's name, which must not be ours.
-    (group,) = of_kind(objects, "LeaderWorkerSet")
-    assert group["metadata"]["name"] not in {each["metadata"]["name"] for each in of_kind(objects, "Service")}
+    serving, other = only(pods()["leader"]), only(pods()["worker"])
+    served = {"name", "ports", "startupProbe", "readinessProbe", "livenessProbe", "lifecycle"}
+    assert {name for name in serving if serving[name] != other.get(name)} == served
 
 
 def test_ranks_reach_each_other_and_nobody_else_does() -> None:
     objects = rendered("tensor-parallel")
-    labels = [template["metadata"]["labels"] for template in pods().values()]
-    (port,) = {
-        arguments.master_port for each in pods().values() if (arguments := torchrun_arguments(only(each), GROUP))
-    }
+    leader, worker = (template["metadata"]["labels"] for template in pods().values())
+    draft = Deployed(objects, "draft").labels
+    service = the(objects, "Service", "outrider-verifier")["spec"]
+    assert selects({"matchLabels": service["selector"]}, leader)
+    assert not selects({"matchLabels": service["selector"]}, worker)
     policy = the(objects, "NetworkPolicy", "outrider-verifier-ranks")["spec"]
-    assert all(selects(policy["podSelector"], each) for each in labels)
-    assert not selects(policy["podSelector"], Deployed(objects, "draft").labels)
+    ((port,),) = ({each.master_port} for each in [torchrun_arguments(only(pods()["worker"]), GROUP)] if each)
     for way, peers in (("ingress", "from"), ("egress", "to")):
         (rule,) = policy[way]
-        (peer,) = rule[peers]
-        assert set(peer) == {"podSelector"}
-        assert all(selects(peer["podSelector"], each) for each in labels)
-        assert not selects(peer["podSelector"], Deployed(objects, "draft").labels)
-        (ports,) = rule["ports"]
+        ((peer,), (ports,)) = rule[peers], rule["ports"]
+        for selector in (policy["podSelector"], peer["podSelector"]):
+            assert [selects(selector, labels) for labels in (leader, worker, draft)] == [True, True, False]
         assert ports["port"] <= port <= ports["endPort"]
-    # Workers are shut but for that, for names and for being scraped.
-    others = [each for each in of_kind(objects, "NetworkPolicy") if each["spec"] != policy]
-    assert {each["metadata"]["name"] for each in others if selects(each["spec"]["podSelector"], labels[1])} == {
-        "outrider-common"
-    }

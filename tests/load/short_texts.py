@@ -9,15 +9,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice, product
 from pathlib import Path
-from typing import Any
 
 from outrider.client import AsyncClient, Drafter, Options
-from tests.cluster import Cluster, Service, wait_healthy, wait_until
+from tests.cluster import Service, wait_until
 from tests.exactness import pairs
 
 LONGEST = 4
@@ -31,14 +29,10 @@ PROMPTS = tuple(tuple(random.Random(length).choices(range(pairs.END_ID), k=lengt
 TIMEOUT_S = 120.0
 """Of one text, failovers included."""
 
-CROWDED = "crowded"
-"""Passes of a tiny model are over before a second text is there; those of a real one are shared by many."""
-
 DRAFT_FLAGS = ("--ngram-learn",)
 """Without it `ngram` has nothing to count."""
 
 HELD = ("outrider_kv_blocks_used", "outrider_num_requests_running", "outrider_num_requests_waiting")
-ERRORS = "outrider_internal_errors_total"
 
 Ids = tuple[int, ...]
 Alone = dict[tuple[Ids, int | None], Ids]
@@ -53,12 +47,10 @@ class ShortText:
     options: Options
     expected: Ids | None
 
-    def problem(self, written: Sequence[int]) -> str:
-        """Return what is wrong with a text; empty where nothing is."""
+    def is_right(self, written: Ids) -> bool:
         length = self.options["max_new_tokens"]
         whole = len(written) == length and all(0 <= token < pairs.VOCABULARY for token in written)
-        right = whole if self.expected is None else tuple(written) == self.expected[:length]
-        return "" if right else f"wrote {list(written)}, expected {self.expected}"
+        return whole if self.expected is None else written == self.expected[:length]
 
 
 def texts(count: int, alone: Alone, *, seed: int = 0) -> Iterator[ShortText]:
@@ -94,30 +86,20 @@ async def write_alone(client: AsyncClient) -> Alone:
     return alone
 
 
-@dataclass(slots=True)
-class Tally:
-    """What came of many texts. `circumstances` is added to the description of each failure."""
-
-    whole: int = 0
-    failures: Counter[str] = field(default_factory=Counter)
-    circumstances: Callable[[], str] = str
-
-
-async def load(client: AsyncClient, requests: Iterable[ShortText], tally: Tally) -> Tally:
-    """Write them, `AT_ONCE` at the most, and count in `tally` what came of them."""
+async def load(client: AsyncClient, requests: Iterable[ShortText]) -> Counter[str]:
+    """Write them, `AT_ONCE` at the most, and count what was wrong."""
     left = iter(requests)
+    failures = Counter[str]()
 
     async def write(text: ShortText) -> None:
+        kind = f"{text.options['drafter']}, {text.options['rule']}"
         try:
             done = await client.complete(text.prompt, timeout=TIMEOUT_S, **text.options)
-            problem = text.problem(done.token_ids)
         except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-        if problem:
-            kind = f"{text.options['drafter']}, {text.options['rule']}"
-            tally.failures[f"{kind}: {problem} {tally.circumstances()}"] += 1
+            failures[f"{kind}: {type(error).__name__}: {error}"] += 1
         else:
-            tally.whole += 1
+            if not text.is_right(done.token_ids):
+                failures[f"{kind}: wrote {done.token_ids}, expected {text.expected}"] += 1
 
     async def one_by_one() -> None:
         for text in left:
@@ -128,46 +110,16 @@ async def load(client: AsyncClient, requests: Iterable[ShortText], tally: Tally)
             await asyncio.gather(*map(write, wave))
 
     await asyncio.gather(in_waves(), *(one_by_one() for _ in range(STEADY)))
-    return tally
+    return failures
 
 
-@dataclass(frozen=True, slots=True)
-class TinyPair:
-    """A verifier and a draft service with random weights: a text costs little beside what the services do for it."""
-
-    verifier: Service
-    draft: Service
-
-    def errors(self) -> Counter[str]:
-        """Return how often each component failed, at both services together."""
-        counts = Counter[str]()
-        for service in (self.verifier, self.draft):
-            for labels, count in service.samples().get(ERRORS, {}).items():
-                counts[dict(labels)["component"]] += int(count)
-        return counts
-
-    def wait_idle(self) -> None:
-        for service in (self.verifier, self.draft):
-            wait_idle(service)
-
-
-def wait_idle(service: Service) -> None:
-    """Wait until a service holds nothing."""
-    wait_until(lambda: not any(map(service.count, HELD)), 60.0, f"{service.name} is idle")
-
-
-@contextmanager
-def running_tiny_pair(
-    folder: Path, *, fault: str = CROWDED, max_sequences: int = 28, **start: Any
-) -> Iterator[TinyPair]:
-    """Start both services, with a draft that is right half of the time, and wait until they serve.
-
-    The verifier takes `max_sequences` at once, fewer than there are, so that some wait.
-    """
+def write_tiny_pair(folder: Path) -> tuple[Path, Path]:
+    """Write a target, and a draft that is right half of the time; its texts cost little beside what services do."""
     target = pairs.write_target(folder / "target", seed=1)
-    draft = pairs.write_draft(folder / "draft", target, "flattened")
-    with Cluster(fault=fault) as cluster:
-        verifier = cluster.verifier(model=target, flags=f"--max-sequences {max_sequences}", **start)
-        front = cluster.draft(verifier, model=draft, flags=DRAFT_FLAGS, **start)
-        wait_healthy(verifier, front)
-        yield TinyPair(verifier, front)
+    return target, pairs.write_draft(folder / "draft", target, "flattened")
+
+
+def wait_idle(*services: Service) -> None:
+    """Wait until services hold nothing."""
+    for service in services:
+        wait_until(lambda service=service: not any(map(service.count, HELD)), 60.0, f"{service.name} is idle")  # type: ignore[misc]

@@ -1,31 +1,109 @@
-"""Short texts are what a classifier, a router or a tool call asks for: none fails, and none leaves anything behind."""
+"""Short texts are what a classifier, a router or a tool call asks for: none fails, and none leaves anything behind.
+
+What only speeds up or watches a text may fail: each `Component` in turn, then all at once; no text fails with it. The
+components are those that the services themselves register, so a new one is among them at once.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import product
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from outrider.client import AsyncClient
-from tests.load.short_texts import Tally, TinyPair, load, running_tiny_pair, texts, write_alone
+from tests.cluster import Cluster, Service, wait_healthy, wait_until
+from tests.load.broken import AFTER, EVERY, FILE, INSTEAD, break_component
+from tests.load.short_texts import DRAFT_FLAGS, Alone, load, texts, wait_idle, write_alone, write_tiny_pair
 
 COUNT = 1_000
+COUNTS = (16, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]))
+"""Texts at a time while a component fails, for each way in which it does."""
+COUNT_TOGETHER = 200
+"""Texts while all fail, for each way."""
+MOST_BATCHES = 8
+"""Until a component is called: which texts reach it is a matter of chance, and of what runs at once."""
+IDLE_CALL_WITHIN_S = 10.0
+
+UNREACHED = {
+    "failover_metrics": "no verifier is lost",
+    "heartbeat": "no text lasts for the 5 s after which one is sent",
+}
+"""Components that this load does not call, and why."""
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyPair]:
-    with running_tiny_pair(tmp_path_factory.mktemp("short")) as pair:
-        yield pair
+@contextmanager
+def running(folder: Path, fault: str, *, max_sequences: int, **start: Any) -> Iterator[tuple[Service, Service]]:
+    """A verifier and a draft service. The verifier takes fewer sequences at once than there are, so that some wait."""
+    target, draft = write_tiny_pair(folder)
+    with Cluster(fault=fault) as cluster:
+        verifier = cluster.verifier(model=target, flags=f"--max-sequences {max_sequences}", **start)
+        front = cluster.draft(verifier, model=draft, flags=DRAFT_FLAGS, **start)
+        wait_healthy(verifier, front)
+        yield verifier, front
 
 
-def test_no_short_text_fails_whatever_drafts_and_judges_it(pair: TinyPair) -> None:
-    async def write() -> Tally:
-        async with AsyncClient(pair.draft.address, retry=False) as client:
-            return await load(client, texts(COUNT, await write_alone(client)), Tally())
+def errors(services: tuple[Service, Service]) -> Counter[str]:
+    """Return how often each component failed, at both services together."""
+    counts = Counter[str]()
+    for service in services:
+        for labels, count in service.samples().get("outrider_internal_errors_total", {}).items():
+            counts[dict(labels)["component"]] += int(count)
+    return counts
 
-    tally = asyncio.run(write())
-    assert not tally.failures, tally.failures.most_common(10)
-    assert tally.whole == COUNT
-    pair.wait_idle()
-    assert not +pair.errors()
+
+def test_no_short_text_fails_whatever_drafts_and_judges_it(tmp_path: Path) -> None:
+    async def write(address: str) -> Counter[str]:
+        async with AsyncClient(address, retry=False) as client:
+            return await load(client, texts(COUNT, await write_alone(client)))
+
+    # Passes of a tiny model are over before a second text is there; those of a real one are shared by many.
+    with running(tmp_path, "crowded", max_sequences=28) as services:
+        failures = asyncio.run(write(services[1].address))
+        assert not failures, failures.most_common(10)
+        wait_idle(*services)
+        assert not +errors(services)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_no_text_fails_with_a_component(count: int, tmp_path: Path) -> None:
+    file = tmp_path / "broken"
+    break_component(file, "", INSTEAD)
+    with running(tmp_path, "broken_components", max_sequences=4, env={FILE: str(file)}) as services:
+        assert asyncio.run(_break_each(services, file, count)) == set(UNREACHED)
+
+
+async def _break_each(services: tuple[Service, Service], file: Path, count: int) -> set[str]:
+    """Return the components that were never called."""
+    idle = set[str]()
+    async with AsyncClient(services[1].address, retry=False) as client:
+        alone = await write_alone(client)
+        assert not +errors(services), "nothing is broken yet"
+
+        async def write(count: int, alone: Alone, seed: int = 0) -> None:
+            failures = await load(client, texts(count, alone, seed=seed))
+            assert not failures, failures.most_common(3)
+            wait_idle(*services)
+
+        for component, how in product(errors(services), (INSTEAD, AFTER)):
+            before = errors(services)[component]
+            break_component(file, component, how)
+            for batch in range(1 if component in UNREACHED else MOST_BATCHES):
+                await write(count, alone, batch)
+                if errors(services)[component] > before:
+                    break
+            else:  # the last chance is that of a component that is called when all is idle
+                with suppress(AssertionError):
+                    wait = 0.0 if component in UNREACHED else IDLE_CALL_WITHIN_S
+                    wait_until(lambda: errors(services)[component] > before, wait)  # noqa: B023
+                    continue
+                idle.add(component)
+        for how in (INSTEAD, AFTER):
+            break_component(file, EVERY, how)
+            await write(COUNT_TOGETHER, alone)
+    return idle

@@ -6,35 +6,14 @@ Exits with 1 where an invariant did not hold.
 from __future__ import annotations
 
 import argparse
-import gc
 import multiprocessing
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 
 from tests.simulation.plan import draw_plan
-from tests.simulation.world import Outcome, simulate
-
-SHARE = 50  # seeds a worker takes at once
-
-
-def _run_seeds(seeds: range) -> list[Outcome]:
-    return [simulate(seed) for seed in seeds]
-
-
-def _outcomes(first: int, count: int, jobs: int) -> Iterator[Outcome]:
-    shares = [range(at, min(at + SHARE, first + count)) for at in range(first, first + count, SHARE)]
-    gc.collect()
-    gc.freeze()  # nothing of what is imported is garbage
-    if jobs == 1:
-        for share in shares:
-            yield from _run_seeds(share)
-        return
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        for outcomes in pool.imap_unordered(_run_seeds, shares):
-            yield from outcomes
+from tests.simulation.world import simulate
 
 
 def main() -> int:
@@ -50,14 +29,16 @@ def main() -> int:
         print(draw_plan(asked.seed), *outcome.trace, outcome.problem or "all is well", sep="\n")
         return int(bool(outcome.problem))
     started, failed, statuses = time.monotonic(), [], Counter[str]()
-    for done, outcome in enumerate(_outcomes(asked.first, asked.seeds, asked.jobs), 1):
-        statuses.update(f"{outcome.kind} {code.split()[1]}" for code in outcome.codes)
-        if outcome.problem:
-            failed.append(outcome.seed)
-            print(outcome if len(failed) <= asked.show else f"seed {outcome.seed}: {outcome.problem}", flush=True)
-        if done % 1000 == 0 or done == asked.seeds:
-            pace = 60 * done / (time.monotonic() - started)
-            print(f"{done} of {asked.seeds} seeds, {len(failed)} failed, {pace:.0f} a minute", flush=True)
+    with multiprocessing.get_context("fork").Pool(asked.jobs) as pool:
+        seeds = range(asked.first, asked.first + asked.seeds)
+        for done, outcome in enumerate(pool.imap_unordered(simulate, seeds, chunksize=50), 1):
+            statuses.update(f"{outcome.kind} {code}" for code in outcome.codes.values())
+            if outcome.problem:
+                failed.append(outcome.seed)
+                print(outcome if len(failed) <= asked.show else f"seed {outcome.seed}: {outcome.problem}", flush=True)
+            if done % 1000 == 0 or done == asked.seeds:
+                pace = 60 * done / (time.monotonic() - started)
+                print(f"{done} of {asked.seeds} seeds, {len(failed)} failed, {pace:.0f} a minute", flush=True)
     print(*(f"{count:7d} {status}" for status, count in sorted(statuses.items())), sep="\n")
     print("failed:", *failed) if failed else print("all is well")
     return int(bool(failed))

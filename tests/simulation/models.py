@@ -9,7 +9,7 @@ import random
 import zlib
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -23,23 +23,15 @@ VOCABULARY = 24
 EOS = 0
 
 
-class Violation(AssertionError):
-    """An invariant does not hold.
-
-    Attributes:
-        found: all of them since it was cleared; product code may have caught what was raised.
-    """
-
-    found: ClassVar[list[str]] = []
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.found.append(text)
+VIOLATIONS: list[str] = []
+"""Of this world, each once it is found; product code may catch what is raised."""
 
 
 def require(holds: bool, otherwise: str) -> None:
+    """Raise an AssertionError where an invariant does not hold, and note it."""
     if not holds:
-        raise Violation(otherwise)
+        VIOLATIONS.append(otherwise)
+        raise AssertionError(otherwise)
 
 
 def draw(*key: int) -> int:
@@ -98,7 +90,7 @@ class Oracle:
         """Verify a proposal after `context`, which is what the cache holds, and check that it may be verified.
 
         Raises:
-            Violation: invariant 2 (draws of a base length serve one round alone), 5 or 6.
+            AssertionError: invariant 2 (draws of a base length serve one round alone), 5 or 6.
         """
         text, base = self.texts[seed], proposed.base_length
         require(len(context) == base, f"seed {seed}: a round of base {base} is verified after {len(context)} tokens")
@@ -187,28 +179,19 @@ class TokenPool(KVPool):
             self.memory.block(table[index])[offset] = token
 
 
-class StepBroken(RuntimeError):
-    """A pass that fails, as planned."""
-
-
 class TokenRunner:
-    """The pass and the verification of one verifier (`verifier_service.target_runner.TargetRunner`).
-
-    Attributes:
-        broken: the share of passes that fail.
-        poisoned: seeds whose rounds break every pass they are in.
-    """
+    """The pass and the verification of one verifier (`verifier_service.target_runner.TargetRunner`)."""
 
     def __init__(self, pool: TokenPool, oracle: Oracle, chance: random.Random) -> None:
-        self.broken = 0.0
-        self.poisoned: frozenset[int] = frozenset()
+        self.broken = 0.0  # the share of passes that fail
+        self.poisoned: frozenset[int] = frozenset()  # seeds whose rounds break every pass they are in
         self._pool = pool
         self._oracle = oracle
         self._chance = chance
 
     def __call__(self, chunks: Sequence[Chunk], proposals: Sequence[Proposed]) -> PassResult:
         if self._chance.random() < self.broken or any(each.seed in self.poisoned for each in proposals):
-            raise StepBroken("the device says no")
+            raise RuntimeError("the device says no")
         for chunk in chunks:
             require(chunk.start == self._pool.length(chunk.slot), "a chunk begins elsewhere than its sequence ends")
             self._pool.grow(chunk.slot, chunk.start + len(chunk.tokens))
@@ -240,18 +223,14 @@ class DraftHabits:
     hangs: float = 0.0
 
 
+@dataclass
 class TokenDrafter(Drafter):
-    """Drafts what the target would write, save where it errs.
+    """Drafts what the target would write, save where it errs."""
 
-    Attributes:
-        num_open: its sequences.
-    """
-
-    def __init__(self, oracle: Oracle, habits: DraftHabits, chance: random.Random) -> None:
-        self.num_open = 0
-        self.oracle = oracle
-        self.habits = habits
-        self.chance = chance
+    oracle: Oracle
+    habits: DraftHabits
+    chance: random.Random
+    num_open: int = 0
 
     def open(self, sequence: DraftSequence) -> Drafting:
         return _TokenDrafting(self, sequence)
@@ -303,5 +282,5 @@ class _TokenDrafting(Drafting):
             token = target_token(text.salt, tokens)
             tokens.append(token if is_right else (token + 1) % VOCABULARY)
         drafted = tokens[base:]
-        laws: list[Any] = [] if self._sequence.rule is Rule.COUPLED else [None] * count
-        return Draft(drafted, laws, habits.seconds * gamma)
+        distributions: list[Any] = [] if self._sequence.rule is Rule.COUPLED else [None] * count
+        return Draft(drafted, distributions, habits.seconds * gamma)

@@ -42,6 +42,21 @@ CANCELLED = Status(grpc.StatusCode.CANCELLED, "Locally cancelled by application!
 LATE = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 
 
+class Network:
+    """All delays of a world, drawn from one generator."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, chance: random.Random, *, latency: float, window: int) -> None:
+        """`latency` is the mean delay of a message in seconds, `window` how many may be unread before a write waits."""
+        self.loop = loop
+        self.window = window
+        self._latency = latency
+        self._chance = chance
+
+    def delay(self) -> float:
+        """Of one message."""
+        return self._latency * self._chance.uniform(0.1, 2.0) * (20.0 if self._chance.random() < 0.02 else 1.0)
+
+
 class Host:
     """A process that serves methods, for callers elsewhere.
 
@@ -58,11 +73,7 @@ class Host:
         self.parting: Status | None = None
         self.network = network
         self._frozen: asyncio.Event | None = None
-        self._stalled: deque[Callable[[], None]] = deque()
-
-    @property
-    def is_frozen(self) -> bool:
-        return self._frozen is not None
+        self._stalled: deque[Callable[[], object]] = deque()
 
     def freeze(self) -> None:
         """From now on it takes nothing in, and makes no step."""
@@ -73,7 +84,7 @@ class Host:
         if self._frozen is not None:
             self._frozen.set()
             self._frozen = None
-        while self._stalled and not self.is_frozen:
+        while self._stalled and self._frozen is None:
             self._stalled.popleft()()
 
     async def thawed(self) -> None:
@@ -81,9 +92,9 @@ class Host:
         while self._frozen is not None:
             await self._frozen.wait()
 
-    def take_in(self, action: Callable[[], None]) -> None:
+    def take_in(self, action: Callable[[], object]) -> None:
         """Does what an arriving message brings about, now or when it is thawed."""
-        if self.is_frozen:
+        if self._frozen is not None:
             self._stalled.append(action)
         else:
             action()
@@ -105,25 +116,6 @@ class Host:
             call.lose(LOST, self.network.delay())
 
 
-class Network:
-    """All delays of a world, drawn from one generator."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, chance: random.Random, *, latency: float, window: int) -> None:
-        """`latency` is the mean delay of a message in seconds, `window` how many may be unread before a write waits."""
-        self.loop = loop
-        self.latency = latency
-        self.window = window
-        self._chance = chance
-
-    def delay(self) -> float:
-        """Of one message."""
-        return self.latency * self._chance.uniform(0.1, 2.0) * (20.0 if self._chance.random() < 0.02 else 1.0)
-
-    def call(self, host: Host, method: str, request: Message | None = None, *, timeout: float | None = None) -> Call:
-        """Begins a call; `request` is that of a method that takes a single one."""
-        return Call(self, host, method, request, timeout)
-
-
 class _Direction:
     """One direction of a call: messages arrive in order, each after its own delay, the end behind all of them."""
 
@@ -142,13 +134,8 @@ class _Direction:
     def send(self, item: Any) -> None:
         self._under_way.append(item)
         self._last = max(self._last, self._network.loop.time() + self._network.delay())
-        self._network.loop.call_at(self._last, self._take_in)
-
-    def _take_in(self) -> None:
-        if self._host is None:
-            self._arrive()
-        else:
-            self._host.take_in(self._arrive)
+        take_in = self._arrive if self._host is None else partial(self._host.take_in, self._arrive)
+        self._network.loop.call_at(self._last, take_in)
 
     def _arrive(self) -> None:
         if self._under_way:
@@ -158,8 +145,7 @@ class _Direction:
                 self.on_status(item)
             else:
                 self._arrived.append(item)
-            self._wake()
-            self._note_end()
+            self._changed_now()
 
     def close(self, status: Status) -> None:
         """Ends it here and now: what is under way, or unread, is lost."""
@@ -172,6 +158,11 @@ class _Direction:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    def _changed_now(self) -> None:
+        self._wake()
+        if self.end is not None and not self._arrived:
+            self.at_end(self.end)
+
     async def room(self) -> None:
         """Waits while too much is unread."""
         while self.end is None and len(self._under_way) + len(self._arrived) >= self._network.window:
@@ -181,16 +172,11 @@ class _Direction:
         """The next message, or the status at the end."""
         while not self._arrived and self.end is None:
             await self._changed.wait()
-        if self._arrived:
-            item = self._arrived.popleft()
-            self._wake()
-            self._note_end()
-            return item
-        return self.end
-
-    def _note_end(self) -> None:
-        if self.end is not None and not self._arrived:
-            self.at_end(self.end)
+        if not self._arrived:
+            return self.end
+        item = self._arrived.popleft()
+        self._changed_now()
+        return item
 
 
 class Call:
@@ -200,7 +186,10 @@ class Call:
         serving: the server's task.
     """
 
-    def __init__(self, network: Network, host: Host, method: str, request: Message | None, timeout: float | None):
+    def __init__(
+        self, network: Network, host: Host, method: str, request: Message | None = None, *, timeout: float | None = None
+    ) -> None:
+        """`request` is that of a method that takes a single one."""
         self._network = network
         self._host = host
         self._status: Status | None = None
@@ -224,8 +213,7 @@ class Call:
             self._host.calls.pop(self, None)
             self.lose(REFUSED, self._network.delay())
             return
-        context = Context(self._network, self._host, self)
-        self.serving = asyncio.ensure_future(context.serve(served, request))
+        self.serving = asyncio.ensure_future(Context(self._network, self._host, self).serve(served, request))
         self.serving.add_done_callback(lambda _: self._host.calls.pop(self, None))
 
     def lose(self, status: Status, seconds: float) -> None:
@@ -245,10 +233,7 @@ class Call:
         self._ended.set()
         for callback in self._callbacks:
             callback(self)
-        self._network.loop.call_later(self._network.delay(), self._host.take_in, self._stop_serving)
-
-    def _stop_serving(self) -> None:
-        self.serving.cancel()
+        self._network.loop.call_later(self._network.delay(), self._host.take_in, lambda: self.serving.cancel())
 
     # ------------------------------------------------------------------------------------- the interface of grpc.aio
 

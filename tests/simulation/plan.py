@@ -7,10 +7,7 @@ from dataclasses import dataclass, field
 
 from protos.outrider.v1 import draft_service_pb2, sampling_pb2
 from tests.simulation.clients import ClientPlan
-from tests.simulation.models import (
-    VOCABULARY,
-    DraftHabits,
-)
+from tests.simulation.models import VOCABULARY, DraftHabits
 
 MAX_TOKENS = 64  # of a sequence
 POLICIES = (
@@ -24,6 +21,8 @@ TOKENWISE, BLOCK, COUPLED = (
     sampling_pb2.ACCEPTANCE_RULE_BLOCK,
     sampling_pb2.ACCEPTANCE_RULE_COUPLED,
 )
+KINDS = ("calm", "one", "one", "wild", "wild", "full", "steps")
+FAULTS = ("die", "vanish", "freeze", "cut", "drain", "lose", "hang")
 
 
 @dataclass
@@ -32,11 +31,9 @@ class Plan:
 
     Attributes:
         kind: what may go wrong. "calm": nothing; "one": one verifier of several is disturbed, and every text is whole;
-            "wild": everything is; "full": too little room; "steps": passes that fail; "awaits": a fault at some await.
-        faults: when, what, and to which verifier.
-        pipeliner: the verifier that a draft of another make calls, for how many tokens, and rounds at most.
+            "wild": everything is; "full": too little room; "steps": passes that fail.
+        faults: when, what, to which verifier, and for how long.
         poisoned: requests whose rounds break every pass.
-        fault_at: the number of the task that an await fails of, and of the await.
     """
 
     seed: int
@@ -48,17 +45,11 @@ class Plan:
     max_waiting: int
     linger: float
     habits: DraftHabits
-    draft_sequences: int = 64
+    draft_sequences: int
     clients: list[ClientPlan] = field(default_factory=list)
     faults: list[tuple[float, str, int, float]] = field(default_factory=list)
-    pipeliner: tuple[int, int, int] | None = None
     poisoned: set[str] = field(default_factory=set)
     broken_steps: float = 0.0
-    fault_at: tuple[int, int, bool] | None = None
-
-
-KINDS = ("calm", "one", "one", "wild", "wild", "full", "steps", "awaits")
-FAULTS = ("die", "vanish", "freeze", "cut", "drain", "lose", "hang")
 
 
 def draw_plan(seed: int) -> Plan:
@@ -75,7 +66,7 @@ def draw_plan(seed: int) -> Plan:
         max_waiting=chance.choice((0, 2)) if kind == "full" else 64,
         linger=chance.choice((0.0, 0.02)),
         habits=DraftHabits(right=chance.choice((0.3, 0.8, 1.0))),
-        draft_sequences=chance.choice({"full": (2, 6), "awaits": (3, 64)}.get(kind, (64,))),
+        draft_sequences=chance.choice((2, 6)) if kind == "full" else 64,
     )
     if chance.random() < 0.4:
         plan.habits.raises, plan.habits.nonsense = chance.choice((0.0, 0.2)), chance.choice((0.0, 0.1))
@@ -93,21 +84,15 @@ def draw_plan(seed: int) -> Plan:
     if kind == "steps":
         plan.broken_steps = chance.choice((0.0, 0.02, 0.2))
         plan.poisoned = {client.name for client in plan.clients if chance.random() < 0.3}
-    if kind == "awaits":
-        plan.fault_at = (chance.randint(1, 6 * len(plan.clients)), chance.randint(1, 30), chance.random() < 0.5)
-    if chance.random() < 0.4:
-        plan.pipeliner = (chance.randrange(plan.verifiers), chance.choice((4, 20, 40)), chance.choice((3, 100)))
     return plan
 
 
 def _draw_client(chance: random.Random, plan: Plan, number: int, prefix: list[int]) -> ClientPlan:
-    prompt = prefix[: chance.choice((1, 4, 8, 12))] + [
-        chance.randrange(1, VOCABULARY) for _ in range(chance.randint(0, 6))
-    ]
+    own = [chance.randrange(1, VOCABULARY) for _ in range(chance.randint(0, 6))]
     temperature, rule = chance.choice(((0.0, TOKENWISE), (0.0, BLOCK), (1.0, COUPLED), (1.0, TOKENWISE), (1.0, BLOCK)))
     message = draft_service_pb2.GenerateRequest(
         request_id=f"r{number}",
-        token_ids=draft_service_pb2.TokenIds(ids=prompt),
+        token_ids=draft_service_pb2.TokenIds(ids=prefix[: chance.choice((1, 4, 8, 12))] + own),
         sampling=sampling_pb2.SamplingParams(temperature=temperature, rule=rule, seed=chance.getrandbits(32)),
         max_new_tokens=chance.choice((1, 2, 4, 12, 40)),
         n=chance.choice((1, 1, 1, 3)) if plan.kind != "full" else 1,
@@ -118,7 +103,7 @@ def _draw_client(chance: random.Random, plan: Plan, number: int, prefix: list[in
         ),
     )
     client = ClientPlan(chance.uniform(0.0, chance.choice((0.0, 0.2, 2.0))), message)
-    if plan.kind in ("wild", "full", "steps", "awaits") and chance.random() < 0.4:
+    if plan.kind in ("wild", "full", "steps") and chance.random() < 0.4:
         client.timeout = chance.choice((0.05, 0.5, 20.0))
     if plan.kind != "calm" and chance.random() < 0.15:
         client.cancel_after = chance.uniform(0.0, 0.3)

@@ -22,15 +22,13 @@ from tests.simulation.plan import draw_plan
 from tests.simulation.world import simulate
 from verifier_service.engine import Close, VerifierEngine
 from verifier_service.scheduler import Scheduler
-from verifier_service.sequence import TargetSequence
 
-SEEDS, SHARES = 200, 4
+SEEDS = 200
 MOST_SEEDS = 150  # until a fault is found
 
 
-@pytest.mark.parametrize("share", range(SHARES))
-def test_texts_are_right_and_nothing_stays_held_whatever_fails(share: int) -> None:
-    for seed in range(share, SEEDS, SHARES):
+def test_texts_are_right_and_nothing_stays_held_whatever_fails() -> None:
+    for seed in range(SEEDS):
         outcome = simulate(seed)
         assert not outcome.problem, str(outcome)
 
@@ -86,10 +84,6 @@ def _emits_twice(take: Any) -> Any:
     return changed
 
 
-def _takes_any_base(_: Any) -> Any:
-    return lambda self, round_: True
-
-
 def _finds_what_was_overwritten(_: Any) -> Any:
     return lambda self, block: None
 
@@ -128,12 +122,11 @@ MUTATIONS: list[tuple[type, str, Change, str, str]] = [
     (Sequence, "opening", _forgets_a_token_on_the_way, "one", ""),
     (Emitter, "take", _emits_what_was_drafted, "calm", "received"),
     (Emitter, "take", _emits_twice, "calm", "received"),
-    (TargetSequence, "_is_base", _takes_any_base, "calm", "was verified at"),
     (BlockPool, "forget", _finds_what_was_overwritten, "calm", ""),
     (GuardedDrafting, "advance", _leaves_the_draft_behind, "calm", "drafter received"),
     (Engine, "_step_one_by_one", _ends_all_for_one, "steps", "INTERNAL"),
     (VerifierEngine, "receive", _never_closes, "steps", "still has"),
-    (Lease, "close", _counts_what_is_cancelled, "awaits", "counted"),
+    (Lease, "close", _counts_what_is_cancelled, "wild", "counted"),
 ]
 
 

@@ -13,12 +13,7 @@ from outrider.rpc.errors import draining, to_status
 from outrider.runtime.errors import ModelLost
 from outrider.service.tracing import Tracing
 from protos.outrider.v1 import model_pb2
-from tests.simulation.models import (
-    TokenPool,
-    TokenRunner,
-    Violation,
-    require,
-)
+from tests.simulation.models import VIOLATIONS, TokenPool, TokenRunner, require
 from tests.simulation.network import Host, Status
 from tests.simulation.plan import MAX_TOKENS
 from verifier_service.engine import Drain, Message, VerifierEngine
@@ -48,7 +43,7 @@ class Verifier(Host):
         self.address = f"10.0.0.{number + 1}:1"
         super().__init__(f"v{number}", world.network)
         self.world = world
-        self.loses_model = self.hangs = False
+        self.loses_model = False
         self.start()
 
     def start(self) -> None:
@@ -69,11 +64,6 @@ class Verifier(Host):
     @property
     def is_up(self) -> bool:
         return bool(self.methods)
-
-    def restart(self) -> None:
-        """Starts it anew where it is not up."""
-        if not self.is_up:
-            self.start()
 
     def stop(self, *, silently: bool = False) -> None:
         self.running.cancel()
@@ -123,12 +113,11 @@ class Verifier(Host):
             self.loses_model = False
             self.die()
         except Exception as error:
-            Violation(f"the engine of {self.name} ended: {type(error).__name__}: {error}")
+            VIOLATIONS.append(f"the engine of {self.name} ended: {type(error).__name__}: {error}")
             self.die()
 
     def _check_step(self, engine: SimulatedEngine, work: Any) -> None:
         """Invariant 5, and the books of the pool."""
-        self.world.steps += 1
         self.pool.check_integrity()
         verified = {id(item.sequence) for item in cast("list[TargetWork]", work) if item.round is not None}
         for sequence in engine.scheduler.running:
