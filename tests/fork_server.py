@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
@@ -186,22 +187,20 @@ def main() -> int:
     _prepare_loading()
     channel: Connection[Any, Any] = Connection(int(sys.argv[1]))
     children: set[int] = set()
-    while True:
-        try:
+    with suppress(EOFError):
+        while True:
             order = channel.recv()
-        except EOFError:
-            break
-        if isinstance(order, int):
-            channel.send(_poll(order, children))
-            continue
-        output = recv_handle(channel)
-        child = os.fork()
-        if not child:
-            channel.close()
-            _become(order, output)
-        os.close(output)
-        children.add(child)
-        channel.send(child)
+            if isinstance(order, int):
+                channel.send(_poll(order, children))
+                continue
+            output = recv_handle(channel)
+            child = os.fork()
+            if not child:
+                channel.close()
+                _become(order, output)
+            os.close(output)
+            children.add(child)
+            channel.send(child)
     _stop(children)
     return 0
 
