@@ -12,8 +12,9 @@
 #                            (2.13.0+cpu) goes before the plain one
 #   PIP_ARGS="..."           further arguments of every pip install; pip's own configuration holds as well
 #   PART=1, WHEELS=DIR, DRY=1
-#                            of make gpu: one run of the three; a folder of wheels that PYTHON lacks (wheels); all of it
-#                            with tiny models on a CPU, in the environment of the tests
+#                            of make gpu: one run of the three; a folder of wheels that PYTHON lacks (wheels), which
+#                            make gpu-wheels fills where there is a package index; all of it with tiny models on a CPU,
+#                            in the environment of the tests
 #   DEMO_ARGS, TEST_ARGS, BENCH_ARGS, GPU_ARGS
 #                            further arguments of the command that the target runs
 
@@ -42,7 +43,7 @@ BENCH := $(VENV)/.installed-bench
 DEV := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format protos bench gpu constraints clean
+.PHONY: help demo test lint format protos bench gpu gpu-wheels constraints clean
 
 help:
 	@echo "make demo         run both services on the model pair in the repository"
@@ -52,6 +53,7 @@ help:
 	@echo "make protos       write the stubs anew from the .proto files"
 	@echo "make bench        measure the pair against the target alone"
 	@echo "make gpu          test and measure on a GPU; PART=1, 2 or 3 for one run, DRY=1 for a trial on a CPU"
+	@echo "make gpu-wheels   download what a machine with torch and transformers lacks for it"
 	@echo "make constraints  resolve all extras anew and write constraints.txt"
 	@echo "make clean        remove the environment and what the tools leave behind"
 
@@ -69,9 +71,20 @@ bench: $(BENCH)
 # With the torch of PYTHON, which fits its GPU, and not with one of an environment of ours.
 GPU_PYTHON = $(if $(DRY),$(BIN)/python,$(PYTHON))
 gpu: $(if $(DRY),$(DEV))
-	@$(GPU_PYTHON) -m benchmarks.gpu_packages --wheels $(WHEELS) --target build/gpu
+	@if ls $(WHEELS)/*.whl > /dev/null 2>&1; then \
+		$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target build/gpu $(WHEELS)/*.whl; fi
 	@PYTHONPATH=build/gpu$(if $(PYTHONPATH),:$(PYTHONPATH)) $(GPU_PYTHON) -m benchmarks.gpu \
 		$(if $(DRY),--dry-run) $(if $(PART),--run $(PART)) $(GPU_ARGS)
+
+# What is usual beside torch and transformers is left out: the machine has it.
+GPU_WHEELS = grpcio grpcio-health-checking grpcio-status grpcio-reflection protobuf googleapis-common-protos structlog \
+	pydantic pydantic-core pydantic-settings annotated-types typing-inspection python-dotenv pytest-asyncio \
+	pytest-timeout prometheus-client matplotlib click rich
+GPU_PYTHON_VERSION ?= 3.12
+gpu-wheels:
+	@$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
+		--platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --platform any \
+		--constraint constraints.txt --dest $(WHEELS) $(GPU_WHEELS)
 
 lint: $(DEV)
 	@$(BIN)/ruff check .

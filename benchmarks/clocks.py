@@ -6,7 +6,6 @@ Work is a function without arguments that queues what it does.
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median, quantiles
@@ -32,19 +31,19 @@ class Times:
 
     @classmethod
     def of(cls, microseconds: list[float]) -> Times:
-        """Those of at least two runs."""
         tenths = quantiles(microseconds, n=10, method="inclusive")
         return cls(median(microseconds), tenths[0], tenths[-1], len(microseconds))
 
 
-class Clock(ABC):
-    """Times work on one device."""
+class Clock:
+    """The processor's own clock; `CudaClock` does the same by events."""
 
-    copy_bytes: int
+    copy_bytes = 1 << 26
 
     def __init__(self, device: torch.device, repeats: int) -> None:
         self.device = device
         self._repeats = repeats
+        self._flushed = torch.zeros(self.cache_bytes(), dtype=torch.uint8, device=device)
 
     def times(self, work: Work, *, cold: bool, launched: bool = True) -> Times:
         """How long `work` takes, after two runs that do not count; `cold`: with caches emptied before each run.
@@ -58,7 +57,7 @@ class Clock(ABC):
 
         def one() -> float:
             if cold:
-                self.empty_caches()
+                self._flushed.zero_()
             return self._one(work, launched)
 
         return self._repeated(one)
@@ -90,50 +89,19 @@ class Clock(ABC):
             found.append(one())
         return Times.of(found)
 
-    @abstractmethod
+    def cache_bytes(self) -> int:
+        """What is to be written so that nothing is left in the last cache."""
+        return 1 << 25
+
     def wait(self) -> None:
         """Waits until the device has done what is queued."""
 
-    @abstractmethod
-    def empty_caches(self) -> None:
-        """Writes more than the last cache holds."""
-
-    @abstractmethod
     def captured(self, work: Work) -> Work | None:
         """The same work as a CUDA graph; None where the device has none."""
-
-    @abstractmethod
-    def peak_bytes(self, work: Work) -> int | None:
-        """The most memory that one run takes beside what is there already; None where the device does not tell."""
-
-    @abstractmethod
-    def describe(self) -> dict[str, Any]:
-        """The device, as JSON."""
-
-    @abstractmethod
-    def _one(self, work: Work, launched: bool) -> float:
-        """Microseconds of one run."""
-
-
-class CpuClock(Clock):
-    """The processor's own."""
-
-    copy_bytes = 1 << 26
-
-    def __init__(self, device: torch.device, repeats: int) -> None:
-        super().__init__(device, repeats)
-        self._flushed = torch.zeros(1 << 25, dtype=torch.uint8)
-
-    def wait(self) -> None:
-        """Nothing is ever queued."""
-
-    def empty_caches(self) -> None:
-        self._flushed.add_(1)
-
-    def captured(self, work: Work) -> Work | None:
         return None
 
     def peak_bytes(self, work: Work) -> int | None:
+        """The most memory that one run takes beside what is there already; None where the device does not tell."""
         return None
 
     def describe(self) -> dict[str, Any]:
@@ -150,17 +118,11 @@ class CudaClock(Clock):
 
     copy_bytes = 1 << 30
 
-    def __init__(self, device: torch.device, repeats: int) -> None:
-        super().__init__(device, repeats)
-        self._found = torch.cuda.get_device_properties(device)
-        size = max(4 * self._found.L2_cache_size, 1 << 28)
-        self._flushed = torch.empty(size, dtype=torch.uint8, device=device)
+    def cache_bytes(self) -> int:
+        return max(4 * torch.cuda.get_device_properties(self.device).L2_cache_size, 1 << 28)
 
     def wait(self) -> None:
         torch.cuda.synchronize(self.device)
-
-    def empty_caches(self) -> None:
-        self._flushed.zero_()
 
     def captured(self, work: Work) -> Work | None:
         side = torch.cuda.Stream(self.device)
@@ -184,11 +146,12 @@ class CudaClock(Clock):
         return peak
 
     def describe(self) -> dict[str, Any]:
+        found = torch.cuda.get_device_properties(self.device)
         return {
-            "name": self._found.name,
-            "memory_gib": round(self._found.total_memory / 2**30, 1),
-            "l2_mib": round(self._found.L2_cache_size / 2**20, 1),
-            "multiprocessors": self._found.multi_processor_count,
+            "name": found.name,
+            "memory_gib": round(found.total_memory / 2**30, 1),
+            "l2_mib": round(found.L2_cache_size / 2**20, 1),
+            "multiprocessors": found.multi_processor_count,
             "cuda": torch.version.cuda,
         }
 
@@ -206,5 +169,4 @@ class CudaClock(Clock):
 
 
 def clock_of(device: torch.device, repeats: int) -> Clock:
-    """The clock of a device."""
-    return CudaClock(device, repeats) if device.type == "cuda" else CpuClock(device, repeats)
+    return CudaClock(device, repeats) if device.type == "cuda" else Clock(device, repeats)

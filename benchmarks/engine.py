@@ -6,7 +6,7 @@ prompt at temperature 0, several rounds ahead of their verdicts, while one more 
 verdicts of a stream that decodes tell, by the verifier's own clock, how long forward and verify of each pass took, and
 how long the stream had been owed its token when the pass began: all that the engine did in between.
 
-    python -m benchmarks.engine            the demo pair and a deepened target, about three minutes
+    python -m benchmarks.engine            the demo pair and a deepened target, about a minute and a half
     python -m benchmarks.engine --quick    does it work at all
 """
 
@@ -20,27 +20,25 @@ from statistics import mean
 from typing import Any
 
 import grpc
-from transformers import AutoTokenizer
 
 from benchmarks import harness, plots
+from benchmarks.contenders import tokenised
 from benchmarks.harness import Bench, Json, tell
-from benchmarks.outrider_contender import VerifyStream, await_, models_of
-from outrider.cli.processes import ServiceProcess, service_environment, terminated_as_interrupted
+from benchmarks.services import VerifyStream, await_, models_of, verifier
 from protos.outrider.v1 import sampling_pb2
 from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
 
 LEAST_PASSES = 5
 """With all sequences in them, for a share to count."""
 _AHEAD = 4  # rounds without a verdict
-_DECODED = 60  # in one go: a sequence 64 verdicts ahead of its reader is paused
+DECODED = 60  # in one go: a sequence 64 verdicts ahead of its reader is paused
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code."""
     parser = harness.parser("engine", __doc__, quick="the demo pair, two streams")
     parser.add_argument("--only", choices=("demo", "deepened"), help="one of the two pairs")
     parser.add_argument("--factor", type=int, default=12, help="how many times as deep the deepened target is")
-    parser.add_argument("--streams", type=int, nargs="+", default=[8, 32], help="at once")
+    parser.add_argument("--streams", type=int, nargs="+", default=[8], help="at once")
     parser.add_argument("--gamma", type=int, default=4, help="tokens of a proposal")
     parser.add_argument("--repetitions", type=int, default=3)
     few = {"only": "demo", "streams": [2], "repetitions": 1}
@@ -48,29 +46,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(bench: Bench) -> None:
-    """Every number of streams on every target."""
     given = bench.given
     for models in models_of(given.target, given.draft, given.only, given.factor):
-        tokenizer = AutoTokenizer.from_pretrained(models.target, local_files_only=True)
-        prompts = [tokenizer(text)["input_ids"] for text in bench.prompts]
-        flags = {
-            "--model": models.target, "--listen": "127.0.0.1:0", "--device": "cpu", "--dtype": "bfloat16",
-            "--threads": 1, "--max-sequences": max(given.streams) + 1,
-        }  # fmt: skip
-        command = ["verifier_service", "--no-prefix-cache", *(str(part) for flag in flags.items() for part in flag)]
-        with terminated_as_interrupted(), ServiceProcess.start(command, env=service_environment(1)) as verifier:
-            verifier.wait_healthy(300)
+        prompts = tokenised(models.target, bench.prompts)
+        with verifier(models.target, max_sequences=max(given.streams) + 1) as address:
             for repetition in range(given.repetitions):
                 for streams in given.streams:
                     some = [prompts[nth % len(prompts)] for nth in range(streams)]
                     for rounds, gamma in (("Decode", 0), ("proposals", given.gamma)):
                         keys = {"pair": models.name, "rounds": rounds, "streams": streams, "repetition": repetition}
                         if not bench.has(**keys):
-                            bench.add({**keys, **await_(_shared(verifier.address, some, gamma))})
+                            bench.add({**keys, **await_(shared(address, some, gamma))})
                             tell(f"{', '.join(map(str, keys.values()))}: {bench.runs[-1]['share']:.1%} its own")
 
 
-async def _shared(address: str, prompts: Sequence[Sequence[int]], gamma: int) -> Json:
+async def shared(address: str, prompts: Sequence[Sequence[int]], gamma: int) -> Json:
     async with grpc.aio.insecure_channel(address) as channel:
         stub = VerifierServiceStub(channel)
         streams = [await _open(stub, prompt) for prompt in prompts]
@@ -96,13 +86,13 @@ async def _shared(address: str, prompts: Sequence[Sequence[int]], gamma: int) ->
 
 async def _open(stub: Any, prompt: Sequence[int]) -> VerifyStream:
     rule = sampling_pb2.ACCEPTANCE_RULE_TOKENWISE
-    return await VerifyStream.open(stub, "engine", prompt, _DECODED, temperature=0.0, seed=1, rule=rule)
+    return await VerifyStream.open(stub, prompt, DECODED, temperature=0.0, seed=1, rule=rule)
 
 
 async def _decoded(stream: VerifyStream) -> list[tuple[int, Any]]:
     """Each token that the target writes alone, with the timings of its pass."""
-    await stream.decode(_DECODED)
-    verdicts = [await stream.verdict() for _ in range(_DECODED)]
+    await stream.decode(DECODED)
+    verdicts = [await stream.verdict() for _ in range(DECODED)]
     return [(verdict.token_ids[0], verdict.timings) for verdict in verdicts]
 
 
@@ -146,33 +136,21 @@ def summarise(bench: Bench) -> Json:
     return {"summary": harness.tree(bench.runs, ("pair", "rounds", "streams"), leaf)}
 
 
-def _flat(document: Json) -> list[tuple[str, str, str, Json]]:
-    return [
-        (pair, rounds, streams, found)
-        for pair, by_rounds in document["summary"].items()
-        for rounds, by_streams in by_rounds.items()
-        for streams, found in by_streams.items()
-    ]
-
-
 def table(document: Json) -> str:
-    """A row for each pair, kind of rounds and number of streams."""
     rows = [
-        [pair, rounds, streams, *(f"{found[f'{name}_us'] / 1e3:.2f} ms" for name in ("outside", "forward", "verify")),
+        [*where, *(f"{found[f'{name}_us'] / 1e3:.2f} ms" for name in ("outside", "forward", "verify")),
          f"{found['share']:.1%}"]
-        for pair, rounds, streams, found in _flat(document)
+        for where, found in harness.flat(document["summary"], 3)
     ]  # fmt: skip
     return harness.table(["pair", "rounds", "streams", "outside", "forward", "verify", "share"], rows)
 
 
 def draw(document: Json, path: Path) -> None:
-    """Bars: the share of each."""
+    leaves = list(harness.flat(document["summary"], 3))
+    groups = [f"{pair}, {streams}\n{rounds}" for (pair, rounds, streams), _ in leaves]
+    series = {"the engine's own share": [(found["share"], *found["share_range"]) for _, found in leaves]}
     with plots.picture(path, 1, 1, size=(6.4, 3.6), note=plots.caption(document)) as panels:
-        groups = [f"{pair}, {streams}\n{rounds}" for pair, rounds, streams, _ in _flat(document)]
-        points = [(found["share"], *found["share_range"]) for *_, found in _flat(document)]
-        plots.bars(
-            panels[0][0], groups, {"the engine's own share": points}, colours={"the engine's own share": plots.BLUE}
-        )
+        plots.bars(panels[0][0], groups, series, colours=dict.fromkeys(series, plots.BLUE))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """Outrider on a GPU: what runs there, whether it is right, and how fast it is; three runs of nine minutes.
 
-    python -m benchmarks.gpu --run 1                choices of kernels, tests, memory accesses
-    python -m benchmarks.gpu --run 2                the kernel, one stream, a saturated verifier
-    python -m benchmarks.gpu --run 3                the pair, many streams, the outcome cache
+    python -m benchmarks.gpu --run 1                which kernels it takes, tests, memory accesses
+    python -m benchmarks.gpu --run 2                one device: the kernel, one stream
+    python -m benchmarks.gpu --run 3                the services: the pair, many streams, the verifier's engine
     python -m benchmarks.gpu --parts alone,pair     some parts
     python -m benchmarks.gpu --resume               those that the result lacks, or that failed
     python -m benchmarks.gpu --dry-run              does it work at all: all of it with tiny models on a CPU
 
-`make gpu` looks after packages first (`benchmarks.gpu_packages`). Each part has its own time, and one that fails takes
-no other with it. All write into one result. This file knows the order of things; what a part does is known elsewhere.
+Each part has its own time, and one that fails takes no other with it. All write into one result. This file knows the
+order of things, and what they come to; what a part does is in `gpu_checks` and `gpu_speed`.
 """
 
 from __future__ import annotations
@@ -19,42 +19,37 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
-from benchmarks import harness
+from benchmarks import gpu_checks, gpu_speed, harness
+from benchmarks import kernel as kernel_benchmark
 from benchmarks.clocks import clock_of
-from benchmarks.gpu_bench import DRY, FULL, PARTS, RUN_SECONDS, RUNS, GpuBench, GpuPlan
-from benchmarks.gpu_checks import choices, memcheck, tests
-from benchmarks.gpu_device import alone, device_rates, kernel, share
-from benchmarks.gpu_pair import cache, pair, streams
-from benchmarks.gpu_profile import profiled
-from benchmarks.gpu_report import DRY_RUN, draw, summarise, table
-from benchmarks.harness import Json, tell
+from benchmarks.gpu_bench import BUDGETS, DRY, FULL, RUNS, GpuBench
+from benchmarks.gpu_speed import EAGER, GRAPHS
+from benchmarks.harness import Json, number, tell
+from benchmarks.kernel import aim, aims_list
 from outrider.runtime.device import work_on
 
-__all__ = ["draw", "main"]
+RUN_SECONDS = 500.0
+"""After so much of a run no part begins; the rest is for imports."""
+DRY_RUN = "A dry run with tiny models on a CPU: it shows that the benchmark works. None of its figures means anything."
+OF_BOUND = {"1B": 0.5, "8B": 0.7, "13B": 0.8}
+"""Aims: of the bound by the weights, for Outrider as it serves."""
 
-RESULT = harness.RESULTS / "gpu.json"
-DRY_FOLDER = "outrider-gpu-dry-run"
-_WITH_SERVICES = ("pair", "streams")
-
-Measure = Callable[[GpuBench, Json], Json]
-MEASURES: dict[str, Measure] = {
-    "choices": lambda bench, found: choices(bench),
-    "tests": lambda bench, found: tests(bench),
-    "memcheck": lambda bench, found: bench.tried("memcheck", lambda: memcheck(bench), ours=False),
-    "device": lambda bench, found: device_rates(bench),
-    "kernel": lambda bench, found: kernel(bench),
-    "alone": lambda bench, found: alone(bench, _bandwidth(bench, found)),
-    "share": lambda bench, found: share(bench),
-    "profile": lambda bench, found: profiled(bench),
-    "pair": lambda bench, found: pair(bench),
-    "streams": lambda bench, found: streams(bench),
-    "cache": lambda bench, found: cache(bench),
+MEASURES: dict[str, Callable[[GpuBench], Json]] = {
+    "choices": gpu_checks.choices,
+    "tests": gpu_checks.tests,
+    "memcheck": gpu_checks.memcheck,
+    "kernel": gpu_speed.kernel,
+    "alone": gpu_speed.alone,
+    "pair": gpu_speed.pair,
+    "streams": gpu_speed.streams,
+    "engine": gpu_speed.engine,
 }
 
 
@@ -65,17 +60,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan = DRY if given.dry_run else FULL
     try:
         device, parts = _device(given), _parts(given)
-        clock = clock_of(device, plan.clock_repeats)
-        default = Path(tempfile.gettempdir()) / DRY_FOLDER / RESULT.name if given.dry_run else RESULT
-        result = Result(given.output or default, given)
-        scratch = tempfile.TemporaryDirectory(prefix="outrider-gpu-", dir=given.scratch)
+        result = Result(given)
+        scratch = tempfile.TemporaryDirectory(prefix="outrider-gpu-")
     except (OSError, RuntimeError, ValueError) as error:
         tell(f"benchmarks.gpu: {error}")
         return 2
     with scratch as folder:
-        bench = GpuBench(plan, device, clock, Path(folder), tell)
+        bench = GpuBench(plan, device, clock_of(device, plan.clock_repeats), Path(folder))
         try:
-            _measure(bench, parts, result, _key(plan, clock.describe()), anew=not given.resume)
+            _measure(bench, parts, result, resume=given.resume)
         except KeyboardInterrupt:
             tell("benchmarks.gpu: interrupted; --resume goes on from here")
             return 130
@@ -88,12 +81,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--dry-run", action="store_true", help="all of it with tiny models; figures mean nothing")
     chosen = parser.add_mutually_exclusive_group()
-    chosen.add_argument("--run", type=int, choices=list(RUNS), help="the parts of one run, beside what the file holds")
-    chosen.add_argument("--parts", default=",".join(PARTS), help="which, with commas (default: %(default)s)")
+    chosen.add_argument("--run", type=int, choices=list(RUNS), help="the parts of one run")
+    chosen.add_argument("--parts", default=",".join(MEASURES), help="which, with commas (default: %(default)s)")
     parser.add_argument("--resume", action="store_true", help="leave out the parts that the output file has already")
     parser.add_argument("--device", default="cuda:0", help="cuda:N (default: %(default)s); a dry run takes the CPU")
-    parser.add_argument("--scratch", type=Path, help="folder for what need not be kept (default: the system's own)")
-    parser.add_argument("--output", type=Path, help="JSON file to write; tables and pictures go beside it")
+    parser.add_argument("--output", type=Path, help="JSON file to write, beside what it holds; tables go beside it")
     return harness.parse(parser, arguments, {})
 
 
@@ -103,8 +95,6 @@ def _device(given: argparse.Namespace) -> torch.device:
     if not torch.cuda.is_available():
         raise ValueError("there is no CUDA device; --dry-run runs all of it with tiny models on a CPU")
     device = torch.device(given.device)
-    if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"--device is {given.device}; torch sees {torch.cuda.device_count()} CUDA devices")
     work_on(device)
     return torch.device("cuda", device.index or 0)
 
@@ -113,24 +103,27 @@ def _parts(given: argparse.Namespace) -> list[str]:
     if given.run is not None:
         return list(RUNS[given.run])
     asked = [name.strip() for name in given.parts.split(",") if name.strip()]
-    if unknown := [name for name in asked if name not in PARTS]:
-        raise ValueError(f"--parts names {unknown[0]}; there are {', '.join(PARTS)}")
-    return [name for name in PARTS if name in asked]
+    if unknown := [name for name in asked if name not in MEASURES]:
+        raise ValueError(f"--parts names {unknown[0]}; there are {', '.join(MEASURES)}")
+    return [name for name in MEASURES if name in asked]
 
 
 class Result:
-    """The document, on disk part by part: a run or `--resume` goes on with the one that is there."""
+    """The document, on disk part by part: a run goes on with the one that is there."""
 
-    def __init__(self, path: Path, given: argparse.Namespace) -> None:
-        self.path = path
+    def __init__(self, given: argparse.Namespace) -> None:
+        default = harness.RESULTS / "gpu.json"
+        if given.dry_run:
+            default = Path(tempfile.gettempdir()) / "outrider-gpu-dry-run" / "gpu.json"
+        self.path: Path = given.output or default
         meaning = {"meaning": DRY_RUN} if given.dry_run else {}
         head = {"benchmark": "gpu", "command": given.command, "machine": harness.machine(), "parts": {}}
         self.document: Json = meaning | head
-        if (given.resume or given.run is not None) and path.is_file():
-            found = json.loads(path.read_text(encoding="utf-8"))
+        if self.path.is_file():
+            found = json.loads(self.path.read_text(encoding="utf-8"))
             if found.get("meaning") != self.document.get("meaning"):
-                raise ValueError(f"{path.name} cannot be resumed: one of the two is a dry run")
-            self.document = found
+                raise ValueError(f"{self.path.name} cannot be added to: one of the two is a dry run")
+            self.document["parts"] = found["parts"]
         self.save()
 
     def save(self) -> None:
@@ -141,82 +134,143 @@ class Result:
         os.replace(part, self.path)
 
 
-def _key(plan: GpuPlan, device: Json) -> Json:
-    """What a part's figures hold for: where one of these differs it is measured anew."""
-    versions = harness.versions("outrider", *harness.PACKAGES, "triton", "flashinfer-python")
-    key: Json = json.loads(json.dumps({"device": device, "versions": versions, "settings": plan.document()}))
-    return key
-
-
-def _measure(bench: GpuBench, parts: Sequence[str], result: Result, key: Json, *, anew: bool) -> None:
-    """Measures parts, each in its time: all of them `anew`, or those that the result does not hold yet."""
-    if "meaning" in result.document:
+def _measure(bench: GpuBench, parts: Sequence[str], result: Result, *, resume: bool) -> None:
+    """Measures parts, each in its time: all of them, or those that the result does not hold yet."""
+    if bench.plan.is_dry:
         tell(DRY_RUN)
-    budgets = bench.plan.budgets
     done: Json = result.document["parts"]
-    left = [name for name in parts if anew or not _is_done(done.get(name), key)]
-    for name in (name for name in parts if name not in left):
-        tell(f"{PARTS[name]}: it is there already")
+    left = [name for name in parts if not (resume and name in done and not _troubles(done[name]))]
+    versions = harness.versions("outrider", *harness.PACKAGES, "triton", "flashinfer-python")
     end = time.monotonic() + RUN_SECONDS * sum(any(name in parts for name in run) for run in RUNS.values())
     for nth, name in enumerate(left):
         if time.monotonic() > end:
             tell(f"the time is over; --resume goes on with {', '.join(left[nth:])}")
             return
-        if name not in _WITH_SERVICES:
+        if name not in RUNS[3]:
             bench.close_services()
-        rest = sum(budgets[each] for each in left[nth:])
-        tell(f"{nth + 1} of {len(left)}, {PARTS[name]}: up to {budgets[name]:.0f} s; all that is left, {rest:.0f} s")
-        done[name] = _part(bench, name, done) | {"key": key}
+        tell(f"{nth + 1} of {len(left)}, {name}: up to {BUDGETS[name]:.0f} s")
+        done[name] = _part(bench, name) | {"device": bench.clock.describe(), "versions": versions}
         result.save()
 
 
-def _part(bench: GpuBench, name: str, done: Json) -> Json:
+def _part(bench: GpuBench, name: str) -> Json:
     """A part's entry: its figures, or why there are none."""
-    budget, begin = bench.plan.budgets[name], time.monotonic()
-    bench.begin(budget)
-    entry: Json = {"budget_seconds": budget}
+    begin = time.monotonic()
+    bench.begin(BUDGETS[name])
+    entry: Json = {}
     try:
-        entry["figures"] = json.loads(json.dumps(MEASURES[name](bench, done)))
+        entry["figures"] = json.loads(json.dumps(harness.rounded(MEASURES[name](bench))))
     except Exception as error:  # whatever it is, the other parts go on
-        entry["error"] = f"{type(error).__name__}: {error}"
-        bench.told(f"it failed: {entry['error']}")
+        bench.troubles.append(f"{type(error).__name__}: {error}")
+        bench.told(f"it failed: {bench.troubles[-1]}")
     finally:
         bench.clean()
     return entry | {"troubles": bench.troubles, "seconds": round(time.monotonic() - begin, 1)}
 
 
-def _is_done(entry: Json | None, key: Json) -> bool:
-    return entry is not None and entry["key"] == key and not _troubles(entry)
-
-
 def _troubles(entry: Json) -> list[str]:
-    return [*([entry["error"]] if "error" in entry else []), *entry["troubles"]]
-
-
-def _bandwidth(bench: GpuBench, done: Json) -> float:
-    """What this device copies; another may have been measured before."""
-    known = done.get("device", {})
-    if "figures" in known and known["key"]["device"] == json.loads(json.dumps(bench.clock.describe())):
-        return float(known["figures"]["copy_bytes_per_second"])
-    return bench.clock.copy_bandwidth()
+    found: list[str] = entry["troubles"]
+    return found
 
 
 def _report(result: Result, parts: Sequence[str]) -> int:
     document = result.document
-    document["summary"] = summarise(document)
+    document["aims"] = aims(document)
     result.save()
-    text = table(document)
+    text = page(document)
     result.path.with_suffix(".md").write_text(text, encoding="utf-8")
-    draw(document, result.path.with_suffix(".png"))
+    found = document["parts"]
+    if "figures" in found.get("kernel", {}):
+        kernel_benchmark.draw(found["kernel"]["figures"], result.path.with_name(f"{result.path.stem}-kernel.png"))
     print(text)
     print(json.dumps({key: value for key, value in document.items() if key != "parts"}, ensure_ascii=False))
-    failed = {name: _troubles(document["parts"][name]) for name in parts if name in document["parts"]}
-    for name, lines in failed.items():
-        for line in lines:
-            tell(f"benchmarks.gpu: {PARTS[name]}: {line}")
-    tell(f"wrote {result.path.name} and what goes with it")
-    missing = [name for name in parts if name not in document["parts"]]
-    return 1 if missing or any(failed.values()) else 0
+    failed = [f"{name}: {line}" for name in parts for line in found.get(name, {"troubles": ["no figures"]})["troubles"]]
+    for line in failed:
+        tell(f"benchmarks.gpu: {line}")
+    return 1 if failed else 0
+
+
+# ------------------------------------------------------------------------------------------------------------ report
+
+
+def aims(document: Json) -> list[Json]:
+    """What was aimed at, and the worst that was found; none holds or fails in a dry run."""
+    if "meaning" in document:
+        return []
+    figures = _figures(document)
+    shapes = figures.get("alone", {}).get("shapes", {})
+    engine = [row for row in figures.get("engine", {}).get("rows", []) if row["rounds"] == "Decode" and "share" in row]
+    return [
+        *(
+            aim(f"{name} alone, {least:g} of the bound by its weights", [_served(shapes.get(name, {}))], least=least)
+            for name, least in OF_BOUND.items()
+        ),
+        aim(
+            "the pair, 0.9 of Theorem 3.8",
+            [row["of_foretold"] for row in figures.get("pair", {}).get("rows", [])],
+            least=0.9,
+        ),
+        aim(
+            "most streams, Decode: at most 0.1 of the time between passes",
+            [row["share"] for row in engine[-1:]],
+            most=0.1,
+        ),
+        *figures.get("kernel", {}).get("aims", []),
+    ]
+
+
+def _figures(document: Json) -> Json:
+    return {name: entry["figures"] for name, entry in document["parts"].items() if "figures" in entry}
+
+
+def _served(shape: Json) -> float | None:
+    """Of the bound, what Outrider reaches as it serves: with graphs where there are any."""
+    shares = [shape.get("contenders", {}).get(name, {}).get("of_bound") for name in (GRAPHS, EAGER)]
+    return next((share for share in shares if share is not None), None)
+
+
+def page(document: Json) -> str:
+    figures = _figures(document)
+    parts = ["# Outrider on a GPU\n", *([f"**{document['meaning']}**\n"] if "meaning" in document else [])]
+    if document["aims"]:
+        parts.append(f"## Which aims hold\n\n{aims_list(document['aims'])}\n")
+    for name, entry in document["parts"].items():
+        told = ", ".join(f"{each} {value}" for each, value in (entry["device"] | entry["versions"]).items() if value)
+        parts.append(f"## {name}\n\n{told}; {entry['seconds']:g} s.\n")
+        parts += [f"- WENT WRONG: {line}\n" for line in entry["troubles"]]
+        if name in figures:
+            parts.append(kernel_benchmark.table(figures[name]) if name == "kernel" else _table(name, figures[name]))
+    return "\n".join(parts)
+
+
+def _table(name: str, found: Json) -> str:
+    """A row for each flat object of a part, its numbers and words as they are named in the JSON document."""
+    rows = found.get("rows", [found])
+    if name == "alone":
+        rows = [
+            {"shape": shape, "contender": contender, "bound": row["bound_tokens_per_second"], **each}
+            for shape, row in found["shapes"].items()
+            for contender, each in row.get("contenders", {}).items()
+        ]
+    flat = [_flat(row) for row in rows]
+    head = list(dict.fromkeys(key for row in flat for key in row))
+    alone = {key: value for key, value in found.items() if key not in ("rows", "shapes")} if rows != [found] else {}
+    told = "".join(f"{key}: {_cell(value)}\n\n" for key, value in alone.items())
+    return told + harness.table(head, [[_cell(row.get(key)) for key in head] for row in flat]) + "\n"
+
+
+def _flat(row: Json) -> Json:
+    """The same with the entries of inner objects as its own, named after both; lists are left to the document."""
+    inner: Iterable[tuple[str, Any]] = (
+        (f"{key} {name}", value) for key, own in row.items() if isinstance(own, dict) for name, value in own.items()
+    )
+    return {key: value for key, value in (*row.items(), *inner) if not isinstance(value, dict | list)}
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return number(None) if value is None else str(value)
 
 
 if __name__ == "__main__":

@@ -43,36 +43,23 @@ from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.paged_attention import EAGER, TRITON, AttentionChoice, check_attention
 from verifier_service.target_runner import TargetRunner
 
-GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+GROUPS: Mapping[str, int] = MappingProxyType(
     {
-        "verification": (
-            "tests/kernels/test_rules.py",
-            "tests/kernels/test_coupled.py",
-            "tests/kernels/test_verify.py",
-            "tests/kernels/test_triton.py",
-            "tests/kernels/test_enumeration.py",
-            "tests/kernels/test_statistics.py",
-        ),
-        "attention": ("tests/kernels/test_triton_attention.py",),
-        "layers": ("tests/kernels/test_triton_layers.py", "tests/outrider/runtime/test_layer_ops.py"),
-        "draws": ("tests/kernels/test_sampling_device.py",),
-        "models and graphs": ("tests/outrider/runtime/test_gpu.py",),
-        "memory": ("tests/outrider/runtime/test_memory.py", "tests/outrider/service/test_loading.py"),
-        "the pair": ("tests/exactness/test_gpu_pair.py",),
-        "benchmarks": ("tests/benchmarks/test_kernel.py", "tests/benchmarks/test_gpu.py"),
+        "tests/kernels": min(6, max(1, (os.cpu_count() or 1) // 2)),
+        "tests/outrider": 1,
+        "tests/exactness": 1,
+        "tests/benchmarks": 1,
     }
 )
-"""The files with tests marked gpu, in the order of what everything else stands on."""
-
-ALONE = frozenset({"memory", "the pair", "benchmarks"})
-"""Groups that look at the memory or the time of the whole device. Others run in several processes: most of their time
-is the compiler's."""
+"""Where the tests marked gpu are, in the order of what everything else stands on; in how many processes each runs. Most
+of the kernels' time is the compiler's; the others look at the memory or the time of the whole device."""
+# Other files may import what such a machine lacks.
+_MARKED = re.compile(r"pytest\.mark\.gpu|^from tests\.kernels\.paths import .*(PATHS|TRITON)", re.MULTILINE)
 
 SANITIZER = "compute-sanitizer"
 
 _SEQUENCES, _LENGTH, _WIDEST = 4, 256, 5
 _GRAPH_SECONDS, _GRAPH_BYTES = 30.0, 1024 * MIB
-_PROCESSES = min(6, max(1, (os.cpu_count() or 1) // 2))
 _SHOWN_LINES = 40
 _MEMORY_ERROR = 9  # exit code
 
@@ -120,34 +107,33 @@ def _chosen(bench: GpuBench, shape: Shape, dtype: str) -> Json:
 
 
 def tests(bench: GpuBench) -> Json:
-    """The tests marked gpu, group by group, up to the first group in which one fails; a dry run only collects them."""
-    found: Json = {}
-    groups = {"all": tuple(file for files in GROUPS.values() for file in files)} if bench.plan.is_dry else GROUPS
-    for name, files in groups.items():
-        if bench.deadline.over:
-            bench.troubles.append(f"the time was over before the tests of {name}")
-            break
+    """The tests marked gpu, group by group, up to the first in which one fails; a dry run only collects them."""
+    rows: list[Json] = []
+    for group, processes in GROUPS.items():
         try:
-            found[name] = _tested(bench, files, processes=1 if name in ALONE else _PROCESSES)
+            rows.append({"group": group, **_tested(bench, group, processes)})
         except Unavailable as error:  # those before it stand
-            bench.troubles.append(f"tests of {name}: {error}")
+            bench.troubles.append(f"{group}: {error}")
             break
-        bench.told(f"{name}: {found[name]['outcome']}")
-        if found[name]["exit_code"]:
-            bench.troubles.append(f"tests of {name}: {found[name]['outcome']}; the groups after it did not run")
+        bench.told(f"{group}: {rows[-1]['outcome']}")
+        if rows[-1]["exit_code"]:
+            bench.troubles.append(f"{group}: {rows[-1]['outcome']}; the groups after it did not run")
             break
-    return {"collected_only": bench.plan.is_dry, "groups": found}
+    return {"collected_only": bench.plan.is_dry, "rows": rows}
 
 
-def _tested(bench: GpuBench, files: Sequence[str], *, processes: int) -> Json:
+def _tested(bench: GpuBench, folder: str, processes: int) -> Json:
     how = ["--collect-only"] if bench.plan.is_dry else ["--tb=short"]
     if processes > 1 and bench.device.type == "cuda" and find_spec("xdist") is not None:
         how += ["-n", str(processes), "--dist", "worksteal"]
+    files = [
+        str(path) for path in sorted((ROOT / folder).rglob("test_*.py")) if _MARKED.search(path.read_text("utf-8"))
+    ]
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *how, *files]
     # The tests take a machine without /dev/nvidiactl for one without a GPU, unless they are told.
     environment = {"TRITON_INTERPRET": "0"} if bench.device.type == "cuda" else {}
     began = time.monotonic()
-    code, lines = _run(command, bench.deadline.left, environment)
+    code, lines = run_command(command, bench.left, environment)
     summary = next((line for line in reversed(lines) if re.search(r"\d+ (passed|failed|error)|collected", line)), "")
     row: Json = {
         "exit_code": code,
@@ -161,18 +147,19 @@ def _tested(bench: GpuBench, files: Sequence[str], *, processes: int) -> Json:
 
 
 def memcheck(bench: GpuBench) -> Json:
-    """Every kernel once, under compute-sanitizer where it is there: accesses out of bounds, and misaligned ones.
+    """Every kernel once, under compute-sanitizer where it is there: accesses out of bounds, and misaligned ones."""
+    return bench.tried("memcheck", partial(_memchecked, bench), ours=False)
 
-    Raises:
-        Unavailable: the tool takes too long, or does not know the device.
-    """
+
+def _memchecked(bench: GpuBench) -> Json:
+    """Raises `Unavailable` where the tool takes too long, or does not know the device."""
     tool = None if bench.plan.is_dry else shutil.which(SANITIZER)
     command = [sys.executable, "-m", "benchmarks.gpu_checks", str(bench.device)]
     environment = {"TRITON_INTERPRET": "1"} if bench.device.type == "cpu" else {}
     if tool is not None:
         command = [tool, "--tool", "memcheck", "--error-exitcode", str(_MEMORY_ERROR), *command]
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # each tensor then ends where its memory does
-    code, lines = _run(command, bench.deadline.left, environment)
+    code, lines = run_command(command, bench.left, environment)
     said = [line for line in lines if line.startswith("=========")]
     if tool is not None and any("not supported" in line for line in said):
         raise Unavailable(f"{SANITIZER}: {next(line for line in said if 'not supported' in line)}")
@@ -187,7 +174,7 @@ def memcheck(bench: GpuBench) -> Json:
     }
 
 
-def _run(command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None) -> tuple[int, list[str]]:
+def run_command(command: Sequence[str], seconds: float, environment: Mapping[str, str]) -> tuple[int, list[str]]:
     """The exit code and the lines of a command of this repository.
 
     Raises:
@@ -200,7 +187,7 @@ def _run(command: Sequence[str], seconds: float, environment: Mapping[str, str] 
             stderr=subprocess.STDOUT,
             text=True,
             cwd=ROOT,
-            env=os.environ | (environment or {}),
+            env=os.environ | environment,
             timeout=max(1.0, seconds),
             check=False,
         )

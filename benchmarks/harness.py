@@ -14,7 +14,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,7 +29,7 @@ PACKAGES = ("torch", "transformers", "grpcio", "protobuf", "uvloop")
 # What a reader asks about a processor when the subject is small matrices.
 _INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
 # Options that say where things lie or what to do with them; all others are settings.
-_NO_SETTINGS = ("command", "quick", "resume", "output", "target", "draft", "prompts_file", "busy", "parts")
+_NO_SETTINGS = ("command", "quick", "resume", "output", "target", "draft", "prompts_file", "parts")
 
 Json = dict[str, Any]
 Item = TypeVar("Item")
@@ -48,6 +48,15 @@ def parser(name: str, doc: str | None, *, quick: str) -> argparse.ArgumentParser
     made.add_argument("--draft", type=Path, default=DEMO / "draft", help="folder of the draft")
     made.add_argument("--prompts-file", type=Path, default=DEMO / "prompts.jsonl", help="one JSON object a line")
     return made
+
+
+def pair_options(made: argparse.ArgumentParser, *, factor: int, prompts: int, new_tokens: int) -> None:
+    """Options of what writes texts by the demo pair and by one with a deepened target; with their defaults."""
+    made.add_argument("--only", choices=("demo", "deepened"), help="one of the two pairs")
+    made.add_argument("--factor", type=int, default=factor, help="how many times as deep the deepened target is")
+    made.add_argument("--prompts", type=int, default=prompts, help="how many prompts")
+    made.add_argument("--new-tokens", type=int, default=new_tokens, help="tokens of each text")
+    made.add_argument("--repetitions", type=int, default=3, help="how often each text is written")
 
 
 def parse(made: argparse.ArgumentParser, arguments: Sequence[str] | None, quick: Json) -> argparse.Namespace:
@@ -74,17 +83,13 @@ def tell(line: str) -> None:
 
 
 class Runs:
-    """Runs in memory, each with its keys."""
-
     def __init__(self) -> None:
         self.runs: list[Json] = []
 
     def has(self, **keys: Any) -> bool:
-        """Whether there is a run with these keys."""
         return any(all(run.get(name) == value for name, value in keys.items()) for run in self.runs)
 
     def add(self, *runs: Json) -> None:
-        """Keeps runs."""
         self.runs += json.loads(json.dumps(runs))
 
 
@@ -150,7 +155,6 @@ class Bench(Runs):
 
     @cached_property
     def prompts(self) -> list[str]:
-        """All prompts of the prompts file."""
         return read_prompts(self.given.prompts_file)
 
     def write(self, summary: Json) -> Json:
@@ -207,6 +211,15 @@ def grouped(runs: Iterable[Json], key: str) -> dict[Any, list[Json]]:
     return groups
 
 
+def flat(tree: Json, depth: int) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The leaves of nested objects, each with the keys that lead to it."""
+    for key, value in tree.items():
+        if depth == 1:
+            yield (key,), value
+        else:
+            yield from (((key, *keys), leaf) for keys, leaf in flat(value, depth - 1))
+
+
 def tree(runs: Iterable[Json], keys: Sequence[str], leaf: Callable[[list[Json]], Json]) -> Json:
     """`leaf` of the runs that are alike in all keys, as nested objects by the keys' values."""
     if not keys:
@@ -215,7 +228,6 @@ def tree(runs: Iterable[Json], keys: Sequence[str], leaf: Callable[[list[Json]],
 
 
 def total(runs: Iterable[Json], key: str) -> float:
-    """The sum of one figure."""
     return float(sum(each[key] for each in runs))
 
 
@@ -247,12 +259,10 @@ def rounded(value: Any) -> Any:
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """A figure of a table; a dash where there is none."""
     return "–" if value is None else f"{value:.{digits}f}"
 
 
 def between(found: Json, name: str = "ratio") -> str:
-    """A median with its range."""
     if found[name] is None:
         return "–"
     low, high = found[f"{name}_range"]
@@ -317,11 +327,9 @@ def machine() -> Json:
 
 
 def machine_line(document: Json) -> str:
-    """The machine in a line, and whether it was busy."""
     found = document["machine"]
     packages = ", ".join(f"{name} {value}" for name, value in found["versions"].items() if value)
-    line = f"{found['cpu']}, {found['cores']} cores, {found['memory_gib']} GiB, Python {found['python']}, {packages}"
-    return line + (", BUSY WITH OTHER WORK" if document.get("busy") else "")
+    return f"{found['cpu']}, {found['cores']} cores, {found['memory_gib']} GiB, Python {found['python']}, {packages}"
 
 
 def load_average() -> float | None:
@@ -330,7 +338,6 @@ def load_average() -> float | None:
 
 
 def versions(*packages: str) -> dict[str, str | None]:
-    """Their versions; None of what is not installed."""
     found: dict[str, str | None] = {}
     for name in packages:
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,9 @@ def picture(
     *,
     size: tuple[float, float] = (4.6, 3.7),
     note: str = "",
-    title: str = "",
-    shared_legend: bool = True,
     sharey: bool = False,
 ) -> Iterator[Any]:
-    """Yields a grid of panels, `[rows, columns]`; writes a PNG, with one legend or one a panel."""
+    """Yields a grid of panels, `[rows, columns]`; writes a PNG with one legend."""
     width, height = size[0] * columns, size[1] * rows + 0.7
     figure, panels = pyplot.subplots(
         rows, columns, figsize=(width, height), squeeze=False, sharey="row" if sharey else "none"
@@ -53,22 +51,17 @@ def picture(
         for side in ("top", "right"):
             panel.spines[side].set_visible(False)
         panel.tick_params(labelsize=8)
-        if not shared_legend and panel.get_legend_handles_labels()[1]:
-            panel.legend(frameon=False, fontsize=8)
-    handles, labels = panels[0][0].get_legend_handles_labels() if shared_legend else ([], [])
+    handles, labels = panels[0][0].get_legend_handles_labels()
     inches = 0.0
-    if title:
-        figure.suptitle(title, fontsize=11, y=1 - 0.08 / height)
-        inches += 0.3
     if labels:
         longest = max(map(len, labels))
         most = max(1, int(width / (0.35 + 0.075 * longest)))
         shown = min(len(labels), most)
         figure.legend(
             handles, labels, loc="upper center", ncol=shown, frameon=False, fontsize=8,
-            bbox_to_anchor=(0.5, 1 - inches / height),
+            bbox_to_anchor=(0.5, 1),
         )  # fmt: skip
-        inches += 0.12 + 0.19 * -(-len(labels) // shown)
+        inches = 0.12 + 0.19 * -(-len(labels) // shown)
     if note:
         figure.text(0.5, 0.005, note, ha="center", va="bottom", fontsize=7, color="#555555")
     figure.tight_layout(rect=(0, (0.1 + 0.14 * (note.count("\n") + 1)) / height, 1, 1 - inches / height), h_pad=1.4)
@@ -78,8 +71,7 @@ def picture(
 
 def caption(document: dict[str, Any]) -> str:
     """What the figures were measured on, in a few words."""
-    busy = ", busy with other work" if document.get("busy") else ""
-    return f"{document['machine']['cpu']}, {document['machine']['cores']} cores{busy}"
+    return f"{document['machine']['cpu']}, {document['machine']['cores']} cores"
 
 
 def bars(
@@ -107,6 +99,48 @@ def bars(
         for (x, _), value in zip(known, values, strict=True) if text else ():
             foot(panel, x, text.format(value))
     panel.set_xticks(range(len(groups)), list(groups))
+
+
+def comparison(
+    path: Path,
+    document: dict[str, Any],
+    panels: Mapping[str, Mapping[str, Mapping[str, Any]]],
+    *,
+    label: str,
+    note: str = "",
+    text: Callable[[Any], str] | None = None,
+    foretold: Callable[[Any], float | None] | None = None,
+) -> None:
+    """A panel a title, a group of bars a key, a bar an arm: its ratio with its range, around a level at 1.
+
+    `text` stands at the foot of a bar; `foretold` is a mark at its height.
+    """
+    names = list(dict.fromkeys(name for groups in panels.values() for arms in groups.values() for name in arms))
+    colours = dict(zip(names, COLOURS * 2, strict=False))
+    columns = min(2, len(panels))
+    note = f"{caption(document)}{note}"
+    size = (max(4.6, 0.16 * len(names) * max(map(len, panels.values())) + 1.5), 3.7)
+    with picture(path, -(-len(panels) // columns), columns, size=size, note=note) as grid:
+        for panel, (title, groups) in zip(grid.flat, panels.items(), strict=False):
+            series = {
+                name: [(arms[name]["ratio"], *arms[name]["ratio_range"]) if name in arms else None
+                       for arms in groups.values()]
+                for name in names
+            }  # fmt: skip
+            bars(panel, list(groups), series, colours=colours)
+            for nth, arms in enumerate(groups.values()):
+                at = {name: nth + (names.index(name) - (len(names) - 1) / 2) * 0.86 / len(names) for name in arms}
+                for name, arm in arms.items():
+                    if text is not None:
+                        foot(panel, at[name], text(arm))
+                if foretold is not None:
+                    line(
+                        panel, [(at[name], foretold(arm)) for name, arm in arms.items()], linestyle="none", marker="D",
+                        markersize=5, color="black", markerfacecolor="white", label="foretold" if not nth else None,
+                    )  # fmt: skip
+            level(panel)
+            panel.set_title(title, fontsize=10)
+            panel.set_ylabel(label)
 
 
 def foot(panel: Axes, x: float, text: str) -> None:
@@ -138,7 +172,6 @@ def powers_of_two(panel: Axes, levels: Sequence[float]) -> None:
 
 
 def main() -> int:
-    """Draws the pictures of the results that are named."""
     for name in sys.argv[1:]:
         path = Path(name)
         document = json.loads(path.read_text(encoding="utf-8"))

@@ -16,26 +16,24 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks import harness, plots
-from benchmarks.harness import Bench, Json, number, tell
-from benchmarks.outrider_contender import Services
+from benchmarks.harness import Bench, Json, tell
+from benchmarks.services import Services
 from outrider.client import Client, Completion
 
 TAIL = 16
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code."""
     parser = harness.parser("prefix", __doc__, quick="one length, three times")
     parser.add_argument("--lengths", type=int, nargs="+", default=[64, 256, 768], help="of the common beginning")
-    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--repetitions", type=int, default=9)
     few = {"lengths": [64], "repetitions": 3}
     return harness.run("prefix", harness.parse(parser, arguments, few), measure, summarise, table, draw)
 
 
 def measure(bench: Bench) -> None:
-    """Every length, known and fresh in turns."""
     given = bench.given
-    with Services(given.target, given.draft, flags={}) as services:
+    with Services(given.target, given.draft, verifier_flags=()) as services:
         for length in given.lengths:
             _write(services.client, length, 0, "known")
             for nth in range(1, given.repetitions + 1):
@@ -62,45 +60,40 @@ def _write(client: Client, length: int, number_: int, salt: str) -> Completion:
 
 
 def summarise(bench: Bench) -> Json:
-    """One row for each length."""
-    rows = []
-    for length, runs in harness.grouped(bench.runs, "length").items():
-        ratios = [run["fresh_ms"] / run["known_ms"] for run in runs]
-        rows.append(
-            {
-                "beginning_tokens": length,
-                "prompt_tokens": length + TAIL,
-                "cached_tokens": runs[-1]["cached_tokens"],
-                "known_ms": median(run["known_ms"] for run in runs),
-                "fresh_ms": median(run["fresh_ms"] for run in runs),
-                "ratio": median(ratios),
-                "ratio_range": [min(ratios), max(ratios)],
-            }
-        )
-    return {"rows": rows}
+    return {"summary": harness.tree(bench.runs, ("length",), figures)}
+
+
+def figures(runs: Sequence[Json]) -> Json:
+    ratios = [run["fresh_ms"] / run["known_ms"] for run in runs]
+    return {
+        "prompt_tokens": runs[0]["length"] + TAIL,
+        "cached_tokens": runs[-1]["cached_tokens"],
+        "known_ms": median(run["known_ms"] for run in runs),
+        "fresh_ms": median(run["fresh_ms"] for run in runs),
+        "ratio": median(ratios),
+        "ratio_range": [min(ratios), max(ratios)],
+    }
 
 
 def table(document: Json) -> str:
-    """The rows."""
     rows = [
         [
-            row["beginning_tokens"],
-            row["prompt_tokens"],
-            row["cached_tokens"],
-            *(f"{row[name]:.1f} ms" for name in ("known_ms", "fresh_ms")),
-            number(row["ratio"], 1),
+            length,
+            found["prompt_tokens"],
+            found["cached_tokens"],
+            *(f"{found[name]:.1f} ms" for name in ("known_ms", "fresh_ms")),
+            harness.between(found),
         ]
-        for row in document["rows"]
+        for length, found in document["summary"].items()
     ]
     return harness.table(["known tokens", "of a prompt of", "found", "first token, known", "fresh", "ratio"], rows)
 
 
 def draw(document: Json, path: Path) -> None:
-    """Time to the first token by the length of the beginning."""
     with plots.picture(path, 1, 1, size=(5.2, 3.6), note=plots.caption(document)) as panels:
         for name, label, colour in (("known_ms", "known", plots.BLUE), ("fresh_ms", "fresh", plots.GREY)):
-            points = [(row["beginning_tokens"], row[name]) for row in document["rows"]]
-            plots.line(panels[0][0], points, marker="o", color=colour, label=label)
+            points = [(float(length), found[name]) for length, found in document["summary"].items()]
+            plots.line(panels[0][0], points, marker="o", label=label, color=colour)
         panels[0][0].set_ylim(bottom=0)
         panels[0][0].set_xlabel("tokens of the common beginning")
         panels[0][0].set_ylabel("ms to the first token")

@@ -5,7 +5,7 @@ drafts of the texts are drawn again with `Propose` (a seed draws the same), the 
 a pass in this process, and the uniforms of acceptance are integrated out, so that `tokenwise` and `block` are compared
 on the same drafts. A prompt is the unit: rounds of one text are not independent. Intervals are 95 %.
 
-    python -m benchmarks.rules            about ten minutes on one core
+    python -m benchmarks.rules            about five minutes on one core
     python -m benchmarks.rules --quick    does it work at all
 """
 
@@ -26,10 +26,10 @@ import torch
 from transformers import DynamicCache
 
 from benchmarks import harness, plots
+from benchmarks.contenders import load_model
 from benchmarks.deepen import digest_of
 from benchmarks.harness import Bench, Json, tell
-from benchmarks.outrider_contender import ANYWHERE, Services
-from benchmarks.transformers_contender import load
+from benchmarks.services import ANYWHERE, Services
 from kernels.sampling import SamplingParams, probabilities
 from outrider.client import AcceptanceRule, Chunk, Client, Round, Started
 from outrider.service.wire import decode_sparse
@@ -43,9 +43,8 @@ _POWER = 1.645  # and what a power of 95 % takes beside it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code."""
     parser = harness.parser("rules", __doc__, quick="two prompts, few rounds")
-    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=16, help="of each text")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.7, 1.0])
     parser.add_argument("--gammas", type=int, nargs="+", default=[2, 4, 8])
@@ -126,7 +125,6 @@ def estimate(values: Sequence[float]) -> Json:
 
 
 def measure(bench: Bench) -> None:
-    """Every rule at every temperature and γ, after every prompt."""
     given = bench.given
     bench.document["models"] = {"target": digest_of(given.target), "draft": digest_of(given.draft)}
     with Services(given.target, given.draft, dtype="float32", place=ANYWHERE) as services:
@@ -134,7 +132,6 @@ def measure(bench: Bench) -> None:
 
 
 def write_all(bench: Bench, client: Client) -> None:
-    """All texts that are not there yet."""
     given = bench.given
     target = Target(given.target, client.get_model().target.vocab_size)
     prompts = harness.spread(bench.prompts, given.prompts)
@@ -156,8 +153,6 @@ def write_all(bench: Bench, client: Client) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text and its rounds, as it was asked for."""
-
     prompt: tuple[int, ...]
     sampling: sampling_pb2.SamplingParams
     output: tuple[int, ...]
@@ -224,13 +219,12 @@ class Target:
     """The target's distribution after the tokens of one text, in float32; the text only grows."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
-        self._model: Any = load(folder, "float32").model
+        self._model: Any = load_model(folder, torch.float32)
         self._vocab_size = vocab_size
         self._cache: Any = None
         self._committed = 0  # tokens of the text in the cache; what comes after them was drafted
 
     def begin(self) -> None:
-        """Another text."""
         self._cache = DynamicCache(config=self._model.config)
         self._committed = 0
 
@@ -289,7 +283,6 @@ class Redraft:
 
 
 def summarise(bench: Bench) -> Json:
-    """By temperature and γ."""
     return {"summary": harness.tree(bench.runs, ("temperature", "gamma"), figures)}
 
 
@@ -334,7 +327,6 @@ def _gain(*texts: Json) -> float:
 
 
 def table(document: Json) -> str:
-    """A row for each temperature, γ and rule."""
     rows = []
     for temperature, by_gamma in document["summary"].items():
         for gamma, cell in by_gamma.items():

@@ -46,7 +46,6 @@ KEPT = SparseConfig()  # what the draft service keeps of its distribution where 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code."""
     parser = harness.parser("sigmoid", __doc__, quick="two texts")
     parser.add_argument("--texts", type=int, default=64, help="of one prompt each")
     parser.add_argument("--tokens", type=int, default=48, help="of each text")
@@ -60,12 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(bench: Bench) -> None:
-    """All of it, in one go."""
     bench.once("figures", lambda: _measured(bench))
 
 
 def summarise(bench: Bench) -> Json:
-    """All of it."""
     found: Json = bench.once("figures", dict)
     return found
 
@@ -267,7 +264,6 @@ def synthetic(vocab_size: int, gamma: int, count: int) -> list[Case]:
 
 
 def figures(texts: Texts, cases: Sequence[Case], repeats: int) -> Json:
-    """All figures."""
     sparse = [6 * len(q.ids) for case in cases for q in case.q]  # bytes on the wire
     return {
         "distributions": _distributions(*texts.places),
@@ -359,7 +355,6 @@ def _timed(cases: Sequence[Case], repeats: int) -> Json:
 
 
 def tables(document: Json) -> dict[str, str]:
-    """The tables of `docs/sigmoid.md` by name, in Markdown."""
     found, by_vocabulary = document["distributions"], document["speed"]["by_vocabulary"]
     exact, apart, by_precision = found["tokenwise"], found["target_from_draft"], found["sigmoid"]
     scales = list(by_precision["as served"])

@@ -239,7 +239,8 @@ def _become(order: _Order, output: int) -> NoReturn:
         if order.fault is not None:
             fault: Callable[[], None] = importlib.import_module("tests.exactness.mutants.faults").FAULTS[order.fault]
             fault()
-        code = importlib.import_module(f"{order.service}.__main__").main()
+        program = f"{order.service}.__main__" if order.service in SERVICES else order.service
+        code = importlib.import_module(program).main()
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
     except BaseException:

