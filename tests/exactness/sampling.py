@@ -17,8 +17,7 @@ SAMPLES_PER_REQUEST = 64
 CALLS = 2
 """Requests under way at once: while one begins or ends, the other keeps the services busy."""
 
-SEQUENCES = SAMPLES_PER_REQUEST * CALLS
-FLAGS = ("--max-sequences", str(SEQUENCES))
+FLAGS = ("--max-sequences", str(SAMPLES_PER_REQUEST * CALLS))
 """What a service needs to be told to take that many."""
 DRAFT_FLAGS = (*FLAGS, "--max-samples", str(SAMPLES_PER_REQUEST))
 

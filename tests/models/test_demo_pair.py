@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 from models.measure import acceptance, network_laws, write_with_laws
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
-MEBIBYTE = 2**20
 PROMPTS, NEW = 16, 48
 
 
@@ -39,24 +38,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return AutoTokenizer.from_pretrained(DEMO / "target")
 
 
-@pytest.fixture(scope="module")
-def prompts() -> list[dict[str, str]]:
-    return [json.loads(line) for line in (DEMO / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
 def test_sizes_are_the_cards(target: LlamaForCausalLM, draft: LlamaForCausalLM) -> None:
     assert target.num_parameters() == 13_934_400
     assert draft.num_parameters() == 2_868_800
-    assert target.config.num_hidden_layers == 12
-    assert draft.config.num_hidden_layers == 2
     assert target.config.max_position_embeddings == draft.config.max_position_embeddings == 1024
-    assert target.config.tie_word_embeddings
-    assert draft.config.tie_word_embeddings
-
-
-def test_repository_stays_small() -> None:
-    total = sum(path.stat().st_size for path in DEMO.rglob("*") if path.is_file())
-    assert total < 45 * MEBIBYTE
+    assert sum(path.stat().st_size for path in DEMO.rglob("*") if path.is_file()) < 45 * 2**20
 
 
 @pytest.mark.parametrize("member", ["target", "draft"])
@@ -68,14 +54,6 @@ def test_weights_are_finite_bfloat16(member: str) -> None:
             assert torch.isfinite(tensor).all(), name
 
 
-@pytest.mark.parametrize("member", ["target", "draft"])
-def test_generation_config_holds_token_ids_only(member: str, tokenizer: PreTrainedTokenizerFast) -> None:
-    config = json.loads((DEMO / member / "generation_config.json").read_text())
-    end = tokenizer.eos_token_id
-    config.pop("transformers_version", None)
-    assert config == {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
-
-
 def test_members_share_the_token_map(tokenizer: PreTrainedTokenizerFast) -> None:
     other = AutoTokenizer.from_pretrained(DEMO / "draft")
     assert tokenizer.get_vocab() == other.get_vocab()
@@ -84,33 +62,16 @@ def test_members_share_the_token_map(tokenizer: PreTrainedTokenizerFast) -> None
 
 
 def test_tokenizer_round_trips_any_text(tokenizer: PreTrainedTokenizerFast) -> None:
-    random_ = random.Random(7)
+    chance = random.Random(7)
     alphabets: list[Sequence[int]] = [
         range(0x20, 0x7F),
-        range(0x250),
-        range(0x370, 0x500),
-        range(0x4E00, 0x4F00),
         range(0x1F600, 0x1F650),
+        range(0xD800),
+        range(0xE000, 0x110000),
     ]
-    alphabets += [range(0xD800), range(0xE000, 0x110000), [0x20, 0x0A, 0x09, 0x0D, 0x41, 0x28]]
-    texts = ["".join(chr(random_.choice(alphabet)) for _ in range(40)) for alphabet in alphabets for _ in range(40)]
-    texts += ["", " ", "\n\n  \n", "  def f( x ) :", "don't . , !", "<|endoftext|>", "e\u0301 \ufeff\u200d"]
-    for text in texts:
+    texts = ["".join(chr(chance.choice(alphabet)) for _ in range(40)) for alphabet in alphabets for _ in range(40)]
+    for text in [*texts, "", " ", "\n\n  \n", "  def f( x ) :", "don't . , !", "<|endoftext|>", "e\u0301 \ufeff\u200d"]:
         assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_tokenizer_adds_nothing(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert tokenizer.encode("") == []
-    assert tokenizer.encode("import os") == tokenizer.encode("import os", add_special_tokens=False)
-    assert tokenizer.eos_token == tokenizer.bos_token == tokenizer.pad_token == "<|endoftext|>"
-
-
-def test_prompts_are_fit_for_use(prompts: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast) -> None:
-    assert len(prompts) == 64
-    assert len({prompt["id"] for prompt in prompts}) == len({prompt["text"] for prompt in prompts}) == 64
-    for prompt in prompts:
-        assert set(prompt) == {"id", "source", "text"}
-        assert 24 <= len(tokenizer.encode(prompt["text"])) <= 100
 
 
 # Seen with these prompts and this seed: T=1 0.798 ± 0.012, T=0 0.895 ± 0.021 (standard errors over texts); the floors
@@ -122,9 +83,9 @@ def test_draft_is_accepted(
     target: LlamaForCausalLM,
     draft: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
-    prompts: list[dict[str, str]],
 ) -> None:
-    ids = torch.tensor([tokenizer.encode(prompt["text"])[:24] for prompt in prompts[:PROMPTS]])
+    lines = (DEMO / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:PROMPTS]
+    ids = torch.tensor([tokenizer.encode(json.loads(line)["text"])[:24] for line in lines])
     with torch.no_grad():
         text, logits = write_with_laws(target, ids, NEW, temperature)
         result = acceptance("draft", network_laws(draft), text, logits, temperature, tokenizer.eos_token_id)

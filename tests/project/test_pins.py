@@ -59,13 +59,3 @@ def test_pins_agree_with_each_other() -> None:
     assert checked > 20, (
         f"only {checked} of {len(pins)} packages here have the pinned version: `make test` installs them"
     )
-
-
-def test_torch_goes_with_its_triton_on_linux_alone() -> None:
-    pins = _pins()
-    assert _version(pins["torch"]) == Version("2.13.0")
-    assert _version(pins["triton"]) == Version("3.7.1")
-    marker = pins["triton"].marker
-    assert marker is not None
-    assert marker.evaluate({"platform_system": "Linux", "platform_machine": "x86_64"})
-    assert not marker.evaluate({"platform_system": "Darwin", "platform_machine": "arm64"})

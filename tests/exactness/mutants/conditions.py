@@ -5,18 +5,11 @@ They are called by name, as faults are (`tests.exactness.mutants.faults.FAULTS`)
 
 from __future__ import annotations
 
-import importlib
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
-
-
-def stubborn() -> None:
-    """A round is not given up however many verifiers it loses, one right after the other."""
-    failover = importlib.import_module("draft_service.failover").__dict__
-    failover["MOST_LOST_IN_A_ROUND"] = failover["MOST_FAILED_IN_A_ROUND"] = 1 << 30
 
 
 def unhurried() -> None:
