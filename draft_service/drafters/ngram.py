@@ -43,8 +43,7 @@ class NGramDrafter(GuessingDrafter):
         """
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ngram")
         self.lock = Lock()  # what is learned is counted by this thread, and in staged drafting by the engine's
-        self.vocab_size = vocab_size
-        self.sparse = sparse
+        self.vocab_size, self.sparse = vocab_size, sparse
         self._size = order, vocab_size, entries
         self._corpus = NGramCounts(*self._size)
         for document in corpus:
@@ -158,18 +157,14 @@ def back_off(tables: Sequence[NGramCounts], tokens: Sequence[int]) -> np.ndarray
     seen = singles.sum()
     if not seen:
         return None
-    left, parts = 1.0, list[tuple[np.ndarray, np.ndarray]]()
-    for length in range(min(tables[0].order - 1, len(tokens)), 0, -1):
+    kinds = int(np.count_nonzero(singles))
+    p = (singles + kinds / len(singles)) / (seen + kinds)
+    for length in range(1, min(tables[0].order, len(tokens) + 1)):
         context = tuple(tokens[-length:])
         pairs = [pair for table in tables for pair in table.followers.get(context, {}).items()]
         if pairs:  # a token of two tables stands twice
             ids, counts = np.array(pairs, dtype=np.int64).T
             kinds = len(np.unique(ids))
-            share = left / (counts.sum() + kinds)
-            parts.append((ids, counts * share))
-            left = share * kinds
-    kinds = int(np.count_nonzero(singles))
-    p = (singles + kinds / len(singles)) * (left / (seen + kinds))
-    for ids, mass in parts:
-        np.add.at(p, ids, mass)
+            p *= kinds / (counts.sum() + kinds)
+            np.add.at(p, ids, counts / (counts.sum() + kinds))
     return p

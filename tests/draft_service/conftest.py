@@ -11,9 +11,7 @@ from tests.draft_service.pairs import DEMO, write_awkward_draft
 
 PLACES, VERIFIER_PLACES = 6, 4
 CLIENT_SEQUENCES = 15  # of one client at once: more than there are places, and fewer than a request may have samples
-IDLE_S = 3.0
-"""How long it bears with a client that says nothing, or does not read: what a test has to act in, and one has to wait.
-"""
+IDLE_S = 3.0  # how long it bears with a client that says nothing: what a test has to act in, and one has to wait
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 import queue
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -64,15 +64,13 @@ class Driver:
         cheap: GuessingDrafter | None = None,
         *,
         vocab_size: int = VOCABULARY,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.engine = engine
         self.sequence = ModelDrafter(engine, vocab_size=vocab_size, cheap=cheap).begin(told)
-        self._clock = clock
         self._results: queue.SimpleQueue[Draft | DraftError] = queue.SimpleQueue()
 
     def ask(self, gamma: int, committed: Sequence[int] = ()) -> None:
-        self.engine.post(Ask(self.sequence, list(committed), gamma, self._results.put, self._clock()))
+        self.engine.post(Ask(self.sequence, list(committed), gamma, self._results.put, time.perf_counter()))
 
     def answer(self) -> Draft:
         result = self._results.get(timeout=WITHIN_S)

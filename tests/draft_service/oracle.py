@@ -1,4 +1,4 @@
-"""Both models by themselves, run by transformers alone in float32: what every text is held against."""
+"""The target by itself, run by transformers alone in float32: what every text is held against."""
 
 import logging
 from functools import cache
@@ -11,9 +11,9 @@ from tests.draft_service.pairs import DEMO
 
 
 @cache
-def _model(name: str = "target") -> torch.nn.Module:
+def _model() -> torch.nn.Module:
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    return AutoModelForCausalLM.from_pretrained(DEMO / name, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(DEMO / "target", dtype=torch.float32).eval()
 
 
 @cache
@@ -38,10 +38,10 @@ def byte_token(byte: int) -> int:
     return token
 
 
-def logits(ids: list[int], model: str = "target") -> Tensor:
-    """Logits of the target, or of the "draft", after each token, `[T, V]`."""
+def logits(ids: list[int]) -> Tensor:
+    """Logits of the target after each token, `[T, V]`."""
     with torch.inference_mode():
-        rows: Tensor = _model(model)(input_ids=torch.tensor([ids])).logits[0]
+        rows: Tensor = _model()(input_ids=torch.tensor([ids])).logits[0]
     return rows
 
 

@@ -95,7 +95,6 @@ def test_random_tokens_are_uniform_over_the_vocabulary_and_within_each_support()
             tokens[place, token] += 1
             slots[place, np.searchsorted(law.ids, token)] += 1
     for found in (*tokens, *slots):
-        print(stats.chisquare(found))
         assert stats.chisquare(found).pvalue > 1e-3
 
 

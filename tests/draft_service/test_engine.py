@@ -116,17 +116,6 @@ def test_a_target_may_know_more_tokens_than_the_draft_has(loaded: LoadedModel) -
     assert (logits.values == EXCLUDED).tolist() == [False] * loaded.vocab_size + [True] * 7
 
 
-def test_under_coupled_drafts_depend_on_the_position_and_not_on_the_round(engine: DraftEngine) -> None:
-    """What is committed as drafted is drafted on as if no round had ended there."""
-    whole = Driver(engine, sequence(rule=Rule.COUPLED)).propose(8).token_ids
-    driver = Driver(engine, sequence(rule=Rule.COUPLED))
-    first = driver.propose(3).token_ids
-    second = driver.propose(3, first).token_ids
-    assert [*first, *second, *driver.propose(2, second).token_ids] == whole
-    fresh = replace(sequence(rule=Rule.COUPLED), committed=whole[:5])
-    assert Driver(engine, fresh).propose(3).token_ids == whole[5:]
-
-
 def test_penalties_count_drafted_tokens_and_forget_those_taken_back(engine: DraftEngine) -> None:
     """With presence at its most no token comes twice, drafted or committed."""
     driver = Driver(engine, sequence(0.0, logit_rules=LogitRules(presence_penalty=100.0)))

@@ -7,7 +7,6 @@ from outrider.service.wire import PrefixHash
 from protos.outrider.v1 import sampling_pb2, verifier_service_pb2
 from tests.draft_service import oracle
 from tests.draft_service.calls import BLOCK, COUPLED, PROMPT, TOKENWISE, ProposeStream, sampling, write
-from tests.draft_service.pairs import BREAKING_TOKEN
 from tests.verifier_service.streams import Stream
 
 IDS = oracle.encode(PROMPT)
@@ -64,14 +63,3 @@ def test_the_same_round_is_drawn_again_alike_and_the_next_one_afresh(draft: grpc
     first, second = proposals([], [5, 6])
     assert proposals([5, 6]) == [second]
     assert proposals([]) == [first]
-
-
-def test_a_drafter_that_fails_ends_the_stream(draft: grpc.Channel) -> None:
-    with ProposeStream(draft) as drafts:
-        drafts.open([*IDS, BREAKING_TOKEN])
-        drafts.take()
-        drafts.advance(1, len(IDS) + 1, [], 4)
-        with pytest.raises(grpc.RpcError) as caught:
-            drafts.take()
-    assert caught.value.code() is grpc.StatusCode.INTERNAL
-    assert "no numbers" in str(caught.value.details())

@@ -38,15 +38,16 @@ async def fake_verifier(
     *,
     model: model_pb2.ModelInfo | None = None,
     listen: str = "127.0.0.1:0",
-    to_bytes: Callable[[Any], bytes] = VerifyResponse.SerializeToString,
 ) -> AsyncIterator[str]:
-    """Yields the address of one; `to_bytes` serialises what its `Verify` writes."""
+    """Yields the address of one."""
 
     async def get_model(_: Any, __: Any) -> VerifierServiceGetModelResponse:
         return VerifierServiceGetModelResponse(model=model)
 
     handlers: dict[str, Any] = {
-        "Verify": grpc.stream_stream_rpc_method_handler(verify, VerifyRequest.FromString, to_bytes),
+        "Verify": grpc.stream_stream_rpc_method_handler(
+            verify, VerifyRequest.FromString, VerifyResponse.SerializeToString
+        ),
         "GetModel": grpc.unary_unary_rpc_method_handler(
             get_model, VerifierServiceGetModelRequest.FromString, VerifierServiceGetModelResponse.SerializeToString
         ),
@@ -67,14 +68,12 @@ class Switches(FailoverMetrics):
 
     reasons: list[str] = field(default_factory=list)
     pauses: int = 0
-    seconds: float = 0.0
 
     def switched(self, reason: str) -> None:
         self.reasons.append(reason)
 
     def paused(self, seconds: float) -> None:
         self.pauses += 1
-        self.seconds += seconds
 
 
 @asynccontextmanager

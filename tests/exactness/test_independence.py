@@ -2,7 +2,7 @@
 
 A seed, a prompt and a γ give the same text alone and among others. Under `coupled` γ is not needed for it, nor the
 draft: `test_coupled`. The same crowd in too small a pool, where sequences lose their keys and values on the way, is in
-`tests/verifier_service/test_preemption.py`.
+`tests/verifier_service/test_kv_cache.py`.
 """
 
 from __future__ import annotations

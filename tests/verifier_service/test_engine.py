@@ -145,16 +145,6 @@ def test_an_error_outside_of_a_step_ends_the_engine_and_says_why(engine: Verifie
     assert not Client(engine).replies, "a sequence that ended with an error would not go on elsewhere"
 
 
-def test_replies_leave_in_one_call_after_all_commits(engine: VerifierEngine) -> None:
-    clients = [Client(engine, prompt) for prompt in PROMPTS]
-    flushed: list[list[int]] = []
-    engine.flush = lambda: flushed.append([client.sequence.backlog for client in clients])
-    for client in clients:
-        client.submit()
-    engine.turn()
-    assert flushed[:2] == [[0, 0, 0], [1, 1, 1]], "rounds that were overtaken are answered before the step"
-
-
 # ------------------------------------------------------------------------------------------------ isolated sequences
 
 

@@ -13,7 +13,7 @@ from kernels.verify import Rule
 from outrider.rpc.errors import RequestError
 from outrider.service.wire import HASH_BYTES, bytes_with_logits, encode_distribution, most_logits
 from protos.outrider.v1 import model_pb2, sampling_pb2, speculation_pb2, verifier_service_pb2
-from verifier_service.request import check_decode, check_open, check_proposal
+from verifier_service.request import check_open, check_proposal
 
 V = 100
 MODEL = model_pb2.ModelInfo(
@@ -177,12 +177,6 @@ def test_an_unsound_proposal_names_the_field_and_the_numbers(
     with pytest.raises(RequestError) as caught:
         check_proposal(message, MODEL)
     names(caught.value, field, numbers)
-
-
-def test_a_decode_of_nothing_is_refused() -> None:
-    message = verifier_service_pb2.Decode(round=1, base_length=3, prefix_hash=b"\0" * HASH_BYTES)
-    with pytest.raises(RequestError, match="num_tokens is 0"):
-        check_decode(message)
 
 
 def _with_logits(values: np.ndarray) -> speculation_pb2.Proposal:

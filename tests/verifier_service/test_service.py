@@ -143,6 +143,7 @@ BAD_STREAMS: list[tuple[Any, str, str]] = [
     (lambda s: (s.open(), s.decode(2, PROMPT), s.decode(2, PROMPT)), "OUT_OF_ORDER", "round 2 came after round 2"),
     (lambda s: (s.open(), s.decode(1, [*PROMPT, 1])), "WRONG_BASE", "base_length of round 1 is 5"),
     (lambda s: (s.open(), s.decode(1, [9, 9, 9, 9])), "WRONG_BASE", "prefix_hash"),
+    (lambda s: (s.open(), s.decode(1, PROMPT, 0)), "INVALID_FIELD", "num_tokens is 0"),
     (lambda s: (s.open(), s.propose(1, PROMPT, [1] * 17)), "INVALID_FIELD", "17"),
     (lambda s: (s.open(), s.propose(1, PROMPT, [1, 2], tells_laws=False)), "INVALID_FIELD", "takes 2"),
     (
