@@ -79,7 +79,7 @@ gpu: $(if $(DRY),$(DEV))
 # What is usual beside torch and transformers is left out: the machine has it.
 GPU_WHEELS = grpcio grpcio-health-checking grpcio-status grpcio-reflection protobuf googleapis-common-protos structlog \
 	pydantic pydantic-core pydantic-settings annotated-types typing-inspection python-dotenv pytest-asyncio \
-	prometheus-client click rich
+	pytest-timeout prometheus-client matplotlib click rich
 GPU_PYTHON_VERSION ?= 3.12
 gpu-wheels:
 	@$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \

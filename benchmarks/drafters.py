@@ -13,8 +13,9 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from benchmarks import harness
+from benchmarks import harness, plots
 from benchmarks.contenders import (
     Task,
     Write,
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gamma", type=int, default=5, help="tokens of a proposal")
     parser.add_argument("--corpus-mb", type=float, default=4.0, help="of the training text that ngram counts")
     few = {"only": "demo", "prompts": 1, "new_tokens": 16, "repetitions": 1, "corpus_mb": 0.1}
-    return harness.run("drafters", harness.parse(parser, arguments, few), measure, summarise, table)
+    return harness.run("drafters", harness.parse(parser, arguments, few), measure, summarise, table, draw)
 
 
 def measure(bench: Bench) -> None:
@@ -113,6 +114,22 @@ def figures(runs: Sequence[Json]) -> Json:
 def table(document: Json) -> str:
     inner = {"inner": lambda arm: number(arm["inner_acceptance"])}
     return arms_table(document["summary"], ("pair", "texts", "T"), **inner)
+
+
+def draw(document: Json, path: Path) -> None:
+    """A panel for each pair and temperature, a group of bars a kind: tokens/s to the target alone, with α."""
+    panels: dict[str, dict[str, Any]] = {}
+    for (pair, kind, temperature), arms in harness.flat(document["summary"], 3):
+        layers = document["models"][pair]["target_layers"]
+        panels.setdefault(f"{pair} pair ({layers} layers), T = {temperature}", {})[kind] = arms
+    plots.comparison(
+        path,
+        document,
+        panels,
+        label="tokens/s, to the target alone",
+        note=". White: α.",
+        text=lambda arm: "" if arm["alpha"] is None else f"{arm['alpha']:.2f}",
+    )
 
 
 if __name__ == "__main__":

@@ -15,12 +15,13 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import grpc
 
-from benchmarks import harness
+from benchmarks import harness, plots
 from benchmarks.contenders import tokenised
 from benchmarks.harness import Bench, Json, tell
 from benchmarks.services import VerifyStream, await_, models_of, verifier
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gamma", type=int, default=4, help="tokens of a proposal")
     parser.add_argument("--repetitions", type=int, default=3)
     few = {"only": "demo", "streams": [2], "repetitions": 1}
-    return harness.run("engine", harness.parse(parser, arguments, few), measure, summarise, table)
+    return harness.run("engine", harness.parse(parser, arguments, few), measure, summarise, table, draw)
 
 
 def measure(bench: Bench) -> None:
@@ -142,6 +143,14 @@ def table(document: Json) -> str:
         for where, found in harness.flat(document["summary"], 3)
     ]  # fmt: skip
     return harness.table(["pair", "rounds", "streams", "outside", "forward", "verify", "share"], rows)
+
+
+def draw(document: Json, path: Path) -> None:
+    leaves = list(harness.flat(document["summary"], 3))
+    groups = [f"{pair}, {streams}\n{rounds}" for (pair, rounds, streams), _ in leaves]
+    series = {"the engine's own share": [(found["share"], *found["share_range"]) for _, found in leaves]}
+    with plots.picture(path, 1, 1, size=(6.4, 3.6), note=plots.caption(document)) as panels:
+        plots.bars(panels[0][0], groups, series, colours=dict.fromkeys(series, plots.BLUE))
 
 
 if __name__ == "__main__":

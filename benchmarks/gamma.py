@@ -15,9 +15,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
-from benchmarks import harness
+from benchmarks import harness, plots
 from benchmarks.contenders import arms_table, compared, outrider_writer, take_turns, texts, tokenised
 from benchmarks.harness import Bench, Json, number
 from benchmarks.services import Services, models_of
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--fixed", type=int, nargs="+", default=[2, 3, 5, 8, 12, 16], help="each γ")
     parser.add_argument("--entropies", type=float, nargs="*", default=[2.0, 3.0], help="bounds of the draft's, in nats")
     few = {"only": "demo", "prompts": 2, "new_tokens": 24, "repetitions": 1, "fixed": [2, 8], "entropies": [2.0]}
-    return harness.run("gamma", harness.parse(parser, arguments, few), measure, summarise, table)
+    return harness.run("gamma", harness.parse(parser, arguments, few), measure, summarise, table, draw)
 
 
 def arms_of(fixed: Sequence[int], entropies: Sequence[float]) -> dict[str, Mapping[str, Any]]:
@@ -81,6 +82,23 @@ def table(document: Json) -> str:
         return f"{number(arm['over_best_fixed'])} ({' to '.join(map(number, arm['over_best_fixed_range']))})"
 
     return arms_table(document["summary"], ("pair", "T"), **{"over the best fixed γ": over_best})
+
+
+def draw(document: Json, path: Path) -> None:
+    panels = {
+        f"{pair} pair ({document['models'][pair]['target_layers']} layers)": {
+            f"T = {temperature}": arms for temperature, arms in by_temperature.items()
+        }
+        for pair, by_temperature in document["summary"].items()
+    }
+    plots.comparison(
+        path,
+        document,
+        panels,
+        label="speed-up over the target alone",
+        note=". White: mean γ.",
+        text=lambda arm: f"{arm['gamma']:.1f}",
+    )
 
 
 if __name__ == "__main__":

@@ -180,6 +180,8 @@ def _report(result: Result, parts: Sequence[str]) -> int:
     text = page(document)
     result.path.with_suffix(".md").write_text(text, encoding="utf-8")
     found = document["parts"]
+    if "figures" in found.get("kernel", {}):
+        kernel_benchmark.draw(found["kernel"]["figures"], result.path.with_name(f"{result.path.stem}-kernel.png"))
     print(text)
     print(json.dumps({key: value for key, value in document.items() if key != "parts"}, ensure_ascii=False))
     failed = [f"{name}: {line}" for name in parts for line in found.get(name, {"troubles": ["no figures"]})["troubles"]]

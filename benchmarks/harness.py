@@ -43,7 +43,7 @@ def parser(name: str, doc: str | None, *, quick: str) -> argparse.ArgumentParser
     made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=(doc or "").split("\n")[0])
     made.add_argument("--quick", action="store_true", help=f"does it work at all: {quick}")
     made.add_argument("--resume", action="store_true", help="go on where the same command was interrupted")
-    made.add_argument("--output", type=Path, help="JSON file to write; pictures go beside it")
+    made.add_argument("--output", type=Path, help="JSON file to write; the picture goes beside it")
     made.add_argument("--target", type=Path, default=DEMO / "target", help="folder of the target")
     made.add_argument("--draft", type=Path, default=DEMO / "draft", help="folder of the draft")
     made.add_argument("--prompts-file", type=Path, default=DEMO / "prompts.jsonl", help="one JSON object a line")
@@ -174,7 +174,7 @@ def run(
     measure: Callable[[Bench], None],
     summarise: Callable[[Bench], Json],
     table: Callable[[Json], str],
-    draw: Callable[[Json, Path], Any] | None = None,
+    draw: Callable[[Json, Path], Any],
 ) -> int:
     """The whole of a benchmark: measure, write, draw, print the tables and the document; returns the exit code."""
     try:
@@ -187,8 +187,7 @@ def run(
         tell(f"benchmarks.{name}: interrupted; --resume goes on from here")
         return 130
     document = bench.write(summarise(bench))
-    if draw is not None:
-        draw(document, bench.output.with_suffix(".png"))
+    draw(document, bench.output.with_suffix(".png"))
     print(f"{machine_line(document)}\n{document['command']}\n\n{table(document)}\n")
     print(json.dumps(document, ensure_ascii=False))
     return 0

@@ -18,14 +18,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.axes import Axes
 from torch import Tensor
 from transformers.generation.utils import _speculative_sampling
 
-from benchmarks import harness
+from benchmarks import harness, plots
 from benchmarks.clocks import Clock, Work, clock_of
 from benchmarks.contenders import Unavailable
 from benchmarks.harness import Bench, Json, Runs, tell
@@ -296,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (default: all)")
     parser.add_argument("--seconds", type=float, default=420.0, help="begin nothing after so long")
     parser.add_argument("--device", help="cuda, cuda:N or cpu (default: CUDA where there is one)")
-    return harness.run("kernel", harness.parse(parser, arguments, {}), _measure, summarise, table)
+    return harness.run("kernel", harness.parse(parser, arguments, {}), _measure, summarise, table, draw)
 
 
 def _measure(bench: Bench) -> None:
@@ -455,6 +457,36 @@ def table(document: Json) -> str:
             harness.table(["who", "why, for some of the cases at least"], sorted(reasons), "Left out"),
         ]
     )
+
+
+def draw(document: Json, path: Path) -> None:
+    """A column a vocabulary, after [W Fig. 3-5]: time by γ, peak memory by γ, and share of the copy bandwidth by B."""
+    vocabularies = document["plan"]["vocabularies"]
+    bandwidth = document["copy_bytes_per_second"]
+    note = f"{document['device']['name']}; path {document['path']}"
+    with plots.picture(path, 3, len(vocabularies), size=(3.4, 2.8), note=note) as panels:
+        for V, (times, memory, share) in zip(vocabularies, panels.T, strict=True):
+            _lines(times, document, "gamma", V, device_us)
+            _lines(memory, document, "gamma", V, lambda run: run["peak_bytes"] and run["peak_bytes"] / 2**20)
+            _lines(share, document, "batch", V, partial(share_of_copy, bandwidth=bandwidth))
+            times.set_title(f"V = {V:,}", fontsize=10)
+            times.set_yscale("log")
+            share.set_xscale("log", base=2)
+            plots.level(share)
+            share.set_xlabel(f"B (γ = {document['plan']['gamma']})", fontsize=8)
+            for panel in (times, memory):
+                panel.set_xlabel("γ (B = 1)", fontsize=8)
+        for panel, named in zip(
+            panels[:, 0], ("µs, warm caches", "peak memory, MiB", "of a copy, cold caches"), strict=True
+        ):
+            panel.set_ylabel(named, fontsize=8)
+
+
+def _lines(panel: Axes, document: Json, part: str, V: int, value: Callable[[Json], float | None]) -> None:
+    along = "gamma" if part == "gamma" else "B"
+    for name, colour in zip(NAMES, plots.COLOURS, strict=False):
+        points = sorted((run[along], value(run)) for run in _select(document, part=part, contender=name, V=V))
+        plots.line(panel, points, marker="o", label=name, color=colour)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,13 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import grpc
 
-from benchmarks import harness
+from benchmarks import harness, plots
 from benchmarks.harness import Bench, Json, number, tell
 from benchmarks.services import VerifyStream, await_, models_of, verifier
 from protos.outrider.v1 import sampling_pb2
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=1.0, help="length of a turn")
     parser.add_argument("--repetitions", type=int, default=5)
     few = {"only": "demo", "streams": [2], "seconds": 0.3, "repetitions": 1}
-    return harness.run("linger", harness.parse(parser, arguments, few), measure, summarise, table)
+    return harness.run("linger", harness.parse(parser, arguments, few), measure, summarise, table, draw)
 
 
 def measure(bench: Bench) -> None:
@@ -140,6 +141,21 @@ def table(document: Json) -> str:
     ]
     head = ["target", "streams", "linger, ms", "rounds/s", "to none", "sequences/pass", "fixed cost, ms"]
     return harness.table(head, rows)
+
+
+def draw(document: Json, path: Path) -> None:
+    panels = {
+        f"{target} target": {f"{streams} streams": found for streams, found in by_streams.items()}
+        for target, by_streams in document["summary"].items()
+    }
+    plots.comparison(
+        path,
+        document,
+        panels,
+        label="rounds/s, to no linger",
+        note=". Bars: linger in ms. White: sequences a pass.",
+        text=lambda found: f"{found['sequences_per_pass']:.1f}",
+    )
 
 
 if __name__ == "__main__":

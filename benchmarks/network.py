@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from benchmarks import harness
+from benchmarks import harness, plots
 from benchmarks.contenders import arms_table, compared, outrider_writer, predicted_ratio, take_turns, texts, tokenised
 from benchmarks.harness import Bench, Json, number
 from benchmarks.services import Services
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repetitions", type=int, default=3, help="turns of all")
     parser.add_argument("--dtype", default="bfloat16")
     few = {"delays": [0.0, 20.0], "prompts": 1, "repetitions": 1, "new_tokens": 24}
-    return harness.run("network", harness.parse(parser, arguments, few), measure, summarise, table)
+    return harness.run("network", harness.parse(parser, arguments, few), measure, summarise, table, draw)
 
 
 def arms(gamma: int) -> dict[str, Json]:
@@ -80,6 +81,25 @@ def table(document: Json) -> str:
             "wire, ms": lambda arm: number(arm["round_us"]["wire"] / 1e3),
         },
     )
+
+
+def draw(document: Json, path: Path) -> None:
+    """A line for each arm, whole as measured and dashed as Theorem 3.8 has it."""
+    delays = list(document["summary"])
+    with plots.picture(path, 1, 1, size=(6.6, 4.0), note=f"{plots.caption(document)}. Dashed: Theorem 3.8.") as panels:
+        panel = panels[0][0]
+        for name, colour in zip(arms(0), (plots.GREY, plots.BLUE, plots.ORANGE, plots.VIOLET), strict=True):
+            found = [document["summary"][delay][name] for delay in delays]
+            errors = [[abs(arm["ratio"] - arm["ratio_range"][end]) for arm in found] for end in (0, 1)]
+            ratios = [arm["ratio"] for arm in found]
+            panel.errorbar(
+                range(len(delays)), ratios, yerr=errors, marker="o", markersize=4, capsize=2, color=colour, label=name
+            )
+            foretold = [(x, arm["predicted_ratio"]) for x, arm in enumerate(found)]
+            plots.line(panel, foretold, linestyle="--", linewidth=1, color=colour)
+        panel.set_xticks(range(len(delays)), delays)
+        panel.set_xlabel("added round trip between draft and verifier, ms")
+        panel.set_ylabel("tokens/s, to the target alone")
 
 
 if __name__ == "__main__":

@@ -11,10 +11,12 @@ services on one processor, where drafting ahead takes its time from the target a
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
 
-from benchmarks import harness
+from benchmarks import harness, plots
 from benchmarks.contenders import Task, arms_table, compared, outrider_writer, take_turns, texts, tokenised
 from benchmarks.harness import Bench, Json
 from benchmarks.services import APART, ONE_CORE, Services, models_of
@@ -39,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     few = {
         "only": "demo", "gammas": [3], "repetitions": 1, "prompts": 2, "ways": ["greedy", "coupled"], "new_tokens": 48,
     }  # fmt: skip
-    return harness.run("outcome_cache", harness.parse(parser, arguments, few), measure, summarise, table)
+    return harness.run("outcome_cache", harness.parse(parser, arguments, few), measure, summarise, table, draw)
 
 
 def measure(bench: Bench) -> None:
@@ -76,6 +78,20 @@ def summarise(bench: Bench) -> Json:
 def table(document: Json) -> str:
     same = {"same texts": lambda arm: f"{arm['same_text']:.0%}"}
     return arms_table(document["summary"], ("placement", "way", "drafts"), **same)
+
+
+def draw(document: Json, path: Path) -> None:
+    """A panel a placement: the gain of each way at each γ, with hit rates."""
+    panels: dict[str, dict[str, dict[str, Any]]] = {}
+    for (placement, way, gamma), arms in harness.flat(document["summary"], 3):
+        groups: dict[str, Any] = panels.setdefault(placement, {})
+        groups.setdefault(f"γ = {gamma}", {})[way] = arms[WITH]
+
+    def hits(arm: Mapping[str, Any]) -> str:
+        return "" if arm["hit_rate"] is None else f"{arm['hit_rate']:.0%}"
+
+    label = "tokens/s with the outcome cache over without"
+    plots.comparison(path, document, panels, label=label, note=". White: hit rate.", text=hits)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from benchmarks import harness, plots
 from benchmarks.contenders import (
@@ -131,30 +132,19 @@ def table(document: Json) -> str:
 
 def draw(document: Json, path: Path) -> None:
     """A panel a temperature, a group of bars a pair: speed-up over the target alone, measured and foretold."""
-    panels: dict[str, dict[str, Json]] = {}
+    panels: dict[str, dict[str, Any]] = {}
     for (pair, temperature), arms in harness.flat(document["summary"], 2):
         group = f"{pair} pair\n{document['models'][pair]['target_layers']} layers"
         panels.setdefault(f"T = {temperature}", {})[group] = arms
-    note = f"{plots.caption(document)}. Marks: Theorem 3.8 from measured α and times."
-    with plots.picture(path, 1, len(panels), size=(5.4, 3.8), note=note, sharey=True) as grid:
-        for panel, (title, groups) in zip(grid[0], panels.items(), strict=True):
-            names = list(next(iter(groups.values())))
-            series = {
-                name: [(arms[name]["ratio"], *arms[name]["ratio_range"]) for arms in groups.values()] for name in names
-            }
-            plots.bars(
-                panel, list(groups), series, colours=dict(zip(names, plots.COLOURS, strict=False)), text="{:.2f}"
-            )
-            for nth, arms in enumerate(groups.values()):
-                at = [nth + (place - (len(names) - 1) / 2) * 0.86 / len(names) for place in range(len(names))]
-                foretold = [arms[name]["predicted_ratio"] for name in names]
-                plots.line(
-                    panel, list(zip(at, foretold, strict=True)), linestyle="none", marker="D", color="black",
-                    markerfacecolor="white",
-                )  # fmt: skip
-            plots.level(panel)
-            panel.set_title(title, fontsize=10)
-        grid[0][0].set_ylabel("speed-up over the faster target alone")
+    plots.comparison(
+        path,
+        document,
+        panels,
+        label="speed-up over the faster target alone",
+        note=". Marks: Theorem 3.8 from measured α and times.",
+        text=lambda arm: f"{arm['ratio']:.2f}",
+        foretold=lambda arm: arm["predicted_ratio"],
+    )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,48 @@ def bars(
         for (x, _), value in zip(known, values, strict=True) if text else ():
             foot(panel, x, text.format(value))
     panel.set_xticks(range(len(groups)), list(groups))
+
+
+def comparison(
+    path: Path,
+    document: dict[str, Any],
+    panels: Mapping[str, Mapping[str, Mapping[str, Any]]],
+    *,
+    label: str,
+    note: str = "",
+    text: Callable[[Any], str] | None = None,
+    foretold: Callable[[Any], float | None] | None = None,
+) -> None:
+    """A panel a title, a group of bars a key, a bar an arm: its ratio with its range, around a level at 1.
+
+    `text` stands at the foot of a bar; `foretold` is a mark at its height.
+    """
+    names = list(dict.fromkeys(name for groups in panels.values() for arms in groups.values() for name in arms))
+    colours = dict(zip(names, COLOURS * 2, strict=False))
+    columns = min(2, len(panels))
+    note = f"{caption(document)}{note}"
+    size = (max(4.6, 0.16 * len(names) * max(map(len, panels.values())) + 1.5), 3.7)
+    with picture(path, -(-len(panels) // columns), columns, size=size, note=note) as grid:
+        for panel, (title, groups) in zip(grid.flat, panels.items(), strict=False):
+            series = {
+                name: [(arms[name]["ratio"], *arms[name]["ratio_range"]) if name in arms else None
+                       for arms in groups.values()]
+                for name in names
+            }  # fmt: skip
+            bars(panel, list(groups), series, colours=colours)
+            for nth, arms in enumerate(groups.values()):
+                at = {name: nth + (names.index(name) - (len(names) - 1) / 2) * 0.86 / len(names) for name in arms}
+                for name, arm in arms.items():
+                    if text is not None:
+                        foot(panel, at[name], text(arm))
+                if foretold is not None:
+                    line(
+                        panel, [(at[name], foretold(arm)) for name, arm in arms.items()], linestyle="none", marker="D",
+                        markersize=5, color="black", markerfacecolor="white", label="foretold" if not nth else None,
+                    )  # fmt: skip
+            level(panel)
+            panel.set_title(title, fontsize=10)
+            panel.set_ylabel(label)
 
 
 def foot(panel: Axes, x: float, text: str) -> None:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
 
-from benchmarks import harness
+from benchmarks import harness, plots
 from benchmarks.harness import Bench, Json, tell
 from benchmarks.services import Services
 from outrider.client import Client, Completion
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lengths", type=int, nargs="+", default=[64, 256, 768], help="of the common beginning")
     parser.add_argument("--repetitions", type=int, default=9)
     few = {"lengths": [64], "repetitions": 3}
-    return harness.run("prefix", harness.parse(parser, arguments, few), measure, summarise, table)
+    return harness.run("prefix", harness.parse(parser, arguments, few), measure, summarise, table, draw)
 
 
 def measure(bench: Bench) -> None:
@@ -86,6 +87,16 @@ def table(document: Json) -> str:
         for length, found in document["summary"].items()
     ]
     return harness.table(["known tokens", "of a prompt of", "found", "first token, known", "fresh", "ratio"], rows)
+
+
+def draw(document: Json, path: Path) -> None:
+    with plots.picture(path, 1, 1, size=(5.2, 3.6), note=plots.caption(document)) as panels:
+        for name, label, colour in (("known_ms", "known", plots.BLUE), ("fresh_ms", "fresh", plots.GREY)):
+            points = [(float(length), found[name]) for length, found in document["summary"].items()]
+            plots.line(panels[0][0], points, marker="o", label=label, color=colour)
+        panels[0][0].set_ylim(bottom=0)
+        panels[0][0].set_xlabel("tokens of the common beginning")
+        panels[0][0].set_ylabel("ms to the first token")
 
 
 if __name__ == "__main__":

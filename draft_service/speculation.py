@@ -247,8 +247,8 @@ class SequenceGamma:
         self._histogram = histogram
         self._has_beta = has_beta
         self._drafted = 0
-        self._since: float | None = None  # the verdict before, where nothing but this round came after it
-        self._judged_at: float | None = None  # the last verdict, where it was on a proposal
+        self._since: float | None = None  # the verdict before, or the beginning, where only this round came after it
+        self._last_gamma: int | None = None  # of that verdict's round
 
     @property
     def pause(self) -> int:
@@ -257,6 +257,8 @@ class SequenceGamma:
 
     def next(self, most: int) -> int:
         """See `Policy`."""
+        if self._last_gamma is None:
+            self._since = time.perf_counter()
         most = max(0, most)
         default = min(self._default, most)
         self.gamma = int(GAMMA.bounded(lambda: self._policy.next(most), default, low=0, high=most))
@@ -268,16 +270,17 @@ class SequenceGamma:
         if draft is None:
             self.gamma = 0
         self._drafted = 0 if draft is None else len(draft.token_ids)
-        self._since = None if draft is None else self._judged_at
+        if draft is not None and self._last_gamma == 0:
+            self._since = None  # the draft had all of that to read
 
     @GAMMA.quiet
     def judged(self, verdict: speculation_pb2.Verdict) -> None:
         """The round's verdict is there; of `Decode` the next of them."""
         now, timings, load = time.perf_counter(), verdict.timings, verdict.load
         at_verifier = (timings.queue_us + timings.forward_us + timings.verify_us) / 1e6
-        overhead = None if self._since is None else now - self._since - at_verifier
-        self._judged_at = now if self.gamma else None  # after `Decode` the draft has all of it to read
-        self._since = None
+        seconds = None if self._since is None else now - self._since
+        is_usual = self.gamma and self._last_gamma
+        self._since, self._last_gamma = now, self.gamma
         self._policy.observe(
             JudgedRound(
                 gamma=self.gamma,
@@ -285,7 +288,8 @@ class SequenceGamma:
                 judged=verdict.judged,
                 accepted=verdict.accepted,
                 beta=verdict.beta if self._has_beta else (),
-                overhead=overhead,
+                seconds=seconds,
+                overhead=seconds - at_verifier if seconds is not None and is_usual else None,
                 at_verifier=at_verifier,
                 step=_step_cost(load),
                 active=load.active,
@@ -297,7 +301,7 @@ class SequenceGamma:
 
     def disturbed(self) -> None:
         """Something else than the round takes time now, such as a client that does not read."""
-        self._since = self._judged_at = None
+        self._since = None
 
 
 def _step_cost(load: speculation_pb2.VerifierLoad) -> CostLine | None:

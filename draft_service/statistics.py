@@ -1,15 +1,14 @@
 """What γ is chosen from: acceptance statistics, and the cost of a round."""
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from outrider.service.cost_model import CostLine, FittedCost
+from outrider.service.cost_model import FORGETTING, CostLine, FittedCost
 
 # Drafting begins again where it gives so much more text than `Decode`, and ends where it gives less: times are never
 # known better.
-BEGIN_GAIN = 1.06
+BEGIN_GAIN = 1.03
 # A γ that gives so little less than the best one is kept: the outcome cache drafts ahead for the γ before.
 SAME = 0.01
 # Proposals of each active sequence before drafting may be given up: a service's first rounds are slow.
@@ -25,11 +24,16 @@ PRIOR_CHANCE, PRIOR_WEIGHT = 0.8, 6.0
 REMEMBERED, REMEMBERED_OF_ONE, SHARED_WEIGHT = 512, 64, 24.0
 # The line of overhead begins with so many rounds, of which the fastest of each γ count: a service's first are slow.
 FIRST_ROUNDS = 16
-# A cycle is measured where the others in the step have this share of its own tokens on average, and for `Decode` where
-# this share of all took part.
-ALIKE = 0.8
-# Share of a running mean that the last round is, or the last cycle of all, and the largest ratio that one may show.
-RECENT, RECENT_CYCLE, LARGEST_RATIO = 1 / 32, 1 / 16, 2.0
+# A cycle is measured where the tokens of the others in the step, on average, and its own differ by no more than this
+# ratio; for `Decode`, where this share of all sequences took part.
+ALIKE = 0.7
+# Rounds of a kind, proposals or `Decode`, are measured while this share of the last rounds was of that kind.
+PURE = 0.6
+# Share of a running mean that the last round is.
+RECENT = 1 / 32
+# Cycles of each sequence that are remembered; how many the formula counts for; and the most that one may take, as a
+# multiple of what the formula expects.
+REMEMBERED_CYCLES, FORMULA_WEIGHT, LARGEST_RATIO = 128, 4, 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,8 @@ class JudgedRound:
         active: sequences that share its steps.
         tokens: in the step that judged it, of all its sequences.
         sequences: in that step.
+        seconds: from the verdict before, or from the sequence's beginning, to this one; None where something else fell
+            into it.
     """
 
     gamma: int
@@ -62,6 +68,7 @@ class JudgedRound:
     active: int = 1
     tokens: int = 1
     sequences: int = 1
+    seconds: float | None = None
 
 
 class Acceptance:
@@ -117,26 +124,66 @@ class Acceptance:
 
 
 @dataclass(slots=True)
+class _Cycles:
+    """Cycles of one kind, proposals or `Decode`, with about so many active sequences.
+
+    Attributes:
+        step: the verifier's cost of a step while they ran, a running mean; None before the first.
+        measured: their seconds, a sum in which old ones count less.
+        expected: what the formula expected of them.
+    """
+
+    step: CostLine | None = None
+    measured: float = 0.0
+    expected: float = 0.0
+
+    def add_step(self, step: CostLine, active: int) -> None:
+        old = self.step or step
+        weight = 1 / (REMEMBERED_CYCLES * active)
+        self.step = CostLine(
+            old.fixed + weight * (step.fixed - old.fixed), old.per_token + weight * (step.per_token - old.per_token)
+        )
+
+    def add(self, seconds: float, expected: float, active: int) -> None:
+        if not self.expected:
+            self.measured = self.expected = FORMULA_WEIGHT * active * expected
+        kept = 1 - 1 / (REMEMBERED_CYCLES * active)
+        self.measured = kept * self.measured + min(seconds, LARGEST_RATIO * expected)
+        self.expected = kept * self.expected + expected
+
+    @property
+    def ratio(self) -> float | None:
+        return self.measured / self.expected if self.expected else None
+
+
 class _Measured:
     """What rounds took, with about so many active sequences.
 
     Attributes:
-        first: (γ, overhead) of the first rounds.
         overhead: seconds as a line in γ; None before there were enough.
-        ratio: x and x₀ of `CostModel`, by whether the round had drafts.
+        cycles: by whether they had drafts.
+        rounds: proposals.
     """
 
-    first: list[tuple[int, float]] = field(default_factory=list)
-    overhead: FittedCost | None = None
-    ratio: dict[bool, float] = field(default_factory=lambda: {True: 1.0, False: 1.0})
+    def __init__(self, size: int) -> None:
+        """`size` is the number of active sequences, as a power of two."""
+        self._forgetting = FORGETTING / 2**size
+        self._first: list[tuple[int, float]] = []
+        self.overhead: FittedCost | None = None
+        self.cycles = {True: _Cycles(), False: _Cycles()}
+        self.rounds = 0
 
     def add_overhead(self, drafted: int, seconds: float) -> None:
         if self.overhead is not None:
             self.overhead.add(drafted, seconds)
             return
-        self.first.append((drafted, seconds))
-        if len(self.first) == FIRST_ROUNDS:
-            self.overhead = FittedCost(self.first)
+        self._first.append((drafted, seconds))
+        if len(self._first) == FIRST_ROUNDS:
+            self.overhead = FittedCost(self._first, forgetting=self._forgetting)
+
+    def ratio(self, drafts: bool) -> float:
+        """Return x, or x₀, of `CostModel`."""
+        return self.cycles[drafts].ratio or 1.0
 
 
 class CostModel:
@@ -148,47 +195,68 @@ class CostModel:
     takes no time in it. step is the verifier's published cost. A verifier holds a step back for sequences about to
     answer, but no longer than the fixed cost of a step. Where overhead is more than that, one half of the sequences
     drafts while the other half is verified: cycle(γ) = x · max(2·step(n / 2), overhead(γ) + step(n / 2)).
-    x and x₀ are measured cycles over these formulas. All that is measured is kept by B, in powers of two: sequences
-    that draft at once wait for each other.
+
+    x and x₀ are measured cycles over these formulas, each with the cost of a step as it was published then: a verifier
+    beside a busy draft is slower than one alone. A cycle lasts from verdict to verdict, and the first from the
+    sequence's beginning, so that x and x₀ hold whatever else a text takes. All that is measured is kept by B, in powers
+    of two: sequences that draft at once wait for each other.
     """
 
     def __init__(self) -> None:
         self.active = 1
         self._step = CostLine(0.0, 0.0)
-        self._by_size: defaultdict[int, _Measured] = defaultdict(_Measured)
-        self._now = self._by_size[0]  # of as many sequences as are active
+        self._by_size: dict[int, _Measured] = {}
+        self._now = _Measured(0)  # of as many sequences as are active
+        self._drafting = 1.0  # share of the last rounds that had drafts
 
     @property
     def known(self) -> bool:
         """Whether enough rounds were measured with as many sequences as now."""
         return self._now.overhead is not None
 
+    @property
+    def is_firm(self) -> bool:
+        """Whether there were rounds enough to give up drafting with as many sequences as now."""
+        return self._now.rounds >= FIRM_ROUNDS * self.active
+
     def add(self, round_: JudgedRound, *, is_probe: bool) -> None:
         """Take in a round. One of a probe, or a `Decode` beside drafts, does not tell how long all alike would wait."""
         self.active = max(1, round_.active)
         self._step = round_.step or CostLine(round_.at_verifier, 0.0)
-        measured = self._now = self._by_size[(self.active - 1).bit_length()]
-        if round_.drafted and round_.overhead is not None and math.isfinite(round_.overhead):
-            measured.add_overhead(round_.drafted, max(round_.overhead, 1e-9))
-        width = round_.tokens / round_.sequences
-        if round_.drafted:
-            is_typical = not is_probe and round_.overhead is not None and width > ALIKE * (round_.drafted + 1)
+        size = (self.active - 1).bit_length()
+        if size not in self._by_size:
+            self._by_size[size] = _Measured(size)
+        measured = self._now = self._by_size[size]
+        drafts = round_.drafted > 0
+        self._drafting += (drafts - self._drafting) / (4 * self.active)
+        if is_probe or (self._drafting if drafts else 1 - self._drafting) < PURE:
+            return
+        cycles = measured.cycles[drafts]
+        cycles.add_step(self._step, self.active)
+        if drafts:
+            measured.rounds += 1
+            is_typical = ALIKE < (round_.drafted + 1) * round_.sequences / round_.tokens < 1 / ALIKE
+            if round_.overhead is None:
+                is_typical = True  # its first: prompts are in the step
+            elif math.isfinite(round_.overhead) and (is_typical or not self.known):
+                measured.add_overhead(round_.drafted, max(round_.overhead, 1e-9))
         else:
-            is_typical = width == 1 and round_.sequences > ALIKE * self.active
-        seconds = round_.at_verifier + (round_.overhead or 0.0)
-        if self.known and is_typical and math.isfinite(seconds):
-            ratio = seconds / self._formula(round_.drafted, width)
-            ratio = min(max(ratio, 1 / LARGEST_RATIO), LARGEST_RATIO)
-            drafts = round_.drafted > 0
-            measured.ratio[drafts] += RECENT_CYCLE / self.active * (ratio - measured.ratio[drafts])
+            is_typical = round_.sequences > ALIKE * self.active
+        if self.known and is_typical and round_.seconds is not None and 0 < round_.seconds < math.inf:
+            cycles.add(round_.seconds, self._formula(round_.drafted), self.active)
 
     def doubt(self) -> None:
-        """Trust the formula more: no sequence has drafted for long."""
-        self._now.ratio[True] += 0.5 * (1 - self._now.ratio[True])
+        """Trust what drafting took less: no sequence has drafted for long."""
+        drafts, alone = self._now.cycles[True], self._now.cycles[False]
+        drafts.step = None
+        if drafts.ratio and alone.ratio:
+            ratio = (drafts.ratio + alone.ratio) / 2
+            drafts.expected *= FORMULA_WEIGHT / REMEMBERED_CYCLES
+            drafts.measured = drafts.expected * ratio
 
     def cycle(self, gamma: float) -> float:
         """Seconds from one verdict to the next; γ = 0 is `Decode`."""
-        return self._now.ratio[gamma > 0] * self._formula(gamma, gamma + 1)
+        return self._now.ratio(gamma > 0) * self._formula(gamma)
 
     def rates(self, chances: Sequence[float], drafted_share: float) -> list[float]:
         """Tokens a second of one sequence at γ = 0, 1, .. `len(chances)`, with β_1, β_2, .. as given."""
@@ -200,13 +268,14 @@ class CostModel:
             rates.append(expected / self.cycle(drafted_share * (position + 1)))
         return rates
 
-    def _formula(self, gamma: float, width: float) -> float:
-        """The cycle at γ drafted tokens, where each sequence has `width` tokens in a step on average."""
-        tokens, line = self.active * width, self._now.overhead
+    def _formula(self, gamma: float) -> float:
+        """The cycle by lines alone."""
+        tokens, line = self.active * (gamma + 1), self._now.overhead
+        step = self._now.cycles[gamma > 0].step or self._step
         overhead = line.line.seconds(gamma) if gamma and line is not None else 0.0
-        seconds = overhead + self._step.seconds(tokens)
-        if self.active > 1 and overhead > self._step.fixed:
-            half = self._step.seconds(tokens / 2)
+        seconds = overhead + step.seconds(tokens)
+        if self.active > 1 and overhead > step.fixed:
+            half = step.seconds(tokens / 2)
             seconds = half + max(half, overhead)
         return max(seconds, 1e-9)
 
@@ -246,7 +315,7 @@ class AcceptanceStatistics:
 
     def is_firm(self, costs: CostModel) -> bool:
         """Whether there were rounds enough to give up drafting."""
-        return self.rounds >= FIRM_ROUNDS * costs.active
+        return self.rounds >= FIRM_ROUNDS and costs.is_firm
 
     def choose(self, costs: CostModel, ceiling: int) -> int:
         """Return the γ that is best for all, 0 where drafting does not pay."""
@@ -254,14 +323,13 @@ class AcceptanceStatistics:
         best = max(range(1, ceiling + 1), key=rates.__getitem__)
         if not 0 < self.gamma <= ceiling or rates[best] > (1 + SAME) * rates[self.gamma]:
             self.gamma = best
-        if self.is_firm(costs):
-            self._note(rates[self.gamma] / rates[0], costs.active)
+        self._note(rates[self.gamma] / rates[0], costs)
         return self.gamma if self.pays else 0
 
-    def _note(self, gain: float, active: int) -> None:
-        if self.pays and gain < 1:
+    def _note(self, gain: float, costs: CostModel) -> None:
+        if self.pays and gain < 1 and self.is_firm(costs):
             self.pays, self.decoded = False, 0
-            is_soon = self.rounds - self._paid_since < FIRM_ROUNDS * active
+            is_soon = self.rounds - self._paid_since < FIRM_ROUNDS * costs.active
             self.pause = min(2 * self.pause, LONGEST_PAUSE) if is_soon else FIRST_PAUSE
         elif not self.pays and gain > BEGIN_GAIN:
             self.pays, self._paid_since = True, self.rounds

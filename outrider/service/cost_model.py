@@ -40,8 +40,9 @@ class FittedCost:
     is believed widens, and the line follows.
     """
 
-    def __init__(self, trials: Sequence[tuple[int, float]]) -> None:
-        """`trials` are passes run before, as (tokens, seconds); of each width the fastest counts.
+    def __init__(self, trials: Sequence[tuple[int, float]], *, forgetting: float = FORGETTING) -> None:
+        """`trials` are passes run before, as (tokens, seconds); of each width the fastest counts. `forgetting` is the
+        share of the means that one pass replaces.
 
         Raises:
             ValueError: there is none, or one has no tokens, or no time.
@@ -53,6 +54,7 @@ class FittedCost:
             fastest[tokens] = min(seconds, fastest.get(tokens, seconds))
         if not fastest:
             raise ValueError("no trial passes; at least 1 is needed")
+        self._forgetting = forgetting
         self._tokens = sum(fastest) / len(fastest)
         self._seconds = sum(fastest.values()) / len(fastest)
         self._spread = sum((tokens - self._tokens) ** 2 for tokens in fastest)  # Σ (tokens - mean)²
@@ -68,14 +70,14 @@ class FittedCost:
         least = LEAST_DEVIATION * max(expected, self._seconds)
         credible = CREDIBLE_DEVIATIONS * max(self._deviation, least)
         residual = min(max(seconds - expected, -credible), credible)
-        self._deviation += FORGETTING * (abs(residual) - self._deviation)
+        self._deviation += self._forgetting * (abs(residual) - self._deviation)
 
         width, time = tokens - self._tokens, expected + residual - self._seconds  # from the means
-        forgotten = FORGETTING * width**2 / (width**2 + REFERENCE_SPREAD)
+        forgotten = self._forgetting * width**2 / (width**2 + REFERENCE_SPREAD)
         self._spread += width**2 - forgotten * self._spread
         self._shared += width * time - forgotten * self._shared
-        self._tokens += FORGETTING * width
-        self._seconds += FORGETTING * time
+        self._tokens += self._forgetting * width
+        self._seconds += self._forgetting * time
         self.line = self._fit()
 
     def _fit(self) -> CostLine:

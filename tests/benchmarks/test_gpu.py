@@ -45,6 +45,7 @@ def test_a_dry_run_measures_every_part(tmp_path: Path) -> None:
     assert code == 0
     check_device(document)
     check_services(document)
+    assert {path.name for path in tmp_path.iterdir()} == {"gpu.json", "gpu.md", "gpu-kernel.png"}
 
 
 @pytest.mark.gpu
@@ -111,6 +112,7 @@ def test_a_part_that_fails_is_recorded_and_the_others_go_on(
     for name in ("kernel", "alone", "pair"):
         monkeypatch.setitem(gpu.MEASURES, name, lambda bench: {"rows": [{"found": 1}]})
     monkeypatch.setattr("benchmarks.kernel.table", str)
+    monkeypatch.setattr("benchmarks.kernel.draw", lambda document, path: None)
     asked = tmp_path / "gpu.json", "--parts", "kernel,pair"
     with monkeypatch.context() as broken:
         broken.setitem(gpu.MEASURES, "kernel", fails)
@@ -131,9 +133,39 @@ def test_each_run_takes_less_than_nine_minutes_and_all_have_each_part_once() -> 
     assert all(sum(run.values()) <= RUN_SECONDS for run in RUNS.values())
 
 
-def test_groups_end_with_the_first_in_which_a_test_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = GpuBench(FULL, CPU, Clock(CPU, 5), tmp_path)
-    bench.begin(60.0)
+def test_aims_are_judged_by_their_worst_case_and_by_what_is_served() -> None:
+    shapes = {
+        "1B": {"contenders": {"Outrider, graphs": {"error": "no"}}},
+        "8B": {"contenders": {"Outrider, graphs": {"of_bound": 0.65}, "transformers": {"of_bound": 0.9}}},
+    }
+    figures = {
+        "alone": {"shapes": shapes},
+        "pair": {"rows": [{"of_foretold": 0.95}, {"of_foretold": 0.85}]},
+        "engine": {"rows": [{"rounds": "Decode", "share": 0.3}, {"rounds": "Decode", "share": 0.05}]},
+    }
+    found = gpu.aims({"parts": {name: {"figures": each} for name, each in figures.items()}})
+    assert [(each["aim"].split(",")[0], each["found"], each["met"]) for each in found] == [
+        ("1B alone", None, None),
+        ("8B alone", 0.65, False),
+        ("13B alone", None, None),
+        ("the pair", 0.85, False),
+        ("most streams", 0.05, True),
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------- checks
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> GpuBench:
+    made = GpuBench(FULL, CPU, Clock(CPU, 5), tmp_path)
+    made.begin(60.0)
+    return made
+
+
+def test_groups_end_with_the_first_in_which_a_test_fails(
+    bench: GpuBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, body in (("good", "assert True"), ("bad", "assert 2 + 2 == 5"), ("later", "assert True")):
         (tmp_path / name).mkdir()
         test = f"import pytest\n@pytest.mark.gpu\ndef test_{name}(): {body}\n"

@@ -57,6 +57,7 @@ def test_quick_measures_what_a_cpu_can_and_says_who_took_no_part(
         assert run["must_bytes"] >= 2 * run["B"] * (run["gamma"] + 1) * run["V"]
         assert 0 <= run["accepted"] <= run["gamma"]
     assert document["aims"] == []  # they are for a GPU
+    assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "it does not know the rule block" in capsys.readouterr().out
     assert str(tmp_path) not in output.read_text()
 

@@ -52,6 +52,7 @@ class Stream:
     sent: float = 0.0
     judged: float = 0.0
     overhead: float | None = None
+    has_read: bool = False  # what the target wrote by Decode, before it drafted
     gammas: list[int] = field(default_factory=list)
     turnaround: Turnaround = field(default_factory=Turnaround)
 
@@ -96,6 +97,7 @@ class ClosedLoop:
         hidden = self._random.random() < draft.hidden
         mean = draft.round_trip + (0.0 if hidden else stream.drafted * draft.step)
         seconds = self._random.gammavariate(SPREAD**-2, mean * SPREAD**2)
+        stream.has_read = stream.gamma > 0 and not was_drafting and stream.judged > 0
         stream.decode = 0 if stream.gamma else max(1, stream.policy.pause)
         stream.overhead = seconds if was_drafting and stream.gamma else None
         stream.sent = self._now + seconds
@@ -147,6 +149,7 @@ class ClosedLoop:
                 judged=(judged := min(accepted + 1, stream.drafted)),
                 accepted=accepted,
                 beta=[stream.draft.alpha] * judged if stream.draft.has_beta else (),
+                seconds=None if stream.has_read else self._now - stream.judged,
                 overhead=stream.overhead,
                 at_verifier=self._now - owed_since,
                 step=self._cost.line,

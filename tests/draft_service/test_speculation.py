@@ -411,6 +411,9 @@ def test_a_round_is_observed_with_the_times_that_are_its_own(monkeypatch: pytest
     assert [None if each.overhead is None else round(each.overhead, 6) for each in found] == [
         None, 0.015, None, None, None, 0.015, None,
     ]  # fmt: skip
+    assert [None if each.seconds is None else round(each.seconds, 6) for each in found] == [
+        0.025, 0.025, 0.02, 0.02, None, 0.025, None,
+    ]  # fmt: skip
     assert found[1].at_verifier == pytest.approx(0.01)
     assert found[1].step is not None
     assert (found[1].step.fixed, found[1].step.per_token) == pytest.approx((0.002, 50e-6))
