@@ -62,6 +62,8 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("speculation.gamma", speculation(gamma=17), ("17", "16")),
     ("speculation.gamma", speculation(gamma=16) | law(rule=SIGMOID, sigmoid=SCALES), ("16", "67072", "65536", "15")),
     ("speculation.draft_temperature", speculation(draft_temperature=math.nan), ("nan", "100")),
+    ("speculation.policy", speculation(policy=77), ("77", "fixed (1)", "heuristic (2)")),
+    ("speculation.max_entropy", speculation(max_entropy=math.nan), ("nan", "at least 0")),
     (
         "speculation.draft_temperature",
         speculation(draft_temperature=0) | law(rule=SIGMOID, sigmoid=SCALES),

@@ -109,6 +109,15 @@ def test_whether_a_token_is_in_a_frame_does_not_depend_on_what_it_is(numbers: li
         assert place_of_the_last([*before, 0]) == place_of_the_last([*before, 2**32 - 1])
 
 
+def test_a_cut_tokens_beginning_does_not_join_the_tokens_before_it() -> None:
+    frames = frames_of()
+    for response in (token(7, held=1), token(8, held=2), text("whole", held=1), text("pa", held=1)):
+        frames.put(response)
+    first, second = frames.take().chunk, frames.take().chunk
+    assert (first.text, list(first.token_ids), first.held_tokens) == ("whole", [7, 8], 1)
+    assert (second.text, list(second.token_ids), second.held_tokens) == ("pa", [], 1)
+
+
 @fake_clock
 async def test_frames_leave_by_the_clock_whether_or_not_there_is_something_to_say() -> None:
     responses, pace = Responses(), 0.05

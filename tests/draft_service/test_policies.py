@@ -1,16 +1,13 @@
 """Policies of how long to speculate, asked for at the draft service: which one a request gets, and what is refused."""
 
 import math
-from itertools import pairwise
 from typing import Any
 
-import grpc
 import pytest
 
-from outrider.client import Client, InvalidRequest, SpeculationPolicy
-from protos.outrider.v1 import draft_service_pb2 as pb
+from outrider.client import Client, SpeculationPolicy
 from tests.draft_service import oracle
-from tests.draft_service.calls import PROMPT, request, write
+from tests.draft_service.calls import PROMPT
 
 TOKENS = 28
 
@@ -63,18 +60,6 @@ def test_a_seed_under_a_rule_that_draws_is_the_same_text_again(client: Client) -
     assert client.complete(PROMPT, max_new_tokens=4).statistics.policy == SpeculationPolicy.ADAPTIVE
 
 
-def test_the_heuristic_goes_by_the_letter_in_a_request(client: Client) -> None:
-    done = client.complete(
-        PROMPT, max_new_tokens=TOKENS, ignore_eos=True, temperature=0, report_rounds=True, speculation="heuristic"
-    )
-    rounds = done.samples[0].rounds
-    for before, after in pairwise(rounds[:-1]):
-        drafted = len(before.drafted_token_ids)
-        step = 2 if before.accepted == drafted else -1
-        left = TOKENS - after.output_length - 1
-        assert len(after.drafted_token_ids) == min(max(1, min(drafted + step, 16)), left)
-
-
 def test_a_bound_on_entropy_shortens_proposals_and_says_so(client: Client) -> None:
     how: dict[str, Any] = {"max_new_tokens": TOKENS, "ignore_eos": True, "gamma": 8, "report_rounds": True, "seed": 3}
     laws: list[dict[str, Any]] = [{"temperature": 1.0}, {"temperature": 0.0}, {"presence_penalty": 0.2}]
@@ -88,16 +73,3 @@ def test_a_bound_on_entropy_shortens_proposals_and_says_so(client: Client) -> No
         assert bounded.statistics.num_draft_tokens < free.statistics.num_draft_tokens
         assert bounded.statistics.draft_acceptance_rate > free.statistics.draft_acceptance_rate
         assert min(_lengths(bounded.samples[0])[:-2]) >= 1
-
-
-@pytest.mark.parametrize("bound", [-0.5, math.nan])
-def test_a_bound_that_is_none_is_refused(bound: float, client: Client) -> None:
-    with pytest.raises(InvalidRequest, match=r"speculation.max_entropy is (-0.5|nan); at least 0") as caught:
-        client.complete(PROMPT, max_new_tokens=4, max_entropy=bound)
-    assert caught.value.field == "speculation.max_entropy"
-
-
-def test_a_policy_that_does_not_exist_is_refused_by_its_number(draft: grpc.Channel) -> None:
-    unknown = request(speculation=pb.SpeculationParams(policy=77))  # type: ignore[arg-type]
-    with pytest.raises(grpc.RpcError, match=r"speculation.policy is 77; there are fixed \(1\), heuristic \(2\)"):
-        write(draft, unknown.text, speculation=unknown.speculation)
