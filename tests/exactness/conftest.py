@@ -37,7 +37,7 @@ def sharpened(markov: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def sound(cluster: Cluster, markov: World, sharpened: Path) -> Iterator[Service]:
+def sound(markov: World, sharpened: Path) -> Iterator[Service]:
     """A draft service with that draft, and nothing wrong with it."""
-    with markov.with_fault(cluster, sharpened, "draft_service", None) as service:
+    with markov.with_fault(sharpened, "draft_service", None) as service:
         yield service

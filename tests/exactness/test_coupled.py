@@ -20,7 +20,7 @@ import torch
 
 from kernels.rng import gumbel
 from outrider.client import AcceptanceRule, AsyncClient, Client, Completion, Options, Sample, Started
-from tests.cluster import Cluster, Service
+from tests.cluster import Service
 from tests.exactness import distributions
 from tests.exactness.chisquare import Array
 from tests.exactness.distributions import Filters
@@ -186,9 +186,9 @@ def test_as_much_is_accepted_as_shared_noise_promises(soundly: Sequence[Sample],
 
 @pytest.mark.slow
 def test_other_noise_in_the_draft_costs_acceptance_and_changes_no_token(
-    cluster: Cluster, markov: World, sharpened: Path, soundly: Sequence[Sample], chances: tuple[Array, Array]
+    markov: World, sharpened: Path, soundly: Sequence[Sample], chances: tuple[Array, Array]
 ) -> None:
-    with markov.with_fault(cluster, sharpened, "draft_service", "noise_of_the_next_position") as service:
+    with markov.with_fault(sharpened, "draft_service", "noise_of_the_next_position") as service:
         samples = _samples(service)
     shared, own = chances
     assert _deviation(samples, shared) < -2 * WIDE
@@ -196,9 +196,7 @@ def test_other_noise_in_the_draft_costs_acceptance_and_changes_no_token(
     assert [sample.token_ids for sample in samples] == [sample.token_ids for sample in soundly]
 
 
-def test_a_verifier_that_keys_its_noise_by_the_round_is_noticed(
-    cluster: Cluster, markov: World, sharpened: Path
-) -> None:
-    with markov.with_fault(cluster, sharpened, "verifier_service", "noise_of_the_round") as service:
+def test_a_verifier_that_keys_its_noise_by_the_round_is_noticed(markov: World, sharpened: Path) -> None:
+    with markov.with_fault(sharpened, "verifier_service", "noise_of_the_round") as service:
         by_decode, drafted = ([sample.token_ids for sample in _samples(service, gamma, n=4)] for gamma in (0, 3))
     assert by_decode != drafted

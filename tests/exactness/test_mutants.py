@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster import Cluster, Service
+from tests.cluster import Service
 from tests.exactness.distributions import Filters
 from tests.exactness.worlds import FILTERS, World, sampled_fits
 
@@ -41,9 +41,9 @@ def _p_value(service: Service, markov: World, filters: Filters, length: int) -> 
     ],
 )
 def test_a_fault_is_noticed(
-    fault: str, service: str, filters: Filters, length: int, cluster: Cluster, markov: World, sharpened: Path
+    fault: str, service: str, filters: Filters, length: int, markov: World, sharpened: Path
 ) -> None:
-    with markov.with_fault(cluster, sharpened, service, fault) as front:
+    with markov.with_fault(sharpened, service, fault) as front:
         assert _p_value(front, markov, filters, length) < REFUTED
 
 

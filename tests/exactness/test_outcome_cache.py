@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from outrider.client import Client, Completion, Options
-from tests.cluster import Cluster, Service
+from tests.cluster import Service
 from tests.exactness import chisquare
 from tests.exactness.chisquare import Fit
 from tests.exactness.distributions import Filters
@@ -32,8 +32,8 @@ REFUTED = 1e-9
 
 
 @pytest.fixture(scope="module")
-def eager(cluster: Cluster, markov: World, sharpened: Path) -> Iterator[Service]:
-    with markov.with_fault(cluster, sharpened, "draft_service", "eager_outcome_cache") as service:
+def eager(markov: World, sharpened: Path) -> Iterator[Service]:
+    with markov.with_fault(sharpened, "draft_service", "eager_outcome_cache") as service:
         yield service
 
 
@@ -67,8 +67,8 @@ def test_each_next_token_is_distributed_as_the_targets(
 
 
 @pytest.mark.slow
-def test_a_distribution_that_was_not_drawn_from_is_noticed(cluster: Cluster, markov: World, sharpened: Path) -> None:
-    with markov.with_fault(cluster, sharpened, "draft_service", "branches_take_the_likeliest") as service:
+def test_a_distribution_that_was_not_drawn_from_is_noticed(markov: World, sharpened: Path) -> None:
+    with markov.with_fault(sharpened, "draft_service", "branches_take_the_likeliest") as service:
         _, outcomes, classes = _fits(service, markov, "tokenwise", NOTICED_BY)
     assert min(outcomes.p_value, classes.p_value) < REFUTED
 

@@ -61,7 +61,7 @@ def test_a_poisoned_request_ends_alone(fault: str, ended: int, right: list[Ended
         assert others == right
         assert isinstance(poisoned, OutriderError)
         assert (poisoned.code, poisoned.reason) == (grpc.StatusCode.INTERNAL, "STEP_FAILED")
-        assert [verifier.returncode for verifier in verifiers].count(9) == ended
+        wait_until(lambda: [verifier.returncode for verifier in verifiers].count(9) == ended)
 
 
 def test_a_verifier_whose_engine_breaks_exits_and_its_texts_go_on_elsewhere(right: list[Ended]) -> None:

@@ -1,4 +1,4 @@
-"""Every policy of how long to speculate, through both services: the text keeps the target's law, or its tokens.
+"""Every policy of how long to speculate, through both services: the text keeps the target's distribution or tokens.
 
 The target is the Markov one, so that each of the 1,664 tokens of 64 texts is a sample: over the rank classes of each
 token before (some 47 degrees of freedom) they notice a total variation of 0.09 at a level of 1 % with a power of 95 %
@@ -25,17 +25,16 @@ from tests.exactness.sampling import Run
 from tests.exactness.worlds import FILTERS, World, sampled_fits
 
 PROMPT = (14,)
-NOTICED_BY = 32  # tokens of a text, where a fault is to be seen
 CEILING = 6
-UNSURE = 1.2  # nats; about half of the draft's laws are above it
+UNSURE = 1.2  # nats; about half of the draft's distributions are above it
 LEVEL = 0.01
 REFUTED = 1e-9
 POLICIES = [policy for policy in SpeculationPolicy if policy is not SpeculationPolicy.UNSPECIFIED]
 
 
 @pytest.fixture(scope="module")
-def restless(cluster: Cluster, markov: World, sharpened: Path) -> Iterator[Service]:
-    with markov.with_fault(cluster, sharpened, "draft_service", "restless_lengths") as service:
+def restless(markov: World, sharpened: Path) -> Iterator[Service]:
+    with markov.with_fault(sharpened, "draft_service", "restless_lengths") as service:
         yield service
 
 
@@ -60,7 +59,7 @@ def _lengths(done: Completion) -> Counter[int]:
     [({}, "tokenwise"), ({}, "block"), ({"max_entropy": UNSURE}, "block")],
     ids=["adaptive, tokenwise", "adaptive, block", "with a bound on entropy, block"],
 )
-def test_the_law_is_the_targets_while_lengths_follow_what_was_accepted(
+def test_the_distribution_is_the_targets_while_lengths_follow_what_was_accepted(
     options: dict[str, Any], rule: str, length: int, distance: float, restless: Service, markov: World
 ) -> None:
     seed = 900 + 10 * len(options) + (rule == "block")
@@ -83,21 +82,20 @@ def test_lengths_do_follow_what_was_accepted(restless: Service) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["tokenwise", "block"])
-def test_a_stop_that_looks_at_the_token_it_drops_is_noticed(
-    rule: str, cluster: Cluster, markov: World, sharpened: Path
+@pytest.mark.parametrize(
+    ("fault", "options"),
+    [
+        ("unsure_after_sampling", {"rule": "tokenwise", "length": 96, "max_entropy": UNSURE}),
+        ("unsure_after_sampling", {"rule": "block", "length": 96, "max_entropy": UNSURE}),
+        ("restless_lengths_after_drafting", {"rule": "tokenwise", "length": 200, "speculation": "adaptive"}),
+    ],
+    ids=str,
+)
+def test_a_length_that_looks_at_what_was_drafted_is_noticed(
+    fault: str, options: dict[str, Any], markov: World, sharpened: Path
 ) -> None:
-    with markov.with_fault(cluster, sharpened, "draft_service", "unsure_after_sampling") as service:
-        _, outcomes, classes = _fits(service, markov, seed=5, rule=rule, length=96, max_entropy=UNSURE)
-    assert min(outcomes.p_value, classes.p_value) < REFUTED
-
-
-@pytest.mark.slow
-def test_a_length_that_looks_at_what_was_drafted_is_noticed(cluster: Cluster, markov: World, sharpened: Path) -> None:
-    with markov.with_fault(cluster, sharpened, "draft_service", "restless_lengths_after_drafting") as service:
-        _, outcomes, classes = _fits(
-            service, markov, seed=5, rule="tokenwise", length=NOTICED_BY, speculation="adaptive"
-        )
+    with markov.with_fault(sharpened, "draft_service", fault) as service:
+        _, outcomes, classes = _fits(service, markov, seed=5, **options)
     assert min(outcomes.p_value, classes.p_value) < REFUTED
 
 
@@ -115,14 +113,14 @@ def attentive_restless(
     service.end()
 
 
-@pytest.mark.parametrize("law", [{"rule": "coupled"}, {"temperature": 0.0, "presence_penalty": 0.5}], ids=str)
-def test_the_tokens_are_the_same_with_every_policy(law: dict[str, object], attentive_restless: Service) -> None:
-    alone = _write(attentive_restless, **law | {"gamma": 0})
+@pytest.mark.parametrize("options", [{"rule": "coupled"}, {"temperature": 0.0, "presence_penalty": 0.5}], ids=str)
+def test_the_tokens_are_the_same_with_every_policy(options: dict[str, object], attentive_restless: Service) -> None:
+    alone = _write(attentive_restless, **options | {"gamma": 0})
     assert alone.statistics.num_drafts == 0
     accepted, lengths = 0, set[int]()
     for policy in POLICIES:
         for bound in (None, 1.5):
-            text = _write(attentive_restless, speculation=policy, max_entropy=bound, **law)
+            text = _write(attentive_restless, speculation=policy, max_entropy=bound, **options)
             assert text.token_ids == alone.token_ids
             assert text.statistics.policy == policy
             assert text.statistics.num_drafts > 0

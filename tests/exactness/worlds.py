@@ -39,13 +39,13 @@ class World:
         return self._services[kind]
 
     @contextmanager
-    def with_fault(self, cluster: Cluster, draft: Path, service: str, fault: str | None) -> Iterator[Service]:
+    def with_fault(self, draft: Path, service: str, fault: str | None) -> Iterator[Service]:
         """Start a draft service for this target, with a fault in it or in a verifier of its own; stop both after."""
         verifier = self.verifier
         if service == "verifier_service":
-            verifier = cluster.verifier(model=self.target, fault=fault, flags=sampling.FLAGS)
+            verifier = self._cluster.verifier(model=self.target, fault=fault, flags=sampling.FLAGS)
         in_draft = fault if service == "draft_service" else None
-        front = cluster.draft(verifier, model=draft, fault=in_draft, flags=sampling.DRAFT_FLAGS)
+        front = self._cluster.draft(verifier, model=draft, fault=in_draft, flags=sampling.DRAFT_FLAGS)
         wait_healthy(verifier, front)
         yield front
         front.end()
