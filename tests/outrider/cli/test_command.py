@@ -10,8 +10,7 @@ from click.testing import CliRunner, Result
 
 from outrider.cli import main
 from outrider.cli.output import completion_document, write_json
-from outrider.client import Completion, Event, Options
-from outrider.client.events import read
+from outrider.client import Chunk, Completion, Finished, Options, Started
 from protos.outrider.v1 import draft_service_pb2 as pb
 from protos.outrider.v1 import sampling_pb2
 
@@ -47,6 +46,10 @@ def test_help_names_every_command_and_every_command_explains_itself() -> None:
         (["serve"], "--target"),
         (["serve", "--target", "a", "--draft", "b", "--listen", "50051"], "HOST:PORT"),
         (["serve", "--target", "a", "--draft", "b", "--ngram-corpus", "no/such.txt"], "no/such.txt"),
+        (
+            ["serve", "--target", "a", "--draft", "b", "--draft-device", "gpu"],
+            "'--draft-device': 'gpu' is not auto, cpu",
+        ),
         (["demo", "--repeats", "0"], "repeats"),
         (["paint"], "paint"),
     ],
@@ -85,41 +88,19 @@ def test_every_option_of_generate_is_one_of_the_client() -> None:
     assert offered == Options.__annotations__.keys() - left_out
 
 
-def _completion(samples: int) -> dict[str, Any]:
-    taken: list[Event] = []
-    responses = [pb.GenerateResponse(started=pb.GenerateStarted(request_id="r", seed=2**64 - 1))]
-    for index in range(samples):
-        entry = sampling_pb2.PositionLogprobs(token=sampling_pb2.TokenLogprob(token_id=4, raw=-0.5, adjusted=-math.inf))
-        chunk = pb.GenerateChunk(
-            index=index, text="γ", token_ids=[4], origins=[pb.TOKEN_ORIGIN_DRAFT], logprobs=[entry]
-        )
-        end = pb.GenerateFinished(index=index, finish_reason=sampling_pb2.FINISH_REASON_STOP_STRING, stop="END")
-        responses += [pb.GenerateResponse(chunk=chunk), pb.GenerateResponse(finished=end)]
-    for response in responses:
-        event = read(response)
-        assert event is not None
-        taken.append(event)
-    return completion_document(Completion.of(taken))
-
-
 def test_json_is_one_object_that_any_reader_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    write_json(_completion(1))
+    entry = sampling_pb2.PositionLogprobs(token=sampling_pb2.TokenLogprob(token_id=4, raw=-0.5, adjusted=-math.inf))
+    chunk = pb.GenerateChunk(text="γ", token_ids=[4], origins=[pb.TOKEN_ORIGIN_DRAFT], logprobs=[entry])
+    end = pb.GenerateFinished(finish_reason=sampling_pb2.FINISH_REASON_STOP_STRING, stop="END")
+    started = Started.of(pb.GenerateStarted(request_id="r", seed=2**64 - 1))
+    write_json(completion_document(Completion.of([started, Chunk.of(chunk), Finished.of(end)])))
     (line,) = capsys.readouterr().out.splitlines()
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")
 
     document = json.loads(line, parse_constant=refuse)
-    assert document["text"] == "γ"
-    assert document["token_ids"] == [4]
+    assert (document["text"], document["token_ids"], document["seed"]) == ("γ", [4], 2**64 - 1)
     assert (document["finish_reason"], document["stop"]) == ("stop_string", "END")
-    assert document["statistics"]["num_drafts"] == 0
-    assert document["seed"] == 2**64 - 1
     assert document["logprobs"][0]["token"] == {"token_id": 4, "raw": -0.5, "adjusted": None}
     assert "samples" not in document
-
-
-def test_json_of_several_samples_holds_them_all() -> None:
-    document = _completion(3)
-    assert [sample["index"] for sample in document["samples"]] == [0, 1, 2]
-    assert document["samples"][0]["text"] == document["text"]

@@ -64,8 +64,6 @@ WHOLE_PROPOSAL = [_round(1, 0, ["a"], 1), _round(2, 2, [], 0)]
     [
         ([_chunk(["a"], [DRAFT], [_round(1, 0, ["a", "b"], 1)]), _chunk(["c"], [CORRECTION], [])], "a[-b-]{+c+}"),
         ([HELD, Chunk(0, "abc", (2,), (TARGET,), ("c",), (), (), held_tokens=0)], "a{+b+}{+c+}"),
-        ([HELD, Chunk(0, "a", (), (), (), (), (), held_tokens=1)], "a"),
-        ([_chunk(["a"], [DRAFT], [_round(1, 0, ["a", "b", "c"], 1)])], "a"),
         ([_chunk(["a", "b", "c"], [DRAFT, TARGET, TARGET], WHOLE_PROPOSAL)], "a{+b+}{+c+}"),
         (
             [
@@ -79,8 +77,6 @@ WHOLE_PROPOSAL = [_round(1, 0, ["a"], 1), _round(2, 2, [], 0)]
     ids=[
         "a round reported ahead of its text",
         "text that was held",
-        "a token that waits for its text",
-        "what the end of the text cut is not called rejected",
         "the target's own token after a whole proposal",
         "white space",
         "brackets are text",

@@ -85,11 +85,3 @@ def test_serve_fails_in_one_line_where_a_model_is_missing(tmp_path: Path, monkey
     assert str(missing) in last
     assert len(started) == 2
     assert None not in [service.returncode for service in started]
-
-
-def test_a_device_that_is_none_is_refused_by_the_name_of_its_flag() -> None:
-    for flag in ("--device", "--target-device", "--draft-device"):
-        for value in ("gpu", "cuda:", "cuda:-1", "cuda:1,2", "cpu:0", "1"):
-            done = CliRunner().invoke(main, ["serve", *PAIR, flag, value])
-            assert done.exit_code == 2
-            assert f"'{flag}': '{value}' is not auto, cpu, cuda or cuda:N" in done.stderr

@@ -4,8 +4,10 @@ import asyncio
 import doctest
 import json
 import re
+import socket
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from types import SimpleNamespace
 from typing import Any, Unpack
 
 import grpc
@@ -34,6 +36,7 @@ from outrider.client import (
 from outrider.client import (
     client as client_module,
 )
+from outrider.client.endpoints import Endpoints, split
 from outrider.rpc import errors
 from outrider.rpc.errors import RequestError
 from tests.outrider.client.refusing import Refusing, refusing
@@ -135,13 +138,6 @@ async def test_a_call_whose_time_is_over_says_what_it_waited_for() -> None:
     assert error.tries[address] >= 2, "the hint is longer than the time, and the last try comes late"
 
 
-@pytest.mark.usefixtures("hurried")
-async def test_a_service_that_fails_after_each_start_exhausts_patience() -> None:
-    """Only text, or a place in a queue, is a sign that trying helps."""
-    error, _ = await failure(Refusing(errors.draining(), late=True), patience=0.3)
-    assert "tries at" in str(error)
-
-
 # ------------------------------------------------------------------------------------------------- on a real pair
 
 
@@ -216,3 +212,46 @@ async def test_a_deadline_is_an_error_and_says_its_length(draft_address: str) ->
     async with AsyncClient(draft_address) as client:
         with pytest.raises(DeadlineExceeded, match=r"timeout of 0\.05 s"):
             await client.complete(PROMPT, timeout=0.05, max_new_tokens=400, ignore_eos=True)
+
+
+# --------------------------------------------------------------------------------------------------- where calls go
+
+
+@pytest.fixture
+def resolver(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Resolves every name to `ips`; `asked` has the names."""
+    found = SimpleNamespace(ips=["10.0.0.1", "10.0.0.2"], asked=[])
+
+    async def getaddrinfo(_: Any, host: str, port: int, **__: Any) -> list[Any]:
+        found.asked.append(host)
+        families = {True: socket.AF_INET6, False: socket.AF_INET}
+        return [(families[":" in ip], socket.SOCK_STREAM, 6, "", (ip, port)) for ip in found.ips]
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
+    return found
+
+
+async def test_a_name_is_all_its_addresses_and_resolved_again_when_one_fails(resolver: Any) -> None:
+    endpoints = Endpoints(["drafts:50051", "127.0.0.1:7"])
+    first = [await endpoints.choose() for _ in range(6)]
+    assert sorted(set(first)) == ["10.0.0.1:50051", "10.0.0.2:50051", "127.0.0.1:7"]
+    assert resolver.asked == ["drafts"]
+    resolver.ips[1] = "10.0.0.3"
+    endpoints.failed("10.0.0.1:50051")
+    later = {await endpoints.choose() for _ in range(6)}
+    assert resolver.asked == ["drafts", "drafts"]
+    assert later == {"10.0.0.3:50051", "127.0.0.1:7"}, "what failed is passed over while there are others"
+    endpoints.failed("10.0.0.3:50051")
+    endpoints.failed("127.0.0.1:7")
+    assert await endpoints.choose() == "10.0.0.1:50051", "what failed first"
+    assert not endpoints.has_fresh()
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [("a:1", ["a:1"]), ("a:1, b:2,a:1", ["a:1", "b:2"]), (["a:1", "b:2"], ["a:1", "b:2"])],
+)
+def test_addresses_may_be_a_list_or_have_commas_between(given: Any, names: list[str]) -> None:
+    assert split(given) == names
+    with pytest.raises(ValueError, match="no address"):
+        split(" , ")

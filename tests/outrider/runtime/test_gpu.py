@@ -19,7 +19,6 @@ from outrider.runtime.decode_loop import DecodeLoop
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from outrider.runtime.model_runner import Chunk, ModelRunner
 from outrider.runtime.paged_attention import AttentionChoice, choose_attention
-from outrider.runtime.sdpa import CausalMasks, Scoring, attend, attend_scores
 from tests.outrider.runtime.steps import MAX_LENGTH, random_steps
 from tests.outrider.runtime.test_decode_loop import step_by_step
 from tests.outrider.runtime.tiny import EXPERTS, FAMILIES, VOCABULARY
@@ -98,16 +97,3 @@ def test_captured_steps_draw_what_is_drawn_step_by_step(on_gpu: Callable[[str, s
         for slot in (one, other):
             model.pool.free(slot)
     assert differing <= 6
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_sdpa_takes_masks_of_any_length(dtype: torch.dtype) -> None:
-    """A mask is the right-hand end of a longer one: that of 717 positions begins at no edge of 16 bytes."""
-    generator = torch.Generator().manual_seed(0)
-    masks = CausalMasks(2048, dtype, CUDA)
-    for end in (700, 717, 1001):
-        query = torch.randn(6, 8, 64, generator=generator).to(CUDA, dtype)
-        keys, values = (torch.randn(2, 1, end, 64, generator=generator).to(CUDA, dtype) for _ in range(2))
-        found = attend(query, [6], [keys], [values], [masks.for_rows(6, end, 4, 0)], 0.125, 0)
-        wanted = attend_scores(query, [end - 6], [6], [keys], [values], Scoring(0.125))
-        assert torch.allclose(found.float(), wanted.float(), atol=1e-4 if dtype == torch.float32 else 0.03)

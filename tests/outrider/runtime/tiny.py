@@ -120,16 +120,6 @@ _LATENT: dict[str, Any] = {
 }
 
 
-def gemma2(**changes: Any) -> PreTrainedConfig:
-    """By default scores are soft-capped well below their size."""
-    shape = {**_GROUPED, "head_dim": 8, "sliding_window": WINDOW, "attn_logit_softcapping": 0.5, **changes}
-    return Gemma2Config(**shape, layer_types=_ALTERNATING)
-
-
-def phi3(**changes: Any) -> PreTrainedConfig:
-    return Phi3Config(**_GROUPED, **changes)
-
-
 EXPERTS: dict[str, Callable[[], PreTrainedConfig]] = {
     "mixtral": lambda: MixtralConfig(
         **_GROUPED, num_local_experts=4, num_experts_per_tok=2, sliding_window=None, rope_parameters=_ROPE
@@ -163,7 +153,10 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     **CONFIGS,
     **EXPERTS,
     "gemma": lambda: GemmaConfig(**_GROUPED, head_dim=8),
-    "gemma2": gemma2,
+    # Scores are soft-capped well below their size.
+    "gemma2": lambda: Gemma2Config(
+        **_GROUPED, head_dim=8, sliding_window=WINDOW, attn_logit_softcapping=0.5, layer_types=_ALTERNATING
+    ),
     "gemma3-with-vision": lambda: Gemma3Config(
         text_config={**_GROUPED, "head_dim": 8, "sliding_window": WINDOW, "layer_types": _ALTERNATING},
         vision_config={
@@ -175,7 +168,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
             "patch_size": 14,
         },
     ),
-    "phi3": phi3,
+    "phi3": lambda: Phi3Config(**_GROUPED),
     "granite": lambda: GraniteConfig(**_GROUPED, logits_scaling=2.0, residual_multiplier=0.7, attention_multiplier=0.4),
     "olmo2": lambda: Olmo2Config(**_GROUPED),
     "cohere": lambda: CohereConfig(**_GROUPED),
