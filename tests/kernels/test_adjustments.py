@@ -81,13 +81,6 @@ def test_apply_leaves_other_rows_and_the_input_alone() -> None:
     assert apply(z, [None] * 3) is apply(z, []) is z
 
 
-def test_apply_widens_short_dtypes() -> None:
-    row = RowAdjustment(np.array([0]), np.array([3.0], np.float32), np.array([0.0], np.float32))
-    out = apply(torch.full((1, V), 1.0, dtype=torch.bfloat16), [row])
-    assert out.dtype == torch.float32
-    assert float(out[0, 0]) == pytest.approx(1 / 3, abs=1e-7)
-
-
 @pytest.mark.parametrize(
     ("fields", "named"),
     [

@@ -79,10 +79,6 @@ CASES: dict[str, Case] = {
             for x, q, rule in product(OUTSIDE, (None, sparse({1: 3, 2: 1})), (Rule.TOKENWISE, Rule.BLOCK))
         ],
     ),
-    "support outside the vocabulary is not read": (
-        [RISING],
-        [(propose((2,), (sparse({-7: 1, 0: 1, 2: 1, 900: 1}),), (0.999,), 0.0), Is(1, 0, (0.35,)))],
-    ),
     "equal distributions leave no residual, and the target is drawn from": (
         torch.tensor([EQUALS_EIGHTHS], dtype=torch.float64).log(),
         [
@@ -155,10 +151,6 @@ CASES: dict[str, Case] = {
             (block((0, 0), (HALF, HALF), (LAST, LAST)), BAD),
             (block((5, 0), (sparse({0: 1, 2: 1}), HALF), (LAST, LAST)), Is(0)),
         ],
-    ),
-    "a bad row after the last draft counts where all are accepted": (
-        torch.tensor([[0.0, 0.0], [-math.inf, -math.inf]]),
-        [(block((0,), (sparse({0: 1}),), (0.4,)), BAD), (block((0,), (sparse({0: 1}),), (0.6,)), Is(0))],
     ),
     "a coupled token outside the vocabulary is rejected": (
         [[0.25] * 4] * 2,
@@ -271,8 +263,3 @@ def test_extreme_logits_have_a_distribution(path: str, temperature: float) -> No
     z = torch.tensor([[65504.0, -65504.0, 65504.0], [-3.4e38, 3.4e38, -math.inf], [0.0, 0.0, 0.0]])
     proposed = propose(resample=0.75, law=SamplingParams(temperature=temperature))
     assert [each.next_token for each in verify(z, [proposed] * 3, path)] == [2, 1, 2]
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_no_proposals_give_no_results(path: str) -> None:
-    assert verify(torch.empty(0, 7), [], path) == []

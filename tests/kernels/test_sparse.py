@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from kernels.sparse import MAX_SUPPORT, SparseConfig, SparseDistribution, sparsify, validate
 from tests.kernels.cases import gaussian
@@ -17,10 +16,6 @@ CONFIGS = [
     SparseConfig(max_support=1),
     SparseConfig(keep_mass=1e-9),
 ]
-
-
-def _softmax(V: int, sharpness: float, rows: int = 4) -> Tensor:
-    return torch.softmax(gaussian(V, rows, V, scale=sharpness), -1)
 
 
 def _by_sorting(p: np.ndarray, config: SparseConfig) -> tuple[list[int], list[int]]:
@@ -37,7 +32,7 @@ def _by_sorting(p: np.ndarray, config: SparseConfig) -> tuple[list[int], list[in
 @pytest.mark.parametrize("sharpness", [0.0, 2.0, 6.0])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_the_fewest_best_tokens_with_the_mass_are_kept(V: int, sharpness: float, config: SparseConfig) -> None:
-    probs = _softmax(V, sharpness)
+    probs = torch.softmax(gaussian(V, 4, V, scale=sharpness), -1)
     for q, p in zip(sparsify(probs, config), probs.numpy(), strict=True):
         assert (q.ids.tolist(), q.weights.tolist()) == _by_sorting(p, config)
 

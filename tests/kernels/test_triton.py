@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from kernels.packed_arrays import Field, PackedArrays
 from kernels.sampling import SamplingParams
 from kernels.sparse import SparseConfig, sparsify
 from kernels.verify import Proposed, Rule, VerifyResult
@@ -78,9 +80,6 @@ def _agreeable(rule: Rule, gamma: int, K: int, V: int, seed: int) -> tuple[Tenso
     return z, Proposed(tokens, tuple(q), SamplingParams(), seed, 50, rule)
 
 
-# ---------------------------------------------------------------------------------------------------- strides and tiles
-
-
 @pytest.mark.gpu
 def test_offsets_may_pass_2_to_the_31() -> None:
     V, stride = 1000, 2**29
@@ -106,7 +105,16 @@ def test_filters_keep_or_drop_ties_together() -> None:
     assert set(drawn[4:8]) == {3, TILE + 4}
 
 
-# --------------------------------------------------------------------------------------------------- Gumbel-max, graphs
+def test_arrays_of_one_buffer_are_aligned_and_do_not_overlap() -> None:
+    """On edges of 16 bytes, for which kernels are compiled."""
+    fields = {"odd": Field(np.int32, (3,)), "none": Field(np.float32, (0, 5)), "wide": Field(np.float64, (5,))}
+    packed = PackedArrays(fields)
+    buffer = packed.buffer(torch.device("cpu"))
+    for number, array in enumerate(packed.arrays(buffer).values()):
+        array[...] = number
+    for number, tensor in enumerate(packed.tensors(buffer).values()):
+        assert (tensor == number).all()
+        assert tensor.storage_offset() * tensor.element_size() % 16 == 0
 
 
 @pytest.mark.gpu

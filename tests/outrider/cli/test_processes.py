@@ -1,4 +1,4 @@
-"""Services as processes: how they start and end, how two of them are watched as one and share the processors."""
+"""Services as processes: how they start and end, and how two of them are watched as one."""
 
 import signal
 

@@ -1,4 +1,4 @@
-"""The client library at work: when it tries again, and how its examples run on a real pair."""
+"""The client library at work: where its calls go, when it tries again, and how its examples run on a real pair."""
 
 import asyncio
 import doctest

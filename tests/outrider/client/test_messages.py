@@ -1,4 +1,4 @@
-"""What the client library sends and what it reads, held against the contract. No service is asked."""
+"""What the client library sends, held against the contract. No service is asked."""
 
 import math
 from typing import Any
@@ -13,8 +13,6 @@ from outrider.client import (
 from outrider.client.request import build
 from protos.outrider.v1 import draft_service_pb2 as pb
 from protos.outrider.v1 import sampling_pb2
-
-# ------------------------------------------------------------------------------------------------- what it sends
 
 EVERY_OPTION: Options = {
     "max_new_tokens": 9,
@@ -148,6 +146,3 @@ def test_what_the_wire_cannot_carry_names_its_field(field: str, prompt: Any, opt
         build(prompt, options)
     assert caught.value.field == field
     assert caught.value.message.startswith(f"{field}: ")
-
-
-# ------------------------------------------------------------------------------------------------- what it reads

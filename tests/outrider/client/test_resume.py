@@ -93,8 +93,6 @@ def assert_same(one: Completion, other: Completion) -> None:
     assert logprobs(one) == pytest.approx(logprobs(other), abs=1e-3)
 
 
-# ------------------------------------------------------------------------------------------------ the way breaks
-
 REQUESTS: dict[str, Options] = {
     "greedy": GREEDY | {"max_new_tokens": 120},
     "coupled": SAMPLED | {"max_new_tokens": 120},
@@ -196,9 +194,6 @@ async def test_with_every_service_gone_it_fails_after_its_patience_and_says_what
     assert f"; {tokens} tokens were delivered" in str(error)
     assert set(error.tries) == set(both(proxies))
     assert min(error.tries.values()) >= 1
-
-
-# ------------------------------------------------------------------------------------------ a service dies or hangs
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])

@@ -173,9 +173,6 @@ async def test_a_name_does_not_do_for_a_token_nor_a_token_for_a_name(authority: 
             assert (await refusal(once(channel)(b"x", metadata=bearing))).code is grpc.StatusCode.PERMISSION_DENIED
 
 
-# ------------------------------------------------------------------------------------------------------- undecodable
-
-
 async def test_a_message_that_cannot_be_decoded_is_an_invalid_argument(caplog: pytest.LogCaptureFixture) -> None:
     async with serving(Probe()) as address, open_channel(address) as channel:
         for method, request in every(BAD, before=[b"x"]):
@@ -187,9 +184,6 @@ async def test_a_message_that_cannot_be_decoded_is_an_invalid_argument(caplog: p
         reflection: Any = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
         assert (await refusal(reflection(iter([BAD * 4]), timeout=60))).code is grpc.StatusCode.INVALID_ARGUMENT
     assert not caplog.records
-
-
-# ------------------------------------------------------------------------------------------------------------ limits
 
 
 async def test_calls_are_limited_for_each_token_or_else_for_each_address(tokens: Tokens) -> None:

@@ -1,4 +1,4 @@
-"""No await is borne for longer than it may take, and how a call ended is known whatever was being written to it."""
+"""No await is borne for longer than it may take, and calls that a draining server has not seen yet are told so."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Over real sockets: who has no certificate of the CA gets nowhere, and files that change are taken up under load."""
+"""Over real sockets: who has no certificate of the CA gets nowhere, and files that change are taken up."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager

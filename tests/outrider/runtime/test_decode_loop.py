@@ -271,9 +271,6 @@ def test_wrong_inputs_of_captured_steps_are_noticed(mutant: str, load: Load, mon
         assert_same_together(loop, PARAMS[:3])
 
 
-# ----------------------------------------------------------------------------------------------------- what is captured
-
-
 def test_draws_without_a_graph_are_named_and_refused(load: Load) -> None:
     plain = Draw(PLAIN, 0.5)
     bare = DecodeLoop(ModelRunner.build(load("llama"), 4, 48, attention=PAGED), KNOWN, CONFIG)

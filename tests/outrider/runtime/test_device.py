@@ -1,4 +1,4 @@
-"""Settings of a thread on a CUDA device; transformers does not take our folder `kernels` for its package."""
+"""Transformers does not take our folder `kernels` for its package."""
 
 import importlib.metadata
 import importlib.util

@@ -1,4 +1,4 @@
-"""Sequences read their own writes, shared or not and wherever blocks lie; refusals; preemption; prefixes."""
+"""Sequences hold what was written to them, shared or not and wherever blocks lie; refusals; preemption; prefixes."""
 
 from __future__ import annotations
 
@@ -26,9 +26,6 @@ def fill(pool: KVPool, slot: int, start: int, end: int, value: float) -> None:
     for new in pool.views(slot, start, end).new:
         new.fill_(value)
     pool.extend(slot, end)
-
-
-# ----------------------------------------------------------------------------------------------------- written and read
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
@@ -63,9 +60,6 @@ def test_a_full_pool_refuses_and_stays_as_it_was() -> None:
     with pytest.raises(PoolExhausted):
         pool.grow(fork, 9)
     pool.check_integrity()
-
-
-# ----------------------------------------------------------------------------------------------------------- preemption
 
 
 def test_as_few_as_need_be_are_preempted_in_order_or_none() -> None:

@@ -67,9 +67,6 @@ def test_triton_gives_the_logits_that_torch_gives(
     assert float((found - wanted).abs().max()) <= allowed * float(wanted.abs().max())
 
 
-# ------------------------------------------------------------------------------------------------------ what is chosen
-
-
 @pytest.fixture(scope="module")
 def layers(load: Load) -> FusedLayers:
     program = fuse_model(load("qwen3"))
@@ -117,9 +114,6 @@ def test_wrong_operations_are_not_chosen(
     assert choice.reason.startswith(f"no kernels of Triton: {reason}")
     monkeypatch.setattr(layer_ops, "TritonOps", type("Good", (LayerOps,), {}))
     assert choose_layer_ops(layers, torch.float32).reason == "Triton's kernels give what torch's operations do"
-
-
-# -------------------------------------------------------------------------------------------------------- on a device
 
 
 @pytest.mark.gpu

@@ -76,8 +76,6 @@ def test_blocks_give_the_bits_of_contiguous_memory(
         assert torch.equal(found.float(), wanted)
 
 
-# ---------------------------------------------------------------------------------------------------------- choice
-
 KINDS = (
     AttentionLayer(4, 4, 16, 0.25, None),
     AttentionLayer(6, 2, 8, 0.4, 5),
@@ -179,9 +177,6 @@ def test_the_choice_of_attention_and_its_reason(monkeypatch: pytest.MonkeyPatch)
     cannot = "--attention triton cannot run here: it needs a CUDA device, and this is"
     with pytest.raises(CheckpointError, match=cannot):
         choose_attention("triton", layers, torch.bfloat16, CPU)
-
-
-# ------------------------------------------------------------------------------------------------------- capturability
 
 
 def layers_on_meta() -> FusedLayers:

@@ -1,4 +1,4 @@
-"""Quantised checkpoints run as transformers runs them, our own layers step aside, and what cannot be loaded is named.
+"""Quantised checkpoints run as transformers runs them, and what cannot be loaded is named.
 
 The method `gemma` (integers of 8, 4 or 2 bits with a scale per row) is the one that transformers computes with torch
 alone; the others need packages of their own.
@@ -71,9 +71,6 @@ def test_integer_weights_give_the_logits_of_the_same_numbers_as_floats(
     kinds = {type(module).__name__ for path, module in loaded.model.named_modules() if path.endswith("q_proj")}
     assert kinds == {"QuantizedLinear"}
     assert not isinstance(loaded.fused, FusedDecoder)
-
-
-# ------------------------------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(

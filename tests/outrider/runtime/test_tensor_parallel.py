@@ -33,38 +33,17 @@ SOON_S = 20.0
 WAITING = timedelta(seconds=60)
 
 
-# ------------------------------------------------------------------------------------------------------------- settings
-
-
-@pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """Starts a rank of so many as torchrun would; none so far."""
-
-    def as_torchrun(rank: int, size: int) -> None:
-        for name, value in environment(rank, "localhost:1", size=size).items():
-            monkeypatch.setenv(name, value)
-
+def test_ranks_are_read_from_what_torchrun_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in environment(0, "localhost:1"):
         monkeypatch.delenv(name, raising=False)
-    return as_torchrun
-
-
-@pytest.mark.usefixtures("start")
-def test_torchrun_must_start_several_ranks() -> None:
     assert read_ranks(1, "verifier_service") is None
     assert not is_worker(1)
-    with pytest.raises(SettingsError) as refused:
+    with pytest.raises(
+        SettingsError, match=r"is 4, and torchrun did not start this process; .* --nproc-per-node 4 -m v"
+    ):
         read_ranks(4, "verifier_service")
-    assert str(refused.value) == (
-        "--tensor-parallel-size is 4, and torchrun did not start this process; for 4 ranks on one machine: torchrun "
-        "--nproc-per-node 4 -m verifier_service --tensor-parallel-size 4 ..."
-    )
-
-
-def test_ranks_are_read_from_the_environment(
-    start: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start(1, 2)
+    for name, value in environment(1, "localhost:1").items():
+        monkeypatch.setenv(name, value)
     assert read_ranks(2, "verifier_service") == Ranks(1, 2, 1, 2)
     assert is_worker(2)
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
@@ -90,9 +69,6 @@ def test_a_model_that_cannot_be_sharded_is_refused(
     with pytest.raises(CheckpointError) as refused:
         sharding(tiny.FAMILIES[family](), "tiny", quantisation, ranks)
     assert str(refused.value).startswith(message)
-
-
-# ------------------------------------------------------------------------------------------------------- ranks that end
 
 
 def test_a_worker_that_ends_gives_a_reason_and_rank_0_passes_it_on() -> None:
