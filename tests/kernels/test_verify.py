@@ -15,13 +15,13 @@ import torch
 from kernels import verify_torch
 from kernels.adjustments import Adjuster, LogitRules
 from kernels.dense import DenseDistribution, DraftLogits, SigmoidScales
-from kernels.paths import choose
+from kernels.paths import PathUnavailable, choose, rehearse, warm_up
 from kernels.rng import Domain, uniform
 from kernels.sampling import SamplingParams
 from kernels.verify import Rule, Uniforms, implementation_for
 from tests.kernels import reference
 from tests.kernels.cases import gaussian, logits_of, n_differing, propose, random_batch, sparse
-from tests.kernels.paths import HOST, PATHS, TRITON, verify
+from tests.kernels.paths import DEVICE, HOST, PATHS, TRITON, verify
 
 
 @pytest.mark.parametrize(
@@ -156,3 +156,14 @@ def test_the_device_picks_the_path_unless_one_is_named(device: torch.device) -> 
     fastest = "triton" if device == CUDA and find_spec("triton") else "torch"
     assert choose("auto", device).name == implementation_for(device) == fastest
     assert choose("reference", device).name == "reference"
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_rehearsal_and_warm_up_pass_where_the_path_runs(path: str) -> None:
+    device = torch.device(DEVICE if path == "triton" else "cpu")
+    rehearse(path, device)
+    warm_up(path, device, torch.bfloat16, 300, 304)
+    with pytest.raises(
+        PathUnavailable, match=r"^nonsense cannot judge on cpu: ValueError: implementation is 'nonsense'"
+    ):
+        rehearse("nonsense", CPU)
