@@ -2,7 +2,6 @@
 
 import math
 import random
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -10,17 +9,13 @@ from hypothesis import strategies as st
 
 from outrider.service.cost_model import CREDIBLE_DEVIATIONS, FORGETTING, CostLine, FittedCost
 
-WIDTHS = (1, 17, 68)
-times = st.floats(1e-6, 10.0)
-passes = st.lists(st.tuples(st.integers(1, 4096), times), max_size=200)
+
+def trials(line: CostLine) -> list[tuple[int, float]]:
+    return [(tokens, line.seconds(tokens)) for tokens in (1, 17, 68)]
 
 
-def trials(line: CostLine, widths: Sequence[int] = WIDTHS) -> list[tuple[int, float]]:
-    return [(tokens, line.seconds(tokens)) for tokens in widths]
-
-
-def noisy(line: CostLine, tokens: int, chance: random.Random, noise: float = 0.05) -> float:
-    return line.seconds(tokens) * (1 + chance.uniform(-noise, noise))
+def noisy(line: CostLine, tokens: int, chance: random.Random) -> float:
+    return line.seconds(tokens) * (1 + chance.uniform(-0.05, 0.05))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -37,17 +32,6 @@ def test_the_line_is_found_under_noise(fixed: float, per_token: float, seed: int
         assert cost.line.seconds(tokens) == pytest.approx(line.seconds(tokens), abs=0.05 * line.seconds(64))
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(before=st.lists(st.tuples(st.integers(1, 4096), times), min_size=1, max_size=5), after=passes)
-def test_no_part_of_a_cost_is_negative(before: list[tuple[int, float]], after: list[tuple[int, float]]) -> None:
-    cost = FittedCost(before)
-    longest = max(seconds for _, seconds in before + after)
-    for tokens, seconds in after:
-        cost.add(tokens, seconds)
-        assert 0 <= cost.line.fixed <= 2 * longest
-        assert 0 <= cost.line.per_token <= 2 * longest
-
-
 @pytest.mark.parametrize("factor", [0.5, 3.0])
 def test_a_change_of_the_machine_is_followed(factor: float) -> None:
     old, chance = CostLine(4e-3, 1e-4), random.Random(1)
@@ -59,30 +43,6 @@ def test_a_change_of_the_machine_is_followed(factor: float) -> None:
             cost.add(tokens, noisy(line, tokens, chance))
         for tokens in (6, 12, 48):
             assert cost.line.seconds(tokens) == pytest.approx(line.seconds(tokens), rel=0.07)
-
-
-def test_passes_of_one_width_leave_the_slope_as_it_was() -> None:
-    """However many, no rounding wears it away; the fixed part takes the change. Then it still learns."""
-    line = CostLine(4e-3, 1e-4)
-    cost = FittedCost(trials(line))
-    for _ in range(200):
-        cost.add(6, line.seconds(6))
-    for _ in range(50_000):
-        cost.add(6, line.seconds(6) + 1e-3)
-    assert cost.line.per_token == pytest.approx(line.per_token, rel=0.02)
-    assert cost.line.seconds(6) == pytest.approx(line.seconds(6) + 1e-3, rel=1e-6)
-    for tokens in (3, 9) * 500:
-        cost.add(tokens, 2e-3 + 5e-4 * tokens)
-    assert cost.line.per_token == pytest.approx(5e-4, rel=0.1)
-
-
-def test_widths_that_hardly_differ_do_not_turn_noise_into_a_slope() -> None:
-    line, chance = CostLine(4e-3, 1e-4), random.Random(2)
-    cost = FittedCost(trials(line))
-    for step in range(5000):
-        tokens = 9 if step % 5 == 0 else 8
-        cost.add(tokens, noisy(line, tokens, chance, noise=0.2))
-    assert cost.line.per_token == pytest.approx(line.per_token, rel=0.5)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -97,20 +57,6 @@ def test_one_hiccup_moves_the_line_no_further_than_a_few_deviations(outlier: flo
     cost.add(9, outlier)
     bound = FORGETTING * CREDIBLE_DEVIATIONS * 0.05 * line.seconds(9)  # the mean deviation is below the largest
     assert cost.line.seconds(9) - before <= bound
-
-
-def test_the_fastest_trial_of_a_width_counts() -> None:
-    """The first pass of a width costs several times the next."""
-    line = CostLine(2e-3, 5e-5)
-    cost = FittedCost([(1, 0.5), (16, 0.9), *trials(line, (1, 16)), (16, 0.1)])
-    assert cost.line.fixed == pytest.approx(line.fixed)
-    assert cost.line.per_token == pytest.approx(line.per_token)
-
-
-@pytest.mark.parametrize("wrong", [[], [(0, 0.1)], [(3, 0.0)], [(3, float("nan"))], [(3, float("inf"))]])
-def test_trials_that_say_nothing_are_refused(wrong: list[tuple[int, float]]) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        FittedCost(wrong)
 
 
 numbers = st.one_of(st.floats(), st.sampled_from([0.0, 5e-324, 1e308]))
@@ -128,11 +74,3 @@ def test_whatever_a_clock_says_the_line_is_of_numbers(first: float, passes: list
             cost.add(tokens, seconds)
         assert 0.0 <= cost.line.fixed < math.inf
         assert 0.0 <= cost.line.per_token < math.inf
-
-
-def test_passes_of_nothing_leave_the_line_as_it_was() -> None:
-    cost = FittedCost([(1, 1e-3), (16, 2e-3)])
-    before = cost.line
-    for _ in range(20_000):
-        cost.add(0, 1e-3)
-    assert cost.line == before
