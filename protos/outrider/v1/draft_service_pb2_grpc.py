@@ -57,22 +57,23 @@ class DraftServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Streams text that follows the target's law, but where `GenerateStarted.lossy` says otherwise. The first event is `started`; each sample ends with `finished`.
+        """Streams text that follows the target's distribution, unless `GenerateStarted.lossy` is set. The first event is
+        `started`; the last event of each sample is `finished`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Propose(self, request_iterator, context):
-        """For clients that drive the loop themselves: proposals, to be judged wherever the client likes. One stream is one
-        sequence.
+        """Drafts tokens for clients that call the verifier themselves. One stream is one sequence. A stream without a message
+        for `--idle-timeout` (60 s) ends with DEADLINE_EXCEEDED (reason IDLE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """What the service runs, the verifier's model beside it, and the limits.
+        """The draft, the target, and the limits of the service.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

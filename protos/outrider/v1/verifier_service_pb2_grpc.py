@@ -52,15 +52,16 @@ class VerifierServiceServicer:
     """
 
     def Verify(self, request_iterator, context):
-        """One stream is one sequence; its KV cache lives where the stream ends, and is freed with it. The first message is
-        `OpenSequence`; proposals may follow it at once. Several may be outstanding; they are answered in order.
+        """One stream is one sequence. Its KV cache is at the verifier that the stream ends at, and is freed with the stream.
+        The first message is `OpenSequence`; rounds may follow it at once. Up to `Limits.max_outstanding` rounds may be
+        outstanding, and they are answered in order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """What the service runs, and its limits.
+        """The target, and the limits of the service.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
