@@ -167,7 +167,7 @@ class Adaptive(Policy):
         """
         rates = self._costs.rates(self._accepted.chances(self._ceiling), self._statistics.drafted_share)
         best = max(range(1, self._ceiling + 1), key=rates.__getitem__)
-        if rates[0] > OWN_MARGIN * rates[best] and self._statistics.is_firm(self._costs):
+        if rates[0] > OWN_MARGIN * rates[best] and self._costs.is_firm:
             return 0
         return best if rates[best] > OWN_GAIN * rates[gamma] else gamma
 

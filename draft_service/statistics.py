@@ -208,6 +208,9 @@ class CostModel:
         self._by_size: dict[int, _Measured] = {}
         self._now = _Measured(0)  # of as many sequences as are active
         self._drafting = 1.0  # share of the last rounds that had drafts
+        self._decoded = 0  # tokens that all have written by `Decode` since the last probe
+        self._rounds = 0  # proposals since then
+        self._pause = FIRST_PAUSE  # tokens that each sequence writes by `Decode` before one of them probes
 
     @property
     def known(self) -> bool:
@@ -229,6 +232,10 @@ class CostModel:
         measured = self._now = self._by_size[size]
         drafts = round_.drafted > 0
         self._drafting += (drafts - self._drafting) / (4 * self.active)
+        if not drafts:
+            self._decoded += 1
+        elif not is_probe:
+            self._rounds += 1
         if is_probe or (self._drafting if drafts else 1 - self._drafting) < PURE:
             return
         cycles = measured.cycles[drafts]
@@ -245,8 +252,18 @@ class CostModel:
         if self.known and is_typical and round_.seconds is not None and 0 < round_.seconds < math.inf:
             cycles.add(round_.seconds, self._formula(round_.drafted), self.active)
 
-    def doubt(self) -> None:
-        """Trust what drafting took less: no sequence has drafted for long."""
+    def take_probe(self) -> bool:
+        """Whether the sequence that asks is to probe: all have written by `Decode` for long."""
+        if self._decoded < self._pause * self.active:
+            return False
+        self._decoded = 0
+        has_drafted = self._rounds > FIRM_ROUNDS * self.active
+        self._pause, self._rounds = FIRST_PAUSE if has_drafted else min(2 * self._pause, LONGEST_PAUSE), 0
+        self._doubt()
+        return True
+
+    def _doubt(self) -> None:
+        """Trust what drafting took less: it is old."""
         drafts, alone = self._now.cycles[True], self._now.cycles[False]
         drafts.step = None
         if drafts.ratio and alone.ratio:
@@ -291,8 +308,6 @@ class AcceptanceStatistics:
         drafted_share: drafted tokens over γ, a running mean: a draft may end a proposal early.
         gamma: the best for all, if they draft; 0 before it is known.
         pays: whether drafting pays.
-        pause: tokens that each sequence writes by `Decode` before one of them probes.
-        decoded: tokens that all have written by `Decode` since the last probe.
     """
 
     def __init__(self) -> None:
@@ -301,21 +316,12 @@ class AcceptanceStatistics:
         self.drafted_share = 1.0
         self.gamma = 0
         self.pays = True
-        self.pause = FIRST_PAUSE
-        self.decoded = 0
-        self._paid_since = 0  # `rounds` when drafting began to pay
 
     def add(self, round_: JudgedRound) -> None:
         """Take in a round, its acceptance aside."""
-        if not round_.gamma:
-            self.decoded += 1
-            return
-        self.rounds += 1
-        self.drafted_share += RECENT * (round_.drafted / round_.gamma - self.drafted_share)
-
-    def is_firm(self, costs: CostModel) -> bool:
-        """Whether there were rounds enough to give up drafting."""
-        return self.rounds >= FIRM_ROUNDS and costs.is_firm
+        if round_.gamma:
+            self.rounds += 1
+            self.drafted_share += RECENT * (round_.drafted / round_.gamma - self.drafted_share)
 
     def choose(self, costs: CostModel, ceiling: int) -> int:
         """Return the γ that is best for all, 0 where drafting does not pay."""
@@ -323,23 +329,12 @@ class AcceptanceStatistics:
         best = max(range(1, ceiling + 1), key=rates.__getitem__)
         if not 0 < self.gamma <= ceiling or rates[best] > (1 + SAME) * rates[self.gamma]:
             self.gamma = best
-        self._note(rates[self.gamma] / rates[0], costs)
+        gain = rates[self.gamma] / rates[0]
+        self.pays = gain >= 1 or not costs.is_firm if self.pays else gain > BEGIN_GAIN
         return self.gamma if self.pays else 0
-
-    def _note(self, gain: float, costs: CostModel) -> None:
-        if self.pays and gain < 1 and self.is_firm(costs):
-            self.pays, self.decoded = False, 0
-            is_soon = self.rounds - self._paid_since < FIRM_ROUNDS * costs.active
-            self.pause = min(2 * self.pause, LONGEST_PAUSE) if is_soon else FIRST_PAUSE
-        elif not self.pays and gain > BEGIN_GAIN:
-            self.pays, self._paid_since = True, self.rounds
 
     def take_probe(self, costs: CostModel) -> bool:
         """Whether the sequence that asks is to probe."""
-        if self.decoded < self.pause * costs.active:
-            return False
-        self.decoded = 0
-        self.pause = min(2 * self.pause, LONGEST_PAUSE)
-        self.accepted.forget(KEPT_FOR_A_PROBE)
-        costs.doubt()
-        return True
+        if is_due := costs.take_probe():
+            self.accepted.forget(KEPT_FOR_A_PROBE)
+        return is_due
