@@ -1,4 +1,6 @@
-"""What the lossy rule `sigmoid` [W 3.2.2] costs in distribution and buys in time, on the demo pair: `docs/sigmoid.md`.
+"""What the lossy rule `sigmoid` [W 3.2.2] costs in distribution and buys in time, on the demo pair.
+
+Its page is `docs/explanation/lossy-rules.md`.
 
 Acceptance and distances come from the distributions themselves, at every place of texts that the target wrote at
 temperature 1; only the rounds of several tokens are drawn. With q the distribution that drafts are sampled from, a(x)
@@ -392,7 +394,7 @@ def tables(document: Json) -> dict[str, str]:
 def bytes_of_a_token(found: Json) -> str:
     """What a drafted token takes on the wire, in words."""
     logits, sparse = f"{found['logits']:,}", f"{found['sparse_mean']:,.0f}"
-    return f"{logits} of logits for each drafted token, where a sparse law takes {sparse} in the mean"
+    return f"{logits} bytes of logits for each drafted token, where a sparse distribution takes {sparse} on average"
 
 
 def _precise(each: Json) -> tuple[str, str, str]:

@@ -4,8 +4,9 @@
     q̂ = the same of the draft's logits, which come with temperature and filters applied.
 
 Neither sums to 1, and each element needs itself alone: no row is normalised. Judged by p̂ and q̂ the text does not
-follow the target's law: docs/sigmoid.md says how far off it is. The difference of two values this close would drown in
-float32, so all is float64 here; in fewer bits take p̂ - q̂ = p̂ · (1 - q̂) · -expm1((v - z) / (β - α)).
+follow the target's distribution: docs/explanation/lossy-rules.md has the distances. The difference of two values this
+close would drown in float32, so all is float64 here; in fewer bits take
+p̂ - q̂ = p̂ · (1 - q̂) · -expm1((v - z) / (β - α)).
 
 The definition of the same is in tests/kernels/reference.py.
 """
