@@ -71,7 +71,7 @@ class Options(TypedDict, total=False):
     held_tokens: int  # of the last of them, whose text did not come: as the last `Chunk` said
     weights_fingerprint: str
     cache_salt: str
-    # Privacy of sizes and times; see "Who watches the wire" in docs/usage.md
+    # Privacy of sizes and times; see docs/explanation/privacy.md
     frame_bytes: int  # every response has this size
     frame_pace: float  # seconds from one response to the next
     fixed_size_rounds: bool  # so have the messages between the services
