@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--open-seconds", type=float, default=8.0, help="how long requests of the open loop arrive")
     parser.add_argument("--repetitions", type=int, default=3, help="how often each run is made")
     parser.add_argument("--gamma", type=int, help="of the pair, fixed (default: adaptive)")
-    parser.set_defaults(short_tokens=[1, 4, 16], short_texts=SHORT_TEXTS, least_texts=8)
+    parser.set_defaults(short_tokens=[1, 4, 16], short_texts=SHORT_TEXTS, least_texts=12)
     few = {
         "only": "demo", "streams": [1, 2], "new_tokens": 8, "short_tokens": [1], "short_texts": 2, "least_texts": 2,
         "rates": [0.8], "open_seconds": 1.0, "repetitions": 1,
@@ -175,6 +175,8 @@ class Loops:
         work, mix, repetition = self._work, cell["mix"], cell["repetition"]
         if cell["part"] == CLOSED:
             streams = int(cell["level"])
+            if not repetition and isinstance(server, OutriderServer):
+                server.closed(work.closed(mix, streams, 1000), streams)  # it learns how long so many take
             return figures(server.closed(work.closed(mix, streams, repetition), streams))
         if cell["part"] == SHORT:
             return figures(server.closed(work.short(mix, int(cell["level"]), repetition), SHORT_STREAMS))
@@ -210,7 +212,7 @@ class Workload:
         self._given = given
 
     def closed(self, mix: str, streams: int, repetition: int) -> list[Task]:
-        return self._tasks(mix, max(self._given.least_texts, 2 * streams), repetition, self._given.new_tokens)
+        return self._tasks(mix, max(self._given.least_texts, 3 * streams), repetition, self._given.new_tokens)
 
     def short(self, mix: str, new_tokens: int, repetition: int) -> list[Task]:
         return self._tasks(mix, self._given.short_texts, repetition, new_tokens)

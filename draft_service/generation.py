@@ -74,7 +74,7 @@ class Sample:
         target = FailoverStream(verifiers, sequence, timeout=timeout)
         self._watch.begins()
         try:
-            if request.gamma:
+            if request.gamma and sequence.left > 1:  # a verdict adds a token of the target's own
                 self._drafting = drafter.open(self._draft_sequence())
             await self._write_in_time(target, on_open)
         except BaseException:

@@ -36,7 +36,7 @@ def test_long_prompts_are_as_long_as_asked_and_short_ones_as_they_are() -> None:
     assert work.longest() == 384 + 64
     assert [task.new_tokens for task in work.short("short", 4, 1)] == [4] * 256
     seeds = {task.seed for repetition in range(3) for task in work.closed("short", 8, repetition)}
-    assert len(seeds) == 3 * 16
+    assert len(seeds) == 3 * 24
 
 
 def test_tokens_of_one_piece_have_not_waited_for_each_other() -> None:
