@@ -43,7 +43,7 @@ BENCH := $(VENV)/.installed-bench
 DEV := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format protos bench gpu gpu-wheels constraints clean
+.PHONY: help demo test lint format protos reference bench gpu gpu-wheels constraints clean
 
 help:
 	@echo "make demo         run both services on the model pair in the repository"
@@ -51,6 +51,7 @@ help:
 	@echo "make lint         style, types and import rules alone"
 	@echo "make format       put the code into the one format"
 	@echo "make protos       write the stubs anew from the .proto files"
+	@echo "make reference    write the generated pages of docs/reference anew"
 	@echo "make bench        measure the pair against the target alone"
 	@echo "make gpu          test and measure on a GPU; PART=1, 2 or 3 for one run, DRY=1 for a trial on a CPU"
 	@echo "make gpu-wheels   download what a machine with torch and transformers lacks for it"
@@ -98,6 +99,10 @@ format: $(DEV)
 
 protos: $(DEV)
 	@$(BIN)/python -m protos.generate
+
+# settings.md and contract.md, from the code and from the comments of the .proto files.
+reference: $(DEV)
+	@$(BIN)/python docs/generate.py
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit("Outrider needs Python 3.11 or later; %s is %d.%d. Set PYTHON." % (sys.executable, *v))'

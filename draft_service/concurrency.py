@@ -142,8 +142,8 @@ class ConcurrencyLimit:
         if (self._queue or self.running + count > self.maximum) and waiting + count > most:
             seconds = self.retry_after()
             raise overloaded(
-                f"all {self.maximum} sequences run, and {waiting} wait in the queue, at most {most}; "
-                f"{count} more asked for; try again in about {seconds:.2g} s",
+                f"the queue is full: {waiting} sequences wait, at most {most}, and this call has {count}; try again in "
+                f"about {seconds:.2g} s",
                 retry_after=seconds,
                 given=count,
                 waiting=waiting,

@@ -182,7 +182,7 @@ class _Failures:
             raise RequestError(
                 grpc.StatusCode.INTERNAL,
                 "STEP_FAILED",
-                f"a round of this request failed at {len(self.suspected)} verifiers, {names}, and is "
+                f"a round of this request failed at {len(self.suspected)} verifiers, {names}; it is "
                 f"not sent to another one: {error.message}",
             )
         if kind is FailureKind.REFUSED and error.retry_after is not None:
@@ -330,7 +330,7 @@ class FailoverStream:
         while True:
             # A verifier is to run once more what another one has run.
             if self.is_open and not await budget.take(latest):
-                raise failures.no_verifier(replicas.names, ", and the budget of failovers is spent")
+                raise failures.no_verifier(replicas.names, ", and the failover budget is used up")
             started = time.monotonic()
             try:
                 replica = await replicas.wait(min(latest, started + left), failures.avoid, failed=failures.suspected)

@@ -42,32 +42,38 @@ class RequestMetrics:
         def seconds(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
             return Histogram(f"outrider_{name}_seconds", text, labels, registry=metrics.registry, buckets=buckets)
 
-        self._requests = counter("requests", "Calls of Generate that have ended, by their status.", "status")
+        self._requests = counter("requests", "Generate calls that ended, by gRPC status.", "status")
         for status in ("OK", "CANCELLED"):
             self._requests.labels(status)
-        self._prompt = counter("prompt_tokens", "Tokens of their prompts, each counted once, whatever the samples.")
-        self._generated = counter("generation_tokens", "Tokens that went out to clients.")
+        self._prompt = counter(
+            "prompt_tokens",
+            "Prompt tokens of ended Generate calls; each prompt counts once, with any number of samples.",
+        )
+        self._generated = counter("generation_tokens", "Generated tokens of ended Generate calls.")
         self._first = seconds(
-            "time_to_first_token", "From a request's arrival to a sample's first token.", _FIRST_TOKEN
+            "time_to_first_token", "From the arrival of a request to the first token of each sample.", _FIRST_TOKEN
         )
         self._between = seconds(
             "inter_token_latency",
-            "From one token of a sample to the next; where several leave together, each has its share of the time.",
+            "From one token of a sample to the next; tokens that are sent together share the time equally.",
             _SHORT,
         )
         self._whole = seconds(
-            "e2e_request_latency", "From a request's arrival to its end, where that was well.", _WHOLE
+            "e2e_request_latency", "From the arrival of a request to its end, if its status is OK.", _WHOLE
         )
         self._queued = seconds(
-            "request_queue", "From a call's arrival in the queue of this service to its turn.", _FIRST_TOKEN
+            "request_queue", "Time of a call in the queue of this service; 0 if it did not wait.", _FIRST_TOKEN
         )
         rounds = seconds(
-            "round", "Where the time of a round went; `draft` is of those alone that had a proposal.", _SHORT, "phase"
+            "round",
+            "Time of a round by phase: draft (rounds with a proposal only), wire, queue, pass, accept.",
+            _SHORT,
+            "phase",
         )
         self._phases = [rounds.labels(phase) for phase in PHASES]
         self._waiting = Gauge(
             "outrider_num_requests_waiting",
-            "Samples in progress that have had no verdict yet: they wait for a verifier, its queue, or their prompt.",
+            "Samples in progress without a verdict yet: they wait for a verifier, in its queue, or for their prompt.",
             registry=metrics.registry,
         )
 
@@ -188,11 +194,15 @@ def show_held(metrics: Metrics, limit: ConcurrencyLimit, pool: KVPool | None) ->
     def gauge(name: str, text: str, value: Callable[[], int]) -> None:
         Gauge(f"outrider_{name}", text, registry=metrics.registry).set_function(value)
 
-    gauge("num_requests_running", "Samples and proposed sequences in progress.", lambda: limit.running)
-    gauge("num_requests_queued", "Samples and proposed sequences in the queue of this service.", lambda: limit.waiting)
+    gauge("num_requests_running", "Samples and Propose streams in progress.", lambda: limit.running)
+    gauge("num_requests_queued", "Samples and Propose streams in the queue of this service.", lambda: limit.waiting)
     if pool is not None:
-        gauge("kv_blocks", "Blocks of the draft's KV pool.", lambda: pool.blocks.count)
-        gauge("kv_blocks_used", "Blocks that sequences hold; the rest is free.", lambda: pool.used_blocks)
+        gauge("kv_blocks", "Blocks of the KV cache.", lambda: pool.blocks.count)
+        gauge(
+            "kv_blocks_used",
+            "Blocks of the KV cache that sequences hold; the others are free.",
+            lambda: pool.used_blocks,
+        )
 
 
 def show_drafters(metrics: Metrics, drafters: Mapping[Kind, GuardedDrafter], staging: Staging | None) -> None:
@@ -215,30 +225,32 @@ class _Drafters(Collector):
         """One family a figure, one series a drafter."""
         costs = {kind: drafter.cost for kind, drafter in self._drafters.items()}
         yield self._family(
-            CounterMetricFamily("outrider_draft_proposals", "Proposals that came.", labels=("drafter",)),
+            CounterMetricFamily("outrider_draft_proposals", "Proposals that the drafter gave.", labels=("drafter",)),
             {kind: cost.proposals for kind, cost in costs.items()},
         )
         yield self._family(
-            CounterMetricFamily("outrider_spec_decode_num_draft_tokens", "Tokens in them.", labels=("drafter",)),
+            CounterMetricFamily("outrider_spec_decode_num_draft_tokens", "Drafted tokens.", labels=("drafter",)),
             {kind: cost.tokens for kind, cost in costs.items()},
         )
         yield self._family(
             CounterMetricFamily(
-                "outrider_draft_seconds", "From asking for them to having them, summed.", labels=("drafter",)
+                "outrider_draft_seconds", "Seconds of drafting, summed over proposals.", labels=("drafter",)
             ),
             {kind: cost.seconds for kind, cost in costs.items()},
         )
         yield self._family(
             CounterMetricFamily(
                 "outrider_draft_failures",
-                "Proposals that did not come: the drafter failed, was late, or answered nonsense.",
+                "Proposals that the drafter failed to give: it raised an error, was late, or gave an invalid one.",
                 labels=("drafter",),
             ),
             {kind: cost.failures for kind, cost in costs.items()},
         )
         yield self._family(
             GaugeMetricFamily(
-                "outrider_drafter_up", "0 while it fails for everybody and is only probed.", labels=("drafter",)
+                "outrider_drafter_up",
+                "1 while the drafter is in use; 0 while it is off after failures and only probed.",
+                labels=("drafter",),
             ),
             {kind: drafter.is_up for kind, drafter in self._drafters.items()},
         )
@@ -258,16 +270,20 @@ class _Staged(Collector):
         """The inner game, under names of its own: none of it has reached a verifier."""
         counts = self._counts
         yield CounterMetricFamily(
-            "outrider_staged_passes", "Passes of the draft model that judged guesses, by sequence.", value=counts.passes
+            "outrider_staged_passes",
+            "Passes of the draft model that judged guessed tokens; each counts once for each sequence.",
+            value=counts.passes,
         )
         yield CounterMetricFamily(
             "outrider_staged_guessed_tokens", "Tokens guessed for the draft model.", value=counts.guessed
         )
         yield CounterMetricFamily(
-            "outrider_staged_accepted_tokens", "Those of them that it let stand.", value=counts.accepted
+            "outrider_staged_accepted_tokens", "Guessed tokens that the draft model accepted.", value=counts.accepted
         )
         yield CounterMetricFamily(
-            "outrider_staged_failures", "Sequences that nobody guesses for any more.", value=counts.failures
+            "outrider_staged_failures",
+            "Sequences for which guessing failed, so that the draft model drafts alone.",
+            value=counts.failures,
         )
 
 
@@ -279,11 +295,11 @@ class _OutcomeCache(Collector):
         """The counters as they are now."""
         counts = self._counts
         for name, text, value in (
-            ("queries", "Verdicts for whose likely outcomes something had been drafted.", counts.hits + counts.misses),
-            ("hits", "Those whose outcome was among them.", counts.hits),
+            ("queries", "Verdicts before which tokens were drafted for likely outcomes.", counts.hits + counts.misses),
+            ("hits", "Verdicts whose outcome was among those drafted for.", counts.hits),
             ("drafted_tokens", "Tokens drafted for likely outcomes.", counts.drafted),
-            ("used_tokens", "Those that became part of a proposal; the others were wasted.", counts.used),
-            ("saved_seconds", "What drafting the used ones would have taken.", counts.saved_seconds),
+            ("used_tokens", "Tokens drafted for likely outcomes that became part of a proposal.", counts.used),
+            ("saved_seconds", "Seconds that drafting the used tokens would have taken.", counts.saved_seconds),
         ):
             yield CounterMetricFamily(f"outrider_outcome_cache_{name}", text, value)
 
@@ -295,7 +311,7 @@ class FailoverMetrics:
         """`reasons` are those of `switched`."""
         self._switches = Counter(
             "outrider_verifier_switches",
-            "Sequences that were opened at another verifier, or anew at the same one, by how the last one was lost.",
+            "Sequences opened again, at another verifier or the same, by what happened to the last one.",
             ("reason",),
             registry=metrics.registry,
         )
@@ -303,7 +319,7 @@ class FailoverMetrics:
             self._switches.labels(reason)
         self._seconds = Counter(
             "outrider_failover_seconds",
-            "Seconds that sequences were without a verifier, or being opened at the next, over all of them.",
+            "Seconds that sequences were without a verifier, summed over sequences.",
             registry=metrics.registry,
         )
 
@@ -322,7 +338,7 @@ def show_verifiers(metrics: Metrics, replicas: Replicas, budget: Callable[[], fl
     """Shows the verifiers from now on, and how many sequences may be opened again at once."""
     metrics.registry.register(_Verifiers(replicas))
     Gauge(
-        "outrider_failover_budget", "Sequences that may be opened again at once.", registry=metrics.registry
+        "outrider_failover_budget", "Sequences that may be opened again now.", registry=metrics.registry
     ).set_function(budget)
 
 
@@ -335,7 +351,7 @@ class _Verifiers(Collector):
         replicas = self._replicas.all()
         counts = GaugeMetricFamily(
             "outrider_verifiers",
-            "Verifiers by status: unknown, mismatched (another model), or the state of the breaker.",
+            "Verifiers by status: unknown, mismatched (another model), or the state of the circuit breaker.",
             labels=["status"],
         )
         for status in ("unknown", "mismatched", *(state.value for state in State)):

@@ -61,17 +61,18 @@ def check_emission(
         return None
     asked = message.emission
     if not asked.frame_bytes and not asked.HasField("pace"):
-        raise invalid_field("emission", "emission is empty; give frame_bytes, pace or both")
+        raise invalid_field("emission", "emission is empty; set frame_bytes, pace or both")
     if message.speculation.report_rounds:
         raise invalid_field(
-            "speculation.report_rounds", "speculation.report_rounds tells what emission is to hide; give one of them"
+            "speculation.report_rounds",
+            "speculation.report_rounds and emission exclude each other: the reports show what emission hides",
         )
     least = least_frame_bytes(message, max_gamma=max_gamma, top_logprobs=top_logprobs)
     if asked.frame_bytes and not least <= asked.frame_bytes <= MAX_FRAME_BYTES:
         raise invalid_field(
             "emission.frame_bytes",
-            f"emission.frame_bytes is {asked.frame_bytes}; {least}, which is what the largest response of this request "
-            f"may take, to {MAX_FRAME_BYTES}",
+            f"emission.frame_bytes is {asked.frame_bytes}; {least} to {MAX_FRAME_BYTES}, where {least} is the size of "
+            "the largest response to this request",
             given=asked.frame_bytes,
             minimum=least,
             maximum=MAX_FRAME_BYTES,

@@ -73,9 +73,9 @@ class ProposeCall:
             async with asyncio.timeout(seconds):
                 message = await self._next()
         except TimeoutError:
-            raise idle(f"the stream was silent for {seconds:g} s", seconds=seconds) from None
+            raise idle(f"the client sent no message for {seconds:g} s", seconds=seconds) from None
         if message is None:
-            raise out_of_order("the stream ended before OpenDraft")
+            raise out_of_order("the stream ended without a message; the first one must be OpenDraft")
         if message.WhichOneof("kind") != "open":
             raise out_of_order(f"the first message is {message.WhichOneof('kind') or 'empty'}; it must be OpenDraft")
         check_name("sequence_id", message.sequence_id, required=True)
@@ -115,7 +115,7 @@ class ProposeCall:
                 try:
                     message = await reading.wait_for(self._next())
                 except TimeoutError:
-                    raise claim.idle("the stream was silent", reading) from None
+                    raise claim.idle("the client sent no message", reading) from None
                 if message is None:
                     return
                 advance = self._check(message)
@@ -128,7 +128,7 @@ class ProposeCall:
                 try:
                     await writing.wait_for(self._write(proposal=progress.proposal(draft)))
                 except TimeoutError:
-                    raise claim.idle("the client left proposals unread", writing) from None
+                    raise claim.idle("the client read no proposals", writing) from None
 
     def _check(self, message: draft_service_pb2.ProposeRequest) -> draft_service_pb2.Advance:
         if message.sequence_id != self._sequence_id:
@@ -139,7 +139,7 @@ class ProposeCall:
             case "advance":
                 return message.advance
             case "open":
-                raise out_of_order("a second OpenDraft came on the stream; one stream is one sequence")
+                raise out_of_order("a second OpenDraft was sent on the stream; one stream is one sequence")
             case _:
                 raise invalid_field("kind", "kind is not set; a message is an OpenDraft or an Advance")
 
@@ -175,7 +175,9 @@ class _Progress:
             RequestError: INVALID_ARGUMENT, where it does not follow what came before.
         """
         if advance.round <= self._round:
-            raise out_of_order(f"advance.round is {advance.round} after {self._round}; rounds count from 1 and grow")
+            raise out_of_order(
+                f"advance.round is {advance.round} after round {self._round}; round numbers start at 1 and must grow"
+            )
         if advance.base_length != self._length:
             raise wrong_base(
                 f"advance.base_length is {advance.base_length}; the sequence has {self._length} tokens",

@@ -120,7 +120,7 @@ def _check_rule(kind: Kind, sampling: Sampling) -> None:
     if sampling.needs_logits and kind not in HAVE_LOGITS:
         raise invalid_field(
             "sampling.rule",
-            f"sampling.rule is sigmoid, which asks for the logits of a draft model; the drafter {kind.value} has none",
+            f"sampling.rule is sigmoid, which needs the logits of a draft model; the drafter {kind.value} has none",
             given=sampling.rule.value,
             drafter=kind.value,
         )
@@ -166,7 +166,9 @@ def check_policy(field: str, asked: draft_service_pb2.SpeculationParams, *, defa
     kind = _POLICIES.get(asked.policy)
     if kind is None:
         names = ", ".join(f"{name} ({number})" for number, name in _POLICIES.items())
-        raise invalid_field(field, f"{field} is {asked.policy}; there are {names}", given=asked.policy, offered=names)
+        raise invalid_field(
+            field, f"{field} is {asked.policy}; this service offers {names}", given=asked.policy, offered=names
+        )
     return kind
 
 

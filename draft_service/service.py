@@ -164,7 +164,7 @@ class GenerateCall:
                 try:
                     await patience.wait_for(write(self._context, response))
                 except TimeoutError:
-                    raise claim.idle("the client left responses unread", patience) from None
+                    raise claim.idle("the client read no responses", patience) from None
 
     async def _check(self, message: draft_service_pb2.GenerateRequest) -> Generation:
         check = partial(
@@ -213,7 +213,7 @@ class GenerateCall:
         except TimeoutError:
             if limit is None or limit > seconds:
                 raise overloaded(
-                    f"the request waited {seconds:.3g} s in the queue, as long as it may take",
+                    f"the request waited {seconds:.3g} s in the queue, until its deadline",
                     retry_after=self._limit.retry_after(),
                     seconds=f"{seconds:.3g}",
                 ) from None
@@ -376,7 +376,7 @@ class DraftService(draft_service_pb2_grpc.DraftServiceServicer):
         if self._pair is None:
             raise unavailable(
                 "NO_VERIFIER",
-                f"the draft is being loaded, or the verifier at {', '.join(self._settings.verifier)} has not answered "
-                "yet",
+                f"the draft is loading, or no verifier has answered yet at {', '.join(self._settings.verifier)}; "
+                "try again later",
             )
         return self._pair

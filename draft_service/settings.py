@@ -21,99 +21,139 @@ class DraftSettings(ServiceSettings):
     )
     verifier: Addresses = Field(
         ("127.0.0.1:50052",),
-        description="HOST:PORT or unix:PATH of the verifier service; several, with commas or by several flags, are "
-        "replicas, and a DNS name stands for all its addresses",
+        description="HOST:PORT or unix:PATH of the verifier service; several, separated by commas or given by several "
+        "flags, are replicas; a DNS name stands for all its addresses",
     )
     verifier_tls_ca: Path | None = Field(
         None,
-        description="PEM file of the CA that vouches for verifiers; read anew on change, as the next two; default: "
-        "plaintext",
+        description="PEM file of the CA that signed the verifiers' certificates; connections to verifiers then use "
+        "TLS; read again when it changes; default: plaintext",
     )
     verifier_tls_cert: Path | None = Field(
-        None, description="PEM file of the certificate to show to verifiers that ask for one"
+        None, description="PEM file of the certificate to present to verifiers; read again when it changes"
     )
-    verifier_tls_key: Path | None = Field(None, description="PEM file of its private key, without a passphrase")
+    verifier_tls_key: Path | None = Field(
+        None, description="PEM file of that certificate's private key, without a passphrase; read again when it changes"
+    )
     verifier_tls_name: str | None = Field(
-        None, description="name that verifiers' certificates must have; default: the host that --verifier names"
+        None, description="name that the verifiers' certificates must have; default: the host in --verifier"
     )
     verifier_resolve_interval: float = Field(
-        10.0, gt=0, description="seconds after which DNS names of verifiers are resolved anew; also when one is lost"
+        10.0,
+        gt=0,
+        description="seconds between two resolutions of the verifiers' DNS names; they are also resolved when a "
+        "verifier is lost",
     )
     drafter: Literal["model", "staged", "ngram", "lookup", "random", "none"] = Field(
         "model",
-        description="what proposes where a request does not say; all but `model` and `staged` load no weights, and of "
-        "--model the tokenizer alone",
+        description="what proposes tokens if a request names nothing; with another one than model and staged the "
+        "service loads no weights, only the tokenizer of --model",
     )
-    staged_by: Literal["lookup", "ngram"] = Field("lookup", description="what guesses for the draft model in `staged`")
+    staged_by: Literal["lookup", "ngram"] = Field(
+        "lookup", description="what proposes tokens to the draft model in the drafter staged"
+    )
     staged_guesses: int = Field(
-        8, ge=1, le=256, description="tokens that `staged` guesses at once at most; never all that are left to draft"
+        8, ge=1, le=256, description="largest number of tokens that --staged-by proposes at once in the drafter staged"
     )
     draft_temperature: float | None = Field(
-        None, ge=0, le=100, description="temperature by which all draft that have one; default: the request's own"
+        None,
+        ge=0,
+        le=100,
+        description="temperature of the drafters model, staged and ngram; default: that of the request",
     )
     draft_timeout: int = Field(
-        10_000, ge=1, description="milliseconds a proposal may take; the target writes alone in the place of a late one"
+        10_000,
+        ge=1,
+        description="longest time for one proposal, in milliseconds; if it is late, the target generates alone",
     )
     ngram_corpus: Path | None = Field(
-        None, description="text file that the drafter `ngram` counts at the start; default: none"
+        None, description="text file whose n-grams are counted at start-up; default: none"
     )
     ngram_documents: Literal["file", "line"] = Field(
-        "file", description="what is a document of --ngram-corpus: the file, or each line"
+        "file", description="what one document of --ngram-corpus is: the file, or each line"
     )
-    ngram_order: int = Field(4, ge=1, le=8, description="n of `ngram`: 1 counts single tokens, 2 pairs, and so on")
+    ngram_order: int = Field(4, ge=1, le=8, description="n: the longest n-grams to count, in tokens")
     ngram_entries: int = Field(
-        1 << 20, ge=1, description="n-grams that `ngram` remembers of the corpus, and as many of the served texts"
+        1 << 20, ge=1, description="largest number of n-grams to keep of the corpus, and again of the served texts"
     )
     ngram_learn: bool = Field(
-        False, description="`ngram` also counts what the service writes; its proposals show that to other requests"
+        False,
+        description="also count the texts that the service generates; proposals then reveal them to other clients",
     )
     lookup_min_match: int = Field(
-        2, ge=1, le=64, description="tokens that must have occurred before for `lookup` to copy what followed"
+        2, ge=1, le=64, description="shortest match, in tokens, after which the drafter lookup copies"
     )
     outcome_cache: bool = Field(
-        True, description="`model` drafts for the likely verdicts while the verdict is under way, where that pays"
+        True,
+        description="draft for the likely verdicts while a verdict is under way, with the drafter model, where "
+        "measurements say that it pays",
     )
     speculation: Literal["fixed", "heuristic", "adaptive"] = Field(
         "adaptive",
-        description="how long a proposal is where a request does not say: --gamma tokens; 2 more after one that was "
-        "accepted whole and else 1 less; or what gives the most text a second by what was measured",
+        description="what chooses the tokens in each proposal (gamma) if a request names nothing; fixed: --gamma; "
+        "heuristic: 2 more after a proposal accepted whole, else 1 less; adaptive: the most tokens a "
+        "second by measured acceptance and times",
     )
     gamma: int = Field(
         5,
         ge=0,
         le=256,
-        description="tokens of a proposal where a request does not say, or of the first one; at most max-gamma",
+        description="tokens in each proposal with the policy fixed, and in the first proposal with the others; at "
+        "most --max-gamma",
     )
     max_entropy: float | None = Field(
-        None, ge=0, description="nats: a proposal ends before the token whose draft law has more; default: no bound"
+        None,
+        ge=0,
+        description="end a proposal before a token whose draft probabilities have more entropy than this, in nats; "
+        "default: no bound",
     )
-    max_gamma: int = Field(16, ge=1, le=256, description="tokens of a proposal at most; the verifier may set less")
-    keep_mass: float = Field(0.99, gt=0, le=1, description="mass of the draft's law that is kept to sample from")
-    max_support: int = Field(256, ge=1, le=256, description="tokens of that law at most; the verifier may set less")
-    prefill_tokens: int = Field(512, ge=1, description="prompt tokens of one pass at most; longer prompts take several")
+    max_gamma: int = Field(
+        16, ge=1, le=256, description="largest number of tokens in one proposal; the verifier's limit also holds"
+    )
+    keep_mass: float = Field(
+        0.99,
+        gt=0,
+        le=1,
+        description="probability mass of the draft's distribution to keep when it is truncated before sampling",
+    )
+    max_support: int = Field(
+        256,
+        ge=1,
+        le=256,
+        description="largest number of tokens in one truncated distribution; the verifier's limit also holds",
+    )
+    prefill_tokens: int = Field(
+        512, ge=1, description="largest number of prompt tokens in one batch; longer prompts take several"
+    )
     max_prompt_tokens: int | None = Field(
-        None, ge=1, description="tokens of a prompt at most; default: as many as a sequence may have"
+        None, ge=1, description="largest number of tokens in a prompt; default: as many as a sequence holds"
     )
-    max_samples: int = Field(16, ge=1, description="samples (n) of one request at most")
-    max_stop_strings: int = Field(16, ge=0, description="stop strings of one request at most")
-    max_stop_string_chars: int = Field(256, ge=1, description="characters of one stop string at most")
+    max_samples: int = Field(16, ge=1, description="largest number of samples (n) of one request")
+    max_stop_strings: int = Field(16, ge=0, description="largest number of stop strings of one request")
+    max_stop_string_chars: int = Field(256, ge=1, description="longest stop string, in characters")
     verifier_timeout: float = Field(
         30.0,
         gt=0,
-        description="seconds a verifier may be silent while it owes an answer; where one waits, it says so every 5",
+        description="seconds that a verifier may be silent while it owes an answer; then the sequence moves to "
+        "another one",
     )
     failover_patience: float = Field(
-        30.0, ge=0, description="seconds a sequence that has lost its verifier may wait for another one"
+        30.0, ge=0, description="seconds that a sequence without a verifier waits for another one"
     )
     max_waiting: int = Field(
         256,
         ge=0,
-        description="sequences that may wait in the queue while --max-sequences run, each until its deadline; more are "
-        "refused",
+        description="largest number of sequences in the queue while --max-sequences run; more are refused",
     )
-    request_timeout: float = Field(600.0, gt=0, description="seconds of a request whose client sets no deadline")
-    idle_timeout: float = Field(60.0, gt=0, description="seconds after which a silent Propose stream is closed")
-    slow_client_timeout: float = Field(30.0, gt=0, description="seconds a client may leave 64 responses unread")
+    request_timeout: float = Field(
+        600.0, gt=0, description="longest time for a request without a deadline of its own, in seconds"
+    )
+    idle_timeout: float = Field(
+        60.0, gt=0, description="seconds after which a Propose stream without a message is ended"
+    )
+    slow_client_timeout: float = Field(
+        30.0, gt=0, description="seconds after which a call is ended whose client has 64 unread responses"
+    )
     contended_idle_timeout: float = Field(
-        5.0, gt=0, description="seconds instead of the two before, where less, while others wait in the queue"
+        5.0, gt=0, description="seconds that replace the two timeouts above while others wait in the queue, if shorter"
     )

@@ -180,7 +180,7 @@ class GammaController:
         self._statistics: dict[tuple[object, ...], AcceptanceStatistics] = {}
         self._chosen = Histogram(
             "outrider_spec_decode_gamma",
-            "Tokens asked for in each round's proposal; 0 for each token that the target wrote alone.",
+            "Gamma as chosen for each round; 0 for each token that the target generated alone.",
             ["policy"],
             registry=metrics.registry,
             buckets=(0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64),

@@ -179,7 +179,7 @@ def check_prompt_length(field: str, tokens: int, most: int | None) -> None:
     """
     if most is not None and tokens > most:
         raise invalid_field(
-            field, f"the prompt has {tokens} tokens; this service takes at most {most}", given=tokens, maximum=most
+            field, f"the prompt has {tokens} tokens; at most {most} at this service", given=tokens, maximum=most
         )
 
 
@@ -201,8 +201,8 @@ def check_prompt_bytes(message: draft_service_pb2.GenerateRequest, tokenizer: To
     if given > most * longest:
         raise invalid_field(
             field,
-            f"{field} has {given} bytes; at most {most * longest}: a prompt holds {most} tokens, and the longest token "
-            f"has {longest} bytes",
+            f"{field} has {given} bytes; at most {most * longest}, since a prompt has at most {most} tokens of at most "
+            f"{longest} bytes",
             given=given,
             maximum=most * longest,
             tokens=most,
@@ -239,8 +239,8 @@ def check_message_size(field: str, gamma: int, draft: model_pb2.ModelInfo, targe
         most = most_logits(limit, target.vocab_size)
         raise invalid_field(
             field,
-            f"{field} is {gamma}: under the rule sigmoid a proposal holds {gamma} times {target.vocab_size} logits, up "
-            f"to {needed} bytes; a message holds at most {limit}, which is enough for {most}",
+            f"{field} is {gamma}; at most {most} under the rule sigmoid: a proposal of {gamma} tokens has up to "
+            f"{needed} bytes of logits, and a message at most {limit} bytes",
             given=gamma,
             maximum=most,
             message_bytes=needed,
@@ -270,7 +270,7 @@ def check_lengths(message: draft_service_pb2.GenerateRequest, prompt: int, commi
     if prompt >= room:
         raise invalid_field(
             "prompt",
-            f"the prompt has {prompt} tokens; prompt and output together hold at most {room}",
+            f"the prompt has {prompt} tokens; prompt and output together have at most {room}",
             given=prompt,
             maximum=room,
         )
@@ -278,8 +278,8 @@ def check_lengths(message: draft_service_pb2.GenerateRequest, prompt: int, commi
     if not 1 <= new <= room - prompt:
         raise invalid_field(
             "max_new_tokens",
-            f"max_new_tokens is {new}; at least 1, and after a prompt of {prompt} tokens at most {room - prompt} "
-            f"of {room}",
+            f"max_new_tokens is {new}; 1 to {room - prompt}: the prompt has {prompt} tokens, and prompt and output "
+            f"together have at most {room}",
             given=new,
             prompt_tokens=prompt,
             maximum=room - prompt,
@@ -322,7 +322,7 @@ def _check_samples(message: draft_service_pb2.GenerateRequest, limits: model_pb2
     if samples > 1 and message.committed_token_ids:
         raise invalid_field(
             "committed_token_ids",
-            f"committed_token_ids does not go with n = {samples}: one sample is resumed at a time",
+            f"committed_token_ids is set and n is {samples}; a resumed request has n = 1",
             n=samples,
         )
     return samples
@@ -382,9 +382,9 @@ def _tokenise(message: draft_service_pb2.GenerateRequest, tokenizer: Tokenizer, 
         case "chat":
             field, ids = "chat", _apply_template(message.chat, tokenizer)
         case _:
-            raise invalid_field("prompt", "prompt is not set; give one of text, token_ids and chat")
+            raise invalid_field("prompt", "prompt is not set; set text, token_ids or chat")
     if not ids:
-        raise invalid_field(field, f"{field} comes to no tokens; a prompt has at least 1", given=0)
+        raise invalid_field(field, f"{field}: the prompt is empty; at least 1 token is needed", given=0)
     return ids
 
 
@@ -396,7 +396,7 @@ def _apply_template(chat: draft_service_pb2.ChatPrompt, tokenizer: Tokenizer) ->
             raise invalid_field(f"chat.messages[{i}].role", f"chat.messages[{i}].role is empty")
     if not tokenizer.has_chat_template:
         raise failed_precondition(
-            "NO_CHAT_TEMPLATE", "the model has no chat template; give text or token_ids", field="chat"
+            "NO_CHAT_TEMPLATE", "the model has no chat template; send text or token_ids", field="chat"
         )
     try:
         return tokenizer.encode_chat([(said.role, said.content) for said in chat.messages])
@@ -405,7 +405,7 @@ def _apply_template(chat: draft_service_pb2.ChatPrompt, tokenizer: Tokenizer) ->
 
 
 def _template_refusal(error: Exception) -> RequestError:
-    return invalid_field("chat.messages", f"the model's chat template refuses chat.messages: {error}")
+    return invalid_field("chat.messages", f"the model's chat template rejects chat.messages: {error}")
 
 
 def _with_stops(rules: LogitRules, stops: Sequence[int], min_new_tokens: int) -> LogitRules:

@@ -87,7 +87,9 @@ class VerifyStream:
             )
         if self._opened.rule != rule:
             asked, taken = (sampling_pb2.AcceptanceRule.Name(each) for each in (rule, self._opened.rule))
-            raise internal("INTERNAL", f"the verifier at {self._address} judges by {taken}; {asked} was asked for")
+            raise internal(
+                "INTERNAL", f"the verifier at {self._address} uses the rule {taken}; the request has {asked}"
+            )
         return self._opened
 
     async def send(self) -> None:
@@ -217,5 +219,5 @@ def translate(error: grpc.RpcError, address: str) -> RequestError:
     of_a_round = refusal.reason in ("WRONG_BASE", "OUT_OF_ORDER") or field.startswith(_OF_A_ROUND)
     if refusal.code is grpc.StatusCode.INVALID_ARGUMENT and of_a_round:
         _log.error("the verifier refused a round", verifier=address, reason=refusal.reason, text=refusal.message)
-        return internal("INTERNAL", "internal error; the server's log has the rest")
+        return internal("INTERNAL", "internal error; the service's log has the cause")
     return refusal

@@ -82,7 +82,7 @@ Message = Open | Submit | Read | Remind | HalfClose | Close | Drain
 Result = TypeVar("Result")
 
 _DRAINING = verifier_service_pb2.Notice(
-    kind=verifier_service_pb2.NOTICE_KIND_DRAINING, message="the verifier is going away"
+    kind=verifier_service_pb2.NOTICE_KIND_DRAINING, message="the verifier drains; continue at another one"
 )
 
 # How long nothing has run before the pool is looked over.
@@ -211,12 +211,12 @@ class VerifierEngine(Engine[Message, TargetWork, PassResult]):
             return
         if sequence.slot is None:
             position = self.scheduler.waiting.index(sequence)
-            text = f"all {self._model.limits.max_sequences} places are taken"
+            text = f"all {self._model.limits.max_sequences} sequences run; this one waits in the queue"
         elif sequence.rounds:
-            position, text = 0, "its round waits for what is to be run before it"
+            position, text = 0, "the round waits for its step"
         elif sequence.awaits_turn:
             before = [each for each in self.scheduler.running if each.awaits_turn and each.came < sequence.came]
-            position, text = len(before), "it is isolated, and waits for its turn"
+            position, text = len(before), "the isolated sequence waits for its turn"
         else:
             return
         sequence.notify(
@@ -258,7 +258,7 @@ class VerifierEngine(Engine[Message, TargetWork, PassResult]):
     def _begin_turn(self) -> None:
         """Lets the next isolated sequence send its round."""
         if (overdue := self.scheduler.overdue()) is not None:
-            text = f"the sequence is isolated, and has sent no round within {TURN_SECONDS:g} s of its turn"
+            text = f"the isolated sequence sent no round within {TURN_SECONDS:g} s of the start of its turn"
             overdue.end(yielded(text, retry_after=TURN_SECONDS))
         isolated = self.scheduler.next_isolated()
         if isolated is not None and isolated.opened is not None:
@@ -275,7 +275,7 @@ class VerifierEngine(Engine[Message, TargetWork, PassResult]):
                 internal("STEP_FAILED", "the target's step failed for this sequence, in a batch and alone")
             )
         else:  # every sequence failed: it is this verifier's fault, and they go on at another one
-            work.sequence.end(unavailable("NO_VERIFIER", "the target's step failed for every sequence in it"))
+            work.sequence.end(unavailable("NO_VERIFIER", "the target's step failed for every sequence in the batch"))
 
     # ------------------------------------------------------------------------------------------------------- process
 
@@ -296,7 +296,7 @@ class VerifierEngine(Engine[Message, TargetWork, PassResult]):
             RequestError: INTERNAL, where its logits are no numbers.
         """
         if not is_sound(result):
-            raise internal("BAD_LOGITS", f"the target's logits after {len(sequence.tokens)} tokens are no numbers")
+            raise internal("BAD_LOGITS", f"the target's logits after {len(sequence.tokens)} tokens are NaN or infinite")
         queued = max(0.0, self.pass_started - sequence.owed_since(round_))
         drafted = len(sequence.drafted(round_))
         verdict = sequence.commit(round_, result, step.timings(queued), self._load)
@@ -431,7 +431,7 @@ def _run_for(sequence: TargetSequence, action: Callable[[], Result]) -> Result |
         sequence.end(error)
     except Exception:
         _log.exception("a sequence failed", request_id=sequence.opening.request_id)
-        sequence.end(internal("INTERNAL", "internal error; the server's log has the rest"))
+        sequence.end(internal("INTERNAL", "internal error; the service's log has the cause"))
     return None
 
 

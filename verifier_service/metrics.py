@@ -27,7 +27,7 @@ class SequenceMetrics:
     def __init__(self, metrics: Metrics) -> None:
         self._ended = Counter(
             "outrider_sequences",
-            "Streams of Verify that have ended, by their status; CANCELLED where the draft service left.",
+            "Verify streams that ended, by gRPC status; CANCELLED: the draft service ended the stream.",
             ("status",),
             registry=metrics.registry,
         )
@@ -59,26 +59,26 @@ class SpeculationMetrics:
             return Counter(f"outrider_spec_decode_{name}", text, ("rule", *labels), registry=metrics.registry)
 
         self._drafts = counter("num_drafts", "Proposals of at least one token that were judged.")
-        self._draft_tokens = counter("num_draft_tokens", "Drafted tokens in them.")
+        self._draft_tokens = counter("num_draft_tokens", "Drafted tokens in judged proposals.")
         self._accepted = counter("num_accepted_tokens", "Drafted tokens that were accepted.")
         self._accepted_at = counter(
-            "num_accepted_tokens_per_pos", "Accepted tokens by place in the proposal, from 0.", "position"
+            "num_accepted_tokens_per_pos", "Accepted tokens by position in the proposal, from 0.", "position"
         )
         self._queried, self._hit = (
             Counter(f"outrider_prefix_cache_{name}", text, registry=metrics.registry)
             for name, text in (
-                ("queries", "Prompt and committed tokens that were looked for in the prefix cache."),
-                ("hits", "Those of them that were found, and not run again."),
+                ("queries", "Prompt and committed tokens looked up in the prefix cache."),
+                ("hits", "Looked-up tokens that were found, so that the target did not run them again."),
             )
         )
         self._preemptions = Counter(
             "outrider_preemptions",
-            "Sequences that gave their blocks of keys and values to others, and were run again.",
+            "Sequences whose KV blocks were given to others; the target runs them again later.",
             registry=metrics.registry,
         )
         self._checks = Counter(
             "outrider_kv_integrity_checks",
-            "Checks of the KV pool's books, made when no sequence is left.",
+            "Consistency checks of the KV block tables, made when no sequence is in progress.",
             ("outcome",),
             registry=metrics.registry,
         )
@@ -87,27 +87,27 @@ class SpeculationMetrics:
         self._registry = metrics.registry
         self._seconds = Histogram(
             "outrider_verify_seconds",
-            "Time of one call of verification, for all sequences of a pass.",
+            "Time of one verification, for all sequences of a pass.",
             ("path",),
             buckets=_SECONDS,
             registry=metrics.registry,
         ).labels(verify_path)
         self._pass = Histogram(
             "outrider_pass_seconds",
-            "Time of one forward pass of the target, for all its sequences.",
+            "Time of one forward pass of the target, for all sequences in it.",
             buckets=_SECONDS,
             registry=metrics.registry,
         )
         self._pass_tokens, self._pass_sequences = (
             Counter(f"outrider_pass_{name}", text, registry=metrics.registry)
             for name, text in (
-                ("tokens", "Tokens in the target's passes, prompts and drafts included."),
-                ("sequences", "Sequences in them, each as often as it was in one."),
+                ("tokens", "Tokens in the target's passes, of prompts and proposals."),
+                ("sequences", "Sequences in the target's passes; each counts once for each pass."),
             )
         )
         self._queue = Histogram(
             "outrider_queue_seconds",
-            "From the arrival of a round, or the verdict before it of a Decode, to the start of its pass.",
+            "From the arrival of a round to the start of its pass; within a Decode, from the verdict before.",
             buckets=_SECONDS,
             registry=metrics.registry,
         )
@@ -118,10 +118,14 @@ class SpeculationMetrics:
         def gauge(name: str, text: str, value: Callable[[], int]) -> None:
             Gauge(f"outrider_{name}", text, registry=self._registry).set_function(value)
 
-        gauge("kv_blocks", "Blocks of the KV pool.", lambda: pool.blocks.count)
-        gauge("kv_blocks_used", "Blocks that sequences hold; the rest is free.", lambda: pool.used_blocks)
+        gauge("kv_blocks", "Blocks of the KV cache.", lambda: pool.blocks.count)
+        gauge(
+            "kv_blocks_used",
+            "Blocks of the KV cache that sequences hold; the others are free.",
+            lambda: pool.used_blocks,
+        )
         gauge("num_requests_running", "Sequences in progress.", lambda: len(scheduler.running))
-        gauge("num_requests_waiting", "Sequences that wait for a place.", lambda: len(scheduler.waiting))
+        gauge("num_requests_waiting", "Sequences in the queue.", lambda: len(scheduler.waiting))
 
     def verified(self, seconds: float) -> None:
         """One call of verification took so long."""

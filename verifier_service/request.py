@@ -105,7 +105,7 @@ def check_open(message: verifier_service_pb2.OpenSequence, model: model_pb2.Mode
     if committed and committed[-1] in stops:
         raise invalid_field(
             "committed_token_ids",
-            f"committed_token_ids ends with the stop token {committed[-1]}: nothing is left to write",
+            f"committed_token_ids ends with the stop token {committed[-1]}; there is nothing left to generate",
         )
     return Opening(
         request_id=message.request_id,
@@ -148,7 +148,7 @@ def check_proposal(
         raise invalid_field(
             "proposal.distributions",
             f"proposal.distributions has {len(message.distributions)} entries for {gamma} token_ids; "
-            f"the rule {rule.value} takes {expected}",
+            f"the rule {rule.value} requires {expected}",
             given=len(message.distributions),
             expected=expected,
         )
@@ -216,8 +216,8 @@ def _check_lengths(
     if prompt + new > max_sequence_tokens:
         raise invalid_field(
             "max_new_tokens",
-            f"prompt of {prompt} tokens and max_new_tokens of {new} make {prompt + new}; "
-            f"a sequence holds {max_sequence_tokens}",
+            f"prompt and max_new_tokens have {prompt} and {new} tokens, together {prompt + new}; "
+            f"a sequence has at most {max_sequence_tokens}",
             prompt_tokens=prompt,
             max_new_tokens=new,
             maximum=max_sequence_tokens,
@@ -234,11 +234,9 @@ def _check_stops(message: verifier_service_pb2.OpenSequence, model: model_pb2.Mo
 
 def _check_round(kind: str, message: speculation_pb2.Proposal | verifier_service_pb2.Decode) -> None:
     if message.round < 1:
-        raise invalid_field(f"{kind}.round", f"{kind}.round is 0; rounds count from 1", given=0)
+        raise invalid_field(f"{kind}.round", f"{kind}.round is 0; round numbers start at 1", given=0)
     if message.base_length < 1:
-        raise invalid_field(
-            f"{kind}.base_length", f"{kind}.base_length is 0; at least the prompt's first token", given=0
-        )
+        raise invalid_field(f"{kind}.base_length", f"{kind}.base_length is 0; at least 1", given=0)
     if len(message.prefix_hash) != HASH_BYTES:
         raise invalid_field(
             f"{kind}.prefix_hash",
@@ -255,7 +253,7 @@ def _check_law(
     if form == "point_mass":
         return None
     if form != "sparse":
-        said = "is not set" if form is None else f"is {form}, which only the rule sigmoid takes"
+        said = "is not set" if form is None else f"is {form}; only the rule sigmoid accepts that"
         raise invalid_field(f"{field_name}.form", f"{field_name}.form {said}")
     try:
         ids, weights = decode_sparse(message.sparse)
@@ -267,7 +265,7 @@ def _check_law(
     if law.probability(token) <= 0.0:
         raise invalid_field(
             f"{field_name}.sparse",
-            f"{field_name}.sparse: the drafted token {token} is not in its own support of {len(ids)} tokens",
+            f"{field_name}.sparse: the drafted token {token} is not among its {len(ids)} token_ids",
             given=token,
         )
     return law
@@ -286,7 +284,7 @@ def _check_logits(
         return None
     if form != "logits":
         said = "is not set" if form is None else f"is {form}"
-        raise invalid_field(f"{field_name}.form", f"{field_name}.form {said}; the rule sigmoid takes logits")
+        raise invalid_field(f"{field_name}.form", f"{field_name}.form {said}; the rule sigmoid requires logits")
     try:
         logits = decode_logits(message.logits, model.vocab_size)
     except ValueError as error:
@@ -294,7 +292,8 @@ def _check_logits(
     if logits.values[token] == EXCLUDED:
         raise invalid_field(
             f"{field_name}.logits",
-            f"{field_name}.logits: the drafted token {token} has the logit {EXCLUDED:g}, which excludes it",
+            f"{field_name}.logits: the drafted token {token} has the logit {EXCLUDED:g}, "
+            "which means that it could not be drafted",
             given=token,
         )
     return logits

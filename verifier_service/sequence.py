@@ -132,7 +132,7 @@ class TargetSequence:
         """
         newest = self.rounds[-1].number if self.rounds else self.last_round
         if round_.number <= newest:
-            raise out_of_order(f"round {round_.number} came after round {newest}; rounds must grow")
+            raise out_of_order(f"round {round_.number} came after round {newest}; round numbers must grow")
         if self.judged_at and not self.rounds:
             self.turnaround.add(max(0.0, round_.arrived - self.judged_at))  # below 0 where it was sent ahead
         self.rounds.append(round_)

@@ -62,7 +62,7 @@ class Admission:
         if waiting >= maximum:
             seconds = self.retry_after()
             raise overloaded(
-                f"{waiting} sequences wait for room already, at most {maximum}; try again in about {seconds:.2g} s",
+                f"the queue is full: {waiting} sequences wait, at most {maximum}; try again in about {seconds:.2g} s",
                 retry_after=seconds,
                 waiting=waiting,
                 maximum=maximum,
@@ -119,5 +119,5 @@ class VerifierService(verifier_service_pb2_grpc.VerifierServiceServicer):
 
     def _ready(self) -> tuple[VerifierEngine, Outbox]:
         if self._engine is None or self._outbox is None:
-            raise unavailable("NO_VERIFIER", "the model is being loaded")
+            raise unavailable("NO_VERIFIER", "the model is loading; try again later")
         return self._engine, self._outbox

@@ -21,34 +21,39 @@ class VerifierSettings(ServiceSettings):
     tensor_parallel_size: int = Field(
         1,
         ge=1,
-        description="processes that share the model, each on a GPU of its own and with its own heads; torchrun starts "
-        "them",
+        description="number of tensor-parallel ranks: processes, each with a GPU of its own, that share the model; "
+        "torchrun starts them",
     )
     rank_timeout: float = Field(
         30.0,
         ge=1,
-        description="seconds that one of those processes may be silent before the service ends; one that dies is "
-        "noticed at once",
+        description="seconds that a rank may be silent before the service ends; a rank that dies is noticed at once",
     )
-    max_gamma: int = Field(16, ge=1, le=256, description="tokens of one proposal at most")
-    max_waiting: int = Field(64, ge=0, description="sequences that may wait for room; more are refused")
-    pass_tokens: int = Field(512, ge=1, description="tokens of one pass at most; longer prompts take several")
+    max_gamma: int = Field(16, ge=1, le=256, description="largest number of tokens in one proposal")
+    max_waiting: int = Field(
+        64, ge=0, description="largest number of sequences in the queue while --max-sequences run; more are refused"
+    )
+    pass_tokens: int = Field(
+        512, ge=1, description="largest number of tokens in one batch; longer prompts take several"
+    )
     max_linger: float = Field(
         20.0,
         ge=0,
         le=1000,
-        description="milliseconds that a pass waits at most for sequences about to answer, and never longer than its "
-        "own fixed cost; 0: none",
+        description="longest time that a batch waits for sequences that are about to send a round, in milliseconds; "
+        "never longer than the fixed cost of a pass; 0: no waiting",
     )
     verify_path: Literal["auto", "torch", "triton"] = Field(
         "auto",
-        description="what judges proposals; auto: the fastest on the device",
+        description="implementation of verification; auto: the fastest on the device",
     )
-    prefix_cache: bool = Field(True, description="share keys and values among prompts that begin alike")
-    idle_timeout: float = Field(60.0, gt=0, description="seconds after which a silent stream is closed")
+    prefix_cache: bool = Field(True, description="share the KV cache of prompts that begin alike")
+    idle_timeout: float = Field(60.0, gt=0, description="seconds after which a stream without a message is ended")
     contended_idle_timeout: float = Field(
         5.0,
         gt=0,
-        description="seconds instead, where less, for a stream whose place others wait for; looked at every 5 s",
+        description="seconds that replace --idle-timeout while others wait in the queue, if shorter; checked every 5 s",
     )
-    slow_client_timeout: float = Field(30.0, gt=0, description="seconds a client may leave 64 verdicts unread")
+    slow_client_timeout: float = Field(
+        30.0, gt=0, description="seconds after which a stream is ended whose client has 64 unread verdicts"
+    )

@@ -143,9 +143,9 @@ class VerifyStream:
             async with asyncio.timeout(limit):
                 message = await self._next()
         except TimeoutError:
-            raise idle(f"the stream was silent for {limit:g} s", seconds=limit) from None
+            raise idle(f"the client sent no message for {limit:g} s", seconds=limit) from None
         if message is None:
-            raise out_of_order("the stream ended before OpenSequence")
+            raise out_of_order("the stream ended without a message; the first one must be OpenSequence")
         if message.WhichOneof("kind") != "open":
             raise out_of_order(f"the first message is {message.WhichOneof('kind') or 'empty'}; it must be OpenSequence")
         if not 1 <= len(message.sequence_id) <= MAX_NAME_CHARS:
@@ -181,7 +181,7 @@ class VerifyStream:
             self._replies.put_nowait(error)
         except Exception as error:  # without a reader the stream would wait for its client until the idle time-out
             _log.error("reading from a Verify stream failed", exc_info=error)
-            self._replies.put_nowait(internal("INTERNAL", "internal error; the server's log has the rest"))
+            self._replies.put_nowait(internal("INTERNAL", "internal error; the service's log has the cause"))
 
     def _check(self, message: verifier_service_pb2.VerifyRequest, sampling: Sampling) -> Round:
         match message.WhichOneof("kind"):
@@ -192,7 +192,7 @@ class VerifyStream:
             case "decode":
                 return check_decode(message.decode)
             case "open":
-                raise out_of_order("a second OpenSequence came on the stream; one stream is one sequence")
+                raise out_of_order("a second OpenSequence was sent on the stream; one stream is one sequence")
             case _:
                 raise invalid_field("kind", "kind is not set; a message is an OpenSequence, a Proposal or a Decode")
 
@@ -214,7 +214,7 @@ class VerifyStream:
                 try:
                     await patience.wait_for(write(self._context, reply))
                 except TimeoutError:
-                    raise idle(f"the client left replies unread for {limit:g} s", seconds=limit) from None
+                    raise idle(f"the client read no responses for {limit:g} s", seconds=limit) from None
                 self._heard = time.monotonic()
                 if reply.WhichOneof("kind") == "verdict":
                     self._engine.post(Read(sequence, 1))
@@ -257,7 +257,7 @@ class VerifyStream:
                     # The engine itself says so: where it hangs, the client shall notice the silence.
                     self._engine.post(Remind(sequence))
             elif silent > limit:
-                self._replies.put_nowait(idle(f"the stream was silent for {limit:g} s", seconds=limit))
+                self._replies.put_nowait(idle(f"the client sent no message for {limit:g} s", seconds=limit))
             elif silent > self._settings.contended_idle_timeout:
                 await self._give_way(f"{silent:.3g}")
 
@@ -265,7 +265,7 @@ class VerifyStream:
         """Ends an idle stream, where another sequence needs its place: it may go on later, and elsewhere at once."""
         with self._admission.give_way() as gives_way:
             if gives_way:
-                text = f"the stream was silent for {seconds} s while others wait in the queue"
+                text = f"the client sent no message for {seconds} s while others wait in the queue"
                 error = yielded(text, retry_after=self._admission.retry_after(), seconds=seconds)
                 self._replies.put_nowait(error)
                 await asyncio.Event().wait()  # until the stream has ended, which cancels this

@@ -228,7 +228,7 @@ class DraftEngine(Engine[Ask | Close, DraftWork, list[Drawn]]):
                 sequence.gamma = sequence.drafted
                 break
             if token < 0:
-                text = f"the draft's logits after {len(sequence.tokens)} tokens are no numbers"
+                text = f"the draft's logits after {len(sequence.tokens)} tokens are NaN or infinite"
                 self._end(sequence, DraftError(text, reason="BAD_LOGITS"))
                 return
             sequence.add(token, law, scores)

@@ -37,7 +37,7 @@ _WARM_UP_TOKENS = 16
 @click.command("demo", short_help="See it work on the model pair in the repository.")
 @click.argument("prompt", required=False)
 @click.option(
-    "--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens to write at most."
+    "--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Most tokens to generate."
 )
 @temperature_option("0")
 @sampling_options
@@ -46,18 +46,18 @@ _WARM_UP_TOKENS = 16
     type=click.IntRange(min=1),
     default=3,
     show_default=True,
-    help="Timed runs of each way; medians are shown.",
+    help="Timed runs with the draft, and as many without; medians are shown.",
 )
 @click.option("--target", metavar="DIR_OR_ID", help="Another target. Default: the one in the repository.")
 @click.option("--draft", metavar="DIR_OR_ID", help="Another draft. Default: the one in the repository.")
 @model_options
-@click.option("--json", "as_json", is_flag=True, help="One JSON object in place of drawing and table.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the drawing and the table.")
 @fails_in_one_line
 def demo_command(prompt: str | None, max_new_tokens: int, repeats: int, as_json: bool, **values: Any) -> None:
-    """See the pair at work: start both services here, let them continue PROMPT, and compare with the target alone.
+    """Start both services on this machine, continue PROMPT, and compare with the target alone.
 
-    Every token is drawn by where it came from: drafted and accepted, drafted and rejected, or the target's own. Then
-    the same prompt is timed with the draft and without, in turns. Both services end with the command.
+    The style of each token shows its origin: drafted and accepted, drafted and rejected, or the target's own. Then the
+    prompt is timed with the draft and without, in turns. Both services end with the command.
     """
     how = {name: values.pop(name) for name in ("target", "draft", "device", "target_device", "draft_device", "threads")}
     for role in ("target", "draft"):

@@ -19,21 +19,26 @@ from outrider.client import Chunk, Client, Message, Options, Prompt, Queued, Sta
     type=Address(several=True),
     default="127.0.0.1:50051",
     show_default=True,
-    help="The draft service; or several: the text goes on where one dies.",
+    help="Address of the draft service; with several, the text continues at another one if one fails.",
 )
-@click.option("--max-new-tokens", type=int, help="Tokens to write at most. Default: 256.")
-@click.option("--chat", is_flag=True, help="PROMPT is what a user says; the model's chat template is around it.")
-@click.option("--system", metavar="TEXT", help="With --chat: what the system says first.")
+@click.option("--max-new-tokens", type=int, help="Most tokens to generate. Default: 256.")
+@click.option("--chat", is_flag=True, help="PROMPT is a user's message; the model's chat template is applied.")
+@click.option("--system", metavar="TEXT", help="With --chat: the system message.")
 @click.option(
-    "--timeout", metavar="SECONDS", type=float, default=300.0, show_default=True, help="After this the call fails."
+    "--timeout",
+    metavar="SECONDS",
+    type=float,
+    default=300.0,
+    show_default=True,
+    help="Time after which the call fails.",
 )
 @click.option(
     "--patience",
     metavar="SECONDS",
     type=click.FloatRange(min=0),
-    help="How long to keep trying while no draft service takes the request. Default: --timeout.",
+    help="How long to retry while no draft service accepts the request. Default: --timeout.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object at the end in place of text as it comes.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of streaming text.")
 @calling_options
 @temperature_option("1")
 @request_options
@@ -50,9 +55,9 @@ def generate_command(
 ) -> None:
     r"""Continue PROMPT with a draft service; `-` reads the prompt from standard input.
 
-    Text goes to stdout as it comes, and a line to stderr where it is lossy or has to wait. What is not given is left to
-    the service, whose neutral choice is the target's own law. Exit code 0, or 1 with one line on stderr that names the
-    status, or 2 for wrong usage.
+    Text goes to stdout as it comes; a line on stderr says if it is lossy or waits in the queue. Without options the
+    text follows the target's own distribution. Exit codes: 0; 1 with one line on stderr that names the gRPC status; 2
+    for wrong usage.
 
     \b
     outrider generate --temperature 0 "def add(a, b):"

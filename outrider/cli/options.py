@@ -85,104 +85,188 @@ model_options = _group(
 
 # How text is sampled and speculated on, `temperature_option` aside; see `request_of`.
 sampling_options = _group(
-    click.option("--top-k", type=int, help="Keep the K most probable tokens. Default: all."),
-    click.option("--top-p", type=float, help="Keep the most probable tokens up to this mass, in (0, 1]. Default: 1."),
-    click.option("--min-p", type=float, help="Drop tokens below this share of the most probable one. Default: 0."),
+    click.option("--top-k", type=int, help="Keep the K most probable tokens; 0: all. Default: 0."),
     click.option(
-        "--seed", type=int, help="The same seed is the same text (rule coupled). Default: chosen, and reported."
+        "--top-p",
+        type=float,
+        help="Keep the most probable tokens that sum to this probability, above 0 to 1. Default: 1.",
+    ),
+    click.option(
+        "--min-p",
+        type=float,
+        help="Drop tokens less probable than this times the most probable one, 0 to 1. Default: 0.",
+    ),
+    click.option(
+        "--seed",
+        type=int,
+        help="Key of the random draws; selects the rule coupled: the same seed, the same text. Default: random.",
     ),
     click.option(
         "--rule",
         type=click.Choice(_RULES),
-        help="How proposals are judged; sigmoid is lossy. Default: coupled with --seed, else the service's.",
+        help="Acceptance rule; sigmoid is lossy. Default: coupled with --seed, else the service's.",
     ),
     click.option(
         "--cache-salt",
         metavar="TEXT",
-        help="What is cached of earlier prompts is used under the same salt.",
+        help="Share the KV cache only with prompts of the same salt.",
     ),
     click.option(
-        "--sigmoid-scales", metavar="ALPHA BETA", type=float, nargs=2, help="With --rule sigmoid, which needs them."
+        "--sigmoid-scales",
+        metavar="ALPHA BETA",
+        type=float,
+        nargs=2,
+        help="The two scales of --rule sigmoid, in logits; required with it.",
     ),
-    click.option("--gamma", type=int, help="Tokens per proposal; 0: the target alone. Default: the service chooses."),
+    click.option("--gamma", type=int, help="Tokens in each proposal; 0: the target alone. Default: the service's."),
     click.option(
         "--speculation",
         type=click.Choice(POLICIES),
-        help="What chooses them, --gamma being the most. Default: fixed with --gamma, else the service's.",
+        help="Policy that chooses gamma, at most --gamma. Default: fixed with --gamma, else the service's.",
     ),
     click.option(
-        "--max-entropy", metavar="NATS", type=float, help="A proposal ends where the draft is less sure than this."
+        "--max-entropy",
+        metavar="NATS",
+        type=float,
+        help="End a proposal before a token whose draft probabilities have more entropy. Default: the service's.",
     ),
     click.option(
         "--drafter",
         type=click.Choice(DRAFTERS),
-        help="What proposes, of what the service has. Default: the service chooses.",
+        help="What proposes tokens; the service must offer it. Default: the service's.",
     ),
-    click.option("--draft-temperature", type=float, help="Temperature of what is proposed. Default: --temperature."),
+    click.option(
+        "--draft-temperature",
+        type=float,
+        help="Temperature of the draft. Default: the service's, normally --temperature.",
+    ),
     click.option(
         "--outcome-cache/--no-outcome-cache",
         default=None,
-        help="Draft for likely verdicts while one is under way. Default: the service chooses.",
+        help="Draft for the likely verdicts while a verdict is under way. Default: the service's.",
     ),
 )
 
 # All else of one request.
 request_options = _group(
     sampling_options,
-    click.option("--repetition-penalty", type=float, help="Weakens tokens of prompt and output. Default: 1."),
-    click.option("--presence-penalty", type=float, help="Subtracted from logits of tokens in the output."),
-    click.option("--frequency-penalty", type=float, help="The same, times how often they occur."),
-    click.option("--logit-bias", type=TokenBias(), multiple=True, help="Added to one token's logit. Repeatable."),
     click.option(
-        "--ban", "banned_token_ids", metavar="ID", type=int, multiple=True, help="Never write this token. Repeatable."
+        "--repetition-penalty",
+        type=float,
+        help="Makes tokens of prompt and output less probable, if above 1; 0.01 to 100. Default: 1.",
     ),
-    click.option("--lenience", type=float, help="Below 1 accepts more, and is lossy. Default: 1."),
-    click.option("--min-new-tokens", type=int, help="Nothing ends the text before this many."),
-    click.option("--stop", metavar="TEXT", multiple=True, help="Ends the text, and is not part of it. Repeatable."),
     click.option(
-        "--stop-token-id", "stop_token_ids", metavar="ID", type=int, multiple=True, help="Ends the text. Repeatable."
+        "--presence-penalty",
+        type=float,
+        help="Subtracted from the logits of tokens in the output; -100 to 100. Default: 0.",
     ),
-    click.option("--ignore-eos", is_flag=True, help="Do not end at the model's own end of text."),
-    click.option("--n", type=int, help="Independent samples. Default: 1."),
+    click.option(
+        "--frequency-penalty", type=float, help="The same, once for each time that the token occurs. Default: 0."
+    ),
+    click.option(
+        "--logit-bias",
+        type=TokenBias(),
+        multiple=True,
+        help="Added to the logit of one token; -100 to 100. Repeatable.",
+    ),
+    click.option(
+        "--ban",
+        "banned_token_ids",
+        metavar="ID",
+        type=int,
+        multiple=True,
+        help="Token id that is never generated. Repeatable.",
+    ),
+    click.option(
+        "--lenience",
+        type=float,
+        help="Below 1 the target accepts more draft tokens, and the text is lossy. Default: 1.",
+    ),
+    click.option(
+        "--min-new-tokens", type=int, help="No stop token and no stop string ends the text before this many tokens."
+    ),
+    click.option(
+        "--stop", metavar="TEXT", multiple=True, help="String that ends the text and is not part of it. Repeatable."
+    ),
+    click.option(
+        "--stop-token-id",
+        "stop_token_ids",
+        metavar="ID",
+        type=int,
+        multiple=True,
+        help="Token id that ends the text. Repeatable.",
+    ),
+    click.option("--ignore-eos", is_flag=True, help="Do not end at the model's own end-of-sequence tokens."),
+    click.option("--n", type=int, help="Number of independent samples. Default: 1."),
     click.option(
         "--logprobs",
         metavar="N",
         type=int,
-        help="With --json: log-probabilities of each token, and of the N most probable.",
+        help="With --json: log-probabilities of each token and of the N most probable ones, 0 to 20.",
     ),
-    click.option("--time-limit", metavar="SECONDS", type=float, help="The text ends here, wherever it is."),
-    click.option("--keep-special-tokens", is_flag=True, help="Leave special tokens in the text."),
-    click.option("--frame-bytes", metavar="BYTES", type=int, help="Every response has this size on the wire."),
-    click.option("--frame-pace", metavar="SECONDS", type=float, help="Responses leave this far apart."),
-    click.option("--fixed-size-rounds", is_flag=True, help="The services' messages about rounds have one size."),
-    click.option("--request-id", metavar="NAME", help="Names the request in the services' logs."),
+    click.option(
+        "--time-limit", metavar="SECONDS", type=float, help="End the text after this time, with what there is."
+    ),
+    click.option("--keep-special-tokens", is_flag=True, help="Keep special tokens in the text."),
+    click.option(
+        "--frame-bytes",
+        metavar="BYTES",
+        type=int,
+        help="Pad every response to this size, to hide the number of tokens from network observers.",
+    ),
+    click.option(
+        "--frame-pace",
+        metavar="SECONDS",
+        type=float,
+        help="Time between two responses, to hide when tokens come; 0.001 to 10.",
+    ),
+    click.option(
+        "--fixed-size-rounds",
+        is_flag=True,
+        help="Pad the messages between the two services to one size for each direction.",
+    ),
+    click.option("--request-id", metavar="NAME", help="Name of the request in the services' logs."),
 )
 
 # How a draft service is called; see `connected`.
 calling_options = _group(
-    click.option("--tls", is_flag=True, help="Speak TLS; the CAs that come with gRPC vouch for the service."),
-    click.option("--tls-ca", metavar="FILE", type=_FILE, help="Speak TLS; this CA vouches for the service."),
-    click.option("--tls-cert", metavar="FILE", type=_FILE, help="Certificate to show to a service that asks for one."),
-    click.option("--tls-key", metavar="FILE", type=_FILE, help="Its private key."),
-    click.option("--tls-name", metavar="NAME", help="Name in the service's certificate. Default: that of --draft."),
-    click.option("--token-file", metavar="FILE", type=_FILE, help="Bearer token that goes with the request."),
-    click.option("--plaintext", is_flag=True, help="Speak plaintext to another machine, where the network is trusted."),
+    click.option("--tls", is_flag=True, help="Use TLS, with the CAs that come with gRPC."),
+    click.option("--tls-ca", metavar="FILE", type=_FILE, help="Use TLS, with this CA (PEM)."),
+    click.option("--tls-cert", metavar="FILE", type=_FILE, help="Client certificate (PEM)."),
+    click.option("--tls-key", metavar="FILE", type=_FILE, help="Private key of the certificate (PEM)."),
+    click.option("--tls-name", metavar="NAME", help="Name in the service's certificate. Default: the host in --draft."),
+    click.option("--token-file", metavar="FILE", type=_FILE, help="File with the bearer token to send."),
+    click.option("--plaintext", is_flag=True, help="Allow plaintext to another machine."),
 )
 
 # How a draft service is protected: flags of its own.
 serving_options = _group(
-    click.option("--tls-cert", metavar="FILE", type=_FILE, help="Certificate of the draft service: it speaks TLS."),
-    click.option("--tls-key", metavar="FILE", type=_FILE, help="Its private key."),
-    click.option("--tls-client-ca", metavar="FILE", type=_FILE, help="Clients must show a certificate of this CA."),
-    click.option("--allow-client-san", metavar="NAME", multiple=True, help="And it must have this name. Repeatable."),
-    click.option("--auth-token-file", metavar="FILE", type=_FILE, help="Clients must send one of these bearer tokens."),
-    click.option("--plaintext", is_flag=True, help="Listen in plaintext for other machines too."),
+    click.option(
+        "--tls-cert", metavar="FILE", type=_FILE, help="Certificate of the draft service (PEM), which then uses TLS."
+    ),
+    click.option("--tls-key", metavar="FILE", type=_FILE, help="Private key of the certificate (PEM)."),
+    click.option(
+        "--tls-client-ca", metavar="FILE", type=_FILE, help="CA whose certificate every client must present (PEM)."
+    ),
+    click.option(
+        "--allow-client-san",
+        metavar="NAME",
+        multiple=True,
+        help="Name that a client's certificate must have. Repeatable.",
+    ),
+    click.option(
+        "--auth-token-file",
+        metavar="FILE",
+        type=_FILE,
+        help="File of bearer tokens, one a line; every call must carry one.",
+    ),
+    click.option("--plaintext", is_flag=True, help="Allow plaintext at addresses that are not loopback."),
 )
 
 
 def temperature_option(default: str) -> Callable[[Command], Command]:
     """`--temperature`; `default` is what the command or the service takes where it is not given."""
-    text = f"Divides the logits; 0 takes the most probable token. Default: {default}."
+    text = f"Divides the logits; 0 takes the most probable token, else 0.000001 to 100. Default: {default}."
     return click.option("--temperature", type=float, help=text)
 
 

@@ -16,58 +16,61 @@ _PREFIXES = {"verifier_service": "verifier | ", "draft_service": "draft    | "}
 
 
 @click.command("serve", short_help="Your own pair on this machine.")
+@click.option("--target", metavar="DIR_OR_ID", required=True, help="Folder or hub id of the target model.")
 @click.option(
-    "--target", metavar="DIR_OR_ID", required=True, help="The model whose text is wanted: a folder or a hub id."
+    "--draft",
+    metavar="DIR_OR_ID",
+    required=True,
+    help="Folder or hub id of the draft model; same vocabulary as the target.",
 )
-@click.option("--draft", metavar="DIR_OR_ID", required=True, help="The small model that proposes; same vocabulary.")
 @click.option(
     "--listen",
     type=Address(),
     default="127.0.0.1:50051",
     show_default=True,
-    help="Where the draft service, the front door, listens.",
+    help="Address of the draft service, which clients call.",
 )
 @click.option(
     "--verifier-listen",
     type=Address(),
     default="127.0.0.1:50052",
     show_default=True,
-    help="Where the verifier service listens.",
+    help="Address of the verifier service.",
 )
 @model_options
 @click.option("--dtype", help="Number format of both models: float32, bfloat16, float16. Default: the services choose.")
 @click.option(
     "--drafter",
     type=click.Choice(DRAFTERS),
-    help="What proposes where a request does not say; all but model and staged take the tokenizer of --draft alone. "
-    "Default: model.",
+    help="What proposes tokens if a request names nothing; with another one than model and staged only the tokenizer "
+    "of --draft is loaded. Default: model.",
 )
 @click.option(
     "--staged-by",
     type=click.Choice(["lookup", "ngram"]),
-    help="What guesses for the draft model in the drafter staged. Default: lookup.",
+    help="What proposes tokens to the draft model in the drafter staged. Default: lookup.",
 )
 @click.option(
     "--ngram-corpus",
     metavar="FILE",
     type=click.Path(exists=True, dir_okay=False),
-    help="Text that the drafter ngram counts, and without which it is not offered.",
+    help="Text file whose n-grams the drafter ngram counts.",
 )
 @click.option(
     "--speculation",
     type=click.Choice(POLICIES),
-    help="What chooses the length of proposals where a request does not say. Default: adaptive.",
+    help="Policy that chooses gamma if a request names nothing. Default: adaptive.",
 )
 @serving_options
 def serve_command(verifier_listen: str, threads: int | None, **values: Any) -> None:
-    """Serve a pair of models on this machine: the verifier with the target, the draft service in front.
+    """Serve a pair of models on this machine: a verifier service with the target, a draft service with the draft.
 
-    Port 0 takes a free one. Logs of both services go to stdout, with a prefix. Ctrl-C or SIGTERM stops both; requests
-    in progress finish first, and a second Ctrl-C does not wait for them. If either service fails, the other is
+    Port 0 takes a free one. The logs of both services go to stdout, with a prefix. Ctrl-C or SIGTERM stops both;
+    requests in progress finish first, and a second Ctrl-C does not wait for them. If one service fails, the other is
     stopped, and the exit code is 1.
 
-    TLS and tokens are for those who call the draft service. The two services speak plaintext to each other, on this
-    machine; with --verifier-listen at another address than loopback, --plaintext says that this is meant.
+    TLS and tokens protect the draft service. The two services use plaintext between them; a --verifier-listen that is
+    not loopback needs --plaintext.
     """
     verifier_flags, draft_flags = flags_of_pair({"threads": threads, **values})
     # The pipes of the services are read however slowly standard output is.

@@ -31,8 +31,8 @@ class AsyncClient:
 
     Where there are several, calls go to them in turn, past those that failed lately. A call whose service dies, leaves
     or has no room goes on at another one, or at the same one once it is back, after what has been delivered, as long
-    as it has one sample (with more of them, as long as none has begun): see "When a draft service dies" in
-    docs/usage.md.
+    as it has one sample (with more of them, as long as none has begun): see "Retries and several services" in
+    docs/reference/client.md.
 
     Args:
         address: `HOST:PORT` of the draft service; or several, as a list or with commas between. A host that is a name

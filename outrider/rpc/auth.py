@@ -54,7 +54,7 @@ class Tokens:
         """
         given = [value for key, value in metadata if key == METADATA_KEY]
         if not given:
-            raise unauthenticated("the call bears no token; this server asks for 'authorization: Bearer TOKEN'")
+            raise unauthenticated("the call has no token; this service requires 'authorization: Bearer TOKEN'")
         text = given[0] if isinstance(given[0], str) else given[0].decode("latin-1")
         if len(given) > 1 or not text.lower().startswith(_SCHEME):
             raise unauthenticated("the call's 'authorization' is not 'Bearer TOKEN'")
@@ -64,7 +64,7 @@ class Tokens:
             if hmac.compare_digest(digest, sent):
                 found = f"token {hashlib.sha256(digest).hexdigest()[:16]}"
         if not found:
-            raise unauthenticated("the call's token is none of those that this server takes")
+            raise unauthenticated("the call's token is not accepted by this service")
         return found
 
 
@@ -129,7 +129,7 @@ class AllowedClients:
             RequestError: UNAUTHENTICATED: it has shown no certificate; PERMISSION_DENIED: it is called otherwise.
         """
         if not auth_context.get("x509_pem_cert"):
-            raise unauthenticated("no client certificate was shown; this server asks for one")
+            raise unauthenticated("the client presented no certificate; this service requires one")
         seen = names_of(auth_context)
         for name in seen:
             if name in self._names:
@@ -206,7 +206,10 @@ class ClientLimits:
         most = self._max_sequences
         if most is not None and count > most:
             raise invalid_field(
-                field, f"{field} is {count}; a client has at most {most} sequences", given=count, maximum=most
+                field,
+                f"{field} is {count}; one client may have at most {most} sequences in progress",
+                given=count,
+                maximum=most,
             )
         more = max(0, count - call.sequences)
         self._check_room(call.client, more)
@@ -219,7 +222,7 @@ class ClientLimits:
         most = self._max_sequences
         if most is not None and client.sequences + more > most:
             raise overloaded(
-                f"this client has {client.sequences} sequences in progress and asks for {more} more; at most {most}",
+                f"this client has {client.sequences} sequences in progress and starts {more} more; at most {most}",
                 limit="max-client-sequences",
                 given=client.sequences + more,
                 maximum=most,
@@ -294,7 +297,7 @@ def count_sequences(field: str, count: int) -> None:
 
 def _too_fast(rate: float, burst: int, seconds: float) -> RequestError:
     return overloaded(
-        f"this client's sequences come faster than {rate:g} a second, and {burst} at once; try again in about "
+        f"this client starts more than {rate:g} sequences a second, or {burst} at once; try again in about "
         f"{seconds:.2g} s",
         retry_after=seconds,
         limit="client-rate",

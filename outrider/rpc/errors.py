@@ -110,7 +110,7 @@ def permission_denied(message: str, **metadata: object) -> RequestError:
 
 def draining() -> RequestError:
     """The server finishes what it has and takes no more: UNAVAILABLE. Worth another try elsewhere."""
-    return RequestError(grpc.StatusCode.UNAVAILABLE, "DRAINING", "the server is draining; try another one")
+    return RequestError(grpc.StatusCode.UNAVAILABLE, "DRAINING", "the service drains; try another one")
 
 
 def unavailable(reason: str, message: str) -> RequestError:
@@ -275,4 +275,4 @@ async def _end(context: grpc.aio.ServicerContext[Any, Any], method: Callable[...
     if isinstance(error, RequestError):
         await abort(context, error)
     _logger.error("%s failed", method.__qualname__, exc_info=error)
-    await abort(context, internal("INTERNAL", "internal error; the server's log has the rest"))
+    await abort(context, internal("INTERNAL", "internal error; the service's log has the cause"))

@@ -58,7 +58,7 @@ def show_life(
     """
     says = Gauge(
         "outrider_health",
-        "What the health service says of readiness, liveness and startup: 1 is SERVING.",
+        "Health status by probe (readiness, liveness, startup): 1 is SERVING.",
         ("probe",),
         registry=metrics.registry,
     )
@@ -75,7 +75,7 @@ def show_life(
 
     Gauge(
         "outrider_engine_step_seconds",
-        "How long the step of now of the engine's loop has lasted; 0 while it waits for work, or is not there.",
+        "Time that the engine's current step has lasted; 0 while the engine waits for work or is not loaded.",
         registry=metrics.registry,
     ).set_function(step_seconds)
 

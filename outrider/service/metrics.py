@@ -41,7 +41,11 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         self.registry.register(_InternalErrors())
         self.registry.register(_DroppedLines())
-        self._info = Info("outrider_service", "What runs here.", registry=self.registry)
+        self._info = Info(
+            "outrider_service",
+            "Always 1; the labels name the service, its version, model and device.",
+            registry=self.registry,
+        )
 
     def describe(self, **labels: str) -> None:
         """Sets the labels of `outrider_service_info`; until then it has none."""
@@ -54,7 +58,7 @@ class _InternalErrors(Collector):
     def collect(self) -> Iterator[CounterMetricFamily]:
         family = CounterMetricFamily(
             "outrider_internal_errors",
-            "Errors that were caught and ignored, since the component only speeds up or watches a text.",
+            "Errors caught in components that only speed up or observe a text; the text went on without them.",
             labels=["component"],
         )
         for component in list(COMPONENTS.values()):
@@ -68,7 +72,7 @@ class _DroppedLines(Collector):
     def collect(self) -> Iterator[CounterMetricFamily]:
         yield CounterMetricFamily(
             "outrider_log_lines_dropped",
-            "Lines for standard output and standard error that were dropped, since they could not be written in time.",
+            "Lines for standard output and standard error that were dropped because they could not be written in time.",
             value=dropped_lines(),
         )
 

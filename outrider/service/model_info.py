@@ -100,7 +100,7 @@ def check_features(required: Iterable[str], offered: Iterable[str]) -> None:
     if unknown:
         raise failed_precondition(
             "UNKNOWN_FEATURE",
-            f"required_features names {', '.join(unknown)}; this server knows {', '.join(known) or 'none'}",
+            f"required_features has {', '.join(unknown)}; this service knows {', '.join(known) or 'none'}",
             field="required_features",
         )
 

@@ -187,16 +187,21 @@ def _check_rule(params: sampling_pb2.SamplingParams, rules: tuple[Rule, ...], de
     elif params.rule in _RULES:
         rule = _RULES[params.rule]
     else:
-        raise invalid_field("sampling.rule", f"rule {params.rule} is not known to this server", given=params.rule)
+        raise invalid_field("sampling.rule", f"rule {params.rule} is unknown to this service", given=params.rule)
     offered = ", ".join(sorted(known.value for known in rules))
     if rule not in rules:
         raise invalid_field(
-            "sampling.rule", f"rule {rule.value} is not offered by this server; it offers {offered}", given=rule.value
+            "sampling.rule", f"rule {rule.value} is not offered by this service; it offers {offered}", given=rule.value
         )
     if params.HasField("sigmoid") and rule is not Rule.SIGMOID:
-        raise invalid_field("sampling.sigmoid", f"sigmoid scales do not go with the rule {rule.value}")
+        raise invalid_field(
+            "sampling.sigmoid",
+            f"sigmoid is set, but the rule is {rule.value}; sigmoid scales are for the rule sigmoid only",
+        )
     if rule is Rule.SIGMOID and not params.HasField("sigmoid"):
-        raise invalid_field("sampling.sigmoid", "sigmoid is not set; the rule sigmoid needs its scales, alpha and beta")
+        raise invalid_field(
+            "sampling.sigmoid", "sigmoid is not set; the rule sigmoid requires its scales, alpha and beta"
+        )
     return rule
 
 
@@ -218,7 +223,7 @@ def _check_sigmoid(scales: sampling_pb2.SigmoidScales) -> SigmoidScales:
 def _check_lenience(params: sampling_pb2.SamplingParams, rule: Rule) -> float:
     lenience = _within("lenience", params.lenience if params.HasField("lenience") else 1.0, *_LENIENCES)
     if lenience < 1.0 and rule in (Rule.BLOCK, Rule.COUPLED):
-        raise invalid_field("sampling.lenience", f"lenience {lenience:g} does not go with the rule {rule.value}")
+        raise invalid_field("sampling.lenience", f"lenience is {lenience:g}; it must be 1 under the rule {rule.value}")
     return lenience
 
 
@@ -234,7 +239,9 @@ def _check_banned(params: sampling_pb2.SamplingParams, vocab_size: int) -> tuple
     _check_count("sampling.banned_token_ids", len(params.banned_token_ids))
     banned = tuple(sorted(set(check_token_ids("sampling.banned_token_ids", params.banned_token_ids, vocab_size))))
     if len(banned) >= vocab_size:
-        raise invalid_field("sampling.banned_token_ids", f"all {vocab_size} tokens are banned: none is left to write")
+        raise invalid_field(
+            "sampling.banned_token_ids", f"banned_token_ids has all {vocab_size} tokens; at least 1 must be left"
+        )
     return banned
 
 

@@ -33,45 +33,53 @@ class SecuritySettings(BaseSettings):
 
     tls_cert: Path | None = Field(
         None,
-        description="PEM file of the server's certificate, and of those between it and its CA; read anew on change",
+        description="PEM file of the server's certificate, followed by its intermediate certificates; the listener "
+        "then uses TLS; read again when it changes",
     )
-    tls_key: Path | None = Field(None, description="PEM file of its private key, without a passphrase")
+    tls_key: Path | None = Field(
+        None, description="PEM file of the certificate's private key, without a passphrase; read again when it changes"
+    )
     tls_client_ca: Path | None = Field(
-        None, description="PEM file of the CA that clients must show a certificate of; default: clients need none"
+        None,
+        description="PEM file of the CA whose certificate every client must present; default: clients need no "
+        "certificate",
     )
     allow_client_san: Names = Field(
         (),
-        description="DNS name or URI that a client's certificate must have as a subjectAltName, letter for letter; "
-        "several, with commas or by several flags: one of them",
+        description="DNS name or URI that a client's certificate must have as a subjectAltName, compared letter by "
+        "letter; with several, separated by commas or given by several flags, one of them; needs "
+        "--tls-client-ca",
     )
     auth_token_file: Path | None = Field(
-        None, description="file of bearer tokens, one a line, of which every call must bear one; read anew on change"
+        None,
+        description="file of bearer tokens, one a line; every call must carry one of them; read again when it changes",
     )
-    plaintext: bool = Field(
-        False, description="speak plaintext at addresses that are not loopback too, where nothing says TLS"
-    )
+    plaintext: bool = Field(False, description="allow plaintext at addresses that are not loopback")
     max_concurrent_streams: int = Field(
-        1024, ge=1, description="calls in progress on one connection at most; more wait at the client"
+        1024, ge=1, description="largest number of calls in progress on one connection; more wait at the client"
     )
     max_client_sequences: int | None = Field(
         None,
         ge=1,
-        description="sequences in progress of one client at most (each sample of a call is one); more are refused; "
-        "default: any",
+        description="largest number of sequences in progress of one client; each sample of a call is one; more are "
+        "refused; default: no limit",
     )
     client_rate: float | None = Field(
-        None, gt=0, description="sequences a second of one client in the long run; more are refused; default: any"
+        None,
+        gt=0,
+        description="sequences a second that one client may start in the long run; more are refused; default: no limit",
     )
     client_burst: int | None = Field(
         None,
         ge=1,
-        description="sequences of one client that may come at once after a pause; default: those of one second",
+        description="sequences that one client may start at once after a pause; needs --client-rate; default: those "
+        "of one second",
     )
     max_connection_age: float | None = Field(
         None,
         gt=0,
-        description="seconds after which a connection takes no new calls, so that clients resolve names and show "
-        "certificates again; calls in progress go on; default: however old",
+        description="seconds after which a connection takes no new calls, so that clients connect again, resolve "
+        "names and present certificates; calls in progress finish; default: no limit",
     )
 
 
@@ -128,84 +136,94 @@ class ServiceSettings(SecuritySettings):
     )
 
     model: str = Field(description="folder or hub id of the model")
-    revision: str | None = Field(None, description="branch, tag or commit, for a hub id")
-    trust_remote_code: bool = Field(False, description="run model code that comes with the checkpoint")
-    device: str = Field("auto", description="auto, cpu, cuda (the first GPU) or cuda:N")
+    revision: str | None = Field(
+        None, description="branch, tag or commit of a hub id; default: the hub's default branch"
+    )
+    trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
+    device: str = Field(
+        "auto",
+        description="device of the model: auto, cpu, cuda (the first GPU) or cuda:N; auto is a GPU where there is one",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="number format of the weights; auto: the checkpoint's own where the device is fast at it",
+        description="number format of weights and activations; auto: that of the checkpoint where the device is fast "
+        "at it, else float32",
     )
     attention: Literal["auto", "triton", "eager", "sdpa"] = Field(
         "auto",
-        description="what attends to keys and values; auto: triton (our kernel) on a GPU, or eager (spelled out, slow) "
-        "where the kernel cannot; sdpa on a CPU, each sequence in one piece of memory",
+        description="attention implementation; auto: on a GPU triton, or eager where triton does not support the "
+        "model; on a CPU sdpa",
     )
-    threads: int | None = Field(None, ge=1, description="CPU threads of the model; default: torch's own choice")
-    max_sequences: int = Field(64, ge=1, description="sequences in progress at once; more wait")
+    threads: int | None = Field(None, ge=1, description="CPU threads of the model; default: chosen by torch")
+    max_sequences: int = Field(64, ge=1, description="largest number of sequences in progress; more wait in the queue")
     max_sequence_tokens: int | None = Field(
-        None, ge=2, description="prompt and output of one sequence together; default: the context, at most 8192"
+        None,
+        ge=2,
+        description="largest number of tokens of one sequence, prompt and output together; default: the model's "
+        "context length, at most 8192",
     )
     kv_cache_mb: int | None = Field(
         None,
         ge=1,
-        description="MiB of keys and values of all sequences; default: on a GPU by --kv-memory-fraction, on a CPU 1024",
+        description="size of the KV cache in MiB; default: on a GPU by --kv-memory-fraction, on a CPU 1024",
     )
     kv_memory_fraction: float = Field(
         0.85,
         gt=0,
         le=1,
-        description="share that keys and values take of what weights, graphs and the largest pass leave of a GPU's "
-        "memory",
+        description="share for the KV cache of the GPU memory that weights, CUDA graphs and the largest batch leave",
     )
-    graphs: bool = Field(
-        True, description="on a GPU: capture passes of the sizes that come often as CUDA graphs, at the start"
-    )
+    graphs: bool = Field(True, description="on a GPU: capture frequent batch sizes as CUDA graphs at start-up")
     graph_seconds: float = Field(
-        120.0, gt=0, description="how long capturing them may take; where it will not do, the largest are left out"
+        120.0,
+        gt=0,
+        description="longest time for capturing CUDA graphs, in seconds; the largest are left out when it runs out",
     )
-    graph_memory_mb: int = Field(
-        2048, ge=1, description="MiB that they may hold; set aside before keys and values get their share"
-    )
+    graph_memory_mb: int = Field(2048, ge=1, description="memory reserved for CUDA graphs, in MiB")
     listen: ServiceAddress = Field(
         "127.0.0.1:0", description="HOST:PORT or unix:PATH to listen at; port 0 takes a free one"
     )
     health_listen: Address | None = Field(
         None,
-        description="HOST:PORT of the health service alone, in plaintext, for probes that have no certificate; port 0 "
-        "takes a free one; default: health is at --listen alone",
+        description="HOST:PORT of a second listener for the health service alone, always plaintext, for probes; port "
+        "0 takes a free one; default: health only at --listen",
     )
     max_message_bytes: int | None = Field(
         None,
         ge=1 << 16,
-        description="largest message taken; default: what the largest one comes to by the model's vocabulary and these "
-        "settings, and at least 4 MiB",
+        description="largest message accepted, in bytes; default: the largest one possible with this vocabulary and "
+        "these settings, at least 4 MiB",
     )
     grace: float = Field(
         30.0,
         ge=0,
-        description="seconds from SIGTERM to the exit; running requests have all but the last tenth of it, or the last "
-        "2 s where that is less, to finish or to go on elsewhere",
+        description="seconds from SIGTERM to the exit; requests in progress may finish or move to another service "
+        "until the last tenth of it (2 s at most)",
     )
     liveness_timeout: float = Field(
         60.0,
         gt=0,
-        description="seconds that a step of the engine may last before the health service's `liveness` is NOT_SERVING; "
-        "never less than four times the longest so far",
+        description="seconds after which a step of the engine counts as hung: the probe `liveness` becomes "
+        "NOT_SERVING; at least four times the longest step so far",
     )
     metrics_listen: Address | None = Field(
-        None, description="HOST:PORT of Prometheus metrics over HTTP; port 0 takes a free one; default: none"
+        None,
+        description="HOST:PORT of Prometheus metrics over HTTP, always plaintext; port 0 takes a free one; default: "
+        "none",
     )
     otlp_endpoint: Endpoint | None = Field(
         None,
-        description="http:// or https:// HOST:PORT of a collector that takes traces by OTLP over gRPC; default: none",
+        description="http://HOST:PORT or https://HOST:PORT of a collector for traces (OTLP over gRPC); default: none",
     )
     trace_sample: float = Field(
         0.01,
         ge=0,
         le=1,
-        description="share of the calls that are traced, of those that come without a trace; of others theirs decides",
+        description="share of calls to trace; a call with a `traceparent` follows that instead",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log line written")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="lowest level of log lines to write"
+    )
 
     @classmethod
     def from_command_line(cls, arguments: list[str] | None = None, *, program: str) -> Any:
@@ -261,11 +279,13 @@ def listening(settings: ServiceSettings) -> Listening:
     """
     tls = _server_tls(settings)
     if settings.allow_client_san and settings.tls_client_ca is None:
-        raise SettingsError("--allow-client-san needs --tls-client-ca: without it nobody vouches for a client's names")
+        raise SettingsError(
+            "--allow-client-san needs --tls-client-ca: without a CA the names in a certificate prove nothing"
+        )
     if settings.tls_client_ca is not None and settings.names_clients and not settings.allow_client_san:
         raise SettingsError(
-            "--tls-client-ca needs --allow-client-san here: a verifier admits the clients that are named, and not all "
-            "that have a certificate of the CA"
+            "--tls-client-ca needs --allow-client-san: a verifier does not admit every client with a certificate of "
+            "the CA; name those it admits"
         )
     if tls is None:
         check_plaintext("--listen", settings.listen, settings.plaintext, "give --tls-cert and --tls-key")
@@ -273,7 +293,7 @@ def listening(settings: ServiceSettings) -> Listening:
     if (path := settings.auth_token_file) is not None:
         tokens = from_files("--auth-token-file", lambda: Tokens(path))
         if tls is None and not is_local(settings.listen):
-            _log.warning("tokens travel in plaintext, where whoever watches can take them", listen=settings.listen)
+            _log.warning("bearer tokens travel in plaintext; use TLS", listen=settings.listen)
     allowed = AllowedClients(settings.allow_client_san) if settings.allow_client_san else None
     limits = _limits(settings)
     asks = any(each is not None for each in (allowed, tokens, limits))
@@ -324,7 +344,7 @@ def _server_tls(settings: ServiceSettings) -> ServerTLS | None:
     ca = settings.tls_client_ca
     if files is None:
         if ca is not None:
-            raise SettingsError("--tls-client-ca needs --tls-cert and --tls-key: only a TLS server can ask for it")
+            raise SettingsError("--tls-client-ca needs --tls-cert and --tls-key")
         return None
     return from_files("--tls-cert, --tls-key or --tls-client-ca", lambda: ServerTLS(*files, ca))
 

@@ -48,7 +48,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("prompt", {"chat": None}, ("not set",)),
     ("token_ids.ids", {"prompt": []}, ("token",)),
     ("token_ids.ids", {"prompt": [1, VOCABULARY]}, ("2048",)),
-    ("text", {"prompt": ""}, ("no tokens",)),
+    ("text", {"prompt": ""}, ("empty",)),
     ("text", {"prompt": "x" * 32_737}, ("32737 bytes", "32736", "1023 tokens", "32 bytes")),
     ("prompt", {"prompt": [1] * 2000}, ("2000", "1024")),
     ("max_new_tokens", {"prompt": [1] * 1000, "max_new_tokens": 25}, ("25", "1000", "24")),

@@ -86,7 +86,7 @@ async def test_a_full_queue_refuses_with_the_numbers_and_has_room_for_resumed_ca
     service = Service(2, max_waiting=1)
     await service.start("runs", 2)
     await service.start("waits")
-    with pytest.raises(RequestError, match="all 2 sequences run, and 1 wait in the queue, at most 1") as caught:
+    with pytest.raises(RequestError, match="the queue is full: 1 sequences wait, at most 1") as caught:
         await service.call("refused")
     assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert caught.value.metadata == {"given": "1", "waiting": "1", "maximum": "1"}

@@ -190,12 +190,12 @@ def test_in_a_pool_with_room_for_one_many_draft_as_with_room_for_all(loaded: Loa
     assert drafted(blocks=3) == drafted(blocks=None)
 
 
-def test_logits_that_are_no_numbers_end_one_sequence(engine: DraftEngine) -> None:
+def test_logits_that_are_nan_end_one_sequence(engine: DraftEngine) -> None:
     bad = Driver(engine, sequence(logit_rules=LogitRules(banned_tokens=tuple(range(VOCABULARY)))))
     good = Driver(engine, sequence())
     bad.ask(2)
     good.ask(2)
-    with pytest.raises(DraftError, match="no numbers") as caught:
+    with pytest.raises(DraftError, match="NaN or infinite") as caught:
         bad.answer()
     assert caught.value.reason == "BAD_LOGITS"
     assert len(good.answer().token_ids) == 2

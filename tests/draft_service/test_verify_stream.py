@@ -132,7 +132,7 @@ async def test_a_verifier_that_judges_by_another_rule_is_not_written_to() -> Non
     async with fake_verifier(answering(verifier_service_pb2.Opened(rule=TOKENWISE))) as address:
         error = await refusal(address)
     assert error.code is grpc.StatusCode.INTERNAL
-    assert "judges by ACCEPTANCE_RULE_TOKENWISE; ACCEPTANCE_RULE_COUPLED was asked for" in error.message
+    assert "uses the rule ACCEPTANCE_RULE_TOKENWISE; the request has ACCEPTANCE_RULE_COUPLED" in error.message
     async with fake_verifier(answering(OPENED)) as address, stream_to(address) as stream:
         assert (await stream.open()).rule == COUPLED
 

@@ -16,7 +16,7 @@ from tests.project.tree import ROOT
 DASHBOARD = ROOT / "deploy" / "dashboards" / "outrider.json"
 ALERTS = ROOT / "deploy" / "alerts" / "outrider.yaml"
 OPERATOR_RULES = ALERTS.with_name("prometheus-rule.yaml")
-TABLE = ROOT / "docs" / "observability.md"
+TABLE = ROOT / "docs" / "reference" / "metrics.md"
 
 GIVEN = frozenset({"job", "instance", "le"})
 """Labels that Prometheus gives each target, or a histogram its buckets."""
@@ -39,6 +39,13 @@ def live(url: str) -> tuple[dict[str, Labels], dict[str, Labels]]:
                     found.setdefault(label, set()).add(value)
             families[name].pop("le", None)
     return samples, families
+
+
+def kinds(url: str) -> dict[str, str]:
+    """The type of each family that is shown at `url`, by the name that it goes by."""
+    with urlopen(url, timeout=10) as response:
+        found = re.findall(r"^# TYPE (\S+) (\S+)$", response.read().decode(), re.MULTILINE)
+    return dict(found)
 
 
 def expressions() -> Iterator[tuple[str, str]]:
@@ -84,21 +91,21 @@ def _matchers(inside: str) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Documented:
-    """A row of the table of metrics."""
+    """A row of the tables of metrics."""
 
+    kind: str
     labels: frozenset[str]
     services: frozenset[str]
 
 
 def documented() -> dict[str, Documented]:
-    """The table of metrics, by name."""
+    """The tables of metrics, by name."""
     rows: dict[str, Documented] = {}
     for line in TABLE.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if not line.startswith("| `outrider_") or len(cells) != 4:
+        if not line.startswith("| `outrider_") or len(cells) != 5:
             continue
-        names, labels, services = (re.findall(r"`([a-z_0-9]+)`", cell) for cell in cells[:3])
-        for name in names:
-            assert name not in rows, f"{name} is there twice"
-            rows[name] = Documented(frozenset(labels), frozenset(services))
+        (name,), labels, services = (re.findall(r"`([a-z_0-9]+)`", cells[i]) for i in (0, 2, 3))
+        assert name not in rows, f"{name} is there twice"
+        rows[name] = Documented(cells[1], frozenset(labels), frozenset(services))
     return rows

@@ -25,6 +25,7 @@ from tests.operations.metrics_in_use import (
     Labels,
     documented,
     expressions,
+    kinds,
     live,
     query,
     read_rules,
@@ -179,12 +180,14 @@ def test_the_operator_gets_the_same_rules() -> None:
     assert read_rules(OPERATOR_RULES)["spec"] == read_rules(ALERTS)
 
 
-def test_the_table_of_metrics_is_what_is_shown(watched: Watched) -> None:
-    """Every name of ours with its labels, of each service, and nothing besides."""
+def test_the_tables_of_metrics_are_what_is_shown(watched: Watched) -> None:
+    """Every name of ours with its type and labels, of each service, and nothing besides."""
     rows, seen = documented(), Labels()
     for name, service in (("verifier", watched.verifiers), ("draft", watched.drafts)):
         labels: Labels = {}
+        types: dict[str, str] = {}
         for process in service:
+            types |= kinds(process.metrics_url)
             for family, found in live(process.metrics_url)[1].items():
                 if family.startswith("outrider_"):
                     labels.setdefault(family, set()).update(found)
@@ -193,6 +196,7 @@ def test_the_table_of_metrics_is_what_is_shown(watched: Watched) -> None:
         for family, row in written.items():
             # The same name may have other labels at the other service.
             assert labels[family] <= row.labels, family
+            assert types[family] == row.kind, family
             seen.setdefault(family, set()).update(labels[family])
     assert seen == {family: row.labels for family, row in rows.items()}
 

@@ -41,7 +41,7 @@ class Driver:
 def test_places_and_the_queue_are_filled_and_no_more() -> None:
     driver = Driver()
     driver.fill()
-    with pytest.raises(RequestError, match="1 sequences wait for room already, at most 1") as caught:
+    with pytest.raises(RequestError, match="the queue is full: 1 sequences wait, at most 1") as caught:
         driver.enter()
     assert (caught.value.reason, caught.value.metadata) == ("OVERLOADED", {"waiting": "1", "maximum": "1"})
     driver.leave()

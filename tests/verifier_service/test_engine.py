@@ -220,7 +220,7 @@ def test_who_has_a_place_and_waits_for_a_pass_is_told_so_too(engine: VerifierEng
     client = Client(engine)
     client.submit()
     engine.receive(Remind(client.sequence))
-    assert [notice.message for notice in client.notices] == ["its round waits for what is to be run before it"]
+    assert [notice.message for notice in client.notices] == ["the round waits for its step"]
     engine.turn()
     engine.receive(Remind(client.sequence))
     assert len(client.notices) == 1, "nothing is owed any more"

@@ -228,7 +228,7 @@ def test_a_point_mass_goes_with_sigmoid_at_temperature_zero_alone() -> None:
     message = proposal()
     message.distributions[0].CopyFrom(message.distributions[1])
     assert check_proposal(message, MODEL, rule=Rule.SIGMOID, is_greedy=True).laws == (None, None)
-    with pytest.raises(RequestError, match="is point_mass; the rule sigmoid takes logits"):
+    with pytest.raises(RequestError, match="is point_mass; the rule sigmoid requires logits"):
         check_proposal(message, MODEL, rule=Rule.SIGMOID)
 
 

@@ -123,5 +123,5 @@ def rule_of(**fields: float) -> Rule:
 def test_a_request_without_a_rule_has_block_or_with_lenience_tokenwise() -> None:
     assert {rule_of(temperature=temperature) for temperature in (0.0, 0.7, 1.0)} == {Rule.BLOCK}
     assert rule_of(lenience=0.5) is Rule.TOKENWISE
-    with pytest.raises(RequestError, match=r"lenience 0\.5 does not go with the rule block"):
+    with pytest.raises(RequestError, match=r"lenience is 0\.5; it must be 1 under the rule block"):
         rule_of(lenience=0.5, rule=sampling_pb2.ACCEPTANCE_RULE_BLOCK)
