@@ -97,7 +97,7 @@ async def _decoded(stream: VerifyStream) -> list[tuple[int, Any]]:
 
 
 async def _play(stream: VerifyStream, text: Sequence[int], gamma: int) -> None:
-    """Proposes the text, some rounds ahead of the verdicts, until one is not as foreseen: a near-tie fell otherwise."""
+    """Proposes the text, some rounds ahead of the verdicts, until a verdict differs: a near-tie fell otherwise."""
     outstanding: list[Sequence[int]] = []
     for base in range(0, len(text) - gamma, gamma + 1):
         await stream.propose(text[base : base + gamma])

@@ -145,11 +145,11 @@ class Sample:
         """Begins the next proposal; None where the target writes alone."""
         if self._drafting is None or not self._drafting.is_ready():
             return None
-        if not self._drafting.room():  # its context is full, and stays so
+        if not self._drafting.capacity():  # its context is full, and stays so
             self._stop_drafting()
             return None
         # A verdict adds a token of the target's own, so one less than are left.
-        gamma = self._gamma.next(min(self._drafting.room(), self.sequence.left - 1))
+        gamma = self._gamma.next(min(self._drafting.capacity(), self.sequence.left - 1))
         return self._drafting.propose(gamma) if gamma else None
 
     async def _send_round(self, target: FailoverStream, draft: Awaitable[Draft] | None) -> None:
@@ -160,7 +160,7 @@ class Sample:
         if drafted is None:
             sequence.decode(min(sequence.left, self._tokens_alone()))
         else:
-            distributions = [encode_distribution(law) for law in drafted.laws]
+            distributions = [encode_distribution(each) for each in drafted.distributions]
             gamma = self._gamma.gamma
             sequence.propose(drafted.token_ids, distributions, gamma=gamma, draft_seconds=drafted.seconds)
         sequence.round.sent = sent
@@ -225,9 +225,9 @@ class Sample:
         if self._drafting is not None:
             counts.num_draft_recoveries = self._drafting.recoveries
         timings.draft += draft.seconds
-        if draft.foresight is not None:
-            counts.add_foresight(draft.foresight)
-            timings.saved += draft.foresight.saved_seconds
+        if draft.cache_use is not None:
+            counts.add_cache_use(draft.cache_use)
+            timings.saved += draft.cache_use.saved_seconds
 
     # -------------------------------------------------------------------------------------------- opening and closing
 
@@ -241,7 +241,7 @@ class Sample:
             rule=self._request.sampling.rule,
             seed_is_fresh=self._request.seed_is_fresh,
             draft_temperature=self._request.draft_temperature,
-            looks_ahead=self._request.outcome_cache,
+            uses_outcome_cache=self._request.outcome_cache,
             max_entropy=self._request.max_entropy,
         )
 

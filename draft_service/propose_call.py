@@ -212,7 +212,7 @@ class _Progress:
             base_length=self._length,
             prefix_hash=self._hash.digest(),
             token_ids=draft.token_ids,
-            distributions=[encode_distribution(law) for law in draft.laws],
+            distributions=[encode_distribution(each) for each in draft.distributions],
             seen_round=self._seen,
         )
 
@@ -258,6 +258,6 @@ def check_open(
         seed=sampling.seed,
         rule=sampling.rule,
         draft_temperature=temperature,
-        looks_ahead=settings.outcome_cache,
+        uses_outcome_cache=settings.outcome_cache,
     )
     return sequence, drafter

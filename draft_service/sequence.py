@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from draft_service.drafters.base import Foresight
+from draft_service.drafters.base import CacheUse
 from draft_service.request import KIND_TO_WIRE, POLICY_TO_WIRE, Generation
 from outrider.service.best_effort import Component
 from outrider.service.sampling import RULE_TO_WIRE
@@ -78,12 +78,12 @@ class SpeculationCounts:
             self._beta_sum += verdict.accepted
             self._beta_count += verdict.judged
 
-    def add_foresight(self, foresight: Foresight) -> None:
+    def add_cache_use(self, cache_use: CacheUse) -> None:
         """Takes in what was drafted before a verdict."""
         self.num_outcome_cache_queries += 1
-        self.num_outcome_cache_hits += foresight.hit
-        self.num_predrafted_tokens += foresight.drafted
-        self.num_wasted_tokens += max(0, foresight.drafted - foresight.used)
+        self.num_outcome_cache_hits += cache_use.hit
+        self.num_predrafted_tokens += cache_use.drafted
+        self.num_wasted_tokens += max(0, cache_use.drafted - cache_use.used)
 
     @property
     def num_draft_tokens(self) -> int:

@@ -1,1 +1,1 @@
-"""Drafters: whatever proposes tokens. `base` is the seam, the rest are the kinds there are."""
+"""Drafters, which propose tokens: the interface (`base`), the guard around each, and the kinds."""

@@ -1,7 +1,7 @@
 """The interface between a request and its drafter: `Drafter.open(DraftSequence) -> Drafting`.
 
-Cheap drafters share a second one, `Guesser`: it computes where it is called. `GuesserDrafting` calls it on the event
-loop or on a thread, and staged drafting asks it for tokens that the draft model then judges.
+Cheap drafters share a second interface, `Guesser`, which computes in the caller's thread. `GuesserDrafting` calls it on
+the event loop or on a thread of its own. Staged drafting calls it for tokens that the draft model then judges.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from kernels.verify import Rule
 
 
 class Kind(StrEnum):
-    """The drafters there are."""
+    """The kinds of drafter."""
 
     MODEL = "model"
     STAGED = "staged"
@@ -35,23 +35,23 @@ class Kind(StrEnum):
 
 
 HAVE_LOGITS = frozenset({Kind.MODEL, Kind.STAGED, Kind.NONE})
-"""Those that the rule `sigmoid` goes with: it asks for a draft's logits, or for no draft at all."""
+"""Drafters that the rule `sigmoid` accepts: it needs the draft's logits, or no drafted tokens."""
 
 RUN_A_MODEL = frozenset({Kind.MODEL, Kind.STAGED})
-"""Those that a service offers where it has loaded a draft model."""
+"""Drafters that need a draft model."""
 
 UNBOUNDED = 1 << 30
-"""The `room` of a drafter that has no context to fill."""
+"""The `capacity` of a drafter without a context limit."""
 
 SLICE = 128
-"""Tokens that a drafter on the event loop reads before others have their turn: some 0.05 ms."""
+"""Tokens that a drafter reads on the event loop before it yields: about 0.05 ms."""
 
 Guesses = list[tuple[int, SparseDistribution | None]]
-"""Tokens, and the distribution that each was sampled from; None is the point mass."""
+"""Tokens, each with the distribution that it was sampled from; None is the point mass."""
 
 
 class DraftError(Exception):
-    """A proposal did not come; the target can write alone.
+    """Drafting failed. The target can write without a draft.
 
     `reason` is a name of the contract's `ErrorReason`, without its prefix.
     """
@@ -63,22 +63,22 @@ class DraftError(Exception):
 
 @dataclass(frozen=True)
 class DraftSequence:
-    """What a drafter needs to know of a sequence.
+    """A sequence as a drafter opens it.
 
     Attributes:
         prompt: at least one token.
-        committed: output that there is already.
-        law: what the target's logits are sampled by.
-        logit_rules: what changes those logits before.
+        committed: output tokens so far.
+        law: how the target's logits become p.
+        logit_rules: penalties, biases and bans, applied to logits first.
         seed: key of the draws (invariant 2).
-        rule: how proposals are judged, which says what is sent with each token; under `coupled` the drafts are chosen
-            by the noise that the target has too.
-        seed_is_fresh: no request has had this seed before, so no text depends on its draws yet. Only then may counts
-            learned from other texts be sampled from by them.
-        draft_temperature: in place of the target's, where that is above 0; None is the same.
-        looks_ahead: whether the outcome cache may draft for it while a verdict is under way.
-        max_entropy: a proposal ends before the token whose distribution has more, in nats, where the drafter has
-            distributions; its first token comes all the same. None is no bound.
+        rule: the acceptance rule. It decides what is sent with each token: q̂; nothing under `coupled`, where the draft
+            uses the target's noise; logits under `sigmoid`.
+        seed_is_fresh: this service has just drawn the seed, so no other text depends on its draws. Only then may draws
+            sample from counts learned from other texts.
+        draft_temperature: used in index of the target's, where that is above 0; None uses the target's.
+        uses_outcome_cache: whether the drafter may draft while a verdict is on its way.
+        max_entropy: nats. A proposal ends before a token whose q has a higher entropy, but has at least one token.
+            Drafters without distributions ignore it. None is no bound.
     """
 
     prompt: Sequence[int]
@@ -89,51 +89,55 @@ class DraftSequence:
     rule: Rule = Rule.TOKENWISE
     seed_is_fresh: bool = False
     draft_temperature: float | None = None
-    looks_ahead: bool = True
+    uses_outcome_cache: bool = True
     max_entropy: float | None = None
 
     def after(self, written: Sequence[int]) -> "DraftSequence":
-        """The same with more of it committed."""
+        """The same sequence with more committed tokens."""
         return replace(self, committed=[*self.committed, *written])
 
     @cached_property
     def draft_law(self) -> SamplingParams:
-        """What the draft's logits are sampled by; any is exact [L 6], and the target's own the natural choice."""
+        """How the draft's logits become q. Any choice is exact [L 6]; the default is the target's parameters."""
         if self.draft_temperature is None or self.law.is_greedy:
             return self.law
         return replace(self.law, temperature=self.draft_temperature)
 
     @cached_property
     def shares_noise(self) -> bool:
-        """Whether tokens are chosen by the noise of their positions, and not drawn by uniforms of the round."""
+        """Whether tokens are chosen with the noise of their positions (`coupled`), not with uniforms of the round."""
         return self.rule is Rule.COUPLED and not self.draft_law.is_greedy
 
     @cached_property
     def needs_logits(self) -> bool:
-        """Whether the rule asks for the logits of each drafted token, and not for its distribution."""
+        """Whether the rule takes the logits of each drafted token in index of q̂."""
         return self.rule is Rule.SIGMOID and not self.law.is_greedy
 
-    def draw(self, base: int, place: int, domain: Domain = Domain.DRAFT, inner_base: int = 0) -> Draw:
-        """How the token at a place of the proposal is drawn (invariant 2); the first one always is.
+    def draw(self, base: int, index: int, domain: Domain = Domain.DRAFT, inner_base: int = 0) -> Draw:
+        """How to draw one token of the proposal (invariant 2). `max_entropy` never refuses the first one.
 
-        `base` is the length that the round began with, `inner_base` how many of its tokens there were already.
+        Args:
+            base: length of the sequence at the start of the round.
+            index: of the token in the proposal, counted from `inner_base`.
+            domain: of the uniforms.
+            inner_base: tokens of the round that are drafted already; staged drafting alone sets it.
         """
-        bound = math.inf if self.max_entropy is None or place == 0 else self.max_entropy
+        bound = math.inf if self.max_entropy is None or index == 0 else self.max_entropy
         if self.shares_noise:
-            return Draw(self.draft_law, noise=(self.seed, base + inner_base + place), max_entropy=bound)
-        u = 0.0 if self.draft_law.is_greedy else uniform(self.seed, base, place, domain, inner_base)
+            return Draw(self.draft_law, noise=(self.seed, base + inner_base + index), max_entropy=bound)
+        u = 0.0 if self.draft_law.is_greedy else uniform(self.seed, base, index, domain, inner_base)
         return Draw(self.draft_law, u, max_entropy=bound)
 
 
 @dataclass(frozen=True, slots=True)
-class Foresight:
-    """What the outcome cache had drafted while the last verdict was under way.
+class CacheUse:
+    """What the outcome cache drafted while the last verdict was on its way.
 
     Attributes:
-        drafted: tokens, for all outcomes.
-        used: those that are in this proposal; 0 where the outcome was none of them.
-        hit: whether it was one of them.
-        saved_seconds: what drafting the used ones would have taken.
+        drafted: tokens, in all branches.
+        used: of them, tokens in this proposal; 0 without a hit.
+        hit: whether a branch matched the verdict.
+        saved_seconds: time that drafting the used tokens after the verdict would have taken.
     """
 
     drafted: int
@@ -148,119 +152,117 @@ class Draft:
 
     Attributes:
         token_ids: the drafted tokens, in order.
-        laws: what each was sampled from, bit for bit (invariant 1); None is the point mass. Empty under `coupled`, and
-            logits under `sigmoid` above temperature 0.
-        seconds: what it took, waiting for other sequences included.
-        foresight: what was drafted of it beforehand; None where nothing was for any outcome.
+        distributions: q̂ of each token, bit for bit as it was sampled from (invariant 1); None is the point mass. Empty
+            under `coupled`, and logits under `sigmoid` above temperature 0.
+        seconds: from the request to the proposal, with waits for other sequences.
+        cache_use: what the outcome cache contributed; None where it drafted nothing.
     """
 
     token_ids: list[int]
-    laws: list[SparseDistribution | DraftLogits | None]
+    distributions: list[SparseDistribution | DraftLogits | None]
     seconds: float
-    foresight: Foresight | None = None
+    cache_use: CacheUse | None = None
 
     @property
-    def foreseen(self) -> int:
-        """How many of its tokens were there when it was asked for."""
-        return 0 if self.foresight is None else min(self.foresight.used, len(self.token_ids))
+    def num_cached(self) -> int:
+        """Tokens of it that came from the outcome cache."""
+        return 0 if self.cache_use is None else min(self.cache_use.used, len(self.token_ids))
 
 
 class Drafting(ABC):
-    """One sequence of a drafter. Its methods belong to the event loop.
+    """One sequence of a drafter. Call its methods on the event loop.
 
     Attributes:
-        recoveries: how often a proposal came after a failure.
+        recoveries: proposals that followed a failure.
     """
 
     recoveries = 0
 
     def is_ready(self) -> bool:
-        """Whether it may be asked now; after a failure it rests, and the target writes alone."""
+        """Whether `propose` may be called now. False for a while after a failure: the target writes without a draft."""
         return True
 
     @abstractmethod
-    def room(self) -> int:
-        """How many tokens could be drafted next; 0 from where the drafter's context ends, and it stays 0."""
+    def capacity(self) -> int:
+        """The most tokens that can be drafted next. Once the drafter's context is full it is 0, and stays 0."""
 
     @abstractmethod
     def advance(self, tokens: Sequence[int]) -> None:
-        """Says what was committed since the last proposal. Costs nothing: the next `propose` carries it."""
+        """Adds tokens that were committed since the last proposal. Cheap: the next `propose` processes them."""
 
     @abstractmethod
     def propose(self, gamma: int) -> Awaitable[Draft]:
-        """Begins to draft at once, and gives the result to whoever awaits it; one proposal at a time.
+        """Begins to draft at once; await the result. One proposal at a time.
 
-        `gamma` tokens come, or `room()` of them where that is less, or fewer where the drafter knows of no more, or is
-        less sure of the next than it was asked to be.
+        The proposal has min(`gamma`, `capacity()`) tokens, or fewer where the drafter finds no more or `max_entropy`
+        ends it.
 
         Raises:
-            DraftError: on awaiting.
+            DraftError: when awaited.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Frees what the sequence holds. A proposal under way is dropped. May be called twice."""
+        """Frees the sequence's memory and drops a proposal in progress. May be called twice."""
 
 
 class Drafter(ABC):
-    """Something that drafts, for many sequences at once."""
+    """Drafts for many sequences at once."""
 
     @abstractmethod
     def open(self, sequence: DraftSequence) -> Drafting:
-        """Begins a sequence. Does not wait; what it takes is taken by the first `propose`."""
+        """Begins a sequence. Returns at once: the first `propose` does the work."""
 
 
 class Guesser(ABC):
-    """One sequence of a cheap drafter. Threads take turns with it."""
+    """One sequence of a cheap drafter. Several threads may use it, one at a time."""
 
     @abstractmethod
     def read(self, tokens: Sequence[int]) -> None:
-        """Takes in what was committed: the prompt first, then each verdict."""
+        """Appends committed tokens: first the prompt, then those of each verdict."""
 
     @abstractmethod
     def guess(self, count: int, ahead: Sequence[int] = ()) -> Guesses:
-        """Up to `count` tokens after what was read and `ahead`, which may be taken back and leaves no trace."""
+        """Up to `count` tokens after those read and `ahead`. `ahead` is not kept: its tokens may be rejected."""
 
 
 class GuessingDrafter(Drafter):
-    """A drafter made of guessers."""
+    """A drafter with one guesser a sequence."""
 
     @abstractmethod
     def guesser(self, sequence: DraftSequence, domain: Domain = Domain.DRAFT) -> Guesser:
-        """One that has read nothing yet; what it draws, it draws in `domain`."""
+        """A guesser for a new sequence. Its uniforms come from `domain`."""
 
     def open(self, sequence: DraftSequence) -> Drafting:
         return GuesserDrafting(self.guesser(sequence), sequence)
 
 
 class GuesserDrafting(Drafting):
-    """A guesser on the event loop, where it reads a long text in slices, between which others have their turn; or on a
-    thread.
-    """
+    """Runs a guesser on a thread, or on the event loop. There it reads a long text in slices of `SLICE` tokens."""
 
     def __init__(self, guesser: Guesser, sequence: DraftSequence, thread: Executor | None = None) -> None:
         self._guesser = guesser
         self._thread = thread
-        self._sends_laws = sequence.rule is not Rule.COUPLED
+        self._sends_distributions = sequence.rule is not Rule.COUPLED
         self._opening = chain(sequence.prompt, sequence.committed)
-        self._unread: list[int] = []  # what follows it
+        self._unread: list[int] = []  # after `_opening`
         self._reading: asyncio.Future[Draft] | None = None
 
-    def room(self) -> int:
+    def capacity(self) -> int:
         return UNBOUNDED
 
     def advance(self, tokens: Sequence[int]) -> None:
         self._unread.extend(tokens)
 
     def propose(self, gamma: int) -> Awaitable[Draft]:
-        loop, asked = asyncio.get_running_loop(), time.perf_counter()
+        loop, requested = asyncio.get_running_loop(), time.perf_counter()
         if self._thread is not None:
-            self._reading = loop.run_in_executor(self._thread, self._read_and_draft, gamma, asked)
+            self._reading = loop.run_in_executor(self._thread, self._read_and_draft, gamma, requested)
         elif not self._read_slice():
-            self._reading = asyncio.ensure_future(self._read_on(gamma, asked))
+            self._reading = asyncio.ensure_future(self._read_on(gamma, requested))
         else:
             self._reading = loop.create_future()
-            self._reading.set_result(self._draft(gamma, asked))
+            self._reading.set_result(self._draft(gamma, requested))
         return self._reading
 
     def close(self) -> None:
@@ -268,26 +270,26 @@ class GuesserDrafting(Drafting):
             self._reading.cancel()
 
     def _read_slice(self) -> bool:
-        """Reads `SLICE` tokens at most; whether those were all."""
+        """Reads at most `SLICE` tokens. Returns whether none is left."""
         tokens = list(islice(self._opening, SLICE))
         more = self._unread[: SLICE - len(tokens)]
         del self._unread[: len(more)]
         self._guesser.read(tokens + more)
         return len(tokens) + len(more) < SLICE
 
-    def _draft(self, gamma: int, asked: float) -> Draft:
+    def _draft(self, gamma: int, requested: float) -> Draft:
         guesses = self._guesser.guess(gamma)
-        laws = [law for _, law in guesses] if self._sends_laws else []
-        return Draft([token for token, _ in guesses], [*laws], time.perf_counter() - asked)
+        distributions = [q for _, q in guesses] if self._sends_distributions else []
+        return Draft([token for token, _ in guesses], [*distributions], time.perf_counter() - requested)
 
-    async def _read_on(self, gamma: int, asked: float) -> Draft:
+    async def _read_on(self, gamma: int, requested: float) -> Draft:
         is_done = False
         while not is_done:
             await asyncio.sleep(0)
             is_done = self._read_slice()
-        return self._draft(gamma, asked)
+        return self._draft(gamma, requested)
 
-    def _read_and_draft(self, gamma: int, asked: float) -> Draft:
+    def _read_and_draft(self, gamma: int, requested: float) -> Draft:
         while not self._read_slice():
             pass
-        return self._draft(gamma, asked)
+        return self._draft(gamma, requested)

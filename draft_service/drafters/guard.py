@@ -1,9 +1,9 @@
-"""The one guard around a drafter: a request sees a proposal that makes sense, or a `DraftError` that it survives.
+"""The guard around every drafter: timeout, validation and backoff. A request gets a valid proposal or a `DraftError`.
 
-A proposal fails where the drafter raises, is late, or answers what the verifier would refuse. The sequence then rests,
-and begins anew behind all that was written meanwhile. After some failures in a row the guard asks the drafter itself
-for a proposal, the probe; where that fails too the drafter is off for everybody, and rests between one probe and the
-next. Sequences alone never turn it off, since a client's own parameters or prompts may be what breaks them.
+A proposal fails where the drafter raises, is late, or returns what the verifier would refuse. The sequence then waits,
+and opens the drafter again with all tokens committed by then. After several failures in a row, over all sequences, the
+guard sends a probe: a proposal of its own. If the probe fails too, the drafter is down for all sequences until a later
+probe succeeds. Failures of requests alone never take it down: a client's prompt or parameters may cause them.
 """
 
 import asyncio
@@ -24,18 +24,18 @@ from kernels.verify import Rule
 from outrider.service.best_effort import Component
 
 FIRST_REST_S, LONGEST_REST_S = 1.0, 10.0
-"""Seconds of rest after a failure: doubled with each one, up to the most."""
+"""Seconds of backoff after a failure: doubled by each further one, up to the second number."""
 
 SOUND_AFTER = 8
-"""Proposals in a row after which a failure counts as the first."""
+"""Proposals in a row that reset the backoff."""
 
 FAILURES_IN_A_ROW = 5
-"""Over all sequences, with no proposal between them: then the drafter is probed."""
+"""Failures over all sequences, without a proposal between them, that start a probe."""
 
 PROBE = DraftSequence(
-    prompt=[0, 0], committed=[], law=SamplingParams(), logit_rules=LogitRules(), seed=0, looks_ahead=False
+    prompt=[0, 0], committed=[], law=SamplingParams(), logit_rules=LogitRules(), seed=0, uses_outcome_cache=False
 )
-"""What the service asks a drafter itself. No client has a say in it."""
+"""The sequence of a probe. No client chooses any of it."""
 
 PROBE_GAMMA = 4
 
@@ -47,7 +47,7 @@ _log = structlog.get_logger()
 
 
 class Rest:
-    """How long something that has failed is left alone. Times are those of the event loop."""
+    """Exponential backoff after failures, by the event loop's clock."""
 
     def __init__(self) -> None:
         self._until = 0.0
@@ -58,7 +58,7 @@ class Rest:
         return asyncio.get_running_loop().time() >= self._until
 
     def begin(self) -> None:
-        """It has failed."""
+        """Starts a pause after a failure, and doubles the next one."""
         self._until = asyncio.get_running_loop().time() + self._next
         self._next, self._sound = min(2 * self._next, LONGEST_REST_S), 0
 
@@ -70,13 +70,13 @@ class Rest:
 
 @dataclass(slots=True)
 class Cost:
-    """What a drafter has cost so far, over all its sequences.
+    """Totals of a drafter over all its sequences.
 
     Attributes:
-        proposals: those that came.
+        proposals: valid proposals.
         tokens: drafted tokens in them.
-        seconds: from asking to having them, summed; waiting for other sequences included.
-        failures: proposals that did not come: the drafter failed, was late, or answered nonsense.
+        seconds: from request to proposal, summed, with waits for other sequences.
+        failures: failed, late or invalid proposals.
     """
 
     proposals: int = 0
@@ -86,25 +86,24 @@ class Cost:
 
     @DRAFT_COST.quiet
     def add(self, draft: Draft) -> None:
-        """A proposal came."""
         self.proposals += 1
         self.tokens += len(draft.token_ids)
         self.seconds += draft.seconds
 
 
 class GuardedDrafter(Drafter):
-    """A drafter whose sequences raise nothing but `DraftError`, and that only from their proposals.
+    """A drafter whose sequences raise only `DraftError`, and only from their proposals.
 
     Attributes:
-        cost: what drafting has cost so far, over all sequences.
-        is_up: False while it fails for everybody; then no sequence is ready.
-        timeout: what a proposal may take, in seconds.
+        cost: totals over all sequences.
+        is_up: False after a failed probe; then no sequence is ready.
+        timeout: seconds that a proposal may take.
     """
 
     def __init__(
         self, drafter: Drafter, *, timeout: float, vocab_size: int, max_support: int, name: str = "drafter"
     ) -> None:
-        """`vocab_size` and `max_support` are what the target takes; `name` is for the log."""
+        """`vocab_size` and `max_support` are the target's; `name` is for the log."""
         self.cost = Cost()
         self.is_up = True
         self.timeout = timeout
@@ -119,48 +118,48 @@ class GuardedDrafter(Drafter):
     def open(self, sequence: DraftSequence) -> Drafting:
         return GuardedDrafting(self, sequence)
 
-    def may_be_asked(self) -> bool:
-        """Whether it is up. Where it is not, a probe begins, if one is due."""
+    def is_available(self) -> bool:
+        """Whether the drafter is up. If not, starts a probe when one is due."""
         if not self.is_up:
             self._begin_probe()
         return self.is_up
 
     def proposed(self, draft: Draft) -> None:
-        """A sequence has a proposal."""
+        """Records a valid proposal of a sequence."""
         self._failures = 0
         self._turn(is_up=True)
         self.cost.add(draft)
 
     def failed(self) -> None:
-        """A sequence's proposal did not come."""
+        """Records a failed proposal of a sequence."""
         self._failures += 1
         self.cost.failures += 1
         if self._failures >= FAILURES_IN_A_ROW:
             self._begin_probe()
 
     async def checked(
-        self, proposal: "asyncio.Future[Draft]", gamma: int, sequence: DraftSequence, asked: float
+        self, proposal: "asyncio.Future[Draft]", gamma: int, sequence: DraftSequence, requested: float
     ) -> Draft:
-        """The proposal that was asked for at `asked`, by the loop's time.
+        """Waits for a proposal, and validates it. `requested` is the time of the request, by the loop's clock.
 
         Raises:
-            TimeoutError: it did not come in time; it may still come.
-            DraftError: it makes no sense.
-            Exception: whatever the drafter raised.
+            TimeoutError: it is late; it may still come.
+            DraftError: it is invalid.
+            Exception: from the drafter.
         """
         if not proposal.done():
-            left = asked + self.timeout - asyncio.get_running_loop().time()
+            left = requested + self.timeout - asyncio.get_running_loop().time()
             await asyncio.wait((proposal,), timeout=max(0.0, left))
         if not proposal.done():
-            raise TimeoutError(f"no proposal came within {self.timeout:g} s")
-        if proposal.cancelled():  # by the drafter: its `CancelledError` is not the request's
-            raise DraftError("the drafter gave the proposal up")
+            raise TimeoutError(f"no proposal within {self.timeout:g} s (--draft-timeout)")
+        if proposal.cancelled():  # by the drafter; a `CancelledError` here would cancel the request
+            raise DraftError("the drafter cancelled the proposal")
         draft = proposal.result()
         try:
             _check(draft, gamma, sequence, self._vocab_size, self._max_support)
         except Exception as error:
-            text = str(error) if isinstance(error, _Nonsense) else f"{type(error).__name__}: {error}"
-            raise DraftError(f"the drafter answered nonsense: {text}") from None
+            text = str(error) if isinstance(error, _Invalid) else f"{type(error).__name__}: {error}"
+            raise DraftError(f"the drafter returned an invalid proposal: {text}") from None
         return draft
 
     def _begin_probe(self) -> None:
@@ -170,15 +169,15 @@ class GuardedDrafter(Drafter):
     async def _probe(self) -> None:
         drafting: Drafting | None = None
         try:
-            asked = asyncio.get_running_loop().time()
+            requested = asyncio.get_running_loop().time()
             drafting = self.drafter.open(PROBE)
-            await self.checked(begun(drafting.propose(PROBE_GAMMA)), PROBE_GAMMA, PROBE, asked)
+            await self.checked(begun(drafting.propose(PROBE_GAMMA)), PROBE_GAMMA, PROBE, requested)
         except Exception as error:
             self._rest.begin()
             self._turn(is_up=False, reason=f"{type(error).__name__}: {error}")
         else:
             self._rest = Rest()
-            self._rest.begin()  # suspicions that clients raise cost a probe a second
+            self._rest.begin()  # at most one probe a second, whatever clients do
             self._failures = 0
             self._turn(is_up=True)
         finally:
@@ -192,33 +191,33 @@ class GuardedDrafter(Drafter):
             return
         self.is_up = is_up
         if is_up:
-            _log.info("the drafter works again", drafter=self._name)
+            _log.info("drafter up", drafter=self._name)
         else:
-            _log.error("the drafter is off: its probe failed too", drafter=self._name, reason=reason)
+            _log.error("drafter down", drafter=self._name, reason=reason, effect="the target writes without a draft")
 
 
 class GuardedDrafting(Drafting):
-    """One sequence, of one of the drafter's sequences after the other."""
+    """One sequence. After a failure it opens the drafter's sequence again."""
 
     def __init__(self, guard: GuardedDrafter, sequence: DraftSequence) -> None:
         self._guard = guard
         self._sequence = sequence
         self._written: list[int] = []
         self._inner: Drafting | None = None
-        self._error: Exception | None = None  # the next proposal raises it
+        self._error: Exception | None = None  # for the next proposal to raise
         self._late: asyncio.Future[Draft] | None = None  # a proposal that may still come
         self._rest = Rest()
-        self._has_failed = False  # and has not proposed since
+        self._has_failed = False  # since the last proposal
         self._attempt(self._open, None)
 
     def is_ready(self) -> bool:
-        """A drafter that is still at a late proposal is not asked for another."""
+        """False, too, while a late proposal is still in progress."""
         if self._late is not None and not self._late.done():
             return False
-        return self._rest.is_over() and self._guard.may_be_asked()
+        return self._rest.is_over() and self._guard.is_available()
 
-    def room(self) -> int:
-        return self._attempt(lambda: self._open().room(), 1)  # where it fails, `propose` says so
+    def capacity(self) -> int:
+        return self._attempt(lambda: self._open().capacity(), 1)  # if it fails, `propose` raises
 
     def advance(self, tokens: Sequence[int]) -> None:
         self._written.extend(tokens)
@@ -226,12 +225,12 @@ class GuardedDrafting(Drafting):
             self._attempt(lambda: inner.advance(tokens), None)
 
     def propose(self, gamma: int) -> Awaitable[Draft]:
-        asked, proposal = asyncio.get_running_loop().time(), None
+        requested, proposal = asyncio.get_running_loop().time(), None
         is_ready = self.is_ready()
         if is_ready and self._error is None:
             self._late = None
             proposal = self._attempt(lambda: begun(self._open().propose(gamma)), None)
-        return _Answer(lambda: self._answer(proposal, gamma, asked, is_ready=is_ready))
+        return _Answer(lambda: self._answer(proposal, gamma, requested, is_ready=is_ready))
 
     def close(self) -> None:
         late, self._late = self._late, None
@@ -243,19 +242,19 @@ class GuardedDrafting(Drafting):
                 inner.close()
 
     async def _answer(
-        self, proposal: "asyncio.Future[Draft] | None", gamma: int, asked: float, *, is_ready: bool
+        self, proposal: "asyncio.Future[Draft] | None", gamma: int, requested: float, *, is_ready: bool
     ) -> Draft:
         if not is_ready:
-            raise DraftError("the drafter rests after a failure")
+            raise DraftError("the drafter is in backoff after a failure")
         try:
             if proposal is None:
                 assert self._error is not None
                 raise self._error
-            draft = await self._guard.checked(proposal, gamma, self._sequence, asked)
+            draft = await self._guard.checked(proposal, gamma, self._sequence, requested)
         except Exception as error:
             self._error = None
             if isinstance(error, TimeoutError) and proposal is not None and not proposal.done():
-                self._late = proposal  # all that it has read stays
+                self._late = proposal  # its KV cache stays useful
             else:
                 self.close()
             self._rest.begin()
@@ -276,7 +275,7 @@ class GuardedDrafting(Drafting):
         return self._inner
 
     def _attempt(self, action: Callable[[], Result], default: Result) -> Result:
-        """What `action` returns; `default` where it raises, upon which the next proposal does."""
+        """The result of `action`. If it raises, returns `default`, and the next proposal raises the error."""
         try:
             return action()
         except Exception as error:
@@ -285,7 +284,7 @@ class GuardedDrafting(Drafting):
 
 
 class _Answer(Awaitable[Draft]):
-    """A proposal under way, which may be dropped without having been awaited."""
+    """A proposal in progress. It need not be awaited."""
 
     def __init__(self, answer: Callable[[], Coroutine[Any, Any, Draft]]) -> None:
         self._answer = answer
@@ -295,46 +294,46 @@ class _Answer(Awaitable[Draft]):
 
 
 def begun(proposal: Awaitable[Draft]) -> "asyncio.Future[Draft]":
-    """The proposal as a future, of whose error nobody need hear."""
+    """The proposal as a future whose error need not be retrieved."""
     future = asyncio.ensure_future(proposal)
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
     return future
 
 
-class _Nonsense(Exception):
+class _Invalid(Exception):
     pass
 
 
 def _check(draft: Draft, gamma: int, sequence: DraftSequence, vocab_size: int, max_support: int) -> None:
-    """Checks a proposal as the verifier will: one that makes no sense would end the sequence there."""
-    tokens, laws = draft.token_ids, draft.laws
-    _require(len(tokens) <= gamma, f"{len(tokens)} tokens came; {gamma} were asked for")
+    """Checks a proposal as the verifier will: an invalid one would end the sequence there."""
+    tokens, distributions = draft.token_ids, draft.distributions
+    _require(len(tokens) <= gamma, f"{len(tokens)} tokens; at most {gamma} were requested")
     for token in tokens:
         _require(0 <= token < vocab_size, f"token {token!r} is outside 0..{vocab_size - 1}")
     if sequence.rule is Rule.COUPLED:
-        _require(not laws, f"{len(laws)} distributions came under the rule coupled, which takes none")
+        _require(not distributions, f"{len(distributions)} distributions; the rule coupled takes none")
         return
-    _require(len(laws) == len(tokens), f"{len(laws)} distributions came for {len(tokens)} tokens")
-    for token, law in zip(tokens, laws, strict=True):
+    _require(len(distributions) == len(tokens), f"{len(distributions)} distributions for {len(tokens)} tokens")
+    for token, q in zip(tokens, distributions, strict=True):
         if sequence.needs_logits:
-            _check_logits(token, law, vocab_size)
-        elif law is not None:
-            if not isinstance(law, SparseDistribution):
-                raise _Nonsense(f"logits came with token {token}, where its distribution is needed")
-            validate(law.ids, law.weights, vocab_size)
-            _require(len(law.ids) <= max_support, f"a distribution has {len(law.ids)} tokens; at most {max_support}")
-            _require(law.probability(token) > 0, f"token {token} is outside of the distribution that came with it")
+            _check_logits(token, q, vocab_size)
+        elif q is not None:
+            if not isinstance(q, SparseDistribution):
+                raise _Invalid(f"token {token} has logits; the rule {sequence.rule.value} takes a distribution")
+            validate(q.ids, q.weights, vocab_size)
+            _require(len(q.ids) <= max_support, f"a distribution has {len(q.ids)} tokens; at most {max_support}")
+            _require(q.probability(token) > 0, f"token {token} has probability 0 in its own distribution")
 
 
 def _check_logits(token: int, logits: object, vocab_size: int) -> None:
     if not isinstance(logits, DraftLogits):
-        raise _Nonsense(f"no logits came with token {token}, which the rule sigmoid needs")
+        raise _Invalid(f"token {token} has no logits; the rule sigmoid takes them")
     values = logits.values.cpu().numpy()
-    _require(values.shape == (vocab_size,), f"{values.shape} logits came; V is {vocab_size}")
-    _require(bool(np.isfinite(values).all()), "the logits are not finite")
-    _require(float(values[token]) != EXCLUDED, f"the logits exclude token {token}, which was drafted")
+    _require(values.shape == (vocab_size,), f"the logits have shape {values.shape}; it must be ({vocab_size},)")
+    _require(bool(np.isfinite(values).all()), "the logits are NaN or infinite")
+    _require(float(values[token]) != EXCLUDED, f"the logits exclude the drafted token {token}")
 
 
 def _require(holds: bool, otherwise: str) -> None:
     if not holds:
-        raise _Nonsense(otherwise)
+        raise _Invalid(otherwise)

@@ -1,6 +1,6 @@
-"""The drafter that copies what followed the longest earlier occurrence of the end of the text [L 3.6].
+"""The drafter that finds the longest earlier occurrence of the end of the text, and copies the tokens after it [L 3.6].
 
-It draws nothing, so each token's distribution is the point mass.
+It draws nothing: q̂ is the point mass.
 """
 
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ from draft_service.drafters.base import DraftSequence, Guesser, Guesses, Guessin
 from kernels.rng import Domain
 
 CANDIDATES = 64
-"""Earlier places that are compared, the latest ones, so that a proposal's cost is bounded."""
+"""Earlier occurrences that are compared, latest first: this bounds the cost of a proposal."""
 
 LONGEST = 64
-"""Tokens of a match beyond which none counts as longer."""
+"""The longest match, in tokens, that is looked for."""
 
-# Each holds its share of the index, so that no insertion has to move the index of a long text as a whole.
+# Dictionaries that share the index: growing one copies only its share.
 _SHARDS = 64
 
 
@@ -22,7 +22,7 @@ class LookupDrafter(GuessingDrafter):
     """Drafts by copying."""
 
     def __init__(self, *, min_match: int) -> None:
-        """`min_match` is how many tokens at least must have occurred before.
+        """`min_match` is the shortest match, in tokens.
 
         Raises:
             ValueError: `min_match` is below 1.
@@ -36,21 +36,21 @@ class LookupDrafter(GuessingDrafter):
 
 
 class Copier(Guesser):
-    """One text, and where each run of `min_match` tokens ended in it before.
+    """One text, with an index of where each run of `min_match` tokens ended.
 
-    Runs are known by their hash: two that share one are told apart where they are compared.
+    The index is by hash. Runs with the same hash are distinguished when tokens are compared.
     """
 
     def __init__(self, min_match: int) -> None:
         self._min_match = min_match
         self._tokens: list[int] = []
-        self._last: list[dict[int, int]] = [{} for _ in range(_SHARDS)]  # where a run ended last, by its hash
-        self._before: list[int] = []  # for each end of a run, where a run of that hash ended before; 0 is nowhere
+        self._last: list[dict[int, int]] = [{} for _ in range(_SHARDS)]  # by hash of a run: where it ended last
+        self._before: list[int] = []  # for each end of a run: where that hash ended before; 0: nowhere
 
     def read(self, tokens: Sequence[int]) -> None:
         text, size, before = self._tokens, self._min_match, self._before
         text.extend(tokens)
-        # The end of the text itself is entered once something follows it.
+        # A run is entered once a token follows it.
         for end in range(len(before) + size, len(text)):
             run = hash(tuple(text[end - size : end]))
             shard = self._last[run % _SHARDS]
@@ -58,7 +58,7 @@ class Copier(Guesser):
             shard[run] = end
 
     def guess(self, count: int, ahead: Sequence[int] = ()) -> Guesses:
-        """What is only ahead is matched, and not found as a source."""
+        """`ahead` is part of the match, but not of the text that is searched."""
         text = self._tokens
         text.extend(ahead)
         try:
@@ -72,12 +72,12 @@ class Copier(Guesser):
         if not source:
             return []
         copied = text[source : source + count]
-        while len(copied) < count:  # past the end of the text it goes on with what was copied: the text repeats itself
+        while len(copied) < count:  # past the end of the text the copy repeats itself
             copied.append(copied[len(copied) - (end - source)])
         return copied
 
     def _source(self) -> int:
-        """Where the longest match ended, of equals the latest: what was written last is likelier to be repeated."""
+        """Where the longest match ended; of equal ones the latest, which is likelier to be repeated."""
         text, size = self._tokens, self._min_match
         run = hash(tuple(text[-size:]))
         end = self._last[run % _SHARDS].get(run, 0)

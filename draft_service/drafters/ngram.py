@@ -1,7 +1,7 @@
-"""The drafter that counts: it samples from the distribution of the next token by n-grams with back-off [L 3.6, 4.2].
+"""The drafter that samples from n-gram counts with back-off [L 3.6, 4.2].
 
-Counts come from a corpus, from what the service writes, and always from the sequence's own prompt and output. A token
-takes 0.4 ms at V = 2,048, and 1 to 2 ms at 151,936, so all of it happens on one thread beside the event loop.
+Counts come from the sequence's own prompt and output, from a corpus (`--ngram-corpus`), and from served texts
+(`--ngram-learn`). A token takes 0.4 ms at V = 2,048, and 1 to 2 ms at 151,936, so drafting runs on a thread of its own.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ MAX_ORDER = 8
 
 
 class NGramDrafter(GuessingDrafter):
-    """Drafts by counts."""
+    """Drafts from counts."""
 
     def __init__(
         self,
@@ -38,11 +38,11 @@ class NGramDrafter(GuessingDrafter):
     ) -> None:
         """Counts `corpus`, about a second for 200,000 tokens at order 4.
 
-        `vocab_size` is the target's, `order` is n; corpus and learned texts may each come to `entries` pairs of a
-        context and a token. `learns`: count what the service writes, and draft by it.
+        `vocab_size` is the target's, and `order` is n. Corpus and served texts may each hold `entries` pairs of a
+        context and a token. `learns`: count served texts, and draft from those counts.
         """
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ngram")
-        self.lock = Lock()  # what is learned is counted by this thread, and in staged drafting by the engine's
+        self.lock = Lock()  # this thread counts served texts; in staged drafting, the engine's does
         self.vocab_size, self.sparse = vocab_size, sparse
         self._size = order, vocab_size, entries
         self._corpus = NGramCounts(*self._size)
@@ -55,8 +55,8 @@ class NGramDrafter(GuessingDrafter):
 
     def guesser(self, sequence: DraftSequence, domain: Domain = Domain.DRAFT) -> Guesser:
         own, learned = NGramCounts(*self._size), self._learned
-        # Where draws decide, the distribution must not depend on them. Counts learned from other texts may: from one
-        # that had the same seed. So they serve where draws decide nothing about the text, and where the seed is new.
+        # Where draws decide the text, q must not depend on them. Counts of other texts may: one may have the same seed.
+        # So they are used only where no draw decides the text, or where the seed is fresh.
         by_draws = not (sequence.law.is_greedy or sequence.rule is Rule.COUPLED)
         if learned is None or (by_draws and not sequence.seed_is_fresh):
             return _Counter(self, sequence, domain, [self._corpus, own], [own, learned] if learned else [own])
@@ -65,7 +65,7 @@ class NGramDrafter(GuessingDrafter):
 
 @dataclass
 class _Counter(Guesser):
-    """Drafts by `tables`, and counts what it reads in `taught`."""
+    """Drafts from `tables`, and counts the tokens that it reads in `taught`."""
 
     drafter: NGramDrafter
     sequence: DraftSequence
@@ -90,19 +90,19 @@ class _Counter(Guesser):
 
     @torch.inference_mode()
     def guess(self, count: int, ahead: Sequence[int] = ()) -> Guesses:
-        """`ahead` shifts the base of what is drawn, and is counted by the penalties alone."""
+        """`ahead` shifts the base of the draws. Penalties count it; `tables` do not."""
         context, guesses, written = [*self.tokens[-MAX_ORDER:], *ahead], Guesses(), self.adjuster.n_generated
         for token in ahead:
             self.adjuster.push(token)
-        for place in range(count):
+        for index in range(count):
             with self.drafter.lock:
                 p = back_off(self.tables, context)
-            if p is None:  # nothing was counted yet
+            if p is None:  # no counts yet
                 break
             z = torch.from_numpy(np.log(p)).to(torch.float32).unsqueeze(0)  # [1, V]
-            how = self.sequence.draw(len(self.tokens), place, self.domain, len(ahead))
+            how = self.sequence.draw(len(self.tokens), index, self.domain, len(ahead))
             (found,) = sample(apply(z, [self.adjuster.row()]), [how], self.drafter.sparse)
-            if found.token < 0:  # all that may be written is banned, or it is too unsure
+            if found.token < 0:  # every token is banned, or the entropy is above the bound
                 break
             guesses.append((found.token, found.q))
             context.append(found.token)
@@ -112,21 +112,21 @@ class _Counter(Guesser):
 
 
 class NGramCounts:
-    """How often each token followed each context of up to `order` - 1 tokens, in bounded memory.
+    """Counts of each token after each context of up to `order` - 1 tokens, in bounded memory.
 
-    Where more than `bound` pairs of a context and a token are known, the contexts seen least go, older ones first,
-    until three quarters are left. Single tokens (the empty context) are never forgotten: there are V at most.
+    Above `bound` pairs of a context and a token, the least frequent contexts are dropped, oldest first, until three
+    quarters of the pairs are left. Counts of single tokens (the empty context) stay: there are at most V.
     """
 
     def __init__(self, order: int, vocab_size: int, bound: int) -> None:
         self.order = order
-        self.singles = np.zeros(vocab_size)  # how often each token was seen
-        self.followers: dict[tuple[int, ...], dict[int, int]] = {}  # by context, what followed it and how often
-        self.entries = 0  # pairs of a context and a token that are known now
+        self.singles = np.zeros(vocab_size)  # counts of single tokens
+        self.followers: dict[tuple[int, ...], dict[int, int]] = {}  # by context: counts of the next token
+        self.entries = 0  # pairs of a context and a token
         self._bound = bound
 
     def add(self, tokens: Sequence[int], begin: int = 0) -> None:
-        """Counts `tokens[begin:]`, each after those before it. Ids outside the vocabulary are passed over."""
+        """Counts `tokens[begin:]`, each after those before it. Skips ids outside the vocabulary."""
         for at in range(begin, len(tokens)):
             token = tokens[at]
             if not 0 <= token < len(self.singles):
@@ -149,9 +149,9 @@ class NGramCounts:
 def back_off(tables: Sequence[NGramCounts], tokens: Sequence[int]) -> np.ndarray | None:
     """Return the distribution of the token after `tokens` by the counts of all `tables` together, float64 `[V]`.
 
-    A context that was seen c times with t different followers gives c / (c + t) to their frequencies and leaves the
-    rest to the context one token shorter (Witten and Bell, 1991); single tokens leave theirs to the uniform
-    distribution. So every token has a chance. None where no token was counted at all.
+    A context with c occurrences and t different next tokens gives weight c / (c + t) to their frequencies, and the rest
+    to the context one token shorter (Witten and Bell, 1991). Below single tokens comes the uniform distribution, so
+    every token has a probability above 0. None without counts.
     """
     singles = np.add.reduce([table.singles for table in tables])
     seen = singles.sum()
@@ -162,7 +162,7 @@ def back_off(tables: Sequence[NGramCounts], tokens: Sequence[int]) -> np.ndarray
     for length in range(1, min(tables[0].order, len(tokens) + 1)):
         context = tuple(tokens[-length:])
         pairs = [pair for table in tables for pair in table.followers.get(context, {}).items()]
-        if pairs:  # a token of two tables stands twice
+        if pairs:  # a token of two tables appears twice
             ids, counts = np.array(pairs, dtype=np.int64).T
             kinds = len(np.unique(ids))
             p *= kinds / (counts.sum() + kinds)

@@ -1,4 +1,4 @@
-"""The drafter that never drafts: the target writes alone."""
+"""The drafter that never drafts: the target writes every token."""
 
 import asyncio
 from collections.abc import Awaitable, Sequence
@@ -7,18 +7,18 @@ from draft_service.drafters.base import Draft, Drafter, Drafting, DraftSequence
 
 
 class NoDrafter(Drafter):
-    """Has no room from the start, upon which `Generate` asks for `Decode`; `Propose` gets proposals without tokens."""
+    """Has no capacity, so `Generate` sends `Decode`. `Propose` returns proposals without tokens."""
 
     def open(self, sequence: DraftSequence) -> Drafting:
         return _NoDrafting()
 
 
 class _NoDrafting(Drafting):
-    def room(self) -> int:
+    def capacity(self) -> int:
         return 0
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Nothing is drafted from it."""
+        """Does nothing."""
 
     def propose(self, gamma: int) -> Awaitable[Draft]:
         future: asyncio.Future[Draft] = asyncio.get_running_loop().create_future()
@@ -26,4 +26,4 @@ class _NoDrafting(Drafting):
         return future
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing."""

@@ -1,9 +1,9 @@
 """The outcome cache: while a verdict is under way, the next proposal is drafted for the likeliest verdicts.
 
-A branch is a sequence of its own: what was committed, the drafted tokens that one outcome accepts, the token that
-follows them, and what is drafted behind it. It draws by the base that it would have (invariant 2), so it is the very
-proposal that would be drafted after that verdict. Which branches are drafted, and how far, depends on tokens that were
-sent and on time alone (invariant 4). Where a call fails, `reset` leaves no branch, and nothing else is lost.
+A branch is a sequence of its own: the committed tokens, the drafted tokens that one outcome accepts, the token that
+follows them, and the tokens drafted after it. It draws with the base that the next round would have (invariant 2), so
+it equals the proposal that would be drafted after that verdict. The choice of branches and their lengths depends only
+on tokens that were sent and on time (invariant 4). Where a call fails, `reset` drops all branches and nothing else.
 """
 
 import math
@@ -16,82 +16,88 @@ from typing import NamedTuple
 
 import numpy as np
 
-from draft_service.drafters.base import Foresight
-from draft_service.drafters.sequence import Ask, DraftWork, Drawn, ModelSequence, Place
+from draft_service.drafters.base import CacheUse
+from draft_service.drafters.sequence import Candidates, DraftWork, Drawn, ModelSequence, Propose
 from kernels.sampling import UNSURE
 from outrider.runtime.kv_cache import KVPool
 
-MOST_BRANCHES = 12  # of a sequence at a time
-LEAST_CHANCE = 0.04  # branches less likely are not begun: they disturb more than they save
-CANDIDATES = 5  # tokens for each place of a proposal, among which branches are found
-RESERVE = 1 / 8  # of all blocks; so many stay free for sequences
-END = -1  # in place of the token that follows a proposal of which all is accepted, until it is known what may
-# A proposal leaves before anything is drafted ahead: the event loop, which sends it, shares the interpreter and perhaps
-# the processor (measured: 1.1 ms a round).
+MOST_BRANCHES = 12  # of one sequence at a time
+LEAST_CHANCE = 0.04  # a less likely outcome gets no branch: it would cost more than it saves
+CANDIDATES = 5  # tokens at each position of a proposal, from which branches are chosen
+RESERVE = 1 / 8  # of all blocks: free blocks that branches leave to sequences
+END = -1  # in place of the token after a fully accepted proposal, until the candidates for it are known
+# Seconds after a proposal before branches begin. The event loop, which sends the proposal, shares the interpreter lock
+# and perhaps the core (measured: 1.1 ms a round).
 LEAVING_SECONDS = 0.5e-3
 
-# Of scores, what is chosen among; the demo pair's is 0.45, under `coupled` and at temperature 0 alike.
+# Temperatures that `Predictor` chooses among. 0.45 fits the demo pair, under `coupled` and at temperature 0.
 TEMPERATURES = np.array([0.15, 0.3, 0.45, 0.7, 1.0, 1.5, 2.5])
-MEMORY, PRIOR = 0.99, 8.0  # what is left of a verdict after the next; as many count as the first guesses of τ and α
-UNSEEN, LEAST_SCORE = 0.02, -1e3  # the chance of a token that was no candidate; a score so far below the best has none
+MEMORY, PRIOR = 0.99, 8.0  # weight that a verdict keeps with each newer one; verdicts that the prior counts for
+UNSEEN, LEAST_SCORE = 0.02, -1e3  # chance of a token that is no candidate; scores this far below the best have none
 
-NEWEST = 0.2  # weight of the newest wait or step
-OUTLIER = 4.0  # what takes so many times the mean is a pause of the machine, or a slow client
-MOST_STEPS = 1024  # that are planned at once
+NEWEST = 0.2  # weight of the newest wait or step in a running mean
+OUTLIER = 4.0  # times the mean: longer waits and steps are a pause of the machine, or a slow client
+MOST_STEPS = 1024  # planned at once
 
-TRIAL_PAIRS, PAIRS_KEPT = 24, 128  # of rounds that a trial needs, and that it remembers
-FIRST_EVERY, EVERY = 4, 24  # one round of so many is done the other way, until there are as many pairs and then
-CERTAIN, HELD_UP = 2.0, 3.0  # standard errors that decide; a round that took so many times the other was held up
+TRIAL_PAIRS, PAIRS_KEPT = 24, 128  # pairs of rounds that a decision needs, and that are kept
+FIRST_EVERY, EVERY = 4, 24  # one round in so many is done the other way: before there are TRIAL_PAIRS, and after
+CERTAIN, HELD_UP = 2.0, 3.0  # standard errors that decide; ratio of two rounds at which a gain is cut off
 
 
-class Guess(NamedTuple):
-    """An outcome: `accepted` drafted tokens stand, and `token` follows them."""
+class Outcome(NamedTuple):
+    """A possible verdict: `accepted` drafted tokens, followed by `token`."""
 
     chance: float
     accepted: int
     token: int
 
 
-class Forecast:
-    """Learns from verdicts how near target and draft are.
+class Predictor:
+    """Learns from verdicts how close target and draft are, and predicts the next verdict.
 
-    Where both choose by scores (log q and shared noise, or logits at temperature 0) the target's lie near: its choice
-    is j with a chance of about softmax(scores / τ)_j, with the τ that has explained the verdicts best. So it is known
-    which places of *this* proposal are risky, and what would stand there instead. Where tokens are drawn, each place
-    has the mean acceptance rate, and what follows a rejection goes by q.
+    Where scores decide (log q and shared noise, or logits at temperature 0), the target's scores are close to the
+    draft's: the target takes token j with a probability of about softmax(scores / τ)_j. τ is the one of `TEMPERATURES`
+    that explains past verdicts best. So each position of this proposal has its own risk and its own alternatives. Where
+    tokens are drawn, every position has the mean acceptance rate, and the token after a rejection is predicted by q̂.
     """
 
     def __init__(self, *, by_scores: bool) -> None:
         self._by_scores = by_scores
-        self._evidence = np.where(TEMPERATURES == 0.45, PRIOR * 0.1, 0.0)  # log-likelihoods, forgotten slowly
+        self._evidence = np.where(TEMPERATURES == 0.45, PRIOR * 0.1, 0.0)  # log-likelihoods of `TEMPERATURES`
         self._accepted, self._judged = 0.7 * PRIOR, PRIOR
 
-    def guesses(self, places: Sequence[Place], drafted: Sequence[int]) -> list[Guess]:
-        """The outcomes that begin with a rejection, and one for all others (`END`); `places` are of `drafted`."""
-        found, chance = list[Guess](), 1.0
-        for accepted, (place, token) in enumerate(zip(places, drafted, strict=True)):
-            stands = self._softmax(place.scores)[0] if self._by_scores else self._accepted / self._judged
-            found += self.followers(place, accepted, chance * (1 - stands), without=token)
-            chance *= stands
-        return [*found, Guess(chance, len(drafted), END)]
+    def outcomes(self, candidates: Sequence[Candidates], drafted: Sequence[int]) -> list[Outcome]:
+        """The outcomes with a rejection, and one (`END`) for a fully accepted proposal.
 
-    def followers(self, place: Place, accepted: int, chance: float, *, without: int | None = None) -> list[Guess]:
-        """The outcomes where `accepted` tokens stand and one of this place follows; together they have that chance."""
-        kept = [i for i, token in enumerate(place.tokens) if token != without and place.scores[i] > -math.inf]
-        shares = self._softmax([place.scores[i] for i in kept])
-        return [Guess(chance * share, accepted, place.tokens[i]) for share, i in zip(shares, kept, strict=True)]
+        `candidates` are those at each position of `drafted`.
+        """
+        found, chance = list[Outcome](), 1.0
+        for accepted, (here, token) in enumerate(zip(candidates, drafted, strict=True)):
+            accept = self._softmax(here.scores)[0] if self._by_scores else self._accepted / self._judged
+            found += self.followers(here, accepted, chance * (1 - accept), without=token)
+            chance *= accept
+        return [*found, Outcome(chance, len(drafted), END)]
 
-    def learn(self, places: Sequence[Place], drafted: Sequence[int], accepted: int, token: int | None) -> None:
-        """Takes in a verdict: so many were accepted, and this came next; None where nothing did."""
+    def followers(
+        self, candidates: Candidates, accepted: int, chance: float, *, without: int | None = None
+    ) -> list[Outcome]:
+        """Outcomes that accept `accepted` tokens, one for each candidate after them. Their chances sum to `chance`."""
+        tokens, scores = candidates
+        kept = [i for i, token in enumerate(tokens) if token != without and scores[i] > -math.inf]
+        shares = self._softmax([scores[i] for i in kept])
+        return [Outcome(chance * share, accepted, tokens[i]) for share, i in zip(shares, kept, strict=True)]
+
+    def learn(self, candidates: Sequence[Candidates], drafted: Sequence[int], accepted: int, token: int | None) -> None:
+        """Learns from a verdict. `token` follows the accepted ones; None where the text ended."""
         if not (judged := min(accepted + 1, len(drafted))):
             return
         self._accepted = MEMORY * self._accepted + min(accepted, judged)
         self._judged = MEMORY * self._judged + judged
         self._evidence *= MEMORY
-        for place, chosen in zip(places, [*drafted[:accepted], token][:judged], strict=False):
-            if chosen is not None and chosen in place.tokens and math.isfinite(best := max(place.scores)):
-                scaled = np.maximum(np.array(place.scores) - best, LEAST_SCORE)[None, :] / TEMPERATURES[:, None]
-                logs = scaled[:, list(place.tokens).index(chosen)] - np.log(np.exp(scaled).sum(axis=1))
+        for (tokens, scores), chosen in zip(candidates, [*drafted[:accepted], token][:judged], strict=False):
+            if chosen is not None and chosen in tokens and math.isfinite(best := max(scores)):
+                scaled = np.maximum(np.array(scores) - best, LEAST_SCORE)[None, :] / TEMPERATURES[:, None]
+                logs = scaled[:, list(tokens).index(chosen)] - np.log(np.exp(scaled).sum(axis=1))
                 self._evidence += np.fmax(logs, math.log(UNSEEN))
 
     def _softmax(self, scores: Sequence[float]) -> list[float]:
@@ -104,28 +110,32 @@ class Forecast:
 
 
 class SpareTime:
-    """How many steps are done before somebody is likely to ask for a proposal, who would have to wait for them."""
+    """Estimates how many steps end before the next proposal is requested. A request would have to wait for a step."""
 
     def __init__(self) -> None:
-        self._wait = self._spread = 0.0  # from a proposal's leaving to the next asking, and its mean deviation
-        self._step: dict[int, float] = {}  # seconds, by the sequences that take it together
-        self.left: dict[Hashable, float] = {}  # who is expected to ask, and when their proposals left
+        self._wait = self._spread = 0.0  # from sending a proposal to the next request, and its mean deviation
+        self._step: dict[int, float] = {}  # seconds, by the number of sequences in the step
+        self.sent: dict[Hashable, float] = {}  # sequences that will request a proposal, and when their last one left
 
     def step_seconds(self, width: int) -> float:
-        """What a step of so many sequences takes; 0 before the first. Until a width is measured, as if one by one."""
+        """Seconds of a step of `width` sequences; 0 before the first step.
+
+        A width without measurements is taken to cost as much as one sequence after the other.
+        """
         if width in self._step:
             return self._step[width]
         return min((seconds * max(1.0, width / known) for known, seconds in self._step.items()), default=0.0)
 
-    def spent(self, width: int, steps: int, seconds: float) -> None:
-        """So many steps of so many sequences took so long."""
+    def add_steps(self, width: int, steps: int, seconds: float) -> None:
+        """Records `steps` steps of `width` sequences, `seconds` in all."""
         if width < 1 or steps < 1 or not 0 < (each := seconds / steps) < math.inf:
             return
         before = self._step.get(width, each)
         self._step[width] = before + NEWEST * (min(each, OUTLIER * before) - before)
 
-    def asked(self, who: Hashable, now: float) -> None:
-        wait = now - self.left.pop(who, now)
+    def requested(self, sequence: Hashable, now: float) -> None:
+        """Records a request for a proposal."""
+        wait = now - self.sent.pop(sequence, now)
         if wait > 0 and not self._wait:
             self._wait, self._spread = wait, wait / 2
         elif 0 < wait < OUTLIER * self._wait:
@@ -133,30 +143,32 @@ class SpareTime:
             self._wait += NEWEST * (wait - self._wait)
 
     def steps(self, now: float, width: int) -> int:
-        """How many steps of `width` are done in time; 0 while nothing is known."""
+        """How many steps of `width` sequences end in time; 0 without measurements."""
         step, wait = self.step_seconds(width), self._wait - self._spread / 2
-        rest = min((since + wait - now for since in self.left.values() if now - since < OUTLIER * wait), default=0.0)
+        rest = min((since + wait - now for since in self.sent.values() if now - since < OUTLIER * wait), default=0.0)
         return max(0, int(min(rest / step, MOST_STEPS))) if step > 0 else 0
 
 
 class Trial:
-    """Whether rounds are shorter with branches than without. Now and then one is done the other way, and compared with
-    the round before it. It looks at times alone, so its choice depends on no token.
+    """Decides whether rounds are shorter with branches than without.
+
+    Some rounds are done the other way, and compared with the round before. Only times are compared, so the decision
+    depends on no token.
     """
 
     def __init__(self) -> None:
         self.best = True
-        self._last: float | None = None  # seconds of the last round that was done so
-        self._gains = deque[float](maxlen=PAIRS_KEPT)  # of the other way, as logarithms
+        self._last: float | None = None  # seconds of the last round done as `best` says
+        self._gains = deque[float](maxlen=PAIRS_KEPT)  # of the other way: log ratios of times
         self._coin = random.Random(0)
 
     def choose(self) -> bool:
-        """Whether a round that begins now has branches."""
+        """Whether the round that begins now gets branches."""
         every = FIRST_EVERY if len(self._gains) < TRIAL_PAIRS else EVERY
         return self.best if self._coin.random() >= 1 / every else not self.best
 
     def add(self, seconds: float, *, on: bool) -> None:
-        """A round took so long, with them or without."""
+        """Records the time of a round; `on` is whether it had branches."""
         if not 0 < seconds < math.inf:
             return
         if on is self.best:
@@ -173,209 +185,211 @@ class Trial:
 
 @dataclass(slots=True)
 class Counts:
-    """What the cache has done so far, over all sequences."""
+    """Totals over all sequences."""
 
-    hits: int = 0  # verdicts whose outcome was in it
-    misses: int = 0  # those whose was not, though others were
-    drafted: int = 0  # tokens drafted ahead
-    used: int = 0  # those that became part of a proposal
-    saved_seconds: float = 0.0  # what drafting those would have taken, had it begun with the verdict
+    hits: int = 0  # verdicts that matched a branch
+    misses: int = 0  # verdicts that matched none, where there were branches
+    drafted: int = 0  # tokens drafted in branches
+    used: int = 0  # of them, tokens that became part of a proposal
+    saved_seconds: float = 0.0  # time that drafting the used tokens after the verdict would have taken
 
-    def add(self, foresight: Foresight) -> None:
-        self.hits += foresight.hit
-        self.misses += not foresight.hit
-        self.drafted += foresight.drafted
-        self.used += foresight.used
-        self.saved_seconds += foresight.saved_seconds
+    def add(self, use: CacheUse) -> None:
+        self.hits += use.hit
+        self.misses += not use.hit
+        self.drafted += use.drafted
+        self.used += use.used
+        self.saved_seconds += use.saved_seconds
 
 
 @dataclass(slots=True)
-class Lookahead:
-    """What is drafted ahead for one sequence, the trunk."""
+class Entry:
+    """The branches of one sequence that waits for a verdict."""
 
-    trunk: ModelSequence
+    sequence: ModelSequence
     drafted: list[int]  # its last proposal
-    forecast: Forecast
-    places: list[Place]  # what may stand at each place of it
-    guesses: list[Guess]  # outcomes whose branches have not begun, the likeliest last
-    end: ModelSequence | None = None  # the trunk run to its end, to see what may follow where all of it is accepted
+    predictor: Predictor
+    candidates: list[Candidates]  # at each position of the proposal
+    outcomes: list[Outcome]  # without a branch yet, the likeliest last
+    end: ModelSequence | None = None  # the sequence run to the end of its proposal: it shows which tokens may follow
     end_chance: float = 0.0
-    # Those begun, the end among them, by how much they accept and what follows; and those that are being drafted.
+    # Branches, `end` among them, by accepted tokens and next token; and those that are still drafted.
     branches: dict[tuple[int, int], ModelSequence] = field(default_factory=dict)
     open: list[ModelSequence] = field(default_factory=list)
-    goes_on_in_place: bool = False  # a branch has the trunk's own slot
-    tokens: int = 0  # drafted, of all branches
+    uses_own_slot: bool = False  # a branch continues in the sequence's own slot
+    tokens: int = 0  # drafted, in all branches
 
     @property
     def next_chance(self) -> float:
-        """Of what would be begun next; 0 where nothing would."""
-        return self.guesses[-1].chance if self.guesses and len(self.branches) <= MOST_BRANCHES else 0.0
+        """Chance of the outcome that gets the next branch; 0 where there is none."""
+        return self.outcomes[-1].chance if self.outcomes and len(self.branches) <= MOST_BRANCHES else 0.0
 
     def wanted(self, branch: ModelSequence) -> int:
-        """How many tokens to draft of a branch in all."""
+        """Tokens to draft in a branch, in all."""
         return 1 if branch is self.end else len(self.drafted)
 
-    def add(self, guesses: Sequence[Guess]) -> None:
-        self.guesses = sorted((*self.guesses, *(guess for guess in guesses if guess.chance >= LEAST_CHANCE)))
+    def add(self, outcomes: Sequence[Outcome]) -> None:
+        self.outcomes = sorted((*self.outcomes, *(each for each in outcomes if each.chance >= LEAST_CHANCE)))
 
 
 class OutcomeCache:
-    """Branches of all sequences that wait for a verdict. Belongs to the engine's thread."""
+    """The branches of all sequences that wait for a verdict. Belongs to the engine's thread."""
 
     def __init__(self, pool: KVPool, *, width: int) -> None:
-        """`width` branches take a step together."""
+        """`width` is the most branches in one step."""
         self.counts, self.spare, self.width = Counts(), SpareTime(), width
-        self.lookaheads: dict[ModelSequence, Lookahead] = {}
-        self.leaving: dict[ModelSequence, float] = {}  # those whose proposals leave, and since when
+        self.entries: dict[ModelSequence, Entry] = {}
+        self.leaving: dict[ModelSequence, float] = {}  # sequences without an entry yet, and when their proposals left
         self._pool = pool
         self._slots: set[int] = set()  # of branches
-        self._forecasts: dict[Hashable, Forecast] = {}
+        self._predictors: dict[Hashable, Predictor] = {}
         self._trials = defaultdict[Hashable, Trial](Trial)
 
-    def left(self, trunk: ModelSequence, now: float) -> None:
-        """A proposal leaves: the time since the last one is what branches cost and save."""
-        if trunk.told.looks_ahead and trunk.was_ahead is not None:
-            self._trials[_kind(trunk)].add(now - trunk.left, on=trunk.was_ahead)
-        trunk.left = self.leaving[trunk] = self.spare.left[trunk] = now
+    def sent(self, sequence: ModelSequence, now: float) -> None:
+        """A proposal leaves. The time since the last one shows what branches cost and save."""
+        if sequence.opening.uses_outcome_cache and sequence.had_branches is not None:
+            self._trials[_kind(sequence)].add(now - sequence.sent, on=sequence.had_branches)
+        sequence.sent = self.leaving[sequence] = self.spare.sent[sequence] = now
 
-    def asked(self, ask: Ask, drafted: int, kept: int) -> ModelSequence | None:
-        """A verdict has come, and `kept` of the `drafted` tokens stand; returns the branch that it asks for, if any.
+    def take(self, message: Propose, drafted: int, kept: int) -> ModelSequence | None:
+        """Drops the sequence's entry, and returns the branch that the verdict matches, if any.
 
-        Its slot is the trunk's from now on. The other branches are gone.
+        `kept` of the `drafted` tokens were accepted. The sequence gets the slot of the returned branch.
         """
-        trunk, committed, branch = ask.sequence, ask.committed, None
-        self.leaving.pop(trunk, None)
-        self.spare.asked(trunk, ask.posted)
-        look = self.lookaheads.pop(trunk, None)
-        is_next = drafted > 0 and len(committed) <= kept + 1  # otherwise the target has written alone since
-        trunk.was_ahead = look is not None if is_next else None
-        if look is None:
+        sequence, committed, branch = message.sequence, message.committed, None
+        self.leaving.pop(sequence, None)
+        self.spare.requested(sequence, message.posted)
+        entry = self.entries.pop(sequence, None)
+        is_next = drafted > 0 and len(committed) <= kept + 1  # otherwise a `Decode` came between
+        sequence.had_branches = entry is not None if is_next else None
+        if entry is None:
             return None
         if is_next:
             token = committed[kept] if len(committed) > kept else None
-            look.forecast.learn(look.places, look.drafted, kept, token)
-            if token is not None and (found := look.branches.get((kept, token))) is not None and found.drafted:
-                branch = look.branches.pop((kept, token))
-        self._free(look)
-        if branch is not None and branch.slot in self._slots:  # otherwise it went on in place
-            assert trunk.slot is not None
+            entry.predictor.learn(entry.candidates, entry.drafted, kept, token)
+            if token is not None and (found := entry.branches.get((kept, token))) is not None and found.drafted:
+                branch = entry.branches.pop((kept, token))
+        self._free(entry)
+        if branch is not None and branch.slot in self._slots:  # otherwise it is the sequence's own
+            assert sequence.slot is not None
             self._slots.remove(branch.slot)
-            self._pool.free(trunk.slot)
-            trunk.slot = branch.slot
-        if look.tokens:
+            self._pool.free(sequence.slot)
+            sequence.slot = branch.slot
+        if entry.tokens:
             used = 0 if branch is None else branch.drafted
             saved = used * self.spare.step_seconds(1)
-            trunk.foresight = Foresight(look.tokens, used, branch is not None, saved)
-            self.counts.add(trunk.foresight)
+            sequence.cache_use = CacheUse(entry.tokens, used, branch is not None, saved)
+            self.counts.add(sequence.cache_use)
         return branch
 
-    def drop(self, trunk: ModelSequence) -> None:
-        """It will ask no more, or its branches cannot be had."""
-        self.leaving.pop(trunk, None)
-        self.spare.left.pop(trunk, None)
-        if (look := self.lookaheads.pop(trunk, None)) is not None:
-            self._free(look)
+    def drop(self, sequence: ModelSequence) -> None:
+        """Drops a sequence's branches: it has ended, or they failed."""
+        self.leaving.pop(sequence, None)
+        self.spare.sent.pop(sequence, None)
+        if (entry := self.entries.pop(sequence, None)) is not None:
+            self._free(entry)
 
     def reset(self) -> None:
-        """Drops all branches, whatever state an error has left them in."""
-        self.lookaheads.clear()
+        """Drops all branches, whatever state an error left them in."""
+        self.entries.clear()
         self.leaving.clear()
         while self._slots:
             self._pool.free(self._slots.pop())
 
     def work(self, now: float) -> list[DraftWork]:
-        """What to draft ahead in the next step, and how far: as much as is done before the first is likely to ask."""
-        for trunk, since in list(self.leaving.items()):
+        """The branches of the next step. They draft as many tokens as end before the next request is expected."""
+        for sequence, since in list(self.leaving.items()):
             if now - since < LEAVING_SECONDS:
                 return []
-            del self.leaving[trunk]
-            self._look(trunk)
+            del self.leaving[sequence]
+            self._enter(sequence)
         if not self.spare.steps(now, 1):
             return []
-        chosen = [(look, branch) for look in self.lookaheads.values() for branch in look.open]
-        while len(chosen) < self.width and self.lookaheads:
-            look = max(self.lookaheads.values(), key=lambda each: each.next_chance)
-            if look.next_chance < LEAST_CHANCE:
+        chosen = [(entry, branch) for entry in self.entries.values() for branch in entry.open]
+        while len(chosen) < self.width and self.entries:
+            entry = max(self.entries.values(), key=lambda each: each.next_chance)
+            if entry.next_chance < LEAST_CHANCE:
                 break
-            if (begun := self._begin(look, look.guesses.pop())) is not None:
-                chosen.append((look, begun))
+            if (begun := self._begin(entry, entry.outcomes.pop())) is not None:
+                chosen.append((entry, begun))
         del chosen[self.width :]
         steps = max(1, self.spare.steps(now, len(chosen)))
-        for look, branch in chosen:
-            branch.gamma = min(look.wanted(branch), branch.drafted + steps)
+        for entry, branch in chosen:
+            branch.gamma = min(entry.wanted(branch), branch.drafted + steps)
         return [DraftWork(branch, branch.chunk(self._pool), draws=True) for _, branch in chosen]
 
-    def took(self, work: Sequence[DraftWork], output: Sequence[Drawn], seconds: float) -> None:
-        """A step of the engine is done: what it drafted of branches, and how long it took."""
+    def add_step(self, work: Sequence[DraftWork], output: Sequence[Drawn], seconds: float) -> None:
+        """Takes the tokens that a step of the engine drafted in branches, and the step's time."""
         for item, drawn in zip(work, output, strict=True):
-            trunk = item.sequence.trunk  # its branches may have been dropped in this same step
-            if trunk is not None and (look := self.lookaheads.get(trunk)) is not None:
-                self._take(look, item.sequence, drawn)
+            parent = item.sequence.parent  # its branches may have been dropped in this same step
+            if parent is not None and (entry := self.entries.get(parent)) is not None:
+                self._add(entry, item.sequence, drawn)
         if all(item.draws for item in work):
-            self.spare.spent(len(work), max(map(len, output), default=0), seconds)
+            self.spare.add_steps(len(work), max(map(len, output), default=0), seconds)
 
-    def _take(self, look: Lookahead, branch: ModelSequence, drawn: Drawn) -> None:
+    def _add(self, entry: Entry, branch: ModelSequence, drawn: Drawn) -> None:
         is_done = False
-        for token, law, scores in drawn:
-            if token == UNSURE:  # the proposal ends here, as whoever goes on with it will find
+        for token, distribution, scores in drawn:
+            if token == UNSURE:  # the proposal ends here, as it would without the cache
                 is_done = True
             elif token < 0:
-                return self.drop(look.trunk)
+                return self.drop(entry.sequence)
             else:
-                branch.add(token, law, scores)
-                look.tokens += 1
-        if is_done or branch.drafted >= look.wanted(branch):
-            look.open.remove(branch)
-            if branch is look.end:
-                look.add(look.forecast.followers(branch.candidates(CANDIDATES)[0], len(look.drafted), look.end_chance))
+                branch.add(token, distribution, scores)
+                entry.tokens += 1
+        if is_done or branch.drafted >= entry.wanted(branch):
+            entry.open.remove(branch)
+            if branch is entry.end:
+                candidates = branch.candidates(CANDIDATES)[0]
+                entry.add(entry.predictor.followers(candidates, len(entry.drafted), entry.end_chance))
 
-    def _look(self, trunk: ModelSequence) -> None:
-        """Thinks of what may follow a proposal that has left."""
-        has_scores = not trunk.chooses_by_scores or all(row is not None for row in trunk.scores)  # a device keeps none
-        if not trunk.told.looks_ahead or not has_scores or not self._trials[_kind(trunk)].choose():
+    def _enter(self, sequence: ModelSequence) -> None:
+        """Predicts the verdicts on a proposal that has left."""
+        # Captured steps keep no scores.
+        has_scores = not sequence.chooses_by_scores or all(row is not None for row in sequence.scores)
+        if not sequence.opening.uses_outcome_cache or not has_scores or not self._trials[_kind(sequence)].choose():
             return
-        assert trunk.slot is not None
-        held = self._pool.length(trunk.slot)  # the last token too, where the draft was unsure of what follows it
-        self._pool.rollback(trunk.slot, min(held, len(trunk.tokens) - 1))
-        forecast = self._forecasts.setdefault(_kind(trunk), Forecast(by_scores=trunk.chooses_by_scores))
-        places, drafted = trunk.candidates(CANDIDATES), trunk.tokens[trunk.base :]
-        look = self.lookaheads[trunk] = Lookahead(trunk, drafted, forecast, places, [])
-        look.add(forecast.guesses(places, drafted))
+        assert sequence.slot is not None
+        held = self._pool.length(sequence.slot)  # with the last token, where the draft was unsure of the next one
+        self._pool.rollback(sequence.slot, min(held, len(sequence.tokens) - 1))
+        predictor = self._predictors.setdefault(_kind(sequence), Predictor(by_scores=sequence.chooses_by_scores))
+        candidates, drafted = sequence.candidates(CANDIDATES), sequence.tokens[sequence.base :]
+        entry = self.entries[sequence] = Entry(sequence, drafted, predictor, candidates, [])
+        entry.add(predictor.outcomes(candidates, drafted))
 
-    def _begin(self, look: Lookahead, guess: Guess) -> ModelSequence | None:
-        """Begins a branch and reserves its blocks; where the pool has no room, no more is begun for its trunk."""
-        trunk, slot = look.trunk, look.trunk.slot
+    def _begin(self, entry: Entry, outcome: Outcome) -> ModelSequence | None:
+        """Begins a branch and reserves its blocks. Without enough free blocks the sequence gets no more branches."""
+        sequence, slot = entry.sequence, entry.sequence.slot
         assert slot is not None
-        if guess.token == END:
-            branch = look.end = trunk.ended()
-            look.end_chance = guess.chance
+        if outcome.token == END:
+            branch = entry.end = sequence.ended()
+            entry.end_chance = outcome.chance
         else:
-            branch = trunk.branch(guess.accepted, guess.token)
-            # What follows the end goes on in place, at first: in blocks that lie in a row.
-            is_in_place = guess.accepted == len(look.drafted) and not look.goes_on_in_place
-            look.goes_on_in_place |= is_in_place
+            branch = sequence.branch(outcome.accepted, outcome.token)
+            # The first branch after `end` continues in the same slot, whose blocks lie in a row.
+            is_in_place = outcome.accepted == len(entry.drafted) and not entry.uses_own_slot
+            entry.uses_own_slot |= is_in_place
             if not is_in_place:
                 held, slot = self._pool.length(slot), self._pool.fork(slot)
                 self._slots.add(slot)
-                self._pool.rollback(slot, min(held, trunk.base + guess.accepted))
+                self._pool.rollback(slot, min(held, sequence.base + outcome.accepted))
         branch.slot = slot
-        look.branches[guess.accepted, guess.token] = branch
-        end = branch.base + look.wanted(branch) - 1
+        entry.branches[outcome.accepted, outcome.token] = branch
+        end = branch.base + entry.wanted(branch) - 1
         free = self._pool.blocks.num_free - RESERVE * self._pool.blocks.count
         if end > self._pool.max_length or self._pool.blocks_needed(slot, end) > free:
-            look.guesses = []
+            entry.outcomes = []
             return None
         self._pool.grow(slot, end)
-        look.open.append(branch)
+        entry.open.append(branch)
         return branch
 
-    def _free(self, look: Lookahead) -> None:
-        for branch in look.branches.values():
-            if branch.slot in self._slots:  # and not the trunk's own
+    def _free(self, entry: Entry) -> None:
+        for branch in entry.branches.values():
+            if branch.slot in self._slots:  # and not the sequence's own
                 self._slots.remove(branch.slot)
                 self._pool.free(branch.slot)
 
 
 def _kind(sequence: ModelSequence) -> Hashable:
-    """Rounds are alike under one rule, with tokens chosen by scores or not."""
-    return sequence.told.rule, sequence.chooses_by_scores
+    """Rounds are compared with others of the same rule and the same way to choose tokens."""
+    return sequence.opening.rule, sequence.chooses_by_scores

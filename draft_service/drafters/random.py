@@ -1,7 +1,7 @@
-"""The drafter that guesses: tokens uniform at random, the limiting case of a draft that costs nothing [L 3.6].
+"""The drafter that draws tokens uniformly at random: the limiting case of a draft that costs nothing [L 3.6].
 
-A distribution on the wire can name 256 tokens, so a larger vocabulary is cut first: to a support of that many tokens at
-equal distances, whose beginning is drawn for the round. The tokens are then drawn within the support.
+A sparse distribution holds at most 256 tokens. For a larger vocabulary each round first draws a support of that many
+tokens, at equal distances from a random start. The tokens are then drawn from the support.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from draft_service.drafters.base import DraftSequence, Guesser, Guesses, Guessin
 from kernels.rng import Domain, uniform
 from kernels.sparse import SparseDistribution
 
-# The draws of a place: they are disjoint, so the support does not depend on any token (invariant 1).
+# Draw numbers of one index: disjoint, so the support does not depend on any token (invariant 1).
 _TOKEN, _SUPPORT = 0, 1
 
 
@@ -20,12 +20,12 @@ class RandomDrafter(GuessingDrafter):
     """Drafts at random."""
 
     def __init__(self, *, vocab_size: int, max_support: int) -> None:
-        """`vocab_size` is the target's; a distribution names `max_support` tokens at most."""
+        """`vocab_size` is the target's; a distribution holds at most `max_support` tokens."""
         self._vocab_size = vocab_size
         self._size = min(vocab_size, max_support)
 
     def guesser(self, sequence: DraftSequence, domain: Domain = Domain.DRAFT) -> Guesser:
-        """Its second draw leaves no room for another base within the round: it guesses for requests alone."""
+        """Not for staged drafting: the draw of the support has no inner base."""
         assert domain is Domain.DRAFT
         return _RandomGuesser(sequence, self._vocab_size, self._size)
 
@@ -44,15 +44,15 @@ class _RandomGuesser(Guesser):
         assert not ahead
         seed, base = self._sequence.seed, self._base
         q = support(seed, base, vocab_size=self._vocab_size, size=self._size)
-        tokens = [q.token_at(uniform(seed, base, place, Domain.DRAFT, _TOKEN)) for place in range(count)]
+        tokens = [q.token_at(uniform(seed, base, index, Domain.DRAFT, _TOKEN)) for index in range(count)]
         return [(token, None if self._sequence.law.is_greedy else q) for token in tokens]
 
 
 def support(seed: int, base: int, *, vocab_size: int, size: int) -> SparseDistribution:
     """Return the uniform distribution over `size` of `vocab_size` tokens that belongs to this round.
 
-    They lie `vocab_size // size` apart, from a beginning that any token may be, around the end to the start: so over
-    seeds every token is drafted equally often.
+    The tokens are `vocab_size // size` apart, and wrap around from a random start. Over seeds every token is drafted
+    equally often.
     """
     begin = int(uniform(seed, base, 0, Domain.DRAFT, _SUPPORT) * vocab_size)
     ids = np.sort((begin + np.arange(size) * (vocab_size // size)) % vocab_size)

@@ -1,9 +1,9 @@
-"""Staged drafting [L 6]: a cheap drafter guesses tokens, and one pass of the draft model judges several of them.
+"""Staged drafting [L 6]: a cheap drafter guesses tokens, and one step of the draft model judges several of them.
 
-The draft model is the target here, and it judges by q̂ itself, truncated and rounded: the proposal is distributed as
-the model alone would have drawn it. All tests and draws are made in integers, so that is exact. Draws have three
-domains of their own, keyed by the base of the round and by the inner base, which is how many of the round's tokens
-there were (invariant 2).
+The draft model takes the part of the target and judges with q̂ itself, truncated and quantised, so the proposal has the
+distribution that the model alone would give it. All tests and draws use integers, so this is exact. Draws have three
+domains of their own, keyed by the base of the round and the inner base: the number of tokens that the round has already
+(invariant 2).
 """
 
 from collections.abc import Sequence
@@ -31,10 +31,10 @@ class StagedCounts:
     """Totals over all sequences.
 
     Attributes:
-        passes: of the draft model that judged guesses, counted for each sequence in them.
+        passes: steps of the draft model that judged guesses, counted once for each sequence.
         guessed: tokens guessed.
-        accepted: of them, those that the draft model accepted.
-        failures: guessers that broke; the model drafts for their sequences alone.
+        accepted: of them, tokens that the draft model accepted.
+        failures: guessers that failed; the model drafts for their sequences without guesses.
     """
 
     passes: int = 0
@@ -44,26 +44,22 @@ class StagedCounts:
 
 
 class Staging:
-    """Adds guesses to the engine's work, and judges them by what the draft model sampled.
-
-    Attributes:
-        counts: of guesses.
-    """
+    """Adds guesses to the engine's work, and judges them with the draft model's samples."""
 
     def __init__(self, guesses: int, known: int) -> None:
-        """At most `guesses` tokens are guessed at once; the draft model has `known` tokens."""
+        """`guesses` is the most tokens guessed at once; `known` is the draft model's vocabulary size."""
         self.counts = StagedCounts()
         self._guesses = guesses
         self._known = known
 
     def add_guesses(self, work: list[DraftWork]) -> list[DraftWork]:
-        """Returns the work with guesses behind the tokens of the sequences that have a guesser."""
+        """Returns the work, with guesses for the sequences that have a guesser."""
         return [item if item.sequence.guessing is None else self._guessed(item) for item in work]
 
     def judge(self, work: DraftWork, samples: Sequence[Sample], pool: KVPool) -> list[Sample]:
-        """Returns the guesses that stand and the token after them; rolls the cache back to them.
+        """Returns the accepted guesses and the token after them, and rolls the KV cache back to them.
 
-        `samples` are the model's own, of the row after the sequence's tokens and after each guess that was run.
+        `samples` are the model's, after the sequence's tokens and after each guess that ran.
         """
         kept = _walk(work.sequence, work.guesses, samples)
         accepted = len(kept) - 1
@@ -78,14 +74,14 @@ class Staging:
         if guessed is not None:
             return guessed
         self.counts.failures += 1
-        item.sequence.guessing = None  # it may have read anything
+        item.sequence.guessing = None  # its state is unknown
         return item
 
     def _with_guesses(self, item: DraftWork) -> DraftWork:
-        """The guesser reads as far as the pass does, so that a long prompt is taken in pieces, and then guesses.
+        """Lets the guesser read as far as the step does, so that it reads a long prompt in pieces too, and then guess.
 
-        Where it guesses nothing, the rest of the round is drafted without it. The text alone decides that, so that the
-        same round comes out in any batch.
+        Without a guess, the model drafts the rest of the round alone. Only the text decides this, so a round has the
+        same tokens in any batch.
         """
         sequence, chunk, guessing = item.sequence, item.chunk, item.sequence.guessing
         assert guessing is not None
@@ -101,29 +97,29 @@ class Staging:
             guessing.silent = sequence.base
             return item
         tokens = [token for token, _ in guesses]
-        unknown = next((place for place, token in enumerate(tokens) if token >= self._known), len(tokens))
-        # A token that the draft lacks was guessed all the same (invariant 4). q̂ rejects it, so it need not be run.
+        unknown = next((index for index, token in enumerate(tokens) if token >= self._known), len(tokens))
+        # A guess that the draft model lacks stays in the round (invariant 4). q̂ rejects it, so it need not run.
         longer = Chunk(chunk.slot, [*chunk.tokens, *tokens[:unknown]], chunk.start, chunk.logits_from)
         return replace(item, chunk=longer, guesses=guesses[: unknown + 1])
 
 
 def row_draws(sequence: ModelSequence, guesses: Guesses, rows: int) -> list[Draw]:
-    """How the model samples the row after the sequence's tokens and after each guess that was run, `rows` in all.
+    """How the model samples the rows after the sequence's tokens and after each guess that ran, `rows` in all.
 
-    Behind guesses a token is drawn in the last row alone, and there only if no guess is left to be judged by it.
+    With guesses, only the last row draws a token, and only if no guess is left that it judges.
     """
     if not guesses:
         return [sequence.draw(sequence.drafted)]
-    if sequence.told.shares_noise:
-        return [sequence.draw(sequence.drafted + place) for place in range(rows)]
+    if sequence.opening.shares_noise:
+        return [sequence.draw(sequence.drafted + index) for index in range(rows)]
     last = rows - 1
     is_drawn = not sequence.law.is_greedy and rows > len(guesses)
     u = _uniform(sequence, last, Domain.STAGED_RESAMPLE) if is_drawn else 0.0
-    return [Draw(sequence.law, u if place == last else 0.0) for place in range(rows)]
+    return [Draw(sequence.law, u if index == last else 0.0) for index in range(rows)]
 
 
 def row_adjustments(sequence: ModelSequence, guesses: Guesses, rows: int) -> list[RowAdjustment | None]:
-    """Penalties of the same rows: guessed tokens count as generated."""
+    """Penalties of the same rows. Guesses count as generated."""
     adjuster = sequence.adjuster
     if adjuster is None:
         return [None] * rows
@@ -138,30 +134,30 @@ def row_adjustments(sequence: ModelSequence, guesses: Guesses, rows: int) -> lis
 def _walk(sequence: ModelSequence, guesses: Guesses, samples: Sequence[Sample]) -> list[Sample]:
     # [L Alg. 1]
     kept = list[Sample]()
-    for place, (token, guessed) in enumerate(guesses):
-        own = samples[place]
-        if own.q is None:  # the model's choice is settled, or there are no logits
+    for index, (token, guessed) in enumerate(guesses):
+        own = samples[index]
+        if own.q is None:  # chosen by scores, or the logits are bad
             if own.token != token:
                 return [*kept, own]
-        elif not accepts(_uniform(sequence, place, Domain.STAGED_ACCEPT), guessed, own.q, token):
-            u = _uniform(sequence, place, Domain.STAGED_RESAMPLE)
+        elif not accepts(_uniform(sequence, index, Domain.STAGED_ACCEPT), guessed, own.q, token):
+            u = _uniform(sequence, index, Domain.STAGED_RESAMPLE)
             return [*kept, own._replace(token=resample(u, guessed, own.q, token))]
         kept.append(own._replace(token=token))
     return [*kept, samples[len(kept)]]
 
 
-def _uniform(sequence: ModelSequence, place: int, domain: Domain) -> float:
-    return uniform(sequence.told.seed, sequence.base, place, domain, sequence.drafted)
+def _uniform(sequence: ModelSequence, index: int, domain: Domain) -> float:
+    return uniform(sequence.opening.seed, sequence.base, index, domain, sequence.drafted)
 
 
 def accepts(u: float, guessed: SparseDistribution | None, q: SparseDistribution, token: int) -> bool:
-    """Whether a guessed token stands: u · r(x) < q̂(x), strictly, so that q̂ = 0 never does.
+    """Whether a guess is accepted: u · r(x) < q̂(x). Strict, so that q̂(x) = 0 is never accepted.
 
     Args:
         u: uniform of 53 bits in [0, 1).
-        guessed: r, what the token was sampled from; None is the point mass on it.
+        guessed: r, the distribution that the guess was sampled from; None is the point mass.
         q: q̂, of the draft.
-        token: x; where r does not have it, it never stands.
+        token: x; never accepted where r(x) = 0.
     """
     r, total = (1, 1) if guessed is None else (_weight(guessed, token), guessed.total)
     return r > 0 and int(u * 2.0**_BITS) * r * q.total < (_weight(q, token) * total) << _BITS
@@ -170,16 +166,16 @@ def accepts(u: float, guessed: SparseDistribution | None, q: SparseDistribution,
 def resample(u: float, guessed: SparseDistribution | None, q: SparseDistribution, token: int) -> int:
     """The token of the inverse CDF of norm(max(0, q̂ - r)) at `u`, after `token` was rejected.
 
-    After a rejection the residual has mass: q̂(x) < r(x) there, so elsewhere q̂ is the larger.
+    After a rejection the residual has mass: q̂(x) < r(x), so q̂ is larger at other tokens.
 
     Raises:
-        ValueError: it has none, since `token` cannot have been rejected.
+        ValueError: the residual has no mass, so `token` cannot have been rejected.
     """
     ids = q.ids.astype(np.int64)
     if guessed is None:
         rest = np.where(ids == token, 0, q.weights.astype(np.int64))
     else:
-        # q̂ - r over the common denominator: weights of 16 bits times totals of 24.
+        # q̂ - r over the common denominator: 16-bit weights times 24-bit totals.
         r = np.zeros(len(ids), dtype=np.int64)
         slots = np.searchsorted(guessed.ids, ids).clip(max=len(guessed.ids) - 1)
         same = guessed.ids[slots] == ids
@@ -188,7 +184,7 @@ def resample(u: float, guessed: SparseDistribution | None, q: SparseDistribution
     cdf = rest.cumsum()
     total = int(cdf[-1])
     if not total:
-        raise ValueError(f"token {token} was rejected, and q̂ has nothing else")
+        raise ValueError(f"token {token} was rejected, but q̂ has no other token")
     return int(ids[cdf.searchsorted((int(u * 2.0**_BITS) * total) >> _BITS, side="right")])
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from draft_service.drafters.base import Draft, DraftError, DraftSequence, GuessingDrafter
 from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.model import ModelDrafter
-from draft_service.drafters.sequence import Ask, Close
+from draft_service.drafters.sequence import Close, Propose
 from draft_service.drafters.staged import Staging
 from kernels.adjustments import LogitRules
 from kernels.sampling import SamplingParams
@@ -60,17 +60,17 @@ class Driver:
     def __init__(
         self,
         engine: DraftEngine,
-        told: DraftSequence,
+        opening: DraftSequence,
         cheap: GuessingDrafter | None = None,
         *,
         vocab_size: int = VOCABULARY,
     ) -> None:
         self.engine = engine
-        self.sequence = ModelDrafter(engine, vocab_size=vocab_size, cheap=cheap).begin(told)
+        self.sequence = ModelDrafter(engine, vocab_size=vocab_size, cheap=cheap).begin(opening)
         self._results: queue.SimpleQueue[Draft | DraftError] = queue.SimpleQueue()
 
     def ask(self, gamma: int, committed: Sequence[int] = ()) -> None:
-        self.engine.post(Ask(self.sequence, list(committed), gamma, self._results.put, time.perf_counter()))
+        self.engine.post(Propose(self.sequence, list(committed), gamma, self._results.put, time.perf_counter()))
 
     def answer(self) -> Draft:
         result = self._results.get(timeout=WITHIN_S)
@@ -87,5 +87,5 @@ class Driver:
 
 
 def sequence(temperature: float = 1.0, **changes: Any) -> DraftSequence:
-    told = DraftSequence(PROMPT, [], SamplingParams(temperature=temperature, top_p=0.95), PLAIN, 3)
-    return replace(told, **changes)
+    opening = DraftSequence(PROMPT, [], SamplingParams(temperature=temperature, top_p=0.95), PLAIN, 3)
+    return replace(opening, **changes)

@@ -1,4 +1,4 @@
-"""`lookup` against a plain search, and `random` against its law."""
+"""`lookup` against a plain search, and `random` against its distribution."""
 
 import asyncio
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ PLAIN = DraftSequence([1, 2, 3], [], SamplingParams(), LogitRules(), 5)
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def propose(of: Drafter, told: DraftSequence, gamma: int, verdicts: Sequence[Sequence[int]] = ()) -> Draft:
+def propose(of: Drafter, opening: DraftSequence, gamma: int, verdicts: Sequence[Sequence[int]] = ()) -> Draft:
     """The proposal after these verdicts."""
 
     async def run() -> Draft:
-        drafting = of.open(told)
+        drafting = of.open(opening)
         for verdict in verdicts:
             drafting.advance(verdict)
         return await drafting.propose(gamma)
@@ -35,7 +35,7 @@ def propose(of: Drafter, told: DraftSequence, gamma: int, verdicts: Sequence[Seq
 
 
 def searched(tokens: list[int], gamma: int, min_match: int) -> list[int]:
-    """The same by trying every place."""
+    """The same by trying every position."""
     best, source = 0, None
     for end in range(min_match, len(tokens)):
         length = 0
@@ -45,8 +45,8 @@ def searched(tokens: list[int], gamma: int, min_match: int) -> list[int]:
             best, source = length, end
     text = list(tokens)
     if source is not None:
-        for place in range(gamma):
-            text.append(text[source + place])
+        for index in range(gamma):
+            text.append(text[source + index])
     return text[len(tokens) :]
 
 
@@ -60,26 +60,26 @@ def test_copies_are_those_of_a_plain_search_however_the_text_came(min_match: int
         verdicts = [text[cut[0] : cut[1]], text[cut[1] : cut[2]], text[cut[2] :]]
         draft = propose(LookupDrafter(min_match=min_match), replace(PLAIN, prompt=text[: cut[0]]), 6, verdicts)
         assert draft.token_ids == searched(text, 6, min_match)
-        assert draft.laws == [None] * len(draft.token_ids)
+        assert draft.distributions == [None] * len(draft.token_ids)
         found += bool(draft.token_ids)
     assert found > 20
 
 
-def test_under_coupled_no_law_is_told_and_at_temperature_zero_point_masses() -> None:
+def test_coupled_sends_no_distributions_and_temperature_0_point_masses() -> None:
     for of in (LookupDrafter(min_match=1), RandomDrafter(vocab_size=600, max_support=256)):
         draft = propose(of, replace(PLAIN, prompt=[1, 2, 1], rule=Rule.COUPLED), 3)
-        assert (len(draft.token_ids), draft.laws) == (3, [])
-        assert propose(of, replace(PLAIN, prompt=[1, 2, 1], law=GREEDY), 3).laws == [None] * 3
+        assert (len(draft.token_ids), draft.distributions) == (3, [])
+        assert propose(of, replace(PLAIN, prompt=[1, 2, 1], law=GREEDY), 3).distributions == [None] * 3
     assert propose(NoDrafter(), PLAIN, 4).token_ids == []
 
 
 @pytest.mark.parametrize(("size", "wanted"), [(2, 2), (256, 256), (151_936, 256)])
-def test_random_laws_are_ones_that_the_verifier_takes(size: int, wanted: int) -> None:
+def test_random_distributions_pass_the_verifiers_check(size: int, wanted: int) -> None:
     draft = propose(RandomDrafter(vocab_size=size, max_support=256), PLAIN, 8)
-    for token, law in zip(draft.token_ids, draft.laws, strict=True):
-        assert isinstance(law, SparseDistribution)
-        assert validate(law.ids, law.weights, size).total == wanted
-        assert law.probability(token) == 1 / wanted
+    for token, q in zip(draft.token_ids, draft.distributions, strict=True):
+        assert isinstance(q, SparseDistribution)
+        assert validate(q.ids, q.weights, size).total == wanted
+        assert q.probability(token) == 1 / wanted
 
 
 def test_random_tokens_are_uniform_over_the_vocabulary_and_within_each_support() -> None:
@@ -90,21 +90,21 @@ def test_random_tokens_are_uniform_over_the_vocabulary_and_within_each_support()
     for seed in range(9_600):
         guesser = of.guesser(replace(PLAIN, seed=seed))
         guesser.read(PLAIN.prompt)
-        for place, (token, law) in enumerate(guesser.guess(2)):
-            assert law is not None
-            tokens[place, token] += 1
-            slots[place, np.searchsorted(law.ids, token)] += 1
+        for index, (token, q) in enumerate(guesser.guess(2)):
+            assert q is not None
+            tokens[index, token] += 1
+            slots[index, np.searchsorted(q.ids, token)] += 1
     for found in (*tokens, *slots):
         assert stats.chisquare(found).pvalue > 1e-3
 
 
-def test_random_draws_are_keyed_by_base_place_and_seed() -> None:
+def test_random_draws_are_keyed_by_base_index_and_seed() -> None:
     of = RandomDrafter(vocab_size=600, max_support=256)
     draft = propose(of, PLAIN, 3, [[4, 4]])
-    told = support(5, 5, vocab_size=600, size=256)
-    for place, (token, law) in enumerate(zip(draft.token_ids, draft.laws, strict=True)):
-        assert isinstance(law, SparseDistribution)
-        assert law.ids.tolist() == told.ids.tolist()
-        assert token == told.ids[int(uniform(5, 5, place, Domain.DRAFT) * 256)]
+    q = support(5, 5, vocab_size=600, size=256)
+    for index, (token, drawn_from) in enumerate(zip(draft.token_ids, draft.distributions, strict=True)):
+        assert isinstance(drawn_from, SparseDistribution)
+        assert drawn_from.ids.tolist() == q.ids.tolist()
+        assert token == q.ids[int(uniform(5, 5, index, Domain.DRAFT) * 256)]
     others = (PLAIN, replace(PLAIN, seed=6), replace(PLAIN, prompt=[1]))
-    assert len({tuple(propose(of, told, 8).token_ids) for told in others}) == 3
+    assert len({tuple(propose(of, opening, 8).token_ids) for opening in others}) == 3

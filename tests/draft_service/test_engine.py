@@ -27,20 +27,20 @@ def engine(loaded: LoadedModel) -> Iterator[DraftEngine]:
         yield engine
 
 
-def reference(model: ModelRunner, tokens: list[int], told: DraftSequence, gamma: int) -> list[int]:
+def reference(model: ModelRunner, tokens: list[int], opening: DraftSequence, gamma: int) -> list[int]:
     """γ tokens drafted one by one, the whole prefix read anew for each."""
-    base, law = len(tokens), told.draft_law
+    base, law = len(tokens), opening.draft_law
     for index in range(gamma):
         slot = model.pool.allocate()
         logits = model.forward([Chunk(slot, tokens, 0, len(tokens) - 1)])[:, :VOCABULARY]
         model.pool.free(slot)
         if law.is_greedy:
             tokens = [*tokens, int(logits.argmax())]
-        elif told.rule is Rule.COUPLED:
-            tokens = [*tokens, coupled_choice(standardise(logits[0].double().numpy(), law), told.seed, len(tokens))]
+        elif opening.rule is Rule.COUPLED:
+            tokens = [*tokens, coupled_choice(standardise(logits[0].double().numpy(), law), opening.seed, len(tokens))]
         else:
             (q,) = sparsify(probabilities(logits, law), CONFIG)
-            tokens = [*tokens, q.token_at(uniform(told.seed, base, index, Domain.DRAFT))]
+            tokens = [*tokens, q.token_at(uniform(opening.seed, base, index, Domain.DRAFT))]
     return tokens[base:]
 
 
@@ -55,34 +55,34 @@ def fresh(loaded: LoadedModel) -> ModelRunner:
 def test_drafts_are_the_models_own_over_many_rounds(
     engine: DraftEngine, fresh: ModelRunner, temperature: float, rule: Rule, of_the_draft: float | None
 ) -> None:
-    """Verdicts that accept all, some and none of a proposal, and more than was proposed; what is told is what was drawn
+    """Verdicts that accept all, some and none of a proposal, and more than was proposed; what is sent is what was drawn
     from (invariant 1).
     """
-    told = replace(sequence(temperature, rule=rule), draft_temperature=of_the_draft)
-    driver, tokens, committed = Driver(engine, told), list(PROMPT), list[int]()
+    opening = replace(sequence(temperature, rule=rule), draft_temperature=of_the_draft)
+    driver, tokens, committed = Driver(engine, opening), list(PROMPT), list[int]()
     for accepted in (5, 0, 2, 5, 5, 1, 4):
         draft = driver.propose(5, committed)
-        assert draft.token_ids == reference(fresh, tokens, told, 5)
+        assert draft.token_ids == reference(fresh, tokens, opening, 5)
         if rule is Rule.COUPLED:
-            assert draft.laws == []
-        elif told.draft_law.is_greedy:
-            assert draft.laws == [None] * 5
+            assert draft.distributions == []
+        elif opening.draft_law.is_greedy:
+            assert draft.distributions == [None] * 5
         else:
-            for index, (token, law) in enumerate(zip(draft.token_ids, draft.laws, strict=True)):
+            for index, (token, law) in enumerate(zip(draft.token_ids, draft.distributions, strict=True)):
                 assert isinstance(law, SparseDistribution)
-                assert token == law.token_at(uniform(told.seed, len(tokens), index, Domain.DRAFT))
+                assert token == law.token_at(uniform(opening.seed, len(tokens), index, Domain.DRAFT))
                 assert law.total == int(law.weights.sum(dtype=np.int64))
         committed = [*draft.token_ids[:accepted], 11 + accepted, *([12, 13] if accepted == 2 else [])]
         tokens += committed
 
 
 def test_under_sigmoid_the_same_tokens_come_with_the_models_logits(engine: DraftEngine, fresh: ModelRunner) -> None:
-    told = sequence(rule=Rule.SIGMOID, law=SamplingParams(temperature=0.8, top_k=30))
-    draft = Driver(engine, told).propose(6)
-    assert draft.token_ids == Driver(engine, replace(told, rule=Rule.TOKENWISE)).propose(6).token_ids
+    opening = sequence(rule=Rule.SIGMOID, law=SamplingParams(temperature=0.8, top_k=30))
+    draft = Driver(engine, opening).propose(6)
+    assert draft.token_ids == Driver(engine, replace(opening, rule=Rule.TOKENWISE)).propose(6).token_ids
     slot = fresh.pool.allocate()
     z = fresh.forward([Chunk(slot, [*PROMPT, *draft.token_ids[:-1]], 0, len(PROMPT) - 1)])[:, :VOCABULARY] / 0.8
-    for row, token, logits in zip(z, draft.token_ids, draft.laws, strict=True):
+    for row, token, logits in zip(z, draft.token_ids, draft.distributions, strict=True):
         assert isinstance(logits, DraftLogits)
         assert (logits.values.dtype, logits.values.shape) == (torch.float16, (VOCABULARY,))
         inside = logits.values != EXCLUDED
@@ -110,8 +110,8 @@ def test_a_target_may_know_more_tokens_than_the_draft_has(loaded: LoadedModel) -
         for driver in both:
             driver.ask(6)
         assert [driver.answer().token_ids for driver in both] == [alone] * 2
-        told = sequence(rule=Rule.SIGMOID, law=SamplingParams())
-        (logits,) = Driver(wide, told, vocab_size=vocab_size).propose(1).laws
+        opening = sequence(rule=Rule.SIGMOID, law=SamplingParams())
+        (logits,) = Driver(wide, opening, vocab_size=vocab_size).propose(1).distributions
     assert isinstance(logits, DraftLogits)
     assert (logits.values == EXCLUDED).tolist() == [False] * loaded.vocab_size + [True] * 7
 
@@ -137,23 +137,23 @@ def test_neighbours_change_nothing_and_an_unsure_draft_ends_early(
     bound on entropy it is the beginning of what would have come without one.
     """
     kinds = [(1.0, Rule.COUPLED), (1.0, Rule.TOKENWISE), (0.7, Rule.SIGMOID), (0.0, Rule.COUPLED)]
-    told = [
+    openings = [
         sequence(temperature, seed=seed, prompt=PROMPT[seed:], rule=rule, logit_rules=rules, max_entropy=max_entropy)
         for seed, (temperature, rule) in enumerate(kinds)
     ]
     alone = []
-    for each in told:
+    for each in openings:
         driver = Driver(engine, replace(each, max_entropy=None))
         alone.append(driver.propose(6))
         driver.close()
-    drivers = [Driver(engine, each) for each in told]
+    drivers = [Driver(engine, each) for each in openings]
     for driver in drivers:
         driver.ask(6)
     drafts = [driver.answer() for driver in drivers]
     for draft, own in zip(drafts, alone, strict=True):
         size = len(draft.token_ids)
         assert draft.token_ids == own.token_ids[:size]
-        for law, same in zip(draft.laws, own.laws[:size], strict=True):
+        for law, same in zip(draft.distributions, own.distributions[:size], strict=True):
             assert type(law) is type(same)
             if isinstance(law, DraftLogits) and isinstance(same, DraftLogits):  # passes of other widths round otherwise
                 assert law.values.float() == pytest.approx(same.values.float(), abs=0.02)
@@ -170,22 +170,22 @@ def test_in_a_pool_with_room_for_one_many_draft_as_with_room_for_all(loaded: Loa
         pool = engine.model_runner.pool
         engine.start()
         drivers = [Driver(engine, sequence(temperature, prompt=PROMPT * (i + 3), seed=i)) for i in range(6)]
-        told: list[list[int]] = [[] for _ in drivers]
+        drafted: list[list[int]] = [[] for _ in drivers]
         committed: list[list[int]] = [[]] * 6
         for _ in range(3):
             for driver, tokens in zip(drivers, committed, strict=True):
                 driver.ask(4, tokens)
             for i, driver in enumerate(drivers):
                 tokens = driver.answer().token_ids
-                told[i] += tokens
+                drafted[i] += tokens
                 committed[i] = [*tokens[: i % 4], 11 + i]
         for driver in drivers:
             driver.close()
-        Driver(engine, sequence(looks_ahead=False)).propose(1)  # what was closed has been taken in by now
+        Driver(engine, sequence(uses_outcome_cache=False)).propose(1)  # what was closed has been taken in by now
         engine.stop()
         pool.check_integrity()
         assert pool.used_blocks == 1
-        return told
+        return drafted
 
     assert drafted(blocks=3) == drafted(blocks=None)
 

@@ -1,5 +1,5 @@
-"""The guard: a proposal makes sense, or ends in a `DraftError` in time; the sequence then rests and begins anew. Only a
-probe that fails turns a drafter off.
+"""The guard: a proposal is valid, or ends in a `DraftError` in time; the sequence then waits and opens again. Only a
+failed probe takes a drafter down.
 """
 
 import asyncio
@@ -67,8 +67,8 @@ class FaultyDrafting(Drafting):
         if self.drafter.broken == name:
             raise RuntimeError(f"{name} broke")
 
-    def room(self) -> int:
-        self.step("room")
+    def capacity(self) -> int:
+        self.step("capacity")
         return 100
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -107,16 +107,16 @@ async def after(seconds: float, draft: Draft = FINE) -> Draft:
     ("sequence", "draft", "words"),
     [
         (PLAIN, Draft([V], [None], 0.0), "token 10 is outside 0..9"),
-        (PLAIN, Draft([1] * 5, [None] * 5, 0.0), "5 tokens came; 4"),
-        (PLAIN, Draft([1, 2], [None], 0.0), "1 distributions came for 2 tokens"),
-        (PLAIN, Draft([1], [q(2, 3)], 0.0), "token 1 is outside of the distribution"),
+        (PLAIN, Draft([1] * 5, [None] * 5, 0.0), "5 tokens; at most 4"),
+        (PLAIN, Draft([1, 2], [None], 0.0), "1 distributions for 2 tokens"),
+        (PLAIN, Draft([1], [q(2, 3)], 0.0), "token 1 has probability 0"),
         (PLAIN, Draft([1], [q(1, 2, 3, 4)], 0.0), "4 tokens; at most 3"),
-        (PLAIN, Draft([1], [logits()], 0.0), "logits came"),
-        (PLAIN, None, "nonsense"),
-        (COUPLED, FINE, "2 distributions came"),
-        (SIGMOID, FINE, "no logits came"),
-        (SIGMOID, Draft([3], [logits()], 0.0), "exclude token 3"),
-        (SIGMOID, Draft([3], [logits(V - 1)], 0.0), "V is 10"),
+        (PLAIN, Draft([1], [logits()], 0.0), "token 1 has logits; the rule tokenwise"),
+        (PLAIN, None, "invalid proposal"),
+        (COUPLED, FINE, "2 distributions; the rule coupled takes none"),
+        (SIGMOID, FINE, "token 1 has no logits"),
+        (SIGMOID, Draft([3], [logits()], 0.0), "exclude the drafted token 3"),
+        (SIGMOID, Draft([3], [logits(V - 1)], 0.0), "it must be \\(10,\\)"),
     ],
 )
 def test_a_proposal_that_the_verifier_would_refuse_is_an_error_that_says_why(
@@ -125,12 +125,12 @@ def test_a_proposal_that_the_verifier_would_refuse_is_an_error_that_says_why(
     asyncio.run(failure(FaultyDrafter(lambda n: draft).guarded().open(sequence), words))
 
 
-@pytest.mark.parametrize("broken", ["open", "room", "advance", "propose"])
+@pytest.mark.parametrize("broken", ["open", "capacity", "advance", "propose"])
 @fake_clock
-async def test_whatever_raises_is_an_error_of_the_next_proposal_and_is_mended_by_the_one_after(broken: str) -> None:
+async def test_an_exception_fails_the_next_proposal_and_not_the_one_after(broken: str) -> None:
     drafter = FaultyDrafter(broken=broken)
     drafting = drafter.guarded().open(PLAIN)
-    assert drafting.room() > 0
+    assert drafting.capacity() > 0
     drafting.advance([5])
     await failure(drafting, f"RuntimeError: {broken} broke")
     drafter.broken = ""
@@ -141,7 +141,7 @@ async def test_whatever_raises_is_an_error_of_the_next_proposal_and_is_mended_by
 
 
 @fake_clock
-async def test_after_a_rest_it_begins_anew_behind_all_that_was_written() -> None:
+async def test_after_the_backoff_it_opens_again_with_all_committed_tokens() -> None:
     drafter = FaultyDrafter(lambda n: DraftError("no numbers", reason="BAD_LOGITS") if n in (1, 2) else FINE)
     drafting, written = drafter.guarded().open(PLAIN), [6, 7]
     await drafting.propose(4)
@@ -150,7 +150,7 @@ async def test_after_a_rest_it_begins_anew_behind_all_that_was_written() -> None
         assert (await failure(drafting, "no numbers")).reason == "BAD_LOGITS"
         asked = drafter.asked
         await asyncio.sleep(0.9 * rest)
-        await failure(drafting, "rests")
+        await failure(drafting, "backoff")
         assert drafter.asked == asked
         await asyncio.sleep(0.1 * rest)
         assert drafting.is_ready()
@@ -165,19 +165,19 @@ async def test_after_a_rest_it_begins_anew_behind_all_that_was_written() -> None
 
 
 @fake_clock
-async def test_one_that_is_late_is_asked_again_once_it_has_answered_with_all_that_it_has_read() -> None:
-    """What it says too late is dropped, and nobody waits for it."""
+async def test_after_a_late_proposal_the_same_sequence_goes_on() -> None:
+    """The late proposal is dropped."""
     drafter = FaultyDrafter(lambda n: FINE if n else after(20.0, Draft([9], [None], 0.0)))
     drafting, clock = drafter.guarded(timeout=0.5).open(PLAIN), asyncio.get_running_loop()
     proposal = drafting.propose(4)
     await asyncio.sleep(0.25)  # its time began when it was asked for
-    with pytest.raises(DraftError, match=r"no proposal came within 0\.5 s"):
+    with pytest.raises(DraftError, match=r"no proposal within 0\.5 s"):
         await proposal
     assert clock.time() == 0.5
     drafting.advance([5])
     await asyncio.sleep(19.0)
     assert not drafting.is_ready()
-    await failure(drafting, "rests")
+    await failure(drafting, "backoff")
     await asyncio.sleep(0.5)
     assert drafting.is_ready()
     assert await drafting.propose(4) is FINE
@@ -186,7 +186,7 @@ async def test_one_that_is_late_is_asked_again_once_it_has_answered_with_all_tha
 
 @pytest.mark.parametrize("hangs", [False, True])
 @fake_clock
-async def test_a_drafter_that_fails_for_everybody_is_off_until_a_probe_goes_well(hangs: bool) -> None:
+async def test_a_failed_probe_takes_the_drafter_down_until_a_probe_succeeds(hangs: bool) -> None:
     drafter = FaultyDrafter(lambda n: after(600.0) if hangs else RuntimeError("out of order"))
     guard = drafter.guarded(timeout=0.05)
     for _ in range(FAILURES_IN_A_ROW):
@@ -200,7 +200,7 @@ async def test_a_drafter_that_fails_for_everybody_is_off_until_a_probe_goes_well
     while len(probes) < 6:
         before = drafter.asked
         assert not waiting.is_ready()
-        await failure(waiting, "rests")
+        await failure(waiting, "backoff")
         await asyncio.sleep(0.05)
         probes += [clock.time()] * (drafter.asked > before)
     assert np.diff(probes) == pytest.approx([2, 4, 8, 10, 10], abs=0.2)
@@ -213,8 +213,8 @@ async def test_a_drafter_that_fails_for_everybody_is_off_until_a_probe_goes_well
 
 
 @fake_clock
-async def test_one_client_whose_requests_break_the_draft_turns_it_off_for_nobody_else() -> None:
-    """It sends many times what others do, for as long as anybody looks. Its failures cost a probe a second."""
+async def test_failing_requests_of_one_client_do_not_take_the_drafter_down() -> None:
+    """Its failures cost at most one probe a second."""
     drafter = FaultyDrafter()
     poison = replace(PLAIN, logit_rules=LogitRules(repetition_penalty=1e-38))
     drafter.answer = lambda n: FINE if drafter.opened[-1].sequence.logit_rules.is_identity else RuntimeError()

@@ -68,11 +68,11 @@ def sequence(**changes: Any) -> DraftSequence:
     return replace(DraftSequence(PROMPT, [], LAW, LogitRules(), 77), **changes)
 
 
-def rounds(of: NGramDrafter, told: DraftSequence, verdicts: Sequence[Sequence[int]], gamma: int = 4) -> list[Draft]:
+def rounds(of: NGramDrafter, opening: DraftSequence, verdicts: Sequence[Sequence[int]], gamma: int = 4) -> list[Draft]:
     """The proposal before each verdict, and the one after the last."""
 
     async def run() -> list[Draft]:
-        drafting = of.open(told)
+        drafting = of.open(opening)
         drafts = [await drafting.propose(gamma)]
         for verdict in verdicts:
             drafting.advance(verdict)
@@ -83,26 +83,26 @@ def rounds(of: NGramDrafter, told: DraftSequence, verdicts: Sequence[Sequence[in
     return asyncio.run(run())
 
 
-def reference(tokens: list[int], told: DraftSequence, gamma: int = 4) -> tuple[list[int], list[SparseDistribution]]:
+def reference(tokens: list[int], opening: DraftSequence, gamma: int = 4) -> tuple[list[int], list[SparseDistribution]]:
     """γ tokens one by one, everything counted anew for each; and what they are drawn from under `tokenwise`."""
     base, laws = len(tokens), list[SparseDistribution]()
     own = counted(3, tokens)
     for place in range(gamma):
         z = torch.from_numpy(np.log(law([counted(3, TEXT), own], tokens))).float()
-        if told.draft_law.is_greedy:
+        if opening.draft_law.is_greedy:
             token = int(z.argmax())
-        elif told.rule is Rule.COUPLED:
-            token = coupled_choice(standardise(z.double().numpy(), told.draft_law), told.seed, len(tokens))
+        elif opening.rule is Rule.COUPLED:
+            token = coupled_choice(standardise(z.double().numpy(), opening.draft_law), opening.seed, len(tokens))
         else:
-            (q,) = sparsify(probabilities(z[None], told.draft_law), SPARSE)
-            token = q.token_at(uniform(told.seed, base, place, Domain.DRAFT))
+            (q,) = sparsify(probabilities(z[None], opening.draft_law), SPARSE)
+            token = q.token_at(uniform(opening.seed, base, place, Domain.DRAFT))
             laws.append(q)
         tokens = [*tokens, token]
     return tokens[base:], laws
 
 
 @pytest.mark.parametrize(
-    "told",
+    "opening",
     [
         sequence(),
         sequence(rule=Rule.COUPLED),
@@ -112,15 +112,15 @@ def reference(tokens: list[int], told: DraftSequence, gamma: int = 4) -> tuple[l
     ],
     ids=["tokenwise", "coupled", "greedy", "resumed, hotter", "greedy draft"],
 )
-def test_drafts_are_drawn_from_the_law_by_the_rule_round_after_round(told: DraftSequence) -> None:
-    tokens = [*told.prompt, *told.committed]
+def test_drafts_are_drawn_from_the_law_by_the_rule_round_after_round(opening: DraftSequence) -> None:
+    tokens = [*opening.prompt, *opening.committed]
     verdicts = [[5, 2], [7], [1, 4, 1, 5, 2], [0], [0]]
-    for draft, verdict in zip(rounds(drafter(), told, verdicts), [*verdicts, []], strict=True):
-        expected, laws = reference(tokens, told)
+    for draft, verdict in zip(rounds(drafter(), opening, verdicts), [*verdicts, []], strict=True):
+        expected, laws = reference(tokens, opening)
         assert draft.token_ids == expected
-        if told.draft_law.is_greedy or told.rule is Rule.COUPLED:
-            assert draft.laws == ([] if told.rule is Rule.COUPLED else [None] * 4)
-        for own, q in zip(draft.laws if laws else [], laws, strict=True):
+        if opening.draft_law.is_greedy or opening.rule is Rule.COUPLED:
+            assert draft.distributions == ([] if opening.rule is Rule.COUPLED else [None] * 4)
+        for own, q in zip(draft.distributions if laws else [], laws, strict=True):
             assert isinstance(own, SparseDistribution)
             assert (own.ids.tolist(), own.weights.tolist()) == (q.ids.tolist(), q.weights.tolist())
         tokens += verdict
@@ -133,8 +133,8 @@ def test_what_is_learned_serves_where_no_draw_can_depend_on_it() -> None:
         rounds(taught, sequence(prompt=[*PROMPT, 11, 10, 9] * 4), [[11, 10, 9]])
     asked = sequence(prompt=[2, 11])
     for rule, temperature in ((Rule.TOKENWISE, None), (Rule.BLOCK, None), (Rule.TOKENWISE, 0.0)):
-        told = replace(asked, rule=rule, draft_temperature=temperature)
-        assert rounds(taught, told, [])[0].token_ids == rounds(fresh, told, [])[0].token_ids
+        opening = replace(asked, rule=rule, draft_temperature=temperature)
+        assert rounds(taught, opening, [])[0].token_ids == rounds(fresh, opening, [])[0].token_ids
     greedy = replace(asked, law=SamplingParams(temperature=0.0))
     assert rounds(taught, greedy, [])[0].token_ids[:2] == [10, 9]
     assert rounds(fresh, greedy, [])[0].token_ids[:2] != [10, 9]
@@ -145,17 +145,17 @@ def test_what_is_learned_serves_where_no_draw_can_depend_on_it() -> None:
 @pytest.mark.parametrize("penalty", [0.0, 2.0])
 def test_what_is_ahead_is_drafted_behind_and_leaves_no_trace(penalty: float) -> None:
     """By draws of its domain and the inner base; penalties count it, and take it back."""
-    told = sequence(logit_rules=LogitRules(presence_penalty=penalty))
-    guesser = drafter().guesser(told, Domain.STAGED_DRAFT)
-    guesser.read(told.prompt)
+    opening = sequence(logit_rules=LogitRules(presence_penalty=penalty))
+    guesser = drafter().guesser(opening, Domain.STAGED_DRAFT)
+    guesser.read(opening.prompt)
     before = guesser.guess(3)
     ahead = [2, 9]
     for place, (token, law) in enumerate(guesser.guess(3, ahead)):
         assert law is not None
-        assert token == law.token_at(uniform(told.seed, len(told.prompt), place, Domain.STAGED_DRAFT, len(ahead)))
+        assert token == law.token_at(uniform(opening.seed, len(opening.prompt), place, Domain.STAGED_DRAFT, len(ahead)))
     after = guesser.guess(3)
     assert [token for token, _ in after] == [token for token, _ in before]
     guesser.read(ahead)
-    fresh = drafter().guesser(replace(told, committed=ahead), Domain.STAGED_DRAFT)
-    fresh.read([*told.prompt, *ahead])
+    fresh = drafter().guesser(replace(opening, committed=ahead), Domain.STAGED_DRAFT)
+    fresh.read([*opening.prompt, *ahead])
     assert [token for token, _ in guesser.guess(4)] == [token for token, _ in fresh.guess(4)]

@@ -1,4 +1,4 @@
-"""The outcome cache in the engine: what was drafted ahead is what would be drafted, and nothing is left of it."""
+"""The outcome cache in the engine: a branch equals the proposal drafted after the verdict, and frees its blocks."""
 
 import queue
 import random
@@ -26,7 +26,7 @@ GAMMA = 4
 
 
 class Eager(DraftEngine):
-    """It always has time to draft ahead, until somebody asks; and can be looked into between two passes."""
+    """Drafts branches until a proposal is requested. `look` runs a function between two steps."""
 
     def start(self) -> None:
         self.cache.spare.steps = lambda now, width: 64  # type: ignore[method-assign]
@@ -41,7 +41,7 @@ class Eager(DraftEngine):
         message() if callable(message) else super().receive(message)
 
 
-@pytest.fixture(params=[1, 3], ids=["one by one", "three a pass"])
+@pytest.fixture(params=[1, 3], ids=["one by one", "three a step"])
 def engine(loaded: LoadedModel, request: pytest.FixtureRequest) -> Iterator[Eager]:
     engine = eager(loaded)
     engine.cache.width = request.param
@@ -53,45 +53,45 @@ def eager(loaded: LoadedModel, **how: Any) -> Any:
     return engine_of(loaded, Eager, **{"max_length": 160, "blocks": 64, **how})
 
 
-def told(
-    temperature: float, rule: Rule, rules: LogitRules = PLAIN, *, seed: int = 3, looks_ahead: bool = True
+def opening(
+    temperature: float, rule: Rule, rules: LogitRules = PLAIN, *, seed: int = 3, uses_outcome_cache: bool = True
 ) -> DraftSequence:
-    return sequence(temperature, rule=rule, logit_rules=rules, seed=seed, looks_ahead=looks_ahead)
+    return sequence(temperature, rule=rule, logit_rules=rules, seed=seed, uses_outcome_cache=uses_outcome_cache)
 
 
 class Driver(engines.Driver):
-    """It waits for what is drafted ahead."""
+    """Waits for branches."""
 
     engine: Eager
 
-    def foresee(self) -> list[tuple[int, int]]:
-        """Waits until nothing is left to draft ahead; returns the outcomes that were drafted for, likeliest first."""
-        drafted = wait_until(lambda: self.engine.look(self._foreseen))
+    def wait_for_branches(self) -> list[tuple[int, int]]:
+        """Waits until all branches are drafted; returns their outcomes, likeliest first."""
+        drafted = wait_until(lambda: self.engine.look(self._branches))
         assert set(drafted.values()) == {GAMMA}
         return list(drafted)
 
     def likeliest(self, draft: Draft, which: int = 0) -> list[int]:
-        """What such a verdict on the proposal commits."""
-        accepted, token = self.foresee()[which]
+        """The tokens that this outcome commits."""
+        accepted, token = self.wait_for_branches()[which]
         return [*draft.token_ids[:accepted], token]
 
-    def _foreseen(self) -> dict[tuple[int, int], int] | None:
-        """How many tokens were drafted for each outcome; None while there is more to be."""
-        look = self.engine.cache.lookaheads.get(self.sequence)
-        if look is None or look.next_chance >= LEAST_CHANCE or look.open:
+    def _branches(self) -> dict[tuple[int, int], int] | None:
+        """Tokens drafted for each outcome; None while there is more to draft."""
+        entry = self.engine.cache.entries.get(self.sequence)
+        if entry is None or entry.next_chance >= LEAST_CHANCE or entry.open:
             return None
-        return {outcome: branch.drafted for outcome, branch in look.branches.items() if outcome[1] != END}
+        return {outcome: branch.drafted for outcome, branch in entry.branches.items() if outcome[1] != END}
 
 
 def assert_alike(draft: Draft, other: Draft) -> None:
-    """The same tokens, and the same laws but for how passes of other widths round."""
+    """The same tokens, and the same distributions, up to the rounding of steps of other widths."""
     assert draft.token_ids == other.token_ids
-    assert len(draft.laws) == len(other.laws)
-    for law, same in zip(draft.laws, other.laws, strict=True):
-        assert isinstance(law, SparseDistribution) == isinstance(same, SparseDistribution)
-        if isinstance(law, SparseDistribution) and isinstance(same, SparseDistribution):
-            assert law.ids.tolist() == same.ids.tolist()
-            assert law.weights.tolist() == pytest.approx(same.weights.tolist(), rel=1e-4, abs=1)
+    assert len(draft.distributions) == len(other.distributions)
+    for q, same in zip(draft.distributions, other.distributions, strict=True):
+        assert isinstance(q, SparseDistribution) == isinstance(same, SparseDistribution)
+        if isinstance(q, SparseDistribution) and isinstance(same, SparseDistribution):
+            assert q.ids.tolist() == same.ids.tolist()
+            assert q.weights.tolist() == pytest.approx(same.weights.tolist(), rel=1e-4, abs=1)
 
 
 @pytest.mark.parametrize(
@@ -107,19 +107,19 @@ def assert_alike(draft: Draft, other: Draft) -> None:
 def test_a_branch_is_the_proposal_that_would_be_drafted(
     engine: Eager, temperature: float, rule: Rule, rules: LogitRules
 ) -> None:
-    """Verdicts that were foreseen, on all of a proposal and on parts of it, and some that were not."""
-    ahead = Driver(engine, told(temperature, rule, rules))
-    plain = Driver(engine, told(temperature, rule, rules, looks_ahead=False))
+    """Verdicts with a branch, on whole proposals and on parts, and some without."""
+    ahead = Driver(engine, opening(temperature, rule, rules))
+    plain = Driver(engine, opening(temperature, rule, rules, uses_outcome_cache=False))
     committed, hits = list[int](), 0
     for round_ in range(8):
         draft, without = ahead.propose(GAMMA, committed), plain.propose(GAMMA, committed)
         assert_alike(draft, without)
-        assert without.foresight is None
+        assert without.cache_use is None
         if round_:
-            assert draft.foresight is not None
-            assert draft.foresight.drafted >= draft.foresight.used == GAMMA * draft.foresight.hit
-            hits += draft.foresight.hit
-        outcomes = ahead.foresee()
+            assert draft.cache_use is not None
+            assert draft.cache_use.drafted >= draft.cache_use.used == GAMMA * draft.cache_use.hit
+            hits += draft.cache_use.hit
+        outcomes = ahead.wait_for_branches()
         accepted, token = outcomes[round_ % len(outcomes)] if round_ % 4 != 3 else (2, 1234)
         committed = [*draft.token_ids[:accepted], token]
     assert hits == 6
@@ -128,7 +128,7 @@ def test_a_branch_is_the_proposal_that_would_be_drafted(
 
 def test_siblings_and_rounds_draw_apart(engine: Eager) -> None:
     """Each branch draws by the base that it would have: no draw of one round comes again in the next (invariant 2)."""
-    driver = Driver(engine, replace(told(1.0, Rule.TOKENWISE), law=SamplingParams(temperature=100.0)))
+    driver = Driver(engine, replace(opening(1.0, Rule.TOKENWISE), law=SamplingParams(temperature=100.0)))
     proposals, committed = list[list[int]](), list[int]()
     for _ in range(8):
         draft = driver.propose(GAMMA, committed)
@@ -138,39 +138,39 @@ def test_siblings_and_rounds_draw_apart(engine: Eager) -> None:
 
 
 @pytest.mark.parametrize(("gamma", "more", "hit"), [(2, [], True), (7, [], True), (GAMMA, [12, 13], False)])
-def test_a_length_may_change_and_what_the_target_wrote_alone_is_no_outcome(
+def test_gamma_may_change_and_tokens_of_decode_match_no_branch(
     engine: Eager, gamma: int, more: list[int], hit: bool
 ) -> None:
-    ahead, plain = (Driver(engine, told(1.0, Rule.TOKENWISE, looks_ahead=on)) for on in (True, False))
+    ahead, plain = (Driver(engine, opening(1.0, Rule.TOKENWISE, uses_outcome_cache=on)) for on in (True, False))
     draft = ahead.propose(GAMMA)
     assert plain.propose(GAMMA).token_ids == draft.token_ids
     committed = [*ahead.likeliest(draft), *more]
     draft, without = ahead.propose(gamma, committed), plain.propose(gamma, committed)
-    assert draft.foresight is not None
-    assert draft.foresight.hit is hit
+    assert draft.cache_use is not None
+    assert draft.cache_use.hit is hit
     assert_alike(draft, without)
 
 
-def test_nothing_is_left_of_sequences_that_end(engine: Eager) -> None:
-    drivers = [Driver(engine, told(1.0, rule, seed=i)) for i, rule in enumerate((Rule.COUPLED, Rule.BLOCK))]
+def test_sequences_that_end_free_their_branches(engine: Eager) -> None:
+    drivers = [Driver(engine, opening(1.0, rule, seed=i)) for i, rule in enumerate((Rule.COUPLED, Rule.BLOCK))]
     for driver in drivers:
         driver.propose(GAMMA, driver.likeliest(driver.propose(GAMMA)))
-        driver.foresee()
+        driver.wait_for_branches()
     for driver in drivers:
         driver.close()
     engine.stop()
-    assert not engine.cache.lookaheads
+    assert not engine.cache.entries
     assert engine.model_runner.pool.used_blocks == 0
     engine.model_runner.pool.check_integrity()
 
 
-def test_branches_give_way_to_sequences(loaded: LoadedModel) -> None:
+def test_sequences_preempt_branches(loaded: LoadedModel) -> None:
     """Of a pool of 12 blocks one sequence and its branches hold some; another asks for nearly all."""
     engine = eager(loaded, prefill_tokens=512, max_length=340, blocks=12)
     engine.start()
-    small, large = Driver(engine, told(0.0, Rule.TOKENWISE)), Driver(engine, told(0.0, Rule.TOKENWISE))
+    small, large = Driver(engine, opening(0.0, Rule.TOKENWISE)), Driver(engine, opening(0.0, Rule.TOKENWISE))
     small.propose(GAMMA)
-    small.foresee()
+    small.wait_for_branches()
     draft = large.propose(GAMMA, list(range(1, 330)))
     assert len(draft.token_ids) == GAMMA
     engine.stop()
@@ -180,20 +180,20 @@ def test_branches_give_way_to_sequences(loaded: LoadedModel) -> None:
 # ------------------------------------------------------------------------------------------- what it chooses by
 
 
-def test_what_is_begun_is_done_before_the_first_of_them_asks() -> None:
+def test_steps_end_before_the_first_expected_request() -> None:
     spare, now = SpareTime(), 0.0
     assert spare.steps(now, 1) == 0, "no wait and no step is known yet"
-    spare.spent(1, 5, 0.0025)
+    spare.add_steps(1, 5, 0.0025)
     for _ in range(60):
-        spare.left["a"] = now
+        spare.sent["a"] = now
         now += 0.010
-        spare.asked("a", now)
-    spare.left["late"] = now
+        spare.requested("a", now)
+    spare.sent["late"] = now
     assert spare.steps(now, 1) == pytest.approx(20, abs=1)
-    assert spare.steps(now, 4) == pytest.approx(5, abs=1), "as if one by one, until it is measured"
+    assert spare.steps(now, 4) == pytest.approx(5, abs=1), "without measurements: one after the other"
     assert spare.steps(now + 0.006, 1) == pytest.approx(8, abs=1)
-    assert spare.steps(now + 0.02, 1) == 0, "overdue: it may ask at any moment"
-    spare.left["early"] = now - 0.008
+    assert spare.steps(now + 0.02, 1) == 0, "overdue: the request may come at any moment"
+    spare.sent["early"] = now - 0.008
     assert spare.steps(now, 1) == pytest.approx(4, abs=1)
 
 
@@ -210,6 +210,6 @@ def share_on(gain: float, *, seed: int, rounds: int = 6000) -> float:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_what_pays_is_done_and_what_does_not_is_left(seed: int) -> None:
+def test_branches_are_used_only_where_they_pay(seed: int) -> None:
     assert share_on(0.1, seed=seed) > 0.9
     assert share_on(-0.1, seed=seed) < 0.1

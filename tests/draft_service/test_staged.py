@@ -55,10 +55,10 @@ def staged_engine(loaded: LoadedModel, **how: Any) -> DraftEngine:
 
 
 class Driver(engines.Driver):
-    def begin_anew(self, told: DraftSequence, cheap: GuessingDrafter) -> None:
+    def begin_anew(self, opening: DraftSequence, cheap: GuessingDrafter) -> None:
         """As if another sequence of the same prompt, its prompt read. Between rounds nobody else looks at it."""
-        self.sequence.told = told
-        self.sequence.guessing = GuessingState(cheap.guesser(told, Domain.STAGED_DRAFT))
+        self.sequence.opening = opening
+        self.sequence.guessing = GuessingState(cheap.guesser(opening, Domain.STAGED_DRAFT))
 
 
 def sequence(**changes: Any) -> DraftSequence:
@@ -75,7 +75,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @pytest.mark.parametrize("cheap", CHEAP)
 @pytest.mark.parametrize(
-    "told",
+    "opening",
     [
         sequence(law=GREEDY),
         sequence(rule=Rule.COUPLED, draft_temperature=0.3),
@@ -84,14 +84,14 @@ GREEDY = SamplingParams(temperature=0.0)
     ],
     ids=["greedy", "coupled, colder", "greedy draft", "penalties and bans, coupled"],
 )
-def test_tokens_are_the_models_own_over_many_rounds(cheap: str, told: DraftSequence, engine: DraftEngine) -> None:
+def test_tokens_are_the_models_own_over_many_rounds(cheap: str, opening: DraftSequence, engine: DraftEngine) -> None:
     """Verdicts that accept all, some and none of a proposal, and one of what nobody drafted."""
-    staged, alone = Driver(engine, told, CHEAP[cheap]), Driver(engine, told)
+    staged, alone = Driver(engine, opening, CHEAP[cheap]), Driver(engine, opening)
     committed = list[int]()
     for accepted in (6, 0, 2, 6, 1, 6, 6, 4):
         drafts = [driver.propose(6, committed) for driver in (staged, alone)]
         assert drafts[0].token_ids == drafts[1].token_ids
-        assert drafts[0].laws == drafts[1].laws
+        assert drafts[0].distributions == drafts[1].distributions
         committed = [*drafts[0].token_ids[:accepted], 11 + accepted, 5, 17]
     assert counts_of(engine).passes > 0
     assert counts_of(engine).failures == 0
@@ -118,8 +118,8 @@ def test_a_guesser_that_breaks_is_left_out(engine: DraftEngine) -> None:
         def guesser(self, sequence: DraftSequence, domain: Domain = Domain.DRAFT) -> Guesser:
             return Broken(1)
 
-    told = sequence(law=GREEDY)
-    drivers = [Driver(engine, told, cheap) for cheap in (BrokenDrafter(min_match=1), CHEAP["lookup"], None)]
+    opening = sequence(law=GREEDY)
+    drivers = [Driver(engine, opening, cheap) for cheap in (BrokenDrafter(min_match=1), CHEAP["lookup"], None)]
     for committed in ([], [1, 2]):
         for driver in drivers:
             driver.ask(6, committed)
@@ -171,12 +171,12 @@ def proposals_of(loaded: LoadedModel, count: int, guesser: str = "ngram") -> tup
     cheap: GuessingDrafter = by_counts if guesser == "ngram" else LookupDrafter(min_match=2)
     engine = staged_engine(loaded, vocab_size=size, config=CUT, guesses=2, max_length=64)
     engine.start()
-    told = DraftSequence(PROMPT, [], SamplingParams(), LogitRules(), 0)
-    drivers = [Driver(engine, told, cheap, vocab_size=size) for _ in range(4)]
+    opening = DraftSequence(PROMPT, [], SamplingParams(), LogitRules(), 0)
+    drivers = [Driver(engine, opening, cheap, vocab_size=size) for _ in range(4)]
     counts = np.zeros((SIZE,) * GAMMA, dtype=np.int64)
     for first in range(0, count, len(drivers)):
         for number, driver in enumerate(drivers):
-            driver.begin_anew(replace(told, seed=7_000_003 + first + number), cheap)
+            driver.begin_anew(replace(opening, seed=7_000_003 + first + number), cheap)
             driver.ask(GAMMA)
         for driver in drivers:
             counts[tuple(driver.answer().token_ids)] += 1
@@ -251,25 +251,25 @@ def test_it_is_algorithm_1_with_the_quantised_law_for_a_target(is_point_mass: bo
     generator = np.random.default_rng(1)
     kept = 0
     for _ in range(3000):
-        guessed, told = (None if is_point_mass else random_law(generator)), random_law(generator)
+        guessed, q_hat = (None if is_point_mass else random_law(generator)), random_law(generator)
         token = int(generator.integers(KINDS)) if guessed is None else int(generator.choice(guessed.ids))
-        q, r = dense_law(told), np.eye(KINDS)[token] if guessed is None else dense_law(guessed)
+        q, r = dense_law(q_hat), np.eye(KINDS)[token] if guessed is None else dense_law(guessed)
         u, w = generator.random(2)
         stands = reference.accepts(u, 1.0, r[token], q[token])
-        assert accepts(u, guessed, told, token) == stands
+        assert accepts(u, guessed, q_hat, token) == stands
         kept += stands
         if not stands:
             cdf = reference.residual(q, r).cumsum()
-            assert resample(w, guessed, told, token) == np.searchsorted(cdf, w * cdf[-1], side="right")
+            assert resample(w, guessed, q_hat, token) == np.searchsorted(cdf, w * cdf[-1], side="right")
     assert 200 < kept < 2800
 
 
 def test_a_token_without_mass_never_stands_and_equality_does_not_suffice() -> None:
-    told = law({1: 1, 2: 3})
-    assert not accepts(0.0, None, told, 0)
-    assert not accepts(0.0, law({0: 1}), told, 0)
-    assert accepts(0.0, law({1: 1}), told, 1)
-    assert not accepts(0.25, None, told, 1), "u = q̂ exactly"
-    assert accepts(np.nextafter(0.25, 0), None, told, 1)
-    assert not accepts(0.0, law({2: 1}), told, 1), "a guess that its own law excludes"
-    assert resample(0.999, None, told, 2) == 1
+    q_hat = law({1: 1, 2: 3})
+    assert not accepts(0.0, None, q_hat, 0)
+    assert not accepts(0.0, law({0: 1}), q_hat, 0)
+    assert accepts(0.0, law({1: 1}), q_hat, 1)
+    assert not accepts(0.25, None, q_hat, 1), "u = q̂ exactly"
+    assert accepts(np.nextafter(0.25, 0), None, q_hat, 1)
+    assert not accepts(0.0, law({2: 1}), q_hat, 1), "a guess that its own law excludes"
+    assert resample(0.999, None, q_hat, 2) == 1

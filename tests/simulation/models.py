@@ -245,7 +245,7 @@ class _TokenDrafting(Drafting):
         self._under_way: asyncio.Future[Draft] | None = None
         drafter.num_open += 1
 
-    def room(self) -> int:
+    def capacity(self) -> int:
         return UNBOUNDED
 
     def advance(self, tokens: Sequence[int]) -> None:

@@ -97,14 +97,14 @@ def eager_outcome_cache() -> None:
     """No fault, but what shows one: whoever asks waits until four outcomes have been drafted for."""
     from draft_service.drafters import outcome_cache
     from draft_service.drafters.engine import DraftEngine
-    from draft_service.drafters.sequence import Ask, Close
+    from draft_service.drafters.sequence import Close, Propose
 
     outcome_cache.MOST_BRANCHES = 4
     outcome_cache.SpareTime.steps = lambda self, now, width: 64  # type: ignore[method-assign]
     outcome_cache.Trial.choose = lambda self: True  # type: ignore[method-assign]
     honest = DraftEngine.receive
 
-    def receive(self: DraftEngine, message: Ask | Close) -> None:
+    def receive(self: DraftEngine, message: Propose | Close) -> None:
         while work := self.cache.work(time.perf_counter()):
             self.process(work, self.forward(work))
         honest(self, message)
@@ -120,7 +120,7 @@ def branches_take_the_likeliest() -> None:
     honest = ModelSequence.adopt
 
     def adopt(self: ModelSequence, branch: ModelSequence, gamma: int) -> None:
-        for i, q in enumerate(branch.laws):
+        for i, q in enumerate(branch.distributions):
             if isinstance(q, SparseDistribution):
                 branch.tokens[branch.base + i] = int(q.ids[q.weights.argmax()])
         honest(self, branch, gamma)
