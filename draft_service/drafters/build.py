@@ -36,7 +36,9 @@ def check_settings(settings: DraftSettings) -> None:
     staged_by_counts = loads_model(settings) and Kind(settings.staged_by) is Kind.NGRAM
     for asks, flag in ((Kind(settings.drafter) is Kind.NGRAM, "--drafter"), (staged_by_counts, "--staged-by")):
         if asks:
-            raise SettingsError(f"{flag} ngram: nothing to count; give --ngram-corpus FILE, --ngram-learn, or both")
+            raise SettingsError(
+                f"{flag} ngram: there is no text to count; set --ngram-corpus FILE, --ngram-learn, or both"
+            )
 
 
 def loads_model(settings: DraftSettings) -> bool:

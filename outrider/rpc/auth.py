@@ -89,16 +89,18 @@ def _read(path: Path) -> list[tuple[int, str]]:
     try:
         lines = path.read_text(encoding="ascii").splitlines()
     except UnicodeDecodeError:
-        raise FileProblem(f"{path}: is no text in ASCII") from None
+        raise FileProblem(f"{path}: is not ASCII text") from None
     found = [(number, line.strip()) for number, line in enumerate(lines, 1)]
     tokens = [(number, line) for number, line in found if line and not line.startswith("#")]
     if not tokens:
-        raise FileProblem(f"{path}: holds no token; one a line is expected")
+        raise FileProblem(f"{path}: has no token; write one token a line")
     for number, token in tokens:
         if len(token) < LEAST_CHARS:
             raise FileProblem(f"{path}: line {number} has {len(token)} characters; a token has at least {LEAST_CHARS}")
         if not _TOKEN.fullmatch(token):
-            raise FileProblem(f"{path}: line {number} is no token: letters, digits and . _ ~ + / - with = at the end")
+            raise FileProblem(
+                f"{path}: line {number} is not a token: use letters, digits and . _ ~ + / -, and = at the end only"
+            )
     return tokens
 
 

@@ -178,7 +178,11 @@ def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredenti
     except RuntimeError as error:
         raise StartupError(
             f"cannot listen at {address}: "
-            + ("no socket can be made there" if is_socket else "the port is taken, or the host is not this machine's")
+            + (
+                "no socket can be created there"
+                if is_socket
+                else "the port is taken, or the host is not this machine's"
+            )
         ) from error
     return address if is_socket else f"{host}:{bound}"
 

@@ -89,7 +89,7 @@ class Watched(Generic[Value]):
                 return before, value
             if before is None:
                 break
-        raise problem or FileProblem(f"{', '.join(map(str, self._paths))}: changed while being read")
+        raise problem or FileProblem(f"{', '.join(map(str, self._paths))}: changed while it was read; try again")
 
     def _look(self) -> _Face | None:
         """Changes when a file does; None where one is not there."""
@@ -186,7 +186,7 @@ def _authority(path: Path) -> bytes:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem.decode("ascii"))
     except (ssl.SSLError, ValueError):
-        raise FileProblem(f"{path}: holds no certificate in PEM") from None
+        raise FileProblem(f"{path}: has no PEM certificate") from None
     return pem
 
 
@@ -198,11 +198,11 @@ def _pair(cert: Path, key: Path) -> tuple[bytes, bytes]:
     """
     chain, secret = cert.read_bytes(), key.read_bytes()
     if b"ENCRYPTED" in secret:
-        raise FileProblem(f"{key}: has a passphrase; gRPC takes keys without one")
+        raise FileProblem(f"{key}: has a passphrase; remove it, since gRPC reads keys without one only")
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key)
     except ssl.SSLError as error:
         if "MISMATCH" in str(error):
             raise FileProblem(f"{key}: is not the key of the certificate {cert}") from None
-        raise FileProblem(f"{cert} and {key}: are no certificate and its private key in PEM") from None
+        raise FileProblem(f"{cert} and {key}: are not a PEM certificate and its private key") from None
     return secret, chain

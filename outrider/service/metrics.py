@@ -131,7 +131,7 @@ def exposed(metrics: Metrics, address: str) -> Iterator[str]:
         )[0]
         server = _Server(found, family)
     except OSError as error:
-        raise StartupError(f"cannot show metrics at {address}: {error.strerror or error}") from error
+        raise StartupError(f"cannot serve metrics at {address}: {error.strerror or error}") from error
     server.set_app(make_wsgi_app(metrics.registry))
     thread = threading.Thread(target=server.serve_forever, args=(_POLL_SECONDS,), name="metrics", daemon=True)
     thread.start()

@@ -102,8 +102,8 @@ def test_a_drafter_that_cannot_serve_is_refused_by_name(client: Client, with_mod
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"drafter": "ngram"}, "--drafter ngram: nothing to count"),
-        ({"staged_by": "ngram"}, "--staged-by ngram: nothing to count"),
+        ({"drafter": "ngram"}, "--drafter ngram: there is no text to count"),
+        ({"staged_by": "ngram"}, "--staged-by ngram: there is no text to count"),
         ({"ngram_corpus": "no/such.txt"}, "--ngram-corpus: no file 'no/such.txt'"),
     ],
 )

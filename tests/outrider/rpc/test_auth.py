@@ -277,10 +277,10 @@ def test_a_file_that_makes_no_sense_changes_nothing_and_shows_nothing(
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", "holds no token"),
+        (b"", "has no token; write"),
         (b"fifteen-letters\n", "line 1 has 15 characters; a token has at least 16"),
-        (f"{FIRST}\n\nsome words that are no token\n".encode(), "line 3 is no token"),
-        ("ünïcödé-tokens-are-none".encode(), "no text in ASCII"),
+        (f"{FIRST}\n\nsome words that are no token\n".encode(), "line 3 is not a token"),
+        ("ünïcödé-tokens-are-none".encode(), "not ASCII text"),
     ],
 )
 def test_a_file_without_tokens_is_refused_at_the_start(file: Path, content: bytes, says: str) -> None:

@@ -49,7 +49,7 @@ async def test_a_socket_in_the_file_system_will_do(tmp_path: Path) -> None:
     async with serving(Probe(), address=address) as bound, open_channel(address) as channel:
         assert bound == address
         assert await once(channel)(b"x") == b"x"
-    with pytest.raises(StartupError, match="no socket can be made there"):
+    with pytest.raises(StartupError, match="no socket can be created there"):
         bind(create_server(max_message_bytes=1 << 20), f"unix:{tmp_path}/nowhere/probe.sock")
 
 

@@ -185,8 +185,8 @@ def test_files_that_are_not_what_they_should_be_are_named(files: Files, tmp_path
     bad: list[tuple[Callable[[], object], str]] = [
         (lambda: ServerTLS(cert, tmp_path / "no.key"), r"no\.key: No such file"),
         (lambda: ServerTLS(cert, files.client.key), "client.key: is not the key of the certificate .*server.crt"),
-        (lambda: ServerTLS(text, key), "text and .*server.key: are no certificate and its private key"),
-        (lambda: ServerTLS(cert, key, text), "text: holds no certificate in PEM"),
+        (lambda: ServerTLS(text, key), "text and .*server.key: are not a PEM certificate and its private key"),
+        (lambda: ServerTLS(cert, key, text), "text: has no PEM certificate"),
         (lambda: ServerTLS(locked.cert, locked.key), "has a passphrase"),
         (lambda: ChannelTLS(TLS(ca=ca, cert=cert)), "go together"),
         (lambda: ChannelTLS(TLS(ca=ca, cert=cert, key=files.client.key)), "is not the key"),

@@ -27,7 +27,7 @@ def test_what_is_described_is_shown_and_the_port_is_free_afterwards() -> None:
 def test_a_port_that_is_taken_is_named() -> None:
     with (
         exposed(Metrics(), "127.0.0.1:0") as address,
-        pytest.raises(StartupError, match=f"^cannot show metrics at {address}: Address already in use$"),
+        pytest.raises(StartupError, match=f"^cannot serve metrics at {address}: Address already in use$"),
     ):
         exposed(Metrics(), address).__enter__()
 

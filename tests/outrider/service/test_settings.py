@@ -110,7 +110,7 @@ def test_the_way_to_verifiers_is_tls_or_local_or_meant(files: Files) -> None:
     assert way("--verifier", "box:1", "--plaintext", *whole) is not None
     assert refused(*whole[:4]) == "--verifier-tls-cert needs --verifier-tls-key"
     assert refused("--verifier-tls-name", "v") == "--verifier-tls-name needs --verifier-tls-ca"
-    assert "holds no certificate" in refused("--verifier-tls-ca", files.tokens)
+    assert "has no PEM certificate" in refused("--verifier-tls-ca", files.tokens)
 
 
 async def test_a_client_speaks_plaintext_to_other_machines_only_where_it_is_told_to(files: Files) -> None:
