@@ -73,6 +73,19 @@ name, in upper case with `_` for `-`: `OUTRIDER_GENERATE_DRAFT` is `outrider gen
 """
 
 
+_OTHERS = """
+## Variables of libraries
+
+| variable | read by | meaning |
+| --- | --- | --- |
+| `OMP_NUM_THREADS` | torch | CPU threads of a model without `--threads` |
+| `HF_HOME`, `HF_TOKEN`, `HF_HUB_OFFLINE` | Hugging Face Hub | folder; token; `1`: use the cache alone |
+| `GRPC_VERBOSITY` | gRPC | its own log lines: `NONE` unless set, `error` for errors |
+| `OTEL_EXPORTER_OTLP_CERTIFICATE` | OpenTelemetry | CA (PEM) of an `https://` collector |
+| `TRITON_INTERPRET` | Triton | `1`: run the Triton kernels on a CPU, slowly, for tests |
+"""
+
+
 def _settings_page() -> str:
     services = ((VerifierSettings, "Verifier service"), (DraftSettings, "Draft service"))
     own = {kind: [name for name in kind.model_fields if name in kind.__annotations__] for kind, _ in services}
@@ -83,6 +96,7 @@ def _settings_page() -> str:
         sections += [f"\n## {title}\n\nFurther options of `{program}`.\n", _fields(kind, own[kind])]
     sections.append(_OUTRIDER)
     sections += [_command(name, command) for name, command in sorted(outrider.commands.items())]
+    sections.append(_OTHERS.rstrip())
     return "\n".join(sections) + "\n"
 
 
