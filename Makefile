@@ -40,10 +40,11 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 MANIFEST := pyproject.toml constraints.txt
 SERVICE := $(VENV)/.installed-service
 BENCH := $(VENV)/.installed-bench
+DOCS := $(VENV)/.installed-docs
 DEV := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format protos reference bench gpu gpu-wheels constraints clean
+.PHONY: help demo test lint format protos reference docs bench gpu gpu-wheels constraints clean
 
 help:
 	@echo "make demo         run both services on the model pair in the repository"
@@ -52,6 +53,7 @@ help:
 	@echo "make format       put the code into the one format"
 	@echo "make protos       write the stubs anew from the .proto files"
 	@echo "make reference    write the generated pages of docs/reference anew"
+	@echo "make docs         build the site of the documentation in site/"
 	@echo "make bench        measure the pair against the target alone"
 	@echo "make gpu          test and measure on a GPU; PART=1, 2 or 3 for one run, DRY=1 for a trial on a CPU"
 	@echo "make gpu-wheels   download what a machine with torch and transformers lacks for it"
@@ -65,6 +67,10 @@ demo: $(SERVICE)
 # In the order of their names: by the number of their tests, files of few and long ones would come last, to one worker.
 test: $(DEV)
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
+
+docs: $(DOCS)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	@echo "site/index.html; to read and search it: $(BIN)/python -m http.server --directory site"
 
 bench: $(BENCH)
 	@$(BIN)/python -m benchmarks.pair $(BENCH_ARGS)
@@ -119,10 +125,15 @@ $(BENCH): $(MANIFEST) | $(BIN)/python
 	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[service,bench]'
 	@touch $(SERVICE) $@
 
+$(DOCS): $(MANIFEST) | $(BIN)/python
+	@echo "Installing what the site of the documentation needs into $(VENV)"
+	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[docs]'
+	@touch $@
+
 $(DEV): $(MANIFEST) | $(BIN)/python
-	@echo "Installing Outrider and what its services, benchmarks and tests need into $(VENV)"
-	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[service,bench,dev]'
-	@touch $(SERVICE) $(BENCH) $@
+	@echo "Installing Outrider and what its services, benchmarks, tests and documentation need into $(VENV)"
+	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[service,bench,dev,docs]'
+	@touch $(SERVICE) $(BENCH) $(DOCS) $@
 
 # In an environment of its own, so that what else a developer has installed stays out. What a CUDA build of torch
 # brings besides depends on the build, so the file names none of it, save triton, for Linux.
@@ -130,7 +141,7 @@ constraints:
 	@rm -rf build/constraints && mkdir -p build
 	@$(PYTHON) -m venv build/constraints
 	@build/constraints/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
-		--editable '.[service,bench,dev]'
+		--editable '.[service,bench,dev,docs]'
 	@sed '/^[^#]/,$$d' constraints.txt > build/constraints.txt
 	@build/constraints/bin/python -m pip freeze --all --exclude-editable \
 		| sed -E -e 's/\+[A-Za-z0-9.]+$$//' -e '/^(pip|wheel|triton|nvidia-[^=]*|cuda-[^=]*)==/d' >> build/constraints.txt
@@ -138,4 +149,4 @@ constraints:
 	@mv build/constraints.txt constraints.txt && rm -rf build/constraints
 
 clean:
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

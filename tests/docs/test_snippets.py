@@ -1,0 +1,218 @@
+"""What pages tell a reader to run runs: all `sh` and `python` blocks of a page, in order, in one folder.
+
+- Services that a page starts by `outrider serve` or `python -m` run in the background until the page ends. A page that
+  starts none finds the demo pair.
+- Hosts of the examples are this machine, and their ports are free ones. `make` says what it would do.
+- A `text` block right after a `python` block is what that prints.
+- Where a fence says why its block does not run ("```sh no-test: needs a cluster"), its commands are checked instead:
+  flags, files and targets of make exist.
+"""
+
+import ast
+import asyncio
+import contextlib
+import inspect
+import io
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from draft_service.settings import DraftSettings
+from outrider.cli import main as outrider_command
+from outrider.cli.processes import Pair
+from outrider.service.settings import ServiceSettings
+from tests.cluster import free_address
+from tests.docs.pages import PAGES, Block, blocks, name
+from tests.docs.services import Services
+from tests.project.tree import ROOT
+from verifier_service.settings import VerifierSettings
+
+LANGUAGES = ("sh", "python")
+BLOCK_S = 120.0
+SETTINGS: dict[str, type[ServiceSettings]] = {"draft_service": DraftSettings, "verifier_service": VerifierSettings}
+NAMES = (
+    {f"OUTRIDER_{field.upper()}" for kind in SETTINGS.values() for field in kind.model_fields}
+    | {f"OUTRIDER_{command.upper()}" for command in outrider_command.commands}
+)  # fmt: skip
+
+_ADDRESS = re.compile(
+    r"\b(?:127\.0\.0\.1|0\.0\.0\.0|localhost|[a-z]+-box|draft-[ab]|HOST):(50051|50052|5006\d|90\d\d)\b"
+)
+_STARTS = re.compile(r"^ *(?:outrider serve|python -m (?:draft|verifier)_service)\b", re.MULTILINE)
+_MAKE = re.compile(r"^( *)make\b", re.MULTILINE)
+_ACTIVATE = re.compile(r"^ *(?:\.|source) \.venv/bin/activate$", re.MULTILINE)  # the programs are there already
+
+
+def run(page: Path) -> list[Block]:
+    """Return the blocks of a page that a test runs."""
+    return [block for block in blocks(page, *LANGUAGES) if block.reason is None]
+
+
+class Reader:
+    """Who does what a page says, in a folder of their own that has what the repository has."""
+
+    def __init__(self, page: Path, folder: Path, addresses: dict[str, str]) -> None:
+        self._addresses = addresses
+        self._names: dict[str, Any] = {"__name__": name(page)}
+        self._folder = folder / "clone"
+        self._folder.mkdir()
+        for each in ROOT.iterdir():
+            if not each.name.startswith((".", "build", "site")):
+                (self._folder / each.name).symlink_to(each)
+        draft, verifier = addresses["50051"], addresses["50052"]
+        health = {"--health-listen": "127.0.0.1:0"}
+        self._services = Services(
+            folder,
+            {
+                "verifier_service": {"--listen": verifier, **health},
+                "draft_service": {"--listen": draft, "--verifier": verifier, **health},
+                "serve": {"--listen": draft, "--verifier-listen": verifier},
+            },
+        )
+
+    def close(self) -> None:
+        self._services.close()
+
+    def here(self, text: str) -> str:
+        """Return a block with the addresses of this machine."""
+        return _ADDRESS.sub(lambda found: self._addresses.setdefault(found[1], free_address()), text)
+
+    def shell(self, text: str) -> None:
+        path = os.pathsep.join([str(self._services.programs), os.environ["PATH"]])
+        python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", self.here(_ACTIVATE.sub("", _MAKE.sub(r"\1make -n", text)))],
+            cwd=self._folder,
+            env={**os.environ, "PATH": path, "PYTHONPATH": python_path},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=BLOCK_S,
+            check=False,
+        )
+        assert done.returncode == 0, f"exit code {done.returncode}:\n{done.stdout[-4000:]}"
+
+    def python(self, text: str) -> str:
+        """Run it after the page's blocks before it, `await` included; return what it prints."""
+        code = compile(self.here(text), "<page>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        with contextlib.chdir(self._folder), contextlib.redirect_stdout(io.StringIO()) as printed:
+            result = eval(code, self._names)
+            if inspect.iscoroutine(result):
+                asyncio.run(result)
+        return printed.getvalue()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if run(page)], ids=name)
+def test_snippets_run(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    story = run(page)
+    if any("openssl" in block.text for block in story) and not shutil.which("openssl"):
+        pytest.skip("openssl, which makes the page's certificates, is not installed")
+    if any(_STARTS.search(block.text) for block in story if block.language == "sh"):
+        addresses = {"50051": free_address(), "50052": free_address()}
+    else:
+        pair: Pair = request.getfixturevalue("demo_pair")
+        addresses = {"50051": pair.draft.address, "50052": pair.verifier.address}
+    reader = Reader(page, tmp_path, addresses)
+    try:
+        for block in story:
+            try:
+                if block.language == "sh":
+                    reader.shell(block.text)
+                else:
+                    printed = reader.python(block.text)
+                    assert printed == _output(block, printed)
+            except Exception as error:
+                raise AssertionError(f"{block} does not run: {error}") from error
+    finally:
+        reader.close()
+
+
+def _output(block: Block, otherwise: str) -> str:
+    """Return the `text` block right after a block of Python."""
+    found = list(blocks(block.page))
+    after = found[found.index(block) + 1 :][:1]
+    if not after or after[0].language != "text":
+        return otherwise
+    lines = block.page.read_text(encoding="utf-8").splitlines()
+    end = block.line + block.text.count("\n") + 1
+    return after[0].text if not "".join(lines[end : after[0].line - 1]).strip() else otherwise
+
+
+# ----------------------------------------------------------------------------------------------- what does not run here
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_fences_say_why_a_block_does_not_run(page: Path) -> None:
+    for block in blocks(page):
+        assert not block.info.strip() or block.reason, f"{block}: {block.info}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_commands_that_do_not_run_name_what_exists(page: Path) -> None:
+    for block in blocks(page, "sh"):
+        for words in _commands(block.text):
+            _check(block, words)
+
+
+def _commands(text: str) -> Iterator[list[str]]:
+    """Yield the words of each command, without heredocs and comments."""
+    text = re.sub(r"<<'?(\w+)'?.*?^\1$", "", text, flags=re.MULTILINE | re.DOTALL).replace("\\\n", " ")
+    for line in text.splitlines():
+        words = shlex.split(line, comments=True)
+        while words and (re.match(r"[A-Z_]+=", words[0]) or words[0] in {"taskset", "numactl", "sudo"}):
+            words = words[1:]
+        if words:
+            yield words
+
+
+def _check(block: Block, words: list[str]) -> None:
+    flags = {word.partition("=")[0] for word in words if word.startswith("--")}
+    module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
+    if words[0] == "make":
+        targets = [word for word in words[1:] if "=" not in word]
+        known = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        assert set(targets) <= set(known), f"{block}: {words}"
+    elif words[0] == "outrider" and words[1:2] and not words[1].startswith("-"):
+        assert words[1] in outrider_command.commands, f"{block}: outrider {words[1]}"
+        assert flags <= _options(outrider_command.commands[words[1]]), f"{block}: {words}"
+    elif module in SETTINGS:
+        flags = {word.partition("=")[0] for word in words[words.index(module) :] if word.startswith("--")}
+        assert flags <= _flags(module), f"{block}: {flags - _flags(module)}"
+    elif words[0] == "kubectl" and "-k" in words:
+        overlay = ROOT / words[words.index("-k") + 1]
+        assert (overlay / "kustomization.yaml").is_file(), f"{block}: {overlay}"
+
+
+def _options(command: click.Command) -> set[str]:
+    if command.context_settings.get("ignore_unknown_options"):
+        return {f"--{field.replace('_', '-')}" for kind in SETTINGS.values() for field in kind.model_fields} | _own(
+            command
+        )
+    return _own(command)
+
+
+def _own(command: click.Command) -> set[str]:
+    return {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)} | {
+        "--help"
+    }
+
+
+def _flags(module: str) -> set[str]:
+    named = {field.replace("_", "-") for field in SETTINGS[module].model_fields}
+    return {f"--{each}" for each in named} | {f"--no-{each}" for each in named} | {"--help", "--version"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_variables_that_pages_name_exist(page: Path) -> None:
+    named = set(re.findall(r"\bOUTRIDER_[A-Z_]+[A-Z]\b", page.read_text(encoding="utf-8")))
+    commands = tuple(f"OUTRIDER_{command.upper()}_" for command in outrider_command.commands)
+    assert {each for each in named - NAMES if not each.startswith(commands)} == set()
