@@ -75,7 +75,13 @@ def test_the_service_says_what_it_has(cheap: ServiceProcess, pair_process: Servi
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_a_seed_is_the_same_text_with_every_drafter(client: Client, with_model: Client, temperature: float) -> None:
-    asked: dict[str, Any] = {"max_new_tokens": TOKENS, "temperature": temperature, "seed": 12, "ignore_eos": True}
+    asked: dict[str, Any] = {
+        "max_new_tokens": TOKENS,
+        "temperature": temperature,
+        "seed": 12,
+        "ignore_eos": True,
+        "gamma": 4,
+    }
     drafters = {client: CHEAP, with_model: ("model", "staged", "lookup", "random")}
     texts = [of.complete(PROMPT, drafter=each, **asked) for of, some in drafters.items() for each in some]
     assert {text.token_ids for text in texts} == {texts[0].token_ids}
