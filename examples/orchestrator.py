@@ -1,11 +1,11 @@
-"""A third party that drives the loop itself: proposals from one service, verdicts from another, in between it decides.
+"""A client that drives the loop itself: it passes proposals of a draft service to a verifier, and verdicts back.
 
-It stands on the public contract and gRPC alone: no tokenizer, so prompt and text are token ids.
+It needs the public contract and gRPC alone. It has no tokenizer: prompt and text are token ids.
 
     python examples/orchestrator.py DRAFT_HOST:PORT VERIFIER_HOST:PORT 317 12 88
 """
 
-import sys
+import argparse
 from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any
@@ -25,18 +25,18 @@ class Stream:
     def __init__(self, method: Callable[..., Any], request: type) -> None:
         self._request = request
         self._outbox: SimpleQueue[Any] = SimpleQueue()
-        self._answers = method(iter(self._outbox.get, None))
+        self._responses = method(iter(self._outbox.get, None))
 
     def send(self, **kind: Any) -> None:
         self._outbox.put(self._request(sequence_id="orchestrated", **kind))
 
     def take(self, kind: str) -> Any:
-        """The next answer of this kind; notices, among others, are passed over."""
-        return next(getattr(answer, kind) for answer in self._answers if answer.WhichOneof("kind") == kind)
+        """The next response of this kind; others, such as notices, are skipped."""
+        return next(getattr(response, kind) for response in self._responses if response.WhichOneof("kind") == kind)
 
     def close(self) -> None:
         self._outbox.put(None)
-        self._answers.cancel()
+        self._responses.cancel()
 
 
 def generate(
@@ -48,10 +48,10 @@ def generate(
 ) -> Iterator[int]:
     """Yields tokens as the target commits them. `sampling` names the seed and the rule: both services need both."""
     drafts = Stream(DraftServiceStub(draft).Propose, draft_service_pb2.ProposeRequest)
-    judge = Stream(VerifierServiceStub(verifier).Verify, verifier_service_pb2.VerifyRequest)
+    verdicts = Stream(VerifierServiceStub(verifier).Verify, verifier_service_pb2.VerifyRequest)
     try:
         drafts.send(open=draft_service_pb2.OpenDraft(prompt_token_ids=prompt, sampling=sampling))
-        judge.send(
+        verdicts.send(
             open=verifier_service_pb2.OpenSequence(
                 prompt_token_ids=prompt, sampling=sampling, max_new_tokens=max_new_tokens
             )
@@ -61,18 +61,29 @@ def generate(
             drafts.send(
                 advance={"round": number, "base_length": base, "committed_token_ids": committed, "gamma": GAMMA}
             )
-            judge.send(proposal=drafts.take("proposal"))  # as it is
-            verdict = judge.take("verdict")
+            verdicts.send(proposal=drafts.take("proposal"))  # as it is
+            verdict = verdicts.take("verdict")
             number, base, committed = number + 1, base + len(committed), list(verdict.token_ids)
             finished = bool(verdict.finish_reason)
             yield from committed
     finally:
         drafts.close()
-        judge.close()
+        verdicts.close()
+
+
+def main() -> None:
+    """Reads the addresses and the prompt from the command line."""
+    parser = argparse.ArgumentParser(description="Generates 64 tokens from a draft service and a verifier.")
+    parser.add_argument("draft", metavar="DRAFT_HOST:PORT")
+    parser.add_argument("verifier", metavar="VERIFIER_HOST:PORT")
+    parser.add_argument("prompt", metavar="TOKEN_ID", type=int, nargs="+", help="the prompt, as token ids")
+    given = parser.parse_args()
+    sampling = sampling_pb2.SamplingParams(temperature=0.8, seed=7, rule=sampling_pb2.ACCEPTANCE_RULE_COUPLED)
+    with grpc.insecure_channel(given.draft) as draft, grpc.insecure_channel(given.verifier) as verifier:
+        for token in generate(draft, verifier, given.prompt, sampling, max_new_tokens=64):
+            print(token, end=" ", flush=True)
+    print()
 
 
 if __name__ == "__main__":
-    law = sampling_pb2.SamplingParams(temperature=0.8, seed=7, rule=sampling_pb2.ACCEPTANCE_RULE_COUPLED)
-    with grpc.insecure_channel(sys.argv[1]) as draft, grpc.insecure_channel(sys.argv[2]) as verifier:
-        for token in generate(draft, verifier, [int(word) for word in sys.argv[3:]], law, max_new_tokens=64):
-            print(token, end=" ", flush=True)
+    main()

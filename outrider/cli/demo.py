@@ -21,7 +21,7 @@ from rich.text import Text
 
 from outrider.cli.options import flags_of_pair, model_options, request_of, sampling_options, temperature_option
 from outrider.cli.output import Failure, completion_document, fails_in_one_line, warn_of_loss, write_json
-from outrider.cli.processes import Pair, running_pair, terminated_as_interrupted
+from outrider.cli.processes import Pair, busy_processors, processors, running_pair, terminated_as_interrupted
 from outrider.client import AcceptanceRule, Chunk, Client, Completion, Event, TokenOrigin, Unavailable
 
 MODELS = Path(__file__).resolve().parents[2] / "models" / "demo"
@@ -30,6 +30,8 @@ FALLBACK_PROMPT = 'def mean(values):\n    """Return the arithmetic mean of a lis
 HEALTH_TIMEOUT_S = 300.0
 # A large process takes a moment to be gone after its connections are.
 _DEATH_S = 3.0
+# Share of the processors that other processes may use before the demo warns.
+_BUSY_SHARE = 0.15
 # Enough tokens for either way to have run each of its steps.
 _WARM_UP_TOKENS = 16
 
@@ -67,6 +69,7 @@ def demo_command(prompt: str | None, max_new_tokens: int, repeats: int, as_json:
     options["max_new_tokens"] = max_new_tokens
     text = prompt if prompt is not None else _default_prompt()
     out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+    warn_of_busy_processors()
     with (
         terminated_as_interrupted(),
         err.status("Starting the verifier service (target) and the draft service") as status,
@@ -102,6 +105,17 @@ def demo_command(prompt: str | None, max_new_tokens: int, repeats: int, as_json:
         promised = options.get("temperature") == 0 or shown.rule is AcceptanceRule.COUPLED
         draw_comparison(out, comparison, promised=promised)
         warn_of_loss(shown.started)
+
+
+def warn_of_busy_processors() -> None:
+    """Warns on stderr if other processes use the processors: the times are then not comparable."""
+    busy, count = busy_processors(), len(processors())
+    if busy > _BUSY_SHARE * count:
+        click.echo(
+            f"outrider: other processes keep {busy:.1f} of {count} processors busy: the times below are too long, and "
+            "the ratio may be below 1",
+            err=True,
+        )
 
 
 def _demo_model(name: str) -> str:

@@ -53,7 +53,7 @@ def generate_command(
     as_json: bool,
     **values: Any,
 ) -> None:
-    r"""Continue PROMPT with a draft service; `-` reads the prompt from standard input.
+    """Continue PROMPT with a draft service; `-` reads the prompt from standard input.
 
     Text goes to stdout as it comes; a line on stderr says if it is lossy or waits in the queue. Without options the
     text follows the target's own distribution. Exit codes: 0; 1 with one line on stderr that names the gRPC status; 2
@@ -63,7 +63,7 @@ def generate_command(
     outrider generate --temperature 0 "def add(a, b):"
     outrider generate --chat --system "Be brief." "What is a monad?"
     outrider generate --json --seed 7 --top-p 0.9 - < prompt.txt
-    """
+    """  # noqa: D301  # click reads the backspace: no rewrapping of the paragraph
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat")
     if values["logprobs"] is not None and not as_json:

@@ -234,7 +234,9 @@ calling_options = _group(
     click.option("--tls-ca", metavar="FILE", type=_FILE, help="Use TLS, with this CA (PEM)."),
     click.option("--tls-cert", metavar="FILE", type=_FILE, help="Client certificate (PEM)."),
     click.option("--tls-key", metavar="FILE", type=_FILE, help="Private key of the certificate (PEM)."),
-    click.option("--tls-name", metavar="NAME", help="Name in the service's certificate. Default: the host in --draft."),
+    click.option(
+        "--tls-name", metavar="NAME", help="Name in the service's certificate. Default: the host of the call."
+    ),
     click.option("--token-file", metavar="FILE", type=_FILE, help="File with the bearer token to send."),
     click.option("--plaintext", is_flag=True, help="Allow plaintext to another machine."),
 )
@@ -285,12 +287,8 @@ def connected(addresses: str, timeout: float, patience: float | None, values: di
         UsageError: they contradict each other; a file is not what it should be; or plaintext would leave this machine
             without having been asked for.
     """
-    wanted, ca, cert, key, name, token_file, plaintext = (
-        values.pop(each) for each in ("tls", "tls_ca", "tls_cert", "tls_key", "tls_name", "token_file", "plaintext")
-    )
-    tls = TLS(ca, cert, key, name) if wanted or ca else None
-    if tls is None and (cert or key or name):
-        raise click.UsageError("--tls-cert, --tls-key and --tls-name need --tls-ca or --tls")
+    tls = tls_of({each: values.pop(each) for each in ("tls", "tls_ca", "tls_cert", "tls_key", "tls_name")})
+    token_file, plaintext = values.pop("token_file"), values.pop("plaintext")
     try:
         return Client(
             addresses, timeout=timeout, patience=patience, tls=tls, token_file=token_file, plaintext=plaintext
@@ -298,6 +296,20 @@ def connected(addresses: str, timeout: float, patience: float | None, values: di
     except ValueError as error:
         text = str(error).replace("tls=TLS(...)", "--tls-ca or --tls").replace("plaintext=True", "--plaintext")
         raise click.UsageError(text) from error
+
+
+def tls_of(values: Mapping[str, Any]) -> TLS | None:
+    """The TLS that the flags of `calling_options` stand for; None is plaintext.
+
+    Raises:
+        UsageError: they contradict each other.
+    """
+    ca, cert, key, name = (values[each] for each in ("tls_ca", "tls_cert", "tls_key", "tls_name"))
+    if values["tls"] or ca:
+        return TLS(ca, cert, key, name)
+    if cert or key or name:
+        raise click.UsageError("--tls-cert, --tls-key and --tls-name need --tls-ca or --tls")
+    return None
 
 
 def flags_of(values: Mapping[str, Any]) -> list[str]:

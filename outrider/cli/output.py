@@ -46,7 +46,9 @@ def fails_in_one_line(command: Command) -> Command:
 def warn_of_loss(started: Started) -> None:
     """Says on stderr that a text is lossy, where it is."""
     if started.lossy:
-        click.echo(f"outrider: lossy: this text does not follow the target's law (rule {started.rule})", err=True)
+        click.echo(
+            f"outrider: lossy: this text does not follow the target's distribution (rule {started.rule})", err=True
+        )
 
 
 def show_log(lines: Iterable[str]) -> None:

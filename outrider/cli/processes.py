@@ -66,6 +66,32 @@ def processors() -> frozenset[int]:
     return frozenset(range(os.cpu_count() or 1))
 
 
+def busy_processors(seconds: float = 0.2) -> float:
+    """How many of the processors that this process may run on are busy, measured over `seconds`.
+
+    Where the system has no /proc/stat it is the load average of the last minute.
+    """
+
+    def ticks() -> tuple[int, int]:
+        names = {f"cpu{number}" for number in processors()}
+        busy = total = 0
+        for line in Path("/proc/stat").read_text(encoding="ascii").splitlines():
+            name, *times = line.split()
+            if name in names:
+                spent = [int(time) for time in times[:8]]  # user, nice, system, idle, iowait, irq, softirq, steal
+                total += sum(spent)
+                busy += sum(spent) - spent[3] - spent[4]
+        return busy, total
+
+    try:
+        busy, total = ticks()
+        time.sleep(seconds)
+        busy_later, total_later = ticks()
+    except OSError:
+        return os.getloadavg()[0]
+    return len(processors()) * (busy_later - busy) / max(1, total_later - total)
+
+
 def keep_on(process_id: int, cores: Collection[int]) -> None:
     """Keeps a process that has just begun, and whatever threads it makes, on those processors.
 
@@ -355,7 +381,9 @@ def running_pair(
         ServiceError: what services need is not installed here.
     """
     if find_spec("torch") is None:
-        raise ServiceError("a client's installation runs no models: pip install 'outrider[service]'")
+        raise ServiceError(
+            "torch is not installed, and services need it: pip install '.[service]' in a clone of Outrider"
+        )
     verifier_address = fixed(verifier_listen)
     environment = service_environment(threads)
     first, second = halves(int(environment["OMP_NUM_THREADS"])) or (None, None)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+import sys
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from importlib import import_module
 from typing import Any
 
 import click
@@ -10,12 +15,21 @@ import click
 from outrider.cli.options import DRAFTERS, POLICIES, Address, flags_of_pair, model_options, serving_options
 from outrider.cli.output import Failure
 from outrider.cli.processes import ServiceError, running_pair, terminated_as_interrupted
-from outrider.service.logs import take_over
+from outrider.service.logs import take_over, text_renderer
 
 _PREFIXES = {"verifier_service": "verifier | ", "draft_service": "draft    | "}
 
 
-@click.command("serve", short_help="Your own pair on this machine.")
+# Flags of an address: two services cannot share one, so it is the draft service's.
+_ADDRESSES = ("metrics-listen", "health-listen")
+
+
+@click.command(
+    "serve",
+    short_help="Your own pair on this machine.",
+    context_settings={"ignore_unknown_options": True},
+    options_metavar="[OPTIONS] [FLAGS OF THE SERVICES]",
+)
 @click.option("--target", metavar="DIR_OR_ID", required=True, help="Folder or hub id of the target model.")
 @click.option(
     "--draft",
@@ -61,22 +75,38 @@ _PREFIXES = {"verifier_service": "verifier | ", "draft_service": "draft    | "}
     type=click.Choice(POLICIES),
     help="Policy that chooses gamma if a request names nothing. Default: adaptive.",
 )
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="")
 @serving_options
-def serve_command(verifier_listen: str, threads: int | None, **values: Any) -> None:
+def serve_command(verifier_listen: str, threads: int | None, flags: tuple[str, ...], **values: Any) -> None:
     """Serve a pair of models on this machine: a verifier service with the target, a draft service with the draft.
 
-    Port 0 takes a free one. The logs of both services go to stdout, with a prefix. Ctrl-C or SIGTERM stops both;
-    requests in progress finish first, and a second Ctrl-C does not wait for them. If one service fails, the other is
-    stopped, and the exit code is 1.
+    Port 0 takes a free one. The logs of both services go to stdout, with a prefix; on a terminal as text. Ctrl-C or
+    SIGTERM stops both; requests in progress finish first, and a second Ctrl-C does not wait for them. If one service
+    fails, the other is stopped, and the exit code is 1.
 
     TLS and tokens protect the draft service. The two services use plaintext between them; a --verifier-listen that is
     not loopback needs --plaintext.
-    """
+
+    Any other flag of the services passes through, to each service that has it: --max-sequences, --kv-cache-mb,
+    --log-level. A prefix names one service: --verifier-kv-cache-mb, --draft-revision. --metrics-listen and
+    --health-listen are the draft service's; the verifier's are --verifier-metrics-listen and --verifier-health-listen.
+    `python -m draft_service --help` and `python -m verifier_service --help` list all flags.
+
+    \b
+    outrider serve --target DIR_OR_ID --draft DIR_OR_ID --max-sequences 16 --metrics-listen 127.0.0.1:9100
+    """  # noqa: D301  # click reads the backspace: no rewrapping of the paragraph
     verifier_flags, draft_flags = flags_of_pair({"threads": threads, **values})
+    more_verifier, more_draft = shared_out(flags)
+    verifier_flags, draft_flags = verifier_flags + more_verifier, draft_flags + more_draft
+    text = text_renderer() if sys.stdout.isatty() else None
     # The pipes of the services are read however slowly standard output is.
     take_over(lambda lines: f"outrider | {lines} log lines dropped")
 
     def pass_through(name: str, line: str) -> None:
+        if line.startswith(f"{name}: "):  # its reason to end, which the command's last line repeats
+            return
+        if text is not None and line.startswith("{"):
+            line = text(json.loads(line))
         click.echo(_PREFIXES[name] + line)
 
     try:
@@ -98,3 +128,58 @@ def serve_command(verifier_listen: str, threads: int | None, **values: Any) -> N
         raise Failure(str(error)) from error  # its log was passed through already
     except KeyboardInterrupt:
         click.echo("Stopped.", err=True)
+
+
+def shared_out(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The flags among `arguments` that are the verifier's, and those that are the draft service's.
+
+    Raises:
+        UsageError: no service has such a flag, or its value is missing.
+    """
+    kinds = {
+        "verifier": _fields("verifier_service", "VerifierSettings"),
+        "draft": _fields("draft_service", "DraftSettings"),
+    }
+    shares: dict[str, list[str]] = {"verifier": [], "draft": []}
+    left = iter(arguments)
+    for argument in left:
+        name, equals, _ = argument.removeprefix("--").partition("=")
+        if not argument.startswith("--"):
+            raise click.UsageError(f"unexpected argument {argument!r}")
+        owners = dict(_owners(name, kinds))
+        if not owners:
+            near = get_close_matches(name, {flag for flags in kinds.values() for flag in flags}, n=1)
+            hint = f"; did you mean --{near[0]}?" if near else ""
+            raise click.UsageError(f"no service has a flag --{name}{hint}")
+        value = []
+        if not equals and not any(kinds[service][flag] for service, flag in owners.items()):
+            value = [next(left, "")]
+            if not value[0]:
+                raise click.UsageError(f"--{name} needs a value")
+        for service, flag in owners.items():
+            shares[service] += [argument.replace(f"--{name}", f"--{flag}", 1), *value]
+    return shares["verifier"], shares["draft"]
+
+
+def _owners(name: str, kinds: dict[str, dict[str, bool]]) -> Iterator[tuple[str, str]]:
+    """The services that a flag is of, each with the flag's name there."""
+    services = [service for service, flags in kinds.items() if name in flags]
+    if name in _ADDRESSES:
+        services = ["draft"]
+    for service in services:
+        yield service, name
+    for service, flags in kinds.items():
+        if not services and (flag := name.removeprefix(f"{service}-")) != name and flag in flags:
+            yield service, flag
+
+
+def _fields(package: str, settings: str) -> dict[str, bool]:
+    """The flags of a service, and which of them take no value. By name, as its process is started by name."""
+    fields = getattr(import_module(f"{package}.settings"), settings).model_fields
+    flags = {}
+    for name, field in fields.items():
+        is_switch = field.annotation is bool
+        flags[name.replace("_", "-")] = is_switch
+        if is_switch:
+            flags[f"no-{name.replace('_', '-')}"] = True
+    return flags

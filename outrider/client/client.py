@@ -21,8 +21,11 @@ from outrider.rpc.errors import UNSPECIFIED, unavailable
 from outrider.rpc.timeouts import InactivityTimer
 from outrider.rpc.tls import TLS
 from protos.outrider.v1 import draft_service_pb2 as pb
+from protos.outrider.v1 import verifier_service_pb2
 
 T = TypeVar("T")
+
+_LOOK_S = 5.0  # for one question about what serves at an address
 
 
 class AsyncClient:
@@ -185,6 +188,8 @@ class AsyncClient:
         else:
             silent = f"the draft service at {call.address} was silent for {self._silence:g} s"
             failure = typed(unavailable(UNSPECIFIED, silent))
+        if failure.code is grpc.StatusCode.UNIMPLEMENTED and await self._is_verifier(call.address):
+            failure.message = f"{call.address} is a verifier, not a draft service"
         call.failed(failure)
         if failure.is_passing:
             self._endpoints.failed(call.address)
@@ -193,6 +198,14 @@ class AsyncClient:
         may = self._retry and failure.is_passing and call.can_go_on
         if not (may and await call.pause(failure, elsewhere=elsewhere)):
             raise call.described(failure, addresses) from cause
+
+    async def _is_verifier(self, address: str) -> bool:
+        request = verifier_service_pb2.VerifierServiceGetModelRequest()
+        try:
+            await self._endpoints.begin(address, "GetModel", request, timeout=_LOOK_S, service="verifier")
+        except grpc.RpcError:
+            return False
+        return True
 
 
 class Client:

@@ -8,12 +8,14 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
+
+import grpc
 
 from outrider.rpc.auth import OwnToken
 from outrider.rpc.channel import RenewedChannel, Resolver, look_up
 from outrider.rpc.tls import TLS, ChannelTLS
-from protos.outrider.v1 import draft_service_pb2_grpc
+from protos.outrider.v1 import draft_service_pb2_grpc, verifier_service_pb2_grpc
 
 # Responses stream in small pieces; requests may hold a long prompt.
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
@@ -23,7 +25,13 @@ RESOLVED_FOR_S = 30.0
 # An address that failed is taken again after this long; sooner where no other is left.
 AVOIDED_FOR_S = 10.0
 
-Stub: TypeAlias = "draft_service_pb2_grpc.DraftServiceAsyncStub"
+
+class Stubs:
+    """Both services' calls on one channel."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.draft = draft_service_pb2_grpc.DraftServiceStub(channel)
+        self.verifier = verifier_service_pb2_grpc.VerifierServiceStub(channel)
 
 
 def split(address: str | Sequence[str]) -> list[str]:
@@ -56,7 +64,7 @@ class Endpoints:
         self._resolver = Resolver(names, _look_up)
         self._tls = None if tls is None else ChannelTLS(tls)
         self._token = None if token_file is None else OwnToken(token_file)
-        self._channels: dict[str, RenewedChannel[Stub]] = {}
+        self._channels: dict[str, RenewedChannel[Stubs]] = {}
         self._named: dict[str, str] = {}  # what each address was found by
         self._failed: dict[str, float] = {}  # when
         self._addresses: list[str] = []
@@ -89,12 +97,12 @@ class Endpoints:
         self._failed[address] = time.monotonic()
         self._resolved = -RESOLVED_FOR_S
 
-    def begin(self, address: str, method: str, request: Any, timeout: float | None) -> Any:
-        """Begins a call of the service there."""
+    def begin(self, address: str, method: str, request: Any, timeout: float | None, *, service: str = "draft") -> Any:
+        """Begins a call of the service there, "draft" or "verifier"."""
         if address not in self._channels:
             self._channels[address] = RenewedChannel(
                 address,
-                draft_service_pb2_grpc.DraftServiceStub,
+                Stubs,
                 max_message_bytes=MAX_MESSAGE_BYTES,
                 options=[("grpc.enable_retries", 0)],  # the client retries, at the next address and for longer
                 tls=self._tls,
@@ -102,7 +110,7 @@ class Endpoints:
             )
         metadata = () if self._token is None else self._token.metadata()
         return self._channels[address].begin(
-            lambda stub: getattr(stub, method)(request, timeout=timeout, metadata=metadata)
+            lambda stubs: getattr(getattr(stubs, service), method)(request, timeout=timeout, metadata=metadata)
         )
 
     async def close(self) -> None:

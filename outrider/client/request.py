@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from reprlib import repr as short_repr
 from typing import Any, TypeAlias, TypedDict, cast
+
+from google.protobuf.descriptor import FieldDescriptor
 
 from outrider.client.errors import typed
 from outrider.client.events import AcceptanceRule, Drafter, SpeculationPolicy
@@ -103,7 +106,18 @@ def _carry(name: str, setter: Setter, request: draft_service_pb2.GenerateRequest
     try:
         setter(request, value)
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise typed(invalid_field(name, f"cannot be sent: {error}")) from error
+        raise typed(invalid_field(name, str(error))) from error
+
+
+_TOKEN_IDS = f"integers from 0 to {2**32 - 1}"
+_EXPECTED = {
+    FieldDescriptor.CPPTYPE_UINT32: f"an integer from 0 to {2**32 - 1}",
+    FieldDescriptor.CPPTYPE_UINT64: f"an integer from 0 to {2**64 - 1}",
+    FieldDescriptor.CPPTYPE_FLOAT: "a number",
+    FieldDescriptor.CPPTYPE_DOUBLE: "a number",
+    FieldDescriptor.CPPTYPE_BOOL: "True or False",
+    FieldDescriptor.CPPTYPE_STRING: "text of whole characters",
+}
 
 
 def _set_field(name: str) -> Setter:
@@ -112,24 +126,34 @@ def _set_field(name: str) -> Setter:
     def set_field(request: draft_service_pb2.GenerateRequest, value: Any) -> None:
         parts = (request, request.sampling, request.speculation)
         message, field = next((part, found) for part in parts if (found := part.DESCRIPTOR.fields_by_name.get(name)))
-        if field.is_repeated:
-            getattr(message, name).extend(value)
-        else:
-            setattr(message, name, value)
+        try:
+            if field.is_repeated:
+                getattr(message, name).extend(value)
+            else:
+                setattr(message, name, value)
+        except (TypeError, ValueError) as error:
+            expected = _EXPECTED[field.cpp_type]
+            expected = f"a list, each element {expected}," if field.is_repeated else expected
+            raise ValueError(f"{expected} is expected, not {short_repr(value)}") from error
 
     return set_field
 
 
 def _set_prompt(request: draft_service_pb2.GenerateRequest, prompt: Prompt) -> None:
+    items: Any = prompt
     if isinstance(prompt, str):
         request.text = prompt
-    elif prompt and all(isinstance(item, Message | Mapping) for item in prompt):
-        for message in prompt:
+    elif isinstance(items, Sequence) and items and all(isinstance(item, Message | Mapping) for item in items):
+        for message in items:
             role, content = _role_and_content(message)
             request.chat.messages.add(role=role, content=content)
     else:
         request.token_ids.SetInParent()
-        request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]  # a mixed list is refused right here
+        try:
+            request.token_ids.ids.extend(items)
+        except (TypeError, ValueError) as error:
+            expected = f"text, a list of token ids ({_TOKEN_IDS}) or a list of messages"
+            raise ValueError(f"{expected} is expected, not {short_repr(prompt)}") from error
 
 
 def _role_and_content(message: Any) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -235,7 +235,8 @@ def vocabulary_size(name: str, revision: str | None = None) -> int | None:
     path = Path(name).expanduser() / "config.json"
     try:
         if not path.parent.is_dir():
-            path = Path(hf_hub_download(name, "config.json", revision=revision))
+            # As for the weights: where the hub cannot be reached this fails at once. hf_hub_download tries for 24 s.
+            path = Path(snapshot_download(name, revision=revision, allow_patterns=["config.json"])) / "config.json"
         config = json.loads(path.read_bytes())
     except Exception:  # of many kinds, from the hub's client; whoever loads the model says in one line what is wrong
         return None

@@ -17,6 +17,7 @@ import grpc
 import structlog
 from prometheus_client import Gauge
 
+from outrider.environment import installed_version
 from outrider.rpc.errors import RequestError
 from outrider.rpc.health import PROBES, STARTUP, HealthState
 from outrider.rpc.server import StartupError, bind, create_server, cut_off, enable_reflection, serve_until_signal
@@ -25,7 +26,6 @@ from outrider.runtime.engine import Engine
 from outrider.runtime.errors import CheckpointError, ModelLost
 from outrider.service.logs import configure_logging
 from outrider.service.metrics import Metrics, exposed
-from outrider.service.model_info import server_version
 from outrider.service.settings import ServiceSettings, SettingsError, listening
 from outrider.service.tracing import Tracing
 
@@ -156,7 +156,10 @@ async def live(service: Service, settings: ServiceSettings, program: str) -> Non
     with ExitStack() as running:
         if settings.otlp_endpoint is not None:
             service.tracing.open(
-                service=program, version=server_version(), endpoint=settings.otlp_endpoint, ratio=settings.trace_sample
+                service=program,
+                version=installed_version(),
+                endpoint=settings.otlp_endpoint,
+                ratio=settings.trace_sample,
             )
             running.callback(service.tracing.close)
             _log.info("tracing", endpoint=settings.otlp_endpoint, ratio=settings.trace_sample)
@@ -268,14 +271,16 @@ def run(program: str, settings: ServiceSettings, make: Callable[[], Service]) ->
     """Runs a service as a process and returns its exit code: 0 after a signal, 1 where it cannot serve, or can no
     longer, 2 where a setting cannot be met on this machine.
     """
-    configure_logging(program, settings.log_level)
+    is_readable = configure_logging(program, settings.log_level)
+    settings.warn_of_variables()
     sys.setswitchinterval(SWITCH_INTERVAL)
     try:
         check_environment()
         _run_loop(live(make(), settings, program))
     except (StartupError, CheckpointError, ModelLost, RequestError, SettingsError) as error:
         message = error.message if isinstance(error, RequestError) else str(error)
-        _log.error("cannot serve", reason=message)
+        if not is_readable:  # on a terminal the line below says it
+            _log.error("cannot serve", reason=message)
         print(f"{program}: {message}", file=sys.stderr)  # noqa: T201  # the one line an operator looks for
         return 2 if isinstance(error, SettingsError) else 1
     return 0

@@ -184,6 +184,13 @@ def build_model_runner(
         SettingsError: one sequence at its longest would not fit.
         ModelLost: a rank is gone.
     """
+    asked = settings.max_sequence_tokens
+    if asked is not None and asked > loaded.context_length:
+        _log.warning(
+            "max_sequence_tokens is above the model's context length, which is the limit",
+            max_sequence_tokens=asked,
+            context_length=loaded.context_length,
+        )
     memory = memory or memory_of(loaded.device)
     is_shared = parallel is not None
     with telling(memory, "trying the attention out"):

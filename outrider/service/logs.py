@@ -1,4 +1,5 @@
-"""Logs of the services: one JSON object a line, on standard output, which never block or fail a process.
+"""Logs of the services, on standard output: text on a terminal, one JSON object a line elsewhere. They never block or
+fail a process.
 
 Lines of Python's own logging (our gRPC frame writes those, and libraries do) and warnings come out in the same form.
 A pipe without a reader blocks its writers once it is full; a closed pipe or a full disk fails them. `take_over` puts a
@@ -194,6 +195,13 @@ def _move_handlers(original: object, queue: LineQueue) -> None:
                 handler.setStream(queue)
 
 
+def _remove_second_handlers() -> None:
+    """A library with a handler of its own that also propagates to the root logger would write each line twice."""
+    for logger in list(logging.Logger.manager.loggerDict.values()):
+        if isinstance(logger, logging.Logger) and logger.propagate:
+            logger.handlers.clear()
+
+
 def _never_block(descriptor: int) -> None:
     """Makes writes of C libraries fail where they would wait.
 
@@ -211,14 +219,39 @@ def _never_block(descriptor: int) -> None:
         os.close(own)
 
 
-def configure_logging(service: str, level: str = "info") -> None:
-    """Sets logging up for the process. Every line carries the service's name, a level and an ISO time in UTC, and where
-    it is of a call that stands in a trace, the ids of that.
+def text_renderer() -> Callable[[dict[str, Any]], str]:
+    """Returns a function that makes a line for a terminal of a log event: without the service's name, in colour unless
+    NO_COLOR is set or the terminal is dumb.
+    """
+    import structlog
+
+    colours = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    render = structlog.dev.ConsoleRenderer(colors=colours, pad_event_to=0, pad_level=False)
+
+    def line(event: dict[str, Any]) -> str:
+        shown = {key: value for key, value in event.items() if key != "service"}
+        shown["timestamp"] = str(event.get("timestamp", ""))[11:19]
+        return str(render(None, "", shown))
+
+    return line
+
+
+def configure_logging(service: str, level: str = "info") -> bool:
+    """Sets logging up for the process, and returns whether lines are text for a terminal. Every line carries a level
+    and a time in UTC, JSON lines the service's name too, and lines of a traced call the ids of its trace.
     """
     # Here, since the command line takes over its output too, and its installation has no structlog.
     import structlog
 
     from outrider.service.tracing import add_trace_ids
+
+    is_readable = os.isatty(1)
+    render: Any = structlog.processors.JSONRenderer()
+    if is_readable:
+        text = text_renderer()
+
+        def render(logger: Any, method: str, event: dict[str, Any]) -> str:
+            return text(event)
 
     def dropped(lines: int) -> str:
         now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
@@ -236,7 +269,7 @@ def configure_logging(service: str, level: str = "info") -> None:
         structlog.processors.format_exc_info,
     ]
     structlog.configure(
-        processors=[*shared, structlog.processors.JSONRenderer()],
+        processors=[*shared, render],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
         logger_factory=structlog.WriteLoggerFactory(file=sys.stdout),
         cache_logger_on_first_use=True,
@@ -247,12 +280,14 @@ def configure_logging(service: str, level: str = "info") -> None:
             foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name],
             processors=[
                 structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                structlog.processors.JSONRenderer(),
+                render,
             ],
         )
     )
-    # Libraries' warnings are worth a line; what else they say is not.
+    # Of libraries warnings and errors alone are logged.
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    _remove_second_handlers()
     logging.getLogger("outrider").setLevel(threshold)
     logging.captureWarnings(True)
     structlog.contextvars.bind_contextvars(service=service)
+    return is_readable

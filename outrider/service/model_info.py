@@ -1,9 +1,9 @@
 """What a service says of its model (`GetModel`), and whether two models form a pair."""
 
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
 
 from kernels.verify import Rule
+from outrider.environment import installed_version
 from outrider.rpc.errors import RequestError, failed_precondition
 from outrider.runtime.loader import LoadedModel
 from outrider.runtime.tokenizer import Tokenizer
@@ -60,7 +60,7 @@ def describe_tokenizer(
         default_rule=RULE_TO_WIRE[default_rule],
         noise_version=NOISE_VERSION,
         limits=limits,
-        server_version=server_version(),
+        server_version=installed_version(),
         has_chat_template=tokenizer.has_chat_template,
         lossy_rules=[RULE_TO_WIRE[rule] for rule in rules if rule in LOSSY_RULES],
     )
@@ -107,14 +107,6 @@ def check_features(required: Iterable[str], offered: Iterable[str]) -> None:
 
 def _mismatch(what: str, draft: object, target: object) -> RequestError:
     return failed_precondition("PAIR_MISMATCH", f"draft and target differ in their {what}: {draft} against {target}")
-
-
-def server_version() -> str:
-    """The version of Outrider that is installed."""
-    try:
-        return version("outrider")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 _BOUNDS = ("max_gamma", "max_support", "max_sequence_tokens", "max_stop_token_ids", "max_message_bytes")

@@ -2,21 +2,29 @@
 of security come to: how a service listens, who may call it, and how it calls others.
 """
 
+import sys
+from argparse import ArgumentParser, HelpFormatter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import structlog
-from pydantic import AfterValidator, BeforeValidator, Field
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, NoDecode, SettingsConfigDict
 
+from outrider.environment import installed_version, mistyped
 from outrider.rpc import channel
 from outrider.rpc.auth import AllowedClients, Authentication, ClientLimits, Tokens
 from outrider.rpc.channel import SOCKET, is_local
 from outrider.rpc.tls import FileProblem, ServerTLS
 
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
 _log = structlog.get_logger()
+
+ENV_PREFIX = "OUTRIDER_"
 
 
 def split_commas(value: Any) -> Any:
@@ -126,7 +134,7 @@ class ServiceSettings(SecuritySettings):
     names_clients: ClassVar[bool] = False
 
     model_config = SettingsConfigDict(
-        env_prefix="OUTRIDER_",
+        env_prefix=ENV_PREFIX,
         cli_kebab_case=True,
         cli_implicit_flags=True,
         cli_avoid_json=True,
@@ -227,24 +235,86 @@ class ServiceSettings(SecuritySettings):
 
     @classmethod
     def from_command_line(cls, arguments: list[str] | None = None, *, program: str) -> Any:
-        """Reads flags and environment; prints what is wrong, by field, and exits with 2 where something is.
+        """Reads flags and environment. Where one is wrong, prints a line for each and exits with 2.
 
         Args:
             arguments: the flags; None takes those of the process.
-            program: how the help names the program.
+            program: the name of the program in messages.
         """
-        import sys
-
-        from pydantic import ValidationError
-        from pydantic_settings import CliApp
-
+        arguments = sys.argv[1:] if arguments is None else arguments
         try:
-            return CliApp.run(cls, cli_args=sys.argv[1:] if arguments is None else arguments)
+            return CliApp.run(cls, cli_args=arguments, cli_settings_source=_flags(cls))
         except ValidationError as error:
             for problem in error.errors():
-                field = "--" + "-".join(str(part) for part in problem["loc"]).replace("_", "-")
-                print(f"{program}: {field}: {problem['msg']}", file=sys.stderr)  # noqa: T201
+                print(f"{program}: {_described(problem, arguments)}", file=sys.stderr)  # noqa: T201
             raise SystemExit(2) from None
+
+    def warn_of_variables(self) -> None:
+        """Logs a warning for each variable of the environment that is a setting but for a typing error."""
+        known = {ENV_PREFIX + name.upper() for name in type(self).model_fields}
+        for variable, nearest in mistyped(known, ENV_PREFIX).items():
+            _log.warning("unknown variable is ignored", variable=variable, nearest=nearest)
+
+
+# Metavars by flag, and else by the name that pydantic-settings gives the type.
+_METAVARS = {
+    "--model": "DIR_OR_ID",
+    "--listen": "HOST:PORT",
+    "--health-listen": "HOST:PORT",
+    "--metrics-listen": "HOST:PORT",
+    "--otlp-endpoint": "URL",
+    "--verifier": "HOST:PORT,...",
+    "--allow-client-san": "NAME,...",
+    "--device": "DEVICE",
+    "--revision": "NAME",
+    "--verifier-tls-name": "NAME",
+    "Path": "FILE",
+    "int": "N",
+    "float": "X",
+}
+
+
+def _flags(settings: type[ServiceSettings]) -> CliSettingsSource[ArgumentParser]:
+    """The flags of these settings, with --version, and with metavars that say what a value is."""
+    program = settings.model_config.get("cli_prog_name")
+    parser = ArgumentParser(
+        prog=program,
+        usage=f"{program} --model DIR_OR_ID [options]",
+        description=settings.__doc__,
+        epilog=f"Each flag is also a variable: {ENV_PREFIX}MAX_SEQUENCES for --max-sequences. Flags win.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"outrider {installed_version()}")
+
+    def add_argument(target: Any, *names: str, **options: Any) -> Any:
+        if "metavar" in options:
+            metavar = next((_METAVARS[name] for name in names if name in _METAVARS), None)
+            options["metavar"] = metavar or _METAVARS.get(options["metavar"], options["metavar"])
+        for empty in (" (default: None)", " (default: ())"):  # descriptions say what that means
+            options["help"] = options["help"].removesuffix(empty)
+        return target.add_argument(*names, **options)
+
+    return CliSettingsSource(
+        settings,
+        root_parser=parser,
+        case_sensitive=True,
+        add_argument_method=add_argument,
+        formatter_class=HelpFormatter,
+    )
+
+
+def _described(problem: "ErrorDetails", arguments: list[str]) -> str:
+    """One line: the flag or the variable, its value, and what is wrong."""
+    field = str(problem["loc"][0])
+    flag, variable = "--" + field.replace("_", "-"), ENV_PREFIX + field.upper()
+    if problem["type"] == "missing":
+        return f"{flag} is required, or {variable} in the environment"
+    is_flag = any(argument.partition("=")[0] in (flag, f"--no-{flag[2:]}") for argument in arguments)
+    source = flag if is_flag else variable
+    if problem["type"] == "value_error":  # of our own, with the value
+        return f"{source}: {problem['msg'].removeprefix('Value error, ')}"
+    message = problem["msg"].removeprefix("Input ").partition(", unable to parse")[0]
+    return f"{source} {message}, not {problem['input']!r}"
 
 
 # ---------------------------------------------------------------------------------------------------------- security

@@ -127,7 +127,7 @@ class Tracing:
             from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
         except ImportError as error:
             raise SettingsError(
-                f"--otlp-endpoint: {error.name} is not installed; pip install 'outrider[service]' brings it"
+                f"--otlp-endpoint: {error.name} is not installed: pip install '.[service]' in a clone of Outrider"
             ) from error
         exporter = OTLPSpanExporter(
             endpoint=endpoint, insecure=urlsplit(endpoint).scheme == "http", timeout=EXPORT_SECONDS

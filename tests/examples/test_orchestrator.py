@@ -13,7 +13,7 @@ import pytest
 from google.protobuf import descriptor_pool, json_format, message_factory
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from examples.orchestrator import generate
+from examples.orchestrator import generate, main
 from outrider.client import Client, Completion
 from protos.outrider.v1 import sampling_pb2
 from tests.draft_service import oracle
@@ -92,3 +92,12 @@ def test_reflection_alone_suffices(draft_address: str, verifier_address: str, wr
         to_verifier.put(None)
     assert reason in ("FINISH_REASON_LENGTH", "FINISH_REASON_STOP_TOKEN")
     assert tokens == list(written.token_ids)
+
+
+def test_without_arguments_the_example_says_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["orchestrator.py"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "DRAFT_HOST:PORT" in capsys.readouterr().err

@@ -10,11 +10,12 @@ from click.testing import CliRunner, Result
 
 from outrider.cli import main
 from outrider.cli.output import completion_document, write_json
+from outrider.cli.serve import shared_out
 from outrider.client import Chunk, Completion, Finished, Options, Started
 from protos.outrider.v1 import draft_service_pb2 as pb
 from protos.outrider.v1 import sampling_pb2
 
-COMMANDS = ["demo", "generate", "serve"]
+COMMANDS = ["chat", "demo", "generate", "info", "serve"]
 
 
 def _run(*arguments: str, **options: Any) -> Result:
@@ -29,9 +30,14 @@ def test_help_names_every_command_and_every_command_explains_itself() -> None:
         assert f"  {name}  " in listed.output
         shown = _run(name, "--help")
         assert shown.exit_code == 0
-        assert "--threads" in shown.output or "--draft" in shown.output
+        assert "\\b" not in listed.output + shown.output
         for option in main.commands[name].params:
             assert not isinstance(option, click.Option) or option.help, f"{name}: {option.name} has no help"
+
+
+def test_examples_stand_on_lines_of_their_own() -> None:
+    assert '\n  outrider generate "def add(a, b):"\n' in _run("--help").output
+    assert '\n  outrider generate --temperature 0 "def add(a, b):"\n' in _run("generate", "--help").output
 
 
 @pytest.mark.parametrize(
@@ -50,6 +56,12 @@ def test_help_names_every_command_and_every_command_explains_itself() -> None:
             ["serve", "--target", "a", "--draft", "b", "--draft-device", "gpu"],
             "'--draft-device': 'gpu' is not auto, cpu",
         ),
+        (
+            ["serve", "--target", "a", "--draft", "b", "--gama", "3"],
+            "no service has a flag --gama; did you mean --gamma",
+        ),
+        (["serve", "--target", "a", "--draft", "b", "--gamma"], "--gamma needs a value"),
+        (["info"], "HOST:PORT"),
         (["demo", "--repeats", "0"], "repeats"),
         (["paint"], "paint"),
     ],
@@ -76,6 +88,29 @@ def test_options_come_from_the_environment_and_flags_win() -> None:
     environment = {"OUTRIDER_GENERATE_DRAFT": "127.0.0.1:1", "OUTRIDER_GENERATE_PATIENCE": "0"}
     assert _run("generate", "x", env=environment).exit_code == 1
     assert _run("generate", "--draft", "wrong", "x", env=environment).exit_code == 2
+
+
+def test_a_mistyped_variable_is_named_with_the_nearest_option() -> None:
+    said = _run("generate", "x", env={"OUTRIDER_GENERATE_DRFAT": "a:1", "OUTRIDER_GENERATE_PATIENCE": "0"}).stderr
+    assert "OUTRIDER_GENERATE_DRFAT is no option and is ignored; the nearest is OUTRIDER_GENERATE_DRAFT\n" in said
+    assert "OUTRIDER_GENERATE_PATIENCE" not in said
+
+
+def test_flags_of_the_services_go_to_those_that_have_them() -> None:
+    verifier, draft = shared_out(
+        [
+            *("--max-sequences", "8", "--log-level=debug", "--trust-remote-code", "--gamma", "3", "--no-prefix-cache"),
+            *("--metrics-listen", "127.0.0.1:1", "--verifier-metrics-listen", "127.0.0.1:2"),
+            *("--verifier-timeout", "9", "--draft-revision=main", "--draft-draft-timeout", "5"),
+        ]
+    )
+    both = ["--max-sequences", "8", "--log-level=debug", "--trust-remote-code"]
+    assert verifier == [*both, "--no-prefix-cache", "--metrics-listen", "127.0.0.1:2"]
+    assert draft == [
+        *both,
+        *("--gamma", "3", "--metrics-listen", "127.0.0.1:1", "--verifier-timeout", "9", "--revision=main"),
+        *("--draft-timeout", "5"),
+    ]
 
 
 def test_every_option_of_generate_is_one_of_the_client() -> None:

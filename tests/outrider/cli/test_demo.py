@@ -7,7 +7,9 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from outrider.cli.demo import Comparison, Cost, TokenWriter, compare, draw_comparison, shares
+from outrider.cli import demo
+from outrider.cli.demo import Comparison, Cost, TokenWriter, compare, draw_comparison, shares, warn_of_busy_processors
+from outrider.cli.processes import busy_processors, processors
 from outrider.client import Chunk, Client, Completion, Event, Options, Round, TokenOrigin
 
 DRAFT, CORRECTION, TARGET = TokenOrigin.DRAFT, TokenOrigin.CORRECTION, TokenOrigin.TARGET
@@ -141,3 +143,14 @@ def test_the_table_fits_eighty_columns_and_says_all() -> None:
     assert "…" not in drawn.getvalue()
     assert "same text" in drawn.getvalue()
     assert "part at token 8" in parted.getvalue()
+
+
+@pytest.mark.parametrize(("busy", "warns"), [(1.9, True), (0.1, False)])
+def test_times_on_a_busy_machine_come_with_a_warning(
+    busy: float, warns: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "busy_processors", lambda: busy)
+    monkeypatch.setattr(demo, "processors", lambda: frozenset(range(2)))
+    warn_of_busy_processors()
+    assert ("keep 1.9 of 2 processors busy" in capsys.readouterr().err) is warns
+    assert 0 <= busy_processors(0.05) <= len(processors())

@@ -62,7 +62,7 @@ SIGMOID = ["--rule", "sigmoid", "--sigmoid-scales", "-10", "10", "--seed", "3", 
 def test_a_lossy_text_is_labelled(draft_address: str, arguments: list[str], rule: str) -> None:
     done = _generate(draft_address, *arguments, "--max-new-tokens", "8", PROMPT)
     assert done.exit_code == 0
-    assert done.stderr == f"outrider: lossy: this text does not follow the target's law (rule {rule})\n"
+    assert done.stderr == f"outrider: lossy: this text does not follow the target's distribution (rule {rule})\n"
     document = json.loads(_generate(draft_address, *arguments, "--max-new-tokens", "8", "--json", PROMPT).stdout)
     assert document["lossy"] is True
     assert document["rule"] == rule

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from outrider.cli import main, processes
+from outrider.cli import demo, main, processes
 from tests.certificates import Authority
 from tests.cluster import MODELS
 from tests.commands import Command, linux
@@ -26,6 +26,7 @@ def test_the_demo_runs_from_start_to_end_and_leaves_nothing(monkeypatch: pytest.
     """In this process, with forked services. Below it is a command of its own."""
     started: list[ForkedService] = []
     monkeypatch.setattr(processes, "ServiceProcess", noting(started))
+    monkeypatch.setattr(demo, "busy_processors", lambda: 0.0)
     done = CliRunner().invoke(main, [*DEMO])
     assert (done.exit_code, done.stderr) == (0, "")
     check_document(json.loads(done.stdout))
@@ -50,7 +51,8 @@ def test_serve_answers_until_it_is_told_to_stop(tmp_path: Path) -> None:
     security = ["--tls-cert", str(server.cert), "--tls-key", str(server.key), "--tls-client-ca", str(authority.pem)]
     security += ["--allow-client-san", "me", "--auth-token-file", str(tokens)]
     drafting = ("--drafter", "staged", "--staged-by", "ngram", "--ngram-corpus", __file__)
-    command = Command("outrider.cli", "serve", *PAIR, *drafting, *ANYWHERE, *security)
+    passed = ("--max-sequences", "3", "--draft-gamma", "2")
+    command = Command("outrider.cli", "serve", *PAIR, *drafting, *ANYWHERE, *security, *passed)
     assert command.process.stderr is not None
     line = command.process.stderr.readline()
     found = re.search(r"outrider generate --draft (127\.0\.0\.1:\d+) ", line)
@@ -61,6 +63,8 @@ def test_serve_answers_until_it_is_told_to_stop(tmp_path: Path) -> None:
     answer = json.loads(CliRunner().invoke(main, arguments).stdout)
     assert answer["usage"]["completion_tokens"] > 0
     assert answer["drafter"] == "staged"
+    shown = json.loads(CliRunner().invoke(main, ["info", found[1], "--json", *how, "--token-file", str(tokens)]).stdout)
+    assert (shown["service"], shown["model"]["limits"]["max_sequences"]) == ("draft service", 3)
     assert len(command.left_behind()) == 3
     command.process.send_signal(signal.SIGTERM)
     code, out, err = command.ended()

@@ -146,3 +146,22 @@ def test_what_the_wire_cannot_carry_names_its_field(field: str, prompt: Any, opt
         build(prompt, options)
     assert caught.value.field == field
     assert caught.value.message.startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ("x", {"max_new_tokens": -1}, "max_new_tokens: an integer from 0 to 4294967295 is expected, not -1"),
+        ("x", {"temperature": "hot"}, "temperature: a number is expected, not 'hot'"),
+        (
+            "x",
+            {"stop_token_ids": 3},
+            "stop_token_ids: a list, each element an integer from 0 to 4294967295, is expected, not 3",
+        ),
+        (7, {}, "prompt: text, a list of token ids (integers from 0 to 4294967295) or a list of messages is expected"),
+    ],
+)
+def test_a_refusal_names_what_is_accepted(prompt: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        build(prompt, options)
+    assert caught.value.message.startswith(message)

@@ -1,7 +1,11 @@
-"""Logs are one JSON object a line, and never block or fail a process: lines that are lost are counted, errors last."""
+"""Logs are one JSON object a line, or text on a terminal. They never block or fail a process: lost lines are counted,
+and errors are lost last.
+"""
 
 import json
 import os
+import pty
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -113,10 +117,13 @@ def test_a_process_goes_on_and_ends_whatever_becomes_of_its_output(tmp_path: Pat
 
 LINES = """
 import logging, structlog
+library = logging.getLogger("a.library")
+library.addHandler(logging.StreamHandler())
 from outrider.service.logs import configure_logging
 configure_logging("some_service")
 structlog.get_logger().info("request", tokens=3)
 structlog.get_logger().debug("too fine")
+library.warning("once")
 try:
     1 / 0
 except ZeroDivisionError:
@@ -127,8 +134,38 @@ except ZeroDivisionError:
 def test_every_line_is_json_with_service_level_and_time() -> None:
     done = subprocess.run([sys.executable, "-c", LINES], capture_output=True, text=True, check=True)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [(line["event"], line["level"]) for line in lines] == [("request", "info"), ("it broke", "error")]
+    assert [(line["event"], line["level"]) for line in lines] == [
+        ("request", "info"),
+        ("once", "warning"),
+        ("it broke", "error"),
+    ]
     assert lines[0]["tokens"] == 3
-    assert "ZeroDivisionError" in lines[1]["exception"]
+    assert "ZeroDivisionError" in lines[2]["exception"]
     assert all(line["service"] == "some_service" and line["timestamp"].endswith("Z") for line in lines)
     assert done.stderr == ""
+
+
+def test_on_a_terminal_lines_are_text() -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", LINES], stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm"}
+    )
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            part = os.read(ours, 4096)
+        except OSError:  # the other end is closed
+            break
+        if not part:
+            break
+        shown += part
+    os.close(ours)
+    assert process.wait(SECONDS) == 0
+    text = re.sub("\x1b\\[[0-9;]*m", "", shown.decode())
+    first, second, third = text.splitlines()[:3]
+    assert re.fullmatch(r"\d\d:\d\d:\d\d \[info\s*\] request\s+tokens=3", first)
+    assert second.endswith("once [a.library]")
+    assert "it broke" in third
+    assert "ZeroDivisionError" in text
+    assert "{" not in text

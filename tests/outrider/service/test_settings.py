@@ -1,9 +1,10 @@
-"""Settings that leave a service open without saying so are refused, in one line that names the flag."""
+"""Flags and variables: those that are wrong are named, and a service is not left open without being asked to be."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from draft_service.app import verifier_tls
 from draft_service.settings import DraftSettings
@@ -124,3 +125,50 @@ async def test_a_client_speaks_plaintext_to_other_machines_only_where_it_is_told
         AsyncClient("127.0.0.1:1", token_file=files.tokens),
     ):
         await client.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "said"),
+    [
+        ([], {}, "test: --model is required, or OUTRIDER_MODEL in the environment"),
+        (["--model", "m", "--max-gamma", "x"], {}, "test: --max-gamma should be a valid integer, not 'x'"),
+        (["--model", "m"], {"MAX_GAMMA": "x"}, "test: OUTRIDER_MAX_GAMMA should be a valid integer, not 'x'"),
+        (["--model=m", "--listen=box"], {}, "test: --listen: 'box' is not HOST:PORT with a port of 0 to 65535"),
+    ],
+)
+def test_a_wrong_setting_is_named_as_it_was_given(
+    flags: list[str],
+    variables: dict[str, str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(f"OUTRIDER_{name}", value)
+    with pytest.raises(SystemExit) as caught:
+        DraftSettings.from_command_line(flags, program="test")
+    assert (caught.value.code, capsys.readouterr().err) == (2, said + "\n")
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--version", "--help"):
+        with pytest.raises(SystemExit) as caught:
+            DraftSettings.from_command_line([flag], program="test")
+        assert caught.value.code == 0
+    version, _, shown = capsys.readouterr().out.partition("\n")
+    assert version.startswith("outrider ")
+    for part in ("--model DIR_OR_ID", "--verifier HOST:PORT,...", "--ngram-corpus FILE", "--gamma N"):
+        assert part in shown
+    assert "None" not in shown
+
+
+def test_a_mistyped_variable_is_logged_with_the_nearest_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KV_CACH_MB", "GAMMA", "VERIFIER_SERVICE_HOST", "VERIFIER_PORT_50052_TCP_ADDR", "ZEBRA"):
+        monkeypatch.setenv(f"OUTRIDER_{name}", "8")
+    with capture_logs() as lines:
+        made(DraftSettings).warn_of_variables()
+    (line,) = lines
+    assert (line["variable"], line["nearest"]) == ("OUTRIDER_KV_CACH_MB", "OUTRIDER_KV_CACHE_MB")
+    with capture_logs() as lines:
+        made(VerifierSettings).warn_of_variables()  # --gamma is of the draft service, which may share the environment
+    assert [line["variable"] for line in lines] == ["OUTRIDER_KV_CACH_MB"]

@@ -1,0 +1,185 @@
+"""`outrider info`: what a service is, and how it is doing."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import grpc
+from google.protobuf import json_format
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from outrider.cli.options import Address, calling_options, tls_of
+from outrider.cli.output import Failure, fails_in_one_line, write_json
+from outrider.client import TLS, AcceptanceRule, Drafter
+from outrider.client.errors import typed
+from outrider.rpc.auth import OwnToken
+from outrider.rpc.channel import check_plaintext, open_channel
+from outrider.rpc.health import PROBES
+from outrider.rpc.tls import ChannelTLS
+from protos.outrider.v1 import draft_service_pb2, model_pb2, sampling_pb2, verifier_service_pb2
+from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
+from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
+
+_PROBE = "outrider-info"
+_HASH_OF_TOKEN_0 = hashlib.blake2b(bytes(4), digest_size=8).digest()
+
+
+@click.command("info", short_help="Model, limits, health and load of a service.")
+@click.argument("address", type=Address(), metavar="HOST:PORT")
+@click.option(
+    "--timeout", metavar="SECONDS", type=float, default=10.0, show_default=True, help="After this the command fails."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@calling_options
+@fails_in_one_line
+def info_command(
+    address: str, timeout: float, as_json: bool, token_file: str | None, plaintext: bool, **tls: Any
+) -> None:
+    """Show what the service at HOST:PORT is, a draft service or a verifier, and how it is doing.
+
+    The load of a verifier comes with the verdict of one token, which this command has it write.
+    """
+    security = tls_of(tls)
+    try:
+        if security is None and not plaintext:
+            check_plaintext(address, "give --tls-ca or --tls, or --plaintext")
+        found = asyncio.run(_look(address, security, token_file, timeout))
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    except TimeoutError:
+        raise Failure(f"DEADLINE_EXCEEDED: {address} did not answer within {timeout:g} s") from None
+    except grpc.RpcError as error:
+        raise typed(error, timeout) from error
+    if as_json:
+        write_json(found)
+    else:
+        _draw(Console(highlight=False), found)
+
+
+async def _look(address: str, tls: TLS | None, token_file: str | Path | None, timeout: float) -> dict[str, Any]:
+    credentials = None if tls is None else ChannelTLS(tls).look()[1]
+    authority = [("grpc.default_authority", tls.name)] if tls is not None and tls.name else []
+    metadata = () if token_file is None else OwnToken(token_file).metadata()
+    async with (
+        asyncio.timeout(timeout),
+        open_channel(address, options=authority, credentials=credentials) as channel,
+    ):
+        found: dict[str, Any] = {"address": address}
+        try:
+            draft: Any = DraftServiceStub(channel)
+            request = draft_service_pb2.DraftServiceGetModelRequest()
+            both = await draft.GetModel(request, metadata=metadata, timeout=timeout)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                raise
+            verifier: Any = VerifierServiceStub(channel)
+            asked = verifier_service_pb2.VerifierServiceGetModelRequest()
+            model = (await verifier.GetModel(asked, metadata=metadata, timeout=timeout)).model
+            found |= {"service": "verifier", "model": _model(model)}
+            found["health"] = await _health(channel, metadata)
+            found["load"] = await _load(verifier, model, metadata)
+        else:
+            found |= {"service": "draft service", "model": _model(both.model), "target": _model(both.target)}
+            found["drafters"] = [Drafter.of(number).value for number in both.drafters]
+            found["default_drafter"] = Drafter.of(both.default_drafter).value
+            found["health"] = await _health(channel, metadata)
+        return found
+
+
+def _model(model: model_pb2.ModelInfo) -> dict[str, Any]:
+    shown = json_format.MessageToDict(model, preserving_proto_field_name=True)
+    for field in ("rules", "lossy_rules"):
+        shown[field] = [AcceptanceRule.of(number).value for number in getattr(model, field)]
+    shown["default_rule"] = AcceptanceRule.of(model.default_rule).value
+    return shown
+
+
+async def _health(channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str]]) -> dict[str, str]:
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    statuses = {}
+    for probe in PROBES:
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=probe), metadata=metadata)
+        statuses[probe] = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    return statuses
+
+
+async def _load(verifier: Any, model: model_pb2.ModelInfo, metadata: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """The load before the step that writes one token after token 0, and how long that took, in milliseconds."""
+    opening = verifier_service_pb2.OpenSequence(
+        prompt_token_ids=[0],
+        max_new_tokens=1,
+        ignore_eos=True,
+        request_id=_PROBE,
+        sampling=sampling_pb2.SamplingParams(seed=0, rule=sampling_pb2.ACCEPTANCE_RULE_TOKENWISE),
+    )
+    decode = verifier_service_pb2.Decode(round=1, base_length=1, prefix_hash=_HASH_OF_TOKEN_0, num_tokens=1)
+    began = time.perf_counter()
+    call = verifier.Verify(metadata=metadata)
+    for kind in ({"open": opening}, {"decode": decode}):
+        await call.write(verifier_service_pb2.VerifyRequest(sequence_id=_PROBE, **kind))
+    async for answer in call:
+        if answer.WhichOneof("kind") == "verdict":
+            call.cancel()
+            load = answer.verdict.load
+            return {
+                "running": load.running - 1,  # without this one
+                "waiting": load.waiting,
+                "kv_usage": load.kv_usage,
+                "pass_fixed_us": load.pass_fixed_us,
+                "pass_token_us": load.pass_token_us,
+                "one_token_ms": (time.perf_counter() - began) * 1e3,
+            }
+    raise Failure("the verifier closed the stream without a verdict")
+
+
+# ----------------------------------------------------------------------------------------------------------- drawing
+
+
+_SHOWN_CHARACTERS = 12  # of a fingerprint
+# Fields that the table leaves out; --json has them.
+_LEFT_OUT = ("limits", "logits_size", "lossy_rules", "noise_version", "protocol_version")
+
+
+def _draw(out: Console, found: dict[str, Any]) -> None:
+    health = found["health"]
+    state = "ready" if health["readiness"] == "SERVING" else "not ready"
+    if health["liveness"] != "SERVING":
+        state += ", not alive"
+    out.print(f"{found['service']} at {found['address']}: {state}", soft_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    models = {name: found[name] for name in ("model", "target") if name in found}
+    table.add_column("")
+    for name in models:
+        table.add_column("draft" if "target" in found and name == "model" else "target", overflow="fold")
+    for field in dict.fromkeys(field for model in models.values() for field in model if field not in _LEFT_OUT):
+        length = _SHOWN_CHARACTERS if field.endswith("_fingerprint") else None
+        table.add_row(field, *(_text(model.get(field, "–"))[:length] for model in models.values()))
+    for field in dict.fromkeys(field for model in models.values() for field in model.get("limits", ())):
+        table.add_row(field, *(_text(model.get("limits", {}).get(field, "–")) for model in models.values()))
+    out.print(table)
+    if "drafters" in found:
+        out.print(f"drafters: {', '.join(found['drafters'])}; default {found['default_drafter']}", soft_wrap=True)
+    if "load" in found:
+        load = found["load"]
+        out.print(
+            f"load: {load['running']} sequences running, {load['waiting']} waiting, {load['kv_usage']:.0%} of the KV "
+            f"cache in use; one token took {load['one_token_ms']:.0f} ms",
+            soft_wrap=True,
+        )
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "–"
+    return str(value)

@@ -1,0 +1,54 @@
+"""`outrider info` against a real pair, and what a client is told that calls a verifier."""
+
+import json
+
+import pytest
+from click.testing import CliRunner, Result
+
+from outrider.cli import main
+from outrider.client import Client, OutriderError
+
+
+def _info(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["info", *arguments], prog_name="outrider")
+
+
+def test_of_a_verifier(verifier_address: str) -> None:
+    document = json.loads(_info(verifier_address, "--json").stdout)
+    assert (document["address"], document["service"]) == (verifier_address, "verifier")
+    assert document["model"]["limits"]["max_sequences"] == 64
+    assert "coupled" in document["model"]["rules"]
+    assert document["health"] == {"readiness": "SERVING", "liveness": "SERVING", "startup": "SERVING"}
+    assert document["load"]["running"] >= 0
+    assert 0 <= document["load"]["kv_usage"] <= 1
+    shown = _info(verifier_address)
+    assert (shown.exit_code, shown.stderr) == (0, "")
+    assert shown.stdout.startswith(f"verifier at {verifier_address}: ready\n")
+    for part in ("context_length", "max_sequence_tokens", "of the KV cache in use"):
+        assert part in shown.stdout
+
+
+def test_of_a_draft_service(draft_address: str) -> None:
+    document = json.loads(_info(draft_address, "--json").stdout)
+    assert document["service"] == "draft service"
+    assert document["model"]["vocabulary_fingerprint"] == document["target"]["vocabulary_fingerprint"]
+    assert document["default_drafter"] in document["drafters"]
+    shown = _info(draft_address).stdout
+    assert shown.startswith(f"draft service at {draft_address}: ready\n")
+    assert "drafters: " in shown
+
+
+@pytest.mark.parametrize(("address", "said"), [("127.0.0.1:1", "outrider: UNAVAILABLE"), ("box:1", "not a loopback")])
+def test_where_nothing_answers(address: str, said: str) -> None:
+    refused = _info(address, "--timeout", "2")
+    assert refused.exit_code != 0
+    assert said in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_a_client_that_calls_a_verifier_is_told_so(verifier_address: str) -> None:
+    with (
+        Client(verifier_address) as client,
+        pytest.raises(OutriderError, match=f"{verifier_address} is a verifier, not a draft service"),
+    ):
+        client.complete("x")
