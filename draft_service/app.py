@@ -1,4 +1,4 @@
-"""The draft service as a whole: loads the draft, finds the verifier, and hands the parts to each other."""
+"""The draft service: loads the draft, connects to the verifiers, and builds the parts."""
 
 import asyncio
 from collections.abc import Callable
@@ -45,7 +45,7 @@ from protos.outrider.v1.draft_service_pb2_grpc import add_DraftServiceServicer_t
 
 _log = structlog.get_logger()
 
-# Sequences that may take captured steps together: their logits are kept step by step.
+# Most sequences in one captured decode loop: it keeps the logits of each step.
 MOST_STEPPED = 64
 
 FEATURES = (
@@ -72,7 +72,7 @@ class DraftApp(Service):
     name = SERVICE_NAME
 
     def __init__(self, settings: DraftSettings, loader: Loader = load) -> None:
-        """Raises `SettingsError` where the settings do not say how to speak to verifiers, or contradict each other."""
+        """Raises `SettingsError` if the TLS settings for verifiers are incomplete or contradict each other."""
         super().__init__()
         self._settings = settings
         self._loader = loader
@@ -95,24 +95,29 @@ class DraftApp(Service):
             built, tokenizer = await in_thread(lambda: load_built(settings, self._loader))
         else:
             tokenizer = await in_thread(lambda: load_tokenizer_alone(settings))
-        await in_thread(lambda: tokenizer.longest_token_bytes)  # some 0.1 s, once: requests are checked by it
-        await warm()  # whatever becomes of verifiers, there is no use in starting it anew
+        await in_thread(lambda: tokenizer.longest_token_bytes)  # computed once, about 0.1 s; checks of requests use it
+        await warm()  # a restart would not help while verifiers are missing
         self._replicas = Replicas(
             settings.verifier,
             max_message_bytes=message_limit(settings),
-            silence=settings.verifier_timeout,
-            look_again=settings.verifier_resolve_interval,
+            timeout=settings.verifier_timeout,
+            resolve_interval=settings.verifier_resolve_interval,
             tls=self._tls,
         )
         budget = FailoverBudget(settings.max_sequences)
         failover_metrics = FailoverMetrics(self.metrics, FailureKind)
-        verifiers = Verifiers(self._replicas, budget, settings.failover_patience, failover_metrics)
+        verifiers = Verifiers(self._replicas, budget, settings.failover_timeout, failover_metrics)
         show_verifiers(self.metrics, self._replicas, lambda: budget.tokens)
         draft = model_info(None if built is None else built.model_runner.loaded, tokenizer, settings)
         target = await self._replicas.match(draft)
         limit_by(draft, target)
         if (short := short_of(settings, target.limits.max_sequence_tokens)) > 0:
-            _log.warning("prompts as long as the target takes may not fit: --max-message-bytes", bytes_short=short)
+            _log.warning(
+                "max_message_bytes too small",
+                bytes_short=short,
+                effect="the longest prompts of the target are refused",
+                action="raise --max-message-bytes",
+            )
         sparse = SparseConfig(keep_mass=settings.keep_mass, max_support=draft.limits.max_support)
         drafters = await in_thread(lambda: cheap_drafters(settings, tokenizer, target, sparse))
         if built is not None:
@@ -134,7 +139,7 @@ class DraftApp(Service):
         )
 
     async def drain(self) -> None:
-        """Requests in progress finish by themselves; those in the queue go elsewhere."""
+        """Refuses queued calls. Calls in progress finish."""
         self._servicer.limit.drain()
 
     def stop(self) -> None:
@@ -145,15 +150,15 @@ class DraftApp(Service):
 
 
 def load_built(settings: DraftSettings, loader: Loader = load) -> tuple[Built, Tokenizer]:
-    """The draft with its KV pool, warmed up, and its tokenizer.
+    """Loads the draft and its tokenizer, allocates its KV cache, and warms it up.
 
     Raises:
         CheckpointError: the model cannot be loaded or run.
-        SettingsError: the KV cache has no room for one sequence.
+        SettingsError: the KV cache is too small for one sequence.
     """
     loaded, tokenizer = loader(settings)
     length = sequence_tokens(settings, loaded)
-    # Beside pieces of prompts a pass has the last token of each sequence that draws.
+    # A step holds pieces of prompts and the last token of each sequence that drafts.
     pass_tokens = settings.prefill_tokens + settings.max_sequences
     built = build_model_runner(settings, loaded, length, pass_tokens=pass_tokens, most_sequences=settings.max_sequences)
     built.model_runner.warm_up((1, 2, 64))
@@ -166,7 +171,7 @@ def build_engine(
     """The draft's engine, not started.
 
     Raises:
-        CheckpointError: there is no room for captured passes.
+        CheckpointError: too little memory for CUDA graphs.
     """
     model_runner = built.model_runner
     engine = DraftEngine(
@@ -182,7 +187,7 @@ def build_engine(
 
 
 def _captures(engine: DraftEngine, target: model_pb2.ModelInfo, settings: DraftSettings) -> Callable[..., str]:
-    """Captures the passes that begin a round, of one or two rows each, and the steps that follow."""
+    """Captures the forward passes that begin a round, with one or two tokens a sequence, and the decode loop."""
 
     def capture(capturer: Capturer, *, seconds: float, most_bytes: int) -> str:
         steps = engine.loop.capture(
@@ -202,7 +207,7 @@ def _captures(engine: DraftEngine, target: model_pb2.ModelInfo, settings: DraftS
 
 
 def model_info(loaded: LoadedModel | None, tokenizer: Tokenizer, settings: DraftSettings) -> model_pb2.ModelInfo:
-    """What the service says of its draft before it knows a target; None is a service without a draft model."""
+    """`ModelInfo` of the draft before a target is known; `loaded` is None without a draft model."""
     how: Any = {
         "limits": model_pb2.Limits(
             max_gamma=settings.max_gamma,
@@ -224,7 +229,7 @@ def model_info(loaded: LoadedModel | None, tokenizer: Tokenizer, settings: Draft
 
 
 def limit_by(draft: model_pb2.ModelInfo, target: model_pb2.ModelInfo) -> None:
-    """Narrows what the service takes to what the target takes too: rules, and the limits it sets."""
+    """Limits the draft's `ModelInfo` to the rules and limits of the target."""
     limits, bound = draft.limits, target.limits
     limits.max_gamma = min(limits.max_gamma, bound.max_gamma)
     limits.max_support = min(limits.max_support, bound.max_support)
@@ -237,17 +242,17 @@ def limit_by(draft: model_pb2.ModelInfo, target: model_pb2.ModelInfo) -> None:
 
 
 def remove_lossy_rules(draft: model_pb2.ModelInfo) -> None:
-    """Takes out the rules that ask for a draft model's logits, for a service that has none."""
+    """Removes the rules that need logits of a draft model."""
     draft.rules[:] = [rule for rule in draft.rules if rule not in draft.lossy_rules]
     draft.lossy_rules[:] = []
 
 
 def verifier_tls(settings: DraftSettings) -> ChannelTLS | None:
-    """How to speak to verifiers; None is plaintext.
+    """TLS to verifiers; None is plaintext.
 
     Raises:
-        SettingsError: the settings contradict each other, a file is not what it should be, or plaintext would leave
-            this machine without having been asked for.
+        SettingsError: settings contradict each other, a file is invalid, or a remote verifier would be called in
+            plaintext without `--plaintext`.
     """
     cert, key = settings.verifier_tls_cert, settings.verifier_tls_key
     certificate_and_key("--verifier-tls-cert", cert, "--verifier-tls-key", key)
@@ -262,12 +267,12 @@ def verifier_tls(settings: DraftSettings) -> ChannelTLS | None:
     return from_files("--verifier-tls-ca, -cert or -key", lambda: ChannelTLS(TLS(ca, cert, key, name)))
 
 
-# As verifiers of ours have it; theirs are not known before one answers.
+# The limit of our verifiers; that of the target is not known yet.
 _STOP_TOKEN_IDS = 64
 
 
 def message_limit(settings: DraftSettings) -> int:
-    """In bytes: as was said, or as the draft model and the other limits have it."""
+    """The largest message, in bytes: `--max-message-bytes`, or computed from the draft model and the other limits."""
     return settings.max_message_bytes or server_limit(
         _requests(settings, settings.max_sequence_tokens or DEFAULT_SEQUENCE_TOKENS),
         largest_verify_message(
@@ -281,7 +286,7 @@ def message_limit(settings: DraftSettings) -> int:
 
 
 def short_of(settings: DraftSettings, sequence_tokens: int) -> int:
-    """How many bytes the longest requests of a target with so many tokens are beyond the limit; 0 where they fit."""
+    """Bytes by which the longest request for a target with so many tokens exceeds the limit; 0 if it fits."""
     return max(0, _requests(settings, sequence_tokens) - message_limit(settings))
 
 
@@ -294,12 +299,12 @@ def _requests(settings: DraftSettings, sequence_tokens: int) -> int:
     )
 
 
-# How often it is seen whether the engine still runs.
+# Seconds between two checks that the engine runs.
 GLANCE_SECONDS = 0.5
 
 
 async def warm_up(drafter: Drafter, engine: DraftEngine) -> None:
-    """Has a proposal drafted. One that fails leaves a line in the log: the target can write alone, and tries go on.
+    """Drafts a proposal. A failure is logged only: the target can write without a draft.
 
     Raises:
         RequestError: the engine has ended.
@@ -309,10 +314,12 @@ async def warm_up(drafter: Drafter, engine: DraftEngine) -> None:
     try:
         while not (await asyncio.wait((proposal,), timeout=GLANCE_SECONDS))[0]:
             if not engine.alive:
-                raise internal("INTERNAL", "the draft's engine has ended before its first pass")
+                raise internal(
+                    "INTERNAL", "the draft engine ended before its first step; its error is in the log above"
+                )
         proposal.result()
     except DraftError as error:
-        _log.warning("the first pass of the draft failed; the target writes alone", reason=str(error))
+        _log.warning("drafting failed", at="warm-up", reason=str(error), effect="the target writes without a draft")
     finally:
         proposal.cancel()
         drafting.close()

@@ -1,7 +1,7 @@
-"""The concurrency limit of the draft service: how many sequences run at once, and the queue of those that wait.
+"""The concurrency limit of the draft service: how many sequences run at once, and the queue.
 
 The queue is first in, first out: a call of n samples waits until n sequences fit, and no later call overtakes it.
-Used on the event loop alone.
+Used on the event loop only.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from outrider.rpc.errors import RequestError, draining, idle, overloaded, yielde
 from outrider.rpc.timeouts import InactivityTimer, Pace
 from outrider.service.best_effort import Component
 
-# Seconds from one look at a call's position in the queue to the next.
+# Seconds between two updates of a call's position in the queue.
 POSITION_INTERVAL = 1.0
 
 _observer = Component("queue_metrics")
@@ -24,61 +24,61 @@ class Claim:
     """The sequences of one call: in the queue, then running.
 
     Attributes:
-        count: how many.
-        came: when the call joined the queue.
-        started: when they began to run; None before.
-        gives_way: whether the call is being ended for those that are queued.
+        count: number of sequences.
+        arrived: when the call joined the queue.
+        started: when they began to run; None in the queue.
+        is_preempted: whether the call is being ended for queued calls.
     """
 
-    def __init__(self, limit: "ConcurrencyLimit", count: int, came: float) -> None:
+    def __init__(self, limit: "ConcurrencyLimit", count: int, arrived: float) -> None:
         self.count = count
-        self.came = came
+        self.arrived = arrived
         self.started: float | None = None
-        self.gives_way = False
+        self.is_preempted = False
         self.changed = asyncio.Event()
         self._limit = limit
 
     async def turn(self) -> AsyncIterator[int]:
-        """Waits until the sequences may run. Yields the number of calls ahead in the queue whenever it has changed.
+        """Waits until the sequences may run. Yields the number of calls ahead in the queue when it changes.
 
         Raises:
-            RequestError: UNAVAILABLE, where the service drains first.
+            RequestError: UNAVAILABLE: the service drains.
         """
-        told = None
+        last = None
         while self.started is None:
             if self._limit.is_draining:
                 raise draining()
-            if (ahead := self._limit.ahead_of(self)) != told:
+            if (ahead := self._limit.ahead_of(self)) != last:
                 yield ahead
-                told = ahead
+                last = ahead
             with suppress(TimeoutError):
                 async with asyncio.timeout(POSITION_INTERVAL):
                     await self.changed.wait()
 
-    def patience(self, seconds: float) -> InactivityTimer:
-        """Bounds each wait for the client: `seconds`, or `contended_idle_timeout` where queued calls need room."""
-        return InactivityTimer(seconds, short=self._limit.contended_idle_timeout, gives_way=self._may_give_way)
+    def inactivity_timer(self, seconds: float) -> InactivityTimer:
+        """Bounds each wait for the client to `seconds`, or to `contended_idle_timeout` while calls are queued."""
+        return InactivityTimer(seconds, short=self._limit.contended_idle_timeout, gives_way=self._may_preempt)
 
-    def idle(self, what: str, patience: InactivityTimer) -> RequestError:
-        """How the call ends where its client took too long; `what` says at what."""
-        seconds = f"{patience.waited:.3g}"
-        if not self.gives_way:
+    def idle(self, what: str, timer: InactivityTimer) -> RequestError:
+        """The error for a client that was idle for too long; `what` describes how."""
+        seconds = f"{timer.waited:.3g}"
+        if not self.is_preempted:
             return idle(f"{what} for {seconds} s", seconds=seconds)
-        text = f"{what} for {seconds} s while others wait in the queue"
+        text = f"{what} for {seconds} s while other calls wait in the queue"
         return yielded(text, retry_after=self._limit.retry_after(), seconds=seconds)
 
-    def _may_give_way(self) -> bool:
-        self.gives_way = self.gives_way or self._limit.shortage > 0
-        return self.gives_way
+    def _may_preempt(self) -> bool:
+        self.is_preempted = self.is_preempted or self._limit.shortage > 0
+        return self.is_preempted
 
 
 class ConcurrencyLimit:
     """At most `maximum` sequences at once, and a bounded queue for more.
 
     Attributes:
-        maximum: how many may run.
-        contended_idle_timeout: seconds that a running call may wait for its client while others are queued.
-        is_draining: whether no queued call begins any more.
+        maximum: sequences that may run.
+        contended_idle_timeout: seconds that a running call may be idle while other calls are queued.
+        is_draining: whether queued calls are refused.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class ConcurrencyLimit:
         on_start: Callable[[float], None] = lambda _: None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """`max_waiting` is the most sequences in the queue; `on_start` gets the seconds that a call was queued."""
+        """`max_waiting` is the most sequences in the queue. `on_start` gets the seconds that a call spent there."""
         self.maximum = maximum
         self.contended_idle_timeout = contended_idle_timeout
         self.is_draining = False
@@ -103,13 +103,13 @@ class ConcurrencyLimit:
 
     @property
     def running(self) -> int:
-        """Sequences that run. Any thread may ask, and so may of `waiting`."""
+        """Sequences that run. Any thread may read it, and `waiting`."""
         return sum(claim.count for claim in list(self._running))
 
     @property
     def shortage(self) -> int:
-        """Sequences in the queue beyond those that may begin once the calls have ended that give way."""
-        leaving = sum(claim.count for claim in self._running if claim.gives_way)
+        """Queued sequences that will not fit even after all preempted calls have ended."""
+        leaving = sum(claim.count for claim in self._running if claim.is_preempted)
         return self.waiting - (self.maximum - self.running + leaving)
 
     @property
@@ -118,24 +118,24 @@ class ConcurrencyLimit:
         return sum(claim.count for claim in list(self._queue))
 
     def ahead_of(self, claim: Claim) -> int:
-        """How many queued calls begin before this one."""
+        """Calls ahead of this one in the queue."""
         return self._queue.index(claim)
 
     def retry_after(self) -> float:
-        """Seconds until half of the queue has begun to run."""
+        """Estimated seconds until half of the queue runs."""
         return self._pace.wait(max(1, self.waiting // 2), self.maximum)
 
     @contextmanager
     def claim(self, count: int, *, resumed: bool = False) -> Iterator[Claim]:
-        """Has so many sequences queued or running for as long as it is open; see `Claim.turn`.
+        """Holds so many sequences, queued or running, while the context is open; see `Claim.turn`.
 
         Args:
             count: at most `maximum`.
-            resumed: the call was in progress elsewhere. A draft service that dies leaves as many as it ran, so the
-                queue holds `maximum` more of those.
+            resumed: the call was in progress at another draft service. If that one died, up to `maximum` sequences come
+                at once, so the queue takes that many more of them.
 
         Raises:
-            RequestError: RESOURCE_EXHAUSTED with the time to wait, where the queue is full.
+            RequestError: RESOURCE_EXHAUSTED with `retry_after`: the queue is full.
         """
         assert count <= self.maximum
         waiting, most = self.waiting, self._max_waiting + (self.maximum if resumed else 0)
@@ -163,7 +163,7 @@ class ConcurrencyLimit:
             self._start_next()
 
     def drain(self) -> None:
-        """Refuses the queued calls, so that they go on elsewhere; those that run go on."""
+        """Refuses queued calls: their clients try another service. Running calls continue."""
         self.is_draining = True
         for claim in self._queue:
             claim.changed.set()
@@ -174,4 +174,4 @@ class ConcurrencyLimit:
             self._running.add(claim)
             claim.started = self._clock()
             claim.changed.set()
-            self._on_start(claim.started - claim.came)
+            self._on_start(claim.started - claim.arrived)

@@ -1,7 +1,7 @@
-"""A sequence that outlives its verifiers: where one is lost it is opened at the next, and its round is sent again.
+"""Failover: when a sequence loses its verifier, it is opened at another one, and its current round is sent again.
 
-Nothing is lost and nothing is drawn anew: what was committed goes along with the prompt, and a round that is sent again
-has the base it had, hence the same draws (invariant 2). Where no verdict came, nothing was emitted (invariant 3).
+The opening carries prompt and committed tokens. A round that is sent again has the same base, hence the same draws
+(invariant 2). Without a verdict nothing was emitted (invariant 3).
 """
 
 import asyncio
@@ -24,34 +24,34 @@ from protos.outrider.v1 import speculation_pb2, verifier_service_pb2
 
 _log = structlog.get_logger()
 
-# Verifiers that a sequence may lose in one round.
+# Verifiers that a sequence may lose in one round, before it fails.
 MOST_LOST_IN_A_ROUND = 4
-# Verifiers whose step may fail with a round, or whose process may end while it runs it: then the round is refused.
+# Verifiers that may fail in a step with one round, or die while they run it, before the sequence fails.
 MOST_FAILED_IN_A_ROUND = 2
-# A sequence that begins waits no longer than this for a verifier: its client has waited for nothing yet, and may ask
-# elsewhere.
-OPENING_PATIENCE = 5.0
-# A sequence leaves a draining verifier only if the next one answers so soon; else it does not ask that one for a while.
-MOVING_PATIENCE, UNRESPONSIVE_SECONDS = 2.0, 10.0
-# Seconds of a wait where the client has set no deadline, nor anybody else.
+# Seconds that a new sequence waits for a verifier: its client can try another draft service.
+OPENING_TIMEOUT = 5.0
+# Seconds that a sequence on a draining verifier waits for another one to open it, and seconds until it tries that one
+# again.
+MOVING_TIMEOUT, UNRESPONSIVE_SECONDS = 2.0, 10.0
+# Seconds of a wait without a deadline.
 LONGEST = 3600.0
-# What is left of a deadline to tell the client of a failure in: a share, and so many seconds at most.
+# Time before the deadline at which a failure is reported: a share of the deadline, and at most so many seconds.
 MARGIN_SHARE, MARGIN_SECONDS = 0.1, 0.5
 
 
 class FailureKind(StrEnum):
-    """Why a sequence goes to another verifier. Its values are a metric's labels."""
+    """Why a sequence left its verifier. The values are labels of a metric."""
 
-    DIED = "died"  # or cannot be reached: nobody can tell the two apart
+    DIED = "died"  # or is unreachable
     SILENT = "silent"
     DRAINING = "draining"
-    REFUSED = "refused"  # it has no room, or others need that of a sequence which was idle
-    STEP_FAILED = "step_failed"  # with this sequence, in a batch and alone
-    MISMATCHED = "mismatched"  # it runs another model by now
+    REFUSED = "refused"  # full, or it ended an idle sequence to run queued ones
+    STEP_FAILED = "step_failed"  # with this sequence alone, too
+    MISMATCHED = "mismatched"  # it runs another model now
 
 
 def kind_of(error: RequestError) -> FailureKind | None:
-    """What an error of a stream means; None where it is the request's own, which any verifier would answer alike."""
+    """The kind of failure of a stream; None if every verifier would refuse the request."""
     match error.code, error.reason:
         case grpc.StatusCode.UNAVAILABLE, "DRAINING":
             return FailureKind.DRAINING
@@ -72,47 +72,46 @@ PER_SECOND = 1.0
 
 
 class FailoverBudget:
-    """A token bucket that bounds how many sequences are opened again: work that is done twice must not become a storm.
+    """A token bucket that limits failovers, so that repeated work cannot overload the remaining verifiers.
 
-    Each such opening runs the whole text once more. Where a verifier dies because it has too much to do, those that it
-    leaves are too much for the next, and so on. The bucket is full at the start, so that all survive one death at once.
-    It fills by a tenth of a token with each verdict, so that in the long run at most a tenth of the rounds are followed
-    by an opening; and by one token a second, since where all wait there are no rounds. Waiters are served in order.
+    Each failover runs a whole text again. The bucket is full at the start: all sequences survive the death of one
+    verifier. Each verdict adds a tenth of a token, so in the long run at most a tenth of the rounds lead to a failover.
+    Each second adds a token, for the case that all sequences wait. Waiting sequences are served in order.
     """
 
     def __init__(self, burst: int, clock: Callable[[], float] | None = None) -> None:
-        """`burst` is what it holds at most, and at the start; at least 1."""
+        """`burst` is its size, in tokens; at least 1. It starts full."""
         if burst < 1:
             raise ValueError(f"burst is {burst}; at least 1")
         self._burst = float(burst)
         self._clock = clock or time.monotonic
         self._tokens = self._burst
         self._looked = self._clock()
-        self._turn = asyncio.Lock()  # first come, first served
+        self._turn = asyncio.Lock()  # held by the first in the queue
         self._more = asyncio.Event()
 
     @property
     def tokens(self) -> float:
-        """What is in it. Any thread may ask."""
+        """Tokens in the bucket. Any thread may read it."""
         return min(self._burst, self._tokens + PER_SECOND * max(0.0, self._clock() - self._looked))
 
     def earn(self) -> None:
-        """A round was judged."""
+        """Adds the share of one verdict."""
         self._add(PER_ROUND)
 
     def give_back(self) -> None:
-        """What was taken was not needed: no verifier has run anything for it."""
+        """Returns a token that was not used: no verifier ran the sequence."""
         self._add(1.0)
 
     def take_now(self) -> bool:
-        """Takes a token if there is one and nobody waits for it."""
+        """Takes a token if there is one and no sequence waits for it."""
         if self.tokens < 1.0 or self._turn.locked():
             return False
         self._add(-1.0)
         return True
 
     async def take(self, until: float) -> bool:
-        """Takes a token, waiting for one until the clock shows `until`; says whether it did."""
+        """Takes a token, or waits for one until `until` by the clock. Returns whether it took one."""
         try:
             async with asyncio.timeout(max(0.0, until - self._clock())), self._turn:
                 while self.tokens < 1.0:
@@ -133,29 +132,29 @@ class FailoverBudget:
 
 @dataclass(frozen=True, slots=True)
 class Verifiers:
-    """What all sequences of a service share.
+    """The verifiers, and the budget and metrics of failover, of one service.
 
     Attributes:
-        patience: how long a sequence may be without a verifier, in seconds.
+        timeout: seconds that a sequence may be without a verifier (`--failover-timeout`).
     """
 
     replicas: Replicas
     budget: FailoverBudget
-    patience: float
+    timeout: float
     metrics: FailoverMetrics
 
 
 @dataclass(slots=True)
 class _Failures:
-    """What a sequence has met with since its last verdict.
+    """Failures of a sequence since its last verdict.
 
     Attributes:
-        last: the last error; None where there was none.
-        kind: what it means.
-        lost: verifiers that had taken the sequence, and were lost.
-        suspected: those among them whose step failed with it, or whose process ended while running it.
-        step_error: what a verifier has said of a step that failed.
-        avoid: replicas that have refused it, and until when, by `time.monotonic()`.
+        last: the last error; None without failures.
+        kind: of the last error.
+        lost: verifiers that had opened the sequence and were lost.
+        suspected: of them, verifiers that failed in a step with the sequence, or died while they ran it.
+        step_error: error of a failed step.
+        avoid: replicas that refused the sequence, and until when, by `time.monotonic()`.
     """
 
     last: RequestError | None = None
@@ -166,10 +165,10 @@ class _Failures:
     avoid: dict[Replica, float] = field(default_factory=dict)
 
     def add(self, lease: Lease, kind: FailureKind, error: RequestError, *, was_running: bool) -> None:
-        """Takes in one more; `was_running` is whether the verifier may have run the sequence's prompt or round.
+        """Records a failure. `was_running` is whether the verifier may have been running the sequence.
 
         Raises:
-            RequestError: where no other verifier is to be tried: the error, or INTERNAL (STEP_FAILED).
+            RequestError: no other verifier will be tried: the error itself, or INTERNAL (STEP_FAILED).
         """
         self.last, self.kind = error, kind
         if kind is FailureKind.STEP_FAILED:
@@ -193,25 +192,25 @@ class _Failures:
                 raise error
 
     def no_verifier(self, names: str, why: str = "") -> RequestError:
-        """What the client is told where none of `names` takes the sequence."""
+        """The error for the client if none of `names` opens the sequence."""
         if self.step_error is not None:
             return self.step_error
         if self.last is not None and self.kind not in (FailureKind.DIED, FailureKind.SILENT):
             return self.last
         last = "" if self.last is None else f": {self.last.message}"
-        return unavailable("NO_VERIFIER", f"no verifier answers at {names}{why}{last}")
+        return unavailable("NO_VERIFIER", f"no verifier at {names} opened the sequence{why}{last}")
 
 
 class FailoverStream:
-    """A `VerifyStream` that goes on at another verifier where one is lost.
+    """A `VerifyStream` with failover.
 
     Attributes:
-        is_open: whether a verifier has taken the sequence, be it lost by now.
-        pause: seconds of the wait for the last verdict that were lost to failover.
+        is_open: whether a verifier has opened the sequence, even if it was lost later.
+        pause: seconds of failover in the wait for the last verdict.
     """
 
     def __init__(self, verifiers: Verifiers, sequence: Sequence, *, timeout: float | None) -> None:
-        """`timeout` is what is left of the client's deadline, in seconds."""
+        """`timeout` is the time left of the client's deadline, in seconds."""
         self.is_open = False
         self.pause = 0.0
         self._verifiers = verifiers
@@ -220,21 +219,23 @@ class FailoverStream:
         self._margin = 0.0 if timeout is None else min(MARGIN_SHARE * timeout, MARGIN_SECONDS)
         self._lease: Lease | None = None
         self._failures = _Failures()
-        self._unresponsive: dict[Replica, float] = {}  # until when they are not asked to take it from a draining one
+        self._unresponsive: dict[Replica, float] = {}  # draining: replicas not to try, and until when
 
     async def open(self) -> verifier_service_pb2.Opened:
-        """Opens the sequence at a verifier, and returns the answer.
+        """Opens the sequence at a verifier.
 
         Raises:
-            RequestError: none has taken it in time, or one has refused what all would.
+            RequestError: no verifier opened it in time, or one refused it for a reason that holds for all.
         """
-        opened = await self._open(OPENING_PATIENCE)
+        opened = await self._open(OPENING_TIMEOUT)
         self.is_open = True
         return opened
 
     async def send(self) -> None:
-        """Sends the sequence's round. Where that fails, or the verifier drains, `verdict` finds another one: the client
-        is not to wait for that with what it may be told already.
+        """Sends the sequence's round.
+
+        If this fails, or the verifier drains, `verdict` does the failover, so that committed tokens are sent to the
+        client first.
         """
         if self._lease is None or self._lease.stream.draining:
             return
@@ -244,10 +245,10 @@ class FailoverStream:
             self._lose(error)
 
     async def verdict(self) -> speculation_pb2.Verdict:
-        """The next verdict of the round. Commit it before anything else.
+        """The next verdict of the round. Commit it before the next call.
 
         Raises:
-            RequestError: the verifier refused the round, or is gone, and no other one has taken it in time.
+            RequestError: the verifier refused the round; or it failed, and no other one took over in time.
         """
         self.pause = 0.0
         if self._lease is not None and self._lease.stream.draining:
@@ -270,22 +271,22 @@ class FailoverStream:
         return verdict
 
     async def close(self) -> None:
-        """Ends the stream, well where nothing is owed."""
+        """Ends the stream, in order if no verdict is owed."""
         if self._lease is not None:
             await self._lease.close()
 
     def cancel(self) -> None:
-        """Ends the stream here and now, whatever it owes. May be called twice."""
+        """Ends the stream at once. May be called twice."""
         if self._lease is not None:
             self._lease.cancel()
 
     # ------------------------------------------------------------------------------------------------------- failover
 
     def _lose(self, error: RequestError) -> None:
-        """Leaves a verifier that has failed the sequence.
+        """Leaves a verifier after a failure.
 
         Raises:
-            RequestError: the error, where another verifier would answer the same, or too many were lost already.
+            RequestError: the error itself, if every verifier would refuse the request, or too many were lost.
         """
         lease, kind = self._lease, kind_of(error)
         if kind is FailureKind.MISMATCHED and self._needs_other_weights():
@@ -300,7 +301,7 @@ class FailoverStream:
         _report(lease, kind, error)
         if lease.stream.is_open:
             _log.warning(
-                "a sequence has lost its verifier",
+                "verifier lost",
                 request_id=self._sequence.request.request_id,
                 verifier=lease.replica.address,
                 loss=kind.value,
@@ -313,22 +314,22 @@ class FailoverStream:
         """Opens the sequence at another verifier; raises as `_open`."""
         started, kind = time.monotonic(), self._failures.kind
         try:
-            await self._open(self._verifiers.patience)
+            await self._open(self._verifiers.timeout)
         finally:
             self._add_pause(time.monotonic() - started)
         self._note_switch(kind)
 
-    async def _open(self, patience: float) -> verifier_service_pb2.Opened:
-        """Opens the sequence at one verifier after the other, until one takes it.
+    async def _open(self, timeout: float) -> verifier_service_pb2.Opened:
+        """Opens the sequence at one verifier after the other, until one accepts.
 
         Raises:
-            RequestError: none does in so many seconds, or one has refused what all would.
+            RequestError: none did within `timeout` seconds, or one refused it for a reason that holds for all.
         """
         replicas, budget, failures = self._verifiers.replicas, self._verifiers.budget, self._failures
         latest = time.monotonic() + LONGEST if self._deadline is None else self._deadline - self._margin
-        left = min(patience, self._verifiers.patience)  # a wait for the budget is no wait for a verifier
+        left = min(timeout, self._verifiers.timeout)  # waits for the budget do not count
         while True:
-            # A verifier is to run once more what another one has run.
+            # A failover: the text runs again.
             if self.is_open and not await budget.take(latest):
                 raise failures.no_verifier(replicas.names, ", and the failover budget is used up")
             started = time.monotonic()
@@ -347,14 +348,14 @@ class FailoverStream:
                 self._lose(error)
 
     async def _move(self, old: Lease) -> None:
-        """Leaves a verifier that drains, where another one is at hand; it may go on in the grace where none is."""
+        """Moves from a draining verifier to another one, if there is one now. Otherwise the old one continues."""
         replica = self._verifiers.replicas.choose(self._unresponsive, proven=True)
         if replica is None or not self._verifiers.budget.take_now():
             return
         started = time.monotonic()
         new = self._lease_at(replica)
         try:
-            async with asyncio.timeout(MOVING_PATIENCE):
+            async with asyncio.timeout(MOVING_TIMEOUT):
                 await new.stream.open(reopened=True)
         except (RequestError, TimeoutError) as error:
             new.cancel()
@@ -394,7 +395,7 @@ class FailoverStream:
         sequence.counts.failovers.tokens += len(sequence.tokens)
         self._verifiers.metrics.switched(kind)
         _log.info(
-            "a sequence goes on at another verifier",
+            "failover",
             request_id=sequence.request.request_id,
             verifier=self._lease.replica.address,
             loss=kind.value,
@@ -404,7 +405,7 @@ class FailoverStream:
 
 
 def _report(lease: Lease, kind: FailureKind, error: RequestError) -> None:
-    """Has the replica learn from a failure."""
+    """Updates the replica's circuit breaker after a failure."""
     match kind:
         case FailureKind.REFUSED:
             lease.refused(error.retry_after)
@@ -412,5 +413,5 @@ def _report(lease: Lease, kind: FailureKind, error: RequestError) -> None:
             lease.mismatched(error.message)
         case FailureKind.DIED | FailureKind.SILENT | FailureKind.DRAINING:
             lease.failed(error.message)
-        case FailureKind.STEP_FAILED:  # it has served the others
+        case FailureKind.STEP_FAILED:  # the verifier itself is healthy
             pass

@@ -1,4 +1,4 @@
-"""One sample's loop, from its opening to its end: draft, verdict, commit, emit, and again."""
+"""The loop of one sample: draft, send, verdict, commit, emit."""
 
 import asyncio
 import time
@@ -18,18 +18,14 @@ from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_p
 
 _log = structlog.get_logger()
 
-# Tokens that the target writes alone, after a failure of the drafter, before it is seen whether that still rests.
+# Tokens of one `Decode` while the drafter is in backoff.
 DECODED_WHILE_RESTING = 32
 
 OnOpen = Callable[[verifier_service_pb2.Opened | None], None]
 
 
 class Sample:
-    """One sample of a request.
-
-    Attributes:
-        sequence: its record.
-    """
+    """One sample of a request."""
 
     def __init__(
         self,
@@ -41,9 +37,7 @@ class Sample:
         *,
         arrived: float,
     ) -> None:
-        """`gamma` says how much to draft, and `watch` is told how it goes; `arrived` is the request's arrival, as
-        `time.perf_counter()` had it.
-        """
+        """`arrived` is the arrival of the request, by `time.perf_counter()`."""
         self.sequence = Sequence(request, index, arrived=arrived, watch=watch)
         self._request = request
         self._emitter = emitter
@@ -52,21 +46,21 @@ class Sample:
         self._drafting: Drafting | None = None
 
     async def run(self, verifiers: Verifiers, drafter: Drafter, *, timeout: float | None, on_open: OnOpen) -> None:
-        """Writes the sample. Both sides are free of it when this returns, or raises.
+        """Writes the sample. Both services have freed the sequence when this returns or raises.
 
         Args:
-            timeout: what is left of the client's deadline, in seconds.
-            on_open: told before anything is emitted what the verifier said when it took the sequence; None where the
-                time limit came first, or the committed tokens have ended the text.
+            timeout: seconds left of the client's deadline.
+            on_open: called before anything is emitted, with the verifier's `Opened`; with None if the time limit passed
+                first, or if the committed tokens end the text.
 
         Raises:
-            RequestError: the verifier refused, or is gone.
+            RequestError: the verifier refused the sequence or failed, and no other verifier took it.
         """
         request, sequence = self._request, self.sequence
         if request.committed:
             sequence.finish_reason = self._has_ended()
         if not sequence.finish_reason and request.time_limit is not None and self._time_limit_left() <= 0:
-            sequence.finish_reason = sampling_pb2.FINISH_REASON_TIME_LIMIT  # it was queued for long
+            sequence.finish_reason = sampling_pb2.FINISH_REASON_TIME_LIMIT  # it passed in the queue
         if sequence.finish_reason:
             on_open(None)
             self._finish()
@@ -91,7 +85,7 @@ class Sample:
         sequence.finish_reason = self._emitter.finish(sequence.finish_reason, sequence.counts, sequence.timings)
 
     def _has_ended(self) -> sampling_pb2.FinishReason:
-        """Why the committed tokens have ended the text already; unspecified where they have not."""
+        """The finish reason, if the committed tokens end the text already; otherwise unspecified."""
         committed, held = self._request.committed, self._request.held
         may_stop = len(committed) >= self._request.min_new_tokens
         is_stop = may_stop and committed[-1] in self._request.sampling.logit_rules.stop_token_ids
@@ -124,31 +118,31 @@ class Sample:
         on_open(opened)
         while not self.sequence.finish_reason:
             await self._send_round(target, draft)
-            await self._tell()  # now, while the target works: before, it would have held up the draft
+            await self._emit()  # while the target runs: earlier, it would delay the draft
             while self.sequence.round.owed and not self.sequence.finish_reason:
                 verdict = await self._next_verdict(target)
                 self._emitter.take(verdict, self.sequence.round.draft_tokens)
                 draft = None if self.sequence.round.owed or self.sequence.finish_reason else self._begin_draft()
                 if draft is None or self.sequence.timings.first_token is None:
-                    await self._tell()
+                    await self._emit()
 
-    async def _tell(self) -> None:
-        """Sends what the client may know and does not, and waits where it is too far behind."""
+    async def _emit(self) -> None:
+        """Sends committed tokens and text, and waits if the client has too many responses unread."""
         if self._emitter.send(self.sequence.timings):
             self.sequence.finish_reason = sampling_pb2.FINISH_REASON_STOP_STRING
-        if await self._emitter.room():
+        if await self._emitter.wait_for_client():
             self._gamma.disturbed()
 
     # -------------------------------------------------------------------------------------------------------- a round
 
     def _begin_draft(self) -> Awaitable[Draft] | None:
-        """Begins the next proposal; None where the target writes alone."""
+        """Begins the next proposal; None for a `Decode`."""
         if self._drafting is None or not self._drafting.is_ready():
             return None
-        if not self._drafting.capacity():  # its context is full, and stays so
+        if not self._drafting.capacity():  # its context is full for good
             self._stop_drafting()
             return None
-        # A verdict adds a token of the target's own, so one less than are left.
+        # A verdict adds a token of the target, so one less than are left.
         gamma = self._gamma.next(min(self._drafting.capacity(), self.sequence.left - 1))
         return self._drafting.propose(gamma) if gamma else None
 
@@ -158,7 +152,7 @@ class Sample:
         sent = time.perf_counter()
         self._gamma.sent(drafted)
         if drafted is None:
-            sequence.decode(min(sequence.left, self._tokens_alone()))
+            sequence.decode(min(sequence.left, self._tokens_to_decode()))
         else:
             distributions = [encode_distribution(each) for each in drafted.distributions]
             gamma = self._gamma.gamma
@@ -168,23 +162,24 @@ class Sample:
         if drafted is not None:
             self._count_draft(drafted)
 
-    def _tokens_alone(self) -> int:
-        """How many tokens the target writes before it is seen whether there is a proposal again."""
+    def _tokens_to_decode(self) -> int:
+        """Tokens of the next `Decode`."""
         if self._drafting is None:
             return self.sequence.left
         return self._gamma.pause or DECODED_WHILE_RESTING
 
     async def _drafted(self, draft: Awaitable[Draft]) -> Draft | None:
-        """The proposal; None where there is none: the target writes alone while the drafter rests."""
+        """The proposal; None if drafting failed."""
         try:
             return await draft
         except DraftError as error:
             self.sequence.counts.num_draft_failures += 1
             _log.warning(
-                "drafting failed; the target writes alone",
+                "drafting failed",
                 request_id=self._request.request_id,
                 sample=self.sequence.index,
                 reason=str(error),
+                effect="the target writes without a draft",
             )
             return None
 
@@ -197,17 +192,14 @@ class Sample:
         return verdict
 
     def _account(self, verdict: speculation_pb2.Verdict, *, pause: float) -> None:
-        """What a verdict teaches and shows; `pause` seconds of the wait for it were without a verifier.
-
-        What is called here may fail, and cannot raise.
-        """
+        """Updates γ, counts and metrics. `pause` is the part of the wait without a verifier. Nothing here raises."""
         round_, now = self.sequence.round, time.perf_counter()
-        waited, round_.sent = now - round_.sent - pause, now  # the next verdict of a Decode is waited for from here on
+        waited, round_.sent = now - round_.sent - pause, now  # the wait for the next verdict of a Decode starts here
         self._gamma.judged(verdict)
         self._count(verdict, waited)
         self._watch.judged(
             verdict,
-            asked=round_.gamma,
+            gamma=round_.gamma,
             drafted=len(round_.draft_tokens),
             draft=round_.draft_seconds,
             waited=waited,
@@ -217,7 +209,7 @@ class Sample:
     def _count(self, verdict: speculation_pb2.Verdict, waited: float) -> None:
         round_ = self.sequence.round
         self.sequence.timings.add(waited, verdict)
-        self.sequence.counts.add(len(round_.draft_tokens), verdict, asked=round_.gamma)
+        self.sequence.counts.add(len(round_.draft_tokens), verdict, gamma=round_.gamma)
 
     @STATISTICS.quiet
     def _count_draft(self, draft: Draft) -> None:
@@ -225,9 +217,9 @@ class Sample:
         if self._drafting is not None:
             counts.num_draft_recoveries = self._drafting.recoveries
         timings.draft += draft.seconds
-        if draft.cache_use is not None:
-            counts.add_cache_use(draft.cache_use)
-            timings.saved += draft.cache_use.saved_seconds
+        if (use := draft.cache_use) is not None:
+            counts.add_cache_use(use)
+            timings.saved += use.saved_seconds
 
     # -------------------------------------------------------------------------------------------- opening and closing
 

@@ -1,4 +1,4 @@
-"""What the draft service shows of itself: requests, rounds, drafters, verifiers, and what it holds."""
+"""Metrics of the draft service: requests, rounds, drafters, verifiers, memory."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,7 +12,7 @@ from draft_service.drafters.base import Kind
 from draft_service.drafters.guard import GuardedDrafter
 from draft_service.drafters.outcome_cache import Counts
 from draft_service.drafters.staged import StagedCounts, Staging
-from draft_service.replicas import Replicas, State
+from draft_service.replicas import STATUSES, Replicas, State
 from outrider.runtime.kv_cache import KVPool
 from outrider.service.best_effort import Component
 from outrider.service.metrics import Metrics
@@ -22,18 +22,18 @@ from protos.outrider.v1 import speculation_pb2
 REQUEST_METRICS = Component("request_metrics")
 REQUEST_LOG = Component("request_log")
 
-# From what a drafter that copies takes to what a long prompt does, each about twice the one before.
+# From a proposal by `lookup` to a long prompt; each bucket about twice the one before.
 _SHORT = (50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _FIRST_TOKEN = (1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 _WHOLE = (10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0)
 
 PHASES = ("draft", "wire", "queue", "pass", "accept")
-"""Of a round: drafting its proposal; the way to the verifier and back, with all that waits on it; waiting there for the
-pass; the pass; acceptance and sampling. The last three are those of `VerdictTimings`."""
+"""Of a round: drafting; the network, with waits on both event loops; the queue at the verifier; the forward pass;
+acceptance and sampling. The last three are fields of `VerdictTimings`."""
 
 
 class RequestMetrics:
-    """Fed from the event loop alone."""
+    """Metrics of requests. Used on the event loop only."""
 
     def __init__(self, metrics: Metrics) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -78,11 +78,10 @@ class RequestMetrics:
         )
 
     def queued(self, seconds: float) -> None:
-        """A call has left the queue after so long."""
         self._queued.observe(seconds)
 
     def ended(self, status: str, seconds: float, *, prompt: int, generated: int) -> None:
-        """A request has ended with this status, `seconds` after it came."""
+        """Records a request that ended `seconds` after its arrival."""
         self._requests.labels(status).inc()
         self._prompt.inc(prompt)
         self._generated.inc(generated)
@@ -90,21 +89,21 @@ class RequestMetrics:
             self._whole.observe(seconds)
 
     def first_token(self, seconds: float) -> None:
-        """A sample's first token leaves, so long after its request came."""
+        """See `TokenWatch`."""
         self._first.observe(seconds)
 
     def next_tokens(self, seconds: float, count: int) -> None:
-        """So many more leave together, so long after those before."""
+        """See `TokenWatch`."""
         share = seconds / max(1, count)
         for _ in range(count):
             self._between.observe(share)
 
     def waits(self, change: int) -> None:
-        """One more sample waits for its first verdict, or one less."""
+        """Changes the number of samples that wait for their first verdict."""
         self._waiting.inc(change)
 
     def judged(self, draft: float | None, *others: float) -> None:
-        """A round took so many seconds in each of `PHASES`; the target wrote alone where `draft` is None."""
+        """Records the seconds of a round in each of `PHASES`; `draft` is None for a `Decode`."""
         if draft is not None:
             self._phases[0].observe(draft)
         for phase, seconds in zip(self._phases[1:], others, strict=True):
@@ -112,10 +111,10 @@ class RequestMetrics:
 
 
 class SampleWatch:
-    """Of one sample; none of its methods raises. Used on the event loop alone."""
+    """Metrics and trace of one sample. No method raises. Used on the event loop only."""
 
     def __init__(self, metrics: RequestMetrics, trace: CallTrace, index: int) -> None:
-        """`index` is which sample of its request it is."""
+        """`index` is that of the sample in its request."""
         self._metrics = metrics
         self._trace = trace
         self._index = index
@@ -123,39 +122,39 @@ class SampleWatch:
 
     @REQUEST_METRICS.quiet
     def begins(self) -> None:
-        """It waits for its first verdict from now on."""
+        """The sample starts to wait for its first verdict."""
         self._waits = True
         self._metrics.waits(1)
 
     @REQUEST_METRICS.quiet
     def ends(self) -> None:
-        """It is over, or has its first verdict."""
+        """The sample has its first verdict, or has ended."""
         if self._waits:
             self._waits = False
             self._metrics.waits(-1)
 
     @REQUEST_METRICS.quiet
     def first_token(self, seconds: float) -> None:
-        """Its first token leaves, so long after the request came."""
+        """See `TokenWatch`."""
         self._metrics.first_token(seconds)
 
     @REQUEST_METRICS.quiet
     def next_tokens(self, seconds: float, count: int) -> None:
-        """So many more leave together, so long after those before."""
+        """See `TokenWatch`."""
         self._metrics.next_tokens(seconds, count)
 
     @REQUEST_METRICS.quiet
     def judged(
-        self, verdict: speculation_pb2.Verdict, *, asked: int, drafted: int, draft: float | None, waited: float
+        self, verdict: speculation_pb2.Verdict, *, gamma: int, drafted: int, draft: float | None, waited: float
     ) -> None:
-        """A verdict is there.
+        """Records a verdict.
 
         Args:
-            verdict: what it says.
-            asked: γ, as it was chosen; 0 where the target wrote alone.
-            drafted: tokens that were proposed.
-            draft: seconds that drafting them took; None where nothing was drafted.
-            waited: seconds from the proposal to the verdict, less those without a verifier.
+            verdict: the verdict.
+            gamma: the chosen γ; 0 for a `Decode`.
+            drafted: proposed tokens.
+            draft: seconds of drafting; None for a `Decode`.
+            waited: seconds from the proposal to the verdict, without time of failover.
         """
         self.ends()
         timings = verdict.timings
@@ -172,7 +171,7 @@ class SampleWatch:
                     "outrider.sample": self._index,
                     "outrider.round": verdict.round,
                     "outrider.base_length": verdict.base_length,
-                    "outrider.gamma": asked,
+                    "outrider.gamma": gamma,
                     "outrider.drafted": drafted,
                     "outrider.accepted": verdict.accepted,
                     "outrider.committed": len(verdict.token_ids),
@@ -189,7 +188,7 @@ FAILOVER_METRICS = Component("failover_metrics")
 
 
 def show_held(metrics: Metrics, limit: ConcurrencyLimit, pool: KVPool | None) -> None:
-    """Shows what is in these from now on, under the names that the verifier's have; no pool where there is no model."""
+    """Registers gauges of sequences and KV blocks, by the names that the verifier uses. None: no draft model."""
 
     def gauge(name: str, text: str, value: Callable[[], int]) -> None:
         Gauge(f"outrider_{name}", text, registry=metrics.registry).set_function(value)
@@ -206,14 +205,14 @@ def show_held(metrics: Metrics, limit: ConcurrencyLimit, pool: KVPool | None) ->
 
 
 def show_drafters(metrics: Metrics, drafters: Mapping[Kind, GuardedDrafter], staging: Staging | None) -> None:
-    """Shows from now on what each drafter has cost, by its name; `staging` where there is a draft model."""
+    """Registers the totals of each drafter, and those of staged drafting if there is a draft model."""
     metrics.registry.register(_Drafters(drafters))
     if staging is not None:
         metrics.registry.register(_Staged(staging.counts))
 
 
 def show_outcome_cache(metrics: Metrics, counts: Counts) -> None:
-    """Shows from now on what an outcome cache does."""
+    """Registers the totals of the outcome cache."""
     metrics.registry.register(_OutcomeCache(counts))
 
 
@@ -222,7 +221,7 @@ class _Drafters(Collector):
         self._drafters = drafters
 
     def collect(self) -> Iterator[Metric]:
-        """One family a figure, one series a drafter."""
+        """One family a metric, one series a drafter."""
         costs = {kind: drafter.cost for kind, drafter in self._drafters.items()}
         yield self._family(
             CounterMetricFamily("outrider_draft_proposals", "Proposals that the drafter gave.", labels=("drafter",)),
@@ -267,16 +266,14 @@ class _Staged(Collector):
         self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
-        """The inner game, under names of its own: none of it has reached a verifier."""
+        """Guesses have metrics of their own: they never reach a verifier."""
         counts = self._counts
         yield CounterMetricFamily(
             "outrider_staged_passes",
             "Passes of the draft model that judged guessed tokens; each counts once for each sequence.",
             value=counts.passes,
         )
-        yield CounterMetricFamily(
-            "outrider_staged_guessed_tokens", "Tokens guessed for the draft model.", value=counts.guessed
-        )
+        yield CounterMetricFamily("outrider_staged_guessed_tokens", "Guessed tokens.", value=counts.guessed)
         yield CounterMetricFamily(
             "outrider_staged_accepted_tokens", "Guessed tokens that the draft model accepted.", value=counts.accepted
         )
@@ -305,10 +302,10 @@ class _OutcomeCache(Collector):
 
 
 class FailoverMetrics:
-    """What losing verifiers costs."""
+    """Metrics of failover."""
 
     def __init__(self, metrics: Metrics, reasons: Iterable[str]) -> None:
-        """`reasons` are those of `switched`."""
+        """`reasons` are the labels of `switched`."""
         self._switches = Counter(
             "outrider_verifier_switches",
             "Sequences opened again, at another verifier or the same, by what happened to the last one.",
@@ -325,17 +322,15 @@ class FailoverMetrics:
 
     @FAILOVER_METRICS.quiet
     def switched(self, reason: str) -> None:
-        """A sequence goes on at another verifier."""
         self._switches.labels(reason).inc()
 
     @FAILOVER_METRICS.quiet
     def paused(self, seconds: float) -> None:
-        """A sequence was without a verifier for so long."""
         self._seconds.inc(seconds)
 
 
 def show_verifiers(metrics: Metrics, replicas: Replicas, budget: Callable[[], float]) -> None:
-    """Shows the verifiers from now on, and how many sequences may be opened again at once."""
+    """Registers the status of all verifiers, and the failover budget."""
     metrics.registry.register(_Verifiers(replicas))
     Gauge(
         "outrider_failover_budget", "Sequences that may be opened again now.", registry=metrics.registry
@@ -347,22 +342,22 @@ class _Verifiers(Collector):
         self._replicas = replicas
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """The verifiers as they are now: addresses come and go."""
+        """The verifiers at the addresses of now."""
         replicas = self._replicas.all()
         counts = GaugeMetricFamily(
             "outrider_verifiers",
-            "Verifiers by status: unknown, mismatched (another model), or the state of the circuit breaker.",
+            "Verifiers by status: unknown, mismatched (another model), ready, recovering (on trial) or failing.",
             labels=["status"],
         )
-        for status in ("unknown", "mismatched", *(state.value for state in State)):
+        for status in STATUSES:
             counts.add_metric([status], sum(replica.status == status for replica in replicas))
         breakers = GaugeMetricFamily(
             "outrider_verifier_breaker_state",
-            "The circuit breaker of each verifier: 0 closed, 1 half-open, 2 open.",
+            "Circuit breaker of each verifier: 0 closed (ready), 1 half-open (recovering), 2 open (failing).",
             labels=["verifier"],
         )
         sequences = GaugeMetricFamily(
-            "outrider_verifier_sequences", "Sequences of this service at each verifier.", labels=["verifier"]
+            "outrider_verifier_sequences", "Sequences of this service at the verifier.", labels=["verifier"]
         )
         for replica in replicas:
             breakers.add_metric([replica.address], list(State).index(replica.breaker.state))

@@ -1,4 +1,4 @@
-"""Text out: tokens become text, stop strings are found, and each sample's chunks go out on the request's one stream."""
+"""Output: detokenises, finds stop strings, and sends the chunks of all samples on one stream."""
 
 import asyncio
 from collections import deque
@@ -12,34 +12,34 @@ from protos.outrider.v1.draft_service_pb2 import GenerateResponse
 
 
 class Detokenizer(Protocol):
-    """What turns tokens into text (`outrider.runtime.tokenizer.IncrementalDetokenizer`)."""
+    """Turns tokens into text (`outrider.runtime.tokenizer.IncrementalDetokenizer`)."""
 
     def push(self, token: int, /) -> str:
-        """The text that this token completes; what ends inside a character stays inside."""
+        """The text that this token completes. Bytes of an incomplete character are kept."""
 
     def flush(self) -> str:
-        """The text of what is left, at the end."""
+        """The text of the kept bytes, at the end."""
 
     @property
     def pending(self) -> bool:
-        """Whether something is left inside."""
+        """Whether bytes of an incomplete character are kept."""
 
 
 class StopFinder:
-    """Follows a text character by character and says where a stop string is complete.
+    """Finds stop strings in a text, character by character.
 
-    Of strings that are complete at the same character the longest counts. One character costs O(1) for each string
-    (Knuth, Morris and Pratt), so what is found does not depend on how the text was cut into pieces.
+    If several are complete at the same character, the longest counts. One character costs O(1) for each string (Knuth,
+    Morris and Pratt). The result does not depend on how the text is cut into pieces.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = sorted(set(stops), key=len, reverse=True)
         self._borders = [_borders(stop) for stop in self._stops]
-        self._matched = [0] * len(self._stops)  # length of the longest prefix of each that the text ends in
+        self._matched = [0] * len(self._stops)  # length of the longest prefix of each at the end of the text
 
     @property
     def held(self) -> int:
-        """How many of the last characters may be the beginning of a stop string."""
+        """How many of the last characters may begin a stop string."""
         return max(self._matched, default=0)
 
     def feed(self, character: str) -> str | None:
@@ -70,11 +70,11 @@ def _borders(stop: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """What may be sent: a text, and how many more tokens it brings to their end.
+    """Text to send, and the number of tokens that it completes.
 
     Attributes:
-        tail: what follows it at the end alone: the beginning of a token that a stop string cuts.
-        ends: where in `text` each of the tokens ends.
+        tail: the first part of a token that a stop string cuts; sent after `text`.
+        ends: where in `text` each token ends.
     """
 
     text: str
@@ -83,7 +83,7 @@ class Released:
     ends: tuple[int, ...] = ()
 
     def by_token(self) -> Iterator["Released"]:
-        """The same, a token at a time, the tail aside. Where several end at one place the last of them has the text."""
+        """The same, one token at a time, without the tail. Of tokens that end together, the last one has the text."""
         begin = 0
         for i, end in enumerate(self.ends):
             stop = begin if self.ends[i + 1 : i + 2] == (end,) else end
@@ -94,33 +94,33 @@ class Released:
 class OutputText:
     """The text of one sample.
 
-    Text leaves in whole tokens, so that what was sent is exactly the text of the tokens that were sent, and a resumed
-    request goes on where it ends. Only at the end, where a stop string cuts a token, its first part leaves without it.
+    Text is released in whole tokens: it always is the text of the tokens counted with it, so a resumed request
+    continues there. Only the last token may be cut, by a stop string.
 
     Attributes:
-        stopped_by: the stop string that ended the text, once there is one. The one that is complete first counts, and
-            of those complete at the same character the longest.
+        stopped_by: the stop string that ended the text; None before. The first to be complete counts; of those complete
+            at the same character, the longest.
     """
 
     def __init__(
         self, detokenizer: Detokenizer, *, stop: Sequence[str] = (), min_tokens: int = 0, written: int = 0
     ) -> None:
-        """Begins after `written` tokens of output; no stop string counts before there are `min_tokens` of them."""
+        """Starts after `written` output tokens. Stop strings count from `min_tokens` output tokens on."""
         self.stopped_by: str | None = None
         self._detokenizer = detokenizer
         self._finder = StopFinder(stop)
         self._finds = bool(stop)
         self._min_tokens = min_tokens
         self._written = written
-        self._text = ""  # not sent yet; begins at the position `_sent`
+        self._text = ""  # not released; starts at `_sent`
         self._sent = 0
-        self._length = 0  # of all text so far
+        self._length = 0  # of all text
         self._cut: int | None = None  # where the text ends
-        self._ends: deque[int] = deque()  # of the tokens not released yet: where the text of each ends
-        self._incomplete = 0  # tokens after those, whose text ends inside a character
+        self._ends: deque[int] = deque()  # end of each token that is not released
+        self._incomplete = 0  # tokens after those, whose last character is incomplete
 
     def push(self, token: int) -> bool:
-        """Takes in one token; True when a stop string ends the text, after which no more may come."""
+        """Adds a token. Returns whether a stop string ends the text; then no more tokens may be added."""
         self._written += 1
         self._scan(self._detokenizer.push(token))
         self._incomplete += 1
@@ -129,12 +129,12 @@ class OutputText:
         return self._cut is not None
 
     def push_silent(self) -> None:
-        """Takes in a token that has no text, such as a stop token at the end."""
+        """Adds a token without text, such as a stop token at the end."""
         self._written += 1
         self._incomplete += 1
 
     def release(self) -> Released:
-        """What may be sent now and was not before. After the cut: all up to it."""
+        """The text that can be sent now. After a stop string: all text before it."""
         if self._cut is not None:
             return self._take(self._cut)
         safe = self._length - self._finder.held
@@ -146,7 +146,7 @@ class OutputText:
         return self._take(upto)
 
     def finish(self) -> Released:
-        """The rest, when the sample has ended: what was held back, up to the cut if there is one."""
+        """The rest of the text at the end of the sample, up to the stop string if there is one."""
         if self._cut is None:
             self._scan(self._detokenizer.flush())
         self._settle()
@@ -181,18 +181,18 @@ class OutputText:
 
 
 MAX_BACKLOG = 64
-# Samples that wait for room go on once so few are left: waking all of them for each response would cost more than
-# writing it.
-ROOM_AGAIN = MAX_BACKLOG // 2
+# Waiting samples continue below this many unread responses: waking all of them for each one would cost more than the
+# response.
+RESUME_BACKLOG = MAX_BACKLOG // 2
 
 
 class Responses:
-    """A queue that many samples write to and one stream reads from.
+    """A queue with many writers (the samples) and one reader (the stream).
 
-    Writing never waits, so that what was released is never lost; who writes asks for `room` before it makes more.
+    `send` never waits, so that released text is never lost. Writers call `wait_for_client` before they produce more.
 
     Attributes:
-        sent: how many were written.
+        sent: responses written so far.
     """
 
     def __init__(self) -> None:
@@ -210,12 +210,12 @@ class Responses:
         self._more.set()
 
     def end(self, error: BaseException | None = None) -> None:
-        """No more comes. An error is raised to the reader after what came before it."""
+        """Ends the queue. The reader gets the error after all earlier responses."""
         self._ended, self._error = True, error
         self._more.set()
 
-    async def room(self) -> bool:
-        """Waits while the client is too far behind; whether it was."""
+    async def wait_for_client(self) -> bool:
+        """Waits while `MAX_BACKLOG` or more responses are unread. Returns whether it waited."""
         waits = len(self._queue) >= MAX_BACKLOG
         while len(self._queue) >= MAX_BACKLOG:
             self._fewer.clear()
@@ -223,19 +223,19 @@ class Responses:
         return waits
 
     def take_now(self) -> GenerateResponse | None:
-        """The next response; None where there is none now."""
+        """The next response; None if the queue is empty."""
         if not self._queue:
             return None
         return self._take()
 
     @property
     def are_read(self) -> bool:
-        """Whether none waits for the reader."""
+        """Whether the queue is empty."""
         return not self._queue
 
     @property
     def are_over(self) -> bool:
-        """Whether none is left and none will come; reading on raises the error there is."""
+        """Whether the queue is empty and has ended. Reading on raises its error, if any."""
         return self._ended and not self._queue
 
     async def __aiter__(self) -> AsyncIterator[GenerateResponse]:
@@ -251,7 +251,7 @@ class Responses:
 
     def _take(self) -> GenerateResponse:
         response = self._queue.popleft()
-        if len(self._queue) <= ROOM_AGAIN:
+        if len(self._queue) <= RESUME_BACKLOG:
             self._fewer.set()
         return response
 
@@ -267,7 +267,7 @@ _NOTHING = Released("", 0)
 
 @dataclass(frozen=True, slots=True)
 class _Token:
-    """A committed token that has not been told."""
+    """A committed token that has not been sent."""
 
     token: int
     origin: draft_service_pb2.TokenOrigin
@@ -275,10 +275,10 @@ class _Token:
 
 
 class Emitter:
-    """The voice of one sample. It tells each token as soon as it may, and its text once that is safe.
+    """Streams one sample's chunks: each token as soon as it is committed, its text once no stop string can cut it.
 
-    So a death takes with it what nobody was told, which depends on its time alone, and not on what the tokens were:
-    whoever draws them anew elsewhere follows the target's law still.
+    If the service dies, the unsent tokens are lost. Which ones are lost depends on time only, not on the tokens, so a
+    service that draws them again still follows the target's distribution.
     """
 
     def __init__(
@@ -292,8 +292,8 @@ class Emitter:
         show_token: ShowToken | None = None,
         one_by_one: bool = False,
     ) -> None:
-        """`committed` are the tokens that were told before. With `show_token`, which turns one token into text by
-        itself, rounds are reported too. `one_by_one` gives each token a response of its own, and each token's text.
+        """`committed` are tokens that an earlier call sent. `show_token` turns one token into text; it also turns on
+        reports of rounds. `one_by_one` sends each token, and the text of each token, in a response of its own.
         """
         self.cached_tokens = 0
         self._responses = responses
@@ -301,24 +301,24 @@ class Emitter:
         self._index = index
         self._prompt_tokens = prompt_tokens
         self._committed = len(committed)
-        self._told = len(committed)
-        self._whole = len(committed)  # of those told, in order: those whose text has been sent
+        self._sent = len(committed)
+        self._whole = len(committed)  # of the sent tokens, from the first: those whose text was sent
         self._last = committed[-1] if committed else None
         self._show_token = show_token
         self._one_by_one = one_by_one
-        self._verdicts: list[tuple[speculation_pb2.Verdict, Sequence[int]]] = []  # not read yet
+        self._verdicts: list[tuple[speculation_pb2.Verdict, Sequence[int]]] = []  # not turned into text yet
         self._tokens: list[_Token] = []
         self._rounds: list[draft_service_pb2.RoundReport] = []
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens of the output that were not told before the request."""
+        """Output tokens of this call whose text was sent."""
         return max(0, self._whole - self._committed)
 
     def resume(self, held: Sequence[int], *, is_silent: bool) -> bool:
-        """Takes in the last of the tokens that were told before: those whose text was not sent. Call it first.
+        """Adds the last tokens of an earlier call, whose text was not sent. Call it first.
 
-        True where a stop string ends the text in them. `is_silent` says that the last of them has no text.
+        Returns whether a stop string ends the text. `is_silent`: the last token has no text.
         """
         self._whole -= len(held)
         for i, token in enumerate(held):
@@ -329,23 +329,23 @@ class Emitter:
         return False
 
     def take(self, verdict: speculation_pb2.Verdict, drafted: Sequence[int]) -> None:
-        """Takes in a verdict on the drafted tokens. Costs nothing: `send` or `finish` makes text of it."""
+        """Adds a verdict. Cheap: `send` or `finish` turns it into text."""
         self._verdicts.append((verdict, drafted))
 
     def send(self, timings: Timings) -> bool:
-        """Sends what may be sent now. True where a stop string ends the text; the rest is dropped."""
+        """Sends tokens and text. Returns whether a stop string ended the text; then the rest is dropped."""
         self._read_verdicts()
         self._send(self._text.release(), timings)
         return self._text.stopped_by is not None
 
-    async def room(self) -> bool:
-        """Waits while the client is too far behind; whether it was."""
-        return await self._responses.room()
+    async def wait_for_client(self) -> bool:
+        """See `Responses`."""
+        return await self._responses.wait_for_client()
 
     def finish(
         self, reason: sampling_pb2.FinishReason, counts: SpeculationCounts, timings: Timings
     ) -> sampling_pb2.FinishReason:
-        """Sends the rest and the end. A stop string comes before any other reason; returns the one that holds."""
+        """Sends the rest and the end. Returns the finish reason: a stop string overrides `reason`."""
         self._read_verdicts()
         self._send(self._text.finish(), timings, also_rounds=True)
         stopped_by = self._text.stopped_by
@@ -363,7 +363,7 @@ class Emitter:
             ),
             statistics=STATISTICS.run(counts.to_message, draft_service_pb2.SpeculationStatistics()),
             timings=STATISTICS.run(timings.to_message, draft_service_pb2.GenerateTimings()),
-            cut_tokens=self._told - self._whole,
+            cut_tokens=self._sent - self._whole,
         )
         self._responses.send(draft_service_pb2.GenerateResponse(finished=finished))
         return reason
@@ -397,11 +397,11 @@ class Emitter:
                 self._send_chunk([], part, timings)
         elif tokens or released.text or released.tokens or (also_rounds and self._rounds and not released.tail):
             self._send_chunk(tokens, released, timings)
-        if released.tail:  # apart: who resumes the request must not count it, since its token's text has not been sent
+        if released.tail:  # apart: a client that resumes must not count it
             self._send_chunk([], Released(released.tail, 0), timings)
 
     def _send_chunk(self, tokens: Sequence[_Token], released: Released, timings: Timings) -> None:
-        self._told += len(tokens)
+        self._sent += len(tokens)
         self._whole += released.tokens
         chunk = draft_service_pb2.GenerateChunk(
             index=self._index,
@@ -409,7 +409,7 @@ class Emitter:
             token_ids=[each.token for each in tokens],
             origins=[each.origin for each in tokens],
             logprobs=[each.logprobs for each in tokens if each.logprobs is not None],
-            held_tokens=self._told - self._whole,
+            held_tokens=self._sent - self._whole,
         )
         if self._show_token is not None:
             chunk.token_texts.extend([self._show_token(each.token) for each in tokens])

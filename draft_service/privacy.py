@@ -1,6 +1,6 @@
-"""What a request hides from observers of the wire: sizes of messages, and their pace.
+"""Hides token counts from observers of the network: fixed sizes of messages, and a fixed pace.
 
-The leak: the tokens that a round commits show in the sizes and the times of packets (Wei et al., 2411.01076).
+Without it, sizes and times of packets show how many tokens each round commits (Wei et al., 2411.01076).
 """
 
 import asyncio
@@ -28,12 +28,12 @@ _CHARACTER = 4  # bytes of UTF-8
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """How responses leave.
+    """Sizes and pace of responses.
 
     Attributes:
-        frame_bytes: the size of each; 0 where it does not matter.
-        token_bytes: what the largest that brings one token and no text takes, padding that fills a gap included.
-        pace: seconds from one to the next; None where they leave at once.
+        frame_bytes: size of each response; 0 is any size.
+        token_bytes: size of the largest response with one token and no text, with padding.
+        pace: seconds from one response to the next; None sends them at once.
     """
 
     frame_bytes: int
@@ -43,7 +43,7 @@ class Emission:
 
 @dataclass(frozen=True, slots=True)
 class RoundSizes:
-    """Bytes of every message to the verifier, the opening aside, and from it; 0 and 0 where they do not matter."""
+    """Bytes of each message to the verifier (except the opening), and from it; 0 is any size."""
 
     request: int = 0
     response: int = 0
@@ -52,10 +52,10 @@ class RoundSizes:
 def check_emission(
     message: draft_service_pb2.GenerateRequest, *, max_gamma: int, top_logprobs: int | None
 ) -> Emission | None:
-    """What a request says of its responses; None where it says nothing.
+    """Checks `emission` of a request; None if it is not set.
 
     Raises:
-        RequestError: INVALID_ARGUMENT naming the field and the numbers.
+        RequestError: INVALID_ARGUMENT.
     """
     if not message.HasField("emission"):
         return None
@@ -90,7 +90,7 @@ def check_emission(
 
 
 def least_frame_bytes(message: draft_service_pb2.GenerateRequest, *, max_gamma: int, top_logprobs: int | None) -> int:
-    """What a frame holds at least: the end of a sample, or a token by itself with a character of its text."""
+    """The smallest frame: it holds the end of a sample, or one token with one character of text."""
     stop = max((len(each.encode()) for each in message.stop), default=0)
     counts = {**_counts(top_logprobs), "started": 0, "text": _CHARACTER, "stop": stop}
     return largest(draft_service_pb2.GenerateResponse.DESCRIPTOR, counts=counts, most=max_gamma) + _SLACK
@@ -102,7 +102,7 @@ def _token_bytes(top_logprobs: int | None) -> int:
 
 
 def _counts(top_logprobs: int | None) -> dict[str, int]:
-    """What a chunk with one token repeats."""
+    """Entries of the repeated fields in a chunk with one token."""
     return {
         "token_ids": 1,
         "origins": 1,
@@ -123,7 +123,7 @@ def round_sizes(
     target: model_pb2.ModelInfo,
     top_logprobs: int | None,
 ) -> RoundSizes:
-    """The sizes of the messages about a request's rounds. `name_bytes` is the length of the sequence's name."""
+    """Sizes of the messages of a request's rounds. `name_bytes` is the size of the sequence's id."""
     if not message.speculation.fixed_size:
         return RoundSizes()
     if sampling.needs_logits:
@@ -131,7 +131,7 @@ def round_sizes(
     else:
         # Greedy proposals carry point masses, and coupled ones nothing.
         support = 0 if sampling.law.is_greedy or sampling.rule is Rule.COUPLED else max_support
-        asked = {
+        counts = {
             "open": 0,
             "sequence_id": name_bytes,
             "prefix_hash": HASH_BYTES,
@@ -141,7 +141,7 @@ def round_sizes(
             "weights": 2 * support,
             "values": 0,
         }
-        request = largest(verifier_service_pb2.VerifyRequest.DESCRIPTOR, counts=asked, most=16)
+        request = largest(verifier_service_pb2.VerifyRequest.DESCRIPTOR, counts=counts, most=16)
     counts = {
         "opened": 1,
         "sequence_id": name_bytes,
@@ -157,26 +157,26 @@ def round_sizes(
     return RoundSizes(request + _SLACK, max(response + _SLACK, 256))
 
 
-# A token's chunk takes up to so many times the bytes that it adds to one it joins.
+# A chunk of one token has at most so many times the bytes that it adds to another chunk.
 _FULL = 4
 
 
 async def framed(
     responses: "Responses", emission: Emission, *, held: int = 0
 ) -> AsyncGenerator[GenerateResponse, None]:
-    """The responses as `emission` has them, from `started` on.
+    """Yields the responses in frames as `emission` says, from `started` on.
 
-    Chunks must come with one token each, or with the text of one. Before them `held` tokens were told without text.
+    Each chunk must have one token, or the text of one. An earlier call sent `held` tokens without text.
 
     Raises:
-        BaseException: what `responses` raise, after what came before it.
+        BaseException: the error of `responses`, after all earlier responses.
     """
     frames = Frames(emission.frame_bytes, token_bytes=emission.token_bytes, held=held)
     stream = aiter(responses)
     if emission.pace is None:
         async for response in stream:
             frames.put(response)
-            while (more := responses.take_now()) is not None:  # what a round brings comes all at once
+            while (more := responses.take_now()) is not None:  # all tokens of a round are here now
                 frames.put(more)
             while not frames.are_empty:
                 yield frames.take()
@@ -189,28 +189,29 @@ async def framed(
     loop = asyncio.get_running_loop()
     due = loop.time()
     while True:
-        # A tick that passed while the client did not read is left out: frames never make up for lost time.
+        # Skip ticks that passed while the client did not read: the pace never catches up.
         due += emission.pace * max(1, -(-(loop.time() - due) // emission.pace))
         await asyncio.sleep(due - loop.time())
         while not frames.are_full and (late := responses.take_now()) is not None:
-            if late.WhichOneof("event") is not None:  # that the service is alive the frames tell
+            if late.WhichOneof("event") is not None:  # frames replace heartbeats
                 frames.put(late)
         if frames.are_empty and responses.are_over:
-            async for _ in stream:  # raises the error, if that is how it ends
+            async for _ in stream:  # raises the error, if there is one
                 pass
             return
         yield frames.take()
 
 
 class Frames:
-    """What is to be said and has not been, on its way into frames of `size` bytes; 0 is any size.
+    """Packs responses into frames of `size` bytes; 0 is any size.
 
-    A token joins others where the largest would: whether it was read before a death must not depend on what it is.
+    A token joins a frame if the largest token would fit. So whether it was sent before the service died does not depend
+    on the token.
     """
 
     def __init__(self, size: int, *, token_bytes: int, held: int = 0) -> None:
-        """`token_bytes` is the size of the largest chunk of a token without text; `held` tokens were told without text
-        before.
+        """`token_bytes` is the size of the largest chunk with one token and no text. An earlier call sent `held` tokens
+        without text.
         """
         self._size = size
         self._token_bytes = token_bytes
@@ -220,21 +221,21 @@ class Frames:
 
     @property
     def are_empty(self) -> bool:
-        """Whether nothing waits."""
+        """Whether no response waits."""
         return not self._waiting
 
     @property
     def are_full(self) -> bool:
-        """Whether what waits fills the next frame for certain."""
+        """Whether the waiting responses certainly fill the next frame."""
         return bool(self._size) and self._bytes >= _FULL * self._size
 
     def put(self, response: GenerateResponse) -> None:
-        """Takes in a response; a chunk must hold one token, or text, a token's or a part of one's."""
+        """Adds a response. A chunk must hold one token, or the text of one or of a part of one."""
         self._waiting.append(response)
         self._bytes += response.ByteSize()
 
     def take(self) -> GenerateResponse:
-        """The next frame. Empty but for its padding where nothing waits."""
+        """The next frame. Only padding if no response waits."""
         frame = GenerateResponse()
         if self._waiting and self._waiting[0].WhichOneof("event") != "chunk":
             frame = self._pop()
@@ -251,7 +252,7 @@ class Frames:
         return response
 
     def _fill(self, frame: GenerateResponse) -> None:
-        """Joins chunks of one sample, as many as fit; of a text that comes first it goes as far as it fits."""
+        """Joins chunks of one sample, as many as fit. If the first one does not fit, takes a part of its text."""
         first = self._pop()
         if not self._fits(first):
             part, first = self._split(first)
@@ -270,7 +271,7 @@ class Frames:
             self._pop()
 
     def _split(self, response: GenerateResponse) -> tuple[GenerateResponse, GenerateResponse]:
-        """As much of the text as fits, whose token is held still, and the rest."""
+        """Splits a text: the part that fits, whose token stays held, and the rest."""
         text, index = response.chunk.text, response.chunk.index
         part = GenerateResponse(chunk=GenerateChunk(index=index, held_tokens=self._held[index]))
         length = min(len(text) - 1, self._size)
@@ -284,9 +285,9 @@ class Frames:
         return part, rest
 
     def _may_join(self, frame: GenerateResponse, response: GenerateResponse) -> bool:
-        """Whether a response goes on where a frame ends.
+        """Whether a response may be added to a frame.
 
-        A part of a token's text has a frame of its own, so that what is read with it is not read twice.
+        A part of a token's text has a frame of its own, so that a resumed request repeats nothing else.
         """
         chunk, more = frame.chunk, response.chunk
         if response.WhichOneof("event") != "chunk" or more.index != chunk.index:

@@ -1,4 +1,4 @@
-"""One call of `Propose`: one sequence of drafts, judged wherever its client likes."""
+"""One call of `Propose`: drafts for one sequence; the client has them judged itself."""
 
 import asyncio
 import time
@@ -12,7 +12,13 @@ from draft_service.drafters.base import Draft, DraftError, Drafting, DraftSequen
 from draft_service.metrics import REQUEST_LOG
 from draft_service.request import KIND_TO_WIRE, check_draft_temperature, check_drafter
 from draft_service.settings import DraftSettings
-from draft_service.validation import check_gamma, check_law, check_message_size, check_name, check_prompt_length
+from draft_service.validation import (
+    check_gamma,
+    check_message_size,
+    check_name,
+    check_prompt_length,
+    check_target_sampling,
+)
 from outrider.rpc.errors import RequestError, idle, internal, invalid_field, out_of_order, overloaded, write, wrong_base
 from outrider.service.model_info import check_features
 from outrider.service.sampling import RULE_TO_WIRE, check_token_ids
@@ -41,10 +47,10 @@ class ProposeCall:
         self._sequence_id = ""
 
     async def run(self) -> None:
-        """Serves the call. Whatever way it ends, nothing of it is left, and one line is in the log.
+        """Serves the call, frees everything it held, and writes one line to the log.
 
         Raises:
-            RequestError: how the call ends, where it does not end well.
+            RequestError: the status of a call that fails.
         """
         outcome = "CANCELLED"
         try:
@@ -54,10 +60,10 @@ class ProposeCall:
             outcome = error.code.name
             raise
         finally:
-            self._tell(outcome)
+            self._record(outcome)
 
     @REQUEST_LOG.quiet
-    def _tell(self, outcome: str) -> None:
+    def _record(self, outcome: str) -> None:
         _log.info(
             "propose",
             sequence_id=self._sequence_id,
@@ -97,19 +103,21 @@ class ProposeCall:
                     await self._write(queue_position=ahead)
         except TimeoutError:
             raise overloaded(
-                f"the stream waited {seconds:g} s in the queue", retry_after=self._limit.retry_after(), seconds=seconds
+                f"the stream waited in the queue for {seconds:g} s (--request-timeout)",
+                retry_after=self._limit.retry_after(),
+                seconds=seconds,
             ) from None
 
     async def _draft(self, sequence: DraftSequence, drafter: Kind, drafting: Drafting, claim: Claim) -> None:
-        """Answers each `Advance`, until the client ends the stream or is idle for too long."""
+        """Answers each `Advance` until the client ends the stream or is idle for too long."""
         progress = _Progress(sequence)
         opened = draft_service_pb2.DraftOpened(
             limits=self._limits, rule=RULE_TO_WIRE[sequence.rule], drafter=KIND_TO_WIRE[drafter]
         )
         await self._write(opened=opened)
         with (
-            claim.patience(self._settings.idle_timeout) as reading,
-            claim.patience(self._settings.slow_client_timeout) as writing,
+            claim.inactivity_timer(self._settings.idle_timeout) as reading,
+            claim.inactivity_timer(self._settings.slow_client_timeout) as writing,
         ):
             while True:
                 try:
@@ -160,19 +168,19 @@ async def _propose(drafting: Drafting, advance: draft_service_pb2.Advance) -> Dr
 
 
 class _Progress:
-    """Where the sequence stands: what is committed, and which round comes next."""
+    """The committed length, its hash, and the round of a sequence."""
 
     def __init__(self, sequence: DraftSequence) -> None:
         self._length = len(sequence.prompt) + len(sequence.committed)
         self._hash = PrefixHash([*sequence.prompt, *sequence.committed])
-        self._seen = 0  # the round whose verdict was told last
+        self._seen = 0  # the round of the last verdict
         self._round = 0
 
     def check(self, advance: draft_service_pb2.Advance, limits: model_pb2.Limits, vocab_size: int) -> None:
-        """Takes in what was committed.
+        """Checks an `Advance` against the sequence, and adds its committed tokens.
 
         Raises:
-            RequestError: INVALID_ARGUMENT, where it does not follow what came before.
+            RequestError: INVALID_ARGUMENT.
         """
         if advance.round <= self._round:
             raise out_of_order(
@@ -206,7 +214,7 @@ class _Progress:
         self._hash.extend(committed)
 
     def proposal(self, draft: Draft) -> speculation_pb2.Proposal:
-        """A draft as the proposal of the round that was checked last."""
+        """The proposal message of the current round."""
         return speculation_pb2.Proposal(
             round=self._round,
             base_length=self._length,
@@ -220,14 +228,14 @@ class _Progress:
 def check_open(
     message: draft_service_pb2.OpenDraft, pair: "Pair", settings: DraftSettings
 ) -> tuple[DraftSequence, Kind]:
-    """Checks an opening; `settings` have the defaults. Returns what the drafter is told, and which it is.
+    """Checks an opening; `settings` hold the defaults. Returns the sequence and its drafter.
 
     Raises:
         RequestError: INVALID_ARGUMENT naming the field, or FAILED_PRECONDITION.
     """
     check_features(message.required_features, pair.draft.features)
-    vocab_size, room = pair.target.vocab_size, pair.draft.limits.max_sequence_tokens
-    sampling = check_law(message.sampling, pair.target)
+    vocab_size, most = pair.target.vocab_size, pair.draft.limits.max_sequence_tokens
+    sampling = check_target_sampling(message.sampling, pair.target)
     drafter = check_drafter("drafter", message.drafter, sampling, offered=pair.drafters.keys(), default=pair.default)
     if sampling.seed is None:
         raise invalid_field("sampling.seed", "sampling.seed is not set; OpenDraft requires it")
@@ -236,13 +244,13 @@ def check_open(
         raise invalid_field("prompt_token_ids", "prompt_token_ids is empty; at least 1 token is needed", given=0)
     check_prompt_length("prompt_token_ids", len(prompt), settings.max_prompt_tokens)
     committed = check_token_ids("committed_token_ids", message.committed_token_ids, vocab_size)
-    if len(prompt) + len(committed) > room:
+    if len(prompt) + len(committed) > most:
         raise invalid_field(
             "prompt_token_ids",
             f"prompt_token_ids and committed_token_ids have {len(prompt)} and {len(committed)} tokens; "
-            f"together at most {room}",
+            f"together at most {most}",
             given=len(prompt) + len(committed),
-            maximum=room,
+            maximum=most,
         )
     temperature = check_draft_temperature(
         "draft_temperature",

@@ -1,4 +1,4 @@
-"""The verifiers of a draft service: found by name, matched with the draft, watched, and one of them chosen."""
+"""The verifiers of a draft service: name resolution, matching with the draft, health, and load balancing."""
 
 import asyncio
 import random
@@ -26,39 +26,39 @@ _log = structlog.get_logger()
 
 # --- circuit breaker
 
-# The pause after the first failure, and the longest: it doubles from one failure to the next.
+# Seconds of the first pause, and of the longest: each failure doubles it.
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
-# Of each pause the last so much is left to chance, so that not all come back at once.
+# Random share of each pause, so that draft services do not return all at once.
 JITTER = 0.5
-# A trial that has said nothing for so long does not keep the next from being made.
+# Seconds after which a half-open breaker admits another trial.
 TRIAL_SECONDS = 1.0
 
 
 class State(StrEnum):
-    """Of a breaker."""
+    """State of a circuit breaker."""
 
-    CLOSED = "closed"  # all may try
-    HALF_OPEN = "half_open"  # one at a time
-    OPEN = "open"  # nobody
+    CLOSED = "closed"  # all sequences may try
+    HALF_OPEN = "half_open"  # one trial at a time
+    OPEN = "open"  # none may try
 
 
 class Breaker:
-    """A circuit breaker: closed until a try fails; then open for a pause; then, once a probe has gone well, half-open
-    until a try does.
+    """A circuit breaker.
 
-    The pause grows with the failures in a row, which only a try that goes well ends: who answers probes and fails at
-    work is tried more and more seldom. Tries that were begun before it opened last count for nothing: a hundred that
-    fail at once are one failure.
+    A failed try opens it for a pause. A successful probe then makes it half-open, and a successful try closes it.
+    The pause grows with each failure and is reset only by a successful try: a verifier that answers probes but fails at
+    work is tried less and less. Tries that began before the breaker last opened do not count, so a hundred failures at
+    once are one.
 
     Attributes:
-        state: where it stands.
+        state: the current state.
         epoch: how often it has opened.
     """
 
     def __init__(
         self, *, clock: Callable[[], float] | None = None, chance: Callable[[], float] = random.random
     ) -> None:
-        """`clock` tells seconds, and `chance` draws from [0, 1)."""
+        """`clock` returns seconds, and `chance` a random number in [0, 1)."""
         self.state = State.CLOSED
         self.epoch = 0
         self._clock = clock or time.monotonic
@@ -79,27 +79,27 @@ class Breaker:
         return self.state is State.CLOSED
 
     def begin(self) -> int:
-        """A try begins; returns the epoch to name with what becomes of it."""
+        """Begins a try. Returns the epoch for `succeeded` or `failed`."""
         if self.state is State.HALF_OPEN:
             self._trial = self._clock()
         return self.epoch
 
     def succeeded(self, epoch: int) -> bool:
-        """A try went well; says whether that closed it."""
+        """Records a successful try. Returns whether it closed the breaker."""
         if epoch != self.epoch or self.state is State.OPEN:
             return False
         was, self.state, self._failures = self.state, State.CLOSED, 0
         return was is not State.CLOSED
 
     def failed(self, epoch: int) -> bool:
-        """A try failed; says whether that opened it."""
+        """Records a failed try. Returns whether it opened the breaker."""
         if epoch != self.epoch or self.state is State.OPEN:
             return False
         self._open()
         return True
 
     def probed(self, *, well: bool) -> None:
-        """A probe was made, the pause being over."""
+        """Records a probe after the pause."""
         if self.state is not State.OPEN:
             return
         if well:
@@ -118,22 +118,27 @@ class Breaker:
 # --- one verifier
 
 GET_MODEL_TIMEOUT = 2.0
-# What a verifier said of others' sequences counts for so many seconds: without any of ours there nobody says more.
+# Seconds for which a verifier's reported load of other draft services counts.
 LOAD_SECONDS = 10.0
-# How long one that has no room is left alone where it does not say.
+# Seconds to avoid a full verifier that gave no `retry_after`.
 BUSY_SECONDS = 1.0
+
+
+_STATUS_OF = {State.CLOSED: "ready", State.HALF_OPEN: "recovering", State.OPEN: "failing"}
+STATUSES = ("unknown", "mismatched", *_STATUS_OF.values())
+"""Of a verifier: no answer yet; another model than the target's; then by the state of its circuit breaker."""
 
 
 class Replica:
     """A verifier at one address.
 
     Attributes:
-        address: `HOST:PORT`, resolved where `name` says from what.
-        model: what it runs, once that is known to be the target of the pair; None before.
-        mismatch: how it differs from the target, where it does; empty otherwise.
-        last_failure: what a sequence failed at there last.
-        busy_until: `time.monotonic()` up to which it has no room, as the first that it refused was told.
-        num_open: sequences of ours there.
+        address: `HOST:PORT`, resolved from `name` if that is given.
+        model: the model it runs; None before its first answer.
+        mismatch: how its model differs from the target; empty if it does not.
+        last_failure: the last error of a sequence there.
+        busy_until: `time.monotonic()` until which it is full, by the `retry_after` of its first refusal.
+        num_open: sequences of this service there.
     """
 
     def __init__(
@@ -141,17 +146,16 @@ class Replica:
         address: str,
         *,
         max_message_bytes: int,
-        silence: float,
+        timeout: float,
         name: str = "",
         tls: ChannelTLS | None = None,
         on_change: Callable[["Replica"], None] = lambda _: None,
     ) -> None:
-        """`silence` is how long it may owe an answer, in seconds; `name` the `HOST:PORT` that was resolved to
-        `address`; without `tls` it speaks plaintext. `on_change` is called when the breaker opens or closes, or the
-        model is known or another one.
+        """`timeout` is the longest time, in seconds, until a message that it owes; `name` is the `HOST:PORT` that was
+        resolved to `address`; None for `tls` is plaintext. `on_change` is called when `status` changes.
         """
         self.address = address
-        self._silence = silence
+        self._timeout = timeout
         self.breaker = Breaker()
         self.model: model_pb2.ModelInfo | None = None
         self.mismatch = ""
@@ -159,39 +163,39 @@ class Replica:
         self.busy_until = 0.0
         self.num_open = 0
         self.on_change = on_change
-        # Whoever stands in front of the verifier, and its certificate, knows it by the name that was asked for.
+        # Proxies and certificates know the verifier by its name.
         self._channel: RenewedChannel[Any] = RenewedChannel(  # the asynchronous stub has the same methods
             address, VerifierServiceStub, max_message_bytes=max_message_bytes, tls=tls, name=name
         )
-        self._others = 0  # sequences there that are not ours, as it said last
-        self._load_time = 0.0  # when
+        self._others = 0  # sequences of other services there, last reported
+        self._load_time = 0.0  # of the last report
 
     @property
     def status(self) -> str:
-        """In one word: "unknown", "mismatched", or the state of its breaker."""
+        """One of `STATUSES`."""
         if self.mismatch:
             return "mismatched"
-        return "unknown" if self.model is None else self.breaker.state.value
+        return "unknown" if self.model is None else _STATUS_OF[self.breaker.state]
 
     @property
     def has_target(self) -> bool:
-        """Whether it runs the target of the pair, as far as is known."""
+        """Whether its last answer was the target's model."""
         return self.model is not None and not self.mismatch
 
     def is_usable(self) -> bool:
-        """Whether a sequence may begin there now; it may be refused still."""
+        """Whether a sequence may be opened there now. The verifier may still refuse it."""
         return self.has_target and self.breaker.admits()
 
     def load(self) -> int:
-        """Sequences there: ours as they are, others as it said last."""
+        """Sequences there: of this service now, of others as last reported."""
         others = self._others if time.monotonic() - self._load_time < LOAD_SECONDS else 0
         return self.num_open + others
 
-    async def ask(self) -> model_pb2.ModelInfo:
-        """Asks what it runs.
+    async def get_model(self) -> model_pb2.ModelInfo:
+        """Calls GetModel.
 
         Raises:
-            RequestError: it does not answer, or not yet.
+            RequestError: no answer, or no model yet.
         """
         request = verifier_service_pb2.VerifierServiceGetModelRequest()
         try:
@@ -204,7 +208,7 @@ class Replica:
         return model
 
     def probed(self, model: model_pb2.ModelInfo | None, mismatch: str = "") -> None:
-        """It was asked what it runs: this, which differs from the target as said; None: it did not answer."""
+        """Records the answer to GetModel; None: no answer. `mismatch` is how the model differs from the target."""
         before = self.status
         if self.breaker.state is State.OPEN:
             self.breaker.probed(well=model is not None)
@@ -216,20 +220,20 @@ class Replica:
             self.on_change(self)
 
     def open(self, sequence: Sequence, *, timeout: float | None) -> "Lease":
-        """Reserves the replica for a sequence; `timeout` is what is left of the client's deadline, in seconds."""
+        """Begins a call of Verify for a sequence; `timeout` is the time left of the client's deadline, in seconds."""
         metadata = tracing.outgoing()
         call = self._channel.begin(lambda stub: stub.Verify(timeout=timeout, wait_for_ready=False, metadata=metadata))
         fingerprint = "" if self.model is None else self.model.weights_fingerprint
-        stream = VerifyStream(call, sequence, address=self.address, fingerprint=fingerprint, silence=self._silence)
+        stream = VerifyStream(call, sequence, address=self.address, fingerprint=fingerprint, timeout=self._timeout)
         return Lease(self, stream)
 
     async def close(self) -> None:
-        """Ends all that is under way there."""
+        """Closes the channel, and every call on it."""
         await self._channel.close()
 
 
 class Lease:
-    """A sequence's claim on a replica, with its stream there; the replica learns from what becomes of it."""
+    """A sequence's claim on a replica, with its stream. Reports successes and failures to the replica's breaker."""
 
     def __init__(self, replica: Replica, stream: VerifyStream) -> None:
         self.replica = replica
@@ -239,41 +243,41 @@ class Lease:
         replica.num_open += 1
 
     def succeeded(self, load: speculation_pb2.VerifierLoad) -> None:
-        """A verdict came, with the replica's load."""
+        """Records a verdict, with the replica's load."""
         self.replica._others = max(0, load.running + load.waiting - self.replica.num_open)
         self.replica._load_time = time.monotonic()
         if self.stream.draining:
-            self.failed("it is draining")
+            self.failed("the verifier is draining")
         elif self.replica.breaker.succeeded(self._epoch):
             self.replica.on_change(self.replica)
 
     def failed(self, why: str) -> None:
-        """The replica is gone, silent, or about to go."""
+        """Records that the replica died, is silent, or drains."""
         self.replica.last_failure = why
         if self.replica.breaker.failed(self._epoch):
             self.replica.on_change(self.replica)
 
     def refused(self, retry_after: float | None) -> None:
-        """The replica has no room for so many seconds; None where it did not say."""
+        """Records that the replica is full; `retry_after` is in seconds."""
         now = time.monotonic()
-        # Each that is refused is told a later time than the one before; who comes anew need not wait longest.
+        # Each refusal names a later time than the one before. A new sequence need not wait for the last.
         if self.replica.busy_until < now:
             self.replica.busy_until = now + (BUSY_SECONDS if retry_after is None else retry_after)
 
     def mismatched(self, why: str) -> None:
-        """The replica runs another model by now."""
+        """Records that the replica runs another model now."""
         self.replica.mismatch = why
         self.replica.on_change(self.replica)
 
     async def close(self) -> None:
-        """Ends the stream, well where nothing is owed."""
+        """Ends the stream, in order if no verdict is owed."""
         try:
             await self.stream.close()
         finally:
-            self.cancel()  # also where the client leaves just now
+            self.cancel()  # even if the client cancels meanwhile
 
     def cancel(self) -> None:
-        """Ends the stream here and now, whatever it owes. May be called twice."""
+        """Ends the stream at once. May be called twice."""
         self.stream.cancel()
         if not self._is_over:
             self._is_over = True
@@ -282,21 +286,21 @@ class Lease:
 
 # --- all of them
 
-# While no verifier is there at the start.
+# Seconds between two tries before the first verifier answers, and between two lines of the log.
 FIRST_WAIT, LONGEST_WAIT = 0.1, 2.0
 SECONDS_PER_LINE = 5.0
-# How long one that runs another model is left alone, and how long lies between two looks at the names at least.
-MISMATCHED_PAUSE, LOOK_PAUSE = 10.0, 0.5
-# Whoever waits for a replica looks this often, beside when one changes.
+# Seconds between two probes of a mismatched verifier, and the least between two resolutions of the names.
+MISMATCHED_PAUSE, RESOLVE_PAUSE = 10.0, 0.5
+# Seconds between two looks for a usable replica, if no replica changes.
 GLANCE = 0.25
 
 
 class Replicas:
-    """The verifiers that the names stand for.
+    """The verifiers at the addresses of `--verifier`.
 
     Attributes:
-        names: for messages.
-        target: the model of all that are used, once the first was matched.
+        names: the addresses as given, for messages.
+        target: the model that all used verifiers run; None before `match`.
     """
 
     def __init__(
@@ -304,37 +308,37 @@ class Replicas:
         names: Collection[str],
         *,
         max_message_bytes: int,
-        silence: float,
-        look_again: float = 10.0,
+        timeout: float,
+        resolve_interval: float = 10.0,
         lookup: Lookup = look_up,
         tls: ChannelTLS | None = None,
     ) -> None:
-        """`names` are `HOST:PORT` each, resolved by `lookup`, and again after `look_again` seconds. `silence` is how
-        long a verifier may owe an answer, in seconds; without `tls` connections are plaintext.
+        """`names` are `HOST:PORT` each, resolved by `lookup` every `resolve_interval` seconds. `timeout` is the longest
+        time, in seconds, until a message that a verifier owes. None for `tls` is plaintext.
         """
         self.target: model_pb2.ModelInfo | None = None
         self.names = ", ".join(names)
         self._resolver = Resolver(names, lookup)
         self._replica = partial(
-            Replica, max_message_bytes=max_message_bytes, silence=silence, tls=tls, on_change=self._on_change
+            Replica, max_message_bytes=max_message_bytes, timeout=timeout, tls=tls, on_change=self._on_change
         )
-        self._look_again = look_again
+        self._resolve_interval = resolve_interval
         self._replicas: dict[str, Replica] = {}
-        self._gone: list[Replica] = []  # no name stands for them any more; their sequences go on
-        self._keepers: dict[Replica, asyncio.Task[None]] = {}
+        self._gone: list[Replica] = []  # no longer resolved; their sequences continue
+        self._probers: dict[Replica, asyncio.Task[None]] = {}
         self._watcher: asyncio.Task[None] | None = None
-        self._statuses: dict[Replica, str] = {}  # as logged last
+        self._statuses: dict[Replica, str] = {}  # last logged
         self._changed = asyncio.Event()
-        self._look_now = asyncio.Event()
+        self._resolve_now = asyncio.Event()
 
     def all(self) -> list[Replica]:
-        """Those that the names stand for now."""
+        """The replicas at the addresses that the names resolve to now."""
         return list(self._replicas.values())
 
     async def match(self, draft: model_pb2.ModelInfo) -> model_pb2.ModelInfo:
-        """Waits until a verifier is there, checks that its model and `draft` form a pair, and begins to watch all.
+        """Waits for a verifier whose model forms a pair with `draft`, and starts to watch all replicas.
 
-        Of those that answer at once the first named one says which model is the target.
+        If several answer, the model of the first one is the target.
 
         Raises:
             RequestError: FAILED_PRECONDITION: all answer, and none forms a pair.
@@ -342,7 +346,7 @@ class Replicas:
         wait, started = FIRST_WAIT, time.monotonic()
         next_line = started
         while True:
-            await self._look()
+            await self._resolve()
             answers = await asyncio.gather(*(_answer(replica) for replica in self.all()))
             errors = [error for answer in answers if (error := _problem(draft, answer))]
             if len(errors) < len(answers):
@@ -364,14 +368,14 @@ class Replicas:
         for replica, answer in zip(self.all(), answers, strict=True):
             if not isinstance(answer, RequestError):
                 replica.probed(answer, check_target(answer, target))
-            self._keepers[replica] = asyncio.create_task(self._keep(replica))
+            self._probers[replica] = asyncio.create_task(self._probe(replica))
         if self._resolver.may_change:
             self._watcher = asyncio.create_task(self._watch_names())
         return target
 
     def close(self) -> None:
-        """Stops watching. Channels end with the event loop."""
-        for task in (*self._keepers.values(), *([self._watcher] if self._watcher else [])):
+        """Stops watching. Channels close with the event loop."""
+        for task in (*self._probers.values(), *([self._watcher] if self._watcher else [])):
             task.cancel()
 
     # ------------------------------------------------------------------------------------------------------- choosing
@@ -379,22 +383,22 @@ class Replicas:
     def choose(
         self, avoid: Mapping[Replica, float] | None = None, *, failed: Collection[Replica] = (), proven: bool = False
     ) -> Replica | None:
-        """The less loaded of two that are usable now, by chance where that decides nothing; None where there is none.
+        """The less loaded of two random usable replicas; None if there is none.
 
-        Of two, and not of all: what is known of a verifier's load is some rounds old, and where many draft services
-        knew the same, all would run to the one that had least to do.
+        Not the least loaded of all: reported loads are some rounds old, and many draft services would choose the same
+        replica at once.
 
         Args:
-            avoid: until when, by `time.monotonic()`, a sequence is not wanted at a replica.
-            failed: where its round has failed; one of these is chosen where there is no other.
-            proven: only replicas whose breaker is closed and that are not busy.
+            avoid: replicas not to use, and until when, by `time.monotonic()`.
+            failed: replicas that failed with the round; used only if there is no other.
+            proven: only replicas whose breaker is closed and that are not full.
         """
         now = time.monotonic()
         ready = [each for each in self.all() if each.is_usable() and (avoid or {}).get(each, 0.0) <= now]
         if proven:
             ready = [each for each in ready if each.breaker.state is State.CLOSED and each.busy_until <= now]
         ready = [each for each in ready if each not in failed] or ready
-        # One that has refused others may have room again: where there is no better one it is asked, and says itself.
+        # A full replica may have room again: try it if there is no better one.
         ready = [each for each in ready if each.busy_until <= now] or ready
         if len(ready) > 2:
             ready = random.sample(ready, 2)
@@ -403,7 +407,7 @@ class Replicas:
     async def wait(
         self, until: float, avoid: Mapping[Replica, float] | None = None, *, failed: Collection[Replica] = ()
     ) -> Replica | None:
-        """As `choose`, but waits until `time.monotonic()` is `until`; gives up at once where waiting is vain."""
+        """As `choose`, but waits until `until` by `time.monotonic()`, unless no replica can become usable by then."""
         while (replica := self.choose(avoid, failed=failed)) is None:
             now = time.monotonic()
             free = [(avoid or {}).get(each, 0.0) for each in self.all() if each.is_usable()]
@@ -417,8 +421,8 @@ class Replicas:
 
     # ------------------------------------------------------------------------------------------------------- watching
 
-    async def _keep(self, replica: Replica) -> None:
-        """Probes a replica whenever nothing is known of it, or nothing good."""
+    async def _probe(self, replica: Replica) -> None:
+        """Probes a replica while it is unknown, mismatched or failing."""
         while True:
             if replica.has_target and replica.breaker.state is not State.OPEN:
                 await self._changed.wait()
@@ -432,62 +436,62 @@ class Replicas:
                 replica.probed(answer, check_target(answer, self.target))
 
     async def _watch_names(self) -> None:
-        """Looks at the names now and then, and soon where a replica was lost."""
+        """Resolves the names at intervals, and soon after a replica fails."""
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._look_again):
-                    await self._look_now.wait()
-            self._look_now.clear()
-            await self._look()
-            await asyncio.sleep(LOOK_PAUSE)
+                async with asyncio.timeout(self._resolve_interval):
+                    await self._resolve_now.wait()
+            self._resolve_now.clear()
+            await self._resolve()
+            await asyncio.sleep(RESOLVE_PAUSE)
 
-    async def _look(self) -> None:
-        """Resolves the names, and takes new replicas in and old ones out."""
+    async def _resolve(self) -> None:
+        """Resolves the names; adds new replicas and removes old ones."""
         found = await self._resolver.resolve()
         for address in [address for address in self._replicas if address not in found]:
             replica = self._replicas.pop(address)
             self._statuses.pop(replica, None)
             self._gone.append(replica)
-            _log.info("a verifier is gone from its name", verifier=address)
-            if (keeper := self._keepers.pop(replica, None)) is not None:
-                keeper.cancel()
+            _log.info("verifier removed", verifier=address, reason="its name no longer resolves to this address")
+            if (prober := self._probers.pop(replica, None)) is not None:
+                prober.cancel()
         for address, name in found.items():
             if address in self._replicas:
                 continue
             self._replicas[address] = replica = self._replica(address, name=name)
             if name != address:
-                _log.info("a verifier was found by its name", verifier=address, name=name)
+                _log.info("verifier added", verifier=address, name=name)
             if self.target is not None:
-                self._keepers[replica] = asyncio.create_task(self._keep(replica))
+                self._probers[replica] = asyncio.create_task(self._probe(replica))
         for replica in [replica for replica in self._gone if not replica.num_open]:
             self._gone.remove(replica)
             await replica.close()
 
     def _on_change(self, replica: Replica) -> None:
-        """Wakes whoever waits for a change."""
+        """Logs the new status, and wakes sequences that wait for a replica."""
         before, self._statuses[replica] = self._statuses.get(replica), replica.status
         if replica.status != before and replica in self._replicas.values():
-            is_bad = replica.status in ("mismatched", State.OPEN)
+            is_bad = replica.status in ("mismatched", "failing")
             why = {"reason": replica.mismatch or replica.last_failure} if is_bad else {}
             (_log.warning if is_bad else _log.info)("verifier", verifier=replica.address, status=replica.status, **why)
-        if replica.status == State.OPEN:
-            self._look_now.set()
+        if replica.status == "failing":
+            self._resolve_now.set()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
 
 async def _answer(replica: Replica) -> model_pb2.ModelInfo | RequestError:
     try:
-        return await replica.ask()
+        return await replica.get_model()
     except RequestError as error:
         return error
-    except Exception as error:  # without an answer its keeper would end, and it would never be used again
-        _log.exception("asking a verifier for its model failed", verifier=replica.address)
-        return internal("INTERNAL", f"asking {replica.address} for its model failed: {error}")
+    except Exception as error:  # otherwise the task that probes it would end for good
+        _log.exception("GetModel failed", verifier=replica.address)
+        return internal("INTERNAL", f"GetModel at {replica.address} failed: {error}")
 
 
 def _problem(draft: model_pb2.ModelInfo, answer: model_pb2.ModelInfo | RequestError) -> RequestError | None:
-    """Why an answer is not that of a target for `draft`; None where it is."""
+    """Why an answer is no target for `draft`; None if it is one."""
     try:
         if isinstance(answer, RequestError):
             return answer

@@ -1,4 +1,4 @@
-"""A request as plain, checked data, and what it may choose: a drafter, a policy of γ."""
+"""A checked request, and the checks of its drafter and its policy for γ."""
 
 import math
 from collections.abc import Collection
@@ -20,23 +20,23 @@ class Generation:
 
     Attributes:
         prompt: the prompt as tokens, at least one.
-        committed: output that was told before.
-        held: how many of the last of it have text that was not delivered.
-        sampling: what the draft works with; its logit rules hold the stop ids that `min_new_tokens` keeps back.
-        params: the same as the client sent it, for the target; `sampling` has the rule where it is left open here.
+        committed: output of an earlier call, which this one resumes.
+        held: tokens at the end of `committed` whose text was not delivered.
+        sampling: for the draft; its logit rules ban the stop ids until `min_new_tokens`.
+        params: as the client sent them, for the target. They may leave the rule open; `sampling` has it.
         seed: of the first sample.
-        stop_token_ids: those of the request, without the model's own.
-        top_logprobs: None where no log-probabilities were asked for.
-        time_limit: in seconds; None is none.
-        policy: what chooses the length of each proposal.
-        gamma: tokens of a proposal, under `fixed` of each; 0 lets the target write alone.
-        first_gamma: those of the first, under the others.
-        max_entropy: of a draft's law, in nats; None is no bound.
-        drafter: what proposes; `NONE` where gamma is 0.
+        stop_token_ids: of the request, without the model's own.
+        top_logprobs: None without log-probabilities.
+        time_limit: in seconds; None without one.
+        policy: chooses γ.
+        gamma: the largest γ, and with `fixed` the only one; 0 is `Decode` alone.
+        first_gamma: γ of the first proposal, with the other policies.
+        max_entropy: bound on the entropy of q, in nats; None is no bound.
+        drafter: `NONE` if `gamma` is 0.
         draft_temperature: None is the target's.
-        outcome_cache: whether the drafter may draft while a verdict is under way.
-        seed_is_fresh: the seed was chosen here and now.
-        emission: sizes and pace of the responses; None where they do not matter.
+        outcome_cache: whether the drafter may draft while a verdict is on its way.
+        seed_is_fresh: this service has just drawn the seed.
+        emission: sizes and pace of the responses; None without such limits.
         round_sizes: sizes of the messages to and from the verifier.
     """
 
@@ -76,7 +76,7 @@ class Generation:
 
 
 def derive_seed(seed: int, sample: int) -> int:
-    """The seed of a sample: the request's own for the first, and for the others numbers that repeat and never meet.
+    """The seed of a sample: the request's own for the first sample, and a number derived from it for the others.
 
     Output number `sample` of SplitMix64 (Steele, Lea and Flood, 2014) begun at `seed`: distinct for distinct samples.
     """
@@ -100,16 +100,16 @@ _DRAFTERS = {number: kind for kind, number in KIND_TO_WIRE.items()}
 
 
 def check_drafter(
-    field: str, asked: draft_service_pb2.Drafter, sampling: Sampling, *, offered: Collection[Kind], default: Kind
+    field: str, requested: draft_service_pb2.Drafter, sampling: Sampling, *, offered: Collection[Kind], default: Kind
 ) -> Kind:
-    """What drafts for a request; `default` where it does not say.
+    """The drafter of a request; `default` if it names none.
 
     Raises:
-        RequestError: INVALID_ARGUMENT: this service does not have it, or the rule does not go with it.
+        RequestError: INVALID_ARGUMENT: the service does not offer it, or the rule does not work with it.
     """
-    kind = _DRAFTERS.get(asked) if asked else default
+    kind = _DRAFTERS.get(requested) if requested else default
     if kind is None or kind not in offered:
-        name = kind.value if kind else asked
+        name = kind.value if kind else requested
         names = ", ".join(sorted(offered))
         raise invalid_field(field, f"{field} is {name}; this service offers {names}", given=name, offered=names)
     _check_rule(kind, sampling)
@@ -127,23 +127,23 @@ def _check_rule(kind: Kind, sampling: Sampling) -> None:
 
 
 def check_draft_temperature(
-    field: str, asked: float | None, sampling: Sampling, *, default: float | None
+    field: str, requested: float | None, sampling: Sampling, *, default: float | None
 ) -> float | None:
-    """The temperature that is drafted by; None is the target's. A default that the rule refuses is left out.
+    """The draft's temperature; None is the target's. A default that the rule does not allow is ignored.
 
     Raises:
-        RequestError: INVALID_ARGUMENT: it is outside its range, or 0 where the rule divides logits by it.
+        RequestError: INVALID_ARGUMENT: it is out of range, or 0 under the rule `sigmoid`.
     """
-    if asked is None:
+    if requested is None:
         return None if default == 0 and sampling.needs_logits else default
-    check_temperature(field, asked)
-    if asked == 0 and sampling.needs_logits:
-        raise invalid_field(field, f"{field} is 0; under the rule sigmoid it must be above 0", given=asked)
-    return asked
+    check_temperature(field, requested)
+    if requested == 0 and sampling.needs_logits:
+        raise invalid_field(field, f"{field} is 0; under the rule sigmoid it must be above 0", given=requested)
+    return requested
 
 
 def supports_rule_by_logits(offered: Collection[Kind]) -> bool:
-    """Whether some drafter that proposes anything goes with the rule `sigmoid`."""
+    """Whether an offered drafter works with the rule `sigmoid` (`none` does not count)."""
     return bool(HAVE_LOGITS.intersection(offered) - {Kind.NONE})
 
 
@@ -155,31 +155,35 @@ POLICY_TO_WIRE = {
 _POLICIES = {number: kind for kind, number in POLICY_TO_WIRE.items()}
 
 
-def check_policy(field: str, asked: draft_service_pb2.SpeculationParams, *, default: PolicyKind) -> PolicyKind:
-    """What chooses the lengths: what is named; else `fixed` where γ is given, so that it holds; else the default.
+def check_policy(field: str, requested: draft_service_pb2.SpeculationParams, *, default: PolicyKind) -> PolicyKind:
+    """The policy for γ: the named one; else `fixed` if the request gives γ; else the default.
 
     Raises:
         RequestError: INVALID_ARGUMENT: there is no such policy.
     """
-    if not asked.policy:
-        return PolicyKind.FIXED if asked.HasField("gamma") else default
-    kind = _POLICIES.get(asked.policy)
+    if not requested.policy:
+        return PolicyKind.FIXED if requested.HasField("gamma") else default
+    kind = _POLICIES.get(requested.policy)
     if kind is None:
         names = ", ".join(f"{name} ({number})" for number, name in _POLICIES.items())
         raise invalid_field(
-            field, f"{field} is {asked.policy}; this service offers {names}", given=asked.policy, offered=names
+            field, f"{field} is {requested.policy}; this service offers {names}", given=requested.policy, offered=names
         )
     return kind
 
 
-def check_max_entropy(field: str, asked: draft_service_pb2.SpeculationParams, *, default: float | None) -> float | None:
-    """The bound on a draft law's entropy in nats; None is no bound.
+def check_max_entropy(
+    field: str, requested: draft_service_pb2.SpeculationParams, *, default: float | None
+) -> float | None:
+    """The bound on the entropy of q, in nats; None is no bound.
 
     Raises:
-        RequestError: INVALID_ARGUMENT: it is negative, or no number.
+        RequestError: INVALID_ARGUMENT: negative or NaN.
     """
-    if not asked.HasField("max_entropy"):
+    if not requested.HasField("max_entropy"):
         return default
-    if not asked.max_entropy >= 0:  # NaN neither
-        raise invalid_field(field, f"{field} is {asked.max_entropy:g}; at least 0 (nats)", given=asked.max_entropy)
-    return None if math.isinf(asked.max_entropy) else asked.max_entropy
+    if not requested.max_entropy >= 0:  # also refuses NaN
+        raise invalid_field(
+            field, f"{field} is {requested.max_entropy:g} nats; it must be at least 0", given=requested.max_entropy
+        )
+    return None if math.isinf(requested.max_entropy) else requested.max_entropy

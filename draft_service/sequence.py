@@ -1,4 +1,4 @@
-"""A sequence at the draft service: what is committed, the round under way, and how it goes."""
+"""A sequence at the draft service: its tokens, its current round, its counts and timings."""
 
 import time
 from dataclasses import dataclass, field, replace
@@ -16,13 +16,13 @@ STATISTICS = Component("speculation_statistics")
 
 @dataclass(slots=True)
 class Failovers:
-    """What losing verifiers has cost a sample.
+    """Failovers of one sample.
 
     Attributes:
-        count: how often it was opened again.
-        moves: in how many of them the verifier was draining, and nothing was lost.
-        tokens: prompt and output that was handed to the next verifier, over all of them.
-        seconds: without a verifier, or while it was being opened at the next.
+        count: failovers.
+        moves: of them, moves away from a draining verifier.
+        tokens: prompt and output tokens sent to new verifiers, summed.
+        seconds: spent without a verifier, until the next one had opened the sequence.
     """
 
     count: int = 0
@@ -33,7 +33,7 @@ class Failovers:
 
 @dataclass(slots=True)
 class SpeculationCounts:
-    """Counts of drafted and accepted tokens, under the names that the field uses."""
+    """Counts of drafted and accepted tokens, by the names of `SpeculationStatistics`."""
 
     num_drafts: int = 0
     num_rounds: int = 0
@@ -51,17 +51,14 @@ class SpeculationCounts:
     accepted_per_position: list[int] = field(default_factory=list)
     _beta_sum: float = 0.0
     _beta_count: int = 0
-    _asked: int = 0
+    _gamma_sum: int = 0
 
-    def add(self, drafted: int, verdict: speculation_pb2.Verdict, *, asked: int | None = None) -> None:
-        """Takes in the verdict on a proposal of `drafted` tokens; 0 where the target wrote alone.
-
-        `asked` is the length that was chosen for it; None is what came.
-        """
-        asked = drafted if asked is None else asked
+    def add(self, drafted: int, verdict: speculation_pb2.Verdict, *, gamma: int | None = None) -> None:
+        """Records the verdict on a proposal of `drafted` tokens, 0 for a `Decode`. `gamma` defaults to `drafted`."""
+        gamma = drafted if gamma is None else gamma
         self.num_rounds += 1
-        self.num_short_drafts += drafted < asked
-        self._asked += asked
+        self.num_short_drafts += drafted < gamma
+        self._gamma_sum += gamma
         if not drafted:
             return
         self.num_drafts += 1
@@ -74,39 +71,37 @@ class SpeculationCounts:
         if verdict.beta:
             self._beta_sum += sum(verdict.beta)
             self._beta_count += len(verdict.beta)
-        else:  # a rule under which no chance is known: each judged token counts as what became of it
+        else:  # the rule gives no β: use 1 for accepted tokens and 0 for rejected ones
             self._beta_sum += verdict.accepted
             self._beta_count += verdict.judged
 
-    def add_cache_use(self, cache_use: CacheUse) -> None:
-        """Takes in what was drafted before a verdict."""
+    def add_cache_use(self, use: CacheUse) -> None:
+        """Records what the outcome cache contributed to a round."""
         self.num_outcome_cache_queries += 1
-        self.num_outcome_cache_hits += cache_use.hit
-        self.num_predrafted_tokens += cache_use.drafted
-        self.num_wasted_tokens += max(0, cache_use.drafted - cache_use.used)
+        self.num_outcome_cache_hits += use.hit
+        self.num_predrafted_tokens += use.drafted
+        self.num_wasted_tokens += max(0, use.drafted - use.used)
 
     @property
     def num_draft_tokens(self) -> int:
-        """Drafted tokens."""
         return sum(self.drafted_per_position)
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Accepted ones among them."""
         return sum(self.accepted_per_position)
 
     @property
     def alpha(self) -> float:
-        """Mean chance of acceptance over judged positions [L 3.2], or their accepted share; 0 where none was judged."""
+        """Mean chance of acceptance of judged tokens [L 3.2], or their accepted share; 0 without judged tokens."""
         return self._beta_sum / self._beta_count if self._beta_count else 0.0
 
     @property
     def mean_gamma(self) -> float:
-        """Mean of the lengths that were chosen, over rounds; 0 for each token that the target wrote alone."""
-        return self._asked / self.num_rounds if self.num_rounds else 0.0
+        """Mean γ over rounds. Each token of a `Decode` is a round of γ = 0."""
+        return self._gamma_sum / self.num_rounds if self.num_rounds else 0.0
 
     def to_message(self) -> draft_service_pb2.SpeculationStatistics:
-        """The counts as the contract has them."""
+        """The counts as a message."""
         drafted, accepted = self.num_draft_tokens, self.num_accepted_tokens
         return draft_service_pb2.SpeculationStatistics(
             num_drafts=self.num_drafts,
@@ -135,18 +130,18 @@ class SpeculationCounts:
 
 
 class TokenWatch(Protocol):
-    """Who is told when tokens leave for the client."""
+    """Called when tokens are sent to the client."""
 
     def first_token(self, seconds: float) -> None:
-        """The first one leaves, so long after the request came."""
+        """The first token was sent, `seconds` after the request arrived."""
 
     def next_tokens(self, seconds: float, count: int) -> None:
-        """So many more leave together, so long after those before."""
+        """`count` tokens were sent together, `seconds` after the previous ones."""
 
 
 @dataclass(slots=True)
 class Timings:
-    """Where one sample's time goes, in seconds since `arrived` (`time.perf_counter()`); `watch` hears of its tokens."""
+    """Times of one sample, in seconds. `arrived` is the arrival of the request, by `time.perf_counter()`."""
 
     arrived: float
     watch: TokenWatch | None = None
@@ -161,7 +156,7 @@ class Timings:
     _last_token: float = 0.0
 
     def add(self, waited: float, verdict: speculation_pb2.Verdict) -> None:
-        """Takes in a verdict that came `waited` seconds after its proposal had left."""
+        """Records a verdict, `waited` seconds after its proposal was sent."""
         self.verdict += waited
         self.queue_us += verdict.timings.queue_us
         self.forward_us += verdict.timings.forward_us
@@ -169,7 +164,7 @@ class Timings:
 
     @STATISTICS.quiet
     def tokens_out(self, count: int) -> None:
-        """So many tokens leave for the client, together."""
+        """Records that `count` tokens were sent to the client together."""
         now = time.perf_counter()
         if self.first_token is None:
             self.first_token = now - self.arrived
@@ -180,7 +175,7 @@ class Timings:
         self._last_token = now
 
     def to_message(self) -> draft_service_pb2.GenerateTimings:
-        """The times until now as the contract has them."""
+        """The times so far as a message."""
         return draft_service_pb2.GenerateTimings(
             time_to_first_token_us=_micros(self.first_token or 0.0),
             total_us=_micros(time.perf_counter() - self.arrived),
@@ -200,17 +195,17 @@ def _micros(seconds: float) -> int:
 
 @dataclass(slots=True)
 class Round:
-    """A proposal, or a `Decode` of so many tokens.
+    """A proposal or a `Decode`.
 
     Attributes:
-        number: counts the sequence's rounds from 1.
-        owed: verdicts still to come: one for a proposal, one a token for a `Decode`.
-        is_decode: whether the target writes alone.
-        draft_tokens: the proposal.
-        distributions: what each was drawn from, encoded; empty under `coupled`.
-        gamma: the length that was chosen for the proposal; fewer tokens may have come.
-        draft_seconds: what drafting took; None for a `Decode`.
-        sent: `time.perf_counter()` when it left, or when the last of its verdicts came.
+        number: of the round in its sequence, from 1.
+        owed: verdicts still to come: one for a proposal, one for each token of a `Decode`.
+        is_decode: whether it is a `Decode`.
+        draft_tokens: of the proposal.
+        distributions: encoded q̂ of each drafted token; empty under `coupled`.
+        gamma: the chosen γ; the proposal may have fewer tokens.
+        draft_seconds: time of drafting; None for a `Decode`.
+        sent: `time.perf_counter()` when it was sent, or when its last verdict came.
     """
 
     number: int
@@ -228,17 +223,17 @@ class Sequence:
 
     Attributes:
         tokens: prompt and committed output.
-        prompt_length: how many of them are the prompt.
-        round: the one under way, or the last; number 0 before the first.
-        finish_reason: why it ended; unspecified until it has.
-        counts: how speculation goes.
-        timings: where the time goes.
+        prompt_length: tokens of the prompt.
+        round: the current or last one; number 0 before the first.
+        finish_reason: unspecified until the sequence ends.
+        counts: of rounds and tokens.
+        timings: times.
     """
 
     def __init__(
         self, request: Generation, index: int = 0, *, arrived: float = 0.0, watch: TokenWatch | None = None
     ) -> None:
-        """`arrived` is when the request came, by `time.perf_counter()`; `watch` is told when tokens leave."""
+        """`arrived` is the arrival of the request, by `time.perf_counter()`. `watch` is called when tokens are sent."""
         self.request = request
         self.index = index
         self.id = f"{request.request_id}/{index}"
@@ -256,7 +251,7 @@ class Sequence:
 
     @property
     def left(self) -> int:
-        """How many more tokens it may have."""
+        """Tokens that may still be written."""
         return self.request.max_new_tokens - (len(self.tokens) - self.prompt_length)
 
     @property
@@ -276,22 +271,22 @@ class Sequence:
         self.round = Round(number, 1, False, draft_tokens, distributions, gamma, draft_seconds)
 
     def decode(self, tokens: int) -> None:
-        """Begins a round in which the target writes so many tokens alone."""
+        """Begins a round in which the target writes so many tokens without a draft."""
         self.round = Round(self.round.number + 1, tokens, is_decode=True)
 
     def commit(self, verdict: speculation_pb2.Verdict) -> None:
-        """Takes in the next verdict of the round."""
+        """Appends the tokens of the round's next verdict."""
         self.tokens += verdict.token_ids
         self._hash.extend(verdict.token_ids)
         self.round.owed -= 1
         self.finish_reason = verdict.finish_reason
 
     def opening(self, *, reopened: bool = False, isolated: bool = False) -> verifier_service_pb2.OpenSequence:
-        """The message that opens it at a verifier. Whatever the request left open is said here.
+        """The message that opens the sequence at a verifier, with the seed and the rule that the draft service chose.
 
         Args:
-            reopened: another verifier has had it before.
-            isolated: a step failed with it, so it is to run in steps of its own.
+            reopened: another verifier has run the sequence before.
+            isolated: a step with the sequence failed, so it must run in steps of its own.
         """
         request, rules = self.request, self.request.sampling.logit_rules
         committed = self.tokens[self.prompt_length :]
@@ -305,12 +300,12 @@ class Sequence:
         opening = verifier_service_pb2.OpenSequence(
             prompt_token_ids=self.tokens[: self.prompt_length],
             committed_token_ids=committed,
-            sampling=request.params,  # with the rule and the seed below, which are ours to choose
+            sampling=request.params,  # seed and rule are set below
             max_new_tokens=request.max_new_tokens,
             min_new_tokens=request.min_new_tokens,
             stop_token_ids=request.stop_token_ids,
             ignore_eos=request.ignore_eos,
-            # An older verifier would leave out what it does not know, in silence.
+            # An older verifier would silently ignore fields that it does not know.
             required_features=[name for name, is_needed in needs.items() if is_needed],
             weights_fingerprint=request.weights_fingerprint,
             cache_salt=request.cache_salt,
@@ -321,7 +316,7 @@ class Sequence:
             isolated=isolated,
         )
         opening.sampling.seed = self.seed
-        opening.sampling.rule = RULE_TO_WIRE[request.sampling.rule]  # the draft's choice, whatever is the verifier's
+        opening.sampling.rule = RULE_TO_WIRE[request.sampling.rule]  # not the verifier's default
         if request.top_logprobs is not None:
             opening.logprobs.top_n = request.top_logprobs
         return opening

@@ -1,4 +1,4 @@
-"""The gRPC face of the draft service, and one call of Generate."""
+"""The gRPC servicer of the draft service, and one call of Generate."""
 
 import asyncio
 import time
@@ -37,12 +37,12 @@ from protos.outrider.v1.draft_service_pb2 import GenerateResponse
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A draft and the target it was matched with.
+    """A draft and the target that it was matched with.
 
     Attributes:
-        drafters: what requests may choose from.
-        default: what drafts where a request does not say.
-        gamma: how many tokens each proposal holds.
+        drafters: that requests may choose from.
+        default: the drafter of a request that names none.
+        gamma: chooses γ.
     """
 
     drafters: Mapping[Kind, Drafter]
@@ -61,7 +61,7 @@ HEARTBEAT = Component("heartbeat")
 
 
 class Heartbeat:
-    """Sends a response with nothing in it whenever no other was sent for so long. On the event loop."""
+    """Sends an empty response after `seconds` without another one. Used on the event loop."""
 
     def __init__(self, responses: Responses, seconds: float = HEARTBEAT_SECONDS) -> None:
         self._responses = responses
@@ -97,8 +97,8 @@ _log = structlog.get_logger()
 
 Context = grpc.aio.ServicerContext[draft_service_pb2.GenerateRequest, draft_service_pb2.GenerateResponse]
 
-# A prompt of this many characters takes about a millisecond to tokenise; longer ones do it off the event loop, few at a
-# time: one of some megabytes takes seconds, and a hundred megabytes of memory.
+# Longer prompts are tokenised on two threads. This many characters take about a millisecond; some megabytes take
+# seconds, and a hundred megabytes of memory.
 SHORT_PROMPT_CHARS = 4096
 _TOKENISING = ThreadPoolExecutor(2, thread_name_prefix="tokenise")
 
@@ -129,10 +129,10 @@ class GenerateCall:
         self._started = False
 
     async def run(self, message: draft_service_pb2.GenerateRequest) -> None:
-        """Serves the call. Whatever way it ends, nothing of it is left, and one line is in the log.
+        """Serves the call, frees everything it held, and writes one line to the log.
 
         Raises:
-            RequestError: how the call ends, where it does not end well.
+            RequestError: the status of a call that fails.
         """
         request, outcome = None, "CANCELLED"
         try:
@@ -153,18 +153,18 @@ class GenerateCall:
             outcome = "INTERNAL"
             raise
         finally:
-            self._tell(message, request, outcome)
+            self._record(message, request, outcome)
 
     async def _deliver(self, request: Generation, claim: Claim) -> None:
-        """Writes responses until the last, or until the client has not read one for too long."""
+        """Writes responses until the last one, or until the client leaves one unread for too long."""
         emission = request.emission
         responses = aiter(self._responses) if emission is None else framed(self._responses, emission, held=request.held)
-        with claim.patience(self._settings.slow_client_timeout) as patience, Heartbeat(self._responses):
+        with claim.inactivity_timer(self._settings.slow_client_timeout) as timer, Heartbeat(self._responses):
             async for response in responses:
                 try:
-                    await patience.wait_for(write(self._context, response))
+                    await timer.wait_for(write(self._context, response))
                 except TimeoutError:
-                    raise claim.idle("the client read no responses", patience) from None
+                    raise claim.idle("the client read no responses", timer) from None
 
     async def _check(self, message: draft_service_pb2.GenerateRequest) -> Generation:
         check = partial(
@@ -182,13 +182,13 @@ class GenerateCall:
             default_max_entropy=self._settings.max_entropy,
             max_prompt_tokens=self._settings.max_prompt_tokens,
         )
-        chars = len(message.text) + sum(len(said.content) for said in message.chat.messages)
+        chars = len(message.text) + sum(len(each.content) for each in message.chat.messages)
         if chars <= SHORT_PROMPT_CHARS:
             return check()
         return await asyncio.get_running_loop().run_in_executor(_TOKENISING, check)
 
     async def _produce(self, request: Generation, claim: Claim) -> None:
-        """Writes all samples; the first that fails ends them all."""
+        """Writes all samples. The first error ends them all."""
         try:
             await self._wait_for_turn(request, claim)
             async with asyncio.TaskGroup() as group:
@@ -202,7 +202,7 @@ class GenerateCall:
             self._responses.end()
 
     async def _wait_for_turn(self, request: Generation, claim: Claim) -> None:
-        """Returns when the samples may run, or when their time limit has passed: then they have nothing to do."""
+        """Waits until the samples may run, or until `time_limit` has passed: then they end at once."""
         seconds, limit = self._time_left(), request.time_limit
         if limit is not None:
             limit -= time.perf_counter() - self._arrived
@@ -271,13 +271,13 @@ class GenerateCall:
         self._responses.send(draft_service_pb2.GenerateResponse(started=started))
 
     def _time_left(self) -> float:
-        """Seconds until the client's deadline; where it has set none, ours."""
+        """Seconds until the client's deadline; without one, `--request-timeout`."""
         left: Any = self._context.time_remaining()
         return self._settings.request_timeout if left is None else float(left)
 
     @REQUEST_LOG.quiet
-    def _tell(self, message: draft_service_pb2.GenerateRequest, request: Generation | None, outcome: str) -> None:
-        """What became of it, to the metrics, the trace and the log."""
+    def _record(self, message: draft_service_pb2.GenerateRequest, request: Generation | None, outcome: str) -> None:
+        """Records the ended call in metrics, trace and log."""
         sequences = [sample.sequence for sample in self._samples]
         counts = [sequence.counts for sequence in sequences]
         timings = [sequence.timings for sequence in sequences]
@@ -329,7 +329,7 @@ SERVICE_NAME = draft_service_pb2.DESCRIPTOR.services_by_name["DraftService"].ful
 
 
 class DraftService(draft_service_pb2_grpc.DraftServiceServicer):
-    """Answers once `attach` has given it a pair; until then every call is UNAVAILABLE."""
+    """The servicer. Every call is UNAVAILABLE until `attach`."""
 
     def __init__(self, settings: DraftSettings, metrics: Metrics, tracing: Tracing) -> None:
         self._settings = settings
@@ -344,11 +344,11 @@ class DraftService(draft_service_pb2_grpc.DraftServiceServicer):
         self._pair: Pair | None = None
 
     def attach(self, pair: Pair) -> None:
-        """The models are there."""
+        """Starts to serve this pair."""
         self._pair = pair
 
     @guarded
-    async def Generate(  # type: ignore[override]  # stubs know generators alone; this one writes to its context
+    async def Generate(  # type: ignore[override]  # the stubs expect a generator; this one writes to its context
         self, request: draft_service_pb2.GenerateRequest, context: Any
     ) -> None:
         with self._tracing.call("Generate", context.invocation_metadata()) as trace:

@@ -137,7 +137,7 @@ class DraftSettings(ServiceSettings):
         description="seconds that a verifier may be silent while it owes an answer; then the sequence moves to "
         "another one",
     )
-    failover_patience: float = Field(
+    failover_timeout: float = Field(
         30.0, ge=0, description="seconds that a sequence without a verifier waits for another one"
     )
     max_waiting: int = Field(

@@ -1,9 +1,8 @@
-"""How many tokens to draft: policies that choose γ for each round, and what the adaptive one chooses it from.
+"""Policies that choose γ, the number of tokens to draft, for each round.
 
-Invariant 4. A policy knows rounds that were judged: their γ, how many tokens were accepted and with what chance, and
-how long they took. It is asked before anything of the next round is drafted, and all that it asks for is drafted and
-sent. So it cannot look at a token that it could discard, nor at a draw to come: those are keyed by the length of a text
-that the round before has only just brought about (invariant 2).
+Invariant 4. A policy sees judged rounds only: γ, accepted tokens, chances of acceptance, times. It chooses γ before
+anything of the next round is drafted, and all drafted tokens are sent. So it never sees a token that it could discard,
+nor a future draw: draws are keyed by the length of the text at the start of their round (invariant 2).
 """
 
 import math
@@ -27,22 +26,22 @@ if TYPE_CHECKING:
 
 GAMMA = Component("gamma_policy")
 
-# γ changes by at most so many tokens from one round to the next.
+# The most that γ changes from one round to the next.
 STEP = 2
-# A sequence leaves the common γ for its own where that gives so much more text.
+# A sequence uses its own γ in place of the common one where that is this much faster.
 OWN_GAIN = 1.03
-# Proposals before a new sequence begins with the γ that others found.
+# Proposals of all sequences before a new one starts at the common γ.
 KNOWN_ROUNDS = 8
-# A sequence whose own drafts are this much worse than none writes by `Decode` though others draft.
+# A sequence uses `Decode`, while others draft, where that is this much faster for it.
 OWN_MARGIN = 1.2
-# Tokens of one `Decode` at most: then the sequence may draft again.
+# The most tokens of one `Decode`. Then γ is chosen again.
 MOST_DECODED = 128
-# Of a probe: γ, and proposals.
+# A probe: its γ, and its number of proposals.
 PROBE_GAMMA, PROBE_ROUNDS = 2, 3
 
 
 class PolicyKind(StrEnum):
-    """The policies there are."""
+    """The kinds of policy."""
 
     FIXED = "fixed"
     HEURISTIC = "heuristic"
@@ -53,25 +52,22 @@ class Policy(ABC):
     """Chooses γ for one sequence.
 
     Attributes:
-        pause: after `next` returned 0 though more was possible: tokens to write by `Decode` before it is asked again.
+        pause: tokens to write with `Decode` after `next` chose 0, before it is called again.
     """
 
     pause: int = 0
 
     @abstractmethod
     def next(self, most: int) -> int:
-        """Return γ of the next round, in 0..most; 0 is `Decode`. Called once a round, before anything is drafted.
-
-        `most` is what can be drafted, judged and written now.
-        """
+        """Return γ of the next round, in 0..`most`; 0 is `Decode`. Called once a round, before anything is drafted."""
 
     @abstractmethod
     def observe(self, round_: JudgedRound) -> None:
-        """Take in a verdict."""
+        """Record a verdict."""
 
 
 class Fixed(Policy):
-    """γ as asked for, in every round."""
+    """The same γ in every round."""
 
     def __init__(self, gamma: int) -> None:
         self._gamma = gamma
@@ -80,14 +76,14 @@ class Fixed(Policy):
         return max(0, min(self._gamma, most))
 
     def observe(self, round_: JudgedRound) -> None:
-        """Nothing follows from it."""
+        """Does nothing."""
 
 
 class Heuristic(Policy):
-    """Two more where all that was drafted was accepted, one less otherwise [W 4.1]; at least 1."""
+    """γ + 2 after a fully accepted proposal, γ - 1 after any other [W 4.1]; at least 1."""
 
     def __init__(self, gamma: int, *, ceiling: int) -> None:
-        """`gamma` is that of the first proposal."""
+        """`gamma` is γ of the first proposal."""
         self._ceiling = ceiling
         self._gamma = max(1, min(gamma, ceiling))
 
@@ -102,24 +98,24 @@ class Heuristic(Policy):
 
 
 class Adaptive(Policy):
-    """The γ of most text a second, if all B active sequences drafted alike [L 3.5, with the network and B].
+    """The γ with the most tokens a second, if all B active sequences draft alike [L 3.5, with the network and B].
 
         γ = argmax  (1 + Σ_i Π_{j≤i} β_j) / cycle(γ),    γ = 0 .. ceiling
 
-    The factor B is common to all γ. At γ = 0 nothing is learned of drafts, so one sequence at a time proposes a little
-    now and then.
+    The factor B is common to all γ. `Decode` (γ = 0) teaches nothing about drafts, so from time to time one sequence
+    sends a probe: a few short proposals.
     """
 
     def __init__(self, gamma: int, *, ceiling: int, statistics: AcceptanceStatistics, costs: CostModel) -> None:
-        """`gamma` is that of the first proposal while nothing is known. `statistics` and `costs` learn as well."""
+        """`gamma` is γ of the first proposal without statistics. `statistics` and `costs` are updated too."""
         self._ceiling = ceiling
         self._statistics = statistics
         self._costs = costs
         self._accepted = Acceptance(statistics.accepted)
         self._gamma = min(gamma, ceiling)
         self._has_begun = False
-        self._probes = 0  # proposals of a probe that are left
-        self._is_probe = False  # whether the round under way is one
+        self._probes = 0  # proposals left of the probe
+        self._is_probe = False  # whether the current round is part of a probe
 
     def next(self, most: int) -> int:
         most = min(most, self._ceiling)
@@ -140,14 +136,16 @@ class Adaptive(Policy):
         chances = round_.beta or [float(position < round_.accepted) for position in range(round_.judged)]
         for position, chance in enumerate(chances):
             self._accepted.add(position, chance)
-        if round_.accepted == round_.drafted < round_.gamma:  # the next position was asked for, and did not come
+        if (
+            round_.accepted == round_.drafted < round_.gamma
+        ):  # the drafter ended the proposal: count the next position as rejected
             self._accepted.add(round_.drafted, 0.0)
 
     def _choose(self) -> int:
-        """The best γ, before it is held to `STEP`."""
+        """The best γ, before the limit `STEP`."""
         statistics, costs = self._statistics, self._costs
         self._is_probe = False
-        if not costs.known:  # and never will be without drafts
+        if not costs.is_measured:  # only proposals can change that
             return self._gamma or min(PROBE_GAMMA, self._ceiling)
         if (best := statistics.choose(costs, self._ceiling)) and (gamma := self._own(best)):
             self._probes = 0
@@ -161,9 +159,9 @@ class Adaptive(Policy):
         return min(PROBE_GAMMA, self._ceiling)
 
     def _own(self, gamma: int) -> int:
-        """γ of this sequence where others draft `gamma`: theirs, unless its own acceptance speaks clearly against it.
+        """The sequence's own γ: the common one (`gamma`), unless its own acceptance makes another clearly faster.
 
-        Sequences of one γ reach the verifier together.
+        Sequences with the same γ reach the verifier together.
         """
         rates = self._costs.rates(self._accepted.chances(self._ceiling), self._statistics.drafted_share)
         best = max(range(1, self._ceiling + 1), key=rates.__getitem__)
@@ -173,7 +171,7 @@ class Adaptive(Policy):
 
 
 class GammaController:
-    """All sequences' γ: a policy for each, and what they share. Used on the event loop alone."""
+    """Gives each sequence its policy, with the statistics that sequences share. Used on the event loop only."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._costs: dict[Kind, CostModel] = {}
@@ -187,13 +185,13 @@ class GammaController:
         )
 
     def of(self, request: "Generation") -> "SequenceGamma":
-        """γ of one sequence of a request."""
+        """Return the γ of one sequence of a request."""
         fallback: Policy = Fixed(request.first_gamma)
         return SequenceGamma(
             GAMMA.run(lambda: self._policy(request), fallback),
             self._chosen.labels(policy=request.policy),
             default=request.first_gamma,
-            has_beta=request.sampling.rule is Rule.TOKENWISE,  # under `block` more is accepted than β says
+            has_beta=request.sampling.rule is Rule.TOKENWISE,  # `block` accepts more than β
         )
 
     def _policy(self, request: "Generation") -> Policy:
@@ -211,12 +209,12 @@ class GammaController:
                 )
 
     def _statistics_of(self, request: "Generation") -> AcceptanceStatistics:
-        """What this request may know of acceptance: all that requests of its kind have taught, or nothing.
+        """Return the shared statistics of requests of this kind, or new ones that are not shared.
 
-        Where draws decide, γ must not depend on draws to come. Statistics of another request with the same seed do: its
-        acceptances further on are those that this one is about to draw. So statistics are shared among requests whose
-        draws decide nothing about the text, and those whose seed is fresh. Times depend on lengths alone; all share
-        them.
+        Where draws decide the text, γ must not depend on future draws. Statistics of another request with the same seed
+        do: its later acceptances come from the draws that this request is about to make. So only requests whose draws
+        do not decide the text, and requests with a fresh seed, share statistics. Times depend on lengths only; all
+        requests share them.
         """
         law = request.sampling.law
         may_share = request.seed_is_fresh or law.is_greedy or request.sampling.rule is Rule.COUPLED
@@ -233,26 +231,26 @@ class GammaController:
 
 
 class SequenceGamma:
-    """γ of one sequence, and the times of its rounds. Whatever its policy does, nothing raises, and γ is within bounds.
+    """Chooses γ for one sequence and measures its rounds. If the policy fails, no method raises, and γ is in bounds.
 
     Attributes:
-        gamma: of the round under way; 0 where the target writes alone.
+        gamma: of the current round; 0 for a `Decode`.
     """
 
     def __init__(self, policy: Policy, histogram: Histogram, *, default: int, has_beta: bool) -> None:
-        """`default` is γ where the policy has none; `has_beta` whether a verdict's β are chances of acceptance."""
+        """`default` is γ where the policy fails; `has_beta` is whether a verdict's β are chances of acceptance."""
         self.gamma = 0
         self._default = default
         self._policy = policy
         self._histogram = histogram
         self._has_beta = has_beta
         self._drafted = 0
-        self._since: float | None = None  # the verdict before, or the beginning, where only this round came after it
-        self._last_gamma: int | None = None  # of that verdict's round
+        self._since: float | None = None  # the last verdict or the start; None if other work followed it
+        self._last_gamma: int | None = None  # of the last verdict's round
 
     @property
     def pause(self) -> int:
-        """Tokens to write by `Decode` before the next proposal; see `Policy`."""
+        """See `Policy`."""
         return int(GAMMA.bounded(lambda: self._policy.pause, 0, low=0, high=MOST_DECODED))
 
     def next(self, most: int) -> int:
@@ -266,16 +264,16 @@ class SequenceGamma:
 
     @GAMMA.quiet
     def sent(self, draft: Draft | None) -> None:
-        """A round leaves: a proposal, or None for `Decode`."""
+        """Record that a proposal was sent, or a `Decode` (None)."""
         if draft is None:
             self.gamma = 0
         self._drafted = 0 if draft is None else len(draft.token_ids)
         if draft is not None and self._last_gamma == 0:
-            self._since = None  # the draft had all of that to read
+            self._since = None  # the draft first runs the tokens of the `Decode`
 
     @GAMMA.quiet
     def judged(self, verdict: speculation_pb2.Verdict) -> None:
-        """The round's verdict is there; of `Decode` the next of them."""
+        """Record a verdict."""
         now, timings, load = time.perf_counter(), verdict.timings, verdict.load
         at_verifier = (timings.queue_us + timings.forward_us + timings.verify_us) / 1e6
         seconds = None if self._since is None else now - self._since
@@ -300,7 +298,7 @@ class SequenceGamma:
         self._histogram.observe(self.gamma)
 
     def disturbed(self) -> None:
-        """Something else than the round takes time now, such as a client that does not read."""
+        """Exclude the current cycle from the measurements: a client that does not read, for example, delays it."""
         self._since = None
 
 
@@ -312,5 +310,5 @@ def _step_cost(load: speculation_pb2.VerifierLoad) -> CostLine | None:
 
 
 def _class_of(value: float | None) -> int | None:
-    """Requests whose temperature, or bound on entropy, differs by less than 0.5 share a class; above 4 all do."""
+    """Return the class of a temperature or an entropy bound: in steps of 0.5, up to 4."""
     return None if value is None else round(min(value, 4.0) / 0.5)

@@ -1,4 +1,4 @@
-"""What γ is chosen from: acceptance statistics, and the cost of a round."""
+"""Acceptance statistics and the cost of a round, from which γ is chosen."""
 
 import math
 from collections.abc import Sequence
@@ -6,55 +6,53 @@ from dataclasses import dataclass
 
 from outrider.service.cost_model import FORGETTING, CostLine, FittedCost
 
-# Drafting begins again where it gives so much more text than `Decode`, and ends where it gives less: times are never
-# known better.
+# Drafting starts again where it writes this much faster than `Decode`. Measured times are not more exact than this.
 BEGIN_GAIN = 1.03
-# A γ that gives so little less than the best one is kept: the outcome cache drafts ahead for the γ before.
+# γ changes only for a gain above this share: the outcome cache has drafted for the previous γ.
 SAME = 0.01
-# Proposals of each active sequence before drafting may be given up: a service's first rounds are slow.
+# Proposals of each active sequence before drafting may stop: the first rounds of a service are slow.
 FIRM_ROUNDS = 16
-# Tokens that each sequence writes by `Decode` between two probes: at first, and the most, doubled by each that fails.
+# Tokens that each sequence writes with `Decode` between two probes: at first, and at most. Failed probes double it.
 FIRST_PAUSE, LONGEST_PAUSE = 32, 512
-# What is known of each position when a probe begins counts for no more judged tokens than this: it is old.
+# Weight, in judged tokens, that the old statistics of a position keep when a probe begins.
 KEPT_FOR_A_PROBE = 12.0
-# The chance of acceptance before anything is known, and how many judged tokens it counts for.
+# Prior of a chance of acceptance, and its weight in judged tokens.
 PRIOR_CHANCE, PRIOR_WEIGHT = 0.8, 6.0
-# Judged tokens of a position that are remembered, of all sequences and of one; and how many of its own tokens a
-# sequence trusts as much as all others'.
+# Judged tokens of a position that a mean covers: over all sequences, and of one sequence. Then the weight, in a
+# sequence's own tokens, of the mean over all sequences.
 REMEMBERED, REMEMBERED_OF_ONE, SHARED_WEIGHT = 512, 64, 24.0
-# The line of overhead begins with so many rounds, of which the fastest of each γ count: a service's first are slow.
+# Rounds before the first fit of overhead. The fastest of each γ count: the first rounds of a service are slow.
 FIRST_ROUNDS = 16
-# A cycle is measured where the tokens of the others in the step, on average, and its own differ by no more than this
-# ratio; for `Decode`, where this share of all sequences took part.
+# A cycle counts as typical if its tokens and the mean tokens of a sequence in its step differ by at most this ratio;
+# for `Decode`, if this share of the active sequences is in the step.
 ALIKE = 0.7
-# Rounds of a kind, proposals or `Decode`, are measured while this share of the last rounds was of that kind.
+# Cycles of a kind, proposals or `Decode`, are measured while at least this share of the last rounds is of that kind.
 PURE = 0.6
-# Share of a running mean that the last round is.
+# Weight of the last round in a running mean.
 RECENT = 1 / 32
-# Cycles of each sequence that are remembered; how many the formula counts for; and the most that one may take, as a
-# multiple of what the formula expects.
+# Cycles of each sequence that a mean covers; the weight of the formula, in cycles; and the longest cycle that counts,
+# as a multiple of the formula.
 REMEMBERED_CYCLES, FORMULA_WEIGHT, LARGEST_RATIO = 128, 4, 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class JudgedRound:
-    """A verdict as policies see it. Seconds.
+    """A verdict, as policies use it. Times are in seconds.
 
     Attributes:
-        gamma: as it was chosen; 0 where the target wrote alone, which makes a round of each token.
-        drafted: tokens that came; fewer than γ where the draft was unsure, or had no more.
-        judged: those that were looked at: the accepted ones and the first rejected one.
-        accepted: those that stood.
-        beta: the chance of each judged token to be accepted, where the rule tells; empty where it does not.
-        overhead: from the verdict before to this one, less the time at the verifier: drafting and the round trip. None
-            where something else fell into it.
-        at_verifier: queue, forward and verification.
-        step: what a step of the verifier costs; None where it does not tell.
-        active: sequences that share its steps.
-        tokens: in the step that judged it, of all its sequences.
-        sequences: in that step.
-        seconds: from the verdict before, or from the sequence's beginning, to this one; None where something else fell
-            into it.
+        gamma: the chosen γ; 0 for each token of a `Decode`.
+        drafted: tokens in the proposal; fewer than γ where the drafter ended it early.
+        judged: tokens that were tested: the accepted ones and the first rejected one.
+        accepted: accepted tokens.
+        beta: chance of acceptance of each judged token; empty where the rule gives none.
+        overhead: from the previous verdict to this one, without `at_verifier`: drafting and the round trip. None if
+            something else took time in between.
+        at_verifier: queue, forward pass and verification.
+        step: the verifier's published cost of a step; None if it published none.
+        active: sequences that share the verifier's steps.
+        tokens: in the step of this verdict, over all sequences.
+        sequences: in the step of this verdict.
+        seconds: from the previous verdict, or from the start of the sequence, to this one. None as for `overhead`.
     """
 
     gamma: int
@@ -72,10 +70,9 @@ class JudgedRound:
 
 
 class Acceptance:
-    """The chance of each position of a proposal to be accepted, given that all before it were.
+    """β of each position of a proposal: the chance of acceptance, given that all positions before it were accepted.
 
-    Each position has its own mean, drawn to `shared` where there is one, and else to the position before it: so one
-    that was never tried is as good as the last that was.
+    Each position has a mean. Its prior is the mean in `shared`, or without `shared` that of the previous position.
     """
 
     def __init__(self, shared: "Acceptance | None" = None) -> None:
@@ -87,7 +84,7 @@ class Acceptance:
         self._counts: list[float] = []
 
     def add(self, position: int, chance: float) -> None:
-        """Take in one judged token of a position, from 0: 1, 0, or the chance that it had."""
+        """Record a judged token: 1 or 0, or its chance of acceptance. `position` counts from 0."""
         if not 0 <= chance <= 1:
             return
         while len(self._sums) <= position:
@@ -99,7 +96,7 @@ class Acceptance:
             self._shared.add(position, chance)
 
     def forget(self, kept: float) -> None:
-        """Let each position count for at most `kept` judged tokens."""
+        """Reduce the weight of each position to at most `kept` judged tokens."""
         (self._prior,) = self.chances(1)
         for position, count in enumerate(self._counts):
             share = min(1.0, kept / count) if count else 1.0
@@ -109,7 +106,7 @@ class Acceptance:
             self._shared.forget(kept)
 
     def chances(self, gamma: int) -> list[float]:
-        """β_1 .. β_γ as they are expected."""
+        """Return the expected β_1 .. β_γ."""
         expected = [] if self._shared is None else self._shared.chances(gamma)
         chances: list[float] = []
         chance = self._prior
@@ -125,12 +122,12 @@ class Acceptance:
 
 @dataclass(slots=True)
 class _Cycles:
-    """Cycles of one kind, proposals or `Decode`, with about so many active sequences.
+    """Cycles of one kind (proposals, or `Decode`) at one number of active sequences.
 
     Attributes:
-        step: the verifier's cost of a step while they ran, a running mean; None before the first.
-        measured: their seconds, a sum in which old ones count less.
-        expected: what the formula expected of them.
+        step: running mean of the published cost of a step; None before the first cycle.
+        measured: seconds, a sum with decay.
+        expected: the formula's seconds for the same cycles, a sum with decay.
     """
 
     step: CostLine | None = None
@@ -157,16 +154,16 @@ class _Cycles:
 
 
 class _Measured:
-    """What rounds took, with about so many active sequences.
+    """Measured times at one number of active sequences.
 
     Attributes:
-        overhead: seconds as a line in γ; None before there were enough.
-        cycles: by whether they had drafts.
+        overhead: seconds, fitted as a line in γ; None before `FIRST_ROUNDS` proposals.
+        cycles: of proposals (True) and of `Decode` (False).
         rounds: proposals.
     """
 
     def __init__(self, size: int) -> None:
-        """`size` is the number of active sequences, as a power of two."""
+        """There are at most 2**`size` active sequences."""
         self._forgetting = FORGETTING / 2**size
         self._first: list[tuple[int, float]] = []
         self.overhead: FittedCost | None = None
@@ -187,43 +184,42 @@ class _Measured:
 
 
 class CostModel:
-    """What a round takes, in seconds, where B active sequences all draft γ tokens.
+    """Seconds of a round in which all B active sequences draft γ tokens.
 
         cycle(γ) = x · (overhead(γ) + step(n)),  cycle(0) = x₀ · step(B),  n = B·(γ + 1)
 
-    overhead is drafting and the round trip, a line in γ fitted to measured rounds: drafting that hides behind a verdict
-    takes no time in it. step is the verifier's published cost. A verifier holds a step back for sequences about to
-    answer, but no longer than the fixed cost of a step. Where overhead is more than that, one half of the sequences
-    drafts while the other half is verified: cycle(γ) = x · max(2·step(n / 2), overhead(γ) + step(n / 2)).
+    overhead(γ) is drafting and the round trip: a line fitted to measured rounds. Drafting during a verdict costs
+    nothing there. step is the cost that the verifier publishes. The verifier delays a step for sequences that are about
+    to answer, but no longer than the fixed cost of a step. Where overhead is longer, one half of the sequences drafts
+    while the other half is verified: cycle(γ) = x · max(2·step(n / 2), overhead(γ) + step(n / 2)).
 
-    x and x₀ are measured cycles over these formulas, each with the cost of a step as it was published then: a verifier
-    beside a busy draft is slower than one alone. A cycle lasts from verdict to verdict, and the first from the
-    sequence's beginning, so that x and x₀ hold whatever else a text takes. All that is measured is kept by B, in powers
-    of two: sequences that draft at once wait for each other.
+    x and x₀ are measured cycles divided by these formulas, each with the cost of a step published at that time: a
+    verifier is slower beside a busy draft. A cycle lasts from verdict to verdict; the first one from the start of the
+    sequence. Measurements are kept for each power of two of B, since sequences that draft together wait for each other.
     """
 
     def __init__(self) -> None:
         self.active = 1
         self._step = CostLine(0.0, 0.0)
         self._by_size: dict[int, _Measured] = {}
-        self._now = _Measured(0)  # of as many sequences as are active
-        self._drafting = 1.0  # share of the last rounds that had drafts
-        self._decoded = 0  # tokens that all have written by `Decode` since the last probe
-        self._rounds = 0  # proposals since then
-        self._pause = FIRST_PAUSE  # tokens that each sequence writes by `Decode` before one of them probes
+        self._now = _Measured(0)  # at the current number of active sequences
+        self._drafting = 1.0  # share of the last rounds that were proposals
+        self._decoded = 0  # tokens of all sequences written with `Decode` since the last probe
+        self._rounds = 0  # proposals since the last probe
+        self._pause = FIRST_PAUSE  # tokens that each sequence writes with `Decode` before the next probe
 
     @property
-    def known(self) -> bool:
-        """Whether enough rounds were measured with as many sequences as now."""
+    def is_measured(self) -> bool:
+        """Whether overhead is fitted at the current number of active sequences."""
         return self._now.overhead is not None
 
     @property
     def is_firm(self) -> bool:
-        """Whether there were rounds enough to give up drafting with as many sequences as now."""
+        """Whether there are enough proposals to decide against drafting."""
         return self._now.rounds >= FIRM_ROUNDS * self.active
 
     def add(self, round_: JudgedRound, *, is_probe: bool) -> None:
-        """Take in a round. One of a probe, or a `Decode` beside drafts, does not tell how long all alike would wait."""
+        """Record a round. Only typical rounds are measured: no probes, and no `Decode` beside proposals."""
         self.active = max(1, round_.active)
         self._step = round_.step or CostLine(round_.at_verifier, 0.0)
         size = (self.active - 1).bit_length()
@@ -244,26 +240,26 @@ class CostModel:
             measured.rounds += 1
             is_typical = ALIKE < (round_.drafted + 1) * round_.sequences / round_.tokens < 1 / ALIKE
             if round_.overhead is None:
-                is_typical = True  # its first: prompts are in the step
-            elif math.isfinite(round_.overhead) and (is_typical or not self.known):
+                is_typical = True  # the first round: its step holds prompts
+            elif math.isfinite(round_.overhead) and (is_typical or not self.is_measured):
                 measured.add_overhead(round_.drafted, max(round_.overhead, 1e-9))
         else:
             is_typical = round_.sequences > ALIKE * self.active
-        if self.known and is_typical and round_.seconds is not None and 0 < round_.seconds < math.inf:
+        if self.is_measured and is_typical and round_.seconds is not None and 0 < round_.seconds < math.inf:
             cycles.add(round_.seconds, self._formula(round_.drafted), self.active)
 
     def take_probe(self) -> bool:
-        """Whether the sequence that asks is to probe: all have written by `Decode` for long."""
+        """Whether a probe is due, after enough tokens of `Decode`. If so, the caller makes it."""
         if self._decoded < self._pause * self.active:
             return False
         self._decoded = 0
         has_drafted = self._rounds > FIRM_ROUNDS * self.active
         self._pause, self._rounds = FIRST_PAUSE if has_drafted else min(2 * self._pause, LONGEST_PAUSE), 0
-        self._doubt()
+        self._age()
         return True
 
-    def _doubt(self) -> None:
-        """Trust what drafting took less: it is old."""
+    def _age(self) -> None:
+        """Give the old measurements of proposals less weight."""
         drafts, alone = self._now.cycles[True], self._now.cycles[False]
         drafts.step = None
         if drafts.ratio and alone.ratio:
@@ -272,11 +268,11 @@ class CostModel:
             drafts.measured = drafts.expected * ratio
 
     def cycle(self, gamma: float) -> float:
-        """Seconds from one verdict to the next; γ = 0 is `Decode`."""
+        """Return the seconds from one verdict to the next; γ = 0 is `Decode`."""
         return self._now.ratio(gamma > 0) * self._formula(gamma)
 
     def rates(self, chances: Sequence[float], drafted_share: float) -> list[float]:
-        """Tokens a second of one sequence at γ = 0, 1, .. `len(chances)`, with β_1, β_2, .. as given."""
+        """Return tokens/s of one sequence at γ = 0, 1, .. `len(chances)`, where `chances` are β_1, β_2, .."""
         rates = [1 / self.cycle(0)]
         expected = reached = 1.0
         for position, chance in enumerate(chances):
@@ -286,7 +282,7 @@ class CostModel:
         return rates
 
     def _formula(self, gamma: float) -> float:
-        """The cycle by lines alone."""
+        """Return the cycle without x."""
         tokens, line = self.active * (gamma + 1), self._now.overhead
         step = self._now.cycles[gamma > 0].step or self._step
         overhead = line.line.seconds(gamma) if gamma and line is not None else 0.0
@@ -298,16 +294,16 @@ class CostModel:
 
 
 class AcceptanceStatistics:
-    """What requests of one kind have taught, and whether they draft.
+    """Statistics of the requests of one kind, and their common choice of γ.
 
-    All draft, or all write by `Decode`: a step that a few make longer is longer for all.
+    All draft, or all use `Decode`: a step that some sequences make longer is longer for all.
 
     Attributes:
-        accepted: of each position.
+        accepted: β of each position.
         rounds: proposals so far.
-        drafted_share: drafted tokens over γ, a running mean: a draft may end a proposal early.
-        gamma: the best for all, if they draft; 0 before it is known.
-        pays: whether drafting pays.
+        drafted_share: running mean of drafted tokens over γ: a drafter may end a proposal early.
+        gamma: the best γ > 0 for all; 0 before the first choice.
+        pays: whether drafting is faster than `Decode`.
     """
 
     def __init__(self) -> None:
@@ -318,13 +314,13 @@ class AcceptanceStatistics:
         self.pays = True
 
     def add(self, round_: JudgedRound) -> None:
-        """Take in a round, its acceptance aside."""
+        """Record a round, without its acceptance."""
         if round_.gamma:
             self.rounds += 1
             self.drafted_share += RECENT * (round_.drafted / round_.gamma - self.drafted_share)
 
     def choose(self, costs: CostModel, ceiling: int) -> int:
-        """Return the γ that is best for all, 0 where drafting does not pay."""
+        """Return the best γ for all sequences; 0 where drafting does not pay."""
         rates = costs.rates(self.accepted.chances(ceiling), self.drafted_share)
         best = max(range(1, ceiling + 1), key=rates.__getitem__)
         if not 0 < self.gamma <= ceiling or rates[best] > (1 + SAME) * rates[self.gamma]:
@@ -334,7 +330,7 @@ class AcceptanceStatistics:
         return self.gamma if self.pays else 0
 
     def take_probe(self, costs: CostModel) -> bool:
-        """Whether the sequence that asks is to probe."""
+        """Whether a probe is due. If so, the caller makes it."""
         if is_due := costs.take_probe():
             self.accepted.forget(KEPT_FOR_A_PROBE)
         return is_due

@@ -1,4 +1,4 @@
-"""A `GenerateRequest` becomes plain, checked data, or an error that names the field and the numbers."""
+"""Checks a `GenerateRequest`. Every error names the field, its value and the limit."""
 
 import secrets
 from collections.abc import Collection, Sequence
@@ -46,22 +46,24 @@ def check_generate(
     default_max_entropy: float | None = None,
     max_prompt_tokens: int | None = None,
 ) -> Generation:
-    """Checks a request against the pair and the limits. A long prompt takes its time to tokenise.
+    """Checks a request against the pair and the limits. Tokenises the prompt, which may take seconds.
 
     Raises:
-        RequestError: INVALID_ARGUMENT naming the field and the numbers, or FAILED_PRECONDITION.
+        RequestError: INVALID_ARGUMENT or FAILED_PRECONDITION.
     """
     limits = draft.limits
-    room = limits.max_sequence_tokens
+    longest = limits.max_sequence_tokens
     check_features(message.required_features, draft.features)
     check_fingerprint(message.weights_fingerprint, target)
     check_name("request_id", message.request_id)
     check_name("cache_salt", message.cache_salt)
-    sampling = check_law(message.sampling, target, seed_decides=True)
+    sampling = check_target_sampling(message.sampling, target, seed_decides=True)
     top_logprobs = check_logprobs(message.logprobs) if message.HasField("logprobs") else None
     samples = _check_samples(message, limits)
     if sampling.seed is not None and not (sampling.law.is_greedy or sampling.rule is Rule.COUPLED):
-        default_policy = PolicyKind.FIXED  # where draws decide, a seed gives the same text for the same lengths
+        default_policy = (
+            PolicyKind.FIXED
+        )  # where draws decide the text, a seed repeats it only with the same γ in each round
     policy = check_policy("speculation.policy", message.speculation, default=default_policy)
     most = limits.max_gamma
     if sampling.needs_logits:
@@ -81,10 +83,10 @@ def check_generate(
     stop = _check_stop(message.stop, limits)
     committed = check_token_ids("committed_token_ids", message.committed_token_ids, target.vocab_size)
     held = _check_held(message)
-    check_prompt_bytes(message, tokenizer, min(max_prompt_tokens or room - 1, room - 1))
+    check_prompt_bytes(message, tokenizer, min(max_prompt_tokens or longest - 1, longest - 1))
     prompt = _tokenise(message, tokenizer, target.vocab_size)
     check_prompt_length("prompt", len(prompt), max_prompt_tokens)
-    new = check_lengths(message, len(prompt), len(committed), room)
+    new = check_lengths(message, len(prompt), len(committed), longest)
     request_id = message.request_id or secrets.token_hex(8)
     stops = stop_token_ids if message.ignore_eos else [*stop_token_ids, *target.eos_token_ids]
     return Generation(
@@ -137,16 +139,15 @@ def check_generate(
     )
 
 
-# --------------------------------------------------------------------------------------- checks that Propose shares
+# --------------------------------------------------------------------------------------- checks shared with Propose
 
 
-def check_law(
+def check_target_sampling(
     params: sampling_pb2.SamplingParams, target: model_pb2.ModelInfo, *, seed_decides: bool = False
 ) -> Sampling:
-    """Checks sampling parameters against the target that will judge by them.
+    """Checks sampling parameters against the target.
 
-    Where they name no rule it is the target's default; or with `seed_decides` what `promised_rule` says, and then the
-    target has to be told.
+    Without a rule, takes the target's default, or with `seed_decides` that of `promised_rule`.
 
     Raises:
         RequestError: INVALID_ARGUMENT.
@@ -162,20 +163,20 @@ def check_name(field: str, name: str, *, required: bool = False) -> None:
     """Checks the name of a request or a sequence.
 
     Raises:
-        RequestError: INVALID_ARGUMENT, where it is too long, or empty though required.
+        RequestError: INVALID_ARGUMENT: it is too long, or empty though required.
     """
     if len(name) > MAX_NAME_CHARS or (required and not name):
         allowed = f"1 to {MAX_NAME_CHARS}" if required else f"at most {MAX_NAME_CHARS}"
         raise invalid_field(
-            field, f"{field} has {len(name)} characters; {allowed}", given=len(name), maximum=MAX_NAME_CHARS
+            field, f"{field} has {len(name)} characters; allowed: {allowed}", given=len(name), maximum=MAX_NAME_CHARS
         )
 
 
 def check_prompt_length(field: str, tokens: int, most: int | None) -> None:
-    """Checks a prompt against the limit of this service, where it has one beside that of a sequence.
+    """Checks a prompt against `--max-prompt-tokens`, if that is set.
 
     Raises:
-        RequestError: INVALID_ARGUMENT, where it is longer.
+        RequestError: INVALID_ARGUMENT: it is longer.
     """
     if most is not None and tokens > most:
         raise invalid_field(
@@ -184,17 +185,17 @@ def check_prompt_length(field: str, tokens: int, most: int | None) -> None:
 
 
 def check_prompt_bytes(message: draft_service_pb2.GenerateRequest, tokenizer: Tokenizer, most: int) -> None:
-    """Checks that the text of a prompt may have at most `most` tokens, before it is tokenised, which takes long.
+    """Refuses a text that must have more than `most` tokens, before it is tokenised, which is slow.
 
     Raises:
-        RequestError: INVALID_ARGUMENT, where it has more bytes than so many of the longest token.
+        RequestError: INVALID_ARGUMENT: it has more bytes than `most` of the longest tokens.
     """
     match message.WhichOneof("prompt"):
         case "text":
             field, given = "text", len(message.text.encode())
         case "chat":
-            said = message.chat.messages
-            field, given = "chat.messages", sum(len(each.role.encode()) + len(each.content.encode()) for each in said)
+            turns = message.chat.messages
+            field, given = "chat.messages", sum(len(each.role.encode()) + len(each.content.encode()) for each in turns)
         case _:
             return
     longest = tokenizer.longest_token_bytes
@@ -211,10 +212,10 @@ def check_prompt_bytes(message: draft_service_pb2.GenerateRequest, tokenizer: To
 
 
 def check_gamma(field: str, gamma: int, limits: model_pb2.Limits) -> int:
-    """Checks the length of a proposal.
+    """Checks γ.
 
     Raises:
-        RequestError: INVALID_ARGUMENT, where it is beyond the limit.
+        RequestError: INVALID_ARGUMENT: it is above the limit.
     """
     if gamma > limits.max_gamma:
         raise invalid_field(
@@ -224,7 +225,7 @@ def check_gamma(field: str, gamma: int, limits: model_pb2.Limits) -> int:
 
 
 def message_limit(draft: model_pb2.ModelInfo, target: model_pb2.ModelInfo) -> int:
-    """The largest message that goes from the draft to the target, in bytes."""
+    """The largest message from the draft to the target, in bytes."""
     return min(draft.limits.max_message_bytes, target.limits.max_message_bytes)
 
 
@@ -232,7 +233,7 @@ def check_message_size(field: str, gamma: int, draft: model_pb2.ModelInfo, targe
     """Checks that a proposal of `gamma` tokens with the draft's logits fits into a message.
 
     Raises:
-        RequestError: INVALID_ARGUMENT, where it does not.
+        RequestError: INVALID_ARGUMENT: it does not.
     """
     limit, needed = message_limit(draft, target), bytes_with_logits(gamma, target.vocab_size)
     if gamma and needed > limit:
@@ -249,7 +250,7 @@ def check_message_size(field: str, gamma: int, draft: model_pb2.ModelInfo, targe
 
 
 def check_fingerprint(asked: str, target: model_pb2.ModelInfo) -> None:
-    """Checks that the target is the one a request insists on.
+    """Checks that the target has the requested fingerprint.
 
     Raises:
         RequestError: FAILED_PRECONDITION.
@@ -257,7 +258,7 @@ def check_fingerprint(asked: str, target: model_pb2.ModelInfo) -> None:
     if asked and asked != target.weights_fingerprint:
         raise failed_precondition(
             "PAIR_MISMATCH",
-            f"weights_fingerprint is {asked[:16]}; this target's is {target.weights_fingerprint[:16]}",
+            f"weights_fingerprint is {asked[:16]}; this target has {target.weights_fingerprint[:16]}",
             field="weights_fingerprint",
         )
 
@@ -265,24 +266,24 @@ def check_fingerprint(asked: str, target: model_pb2.ModelInfo) -> None:
 # ------------------------------------------------------------------------------------------------- checks of one field
 
 
-def check_lengths(message: draft_service_pb2.GenerateRequest, prompt: int, committed: int, room: int) -> int:
-    """How many tokens may be written, committed ones included."""
-    if prompt >= room:
+def check_lengths(message: draft_service_pb2.GenerateRequest, prompt: int, committed: int, longest: int) -> int:
+    """The most output tokens, committed ones included. `longest` is the limit of prompt and output."""
+    if prompt >= longest:
         raise invalid_field(
             "prompt",
-            f"the prompt has {prompt} tokens; prompt and output together have at most {room}",
+            f"the prompt has {prompt} tokens; prompt and output together have at most {longest}",
             given=prompt,
-            maximum=room,
+            maximum=longest - 1,
         )
-    new = message.max_new_tokens if message.HasField("max_new_tokens") else min(DEFAULT_NEW_TOKENS, room - prompt)
-    if not 1 <= new <= room - prompt:
+    new = message.max_new_tokens if message.HasField("max_new_tokens") else min(DEFAULT_NEW_TOKENS, longest - prompt)
+    if not 1 <= new <= longest - prompt:
         raise invalid_field(
             "max_new_tokens",
-            f"max_new_tokens is {new}; 1 to {room - prompt}: the prompt has {prompt} tokens, and prompt and output "
-            f"together have at most {room}",
+            f"max_new_tokens is {new}; 1 to {longest - prompt}: the prompt has {prompt} tokens, and prompt and output "
+            f"together have at most {longest}",
             given=new,
             prompt_tokens=prompt,
-            maximum=room - prompt,
+            maximum=longest - prompt,
         )
     if new < committed or (new == committed and not message.held_tokens):
         raise invalid_field(
@@ -391,16 +392,18 @@ def _tokenise(message: draft_service_pb2.GenerateRequest, tokenizer: Tokenizer, 
 def _apply_template(chat: draft_service_pb2.ChatPrompt, tokenizer: Tokenizer) -> list[int]:
     if not chat.messages:
         raise invalid_field("chat.messages", "chat.messages is empty; at least 1 message is needed", given=0)
-    for i, said in enumerate(chat.messages):
-        if not said.role:
-            raise invalid_field(f"chat.messages[{i}].role", f"chat.messages[{i}].role is empty")
+    for i, each in enumerate(chat.messages):
+        if not each.role:
+            raise invalid_field(
+                f"chat.messages[{i}].role", f"chat.messages[{i}].role is empty; give system, user or assistant"
+            )
     if not tokenizer.has_chat_template:
         raise failed_precondition(
             "NO_CHAT_TEMPLATE", "the model has no chat template; send text or token_ids", field="chat"
         )
     try:
-        return tokenizer.encode_chat([(said.role, said.content) for said in chat.messages])
-    except ValueError as error:  # the template's own refusal, such as roles that do not take turns
+        return tokenizer.encode_chat([(each.role, each.content) for each in chat.messages])
+    except ValueError as error:  # from the template, for example for roles that do not alternate
         raise _template_refusal(error) from None
 
 

@@ -1,4 +1,4 @@
-"""One `Verify` stream: rounds go out, verdicts come in, and a refusal of the verifier becomes an error."""
+"""The client side of one `Verify` stream."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -17,22 +17,22 @@ from protos.outrider.v1.verifier_service_pb2 import VerifyRequest, VerifyRespons
 
 _log = structlog.get_logger()
 
-# How long an end that should come at once is waited for.
+# Seconds to wait for the verifier to end a finished stream.
 CLOSING_SECONDS = 1.0
 
-SILENT = "silent_seconds"  # in the metadata of an error: the verifier was silent for so long
+SILENT = "silent_seconds"  # metadata of the error after --verifier-timeout
 
 
 class VerifyStream:
-    """A sequence at one verifier: open it, send its round, read and commit each verdict, send the next.
+    """A sequence at one verifier. Use: open, then for each round send, read its verdicts and commit them.
 
     Attributes:
-        draining: the verifier has said that it is going away.
+        draining: the verifier has sent the notice DRAINING.
     """
 
-    def __init__(self, call: Any, sequence: Sequence, *, address: str, fingerprint: str, silence: float) -> None:
-        """`call` is a fresh call of `Verify` at `address`, `fingerprint` that of the target's weights as the pair was
-        matched, and `silence` how long the verifier may owe an answer, in seconds.
+    def __init__(self, call: Any, sequence: Sequence, *, address: str, fingerprint: str, timeout: float) -> None:
+        """`call` is a new call of `Verify` at `address`. `fingerprint` is that of the target's weights when the pair
+        was matched. `timeout` is the longest time, in seconds, until the verifier's next message.
         """
         self.draining = False
         self._call = call
@@ -40,26 +40,26 @@ class VerifyStream:
         self._address = address
         self._fingerprint = fingerprint
         self._ending = Ending(call)
-        self._timer = InactivityTimer(silence)
+        self._timer = InactivityTimer(timeout)
         self._opened: verifier_service_pb2.Opened | None = None
-        self._may_run = False  # what is isolated waits for its turn, and is opened only then
+        self._may_run = False  # an isolated sequence is opened when its turn comes
         self._sent: Round | None = None
-        self._seen = 0  # the last round whose verdict was read
+        self._seen = 0  # number of the last round with a verdict
         self._ended = False  # by a verdict with a finish reason
 
     @property
     def is_open(self) -> bool:
-        """Whether the verifier has taken the sequence."""
+        """Whether the verifier has opened the sequence."""
         return self._opened is not None
 
     @property
     def has_round(self) -> bool:
-        """Whether the round under way was sent here."""
+        """Whether the current round was sent on this stream."""
         return self._sent is self._sequence.round
 
     @property
     def is_running(self) -> bool:
-        """Whether the verifier may run something of the sequence: its prompt, or a round."""
+        """Whether the verifier may be running the prompt or a round of the sequence."""
         return self._may_run and (not self._seen or self._is_owed)
 
     @property
@@ -70,8 +70,8 @@ class VerifyStream:
         """Opens the sequence (see `Sequence.opening`), and returns the answer.
 
         Raises:
-            RequestError: the verifier refuses it, is not there, runs another model than it did, or judges by another
-                rule than the one that proposals will be made for.
+            RequestError: the verifier refuses the sequence, is unreachable, runs another model than before, or uses
+                another acceptance rule than the requested one.
         """
         opening = self._sequence.opening(reopened=reopened, isolated=isolated)
         await self._write(VerifyRequest(open=opening))
@@ -79,11 +79,11 @@ class VerifyStream:
         while self._opened is None:
             self._note(await self._read())
         rule = opening.sampling.rule
-        if self._opened.weights_fingerprint != self._fingerprint:  # another model has taken its place since
+        if self._opened.weights_fingerprint != self._fingerprint:  # another model since the pair was matched
             raise failed_precondition(
                 "PAIR_MISMATCH",
-                f"the verifier at {self._address} runs weights {self._opened.weights_fingerprint[:16]}; the pair was "
-                f"matched with {self._fingerprint[:16]}: restart the draft service",
+                f"the verifier at {self._address} runs weights {self._opened.weights_fingerprint[:16]}; the draft "
+                f"service was started with {self._fingerprint[:16]}: restart the draft service",
             )
         if self._opened.rule != rule:
             asked, taken = (sampling_pb2.AcceptanceRule.Name(each) for each in (rule, self._opened.rule))
@@ -93,7 +93,7 @@ class VerifyStream:
         return self._opened
 
     async def send(self) -> None:
-        """Sends the sequence's round, or what is owed of it.
+        """Sends the sequence's round, or the rest of it.
 
         Raises:
             RequestError: the stream has ended.
@@ -120,7 +120,7 @@ class VerifyStream:
         """The next verdict.
 
         Raises:
-            RequestError: the verifier refused the round, or is gone.
+            RequestError: the verifier refused the round, or failed.
         """
         while (response := await self._read()).WhichOneof("kind") != "verdict":
             self._note(response)
@@ -134,7 +134,7 @@ class VerifyStream:
         return verdict
 
     async def close(self) -> None:
-        """Ends the stream well where nothing is owed, so that the verifier sees it; `cancel` it in any case."""
+        """Ends the stream in order if no verdict is owed. Call `cancel` in any case."""
         try:
             if self._ended or (self._seen and not self._is_owed):
                 async with asyncio.timeout(CLOSING_SECONDS):
@@ -142,10 +142,10 @@ class VerifyStream:
                     while await self._call.read() is not grpc.aio.EOF:
                         pass
         except (TimeoutError, grpc.RpcError, asyncio.InvalidStateError):
-            pass  # it is over all the same
+            pass  # the stream has ended anyway
 
     def cancel(self) -> None:
-        """Ends the stream here and now, whatever it owes. May be called twice."""
+        """Ends the stream at once. May be called twice."""
         self._timer.close()
         self._call.cancel()
 
@@ -178,7 +178,9 @@ class VerifyStream:
             return await self._timer.wait_for(step)
         except TimeoutError:
             seconds = f"{self._timer.seconds:g}"
-            error = unavailable("NO_VERIFIER", f"the verifier at {self._address} was silent for {seconds} s")
+            error = unavailable(
+                "NO_VERIFIER", f"the verifier at {self._address} sent nothing for {seconds} s (--verifier-timeout)"
+            )
             error.metadata[SILENT] = seconds
             raise error from None
         except (grpc.RpcError, asyncio.InvalidStateError):
@@ -188,11 +190,11 @@ class VerifyStream:
         """How the call ended."""
         status = await self._ending.status()
         if status.code() is grpc.StatusCode.OK:
-            return internal("INTERNAL", "the verifier ended the stream before the sequence")
+            return internal("INTERNAL", "the verifier ended the stream before the sequence ended")
         return translate(status, self._address)
 
 
-# Without a reason these speak of the way to the verifier: what it refuses itself has one.
+# Codes that mean a failed connection, if they carry no reason: every refusal by a verifier carries one.
 _GONE = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.CANCELLED,
@@ -205,19 +207,24 @@ _OF_A_ROUND = ("proposal", "decode", "sequence_id")
 
 
 def translate(error: grpc.RpcError, address: str) -> RequestError:
-    """A failed call as the client is to see it: a refusal as it is, and a verifier that is not there as NO_VERIFIER.
+    """The error for the client: a refusal unchanged, a failed connection as NO_VERIFIER.
 
-    The draft service makes the rounds, so a refusal of one is no fault of the client's.
+    The draft service makes the rounds, so a refused round is INTERNAL.
     """
     refusal = errors.from_rpc_error(error)
     if refusal.reason == errors.UNSPECIFIED and refusal.code in _GONE:
-        return unavailable("NO_VERIFIER", f"no verifier answers at {address}: {refusal.message}")
+        return unavailable("NO_VERIFIER", f"the verifier at {address} is unreachable: {refusal.message}")
     if refusal.code in _NOT_ADMITTED:
-        _log.warning("a verifier does not admit this service", verifier=address, reason=refusal.message)
-        return unavailable("NO_VERIFIER", f"the verifier at {address} does not admit this draft service")
+        _log.warning(
+            "verifier refused this service",
+            verifier=address,
+            reason=refusal.message,
+            action="check --verifier-tls-cert here and --allow-client-san there",
+        )
+        return unavailable("NO_VERIFIER", f"the verifier at {address} refuses this draft service")
     field = refusal.metadata.get("field", "")
     of_a_round = refusal.reason in ("WRONG_BASE", "OUT_OF_ORDER") or field.startswith(_OF_A_ROUND)
     if refusal.code is grpc.StatusCode.INVALID_ARGUMENT and of_a_round:
-        _log.error("the verifier refused a round", verifier=address, reason=refusal.reason, text=refusal.message)
+        _log.error("verifier refused a round", verifier=address, reason=refusal.reason, text=refusal.message)
         return internal("INTERNAL", "internal error; the service's log has the cause")
     return refusal

@@ -1,3 +1,3 @@
 """The verifier service: runs the target model and judges proposals."""
 
-import outrider  # noqa: F401  # before gRPC, which then logs as that says
+import outrider  # noqa: F401  # before gRPC: it configures gRPC's logging

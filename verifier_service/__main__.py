@@ -14,7 +14,7 @@ _PROGRAM = "verifier_service"
 
 
 def main() -> int:
-    """Runs the service, or one rank of its model; returns the exit code."""
+    """Runs the service or a tensor-parallel worker; returns the exit code."""
     settings = VerifierSettings.from_command_line(program=_PROGRAM)
     if is_worker(settings.tensor_parallel_size):
         run_worker(_PROGRAM, settings)
@@ -25,7 +25,7 @@ def main() -> int:
     try:
         code = _serve(settings)
     except Exception:
-        structlog.get_logger().exception("the service broke")
+        structlog.get_logger().exception("service failed")
     leave(code)
 
 

@@ -1,4 +1,4 @@
-"""The verifier service as a whole: loads the target, and hands the parts to each other."""
+"""The verifier service: loads the target and builds the parts."""
 
 import asyncio
 from concurrent.futures import Future, InvalidStateError
@@ -45,7 +45,7 @@ MAX_SUPPORT = 256
 MAX_OUTSTANDING = 8
 MAX_STOP_TOKEN_IDS = 64
 
-# Attention has a kernel of its own for passes of some rows: more than a round's, fewer than a long prompt's.
+# Tokens of a warm-up pass that is longer than a round: it uses another attention kernel.
 SHORT_PROMPT = 64
 
 
@@ -55,14 +55,14 @@ class VerifierApp(Service):
     name = SERVICE_NAME
 
     def __init__(self, settings: VerifierSettings, loader: Loader = load) -> None:
-        """Raises `SettingsError` where the path of verification, or the ranks that were asked for are not there."""
+        """Raises `SettingsError` if `--verify-path` or the tensor-parallel ranks are not available."""
         super().__init__()
         self._settings = settings
         self._loader = loader
         ranks = read_ranks(settings.tensor_parallel_size, "verifier_service")
         self._parallel = None if ranks is None else TensorParallel(ranks, timeout=settings.rank_timeout)
         self._lost: Future[str] = Future()
-        self._lost.set_running_or_notify_cancel()  # a task that waits for it must not cancel it
+        self._lost.set_running_or_notify_cancel()  # so that a waiting task cannot cancel it
         if self._parallel is not None:
             self._parallel.lost.add_done_callback(self._lose)
         self._path = find_path(settings)
@@ -90,7 +90,7 @@ class VerifierApp(Service):
         engine.lost.add_done_callback(self._lose)
         engine.start()
         await warm_up(engine, model)
-        engine.observer = observer  # what it was warmed up with is nobody's request
+        engine.observer = observer  # from now on: the warm-up is not counted
         observer.watch(engine.model_runner.pool, engine.scheduler)
         await warm()
         self._servicer.attach(engine, model)
@@ -103,12 +103,12 @@ class VerifierApp(Service):
         return await asyncio.wrap_future(self._lost)
 
     def _lose(self, reason: Future[str]) -> None:
-        with suppress(InvalidStateError):  # it was lost before
+        with suppress(InvalidStateError):  # already lost
             self._lost.set_result(reason.result())
 
     def stop(self) -> None:
         parallel = self._parallel
-        if parallel is not None and parallel.lost.done():  # a pass under way may never end
+        if parallel is not None and parallel.lost.done():  # the current step may never end
             parallel.end(parallel.lost.result())
             return
         if self.engine is not None:
@@ -126,7 +126,7 @@ class VerifierApp(Service):
 
 
 def message_limit(settings: VerifierSettings) -> int:
-    """The largest message that is taken, in bytes: as was said, or as the model and the other limits have it."""
+    """The largest message, in bytes: `--max-message-bytes`, or computed from the model and the other limits."""
     return settings.max_message_bytes or server_limit(
         largest_verify_message(
             sequence_tokens=settings.max_sequence_tokens or DEFAULT_SEQUENCE_TOKENS,
@@ -139,11 +139,11 @@ def message_limit(settings: VerifierSettings) -> int:
 
 
 def find_path(settings: VerifierSettings) -> VerifyPath:
-    """How proposals will be judged, tried before anything is loaded.
+    """Chooses the implementation of verification and tries it, before the model is loaded.
 
     Raises:
-        SettingsError: not in the way that was asked for.
-        CheckpointError: there is no such device.
+        SettingsError: `--verify-path` does not work on the device.
+        CheckpointError: the device does not exist.
     """
     device = find_device(settings.device)
     try:
@@ -155,7 +155,7 @@ def find_path(settings: VerifierSettings) -> VerifyPath:
 
 
 def longest_pass(settings: VerifierSettings) -> int:
-    """Tokens of a pass at most: a round is never cut."""
+    """The most tokens in one step: `--pass-tokens`, but at least one whole round."""
     return max(settings.pass_tokens, settings.max_gamma + 1)
 
 
@@ -167,13 +167,12 @@ def build_engine(
     *,
     parallel: TensorParallel | None = None,
 ) -> tuple[VerifierEngine, model_pb2.ModelInfo]:
-    """Loads the model and warms it up. Takes as long as reading the weights does. `parallel` has the other ranks, where
-    there are several.
+    """Loads the model and warms it up. `parallel` is None without tensor parallelism.
 
     Raises:
         CheckpointError: the model cannot be loaded or run.
-        SettingsError: the KV cache has no room for one sequence.
-        ModelLost: another rank is gone.
+        SettingsError: the KV cache is too small for one sequence.
+        ModelLost: another rank has ended.
     """
     pass_tokens = longest_pass(settings)
     behind = partial(verify_rows, verify_path=path.name)
@@ -224,17 +223,17 @@ def build_engine(
     return engine, model
 
 
-# How often it is seen whether the engine still runs.
+# Seconds between two checks that the engine runs.
 GLANCE_SECONDS = 0.5
 PROMPT_TOKENS = 2
 _NAME = "warm-up"
 
 
 async def warm_up(engine: VerifierEngine, model: model_pb2.ModelInfo) -> None:
-    """Has a proposal judged, and then a token written, on an engine that has started.
+    """Runs one proposal and one `Decode` on a started engine.
 
     Raises:
-        RequestError: no verdict came: the pass failed, its logits were no numbers, or the engine has ended.
+        RequestError: no verdict: the step failed, its logits are NaN or infinite, or the engine ended.
     """
     loop = asyncio.get_running_loop()
     replies: asyncio.Queue[Reply] = asyncio.Queue()
@@ -286,7 +285,7 @@ async def warm_up(engine: VerifierEngine, model: model_pb2.ModelInfo) -> None:
 
 
 async def _verdict(engine: VerifierEngine, replies: asyncio.Queue[Reply]) -> speculation_pb2.Verdict:
-    """The next verdict, past notices."""
+    """The next verdict; skips notices."""
     while True:
         try:
             async with asyncio.timeout(GLANCE_SECONDS):

@@ -1,8 +1,8 @@
-"""The verifier's engine: packs what is ready of all sequences into one batch, verifies it with one `verify`, replies.
+"""The verifier's engine: one forward pass and one call of `verify` a step, for all sequences with work.
 
-A step is forward and verify, then per sequence commit and rollback (an error there ends that sequence alone), then the
-replies in one call, then accounting. What only makes it faster, or only watches, runs through a `Component`
-(`outrider.service.best_effort`). The loop and its thread are `outrider.runtime.engine`'s.
+A step: forward and verify; commit and rollback for each sequence (an error ends that sequence only); replies, in one
+call; accounting. Code that only speeds up or observes runs in a `Component` (`outrider.service.best_effort`), so it
+cannot fail a sequence. Loop and thread are those of `outrider.runtime.engine`.
 """
 
 import time
@@ -24,12 +24,12 @@ from protos.outrider.v1 import model_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service.request import Round
 from verifier_service.scheduler import IDLE_SECONDS, TURN_SECONDS, Plan, Scheduler, TargetWork
 from verifier_service.sequence import TargetSequence, is_sound, seconds_to_linger
-from verifier_service.target_runner import PassResult, TargetRunner
+from verifier_service.target_runner import StepResult, TargetRunner
 
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """A sequence begins."""
+    """A new sequence."""
 
     sequence: TargetSequence
 
@@ -52,7 +52,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Remind:
-    """Say again that a sequence waits, if it does."""
+    """Repeat the notice QUEUED if the sequence waits."""
 
     sequence: TargetSequence
 
@@ -66,14 +66,14 @@ class HalfClose:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """The stream is gone: free what it held."""
+    """The stream has ended: free the sequence."""
 
     sequence: TargetSequence
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """The server is going away: tell every sequence."""
+    """The service drains: send every sequence a notice."""
 
 
 _log = structlog.get_logger()
@@ -85,9 +85,9 @@ _DRAINING = verifier_service_pb2.Notice(
     kind=verifier_service_pb2.NOTICE_KIND_DRAINING, message="the verifier drains; continue at another one"
 )
 
-# How long nothing has run before the pool is looked over.
+# Seconds without a step before the pool is checked.
 QUIET_SECONDS = 1.0
-# How often a pass of each width is tried before the first message: the first costs several times the next.
+# Timed passes of each width at the start: the first one costs several times the next.
 TRIALS = 3
 
 
@@ -100,36 +100,36 @@ POOL_CHECK = Component("kv_check")
 
 
 class Observer(Protocol):
-    """Counts what the engine does. Called on the engine's thread, so it must be quick."""
+    """Counts the engine's work. Called on the engine's thread, so it must be quick."""
 
     def verified(self, seconds: float) -> None:
-        """One call of `verify` took so long."""
+        """One call of `verify` ended."""
 
     def judged(self, rule: Rule, drafted: int, accepted: int) -> None:
-        """A round of `drafted` tokens was judged, and `accepted` of them are in the text."""
+        """A round was judged; `accepted` of its `drafted` tokens are in the text."""
 
     def passed(self, tokens: int, sequences: int, seconds: float) -> None:
-        """The model ran once, over so many tokens of so many sequences."""
+        """A forward pass ended."""
 
     def waited(self, seconds: float) -> None:
-        """A round waited so long for its pass."""
+        """A round waited for its step."""
 
     def begun(self, tokens: int, cached: int) -> None:
-        """A sequence is to be run; `cached` of its `tokens` need not be."""
+        """A sequence starts to run; `cached` of its `tokens` are in the prefix cache."""
 
     def preempted(self) -> None:
-        """A sequence gave its blocks to others, and will be run again."""
+        """A sequence was preempted; it will run again."""
 
     def checked(self, intact: bool) -> None:
-        """The books of the KV pool were checked."""
+        """The KV pool was checked."""
 
 
-class VerifierEngine(Engine[Message, TargetWork, PassResult]):
+class VerifierEngine(Engine[Message, TargetWork, StepResult]):
     """All sequences of one target model.
 
     Attributes:
-        observer: counts from now on, if there is one.
-        flush: sends the replies that sequences have delivered since the last call; once a step, after all commits.
+        observer: counts the engine's work; may be None.
+        flush: sends all delivered replies; called once a step, after all commits.
     """
 
     def __init__(
@@ -144,8 +144,8 @@ class VerifierEngine(Engine[Message, TargetWork, PassResult]):
         observer: Observer | None = None,
         prefix_cache: bool = True,
     ) -> None:
-        """`max_linger` is how long a pass may be held back for sequences about to answer, in seconds.
-        `verify_path` names an implementation of `kernels.verify`; None takes the fastest on the device.
+        """`max_linger` is the longest time, in seconds, that a step waits for sequences that are about to send a round.
+        `verify_path` names an implementation of `kernels.verify`; None is the fastest on the device.
         """
         super().__init__(model_runner, name="verifier-engine", threads=threads)
         self._model = model
@@ -154,21 +154,21 @@ class VerifierEngine(Engine[Message, TargetWork, PassResult]):
         self.observer = observer
         self.flush: Callable[[], None] = lambda: None
         self.prefixes = PrefixCache(model_runner.pool, enabled=prefix_cache)
-        self.cost: FittedCost  # of the passes so far; from `prepare` on
+        self.cost: FittedCost  # of steps; set by `prepare`
         self.scheduler = Scheduler(
             model_runner.pool, self.prefixes, pass_tokens=pass_tokens, max_sequences=model.limits.max_sequences
         )
-        self._load = speculation_pb2.VerifierLoad()  # after the last step, or when there was none to run
+        self._load = speculation_pb2.VerifierLoad()  # at the end of the last step, or when idle
         self._draining = False
-        self._unchecked = False  # whether a sequence was here since the pool was last checked
+        self._unchecked = False  # whether there was a sequence since the last check of the pool
 
     def prepare(self) -> None:
-        """Times passes of one token and of the longest round: on this thread, as those that serve will run."""
+        """Times forward passes of one token and of the longest round, on the engine's thread."""
         widths = {1, min(self._model.limits.max_gamma + 1, self.model_runner.pool.max_length)}
         self.cost = FittedCost([(width, self._trial(width)) for width in widths for _ in range(TRIALS)])
 
     def _trial(self, width: int) -> float:
-        """Seconds of a pass over so many tokens of one sequence."""
+        """Seconds of a forward pass over `width` tokens of one sequence."""
         slot = self.model_runner.pool.allocate()
         try:
             return self.runner([Chunk(slot, [0] * width, 0, 0)], []).forward_seconds
@@ -202,11 +202,11 @@ class VerifierEngine(Engine[Message, TargetWork, PassResult]):
         self._unchecked = True
         if not self.scheduler.add(sequence):
             NOTICES.run(lambda: self._remind(sequence), None)
-        if self._draining:  # it slipped in before the gate was shut
+        if self._draining:  # it was accepted just before the drain
             sequence.notify(_DRAINING)
 
     def _remind(self, sequence: TargetSequence) -> None:
-        """Says that a sequence waits, for KV blocks or for a step; from this thread, as long as it makes steps."""
+        """Sends QUEUED to a sequence that waits. Sent from the engine's thread: a stuck engine sends none."""
         if sequence.finished:
             return
         if sequence.slot is None:
@@ -215,7 +215,7 @@ class VerifierEngine(Engine[Message, TargetWork, PassResult]):
         elif sequence.rounds:
             position, text = 0, "the round waits for its step"
         elif sequence.awaits_turn:
-            before = [each for each in self.scheduler.running if each.awaits_turn and each.came < sequence.came]
+            before = [each for each in self.scheduler.running if each.awaits_turn and each.arrival < sequence.arrival]
             position, text = len(before), "the isolated sequence waits for its turn"
         else:
             return
@@ -252,11 +252,11 @@ class VerifierEngine(Engine[Message, TargetWork, PassResult]):
         rounds = [(sequence, _run_for(sequence, sequence.next_round)) for sequence in self.scheduler.running]
         plan = self.scheduler.plan(rounds)
         self._observe(lambda observer: _count_plan(observer, plan))
-        self.flush()  # rounds that were overtaken have been answered
+        self.flush()  # STALE verdicts
         return plan.work
 
     def _begin_turn(self) -> None:
-        """Lets the next isolated sequence send its round."""
+        """Begins the turn of the next isolated sequence: it may now send a round."""
         if (overdue := self.scheduler.overdue()) is not None:
             text = f"the isolated sequence sent no round within {TURN_SECONDS:g} s of the start of its turn"
             overdue.end(yielded(text, retry_after=TURN_SECONDS))
@@ -265,7 +265,7 @@ class VerifierEngine(Engine[Message, TargetWork, PassResult]):
             isolated.deliver(isolated.opened)
             isolated.opened = None
 
-    def forward(self, work: Sequence[TargetWork]) -> PassResult:
+    def forward(self, work: Sequence[TargetWork]) -> StepResult:
         proposals = [item.sequence.proposed(item.round) for item in work if item.round is not None]
         return self.runner([item.chunk for item in work], proposals)
 
@@ -274,12 +274,12 @@ class VerifierEngine(Engine[Message, TargetWork, PassResult]):
             work.sequence.end(
                 internal("STEP_FAILED", "the target's step failed for this sequence, in a batch and alone")
             )
-        else:  # every sequence failed: it is this verifier's fault, and they go on at another one
+        else:  # every sequence failed: the verifier is broken, so they move to another one
             work.sequence.end(unavailable("NO_VERIFIER", "the target's step failed for every sequence in the batch"))
 
     # ------------------------------------------------------------------------------------------------------- process
 
-    def process(self, work: Sequence[TargetWork], output: PassResult) -> None:
+    def process(self, work: Sequence[TargetWork], output: StepResult) -> None:
         step = Step(work, output)
         rounds = [(item.sequence, item.round) for item in work if item.round is not None]
         for (sequence, round_), result in zip(rounds, output.results, strict=True):
@@ -290,10 +290,10 @@ class VerifierEngine(Engine[Message, TargetWork, PassResult]):
         self._account(step)
 
     def _commit(self, sequence: TargetSequence, round_: Round, result: VerifyResult, step: "Step") -> "JudgedRound":
-        """Commits a round's tokens, and rolls the cache back to them.
+        """Commits a round's tokens, and rolls the KV cache back to them.
 
         Raises:
-            RequestError: INTERNAL, where its logits are no numbers.
+            RequestError: INTERNAL: its logits are NaN or infinite.
         """
         if not is_sound(result):
             raise internal("BAD_LOGITS", f"the target's logits after {len(sequence.tokens)} tokens are NaN or infinite")
@@ -306,9 +306,9 @@ class VerifierEngine(Engine[Message, TargetWork, PassResult]):
     # ---------------------------------------------------------------------------------------------------- accounting
 
     def _account(self, step: "Step") -> None:
-        """What a step teaches, and what is counted of it. It cannot fail the step."""
+        """Updates metrics, cost model and load. Cannot fail the step."""
         self._observe(lambda observer: _count_step(observer, step))
-        if step.is_of_rounds:  # prompts cost other than rounds, and γ does not depend on them
+        if step.is_of_rounds:  # steps with prompts cost more; γ does not depend on them
             COST_MODEL.run(lambda: self.cost.add(step.tokens, step.seconds), None)
         self._load = LOAD.run(self._measure_load, self._load)
 
@@ -334,22 +334,22 @@ class VerifierEngine(Engine[Message, TargetWork, PassResult]):
         self._load = LOAD.run(self._measure_load, self._load)
         if self._unchecked and not self.scheduler.running:
             quiet = time.perf_counter() - self.pass_ended
-            if 0 <= quiet < QUIET_SECONDS:  # the next request may be on its way, and a check takes milliseconds
+            if 0 <= quiet < QUIET_SECONDS:  # a check takes milliseconds, which would delay the next request
                 return QUIET_SECONDS - quiet
             self._unchecked = False
             POOL_CHECK.run(self._check_pool, None)
-        # A sequence that waits for blocks may take those of one that is silent for long enough: no message says so. Nor
-        # does one say that an isolated sequence has held its turn for too long.
+        # No message announces that a sequence is idle for long enough to lose its blocks, or that an isolated sequence
+        # has held its turn for too long. So look again soon.
         return IDLE_SECONDS if self.scheduler.is_short or self.scheduler.isolated is not None else None
 
     def _check_pool(self) -> None:
-        """Looks the pool over, once all sequences have gone: nothing may be held then."""
+        """Checks the pool after the last sequence has ended: no block may be in use."""
         try:
             self.model_runner.pool.check_integrity()
             if self.model_runner.pool.used_blocks:
-                raise PoolCorrupted(f"{self.model_runner.pool.used_blocks} blocks are held, and there is no sequence")
+                raise PoolCorrupted(f"{self.model_runner.pool.used_blocks} blocks are in use without a sequence")
         except PoolCorrupted as error:
-            _log.error("the KV pool is corrupted; it starts anew", reason=str(error))
+            _log.error("KV pool corrupted", reason=str(error), effect="the pool was reset")
             self.model_runner.pool.reset()
             intact = False
         else:
@@ -373,16 +373,16 @@ class JudgedRound:
 
 
 class Step:
-    """What came of a step, for verdicts and for accounting.
+    """Results of a step, for verdicts and for accounting.
 
     Attributes:
         tokens: tokens in its forward pass.
         sequences: sequences in it.
-        judged: rounds that were committed, in order.
-        is_of_rounds: whether it had rounds, and no piece of a prompt.
+        judged: committed rounds, in order.
+        is_of_rounds: whether it had rounds and no prompt tokens.
     """
 
-    def __init__(self, work: Sequence[TargetWork], output: PassResult) -> None:
+    def __init__(self, work: Sequence[TargetWork], output: StepResult) -> None:
         self.tokens = sum(len(item.chunk.tokens) for item in work)
         self.sequences = len(work)
         self.forward_seconds = output.forward_seconds
@@ -393,11 +393,11 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """What it took."""
+        """Of forward pass and verification."""
         return self.forward_seconds + self.verify_seconds
 
     def timings(self, queued: float) -> speculation_pb2.VerdictTimings:
-        """For the verdict of a round that had waited for `queued` seconds."""
+        """Timings for the verdict of a round that waited `queued` seconds."""
         return speculation_pb2.VerdictTimings(
             queue_us=_micros(queued),
             forward_us=_micros(self.forward_seconds),
@@ -424,13 +424,13 @@ def _count_step(observer: Observer, step: Step) -> None:
 
 
 def _run_for(sequence: TargetSequence, action: Callable[[], Result]) -> Result | None:
-    """Runs one sequence's action; an error ends that sequence and no other."""
+    """Runs an action of one sequence; an error ends only that sequence."""
     try:
         return action()
     except RequestError as error:
         sequence.end(error)
     except Exception:
-        _log.exception("a sequence failed", request_id=sequence.opening.request_id)
+        _log.exception("sequence failed", request_id=sequence.opening.request_id)
         sequence.end(internal("INTERNAL", "internal error; the service's log has the cause"))
     return None
 

@@ -1,6 +1,6 @@
-"""What the verifier counts, under the names that the field uses.
+"""Metrics of the verifier service.
 
-The engine feeds it (`engine.Observer`); what is in the pool and in the queue is looked up when somebody asks.
+The engine updates them (`engine.Observer`). Gauges read pool and queue when Prometheus scrapes.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,12 +17,12 @@ from verifier_service.scheduler import Scheduler
 
 STREAM_METRICS = Component("stream_metrics")
 
-# From what a kernel takes to what a float64 oracle does, each about twice the one before.
+# From a kernel on a GPU to a slow CPU; each bucket about twice the one before.
 _SECONDS = (10e-6, 20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0)
 
 
 class SequenceMetrics:
-    """Counts streams that have ended. Used on the event loop alone."""
+    """Counts ended streams. Used on the event loop only."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._ended = Counter(
@@ -36,7 +36,7 @@ class SequenceMetrics:
 
     @contextmanager
     def sequence(self) -> Iterator[None]:
-        """A stream, until the block ends."""
+        """A stream, for as long as the context is open."""
         status = "CANCELLED"
         try:
             yield
@@ -52,7 +52,7 @@ class SequenceMetrics:
 
 
 class SpeculationMetrics:
-    """Counts judged proposals by rule, and the time of verification by path. One thread feeds it."""
+    """Metrics of the engine: an `engine.Observer`."""
 
     def __init__(self, metrics: Metrics, verify_path: str) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -113,7 +113,7 @@ class SpeculationMetrics:
         )
 
     def watch(self, pool: KVPool, scheduler: Scheduler) -> None:
-        """Shows what is in these from now on."""
+        """Registers gauges of pool and queue."""
 
         def gauge(name: str, text: str, value: Callable[[], int]) -> None:
             Gauge(f"outrider_{name}", text, registry=self._registry).set_function(value)
@@ -128,34 +128,34 @@ class SpeculationMetrics:
         gauge("num_requests_waiting", "Sequences in the queue.", lambda: len(scheduler.waiting))
 
     def verified(self, seconds: float) -> None:
-        """One call of verification took so long."""
+        """See `Observer`."""
         self._seconds.observe(seconds)
 
     def passed(self, tokens: int, sequences: int, seconds: float) -> None:
-        """The model ran once, over so many tokens of so many sequences."""
+        """See `Observer`."""
         self._pass.observe(seconds)
         self._pass_tokens.inc(tokens)
         self._pass_sequences.inc(sequences)
 
     def waited(self, seconds: float) -> None:
-        """A round waited so long for its pass."""
+        """See `Observer`."""
         self._queue.observe(seconds)
 
     def begun(self, tokens: int, cached: int) -> None:
-        """A sequence is to be run; `cached` of its `tokens` need not be."""
+        """See `Observer`."""
         self._queried.inc(tokens)
         self._hit.inc(cached)
 
     def preempted(self) -> None:
-        """A sequence gave its blocks to others."""
+        """See `Observer`."""
         self._preemptions.inc()
 
     def checked(self, intact: bool) -> None:
-        """The books of the KV pool were checked."""
+        """See `Observer`."""
         self._checks.labels("intact" if intact else "corrupted").inc()
 
     def judged(self, rule: Rule, drafted: int, accepted: int) -> None:
-        """A proposal of `drafted` tokens was judged, and `accepted` of them are in the text."""
+        """See `Observer`."""
         if not drafted:
             return
         name = rule.value

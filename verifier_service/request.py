@@ -1,7 +1,7 @@
-"""What a stream asks of its sequence, checked: the opening, and the rounds that follow.
+"""Checks the messages of a stream: the opening, and the rounds.
 
-Here a message of the contract becomes plain data, or an error that names the field. Everything a draft sends is checked
-here before it reaches a tensor; what takes the sequence's state to check (its base) is checked there.
+Every field is checked before it reaches a tensor (invariant 8). Errors name the field, its value and the limit. Checks
+that need the state of the sequence, such as its base, are in `TargetSequence`.
 """
 
 import time
@@ -34,8 +34,8 @@ class Opening:
     """A checked `OpenSequence`.
 
     Attributes:
-        resumed: it was in progress elsewhere, whether or not anything was committed there.
-        isolated: it has steps to itself until its first verdict.
+        resumed: it was in progress at another verifier.
+        isolated: until its first verdict it runs in steps of its own.
     """
 
     request_id: str
@@ -48,7 +48,7 @@ class Opening:
     stop_token_ids: frozenset[int]
     max_new_tokens: int
     top_logprobs: int  # -1: none
-    response_bytes: int = 0  # what each response is padded to a multiple of; 0: none
+    response_bytes: int = 0  # each response is padded to a multiple of this; 0: no padding
     resumed: bool = False
     isolated: bool = False
 
@@ -58,9 +58,9 @@ class Round:
     """A checked `Proposal` or `Decode`.
 
     Attributes:
-        tokens: the drafted ones, `[γ]`; empty for a Decode.
-        laws: what each was drawn from, `[γ]`, or the draft's logits there; None is the point mass.
-        decode: tokens the target writes alone; 0 for a proposal.
+        tokens: drafted tokens, `[γ]`; empty for a Decode.
+        distributions: q̂ of each drafted token, `[γ]`, or the draft's logits; None is the point mass.
+        decode: tokens of a Decode; 0 for a proposal.
         arrived: `time.perf_counter()` at its arrival.
     """
 
@@ -69,7 +69,7 @@ class Round:
     prefix_hash: bytes
     seen_round: int
     tokens: tuple[int, ...] = ()
-    laws: tuple[SparseDistribution | DraftLogits | None, ...] = ()
+    distributions: tuple[SparseDistribution | DraftLogits | None, ...] = ()
     decode: int = 0
     arrived: float = field(default_factory=lambda: time.perf_counter())
 
@@ -133,10 +133,10 @@ def check_proposal(
     rule: Rule = DEFAULT_RULE,
     is_greedy: bool = False,
 ) -> Round:
-    """Checks every field of a proposal that can be checked without the sequence, save its rule and temperature.
+    """Checks a proposal against the model, and the sequence's rule and temperature.
 
     Raises:
-        RequestError: INVALID_ARGUMENT naming the field and the numbers.
+        RequestError: INVALID_ARGUMENT.
     """
     _check_round("proposal", message)
     gamma, limit = len(message.token_ids), model.limits.max_gamma
@@ -152,10 +152,10 @@ def check_proposal(
             given=len(message.distributions),
             expected=expected,
         )
-    laws = tuple(
+    distributions = tuple(
         _check_logits(f"proposal.distributions[{i}]", distribution, tokens[i], model, is_greedy=is_greedy)
         if rule is Rule.SIGMOID
-        else _check_law(f"proposal.distributions[{i}]", distribution, tokens[i], model)
+        else _check_distribution(f"proposal.distributions[{i}]", distribution, tokens[i], model)
         for i, distribution in enumerate(message.distributions)
     )
     return Round(
@@ -164,7 +164,7 @@ def check_proposal(
         prefix_hash=message.prefix_hash,
         seen_round=message.seen_round,
         tokens=tokens,
-        laws=laws,
+        distributions=distributions,
     )
 
 
@@ -172,7 +172,7 @@ def check_decode(message: verifier_service_pb2.Decode) -> Round:
     """Checks a Decode.
 
     Raises:
-        RequestError: INVALID_ARGUMENT naming the field and the numbers.
+        RequestError: INVALID_ARGUMENT.
     """
     _check_round("decode", message)
     if message.num_tokens < 1:
@@ -246,29 +246,29 @@ def _check_round(kind: str, message: speculation_pb2.Proposal | verifier_service
         )
 
 
-def _check_law(
+def _check_distribution(
     field_name: str, message: speculation_pb2.TokenDistribution, token: int, model: model_pb2.ModelInfo
 ) -> SparseDistribution | None:
     form = message.WhichOneof("form")
     if form == "point_mass":
         return None
     if form != "sparse":
-        said = "is not set" if form is None else f"is {form}; only the rule sigmoid accepts that"
-        raise invalid_field(f"{field_name}.form", f"{field_name}.form {said}")
+        given = "is not set" if form is None else f"is {form}; only the rule sigmoid accepts that"
+        raise invalid_field(f"{field_name}.form", f"{field_name}.form {given}")
     try:
         ids, weights = decode_sparse(message.sparse)
         if len(ids) > model.limits.max_support:
             raise ValueError(f"the support has {len(ids)} tokens; at most {model.limits.max_support}")
-        law = validate(ids, weights, model.vocab_size)
+        q = validate(ids, weights, model.vocab_size)
     except ValueError as error:
         raise invalid_field(f"{field_name}.sparse", f"{field_name}.sparse: {error}") from None
-    if law.probability(token) <= 0.0:
+    if q.probability(token) <= 0.0:
         raise invalid_field(
             f"{field_name}.sparse",
             f"{field_name}.sparse: the drafted token {token} is not among its {len(ids)} token_ids",
             given=token,
         )
-    return law
+    return q
 
 
 def _check_logits(
@@ -283,8 +283,8 @@ def _check_logits(
     if form == "point_mass" and is_greedy:
         return None
     if form != "logits":
-        said = "is not set" if form is None else f"is {form}"
-        raise invalid_field(f"{field_name}.form", f"{field_name}.form {said}; the rule sigmoid requires logits")
+        given = "is not set" if form is None else f"is {form}"
+        raise invalid_field(f"{field_name}.form", f"{field_name}.form {given}; the rule sigmoid requires logits")
     try:
         logits = decode_logits(message.logits, model.vocab_size)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""One generation in progress, as the verifier holds it: tokens, cache slot, outstanding rounds, and how it ends."""
+"""A sequence at the verifier: its tokens, KV slot, outstanding rounds and replies."""
 
 import time
 from collections import deque
@@ -12,11 +12,11 @@ from outrider.service.wire import PrefixHash, encode_logprobs
 from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_pb2
 from verifier_service.request import Opening, Round
 
-# Share of a running mean that the last turnaround is.
+# Weight of the last turnaround in a running mean.
 RECENT = 0.125
-# A sequence is late when it takes longer than its mean by so many mean deviations; nobody waits for the late.
+# A sequence is late after its mean turnaround plus so many mean deviations. No step waits for a late sequence.
 LATE = 2.0
-# Turnarounds beyond so many seconds say nothing of the next one.
+# Longer turnarounds, in seconds, are ignored.
 LONGEST = 3600.0
 
 
@@ -29,7 +29,7 @@ class Turnaround:
     count: int = 0
 
     def add(self, seconds: float) -> None:
-        """Takes in one more; what is no time is left out."""
+        """Adds one; ignores invalid times."""
         if not 0 <= seconds < LONGEST:
             return
         if self.count == 0:
@@ -40,26 +40,26 @@ class Turnaround:
         self.count += 1
 
     def latest(self) -> float | None:
-        """The longest that is no surprise; None where nothing is known."""
+        """The longest expected turnaround; None before the first."""
         return self.mean + LATE * self.deviation if self.count else None
 
 
 def seconds_to_linger(now: float, since: float, due: Iterable[float], bound: float) -> float:
-    """How much longer to hold back a pass.
+    """How much longer to delay a step. All times are in seconds.
 
     Args:
-        now: the time, in seconds, as all times here.
-        since: from when on the pass could have begun.
-        due: by when each sequence that owes an answer should have given it.
-        bound: how long after `since` is the longest that pays.
+        now: the time.
+        since: when the step could have started.
+        due: when each sequence that owes a round is expected to send it.
+        bound: the longest delay after `since`.
 
     Returns:
-        Until the last of those that are due within the bound; 0 where there is none.
+        Time until the last sequence that is due within the bound; 0 if there is none.
     """
     return min(max((time - now for time in due if now < time <= since + bound), default=0.0), bound)
 
 
-# Seconds after which a sequence whose round is overdue counts as silent.
+# Seconds after which a sequence with an overdue round counts as silent.
 SILENT = 1.0
 
 Reply = verifier_service_pb2.VerifyResponse | RequestError | None  # None: the stream ends well
@@ -69,15 +69,14 @@ Reply = verifier_service_pb2.VerifyResponse | RequestError | None  # None: the s
 class TargetSequence:
     """A sequence and its state. Belongs to the engine's thread.
 
-    Invariant 5: between passes the cache holds the committed tokens minus the last, or less while the prompt is
-    prefilled.
+    Invariant 5: between steps the KV cache holds the committed tokens without the last one, or fewer during prefill.
 
     Attributes:
-        deliver: hands a reply to the sequence's stream; called on the engine's thread.
-        slot: its place in the KV pool, or None while it waits for one.
-        came: its number among those that came; the lower it is, the later it gives way.
-        backlog: replies that its client has not read yet.
-        opened: what is sent when its turn begins, where it is isolated; None once it has been sent.
+        deliver: hands a reply to the stream; called on the engine's thread.
+        slot: in the KV pool; None in the queue.
+        arrival: number in order of arrival. Newer sequences are preempted first.
+        backlog: replies that the client has not read.
+        opened: for an isolated sequence, the `Opened` to send when its turn begins; None after that.
     """
 
     sequence_id: str
@@ -85,20 +84,20 @@ class TargetSequence:
     vocab_size: int
     deliver: Callable[[Reply], None]
     slot: int | None = None
-    came: int = 0
+    arrival: int = 0
     backlog: int = 0
     opened: verifier_service_pb2.VerifyResponse | None = None
     rounds: deque[Round] = field(default_factory=deque)
     tokens: list[int] = field(init=False)
-    decoded: int = 0  # tokens the current Decode has written
+    decoded: int = 0  # tokens written by the current Decode
     judged_at: float = 0.0  # time.perf_counter() at its last verdict
     turnaround: Turnaround = field(default_factory=Turnaround)
     last_round: int = 0
     finished: bool = False
     half_closed: bool = False  # no more rounds will come
-    failed: bool = False  # it ended with an error: its keys and values may be no numbers
-    prefix_kept: bool = False  # its first tokens are known to the prefix cache
-    is_isolated: bool = field(init=False)  # it has steps to itself until its first verdict
+    failed: bool = False  # it ended with an error: its KV cache may hold NaN
+    prefix_kept: bool = False  # whether its prefix is in the prefix cache
+    is_isolated: bool = field(init=False)  # it runs in steps of its own until its first verdict
     _hash: PrefixHash = field(init=False)
     _adjuster: Adjuster | None = field(init=False)
 
@@ -114,12 +113,12 @@ class TargetSequence:
 
     @property
     def written(self) -> int:
-        """Output tokens so far, those committed before it was opened included."""
+        """Output tokens, with those committed before it was opened."""
         return len(self.tokens) - len(self.opening.prompt)
 
     @property
     def awaits_turn(self) -> bool:
-        """Whether it is isolated and not open yet, so that no round of it can come."""
+        """Whether it is isolated and not opened yet: it cannot send rounds."""
         return self.opened is not None
 
     # ------------------------------------------------------------------------------------------------------- rounds
@@ -128,42 +127,42 @@ class TargetSequence:
         """Queues a round behind those outstanding.
 
         Raises:
-            RequestError: INVALID_ARGUMENT, where its number does not grow.
+            RequestError: INVALID_ARGUMENT: its number is not above the last one.
         """
         newest = self.rounds[-1].number if self.rounds else self.last_round
         if round_.number <= newest:
             raise out_of_order(f"round {round_.number} came after round {newest}; round numbers must grow")
         if self.judged_at and not self.rounds:
-            self.turnaround.add(max(0.0, round_.arrived - self.judged_at))  # below 0 where it was sent ahead
+            self.turnaround.add(max(0.0, round_.arrived - self.judged_at))  # below 0 if it was sent before the verdict
         self.rounds.append(round_)
 
     def due(self) -> float | None:
-        """By when its next round should be here; None where none is owed, or nothing is known of how long it takes."""
+        """When its next round is expected; None if it owes none, or before its first turnaround."""
         latest = self.turnaround.latest()
         if latest is None or self.rounds or self.finished:
             return None
         return self.judged_at + latest
 
     def idle_since(self, now: float) -> float:
-        """For how many seconds it has owed a round; 0 where it owes none."""
+        """Seconds for which it has owed a round; 0 if it owes none."""
         return 0.0 if self.rounds or not self.judged_at else now - self.judged_at
 
     def takes_part(self, now: float) -> bool:
-        """Whether it has rounds to judge, or had one lately and more may come. A silent one costs a step nothing."""
+        """Whether it has rounds to judge, or had one recently. Silent sequences do not count as active."""
         latest = self.turnaround.latest() or 0.0
         recent = self.judged_at > 0 and now - self.judged_at <= latest + SILENT
         return not self.finished and (bool(self.rounds) or recent)
 
     def half_close(self) -> None:
-        """No more rounds will come: ends well once those outstanding are answered."""
+        """The client sends no more rounds: ends in order after the outstanding ones are answered."""
         self.half_closed = True
         self._end_if_done()
 
     def next_round(self) -> Round | None:
-        """The round to judge now, answering those that were overtaken on the way; None where none is outstanding.
+        """The next round to judge; None if none is outstanding. Answers overtaken rounds with STALE.
 
         Raises:
-            RequestError: INVALID_ARGUMENT, where its base is wrong though its sender knew every verdict.
+            RequestError: INVALID_ARGUMENT: the base is wrong, although the client had seen every verdict.
         """
         while self.rounds and not self.finished:
             current = self.rounds[0]
@@ -184,15 +183,15 @@ class TargetSequence:
         return None
 
     def drafted(self, round_: Round) -> tuple[int, ...]:
-        """The drafted tokens worth judging: as many as may still be written. No token decides that (invariant 4)."""
+        """The drafted tokens to judge: as many as may still be written. No token decides this (invariant 4)."""
         return round_.tokens[: self.opening.max_new_tokens - self.written]
 
     def proposed(self, round_: Round) -> Proposed:
-        """The round as `kernels.verify` takes it."""
+        """The round as input of `kernels.verify`."""
         tokens = self.drafted(round_)
         return Proposed(
             tokens=tokens,
-            q=round_.laws[: len(tokens)],
+            q=round_.distributions[: len(tokens)],
             law=self.opening.sampling.law,
             seed=self.opening.seed,
             base_length=len(self.tokens),
@@ -204,7 +203,7 @@ class TargetSequence:
         )
 
     def owed_since(self, round_: Round) -> float:
-        """Since when the next verdict of a round has been owed: its arrival, or the verdict before it of a Decode."""
+        """When the wait for the round's next verdict began: at its arrival, or within a Decode at the last verdict."""
         return self.judged_at if self.decoded else round_.arrived
 
     def _is_base(self, round_: Round) -> bool:
@@ -224,7 +223,7 @@ class TargetSequence:
         return wrong_base(text, base_length=round_.base_length, sequence_length=len(self.tokens))
 
     def _adjustments(self, drafted: Sequence[int]) -> tuple[RowAdjustment | None, ...]:
-        """One per row, each against its own prefix: the drafted tokens before it count."""
+        """One for each row, with the drafted tokens before it."""
         if self._adjuster is None:
             return ()
         rows = [self._adjuster.row()]
@@ -243,7 +242,7 @@ class TargetSequence:
         timings: speculation_pb2.VerdictTimings,
         load: speculation_pb2.VerifierLoad,
     ) -> speculation_pb2.Verdict:
-        """Takes in a result: commits its tokens, cut where the sequence ends, and answers with the verdict."""
+        """Commits the tokens of a result, cut at the end of the sequence, and delivers the verdict."""
         base, drafted = len(self.tokens), self.drafted(round_)
         tokens, reason = self._cut([*drafted[: result.accepted], result.next_token])
         self.tokens += tokens
@@ -285,13 +284,13 @@ class TargetSequence:
             self.deliver(None)
 
     def _cut(self, tokens: list[int]) -> tuple[list[int], sampling_pb2.FinishReason]:
-        """The tokens up to the first stop token or the limit, and why they end there."""
-        room = self.opening.max_new_tokens - self.written
-        for i, token in enumerate(tokens[:room]):
+        """The tokens up to the first stop token or the limit, and the finish reason."""
+        left = self.opening.max_new_tokens - self.written
+        for i, token in enumerate(tokens[:left]):
             if token in self.opening.stop_token_ids:
                 return tokens[: i + 1], sampling_pb2.FINISH_REASON_STOP_TOKEN
-        if len(tokens) >= room:
-            return tokens[:room], sampling_pb2.FINISH_REASON_LENGTH
+        if len(tokens) >= left:
+            return tokens[:left], sampling_pb2.FINISH_REASON_LENGTH
         return tokens, sampling_pb2.FINISH_REASON_UNSPECIFIED
 
     def end(self, error: RequestError) -> None:
@@ -309,5 +308,5 @@ class TargetSequence:
 
 
 def is_sound(result: VerifyResult) -> bool:
-    """Whether a result can be committed; otherwise the logits were no numbers."""
+    """Whether a result can be committed; False if its logits are NaN or infinite."""
     return result.status is not Status.BAD_LOGITS

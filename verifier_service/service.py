@@ -1,4 +1,4 @@
-"""The gRPC face of the verifier, and who may come in."""
+"""The gRPC servicer of the verifier, and its concurrency limit."""
 
 import asyncio
 import time
@@ -18,47 +18,43 @@ from verifier_service.settings import VerifierSettings
 from verifier_service.stream import Outbox, VerifyStream
 
 
-class Admission:
-    """Places in progress, and a bounded queue for them."""
+class ConcurrencyLimit:
+    """At most `maximum` sequences at once, and a bounded queue for more."""
 
-    def __init__(self, places: int, max_waiting: int, clock: Callable[[], float] | None = None) -> None:
-        self._places = places
+    def __init__(self, maximum: int, max_waiting: int, clock: Callable[[], float] | None = None) -> None:
+        self._maximum = maximum
         self._max_waiting = max_waiting
         self._clock = clock or time.monotonic
         self._pace = Pace()
-        self._inside = 0  # in progress or waiting
-        self._leaving = 0  # in progress, and about to end for those that wait
+        self._inside = 0  # running or queued
+        self._leaving = 0  # running, and being ended for queued ones
 
     def retry_after(self) -> float:
-        """Seconds until half of the queue has moved on."""
-        return self._pace.wait(max(1, (self._inside - self._places) // 2), max(self._inside, 1))
+        """Estimated seconds until half of the queue runs."""
+        return self._pace.wait(max(1, (self._inside - self._maximum) // 2), max(self._inside, 1))
 
     @contextmanager
-    def give_way(self) -> Iterator[bool]:
-        """Whether a sequence that holds a place idly is to end, since another one waits that has none of those ending.
-
-        Open it until it has ended.
-        """
-        gives_way = self._inside - self._places > self._leaving
-        self._leaving += gives_way
+    def preempt(self) -> Iterator[bool]:
+        """Yields whether an idle sequence must end for a queued one. Keep the context open until it has ended."""
+        is_preempted = self._inside - self._maximum > self._leaving
+        self._leaving += is_preempted
         try:
-            yield gives_way
+            yield is_preempted
         finally:
-            self._leaving -= gives_way
+            self._leaving -= is_preempted
 
     @contextmanager
     def enter(self, *, resumed: bool = False) -> Iterator[None]:
-        """Holds a place, or one in the queue, for as long as it is open.
+        """Holds a sequence, running or queued, while the context is open.
 
         Args:
-            resumed: the sequence was in progress elsewhere; there may be as many more of those in the queue as there
-                are places.
+            resumed: the sequence was in progress at another verifier. The queue takes `maximum` more of those.
 
         Raises:
-            RequestError: RESOURCE_EXHAUSTED with the time to wait, where all are taken and the queue is full.
+            RequestError: RESOURCE_EXHAUSTED with `retry_after`: the queue is full.
         """
-        waiting = self._inside - self._places
-        maximum = self._max_waiting + (self._places if resumed else 0)
+        waiting = self._inside - self._maximum
+        maximum = self._max_waiting + (self._maximum if resumed else 0)
         if waiting >= maximum:
             seconds = self.retry_after()
             raise overloaded(
@@ -68,36 +64,36 @@ class Admission:
                 maximum=maximum,
             )
         self._inside += 1
-        came = self._clock()
+        arrived = self._clock()
         try:
             yield
         finally:
             self._inside -= 1
-            self._pace.end(self._clock() - came)
+            self._pace.end(self._clock() - arrived)
 
 
 SERVICE_NAME = verifier_service_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
 
 
 class VerifierService(verifier_service_pb2_grpc.VerifierServiceServicer):
-    """Answers once `attach` has given it a model; until then every call is UNAVAILABLE."""
+    """The servicer. Every call is UNAVAILABLE until `attach`."""
 
     def __init__(self, settings: VerifierSettings, metrics: SequenceMetrics, tracing: Tracing) -> None:
         self._settings = settings
         self._metrics = metrics
         self._tracing = tracing
-        self._admission = Admission(settings.max_sequences, settings.max_waiting)
+        self._limit = ConcurrencyLimit(settings.max_sequences, settings.max_waiting)
         self._engine: VerifierEngine | None = None
         self._outbox: Outbox | None = None
         self._model = model_pb2.ModelInfo()
 
     def attach(self, engine: VerifierEngine, model: model_pb2.ModelInfo) -> None:
-        """The model is there."""
+        """Starts to serve this model."""
         self._engine, self._model = engine, model
         self._outbox = Outbox(asyncio.get_running_loop())
         engine.flush = self._outbox.flush
 
-    # The stubs' types know of generators only; a coroutine that writes can tell how long a write takes.
+    # The stubs expect a generator. A coroutine that writes can time each write.
     @guarded
     async def Verify(  # type: ignore[override]
         self, request_iterator: AsyncIterator[verifier_service_pb2.VerifyRequest], context: Any
@@ -105,7 +101,7 @@ class VerifierService(verifier_service_pb2_grpc.VerifierServiceServicer):
         with self._tracing.call("Verify", context.invocation_metadata()) as trace, self._metrics.sequence():
             engine, outbox = self._ready()
             await VerifyStream(
-                engine, self._model, self._settings, self._admission, context, outbox=outbox, trace=trace
+                engine, self._model, self._settings, self._limit, context, outbox=outbox, trace=trace
             ).run()
 
     @guarded

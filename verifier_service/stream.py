@@ -1,4 +1,4 @@
-"""One `Verify` stream: reads rounds, writes replies, and notices when either side falls silent."""
+"""The server side of one `Verify` stream: reads rounds, writes replies, and ends idle streams."""
 
 import asyncio
 import contextlib
@@ -23,29 +23,29 @@ from verifier_service.sequence import Reply, TargetSequence
 from verifier_service.settings import VerifierSettings
 
 if TYPE_CHECKING:
-    from verifier_service.service import Admission
+    from verifier_service.service import ConcurrencyLimit
 
 _log = structlog.get_logger()
 
 Context = grpc.aio.ServicerContext[verifier_service_pb2.VerifyRequest, verifier_service_pb2.VerifyResponse]
 STREAM_LOG = Component("stream_log")
 
-NOTICE_INTERVAL = 5.0  # seconds between QUEUED notices; who waits for several of them in vain may call us silent
+NOTICE_INTERVAL = 5.0  # seconds between QUEUED notices; clients use a timeout of several of them
 
 
 class Outbox:
-    """Carries the replies of a step from the engine's thread to their streams, in one call of the event loop."""
+    """Carries the replies of a step from the engine's thread to the streams, in one call of the event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._replies: list[tuple[asyncio.Queue[Reply], Reply]] = []
 
     def put(self, queue: asyncio.Queue[Reply], reply: Reply) -> None:
-        """Adds a reply for a stream; it leaves with the next `flush`."""
+        """Adds a reply; `flush` sends it."""
         self._replies.append((queue, reply))
 
     def flush(self) -> None:
-        """Sends what was put since the last call."""
+        """Sends all replies added since the last call."""
         if self._replies:
             replies, self._replies = self._replies, []
             with contextlib.suppress(RuntimeError):  # the loop has closed
@@ -65,7 +65,7 @@ class VerifyStream:
         engine: VerifierEngine,
         model: model_pb2.ModelInfo,
         settings: VerifierSettings,
-        admission: "Admission",
+        limit: "ConcurrencyLimit",
         context: Context,
         *,
         outbox: Outbox,
@@ -74,7 +74,7 @@ class VerifyStream:
         self._engine = engine
         self._model = model
         self._settings = settings
-        self._admission = admission
+        self._limit = limit
         self._context = context
         self._trace = trace
         self._replies: asyncio.Queue[Reply] = asyncio.Queue()
@@ -86,11 +86,11 @@ class VerifyStream:
         """Serves the call.
 
         Raises:
-            RequestError: how the call ends, where it does not end well.
+            RequestError: the status of a call that fails.
         """
         message = await self._opening()
         opening = check_open(message.open, self._model)
-        with self._admission.enter(resumed=opening.resumed):
+        with self._limit.enter(resumed=opening.resumed):
             deliver = partial(self._outbox.put, self._replies)
             await self._serve(TargetSequence(message.sequence_id, opening, self._model.vocab_size, deliver))
 
@@ -137,7 +137,7 @@ class VerifyStream:
     # ------------------------------------------------------------------------------------------------------- opening
 
     async def _opening(self) -> verifier_service_pb2.VerifyRequest:
-        """The first message, which opens a sequence and names it."""
+        """The first message, with OpenSequence and the sequence's id."""
         limit = self._settings.idle_timeout
         try:
             async with asyncio.timeout(limit):
@@ -160,7 +160,7 @@ class VerifyStream:
     # ------------------------------------------------------------------------------------------------------- reading
 
     async def _read(self, sequence: TargetSequence) -> None:
-        """Checks each message and hands it to the engine; what is wrong ends the stream."""
+        """Checks each message and hands it to the engine. An invalid message ends the stream."""
         sampling = sequence.opening.sampling
         outstanding_limit = self._model.limits.max_outstanding
         try:
@@ -179,8 +179,8 @@ class VerifyStream:
             self._engine.post(HalfClose(sequence))
         except RequestError as error:
             self._replies.put_nowait(error)
-        except Exception as error:  # without a reader the stream would wait for its client until the idle time-out
-            _log.error("reading from a Verify stream failed", exc_info=error)
+        except Exception as error:  # otherwise the stream would wait until the idle timeout
+            _log.error("reading from a Verify stream failed", request_id=sequence.opening.request_id, exc_info=error)
             self._replies.put_nowait(internal("INTERNAL", "internal error; the service's log has the cause"))
 
     def _check(self, message: verifier_service_pb2.VerifyRequest, sampling: Sampling) -> Round:
@@ -205,14 +205,14 @@ class VerifyStream:
 
     async def _write(self, sequence: TargetSequence) -> None:
         limit = self._settings.slow_client_timeout
-        with InactivityTimer(limit) as patience:
+        with InactivityTimer(limit) as timer:
             while (reply := await self._replies.get()) is not None:
                 if isinstance(reply, RequestError):
                     raise reply
                 if sequence.opening.response_bytes:
                     pad(reply, sequence.opening.response_bytes)
                 try:
-                    await patience.wait_for(write(self._context, reply))
+                    await timer.wait_for(write(self._context, reply))
                 except TimeoutError:
                     raise idle(f"the client read no responses for {limit:g} s", seconds=limit) from None
                 self._heard = time.monotonic()
@@ -223,7 +223,7 @@ class VerifyStream:
                         self._record(reply.verdict)
 
     def _record(self, verdict: speculation_pb2.Verdict) -> None:
-        """Puts a round into the trace: from its arrival to now."""
+        """Adds a span for the round, from its arrival to now."""
         if verdict.status != speculation_pb2.VERDICT_STATUS_JUDGED:
             return
         now, timings = time.perf_counter(), verdict.timings
@@ -246,7 +246,7 @@ class VerifyStream:
         )
 
     async def _watch(self, sequence: TargetSequence) -> None:
-        """Has QUEUED repeated while the sequence waits, and ends the stream where the client has gone silent."""
+        """Repeats QUEUED while the sequence waits, and ends the stream of an idle client."""
         limit = self._settings.idle_timeout
         interval = min(NOTICE_INTERVAL, limit / 4)
         while True:
@@ -254,25 +254,25 @@ class VerifyStream:
             silent = time.monotonic() - self._heard
             if sequence.slot is None or sequence.rounds or sequence.awaits_turn:
                 if silent > interval / 2:
-                    # The engine itself says so: where it hangs, the client shall notice the silence.
+                    # The engine sends the notice: if it hangs, the client notices.
                     self._engine.post(Remind(sequence))
             elif silent > limit:
                 self._replies.put_nowait(idle(f"the client sent no message for {limit:g} s", seconds=limit))
             elif silent > self._settings.contended_idle_timeout:
-                await self._give_way(f"{silent:.3g}")
+                await self._preempt(f"{silent:.3g}")
 
-    async def _give_way(self, seconds: str) -> None:
-        """Ends an idle stream, where another sequence needs its place: it may go on later, and elsewhere at once."""
-        with self._admission.give_way() as gives_way:
-            if gives_way:
+    async def _preempt(self, seconds: str) -> None:
+        """Ends an idle stream for a queued sequence. It can continue later, or at another verifier now."""
+        with self._limit.preempt() as is_preempted:
+            if is_preempted:
                 text = f"the client sent no message for {seconds} s while others wait in the queue"
-                error = yielded(text, retry_after=self._admission.retry_after(), seconds=seconds)
+                error = yielded(text, retry_after=self._limit.retry_after(), seconds=seconds)
                 self._replies.put_nowait(error)
                 await asyncio.Event().wait()  # until the stream has ended, which cancels this
 
 
 class _Tally:
-    """What one line of the log says of a sequence."""
+    """Totals of a sequence for its line in the log."""
 
     def __init__(self) -> None:
         self.started = time.monotonic()

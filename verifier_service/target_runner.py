@@ -1,7 +1,7 @@
-"""Runs the target over a pass, and verifies the proposals in it. The host waits for the device once: for the results.
+"""Runs the target's forward pass and the verification of a step. The host waits for the device once, for the results.
 
-A GPU runs the pass while the host packs the proposals; the verification is queued behind it, whether the pass is a CUDA
-graph or not.
+The host packs the proposals while a GPU runs the forward pass, and queues the verification after it. This holds with
+and without CUDA graphs.
 """
 
 import time
@@ -18,14 +18,14 @@ from outrider.runtime.model_runner import Chunk, ModelRunner
 
 
 @dataclass(frozen=True, slots=True)
-class PassResult:
-    """What came of a pass.
+class StepResult:
+    """Results of a step.
 
     Attributes:
-        proposals: that were judged.
-        results: one for each, in order.
-        forward_seconds: of the model.
-        verify_seconds: of the verification, and of fetching what it found.
+        proposals: the judged proposals.
+        results: one for each proposal, in order.
+        forward_seconds: of the forward pass.
+        verify_seconds: of the verification and the transfer of its results.
     """
 
     proposals: Sequence[Proposed]
@@ -35,11 +35,11 @@ class PassResult:
 
 
 class TargetRunner:
-    """One target's.
+    """Runs steps of one target.
 
     Args:
         model_runner: the target.
-        vocab_size: tokens that may be written; columns beyond them are padding.
+        vocab_size: columns of the logits beyond it are padding.
         verify_path: an implementation of `kernels.verify`; None is the fastest on the device.
     """
 
@@ -49,10 +49,10 @@ class TargetRunner:
         self._verify_path = verify_path
 
     @torch.inference_mode()
-    def __call__(self, chunks: Sequence[Chunk], proposals: Sequence[Proposed]) -> PassResult:
-        """Runs the chunks in one pass, and judges the proposals by the rows that have logits, in order.
+    def __call__(self, chunks: Sequence[Chunk], proposals: Sequence[Proposed]) -> StepResult:
+        """Runs the chunks in one forward pass, and judges the proposals with the rows of logits, in order.
 
-        If it raises, no slot has changed its length.
+        If it raises, all slots keep their lengths.
 
         Raises:
             ValueError, PoolExhausted: see `ModelRunner.forward`.
@@ -60,18 +60,18 @@ class TargetRunner:
         try:
             return self._run(chunks, proposals)
         except Exception:
-            for chunk in chunks:  # where the verification failed, the pass has already lengthened them
+            for chunk in chunks:  # the forward pass may have lengthened them
                 self._model_runner.pool.rollback(chunk.slot, chunk.start)
             raise
 
-    def _run(self, chunks: Sequence[Chunk], proposals: Sequence[Proposed]) -> PassResult:
+    def _run(self, chunks: Sequence[Chunk], proposals: Sequence[Proposed]) -> StepResult:
         clock = _clock(self._model_runner.loaded.device)
         logits = self._model_runner.forward(chunks)
         clock.mark()
         results = verify(logits[:, : self._vocab_size], proposals, self._verify_path) if proposals else []
         clock.mark()
         forward, verifying = clock.seconds()
-        return PassResult(proposals, results, forward, verifying)
+        return StepResult(proposals, results, forward, verifying)
 
     def capture(
         self,
@@ -83,7 +83,7 @@ class TargetRunner:
         seconds: float,
         most_bytes: int,
     ) -> str:
-        """Has passes of rounds captured; see `ModelRunner.capture`."""
+        """Captures forward passes of rounds; see `ModelRunner.capture`."""
         return self._model_runner.capture(
             capturer,
             max_sequences=max_sequences,
@@ -95,13 +95,13 @@ class TargetRunner:
 
 
 def verify_rows(logits: Tensor, verify_path: str) -> None:
-    """Judges each row of `[R, V]` by itself, and forgets it: for the memory it takes."""
+    """Verifies each row of `[R, V]` without drafts. For the profiling run, which measures memory."""
     alone = Proposed(tokens=(), q=(), law=SamplingParams(), seed=0, base_length=1)
     verify(logits, [alone] * len(logits), verify_path)
 
 
 class _HostClock:
-    """Seconds between marks, where calls return when they are done."""
+    """Seconds between marks, where calls return when their work is done."""
 
     def __init__(self) -> None:
         self._marks = [time.perf_counter()]
@@ -114,7 +114,7 @@ class _HostClock:
 
 
 class _CudaClock:
-    """The same by the device's own time; the host waits in `seconds` alone."""
+    """The same with the device's clock; only `seconds` waits for the device."""
 
     def __init__(self) -> None:
         self._marks: list[torch.cuda.Event] = []

@@ -1,4 +1,4 @@
-"""A worker of a target on several GPUs, as a process."""
+"""A tensor-parallel worker: a rank other than 0, as a process."""
 
 import sys
 import threading
@@ -21,9 +21,7 @@ _log = structlog.get_logger()
 
 
 def run_worker(program: str, settings: VerifierSettings) -> NoReturn:
-    """Runs a rank other than 0 as a process. It ends with 0 when rank 0 ends in order, else with 1, or with 2 where a
-    setting cannot be met on this machine.
-    """
+    """Runs a worker. Exit code 0: rank 0 ended in order; 2: an invalid setting; 1: any other error."""
     configure_logging(program, settings.log_level)
     parallel: TensorParallel | None = None
     failing = threading.Lock()  # taken once: the first reason counts

@@ -39,7 +39,7 @@ CHECKS = "outrider_kv_integrity_checks_total"
 
 LOGGED = {"OK", "CANCELLED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"}
 """How streams end, by a service's log."""
-WARNINGS = {"verifier", "a sequence has lost its verifier"}
+WARNINGS = {"verifier", "verifier lost"}
 """Of the draft service whose link to the verifier breaks."""
 
 

@@ -135,11 +135,11 @@ async def idle(service: Service) -> tuple[float, RequestError]:
         async for _ in claim.turn():
             pass
         begun = loop.time()
-        with claim.patience(IDLE_S) as patience:
+        with claim.inactivity_timer(IDLE_S) as timer:
             try:
-                await patience.wait_for(asyncio.sleep(1e6))
+                await timer.wait_for(asyncio.sleep(1e6))
             except TimeoutError:
-                return loop.time() - begun, claim.idle("the stream was silent", patience)
+                return loop.time() - begun, claim.idle("the stream was silent", timer)
     raise AssertionError
 
 

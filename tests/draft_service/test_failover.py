@@ -233,7 +233,7 @@ async def test_what_is_the_requests_own_fault_is_told_at_once_and_tried_once(pro
         other = text(weights_fingerprint="f" * 64)
         error, _ = await refused(FailoverStream(verifiers, other, timeout=60.0).open())
         assert says(error) == (grpc.StatusCode.FAILED_PRECONDITION, "PAIR_MISMATCH")
-        assert [replica.status for replica in verifiers.replicas.all()] == ["closed", "closed"]
+        assert [replica.status for replica in verifiers.replicas.all()] == ["ready", "ready"]
     assert switches.reasons == []
 
 
@@ -283,7 +283,7 @@ async def test_a_round_that_fails_at_two_verifiers_is_sent_to_no_third(
         assert says(error) == STEP_FAILED
         assert failure.message in error.message
         if failure is FAILS:  # opens no breaker
-            assert [replica.status for replica in verifiers.replicas.all()] == ["closed", "closed"]
+            assert [replica.status for replica in verifiers.replicas.all()] == ["ready", "ready"]
     assert sorted(one.openings + two.openings) == [False, True]
 
 
@@ -311,7 +311,7 @@ async def test_what_one_verifier_alone_cannot_do_costs_the_text_nothing(
 async def test_who_is_refused_by_all_waits_as_told_where_that_is_soon_and_learns_of_it_otherwise(
     retry_after: float, patience: float, tries: range, real: ServiceProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failover, "OPENING_PATIENCE", patience)
+    monkeypatch.setattr(failover, "OPENING_TIMEOUT", patience)
     full = overloaded("full", retry_after=retry_after)
     async with wrong(full, real, opens=False) as peer, matched(peer, patience=patience) as verifiers:
         error, waited = await refused(write(verifiers, text(), timeout=90.0))

@@ -35,7 +35,7 @@ def health(channel: grpc.Channel) -> int:
 def test_a_life(target_process: Service, mismatched: Service) -> None:
     """One process through all of it: each start costs seconds."""
     with Proxy(target_process.address, is_open=False) as verifier, Cluster() as cluster:
-        service = cluster.draft(verifier.address, flags="--grace 20 --failover-patience 2")
+        service = cluster.draft(verifier.address, flags="--grace 20 --failover-timeout 2")
         service.wait_listening()
         channel = grpc.insecure_channel(service.address)
         no_verifier_yet(service, channel, verifier)

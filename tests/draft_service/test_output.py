@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_service.output import MAX_BACKLOG, ROOM_AGAIN, OutputText, Responses
+from draft_service.output import MAX_BACKLOG, RESUME_BACKLOG, OutputText, Responses
 from draft_service.service import HEARTBEAT_SECONDS, Heartbeat
 from outrider.rpc.errors import RequestError, internal
 from protos.outrider.v1.draft_service_pb2 import GenerateChunk, GenerateResponse
@@ -155,10 +155,10 @@ async def test_who_makes_them_waits_until_half_is_read() -> None:
     responses = Responses()
     for index in range(MAX_BACKLOG):
         responses.send(response(index))
-    waiting = asyncio.create_task(responses.room())
+    waiting = asyncio.create_task(responses.wait_for_client())
     await asyncio.sleep(0)
     reader = aiter(responses)
-    for _ in range(MAX_BACKLOG - ROOM_AGAIN):
+    for _ in range(MAX_BACKLOG - RESUME_BACKLOG):
         assert not waiting.done()
         await anext(reader)
     await asyncio.wait_for(waiting, 30.0)

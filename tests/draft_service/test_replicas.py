@@ -48,7 +48,7 @@ def verifier(model: model_pb2.ModelInfo = MODEL, listen: str = "127.0.0.1:0") ->
 @asynccontextmanager
 async def found(*names: str, lookup: Lookup = look_up) -> AsyncIterator[Replicas]:
     """The replicas, matched with a draft."""
-    replicas = Replicas(names, max_message_bytes=1 << 20, silence=5.0, look_again=600.0, lookup=lookup)
+    replicas = Replicas(names, max_message_bytes=1 << 20, timeout=5.0, resolve_interval=600.0, lookup=lookup)
     try:
         await replicas.match(MODEL)
         yield replicas
@@ -103,7 +103,7 @@ async def test_the_first_named_that_answers_is_the_target_and_others_are_left_ou
     async with verifier() as good, verifier(odd_model) as odd, found(good, odd) as replicas:
         assert replicas.target == MODEL
         assert chosen(replicas) == {good: 60}
-        assert [each.status for each in replicas.all()] == ["closed", "mismatched"]
+        assert [each.status for each in replicas.all()] == ["ready", "mismatched"]
         assert "its weights is bbbbbbbbbbbbbbbb; the target's is aaaaaaaaaaaaaaaa" in replicas.all()[1].mismatch
 
 

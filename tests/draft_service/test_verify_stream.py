@@ -42,7 +42,7 @@ def answering(opened: verifier_service_pb2.Opened | None = None, error: RequestE
 async def stream_to(
     address: str, sequence: Sequence | None = None, *, silence: float = 30.0, timeout: float | None = None
 ) -> AsyncIterator[VerifyStream]:
-    lease = Replica(address, max_message_bytes=1 << 20, silence=silence).open(sequence or record(), timeout=timeout)
+    lease = Replica(address, max_message_bytes=1 << 20, timeout=silence).open(sequence or record(), timeout=timeout)
     try:
         yield lease.stream
     finally:

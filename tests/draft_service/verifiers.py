@@ -86,7 +86,7 @@ async def matched(
 ) -> AsyncIterator[Verifiers]:
     """These verifiers (addresses, or what has one), once each of them is known."""
     addresses = [getattr(each, "address", each) for each in verifiers]
-    replicas = Replicas(addresses, max_message_bytes=1 << 20, silence=silence)
+    replicas = Replicas(addresses, max_message_bytes=1 << 20, timeout=silence)
     await replicas.match(await model_of(addresses[0]))  # a model is its own draft
     try:
         while not all(replica.has_target for replica in replicas.all()):  # noqa: ASYNC110  # nobody tells

@@ -55,7 +55,7 @@ class Stack:
             if verifier.returncode is not None:
                 verifier.start_again()
         wait_healthy(*self.verifiers)
-        wait_until(lambda: sum(self.statuses().get(state, 0) for state in ("closed", "half_open")) == 2)
+        wait_until(lambda: sum(self.statuses().get(state, 0) for state in ("ready", "recovering")) == 2)
 
     def strike(self, number: signal.Signals) -> None:
         """Send a signal to the one with the most sequences, which is half of them at least."""
@@ -71,7 +71,7 @@ class Stack:
 def shared(cluster: Cluster, attentive: World) -> Iterator[Stack]:
     # Slowly, so that whatever happens to a verifier happens in the middle of its texts.
     verifiers = [cluster.verifier(model=attentive.target, fault="unhurried", flags=sampling.FLAGS) for _ in range(2)]
-    limits = ("--verifier-timeout", str(SILENCE_S), "--failover-patience", str(PATIENCE_S))
+    limits = ("--verifier-timeout", str(SILENCE_S), "--failover-timeout", str(PATIENCE_S))
     flags = (*limits, *sampling.DRAFT_FLAGS)
     draft = cluster.draft(*verifiers, model=attentive.drafts["uniform"], flags=flags)
     wait_healthy(*verifiers, draft)
@@ -152,7 +152,7 @@ def test_a_verifier_that_is_killed_costs_a_pause_and_no_token(stack: Stack, undi
     for done in (text.finished for text in texts if text.finished):
         assert bool(done.timings.failover_us) == bool(done.statistics.num_failovers)
         assert done.statistics.num_reopened_tokens >= len(PROMPT) * done.statistics.num_failovers
-    wait_until(lambda: stack.statuses() == {"closed": 1, "open": 1})
+    wait_until(lambda: stack.statuses() == {"ready": 1, "failing": 1})
     assert stack.draft.count("outrider_verifier_breaker_state", verifier=stack.struck.address) == 2
     wait_until(lambda: not stack.draft.count("outrider_verifier_sequences"))
     stack.restore()

@@ -94,7 +94,7 @@ class Cluster:
             flags += ["--allow-client-san", "clients"]
             flags += ["--verifier", f"verifiers:{PORT}", "--verifier-tls-ca", tls["ca"]]
             flags += ["--verifier-tls-cert", tls["cert"], "--verifier-tls-key", tls["key"]]
-            flags += ["--verifier-timeout", str(SILENCE_S), "--failover-patience", str(PATIENCE_S)]
+            flags += ["--verifier-timeout", str(SILENCE_S), "--failover-timeout", str(PATIENCE_S)]
             self.services[host] = self._cluster.draft(flags=flags, **start)
 
     def restore(self) -> None:
@@ -137,7 +137,7 @@ class Cluster:
         """Return when both draft services count both verifiers as healthy; a text may be what tells them."""
 
         def settled() -> bool:
-            known = [self.metrics(draft)["outrider_verifiers"][(("status", "closed"),)] for draft in DRAFTS]
+            known = [self.metrics(draft)["outrider_verifiers"][(("status", "ready"),)] for draft in DRAFTS]
             if known == [len(VERIFIERS)] * len(DRAFTS):
                 return True
             for answer in [self.client.write(Request("def", {"max_new_tokens": 2, "seed": 1})) for _ in range(4)]:

@@ -103,7 +103,7 @@ class Disturber:
 
 
 def _sees_both(draft: Service) -> bool:
-    return sum(draft.count("outrider_verifiers", status=status) for status in ("closed", "half_open")) == 2
+    return sum(draft.count("outrider_verifiers", status=status) for status in ("ready", "recovering")) == 2
 
 
 def test_no_short_text_fails_while_services_are_killed_frozen_and_restarted(tmp_path: Path) -> None:

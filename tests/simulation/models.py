@@ -17,7 +17,7 @@ from draft_service.drafters.base import UNBOUNDED, Draft, Drafter, Drafting, Dra
 from kernels.verify import Proposed, Rule, Status, VerifyResult
 from outrider.runtime.batch import Chunk
 from outrider.runtime.kv_cache import KVPool
-from verifier_service.target_runner import PassResult
+from verifier_service.target_runner import StepResult
 
 VOCABULARY = 24
 EOS = 0
@@ -189,7 +189,7 @@ class TokenRunner:
         self._oracle = oracle
         self._chance = chance
 
-    def __call__(self, chunks: Sequence[Chunk], proposals: Sequence[Proposed]) -> PassResult:
+    def __call__(self, chunks: Sequence[Chunk], proposals: Sequence[Proposed]) -> StepResult:
         if self._chance.random() < self.broken or any(each.seed in self.poisoned for each in proposals):
             raise RuntimeError("the device says no")
         for chunk in chunks:
@@ -204,7 +204,7 @@ class TokenRunner:
                 proposed = left.pop(0)
                 results.append(self._oracle.verify(proposed.seed, context, proposed))
         seconds = 1e-3 + 1e-4 * sum(len(chunk.tokens) for chunk in chunks)
-        return PassResult(proposals, results, seconds, 1e-4)
+        return StepResult(proposals, results, seconds, 1e-4)
 
 
 # ---------------------------------------------------------------------------------------------------------- the drafter

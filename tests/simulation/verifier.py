@@ -142,7 +142,7 @@ class Verifier(Host):
         require(not here, f"{self.name} still has {here}")
         require(self.pool.used_blocks == 0, f"{self.name} holds {self.pool.used_blocks} blocks")
         require(not self.pool._slots, f"{self.name} has slots that no sequence has: {list(self.pool._slots)}")
-        inside = self.service._admission._inside
+        inside = self.service._limit._inside
         require(inside == 0, f"{self.name} counts {inside} sequences inside")
 
 

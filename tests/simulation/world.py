@@ -192,7 +192,7 @@ class World:
         plan = self.plan
         self.verifiers = [Verifier(number, self) for number in range(plan.verifiers)]
         addresses = [verifier.address for verifier in self.verifiers]
-        self.replicas = Replicas(addresses, max_message_bytes=1 << 22, silence=30.0)
+        self.replicas = Replicas(addresses, max_message_bytes=1 << 22, timeout=30.0)
         self.budget = FailoverBudget(4)
         model = _model("draft", plan.draft_sequences)
         target = await self.replicas.match(model)

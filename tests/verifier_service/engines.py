@@ -63,7 +63,7 @@ def a_round(number: int, prefix: Sequence[int], tokens: Sequence[int] = (), *, s
         prefix_hash=PrefixHash(prefix).digest(),
         seen_round=seen,
         tokens=tuple(tokens),
-        laws=(None,) * len(tokens),
+        distributions=(None,) * len(tokens),
         **fields,
     )
 

@@ -79,7 +79,7 @@ class Stream:
         )
 
     def propose(
-        self, number: int, prefix: list[int], tokens: list[int], seen: int = 0, *, tells_laws: bool = True
+        self, number: int, prefix: list[int], tokens: list[int], seen: int = 0, *, sends_distributions: bool = True
     ) -> None:
         """Proposes tokens as point masses, or without distributions."""
         point = speculation_pb2.TokenDistribution(point_mass=speculation_pb2.PointMass())
@@ -91,7 +91,7 @@ class Stream:
                     base_length=len(prefix),
                     prefix_hash=PrefixHash(prefix).digest(),
                     token_ids=tokens,
-                    distributions=[point] * len(tokens) if tells_laws else [],
+                    distributions=[point] * len(tokens) if sends_distributions else [],
                     seen_round=seen,
                 ),
             )

@@ -77,7 +77,7 @@ def written(engine: VerifierEngine, numbers: list[int]) -> dict[int, list[int]]:
                 drafted = [number % 50 + 5, 9] if sequence.last_round % 3 else []
                 again: dict[str, Any] = {} if drafted else {"decode": 2}
                 asked = a_round(sequence.last_round + 1, sequence.tokens, drafted, seen=sequence.last_round, **again)
-                engine.receive(Submit(sequence, replace(asked, laws=())))
+                engine.receive(Submit(sequence, replace(asked, distributions=())))
         work = engine.schedule()
         if work:
             engine.process(work, engine.forward(work))

@@ -82,9 +82,9 @@ def test_a_sound_opening_passes() -> None:
 def test_a_sound_proposal_passes() -> None:
     checked = check_proposal(proposal(), MODEL)
     assert checked.tokens == (5, 6)
-    assert isinstance(checked.laws[0], SparseDistribution)
-    assert checked.laws[0].probability(5) == pytest.approx(2 / 6)
-    assert checked.laws[1] is None
+    assert isinstance(checked.distributions[0], SparseDistribution)
+    assert checked.distributions[0].probability(5) == pytest.approx(2 / 6)
+    assert checked.distributions[1] is None
 
 
 Change = Callable[[verifier_service_pb2.OpenSequence], object]
@@ -143,8 +143,8 @@ def test_what_this_server_cannot_do_is_a_failed_precondition(change: Change, rea
     assert caught.value.reason == reason
 
 
-def _replace_law(message: speculation_pb2.Proposal, law: speculation_pb2.TokenDistribution) -> None:
-    message.distributions[0].CopyFrom(law)
+def _set_q(message: speculation_pb2.Proposal, distribution: speculation_pb2.TokenDistribution) -> None:
+    message.distributions[0].CopyFrom(distribution)
 
 
 LOGITS = speculation_pb2.TokenDistribution(logits=speculation_pb2.DenseLogits(values=b"\0" * 2 * V))
@@ -160,13 +160,21 @@ LOGITS = speculation_pb2.TokenDistribution(logits=speculation_pb2.DenseLogits(va
         (lambda m: m.token_ids.__setitem__(1, V), "proposal.token_ids", [f"[1] is {V}"]),
         (lambda m: m.distributions.pop(), "proposal.distributions", ["1", "2"]),
         (lambda m: m.distributions[0].Clear(), "proposal.distributions[0].form", ["not set"]),
-        (lambda m: _replace_law(m, LOGITS), "proposal.distributions[0].form", ["sigmoid"]),
-        (lambda m: _replace_law(m, sparse([4, 5], [0, 0])), "proposal.distributions[0].sparse", ["0"]),
-        (lambda m: _replace_law(m, sparse([5, 4], [1, 1])), "proposal.distributions[0].sparse", ["4", "5"]),
-        (lambda m: _replace_law(m, sparse([5, V], [1, 1])), "proposal.distributions[0].sparse", [str(V)]),
-        (lambda m: _replace_law(m, sparse([4, 6], [1, 1])), "proposal.distributions[0].sparse", ["token 5", "2"]),
-        (lambda m: _replace_law(m, sparse([4, 5], [1])), "proposal.distributions[0].sparse", ["2", "1"]),
-        (lambda m: _replace_law(m, sparse(list(range(9)), [1] * 9)), "proposal.distributions[0].sparse", ["9", "8"]),
+        (lambda m: _set_q(m, LOGITS), "proposal.distributions[0].form", ["sigmoid"]),
+        (lambda m: _set_q(m, sparse([4, 5], [0, 0])), "proposal.distributions[0].sparse", ["0"]),
+        (lambda m: _set_q(m, sparse([5, 4], [1, 1])), "proposal.distributions[0].sparse", ["4", "5"]),
+        (lambda m: _set_q(m, sparse([5, V], [1, 1])), "proposal.distributions[0].sparse", [str(V)]),
+        (
+            lambda m: _set_q(m, sparse([4, 6], [1, 1])),
+            "proposal.distributions[0].sparse",
+            ["token 5", "2"],
+        ),
+        (lambda m: _set_q(m, sparse([4, 5], [1])), "proposal.distributions[0].sparse", ["2", "1"]),
+        (
+            lambda m: _set_q(m, sparse(list(range(9)), [1] * 9)),
+            "proposal.distributions[0].sparse",
+            ["9", "8"],
+        ),
     ],
 )
 def test_an_unsound_proposal_names_the_field_and_the_numbers(
@@ -181,10 +189,10 @@ def test_an_unsound_proposal_names_the_field_and_the_numbers(
 
 def _with_logits(values: np.ndarray) -> speculation_pb2.Proposal:
     raw = values.astype("<f2").tobytes()
-    law = speculation_pb2.TokenDistribution(logits=speculation_pb2.DenseLogits(values=raw))
+    distribution = speculation_pb2.TokenDistribution(logits=speculation_pb2.DenseLogits(values=raw))
     message = proposal()
     message.ClearField("distributions")
-    message.distributions.extend([law] * 2)
+    message.distributions.extend([distribution] * 2)
     return message
 
 
@@ -199,10 +207,10 @@ def test_scales_and_logits_come_as_they_were_sent() -> None:
     message.sampling.MergeFrom(_by_sigmoid(-10, 1e3))
     assert check_open(message, MODEL).sampling.sigmoid == SigmoidScales(-10, 1e3)
     sent = _changed(3, EXCLUDED)
-    for law in check_proposal(_with_logits(sent), MODEL, rule=Rule.SIGMOID).laws:
-        assert isinstance(law, DraftLogits)
-        assert law.values.tolist() == sent.astype(np.float16).tolist()
-        assert encode_distribution(law).logits.values == sent.astype("<f2").tobytes()
+    for logits in check_proposal(_with_logits(sent), MODEL, rule=Rule.SIGMOID).distributions:
+        assert isinstance(logits, DraftLogits)
+        assert logits.values.tolist() == sent.astype(np.float16).tolist()
+        assert encode_distribution(logits).logits.values == sent.astype("<f2").tobytes()
 
 
 @pytest.mark.parametrize(
@@ -227,17 +235,17 @@ def test_unsound_logits_name_the_field_and_the_numbers(
 def test_a_point_mass_goes_with_sigmoid_at_temperature_zero_alone() -> None:
     message = proposal()
     message.distributions[0].CopyFrom(message.distributions[1])
-    assert check_proposal(message, MODEL, rule=Rule.SIGMOID, is_greedy=True).laws == (None, None)
+    assert check_proposal(message, MODEL, rule=Rule.SIGMOID, is_greedy=True).distributions == (None, None)
     with pytest.raises(RequestError, match="is point_mass; the rule sigmoid requires logits"):
         check_proposal(message, MODEL, rule=Rule.SIGMOID)
 
 
 @pytest.mark.parametrize(("gamma", "size"), [(4, 3), (1, 2048), (4, 152_064)])
 def test_a_message_with_logits_is_no_larger_than_it_was_said_to_be(gamma: int, size: int) -> None:
-    law = speculation_pb2.TokenDistribution(logits=speculation_pb2.DenseLogits(values=bytes(2 * size)))
+    distribution = speculation_pb2.TokenDistribution(logits=speculation_pb2.DenseLogits(values=bytes(2 * size)))
     message = proposal()
     message.ClearField("distributions")
-    message.distributions.extend([law] * gamma)
+    message.distributions.extend([distribution] * gamma)
     message.token_ids[:] = [2**32 - 1] * gamma
     request = verifier_service_pb2.VerifyRequest(sequence_id="γ" * 128, proposal=message)
     bound = bytes_with_logits(gamma, size)

@@ -215,7 +215,7 @@ def test_whoever_comes_and_goes_all_end_and_the_oldest_never_gives_way(
             if rng.random() < 0.7:
                 driver.ask(each, drafted=rng.randint(0, 4))
         before = len(driver.preempted())
-        oldest = min(driver.scheduler.running, key=lambda each: each.came, default=None)
+        oldest = min(driver.scheduler.running, key=lambda each: each.arrival, default=None)
         driver.run(accepted=rng.randint(0, 4))
         assert oldest not in driver.preempted()[before:]
         for each in list(here):

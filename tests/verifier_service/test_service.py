@@ -82,7 +82,7 @@ def test_under_coupled_the_text_is_the_seeds_and_proposals_are_bare(channel: grp
         for number, (at, drafted, accepted) in enumerate(
             ((0, text[:3], 3), (4, [text[4], text[5] + 1, text[6]], 1), (6, [], 0), (7, [text[7] + 1], 0)), start=1
         ):
-            stream.propose(number, PROMPT + text[:at], drafted, seen=number - 1, tells_laws=False)
+            stream.propose(number, PROMPT + text[:at], drafted, seen=number - 1, sends_distributions=False)
             verdict = stream.verdict()
             assert list(verdict.token_ids) == text[at : at + accepted + 1]
             assert (verdict.accepted, list(verdict.beta)) == (accepted, [])
@@ -145,7 +145,7 @@ BAD_STREAMS: list[tuple[Any, str, str]] = [
     (lambda s: (s.open(), s.decode(1, [9, 9, 9, 9])), "WRONG_BASE", "prefix_hash"),
     (lambda s: (s.open(), s.decode(1, PROMPT, 0)), "INVALID_FIELD", "num_tokens is 0"),
     (lambda s: (s.open(), s.propose(1, PROMPT, [1] * 17)), "INVALID_FIELD", "17"),
-    (lambda s: (s.open(), s.propose(1, PROMPT, [1, 2], tells_laws=False)), "INVALID_FIELD", "requires 2"),
+    (lambda s: (s.open(), s.propose(1, PROMPT, [1, 2], sends_distributions=False)), "INVALID_FIELD", "requires 2"),
     (
         lambda s: (s.open(opening(rule=COUPLED)), s.propose(1, PROMPT, [1, 2])),
         "INVALID_FIELD",
@@ -211,7 +211,7 @@ def test_a_client_that_does_not_read_is_cut(verifier: Service) -> None:
 # --------------------------------------------------------------------------------------------------------------- room
 
 
-def test_a_client_that_vanishes_leaves_its_place(channel: grpc.Channel, verifier: Service) -> None:
+def test_a_client_that_vanishes_frees_its_sequence(channel: grpc.Channel, verifier: Service) -> None:
     for _ in range(3):
         with ExitStack() as held:
             streams = [held.enter_context(Stream(channel)) for _ in range(PLACES)]

@@ -83,10 +83,10 @@ def _die(most: int) -> None:
     from outrider.rpc.errors import unavailable
 
     sample = generation.Sample
-    honest = sample._tell
+    honest = sample._emit
     deaths = Counter[str]()
 
-    async def tell(self: Any) -> None:
+    async def emit(self: Any) -> None:
         await honest(self)
         sequence, request = self.sequence, self.sequence.request
         has_more = len(sequence.tokens) > len(request.prompt) + len(request.committed)
@@ -94,7 +94,7 @@ def _die(most: int) -> None:
             deaths[request.request_id] += 1
             raise unavailable("DRAINING", "gone")
 
-    sample._tell = tell  # type: ignore[method-assign]
+    sample._emit = emit  # type: ignore[method-assign]
 
 
 POISON = 1999

@@ -160,7 +160,7 @@ def restless_lengths() -> None:
     }.items():  # fmt: skip
         setattr(statistics, name, value)
     costs = statistics.__dict__["CostModel"]
-    costs.known = True
+    costs.is_measured = True
     costs.cycle = lambda self, gamma: 1 + 0.35 * gamma
 
 
