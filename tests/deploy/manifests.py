@@ -165,7 +165,7 @@ class Deployed:
 @cache
 def metric_names() -> frozenset[str]:
     """The metrics in rules, dashboards and scalers, and those that operators are told to look at."""
-    texts = [(ROOT / "docs" / "how-to" / "operate.md").read_text(encoding="utf-8")]
+    texts = [page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "how-to").glob("*.md")]
     # Objects and not text, so that comments do not count.
     texts += [json.dumps(composed("plaintext", name)) for name in ("hpa", "keda", "monitoring")]
     return frozenset(re.findall(r"\boutrider_\w+", "\n".join(texts)))

@@ -114,8 +114,11 @@ class Reader:
 @pytest.mark.parametrize("page", [page for page in PAGES if run(page)], ids=name)
 def test_snippets_run(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     story = run(page)
-    if any("openssl" in block.text for block in story) and not shutil.which("openssl"):
-        pytest.skip("openssl, which makes the page's certificates, is not installed")
+    for program in ("openssl", "curl"):
+        if any(re.search(rf"^ *{program}\b", block.text, re.MULTILINE) for block in story) and not shutil.which(
+            program
+        ):
+            pytest.skip(f"{program} is not installed")
     if any(_STARTS.search(block.text) for block in story if block.language == "sh"):
         addresses = {"50051": free_address(), "50052": free_address()}
     else:
@@ -194,9 +197,8 @@ def _check(block: Block, words: list[str]) -> None:
 
 def _options(command: click.Command) -> set[str]:
     if command.context_settings.get("ignore_unknown_options"):
-        return {f"--{field.replace('_', '-')}" for kind in SETTINGS.values() for field in kind.model_fields} | _own(
-            command
-        )
+        passed = {flag.removeprefix("--") for module in SETTINGS for flag in _flags(module)}
+        return _own(command) | {f"--{prefix}{flag}" for flag in passed for prefix in ("", "verifier-", "draft-")}
     return _own(command)
 
 
