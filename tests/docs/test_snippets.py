@@ -218,3 +218,21 @@ def test_variables_that_pages_name_exist(page: Path) -> None:
     named = set(re.findall(r"\bOUTRIDER_[A-Z_]+[A-Z]\b", page.read_text(encoding="utf-8")))
     commands = tuple(f"OUTRIDER_{command.upper()}_" for command in outrider_command.commands)
     assert {each for each in named - NAMES if not each.startswith(commands)} == set()
+
+
+OTHER_FLAGS = {
+    "--build-arg",  # docker
+    "--max-restarts",
+    "--nproc-per-node",
+    "--shutdown-timeout",  # torchrun
+}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_flags_that_pages_name_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for block in blocks(page):
+        text = text.replace(block.text, "")
+    named = set(re.findall(r"`(--[a-z][a-z-]*[a-z])(?=[ =`])", text))
+    known = OTHER_FLAGS.union(*map(_flags, SETTINGS), *map(_options, outrider_command.commands.values()))
+    assert named - known == set()
