@@ -45,7 +45,7 @@ ASSISTED, PAIR = "assisted", "pair"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.parser("pair", __doc__, quick="few texts, the demo pair only")
-    harness.pair_options(parser, factor=12, prompts=8, new_tokens=64)
+    harness.pair_options(parser, factor=12, prompts=5, new_tokens=64)
     parser.add_argument("--gammas", type=int, nargs="*", default=[4, 10], help="of the pair, beside `adaptive`")
     parser.add_argument("--assistant-tokens", type=int, nargs="*", default=[8, 12], help="of assisted generation")
     few = {

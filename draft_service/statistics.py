@@ -8,6 +8,9 @@ from outrider.service.cost_model import FORGETTING, CostLine, FittedCost
 
 # Drafting starts again where it writes this much faster than `Decode`. Measured times are not more exact than this.
 BEGIN_GAIN = 1.03
+# Where `Decode` was never measured with this number of sequences, it is tried unless the formula says that drafting
+# writes this much faster: on shared processors a step is slower beside drafts.
+UNTRIED_GAIN = 1.4
 # γ changes only for a gain above this share: the outcome cache has drafted for the previous γ.
 SAME = 0.01
 # Proposals of each active sequence before drafting may stop: the first rounds of a service are slow.
@@ -218,6 +221,11 @@ class CostModel:
         """Whether there are enough proposals to decide against drafting."""
         return self._now.rounds >= FIRM_ROUNDS * self.active
 
+    @property
+    def has_decoded(self) -> bool:
+        """Whether `Decode` was measured with as many sequences as now."""
+        return self._now.cycles[False].ratio is not None
+
     def add(self, round_: JudgedRound, *, is_probe: bool) -> None:
         """Record a round. Only typical rounds are measured: no probes, and no `Decode` beside proposals."""
         self.active = max(1, round_.active)
@@ -326,7 +334,10 @@ class AcceptanceStatistics:
         if not 0 < self.gamma <= ceiling or rates[best] > (1 + SAME) * rates[self.gamma]:
             self.gamma = best
         gain = rates[self.gamma] / rates[0]
-        self.pays = gain >= 1 or not costs.is_firm if self.pays else gain > BEGIN_GAIN
+        if self.pays:
+            self.pays = not costs.is_firm or gain >= (1 if costs.has_decoded else UNTRIED_GAIN)
+        else:
+            self.pays = gain > BEGIN_GAIN
         return self.gamma if self.pays else 0
 
     def take_probe(self, costs: CostModel) -> bool:

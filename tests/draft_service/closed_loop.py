@@ -27,7 +27,6 @@ class Draft:
         alpha: the chance of each drafted token to be accepted.
         step: drafting one token.
         hidden: share of its proposals that were drafted while the verdict was under way.
-        goes_on: the chance that a draft that has a token has one more.
         has_beta: whether verdicts tell the chances, or only what became of the tokens.
     """
 
@@ -35,7 +34,6 @@ class Draft:
     step: float = 0.001
     round_trip: float = 0.001
     hidden: float = 0.0
-    goes_on: float = 1.0
     has_beta: bool = False
 
 
@@ -58,11 +56,20 @@ class Stream:
 
 
 class ClosedLoop:
-    """The loop; `cost` is that of a step."""
+    """The loop; `cost` is that of a step, which takes the share `contention` longer while all draft."""
 
-    def __init__(self, drafts: Sequence[Draft], policies: Sequence[Policy], cost: CostLine, *, seed: int = 1) -> None:
+    def __init__(
+        self,
+        drafts: Sequence[Draft],
+        policies: Sequence[Policy],
+        cost: CostLine,
+        *,
+        contention: float = 0.0,
+        seed: int = 1,
+    ) -> None:
         self.streams = [Stream(draft, policy) for draft, policy in zip(drafts, policies, strict=True)]
         self._step_cost = cost
+        self._contention = contention
         self._random = random.Random(seed)
         self._cost = FittedCost([(n, cost.seconds(n)) for n in (1, 17)])
         self._now = 0.0
@@ -91,9 +98,7 @@ class ClosedLoop:
         draft, was_drafting = stream.draft, stream.gamma > 0
         stream.gamma = stream.policy.next(16)
         stream.gammas.append(stream.gamma)
-        stream.drafted = min(stream.gamma, 1)
-        while stream.drafted < stream.gamma and self._random.random() < draft.goes_on:
-            stream.drafted += 1
+        stream.drafted = stream.gamma
         hidden = self._random.random() < draft.hidden
         mean = draft.round_trip + (0.0 if hidden else stream.drafted * draft.step)
         seconds = self._random.gammavariate(SPREAD**-2, mean * SPREAD**2)
@@ -131,7 +136,9 @@ class ClosedLoop:
         self._wait()
         began = self._now
         width = sum(stream.drafted + 1 for stream in self._ready)
-        seconds = self._step_cost.seconds(width) * self._random.uniform(1 - NOISE, 1 + NOISE)
+        drafting = sum(stream.gamma > 0 for stream in self.streams) / len(self.streams)
+        seconds = self._step_cost.seconds(width) * (1 + self._contention * drafting)
+        seconds *= self._random.uniform(1 - NOISE, 1 + NOISE)
         self._cost.add(width, seconds)
         self._now = self._step_ended = began + seconds
         sequences = len(self._ready)

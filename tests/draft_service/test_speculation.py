@@ -62,11 +62,14 @@ def adaptive(streams: int = 1, *, shared: bool = True) -> list[Adaptive]:
     return policies
 
 
-def rates_of_fixed(drafts: Sequence[Draft], seconds: float, cost: CostLine) -> dict[int, float]:
+def rates_of_fixed(
+    drafts: Sequence[Draft], seconds: float, cost: CostLine, contention: float = 0.0
+) -> dict[int, float]:
     """Tokens a second of all, with each γ; 0 is the target alone."""
     rates = {}
     for gamma in (0, 1, 3, 5, 8):
-        loop = ClosedLoop(drafts, [Fixed(gamma) if gamma else DecodeOnly() for _ in drafts], cost)
+        policies = [Fixed(gamma) if gamma else DecodeOnly() for _ in drafts]
+        loop = ClosedLoop(drafts, policies, cost, contention=contention)
         loop.run(1)
         rates[gamma] = loop.run(seconds)
     return rates
@@ -138,6 +141,36 @@ def test_mixed_sequences_are_near_the_best_common_gamma(
     loop = ClosedLoop(drafts, adaptive(len(drafts), shared=shared), cost)
     loop.run(10)
     assert loop.run(12) > 0.94 * best
+
+
+@pytest.mark.parametrize("cost", [CostLine(0.02, 0.0002), CostLine(0.004, 0.0004)])
+def test_beside_sequences_that_never_draft_all_together_write_the_most(cost: CostLine) -> None:
+    drafts, others = [Draft(0.8)] * 32, [DecodeOnly() for _ in range(24)]
+    best = 0.0
+    for gamma in (0, 1, 3, 5):
+        loop = ClosedLoop(drafts, [*others, *(Fixed(gamma) if gamma else DecodeOnly() for _ in range(8))], cost)
+        loop.run(1)
+        best = max(best, loop.run(6))
+    loop = ClosedLoop(drafts, [*others, *adaptive(8)], cost)
+    loop.run(10)
+    assert loop.run(10) > 0.94 * best
+
+
+@pytest.mark.parametrize("streams", [4, 6, 12])
+def test_a_verifier_that_is_slower_beside_drafts_does_not_send_gamma_to_and_fro(streams: int) -> None:
+    """As on a machine that both services share: its cost as published follows who drafts."""
+    drafts, cost = [Draft(0.8, step=0.003)] * streams, CostLine(0.008, 0.0004)
+    best = max(rates_of_fixed(drafts, 10, cost, 0.25).values())
+    loop = ClosedLoop(drafts, adaptive(streams), cost, contention=0.25)
+    loop.run(10)
+    assert loop.run(30) > 0.96 * best
+
+
+def test_without_acceptance_of_others_a_text_is_written_alone_where_drafts_do_not_pay() -> None:
+    """A request that gives a seed shares no acceptance under a rule that draws; its text may be short."""
+    drafts, policies = [Draft(0.8)] * 32, adaptive(32)
+    ClosedLoop(drafts, policies, CostLine(0.004, 0.0004)).run(10)
+    assert Adaptive(5, ceiling=CEILING, statistics=AcceptanceStatistics(), costs=policies[0]._costs).next(CEILING) == 0
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -351,9 +384,12 @@ def request(rule: Rule = Rule.BLOCK, *, fresh: bool = True, policy: str = "adapt
 def learn(controller: GammaController, asked: Generation) -> None:
     """A sequence of this request finds that its draft is of no use."""
     policy = controller._policy(asked)
+    step = CostLine(0.01, 0.0003)
     for _ in range(max(60, 2 * FIRM_ROUNDS)):
         policy.next(16)
-        policy.observe(JudgedRound(5, 5, 1, 0, (), 0.025, 0.012, CostLine(0.01, 0.0003), 1, 6))
+        policy.observe(JudgedRound(5, 5, 1, 0, (), 0.015, 0.012, step, 1, 6))
+    for _ in range(12):  # and how long the target takes alone
+        policy.observe(JudgedRound(0, at_verifier=0.0103, step=step, seconds=0.0103))
 
 
 def first(controller: GammaController, asked: Generation) -> int:
