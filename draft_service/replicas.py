@@ -24,8 +24,6 @@ from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
 
 _log = structlog.get_logger()
 
-# --- circuit breaker
-
 # Seconds of the first pause, and of the longest: each failure doubles it.
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
 # Random share of each pause, so that draft services do not return all at once.
