@@ -1,6 +1,6 @@
-"""Distil the demo draft from the demo target's laws [L 6]: first by KL divergence, then by the rejection rate itself.
+"""Distil the demo draft from the demo target's distributions [L 6]: by KL divergence, then by the rejection rate.
 
-It knows lessons (text with laws) and the two models' shapes; it never runs the target.
+It reads lessons (text with the target's distributions) and never runs the target.
 """
 
 from __future__ import annotations

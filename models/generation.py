@@ -1,4 +1,4 @@
-"""Let a model of the pair write many texts at once, keeping its laws: the raw material of distillation and measurement.
+"""Let a model of the pair write many texts at once, keeping its distributions, for distillation and measurement.
 
 It knows Llama modules and a flat KV cache, nothing of the corpus. All rows of a batch have the same length, so there is
 no padding and no mask beyond the causal one.
@@ -67,11 +67,11 @@ class Writer:
 
 @dataclass(frozen=True)
 class Text:
-    """What a model wrote: `ids` `[B, L]` (prompt first), and its laws' largest entries after each position."""
+    """Texts of a model: `ids` `[B, L]` (prompt first), and its largest probabilities after each position."""
 
     ids: Tensor
     prompt_length: int
-    top_ids: Tensor  # [B, L, K] int16: the law after position i is row i
+    top_ids: Tensor  # [B, L, K] int16: row i: the tokens after position i
     top_probabilities: Tensor  # [B, L, K] float16, at temperature 1, whatever the sampling temperature was
 
 
@@ -108,7 +108,7 @@ def write(
     generator: torch.Generator,
     keep: int,
 ) -> Text:
-    """Continue `prompts` `[B, n]` by `new_tokens` each, keeping the `keep` likeliest tokens of every law on the way."""
+    """Continue `prompts` `[B, n]` by `new_tokens` each, keeping the `keep` likeliest tokens at each position."""
     ids, top_ids, top_probabilities = [], [], []
     for new, logits in steps(model, prompts, new_tokens, temperatures, generator):
         top = logits.softmax(dim=-1).topk(keep, dim=-1, sorted=False)

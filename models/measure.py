@@ -30,8 +30,8 @@ from models.tokenizer import load_tokenizer, token_stream
 DEMO = Path(__file__).parent / "demo"
 PROMPT, NEW, ROWS = 48, 128, 96
 
-# A drafter as this file sees it: ids [B, L] to log-laws after each position, [B, L, V].
-Laws = Callable[[Tensor], Tensor]
+# A drafter: from ids [B, L] to the log-probabilities after each position, [B, L, V].
+LogProbabilities = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -61,40 +61,42 @@ def line_starts(documents: list[Document], tokenizer: PreTrainedTokenizerFast, c
         begins = [0] + [index + 1 for index, id_ in enumerate(ids) if id_ in line_ends]
         snippets += [ids[begin : begin + length] for begin in begins if begin + length <= len(ids)]
     if len(snippets) < count:
-        raise ValueError(f"documents hold {len(snippets)} snippets of {length} tokens; {count} are asked for")
+        raise ValueError(f"documents hold {len(snippets)} snippets of {length} tokens; {count} are needed")
     chosen = np.linspace(0, len(snippets) - 1, count).astype(int)
     return torch.tensor([snippets[index] for index in chosen])
 
 
-def write_with_laws(
+def write_with_logits(
     target: LlamaForCausalLM, prompts: Tensor, new_tokens: int, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Let the target go on: ids `[B, n + new_tokens]`, and the logits of every new token, `[B, new_tokens, V]`."""
+    """Let the target continue the prompts: ids `[B, n + new_tokens]`, and the logits `[B, new_tokens, V]`."""
     generator = torch.Generator().manual_seed(20)
     temperatures = torch.full((len(prompts),), temperature)
     ids, logits = zip(*steps(target, prompts, new_tokens, temperatures, generator), strict=True)
     return torch.cat(ids, dim=1), torch.cat([logits[0][:, -1:], *logits[1:-1]], dim=1)
 
 
-def network_laws(model: LlamaForCausalLM) -> Laws:
-    """Log-laws by a language model."""
+def model_log_probabilities(model: LlamaForCausalLM) -> LogProbabilities:
+    """Log-probabilities of a language model."""
     return lambda ids: Writer(model, *ids.shape).extend(ids).log_softmax(dim=-1)
 
 
-def table_laws(table: np.ndarray) -> Laws:
-    """Log-laws by a table: `[V, V]` by the token before, or `[V]` whatever came before."""
+def table_log_probabilities(table: np.ndarray) -> LogProbabilities:
+    """Log-probabilities from a table: `[V, V]`, by the previous token; or `[V]`, the same everywhere."""
     logs = torch.from_numpy(np.log(table)).float()
     return lambda ids: logs[ids] if logs.ndim == 2 else logs.expand(*ids.shape, -1)
 
 
-def acceptance(name: str, laws: Laws, ids: Tensor, logits: Tensor, temperature: float, end: int) -> Acceptance:
+def acceptance(
+    name: str, log_probabilities: LogProbabilities, ids: Tensor, logits: Tensor, temperature: float, end: int
+) -> Acceptance:
     """The acceptance rate of one drafter on the target's text; what follows an end of text is left out."""
     begin = ids.shape[1] - logits.shape[1]
     new = ids[:, begin:]
     alive = (torch.cumsum(new == end, dim=1) - (new == end).long()) == 0
     scores = []
     for row_ids, row_logits in zip(ids.split(8), logits.split(8), strict=True):
-        log_q = laws(row_ids)[:, begin - 1 : -1]
+        log_q = log_probabilities(row_ids)[:, begin - 1 : -1]
         if temperature == 0:
             scores.append((log_q.argmax(dim=-1) == row_logits.argmax(dim=-1)).float())
         else:
@@ -105,12 +107,14 @@ def acceptance(name: str, laws: Laws, ids: Tensor, logits: Tensor, temperature: 
     return Acceptance(name, temperature, alpha, float(spread), int(alive.sum()))
 
 
-def bits_per_token(laws: Laws, stream: np.ndarray, length: int = 512) -> float:
+def bits_per_token(log_probabilities: LogProbabilities, stream: np.ndarray, length: int = 512) -> float:
     """Mean loss in bits on `stream`, in windows of `length` ids without overlap."""
     count = len(stream) // length
     windows = torch.from_numpy(stream[: count * length].astype(np.int64)).view(count, length)
     losses = [
-        functional.nll_loss(laws(rows)[:, :-1].flatten(0, 1), rows[:, 1:].flatten(), reduction="sum").item()
+        functional.nll_loss(
+            log_probabilities(rows)[:, :-1].flatten(0, 1), rows[:, 1:].flatten(), reduction="sum"
+        ).item()
         for rows in windows.split(8)
     ]
     return sum(losses) / (count * (length - 1)) / math.log(2)
@@ -124,20 +128,20 @@ def measure(target_folder: Path, draft_folder: Path, rows: int = ROWS) -> dict[s
     held_out, training = held_out_documents(), training_documents()
     stream, held_out_stream = token_stream(tokenizer, training), token_stream(tokenizer, held_out)
     vocabulary = target.config.vocab_size
-    drafters: dict[str, Laws] = {
-        "draft": network_laws(draft),
-        "bigram": table_laws(ngram.bigram(stream, vocabulary)),
-        "unigram": table_laws(ngram.unigram(stream, vocabulary)),
+    drafters: dict[str, LogProbabilities] = {
+        "draft": model_log_probabilities(draft),
+        "bigram": table_log_probabilities(ngram.bigram(stream, vocabulary)),
+        "unigram": table_log_probabilities(ngram.unigram(stream, vocabulary)),
     }
     prompts = line_starts(held_out, tokenizer, rows, PROMPT)
     results = []
     for temperature in (1.0, 0.0):
-        ids, logits = write_with_laws(target, prompts, NEW, temperature)
-        for name, laws in drafters.items():
-            results.append(acceptance(name, laws, ids, logits, temperature, tokenizer.eos_token_id))
+        ids, logits = write_with_logits(target, prompts, NEW, temperature)
+        for name, log_probabilities in drafters.items():
+            results.append(acceptance(name, log_probabilities, ids, logits, temperature, tokenizer.eos_token_id))
     loss = {
-        name: bits_per_token(laws, held_out_stream)
-        for name, laws in {"target": network_laws(target), **drafters}.items()
+        name: bits_per_token(log_probabilities, held_out_stream)
+        for name, log_probabilities in {"target": model_log_probabilities(target), **drafters}.items()
     }
     return {
         "parameters": {"target": target.num_parameters(), "draft": draft.num_parameters()},

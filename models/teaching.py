@@ -1,7 +1,7 @@
-"""The draft's lessons: text with the target's own laws beside it, written once so that no epoch reruns the target.
+"""The draft's lessons: text with the target's distributions, written once so that no epoch runs the target again.
 
 Most of it the target wrote itself (acceptance is measured on such text), going on from snippets of the corpus; the rest
-is corpus text in long windows. It knows the target and the corpus's tokens, nothing of the draft.
+is corpus text in long windows. It does not depend on the draft.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from models.generation import write
 from models.tokenizer import CONTEXT
 from models.training import batch_of, windows
 
-KEPT = 64  # largest entries of each law; the rest is one bucket
+KEPT = 64  # largest probabilities of each distribution; the rest is one bucket
 PROMPT, NEW = 32, 224
 ROWS = 256
 # Of eight texts, six are drawn at temperature 1, one at 0.7, and one is greedy.
@@ -31,7 +31,7 @@ LONG_SHARE = 0.15  # of the teaching time goes to corpus windows of the full con
 
 @dataclass(frozen=True)
 class Lessons:
-    """Windows of text with laws: `ids` `[N, L]`, `top_ids` and `top_probabilities` `[N, L, K]`."""
+    """Windows of text with distributions: `ids` `[N, L]`, `top_ids` and `top_probabilities` `[N, L, K]`."""
 
     ids: Tensor
     top_ids: Tensor
@@ -42,7 +42,7 @@ class Lessons:
 
     @property
     def tokens(self) -> int:
-        """How many positions have a law."""
+        """Positions with a distribution."""
         return self.ids.numel()
 
 

@@ -65,8 +65,8 @@ class Sample:
     def finish(self, finished: draft_service_pb2.GenerateFinished) -> None:
         self.finished = finished
         if finished.cut_tokens:
-            for told in (self.ids, self.origins, self.logprobs, self.token_texts):
-                del told[-finished.cut_tokens :]
+            for sent in (self.ids, self.origins, self.logprobs, self.token_texts):
+                del sent[-finished.cut_tokens :]
 
     @property
     def end(self) -> draft_service_pb2.GenerateFinished:

@@ -1,4 +1,4 @@
-"""A pair of services of this folder's own: float32, few places, and a draft that is awkward on purpose."""
+"""A pair of services: float32, few sequences, and a draft with unusual shapes."""
 
 from collections.abc import Iterator
 
@@ -9,8 +9,8 @@ from outrider.runtime.loader import LoadedModel, ModelSource, load_model
 from tests.cluster import Cluster, Service, wait_healthy
 from tests.draft_service.pairs import DEMO, write_awkward_draft
 
-PLACES, VERIFIER_PLACES = 6, 4
-CLIENT_SEQUENCES = 15  # of one client at once: more than there are places, and fewer than a request may have samples
+MAX_SEQUENCES, VERIFIER_MAX_SEQUENCES = 6, 4
+CLIENT_SEQUENCES = 15  # of one client at once: above --max-sequences, and below the most samples of a request
 IDLE_S = 3.0  # how long it bears with a client that says nothing: what a test has to act in, and one has to wait
 
 
@@ -22,8 +22,8 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(scope="session")
 def target_process() -> Iterator[Service]:
-    """A verifier with the demo target, few places and no queue to speak of; a place that is held idly stays held."""
-    with Cluster(f"--max-sequences {VERIFIER_PLACES} --max-waiting 1 --contended-idle-timeout 60") as cluster:
+    """A verifier with the demo target, few sequences and a short queue. Idle sequences are not preempted."""
+    with Cluster(f"--max-sequences {VERIFIER_MAX_SEQUENCES} --max-waiting 1 --contended-idle-timeout 60") as cluster:
         yield cluster.verifier()
 
 
@@ -31,9 +31,9 @@ def target_process() -> Iterator[Service]:
 def pair_process(target_process: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A draft service beside it."""
     draft = write_awkward_draft(tmp_path_factory.mktemp("pair") / "draft")
-    flags = f"--max-sequences {PLACES} --max-message-bytes {1 << 16} --max-client-sequences {CLIENT_SEQUENCES}"
-    patience = f"--idle-timeout {IDLE_S} --slow-client-timeout 2 --contended-idle-timeout 1.5"
-    with Cluster(f"{flags} {patience}") as cluster:
+    flags = f"--max-sequences {MAX_SEQUENCES} --max-message-bytes {1 << 16} --max-client-sequences {CLIENT_SEQUENCES}"
+    timeouts = f"--idle-timeout {IDLE_S} --slow-client-timeout 2 --contended-idle-timeout 1.5"
+    with Cluster(f"{flags} {timeouts}") as cluster:
         service = cluster.draft(target_process, model=draft)
         wait_healthy(target_process, service)
         yield service

@@ -17,7 +17,7 @@ from protos.outrider.v1.draft_service_pb2_grpc import DraftServiceStub
 from tests.cluster import wait_until
 from tests.draft_service import oracle
 from tests.draft_service.calls import PROMPT, ProposeStream, generate, request, sampling, write
-from tests.draft_service.conftest import CLIENT_SEQUENCES, PLACES, VERIFIER_PLACES
+from tests.draft_service.conftest import CLIENT_SEQUENCES, MAX_SEQUENCES, VERIFIER_MAX_SEQUENCES
 
 CONTEXT, VOCABULARY = 1024, 2048
 IDS = oracle.encode(PROMPT)
@@ -31,7 +31,7 @@ def refusal(draft: grpc.Channel, message: draft_service_pb2.GenerateRequest) -> 
     return from_rpc_error(caught.value)
 
 
-def law(**fields: Any) -> dict[str, Any]:
+def with_sampling(**fields: Any) -> dict[str, Any]:
     return {"sampling": sampling_pb2.SamplingParams(**fields)}
 
 
@@ -58,15 +58,19 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("committed_token_ids", {"committed_token_ids": [1, 4000]}, ("4000", "2048")),
     ("committed_token_ids", {"committed_token_ids": [1], "n": 2}, ("2",)),
     ("held_tokens", {"committed_token_ids": [1], "held_tokens": 2}, ("is 2; at most the 1 committed_token_ids",)),
-    ("n", {"n": PLACES + 1}, (str(PLACES + 1), str(PLACES))),
+    ("n", {"n": MAX_SEQUENCES + 1}, (str(MAX_SEQUENCES + 1), str(MAX_SEQUENCES))),
     ("speculation.gamma", speculation(gamma=17), ("17", "16")),
-    ("speculation.gamma", speculation(gamma=16) | law(rule=SIGMOID, sigmoid=SCALES), ("16", "67072", "65536", "15")),
+    (
+        "speculation.gamma",
+        speculation(gamma=16) | with_sampling(rule=SIGMOID, sigmoid=SCALES),
+        ("16", "67072", "65536", "15"),
+    ),
     ("speculation.draft_temperature", speculation(draft_temperature=math.nan), ("nan", "100")),
     ("speculation.policy", speculation(policy=77), ("77", "fixed (1)", "heuristic (2)")),
     ("speculation.max_entropy", speculation(max_entropy=math.nan), ("nan", "at least 0")),
     (
         "speculation.draft_temperature",
-        speculation(draft_temperature=0) | law(rule=SIGMOID, sigmoid=SCALES),
+        speculation(draft_temperature=0) | with_sampling(rule=SIGMOID, sigmoid=SCALES),
         ("0", "sigmoid"),
     ),
     ("stop_token_ids", {"stop_token_ids": [VOCABULARY]}, ("2048",)),
@@ -79,9 +83,9 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("request_id", {"request_id": "x" * 129}, ("129", "128")),
     ("chat.messages[1].role", chat(("user", "a"), ("", "b")), ("empty",)),
     ("chat.messages", chat(("tool", "a")), ("tools do not speak here",)),
-    ("sampling.temperature", law(temperature=math.nan), ("nan",)),
-    ("sampling.logit_bias", law(logit_bias=[sampling_pb2.LogitBias(token_id=VOCABULARY)]), ("2048",)),
-    ("sampling.sigmoid", law(rule=SIGMOID), ("not set", "alpha and beta")),
+    ("sampling.temperature", with_sampling(temperature=math.nan), ("nan",)),
+    ("sampling.logit_bias", with_sampling(logit_bias=[sampling_pb2.LogitBias(token_id=VOCABULARY)]), ("2048",)),
+    ("sampling.sigmoid", with_sampling(rule=SIGMOID), ("not set", "alpha and beta")),
 ]
 
 
@@ -174,7 +178,7 @@ def test_a_request_that_cannot_be_decoded_is_an_invalid_argument(
     assert "4 bytes cannot be decoded" in error.message
     propose: Any = draft.stream_stream("/outrider.v1.DraftService/Propose")
     opened = draft_service_pb2.ProposeRequest(sequence_id="s", **opening()).SerializeToString()
-    for _ in range(PLACES + 1):
+    for _ in range(MAX_SEQUENCES + 1):
         with pytest.raises(grpc.RpcError) as caught:
             list(propose(iter([opened, GARBAGE]), timeout=60))
         assert from_rpc_error(caught.value).reason == "INVALID_FIELD"
@@ -183,7 +187,7 @@ def test_a_request_that_cannot_be_decoded_is_an_invalid_argument(
 
 @contextmanager
 def fill(draft: grpc.Channel, count: int) -> Iterator[list[ProposeStream]]:
-    """Takes so many places of the draft service, and of its engine, and none of the verifier's."""
+    """Opens `count` Propose streams: they run at the draft service, and need no verifier."""
     with ExitStack() as held:
         streams = [held.enter_context(ProposeStream(draft)) for _ in range(count)]
         for stream in streams:
@@ -195,7 +199,7 @@ def fill(draft: grpc.Channel, count: int) -> Iterator[list[ProposeStream]]:
 
 
 def test_calls_beyond_what_runs_at_once_wait_and_learn_their_position(draft: grpc.Channel) -> None:
-    with fill(draft, PLACES), ThreadPoolExecutor(4) as threads:
+    with fill(draft, MAX_SEQUENCES), ThreadPoolExecutor(4) as threads:
         queued = [DraftServiceStub(draft).Generate(request(max_new_tokens=2), timeout=60) for _ in range(4)]
         first = [next(call) for call in queued]
         with ProposeStream(draft) as stream:
@@ -209,8 +213,8 @@ def test_calls_beyond_what_runs_at_once_wait_and_learn_their_position(draft: grp
     everything_is_free(draft)
 
 
-def test_idle_streams_give_way_to_a_text_that_is_queued(draft: grpc.Channel) -> None:
-    with fill(draft, PLACES) as streams:
+def test_an_idle_stream_ends_for_a_queued_request(draft: grpc.Channel) -> None:
+    with fill(draft, MAX_SEQUENCES) as streams:
         assert write(draft, max_new_tokens=2, ignore_eos=True).reason == "LENGTH"
         assert [refused(stream) for stream in streams].count("RESOURCE_EXHAUSTED IDLE") == 1
     everything_is_free(draft)
@@ -226,22 +230,22 @@ def refused(stream: ProposeStream) -> str:
 
 def test_a_client_is_limited_by_its_sequences_whatever_calls_they_come_in(draft: grpc.Channel) -> None:
     with ExitStack() as held:
-        for _ in range(CLIENT_SEQUENCES - PLACES + 1):  # some of them are queued
+        for _ in range(CLIENT_SEQUENCES - MAX_SEQUENCES + 1):  # some of them are queued
             stream = held.enter_context(ProposeStream(draft))
             stream.open(IDS)
             next(stream.call)
-        error = refusal(draft, request(n=PLACES, max_new_tokens=2))
+        error = refusal(draft, request(n=MAX_SEQUENCES, max_new_tokens=2))
         assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert error.metadata["limit"] == "max-client-sequences"
         assert error.metadata["given"] == str(CLIENT_SEQUENCES + 1)
     everything_is_free(draft)
 
 
-def test_vanished_clients_leave_nothing_behind(draft: grpc.Channel) -> None:
-    """As many as the verifier has places for, gone in the middle of their text, three times over."""
+def test_vanished_clients_free_their_sequences(draft: grpc.Channel) -> None:
+    """As many as the verifier runs at once leave in the middle of their text, three times."""
     message = request(temperature=1.0, max_new_tokens=900, ignore_eos=True)
     for _ in range(3):
-        calls = [DraftServiceStub(draft).Generate(message, timeout=90) for _ in range(VERIFIER_PLACES)]
+        calls = [DraftServiceStub(draft).Generate(message, timeout=90) for _ in range(VERIFIER_MAX_SEQUENCES)]
         for call in calls:
             next(call)
             next(call)
@@ -267,14 +271,17 @@ def test_a_client_that_does_not_read_is_cut(draft: grpc.Channel, pair_process: S
 
 
 def everything_is_free(draft: grpc.Channel) -> None:
-    """Every place of both sides' pools can be had at once, and drafting works in each. Freeing takes a moment."""
+    """Waits until both services can run their most sequences at once, with drafts."""
 
     def take_all() -> bool:
         try:
-            with fill(draft, PLACES - VERIFIER_PLACES), ThreadPoolExecutor(VERIFIER_PLACES) as threads:
+            with (
+                fill(draft, MAX_SEQUENCES - VERIFIER_MAX_SEQUENCES),
+                ThreadPoolExecutor(VERIFIER_MAX_SEQUENCES) as threads,
+            ):
                 running = [
                     threads.submit(write, draft, temperature=1.0, gamma=3, max_new_tokens=12, ignore_eos=True)
-                    for _ in range(VERIFIER_PLACES)
+                    for _ in range(VERIFIER_MAX_SEQUENCES)
                 ]
                 return all(each.result().end.statistics.num_drafts for each in running)
         except grpc.RpcError as error:

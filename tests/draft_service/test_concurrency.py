@@ -15,7 +15,7 @@ CONTENDED_S, IDLE_S = 5.0, 60.0
 
 
 class Service:
-    """A limit, and calls that hold it until they are told to end."""
+    """A limit, and calls that hold it until the test ends them."""
 
     def __init__(self, maximum: int = 4, max_waiting: int = 256) -> None:
         loop = asyncio.get_running_loop()
@@ -48,7 +48,7 @@ class Service:
 
 @fake_clock
 async def test_200_clients_at_once_are_all_served_in_their_order() -> None:
-    """Also those behind a call of many samples: nobody overtakes it."""
+    """No call overtakes one of many samples."""
     service = Service(64)
     await asyncio.gather(*(service.call(str(i), 33 if i == 90 else 1, seconds=0.7) for i in range(200)))
     assert service.begun == [str(i) for i in range(200)]

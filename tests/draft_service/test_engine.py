@@ -1,4 +1,4 @@
-"""The draft's engine: what it proposes is the draft's law, whatever came before and whoever shares its passes."""
+"""The draft's engine: proposals have the draft's distribution, after any verdict and in any batch."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -68,10 +68,10 @@ def test_drafts_are_the_models_own_over_many_rounds(
         elif opening.draft_law.is_greedy:
             assert draft.distributions == [None] * 5
         else:
-            for index, (token, law) in enumerate(zip(draft.token_ids, draft.distributions, strict=True)):
-                assert isinstance(law, SparseDistribution)
-                assert token == law.token_at(uniform(opening.seed, len(tokens), index, Domain.DRAFT))
-                assert law.total == int(law.weights.sum(dtype=np.int64))
+            for index, (token, q_hat) in enumerate(zip(draft.token_ids, draft.distributions, strict=True)):
+                assert isinstance(q_hat, SparseDistribution)
+                assert token == q_hat.token_at(uniform(opening.seed, len(tokens), index, Domain.DRAFT))
+                assert q_hat.total == int(q_hat.weights.sum(dtype=np.int64))
         committed = [*draft.token_ids[:accepted], 11 + accepted, *([12, 13] if accepted == 2 else [])]
         tokens += committed
 
@@ -153,10 +153,12 @@ def test_neighbours_change_nothing_and_an_unsure_draft_ends_early(
     for draft, own in zip(drafts, alone, strict=True):
         size = len(draft.token_ids)
         assert draft.token_ids == own.token_ids[:size]
-        for law, same in zip(draft.distributions, own.distributions[:size], strict=True):
-            assert type(law) is type(same)
-            if isinstance(law, DraftLogits) and isinstance(same, DraftLogits):  # passes of other widths round otherwise
-                assert law.values.float() == pytest.approx(same.values.float(), abs=0.02)
+        for q_hat, same in zip(draft.distributions, own.distributions[:size], strict=True):
+            assert type(q_hat) is type(same)
+            if isinstance(q_hat, DraftLogits) and isinstance(
+                same, DraftLogits
+            ):  # passes of other widths round otherwise
+                assert q_hat.values.float() == pytest.approx(same.values.float(), abs=0.02)
     shortest = min(len(draft.token_ids) for draft in drafts)
     assert shortest == 6 if max_entropy is None else 1 <= shortest < 6
 

@@ -39,7 +39,7 @@ TEXTS = 2  # under each rule, and as many more as it takes to lose that many ver
 
 @pytest.fixture(scope="module")
 def real() -> Iterator[ServiceProcess]:
-    """A verifier with the demo target and room for what faults leave behind for a while."""
+    """A verifier with the demo target, and spare sequences for those that faults leave open for a while."""
     with Cluster("--max-sequences 16 --idle-timeout 8") as cluster:
         verifier = cluster.verifier()
         verifier.wait_healthy()
@@ -97,7 +97,7 @@ async def write(
             while sequence.round.owed:
                 await step()
                 verdict = await stream.verdict()
-                assert verdict.round == sequence.round.number, "rounds count on, whoever judges them"
+                assert verdict.round == sequence.round.number, "round numbers continue at the next verifier"
                 assert verdict.base_length == len(sequence.tokens)
                 sequence.commit(verdict)
         assert sequence.finish_reason == sampling_pb2.FINISH_REASON_LENGTH
@@ -205,26 +205,26 @@ def says(error: RequestError) -> tuple[grpc.StatusCode, str]:
     return error.code, error.reason
 
 
-@pytest.mark.parametrize(("timeout", "patience"), [(3.0, 60.0), (60.0, 0.7)])
-async def test_with_every_verifier_gone_it_is_unavailable_within_deadline_and_patience(
-    timeout: float, patience: float, proxies: list[Proxy]
+@pytest.mark.parametrize(("timeout", "failover_timeout"), [(3.0, 60.0), (60.0, 0.7)])
+async def test_with_every_verifier_gone_it_is_unavailable_within_deadline_and_failover_timeout(
+    timeout: float, failover_timeout: float, proxies: list[Proxy]
 ) -> None:
     """The sooner of the two decides."""
-    soon = 0.85 * min(timeout, patience)  # some of a deadline is left to tell of it
+    soon = 0.85 * min(timeout, failover_timeout)  # the error comes before the deadline
 
     def gone(step: int) -> None:
         if step == 4:
             for way in proxies:
                 way.close()
 
-    async with matched(*proxies, patience=patience, silence=PATIENT_S) as verifiers:
+    async with matched(*proxies, failover_timeout=failover_timeout, silence=PATIENT_S) as verifiers:
         error, seconds = await refused(write(verifiers, text(), gone, timeout=timeout))
     assert says(error) == NO_VERIFIER
     assert all(way.address in error.message for way in proxies)
     assert soon < seconds < 30.0
 
 
-async def test_what_is_the_requests_own_fault_is_told_at_once_and_tried_once(proxies: list[Proxy]) -> None:
+async def test_an_error_of_the_request_itself_ends_it_at_once(proxies: list[Proxy]) -> None:
     switches = Switches()
     async with matched(*proxies, switches=switches) as verifiers:
         wrong = text(params=sampling_pb2.SamplingParams(temperature=-1.0))
@@ -307,13 +307,15 @@ async def test_what_one_verifier_alone_cannot_do_costs_the_text_nothing(
     assert switches.reasons == ([FailureKind.STEP_FAILED] if error is FAILS else [])
 
 
-@pytest.mark.parametrize(("retry_after", "patience", "tries"), [(0.5, 2.5, range(2, 10)), (90.0, 60.0, range(1, 2))])
-async def test_who_is_refused_by_all_waits_as_told_where_that_is_soon_and_learns_of_it_otherwise(
-    retry_after: float, patience: float, tries: range, real: ServiceProcess, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("retry_after", "failover_timeout", "tries"), [(0.5, 2.5, range(2, 10)), (90.0, 60.0, range(1, 2))]
+)
+async def test_a_sequence_refused_by_all_waits_for_retry_after_or_ends_with_it(
+    retry_after: float, failover_timeout: float, tries: range, real: ServiceProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failover, "OPENING_TIMEOUT", patience)
+    monkeypatch.setattr(failover, "OPENING_TIMEOUT", failover_timeout)
     full = overloaded("full", retry_after=retry_after)
-    async with wrong(full, real, opens=False) as peer, matched(peer, patience=patience) as verifiers:
+    async with wrong(full, real, opens=False) as peer, matched(peer, failover_timeout=failover_timeout) as verifiers:
         error, waited = await refused(write(verifiers, text(), timeout=90.0))
     assert says(error) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
     assert error.retry_after == retry_after

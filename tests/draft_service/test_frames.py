@@ -78,12 +78,12 @@ def test_text_that_came_with_the_end_of_tokens_is_just_theirs(
     for said in in_rounds(pieces, rounds):
         for response in said:
             frames.put(response)
-    texts, told, whole, waiting = iter([words for words, _, _ in pieces]), 0, 0, ""
+    texts, sent, whole, waiting = iter([words for words, _, _ in pieces]), 0, 0, ""
     while not frames.are_empty:
         chunk = frames.take().chunk
-        told += len(chunk.token_ids)
+        sent += len(chunk.token_ids)
         waiting += chunk.text
-        ended = told - chunk.held_tokens - whole
+        ended = sent - chunk.held_tokens - whole
         if ended:
             assert waiting == "".join(next(texts) for _ in range(ended))
             waiting = ""
@@ -93,7 +93,7 @@ def test_text_that_came_with_the_end_of_tokens_is_just_theirs(
 @given(st.lists(st.integers(0, 2**31), min_size=40, max_size=60))
 @settings(max_examples=10, deadline=None)
 def test_whether_a_token_is_in_a_frame_does_not_depend_on_what_it_is(numbers: list[int]) -> None:
-    """What is told before a death must not: where the last token is of one byte it has the place of one of five."""
+    """What is sent before a death does not depend on the tokens: a last token of one byte takes the space of five."""
 
     def place_of_the_last(numbers: list[int]) -> int:
         frames, count, left = frames_of(), 0, len(numbers)

@@ -154,13 +154,13 @@ def test_samples_run_side_by_side_and_each_by_itself(draft: grpc.Channel) -> Non
 
 @pytest.mark.parametrize("gamma", [0, 4])
 def test_logprobs_are_the_targets(draft: grpc.Channel, gamma: int) -> None:
-    law = sampling(0.8, seed=3, top_k=30, top_p=0.9)
+    params = sampling(0.8, seed=3, top_k=30, top_p=0.9)
     logprobs = sampling_pb2.LogprobsParams(top_n=5)
-    sample = write(draft, gamma=gamma, sampling=law, logprobs=logprobs, max_new_tokens=24, ignore_eos=True)
+    sample = write(draft, gamma=gamma, sampling=params, logprobs=logprobs, max_new_tokens=24, ignore_eos=True)
     assert len(sample.logprobs) == len(sample.ids) == 24
     rows = oracle.logits(IDS + sample.ids)[len(IDS) - 1 : -1]
     raw = torch.log_softmax(rows.double(), dim=-1)
-    adjusted = probabilities(rows, SamplingParams(temperature=0.8, top_k=30, top_p=law.top_p), torch.float64).log()
+    adjusted = probabilities(rows, SamplingParams(temperature=0.8, top_k=30, top_p=params.top_p), torch.float64).log()
     for i, (token, at) in enumerate(zip(sample.ids, sample.logprobs, strict=True)):
         assert at.token.token_id == token
         assert at.token.raw == pytest.approx(raw[i, token].item(), abs=2e-3)
@@ -173,7 +173,7 @@ def test_logprobs_are_the_targets(draft: grpc.Channel, gamma: int) -> None:
             assert entry.adjusted == (-math.inf if expected == -math.inf else pytest.approx(expected, abs=2e-3))
 
 
-LAWS: dict[str, dict[str, Any]] = {
+SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"sampling": sampling(0.0)},
     "coupled": {"sampling": sampling(1.0, seed=4)},
     "tokenwise": {"sampling": sampling(1.0, seed=4, rule=TOKENWISE)},
@@ -192,10 +192,10 @@ def chunks_of(draft: grpc.Channel, message: draft_service_pb2.GenerateRequest) -
 def test_after_any_chunk_it_goes_on_with_the_same_tokens(draft: grpc.Channel, name: str, end: str) -> None:
     """Also where the text of tokens is held, for it may become a stop string, and where the end alone is lost.
 
-    Under `tokenwise` and `block` too: at a draft service of the same kind, and with a fixed γ, a round that nobody was
-    told of is drawn again by the same numbers (invariant 2).
+    Under `tokenwise` and `block` too: at a draft service of the same kind, and with a fixed γ, a round whose tokens
+    were not sent is drawn again with the same numbers (invariant 2).
     """
-    options: dict[str, Any] = {"gamma": 3, "max_new_tokens": 14, "ignore_eos": True, **LAWS[name]}
+    options: dict[str, Any] = {"gamma": 3, "max_new_tokens": 14, "ignore_eos": True, **SAMPLINGS[name]}
     free = write(draft, IDS, **options)
     middle = len(free.text) // 2
     options["stop"] = [free.text[2:middle] + "\0", free.text[middle:] + "\0"]
@@ -206,36 +206,36 @@ def test_after_any_chunk_it_goes_on_with_the_same_tokens(draft: grpc.Channel, na
         options["stop_token_ids"] = [last]
     whole = write(draft, IDS, **options)
     assert max(whole.held) >= 4
-    told, text, held = list[int](), "", 0
+    sent, text, held = list[int](), "", 0
     for chunk in chunks_of(draft, request(IDS, **options)):
-        before = len(told) - held
-        told, held = [*told, *chunk.token_ids], chunk.held_tokens
-        if len(told) - held > before:
+        before = len(sent) - held
+        sent, held = [*sent, *chunk.token_ids], chunk.held_tokens
+        if len(sent) - held > before:
             text += chunk.text
         else:
             assert not chunk.text or end == "stop string", "a part of a token's text, at the end alone"
-        shown = told[: len(told) - held]
+        shown = sent[: len(sent) - held]
         if end == "stop token" and shown[-1:] == [last]:
             shown.pop()  # it has no text
         assert text == oracle.decode(IDS + shown)[len(PROMPT) :]
-        if len(told) == len(free.ids) and not held:
+        if len(sent) == len(free.ids) and not held:
             break  # nothing is missing, and to ask for it would be refused
-        rest = write(draft, IDS, committed_token_ids=told, held_tokens=held, **options)
+        rest = write(draft, IDS, committed_token_ids=sent, held_tokens=held, **options)
         assert text + rest.text == whole.text
-        assert told[: len(whole.ids)] + rest.ids == whole.ids
+        assert sent[: len(whole.ids)] + rest.ids == whole.ids
         ends = [(each.reason, each.end.stop, each.end.stop_token_id) for each in (rest, whole)]
         assert ends[0] == ends[1]
-        assert rest.end.usage.completion_tokens == max(0, len(whole.ids) - len(told))
-    assert told[: len(whole.ids)] == whole.ids
+        assert rest.end.usage.completion_tokens == max(0, len(whole.ids) - len(sent))
+    assert sent[: len(whole.ids)] == whole.ids
 
 
 def test_half_a_character_is_told_and_goes_on(draft: grpc.Channel) -> None:
     first, second = (oracle.byte_token(byte) for byte in "é".encode())
-    law = sampling(0.0, seed=1, logit_bias=[{"token_id": first, "bias": 100.0}])
-    (chunk,) = chunks_of(draft, request(IDS, gamma=0, sampling=law, max_new_tokens=1))[:1]
+    params = sampling(0.0, seed=1, logit_bias=[{"token_id": first, "bias": 100.0}])
+    (chunk,) = chunks_of(draft, request(IDS, gamma=0, sampling=params, max_new_tokens=1))[:1]
     assert (list(chunk.token_ids), chunk.text, chunk.held_tokens) == ([first], "", 1)
-    law = sampling(0.0, seed=1, logit_bias=[{"token_id": second, "bias": 100.0}])
-    rest = write(draft, IDS, sampling=law, committed_token_ids=[first], held_tokens=1, max_new_tokens=2)
+    params = sampling(0.0, seed=1, logit_bias=[{"token_id": second, "bias": 100.0}])
+    rest = write(draft, IDS, sampling=params, committed_token_ids=[first], held_tokens=1, max_new_tokens=2)
     assert (rest.ids, rest.text) == ([second], "é")
 
 

@@ -1,4 +1,4 @@
-"""A draft service from its start to its end: without a verifier, with one, without it again, and told to go."""
+"""A draft service from its start to its end: without a verifier, with one, without it again, and its SIGTERM."""
 
 from collections.abc import Iterator
 

@@ -22,17 +22,17 @@ def test_counters_are_the_requests_own_statistics(demo_pair: Pair, rule: str) ->
     def shown() -> list[float]:
         prefix = "outrider_spec_decode_"
         by_place = [
-            verifier.count(f"{prefix}num_accepted_tokens_per_pos_total", rule=rule, position=str(place))
-            for place in range(GAMMA)
+            verifier.count(f"{prefix}num_accepted_tokens_per_pos_total", rule=rule, position=str(index))
+            for index in range(GAMMA)
         ]
         return [verifier.count(f"{prefix}{name}_total", rule=rule) for name in TOTALS] + by_place
 
     before = shown()
-    law = sampling(1.0, seed=1, rule=f"ACCEPTANCE_RULE_{rule.upper()}")
+    params = sampling(1.0, seed=1, rule=f"ACCEPTANCE_RULE_{rule.upper()}")
     with grpc.insecure_channel(demo_pair.address) as channel:
-        told = write(channel, gamma=GAMMA, max_new_tokens=24, ignore_eos=True, sampling=law).end.statistics
-    assert 0 < told.num_accepted_tokens < told.num_draft_tokens
-    expected = [*(getattr(told, name) for name in TOTALS), *told.num_accepted_tokens_per_pos]
+        statistics = write(channel, gamma=GAMMA, max_new_tokens=24, ignore_eos=True, sampling=params).end.statistics
+    assert 0 < statistics.num_accepted_tokens < statistics.num_draft_tokens
+    expected = [*(getattr(statistics, name) for name in TOTALS), *statistics.num_accepted_tokens_per_pos]
     # A verdict is on its way a moment before it is counted.
     wait_until(lambda: [b - a for a, b in zip(before, shown(), strict=True)] == expected)
 

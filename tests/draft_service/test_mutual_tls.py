@@ -22,14 +22,14 @@ from tests.cluster import Cluster, Service, wait_healthy
 VERIFIER, DRAFT, FRONT = "verifier.models.svc", "spiffe://models/drafts", "draft.models.svc"
 FIRST, SECOND = "first-token-0123456789", "second-token-0123456789"
 LONGEST_PROMPT = 64
-# A connection to the verifier is made anew this often: whoever then shows what no longer holds gets none.
+# Seconds between two connections to the verifier: a client whose certificate is no longer valid then gets none.
 CONNECTION_AGE = 0.5
 PROMPT = "def area(radius):"
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Both services, and the files that they were told of."""
+    """Both services and their certificate files."""
 
     pki: Path
     ours: Authority

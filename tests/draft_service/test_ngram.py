@@ -1,4 +1,4 @@
-"""Counts of n-grams, the law they make, and drafts that are sampled from it as the rule of the request has it."""
+"""Counts of n-grams, their distribution, and drafts sampled from it under each rule."""
 
 import asyncio
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ V = 12
 SPARSE = SparseConfig(keep_mass=0.9, max_support=6)
 TEXT = [int(token) for token in np.random.default_rng(1).integers(0, 8, 300)]
 PROMPT = [3, 1, 4, 1, 5]
-LAW = SamplingParams(temperature=0.8, top_k=9)
+PARAMS = SamplingParams(temperature=0.8, top_k=9)
 
 
 def counted(order: int, *documents: Sequence[int], entries: int = 10_000) -> NGramCounts:
@@ -32,22 +32,22 @@ def counted(order: int, *documents: Sequence[int], entries: int = 10_000) -> NGr
     return counts
 
 
-def law(tables: Sequence[NGramCounts], tokens: Sequence[int]) -> np.ndarray:
+def distribution(tables: Sequence[NGramCounts], tokens: Sequence[int]) -> np.ndarray:
     p = back_off(tables, tokens)
     assert p is not None
     return p
 
 
-def test_a_law_is_the_counts_share_and_the_rest_of_the_shorter_context() -> None:
+def test_a_distribution_is_the_share_of_counts_and_the_rest_of_the_shorter_context() -> None:
     counts = NGramCounts(2, 4, 100)
     assert back_off([counts], [1]) is None, "nothing was counted yet"
     counts.add([0, 1, 0, 1, 0, 2])
     singles = (np.array([3, 2, 1, 0]) + 3 / 4) / (6 + 3)  # six tokens, three kinds
-    assert law([counts], []) == pytest.approx(singles)
-    assert law([counts], [9]) == pytest.approx(singles), "what was never seen says nothing"
+    assert distribution([counts], []) == pytest.approx(singles)
+    assert distribution([counts], [9]) == pytest.approx(singles), "an unknown context changes nothing"
     after_0 = (np.array([0, 2, 1, 0]) + 2 * singles) / (3 + 2)  # three followers, two kinds
-    assert law([counts], [2, 0]) == pytest.approx(after_0)
-    assert law([counts], [1]) == pytest.approx((np.array([2, 0, 0, 0]) + singles) / (2 + 1))
+    assert distribution([counts], [2, 0]) == pytest.approx(after_0)
+    assert distribution([counts], [1]) == pytest.approx((np.array([2, 0, 0, 0]) + singles) / (2 + 1))
 
 
 def test_memory_is_bounded_and_what_was_seen_most_stays() -> None:
@@ -57,7 +57,7 @@ def test_memory_is_bounded_and_what_was_seen_most_stays() -> None:
         counts.add(TEXT[at : at + 10])
         assert counts.entries <= 200
     assert counts.followers[9, 10] == {11: 90}
-    assert law([counts], [9, 10])[11] > 0.9
+    assert distribution([counts], [9, 10])[11] > 0.9
 
 
 def drafter(*, learns: bool = False, corpus: Sequence[Sequence[int]] = (TEXT,)) -> NGramDrafter:
@@ -65,7 +65,7 @@ def drafter(*, learns: bool = False, corpus: Sequence[Sequence[int]] = (TEXT,)) 
 
 
 def sequence(**changes: Any) -> DraftSequence:
-    return replace(DraftSequence(PROMPT, [], LAW, LogitRules(), 77), **changes)
+    return replace(DraftSequence(PROMPT, [], PARAMS, LogitRules(), 77), **changes)
 
 
 def rounds(of: NGramDrafter, opening: DraftSequence, verdicts: Sequence[Sequence[int]], gamma: int = 4) -> list[Draft]:
@@ -85,20 +85,20 @@ def rounds(of: NGramDrafter, opening: DraftSequence, verdicts: Sequence[Sequence
 
 def reference(tokens: list[int], opening: DraftSequence, gamma: int = 4) -> tuple[list[int], list[SparseDistribution]]:
     """γ tokens one by one, everything counted anew for each; and what they are drawn from under `tokenwise`."""
-    base, laws = len(tokens), list[SparseDistribution]()
+    base, distributions = len(tokens), list[SparseDistribution]()
     own = counted(3, tokens)
-    for place in range(gamma):
-        z = torch.from_numpy(np.log(law([counted(3, TEXT), own], tokens))).float()
+    for index in range(gamma):
+        z = torch.from_numpy(np.log(distribution([counted(3, TEXT), own], tokens))).float()
         if opening.draft_law.is_greedy:
             token = int(z.argmax())
         elif opening.rule is Rule.COUPLED:
             token = coupled_choice(standardise(z.double().numpy(), opening.draft_law), opening.seed, len(tokens))
         else:
             (q,) = sparsify(probabilities(z[None], opening.draft_law), SPARSE)
-            token = q.token_at(uniform(opening.seed, base, place, Domain.DRAFT))
-            laws.append(q)
+            token = q.token_at(uniform(opening.seed, base, index, Domain.DRAFT))
+            distributions.append(q)
         tokens = [*tokens, token]
-    return tokens[base:], laws
+    return tokens[base:], distributions
 
 
 @pytest.mark.parametrize(
@@ -112,22 +112,22 @@ def reference(tokens: list[int], opening: DraftSequence, gamma: int = 4) -> tupl
     ],
     ids=["tokenwise", "coupled", "greedy", "resumed, hotter", "greedy draft"],
 )
-def test_drafts_are_drawn_from_the_law_by_the_rule_round_after_round(opening: DraftSequence) -> None:
+def test_drafts_are_drawn_from_the_distribution_by_the_rule_round_after_round(opening: DraftSequence) -> None:
     tokens = [*opening.prompt, *opening.committed]
     verdicts = [[5, 2], [7], [1, 4, 1, 5, 2], [0], [0]]
     for draft, verdict in zip(rounds(drafter(), opening, verdicts), [*verdicts, []], strict=True):
-        expected, laws = reference(tokens, opening)
+        expected, distributions = reference(tokens, opening)
         assert draft.token_ids == expected
         if opening.draft_law.is_greedy or opening.rule is Rule.COUPLED:
             assert draft.distributions == ([] if opening.rule is Rule.COUPLED else [None] * 4)
-        for own, q in zip(draft.distributions if laws else [], laws, strict=True):
+        for own, q in zip(draft.distributions if distributions else [], distributions, strict=True):
             assert isinstance(own, SparseDistribution)
             assert (own.ids.tolist(), own.weights.tolist()) == (q.ids.tolist(), q.weights.tolist())
         tokens += verdict
 
 
 def test_what_is_learned_serves_where_no_draw_can_depend_on_it() -> None:
-    """Under `tokenwise` a seed that somebody may have had before drafts as if nothing had been learned."""
+    """Under `tokenwise`, a seed that another request may have had does not use served texts."""
     taught, fresh = drafter(learns=True), drafter()
     for _ in range(30):
         rounds(taught, sequence(prompt=[*PROMPT, 11, 10, 9] * 4), [[11, 10, 9]])
@@ -150,9 +150,9 @@ def test_what_is_ahead_is_drafted_behind_and_leaves_no_trace(penalty: float) -> 
     guesser.read(opening.prompt)
     before = guesser.guess(3)
     ahead = [2, 9]
-    for place, (token, law) in enumerate(guesser.guess(3, ahead)):
-        assert law is not None
-        assert token == law.token_at(uniform(opening.seed, len(opening.prompt), place, Domain.STAGED_DRAFT, len(ahead)))
+    for index, (token, q) in enumerate(guesser.guess(3, ahead)):
+        assert q is not None
+        assert token == q.token_at(uniform(opening.seed, len(opening.prompt), index, Domain.STAGED_DRAFT, len(ahead)))
     after = guesser.guess(3)
     assert [token for token, _ in after] == [token for token, _ in before]
     guesser.read(ahead)

@@ -62,11 +62,11 @@ def test_a_seed_under_a_rule_that_draws_is_the_same_text_again(client: Client) -
 
 def test_a_bound_on_entropy_shortens_proposals_and_says_so(client: Client) -> None:
     how: dict[str, Any] = {"max_new_tokens": TOKENS, "ignore_eos": True, "gamma": 8, "report_rounds": True, "seed": 3}
-    laws: list[dict[str, Any]] = [{"temperature": 1.0}, {"temperature": 0.0}, {"presence_penalty": 0.2}]
-    for law in laws:
-        free = client.complete(PROMPT, **how, **law)
-        bounded = client.complete(PROMPT, max_entropy=0.5, **how, **law)
-        unbounded = client.complete(PROMPT, max_entropy=math.inf, **how, **law)
+    samplings: list[dict[str, Any]] = [{"temperature": 1.0}, {"temperature": 0.0}, {"presence_penalty": 0.2}]
+    for sampling in samplings:
+        free = client.complete(PROMPT, **how, **sampling)
+        bounded = client.complete(PROMPT, max_entropy=0.5, **how, **sampling)
+        unbounded = client.complete(PROMPT, max_entropy=math.inf, **how, **sampling)
         assert bounded.token_ids == free.token_ids == unbounded.token_ids
         assert unbounded.statistics.num_short_drafts == free.statistics.num_short_drafts == 0
         assert bounded.statistics.num_short_drafts > 2

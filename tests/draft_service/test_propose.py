@@ -17,14 +17,14 @@ SEED, GAMMA, TOKENS = 21, 4, 24
 def test_proposals_judged_by_hand_give_the_text_of_generate(
     draft: grpc.Channel, verifier: grpc.Channel, temperature: float, rule: sampling_pb2.AcceptanceRule
 ) -> None:
-    law = sampling(temperature, seed=SEED, rule=rule)
-    expected = write(draft, sampling=law, gamma=GAMMA, max_new_tokens=TOKENS, ignore_eos=True)
+    params = sampling(temperature, seed=SEED, rule=rule)
+    expected = write(draft, sampling=params, gamma=GAMMA, max_new_tokens=TOKENS, ignore_eos=True)
     opening = verifier_service_pb2.OpenSequence(
-        prompt_token_ids=IDS, sampling=law, max_new_tokens=TOKENS, ignore_eos=True
+        prompt_token_ids=IDS, sampling=params, max_new_tokens=TOKENS, ignore_eos=True
     )
     tokens: list[int] = []
     with ProposeStream(draft) as drafts, Stream(verifier) as judge:
-        drafts.open(IDS, sampling=law)
+        drafts.open(IDS, sampling=params)
         opened = drafts.take().opened
         assert (opened.limits.max_gamma, opened.rule) == (16, rule)
         judge.open(opening)

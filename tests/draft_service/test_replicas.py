@@ -78,7 +78,7 @@ async def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has 127.0.0.2 without being told")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has 127.0.0.2 by default")
 async def test_a_name_is_looked_up_again_where_a_verifier_is_lost_and_the_new_address_is_used() -> None:
     addresses = ["127.0.0.1"]
 
@@ -166,11 +166,11 @@ async def test_who_refuses_is_left_alone_for_as_long_as_it_said_where_another_on
         lease(first).refused(40.0)
         assert chosen(replicas) == {second.address: 60}
         lease(second).refused(60.0)
-        assert "" not in chosen(replicas), "who comes anew asks all the same, and is told by the verifier itself"
+        assert "" not in chosen(replicas), "a new sequence tries a full verifier all the same"
         assert replicas.choose(proven=True) is None
         now = time.monotonic()
         assert await replicas.wait(now + 50.0, {first: now + 60.0, second: now + 70.0}) is None
-        assert time.monotonic() - now < 25.0, "nobody is free in time, and that is known at once"
+        assert time.monotonic() - now < 25.0, "it gives up at once: none becomes usable in time"
         assert await replicas.wait(now + 50.0, {first: now + 0.4, second: now + 60.0}) is first
         assert 0.4 <= time.monotonic() - now < 25.0
 
@@ -204,7 +204,7 @@ def test_pauses_double_up_to_the_longest_and_a_success_forgets_them() -> None:
     assert breaker.fail() == pytest.approx(FIRST_PAUSE)
 
 
-def test_open_admits_nobody_and_half_open_one_trial_at_a_time() -> None:
+def test_open_admits_no_try_and_half_open_one_at_a_time() -> None:
     breaker = TimedBreaker()
     assert all(breaker.admits() for _ in range(10))
     breaker.fail()
@@ -216,7 +216,7 @@ def test_open_admits_nobody_and_half_open_one_trial_at_a_time() -> None:
     trial = breaker.begin()
     assert not breaker.admits()
     breaker.now += TRIAL_SECONDS * 1.01
-    assert breaker.admits(), "a trial that says nothing keeps nobody out for long"
+    assert breaker.admits(), "an unfinished trial blocks the next one only for a while"
     assert breaker.succeeded(trial)
     assert all(breaker.admits() for _ in range(10))
 

@@ -273,7 +273,7 @@ def test_gamma_is_within_bounds_whatever_is_observed(
 
 
 class Broken(Policy):
-    """Answers what it is told to, or raises it."""
+    """A policy that returns or raises a given value."""
 
     def __init__(self, answer: Any) -> None:
         self._answer = answer

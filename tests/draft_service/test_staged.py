@@ -1,7 +1,7 @@
-"""Staged drafting: what goes out is what the draft model alone would have proposed, whoever guesses for it.
+"""Staged drafting: proposals have the distribution of the draft model alone, with any guesser.
 
-Under `coupled` and at temperature 0 that is the same tokens. Under the other rules it is the same law, of all tokens of
-a proposal together: enumerated from the model's own q̂, which is cut to four tokens so that three of them can be.
+Under `coupled` and at temperature 0 that is the same tokens. Under the other rules it is the same joint distribution
+of a proposal, enumerated from the model's own q̂, which is cut to four tokens so that three of them can be.
 """
 
 from collections.abc import Iterator, Sequence
@@ -56,7 +56,7 @@ def staged_engine(loaded: LoadedModel, **how: Any) -> DraftEngine:
 
 class Driver(engines.Driver):
     def begin_anew(self, opening: DraftSequence, cheap: GuessingDrafter) -> None:
-        """As if another sequence of the same prompt, its prompt read. Between rounds nobody else looks at it."""
+        """As if another sequence of the same prompt, its prompt read. The engine does not use it between rounds."""
         self.sequence.opening = opening
         self.sequence.guessing = GuessingState(cheap.guesser(opening, Domain.STAGED_DRAFT))
 
@@ -85,7 +85,7 @@ GREEDY = SamplingParams(temperature=0.0)
     ids=["greedy", "coupled, colder", "greedy draft", "penalties and bans, coupled"],
 )
 def test_tokens_are_the_models_own_over_many_rounds(cheap: str, opening: DraftSequence, engine: DraftEngine) -> None:
-    """Verdicts that accept all, some and none of a proposal, and one of what nobody drafted."""
+    """Verdicts that accept all, some and none of a proposal, and one of other tokens."""
     staged, alone = Driver(engine, opening, CHEAP[cheap]), Driver(engine, opening)
     committed = list[int]()
     for accepted in (6, 0, 2, 6, 1, 6, 6, 4):
@@ -141,27 +141,31 @@ class Model:
     def __init__(self, loaded: LoadedModel) -> None:
         self._packed = ModelRunner.build(loaded, max_sequences=1, max_length=64)
 
-    def law(self, tokens: Sequence[int]) -> SparseDistribution:
+    def distribution(self, tokens: Sequence[int]) -> SparseDistribution:
         slot = self._packed.pool.allocate()
         logits = self._packed.forward([Chunk(slot, list(tokens), 0, len(tokens) - 1)])
         self._packed.pool.free(slot)
-        (law,) = sparsify(probabilities(logits, SamplingParams()), CUT)
-        return law
+        (q,) = sparsify(probabilities(logits, SamplingParams()), CUT)
+        return q
 
     def joint(self) -> np.ndarray:
-        """The law of three tokens after the prompt, `[V, V, V]`."""
+        """The distribution of three tokens after the prompt, `[V, V, V]`."""
         joint = np.zeros((SIZE,) * GAMMA)
-        for first in self.law(PROMPT).ids.tolist():
-            for second in self.law([*PROMPT, first]).ids.tolist():
-                after = [self.law(PROMPT), self.law([*PROMPT, first]), self.law([*PROMPT, first, second])]
+        for first in self.distribution(PROMPT).ids.tolist():
+            for second in self.distribution([*PROMPT, first]).ids.tolist():
+                after = [
+                    self.distribution(PROMPT),
+                    self.distribution([*PROMPT, first]),
+                    self.distribution([*PROMPT, first, second]),
+                ]
                 for third in after[2].ids.tolist():
                     chances = zip(after, (first, second, third), strict=True)
-                    joint[first, second, third] = np.prod([law.probability(token) for law, token in chances])
+                    joint[first, second, third] = np.prod([q.probability(token) for q, token in chances])
         return joint
 
 
 def proposals_of(loaded: LoadedModel, count: int, guesser: str = "ngram") -> tuple[chisquare.Fit, StagedCounts]:
-    """How so many proposals after the prompt, each with a seed of its own, fit the model's own law.
+    """How so many proposals after the prompt, each with a seed of its own, fit the model's own distribution.
 
     `ngram` also guesses tokens that the draft lacks.
     """
@@ -185,7 +189,7 @@ def proposals_of(loaded: LoadedModel, count: int, guesser: str = "ngram") -> tup
 
 
 @pytest.mark.parametrize("guesser", ["lookup", "ngram"])
-def test_the_joint_law_of_a_proposal_is_the_drafts(guesser: str, tiny: LoadedModel) -> None:
+def test_the_joint_distribution_of_a_proposal_is_the_drafts(guesser: str, tiny: LoadedModel) -> None:
     """1,600 proposals over 64 outcomes: a total variation of 0.1 is noticed at a level of 1 % with a power of 95 %."""
     fit, counts = proposals_of(tiny, 1600, guesser)
     assert chisquare.detectable(fit.df, fit.n, level=0.01, power=0.95) <= 0.1
@@ -196,8 +200,8 @@ def test_the_joint_law_of_a_proposal_is_the_drafts(guesser: str, tiny: LoadedMod
 @pytest.mark.parametrize(
     ("broken", "instead"),
     [
-        ("accepts", lambda u, guessed, law, token: law.probability(token) > 0),
-        ("resample", lambda u, guessed, law, token: law.token_at(u)),
+        ("accepts", lambda u, guessed, q, token: q.probability(token) > 0),
+        ("resample", lambda u, guessed, q, token: q.token_at(u)),
     ],
 )
 def test_a_fault_is_noticed(broken: str, instead: Any, tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,30 +234,30 @@ def test_no_draw_is_used_twice_nor_for_anything_else(engine: DraftEngine, monkey
 KINDS = 12
 
 
-def law(weights: dict[int, int]) -> SparseDistribution:
+def q_of(weights: dict[int, int]) -> SparseDistribution:
     ids = np.array(sorted(weights))
     return SparseDistribution(ids, np.array([weights[token] for token in ids], np.uint16), sum(weights.values()))
 
 
-def random_law(generator: np.random.Generator) -> SparseDistribution:
+def random_q(generator: np.random.Generator) -> SparseDistribution:
     ids = generator.choice(KINDS, int(generator.integers(1, 7)), replace=False)
-    return law({int(token): int(generator.integers(1, 65536)) for token in ids})
+    return q_of({int(token): int(generator.integers(1, 65536)) for token in ids})
 
 
-def dense_law(sparse: SparseDistribution) -> np.ndarray:
+def dense(sparse: SparseDistribution) -> np.ndarray:
     p = np.zeros(KINDS)
     p[sparse.ids] = sparse.weights / sparse.total
     return p
 
 
 @pytest.mark.parametrize("is_point_mass", [False, True])
-def test_it_is_algorithm_1_with_the_quantised_law_for_a_target(is_point_mass: bool) -> None:
+def test_it_is_algorithm_1_with_quantised_q_as_the_target(is_point_mass: bool) -> None:
     generator = np.random.default_rng(1)
     kept = 0
     for _ in range(3000):
-        guessed, q_hat = (None if is_point_mass else random_law(generator)), random_law(generator)
+        guessed, q_hat = (None if is_point_mass else random_q(generator)), random_q(generator)
         token = int(generator.integers(KINDS)) if guessed is None else int(generator.choice(guessed.ids))
-        q, r = dense_law(q_hat), np.eye(KINDS)[token] if guessed is None else dense_law(guessed)
+        q, r = dense(q_hat), np.eye(KINDS)[token] if guessed is None else dense(guessed)
         u, w = generator.random(2)
         stands = reference.accepts(u, 1.0, r[token], q[token])
         assert accepts(u, guessed, q_hat, token) == stands
@@ -265,11 +269,11 @@ def test_it_is_algorithm_1_with_the_quantised_law_for_a_target(is_point_mass: bo
 
 
 def test_a_token_without_mass_never_stands_and_equality_does_not_suffice() -> None:
-    q_hat = law({1: 1, 2: 3})
+    q_hat = q_of({1: 1, 2: 3})
     assert not accepts(0.0, None, q_hat, 0)
-    assert not accepts(0.0, law({0: 1}), q_hat, 0)
-    assert accepts(0.0, law({1: 1}), q_hat, 1)
+    assert not accepts(0.0, q_of({0: 1}), q_hat, 0)
+    assert accepts(0.0, q_of({1: 1}), q_hat, 1)
     assert not accepts(0.25, None, q_hat, 1), "u = q̂ exactly"
     assert accepts(np.nextafter(0.25, 0), None, q_hat, 1)
-    assert not accepts(0.0, law({2: 1}), q_hat, 1), "a guess that its own law excludes"
+    assert not accepts(0.0, q_of({2: 1}), q_hat, 1), "a guess with r = 0"
     assert resample(0.999, None, q_hat, 2) == 1

@@ -1,4 +1,4 @@
-"""A stream to a verifier that says nothing, or that nobody holds: an error within bounds, never a hang."""
+"""A stream to a silent or missing verifier ends with an error in time."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ async def test_a_verifier_that_says_nothing_is_no_verifier() -> None:
         assert says(await refusal(f"127.0.0.1:{port}", silence=0.5)) == NO_VERIFIER
 
 
-async def test_notices_are_no_silence() -> None:
-    """Who waits in a queue for longer than the silence that is borne, and is told so meanwhile, waits on."""
+async def test_notices_restart_the_timeout() -> None:
+    """A queued sequence that gets notices waits for longer than the timeout."""
     silence, pause = 3.0, 0.1
     notice = verifier_service_pb2.Notice(kind=3)  # type: ignore[arg-type]  # also of another version
 

@@ -80,7 +80,7 @@ class Switches(FailoverMetrics):
 async def matched(
     *verifiers: Any,
     switches: Switches | None = None,
-    patience: float = 10.0,
+    failover_timeout: float = 10.0,
     burst: int = 64,
     silence: float = SILENCE_S,
 ) -> AsyncIterator[Verifiers]:
@@ -89,9 +89,9 @@ async def matched(
     replicas = Replicas(addresses, max_message_bytes=1 << 20, timeout=silence)
     await replicas.match(await model_of(addresses[0]))  # a model is its own draft
     try:
-        while not all(replica.has_target for replica in replicas.all()):  # noqa: ASYNC110  # nobody tells
+        while not all(replica.has_target for replica in replicas.all()):  # noqa: ASYNC110  # no event for it
             await asyncio.sleep(0.02)
-        yield Verifiers(replicas, FailoverBudget(burst), patience, switches or Switches())
+        yield Verifiers(replicas, FailoverBudget(burst), failover_timeout, switches or Switches())
         assert all(replica.num_open == 0 for replica in replicas.all()), "every lease has ended"
     finally:
         replicas.close()

@@ -45,7 +45,7 @@ async def test_where_the_next_one_is_silent_a_sequence_stays(cluster: Cluster, a
     wait_healthy(leaving)
     switches = Switches()
     with Proxy(attentive.verifier.address) as way:
-        async with matched(leaving, way, switches=switches, patience=SOON_S, silence=SOON_S) as verifiers:
+        async with matched(leaving, way, switches=switches, failover_timeout=SOON_S, silence=SOON_S) as verifiers:
             other = next(each for each in verifiers.replicas.all() if each.address == way.address)
             other.num_open += 1  # so that the sequence begins at the one that has none
             end = MOST_TOKENS

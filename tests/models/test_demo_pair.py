@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from models.measure import acceptance, network_laws, write_with_laws
+from models.measure import acceptance, model_log_probabilities, write_with_logits
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 PROMPTS, NEW = 16, 48
@@ -87,7 +87,7 @@ def test_draft_is_accepted(
     lines = (DEMO / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:PROMPTS]
     ids = torch.tensor([tokenizer.encode(json.loads(line)["text"])[:24] for line in lines])
     with torch.no_grad():
-        text, logits = write_with_laws(target, ids, NEW, temperature)
-        result = acceptance("draft", network_laws(draft), text, logits, temperature, tokenizer.eos_token_id)
+        text, logits = write_with_logits(target, ids, NEW, temperature)
+        result = acceptance("draft", model_log_probabilities(draft), text, logits, temperature, tokenizer.eos_token_id)
     assert result.tokens > PROMPTS * NEW // 2
     assert result.alpha > floor

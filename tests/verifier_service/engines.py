@@ -69,7 +69,7 @@ def a_round(number: int, prefix: Sequence[int], tokens: Sequence[int] = (), *, s
 
 
 def engine_of(loaded: LoadedModel, **how: Any) -> VerifierEngine:
-    """An engine of four places, which is not started."""
+    """An engine of four sequences, not started."""
     limits = model_pb2.Limits(max_gamma=4, max_sequences=4, max_sequence_tokens=64)
     engine = VerifierEngine(
         ModelRunner.build(loaded, max_sequences=4, max_length=64),

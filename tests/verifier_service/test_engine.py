@@ -1,4 +1,4 @@
-"""The verifier's engine: what fails in a step ends one sequence at most, who waits is told so, and a pass lingers.
+"""The verifier's engine: an error in a step ends one sequence at most, queued sequences get notices, steps linger.
 
 The engine is real and runs a demo model; its turns are driven by hand, so that no test waits.
 """
@@ -189,7 +189,7 @@ def test_an_isolated_sequence_is_open_when_its_turn_begins(
 
 
 def test_the_load_in_a_verdict_is_that_after_the_step_before(engine: VerifierEngine) -> None:
-    """Sequences that take part are told, too: one that has said nothing for over a second is no load."""
+    """The load counts active sequences: one that is silent for over a second is not active."""
     first, second, _ = (Client(engine, prompt) for prompt in PROMPTS)
     for clients in ([first], [first, second], [first, second]):
         for client in clients:
@@ -204,7 +204,7 @@ def test_the_load_in_a_verdict_is_that_after_the_step_before(engine: VerifierEng
     assert first.verdicts[-1].load.active == 1
 
 
-def test_who_waits_for_a_place_is_told_how_many_are_before_it_whenever_it_is_reminded(engine: VerifierEngine) -> None:
+def test_a_queued_sequence_gets_its_position_with_each_notice(engine: VerifierEngine) -> None:
     clients = [Client(engine) for _ in range(6)]
     for _ in range(2):
         for client in clients:
@@ -216,7 +216,7 @@ def test_who_waits_for_a_place_is_told_how_many_are_before_it_whenever_it_is_rem
     assert {notice.kind for notice in clients[-1].notices} == {verifier_service_pb2.NOTICE_KIND_QUEUED}
 
 
-def test_who_has_a_place_and_waits_for_a_pass_is_told_so_too(engine: VerifierEngine) -> None:
+def test_a_sequence_that_waits_for_a_step_gets_notices_too(engine: VerifierEngine) -> None:
     client = Client(engine)
     client.submit()
     engine.receive(Remind(client.sequence))
@@ -231,9 +231,9 @@ def test_who_was_in_progress_elsewhere_has_its_place_before_all_who_begin(engine
     again = [Client(engine, resumed=True) for _ in range(2)]
     order = [*again, *fresh]
     assert [client.notices[0].queue_position for client in again] == [0, 1]
-    for place, client in enumerate(running):
+    for index, client in enumerate(running):
         client.close()
-        assert [each.sequence.slot is not None for each in order] == [True] * (place + 1) + [False] * (3 - place)
+        assert [each.sequence.slot is not None for each in order] == [True] * (index + 1) + [False] * (3 - index)
 
 
 # ----------------------------------------------------------------------------------------------------------- lingering
@@ -246,7 +246,7 @@ TURNAROUND = 50.0  # seconds: so long that what the test itself takes is nothing
     [
         ([10.5, 11.0], 2.0, 1.0),
         ([10.5, 11.5], 2.0, 0.5),  # the second is beyond what pays, counted from 9
-        ([9.5], 2.0, 0.0),  # late: nobody waits for it
+        ([9.5], 2.0, 0.0),  # late: the step does not wait for it
         ([10.5], 1.0, 0.0),
     ],
 )
@@ -275,7 +275,7 @@ def test_a_pass_waits_for_who_is_about_to_answer_and_for_nobody_else(loaded: Loa
     engine.cost = FittedCost([(1, 1000.0)])
     first, second = answering(engine), answering(engine)
     Client(engine).submit(())
-    step(engine)  # nobody knows when that one will answer
+    step(engine)  # its turnaround is unknown
     assert engine.linger() == 0, "nothing to hold back"
     first.submit(())
     assert 0 < engine.linger() <= 2 * TURNAROUND

@@ -84,7 +84,7 @@ def written(engine: VerifierEngine, numbers: list[int]) -> dict[int, list[int]]:
     return {number: sequence.tokens[-OUTPUT:] for number, sequence in sequences.items()}
 
 
-def test_a_text_is_the_same_alone_among_many_and_after_giving_way() -> None:
+def test_a_text_is_the_same_alone_among_many_and_after_preemption() -> None:
     """In float32, greedy and coupled side by side. The small pool holds three of the sequences at their longest, and
     begins more of them.
     """
@@ -122,9 +122,9 @@ def test_the_pool_is_looked_over_once_all_have_gone_and_starts_anew_where_it_is_
     lost = begin(3)
     engine.receive(Open(lost))
     engine.forward(engine.schedule())
-    assert engine.idle() is None, "not while somebody is here"
+    assert engine.idle() is None, "not while there is a sequence"
     assert checks("intact") == 1
-    engine.scheduler.running.remove(lost)  # a bug: it is gone, and nobody has freed what it held
+    engine.scheduler.running.remove(lost)  # a bug: it is gone, and its slot was not freed
     engine.idle()
     assert (checks("intact"), checks("corrupted")) == (1, 1)
     assert shown(metrics, "outrider_kv_blocks_used") == 0
@@ -158,7 +158,7 @@ def test_a_prompt_that_begins_alike_is_not_run_again(draft_address: str) -> None
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_what_a_failed_sequence_leaves_is_not_used(fails: bool) -> None:
-    """Its keys and values may be no numbers, and would spoil all that follow."""
+    """Its KV cache may hold NaN."""
     engine, _ = start("--max-sequences", "2", "--max-sequence-tokens", "128")
     sequence = make([], prompt=SHARED[: BLOCK_TOKENS + 1])
     engine.receive(Open(sequence))

@@ -19,7 +19,7 @@ BLOCK = 4
 
 
 class Driver:
-    """A scheduler whose passes write one number a position, and whose results accept what they are told to."""
+    """A scheduler whose passes write one number a position, and whose results accept given numbers of tokens."""
 
     def __init__(
         self, *, blocks: int = 64, pass_tokens: int = 16, max_sequences: int = 8, max_length: int = 128
@@ -224,7 +224,7 @@ def test_whoever_comes_and_goes_all_end_and_the_oldest_never_gives_way(
                 here.remove(each)
         if step > 200 and not here:
             break
-    assert not here, "everybody has ended"
+    assert not here, "all have ended"
     assert driver.pool.used_blocks == 0
     if seed == 0:
         assert driver.preempted(), "there is something to test"

@@ -16,13 +16,13 @@ from protos.outrider.v1.verifier_service_pb2_grpc import VerifierServiceStub
 from tests.cluster import Cluster, Service, wait_until
 from tests.verifier_service.streams import PROMPT, Stream, opening
 
-PLACES, WAITING = 4, 1
+MAX_SEQUENCES, WAITING = 4, 1
 COUPLED = sampling_pb2.ACCEPTANCE_RULE_COUPLED
 
 
 @pytest.fixture(scope="module")
 def verifier() -> Iterator[Service]:
-    limits = f"--max-sequences {PLACES} --max-waiting {WAITING} --idle-timeout 3 --slow-client-timeout 1.5"
+    limits = f"--max-sequences {MAX_SEQUENCES} --max-waiting {WAITING} --idle-timeout 3 --slow-client-timeout 1.5"
     with Cluster(f"{limits} --max-message-bytes {1 << 16}") as cluster:
         service = cluster.verifier()
         service.wait_healthy()
@@ -168,9 +168,9 @@ def test_bad_input_ends_its_own_stream_with_a_clear_status(
         assert [bystander.verdict().token_ids[0] for _ in range(4)] == alone[:4]
 
 
-def test_streams_of_garbage_leave_their_places_at_once(channel: grpc.Channel, verifier: Service) -> None:
+def test_streams_of_garbage_free_their_sequences_at_once(channel: grpc.Channel, verifier: Service) -> None:
     """Each holds KV by then: a sequence with a round has been answered. More would be too many at once."""
-    for _ in range(2 * (PLACES + WAITING)):
+    for _ in range(2 * (MAX_SEQUENCES + WAITING)):
         with Stream(channel, "garbage") as stream:
             stream.open()
             stream.decode(1, PROMPT)
@@ -208,13 +208,13 @@ def test_a_client_that_does_not_read_is_cut(verifier: Service) -> None:
     assert "read no responses" in error.message
 
 
-# --------------------------------------------------------------------------------------------------------------- room
+# --------------------------------------------------------------------------------------------------------------- queue
 
 
 def test_a_client_that_vanishes_frees_its_sequence(channel: grpc.Channel, verifier: Service) -> None:
     for _ in range(3):
         with ExitStack() as held:
-            streams = [held.enter_context(Stream(channel)) for _ in range(PLACES)]
+            streams = [held.enter_context(Stream(channel)) for _ in range(MAX_SEQUENCES)]
             for stream in streams:
                 stream.open(opening(max_new_tokens=900))
                 stream.decode(1, PROMPT, 900)
@@ -227,7 +227,7 @@ def test_a_client_that_vanishes_frees_its_sequence(channel: grpc.Channel, verifi
 def test_sequences_wait_for_room_and_too_many_are_refused(channel: grpc.Channel, alone: list[int]) -> None:
     """Those that were in progress elsewhere are let in all the same, and go first."""
     with ExitStack() as stack:
-        running = [stack.enter_context(Stream(channel, f"s{i}")) for i in range(PLACES)]
+        running = [stack.enter_context(Stream(channel, f"s{i}")) for i in range(MAX_SEQUENCES)]
         for stream in running:
             stream.open()
             stream.decode(1, PROMPT)
@@ -266,7 +266,7 @@ def test_health_and_the_model_are_served(channel: grpc.Channel) -> None:
         assert status == health_pb2.HealthCheckResponse.SERVING
     model = VerifierServiceStub(channel).GetModel(verifier_service_pb2.VerifierServiceGetModelRequest()).model
     assert (model.vocab_size, model.context_length, model.dtype) == (2048, 1024, "float32")
-    assert model.limits.max_sequences == PLACES
+    assert model.limits.max_sequences == MAX_SEQUENCES
     assert len(model.weights_fingerprint) == len(model.vocabulary_fingerprint) == 64
 
 
@@ -303,7 +303,7 @@ def test_every_response_has_the_size_asked_for(channel: grpc.Channel) -> None:
     assert {reply.ByteSize() for reply in replies} == {1000}
 
 
-def test_an_idle_stream_gives_its_place_to_a_sequence_that_waits() -> None:
+def test_an_idle_stream_ends_for_a_queued_sequence() -> None:
     with ExitStack() as stack:
         limits = "--max-sequences 1 --max-waiting 1 --idle-timeout 8 --contended-idle-timeout 3"
         verifier = stack.enter_context(Cluster(limits)).verifier()

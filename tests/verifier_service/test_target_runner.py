@@ -31,7 +31,7 @@ if IS_INTERPRETED:
 NEEDS_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="triton has no build for this platform")
 PAGED = AttentionChoice(EAGER, "to be captured")
 SEQUENCES, GAMMA, V = 3, 3, 2048
-LAWS = [SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(temperature=0), SamplingParams(top_p=0.9)]
+PARAMS = [SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(temperature=0), SamplingParams(top_p=0.9)]
 RULES = [Rule.TOKENWISE, Rule.BLOCK, Rule.COUPLED]
 
 
@@ -72,16 +72,16 @@ def rounds(packed: ModelRunner, judged: TargetRunner, seed: int) -> list[VerifyR
                 best = packed.forward([Chunk(slots[i], texts[i][-1:], len(texts[i]) - 1, 0)])[0, :V].argmax()
                 packed.pool.rollback(slots[i], len(texts[i]) - 1)
                 drafted = (int(best), *drafted[1:])
-            law = LAWS[3] if step == 5 else rng.choice(LAWS[:3])
+            params = PARAMS[3] if step == 5 else rng.choice(PARAMS[:3])
             rule = rng.choice(RULES)
             q = () if rule is Rule.COUPLED else (None,) * len(drafted)
-            proposals.append(Proposed(drafted, q, law, seed=seed + i, base_length=len(texts[i]), rule=rule))
+            proposals.append(Proposed(drafted, q, params, seed=seed + i, base_length=len(texts[i]), rule=rule))
             chunks.append(Chunk(slots[i], [texts[i][-1], *drafted], len(texts[i]) - 1, 0))
-        told = judged(chunks, proposals)
-        assert told.proposals == proposals
-        assert min(told.forward_seconds, told.verify_seconds) >= 0
-        results += told.results
-        for i, proposal, result in zip(present, proposals, told.results, strict=True):
+        output = judged(chunks, proposals)
+        assert output.proposals == proposals
+        assert min(output.forward_seconds, output.verify_seconds) >= 0
+        results += output.results
+        for i, proposal, result in zip(present, proposals, output.results, strict=True):
             texts[i] += [*proposal.tokens[: result.accepted], result.next_token]
             packed.pool.rollback(slots[i], len(texts[i]) - 1)
     for slot in slots:

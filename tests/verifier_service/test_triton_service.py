@@ -17,7 +17,7 @@ from tests.cluster import Cluster, wait_healthy
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton has no build for this platform")
 
 PROMPT = "def add(a, b):\n"
-LAWS: list[Options] = [
+SAMPLINGS: list[Options] = [
     {"rule": "block", "temperature": 1.0},
     {"rule": "tokenwise", "temperature": 0.7},
     {"rule": "coupled", "temperature": 1.0},
@@ -38,10 +38,10 @@ def pair() -> Iterator[Pair]:
         yield Pair(verifier, draft)
 
 
-@pytest.mark.parametrize("law", LAWS, ids=str)
-def test_the_text_is_the_one_that_the_host_path_gives(pair: Pair, demo_pair: Pair, law: Options) -> None:
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_the_text_is_the_one_that_the_host_path_gives(pair: Pair, demo_pair: Pair, sampling: Options) -> None:
     """With a seed, in float32: the same tokens, the same counts."""
-    asked = Options(max_new_tokens=6, ignore_eos=True, seed=7, gamma=2) | law
+    asked = Options(max_new_tokens=6, ignore_eos=True, seed=7, gamma=2) | sampling
     texts = []
     for each in (pair, demo_pair):
         with Client(each.address) as client:
