@@ -1,3 +1,3 @@
-"""The draft service: the front door, and the small model behind it."""
+"""The draft service: serves clients, drafts with a small model, and has a verifier judge the drafts."""
 
-import outrider  # noqa: F401  # before gRPC, which then logs as that says
+import outrider  # noqa: F401  # before gRPC: it configures gRPC's logging

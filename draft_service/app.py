@@ -267,7 +267,7 @@ def verifier_tls(settings: DraftSettings) -> ChannelTLS | None:
     return from_files("--verifier-tls-ca, -cert or -key", lambda: ChannelTLS(TLS(ca, cert, key, name)))
 
 
-# The limit of our verifiers; that of the target is not known yet.
+# The limit of our verifiers; the target has not answered yet.
 _STOP_TOKEN_IDS = 64
 
 

@@ -19,7 +19,7 @@ from protos.outrider.v1 import sampling_pb2, speculation_pb2, verifier_service_p
 _log = structlog.get_logger()
 
 # Tokens of one `Decode` while the drafter is in backoff.
-DECODED_WHILE_RESTING = 32
+DECODED_IN_BACKOFF = 32
 
 OnOpen = Callable[[verifier_service_pb2.Opened | None], None]
 
@@ -166,7 +166,7 @@ class Sample:
         """Tokens of the next `Decode`."""
         if self._drafting is None:
             return self.sequence.left
-        return self._gamma.pause or DECODED_WHILE_RESTING
+        return self._gamma.pause or DECODED_IN_BACKOFF
 
     async def _drafted(self, draft: Awaitable[Draft]) -> Draft | None:
         """The proposal; None if drafting failed."""

@@ -59,8 +59,8 @@ def check_emission(
     """
     if not message.HasField("emission"):
         return None
-    asked = message.emission
-    if not asked.frame_bytes and not asked.HasField("pace"):
+    emission = message.emission
+    if not emission.frame_bytes and not emission.HasField("pace"):
         raise invalid_field("emission", "emission is empty; set frame_bytes, pace or both")
     if message.speculation.report_rounds:
         raise invalid_field(
@@ -68,16 +68,16 @@ def check_emission(
             "speculation.report_rounds and emission exclude each other: the reports show what emission hides",
         )
     least = least_frame_bytes(message, max_gamma=max_gamma, top_logprobs=top_logprobs)
-    if asked.frame_bytes and not least <= asked.frame_bytes <= MAX_FRAME_BYTES:
+    if emission.frame_bytes and not least <= emission.frame_bytes <= MAX_FRAME_BYTES:
         raise invalid_field(
             "emission.frame_bytes",
-            f"emission.frame_bytes is {asked.frame_bytes}; {least} to {MAX_FRAME_BYTES}, where {least} is the size of "
-            "the largest response to this request",
-            given=asked.frame_bytes,
+            f"emission.frame_bytes is {emission.frame_bytes}; {least} to {MAX_FRAME_BYTES}, where {least} is the size "
+            "of the largest response to this request",
+            given=emission.frame_bytes,
             minimum=least,
             maximum=MAX_FRAME_BYTES,
         )
-    pace = asked.pace.seconds + asked.pace.nanos / 1e9 if asked.HasField("pace") else None
+    pace = emission.pace.seconds + emission.pace.nanos / 1e9 if emission.HasField("pace") else None
     if pace is not None and not MIN_PACE_S <= pace <= MAX_PACE_S:
         raise invalid_field(
             "emission.pace",
@@ -86,7 +86,7 @@ def check_emission(
             minimum=MIN_PACE_S,
             maximum=MAX_PACE_S,
         )
-    return Emission(asked.frame_bytes, _token_bytes(top_logprobs) + _SLACK, pace)
+    return Emission(emission.frame_bytes, _token_bytes(top_logprobs) + _SLACK, pace)
 
 
 def least_frame_bytes(message: draft_service_pb2.GenerateRequest, *, max_gamma: int, top_logprobs: int | None) -> int:

@@ -72,8 +72,8 @@ def check_generate(
     gamma = _check_gamma(message.speculation, limits, first_gamma if policy is PolicyKind.FIXED else most)
     drafter = Kind.NONE
     if gamma:
-        asked = message.speculation.drafter
-        drafter = check_drafter("speculation.drafter", asked, sampling, offered=drafters, default=default_drafter)
+        named = message.speculation.drafter
+        drafter = check_drafter("speculation.drafter", named, sampling, offered=drafters, default=default_drafter)
     if drafter is Kind.NONE:
         gamma = 0
     if sampling.needs_logits:
@@ -249,16 +249,16 @@ def check_message_size(field: str, gamma: int, draft: model_pb2.ModelInfo, targe
         )
 
 
-def check_fingerprint(asked: str, target: model_pb2.ModelInfo) -> None:
+def check_fingerprint(fingerprint: str, target: model_pb2.ModelInfo) -> None:
     """Checks that the target has the requested fingerprint.
 
     Raises:
         RequestError: FAILED_PRECONDITION.
     """
-    if asked and asked != target.weights_fingerprint:
+    if fingerprint and fingerprint != target.weights_fingerprint:
         raise failed_precondition(
             "PAIR_MISMATCH",
-            f"weights_fingerprint is {asked[:16]}; this target has {target.weights_fingerprint[:16]}",
+            f"weights_fingerprint is {fingerprint[:16]}; this target has {target.weights_fingerprint[:16]}",
             field="weights_fingerprint",
         )
 

@@ -86,9 +86,9 @@ class VerifyStream:
                 f"service was started with {self._fingerprint[:16]}: restart the draft service",
             )
         if self._opened.rule != rule:
-            asked, taken = (sampling_pb2.AcceptanceRule.Name(each) for each in (rule, self._opened.rule))
+            needed, taken = (sampling_pb2.AcceptanceRule.Name(each) for each in (rule, self._opened.rule))
             raise internal(
-                "INTERNAL", f"the verifier at {self._address} uses the rule {taken}; the request has {asked}"
+                "INTERNAL", f"the verifier at {self._address} uses the rule {taken}; the request has {needed}"
             )
         return self._opened
 

@@ -295,8 +295,8 @@ async def _verdict(engine: VerifierEngine, replies: asyncio.Queue[Reply]) -> spe
                 raise internal("INTERNAL", "the engine has ended before its first pass") from None
             continue
         if isinstance(reply, RequestError):
-            raise internal(reply.reason, f"the first pass of the target failed: {reply.message}")
+            raise internal(reply.reason, f"the first step of the target failed: {reply.message}")
         if reply is None:
-            raise internal("INTERNAL", "the first pass of the target failed: it ended without a verdict")
+            raise internal("INTERNAL", "the first step of the target failed: it ended without a verdict")
         if reply.WhichOneof("kind") == "verdict":
             return reply.verdict

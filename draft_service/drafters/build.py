@@ -20,7 +20,7 @@ from protos.outrider.v1 import model_pb2
 
 
 def check_settings(settings: DraftSettings) -> None:
-    """Checks what can be known before anything is loaded.
+    """Checks the settings of the drafters, before anything is loaded.
 
     Raises:
         SettingsError: a number is out of its range, the drafter has nothing to count, or the corpus is not there.
@@ -34,8 +34,8 @@ def check_settings(settings: DraftSettings) -> None:
     if corpus is not None or settings.ngram_learn:
         return
     staged_by_counts = loads_model(settings) and Kind(settings.staged_by) is Kind.NGRAM
-    for asks, flag in ((Kind(settings.drafter) is Kind.NGRAM, "--drafter"), (staged_by_counts, "--staged-by")):
-        if asks:
+    for is_set, flag in ((Kind(settings.drafter) is Kind.NGRAM, "--drafter"), (staged_by_counts, "--staged-by")):
+        if is_set:
             raise SettingsError(
                 f"{flag} ngram: there is no text to count; set --ngram-corpus FILE, --ngram-learn, or both"
             )
@@ -49,7 +49,7 @@ def loads_model(settings: DraftSettings) -> bool:
 def cheap_drafters(
     settings: DraftSettings, tokenizer: Tokenizer, target: model_pb2.ModelInfo, sparse: SparseConfig
 ) -> dict[Kind, Drafter]:
-    """All drafters that take no model. `ngram` is among them where there is something to count.
+    """The drafters without a draft model. `ngram` is among them if there is text to count.
 
     Raises:
         SettingsError: the corpus cannot be read.
@@ -75,7 +75,7 @@ def cheap_drafters(
 def model_drafters(
     settings: DraftSettings, engine: DraftEngine, cheap: Mapping[Kind, Drafter], target: model_pb2.ModelInfo
 ) -> dict[Kind, Drafter]:
-    """Those that take the draft model; one of the `cheap` ones guesses for it."""
+    """The drafters with a draft model. One of the `cheap` ones guesses for `staged`."""
     guesses = cheap[Kind(settings.staged_by)]
     assert isinstance(guesses, GuessingDrafter)
     return {
@@ -87,7 +87,7 @@ def model_drafters(
 def guarded(
     drafters: Mapping[Kind, Drafter], settings: DraftSettings, target: model_pb2.ModelInfo, sparse: SparseConfig
 ) -> dict[Kind, GuardedDrafter]:
-    """The same, each so that it cannot harm a request."""
+    """The same drafters, each with a guard."""
     return {
         kind: GuardedDrafter(
             drafter,

@@ -23,7 +23,7 @@ from kernels.sparse import SparseDistribution, validate
 from kernels.verify import Rule
 from outrider.service.best_effort import Component
 
-FIRST_REST_S, LONGEST_REST_S = 1.0, 10.0
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 1.0, 10.0
 """Seconds of backoff after a failure: doubled by each further one, up to the second number."""
 
 SOUND_AFTER = 8
@@ -46,12 +46,12 @@ Result = TypeVar("Result")
 _log = structlog.get_logger()
 
 
-class Rest:
+class Backoff:
     """Exponential backoff after failures, by the event loop's clock."""
 
     def __init__(self) -> None:
         self._until = 0.0
-        self._next = FIRST_REST_S
+        self._next = FIRST_BACKOFF_S
         self._sound = 0  # proposals in a row
 
     def is_over(self) -> bool:
@@ -60,12 +60,12 @@ class Rest:
     def begin(self) -> None:
         """Starts a pause after a failure, and doubles the next one."""
         self._until = asyncio.get_running_loop().time() + self._next
-        self._next, self._sound = min(2 * self._next, LONGEST_REST_S), 0
+        self._next, self._sound = min(2 * self._next, LONGEST_BACKOFF_S), 0
 
     def proposed(self) -> None:
         self._sound += 1
         if self._sound >= SOUND_AFTER:
-            self._next = FIRST_REST_S
+            self._next = FIRST_BACKOFF_S
 
 
 @dataclass(slots=True)
@@ -112,7 +112,7 @@ class GuardedDrafter(Drafter):
         self._vocab_size = vocab_size
         self._max_support = max_support
         self._failures = 0  # in a row
-        self._rest = Rest()  # between probes
+        self._backoff = Backoff()  # between probes
         self._probing: asyncio.Task[None] | None = None
 
     def open(self, sequence: DraftSequence) -> Drafting:
@@ -163,7 +163,7 @@ class GuardedDrafter(Drafter):
         return draft
 
     def _begin_probe(self) -> None:
-        if self._probing is None and self._rest.is_over():
+        if self._probing is None and self._backoff.is_over():
             self._probing = asyncio.ensure_future(self._probe())
 
     async def _probe(self) -> None:
@@ -173,11 +173,11 @@ class GuardedDrafter(Drafter):
             drafting = self.drafter.open(PROBE)
             await self.checked(begun(drafting.propose(PROBE_GAMMA)), PROBE_GAMMA, PROBE, requested)
         except Exception as error:
-            self._rest.begin()
+            self._backoff.begin()
             self._turn(is_up=False, reason=f"{type(error).__name__}: {error}")
         else:
-            self._rest = Rest()
-            self._rest.begin()  # at most one probe a second, whatever clients do
+            self._backoff = Backoff()
+            self._backoff.begin()  # at most one probe a second, whatever clients do
             self._failures = 0
             self._turn(is_up=True)
         finally:
@@ -206,7 +206,7 @@ class GuardedDrafting(Drafting):
         self._inner: Drafting | None = None
         self._error: Exception | None = None  # for the next proposal to raise
         self._late: asyncio.Future[Draft] | None = None  # a proposal that may still come
-        self._rest = Rest()
+        self._backoff = Backoff()
         self._has_failed = False  # since the last proposal
         self._attempt(self._open, None)
 
@@ -214,7 +214,7 @@ class GuardedDrafting(Drafting):
         """False, too, while a late proposal is still in progress."""
         if self._late is not None and not self._late.done():
             return False
-        return self._rest.is_over() and self._guard.is_available()
+        return self._backoff.is_over() and self._guard.is_available()
 
     def capacity(self) -> int:
         return self._attempt(lambda: self._open().capacity(), 1)  # if it fails, `propose` raises
@@ -257,13 +257,13 @@ class GuardedDrafting(Drafting):
                 self._late = proposal  # its KV cache stays useful
             else:
                 self.close()
-            self._rest.begin()
+            self._backoff.begin()
             self._has_failed = True
             self._guard.failed()
             if isinstance(error, DraftError | TimeoutError):
                 raise error if isinstance(error, DraftError) else DraftError(str(error)) from None
             raise DraftError(f"the drafter failed: {type(error).__name__}: {error}") from None
-        self._rest.proposed()
+        self._backoff.proposed()
         self.recoveries += self._has_failed
         self._has_failed = False
         self._guard.proposed(draft)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from draft_service.drafters.base import Draft, Drafter, DraftError, Drafting, DraftSequence
-from draft_service.drafters.guard import FAILURES_IN_A_ROW, FIRST_REST_S, LONGEST_REST_S, PROBE, GuardedDrafter
+from draft_service.drafters.guard import FAILURES_IN_A_ROW, FIRST_BACKOFF_S, LONGEST_BACKOFF_S, PROBE, GuardedDrafter
 from kernels.adjustments import LogitRules
 from kernels.dense import EXCLUDED, DraftLogits
 from kernels.sampling import SamplingParams
@@ -134,7 +134,7 @@ async def test_an_exception_fails_the_next_proposal_and_not_the_one_after(broken
     drafting.advance([5])
     await failure(drafting, f"RuntimeError: {broken} broke")
     drafter.broken = ""
-    await asyncio.sleep(FIRST_REST_S)
+    await asyncio.sleep(FIRST_BACKOFF_S)
     assert await drafting.propose(4) is FINE
     assert drafting.recoveries == 1
     assert [*drafter.opened[-1].sequence.committed, *drafter.opened[-1].advanced] == [4, 5]
@@ -146,7 +146,7 @@ async def test_after_the_backoff_it_opens_again_with_all_committed_tokens() -> N
     drafting, written = drafter.guarded().open(PLAIN), [6, 7]
     await drafting.propose(4)
     drafting.advance([6, 7])
-    for rest in (FIRST_REST_S, 2 * FIRST_REST_S):
+    for rest in (FIRST_BACKOFF_S, 2 * FIRST_BACKOFF_S):
         assert (await failure(drafting, "no numbers")).reason == "BAD_LOGITS"
         asked = drafter.asked
         await asyncio.sleep(0.9 * rest)
@@ -205,7 +205,7 @@ async def test_a_failed_probe_takes_the_drafter_down_until_a_probe_succeeds(hang
         probes += [clock.time()] * (drafter.asked > before)
     assert np.diff(probes) == pytest.approx([2, 4, 8, 10, 10], abs=0.2)
     drafter.answer = lambda n: FINE
-    await asyncio.sleep(LONGEST_REST_S)
+    await asyncio.sleep(LONGEST_BACKOFF_S)
     assert not waiting.is_ready(), "the probe comes first"
     await asyncio.sleep(0.1)
     assert await waiting.propose(4) is FINE

@@ -262,7 +262,7 @@ def _be_sick(drafter: str, guesser: str, how: Callable[[Any], Any]) -> None:
 
     made = count()
     _change_guesses(drafter, guesser, lambda guesses: how(guesses) if next(made) % 2 else guesses)
-    guard.FIRST_REST_S, guard.LONGEST_REST_S = 0.01, 0.02
+    guard.FIRST_BACKOFF_S, guard.LONGEST_BACKOFF_S = 0.01, 0.02
 
 
 def _change_guesses(drafter: str, guesser: str, change: Callable[[list[Any]], Any]) -> None:
