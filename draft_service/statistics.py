@@ -8,8 +8,8 @@ from outrider.service.cost_model import FORGETTING, CostLine, FittedCost
 
 # Drafting starts again where it writes this much faster than `Decode`. Measured times are not more exact than this.
 BEGIN_GAIN = 1.03
-# Where `Decode` was never measured with this number of sequences, it is tried unless the formula says that drafting
-# writes this much faster: on shared processors a step is slower beside drafts.
+# Without measured cycles of `Decode` at this number of sequences, drafting goes on only if the formula gives it this
+# much more text: on shared processors a step is slower beside drafts.
 UNTRIED_GAIN = 1.4
 # γ changes only for a gain above this share: the outcome cache has drafted for the previous γ.
 SAME = 0.01
@@ -223,7 +223,7 @@ class CostModel:
 
     @property
     def has_decoded(self) -> bool:
-        """Whether `Decode` was measured with as many sequences as now."""
+        """Whether a cycle of `Decode` was measured at the current number of active sequences."""
         return self._now.cycles[False].ratio is not None
 
     def add(self, round_: JudgedRound, *, is_probe: bool) -> None:
