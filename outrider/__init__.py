@@ -1,7 +1,7 @@
-"""What both services and their clients stand on; imports nothing of its own by itself."""
+"""What both services and their clients share. This module imports none of it."""
 
 import os
 
-# gRPC's core writes to standard error by itself, of connections that come and go, and reads this when it is imported.
-# All that matters of it comes as the status of a call. GRPC_VERBOSITY=error in the environment brings its lines back.
+# gRPC's core logs connections to standard error; it reads this variable when it is imported. Failures arrive as the
+# status of a call anyway. GRPC_VERBOSITY=error in the environment shows its lines.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")

@@ -1,7 +1,6 @@
-"""The client library: text from a draft service, asynchronously or not.
+"""The client library: text from a draft service, with or without asyncio.
 
-It speaks the contract and nothing else: no model, no tokenizer, no tensors behind it. Every example below runs with
-`address` as the `HOST:PORT` of a draft service.
+It needs no model, no tokenizer and no torch. In the examples `address` is the `HOST:PORT` of a draft service.
 
 >>> from outrider.client import Client
 >>> with Client(address) as client:

@@ -25,36 +25,34 @@ from protos.outrider.v1 import verifier_service_pb2
 
 T = TypeVar("T")
 
-_LOOK_S = 5.0  # for one question about what serves at an address
+_PROBE_TIMEOUT_S = 5.0
 
 
 class AsyncClient:
-    r"""Talks to draft services. One client serves any number of calls at once; make it inside the event loop that it
-    is used in.
+    r"""A client of draft services, for any number of calls at once. Make it inside the event loop that uses it.
 
-    Where there are several, calls go to them in turn, past those that failed lately. A call whose service dies, leaves
-    or has no room goes on at another one, or at the same one once it is back, after what has been delivered, as long
-    as it has one sample (with more of them, as long as none has begun): see "Retries and several services" in
+    With several services, calls go to them in turn; those that failed in the last 10 s come last. If a service dies,
+    drains or is full, its calls continue at another one, or at the same one later, after the tokens delivered so far.
+    A call with several samples continues only if none has begun. See "Retries and several services" in
     docs/reference/client.md.
 
     Args:
-        address: `HOST:PORT` of the draft service; or several, as a list or with commas between. A host that is a name
-            stands for all its addresses, and is resolved again every 30 s and whenever one of them fails.
-        timeout: seconds that a call may take in all, retries included, unless it says otherwise; None: for ever.
-        patience: seconds that a call keeps trying while no draft service takes it, or goes on with it; None: as long as
-            its timeout allows. 0 tries each address once.
-        retry: whether a call is tried again at all, or goes on after what was delivered, where it ends as UNAVAILABLE
-            or as RESOURCE_EXHAUSTED for want of room.
-        silence: seconds that a service may say nothing, where there are others; then the call goes on at one of them. A
-            service that has nothing to tell says so every 5 s.
-        tls: how to speak TLS; None is plaintext. Its files, and that of the token, are read anew when they change.
-        token_file: file whose first line that is neither empty nor begins with `#` is a bearer token; every call
-            carries it.
-        plaintext: speak plaintext to addresses that are not loopback too.
+        address: `HOST:PORT` of the draft service; or several, as a list or separated by commas. A DNS name stands for
+            all its addresses; it is resolved again every 30 s and after each failure.
+        timeout: seconds of a call, retries included; None: no limit. Calls may override it.
+        patience: seconds that a call retries while no draft service accepts it; None: until its timeout. 0: each
+            address once.
+        retry: whether a call that ends as UNAVAILABLE, or as RESOURCE_EXHAUSTED because the service is full, is retried
+            or continued.
+        silence: seconds without a message after which a call goes on at another service, if there is one. A service
+            without news sends an empty message every 5 s.
+        tls: TLS settings; None: plaintext. Its files and the token's are reloaded when they change.
+        token_file: file with the bearer token of every call: its first line that is not empty and not a `#` comment.
+        plaintext: allow plaintext to addresses that are not loopback.
 
     Raises:
-        ValueError: there is no address; a file is missing or is not what it should be; or `tls` is None, `plaintext` is
-            not set, and an address is not loopback.
+        ValueError: no address; a file is missing or has the wrong content; or an address is not loopback, and neither
+            `tls` nor `plaintext` is given.
 
     >>> import asyncio
     >>> from outrider.client import AsyncClient, Chunk
@@ -110,8 +108,8 @@ class AsyncClient:
     async def generate(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]
     ) -> AsyncGenerator[Event, None]:
-        """Streams one generation: `Started`, then `Chunk`s, then a `Finished` for each sample; and `Queued` whenever it
-        waits for its turn.
+        """Streams one generation: `Started`, then `Chunk`s, then a `Finished` for each sample; and `Queued` while it
+        waits in the queue.
 
         Leaving the iterator, by `aclose`, by cancelling its task or by dropping it, cancels the call at both services.
 
@@ -121,8 +119,8 @@ class AsyncClient:
             options: see `Options`.
 
         Raises:
-            OutriderError: of the type that fits; see `outrider.client.errors`.
-            TypeError: an option that does not exist.
+            OutriderError: a subclass by status code; see `outrider.client.errors`.
+            TypeError: an unknown option.
         """
         generation = Generation(build(prompt, options), self._timeout if timeout is None else timeout, self._patience)
         while True:
@@ -132,7 +130,7 @@ class AsyncClient:
                 with InactivityTimer(silence) as timer:
                     while (response := await timer.wait_for(anext(responses, None))) is not None:
                         event = read(response)
-                        if event is None:  # a sign of life
+                        if event is None:  # an empty message
                             continue
                         for each in generation.take(event):
                             yield each
@@ -151,15 +149,15 @@ class AsyncClient:
                 return
 
     async def complete(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Completion:
-        """`generate`, put together. Same arguments, same errors."""
+        """`generate`, collected. Same arguments, same errors."""
         events = [event async for event in self.generate(prompt, timeout=timeout, **options)]
         return Completion.of(events)
 
     async def get_model(self, *, timeout: float | None = None) -> pb.DraftServiceGetModelResponse:
-        """What the pair is: `model` is the draft, `target` the model whose text it is.
+        """Describes the pair: `model` is the draft model, `target` the target.
 
         Raises:
-            OutriderError: of the type that fits.
+            OutriderError: a subclass by status code.
         """
         call = Call(self._timeout if timeout is None else timeout, self._patience)
         while True:
@@ -171,22 +169,22 @@ class AsyncClient:
                 await self._recover(call, error)
 
     async def _begin(self, call: Call, method: str, request: Any) -> tuple[Any, float | None]:
-        """Begins a try; and seconds that it may be silent: None, for ever, where there is no other endpoint."""
+        """Begins an attempt. Returns it with its silence timeout: None without another endpoint."""
         call.address = await self._endpoints.choose()
         others = self._retry and len(await self._endpoints.addresses()) > 1
         begun = self._endpoints.begin(call.address, method, request, timeout=call.time_left)
         return begun, self._silence if others else None
 
     async def _recover(self, call: Call, cause: grpc.RpcError | TimeoutError) -> None:
-        """Returns when the try that ended by `cause` is to be made again, after a pause or at once elsewhere.
+        """Returns when the attempt that ended by `cause` should be repeated: after a pause, or at once elsewhere.
 
         Raises:
-            OutriderError: it is not.
+            OutriderError: it should not.
         """
         if isinstance(cause, grpc.RpcError):
             failure = typed(cause, call.timeout)
         else:
-            silent = f"the draft service at {call.address} was silent for {self._silence:g} s"
+            silent = f"the draft service at {call.address} sent nothing for {self._silence:g} s"
             failure = typed(unavailable(UNSPECIFIED, silent))
         if failure.code is grpc.StatusCode.UNIMPLEMENTED and await self._is_verifier(call.address):
             failure.message = f"{call.address} is a verifier, not a draft service"
@@ -202,14 +200,14 @@ class AsyncClient:
     async def _is_verifier(self, address: str) -> bool:
         request = verifier_service_pb2.VerifierServiceGetModelRequest()
         try:
-            await self._endpoints.begin(address, "GetModel", request, timeout=_LOOK_S, service="verifier")
+            await self._endpoints.begin(address, "GetModel", request, timeout=_PROBE_TIMEOUT_S, service="verifier")
         except grpc.RpcError:
             return False
         return True
 
 
 class Client:
-    """`AsyncClient` for plain code, over an event loop in a thread of its own. Any thread may call it.
+    """`AsyncClient` for code without an event loop: it runs one in a thread. Any thread may call it.
 
     >>> from outrider.client import Client, InvalidRequest
     >>> with Client(address, timeout=60) as client:
@@ -237,7 +235,7 @@ class Client:
         self._thread = threading.Thread(target=self._loop.run_forever, name="outrider-client", daemon=True)
         self._thread.start()
 
-        async def make() -> AsyncClient:  # over there: grpc.aio binds a channel to the loop that is running
+        async def make() -> AsyncClient:  # in that thread: grpc.aio binds a channel to the running loop
             return AsyncClient(
                 address,
                 timeout=timeout,
@@ -280,7 +278,7 @@ class Client:
     ) -> Generator[Event, None, None]:
         """As `AsyncClient.generate`. Closing or dropping the iterator cancels the call."""
         events = self._client.generate(prompt, timeout=timeout, **options)
-        # An interrupt leaves a step behind that is still being cancelled: the iterator is closed after it, not under it
+        # An interrupt leaves a step that is still being cancelled: close the iterator after it
         one_at_a_time = asyncio.Lock()
 
         async def step() -> Event | None:
@@ -319,5 +317,5 @@ class Client:
         try:
             return future.result()
         finally:
-            # An interrupt lands here while the call goes on over there.
+            # An interrupt arrives here while the call goes on in the other thread.
             future.cancel()

@@ -1,4 +1,4 @@
-"""The draft services of one client: their addresses, a channel to each, TLS and tokens, and recent failures."""
+"""The draft services of one client: addresses, channels, TLS, tokens and recent failures."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from protos.outrider.v1 import draft_service_pb2_grpc, verifier_service_pb2_grpc
 # Responses stream in small pieces; requests may hold a long prompt.
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 
-# A name is asked again after this long, and whenever an address of it has failed.
+# A name is resolved again after this long, and when one of its addresses has failed.
 RESOLVED_FOR_S = 30.0
-# An address that failed is taken again after this long; sooner where no other is left.
+# An address that failed is avoided for this long, unless all have failed.
 AVOIDED_FOR_S = 10.0
 
 
@@ -35,7 +35,7 @@ class Stubs:
 
 
 def split(address: str | Sequence[str]) -> list[str]:
-    """The addresses that a client is given: one, several with commas between, or a list.
+    """The addresses in a list, or in text with commas.
 
     Raises:
         ValueError: there is none.
@@ -48,15 +48,15 @@ def split(address: str | Sequence[str]) -> list[str]:
 
 
 class Endpoints:
-    """Made and used on one event loop.
+    """The endpoints of one client. For one event loop.
 
     Args:
-        names: `HOST:PORT` each; a host that is a name stands for all its addresses.
+        names: `HOST:PORT` each; a DNS name stands for all its addresses.
         tls: None is plaintext.
         token_file: of the bearer token that every call carries.
 
     Raises:
-        ValueError: a file is missing, or is not what it should be.
+        ValueError: a file is missing or has the wrong content.
     """
 
     def __init__(self, names: Sequence[str], tls: TLS | None = None, token_file: str | Path | None = None) -> None:
@@ -65,35 +65,35 @@ class Endpoints:
         self._tls = None if tls is None else ChannelTLS(tls)
         self._token = None if token_file is None else OwnToken(token_file)
         self._channels: dict[str, RenewedChannel[Stubs]] = {}
-        self._named: dict[str, str] = {}  # what each address was found by
+        self._named: dict[str, str] = {}  # the name that each address is of
         self._failed: dict[str, float] = {}  # when
         self._addresses: list[str] = []
         self._resolved = -RESOLVED_FOR_S
         self._turn = random.randrange(1 << 16)  # clients that start together do not all begin at the same address
 
     async def choose(self) -> str:
-        """The address for the next call: in turn, those that failed lately last."""
+        """The address for the next call: in turn, recently failed ones last."""
         addresses = await self.addresses()
         self._turn += 1
         start = self._turn % len(addresses)
         return min(addresses[start:] + addresses[:start], key=self._avoided)
 
     async def addresses(self) -> list[str]:
-        """All there are now, at least one."""
+        """All current addresses, at least one."""
         if time.monotonic() - self._resolved >= RESOLVED_FOR_S:
             found = await self._resolver.resolve()
             self._named |= found
-            # With one address it is the name itself: gRPC resolves it, over and over, on its own.
+            # A single address is left as its name: gRPC resolves it again and again by itself.
             self._addresses = list(found) if len(found) > 1 else list(self._names[:1])
             self._resolved = time.monotonic()
         return self._addresses
 
     def has_fresh(self) -> bool:
-        """Whether there is an address that has not failed lately."""
+        """Whether there is an address without a recent failure."""
         return any(not self._avoided(address) for address in self._addresses)
 
     def failed(self, address: str) -> None:
-        """A call there found no service, or one that is draining."""
+        """Call it after a call there found no service, or a draining one."""
         self._failed[address] = time.monotonic()
         self._resolved = -RESOLVED_FOR_S
 
@@ -118,7 +118,7 @@ class Endpoints:
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
 
     def _avoided(self, address: str) -> float:
-        """0 for an address that may be taken, and otherwise the more the later it failed."""
+        """0 for an address without a recent failure, else the time of the failure."""
         failed = self._failed.get(address, 0.0)
         return failed if failed and time.monotonic() - failed < AVOIDED_FOR_S else 0.0
 
@@ -127,4 +127,4 @@ async def _look_up(host: str, port: int) -> list[str]:
     with suppress(OSError):
         if host != "localhost":
             return await look_up(host, port)
-    return [f"{host}:{port}"]  # where it cannot be resolved gRPC says what is wrong with it
+    return [f"{host}:{port}"]  # unresolved: gRPC fails with the reason

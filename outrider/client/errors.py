@@ -1,4 +1,4 @@
-"""What a call can raise."""
+"""The exceptions of calls."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from outrider.rpc.errors import UNSPECIFIED, RequestError, from_rpc_error
 class OutriderError(Exception):
     """A request failed.
 
-    `code` is the gRPC status code; `reason` a name of `ErrorReason` without its prefix (UNSPECIFIED where no server of
-    ours spoke); `metadata` holds the numbers, and `field` the field they belong to, or None. `retry_after` is when the
-    server thinks another try worth it, in seconds; None where it did not say. `tries` has how often each address was
-    called, where the client has given up or the time was over, and `delivered_tokens` what had come by then.
+    Attributes:
+        code: gRPC status code.
+        reason: a name of `ErrorReason` without its prefix; UNSPECIFIED if the status is not from an Outrider server.
+        metadata: the numbers of the message; `field` is the field that they belong to, or None.
+        retry_after: seconds until a retry may succeed; None if unknown.
+        tries: attempts at each address, after the client's last one.
+        delivered_tokens: tokens delivered before the failure.
     """
 
     def __init__(
@@ -36,8 +39,8 @@ class OutriderError(Exception):
 
     @property
     def is_passing(self) -> bool:
-        """Whether another try may help: the service is away, drains, or has no room now."""
-        if self.code is grpc.StatusCode.RESOURCE_EXHAUSTED:  # not where a message is too large, which gRPC says so too
+        """Whether a retry may help: the service is unreachable, drains, or is full."""
+        if self.code is grpc.StatusCode.RESOURCE_EXHAUSTED:  # not of gRPC itself: a message that is too large
             return self.reason in ("OVERLOADED", "IDLE")
         return self.code is grpc.StatusCode.UNAVAILABLE
 
@@ -50,31 +53,31 @@ class OutriderError(Exception):
 
 
 class InvalidRequest(OutriderError):
-    """The request is wrong for any service: INVALID_ARGUMENT."""
+    """The request is invalid: INVALID_ARGUMENT. `field` is the field."""
 
 
 class FailedPrecondition(OutriderError):
-    """The request is sound, but this pair cannot serve it: FAILED_PRECONDITION."""
+    """The request is valid, but this pair cannot serve it: FAILED_PRECONDITION."""
 
 
 class PairMismatch(FailedPrecondition):
-    """Draft and target share no vocabulary, or a resumed request met other weights."""
+    """Draft and target have different vocabularies, or a resumed request met other weights."""
 
 
 class Overloaded(OutriderError):
-    """No room now, or more asked for than this client may, also after retries: RESOURCE_EXHAUSTED."""
+    """The service is full, or this client is above its limit, also after retries: RESOURCE_EXHAUSTED."""
 
 
 class Unauthenticated(OutriderError):
-    """The call carried no token that the server takes, or the client showed no certificate: UNAUTHENTICATED."""
+    """The call has no valid token, or the client no certificate: UNAUTHENTICATED."""
 
 
 class PermissionDenied(OutriderError):
-    """The server knows who calls, and does not admit it: PERMISSION_DENIED."""
+    """The client is authenticated, and not allowed: PERMISSION_DENIED."""
 
 
 class Unavailable(OutriderError):
-    """No server answers, it drains, or its verifier is away, also after retries: UNAVAILABLE."""
+    """No server answers, it drains, or no verifier is reachable, also after retries: UNAVAILABLE."""
 
 
 class DeadlineExceeded(OutriderError):
@@ -82,7 +85,7 @@ class DeadlineExceeded(OutriderError):
 
 
 class Internal(OutriderError):
-    """The server failed: INTERNAL. Its log has the rest."""
+    """The server failed: INTERNAL. Its log has the traceback."""
 
 
 _BY_CODE: dict[grpc.StatusCode, type[OutriderError]] = {
@@ -99,9 +102,8 @@ _BY_CODE: dict[grpc.StatusCode, type[OutriderError]] = {
 
 
 def typed(error: grpc.RpcError | RequestError, timeout: float | None = None) -> OutriderError:
-    """The error of its type; codes that have none of their own come as `OutriderError` itself.
-
-    `timeout` is the call's, in seconds: where it passed, gRPC's own text does not say what it was.
+    """The error as the subclass of its code; `OutriderError` for other codes. `timeout` of the call, in seconds, is for
+    the message.
     """
     found = error if isinstance(error, RequestError) else from_rpc_error(error)
     kind = _BY_CODE.get(found.code, OutriderError)

@@ -1,7 +1,6 @@
-"""The events of a generation, and what they come to: frozen values, field for field those of the contract's messages.
+"""The events of a generation and their sum: frozen values with the fields of the contract's messages.
 
-Enums are strings in lower case, so that they print and go into JSON as they are. Numbers that a newer server uses and
-this client does not know come as `unspecified`.
+Enums are strings in lower case. A value that only a newer server has is `unspecified`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ T = TypeVar("T")
 
 
 class _Named(StrEnum):
-    """An enum of the contract; values are its names without their prefix, in lower case."""
+    """An enum of the contract: its names without their prefix, in lower case."""
 
     @classmethod
     def of(cls, number: int) -> Self:
@@ -49,7 +48,7 @@ class FinishReason(_Named):
 
 
 class AcceptanceRule(_Named):
-    """How proposals are judged; see the contract's `AcceptanceRule`. `sigmoid` is lossy."""
+    """How proposals are accepted; see the contract's `AcceptanceRule`. `sigmoid` is lossy."""
 
     UNSPECIFIED = "unspecified"
     TOKENWISE = "tokenwise"
@@ -59,7 +58,7 @@ class AcceptanceRule(_Named):
 
 
 class Drafter(_Named):
-    """What proposes tokens; see the contract's `Drafter`."""
+    """The source of proposals; see the contract's `Drafter`."""
 
     UNSPECIFIED = "unspecified"
     MODEL = "model"
@@ -71,7 +70,7 @@ class Drafter(_Named):
 
 
 class SpeculationPolicy(_Named):
-    """What chooses how long proposals are; see the contract's `SpeculationPolicy`."""
+    """How γ is chosen; see the contract's `SpeculationPolicy`."""
 
     UNSPECIFIED = "unspecified"
     FIXED = "fixed"
@@ -80,7 +79,7 @@ class SpeculationPolicy(_Named):
 
 
 class TokenOrigin(_Named):
-    """Where a token came from; see the contract's `TokenOrigin`."""
+    """Origin of a token; see the contract's `TokenOrigin`."""
 
     UNSPECIFIED = "unspecified"
     DRAFT = "draft"
@@ -122,14 +121,14 @@ def _converter(hint: Any) -> Callable[[Any], Any]:
 
 
 def _shortest(value: float) -> float:
-    """The float of fewest digits that is the same in the 32 bits it travelled in: 0.7, not 0.699999988079071."""
+    """The shortest decimal of the same float32: 0.7, not 0.699999988079071."""
     exact = struct.pack("<f", value)
     return next((short for n in (6, 7, 8) if struct.pack("<f", short := float(f"{value:.{n}g}")) == exact), value)
 
 
 @dataclass(frozen=True, slots=True)
 class Started(_Mirror):
-    """The request was understood; the first event."""
+    """The request is accepted; the first event."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -172,10 +171,10 @@ class Round(_Mirror):
 
 @dataclass(frozen=True, slots=True)
 class Chunk(_Mirror):
-    """More of one sample. `token_texts`, `logprobs` and `rounds` are empty unless asked for.
+    """More of one sample. `token_texts`, `logprobs` and `rounds` are empty unless requested.
 
-    Tokens come as soon as they are committed; of all that came so far the last `held_tokens` have text that has not
-    come whole, since it may become a stop string or ends inside a character. Where a stop string cuts them they are no
+    Tokens arrive once they are committed, their text perhaps later: the text of the last `held_tokens` so far is
+    incomplete, because it may become a stop string or ends inside a character. If a stop string cuts them, they are not
     part of the output: see `Finished.cut_tokens`.
     """
 
@@ -191,7 +190,7 @@ class Chunk(_Mirror):
 
 @dataclass(frozen=True, slots=True)
 class Usage(_Mirror):
-    """Tokens a sample consumed."""
+    """Token counts of a sample."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -200,14 +199,13 @@ class Usage(_Mirror):
 
 @dataclass(frozen=True, slots=True)
 class Statistics(_Mirror):
-    """How speculation went for one sample.
+    """Statistics of speculation, of one sample.
 
-    `alpha` is the mean of β over judged positions; under `coupled`, which has no β, the accepted share of them.
-    `num_draft_failures` counts proposals that did not come, in whose place the target wrote alone, and
-    `num_draft_recoveries` how often a drafter that had failed proposed again. `mean_gamma` is the mean of the lengths
-    that `policy` chose, over all rounds; `num_short_drafts` counts proposals that came shorter.
-    `num_failovers` is how often another verifier took the sequence, `num_drain_moves` of them in good time, and
-    `num_reopened_tokens` what they were handed.
+    `alpha` is the mean of β over verified positions; under `coupled`, which has no β, the accepted share of them.
+    `num_draft_failures` counts proposals that failed, so that the target wrote alone; `num_draft_recoveries` how often
+    a failed drafter proposed again. `mean_gamma` is the mean γ that `policy` chose, over all rounds;
+    `num_short_drafts` counts proposals with fewer tokens. `num_failovers` counts changes of the verifier,
+    `num_drain_moves` those from a draining one, and `num_reopened_tokens` the tokens sent to the new ones.
     """
 
     num_drafts: int
@@ -236,7 +234,7 @@ class Statistics(_Mirror):
 
 @dataclass(frozen=True, slots=True)
 class Timings(_Mirror):
-    """Where the time of one sample went at the services, in microseconds."""
+    """Times of one sample at the services, in microseconds."""
 
     time_to_first_token_us: int
     total_us: int
@@ -253,10 +251,10 @@ class Timings(_Mirror):
 class Finished(_Mirror):
     """The end of one sample; the last event about it.
 
-    The last `cut_tokens` of its tokens are no part of the output: a stop string begins in their text or before it.
-    `num_resumes` is how often the request went on at another draft service. Where it did, `usage.completion_tokens` and
-    `timings.total_us` speak of the whole, and `timings.time_to_first_token_us` of the first token of all, by this
-    client's clock; `statistics` and all else speak of the last part, since a service that dies takes its own with it.
+    The last `cut_tokens` of its tokens are not part of the output: a stop string begins in their text or before it.
+    `num_resumes` counts changes of the draft service. After one, `usage.completion_tokens`, `timings.total_us` and
+    `timings.time_to_first_token_us` are of the whole text, by this client's clock; `statistics` and all other fields
+    are of the last part, because those of a service that dies are lost.
     """
 
     index: int
@@ -281,8 +279,8 @@ class Finished(_Mirror):
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """The service runs as much as it may, and the request waits: so many calls are ahead of it. Comes again whenever
-    that changes; before `Started`, or later where a request goes on elsewhere.
+    """The request waits in the queue, behind `position` calls. Sent again when that changes; before `Started`, or later
+    if the request goes on at another service.
     """
 
     position: int
@@ -292,7 +290,7 @@ Event: TypeAlias = Queued | Started | Chunk | Finished
 
 
 def read(response: draft_service_pb2.GenerateResponse) -> Event | None:
-    """The event that this message holds; None for a sign of life, or a kind that only a newer server sends."""
+    """The event of this message; None for an empty message, or a kind that only a newer server sends."""
     match response.WhichOneof("event"):
         case "started":
             return Started.of(response.started)
@@ -332,7 +330,7 @@ class Completion:
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Self:
-        """What the events of one generation come to.
+        """Collects the events of one generation.
 
         Raises:
             ValueError: they do not begin with `Started`, or do not end with a `Finished` for each sample.
@@ -396,7 +394,7 @@ class Completion:
 
     @property
     def lossy(self) -> bool:
-        """Whether the text does not follow the target's distribution: the rule `sigmoid`, or lenience below 1."""
+        """Whether the text may differ from the target's distribution: the rule `sigmoid`, or lenience below 1."""
         return self.started.lossy
 
 

@@ -1,4 +1,4 @@
-"""From Python values to a `GenerateRequest`. Checks what the wire cannot carry; the service checks the rest."""
+"""Builds a `GenerateRequest`. Refuses values that protobuf cannot hold; the service checks the rest."""
 
 from __future__ import annotations
 
@@ -29,49 +29,48 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Message | Mapping[str, str]]
 
 
 class Options(TypedDict, total=False):
-    """What a request may say beside its prompt. Ranges and meanings are the contract's (`GenerateRequest`,
-    `SamplingParams`); what is left out takes its neutral value, so that no option at all means the target's own
-    distribution.
+    """The options of a request. Ranges and meanings are those of the contract (`GenerateRequest`, `SamplingParams`). An
+    option that is not given has its neutral value: without options the text has the target's own distribution.
     """
 
     # How much
     max_new_tokens: int
     min_new_tokens: int
     n: int  # independent samples
-    time_limit: float  # seconds; the text ends there with its statistics
+    time_limit: float  # seconds; the text ends after them
     # The distribution
     temperature: float  # 0 takes the most probable token
     top_k: int
     top_p: float
     min_p: float
-    seed: int  # the same seed is the same text, unless a rule is named; see `rule`
+    seed: int  # equal seeds give equal texts, unless a rule is given; see `rule`
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[int, float]
     banned_token_ids: Sequence[int]
-    rule: AcceptanceRule | str  # left out: `coupled` where a seed is given, otherwise the service's default
+    rule: AcceptanceRule | str  # default: `coupled` with a seed, else the service's default
     lenience: float  # below 1 is lossy
-    sigmoid_scales: tuple[float, float]  # alpha and beta, for the lossy rule `sigmoid` only
+    sigmoid_scales: tuple[float, float]  # alpha and beta of the lossy rule `sigmoid`
     # The end
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     # Speculation and reports
-    gamma: int  # tokens per proposal, or at most so many with another `speculation`; 0 lets the target write alone
-    speculation: SpeculationPolicy | str  # what chooses them; left out: `fixed` with `gamma`, else the service's choice
-    max_entropy: float  # nats: a proposal ends before a token that the draft is less sure of
-    draft_temperature: float  # by which the draft is drawn; left out: the service's choice, by default `temperature`
-    outcome_cache: bool  # draft for likely verdicts while one is under way; left out: the service's choice
-    drafter: Drafter | str  # what proposes, of those that the service has; left out: its default
+    gamma: int  # tokens per proposal, at most with another `speculation` than `fixed`; 0: target alone
+    speculation: SpeculationPolicy | str  # chooses gamma; default: `fixed` with `gamma`, else the service's
+    max_entropy: float  # nats: a proposal ends before a token whose draft distribution has more
+    draft_temperature: float  # of the draft; default: the service's, else `temperature`
+    outcome_cache: bool  # draft for likely verdicts ahead of time; default: the service's
+    drafter: Drafter | str  # one that the service has; default: the service's
     report_rounds: bool
-    logprobs: int  # log-probabilities of each token, and of the N most probable
+    logprobs: int  # log-probabilities of each token and of the N most probable ones
     keep_special_tokens: bool
     request_id: str
     required_features: Sequence[str]
-    # To go on where another call ended
+    # To continue another call
     committed_token_ids: Sequence[int]
-    held_tokens: int  # of the last of them, whose text did not come: as the last `Chunk` said
+    held_tokens: int  # of the last `Chunk`: committed tokens without delivered text
     weights_fingerprint: str
     cache_salt: str
     # Privacy of sizes and times; see docs/explanation/privacy.md
@@ -84,16 +83,16 @@ Setter: TypeAlias = Callable[[draft_service_pb2.GenerateRequest, Any], None]
 
 
 def build(prompt: Prompt, options: Mapping[str, Any]) -> draft_service_pb2.GenerateRequest:
-    """The request that says this.
+    """Builds the request.
 
     Raises:
-        InvalidRequest: a value that the wire cannot carry, for example a negative token id; names the field.
-        TypeError: an option that does not exist.
+        InvalidRequest: a value that protobuf cannot hold, for example a negative token id; with the field.
+        TypeError: an unknown option.
     """
     known = Options.__annotations__.keys()
     unknown = options.keys() - known
     if unknown:
-        raise TypeError(f"unknown option {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
+        raise TypeError(f"unknown option {', '.join(sorted(unknown))}; the options are {', '.join(sorted(known))}")
     request = draft_service_pb2.GenerateRequest()
     _carry("prompt", _set_prompt, request, prompt)
     for name, value in options.items():
@@ -121,7 +120,7 @@ _EXPECTED = {
 
 
 def _set_field(name: str) -> Setter:
-    """Sets the field of this name, of the request or of the message about sampling or speculation in it."""
+    """Returns a setter of the field of this name, in the request, its `sampling` or its `speculation`."""
 
     def set_field(request: draft_service_pb2.GenerateRequest, value: Any) -> None:
         parts = (request, request.sampling, request.speculation)
@@ -197,22 +196,22 @@ def _set_drafter(request: draft_service_pb2.GenerateRequest, value: Drafter | st
 
 def _set_frame_bytes(request: draft_service_pb2.GenerateRequest, value: int) -> None:
     request.emission.frame_bytes = value
-    _need(request, "emission")
+    _require(request, "emission")
 
 
 def _set_frame_pace(request: draft_service_pb2.GenerateRequest, value: float) -> None:
     request.emission.pace.FromTimedelta(timedelta(seconds=value))
-    _need(request, "emission")
+    _require(request, "emission")
 
 
 def _set_fixed_size_rounds(request: draft_service_pb2.GenerateRequest, value: bool) -> None:
     request.speculation.fixed_size = value
     if value:
-        _need(request, "fixed_rounds")
+        _require(request, "fixed_rounds")
 
 
-def _need(request: draft_service_pb2.GenerateRequest, feature: str) -> None:
-    """A service that does not know it would leave it out without a word."""
+def _require(request: draft_service_pb2.GenerateRequest, feature: str) -> None:
+    """A service without the feature then refuses the request; otherwise it would ignore the field."""
     if feature not in request.required_features:
         request.required_features.append(feature)
 
@@ -220,14 +219,14 @@ def _need(request: draft_service_pb2.GenerateRequest, feature: str) -> None:
 def _set_held_tokens(request: draft_service_pb2.GenerateRequest, value: int) -> None:
     request.held_tokens = value
     if value:
-        _need(request, "held_tokens")
+        _require(request, "held_tokens")
 
 
 def _set_time_limit(request: draft_service_pb2.GenerateRequest, value: float) -> None:
     request.time_limit.FromTimedelta(timedelta(seconds=value))
 
 
-# Of options whose value is not that of the field of their name.
+# Of options that differ from the field of their name.
 _SETTERS: dict[str, Setter] = {
     "time_limit": _set_time_limit,
     "logit_bias": _set_logit_bias,

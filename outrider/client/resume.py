@@ -1,5 +1,5 @@
-"""One call over all its tries, and one generation over all the calls that serve it: a `Generation` holds what has been
-delivered, the endpoint in use and the failures so far, and makes the request that goes on after it.
+"""Retries of a call, and continuing a generation at another service: a `Generation` keeps what was delivered and the
+failures so far, and builds the request for the rest.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from protos.outrider.v1 import draft_service_pb2 as pb
 from protos.outrider.v1 import sampling_pb2
 
 HELD_TOKENS = "held_tokens"
-"""The feature of a service that gives the text of tokens it is handed."""
+"""The feature of services that deliver the text of committed tokens."""
 
-# Between two tries the client pauses for as long as the service says, and at least for so long, doubled with each try.
+# Pause between two attempts: as long as the service suggests, at least this, doubled with each attempt.
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.2, 3.0
-# A pause takes half of the time left at most, so that the last try is not made too late. With less left it gives up.
+# A pause takes at most half of the time left, so that time is left for the last attempt. With less than this the client
+# gives up.
 LEAST_LEFT_S = 0.05
 
 _logger = logging.getLogger("outrider.client")
 
 
 class Call:
-    """One call, over all its tries.
+    """One call with its retries.
 
     Attributes:
-        address: the endpoint of the try under way.
-        timeout: seconds for all tries together; None is for ever.
-        failures: failed tries since a service was last of help.
+        address: the endpoint of the current attempt.
+        timeout: seconds for all attempts together; None: no limit.
+        failures: failed attempts since the last progress.
     """
 
     def __init__(self, timeout: float | None, patience: float | None) -> None:
@@ -61,16 +62,16 @@ class Call:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether another try can go on where this one ended."""
+        """Whether another attempt can continue after this one."""
         return True
 
     @property
     def delivered(self) -> int:
-        """Tokens that came, of all samples."""
+        """Tokens delivered, of all samples."""
         return 0
 
     def failed(self, failure: OutriderError) -> None:
-        """The try under way has failed."""
+        """The current attempt has failed."""
         if not self.failures:
             self._give_up = time.monotonic() + self._patience
         self.failures += 1
@@ -79,7 +80,7 @@ class Call:
             self._last = failure
 
     async def pause(self, failure: OutriderError, *, elsewhere: bool) -> bool:
-        """Whether another try is worth it. The pause before it has passed then; to go `elsewhere` takes none."""
+        """Pauses before the next attempt, unless it is `elsewhere`; returns False if there is no time for one."""
         now = time.monotonic()
         if elsewhere:
             return now < self._end
@@ -90,12 +91,12 @@ class Call:
         hint = (failure.retry_after or 0.0) * random.uniform(1.0, 1.25)
         if not self._is_noted:
             self._is_noted = True
-            _logger.warning("%s; trying again%s", failure, f" for {left:.3g} s" if left < math.inf else "")
+            _logger.warning("%s; retrying%s", failure, f" for {left:.3g} s" if left < math.inf else "")
         await asyncio.sleep(min(max(backoff, hint), left / 2))
         return True
 
     def described(self, failure: OutriderError, addresses: Sequence[str]) -> OutriderError:
-        """The failure that ends the call, with where it was tried, how often, and what came."""
+        """The failure that ends the call, with the attempts at each address and the delivered tokens."""
         is_late = failure.code is grpc.StatusCode.DEADLINE_EXCEEDED and failure.reason == UNSPECIFIED
         if failure.is_passing or is_late:
             failure.tries = {address: self._tries.get(address, 0) for address in (*addresses, *self._tries)}
@@ -111,8 +112,8 @@ class Generation(Call):
     """One request for text.
 
     Attributes:
-        resumes: how often it has gone on elsewhere after something of it had been delivered.
-        eos_token_ids: the target's own, once they were asked for: see `needs_eos`.
+        resumes: how often it was continued after tokens had been delivered.
+        eos_token_ids: the target's, once requested: see `needs_eos`.
     """
 
     def __init__(self, request: pb.GenerateRequest, timeout: float | None, patience: float | None) -> None:
@@ -124,9 +125,9 @@ class Generation(Call):
         self._call_began = self._began
         self._started: Started | None = None
         self._tokens: list[int] = list(request.committed_token_ids)
-        self._given = len(self._tokens)  # by the caller, who has them from an earlier request
+        self._given = len(self._tokens)  # given by the caller, of an earlier request
         self._held = request.held_tokens  # of the last tokens, whose text has not been delivered
-        self._first_token: float | None = None  # seconds until it came
+        self._first_token: float | None = None  # seconds until it arrived
         self._parts: list[Chunk] = []  # of the text of a token that is held
         self._has_text = False
         self._ends = 0  # of samples
@@ -134,8 +135,8 @@ class Generation(Call):
     # ---------------------------------------------------------------------------------------------------- events
 
     def take(self, event: Event) -> list[Event]:
-        """Takes an event of the call under way, and returns what to deliver."""
-        if isinstance(event, Started):  # a service that fails each time after it has said so is no help
+        """Takes in an event of the current attempt, and returns the events to deliver."""
+        if isinstance(event, Started):  # not progress: a service may fail each time after it
             if self._started is not None:
                 self.resumes += 1
                 return []
@@ -160,8 +161,8 @@ class Generation(Call):
         self._tokens += chunk.token_ids
         self._held = chunk.held_tokens
         if self._is_single and chunk.text and len(self._tokens) - self._held == whole:
-            # A part of a token's text: the rest follows, or the end, where a stop string cuts it. Were that lost, the
-            # whole of the text would come again, so it waits.
+            # A part of a token's text is kept until the rest, or the end, has arrived: a continued request would
+            # deliver the whole text of the token again.
             self._parts.append(replace(chunk, token_ids=(), origins=(), token_texts=(), logprobs=(), rounds=()))
             return [replace(chunk, text="")] if chunk.token_ids else []
         return [*self._pop_parts(), chunk]
@@ -173,7 +174,7 @@ class Generation(Call):
     # ------------------------------------------------------------------------------------------------- going on
 
     def request(self) -> pb.GenerateRequest:
-        """What asks for the rest: for all of it, where nothing came."""
+        """The request for the rest: the original one if nothing was delivered."""
         self._call_began = time.monotonic()
         self._parts.clear()
         started = self._started
@@ -197,7 +198,7 @@ class Generation(Call):
 
     @property
     def is_over(self) -> bool:
-        """Whether every sample has ended, and nothing is missing but the end of the call."""
+        """Whether every sample has ended, so that only the status of the call is missing."""
         return self._ends >= max(self._request.n, 1)
 
     @property
@@ -206,11 +207,11 @@ class Generation(Call):
 
     @property
     def can_go_on(self) -> bool:
-        return self._is_single or not self._has_text  # of several samples none may have begun
+        return self._is_single or not self._has_text  # of several samples, none may have begun
 
     @property
     def needs_eos(self) -> bool:
-        """Whether it takes the target's own stop tokens to tell if this has ended."""
+        """Whether the target's stop tokens are needed to decide if the text has ended."""
         return (
             self.eos_token_ids is None
             and self._is_single
@@ -220,7 +221,7 @@ class Generation(Call):
         )
 
     def ended(self) -> Finished | None:
-        """The end, where all was delivered but the end itself. Where text is held a service has to be asked for it."""
+        """The end, if all tokens and their text were delivered and only `Finished` was lost; else None."""
         started, request = self._started, self._request
         if started is None or not self._is_single or self._held:
             return None
@@ -241,7 +242,7 @@ class Generation(Call):
     # -------------------------------------------------------------------------------------------------- the end
 
     def _whole(self, finished: Finished) -> Finished:
-        """The end of the last part as the end of all."""
+        """The end of the last part, as the end of the whole."""
         if not self.resumes:
             return finished
         usage, timings = finished.usage, finished.timings
@@ -254,7 +255,7 @@ class Generation(Call):
         return replace(finished, num_resumes=self.resumes, usage=usage, timings=timings)
 
     def _finished(self, started: Started, reason: FinishReason, stop_token_id: int | None = None) -> Finished:
-        """An end that no service sent: its statistics went with the service that had them."""
+        """An end without a service's `Finished`: its statistics are lost."""
         first, total = self._first_token or 0.0, time.monotonic() - self._began
         return Finished(
             index=0,

@@ -1,9 +1,8 @@
-"""Authentication and rate limits: bearer tokens, client certificates, and how much one client may ask for.
+"""Authentication and rate limits: bearer tokens, client certificates, and how many sequences one client may have.
 
-A token is never logged and never part of a message; a server keeps digests alone. The handshake checks that a
-certificate is of the CA; here its names are held against a list. A call begins as one sequence, before its request is
-decoded; `count_sequences` adds those of its other samples. Health is open to all callers that get as far, since it says
-only whether to come; reflection is not.
+Tokens appear in no log and in no message; a server keeps their digests alone. The TLS handshake checks a certificate
+against the CA; this module checks its names against a list. A call counts as one sequence before its request is
+decoded; `count_sequences` adds those of further samples. Health checks need no token; reflection does.
 """
 
 from __future__ import annotations
@@ -29,28 +28,28 @@ from outrider.rpc.tls import FileProblem, Watched
 METADATA_KEY = "authorization"
 _SCHEME = "bearer "
 
-# Shorter ones are guessed; the alphabet is that of RFC 6750.
+# Shorter tokens can be guessed; the alphabet is that of RFC 6750.
 LEAST_CHARS = 16
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
 
 
 class Tokens:
-    """The tokens that a server takes: one a line; empty lines and those that begin with `#` are none.
+    """The tokens that a server accepts: one a line, without empty lines and lines that begin with `#`.
 
     Raises:
-        FileProblem: the file cannot be read, holds no token, or a line that cannot be one.
+        FileProblem: the file cannot be read, has no token, or a line that is not a token.
     """
 
     def __init__(self, path: Path) -> None:
         self._watched = Watched([path], lambda: tuple(_digest(token) for _, token in _read(path)))
 
     def check(self, metadata: Iterable[tuple[str, str | bytes]]) -> str:
-        """Whose token a call bears: a name that says nothing of the token, and is the same for as long as the file.
+        """The name of the token that a call carries: a digest, constant for as long as the token.
 
-        The time it takes does not depend on how much of a token is right, nor on which one it is.
+        The time does not depend on how many characters are right, nor on which token it is.
 
         Raises:
-            RequestError: UNAUTHENTICATED: the call bears none, or one that is not in the file.
+            RequestError: UNAUTHENTICATED: no token, or one that is not in the file.
         """
         given = [value for key, value in metadata if key == METADATA_KEY]
         if not given:
@@ -72,7 +71,7 @@ class OwnToken:
     """The token that a client sends: the first one of its file.
 
     Raises:
-        FileProblem: the file cannot be read, or holds none.
+        FileProblem: the file cannot be read, or has no token.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -80,7 +79,7 @@ class OwnToken:
         self._watched = Watched([file], lambda: _read(file)[0][1])
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What a call carries."""
+        """The metadata of a call."""
         return ((METADATA_KEY, f"Bearer {self._watched.look()[1]}"),)
 
 
@@ -114,21 +113,21 @@ _SHOWN = 8  # names in a message at most
 
 
 def names_of(auth_context: Mapping[str, Iterable[bytes]]) -> tuple[str, ...]:
-    """The URI and DNS names of the peer's certificate, as it has them; none where it has shown no certificate."""
+    """The URI and DNS names in the peer's certificate; none without a certificate."""
     return tuple(name.decode("utf-8", "replace") for kind in _KINDS for name in auth_context.get(kind, ()))
 
 
 class AllowedClients:
-    """The names of the clients that may come in. A certificate with one of them suffices."""
+    """The names of the clients that are allowed. A certificate with one of them suffices."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = frozenset(names)
 
     def check(self, auth_context: Mapping[str, Iterable[bytes]]) -> str:
-        """The name by which a peer comes in, as its certificate has it, letter for letter.
+        """The allowed name in the peer's certificate. Names are compared letter for letter.
 
         Raises:
-            RequestError: UNAUTHENTICATED: it has shown no certificate; PERMISSION_DENIED: it is called otherwise.
+            RequestError: UNAUTHENTICATED: no certificate; PERMISSION_DENIED: no allowed name in it.
         """
         if not auth_context.get("x509_pem_cert"):
             raise unauthenticated("the client presented no certificate; this service requires one")
@@ -145,7 +144,7 @@ class AllowedClients:
 
 
 def address_of(peer: str) -> str:
-    """The address of a peer as gRPC names it (`ipv4:1.2.3.4:567`), without its port, which each connection has anew."""
+    """The address of a peer (`ipv4:1.2.3.4:567`) without its port, which differs between connections."""
     return peer if peer.startswith("unix") else peer.rpartition(":")[0] or peer
 
 
@@ -156,12 +155,12 @@ def _listed(names: Iterable[str]) -> str:
 
 
 LONGEST_WAIT = 60.0
-# So many clients are remembered before those that would be as if they were new are forgotten.
+# Clients kept; beyond that, idle clients with a full bucket are dropped.
 _KEPT = 1024
 
 
 class ClientLimits:
-    """Bounds that hold for each client by itself."""
+    """The limits of each client."""
 
     def __init__(
         self,
@@ -173,9 +172,9 @@ class ClientLimits:
     ) -> None:
         """
         Args:
-            rate: sequences a second in the long run; None: any.
-            burst: sequences that may come at once after a pause; None: those of one second, at least one.
-            max_sequences: sequences in progress; None: any.
+            rate: sequences a second on average; None: no limit.
+            burst: sequences that may start at once after a pause; None: `rate`, at least 1.
+            max_sequences: sequences in progress; None: no limit.
             clock: seconds.
         """
         self._rate = rate
@@ -186,14 +185,14 @@ class ClientLimits:
 
     @contextmanager
     def enter(self, name: str) -> Iterator[None]:
-        """Counts a call of a client as one sequence for as long as it is open, and what it adds by `count_sequences`.
+        """Counts a call of a client, while it is open, as one sequence and those that `count_sequences` adds.
 
         Raises:
-            RequestError: RESOURCE_EXHAUSTED, where the client has too many sequences in progress, or they come too
-                fast, with the time to wait.
+            RequestError: RESOURCE_EXHAUSTED: the client has too many sequences in progress, or starts them too fast;
+                with the time to wait.
         """
         client = self._client(name)
-        self._check_room(client, 1)
+        self._check_limit(client, 1)
         if self._rate is not None:
             self._take(client, self._rate)
         call = _Call(self, client)
@@ -214,13 +213,13 @@ class ClientLimits:
                 maximum=most,
             )
         more = max(0, count - call.sequences)
-        self._check_room(call.client, more)
+        self._check_limit(call.client, more)
         if self._rate is not None:
-            call.client.level -= more  # below 0 it is a debt: calls of more samples than a burst come in all the same
+            call.client.level -= more  # may go below 0: calls with more samples than a burst are admitted
         call.client.sequences += more
         call.sequences += more
 
-    def _check_room(self, client: _Client, more: int) -> None:
+    def _check_limit(self, client: _Client, more: int) -> None:
         most = self._max_sequences
         if most is not None and client.sequences + more > most:
             raise overloaded(
@@ -235,7 +234,7 @@ class ClientLimits:
         if client.level >= 1:
             client.level -= 1
             return
-        # Each refused call waits one interval more, so that they do not all come back at once.
+        # Each refused call waits one interval more, so that they do not all retry at once.
         seconds = min((1 - client.level + client.refused) / rate, LONGEST_WAIT)
         client.refused += 1
         raise _too_fast(rate, self._burst, seconds)
@@ -248,7 +247,7 @@ class ClientLimits:
         return self._clients[name]
 
     def _forget(self) -> None:
-        """Drops those that have no sequence in progress and a full bucket."""
+        """Drops clients without a sequence in progress and with a full bucket."""
         now = self._clock()
         for client in self._clients.values():
             client.refill(now, self._rate or 1.0, self._burst)
@@ -287,11 +286,11 @@ _call: ContextVar[_Call | None] = ContextVar("call", default=None)
 
 
 def count_sequences(field: str, count: int) -> None:
-    """Counts the call in progress as `count` sequences of its client until it ends, where the server limits those.
+    """Counts the call in progress as `count` sequences of its client until it ends, if the server limits them.
 
     Raises:
-        RequestError: INVALID_ARGUMENT with `field`, where a client never has as many; RESOURCE_EXHAUSTED, where this
-            one has too many others in progress.
+        RequestError: INVALID_ARGUMENT with `field`: above the limit; RESOURCE_EXHAUSTED: above it with the client's
+            others.
     """
     if (call := _call.get()) is not None:
         call.limits.add(call, field, count)
@@ -311,14 +310,14 @@ def _too_fast(rate: float, burst: int, seconds: float) -> RequestError:
 _logger = logging.getLogger(__name__)
 
 _ABOUT_THE_SERVER = "/grpc.reflection."
-# Between two lines about refused calls: a client that tries in a loop fills no disk.
+# Between two log lines about refused calls: a client that retries in a loop must not fill the disk.
 _SECONDS_PER_LINE = 1.0
 
 
 class Authentication(Interceptor):
-    """Put it before all others, so that refused callers learn nothing else."""
+    """Authenticates and limits callers. The first interceptor, so that refused callers learn nothing else."""
 
-    passes = ("/grpc.health.",)
+    exempt = ("/grpc.health.",)
 
     def __init__(
         self,
@@ -329,10 +328,10 @@ class Authentication(Interceptor):
     ) -> None:
         """
         Args:
-            allowed: names that a client's certificate must have; None: none is asked for.
-            tokens: one of which each call must bear; None: none is asked for.
-            limits: of each client, known by its token, else by its certificate, else by its address. Calls that stream
-                count, as one sequence each unless they say how many: they are what costs.
+            allowed: names, of which a client's certificate must have one; None: any client.
+            tokens: of which each call must carry one; None: no token is required.
+            limits: of each client, identified by its token, else its certificate, else its address. Only streaming
+                calls count, as one sequence each unless `count_sequences` adds more.
         """
         self._allowed = allowed
         self._tokens = tokens
@@ -362,10 +361,10 @@ class Authentication(Interceptor):
         """The caller's name in the limits.
 
         Raises:
-            RequestError: UNAUTHENTICATED or PERMISSION_DENIED: it may not.
+            RequestError: UNAUTHENTICATED or PERMISSION_DENIED: the caller is refused.
         """
-        known: Any = context.auth_context()
-        name = self._allowed.check(known) if self._allowed is not None else next(iter(names_of(known)), "")
+        peer: Any = context.auth_context()
+        name = self._allowed.check(peer) if self._allowed is not None else next(iter(names_of(peer)), "")
         token = self._tokens.check(metadata) if self._tokens is not None else ""
         return token or name or address_of(context.peer())
 
@@ -373,6 +372,4 @@ class Authentication(Interceptor):
         now = time.monotonic()
         if now >= self._next_line:
             self._next_line = now + _SECONDS_PER_LINE
-            _logger.warning(
-                "%s from %s was turned away: %s: %s", method, context.peer(), error.code.name, error.message
-            )
+            _logger.warning("%s from %s was refused: %s: %s", method, context.peer(), error.code.name, error.message)

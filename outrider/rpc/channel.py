@@ -1,7 +1,6 @@
-"""Channels of clients: their settings, and one that is replaced when its certificates are.
+"""Channels of clients: options, name resolution, and a channel that is replaced when its certificates change.
 
-gRPC reads a channel's certificates once, so calls on the old channel go on to their end. Plaintext needs no flag where
-no network is. A host with addresses of both families is one host.
+gRPC reads the certificates of a channel once; calls on the old channel go on to their end.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from outrider.rpc.tls import ChannelTLS
 _logger = logging.getLogger(__name__)
 
 SOCKET = "unix:"
-"""What the address of a socket in the file system begins with; its absolute path follows."""
+"""Prefix of the address of a Unix socket; its absolute path follows."""
 
 
 def is_local(address: str) -> bool:
-    """Whether `HOST:PORT` or `unix:PATH` is reached from this machine alone. A name but `localhost` may be anywhere."""
+    """Whether `HOST:PORT` or `unix:PATH` is on this machine. Of names only `localhost` is."""
     if address.startswith(SOCKET):
         return True
     host = address.rpartition(":")[0].strip("[]").partition("%")[0]
@@ -39,29 +38,28 @@ def is_local(address: str) -> bool:
 
 
 def check_plaintext(address: str, instead: str) -> None:
-    """Checks that plaintext stays on this machine; `instead` says what to give where it does not.
+    """Checks that plaintext stays on this machine. `instead` is the advice in the message.
 
     Raises:
-        ValueError: it leaves it.
+        ValueError: the address is not on this machine.
     """
     if not is_local(address):
         raise ValueError(
-            f"{address} is not a loopback address, and plaintext can be read on the way there: {instead} where the "
+            f"{address} is not a loopback address, and plaintext can be read on the network: {instead} if the "
             "network is trusted"
         )
 
 
 def is_ipv6(address: str) -> bool:
-    """Whether `IP:PORT` has an IPv6 address, which stands in brackets."""
+    """Whether `IP:PORT` has an IPv6 address, which is in brackets."""
     return address.startswith("[")
 
 
 def of_one_family(addresses: Sequence[str], before: Collection[str] = ()) -> list[str]:
-    """Of the addresses `IP:PORT` that a name stands for those of one family, each once and in their order.
+    """The addresses `IP:PORT` of one family, without duplicates, in their order: a host with both would count twice.
 
-    A host that has both would count twice otherwise. The family with more of them is taken, so that hosts that have
-    only one are left out as seldom as may be; where there are as many of both, that of `before`, which were taken last;
-    and at first that of the first one, since resolvers name first what is best reached (RFC 6724).
+    The family with more addresses is chosen, so that few hosts with only one family are left out. A tie goes to the
+    family of `before`, the last choice; at first to that of the first address, which resolvers prefer (RFC 6724).
     """
     found = list(dict.fromkeys(addresses))
     families = [[each for each in found if is_ipv6(each) is wanted] for wanted in (False, True)]
@@ -72,14 +70,14 @@ def of_one_family(addresses: Sequence[str], before: Collection[str] = ()) -> lis
 
 
 Lookup = Callable[[str, int], Awaitable[list[str]]]
-"""Host and port to addresses `IP:PORT`; raises `OSError` where that fails."""
+"""Host and port to addresses `IP:PORT`; raises `OSError` on failure."""
 
 
 async def look_up(host: str, port: int) -> list[str]:
-    """Asks the system's resolver, which asks DNS. Families that this machine has no address of are left out.
+    """Resolves a name by the system's resolver, without families that this machine has no address of.
 
     Raises:
-        OSError: the name is not known, or DNS does not answer.
+        OSError: the name does not exist, or DNS does not answer.
     """
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
@@ -88,11 +86,11 @@ async def look_up(host: str, port: int) -> list[str]:
 
 
 class Resolver:
-    """What a list of `HOST:PORT` or `unix:PATH` stands for: each DNS name for all its addresses of one family.
+    """Resolves a list of `HOST:PORT` or `unix:PATH`: each DNS name to all its addresses of one family.
 
     Attributes:
         names: the list.
-        may_change: whether some host is a name.
+        may_change: whether a host is a DNS name.
     """
 
     def __init__(self, names: Collection[str], lookup: Lookup = look_up) -> None:
@@ -102,9 +100,9 @@ class Resolver:
         self._last: dict[str, list[str]] = {}
 
     async def resolve(self) -> dict[str, str]:
-        """The addresses, in the order of the names, each with the name it was found by.
+        """The addresses, in the order of the names, each with its name.
 
-        A name that cannot be resolved keeps the addresses it had: that DNS is away says nothing of those behind it.
+        A name that cannot be resolved keeps its last addresses: a failure of DNS is not a failure of the hosts.
         """
         found: dict[str, str] = {}
         for name in self.names:
@@ -118,12 +116,12 @@ class Resolver:
         try:
             self._last[name] = of_one_family(await self._lookup(host.strip("[]"), int(port)), before) or before
         except OSError as error:
-            _logger.warning("%s cannot be resolved: %s", name, error)
+            _logger.warning("%s cannot be resolved, its last addresses stay in use: %s", name, error)
         return self._last.get(name, [])
 
 
 def _is_address(name: str) -> bool:
-    """Whether `HOST:PORT` or `unix:PATH` stands for itself alone; so does what is neither."""
+    """Whether it needs no resolution: an IP address or a Unix socket, or malformed."""
     host, _, port = name.rpartition(":")
     if name.startswith(SOCKET) or not port.isdigit():
         return True
@@ -136,30 +134,30 @@ def _is_address(name: str) -> bool:
 
 DEFAULT_MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 
-# One probe answers within this, or the next one asks again.
+# Timeout of one probe.
 _PROBE_TIMEOUT_S = 2.0
-# An address that refuses is tried again this soon: a service that starts is seldom more than seconds away.
+# Backoff after a refused connection: a service that starts is up within seconds.
 _RECONNECT_MS = 200
 _RECONNECT_MAX_MS = 2_000
-# What connecting may take at least before it counts as failed: four round trips with TLS, at a peer that may be busy.
+# Timeout of connecting: four round trips with TLS, at a peer that may be busy.
 _CONNECT_MS = 2_000
 
 Options = list[tuple[str, Any]]
 
 
 def channel_options(*, max_message_bytes: int) -> Options:
-    """Options that every channel of ours has."""
+    """The options of every channel."""
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
-        # A peer that died without a word is noticed within fifteen seconds, also while nothing is said. Our servers
-        # allow a ping every five.
+        # A peer that has vanished is noticed within fifteen seconds, also without calls. Servers allow a ping every
+        # five.
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", _RECONNECT_MS),
-        ("grpc.min_reconnect_backoff_ms", _CONNECT_MS),  # which is what it means in gRPC's core
+        ("grpc.min_reconnect_backoff_ms", _CONNECT_MS),  # the timeout of connecting, in gRPC's core
         ("grpc.max_reconnect_backoff_ms", _RECONNECT_MAX_MS),
     ]
 
@@ -171,9 +169,8 @@ def open_channel(
     options: Options | None = None,
     credentials: grpc.ChannelCredentials | None = None,
 ) -> grpc.aio.Channel:
-    """A channel to `HOST:PORT`. It connects with the first call. `options` come on top of ours.
-
-    Without `credentials` it speaks plaintext.
+    """A channel to `HOST:PORT`, which connects with the first call. `options` are added to `channel_options`. Without
+    `credentials` in plaintext.
     """
     together = channel_options(max_message_bytes=max_message_bytes) + (options or [])
     if credentials is None:
@@ -185,7 +182,7 @@ def wait_for_health(address: str, service: str, timeout_s: float) -> None:
     """Waits, without an event loop, until `service` ("" for the server as a whole) is SERVING.
 
     Raises:
-        TimeoutError: it is not after `timeout_s` seconds; says what the last answer was.
+        TimeoutError: it is not after `timeout_s` seconds; with the last answer.
     """
     last, pause_s, end = "no answer", 0.02, time.monotonic() + timeout_s
     with grpc.insecure_channel(
@@ -212,7 +209,7 @@ Call = TypeVar("Call", bound=Any)
 
 
 class RenewedChannel(Generic[Stub]):
-    """Opens with the first call. Made and used on one event loop."""
+    """A channel that opens with the first call and is replaced when its certificates change. For one event loop."""
 
     def __init__(
         self,
@@ -227,19 +224,19 @@ class RenewedChannel(Generic[Stub]):
         """
         Args:
             address: `HOST:PORT`.
-            stub: what makes calls on a channel.
-            max_message_bytes: of either direction.
-            options: beside those that all our channels have.
+            stub: makes the stub of a channel.
+            max_message_bytes: limit in both directions.
+            options: added to `channel_options`.
             tls: None is plaintext.
-            name: `HOST:PORT` that was resolved to the address, where it was: whoever stands in front of the server
-                knows it by that name, and so does its certificate, where `tls` expects no other.
+            name: `HOST:PORT` that resolved to the address, if any: proxies and the server's certificate use that name,
+                unless `tls` has another.
         """
         self._address = address
         self._stub = stub
         self._max_message_bytes = max_message_bytes
         self._tls = tls
         expected = (tls.name if tls is not None else None) or name
-        # Without it the certificate would have to name the address.
+        # Without it the certificate must have the IP address.
         authority = [("grpc.default_authority", expected)] if expected and expected != address else []
         self._options = [*options, *authority]
         self._current: _Open[Stub] | None = None
@@ -247,8 +244,8 @@ class RenewedChannel(Generic[Stub]):
         self._closing: set[asyncio.Task[None]] = set()
 
     def begin(self, start: Callable[[Stub], Call]) -> Call:
-        """Begins a call, with the certificates of now. Where they have changed since the last one it makes a connection
-        of its own; the last one closes with its last call.
+        """Begins a call with the current certificates. If they have changed, it opens a new connection; the old one
+        closes after its last call.
         """
         version, credentials = (0, None) if self._tls is None else self._tls.look()
         if self._current is None or self._current.version != version:
@@ -270,7 +267,7 @@ class RenewedChannel(Generic[Stub]):
         return call
 
     async def close(self) -> None:
-        """Ends all that is under way."""
+        """Closes the channels; calls in progress are cancelled."""
         await asyncio.gather(*(each.channel.close() for each in self._open), *self._closing)
         self._open.clear()
 
@@ -288,7 +285,7 @@ class RenewedChannel(Generic[Stub]):
 
 
 class _Open(Generic[Stub]):
-    """One channel, and how many calls are in progress on it."""
+    """One channel, and its number of calls in progress."""
 
     def __init__(self, channel: grpc.aio.Channel, stub: Stub, version: int) -> None:
         self.channel = channel

@@ -1,4 +1,4 @@
-"""Errors on the wire: a status code with a `google.rpc.ErrorInfo`, and a `RetryInfo` where a retry may help."""
+"""Errors on the wire: a status code with a `google.rpc.ErrorInfo`, and a `RetryInfo` if a retry may help."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RequestError(Exception):
     """One request cannot go on; its server and every other request can.
 
     `reason` is a name of `ErrorReason` without its prefix; `metadata` names the field and the numbers; `retry_after` is
-    when another try is worth it, in seconds from now, or None where that is not known.
+    seconds until a retry may succeed; None if unknown.
 
     Raises:
         ValueError: `reason` is not a name of the contract.
@@ -78,38 +78,38 @@ def invalid_field(field: str, message: str, **numbers: object) -> RequestError:
 
 
 def out_of_order(message: str) -> RequestError:
-    """A message came before, or after, its time: INVALID_ARGUMENT."""
+    """A message in the wrong order: INVALID_ARGUMENT."""
     return RequestError(grpc.StatusCode.INVALID_ARGUMENT, "OUT_OF_ORDER", message)
 
 
 def wrong_base(message: str, **numbers: object) -> RequestError:
-    """A round speaks of a prefix that the sequence never had: INVALID_ARGUMENT."""
+    """A round refers to a prefix that the sequence never had: INVALID_ARGUMENT."""
     return RequestError(grpc.StatusCode.INVALID_ARGUMENT, "WRONG_BASE", message, _texts(numbers))
 
 
 def failed_precondition(reason: str, message: str, **metadata: object) -> RequestError:
-    """The request is sound, but not for this server: UNKNOWN_FEATURE, PAIR_MISMATCH or NO_CHAT_TEMPLATE."""
+    """The request is valid, but this server cannot serve it: UNKNOWN_FEATURE, PAIR_MISMATCH or NO_CHAT_TEMPLATE."""
     return RequestError(grpc.StatusCode.FAILED_PRECONDITION, reason, message, _texts(metadata))
 
 
 def overloaded(message: str, *, retry_after: float | None = None, **metadata: object) -> RequestError:
-    """No room now: RESOURCE_EXHAUSTED. Worth another try later; in `retry_after` seconds, where that is known."""
+    """No capacity now: RESOURCE_EXHAUSTED. Retry later, in `retry_after` seconds if given."""
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     return RequestError(code, "OVERLOADED", message, _texts(metadata), retry_after=retry_after)
 
 
 def unauthenticated(message: str) -> RequestError:
-    """The caller is unknown: UNAUTHENTICATED."""
+    """The caller did not authenticate: UNAUTHENTICATED."""
     return RequestError(grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED", message)
 
 
 def permission_denied(message: str, **metadata: object) -> RequestError:
-    """The caller is known, and not allowed: PERMISSION_DENIED."""
+    """The caller is authenticated, and not allowed: PERMISSION_DENIED."""
     return RequestError(grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED", message, _texts(metadata))
 
 
 def draining() -> RequestError:
-    """The server finishes what it has and takes no more: UNAVAILABLE. Worth another try elsewhere."""
+    """The server finishes its calls and accepts no new ones: UNAVAILABLE. Retry elsewhere."""
     return RequestError(grpc.StatusCode.UNAVAILABLE, "DRAINING", "the service drains; try another one")
 
 
@@ -119,18 +119,18 @@ def unavailable(reason: str, message: str) -> RequestError:
 
 
 def idle(message: str, **numbers: object) -> RequestError:
-    """A stream stayed silent too long: DEADLINE_EXCEEDED."""
+    """A stream was idle for too long: DEADLINE_EXCEEDED."""
     return RequestError(grpc.StatusCode.DEADLINE_EXCEEDED, "IDLE", message, _texts(numbers))
 
 
 def yielded(message: str, *, retry_after: float, **numbers: object) -> RequestError:
-    """A stream was idle while others waited for its share: RESOURCE_EXHAUSTED. Worth another try later."""
+    """A stream was idle while others waited in the queue: RESOURCE_EXHAUSTED. Retry later."""
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     return RequestError(code, "IDLE", message, _texts(numbers), retry_after=retry_after)
 
 
 def internal(reason: str, message: str) -> RequestError:
-    """Our own fault: INTERNAL, with BAD_LOGITS or INTERNAL."""
+    """The server failed: INTERNAL, with BAD_LOGITS or INTERNAL."""
     return RequestError(grpc.StatusCode.INTERNAL, reason, message)
 
 
@@ -174,8 +174,8 @@ def _cut(text: str, limit: int) -> str:
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RequestError) -> NoReturn:
     """Ends the call with this error. Raises `grpc.aio.AbortError`, which no servicer may swallow.
 
-    Raises `asyncio.CancelledError` where the call is over before its status has left: gRPC would take any other
-    error for a fault of the server's.
+    Raises `asyncio.CancelledError` if the call ends before its status is sent: gRPC would log any other error as a
+    failure of the server.
     """
     try:
         await context.abort_with_status(to_status(error))
@@ -185,7 +185,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RequestError
 
 
 async def write(context: grpc.aio.ServicerContext[Any, Any], message: Any) -> None:
-    """Writes a message to the client. Raises `asyncio.CancelledError` where the call is over, as for `abort`."""
+    """Writes a message to the client. Raises `asyncio.CancelledError` if the call has ended, as `abort` does."""
     try:
         await context.write(message)
     except (grpc.aio.InternalError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
@@ -196,10 +196,10 @@ async def write(context: grpc.aio.ServicerContext[Any, Any], message: Any) -> No
 
 
 def from_rpc_error(error: grpc.RpcError) -> RequestError:
-    """What a failed call says, of `grpc.aio` and of the blocking API alike.
+    """The error of a failed call, of `grpc.aio` or of the blocking API.
 
-    Statuses that no server of ours made (a refused connection, a passed deadline) come back with the reason
-    UNSPECIFIED; so do reasons that only a newer contract knows.
+    The reason is UNSPECIFIED if the status is not from an Outrider server (a refused connection, a passed deadline), or
+    if only a newer contract has it.
     """
     call = cast("Any", error)
     code = cast("grpc.StatusCode", call.code())
@@ -225,17 +225,17 @@ def _details(call: Any) -> Sequence[any_pb2.Any]:
 def _find(details: Sequence[any_pb2.Any], kind: type[Detail]) -> Detail | None:
     found = kind()
     for detail in details:
-        if detail.Unpack(found):  # False where it is of another kind
+        if detail.Unpack(found):  # False if it is of another type
             return found
     return None
 
 
-# ------------------------------------------------------------------------------------------------------- the one place
+# ------------------------------------------------------------------------------------------------------- statuses
 
 
 def guarded(method: Servicer) -> Servicer:
-    """Wraps a servicer method, which is `async def` and returns, yields or writes its answers: the one place where
-    exceptions become statuses.
+    """Wraps a servicer method, which is `async def` and returns, yields or writes its responses. Exceptions become
+    statuses here, and nowhere else.
 
     `RequestError` ends the call with its own code. A cancelled call passes through, and so does an abort under way.
     Anything else is logged with its trace; the client gets INTERNAL without its text.

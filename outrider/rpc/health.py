@@ -1,10 +1,10 @@
-"""What a server says of itself over `grpc.health.v1`, and what each name it is asked by means.
+"""The health of a server over `grpc.health.v1`, by service name.
 
-| name | SERVING while |
+| service name | SERVING while |
 | --- | --- |
-| the empty one, `readiness`, each service by its name | requests are welcome: it is warm, not stuck, does not drain |
-| `startup` | it is warm, from then on for good: the model is there, and has run |
-| `liveness` | its loops go round, from birth on and also while it drains; restart it where it is not |
+| empty, `readiness`, each gRPC service | it accepts requests: the model is loaded, its loops run, it does not drain |
+| `startup` | the model has loaded and run once; then for good |
+| `liveness` | its loops run, from the start, also while it drains; restart the process if not |
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 READINESS, LIVENESS, STARTUP = "readiness", "liveness", "startup"
 PROBES = (READINESS, LIVENESS, STARTUP)
-"""What probes ask for, beside the services."""
+"""Service names for probes."""
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class _HealthServicer(health.aio.HealthServicer):
-    """The standard servicer, but for its first word: it calls the empty name SERVING from birth."""
+    """The standard servicer, which would report the empty name as SERVING from its start."""
 
     def __init__(self, statuses: dict[str, Any]):
         super().__init__()
@@ -33,7 +33,7 @@ class _HealthServicer(health.aio.HealthServicer):
 
 
 class HealthState:
-    """The health of a server and of each service on it: not ready until `serving`, and alive.
+    """The health of a server and of each service on it. At first alive and not ready.
 
     Registers the standard health service. Make it before the server starts.
     """
@@ -41,53 +41,54 @@ class HealthState:
     def __init__(self, server: grpc.aio.Server, services: Iterable[str]):
         self._ready_names = ("", READINESS, *services)
         self._is_ready = self._is_warm = self._is_stuck = self._drains = False
-        self.last_glance = time.monotonic()
+        self.last_check = time.monotonic()
         self._servicer = _HealthServicer(
             {**dict.fromkeys((*self._ready_names, STARTUP), _NOT_SERVING), LIVENESS: _SERVING}
         )
         self.register(server)
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Answers at another server too, which has not started; all say the same."""
+        """Adds the health service to another server too, which has not started."""
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
-    def says(self, probe: str) -> bool:
+    def is_serving(self, probe: str) -> bool:
         """Whether `probe`, one of `PROBES`, is SERVING now."""
         if probe == STARTUP:
             return self._is_warm
         return not self._is_stuck and (probe == LIVENESS or (self._is_ready and not self._drains))
 
     async def warm(self) -> None:
-        """The model is there, and has run."""
+        """Call it once the model has loaded and run."""
         self._is_warm = True
-        await self._tell()
+        await self._publish()
 
     async def serving(self) -> None:
-        """Requests are welcome from now on, so it is warm too. Once the server drains, they are not any more."""
+        """Ready from now on, until the server drains."""
         self._is_ready = self._is_warm = True
-        await self._tell()
+        await self._publish()
 
     async def not_serving(self) -> None:
-        """Requests are not welcome until `serving` is called again."""
+        """Not ready, until `serving` is called again."""
         self._is_ready = False
-        await self._tell()
+        await self._publish()
 
     async def alive(self, is_alive: bool) -> None:
-        """Whether its loops go round; while they do not, requests are not welcome either. Call it at regular intervals,
-        from the event loop: for other threads `last_glance`, the time of the last call, says whether that goes round.
+        """Sets whether the loops run; if not, the server is not ready either. Call it at regular intervals from the
+        event
+        loop: other threads see by `last_check`, the time of the last call, whether the event loop runs.
         """
-        self.last_glance = time.monotonic()
+        self.last_check = time.monotonic()
         if self._is_stuck == is_alive:
             self._is_stuck = not is_alive
-            await self._tell()
+            await self._publish()
 
     async def drain(self) -> None:
-        """Requests are not welcome any more, for good."""
+        """Not ready from now on, for good."""
         self._drains = True
-        await self._tell()
+        await self._publish()
 
-    async def _tell(self) -> None:
-        said = dict.fromkeys(self._ready_names, self.says(READINESS))
-        said |= {STARTUP: self.says(STARTUP), LIVENESS: self.says(LIVENESS)}
-        for name, is_serving in said.items():
+    async def _publish(self) -> None:
+        statuses = dict.fromkeys(self._ready_names, self.is_serving(READINESS))
+        statuses |= {STARTUP: self.is_serving(STARTUP), LIVENESS: self.is_serving(LIVENESS)}
+        for name, is_serving in statuses.items():
             await self._servicer.set(name, _SERVING if is_serving else _NOT_SERVING)

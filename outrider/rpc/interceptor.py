@@ -1,4 +1,4 @@
-"""Interceptors of a server: something around each call of its methods, and requests decoded inside."""
+"""Interceptors of a server: a context manager around each call, and requests decoded inside it."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def wrapped(
 ) -> Handler:
     """The handler with `around(context)` open from before a call's first line until after its last.
 
-    Handlers must be asynchronous, as all of ours are. Where `around` ends the call, the handler never learns of it.
-    `decode` takes the place of the handler's own deserializer, and runs inside `around`.
+    Handlers must be asynchronous. If `around` ends the call, the handler is not called. `decode` replaces the handler's
+    deserializer, and runs inside `around`.
     """
     inner: Any = handler.unary_unary or handler.stream_unary or handler.unary_stream or handler.stream_stream
     # gRPC decodes a single request before the call's first line, and those of a stream as they are read.
     late = decode if decode is not None and not handler.request_streaming else _as_it_is
     early = handler.request_deserializer if decode is None else decode if handler.request_streaming else None
 
-    # A streaming method either yields its answers or writes them to the context.
+    # A streaming method either yields its responses or writes them to the context.
     async def yielding(request: Any, context: Context) -> AsyncIterator[Any]:
         async with around(context), aclosing(inner(late(request), context)) as responses:
             async for response in responses:
@@ -53,13 +53,13 @@ def wrapped(
 
 
 class Interceptor(grpc.aio.ServerInterceptor, ABC):
-    """Wraps the methods of a server, but for those that begin with one of `passes`."""
+    """Wraps the methods of a server, except those whose name begins with one of `exempt`."""
 
-    passes: tuple[str, ...] = ()
+    exempt: tuple[str, ...] = ()
 
     @abstractmethod
     def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
-        """Returns the handler with something around its calls: see `wrapped`."""
+        """Returns the handler with a context manager around its calls: see `wrapped`."""
 
     async def intercept_service(
         self,
@@ -67,14 +67,14 @@ class Interceptor(grpc.aio.ServerInterceptor, ABC):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
         handler = await continuation(handler_call_details)
-        if handler is None or any(handler_call_details.method.startswith(each) for each in self.passes):
+        if handler is None or any(handler_call_details.method.startswith(each) for each in self.exempt):
             return handler
         return self.wrap(handler, handler_call_details)
 
 
 class Decoder(Interceptor):
-    """Put it after all others: what they refuse is never decoded. A request that cannot be decoded ends its call with
-    INVALID_ARGUMENT.
+    """Decodes requests. The last interceptor, so that refused requests are not decoded. A request that cannot be
+    decoded ends its call with INVALID_ARGUMENT.
     """
 
     def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:

@@ -1,8 +1,8 @@
-"""A gRPC server of ours: its ports, its interceptors, its keepalive, and how it drains.
+"""A gRPC server: its ports, its interceptors, its keepalive, and how it drains.
 
-`grpc.aio.Server.stop(grace)` cannot say how many calls are in progress: it also waits for health watches, which never
-end by themselves, and it closes the port at once, so that probes and late callers meet a refused connection in place of
-an answer. So a gate counts the calls, and lets none in once it is closed.
+`grpc.aio.Server.stop(grace)` does not drain well: it also waits for health watches, which never end by themselves, and
+it closes the port at once, so that probes and late callers meet a refused connection. A `DrainGate` counts the calls
+instead, and refuses new ones once it is closed.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from outrider.rpc.channel import SOCKET
 from outrider.rpc.health import HealthState
 from outrider.rpc.interceptor import Context, Decoder, Handler, Interceptor, wrapped
 
-# gRPC takes calls in before their handlers begin, and a server that stops cuts those: the gate is idle once so many
-# looks, so many seconds apart, have found no call that came meanwhile. One that keeps on calling is not waited for.
-_QUIET_LOOKS, _LOOK_S = 10, 0.01
-_MOST_LOOKS = 200
+# gRPC accepts calls before their handlers begin, and a server that stops cuts those. So the gate counts as idle after
+# this many checks in a row without a new call; after the last check new calls are not waited for.
+_QUIET_CHECKS, _CHECK_S = 10, 0.01
+_MOST_CHECKS = 200
 
 
 class DrainGate(Interceptor):
-    """Open from birth."""
+    """Counts calls. Open at first."""
 
-    passes = ("/grpc.health.", "/grpc.reflection.")  # about the server: they pass a closed gate, and do not hold it up
+    exempt = ("/grpc.health.", "/grpc.reflection.")  # answered while the gate is closed, and not waited for
 
     def __init__(self) -> None:
         self._open = True
@@ -44,28 +44,28 @@ class DrainGate(Interceptor):
 
     @property
     def running(self) -> int:
-        """Calls in progress, those about the server itself left out."""
+        """Calls in progress, without health and reflection."""
         return len(self._running)
 
     def close(self) -> None:
-        """From now on new calls end with UNAVAILABLE, reason DRAINING. Those inside go on."""
+        """New calls end with UNAVAILABLE, reason DRAINING, from now on. Calls in progress go on."""
         self._open = False
 
     def cut(self) -> None:
-        """Ends the calls in progress, as `close` does those that come: with UNAVAILABLE, reason DRAINING."""
+        """Ends the calls in progress with UNAVAILABLE, reason DRAINING."""
         self._is_cut = True
         for task in self._running:
             if task is not None:
                 task.cancel()
 
     async def wait_idle(self) -> None:
-        """Returns once no call is in progress, and those that gRPC had taken in have met the gate."""
+        """Returns once no call is in progress, and none that gRPC has accepted is yet to reach the gate."""
         quiet, arrived = 0, self._arrived
-        for _ in range(_MOST_LOOKS):
+        for _ in range(_MOST_CHECKS):
             await self._idle.wait()
-            if quiet == _QUIET_LOOKS:
+            if quiet == _QUIET_CHECKS:
                 return
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_CHECK_S)
             quiet = quiet + 1 if arrived == self._arrived else 0
             arrived = self._arrived
         await self._idle.wait()
@@ -84,7 +84,7 @@ class DrainGate(Interceptor):
         try:
             yield
         except asyncio.CancelledError:
-            if self._is_cut and not context.done():  # its client is still there, and learns why
+            if self._is_cut and not context.done():  # the client is still connected
                 await errors.abort(context, errors.draining())
             raise
         finally:
@@ -98,14 +98,14 @@ _logger = logging.getLogger(__name__)
 # Each server's gate, made with it.
 _gates: WeakKeyDictionary[grpc.aio.Server, DrainGate] = WeakKeyDictionary()
 
-# Of the grace, what is left for telling the calls that are cut, and for leaving.
+# Share of the grace time, and seconds at most, to end the calls that are cut.
 CLOSING_SHARE, CLOSING_SECONDS = 0.1, 2.0
-# How long calls that are cut without grace have to learn it.
+# Time to end calls that are cut without grace.
 CUTTING_SECONDS = 1.0
 
 
 class StartupError(Exception):
-    """The server cannot start. Its text is one line for the operator."""
+    """The server cannot start. The text is one line."""
 
 
 def create_server(
@@ -116,25 +116,25 @@ def create_server(
     first: Sequence[grpc.aio.ServerInterceptor] = (),
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> grpc.aio.Server:
-    """A server with our options, not started and without services. Call it inside the event loop.
+    """A server with the options below, not started and without services. Call it inside the event loop.
 
     Args:
         max_message_bytes: messages above it are refused with RESOURCE_EXHAUSTED.
         max_concurrent_streams: calls above it on one connection wait at the client.
-        max_connection_age_s: a connection older than this takes no new calls, so that its client makes another one;
-            gRPC varies it by a tenth. Calls on it go on to their end. None: however old.
-        first: interceptors that a call meets first: authentication.
-        interceptors: others; a call meets them last, and its request is decoded after them.
+        max_connection_age_s: a connection older than this accepts no new calls, so that its client opens another; gRPC
+            varies it by a tenth. Calls on it go on to their end. None: no limit.
+        first: the first interceptors: authentication.
+        interceptors: the last ones; requests are decoded after them.
     """
     options: list[tuple[str, int]] = [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
-        # Two servers on one port would share its connections in silence; the second shall fail instead.
+        # Two servers on one port would share its connections without a warning; the second one must fail.
         ("grpc.so_reuseport", 0),
-        # Our clients ping every ten seconds, with or without calls. Twice as often is still no abuse.
+        # Clients ping every ten seconds, with or without calls; twice as often is allowed.
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
-        # And we ping them: a client that vanished without a word must not hold its KV cache for hours.
+        # The server pings too: a client that has vanished must not hold its KV cache for hours.
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.max_pings_without_data", 0),
@@ -150,8 +150,8 @@ def create_server(
 
 
 def enable_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
-    """Registers the standard reflection service, so that grpcurl and its like can list and call `services`."""
-    # Only servers have this package; the rest of `outrider.rpc` is in every client's environment.
+    """Registers the standard reflection service: grpcurl can then list and call `services`."""
+    # Imported here: a client's installation does not have this package.
     from grpc_reflection.v1alpha import reflection
 
     names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -159,12 +159,11 @@ def enable_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
 
 
 def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None) -> str:
-    """Listens at `HOST:PORT`, or at `unix:PATH`, and returns the address with the real port where `PORT` is 0.
-
-    Without `credentials` it speaks plaintext.
+    """Listens at `HOST:PORT`, or at `unix:PATH`, and returns the address with the real port if `PORT` is 0. Without
+    `credentials` in plaintext.
 
     Raises:
-        StartupError: the address is no address, or its port is taken.
+        StartupError: the address is malformed, or its port is taken.
     """
     host, colon, port = address.rpartition(":")
     is_socket = address.startswith(f"{SOCKET}/")
@@ -196,8 +195,8 @@ async def serve_until_signal(
 ) -> None:
     """Serves until SIGTERM or SIGINT, then drains and returns. A second signal stops at once.
 
-    Call it as soon as the server has started: a signal that comes before has Python's own effect. Cancelling it stops
-    the server without grace, which is how a service ends that finds out later that it cannot serve.
+    Call it as soon as the server has started: an earlier signal has Python's default effect. Cancelling it stops the
+    server without grace, for a service that fails to load.
     """
     first, second = asyncio.Event(), asyncio.Event()
 
@@ -216,15 +215,15 @@ async def serve_until_signal(
             task.cancel()
         await asyncio.gather(draining, hurry, return_exceptions=True)
     finally:
-        # Calls that are left by now are cancelled, and the port closes.
+        # Remaining calls are cancelled, and the port closes.
         await server.stop(None)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
 
 
 async def cut_off(server: grpc.aio.Server) -> None:
-    """Ends the calls in progress and those that come, within a second or so: with UNAVAILABLE, so that they go on
-    elsewhere. For a service that will never answer again.
+    """Ends calls in progress and new calls with UNAVAILABLE, within `CUTTING_SECONDS`, so that clients go on elsewhere.
+    For a service that can never answer again.
     """
     gate = _gates[server]
     gate.close()
@@ -238,23 +237,23 @@ async def _drain(
     server: grpc.aio.Server, health: HealthState, grace_s: float, on_drain: Callable[[], Awaitable[None]] | None
 ) -> None:
     gate = _gates[server]
-    # 1. Health first: clients that ask or watch send no more work, before any work is refused.
+    # 1. Health first: clients that check it send no more work, before any is refused.
     await health.drain()
-    # 2. Then the gate: clients that did not ask get DRAINING and go elsewhere. The port stays open for that, and for
-    #    probes; a closed one would look like a crash.
+    # 2. Then the gate: new calls get DRAINING and go elsewhere. The port stays open for that and for probes; a closed
+    #    port would look like a crash.
     gate.close()
     _logger.info("draining: %d calls in progress, %g s of grace", gate.running, grace_s)
     closing_s = min(CLOSING_SHARE * grace_s, CLOSING_SECONDS)
     try:
         async with asyncio.timeout(grace_s - closing_s):
-            # 3. Calls in progress learn it, now that none can come after them and miss it.
+            # 3. Notify the calls in progress; no new call can miss it now.
             if on_drain is not None:
                 await on_drain()
-            # 4. And they finish. Watches of health are not waited for: they end with the server.
+            # 4. Wait for them. Health watches end with the server.
             await gate.wait_idle()
     except TimeoutError:
-        # 5. Those that have not get DRAINING: a call that merely broke would not say why.
-        _logger.warning("the grace time is over: %d calls are cut", gate.running)
+        # 5. The rest get DRAINING: a broken connection would not name the reason.
+        _logger.warning("the grace time is over: %d calls end with UNAVAILABLE", gate.running)
         gate.cut()
         with suppress(TimeoutError):
             async with asyncio.timeout(closing_s):

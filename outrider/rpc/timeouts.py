@@ -1,4 +1,4 @@
-"""How long to wait: for a peer, over many steps of the same kind, and before a full service is tried again."""
+"""Timeouts for many awaits in a row, the status of a call that has ended, and when to retry a full service."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ import grpc
 
 Result = TypeVar("Result")
 
-# Looks at a step in the time of the shorter bound, where there is one.
-LOOKS = 4
+# Checks of a step within the shorter timeout.
+CHECKS = 4
 
 
 class InactivityTimer:
-    """Bounds each of many awaits by one timer: an `asyncio.timeout` each would cost a fifth of writing a message.
+    """A timeout for each of many awaits, with one timer: an `asyncio.timeout` each costs a fifth of writing a message.
 
     A context manager, used on one event loop; one step at a time. Time between steps does not count.
 
     Attributes:
-        waited: seconds that the last step had taken at the last look.
+        waited: seconds that the step had taken at the last check.
     """
 
     def __init__(
         self, seconds: float | None, *, short: float | None = None, gives_way: Callable[[], bool] = lambda: False
     ) -> None:
-        """A step may take `seconds`; None is no bound. One that has taken `short` is given up once `gives_way` returns
-        true, which is called `LOOKS` times in as many seconds, so it may take a little more.
+        """A step may take `seconds`; None is no limit. After `short` seconds a step also ends once `gives_way` returns
+        True, which is called `CHECKS` times in `short` seconds.
         """
         self.seconds = math.inf if seconds is None else seconds
         self.waited = 0.0
         self._short = self.seconds if short is None else min(short, self.seconds)
         self._gives_way = gives_way
-        self._interval = self.seconds if short is None else self._short / LOOKS
+        self._interval = self.seconds if short is None else self._short / CHECKS
         self._loop = asyncio.get_running_loop()
         self._since: float | None = None  # when the step under way began
         self._task: asyncio.Task[Any] | None = None  # whose step it is
         self._expired = False
-        self._timer = None if seconds is None else self._loop.call_later(self._interval, self._look)
+        self._timer = None if seconds is None else self._loop.call_later(self._interval, self._check)
 
     def __enter__(self) -> Self:
         return self
@@ -51,7 +51,7 @@ class InactivityTimer:
         self.close()
 
     def close(self) -> None:
-        """No step is bounded any more. May be called twice."""
+        """Removes the timeout. May be called twice."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -65,32 +65,34 @@ class InactivityTimer:
         try:
             return await step
         except asyncio.CancelledError:
-            if self._expired and self._task is not None and self._task.uncancel() == 0:  # else others cancel as well
+            if (
+                self._expired and self._task is not None and self._task.uncancel() == 0
+            ):  # else another task cancelled it too
                 raise TimeoutError from None
             raise
         finally:
             self._since = self._task = None
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self.waited = 0.0 if self._since is None else self._loop.time() - self._since
         if self._task is not None and (
             self.waited >= self.seconds or (self.waited >= self._short and self._gives_way())
         ):
             self._expired = True
-            self._task.cancel()  # of a call too: a write without a connection waits on where only the call is cancelled
+            self._task.cancel()  # cancelling the call alone would not end a write without a connection
         else:
-            self._timer = self._loop.call_later(min(self.seconds - self.waited, self._interval), self._look)
+            self._timer = self._loop.call_later(min(self.seconds - self.waited, self._interval), self._check)
 
 
-# What `grpc.aio` says of a write that met the end of its call. It stands in the place of the call's own status: for a
-# moment where that was still on its way, and for good where it was there already.
+# The details of a call in `grpc.aio` after a write that met its end. They replace those of the call's own status: for a
+# moment if that had not arrived, and for good if it had.
 _WRITE_FAILED = "Internal error from Core"
-# How often, and how far apart, a status that is on its way is looked for.
-_LOOKS, _SECONDS_PER_LOOK = 50, 0.01
+# How often, and how far apart, to check for a status that has not arrived.
+_CHECKS, _SECONDS_PER_CHECK = 50, 0.01
 
 
 class Ending:
-    """Notes the status of a call when it ends. Make it with the call, before anything is written."""
+    """Keeps the status of a call when it ends. Make it before the first write."""
 
     def __init__(self, call: Any) -> None:
         """`call` is a call of `grpc.aio`, of any kind."""
@@ -99,18 +101,18 @@ class Ending:
         call.add_done_callback(self._note)
 
     async def status(self) -> grpc.aio.AioRpcError:
-        """The status of a call that has ended, or is about to: waits until it is there. It may be OK."""
-        for _ in range(_LOOKS):
+        """The status of a call that has ended, or is about to: waits for it. It may be OK."""
+        for _ in range(_CHECKS):
             if self._noted is not None:
                 return self._noted
             if (details := await self._call.details()) != _WRITE_FAILED:
                 break
-            await asyncio.sleep(_SECONDS_PER_LOOK)
+            await asyncio.sleep(_SECONDS_PER_CHECK)
         details = await self._call.details()
         return _error(await self._call.code(), await self._call.trailing_metadata(), details)
 
     def _note(self, call: Any) -> None:
-        """Called while the status is being set: a moment later a failed write may have put its own in its place."""
+        """Called while the status is being set: a moment later a failed write may have replaced it."""
         if self._noted is not None:
             return
         code, details, trailing = (_at_once(ask()) for ask in (call.code, call.details, call.trailing_metadata))
@@ -123,7 +125,7 @@ def _error(code: grpc.StatusCode, trailing: grpc.aio.Metadata, details: str | No
 
 
 def _at_once(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that need not wait; None of one that would."""
+    """The result of a coroutine; None if it would have to wait."""
     try:
         coroutine.send(None)
     except StopIteration as done:
@@ -132,11 +134,11 @@ def _at_once(coroutine: Coroutine[Any, Any, Any]) -> Any:
     return None
 
 
-# ---------------------------------------------------------------------------------------------- waiting for a full one
+# ---------------------------------------------------------------------------------------------- waiting for capacity
 
 # Seconds, before any sequence has ended.
 FIRST_GUESS = 1.0
-# Share of the mean that the last sequence is.
+# Weight of the last sequence in the mean.
 RECENT = 0.1
 LEAST_WAIT, LONGEST_WAIT = 0.1, 60.0
 
@@ -152,7 +154,7 @@ class Pace:
         self._mean = seconds if self._mean is None else self._mean + RECENT * (seconds - self._mean)
 
     def wait(self, ends: int, running: int) -> float:
-        """Seconds until about so many of `running` sequences have ended (Little's law)."""
+        """Seconds until about `ends` of `running` sequences have ended (Little's law)."""
         if self._mean is None:
             return FIRST_GUESS
         return min(max(ends * self._mean / running, LEAST_WAIT), LONGEST_WAIT)

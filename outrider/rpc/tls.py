@@ -1,7 +1,7 @@
 """TLS of listeners and of channels, from PEM files that are read again when they change.
 
-A server reads its files before each handshake; a channel keeps those that it was made with (`outrider.rpc.channel`
-replaces it). A look at a file is one `stat`, from any thread.
+A server checks its files before each handshake. A channel keeps its first ones; `outrider.rpc.channel` replaces the
+channel. A check is one `stat` for each file, from any thread.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ _logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
 _Face: TypeAlias = tuple[tuple[int, int, int], ...]
 
-# A file that changes between two looks at it is read again, so often at most.
+# A file that changes while it is read is read again, this often at most.
 _READS = 5
 
 
 class FileProblem(ValueError):
-    """A file cannot be read, or is not what it should be. The text is one line that names it, and nothing it holds."""
+    """A file cannot be read, or has the wrong content. The text is one line that names the file."""
 
 
 class Watched(Generic[Value]):
-    """What some files mean together.
+    """A value that is read from files, and again when they change.
 
-    A change that makes no sense (a file is gone, a certificate came before its key) leaves the last meaning in place,
-    with one line in the log, until the next change.
+    After a change that cannot be read (a file is gone, a certificate is newer than its key) the last value stays in
+    use, with one line in the log, until the next change.
     """
 
     def __init__(self, paths: Sequence[Path], read: Callable[[], Value]) -> None:
-        """`read` makes the meaning of the files at `paths`; it raises `FileProblem` or `OSError` where there is none.
+        """`read` returns the value of the files at `paths`, or raises `FileProblem` or `OSError`.
 
         Raises:
-            FileProblem: there is none now.
+            FileProblem: the files cannot be read now.
         """
         self._paths = tuple(paths)
         self._read = read
         self._lock = threading.Lock()
         self._face, self._value = self._load()
-        self._seen: _Face | None = self._face  # looked at last, whether or not it made sense
+        self._seen: _Face | None = self._face  # of the last check, also if it could not be read
         self._version = 0
 
     def look(self) -> tuple[int, Value]:
-        """How often the meaning has changed so far, and what it is."""
+        """The number of changes so far, and the value."""
         with self._lock:
             face = self._look()
             if face != self._seen:
@@ -62,16 +62,16 @@ class Watched(Generic[Value]):
         try:
             face, value = self._load()
         except FileProblem as problem:
-            _logger.warning("%s; what it held before stays in use", problem)
+            _logger.warning("%s; the last valid content stays in use", problem)
             return
         self._seen = face
         if face != self._face:
             self._face, self._value = face, value
             self._version += 1
-            _logger.info("read anew: %s", ", ".join(map(str, self._paths)))
+            _logger.info("files reloaded: %s", ", ".join(map(str, self._paths)))
 
     def _load(self) -> tuple[_Face, Value]:
-        """Reads until nothing has changed meanwhile: a certificate of one moment and a key of the next are no pair."""
+        """Reads until no file has changed meanwhile: an old certificate and a new key are no pair."""
         problem: FileProblem | None = None
         for _ in range(_READS):
             before, problem = self._look(), None
@@ -92,7 +92,7 @@ class Watched(Generic[Value]):
         raise problem or FileProblem(f"{', '.join(map(str, self._paths))}: changed while it was read; try again")
 
     def _look(self) -> _Face | None:
-        """Changes when a file does; None where one is not there."""
+        """Changes when a file does; None if a file is missing."""
         try:
             found = [path.stat() for path in self._paths]
         except OSError:
@@ -102,13 +102,13 @@ class Watched(Generic[Value]):
 
 @dataclass(frozen=True, slots=True)
 class TLS:
-    """How a channel speaks TLS.
+    """TLS settings of a channel.
 
     Attributes:
-        ca: PEM file of the certificates that vouch for the server; None: the public ones that come with gRPC.
-        cert: PEM file of our own certificate, and of those between it and its CA; for a server that asks for one.
+        ca: PEM file of the CA certificates for the server; None: the public ones that come with gRPC.
+        cert: PEM file of the client certificate and its chain, if the server requires one.
         key: PEM file of its private key, without a passphrase.
-        name: the name that the server's certificate must have; None: the host that was asked for.
+        name: the name that the server's certificate must have; None: the host of the address.
     """
 
     ca: str | Path | None = None
@@ -118,10 +118,10 @@ class TLS:
 
 
 class ChannelTLS:
-    """Credentials of channels, as the files have them now.
+    """Credentials of channels, from the files as they are now.
 
     Raises:
-        FileProblem: a file is missing, or is not what it should be; or one of certificate and key is not given.
+        FileProblem: a file is missing or has the wrong content, or only one of certificate and key is given.
     """
 
     def __init__(self, tls: TLS) -> None:
@@ -138,15 +138,15 @@ class ChannelTLS:
         self._watched = Watched([path for path in (ca, cert, key) if path is not None], read)
 
     def look(self) -> tuple[int, grpc.ChannelCredentials]:
-        """How often the files have changed so far, and the credentials that they make."""
+        """The number of changes of the files so far, and the credentials."""
         return self._watched.look()
 
 
 class ServerTLS:
-    """Credentials of a listener. With a `client_ca` no handshake succeeds without a certificate that it vouches for.
+    """Credentials of a listener. With a `client_ca` a handshake requires a client certificate of that CA.
 
     Raises:
-        FileProblem: a file is missing, or is not what it should be.
+        FileProblem: a file is missing or has the wrong content.
     """
 
     def __init__(self, cert: Path, key: Path, client_ca: Path | None = None) -> None:
@@ -160,7 +160,7 @@ class ServerTLS:
         self.asks_clients = client_ca is not None
 
     def credentials(self) -> grpc.ServerCredentials:
-        """What a server listens with; one for each port."""
+        """Server credentials; make new ones for each port."""
         shown, first = self._watched.look()
 
         def fetch() -> Any:
@@ -172,7 +172,7 @@ class ServerTLS:
             shown = version
             return configuration
 
-        # A CA alone verifies only clients that show a certificate: authentication has to be required as well.
+        # With a CA alone, clients without a certificate are accepted: authentication must be required as well.
         return grpc.dynamic_ssl_server_credentials(first, fetch, require_client_authentication=self.asks_clients)
 
 
@@ -180,7 +180,7 @@ def _authority(path: Path) -> bytes:
     """The certificates of a CA file.
 
     Raises:
-        FileProblem, OSError: there are none in it.
+        FileProblem, OSError: the file has none.
     """
     pem = path.read_bytes()
     try:
@@ -191,10 +191,10 @@ def _authority(path: Path) -> bytes:
 
 
 def _pair(cert: Path, key: Path) -> tuple[bytes, bytes]:
-    """Private key and certificate, held against each other: gRPC would notice with the first handshake, in silence.
+    """Private key and certificate chain, checked against each other: gRPC would fail in the first handshake, unlogged.
 
     Raises:
-        FileProblem, OSError: they are no pair.
+        FileProblem, OSError: they do not match.
     """
     chain, secret = cert.read_bytes(), key.read_bytes()
     if b"ENCRYPTED" in secret:

@@ -1,6 +1,6 @@
-"""How a service lives: it listens, loads, serves, drains and stops. Both services share it, its health and its metrics.
+"""The life of a service: listen, load, serve, drain, stop; with its health and metrics. Both services share it.
 
-Health may also be asked for on a port of its own, in plaintext: for probes that have no certificate.
+Health is also served on a port of its own, in plaintext, for probes without a certificate.
 """
 
 import asyncio
@@ -29,13 +29,13 @@ from outrider.service.metrics import Metrics, exposed
 from outrider.service.settings import ServiceSettings, SettingsError, listening
 from outrider.service.tracing import Tracing
 
-# Requests name a service, and answers are a number.
+# Requests are a service name, and responses a number.
 _MAX_MESSAGE_BYTES = 4096
 
 
 @asynccontextmanager
 async def health_port(health: HealthState, address: str) -> AsyncIterator[str]:
-    """Answers at `address`, `HOST:PORT`, until left; yields the address with the real port.
+    """Serves health at `address`, `HOST:PORT`; yields the address with the real port.
 
     Raises:
         StartupError: the port is taken, or the host is not this machine's.
@@ -50,24 +50,24 @@ async def health_port(health: HealthState, address: str) -> AsyncIterator[str]:
         await server.stop(None)
 
 
-def show_life(
+def export_health(
     metrics: Metrics, health: HealthState, engine: Callable[[], Engine[Any, Any, Any] | None], bound: float
 ) -> None:
-    """Shows these from now on; `engine` is asked each time, and may be None until there is one. An event loop that has
-    not run for `bound` seconds is neither alive nor ready: it could not answer a probe.
+    """Adds the gauges of health and of the engine's step. `engine` returns None until there is one. If the event loop
+    has not run for `bound` seconds, liveness and readiness are 0: a probe would get no answer.
     """
-    says = Gauge(
+    gauge = Gauge(
         "outrider_health",
         "Health status by probe (readiness, liveness, startup): 1 is SERVING.",
         ("probe",),
         registry=metrics.registry,
     )
 
-    def says_now(probe: str) -> bool:
-        return health.says(probe) and (probe == STARTUP or time.monotonic() - health.last_glance <= bound)
+    def is_serving(probe: str) -> bool:
+        return health.is_serving(probe) and (probe == STARTUP or time.monotonic() - health.last_check <= bound)
 
     for probe in PROBES:
-        says.labels(probe).set_function(partial(says_now, probe))
+        gauge.labels(probe).set_function(partial(is_serving, probe))
 
     def step_seconds() -> float:
         running = engine()
@@ -84,27 +84,27 @@ _log = structlog.get_logger()
 
 Result = TypeVar("Result")
 
-# The engine's thread takes the interpreter's lock often and briefly; with Python's default of 5 ms a verdict would wait
+# The engine's thread takes the interpreter's lock often and briefly; with Python's default of 5 ms a verdict may wait
 # that long for the event loop.
 SWITCH_INTERVAL = 0.0005
-# How often it is seen whether the engine's loop goes round.
-GLANCE_SECONDS = 1.0
-# The event loop may be late by this much on a busy machine, and is alive.
+# Between two checks that the engine's loop runs.
+CHECK_SECONDS = 1.0
+# On a busy machine the event loop may be this late and still count as alive.
 SLOW_LOOP_SECONDS = 10.0
 
 
 Warm = Callable[[], Awaitable[None]]
-"""What `Service.load` calls once the model has run."""
+"""`Service.load` calls it once the model has run."""
 
 
 class Service(ABC):
-    """A service, as its life sees it.
+    """A service: what `run` needs of it.
 
     Attributes:
-        name: of its gRPC service, in full.
-        metrics: what it shows of itself, where the settings say so.
-        tracing: what is recorded of its calls, where the settings say so.
-        engine: what runs its model, where it has one, once that is loaded.
+        name: full name of its gRPC service.
+        metrics: its metrics; served with --metrics-listen.
+        tracing: traces of its calls; recorded with --otlp-endpoint.
+        engine: runs its model; None before the model is loaded, or without one.
     """
 
     name: str
@@ -117,16 +117,16 @@ class Service(ABC):
 
     @abstractmethod
     def max_message_bytes(self) -> int:
-        """The largest message it takes. Asked before `load`."""
+        """The largest message that is accepted. Called before `load`."""
 
     @abstractmethod
     def register(self, server: grpc.aio.Server) -> None:
-        """Adds the servicer to a server that has not started. Calls may come before `load` has ended."""
+        """Adds the servicer to a server that has not started. Calls may arrive before `load` has ended."""
 
     @abstractmethod
     async def load(self, warm: Warm) -> None:
-        """Loads the model, and whatever must be there to serve; returns when ready. Awaits `warm` as soon as the model
-        is there and has run: a service that waits for others from then on need not be started anew.
+        """Loads the model and all else that is needed to serve; returns when ready. Awaits `warm` once the model has
+        run: from then on the service may wait for others, and a restart would not help.
 
         Raises:
             CheckpointError, RequestError: the service cannot serve; the text is one line.
@@ -134,14 +134,14 @@ class Service(ABC):
 
     @abstractmethod
     async def drain(self) -> None:
-        """Called once, when no new call can come any more: let those in progress know."""
+        """Notifies the calls in progress. Called once, when no new call can arrive."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Frees what `load` made. No call is in progress any more."""
+        """Frees what `load` made. Called when no call is in progress."""
 
     async def broken(self) -> str:
-        """Returns once this process can never serve again, whatever is done, and says why. By default it never does."""
+        """Returns the reason once this process can never serve again. By default it never returns."""
         return await asyncio.get_running_loop().create_future()
 
 
@@ -150,8 +150,8 @@ async def live(service: Service, settings: ServiceSettings, program: str) -> Non
 
     Raises:
         StartupError, CheckpointError, RequestError: it cannot serve.
-        SettingsError: not as the settings have it.
-        ModelLost: it served, and can no longer.
+        SettingsError: a setting cannot be met.
+        ModelLost: it served, and no longer can.
     """
     with ExitStack() as running:
         if settings.otlp_endpoint is not None:
@@ -178,7 +178,7 @@ async def _serve(service: Service, settings: ServiceSettings) -> None:
         first=how.first,
     )
     health = HealthState(server, [service.name])
-    show_life(service.metrics, health, lambda: service.engine, max(settings.liveness_timeout, SLOW_LOOP_SECONDS))
+    export_health(service.metrics, health, lambda: service.engine, max(settings.liveness_timeout, SLOW_LOOP_SECONDS))
     service.register(server)
     enable_reflection(server, [service.name])
     address = bind(server, settings.listen, None if how.tls is None else how.tls.credentials())
@@ -187,7 +187,7 @@ async def _serve(service: Service, settings: ServiceSettings) -> None:
         if settings.health_listen is not None:
             probed = await beside.enter_async_context(health_port(health, settings.health_listen))
         await server.start()
-        # The address comes first, for the process that started us; health stays NOT_SERVING until the load is done.
+        # First the address, for the parent process; health stays NOT_SERVING until the model is loaded.
         _log.info("listening", address=address, model=settings.model, transport=how.transport)
         if probed:
             _log.info("health", address=probed)
@@ -206,8 +206,8 @@ async def _run(service: Service, settings: ServiceSettings, server: grpc.aio.Ser
         if loading.done() and not breaking.done():
             loading.result()
             await asyncio.wait((serving, breaking), return_when=asyncio.FIRST_COMPLETED)
-        if breaking.done():  # a drain under way waits for passes that will not come
-            _log.error("broken", reason=breaking.result())
+        if breaking.done():  # a drain would wait for steps that never run
+            _log.error("cannot serve any more", reason=breaking.result())
             await health.drain()
             await cut_off(server)
             raise ModelLost(breaking.result())
@@ -227,22 +227,22 @@ async def _load(service: Service, health: HealthState) -> None:
 
 
 async def _watch(service: Service, health: HealthState, bound: float) -> None:
-    """Says for as long as it lasts that the engine is stuck, or has ended."""
+    """Sets liveness by the engine, and logs when it stops and when it runs again."""
     last = ""
     while True:
-        await asyncio.sleep(min(GLANCE_SECONDS, bound / 4))
+        await asyncio.sleep(min(CHECK_SECONDS, bound / 4))
         trouble = "" if service.engine is None else service.engine.trouble(bound)
         if bool(trouble) != bool(last):
             if trouble:
-                _log.error("not alive", reason=trouble)
+                _log.error("engine is not alive", reason=trouble)
             else:
-                _log.warning("alive again")
+                _log.warning("engine is alive again")
         await health.alive(not trouble)
         last = trouble
 
 
 async def in_thread(function: Callable[[], Result]) -> Result:
-    """Runs a function on a daemon thread: unlike a pool's, it does not hold up the exit of the process."""
+    """Runs a function on a daemon thread, which does not delay the exit of the process as a pool's would."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()
 
@@ -268,8 +268,8 @@ async def in_thread(function: Callable[[], Result]) -> Result:
 
 
 def run(program: str, settings: ServiceSettings, make: Callable[[], Service]) -> int:
-    """Runs a service as a process and returns its exit code: 0 after a signal, 1 where it cannot serve, or can no
-    longer, 2 where a setting cannot be met on this machine.
+    """Runs a service as a process and returns its exit code: 0 after a signal, 1 if it cannot serve, or no
+    longer, 2 if a setting cannot be met on this machine.
     """
     is_readable = configure_logging(program, settings.log_level)
     settings.warn_of_variables()

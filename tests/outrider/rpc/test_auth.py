@@ -158,7 +158,7 @@ async def test_each_call_bears_a_token(tokens: Tokens, caplog: pytest.LogCapture
                 error = await refusal(method(channel)(request, metadata=metadata))
                 assert (error.code, error.reason) == (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
     assert (probe.started, probe.decoded) == (4, 4), "what is refused is not decoded either"
-    assert "was turned away: UNAUTHENTICATED" in caplog.text
+    assert "was refused: UNAUTHENTICATED" in caplog.text
     assert TOKENS[0][:-1] not in caplog.text
 
 

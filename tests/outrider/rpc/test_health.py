@@ -61,7 +61,7 @@ async def test_each_name_has_its_meaning(
         for change in changes:
             await change(health)
         assert await serving(channel) == names
-        assert {probe for probe in PROBES if health.says(probe)} == names & set(PROBES)
+        assert {probe for probe in PROBES if health.is_serving(probe)} == names & set(PROBES)
         if NAME in names:
             await asyncio.to_thread(wait_for_health, address, NAME, 5)
         else:

@@ -6,20 +6,20 @@ from typing import Any
 
 from outrider.rpc.health import PROBES, HealthState
 from outrider.rpc.server import create_server
-from outrider.service.lifecycle import _watch, show_life
+from outrider.service.lifecycle import _watch, export_health
 from outrider.service.metrics import Metrics
 
 
 async def test_an_event_loop_that_does_not_run_is_neither_alive_nor_ready() -> None:
     metrics, health = Metrics(), HealthState(create_server(max_message_bytes=1 << 20), [])
-    show_life(metrics, health, lambda: None, 60.0)
+    export_health(metrics, health, lambda: None, 60.0)
 
     def shown() -> dict[str, float | None]:
         return {probe: metrics.registry.get_sample_value("outrider_health", {"probe": probe}) for probe in PROBES}
 
     await health.serving()
     assert shown() == {"readiness": 1, "liveness": 1, "startup": 1}
-    health.last_glance -= 61
+    health.last_check -= 61
     assert shown() == {"readiness": 0, "liveness": 0, "startup": 1}
     service: Any = SimpleNamespace(engine=None)
     watching = asyncio.create_task(_watch(service, health, bound=0.04))
