@@ -258,7 +258,8 @@ def check_fingerprint(fingerprint: str, target: model_pb2.ModelInfo) -> None:
     if fingerprint and fingerprint != target.weights_fingerprint:
         raise failed_precondition(
             "PAIR_MISMATCH",
-            f"weights_fingerprint is {fingerprint[:16]}; this target has {target.weights_fingerprint[:16]}",
+            f"weights_fingerprint is {fingerprint[:16]}, and this target has {target.weights_fingerprint[:16]}; resume "
+            "at a service with the same weights, or begin a new text",
             field="weights_fingerprint",
         )
 

@@ -292,7 +292,9 @@ async def _verdict(engine: VerifierEngine, replies: asyncio.Queue[Reply]) -> spe
                 reply = await replies.get()
         except TimeoutError:
             if not engine.alive:
-                raise internal("INTERNAL", "the engine has ended before its first pass") from None
+                raise internal(
+                    "INTERNAL", "the engine ended before its first step; its error is in the log above"
+                ) from None
             continue
         if isinstance(reply, RequestError):
             raise internal(reply.reason, f"the first step of the target failed: {reply.message}")

@@ -296,7 +296,10 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
             RequestError: INTERNAL: its logits are NaN or infinite.
         """
         if not is_sound(result):
-            raise internal("BAD_LOGITS", f"the target's logits after {len(sequence.tokens)} tokens are NaN or infinite")
+            raise internal(
+                "BAD_LOGITS",
+                f"the target's logits after {len(sequence.tokens)} tokens are NaN or infinite; try another --dtype",
+            )
         queued = max(0.0, self.pass_started - sequence.owed_since(round_))
         drafted = len(sequence.drafted(round_))
         verdict = sequence.commit(round_, result, step.timings(queued), self._load)

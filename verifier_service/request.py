@@ -84,8 +84,8 @@ def check_open(message: verifier_service_pb2.OpenSequence, model: model_pb2.Mode
     if message.weights_fingerprint and message.weights_fingerprint != model.weights_fingerprint:
         raise failed_precondition(
             "PAIR_MISMATCH",
-            f"weights_fingerprint is {message.weights_fingerprint[:16]}; this target's is "
-            f"{model.weights_fingerprint[:16]}",
+            f"weights_fingerprint is {message.weights_fingerprint[:16]}, and this target has "
+            f"{model.weights_fingerprint[:16]}; open the sequence at a verifier with the same weights",
             field="weights_fingerprint",
         )
     for name, text in (("request_id", message.request_id), ("cache_salt", message.cache_salt)):

@@ -142,12 +142,12 @@ async def test_an_exception_fails_the_next_proposal_and_not_the_one_after(broken
 
 @fake_clock
 async def test_after_the_backoff_it_opens_again_with_all_committed_tokens() -> None:
-    drafter = FaultyDrafter(lambda n: DraftError("no numbers", reason="BAD_LOGITS") if n in (1, 2) else FINE)
+    drafter = FaultyDrafter(lambda n: DraftError("NaN", reason="BAD_LOGITS") if n in (1, 2) else FINE)
     drafting, written = drafter.guarded().open(PLAIN), [6, 7]
     await drafting.propose(4)
     drafting.advance([6, 7])
     for rest in (FIRST_BACKOFF_S, 2 * FIRST_BACKOFF_S):
-        assert (await failure(drafting, "no numbers")).reason == "BAD_LOGITS"
+        assert (await failure(drafting, "NaN")).reason == "BAD_LOGITS"
         asked = drafter.asked
         await asyncio.sleep(0.9 * rest)
         await failure(drafting, "backoff")

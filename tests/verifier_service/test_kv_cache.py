@@ -165,7 +165,7 @@ def test_what_a_failed_sequence_leaves_is_not_used(fails: bool) -> None:
     assert sequence.slot is not None
     engine.model_runner.forward([Chunk(sequence.slot, sequence.tokens[:-1], 0, 0)])
     if fails:
-        sequence.end(internal("BAD_LOGITS", "no numbers"))
+        sequence.end(internal("BAD_LOGITS", "NaN"))
     engine.receive(Close(sequence))
     assert engine.prefixes.find(SHARED) == (0 if fails else BLOCK_TOKENS)
     engine.model_runner.pool.check_integrity()
