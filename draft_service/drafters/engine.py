@@ -77,7 +77,7 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
         elif not sequence.closed:
             try:
                 self._begin(message)
-            except Exception as error:  # no free blocks, or a bug: only this sequence goes without
+            except Exception as error:  # no free blocks, or a bug: only this sequence fails
                 sequence.done = message.done
                 self._end(sequence, error)
 
@@ -93,7 +93,7 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
         sequence.done = message.done
         sequence.gamma = message.gamma
         self._busy.append(sequence)
-        branch = self._cached(lambda: self.cache.take(message, drafted, kept), None)
+        branch = self._call_cache(lambda: self.cache.take(message, drafted, kept), None)
         if branch is None:
             pool.rollback(sequence.slot, min(pool.length(sequence.slot), base + kept, sequence.base - 1))
             return
@@ -106,13 +106,13 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
         sequence.done = None
         if sequence in self._busy:
             self._busy.remove(sequence)
-        self._cached(lambda: self.cache.drop(sequence), None)
+        self._call_cache(lambda: self.cache.drop(sequence), None)
         if sequence.slot is not None:
             self.model_runner.pool.free(sequence.slot)
             sequence.slot = None
             del self._held[sequence]
 
-    def _cached(self, call: Callable[[], Result], default: Result) -> Result:
+    def _call_cache(self, call: Callable[[], Result], default: Result) -> Result:
         """The result of a call of the outcome cache. If it fails, all branches are dropped and their slots freed."""
         returned = OUTCOME_CACHE.run(lambda: (call(),), None)
         if returned is not None:
@@ -135,7 +135,7 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
                 budget -= item.chunk.logits_from
                 work.append(item)
         if not work:
-            return self._cached(lambda: self.cache.work(time.perf_counter()), [])
+            return self._call_cache(lambda: self.cache.work(time.perf_counter()), [])
         return work if self.staging is None else self.staging.add_guesses(work)
 
     def _work_of(self, sequence: ModelSequence, budget: int) -> DraftWork | None:
@@ -221,7 +221,7 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
                     self._take(item.sequence, drawn)
                 except Exception as error:
                     self._end(item.sequence, error)
-        self._cached(lambda: self.cache.add_step(work, output, self.forward_seconds), None)
+        self._call_cache(lambda: self.cache.add_step(work, output, self.forward_seconds), None)
 
     def _take(self, sequence: ModelSequence, drawn: Drawn) -> None:
         for token, distribution, scores in drawn:
@@ -240,11 +240,11 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
             return
         self._busy.remove(sequence)
         sequence.finish()
-        self._cached(lambda: self.cache.sent(sequence, time.perf_counter()), None)
+        self._call_cache(lambda: self.cache.sent(sequence, time.perf_counter()), None)
 
     def fail(self, work: DraftWork, error: Exception, *, is_own: bool) -> None:
         if (parent := work.sequence.parent) is not None:
-            self._cached(lambda: self.cache.drop(parent), None)
+            self._call_cache(lambda: self.cache.drop(parent), None)
         elif work.sequence in self._busy:
             self._end(work.sequence, error)
 
