@@ -182,7 +182,7 @@ def build_engine(
         staging=Staging(settings.staged_guesses, model_runner.loaded.vocab_size),
         threads=settings.threads,
     )
-    built.tell_memory(built.capture(settings, _captures(engine, target, settings)))
+    built.log_memory(built.capture(settings, _captures(engine, target, settings)))
     return engine
 
 

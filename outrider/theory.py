@@ -1,7 +1,7 @@
 """The paper's formulas, with the network added: expected tokens, speed-up, operations, and the best γ.
 
-Pure arithmetic on plain numbers. Those that take α assume that acceptances are independent with the same chance [L
-3.1], which real texts meet roughly; others take a chance for each position, or what became of recorded rounds.
+Pure arithmetic on plain numbers. Functions of α assume independent acceptances of equal probability [L 3.1], roughly
+true of real texts; others take a probability for each position, or recorded rounds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 
 MAX_GAMMA = 64
-"""Where `best_gamma` stops looking unless told otherwise."""
+"""Default of `best_gamma`: the largest γ considered."""
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
@@ -23,7 +23,7 @@ def expected_tokens(alpha: float, gamma: int) -> float:
         raise ValueError(f"alpha is {alpha}; it must lie in [0, 1]")
     if gamma < 0:
         raise ValueError(f"gamma is {gamma}; it must be at least 0")
-    if 1 - alpha < 1e-6:  # the quotient loses its digits; the sum it stands for does not
+    if 1 - alpha < 1e-6:  # the quotient loses precision, the sum does not
         return math.fsum(alpha**i for i in range(gamma + 1))
     return (1 - alpha ** (gamma + 1)) / (1 - alpha)
 
@@ -31,8 +31,8 @@ def expected_tokens(alpha: float, gamma: int) -> float:
 def expected_tokens_by_position(chances: Sequence[float]) -> float:
     """Return the expected tokens of one round of `len(chances)` drafts, 1 + Σ_i Π_{j≤i} β_j.
 
-    `chances` are β_1, β_2, …: that of each drafted token to be accepted where all before it were. Equal ones give
-    `expected_tokens`.
+    `chances` are β_1, β_2, …: the probability that each drafted token is accepted if all before it were. Equal ones
+    give `expected_tokens`.
 
     Raises:
         ValueError: one is outside [0, 1].
@@ -50,9 +50,9 @@ def fixed_rate(accepted: Sequence[int], gamma: int, seconds: Callable[[int], flo
     """Return the tokens per second that γ would have given in recorded rounds, Σ (min(a, γ) + 1) / (n · seconds(γ)).
 
     Args:
-        accepted: a of each round: how many drafted tokens were accepted, at a γ at least as long as this one.
+        accepted: a of each round: its accepted tokens, drafted with at least this γ.
         gamma: drafted tokens a round.
-        seconds: what a round of that many drafts takes.
+        seconds: time of a round with that many drafted tokens.
 
     Raises:
         ValueError: there is no round, γ is negative, or a round takes no time.
@@ -63,11 +63,11 @@ def fixed_rate(accepted: Sequence[int], gamma: int, seconds: Callable[[int], flo
 
 
 def oracle_rate(accepted: Sequence[int], seconds: Callable[[int], float]) -> float:
-    """Return the tokens per second of a γ that knew what would be accepted [L 3.5], Σ (a + 1) / Σ seconds(a).
+    """Return the tokens per second of the best γ in hindsight [L 3.5], Σ (a + 1) / Σ seconds(a).
 
-    In each round it drafts just the tokens that were accepted of many. With one α its tokens a round are 1/(1 - α). No
-    γ that cannot see ahead comes to this: it is a bound. It is one from below of itself where all drafts of a round
-    were accepted, since nobody knows how many more would have been. For the arguments see `fixed_rate`.
+    It drafts in each round only the tokens that were accepted: an upper bound for every policy. With one α it has
+    1/(1 - α) tokens a round. Where all drafted tokens of a round were accepted it is underestimated, because more might
+    have been. For the arguments see `fixed_rate`.
 
     Raises:
         ValueError: there is no round, or one takes no time.
@@ -91,8 +91,8 @@ def improvement(alpha: float, gamma: int, c: float, round_trip: float = 0.0, ver
         alpha: chance that a drafted token is accepted.
         gamma: drafted tokens a round.
         c: time of one draft step, in target steps.
-        round_trip: R, what a round spends on the network, in target steps; 0 in the paper.
-        verify_cost: v, time of the target's pass over γ+1 tokens, in target steps of one; 1 in the paper.
+        round_trip: R, network time of a round, in target steps; 0 in the paper.
+        verify_cost: v, time of the target's forward pass over γ+1 tokens, in target steps of one; 1 in the paper.
 
     Raises:
         ValueError: α or γ is out of range, or a time is negative, infinite or NaN (`verify_cost` also 0).
@@ -143,8 +143,8 @@ def best_gamma(
 ) -> int:
     """Return the γ in 0..max_gamma of largest `improvement`, the smallest among equals [L 3.5].
 
-    `verify_cost` may be a function of the tokens in the target's pass, γ+1: leave out how the pass grows with γ, and
-    the answer runs away.
+    `verify_cost` may be a function of the tokens in the target's forward pass, γ+1. A constant ignores that the pass
+    grows with γ, and gives a γ that is too large.
 
     Raises:
         ValueError: as `improvement` does, or `max_gamma` is negative.

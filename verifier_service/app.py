@@ -217,7 +217,7 @@ def build_engine(
         max_gamma=settings.max_gamma,
         pass_tokens=settings.pass_tokens,
     )
-    built.tell_memory(0 if parallel is not None else built.capture(settings, capture))
+    built.log_memory(0 if parallel is not None else built.capture(settings, capture))
     built.model_runner.warm_up([1, settings.max_gamma + 1, SHORT_PROMPT])
     paths.warm_up(path.name, loaded.device, loaded.dtype, model.vocab_size, loaded.vocab_size)
     return engine, model

@@ -1,4 +1,4 @@
-"""`outrider demo`: both services as processes on this machine, one completion drawn, and what it cost."""
+"""`outrider demo`: runs both services on this machine, draws one completion, and compares with the target alone."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from outrider.cli.processes import Pair, busy_processors, processors, running_pa
 from outrider.client import AcceptanceRule, Chunk, Client, Completion, Event, TokenOrigin, Unavailable
 
 MODELS = Path(__file__).resolve().parents[2] / "models" / "demo"
-# Where the models come without `prompts.jsonl`, whose first prompt is the demo's.
+# Used if the models have no `prompts.jsonl`; else its first prompt is used.
 FALLBACK_PROMPT = 'def mean(values):\n    """Return the arithmetic mean of a list of numbers."""\n'
 HEALTH_TIMEOUT_S = 300.0
-# A large process takes a moment to be gone after its connections are.
+# A large process ends some time after its connections.
 _DEATH_S = 3.0
 # Share of the processors that other processes may use before the demo warns.
 _BUSY_SHARE = 0.15
-# Enough tokens for either way to have run each of its steps.
+# Enough tokens for either mode to have run each kind of step.
 _WARM_UP_TOKENS = 16
 
 
@@ -80,7 +80,7 @@ def demo_command(prompt: str | None, max_new_tokens: int, repeats: int, as_json:
         try:
             with Client(pair.address) as client:
                 complete: Complete = partial(client.complete, text, **options)
-                for changes in ({}, {"gamma": 0}):  # so that neither way pays for first times later
+                for changes in ({}, {"gamma": 0}):  # warm-up of both modes
                     complete(max_new_tokens=_WARM_UP_TOKENS, **changes)
                 writer = None if as_json else _begin_drawing(out, pair, client, text)
                 events: list[Event] = []
@@ -96,7 +96,7 @@ def demo_command(prompt: str | None, max_new_tokens: int, repeats: int, as_json:
                 comparison = compare(complete, shown, repeats)
                 status.stop()
         except Unavailable:
-            # A service that died says more than the call that met it, which may well be known first.
+            # A service that died has the reason; the failed call may be seen first.
             pair.check(within=_DEATH_S)
             raise
     if as_json:
@@ -151,7 +151,7 @@ def _begin_drawing(out: Console, pair: Pair, client: Client, prompt: str) -> Tok
 
 
 def _short(name: str) -> str:
-    """A folder below this one without the way to here."""
+    """A folder, relative to the current one if it lies below it."""
     path = Path(name)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else name
 
@@ -159,14 +159,14 @@ def _short(name: str) -> str:
 # --------------------------------------------------------------------------------------------------------- comparing
 
 Complete = Callable[..., Completion]
-"""Writes the text; what it is called with replaces options of the request."""
+"""Writes the text; its arguments replace options of the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one way of writing the text came to.
+    """Tokens, rounds and speed of one mode: with the draft, or the target alone.
 
-    `alpha` and `mean_acceptance_length` are None where nothing was drafted. `tokens_per_second` is by the client's
+    `alpha` and `mean_acceptance_length` are None if nothing was drafted. `tokens_per_second` is by the client's
     clock, prompt and wire included, and the median of the repeats.
     """
 
@@ -179,7 +179,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Both ways side by side. `first_difference` is the first position where any two texts differ, or None."""
+    """Both modes. `first_difference` is the first position where two texts differ, or None."""
 
     pair: Cost
     target_alone: Cost
@@ -189,10 +189,7 @@ class Comparison:
 
 
 def compare(complete: Complete, shown: Completion, repeats: int) -> Comparison:
-    """Times both ways in turns, so that whatever else the machine does falls on both.
-
-    Seed and rule are those of `shown`, also where the service chose them.
-    """
+    """Times both modes in turns, so that other load on the machine affects both. Seed and rule are those of `shown`."""
     pair, alone = [], []
     for _ in range(repeats):
         pair.append(_timed(lambda: complete(seed=shown.seed, rule=shown.rule)))
@@ -219,7 +216,7 @@ def _cost(runs: list[tuple[Completion, float]]) -> Cost:
     return Cost(
         tokens=last.usage.completion_tokens,
         rounds=last.statistics.num_rounds,
-        alpha=last.statistics.alpha or None,  # 0 where nothing was drafted, or the rule knows no β
+        alpha=last.statistics.alpha or None,  # 0: nothing was drafted
         mean_acceptance_length=last.statistics.mean_acceptance_length if drafted else None,
         tokens_per_second=statistics.median(done.usage.completion_tokens / seconds for done, seconds in runs),
     )
@@ -234,7 +231,7 @@ def _first_difference(texts: list[tuple[int, ...]]) -> int | None:
 
 
 def draw_comparison(out: Console, comparison: Comparison, *, promised: bool) -> None:
-    """Draws the two ways as a table of 76 columns, and says whether their texts are equal, where that is promised."""
+    """Draws both modes as a table of 76 columns, and whether their texts are equal, if `promised`."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("", no_wrap=True)
     for heading in ("tokens", "rounds", "α", "mean acceptance\nlength", "tokens/s", "ratio"):
@@ -258,7 +255,7 @@ def draw_comparison(out: Console, comparison: Comparison, *, promised: bool) -> 
     if comparison.first_difference is None:
         out.print("Both wrote the same text, token for token.")
     elif promised:
-        out.print(f"The texts part at token {comparison.first_difference + 1}: a near-tie that rounding decided.")
+        out.print(f"The texts differ from token {comparison.first_difference + 1} on: a near-tie, decided by rounding.")
 
 
 def _number(value: float | None) -> str:
@@ -276,18 +273,18 @@ _PROMPT = Style(dim=True)
 
 
 class TokenWriter:
-    """Writes the chunks of one sample to a console. Rounds must have been asked for."""
+    """Writes the chunks of one sample to a console. They must have `rounds`."""
 
     def __init__(self, console: Console):
         self._console = console
         self._colour = console.color_system is not None and not console.no_color
         self._length = 0
-        self._held: deque[tuple[str, TokenOrigin]] = deque()  # tokens whose text has not come
+        self._held: deque[tuple[str, TokenOrigin]] = deque()  # tokens without delivered text
         # The first rejected token of a round, by the output position it would have had.
         self._rejected: dict[int, str] = {}
 
     def legend(self) -> None:
-        """Says what the marks mean."""
+        """Writes the meaning of the marks."""
         line = Text()
         for part in (
             self._accepted("accepted draft tokens"),
@@ -336,13 +333,13 @@ class TokenWriter:
     def _own(self, text: str) -> Text:
         if self._colour:
             return Text(text if text.strip(" ") else "·" * len(text), _TARGET)  # a space has no colour
-        # The mark closes before a line ends, so that lines stay lines.
+        # The mark closes before the end of the line.
         head, newline, tail = text.partition("\n")
         return Text(f"{{+{head}+}}{newline}{tail}" if text else "")
 
 
 def shares(text: str, token_texts: Sequence[str]) -> list[str]:
-    """Cuts a text into its tokens' parts; they join to the text.
+    """Cuts a text into the parts of its tokens; joined they are the text.
 
     A token's text by itself is not always its part: a character may span tokens, and some tokenizers drop the space
     before a word. Text that tokens share goes to the last of them.
@@ -365,10 +362,10 @@ def shares(text: str, token_texts: Sequence[str]) -> list[str]:
 
 
 def _visible(text: str) -> str:
-    """A token that is shown and not written: its white space as signs."""
+    """A rejected token: with signs for white space."""
     return text.replace("\n", "↵").replace("\t", "⇥")
 
 
 def _marked(text: str) -> str:
-    """A token that is written: the end of a line gets a sign, since it could not be seen otherwise."""
+    """A token of the text: with a sign at the end of a line, to be visible."""
     return text.replace("\n", "↵\n", 1)

@@ -1,4 +1,4 @@
-"""Options that commands share, and what they come to. They read no file."""
+"""Options that commands share, and their conversion to requests and flags."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TokenBias(click.ParamType[tuple[int, float]]):
 
 
 class Address(click.ParamType[str]):
-    """`HOST:PORT`, or a socket in the file system; or several with commas between."""
+    """`HOST:PORT` or `unix:PATH`; or several, separated by commas."""
 
     def __init__(self, several: bool = False) -> None:
         self.name = "HOST:PORT[,...]" if several else "HOST:PORT"
@@ -51,7 +51,7 @@ class Address(click.ParamType[str]):
 
 
 class DeviceName(click.ParamType[str]):
-    """`auto`, `cpu`, `cuda` or `cuda:N`. Whether it is there the service says, which has torch."""
+    """`auto`, `cpu`, `cuda` or `cuda:N`. The service checks whether it exists."""
 
     name = "DEVICE"
 
@@ -73,7 +73,7 @@ def _group(*options: Any) -> Any:
     return add
 
 
-# How both models are run; see `model_flags`.
+# How to run both models; see `flags_of_pair`.
 model_options = _group(
     click.option("--device", type=DeviceName(), help="Device of both models: cpu, cuda, cuda:1. Default: auto."),
     click.option("--target-device", type=DeviceName(), help="Device of the target. Default: --device."),
@@ -83,7 +83,7 @@ model_options = _group(
     ),
 )
 
-# How text is sampled and speculated on, `temperature_option` aside; see `request_of`.
+# Sampling and speculation, without `temperature_option`; see `request_of`.
 sampling_options = _group(
     click.option("--top-k", type=int, help="Keep the K most probable tokens; 0: all. Default: 0."),
     click.option(
@@ -147,7 +147,7 @@ sampling_options = _group(
     ),
 )
 
-# All else of one request.
+# All other options of a request.
 request_options = _group(
     sampling_options,
     click.option(
@@ -228,7 +228,7 @@ request_options = _group(
     click.option("--request-id", metavar="NAME", help="Name of the request in the services' logs."),
 )
 
-# How a draft service is called; see `connected`.
+# How to call a draft service; see `connected`.
 calling_options = _group(
     click.option("--tls", is_flag=True, help="Use TLS, with the CAs that come with gRPC."),
     click.option("--tls-ca", metavar="FILE", type=_FILE, help="Use TLS, with this CA (PEM)."),
@@ -241,7 +241,7 @@ calling_options = _group(
     click.option("--plaintext", is_flag=True, help="Allow plaintext to another machine."),
 )
 
-# How a draft service is protected: flags of its own.
+# Security of the draft service: flags of its own.
 serving_options = _group(
     click.option(
         "--tls-cert", metavar="FILE", type=_FILE, help="Certificate of the draft service (PEM), which then uses TLS."
@@ -267,13 +267,13 @@ serving_options = _group(
 
 
 def temperature_option(default: str) -> Callable[[Command], Command]:
-    """`--temperature`; `default` is what the command or the service takes where it is not given."""
+    """`--temperature`; `default` is that of the command or the service, for the help."""
     text = f"Divides the logits; 0 takes the most probable token, else 0.000001 to 100. Default: {default}."
     return click.option("--temperature", type=float, help=text)
 
 
 def request_of(values: dict[str, Any]) -> Options:
-    """The client's options that these values of the command line come to; what was not given is left out."""
+    """Converts values of the command line to options of the client, without those not given."""
     given = {name: value for name, value in values.items() if value is not None and value is not False and value != ()}
     if "logit_bias" in given:
         given["logit_bias"] = dict(given["logit_bias"])
@@ -284,8 +284,8 @@ def connected(addresses: str, timeout: float, patience: float | None, values: di
     """The client for these addresses; takes the values of `calling_options` out of `values`.
 
     Raises:
-        UsageError: they contradict each other; a file is not what it should be; or plaintext would leave this machine
-            without having been asked for.
+        UsageError: they contradict each other; a file has the wrong content; or plaintext would leave this machine
+            without --plaintext.
     """
     tls = tls_of({each: values.pop(each) for each in ("tls", "tls_ca", "tls_cert", "tls_key", "tls_name")})
     token_file, plaintext = values.pop("token_file"), values.pop("plaintext")
@@ -299,7 +299,7 @@ def connected(addresses: str, timeout: float, patience: float | None, values: di
 
 
 def tls_of(values: Mapping[str, Any]) -> TLS | None:
-    """The TLS that the flags of `calling_options` stand for; None is plaintext.
+    """The TLS settings of `calling_options`; None: plaintext.
 
     Raises:
         UsageError: they contradict each other.
@@ -313,7 +313,7 @@ def tls_of(values: Mapping[str, Any]) -> TLS | None:
 
 
 def flags_of(values: Mapping[str, Any]) -> list[str]:
-    """The flags of a service that these values of the command line come to; what was not given is left out."""
+    """Converts values of the command line to flags of a service, without those not given."""
     flags: list[str] = []
     for name, value in values.items():
         flag = f"--{name.replace('_', '-')}"

@@ -1,4 +1,4 @@
-"""How commands answer: one JSON object, or one line of what went wrong. It draws nothing."""
+"""Output of commands: one JSON object, or one line for a failure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.client import Completion, OutriderError, Sample, Started
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-# Log lines of a service that are shown when it fails.
+# Log lines shown of a service that fails.
 _SHOWN_LINES = 12
 
 
@@ -28,7 +28,7 @@ class Failure(click.ClickException):
 
 
 def fails_in_one_line(command: Command) -> Command:
-    """Turns what a client or a service raises into a `Failure`."""
+    """Turns exceptions of a client or a service into a `Failure`."""
 
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -44,7 +44,7 @@ def fails_in_one_line(command: Command) -> Command:
 
 
 def warn_of_loss(started: Started) -> None:
-    """Says on stderr that a text is lossy, where it is."""
+    """Writes a line to stderr if a text is lossy."""
     if started.lossy:
         click.echo(
             f"outrider: lossy: this text does not follow the target's distribution (rule {started.rule})", err=True
@@ -58,7 +58,7 @@ def show_log(lines: Iterable[str]) -> None:
 
 
 def write_json(document: dict[str, Any]) -> None:
-    """Writes one JSON object to stdout. What JSON has no number for, such as -infinity, becomes null."""
+    """Writes one JSON object to stdout. Infinities and NaN become null."""
     click.echo(json.dumps(_finite(document), ensure_ascii=False))
 
 
@@ -74,7 +74,7 @@ def _finite(value: Any) -> Any:
 
 
 def completion_document(completion: Completion) -> dict[str, Any]:
-    """A generation as one JSON object: the first sample's fields, and `samples` where there are several."""
+    """A generation as one JSON object: the first sample's fields, and `samples` if there are several."""
     started = completion.started
     document = {
         **sample_document(completion.samples[0]),
@@ -91,7 +91,7 @@ def completion_document(completion: Completion) -> dict[str, Any]:
 
 
 def sample_document(sample: Sample) -> dict[str, Any]:
-    """One sample as a JSON object. Optional parts are there where they were asked for or happened."""
+    """One sample as a JSON object. Fields that are not set are left out."""
     document: dict[str, Any] = {
         "index": sample.index,
         "text": sample.text,

@@ -1,5 +1,5 @@
-"""Services as processes on this machine, one or a pair: start them, learn their addresses, wait until they are healthy,
-stop them. Synchronous; the standard library and `outrider.rpc` are all it needs.
+"""Services as processes on this machine, one or a pair: start them, read their addresses, wait until they are healthy,
+stop them. Synchronous; needs the standard library and `outrider.rpc` only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from outrider.rpc.channel import wait_for_health
 
 
 def service_environment(threads: int | None = None) -> dict[str, str]:
-    """What a service that shares its machine with one other needs in its environment.
+    """The environment of a service that shares its machine with one other.
 
     Each gets `threads`, or half of the processors where neither that nor OMP_NUM_THREADS is given: two OpenMP pools of
     full size that wait by spinning take turns at slowing each other down. Waiting passively does not, but makes two
@@ -40,14 +40,14 @@ def service_environment(threads: int | None = None) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads or os.environ.get("OMP_NUM_THREADS") or max(1, len(processors()) // 2)),
     }
     root = Path(__file__).resolve().parents[2]
-    if (root / "pyproject.toml").is_file():  # a source tree, which need not be installed
+    if (root / "pyproject.toml").is_file():  # a source tree, perhaps not installed
         paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
     return environment
 
 
 def halves(threads: int) -> tuple[frozenset[int], frozenset[int]] | None:
-    """Half of the processors for each of two services of so many threads; None where there are too few.
+    """Half of the processors for each of two services with so many threads; None if there are too few.
 
     A round goes back and forth between them. Where either may run anywhere, each wakes on the other's processor, whose
     caches hold the other's weights (measured on two processors: a third of a round's hand-offs).
@@ -60,7 +60,7 @@ def halves(threads: int) -> tuple[frozenset[int], frozenset[int]] | None:
 
 
 def processors() -> frozenset[int]:
-    """Those that this process may run on."""
+    """The processors that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
@@ -93,7 +93,7 @@ def busy_processors(seconds: float = 0.2) -> float:
 
 
 def keep_on(process_id: int, cores: Collection[int]) -> None:
-    """Keeps a process that has just begun, and whatever threads it makes, on those processors.
+    """Pins a new process, with all its threads, to these processors.
 
     Does nothing where the system cannot or must not do it, or the process has ended: it runs as well elsewhere.
     """
@@ -106,14 +106,14 @@ def keep_on(process_id: int, cores: Collection[int]) -> None:
 _KEPT_LINES = 1_000
 # Importing torch on a cold disk takes tens of seconds; nothing listens before that.
 START_TIMEOUT_S = 120.0
-# The services' own grace is thirty seconds; a process that is still there after that hangs.
+# The default --grace of the services is thirty seconds; a process that runs longer hangs.
 STOP_TIMEOUT_S = 35.0
-# How long one look at health takes before the process itself is looked at again.
-_HEALTH_LOOK_S = 0.5
+# Timeout of one health check; between two of them the process is checked.
+_HEALTH_CHECK_S = 0.5
 
 
 class ServiceError(Exception):
-    """A service did not start, is not healthy or died. Its text is one line; `log_lines` are the service's last."""
+    """A service did not start, is not healthy or died. The text is one line; `log_lines` are its last ones."""
 
     def __init__(self, message: str, log_lines: Sequence[str] = ()):
         super().__init__(message)
@@ -121,7 +121,7 @@ class ServiceError(Exception):
 
 
 class ServiceProcess:
-    """A running service. Made by `start`; stops the process when left as a context manager."""
+    """A running service, from `start`. As a context manager it stops the process at the end."""
 
     def __init__(self, name: str, process: subprocess.Popen[str], on_line: Callable[[str], None] | None = None):
         self.name = name
@@ -130,7 +130,7 @@ class ServiceProcess:
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._address = ""
         self._health_address = ""
-        self._told = threading.Event()  # the address is known, or never will be
+        self._settled = threading.Event()  # the address is known, or the process has ended
         self._reader = threading.Thread(target=self._read, name=f"{name}-log", daemon=True)
         self._reader.start()
 
@@ -150,11 +150,11 @@ class ServiceProcess:
             arguments: the module, then its flags: `["verifier_service", "--model", DIR, "--listen", "127.0.0.1:0"]`.
             env: variables on top of this process's own and of `service_environment()`.
             on_line: called with each log line, from a thread.
-            cores: the processors it may run on, where this system can say so.
+            cores: the processors it may run on, if the system supports that.
             timeout: seconds until it must listen.
 
         Raises:
-            ServiceError: it ended, or said nothing of an address in time.
+            ServiceError: it ended, or logged no address in time.
         """
         service = cls.launch(arguments, env=env, on_line=on_line, cores=cores)
         try:
@@ -183,7 +183,7 @@ class ServiceProcess:
             text=True,
             encoding="utf-8",
             errors="replace",
-            # A terminal's Ctrl-C goes to every process of its group: services of ours are stopped by us, in order.
+            # A terminal sends Ctrl-C to its whole process group: the services are stopped in order instead.
             start_new_session=True,
         )
         if cores:
@@ -200,7 +200,7 @@ class ServiceProcess:
 
     @property
     def address(self) -> str:
-        """`HOST:PORT` where it listens; empty before it does."""
+        """`HOST:PORT` where it listens; empty before."""
         return self._address
 
     @property
@@ -209,16 +209,16 @@ class ServiceProcess:
         return self.process.poll()
 
     def log_lines(self) -> list[str]:
-        """What it has logged, oldest first; the last thousand lines."""
+        """Its last thousand log lines, oldest first."""
         return list(self._lines)
 
     def wait_listening(self, timeout: float = START_TIMEOUT_S) -> str:
         """Waits for the address and returns it.
 
         Raises:
-            ServiceError: it ended, or said nothing of an address in time.
+            ServiceError: it ended, or logged no address in time.
         """
-        if not self._told.wait(timeout):
+        if not self._settled.wait(timeout):
             raise self._error(f"did not listen within {timeout:g} s")
         if not self._address:
             raise self._ended()
@@ -232,14 +232,14 @@ class ServiceProcess:
         """
         end = time.monotonic() + timeout
         self.wait_listening(timeout)
-        while not self.is_healthy(within=max(0.01, min(_HEALTH_LOOK_S, end - time.monotonic()))):
+        while not self.is_healthy(within=max(0.01, min(_HEALTH_CHECK_S, end - time.monotonic()))):
             self.check()
             if time.monotonic() > end:
                 raise self._error(f"is not healthy after {timeout:g} s")
 
     def is_healthy(self, *, within: float) -> bool:
-        """Whether it serves, or begins to within so many seconds."""
-        if not self._told.wait(within) or not self._address:
+        """Whether it serves within so many seconds."""
+        if not self._settled.wait(within) or not self._address:
             return False
         try:
             wait_for_health(self._health_address or self._address, "", within)
@@ -248,14 +248,14 @@ class ServiceProcess:
         return True
 
     def check(self) -> None:
-        """Raises `ServiceError` where it has ended."""
+        """Raises `ServiceError` if it has ended."""
         if self.process.poll() is not None:
             raise self._ended()
 
     def stop(self, timeout: float = STOP_TIMEOUT_S) -> int:
         """SIGTERM, then up to `timeout` seconds, then SIGKILL. Returns the exit code; may be called twice.
 
-        An interrupt while it waits kills at once, and goes on to the caller.
+        An interrupt while it waits kills the process at once, and is raised.
         """
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -279,10 +279,10 @@ class ServiceProcess:
                 self._health_address = self._health_address or _address_in(line, "health")
                 if not self._address and (address := _address_in(line, "listening")):
                     self._address = address
-                    self._told.set()
+                    self._settled.set()
                 if self._on_line is not None:
                     self._on_line(line)
-        self._told.set()
+        self._settled.set()
 
     def _ended(self) -> ServiceError:
         self.process.wait()
@@ -292,7 +292,7 @@ class ServiceProcess:
         return self._error(how + self._reason())
 
     def _reason(self) -> str:
-        """What it said last in words of its own: services end with one such line."""
+        """Its last line that is not JSON: services end with the reason in one."""
         words = [line for line in self._lines if line and not line.startswith("{")]
         return f": {words[-1].removeprefix(f'{self.name}: ')}" if words else ""
 
@@ -301,7 +301,7 @@ class ServiceProcess:
 
 
 def _address_in(line: str, event: str) -> str:
-    """The address, where the line is the log's `event`; else empty."""
+    """The address in a log line of this `event`; else empty."""
     if not line.startswith("{") or f'"{event}"' not in line:
         return ""
     try:
@@ -311,13 +311,13 @@ def _address_in(line: str, event: str) -> str:
     return str(entry.get("address", "")) if entry.get("event") == event else ""
 
 
-# Between two looks at processes that should go on running.
-_LOOK_S = 0.2
+# Between two checks that processes still run.
+_CHECK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Both processes."""
+    """The processes of a verifier and its draft service."""
 
     verifier: ServiceProcess
     draft: ServiceProcess
@@ -328,14 +328,14 @@ class Pair:
         return self.draft.address
 
     def check(self, within: float = 0.0) -> None:
-        """Raises `ServiceError` where either has ended, or ends within so many seconds."""
+        """Raises `ServiceError` if one has ended, or ends within so many seconds."""
         end = time.monotonic() + within
         while True:
             for service in (self.verifier, self.draft):
                 service.check()
             if time.monotonic() >= end:
                 return
-            time.sleep(_LOOK_S)
+            time.sleep(_CHECK_S)
 
     def wait_healthy(self, timeout: float) -> None:
         """Waits until both serve.
@@ -345,13 +345,13 @@ class Pair:
         """
         end = time.monotonic() + timeout
         for service in (self.verifier, self.draft):
-            while not service.is_healthy(within=_LOOK_S):
+            while not service.is_healthy(within=_CHECK_S):
                 self.check()
                 if time.monotonic() > end:
                     raise ServiceError(f"{service.name} is not healthy after {timeout:g} s", service.log_lines())
 
     def watch(self) -> None:
-        """Returns never; raises `ServiceError` when either ends."""
+        """Raises `ServiceError` when one ends; never returns."""
         while True:
             self.check(within=3600.0)
 
@@ -365,10 +365,9 @@ def running_pair(
     threads: int | None = None,
     on_line: Callable[[str, str], None] | None = None,
 ) -> Iterator[Pair]:
-    """Starts a verifier and a draft service that knows its address, and stops both however the block ends: SIGTERM, a
-    wait, and SIGKILL where that did not do.
+    """Starts a verifier and its draft service, and stops both at the end of the block: SIGTERM, a wait, then SIGKILL.
 
-    Both start at once, since what takes long is each one's imports; the pair is of use after `Pair.wait_healthy`.
+    Both start at the same time, because their imports take long; use the pair after `Pair.wait_healthy`.
 
     Args:
         verifier_flags: of the verifier service, all but `--listen`.
@@ -378,7 +377,7 @@ def running_pair(
         on_line: called with a service's name and each line it logs, from threads.
 
     Raises:
-        ServiceError: what services need is not installed here.
+        ServiceError: torch is not installed.
     """
     if find_spec("torch") is None:
         raise ServiceError(
@@ -390,7 +389,7 @@ def running_pair(
 
     def launch(module: str, cores: Collection[int] | None, *flags: str) -> ServiceProcess:
         return ServiceProcess.launch(
-            # Health on a port of its own is there in plaintext whatever the other one speaks.
+            # Health on a port of its own is in plaintext, also with TLS on the other.
             [module, *flags, "--health-listen", "127.0.0.1:0"],
             env=environment,
             cores=cores,
@@ -405,7 +404,7 @@ def running_pair(
 
 
 def fixed(address: str) -> str:
-    """The address with a free port in place of 0: the draft service takes it before the verifier is up."""
+    """The address with a free port in place of 0: the draft service needs it before the verifier listens."""
     host, _, port = address.rpartition(":")
     if port != "0":
         return address
@@ -417,13 +416,13 @@ def fixed(address: str) -> str:
 
 @contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """Inside it SIGTERM does what Ctrl-C does, so that whatever is open is closed. For a main thread only."""
+    """Makes SIGTERM interrupt as Ctrl-C does, so that context managers close. For the main thread."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         on_interrupt = signal.getsignal(signal.SIGINT)
-        if callable(on_interrupt):  # where asyncio runs, it ends its tasks first
+        if callable(on_interrupt):  # asyncio ends its tasks first
             on_interrupt(number, frame)
-        else:  # a job in the background of a shell is deaf to Ctrl-C
+        else:  # background jobs of a shell ignore SIGINT
             raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)

@@ -1,4 +1,4 @@
-"""`outrider serve`: one's own pair on this machine, until told to stop."""
+"""`outrider serve`: serves a pair of models on this machine until a signal."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def serve_command(verifier_listen: str, threads: int | None, flags: tuple[str, .
     more_verifier, more_draft = shared_out(flags)
     verifier_flags, draft_flags = verifier_flags + more_verifier, draft_flags + more_draft
     text = text_renderer() if sys.stdout.isatty() else None
-    # The pipes of the services are read however slowly standard output is.
+    # The pipes of the services must be read even if standard output blocks.
     take_over(lambda lines: f"outrider | {lines} log lines dropped")
 
     def pass_through(name: str, line: str) -> None:
@@ -120,12 +120,12 @@ def serve_command(verifier_listen: str, threads: int | None, flags: tuple[str, .
                 on_line=pass_through,
             ) as pair,
         ):
-            # A model from a hub may have to be fetched first: no limit, but for a service that ends.
+            # No timeout: a model may have to be downloaded first.
             pair.wait_healthy(math.inf)
             click.echo(f'Serving. Try: outrider generate --draft {pair.address} "def add(a, b):"', err=True)
             pair.watch()
     except ServiceError as error:
-        raise Failure(str(error)) from error  # its log was passed through already
+        raise Failure(str(error)) from error  # its log is written already
     except KeyboardInterrupt:
         click.echo("Stopped.", err=True)
 

@@ -157,7 +157,7 @@ class ServerTLS:
 
         paths = (cert, key) if client_ca is None else (cert, key, client_ca)
         self._watched = Watched(paths, read)
-        self.asks_clients = client_ca is not None
+        self.requires_client_certificate = client_ca is not None
 
     def credentials(self) -> grpc.ServerCredentials:
         """Server credentials; make new ones for each port."""
@@ -173,7 +173,9 @@ class ServerTLS:
             return configuration
 
         # With a CA alone, clients without a certificate are accepted: authentication must be required as well.
-        return grpc.dynamic_ssl_server_credentials(first, fetch, require_client_authentication=self.asks_clients)
+        return grpc.dynamic_ssl_server_credentials(
+            first, fetch, require_client_authentication=self.requires_client_certificate
+        )
 
 
 def _authority(path: Path) -> bytes:

@@ -1,4 +1,4 @@
-"""Code that only makes a text faster, or only watches it, may never fail it: each such call goes through a `Component`.
+"""Calls that only make a text faster, or only observe it, must never fail it: they go through a `Component`.
 
 A component catches what its calls raise, counts it, logs it once a minute and carries on with a safe default. `Metrics`
 shows the counts as `outrider_internal_errors_total{component}`. Authentication, limits, input checks and privacy pacing
@@ -41,7 +41,7 @@ class Component:
 
     def __init__(self, name: str) -> None:
         if name in COMPONENTS:
-            raise ValueError(f"there is a component {name!r} already")
+            raise ValueError(f"the component {name!r} exists already")
         self.name = name
         self.errors = 0
         self._lock = threading.Lock()
@@ -49,7 +49,7 @@ class Component:
         COMPONENTS[name] = self
 
     def run(self, call: Callable[[], Result], default: Result) -> Result:
-        """Returns what `call` returns, or `default` where it raises an `Exception`; a cancellation passes through."""
+        """Returns what `call` returns, or `default` if it raises an `Exception`; a cancellation passes through."""
         try:
             return call()
         except Exception as error:
@@ -57,7 +57,7 @@ class Component:
             return default
 
     def bounded(self, call: Callable[[], float], default: float, *, low: float, high: float) -> float:
-        """As `run`, for a number: clamped to [`low`, `high`], and `default` where it is NaN, or no number at all."""
+        """As `run`, for a number: clamped to [`low`, `high`], and `default` if it is NaN or not a number."""
 
         def clamped() -> float:
             value = call()

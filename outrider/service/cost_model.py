@@ -1,20 +1,20 @@
-"""The cost of a pass, fitted while it serves: t(tokens) = fixed + slope · tokens. It also fits the cost of drafting."""
+"""The cost of a step, fitted online: t(tokens) = fixed + slope · tokens. Also used for the cost of drafting."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Share of what is known that one pass replaces: a change of the machine is taken in within some fifty passes.
+# Weight of one new step: a change of the machine is followed within some fifty steps.
 FORGETTING = 0.05
-# Squared distance from the mean width, in tokens², at which a pass says as much of the slope as it may put out of mind.
+# Squared distance from the mean width, in tokens², from which on a step has its full weight for the slope.
 REFERENCE_SPREAD = 64.0
-# A pass is believed as far as this many mean deviations from the line; what lies beyond counts as if it lay there.
+# Residuals are clipped at this many mean deviations.
 CREDIBLE_DEVIATIONS = 4.0
-# The least mean deviation, as a share of what the line expects: a clock is never better.
+# Least mean deviation, as a share of the expected time: the precision of a clock.
 LEAST_DEVIATION = 0.01
-# The mean deviation that is assumed of a line nothing has been held against yet.
+# Mean deviation of a new line.
 FIRST_DEVIATION = 0.1
-# Seconds beyond which it was not the pass that took them.
+# Longer times, in seconds, are not the cost of a step.
 LONGEST_PASS = 3600.0
 
 
@@ -26,12 +26,12 @@ class CostLine:
     per_token: float
 
     def seconds(self, tokens: float) -> float:
-        """What a pass of so many tokens takes."""
+        """Seconds of a step of this many tokens."""
         return self.fixed + self.per_token * tokens
 
 
 class FittedCost:
-    """The line through the last passes. One thread feeds it; any thread may read `line`.
+    """The line through the last steps. One thread updates it; any thread may read `line`.
 
     Means of width and time follow the passes with exponential forgetting. What is known of the slope is forgotten only
     as fast as passes of other widths renew it, so that passes of one width, however many, leave it as it was.
@@ -63,7 +63,7 @@ class FittedCost:
         self._deviation = FIRST_DEVIATION * self._seconds
 
     def add(self, tokens: int, seconds: float) -> None:
-        """Takes in a pass of `tokens` that took `seconds`; one that cannot have is left out."""
+        """Adds a step of `tokens` tokens that took `seconds`; impossible times are ignored."""
         if tokens < 1 or not 0 <= seconds <= LONGEST_PASS:
             return
         expected = self.line.seconds(tokens)
@@ -81,7 +81,7 @@ class FittedCost:
         self.line = self._fit()
 
     def _fit(self) -> CostLine:
-        """The line through the means. Its slope lies where both parts are costs: no pass and no token gives time."""
+        """The line through the means, its slope limited so that neither part is negative."""
         slope = self._shared / self._spread if self._spread > 0 else 0.0
         slope = min(max(slope, 0.0), self._seconds / self._tokens)
         return CostLine(fixed=max(0.0, self._seconds - slope * self._tokens), per_token=slope)

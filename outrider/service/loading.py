@@ -27,12 +27,11 @@ DEFAULT_SEQUENCE_TOKENS = 8192  # where neither the settings nor a shorter conte
 DEFAULT_CPU_KV_MB = 1024
 
 Loader = Callable[[ServiceSettings], tuple[LoadedModel, Tokenizer]]
-"""Gives a service its model: `load`, unless the service was made with another."""
+"""Loads the model of a service: `load`, or a replacement in tests."""
 
 
 def load(settings: ServiceSettings) -> tuple[LoadedModel, Tokenizer]:
-    """The model and its tokenizer; this thread works on its device from then on. Takes as long as reading the weights
-    does.
+    """Loads the model and its tokenizer, and makes its device the current one of this thread.
 
     Raises:
         CheckpointError: the model cannot be loaded or run.
@@ -55,7 +54,7 @@ def load(settings: ServiceSettings) -> tuple[LoadedModel, Tokenizer]:
 
 
 def load_share(settings: ServiceSettings, parallel: TensorParallel) -> LoadedModel:
-    """Meets the other ranks, and loads this one's share of the model while they load theirs.
+    """Joins the other ranks and loads this rank's share of the model.
 
     Raises:
         CheckpointError: the model cannot be loaded or run.
@@ -67,27 +66,27 @@ def load_share(settings: ServiceSettings, parallel: TensorParallel) -> LoadedMod
     try:
         return load_model(model_source(settings, device=device, ranks=parallel.ranks.size))
     except CheckpointError as error:
-        if isinstance(error.__cause__, RuntimeError):  # it ran: another rank may be what broke
+        if isinstance(error.__cause__, RuntimeError):  # it ran: another rank may have failed
             raise ModelLost(parallel.broke("the load broke", error)) from error
         raise
 
 
 def load_tokenizer_alone(settings: ServiceSettings) -> Tokenizer:
-    """The tokenizer of the model, whose weights are not looked at and need not be there.
+    """Loads the tokenizer of the model. Its weights may be missing.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: there is no tokenizer, or it cannot be read.
     """
     return load_tokenizer(model_source(settings))
 
 
 def model_source(settings: ServiceSettings, *, device: torch.device | None = None, ranks: int = 1) -> ModelSource:
-    """Where the model comes from and how it is to run.
+    """The source of the model, and how to run it.
 
     Args:
         settings: of the service.
-        device: of this process, where it is one of several that share the model.
-        ranks: how many they are.
+        device: of this rank, for tensor parallelism.
+        ranks: number of ranks.
     """
     return ModelSource(
         name=settings.model,
@@ -100,18 +99,18 @@ def model_source(settings: ServiceSettings, *, device: torch.device | None = Non
 
 
 def sequence_tokens(settings: ServiceSettings, loaded: LoadedModel) -> int:
-    """How long one sequence may become, prompt and output together."""
+    """The largest number of tokens of one sequence, prompt and output together."""
     return min(settings.max_sequence_tokens or DEFAULT_SEQUENCE_TOKENS, loaded.context_length)
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A model that can run, and where memory went for it.
+    """A model that can run, and its use of memory.
 
     Attributes:
-        model_runner: the model with its pool.
+        model_runner: the model with its KV cache.
         memory: of its device.
-        workspace: bytes that the largest pass works in; 0 where that is not measured.
+        workspace: bytes of temporaries of the largest step; 0 if not measured.
     """
 
     model_runner: ModelRunner
@@ -119,17 +118,17 @@ class Built:
     workspace: int
 
     def capture(self, settings: ServiceSettings, capture: Callable[..., str]) -> int:
-        """Has passes captured where that can be, within what the settings allow, and says which.
+        """Captures steps as CUDA graphs, if possible and within the limits of the settings, and logs which.
 
         Args:
             settings: of the service.
             capture: takes a capturer, and `seconds` and `most_bytes`, see `GraphRunner.capture`.
 
         Returns:
-            Bytes that they took.
+            Bytes of the graphs.
 
         Raises:
-            CheckpointError: there is no room for them.
+            CheckpointError: out of memory.
         """
         device = self.model_runner.loaded.device
         work_on(device)
@@ -142,8 +141,8 @@ class Built:
         _log.info("captured", passes=said, seconds=round(time.perf_counter() - began, 1))
         return max(capturer.bytes, before - self.memory.free())
 
-    def tell_memory(self, graphs: int) -> None:
-        """Logs what went where. `graphs` is bytes of captured passes."""
+    def log_memory(self, graphs: int) -> None:
+        """Logs the use of memory. `graphs` is bytes of CUDA graphs."""
         use = MemoryUse(
             self.model_runner.loaded.weight_bytes, self.model_runner.pool.memory_bytes, graphs, self.workspace
         )
@@ -162,33 +161,33 @@ def build_model_runner(
     memory: DeviceMemory | None = None,
     parallel: TensorParallel | None = None,
 ) -> Built:
-    """The model with what it attends with, and a pool of as many blocks as there is room for.
+    """Builds the model runner: the model, its attention, and as many KV blocks as memory allows.
 
-    On a GPU its largest pass runs before there is a pool, so that the room it takes is left to it, and once more when
-    there is one: what fails for want of memory fails here.
+    On a GPU the largest step runs before the KV cache is allocated, to measure its temporaries, and once after: a model
+    that does not fit fails here.
 
     Args:
         settings: of the service.
         loaded: the model.
-        length: positions of a sequence at most.
-        pass_tokens: rows of a pass at most.
-        behind: what else is done with the logits of a pass, `[R, V]`.
-        most_sequences: so many at their longest can be of use; None is any number.
-        memory: of the model's device; None is the real one.
-        parallel: the ranks, where there are several: each calls this with the same settings, and their pools have as
-            many blocks as every rank has room for.
+        length: largest number of tokens of a sequence.
+        pass_tokens: largest number of tokens of a step.
+        behind: called with the logits `[R, V]` of the largest step, to include its memory.
+        most_sequences: no more blocks than for this many of the longest sequences; None: no limit.
+        memory: of the model's device; None: the real one.
+        parallel: the ranks, if there are several: each calls this with the same settings, and all get the number of
+            blocks of the rank with the least memory.
 
     Raises:
-        CheckpointError: the attention asked for cannot run here, there is no room for the largest pass, or another rank
-            differs in what all must share.
-        SettingsError: one sequence at its longest would not fit.
+        CheckpointError: --attention cannot run here, the largest step does not fit, or another rank differs in what
+            all must share.
+        SettingsError: one sequence of the largest length does not fit.
         ModelLost: a rank is gone.
     """
-    asked = settings.max_sequence_tokens
-    if asked is not None and asked > loaded.context_length:
+    requested = settings.max_sequence_tokens
+    if requested is not None and requested > loaded.context_length:
         _log.warning(
             "max_sequence_tokens is above the model's context length, which is the limit",
-            max_sequence_tokens=asked,
+            max_sequence_tokens=requested,
             context_length=loaded.context_length,
         )
     memory = memory or memory_of(loaded.device)
@@ -198,7 +197,7 @@ def build_model_runner(
     _log.info("attending", attention=choice.name, reason=choice.reason, block_tokens=choice.block_tokens)
 
     def build(blocks: int) -> ModelRunner:
-        # The fused equivalents take weights apart, which are parts already where they are shared.
+        # Fusing needs whole weights; a rank has its share only.
         fuse = not is_shared
         return ModelRunner.build(loaded, settings.max_sequences, length, blocks=blocks, fuse=fuse, attention=choice)
 
@@ -234,30 +233,30 @@ def build_model_runner(
 
 
 def kv_blocks(settings: ServiceSettings, loaded: LoadedModel, block_tokens: int, *, left: int) -> int:
-    """How many blocks of keys and values, of so many positions each, there is room for.
+    """The number of KV blocks, of `block_tokens` tokens each, that fit.
 
     Args:
         settings: of the service.
         loaded: the model.
-        block_tokens: positions of a block.
-        left: bytes of the device that nothing else needs, where they are ours to share out.
+        block_tokens: tokens of a block.
+        left: free bytes of a GPU, without those that the model needs.
 
     Raises:
-        SettingsError: one sequence at its longest would not fit.
+        SettingsError: one sequence of the largest length does not fit.
     """
     if settings.kv_cache_mb is not None:
-        flag, room = "--kv-cache-mb", settings.kv_cache_mb * MIB
+        flag, capacity = "--kv-cache-mb", settings.kv_cache_mb * MIB
     elif loaded.device.type == "cuda":
         left = max(0, left)
         flag = f"--kv-memory-fraction {settings.kv_memory_fraction:g} of {left / MIB:.0f} MiB"
-        room = int(settings.kv_memory_fraction * left)
+        capacity = int(settings.kv_memory_fraction * left)
     else:
-        flag, room = "--kv-cache-mb", DEFAULT_CPU_KV_MB * MIB
+        flag, capacity = "--kv-cache-mb", DEFAULT_CPU_KV_MB * MIB
     size, tokens = block_bytes(loaded, block_tokens), sequence_tokens(settings, loaded)
-    blocks, least = room // size, blocks_for(tokens, block_tokens)
+    blocks, least = capacity // size, blocks_for(tokens, block_tokens)
     if blocks < least:
         raise SettingsError(
-            f"{flag}: {room / MIB:.0f} MiB hold {blocks} blocks of {block_tokens} tokens; one sequence of "
+            f"{flag}: {capacity / MIB:.0f} MiB hold {blocks} blocks of {block_tokens} tokens; one sequence of "
             f"--max-sequence-tokens {tokens} takes {least} of them, {least * size / MIB:.1f} MiB"
         )
     return blocks
@@ -267,28 +266,27 @@ def kv_blocks(settings: ServiceSettings, loaded: LoadedModel, block_tokens: int,
 
 
 def profiling_blocks(tokens: int, length: int, block_tokens: int) -> int:
-    """Blocks that `profiling_run` takes, where there are as many."""
+    """Blocks that `profiling_run` needs for all its tokens."""
     whole, rest = divmod(tokens, length)
     return whole * blocks_for(length, block_tokens) + blocks_for(rest, block_tokens)
 
 
 def profiling_run(model_runner: ModelRunner, tokens: int) -> Tensor:
-    """A pass of so many tokens with logits of them all, `[tokens, V]`; nothing of it stays in the pool.
+    """Runs a step of `tokens` tokens, of few long sequences, with all logits, `[tokens, V]`; frees its blocks.
 
-    They are those of few long sequences. Where the pool has no room for so many, it has none for such a pass either,
-    and the pass is as large as there is room for.
+    With too few free blocks the step is smaller: no larger one can occur then.
     """
     pool = model_runner.pool
     slots: list[int] = []
     chunks: list[Chunk] = []
-    room = pool.blocks.num_free
+    free = pool.blocks.num_free
     try:
-        while tokens and room:
-            count = min(tokens, pool.max_length, room * pool.block_tokens)
+        while tokens and free:
+            count = min(tokens, pool.max_length, free * pool.block_tokens)
             slots.append(pool.allocate())
             chunks.append(Chunk(slots[-1], [0] * count, 0, 0))
             tokens -= count
-            room -= blocks_for(count, pool.block_tokens)
+            free -= blocks_for(count, pool.block_tokens)
         return model_runner.forward(chunks)
     finally:
         for slot in slots:

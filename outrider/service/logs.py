@@ -1,11 +1,10 @@
 """Logs of the services, on standard output: text on a terminal, one JSON object a line elsewhere. They never block or
 fail a process.
 
-Lines of Python's own logging (our gRPC frame writes those, and libraries do) and warnings come out in the same form.
-A pipe without a reader blocks its writers once it is full; a closed pipe or a full disk fails them. `take_over` puts a
-`LineQueue` in the place of `sys.stdout` and `sys.stderr`: logging, warnings, tracebacks and progress bars go through
-it. Libraries in C write to the descriptor itself, which `take_over` makes non-blocking: a line that finds no room is
-lost there, and one that says why the process dies still comes out.
+Python's own logging and warnings are written in the same form. A full pipe without a reader blocks its writers; a
+closed pipe or a full disk makes them fail. `take_over` replaces `sys.stdout` and `sys.stderr` by a `LineQueue`:
+logging, warnings, tracebacks and progress bars go through it. C libraries write to the descriptor, which `take_over`
+makes non-blocking: they lose lines while the pipe is full.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 LIMIT_BYTES = 1 << 20
-"""What a queue holds: some 3,000 log lines. The second half of it is for errors."""
+"""Capacity of a queue: some 3,000 log lines. Its second half is for errors."""
 FLUSH_SECONDS = 1.0
-"""How long `flush_all` waits at most."""
+"""Timeout of `flush_all`."""
 
 _ERRORS = ('"level": "error"', '"level": "critical"')
 _LONGEST_PART = 1 << 13
@@ -42,7 +41,7 @@ class LineQueue(io.TextIOBase):
     that level) are dropped last. As soon as lines flow again, `notice(dropped)` is written after the gap.
 
     Attributes:
-        dropped: lines that were not written so far.
+        dropped: lines lost so far.
     """
 
     encoding = "utf-8"
@@ -53,7 +52,7 @@ class LineQueue(io.TextIOBase):
         self._descriptor = descriptor
         try:
             self._target = os.dup(descriptor)
-        except OSError:  # closed: every line will be dropped
+        except OSError:  # closed: all lines are dropped
             self._target = -1
         self._notice = notice
         self._limit = limit
@@ -68,7 +67,7 @@ class LineQueue(io.TextIOBase):
         threading.Thread(target=self._run, name=f"output-{descriptor}", daemon=True).start()
 
     def write(self, text: str) -> int:
-        """Queues whole lines; what follows the last of them waits for the rest of its line, or for `flush`."""
+        """Queues whole lines; the rest is kept until its line is complete, or until `flush`."""
         if not isinstance(text, str):
             raise TypeError(f"a text stream takes str, not {type(text).__name__}")
         with self._lock:
@@ -87,7 +86,7 @@ class LineQueue(io.TextIOBase):
             self._put(part)
 
     def drain(self, timeout: float) -> bool:
-        """Waits until all is written, and says whether it is."""
+        """Waits until all is written; returns whether it is."""
         self.flush()
         with self._lock:
             return self._changed.wait_for(lambda: not self._lines and not self._is_writing, timeout)
@@ -120,7 +119,7 @@ class LineQueue(io.TextIOBase):
                 self._is_writing = False
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._lines)
-                # All of it, so that what was dropped so far belongs after it.
+                # All at once: the dropped lines belong after them.
                 data, missing = b"".join(self._lines), self._unreported
                 self._lines.clear()
                 self._queued_bytes = 0
@@ -148,11 +147,12 @@ class LineQueue(io.TextIOBase):
 
 
 def take_over(notice: Callable[[int], str], error_notice: Callable[[int], str] | None = None) -> None:
-    """Replaces `sys.stdout` and `sys.stderr` for the rest of the process; does nothing where others have replaced them.
+    """Replaces `sys.stdout` and `sys.stderr` for the rest of the process; does nothing for one that is replaced
+    already.
 
     Args:
-        notice: makes the line that says how many lines were dropped.
-        error_notice: the same for standard error. Default: as `notice`.
+        notice: returns a line for the number of dropped lines.
+        error_notice: the same for standard error. Default: `notice`.
     """
     for descriptor, name, make in ((1, "stdout", notice), (2, "stderr", error_notice or notice)):
         original = getattr(sys, f"__{name}__")
@@ -170,7 +170,7 @@ def take_over(notice: Callable[[int], str], error_notice: Callable[[int], str] |
 
 
 def flush_all() -> None:
-    """Waits until what was written is out, for `FLUSH_SECONDS` at most."""
+    """Waits until all queued lines are written, for `FLUSH_SECONDS` at most."""
     end = time.monotonic() + FLUSH_SECONDS
     for queue in _queues:
         queue.drain(max(0.0, end - time.monotonic()))
@@ -182,13 +182,13 @@ def dropped_lines() -> int:
 
 
 def _give_back() -> None:
-    """What comes after this, at the end of the interpreter, comes when the queue's thread is gone."""
+    """At exit the queue's thread ends; later output goes to the real streams."""
     flush_all()
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
 
 
 def _move_handlers(original: object, queue: LineQueue) -> None:
-    """Libraries that were imported before have handlers of their own, on the stream that was there."""
+    """Moves the handlers of libraries, imported before, from the original stream to the queue."""
     for logger in list(logging.Logger.manager.loggerDict.values()):
         for handler in getattr(logger, "handlers", ()):
             if isinstance(handler, logging.StreamHandler) and handler.stream is original:
@@ -203,10 +203,10 @@ def _remove_second_handlers() -> None:
 
 
 def _never_block(descriptor: int) -> None:
-    """Makes writes of C libraries fail where they would wait.
+    """Makes writes of C libraries fail instead of block.
 
-    O_NONBLOCK belongs to the open file, which other processes may share: a pipe is opened anew first. A socket cannot
-    be; whatever shares that with a service is a service's part. Files do not block, and terminals are read.
+    O_NONBLOCK belongs to the open file, which other processes may share: a pipe is opened again first. A socket cannot
+    be. Regular files do not block, and a terminal is left as it is.
     """
     if stat.S_ISREG(os.fstat(descriptor).st_mode) or os.isatty(descriptor):
         return

@@ -1,6 +1,6 @@
-"""Prometheus metrics of a service, and the HTTP server that shows them.
+"""Prometheus metrics of a service, and the HTTP server that exposes them.
 
-Names begin with `outrider_`; what a service counts it makes itself, in the registry here.
+Names begin with `outrider_`. Each service adds its own metrics to the registry.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from outrider.rpc.server import StartupError
 from outrider.service.best_effort import COMPONENTS
 from outrider.service.logs import dropped_lines
 
-# One more series for each, which says when a counter began; nothing here asks.
+# One more series for each counter, of its creation; nothing uses it.
 disable_created_metrics()
 
-# How long a connection may say nothing; a scraper takes milliseconds.
+# Timeout of an idle connection; a scrape takes milliseconds.
 CONNECTION_SECONDS = 10.0
-# Open at once, and so threads; one more closes the oldest.
+# Open connections, a thread each; one more closes the oldest.
 MAX_CONNECTIONS = 16
-# How soon the server sees that it is to stop.
+# Between two checks for the shutdown of the server.
 _POLL_SECONDS = 0.1
 
 
 class Metrics:
-    """The registry of one service, with what the process itself uses and `outrider_service_info`."""
+    """The registry of one service, with the process's own metrics and `outrider_service_info`."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -48,7 +48,7 @@ class Metrics:
         )
 
     def describe(self, **labels: str) -> None:
-        """Sets the labels of `outrider_service_info`; until then it has none."""
+        """Sets the labels of `outrider_service_info`."""
         self._info.info(labels)
 
 
@@ -96,7 +96,7 @@ class _Server(ThreadingWSGIServer):
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
-        TCPServer.server_bind(self)  # the next class's own asks the resolver for a name of this host
+        TCPServer.server_bind(self)  # the parent's would resolve this host's name
         self.server_name, self.server_port = "", self.server_address[1]
         self.setup_environ()
 
@@ -114,7 +114,7 @@ class _Server(ThreadingWSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Says nothing of a connection that broke."""
+        """Logs nothing about a broken connection."""
 
 
 @contextmanager

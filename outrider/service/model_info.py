@@ -1,4 +1,4 @@
-"""What a service says of its model (`GetModel`), and whether two models form a pair."""
+"""The description of a service's model (`GetModel`), and checks that two models form a pair."""
 
 from collections.abc import Iterable
 
@@ -46,7 +46,7 @@ def describe_tokenizer(
     default_rule: Rule,
     features: Iterable[str],
 ) -> model_pb2.ModelInfo:
-    """The `ModelInfo` of a service that runs no model: by its tokenizer alone. Fields that take weights are empty."""
+    """The `ModelInfo` of a service without a model, by its tokenizer. Fields that need weights are empty."""
     rules = list(rules)
     return model_pb2.ModelInfo(
         name=name,
@@ -67,12 +67,12 @@ def describe_tokenizer(
 
 
 def vocabulary_end(tokenizer: Tokenizer) -> int:
-    """One above the largest id the tokenizer knows, added tokens included."""
+    """One above the largest token id of the tokenizer, added tokens included."""
     return 1 + max(tokenizer.vocabulary().values(), default=-1)
 
 
 def check_pair(draft: model_pb2.ModelInfo, target: model_pb2.ModelInfo) -> None:
-    """Checks that proposals of `draft` mean the same tokens to `target`. Padding of the logits may differ.
+    """Checks that draft and target have the same tokens. Padding of the logits may differ.
 
     Raises:
         RequestError: FAILED_PRECONDITION with both sides' numbers.
@@ -113,9 +113,9 @@ _BOUNDS = ("max_gamma", "max_support", "max_sequence_tokens", "max_stop_token_id
 
 
 def check_target(model: model_pb2.ModelInfo, target: model_pb2.ModelInfo) -> str:
-    """How `model` differs from the target in what a sequence depends on; empty where it does not.
+    """How `model` differs from the target in what a sequence depends on; empty if it does not.
 
-    Requests are checked against the limits of the first that was matched, so another one must take no less.
+    Requests are checked against the limits of the first verifier, so no other may have lower ones.
     """
     for field, what in (
         ("weights_fingerprint", "weights"),

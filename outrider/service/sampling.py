@@ -1,4 +1,4 @@
-"""Sampling parameters as they come over the wire, checked and turned into what `kernels` works with.
+"""Sampling parameters of a request: checked and converted for `kernels`.
 
 Both services stand on it, so that what one accepts the other does too.
 """
@@ -15,14 +15,13 @@ from outrider.rpc.errors import invalid_field
 from protos.outrider.v1 import sampling_pb2
 
 OFFERED_RULES = frozenset({Rule.TOKENWISE, Rule.BLOCK, Rule.COUPLED, Rule.SIGMOID})
-"""What both services offer: the rules that they can judge by (`kernels.verify.SUPPORTED_RULES`) and draft for, end to
-end."""
+"""The rules that both services offer."""
 
 LOSSY_RULES = frozenset({Rule.SIGMOID})
 """The rules that do not keep the target's distribution."""
 
 DEFAULT_RULE = Rule.BLOCK
-"""How proposals are judged where a request names no rule and nothing else in it decides. It accepts more tokens a round
+"""The acceptance rule where neither request nor drafter requires another. It accepts more tokens a round
 than `tokenwise` on the demo pair (`benchmarks/results/rules.json`); at temperature 0 all exact rules do the same."""
 
 # Ranges in which no step overflows float32 for logits up to 10^4: after penalties they are below 10^9, divided by the
@@ -67,7 +66,7 @@ class Sampling:
 
     @property
     def needs_logits(self) -> bool:
-        """Whether the rule asks for the draft's logits over the whole vocabulary."""
+        """Whether the rule needs the draft's logits over the whole vocabulary."""
         return self.rule is Rule.SIGMOID and not self.law.is_greedy
 
     @property
@@ -135,7 +134,7 @@ def check_token_ids(field: str, ids: Iterable[int], vocab_size: int) -> list[int
 
 
 def check_logprobs(params: sampling_pb2.LogprobsParams) -> int:
-    """How many most probable tokens to report.
+    """The number of most probable tokens to report.
 
     Raises:
         RequestError: INVALID_ARGUMENT where it is beyond the limit.
@@ -177,7 +176,7 @@ def _within(name: str, value: float, low: float, high: float, *, open_below: boo
 
 
 def _float32(bound: float) -> float:
-    """A bound as it comes over the wire, where it may round to less than itself."""
+    """A bound in float32, as on the wire: it may round to less."""
     return float(np.float32(bound))
 
 

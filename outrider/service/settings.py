@@ -1,5 +1,5 @@
-"""Settings that both services share: flags first, then `OUTRIDER_…` in the environment, then defaults; and what those
-of security come to: how a service listens, who may call it, and how it calls others.
+"""Settings that both services share: flags, then `OUTRIDER_…` in the environment, then defaults. Also their checks: how
+a service listens, who may call it, and how it calls others.
 """
 
 import sys
@@ -28,7 +28,7 @@ ENV_PREFIX = "OUTRIDER_"
 
 
 def split_commas(value: Any) -> Any:
-    """Texts with commas as the list they stand for, each entry once."""
+    """Splits text at commas; without duplicates."""
     texts = [value] if isinstance(value, str) else value
     return list(dict.fromkeys(part.strip() for text in texts for part in text.split(",") if part.strip()))
 
@@ -106,7 +106,7 @@ def _host_and_port_or_socket(value: str) -> str:
 
 
 ServiceAddress = Annotated[str, AfterValidator(_host_and_port_or_socket)]
-"""Where a service of ours listens: `HOST:PORT`, or `unix:PATH`."""
+"""The address of a service: `HOST:PORT` or `unix:PATH`."""
 
 
 def _endpoint(value: str) -> str:
@@ -128,7 +128,7 @@ class ServiceSettings(SecuritySettings):
     """The settings of either service.
 
     Attributes:
-        names_clients: whether the certificate of a client is not enough, and its name has to be one of those allowed.
+        names_clients: whether --tls-client-ca requires --allow-client-san.
     """
 
     names_clients: ClassVar[bool] = False
@@ -327,8 +327,8 @@ class Listening:
     """How a service listens.
 
     Attributes:
-        tls: None is plaintext.
-        first: interceptors that every call meets first.
+        tls: None: plaintext.
+        first: the first interceptors.
     """
 
     tls: ServerTLS | None
@@ -337,15 +337,15 @@ class Listening:
     @property
     def transport(self) -> str:
         """For the log."""
-        return "plaintext" if self.tls is None else "mutual TLS" if self.tls.asks_clients else "TLS"
+        return "plaintext" if self.tls is None else "mutual TLS" if self.tls.requires_client_certificate else "TLS"
 
 
 def listening(settings: ServiceSettings) -> Listening:
-    """How these settings have a service listen.
+    """How a service with these settings listens.
 
     Raises:
-        SettingsError: they contradict each other, a file is not what it should be, or plaintext would leave this
-            machine without having been asked for.
+        SettingsError: the settings contradict each other, a file has the wrong content, or plaintext would leave this
+            machine without --plaintext.
     """
     tls = _server_tls(settings)
     if settings.allow_client_san and settings.tls_client_ca is None:
@@ -370,13 +370,13 @@ def listening(settings: ServiceSettings) -> Listening:
     return Listening(tls, [Authentication(allowed=allowed, tokens=tokens, limits=limits)] if asks else [])
 
 
-def check_plaintext(flag: str, address: str, asked_for: bool, instead: str) -> None:
-    """Checks that plaintext stays on this machine, or is meant to leave it.
+def check_plaintext(flag: str, address: str, allowed: bool, instead: str) -> None:
+    """Checks that plaintext stays on this machine, or is allowed to leave it.
 
     Raises:
         SettingsError: neither.
     """
-    if not asked_for:
+    if not allowed:
         try:
             channel.check_plaintext(address, f"{instead}, or --plaintext")
         except ValueError as error:
@@ -384,10 +384,10 @@ def check_plaintext(flag: str, address: str, asked_for: bool, instead: str) -> N
 
 
 def from_files(flag: str, make: Callable[[], Made]) -> Made:
-    """Returns what `make` reads from files.
+    """Returns the result of `make`, which reads files.
 
     Raises:
-        SettingsError: it cannot; names the flag.
+        SettingsError: a file cannot be read; with the flag.
     """
     try:
         return make()
@@ -396,10 +396,10 @@ def from_files(flag: str, make: Callable[[], Made]) -> Made:
 
 
 def certificate_and_key(cert_flag: str, cert: Path | None, key_flag: str, key: Path | None) -> tuple[Path, Path] | None:
-    """A certificate and its key; None where neither is given.
+    """A certificate and its key; None if neither is given.
 
     Raises:
-        SettingsError: one alone is.
+        SettingsError: only one is given.
     """
     if cert is not None and key is not None:
         return cert, key

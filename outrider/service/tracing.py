@@ -1,7 +1,7 @@
-"""Traces: what a service records of its calls, and where it sends that (OpenTelemetry, OTLP over gRPC).
+"""Traces of calls (OpenTelemetry, exported by OTLP over gRPC).
 
-A call's place in its trace goes from its metadata to those of the calls that it makes, and to each log line, in the
-form of W3C Trace Context. Nothing is recorded until `Tracing.open`, and until then OpenTelemetry's SDK is not imported.
+The trace context of a call (W3C Trace Context in its metadata) passes on to the calls that it makes and to each log
+line. Nothing is recorded before `Tracing.open`, and OpenTelemetry's SDK is not imported before.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _W3C = TraceContextTextMapPropagator()
 
 
 def incoming(metadata: Iterable[Any] | None) -> Context:
-    """The trace of a caller, by its metadata, which are pairs of key and value; empty where they name none."""
+    """The trace context in the metadata of a call, pairs of key and value; empty if there is none."""
     named = {key: value for key, value in metadata or () if key in _W3C.fields and isinstance(value, str)}
-    return _W3C.extract(named, context=Context())  # empty: no other context is looked at
+    return _W3C.extract(named, context=Context())  # an empty context: not the current one
 
 
 def outgoing() -> tuple[tuple[str, str], ...] | None:
-    """The metadata for a call that this task makes; None where it stands in no trace."""
+    """The metadata for a call that this task makes; None without a trace."""
     headers: dict[str, str] = {}
     _W3C.inject(headers)
     return tuple(headers.items()) or None
@@ -56,9 +56,9 @@ TRACING = Component("tracing")
 
 Attributes: TypeAlias = Mapping[str, str | int | float | bool]
 
-# Spans that wait to be sent: those of some thousand rounds. More are dropped: nothing waits for a collector.
+# Spans in the export queue: those of some thousand rounds. More are dropped: no call waits for a collector.
 MAX_QUEUE, MAX_BATCH = 16_384, 1_024
-# How long one message to the collector may take, and all that is left at the end.
+# Timeout of one export, and of the last one at the end.
 EXPORT_SECONDS, CLOSING_SECONDS = 5.0, 2.0
 
 
@@ -66,14 +66,14 @@ class CallTrace:
     """One call in its trace, recorded or not.
 
     Attributes:
-        is_recorded: whether its spans are; where not, `span` and `describe` need not be called.
+        is_recorded: whether its spans are recorded; if not, `span` and `describe` do nothing.
     """
 
     def __init__(self, span: Any = None, tracer: Any = None) -> None:
         self.is_recorded = tracer is not None
         self._span = span
         self._tracer = tracer
-        # Spans have times of day; ours are of the clock that never goes back.
+        # Spans have wall-clock times; these are of the monotonic clock.
         self._offset = time.time_ns() - time.perf_counter_ns() if self.is_recorded else 0
 
     @TRACING.quiet
@@ -88,7 +88,7 @@ class CallTrace:
 
     @TRACING.quiet
     def describe(self, attributes: Attributes) -> None:
-        """Adds to what is known of the call."""
+        """Adds attributes to the span of the call."""
         if self.is_recorded:
             self._span.set_attributes(attributes)
 
@@ -97,7 +97,7 @@ class CallTrace:
 
 
 UNTRACED = CallTrace()
-"""Of a call that is not recorded."""
+"""A call that is not recorded."""
 
 
 class Tracing:
@@ -108,7 +108,8 @@ class Tracing:
         self._tracer: Any = None
 
     def open(self, *, service: str, version: str, endpoint: str, ratio: float) -> None:
-        """Records from now on, of calls that come without a trace this share, and of others what their trace says.
+        """Starts recording: a share `ratio` of the calls without a trace, and of other calls those that their trace
+        samples.
 
         Args:
             service: the resource's `service.name`.
@@ -117,7 +118,7 @@ class Tracing:
             ratio: in [0, 1].
 
         Raises:
-            SettingsError: what this takes is not installed.
+            SettingsError: a package is not installed.
         """
         try:
             from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -151,8 +152,8 @@ class Tracing:
 
     @contextmanager
     def call(self, name: str, metadata: Iterable[Any] | None) -> Iterator[CallTrace]:
-        """A call, from now until the block ends; `metadata` are its caller's. What the block logs has the trace's ids,
-        and so have the calls that it makes (`outrider.service.tracing`).
+        """Traces a call until the block ends; `metadata` are the caller's. Log lines and calls in the block carry the
+        ids of the trace.
         """
         parent = TRACING.run(lambda: incoming(metadata), Context())
         span = None if self._tracer is None else TRACING.run(lambda: self._begin(name, parent), None)
@@ -163,7 +164,7 @@ class Tracing:
         is_recorded = TRACING.run(span.is_recording, False)
         try:
             yield CallTrace(span, self._tracer) if is_recorded else UNTRACED
-        except Exception as error:  # a client that leaves is no error of ours
+        except Exception as error:  # not of a client that cancels
             text = str(error) or type(error).__name__
             TRACING.run(lambda: span.set_status(Status(StatusCode.ERROR, text)), None)
             raise
@@ -173,11 +174,11 @@ class Tracing:
     def _begin(self, name: str, parent: Context) -> Any:
         """Starts the span of a call, and makes it the current one."""
         span = self._tracer.start_span(name, context=parent, kind=SpanKind.SERVER)
-        attach(set_span_in_context(span, parent))  # a call is a task of its own: there is nothing to restore
+        attach(set_span_in_context(span, parent))  # each call is a task: nothing to restore
         return span
 
     def close(self) -> None:
-        """Sends what is left, as far as that takes some seconds at most."""
+        """Exports the remaining spans, for `CLOSING_SECONDS` at most."""
         if self._provider is None:
             return
         last = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)

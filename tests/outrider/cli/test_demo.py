@@ -142,7 +142,7 @@ def test_the_table_fits_eighty_columns_and_says_all() -> None:
     assert ["target", "alone", "128", "128", "–", "–", "100.0", "1.00"] in rows
     assert "…" not in drawn.getvalue()
     assert "same text" in drawn.getvalue()
-    assert "part at token 8" in parted.getvalue()
+    assert "differ from token 8 on" in parted.getvalue()
 
 
 @pytest.mark.parametrize(("busy", "warns"), [(1.9, True), (0.1, False)])

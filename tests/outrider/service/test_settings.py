@@ -75,7 +75,7 @@ def test_a_verifier_admits_no_client_by_its_ca_alone(files: Files) -> None:
     assert "--tls-client-ca needs --allow-client-san" in refusal(*flags, kind=VerifierSettings)
     found = listens(*flags, "--allow-client-san", "a", kind=VerifierSettings)
     assert found.tls is not None
-    assert found.tls.asks_clients
+    assert found.tls.requires_client_certificate
     assert len(found.first) == 1
     assert listens(*flags).first == []  # a draft service may be open to all that its CA vouches for
 
