@@ -227,7 +227,7 @@ class Sample:
         return DraftSequence(
             prompt=self._request.prompt,
             committed=self._request.committed,
-            law=self._request.sampling.law,
+            params=self._request.sampling.params,
             logit_rules=self._request.sampling.logit_rules,
             seed=self.sequence.seed,
             rule=self._request.sampling.rule,

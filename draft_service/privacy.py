@@ -130,7 +130,7 @@ def round_sizes(
         request = bytes_with_logits(gamma, target.vocab_size)
     else:
         # Greedy proposals carry point masses, and coupled ones nothing.
-        support = 0 if sampling.law.is_greedy or sampling.rule is Rule.COUPLED else max_support
+        support = 0 if sampling.params.is_greedy or sampling.rule is Rule.COUPLED else max_support
         counts = {
             "open": 0,
             "sequence_id": name_bytes,

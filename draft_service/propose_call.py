@@ -261,7 +261,7 @@ def check_open(
     sequence = DraftSequence(
         prompt=prompt,
         committed=committed,
-        law=sampling.law,
+        params=sampling.params,
         logit_rules=sampling.logit_rules,
         seed=sampling.seed,
         rule=sampling.rule,

@@ -216,7 +216,7 @@ class GammaController:
         do not decide the text, and requests with a fresh seed, share statistics. Times depend on lengths only; all
         requests share them.
         """
-        law = request.sampling.law
+        law = request.sampling.params
         may_share = request.seed_is_fresh or law.is_greedy or request.sampling.rule is Rule.COUPLED
         kind = (
             request.drafter,

@@ -60,7 +60,7 @@ def check_generate(
     sampling = check_target_sampling(message.sampling, target, seed_decides=True)
     top_logprobs = check_logprobs(message.logprobs) if message.HasField("logprobs") else None
     samples = _check_samples(message, limits)
-    if sampling.seed is not None and not (sampling.law.is_greedy or sampling.rule is Rule.COUPLED):
+    if sampling.seed is not None and not (sampling.params.is_greedy or sampling.rule is Rule.COUPLED):
         default_policy = (
             PolicyKind.FIXED
         )  # where draws decide the text, a seed repeats it only with the same γ in each round

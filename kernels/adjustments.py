@@ -1,6 +1,6 @@
 """Sparse changes to the logits of a row: penalties, biases, banned and not-yet-allowed ids.
 
-Each row is judged against its own prefix: the row after two drafted tokens counts those two.
+Each row counts the tokens of its own prefix: the row after two drafted tokens counts those two.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LogitRules:
-    """What a request asks to change in the target's logits.
+    """A request's changes to the target's logits.
 
     Attributes:
         repetition_penalty: divides positive and multiplies negative logits of every id seen in prompt or output.
@@ -110,9 +110,9 @@ class RowAdjustment:
 
 
 class Adjuster:
-    """Follows one sequence and says what to change in the row of its next token.
+    """Tracks one sequence and returns the changes to the row of its next token.
 
-    Tokens outside the vocabulary are remembered (they count towards `min_new_tokens`), but have no logit to change.
+    Tokens outside the vocabulary count towards `min_new_tokens`, but have no logit to change.
     """
 
     def __init__(self, rules: LogitRules, prompt_tokens: Sequence[int], vocab_size: int) -> None:

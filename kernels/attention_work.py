@@ -1,8 +1,8 @@
-"""The work list of attention over pages: which rows of a pass a program takes, and which of their positions.
+"""The work list of paged attention: the rows and positions of each program.
 
-A tile is up to `TILE_ROWS` rows of one sequence; a stretch is `STRETCH` positions of it. An item is a tile with one
-stretch, or with all that it sees, one after the other. `kernels.triton_attention` gives the same bits either way, so
-how tiles are cut may follow the rest of the pass: the longest are cut while there is room, so that a GPU has work.
+A tile is up to `TILE_ROWS` rows of one sequence; a stretch is `STRETCH` positions. An item is a tile with one stretch,
+or with all its stretches in order. `kernels.triton_attention` gives the same bits either way, so the split may depend
+on the batch: the longest tiles are split, up to `CUT_ITEMS` items, to keep a GPU busy.
 """
 
 from typing import NamedTuple
@@ -12,25 +12,25 @@ import numpy as np
 TILE_ROWS = 8
 
 STRETCH = 256
-"""Positions, in every sequence and pass."""
+"""Positions of a stretch."""
 
 CUT_ITEMS = 256
-"""Items of one stretch that a pass has at most, or as many as its longest tile has: enough for any GPU."""
+"""The most items of one stretch in a batch (or those of its longest tile, if that has more): enough for any GPU."""
 
 ITEM = 5
-"""Numbers of an item."""
+"""Columns of `Work.items`."""
 
 _INT = np.dtype(np.int32)
 
 
 class Work(NamedTuple):
-    """What attention over a pass of T rows consists of.
+    """The attention of a batch of T rows.
 
     Attributes:
-        items: int32 `[W, 5]`: sequence, first row of the tile, its rows, stretch, and the slot of the stretch's
-            result; stretch and slot are -1 where the item is the whole tile. An item of no rows does nothing.
-        row_slots: int32 `[T]`: slot of a row's first stretch, those of the next follow it, times `TILE_ROWS`, plus the
-            row's number in its tile; -1 of rows in whole tiles.
+        items: int32 `[W, 5]`: sequence, first row of the tile, rows of the tile, stretch, and slot of the partial
+            result. Stretch and slot are -1 for a whole tile. An item with 0 rows does nothing.
+        row_slots: int32 `[T]`: slot of the row's first stretch · `TILE_ROWS` + index of the row in its tile; the slots
+            of the next stretches follow. -1 for rows of whole tiles.
     """
 
     items: np.ndarray
@@ -38,25 +38,25 @@ class Work(NamedTuple):
 
 
 def work_size(rows: int, max_length: int) -> tuple[int, int]:
-    """How many items and slots any pass of so many rows has at most, of sequences of at most so many positions."""
+    """Return the most items and slots of a batch of `rows` rows, with sequences of at most `max_length` positions."""
     stretches = -(-max_length // STRETCH)
     slots = min(rows * stretches, max(CUT_ITEMS, stretches)) if stretches > 1 else 0
     return rows + slots, slots
 
 
 def work_list(row_starts: np.ndarray, lengths: np.ndarray, growth: int = 0, *, cuts: bool = True) -> Work:
-    """Lists the work of a pass.
+    """Return the work list of a batch.
 
     Args:
-        row_starts: `[S + 1]`: the first row of each sequence, and where the last one's end.
-        lengths: `[S]`: positions of each, those of its rows included.
-        growth: how many positions further on the rows of a sequence may be while the list stays valid. Items of
-            stretches that are not reached yet do nothing.
-        cuts: whether tiles are cut at all.
+        row_starts: `[S + 1]`: the first row of each sequence, and T.
+        lengths: `[S]`: positions of each sequence, its rows included.
+        growth: how many positions sequences may grow by while the list stays valid. Items of stretches that are not
+            reached yet do nothing.
+        cuts: whether tiles may be split.
     """
     counts = np.diff(row_starts)
     tiles = -(-counts // TILE_ROWS)
-    owner = np.arange(len(counts)).repeat(tiles)  # of each tile, as what follows
+    owner = np.arange(len(counts)).repeat(tiles)  # per tile, as are the next arrays
     first = row_starts[owner] + (np.arange(len(owner)) - (tiles.cumsum() - tiles)[owner]) * TILE_ROWS
     rows = np.minimum(row_starts[owner + 1] - first, TILE_ROWS)
     seen = lengths[owner] + growth - (row_starts[owner + 1] - first - rows)
@@ -64,8 +64,8 @@ def work_list(row_starts: np.ndarray, lengths: np.ndarray, growth: int = 0, *, c
 
     longest = np.argsort(-stretches, kind="stable")
     is_cut = np.zeros(len(owner), bool)
-    room = max(CUT_ITEMS, stretches.max(initial=0)) if cuts else 0
-    is_cut[longest] = (stretches[longest] > 1) & (stretches[longest].cumsum() <= room)
+    budget = max(CUT_ITEMS, stretches.max(initial=0)) if cuts else 0
+    is_cut[longest] = (stretches[longest] > 1) & (stretches[longest].cumsum() <= budget)
     whole, cut = np.flatnonzero(~is_cut), np.flatnonzero(is_cut)
     cut_tile, slots = cut.repeat(stretches[cut]), np.arange(stretches[cut].sum())
     first_slot = np.full(len(owner), -1)

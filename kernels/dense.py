@@ -1,7 +1,7 @@
-"""What a draft may say of a token over the whole vocabulary: a dense law, or the logits that the rule `sigmoid` takes.
+"""Draft distributions over the whole vocabulary: dense probabilities, and the logits for the rule `sigmoid`.
 
-Services send neither under the exact rules, since `sparse` says the same in a thousandth of the bytes; callers in the
-same process may.
+Services send neither under the exact rules: `sparse` needs a thousandth of the bytes. Callers in the same process may
+pass both.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 EXCLUDED = -65504.0
-"""The least finite 16-bit logit: in `DraftLogits` it says that a token could not be drafted."""
+"""The least finite 16-bit logit. In `DraftLogits` it marks a token that cannot be drafted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseDistribution:
-    """A law over the whole vocabulary, which the token was sampled from as it stands here.
+    """The distribution that the token was sampled from, over the whole vocabulary, unchanged.
 
     Attributes:
-        probabilities: float32 `[V]`, of sum 1 up to rounding, on any device.
+        probabilities: float32 `[V]`, sums to 1 up to rounding, on any device.
     """
 
     probabilities: Tensor
@@ -31,7 +31,7 @@ class DraftLogits:
     """The draft's logits after temperature and filters, for the rule `sigmoid` [W 3.2.2].
 
     Attributes:
-        values: float16 `[V]`, finite, on any device; `EXCLUDED` where the draft's filters leave no chance.
+        values: float16 `[V]`, finite, on any device; `EXCLUDED` where the draft's filters exclude a token.
     """
 
     values: Tensor

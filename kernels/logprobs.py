@@ -12,44 +12,44 @@ from torch import Tensor
 from kernels.verify import Proposed, TokenLogprobs, VerifyResult
 
 
-def with_logprobs(result: VerifyResult, proposal: Proposed, raw: Tensor, law: Tensor) -> VerifyResult:
+def with_logprobs(result: VerifyResult, proposal: Proposed, raw: Tensor, p: Tensor) -> VerifyResult:
     """Return the result with the log-probabilities that its proposal asks for.
 
     Args:
-        result: of `proposal`; its tokens are sound.
+        result: of `proposal`, not BAD_LOGITS.
         proposal: with `top_logprobs` of at least 0.
         raw: the target's untouched logits from the proposal's first row on, `[accepted + 1 or more, V]`.
-        law: p of the same rows.
+        p: the distributions of the same rows.
     """
     emitted = (*proposal.tokens[: result.accepted], result.next_token)
     rows = slice(0, len(emitted))
-    return replace(result, logprobs=token_logprobs(raw[rows], law[rows], emitted, proposal.top_logprobs))
+    return replace(result, logprobs=token_logprobs(raw[rows], p[rows], emitted, proposal.top_logprobs))
 
 
-def token_logprobs(raw: Tensor, law: Tensor, tokens: Sequence[int], top: int) -> tuple[TokenLogprobs, ...]:
+def token_logprobs(raw: Tensor, p: Tensor, tokens: Sequence[int], top: int) -> tuple[TokenLogprobs, ...]:
     """Describe `tokens` `[m]`, each emitted at its row.
 
     Args:
         raw: the target's untouched logits, `[m, V]`, on any device.
-        law: p of the same rows, `[m, V]`; its dtype is computed in.
+        p: of the same rows, `[m, V]`; computations use its dtype.
         tokens: the emitted tokens.
         top: how many of the best to add, by raw logit; lower ids first among equals.
     """
-    raw_log = torch.log_softmax(raw.to(law.dtype), dim=-1)
-    law_log = law.log()
+    raw_log = torch.log_softmax(raw.to(p.dtype), dim=-1)
+    log_p = p.log()
     # [m, 1 + top]: the emitted token, then the best
     ids = torch.cat((torch.tensor(tokens, device=raw.device).unsqueeze(1), _best(raw_log, top)), dim=1)
-    columns = zip(ids.tolist(), raw_log.gather(1, ids).tolist(), law_log.gather(1, ids).tolist(), strict=True)
+    columns = zip(ids.tolist(), raw_log.gather(1, ids).tolist(), log_p.gather(1, ids).tolist(), strict=True)
     return tuple(
         TokenLogprobs(
             token=row_ids[0],
             raw=row_raw[0],
-            adjusted=row_law[0],
+            adjusted=row_log_p[0],
             top_ids=tuple(row_ids[1:]),
             top_raw=tuple(row_raw[1:]),
-            top_adjusted=tuple(row_law[1:]),
+            top_adjusted=tuple(row_log_p[1:]),
         )
-        for row_ids, row_raw, row_law in columns
+        for row_ids, row_raw, row_log_p in columns
     )
 
 

@@ -1,6 +1,5 @@
-"""Several arrays in one buffer of bytes, each on an edge of 16, so that one copy takes them all to a device.
-
-Kernels are compiled for pointers on such edges.
+"""Several arrays in one buffer, so that one copy sends them all to a device. Each is aligned to 16 bytes, as the
+kernels expect.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ class Field:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it takes."""
+        """Its size in bytes."""
         return int(np.prod(self.shape)) * np.dtype(self.type).itemsize
 
 
 class PackedArrays:
-    """Where arrays lie in a buffer, by name."""
+    """Arrays in one buffer, by name."""
 
     def __init__(self, fields: Mapping[str, Field]) -> None:
         """Lay the arrays out, one after the other."""
@@ -41,18 +40,18 @@ class PackedArrays:
         self.nbytes = max(ends[-1], _EDGE)
 
     def buffer(self, device: torch.device, pinned: bool = False) -> Tensor:
-        """Return room for all of them, uint8 `[nbytes]`; what lies in it is unknown."""
+        """Return an uninitialised buffer for all arrays, uint8 `[nbytes]`."""
         return torch.empty(self.nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
 
     def arrays(self, buffer: Tensor) -> dict[str, np.ndarray]:
-        """Return the arrays as they lie in `buffer`, which is the host's."""
+        """Return views of the arrays in `buffer`, on the host."""
         return {
             name: buffer[start : start + field.nbytes].numpy().view(field.type).reshape(field.shape)
             for name, field, start in self._placed()
         }
 
     def tensors(self, buffer: Tensor) -> dict[str, Tensor]:
-        """Return the same as tensors, on whatever device `buffer` is."""
+        """Return views of the arrays in `buffer` as tensors, on any device."""
         return {
             name: buffer[start : start + field.nbytes].view(_TORCH[field.type]).view(field.shape)
             for name, field, start in self._placed()

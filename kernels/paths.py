@@ -1,4 +1,4 @@
-"""Which implementation of `verify` runs, and why: what a device can run, and what was asked for."""
+"""Chooses the implementation of `verify` for a device, and compiles it before the first request."""
 
 from __future__ import annotations
 
@@ -21,70 +21,68 @@ _FEW = 256
 
 
 class PathUnavailable(ValueError):
-    """The implementation that was asked for cannot run on the device; the text is one line that says why."""
+    """The implementation cannot run on the device; the message is one line with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyPath:
-    """A choice.
+    """The chosen implementation.
 
     Attributes:
-        name: as `kernels.verify.verify` takes it.
-        reason: why this one, for people.
+        name: for `kernels.verify.verify`.
+        reason: why it was chosen, for the log.
     """
 
     name: str
     reason: str
 
 
-def choose(asked: str, device: torch.device) -> VerifyPath:
-    """Return the implementation that judges logits on `device`: the one asked for, or by `auto` the fastest.
+def choose(requested: str, device: torch.device) -> VerifyPath:
+    """Return the requested implementation, or with `auto` the fastest one on `device`.
 
     Raises:
-        PathUnavailable: the one asked for cannot run there.
+        PathUnavailable: the requested implementation cannot run there.
     """
-    if asked == AUTO:
-        return VerifyPath(implementation_for(device), f"the fastest here for {device.type}")
-    why = obstacle(asked, device, implementations())
+    if requested == AUTO:
+        return VerifyPath(implementation_for(device), f"the fastest on {device.type}")
+    why = obstacle(requested, device, implementations())
     if why is not None:
-        raise PathUnavailable(f"{asked} cannot judge on {device}: {why}")
-    return VerifyPath(asked, "asked for")
+        raise PathUnavailable(f"{requested} cannot verify on {device}: {why}")
+    return VerifyPath(requested, "requested")
 
 
 def rehearse(name: str, device: torch.device) -> None:
-    """Have the implementation judge one drafted token of a few logits on `device`: what it lacks shows now.
-
-    A kernel is compiled at its first use, which needs more than its package: a driver, a C compiler.
+    """Verify one drafted token on `device`, so that a missing driver or C compiler is found at the start.
 
     Raises:
-        PathUnavailable: it failed; with its own words.
+        PathUnavailable: it failed; with the error message.
     """
-    proposed = Proposed(tokens=(0,), q=(None,), law=SamplingParams(), seed=0, base_length=1)
+    proposed = Proposed(tokens=(0,), q=(None,), params=SamplingParams(), seed=0, base_length=1)
     try:
         verify(torch.zeros(2, _FEW, device=device), [proposed], name)
     except Exception as error:
         words = (str(error).splitlines() or [""])[0]
-        raise PathUnavailable(f"{name} cannot judge on {device}: {type(error).__name__}: {words}") from error
+        raise PathUnavailable(f"{name} cannot verify on {device}: {type(error).__name__}: {words}") from error
 
 
 def warm_up(name: str, device: torch.device, dtype: torch.dtype, V: int, width: int) -> None:
-    """Have the implementation judge every form of proposal, so that no request waits for what is compiled at first use.
+    """Verify every kind of proposal once, so that no request waits for the compiler.
 
-    Kernels are compiled for the size and the distance of the rows, and for what a batch holds: changes to the logits,
-    filters, large supports, shared noise, rows over the vocabulary.
+    Kernels are compiled per row size and stride, and per kind of batch: adjustments, filters, large supports, shared
+    noise, dense rows.
 
     Args:
         name: the implementation.
-        device: where the logits lie.
-        dtype: theirs.
-        V: tokens that may be written.
+        device: of the logits.
+        dtype: of the logits.
+        V: tokens that may be sampled.
         width: logits of a row, V or more.
     """
     logits = torch.zeros(4, width, dtype=dtype, device=device)[:, :V]
     change = RowAdjustment(np.zeros(1, np.int64), np.ones(1, np.float32), np.ones(1, np.float32))
     few = Proposed((0,), (None,), SamplingParams(top_k=1), 0, 1)
     ids = np.arange(min(V, MAX_SUPPORT))
-    many = replace(few, q=(SparseDistribution(ids, np.ones(len(ids), np.uint16), len(ids)),), law=SamplingParams())
+    many = replace(few, q=(SparseDistribution(ids, np.ones(len(ids), np.uint16), len(ids)),), params=SamplingParams())
     coupled = replace(few, q=(), rule=Rule.COUPLED)
     sigmoid = replace(few, q=(DraftLogits(torch.zeros(V).half()),), rule=Rule.SIGMOID, sigmoid=SigmoidScales(-1, 1))
     for changes in ((), (change, None)):
@@ -94,7 +92,7 @@ def warm_up(name: str, device: torch.device, dtype: torch.dtype, V: int, width: 
 
 
 def obstacle(name: str, device: torch.device, built: Collection[str]) -> str | None:
-    """Return why the implementation `name` cannot run on `device`; None where it can. `built` names those there are."""
+    """Return why the implementation `name` cannot run on `device`, or None. `built` lists the implementations."""
     if name == "triton":
         if device.type not in ("cpu", "cuda"):
             return "it needs a CUDA device"
@@ -103,5 +101,5 @@ def obstacle(name: str, device: torch.device, built: Collection[str]) -> str | N
         if find_spec("triton") is None:
             return "triton is not installed"
     if name not in built:
-        return f"this build has {', '.join(built)}"
+        return f"this build has only {', '.join(built)}"
     return None

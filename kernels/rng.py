@@ -39,8 +39,7 @@ class Domain(IntEnum):
     ACCEPT = 1
     RESAMPLE = 2
     COUPLED = 3  # keys the noise; the counter holds an absolute position in place of base_length
-    # The game of a draft model and a cheaper draft [L 6], played within a round: `draw` is how many of the round's
-    # tokens there were when it began.
+    # Staged drafting [L 6], within a round: `draw` is the number of the round's tokens at the start of the inner round.
     STAGED_DRAFT = 4
     STAGED_ACCEPT = 5
     STAGED_RESAMPLE = 6
@@ -82,14 +81,14 @@ def philox4x32_torch(counter: Tensor, key: Tensor) -> Tensor:
 
 
 def uniform(seed: int, base_length: int, index: int, domain: Domain, draw: int = 0) -> float:
-    """Return the uniform of 53 bits in [0, 1) that belongs to this seed, round, place, purpose and draw.
+    """Return a uniform in [0, 1) with 53 bits.
 
     Args:
         seed: the request's seed, 0 to 2^64 - 1; the key.
         base_length: committed tokens (prompt included) when the round began, 0 to 2^32 - 1.
-        index: place in the proposal, from 0.
-        domain: what the number is for.
-        draw: counts the draws made for that purpose at that place.
+        index: index in the proposal, from 0.
+        domain: the purpose of the number.
+        draw: number of the draw for that purpose at that index, from 0.
 
     Raises:
         ValueError: an argument is outside its range.
@@ -193,7 +192,7 @@ def unit(words: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 def exponential(words: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the exponential variable of mean 1 of each word, in `dtype`.
 
-    The least values decide who wins a race, so they are the finest: e = -log(1 - v), with v of `unit`.
+    The smallest values decide the argmax, so they have the finest steps: e = -log(1 - v), with v of `unit`.
     """
     return unit(words, dtype).log1p_().neg_()
 
@@ -212,24 +211,24 @@ _WORDS_AT_ONCE, _ROWS_AT_ONCE = 1 << 14, 8
 """Small rows of neighbouring positions are made together: they share the cost of each operation."""
 
 
-def noise_rows(places: Sequence[tuple[int, int]], V: int) -> Tensor:
-    """Return -v of `unit` for each token at each of `places` `[R]`, float32 `[R, V]`: what `sampling` chooses by.
+def noise_rows(positions: Sequence[tuple[int, int]], V: int) -> Tensor:
+    """Return -v of `unit` for each token at each of `positions` `[R]`, float32 `[R, V]`: the noise of `sampling`.
 
     Args:
-        places: seed and absolute position (tokens before it, prompt included) of each token to draw.
+        positions: seed and absolute position (tokens before it, prompt included) of each token to draw.
         V: tokens to choose from.
 
     Raises:
         ValueError: a seed or a position is outside its range.
     """
     rows = max(1, min(_ROWS_AT_ONCE, _WORDS_AT_ONCE // V))
-    for _, position in places:
+    for _, position in positions:
         _refuse_outside("position", position, MAX_WORD)
-    return torch.stack([_noise_block(seed, position // rows, rows, V)[position % rows] for seed, position in places])
+    return torch.stack([_noise_block(seed, position // rows, rows, V)[position % rows] for seed, position in positions])
 
 
 @lru_cache(maxsize=64)
 def _noise_block(seed: int, block: int, rows: int, V: int) -> Tensor:
-    # [rows, V]. A rejected token's position is drafted again, so the same rows are asked for several times.
+    # [rows, V]. A rejected token's position is drafted again, so the same rows are needed several times.
     positions = range(block * rows, min((block + 1) * rows, MAX_WORD + 1))
     return unit(words([row_key(seed, position) for position in positions], V))

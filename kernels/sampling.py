@@ -1,7 +1,7 @@
 """Logits to a distribution (temperature, top-k, top-p, min-p, in that order [L 2.2]), and draft tokens sampled from it.
 
-Every filter is a threshold on the logits themselves, so equal logits always share their fate. Penalties come before
-(`adjustments`). `sampling_device` samples the same tokens where nothing may wait for the host.
+Every filter is a threshold on the logits themselves, so equal logits are kept or dropped together. Penalties are
+applied before (`adjustments`). `sampling_device` samples the same tokens without host syncs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from kernels.rng import noise_rows
 from kernels.sparse import SparseConfig, SparseDistribution, truncate
 
 NO_LOGITS, UNSURE = -1, -2
-"""In the place of a token: the logits are NaN, +inf or all -inf; the entropy is above the bound, and nothing was drawn.
-"""
+"""Values of `Sample.token` without a token: the row is bad (`bad_rows`); or its entropy is above `max_entropy`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ def probabilities(logits: Tensor, params: SamplingParams, dtype: torch.dtype = t
 def kept(z: Tensor, params: SamplingParams) -> Tensor:
     """Return which tokens the filters of `params` leave in each row of `z` `[R, V]`, bool `[R, V]`.
 
-    The temperature is above 0. What stands in bad rows has no meaning.
+    The temperature is above 0. The result of bad rows has no meaning.
     """
     return _filtered(z.float(), params) > -math.inf
 
@@ -150,13 +149,13 @@ class Draw(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A token and what it was drawn from.
+    """A sampled token and its distribution.
 
     Attributes:
         token: its id, or `NO_LOGITS`, or `UNSURE`.
         q: q̂, which it was sampled from; None at temperature 0 and with noise.
-        scores: `[V]`, where `q` is None and there is a token: logits, of which the largest was taken, or with noise
-            `race`, of which the smallest.
+        scores: `[V]`, where `q` is None and there is a token: logits, whose largest was taken, or with noise
+            `gumbel_scores`, whose smallest was taken.
     """
 
     token: int
@@ -165,15 +164,15 @@ class Sample(NamedTuple):
 
 
 def sample(logits: Tensor, draws: Sequence[Draw], config: SparseConfig) -> list[Sample]:
-    """Draw one token from each row of `logits` `[B, V]`, on the host; no row sees another.
+    """Sample one token from each row of `logits` `[B, V]`, on the host; rows are independent.
 
     Args:
-        logits: the draft's, penalties made.
-        draws: one for each row.
-        config: how much of q is kept.
+        logits: the draft's, with penalties applied.
+        draws: one per row.
+        config: how q is truncated.
 
     Raises:
-        ValueError: there are not as many draws as rows.
+        ValueError: the number of draws is not the number of rows.
     """
     if len(draws) != len(logits):
         raise ValueError(f"{len(draws)} draws for {len(logits)} rows")
@@ -195,7 +194,7 @@ def sample(logits: Tensor, draws: Sequence[Draw], config: SparseConfig) -> list[
     return samples
 
 
-def race(p: Tensor, noise: Tensor) -> Tensor:
+def gumbel_scores(p: Tensor, noise: Tensor) -> Tensor:
     """Return p/(-e) of distributions `p` `[..., V]`, with their `rng.noise_rows`.
 
     The smallest is the largest of log p + g, since g is -log(e): one logarithm a token. One of p = 0 never is.
@@ -205,7 +204,7 @@ def race(p: Tensor, noise: Tensor) -> Tensor:
 
 def gumbel_max(p: Tensor, noise: Tensor) -> list[int]:
     """Return argmax(log p + g) of each row of `p` `[R, V]`, with its row of `rng.noise_rows`; any token for NaN."""
-    tokens: list[int] = race(p, noise).numpy().argmin(-1).tolist()  # in numpy: twice as fast
+    tokens: list[int] = gumbel_scores(p, noise).numpy().argmin(-1).tolist()  # in numpy: twice as fast
     return tokens
 
 
@@ -231,7 +230,7 @@ def _largest(z: Tensor, draws: Sequence[Draw]) -> list[Sample]:
 
 def _gumbel_max(p: Tensor, draws: Sequence[Draw]) -> list[Sample]:
     # p: [B, V]
-    scores = race(p, noise_rows([draw.noise for draw in draws if draw.noise is not None], p.shape[1]))
+    scores = gumbel_scores(p, noise_rows([draw.noise for draw in draws if draw.noise is not None], p.shape[1]))
     samples = []
     for row, (token, draw) in enumerate(zip(scores.numpy().argmin(-1).tolist(), draws, strict=True)):
         if math.isnan(p[row, 0]):

@@ -1,9 +1,8 @@
-"""Draft tokens sampled on the device of the logits, without a word to the host.
+"""Samples draft tokens on the device of the logits, without host syncs.
 
-The same as `sampling.sample`, step for step: truncate, round to integers, then sample from the integers. All shapes are
-known beforehand and nothing is read back, so a CUDA graph may hold a step that feeds the next. On a CPU distributions
-and tokens are those of `sampling.sample`; on a GPU the softmax may round otherwise, and q̂ is still what was sampled
-from.
+The steps are those of `sampling.sample`: truncate, round to integers, sample from the integers. All shapes are static,
+so a CUDA graph can hold several steps. On a CPU distributions and tokens equal those of `sampling.sample`. On a GPU the
+softmax may round differently; q̂ is still the distribution that was sampled from.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class DeviceDraws(NamedTuple):
 
 
 class DeviceSamples(NamedTuple):
-    """What was drawn from `[B, V]` logits; K is the largest support, V at most.
+    """Samples from `[B, V]` logits; K is the largest support, V at most.
 
     Attributes:
         tokens: int64 `[B]`; `NO_LOGITS` where the row is NaN, +inf or all -inf.
@@ -56,17 +55,16 @@ class DeviceSamples(NamedTuple):
 
 
 def obstacle(draw: Draw) -> str | None:
-    """Return why `sample` cannot draw by this; None where it can."""
+    """Return why `sample` does not support a draw, or None."""
     if not (draw.params.is_greedy or draw.params.has_no_filters):
         return "top-k, top-p or min-p"
-    return None if draw.max_entropy == float("inf") else "an entropy to stop at"
+    return None if draw.max_entropy == float("inf") else "max_entropy"
 
 
 def sample(logits: Tensor, draws: DeviceDraws, config: SparseConfig) -> DeviceSamples:
-    """Draw one token from each row of `logits` `[B, V]`; all tensors are on one device, and so is what comes out.
+    """Sample one token from each row of `logits` `[B, V]`; all tensors, the result included, are on one device.
 
-    Nothing waits for the host, and no shape depends on what the tensors hold. No row sees another. Noise takes the
-    verification's Triton kernel.
+    No host sync; shapes do not depend on values; rows are independent. Noise needs the Triton kernel of verification.
     """
     V = logits.shape[1]
     z = logits.float()
@@ -74,16 +72,16 @@ def sample(logits: Tensor, draws: DeviceDraws, config: SparseConfig) -> DeviceSa
     p = _softmax(z, draws.temperatures)
     sound = torch.where(greedy, z.amax(dim=1, keepdim=True).isfinite(), ~p[:, :1].isnan())
     ids, weights = _truncate(p, config)
-    # A point mass takes the place of what was found at temperature 0.
+    # At temperature 0 a point mass replaces the result.
     first = torch.arange(ids.shape[1], device=z.device) == 0
     best = z.argmax(dim=1, keepdim=True)
     ids = torch.where(greedy, best.expand_as(ids).masked_fill(~first, V), ids)
     weights = torch.where(greedy, first.long() * _LARGEST, weights)
     ids = ids.masked_fill(~sound, V)
     weights = weights.masked_fill(~sound, 0)
-    tokens = ids.gather(1, _places(weights, draws.bits)).squeeze(1)
+    tokens = ids.gather(1, _indices(weights, draws.bits)).squeeze(1)
     if draws.by_noise is not None:
-        from kernels.verify_triton import gumbel_max  # triton need not be installed where nothing is chosen by noise
+        from kernels.verify_triton import gumbel_max  # triton is optional
 
         assert draws.seeds is not None
         assert draws.positions is not None
@@ -127,10 +125,10 @@ def _truncate(p: Tensor, config: SparseConfig) -> tuple[Tensor, Tensor]:
     weighty = ((best * scale).round() > 0).sum(dim=1, keepdim=True)  # the largest first, so these are the first ones
     sizes = torch.minimum(enough, weighty).clamp(min=1, max=K)
     last = best.gather(1, sizes - 1)
-    room = sizes - (best > last).sum(dim=1, keepdim=True)  # for tokens that equal the last: the lower ids stay
+    remaining = sizes - (best > last).sum(dim=1, keepdim=True)  # for tokens that equal the last: the lower ids stay
     last = last.float()
     equal = (p == last).cumsum(dim=1, dtype=torch.int32)
-    kept = (p > last).cumsum(dim=1, dtype=torch.int32) + torch.minimum(equal, room.int())
+    kept = (p > last).cumsum(dim=1, dtype=torch.int32) + torch.minimum(equal, remaining.int())
     # The k-th token kept is the first up to which k are.
     ranks = torch.arange(1, K + 1, dtype=torch.int32, device=p.device).expand(p.shape[0], K).contiguous()
     ids = torch.searchsorted(kept, ranks)
@@ -138,8 +136,8 @@ def _truncate(p: Tensor, config: SparseConfig) -> tuple[Tensor, Tensor]:
     return ids, weights.masked_fill(ids == V, 0)
 
 
-def _places(weights: Tensor, bits: Tensor) -> Tensor:
-    """Return the place in each row of `weights` `[B, K]` that `bits` `[B]` draw, `[B, 1]`."""
+def _indices(weights: Tensor, bits: Tensor) -> Tensor:
+    """Return the index in each row of `weights` `[B, K]` that `bits` `[B]` select, `[B, 1]`."""
     cumulative = weights.cumsum(dim=1)
     total = cumulative[:, -1:]
     # (bits · total) >> 53, in two halves that 64 bits hold.

@@ -1,14 +1,13 @@
 """The approximate rule of [W 3.2.2], labelled lossy: σ of scaled logits in place of softmax, on the host.
 
     p̂ = σ((z - α) / (β - α)) of the target's logits after the temperature, 0 where its filters exclude a token;
-    q̂ = the same of the draft's logits, which come with temperature and filters applied.
+    q̂ = the same of the draft's logits, temperature and filters already applied.
 
-Neither sums to 1, and each element needs itself alone: no row is normalised. Judged by p̂ and q̂ the text does not
-follow the target's distribution: docs/explanation/lossy-rules.md has the distances. The difference of two values this
-close would drown in float32, so all is float64 here; in fewer bits take
-p̂ - q̂ = p̂ · (1 - q̂) · -expm1((v - z) / (β - α)).
+Neither is normalised: they do not sum to 1. The text does not follow the target's distribution;
+docs/explanation/lossy-rules.md has the measured distances. p̂ and q̂ are so close that float32 loses their difference,
+so this module computes in float64. With fewer bits use p̂ - q̂ = p̂ · (1 - q̂) · -expm1((v - z) / (β - α)).
 
-The definition of the same is in tests/kernels/reference.py.
+The reference is tests/kernels/reference.py.
 """
 
 from __future__ import annotations
@@ -27,37 +26,36 @@ _LARGEST = 65504.0
 _LEAST_KEPT = -65472.0  # the neighbour of EXCLUDED
 
 
-def draft_logits(z: Tensor, law: SamplingParams, vocab_size: int | None = None) -> list[DraftLogits]:
-    """Return what a draft says of each row of `z` `[B, V]` under the rule: z / temperature, filters made, in 16 bits.
+def draft_logits(z: Tensor, params: SamplingParams, vocab_size: int | None = None) -> list[DraftLogits]:
+    """Return the draft's logits of each row of `z` `[B, V]`: z / temperature, filters applied, float16, on the host.
 
-    Logits that 16 bits cannot hold are cut to those they can. Where the target's vocabulary of `vocab_size` is larger
-    than V, the draft could not have drawn the rest. A row that is no law has no meaning here. What is returned lies on
-    the host.
+    Logits outside the range of float16 are clamped. `vocab_size` is the target's: ids from V on are `EXCLUDED`. The
+    result of a bad row (`sampling.bad_rows`) has no meaning.
 
     Raises:
-        ValueError: the temperature is 0, where there is no scale for logits.
+        ValueError: the temperature is 0.
     """
-    if law.is_greedy:
-        raise ValueError("temperature is 0; logits divided by it are none")
-    v = (z.double() / law.temperature).clamp(_LEAST_KEPT, _LARGEST).half()
-    v = v.masked_fill(~kept(z, law) | (z == -math.inf), EXCLUDED)
+    if params.is_greedy:
+        raise ValueError("temperature is 0; draft logits need a temperature above 0")
+    v = (z.double() / params.temperature).clamp(_LEAST_KEPT, _LARGEST).half()
+    v = v.masked_fill(~kept(z, params) | (z == -math.inf), EXCLUDED)
     missing = 0 if vocab_size is None else vocab_size - v.shape[1]
     return [DraftLogits(row) for row in functional.pad(v, (0, missing), value=EXCLUDED).cpu()]
 
 
 class Scores:
-    """p̂ and q̂ of one proposal above temperature 0, computed where they are asked for."""
+    """p̂ and q̂ of one proposal above temperature 0, computed on demand."""
 
-    def __init__(self, z: Tensor, law: SamplingParams, drafts: Sequence[DraftLogits], scales: SigmoidScales) -> None:
-        """Take the target's adjusted logits `z` `[n, V]` of the first n places, its law, and the draft's logits."""
+    def __init__(self, z: Tensor, params: SamplingParams, drafts: Sequence[DraftLogits], scales: SigmoidScales) -> None:
+        """Keep the target's adjusted logits `z` `[n, V]` of the first n positions, and the draft's logits there."""
         self._z = z
-        self._temperature = law.temperature
-        self._kept = None if law.has_no_filters else kept(z, law)
+        self._temperature = params.temperature
+        self._kept = None if params.has_no_filters else kept(z, params)
         self._drafts = drafts
         self._alpha, self._width = scales.alpha, scales.beta - scales.alpha
 
     def at(self, i: int, token: int) -> tuple[float, float]:
-        """Return p̂ and q̂ of the drafted token at place `i`; 0 outside the vocabulary."""
+        """Return p̂ and q̂ of the drafted token at index `i`; 0 outside the vocabulary."""
         if not 0 <= token < self._z.shape[1]:
             return 0.0, 0.0
         z, v = float(self._z[i, token]), float(self._drafts[i].values[token])
@@ -67,7 +65,7 @@ class Scores:
         return p, 0.0 if v == EXCLUDED else _sigmoid((v - self._alpha) / self._width)
 
     def rows(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return p̂ and q̂ of every token at place `i`, float64 `[V]` each."""
+        """Return p̂ and q̂ of every token at index `i`, float64 `[V]` each."""
         p = self._sigmoids(self._z[i].double() / self._temperature)
         if self._kept is not None:
             p.masked_fill_(~self._kept[i], 0.0)

@@ -108,7 +108,7 @@ def truncate(p: np.ndarray, config: SparseConfig) -> SparseDistribution:
 
 
 def validate(ids: np.ndarray, weights: np.ndarray, vocab_size: int) -> SparseDistribution:
-    """Return the distribution of ids and weights from elsewhere, once they are known to make one.
+    """Return the distribution of ids and weights from elsewhere, after checking them.
 
     Raises:
         ValueError: lengths differ, K is 0 or above 256, ids are not strictly ascending or not below `vocab_size`, or a
@@ -138,5 +138,5 @@ def _refuse_disorder(ids: np.ndarray) -> None:
     at = int(rising.argmin())
     first, second = int(ids[at]), int(ids[at + 1])
     if first == second:
-        raise ValueError(f"token id {first} is repeated at places {at} and {at + 1} of the support")
-    raise ValueError(f"token ids must ascend: {first} at place {at} comes before {second}")
+        raise ValueError(f"token id {first} is repeated at indices {at} and {at + 1} of the support")
+    raise ValueError(f"token ids must ascend: {first} at index {at} is followed by {second}")

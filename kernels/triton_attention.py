@@ -1,12 +1,11 @@
-"""Attention over pages of keys and values: rows of many sequences at once, each to its own pages up to itself.
+"""Paged attention: causal attention of the rows of many sequences over their block tables.
 
-A program takes an item of the work list (`kernels.attention_work`): a tile of rows of one sequence with query heads of
-one key head, and one stretch of its positions, or all it sees. Each stretch is attended to by itself, block by block,
-and stretches are merged in their order: by the program that does them all, or by a second launch. Both merge alike, and
-borders are those of positions. So the result of a row has the same bits whatever else is in the pass, however its
-sequence is cut, and whichever rows share its tile.
+A program takes one item of the work list (`kernels.attention_work`): a tile of rows of one sequence, query heads of one
+KV head, and either one stretch of positions or all of them. Each stretch is computed separately, and stretches are
+merged in order: in the same program, or by a second launch with the same arithmetic. Stretches begin at fixed
+positions. So the result of a row has the same bits in every batch and for every split of its sequence.
 
-Nothing waits for the host, and no shape depends on what tensors hold: a CUDA graph may hold it.
+There is no host sync, and shapes do not depend on values: a CUDA graph can hold both launches.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from torch import Tensor
 from kernels.attention_work import ITEM, STRETCH, TILE_ROWS
 
 _LARGEST_TILE = 64
-"""Query rows of a program: rows of the pass, times heads."""
+"""The most query rows of a program: rows of the tile times heads."""
 
 MERGE_OPTIONS = {"num_warps": 4}
-"""How `merge_kernel` is compiled."""
+"""The compile options of `merge_kernel`."""
 
 
 def sizes(heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
-    """Return the constants of both kernels: they follow the layer, and no pass."""
+    """Return the constants that both kernels share; they depend on the layer only."""
     group = heads // kv_heads
     part = min(group, _LARGEST_TILE // TILE_ROWS)
     block_m = max(16, triton.next_power_of_2(TILE_ROWS * part))
@@ -37,20 +36,20 @@ def sizes(heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
     }  # fmt: skip
 
 
-def attend_sizes(head_dim: int, page: int, dtype: torch.dtype) -> dict[str, int | str]:
-    """Return those of `attend_kernel` alone. It takes as many positions at a time as its registers have room for."""
+def attend_sizes(head_dim: int, block_tokens: int, dtype: torch.dtype) -> dict[str, int | str]:
+    """Return the other constants of `attend_kernel`. BLOCK_N, the positions per iteration, is bounded by registers."""
     if dtype == torch.float32:
-        return {"PAGE": page, "ITEM": ITEM, "BLOCK_N": 16, "PRECISION": "ieee"}
-    return {"PAGE": page, "ITEM": ITEM, "BLOCK_N": 64 if head_dim <= 128 else 32, "PRECISION": "tf32"}
+        return {"BLOCK_TOKENS": block_tokens, "ITEM": ITEM, "BLOCK_N": 16, "PRECISION": "ieee"}
+    return {"BLOCK_TOKENS": block_tokens, "ITEM": ITEM, "BLOCK_N": 64 if head_dim <= 128 else 32, "PRECISION": "tf32"}
 
 
 def merge_sizes(shared: dict[str, int]) -> dict[str, int]:
-    """Return those of `merge_kernel` alone."""
+    """Return the other constants of `merge_kernel`."""
     return {"ROWS": TILE_ROWS, "BLOCK_P": triton.next_power_of_2(shared["PART"])}
 
 
 def options(shared: dict[str, int]) -> dict[str, int]:
-    """Return how `attend_kernel` is compiled."""
+    """Return the compile options of `attend_kernel`."""
     is_small = shared["BLOCK_M"] <= 32 and shared["BLOCK_M"] * shared["BLOCK_D"] <= 4096
     return {"num_warps": 4 if is_small else 8, "num_stages": 2}
 
@@ -61,7 +60,7 @@ _NEVER = tl.constexpr(float("-inf"))
 
 @triton.jit
 def _merge(peak, mass, found, more_peak, more_mass, more_found):
-    """Put two parts of a softmax together. Spelled out in fused products, so that any kernel rounds it alike."""
+    """Merge two parts of a softmax. Explicit fused multiply-adds make both kernels round the same way."""
     higher = tl.maximum(peak, more_peak)
     base = tl.where(higher == _NEVER, 0.0, higher)
     kept, added = tl.exp2(peak - base), tl.exp2(more_peak - base)
@@ -71,28 +70,28 @@ def _merge(peak, mass, found, more_peak, more_mass, more_found):
 
 @triton.jit
 def _finish(peak, mass, found, sink, WITH_SINKS: tl.constexpr):
-    """Divide by all the mass there is, that of the sinks included."""
+    """Divide by the whole mass, sinks included."""
     if WITH_SINKS:
         mass += tl.exp2(sink.to(tl.float32) * _LOG2E - peak)
     return found / mass[:, None]
 
 
-# Numbers that differ from pass to pass: a kernel is compiled once for all of them. And arrays that lie behind others of
-# the pass, at any multiple of 4 or 8 bytes.
-_ANY = ["window", "pages"]
-_ANYWHERE = ["positions", "row_starts", "lengths", "tables", "items", "row_slots"]
+# Arguments that vary between batches: the kernel is compiled once for all values. And arrays inside one buffer, aligned
+# to 4 or 8 bytes only.
+_ANY = ["window", "max_blocks"]
+_ANYWHERE = ["positions", "row_starts", "lengths", "block_tables", "items", "row_slots"]
 
 
 @triton.jit(do_not_specialize=_ANY, do_not_specialize_on_alignment=_ANYWHERE)
 def attend_kernel(
-    query, keys, values, row_starts, lengths, tables, items, sinks,
+    query, keys, values, row_starts, lengths, block_tables, items, sinks,
     out, partial, peaks, masses,
-    scaling, softcap, window, pages,
+    scaling, softcap, window, max_blocks,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, STRETCH: tl.constexpr, PAGE: tl.constexpr, ITEM: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, STRETCH: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ITEM: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr, CAPPED: tl.constexpr, WITH_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Do one item for PART heads of a key head's GROUP. Grid: items, KV heads · parts of a group."""
+    """Run one item for PART of the GROUP query heads of a KV head. Grid: items, KV heads · parts of a group."""
     item = items + tl.program_id(0) * ITEM
     rows = tl.load(item + 2)
     if rows == 0:
@@ -102,9 +101,9 @@ def attend_kernel(
     stretch = tl.load(item + 3)
     last = tl.load(row_starts + s + 1)
     length = tl.load(lengths + s)
-    before = length - last  # what a row's number lacks to its position
+    before = length - last  # position of a row minus its index in the batch
     end = before + begin + rows
-    lowest = 0  # what no row of the tile sees is left out by whole blocks and stretches, which changes no sum
+    lowest = 0  # positions that no row of the tile sees are skipped in whole blocks and stretches, which changes no sum
     if window > 0:
         lowest = tl.maximum(before + begin - window + 1, 0)
     low = lowest // STRETCH
@@ -138,9 +137,9 @@ def attend_kernel(
         stop = tl.minimum(each * STRETCH + STRETCH, end)
         for n0 in range(start, stop, BLOCK_N):
             n = n0 + tl.arange(0, BLOCK_N)
-            page = tl.load(tables + s.to(tl.int64) * pages + n // PAGE, mask=n < stop, other=0)
-            place = page.to(tl.int64) * PAGE + n % PAGE
-            there = (place * KV_HEADS + kv)[:, None] * D + d[None, :]
+            block = tl.load(block_tables + s.to(tl.int64) * max_blocks + n // BLOCK_TOKENS, mask=n < stop, other=0)
+            slot = block.to(tl.int64) * BLOCK_TOKENS + n % BLOCK_TOKENS
+            there = (slot * KV_HEADS + kv)[:, None] * D + d[None, :]
             known = (n < stop)[:, None] & (d < D)[None, :]
             k = tl.load(keys + there, mask=known, other=0.0)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scaling
@@ -217,7 +216,7 @@ def attend(
     positions: Tensor,
     row_starts: Tensor,
     lengths: Tensor,
-    tables: Tensor,
+    block_tables: Tensor,
     items: Tensor,
     row_slots: Tensor,
     *,
@@ -227,47 +226,48 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Let each row see its own sequence up to itself, whose keys and values have been written before.
+    """Causal attention of each row over its own sequence. Keys and values of all rows are written before.
 
     Args:
-        query: `[T, heads, D]`, heads and their numbers side by side; the rows of sequences, one after the other.
+        query: `[T, heads, D]`, the rows of one sequence after the other.
         keys: `[blocks, block_tokens, kv_heads, D]`, of the dtype of the query.
         values: like `keys`.
         positions: int64 `[T]`, of each row in its sequence.
-        row_starts: int32 `[S + 1]`: the first row of each sequence, and where the last one's end.
-        lengths: int32 `[S]`: positions of each, its rows included.
-        tables: int32 `[S, P]`: the blocks of each.
-        items: see `kernels.attention_work.Work`; what is returned of rows that it has no item for is not set.
-        row_slots: likewise.
-        slots: how many it has; 0 where no tile is cut.
+        row_starts: int32 `[S + 1]`: the first row of each sequence, and T.
+        lengths: int32 `[S]`: positions of each sequence, its rows included.
+        block_tables: int32 `[S, P]`: the blocks of each sequence.
+        items: see `kernels.attention_work.Work`. The result of rows without an item is undefined.
+        row_slots: see `kernels.attention_work.Work`.
+        slots: the number of partial results; 0 if no tile is split.
         scaling: of the scores.
         window: how many positions a row sees, its own included; 0 is all.
-        softcap: c, which bounds the scaled scores s to c · tanh(s / c); None bounds nothing.
-        sinks: `[heads]`: a score of each head that takes its share, and has no value; None is none.
+        softcap: c, which bounds the scaled scores s to c · tanh(s / c); None is no bound.
+        sinks: `[heads]`: one score per head that takes part in the softmax and has no value; None is no sinks.
 
     Returns:
         `[T, heads, D]`.
     """
     T, heads, D = query.shape
-    _, page, kv_heads, _ = keys.shape
+    _, block_tokens, kv_heads, _ = keys.shape
     shared = sizes(heads, kv_heads, D)
     programs = kv_heads * -(-shared["GROUP"] // shared["PART"])
     query = query.contiguous()
     out = torch.empty_like(query)
-    partial, peaks, masses, told = out, out, out, out if sinks is None else sinks
+    partial, peaks, masses, sink_scores = out, out, out, out if sinks is None else sinks
     if slots:
         results = slots * programs * shared["BLOCK_M"]
         partial = torch.empty((results, D), dtype=torch.float32, device=query.device)
         peaks, masses = torch.empty((2, results), dtype=torch.float32, device=query.device).unbind(0)
     attend_kernel[(len(items), programs)](
-        query, keys, values, row_starts, lengths, tables, items, told, out, partial, peaks, masses,
-        scaling, softcap or 0.0, window, tables.shape[1],
-        **shared, **attend_sizes(D, page, query.dtype), CAPPED=softcap is not None, WITH_SINKS=sinks is not None,
+        query, keys, values, row_starts, lengths, block_tables, items, sink_scores, out, partial, peaks, masses,
+        scaling, softcap or 0.0, window, block_tables.shape[1],
+        **shared, **attend_sizes(D, block_tokens, query.dtype),
+        CAPPED=softcap is not None, WITH_SINKS=sinks is not None,
         **options(shared),
     )  # fmt: skip
     if slots:
         merge_kernel[(T, programs)](
-            partial, peaks, masses, told, positions, row_slots, out, window,
+            partial, peaks, masses, sink_scores, positions, row_slots, out, window,
             **shared, **merge_sizes(shared), WITH_SINKS=sinks is not None, **MERGE_OPTIONS,
         )  # fmt: skip
     return out

@@ -1,7 +1,7 @@
-"""Device functions that draw one token from one row, by inverse CDF on three levels: tile, strip, cell.
+"""Device functions that sample one token from one row, by inverse CDF on three levels: tile, strip, cell.
 
-What is drawn from is the target's law, or what a rejected draft leaves of it. A sparse q̂ takes mass at a few places
-only, so the tiles' masses are known from the statistics and one tile is read again.
+The weights are p, or the residual of a rejected draft. A sparse q̂ takes mass from at most K tokens, so the masses of
+the tiles follow from the statistics, and only one tile is read again.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ import triton.language as tl
 from kernels.dense import EXCLUDED
 from kernels.triton_rows import LOG2_E, load_at, load_tile
 
-# What a token is drawn from: the target's law, or the rest of it above a sparse law, above a dense one, or above the
-# draft's sigmoids.
+# The weights to sample from: p, or the residual above a sparse q̂, a dense q̂, or the draft's sigmoids.
 TARGET, SPARSE, DENSE, SIGMOID = (tl.constexpr(i) for i in range(4))
 
 _CELLS = tl.constexpr(64)  # tokens in a strip
-_CHUNK = tl.constexpr(64)  # places of a support that are spread over cells at once, at most
-_ROUNDING = tl.constexpr(1e-6)  # of a residual, below which float32 cannot tell p from q̂
+_CHUNK = tl.constexpr(64)  # the most entries of a support that are spread over cells at once
+_ROUNDING = tl.constexpr(1e-6)  # a residual with less than this share of p is float32 rounding
 _EXCLUDED = tl.constexpr(EXCLUDED)
 
 
-class Law(NamedTuple):
+class RowDistribution(NamedTuple):
     """p of one row: p(x) = 2^((z(x) - peak) · scale) / mass.
 
     Attributes:
@@ -41,7 +40,7 @@ class Law(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """One drafted token's law; pointers to its support, and to a row over the vocabulary where there is one.
+    """q̂ of one drafted token: pointers to its support, or to a dense row over the vocabulary.
 
     Attributes:
         ids: of the support, ascending, `[size]`.
@@ -74,13 +73,13 @@ def sigmoid(z, lowest, inverse_span):
 
 @triton.jit
 def draft_sigmoid(v, lowest, inverse_span):
-    """Return q̂ of the draft's logits under the rule `sigmoid`; 0 where its filters leave no chance."""
+    """Return q̂ of the draft's logits under the rule `sigmoid`; 0 for `EXCLUDED` tokens."""
     return tl.where(v > _EXCLUDED, sigmoid(v, lowest, inverse_span), 0.0)
 
 
 @triton.jit
 def _sigmoid_rest(z, v, lowest, inverse_span):
-    """Return max(0, p̂ - q̂). Wide scales bring both near ½, where float32 loses their difference; so it is a product."""
+    """Return max(0, p̂ - q̂) as a product: with wide scales both are near ½, and float32 loses their difference."""
     p = sigmoid(z, lowest, inverse_span)
     d = (z - v) * inverse_span
     # 1 - exp(-d), by its series where d is small
@@ -91,23 +90,23 @@ def _sigmoid_rest(z, v, lowest, inverse_span):
 
 
 @triton.jit
-def _weights(z, ids, V, law, draft, kind, kept):
-    """Return what may be drawn of each token, float64; a sparse law's share is still in it."""
-    weights = probability(z, law.peak, law.mass, law.scale).to(tl.float64) * kept
+def _weights(z, ids, V, p, draft, kind, kept):
+    """Return the weight of each token, float64. The share of a sparse q̂ is not subtracted yet."""
+    weights = probability(z, p.peak, p.mass, p.scale).to(tl.float64) * kept
     if kind >= DENSE:
         there = draft.dense + ids
         if kind == DENSE:
             weights = tl.maximum(weights - tl.load(there, mask=ids < V, other=0.0), 0.0)
         else:
             v = tl.load(there, mask=ids < V, other=_EXCLUDED)
-            inverse_temperature = law.scale * (1 / LOG2_E)
+            inverse_temperature = p.scale * (1 / LOG2_E)
             weights = _sigmoid_rest(z * inverse_temperature, v, draft.lowest, draft.inverse_span).to(tl.float64)
             weights = tl.where(z > -float("inf"), weights, 0.0)
     return weights
 
 
 @triton.jit
-def _taken(rows, law, draft, kept, origin, width, N: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr,
+def _taken(rows, p, draft, kept, origin, width, N: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr,
            ADJUSTED: tl.constexpr):  # fmt: skip
     """Return Σ min(kept · p, q̂) over the support in each of N cells of `width` tokens from `origin` on, float64."""
     taken = tl.zeros([N], tl.float64)
@@ -116,9 +115,9 @@ def _taken(rows, law, draft, kept, origin, width, N: tl.constexpr, K: tl.constex
         k = first + tl.arange(0, CHUNK)
         there = k < draft.size
         ids = tl.load(draft.ids + k, mask=there, other=-1)
-        z = load_at(rows, tl.zeros_like(ids) + law.row, ids, there, TILE, ADJUSTED, True)
-        p = probability(z, law.peak, law.mass, law.scale).to(tl.float64)
-        share = tl.minimum(p * kept, tl.load(draft.q + k, mask=there, other=0.0).to(tl.float64))
+        z = load_at(rows, tl.zeros_like(ids) + p.row, ids, there, TILE, ADJUSTED, True)
+        chance = probability(z, p.peak, p.mass, p.scale).to(tl.float64)
+        share = tl.minimum(chance * kept, tl.load(draft.q + k, mask=there, other=0.0).to(tl.float64))
         cell = tl.where(ids >= origin, (ids - origin) // width, N)
         taken += tl.sum(tl.where(cell[:, None] == tl.arange(0, N)[None, :], share[:, None], 0.0), 0)
     return taken
@@ -126,7 +125,7 @@ def _taken(rows, law, draft, kept, origin, width, N: tl.constexpr, K: tl.constex
 
 @triton.jit
 def _choose(weights, target, N: tl.constexpr):
-    """Return the first place whose cumulative weight is above `target`, none of weight 0, and what is left of it."""
+    """Return the first index whose cumulative weight is above `target` and whose weight is not 0, and the remainder."""
     at = tl.arange(0, N)
     cumulative = tl.cumsum(weights, 0)
     last = tl.max(tl.where(weights > 0, at, 0), 0)
@@ -135,15 +134,15 @@ def _choose(weights, target, N: tl.constexpr):
 
 
 @triton.jit
-def draw(rows, stats, law, draft, kind, kept, u, TILE: tl.constexpr, TILES: tl.constexpr, K: tl.constexpr,
+def draw(rows, stats, p, draft, kind, kept, u, TILE: tl.constexpr, TILES: tl.constexpr, K: tl.constexpr,
          ADJUSTED: tl.constexpr, WITH_DENSE: tl.constexpr):  # fmt: skip
     """Draw a token.
 
     Args:
         rows: the logits.
         stats: what the tiles say.
-        law: the row.
-        draft: the law of its rejected token.
+        p: the distribution of the row.
+        draft: q̂ of the rejected token.
         kind: TARGET, to draw from p; or above which q̂: SPARSE, DENSE or SIGMOID.
         kept: P, the share of p that may be drawn (1 under all rules but `block`), float64.
         u: the draw, in [0, 1), float64.
@@ -153,20 +152,20 @@ def draw(rows, stats, law, draft, kind, kept, u, TILE: tl.constexpr, TILES: tl.c
     """
     tiles = tl.arange(0, TILES)
     there = tiles < rows.n_tiles
-    at = law.row * rows.n_tiles + tiles
+    at = p.row * rows.n_tiles + tiles
     peak = tl.load(stats.peaks + at, mask=there, other=-float("inf"))
     mass = tl.load(stats.masses + at, mask=there, other=0.0)
-    plain = (mass * probability(peak, law.peak, law.mass, law.scale)).to(tl.float64)
+    plain = (mass * probability(peak, p.peak, p.mass, p.scale)).to(tl.float64)
     weights = plain
     if kind == SPARSE:
-        taken = _taken(rows, law, draft, kept, 0, TILE, TILES, K, TILE, ADJUSTED)
+        taken = _taken(rows, p, draft, kept, 0, TILE, TILES, K, TILE, ADJUSTED)
         weights = tl.maximum(plain * kept - taken, 0.0)
     if WITH_DENSE:
         if kind >= DENSE:
             for tile in range(rows.n_tiles):
                 ids = tile * TILE + tl.arange(0, TILE)
-                z = load_tile(rows, law.row, tile, ids, TILE, ADJUSTED, True)
-                weight = tl.sum(_weights(z, ids, rows.V, law, draft, kind, kept), 0)
+                z = load_tile(rows, p.row, tile, ids, TILE, ADJUSTED, True)
+                weight = tl.sum(_weights(z, ids, rows.V, p, draft, kind, kept), 0)
                 weights = tl.where(tiles == tile, weight, weights)
     total = tl.sum(weights, 0)
     none = (kind != TARGET) & (total <= tl.where(kind == SIGMOID, 0.0, kept * _ROUNDING))
@@ -177,16 +176,16 @@ def draw(rows, stats, law, draft, kind, kept, u, TILE: tl.constexpr, TILES: tl.c
         total = tl.sum(plain, 0)
 
     tile, left = _choose(weights, u * total, TILES)
-    # A tile's mass may be rounding alone, with no cell to it: then the next tile is taken.
+    # A tile's mass may be rounding alone, without any cell of positive weight. Then try the next tile.
     strip = tl.zeros_like(tile)
     tried = tl.zeros_like(tile)
     STRIPS: tl.constexpr = TILE // _CELLS
     while tried < rows.n_tiles:
         ids = tile * TILE + tl.arange(0, STRIPS)[:, None] * _CELLS + tl.arange(0, _CELLS)[None, :]
-        z = load_tile(rows, law.row, tile, ids, TILE, ADJUSTED, True)
-        strips = tl.sum(_weights(z, ids, rows.V, law, draft, kind, kept), 1)
+        z = load_tile(rows, p.row, tile, ids, TILE, ADJUSTED, True)
+        strips = tl.sum(_weights(z, ids, rows.V, p, draft, kind, kept), 1)
         if kind == SPARSE:
-            taken = _taken(rows, law, draft, kept, tile * TILE, _CELLS, STRIPS, K, TILE, ADJUSTED)
+            taken = _taken(rows, p, draft, kept, tile * TILE, _CELLS, STRIPS, K, TILE, ADJUSTED)
             strips = tl.where(taken < strips * (1 - 1e-12), strips - taken, 0.0)
         if tl.max(strips, 0) > 0:
             strip, left = _choose(strips, left, STRIPS)
@@ -197,10 +196,10 @@ def draw(rows, stats, law, draft, kind, kept, u, TILE: tl.constexpr, TILES: tl.c
             tried += 1
 
     ids = tile * TILE + strip * _CELLS + tl.arange(0, _CELLS)
-    z = load_at(rows, tl.zeros_like(ids) + law.row, ids, ids < rows.V, TILE, ADJUSTED, True)
-    cells = _weights(z, ids, rows.V, law, draft, kind, kept)
+    z = load_at(rows, tl.zeros_like(ids) + p.row, ids, ids < rows.V, TILE, ADJUSTED, True)
+    cells = _weights(z, ids, rows.V, p, draft, kind, kept)
     if kind == SPARSE:
-        taken = _taken(rows, law, draft, kept, tile * TILE + strip * _CELLS, 1, _CELLS, K, TILE, ADJUSTED)
+        taken = _taken(rows, p, draft, kept, tile * TILE + strip * _CELLS, 1, _CELLS, K, TILE, ADJUSTED)
         cells = tl.maximum(cells - taken, 0.0)
     cell, _ = _choose(cells, left, _CELLS)
     return tile * TILE + strip * _CELLS + cell, none

@@ -1,7 +1,7 @@
-"""The second, optional kernel: finds where top-k, top-p and min-p cut a row, and what its tiles then say.
+"""Device functions of the filter kernel: the cuts of top-k, top-p and min-p, and the statistics after them.
 
-A cut is a logit: all from it up are kept, so equal logits share their fate. It is found by bisection on the order of
-the floats as integers, counting tokens and mass above. Rows without filters never come here.
+A cut is a logit; logits at or above it are kept, so equal logits are kept or dropped together. It is found by bisection
+over floats ordered as integers, counting tokens and mass above. Only rows with filters run here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton_rows import NOTHING, RACE, load_tile, store_stats, tile_stats
+from kernels.triton_rows import GUMBEL, NOTHING, load_tile, store_stats, tile_stats
 from kernels.triton_walk import COUPLED
 
 _ALL_BUT_SIGN = tl.constexpr(0x7FFFFFFF)
@@ -29,7 +29,7 @@ def _float_of(key):
 
 @triton.jit
 def _above(rows, row, key, peak, scale, TILE: tl.constexpr, ADJUSTED: tl.constexpr):
-    """Return how many tokens lie at `key` or above, and their mass over that of the best, float64."""
+    """Return the number of tokens at `key` or above, and their mass relative to the best token, float64."""
     count = tl.zeros_like(key)
     mass = tl.zeros_like(key).to(tl.float64)
     for tile in range(rows.n_tiles):
@@ -58,13 +58,13 @@ def _highest_key(rows, row, least, top, count, mass, peak, scale, TILE: tl.const
 @triton.jit
 def filter_row(rows, stats, row, terms, top_k, top_p, least_bits, TILE: tl.constexpr, TILES: tl.constexpr,
                ADJUSTED: tl.constexpr):  # fmt: skip
-    """Write a row's cut, and what its tiles say of the tokens that it keeps. A row that is no law stays as it is.
+    """Write a row's cut, and the statistics of the tokens that it keeps. Bad rows are unchanged.
 
     Args:
         rows: the logits.
-        stats: what the tiles say of the whole row.
-        row: its number.
-        terms: its proposal's.
+        stats: of the whole row.
+        row: index of the row.
+        terms: of its proposal.
         top_k: 0 for off.
         top_p: 1 for off, float64.
         least_bits: log2 of min-p, float32; -inf for off.
@@ -83,7 +83,7 @@ def filter_row(rows, stats, row, terms, top_k, top_p, least_bits, TILE: tl.const
             cut = _highest_key(rows, row, cut, top, 1, whole * top_p, peak, terms.scale, TILE, ADJUSTED)
         least = tl.maximum(_float_of(cut), peak + least_bits / terms.scale)
         tl.store(rows.cuts + row, least)
-        wanted = tl.where(terms.rule == COUPLED, RACE, NOTHING)
+        wanted = tl.where(terms.rule == COUPLED, GUMBEL, NOTHING)
         for tile in range(rows.n_tiles):
             ids = tile * TILE + tl.arange(0, TILE)
             z = load_tile(rows, row, tile, ids, TILE, ADJUSTED, False)

@@ -1,8 +1,8 @@
-"""What lies between the products of a decoder layer, in one kernel each: norm, rotation with its writes, gate.
+"""The operations between the matrix products of a decoder layer, one kernel each: norm, rotation with KV writes, gate.
 
-Each reads what a product wrote and writes what the next one reads, once. Inside all is float32, and results are rounded
-where torch's operations round theirs: they differ by a step of the last bit at most, in the few places where float32's
-own error decides. The launches depend on shapes alone and wait for nothing, so that a CUDA graph may hold them.
+Each kernel reads its input once and writes its output once. They compute in float32 and round where torch's operations
+round, so results differ by one step of the last bit at most, and rarely. Launches depend on shapes only and have no
+host sync, so a CUDA graph can hold them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 _TILE = 1024
-_PER_THREAD = 8  # numbers of 16 bits in a load of 128
+_PER_THREAD = 8  # 16-bit values in a 128-bit load
 
 # -------------------------------------------------------------------------------------------------------------- kernels
 
@@ -32,14 +32,14 @@ def rms_norm_kernel(x, weight, out, eps, E: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + start + ids, (z * scale * w).to(out.dtype.element_ty), mask=there)
 
 
-# Rows of a pass begin where those before them end: an odd number of them must not ask for another compilation.
-@triton.jit(do_not_specialize_on_alignment=["positions", "places"])
+# These arrays lie behind others in one buffer: their alignment must not cause another compilation.
+@triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def rotate_and_store_kernel(
-    qkv, cos_sin, positions, places, head_norm, query, keys, values, eps,
+    qkv, cos_sin, positions, slot_mapping, head_norm, query, keys, values, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate GROUP heads of one row, and write each where it belongs. Grid: T · ⌈all heads / GROUP⌉."""
+    """Norm and rotate GROUP heads of one row; write queries, keys and values. Grid: T · ⌈all heads / GROUP⌉."""
     ROTATED: tl.constexpr = HEADS + KV_HEADS
     ALL: tl.constexpr = ROTATED + KV_HEADS
     GROUPS: tl.constexpr = (ALL + GROUP - 1) // GROUP
@@ -55,7 +55,7 @@ def rotate_and_store_kernel(
         w = tl.load(head_norm + within, mask=there & turns, other=0.0)
         scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)
         x = tl.where(turns, x * scale[:, None] * w, x)
-    # Read by each head anew, so that it lies in the threads that need it.
+    # Each head reads it again, so that it is in the registers of the threads that need it.
     angle = tl.load(cos_sin + tl.load(positions + row) * D + ids[None, :], mask=there & turns, other=0.0)
     cos, sin = tl.split(tl.reshape(angle, [GROUP, BLOCK // 2, 2]))
     real, imaginary = tl.split(tl.reshape(x, [GROUP, BLOCK // 2, 2]))
@@ -63,9 +63,9 @@ def rotate_and_store_kernel(
     x = tl.where(turns, tl.reshape(turned, [GROUP, BLOCK]), x).to(query.dtype.element_ty)
 
     tl.store(query + row * (HEADS * D) + within, x, mask=there & (head < HEADS))
-    page = tl.load(places + row) * (KV_HEADS * D)
-    tl.store(keys + page + (within - HEADS * D), x, mask=there & (head >= HEADS) & turns)
-    tl.store(values + page + (within - ROTATED * D), x, mask=there & (head >= ROTATED))
+    slot = tl.load(slot_mapping + row) * (KV_HEADS * D)
+    tl.store(keys + slot + (within - HEADS * D), x, mask=there & (head >= HEADS) & turns)
+    tl.store(values + slot + (within - ROTATED * D), x, mask=there & (head >= ROTATED))
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def gated_kernel(gate_up, out, INNER: tl.constexpr, TILE: tl.constexpr):
     start = gate_up + row * (2 * INNER)
     gate = tl.load(start + ids, mask=there, other=0.0).to(tl.float32)
     up = tl.load(start + INNER + ids, mask=there, other=0.0).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty)  # torch's own is rounded before it is multiplied
+    silu = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty)  # torch rounds silu before the product
     tl.store(out + row * INNER + ids, (silu.to(tl.float32) * up).to(out.dtype.element_ty), mask=there)
 
 
@@ -87,41 +87,41 @@ def gated_kernel(gate_up, out, INNER: tl.constexpr, TILE: tl.constexpr):
 
 @cache
 def norm_sizes(E: int) -> dict[str, int]:
-    """Return the constants of `rms_norm_kernel`, not to be written to: a program holds a whole row."""
+    """Return the constants of `rms_norm_kernel`; do not modify. One program holds a whole row."""
     return {"E": E, "BLOCK": triton.next_power_of_2(E)}
 
 
 def norm_options(sizes: dict[str, int]) -> dict[str, int]:
-    """Return how it is compiled."""
+    """Return the compile options."""
     return _options(sizes["BLOCK"])
 
 
 @cache
 def rotation_sizes(heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
-    """Return those of `rotate_and_store_kernel`, but for NORMED: a program has as many heads as fill a tile."""
+    """Return the constants of `rotate_and_store_kernel` except NORMED. One program has as many heads as fill a tile."""
     block = triton.next_power_of_2(head_dim)
     group = max(1, min(_TILE // block, triton.next_power_of_2(heads + 2 * kv_heads)))
     return {"HEADS": heads, "KV_HEADS": kv_heads, "D": head_dim, "GROUP": group, "BLOCK": block}
 
 
 def rotation_options(sizes: dict[str, int]) -> dict[str, int]:
-    """Return how it is compiled."""
+    """Return the compile options."""
     return _options(sizes["GROUP"] * sizes["BLOCK"])
 
 
 @cache
 def gate_sizes(inner: int) -> dict[str, int]:
-    """Return those of `gated_kernel`."""
+    """Return the constants of `gated_kernel`."""
     return {"INNER": inner, "TILE": min(_TILE, triton.next_power_of_2(inner))}
 
 
 def gate_options(sizes: dict[str, int]) -> dict[str, int]:
-    """Return how it is compiled."""
+    """Return the compile options."""
     return _options(sizes["TILE"])
 
 
 def _options(numbers: int) -> dict[str, int]:
-    """Eight numbers a thread, as many as a load of 128 bits has in 16 each, up to 16 warps."""
+    """Eight values per thread, one 128-bit load of 16-bit values; 16 warps at most."""
     return {"num_warps": max(1, min(16, numbers // (32 * _PER_THREAD)))}
 
 
@@ -134,7 +134,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         eps: added to the mean square.
 
     Returns:
-        Of the shape and dtype of x, rounded once.
+        The shape and dtype of x, rounded once.
     """
     x = x.contiguous()
     out = torch.empty_like(x)
@@ -148,43 +148,42 @@ def rotate_and_store(
     qkv: Tensor,
     cos_sin: Tensor,
     positions: Tensor,
-    places: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
+    slot_mapping: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
     head_norm: Tensor | None,
     *,
     heads: int,
     kv_heads: int,
     eps: float,
 ) -> Tensor:
-    """Rotate queries and keys to their positions, after their norms where there are any; write keys and values.
+    """Rotate queries and keys, after their head norms if there are any; write keys and values.
 
     Args:
-        qkv: queries, keys and values of each row side by side, `[T, ..., (H + 2 · KV) · D]`; what is rotated together
-            lies in pairs.
-        cos_sin: cosine and sine of each pair's angle, side by side, at every position there may be: float32
-            `[P, ..., D/2, 2]`, contiguous.
+        qkv: queries, keys and values of each row, `[T, ..., (H + 2 · KV) · D]`; the elements of a rotated pair are
+            neighbours.
+        cos_sin: cosine and sine of each pair's angle at each position: float32 `[P, ..., D/2, 2]`, contiguous.
         positions: int64 `[T]`, below P.
-        places: int64 `[T]`: where each row's keys and values go, among the positions of all pages. Where rows share a
-            place, nobody may rely on what it holds.
-        key_pages: `[pages, page_size, KV, D]`, contiguous; likewise `value_pages`, in the same dtype.
-        value_pages: see `key_pages`.
-        head_norm: float32 `[H + KV, ..., D]`, contiguous: weights of the norms of each query and key head, if any.
+        slot_mapping: int64 `[T]`: where each row's keys and values are written: block · block_tokens + offset. If rows
+            share a slot, its content is undefined.
+        key_cache: `[blocks, block_tokens, KV, D]`, contiguous.
+        value_cache: like `key_cache`, in the same dtype.
+        head_norm: float32 `[H + KV, ..., D]`, contiguous: the norm weights of each query and key head, or None.
         heads: H.
         kv_heads: KV.
-        eps: of those norms.
+        eps: of the head norms.
 
     Returns:
-        The rotated queries, `[T, H, D]` in the dtype of the pages, rounded once.
+        The rotated queries, `[T, H, D]` in the dtype of the cache, rounded once.
     """
-    assert all(each.is_contiguous() for each in (key_pages, value_pages, cos_sin))
-    T, head_dim = len(positions), key_pages.size(-1)
+    assert all(each.is_contiguous() for each in (key_cache, value_cache, cos_sin))
+    T, head_dim = len(positions), key_cache.size(-1)
     sizes = rotation_sizes(heads, kv_heads, head_dim)
     groups = -(-(heads + 2 * kv_heads) // sizes["GROUP"])
-    query = torch.empty(T, heads, head_dim, dtype=key_pages.dtype, device=qkv.device)
+    query = torch.empty(T, heads, head_dim, dtype=key_cache.dtype, device=qkv.device)
     rotate_and_store_kernel[(T * groups,)](
-        qkv.contiguous(), cos_sin, positions, places,
-        cos_sin if head_norm is None else head_norm, query, key_pages, value_pages, eps,
+        qkv.contiguous(), cos_sin, positions, slot_mapping,
+        cos_sin if head_norm is None else head_norm, query, key_cache, value_cache, eps,
         **sizes, NORMED=head_norm is not None, **rotation_options(sizes),
     )  # fmt: skip
     return query

@@ -1,6 +1,6 @@
-"""Device functions of the verification kernels: logits as a rule sees them, what a tile says of them, random numbers.
+"""Device functions of the verification kernels: adjusted and filtered logits, tile statistics, random numbers.
 
-A row is cut into tiles whose size is a function of V alone, so that no result depends on the batch.
+The tile size is a function of V only, so that no result depends on the batch.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from kernels.rng import FIRST_MULTIPLIER, SECOND_MULTIPLIER, SPREAD, Domain
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
-# What a row's tiles must tell besides its law.
+# What the statistics of a row hold besides peak and mass.
 NOTHING = tl.constexpr(0)
 ARGMAX = tl.constexpr(1)
-RACE = tl.constexpr(2)
+GUMBEL = tl.constexpr(2)
 
 _ACCEPT = tl.constexpr(int(Domain.ACCEPT))
 _RESAMPLE = tl.constexpr(int(Domain.RESAMPLE))
@@ -28,26 +28,26 @@ _SECOND = tl.constexpr(SECOND_MULTIPLIER)
 
 
 def tile_size(V: int) -> int:
-    """Return how many logits one program reads; a row of up to 2^18 has 64 tiles at most."""
+    """Return the number of logits per tile; a row of up to 2^18 logits has 64 tiles at most."""
     if V <= 1 << 15:
         return 1024
     return 2048 if V <= 1 << 17 else 4096
 
 
 class Rows(NamedTuple):
-    """The target's logits, the changes to them, and where filters cut them; pointers and numbers of a kernel.
+    """The target's logits, their adjustments and cuts: pointers and sizes for a kernel.
 
     Attributes:
         logits: `[R, V]` with any row stride.
         stride: of the rows, in elements.
         V: tokens in a row.
         n_tiles: tiles in a row.
-        adjusted: for each row the number of its list of changes, -1 for none, `[R]`.
+        adjusted: index of each row's list of changes, -1 for none, `[R]`.
         tile_starts: where each tile's changes begin, `[lists, n_tiles + 1]`.
         change_ids: ascending within a row; with the divisors and biases of `adjustments.RowAdjustment`.
         change_divisors: see `change_ids`.
         change_biases: see `change_ids`.
-        cuts: for each row the least logit that its filters keep, `[R]`.
+        cuts: the least logit that the filters keep, per row `[R]`.
     """
 
     logits: Any
@@ -63,7 +63,7 @@ class Rows(NamedTuple):
 
 
 class TileStats(NamedTuple):
-    """Pointers to what each tile says of its row, `[R, n_tiles]`; see `tile_stats`."""
+    """Pointers to the statistics of each tile, `[R, n_tiles]`; see `tile_stats`."""
 
     peaks: Any
     masses: Any
@@ -81,9 +81,9 @@ def _changed(z, divisor, bias):
 
 @triton.jit
 def load_tile(rows, row, tile, ids, TILE: tl.constexpr, ADJUSTED: tl.constexpr, CUT: tl.constexpr):
-    """Return the logits of one tile as its rule sees them, float32, in the shape of `ids`; -inf past the row's end.
+    """Return adjusted logits of one tile, float32, in the shape of `ids`; -inf past the end of the row.
 
-    `ids` are the tokens to read, all of them within the tile. Without CUT the row's filters are not applied.
+    `ids` are token ids within the tile. The row's filters are applied only with CUT.
     """
     start = rows.logits + row.to(tl.int64) * rows.stride
     if (tile + 1) * TILE <= rows.V:  # no mask, so that the loads are wide
@@ -104,7 +104,7 @@ def load_tile(rows, row, tile, ids, TILE: tl.constexpr, ADJUSTED: tl.constexpr, 
 
 @triton.jit
 def load_at(rows, row, ids, wanted, TILE: tl.constexpr, ADJUSTED: tl.constexpr, CUT: tl.constexpr):
-    """Return logits at single places as their rules see them, float32, in the shape of `ids`; -inf where not `wanted`.
+    """Return adjusted logits of single tokens, float32, in the shape of `ids`; -inf where not `wanted`.
 
     `row` has the shape of `ids`.
     """
@@ -132,7 +132,7 @@ def load_at(rows, row, ids, wanted, TILE: tl.constexpr, ADJUSTED: tl.constexpr, 
     return z
 
 
-# -------------------------------------------------------------------------------------------------------- what is drawn
+# ------------------------------------------------------------------------------------------------------ random numbers
 
 
 @triton.jit
@@ -147,13 +147,13 @@ def _uniforms(seed, base_length, index, domain: tl.constexpr):
 
 @triton.jit
 def accept_uniforms(seed, base_length, index):
-    """Return the draws that test the drafted tokens at `index`."""
+    """Return the uniforms of the acceptance tests at `index`."""
     return _uniforms(seed, base_length, index, _ACCEPT)
 
 
 @triton.jit
 def resample_uniforms(seed, base_length, index):
-    """Return the draws of the next token, were it to stand at `index` of the round."""
+    """Return the uniforms of the next token at `index` of the round."""
     return _uniforms(seed, base_length, index, _RESAMPLE)
 
 
@@ -168,26 +168,26 @@ def exponentials(seed, position, ids):
     x = ((x ^ (x >> 15)) + key1) * _SECOND
     x = (x ^ (x >> 15)) ^ key2
     v = tl.minimum((x.to(tl.float32) + 0.5) * (1.0 / 4294967296.0), 1.0 - 1.0 / 16777216.0)
-    # -log(1 - v); where v is small, 1 - v has lost what decides the race, so its series is summed.
+    # -log(1 - v). For small v, 1 - v loses the bits that decide, so the series is used.
     series = v * (1 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4 + v * (1 / 5 + v * (1 / 6 + v / 7))))))
     return tl.where(v < 0.1, series, -tl.log(1.0 - v))
 
 
-# ----------------------------------------------------------------------------------------------------- what a tile says
+# -------------------------------------------------------------------------------------------------------- statistics
 
 
 @triton.jit
-def tile_stats(z, ids, scale, wanted, seed, position, WITH_RACE: tl.constexpr):
-    """Return what one tile says of its row.
+def tile_stats(z, ids, scale, wanted, seed, position, WITH_GUMBEL: tl.constexpr):
+    """Return the statistics of one tile.
 
     Args:
         z: its logits, float32 `[TILE]`.
         ids: their tokens.
         scale: log2(e) / temperature.
-        wanted: NOTHING more than the law; or ARGMAX; or RACE, the winner with the noise of (seed, position).
+        wanted: NOTHING; ARGMAX; or GUMBEL, the token that wins with the noise of (seed, position).
         seed: see `wanted`.
         position: see `wanted`.
-        WITH_RACE: False promises that no row of the batch wants a RACE, which saves registers.
+        WITH_GUMBEL: False if no row of the batch needs GUMBEL, which saves registers.
 
     Returns:
         The largest logit; the sum of exp((z - largest) / temperature), NaN where a logit is NaN or +inf; the token that
@@ -202,18 +202,18 @@ def tile_stats(z, ids, scale, wanted, seed, position, WITH_RACE: tl.constexpr):
     lead = 0.0
     if wanted == ARGMAX:
         best = first + tl.argmax(fine, 0, tie_break_left=True)
-    if WITH_RACE:
-        if wanted == RACE:
-            race = e / exponentials(seed, position, ids)
-            race = tl.where(race == race, race, 0.0)
-            best = first + tl.argmax(race, 0, tie_break_left=True)
-            lead = tl.log2(tl.max(race, 0))
+    if WITH_GUMBEL:
+        if wanted == GUMBEL:
+            score = e / exponentials(seed, position, ids)
+            score = tl.where(score == score, score, 0.0)
+            best = first + tl.argmax(score, 0, tie_break_left=True)
+            lead = tl.log2(tl.max(score, 0))
     return peak, mass, best, lead
 
 
 @triton.jit
 def store_stats(stats, at, found):
-    """Write what `tile_stats` found."""
+    """Write the result of `tile_stats`."""
     tl.store(stats.peaks + at, found[0])
     tl.store(stats.masses + at, found[1])
     tl.store(stats.bests + at, found[2])

@@ -1,6 +1,6 @@
-"""Device functions that walk a proposal's tests: how many drafted tokens stand. One walk for each rule.
+"""Device functions that run the acceptance tests of a proposal, one function per rule.
 
-A few drafts are looked at together, a group, so that their loads overlap. Each walk returns how many are accepted, and
+Drafts are tested in groups of a few, so that their loads overlap. Each function returns the number of accepted drafts;
 the caller checks the row after them.
 """
 
@@ -24,16 +24,16 @@ _GROUP = tl.constexpr(8)
 
 
 class Terms(NamedTuple):
-    """What one proposal is judged by.
+    """The parameters of one proposal.
 
     Attributes:
         rule: TOKENWISE, BLOCK, COUPLED, SIGMOID, or GREEDY under any of them.
         first_row: the first of its rows.
         first_draft: the first of its drafts.
         gamma: how many tokens were drafted.
-        seed: key of the draws.
-        base_length: counter of the draws.
-        given: where its given uniforms begin; -1 where it draws.
+        seed: key of the random numbers.
+        base_length: counter of the random numbers.
+        given: index of its first given uniform; -1 if it uses Philox.
         scale: log2(e) / temperature.
         lenience: l of [L A.5], float64.
         lowest: alpha of the rule `sigmoid`.
@@ -66,7 +66,7 @@ class Drafts(NamedTuple):
 
 @triton.jit
 def load_terms(ints, floats, b):
-    """Return what proposal `b` is judged by; the columns are those of `verify_pack.Batch`."""
+    """Return the parameters of proposal `b`; `verify_pack.Batch` has the columns."""
     i = ints + b * 6
     f = floats + b * 7
     first_row = tl.load(i).to(tl.int32)
@@ -93,10 +93,10 @@ def load_filters(floats, b):
 
 
 @triton.jit
-def row_laws(rows, stats, row, wanted, scale, TILES: tl.constexpr):
-    """Put the tiles of several rows together: for each the largest logit, the mass above it, and the best token.
+def row_distributions(rows, stats, row, wanted, scale, TILES: tl.constexpr):
+    """Combine the tile statistics of several rows `[G]`: the largest logit, Σ exp of the rest over it, the best token.
 
-    `row` is `[G]`. A mass that is no positive number says that the row is no law.
+    The mass of a bad row is NaN, +inf or 0.
     """
     tiles = tl.arange(0, TILES)[None, :]
     at = row[:, None] * rows.n_tiles + tiles
@@ -115,8 +115,8 @@ def row_laws(rows, stats, row, wanted, scale, TILES: tl.constexpr):
 
 
 @triton.jit
-def is_law(mass):
-    """Say whether rows of these masses are laws: NaN, +inf and 0 are none."""
+def is_distribution(mass):
+    """Return whether rows with these masses have a distribution: a bad row has NaN, +inf or 0."""
     return (mass > 0) & (mass < float("inf"))
 
 
@@ -124,7 +124,7 @@ def is_law(mass):
 
 
 class Group(NamedTuple):
-    """Some drafts of one proposal, `[G]` each: their places, rows and tokens, and their rows as `row_laws` has them."""
+    """Some drafts of one proposal, `[G]` each: indices, rows, tokens, and the result of `row_distributions`."""
 
     i: Any
     inside: Any
@@ -154,7 +154,7 @@ def _group(rows, stats, terms, drafts, start, TILES: tl.constexpr):
     draft = terms.first_draft + i
     token = tl.load(drafts.ints + draft * DRAFT_INTS + TOKEN, mask=inside, other=-1)
     dense_row = tl.load(drafts.ints + draft * DRAFT_INTS + DENSE_ROW, mask=inside, other=-1)
-    peak, mass, best = row_laws(rows, stats, row, inside, terms.scale, TILES)
+    peak, mass, best = row_distributions(rows, stats, row, inside, terms.scale, TILES)
     return Group(i, inside, row, draft, token, inside & (token >= 0), peak, mass, best, dense_row)
 
 
@@ -162,16 +162,16 @@ def _group(rows, stats, terms, drafts, start, TILES: tl.constexpr):
 def _supports(rows, drafts, group, K: tl.constexpr, TILE: tl.constexpr, ADJUSTED: tl.constexpr):  # fmt: skip
     k = tl.arange(0, K)[None, :]
     size = tl.load(drafts.ints + group.draft * DRAFT_INTS + SUPPORT_SIZE, mask=group.inside, other=0)
-    place = tl.load(drafts.ints + group.draft * DRAFT_INTS + SUPPORT, mask=group.inside, other=0)[:, None] + k
+    index = tl.load(drafts.ints + group.draft * DRAFT_INTS + SUPPORT, mask=group.inside, other=0)[:, None] + k
     there = k < size[:, None]
-    ids = tl.load(drafts.support_ids + place, mask=there, other=-1)
-    q = tl.load(drafts.support_q + place, mask=there, other=0.0)
+    ids = tl.load(drafts.support_ids + index, mask=there, other=-1)
+    q = tl.load(drafts.support_q + index, mask=there, other=0.0)
     return Supports(ids, q, load_at(rows, tl.zeros_like(ids) + group.row[:, None], ids, there, TILE, ADJUSTED, True))
 
 
 @triton.jit
 def _tests(drafts, terms, group):
-    """Return the draws that test a group's drafts, float64."""
+    """Return the uniforms of a group's acceptance tests, float64."""
     if terms.given >= 0:
         u = tl.load(drafts.uniforms + terms.given + group.i, mask=group.inside, other=0.0)
     else:
@@ -180,14 +180,14 @@ def _tests(drafts, terms, group):
 
 
 @triton.jit
-def _pick(values, place):
-    """Return `values[place]` of a vector `[G]`."""
-    return tl.sum(tl.where(tl.arange(0, _GROUP) == place, values, 0), 0)
+def _pick(values, index):
+    """Return `values[index]` of a vector `[G]`."""
+    return tl.sum(tl.where(tl.arange(0, _GROUP) == index, values, 0), 0)
 
 
 @triton.jit
 def _until_failure(stands, group, gamma):
-    """Return how many drafts stand before the first that does not; γ where none fails in this group."""
+    """Return the index of the first rejected draft of the group, or γ."""
     return tl.min(tl.where(group.inside & ~stands, group.i, gamma), 0)
 
 
@@ -219,7 +219,7 @@ def _overlaps(supports, group, scale, share):
 def _dense_overlap(rows, terms, drafts, group, j, share, TILE: tl.constexpr, ADJUSTED: tl.constexpr):  # fmt: skip
     """Return Σ min(share · p, q̂) over the vocabulary, float64, for the draft at `j` of a group; 0 if q̂ is sparse.
 
-    At temperature 0 it is what q̂ gives to the tokens that stand.
+    At temperature 0 it is the mass of q̂ on acceptable tokens.
     """
     overlap = share * 0
     number = _pick(group.dense_row, j)
@@ -244,7 +244,7 @@ def _dense_overlap(rows, terms, drafts, group, j, share, TILE: tl.constexpr, ADJ
 @triton.jit
 def _store_beta(rows, terms, drafts, group, overlaps, share, beta, TILE: tl.constexpr,
                 ADJUSTED: tl.constexpr, WITH_DENSE: tl.constexpr):  # fmt: skip
-    """Write β of a group: what its supports have in common with p, and what its rows over the vocabulary have."""
+    """Write β of a group: the overlaps of p with its supports and with its dense rows."""
     if WITH_DENSE:
         for j in range(_GROUP):
             more = _dense_overlap(rows, terms, drafts, group, j, share, TILE, ADJUSTED)
@@ -264,7 +264,7 @@ def walk_tokenwise(rows, stats, terms, drafts, beta, TILE: tl.constexpr, TILES: 
     while start < terms.gamma:
         group = _group(rows, stats, terms, drafts, start, TILES)
         p, q = _p_and_q(rows, terms, drafts, group, TILE, ADJUSTED, WITH_DENSE)
-        stands = (q > 0) & (_tests(drafts, terms, group) * terms.lenience * q < p) & is_law(group.mass)
+        stands = (q > 0) & (_tests(drafts, terms, group) * terms.lenience * q < p) & is_distribution(group.mass)
         accepted = _until_failure(stands, group, terms.gamma)
         if terms.rule == TOKENWISE:
             share = 1.0 / terms.lenience
@@ -281,7 +281,7 @@ def walk_block(rows, stats, terms, drafts, beta, TILE: tl.constexpr, TILES: tl.c
     """Accept up to the last success (Sun et al. 2024, Alg. 2). Writes β.
 
     Returns:
-        τ; P_τ, float64; and whether a row on the way is no law.
+        τ; P_τ, float64; and whether a row on the way is bad.
     """
     tau = tl.zeros_like(terms.gamma)
     bad = terms.gamma < 0
@@ -299,8 +299,8 @@ def walk_block(rows, stats, terms, drafts, beta, TILE: tl.constexpr, TILES: tl.c
         _store_beta(rows, terms, drafts, group, overlaps, whole, beta, TILE, ADJUSTED, WITH_DENSE)
         for j in range(_GROUP):
             if (start + j < terms.gamma) & (P > 0) & ~bad:
-                bad = ~is_law(_pick(group.mass, j))
-                if start + j > 0:  # h of the token before: the row after it is at hand now
+                bad = ~is_distribution(_pick(group.mass, j))
+                if start + j > 0:  # h of the previous token needs this row
                     Z = P - _pick(_overlaps(supports, group, terms.scale, P), j)
                     if WITH_DENSE:
                         Z -= _dense_overlap(rows, terms, drafts, group, j, P, TILE, ADJUSTED)
@@ -320,12 +320,12 @@ def walk_block(rows, stats, terms, drafts, beta, TILE: tl.constexpr, TILES: tl.c
 
 @triton.jit
 def walk_coupled(rows, stats, terms, drafts, TILES: tl.constexpr):
-    """Accept while the target, with the noise that the draft had too, takes the same token."""
+    """Accept while the target, with the same noise as the draft, chooses the same token."""
     accepted = tl.zeros_like(terms.gamma)
     start = tl.zeros_like(terms.gamma)
     while start < terms.gamma:
         group = _group(rows, stats, terms, drafts, start, TILES)
-        accepted = _until_failure((group.best == group.token) & is_law(group.mass), group, terms.gamma)
+        accepted = _until_failure((group.best == group.token) & is_distribution(group.mass), group, terms.gamma)
         start = tl.where(accepted < terms.gamma, terms.gamma, start + _GROUP)
     return accepted
 
@@ -333,13 +333,15 @@ def walk_coupled(rows, stats, terms, drafts, TILES: tl.constexpr):
 @triton.jit
 def walk_greedily(rows, stats, terms, drafts, beta, TILE: tl.constexpr, TILES: tl.constexpr, K: tl.constexpr,
                   ADJUSTED: tl.constexpr, WITH_DENSE: tl.constexpr):  # fmt: skip
-    """Accept the most probable tokens, or nearly those, as lenience allows [L A.5]. Writes β."""
+    """Accept the most probable token, or with lenience tokens close to it [L A.5]. Writes β."""
     accepted = tl.zeros_like(terms.gamma)
     start = tl.zeros_like(terms.gamma)
     while start < terms.gamma:
         group = _group(rows, stats, terms, drafts, start, TILES)
         z = load_at(rows, group.row, group.token, group.known, TILE, ADJUSTED, True)
-        stands = _stands(z, group.token, group.peak, group.best, terms.lenience) & group.known & is_law(group.mass)
+        stands = (
+            _stands(z, group.token, group.peak, group.best, terms.lenience) & group.known & is_distribution(group.mass)
+        )
         accepted = _until_failure(stands, group, terms.gamma)
         supports = _supports(rows, drafts, group, K, TILE, ADJUSTED)
         standing = _stands(supports.z, supports.ids, group.peak[:, None], group.best[:, None], terms.lenience)
@@ -352,6 +354,6 @@ def walk_greedily(rows, stats, terms, drafts, beta, TILE: tl.constexpr, TILES: t
 
 @triton.jit
 def _stands(z, ids, peak, best, lenience):
-    """Say which tokens stand at temperature 0: the argmax, and p(x) ≥ l · max p where l < 1."""
+    """Return which tokens are acceptable at temperature 0: the argmax, and with l < 1 all with p(x) ≥ l · max p."""
     near = tl.exp2((z - peak) * LOG2_E).to(tl.float64) >= lenience
     return tl.where(lenience == 1, ids == best, near)

@@ -1,7 +1,7 @@
-"""Verification: a batch of proposals against the target's logits, by the fastest implementation on their device.
+"""Verification: types, input checks, and `verify`, which picks the implementation by device.
 
-What goes in and comes out, the checks that every proposal passes, and `verify`. An implementation is a module with
-`verify(logits, proposals)` and the `RULES` that it judges by; `_MODULES` names them.
+An implementation is a module with `verify(logits, proposals)` and `RULES`, the acceptance rules it supports; `_MODULES`
+lists them.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ __all__ = [
 ]
 
 DraftDistribution = SparseDistribution | DenseDistribution | DraftLogits | None
-"""What a drafted token was sampled from; None is a point mass on it. `DraftLogits` go with the rule `sigmoid` alone."""
+"""The distribution of a drafted token; None is a point mass on it. `DraftLogits` is for the rule `sigmoid` only."""
 
 
 class Rule(enum.Enum):
-    """How a proposal is judged."""
+    """The acceptance rule."""
 
     TOKENWISE = "tokenwise"  # [L Alg. 1]
     BLOCK = "block"  # Sun et al., "Block verification accelerates speculative decoding", 2024
@@ -55,20 +55,20 @@ class Rule(enum.Enum):
 
 
 class Status(enum.Enum):
-    """How a result came about."""
+    """The status of a result."""
 
     OK = "ok"
     ZERO_RESIDUAL = "zero_residual"  # p = q̂ up to rounding at the rejected token: the next one was drawn from p
-    BAD_LOGITS = "bad_logits"  # a row it needed has a NaN, a +inf, or nothing but -inf: there are no tokens
+    BAD_LOGITS = "bad_logits"  # a needed row has NaN, +inf, or only -inf: no tokens
 
 
 class UnsupportedRule(ValueError):
-    """The chosen implementation does not judge by the rule that a proposal names."""
+    """The implementation does not support the rule of a proposal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Uniforms:
-    """Draws given by the caller in place of Philox: one for each acceptance test `[γ]`, and one for the next token."""
+    """Uniforms in [0, 1) from the caller in place of Philox: one per acceptance test `[γ]`, one for the next token."""
 
     accept: tuple[float, ...]
     resample: float
@@ -80,22 +80,22 @@ class Proposed:
 
     Attributes:
         tokens: the γ ≥ 0 drafted tokens.
-        q: the law each was sampled from, `[γ]`. Empty under `coupled`; `DraftLogits` under `sigmoid`.
-        law: how the target's logits become p.
-        seed: key of the draws.
-        base_length: committed tokens (prompt included) when the round began; part of every draw's counter, and the
-            absolute position of the first drafted token.
-        rule: how the proposal is judged.
+        q: the distribution each was sampled from, `[γ]`. Empty under `coupled`; `DraftLogits` under `sigmoid`.
+        params: how the target's logits become p.
+        seed: key of the random numbers, 0 to 2^64 - 1.
+        base_length: committed tokens (prompt included) when the round began; part of every counter, and the absolute
+            position of the first drafted token.
+        rule: the acceptance rule.
         lenience: l of [L A.5], in (0, 1]; 1 is exact.
-        adjustments: what changes in the target's rows, `[γ+1]`, or nothing.
+        adjustments: changes to the target's logits, one per row `[γ+1]`, or empty.
         top_logprobs: -1 for no log-probabilities, 0 for those of the emitted tokens, N for the N best as well.
-        uniforms: the draws to use; by default those of (seed, base_length). `coupled` draws none.
-        sigmoid: the scales of the rule `sigmoid`, which needs them.
+        uniforms: overrides the uniforms of (seed, base_length). `coupled` uses none.
+        sigmoid: the scales; required by the rule `sigmoid`, refused by the others.
     """
 
     tokens: tuple[int, ...]
     q: tuple[DraftDistribution, ...]
-    law: SamplingParams
+    params: SamplingParams
     seed: int
     base_length: int
     rule: Rule = Rule.TOKENWISE
@@ -107,17 +107,17 @@ class Proposed:
 
     @property
     def gamma(self) -> int:
-        """How many tokens were drafted."""
+        """The number of drafted tokens."""
         return len(self.tokens)
 
     def accept_uniform(self, index: int) -> float:
-        """Return the draw that tests the drafted token at `index`."""
+        """Return the uniform of the acceptance test at `index`."""
         if self.uniforms is not None:
             return self.uniforms.accept[index]
         return uniform(self.seed, self.base_length, index, Domain.ACCEPT)
 
     def resample_uniform(self, accepted: int) -> float:
-        """Return the draw of the next token, which stands at index `accepted` of the round."""
+        """Return the uniform of the next token, at index `accepted` of the round."""
         if self.uniforms is not None:
             return self.uniforms.resample
         return uniform(self.seed, self.base_length, accepted, Domain.RESAMPLE)
@@ -132,8 +132,8 @@ class TokenLogprobs:
         raw: its log softmax of the untouched logits.
         adjusted: its log p, after adjustments, temperature and filters; -inf where p is 0.
         top_ids: the ids of highest `raw`, best first, lower ids first among equals.
-        top_raw: theirs.
-        top_adjusted: theirs.
+        top_raw: their `raw`.
+        top_adjusted: their `adjusted`.
     """
 
     token: int
@@ -146,16 +146,15 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """What became of one proposal.
+    """The result of one proposal.
 
     Attributes:
         status: see `Status`.
-        accepted: how many drafted tokens stand.
-        next_token: the token after them, drawn by the verifier; -1 under BAD_LOGITS.
-        beta: Σ min(p/l, q̂) [L 3.5, A.5] of each drafted token, which is its chance of being accepted under
-            `tokenwise`, for the rows up to the one that stopped the round: `[min(accepted + 1, γ)]`. Empty under
-            `coupled` and `sigmoid`, where no q̂ is known.
-        logprobs: one entry for each emitted token, `[accepted + 1]`, where asked for.
+        accepted: the number of accepted drafted tokens.
+        next_token: the token after them, sampled by the verifier; -1 under BAD_LOGITS.
+        beta: β = Σ min(p/l, q̂) [L 3.5, A.5] of each row up to the stopping one, `[min(accepted + 1, γ)]`: the chance of
+            acceptance under `tokenwise`. Empty under `coupled` and `sigmoid`, which have no q̂.
+        logprobs: one entry per emitted token, `[accepted + 1]`, if requested.
     """
 
     status: Status
@@ -166,7 +165,7 @@ class VerifyResult:
 
 
 BAD_LOGITS = VerifyResult(status=Status.BAD_LOGITS, accepted=0, next_token=-1)
-"""The result of a sequence whose logits are no law."""
+"""The result of a sequence with a bad row of logits (`sampling.bad_rows`)."""
 
 
 class _Implementation(Protocol):
@@ -177,11 +176,11 @@ class _Implementation(Protocol):
 
 _MODULES = {
     "torch": "kernels.verify_torch",
-    "triton": "kernels.verify_triton",  # imported where it is asked for alone: triton need not be installed
+    "triton": "kernels.verify_triton",  # imported on use: triton is optional
 }
 
 SUPPORTED_RULES: frozenset[Rule] = frozenset(Rule)
-"""The rules that every implementation judges by."""
+"""The rules that every implementation supports."""
 
 
 def implementation_for(device: torch.device) -> str:
@@ -190,39 +189,39 @@ def implementation_for(device: torch.device) -> str:
 
 
 def implementations() -> tuple[str, ...]:
-    """Return the names that `verify` takes."""
+    """Return the names of all implementations."""
     return tuple(_MODULES)
 
 
 def verify(logits: Tensor, proposals: Sequence[Proposed], implementation: str | None = None) -> list[VerifyResult]:
-    """Rule on each proposal, given the target's logits after each of its prefixes.
+    """Verify proposals against the target's logits.
 
     Args:
         logits: `[R, V]` with R = Σ(γ_b + 1), the rows of each proposal in order, one proposal after the other.
-        proposals: any mixture of laws, rules and lengths.
+        proposals: any mixture of sampling parameters, rules and γ.
         implementation: "torch" or "triton"; by default the fastest on the logits' device.
 
     Returns:
-        One result a proposal. Rows that are no law spoil the result of the sequence that needed them, and no other.
+        One result per proposal. A bad row makes the result of its own proposal BAD_LOGITS; the others are not affected.
 
     Raises:
         ValueError: shapes do not fit together, or a field is out of range.
-        UnsupportedRule: the implementation does not judge by a rule that a proposal names.
+        UnsupportedRule: the implementation does not support the rule of a proposal.
     """
     name = implementation or implementation_for(logits.device)
     if name not in _MODULES:
-        raise ValueError(f"implementation is {name!r}; there are {', '.join(_MODULES)}")
+        raise ValueError(f"implementation is {name!r}; it must be one of {', '.join(_MODULES)}")
     chosen = _load(name)
     for number, proposal in enumerate(proposals):
-        _refuse_misfit(number, proposal)
+        _check_counts(number, proposal)
         if proposal.rule not in chosen.RULES:
             offered = ", ".join(sorted(rule.value for rule in chosen.RULES))
-            raise UnsupportedRule(f"{name} does not judge by {proposal.rule.value}; it judges by {offered}")
+            raise UnsupportedRule(f"{name} does not support the rule {proposal.rule.value}; it supports {offered}")
     R = sum(len(proposal.tokens) + 1 for proposal in proposals)
     if logits.ndim != 2 or logits.shape[0] != R or (R and logits.shape[1] == 0):
         raise ValueError(f"logits have shape {tuple(logits.shape)}; the proposals need [{R}, V]")
     for number, proposal in enumerate(proposals):
-        _refuse_forms(number, proposal, logits.shape[1])
+        _check_distributions(number, proposal, logits.shape[1])
     return chosen.verify(logits, proposals) if proposals else []
 
 
@@ -231,12 +230,12 @@ def _load(name: str) -> _Implementation:
     return cast(_Implementation, import_module(_MODULES[name]))
 
 
-def _refuse_misfit(number: int, proposal: Proposed) -> None:
-    """Refuse numbers of things that do not go together, and fields out of range.
+def _check_counts(number: int, proposal: Proposed) -> None:
+    """Check that counts agree and fields are in range.
 
     Args:
-        number: of the proposal, for the message.
-        proposal: as it was given.
+        number: index of the proposal, for the message.
+        proposal: to check.
 
     Raises:
         ValueError: names the field and the numbers.
@@ -244,9 +243,11 @@ def _refuse_misfit(number: int, proposal: Proposed) -> None:
     gamma = len(proposal.tokens)
     if proposal.rule is Rule.COUPLED:
         if proposal.q:
-            raise ValueError(f"proposal {number} has {len(proposal.q)} draft laws; the rule coupled takes none")
+            raise ValueError(
+                f"proposal {number} has {len(proposal.q)} draft distributions; the rule coupled takes none"
+            )
     elif len(proposal.q) != gamma:
-        raise ValueError(f"proposal {number} has {gamma} tokens and {len(proposal.q)} draft laws")
+        raise ValueError(f"proposal {number} has {gamma} tokens and {len(proposal.q)} draft distributions")
     if proposal.adjustments and len(proposal.adjustments) != gamma + 1:
         raise ValueError(f"proposal {number} has {len(proposal.adjustments)} adjustments for {gamma + 1} rows")
     if not 0 < proposal.lenience <= 1:
@@ -261,12 +262,12 @@ def _refuse_misfit(number: int, proposal: Proposed) -> None:
         raise ValueError(f"proposal {number} has {len(proposal.uniforms.accept)} uniforms for {gamma} tokens")
 
 
-def _refuse_forms(number: int, proposal: Proposed, V: int) -> None:
-    """Refuse draft laws of the wrong form or length, and scales that are missing or not asked for.
+def _check_distributions(number: int, proposal: Proposed, V: int) -> None:
+    """Check type and length of draft distributions, and that scales are given for `sigmoid` only.
 
     Args:
-        number: of the proposal, for the message.
-        proposal: one that `_refuse_misfit` lets pass.
+        number: index of the proposal, for the message.
+        proposal: checked by `_check_counts` before.
         V: tokens in the target's vocabulary.
 
     Raises:
@@ -277,29 +278,33 @@ def _refuse_forms(number: int, proposal: Proposed, V: int) -> None:
         raise ValueError(f"sigmoid of proposal {number} is None; the rule sigmoid needs scales")
     if not is_sigmoid and proposal.sigmoid is not None:
         raise ValueError(f"proposal {number} has sigmoid scales; the rule {proposal.rule.value} takes none")
-    for i, law in enumerate(proposal.q):
-        # At temperature 0 no rule asks what the draft believed, and a draft has no scale for its logits.
-        if is_sigmoid and not (isinstance(law, DraftLogits) or (law is None and proposal.law.is_greedy)):
-            raise ValueError(f"q[{i}] of proposal {number} is {_form(law)}; the rule sigmoid takes draft logits alone")
-        if not is_sigmoid and isinstance(law, DraftLogits):
+    for i, q in enumerate(proposal.q):
+        # At temperature 0 no rule needs q, and draft logits are not defined.
+        if is_sigmoid and not (isinstance(q, DraftLogits) or (q is None and proposal.params.is_greedy)):
+            raise ValueError(f"q[{i}] of proposal {number} is {_form(q)}; the rule sigmoid takes draft logits alone")
+        if not is_sigmoid and isinstance(q, DraftLogits):
             raise ValueError(
                 f"q[{i}] of proposal {number} is draft logits, which the rule {proposal.rule.value} does not take"
             )
-        shape = _dense_shape(law)
+        shape = _dense_shape(q)
         if shape is not None and shape != (V,):
             raise ValueError(f"q[{i}] of proposal {number} has shape {shape}; the vocabulary has {V} tokens")
 
 
-def _dense_shape(law: DraftDistribution) -> tuple[int, ...] | None:
-    match law:
+def _dense_shape(q: DraftDistribution) -> tuple[int, ...] | None:
+    match q:
         case DenseDistribution():
-            return tuple(law.probabilities.shape)
+            return tuple(q.probabilities.shape)
         case DraftLogits():
-            return tuple(law.values.shape)
+            return tuple(q.values.shape)
         case _:
             return None
 
 
-def _form(law: DraftDistribution) -> str:
-    names = {SparseDistribution: "a sparse law", DenseDistribution: "a dense law", DraftLogits: "draft logits"}
-    return names.get(type(law), "a point mass")
+def _form(q: DraftDistribution) -> str:
+    names = {
+        SparseDistribution: "a sparse distribution",
+        DenseDistribution: "a dense distribution",
+        DraftLogits: "draft logits",
+    }
+    return names.get(type(q), "a point mass")

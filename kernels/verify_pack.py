@@ -1,4 +1,4 @@
-"""Proposals as flat arrays, in one copy to the device: what the kernels of `verify_triton` read."""
+"""Proposals as flat arrays for the kernels of `verify_triton`, sent to the device by one copy."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from kernels.sparse import SparseDistribution
 from kernels.verify import Proposed, Rule
 
 RULE_NUMBERS = {Rule.TOKENWISE: 0, Rule.BLOCK: 1, Rule.COUPLED: 2, Rule.SIGMOID: 3}
-"""How the kernels tell rules apart; temperature 0 is `GREEDY_NUMBER` under any of them."""
+"""The rules by number, in the kernels; temperature 0 is `GREEDY_NUMBER` under every rule."""
 
 GREEDY_NUMBER = 4
 
 INTS, FLOATS, DRAFT_INTS = 6, 7, 4
-"""How many columns `Batch.ints`, `Batch.floats` and `Batch.draft_ints` have."""
+"""The columns of `Batch.ints`, `Batch.floats` and `Batch.draft_ints`."""
 
 TINY = 1.2e-38
-"""A temperature that float32 would round to zero counts as about its smallest normal number."""
+"""The smallest temperature above 0, about the smallest normal number of float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,12 @@ class Batch:
         support_q: float32 `[S]`.
         dense: float32 `[D, V]`, q̂ or the draft's logits.
         uniforms: float64 `[U]`: γ tests and the next token's draw of each proposal that gives its own.
-        adjusted: int32 `[R]`, which list of changes is the row's; -1 for none.
+        adjusted: int32 `[R]`, the index of the row's list of changes; -1 for none.
         tile_starts: int32 `[lists, n_tiles + 1]`, where each tile's changes begin.
         change_ids: int32 `[C]`, with float32 `change_divisors` and `change_biases`.
         change_divisors: see `change_ids`.
         change_biases: see `change_ids`.
-        has_races: whether any proposal is `coupled` above temperature 0.
+        with_gumbel: whether any proposal is `coupled` above temperature 0.
     """
 
     ints: Tensor
@@ -69,7 +69,7 @@ class Batch:
     change_ids: Tensor
     change_divisors: Tensor
     change_biases: Tensor
-    has_races: bool
+    with_gumbel: bool
 
 
 def pack(proposals: Sequence[Proposed], V: int, tile: int, device: torch.device) -> Batch:
@@ -78,23 +78,23 @@ def pack(proposals: Sequence[Proposed], V: int, tile: int, device: torch.device)
     return Batch(
         **_upload(arrays, device),
         dense=_dense(proposals, V, device),
-        has_races=any(has_race(each) for each in proposals),
+        with_gumbel=any(uses_gumbel(each) for each in proposals),
     )
 
 
 def arrays_of(proposals: Sequence[Proposed], V: int) -> dict[str, np.ndarray]:
-    """Return what `Batch` holds of the proposals, by name, but for what changes in their rows and for dense laws."""
+    """Return the arrays of `Batch` by name, without adjustments and dense distributions."""
     return {**_sequences(proposals), **_rows(proposals), **_supports(proposals, V)}
 
 
 def is_filtered(proposal: Proposed) -> bool:
-    """Say whether top-k, top-p or min-p cut the rows of a proposal; at temperature 0 they change nothing."""
-    return not (proposal.law.is_greedy or proposal.law.has_no_filters)
+    """Return whether a proposal has top-k, top-p or min-p; at temperature 0 they have no effect."""
+    return not (proposal.params.is_greedy or proposal.params.has_no_filters)
 
 
-def has_race(proposal: Proposed) -> bool:
-    """Say whether a proposal is judged by a race with the noise: `coupled`, above temperature 0."""
-    return proposal.rule is Rule.COUPLED and not proposal.law.is_greedy
+def uses_gumbel(proposal: Proposed) -> bool:
+    """Return whether a proposal needs Gumbel-max: `coupled` above temperature 0."""
+    return proposal.rule is Rule.COUPLED and not proposal.params.is_greedy
 
 
 def _sequences(proposals: Sequence[Proposed]) -> dict[str, np.ndarray]:
@@ -102,7 +102,7 @@ def _sequences(proposals: Sequence[Proposed]) -> dict[str, np.ndarray]:
     ints, floats = [], []
     uniforms: list[float] = []
     for each, first_row in zip(proposals, first_rows, strict=False):
-        law, greedy = each.law, each.law.temperature == 0
+        params, greedy = each.params, each.params.temperature == 0
         given = -1
         if each.uniforms is not None:
             given = len(uniforms)
@@ -110,11 +110,11 @@ def _sequences(proposals: Sequence[Proposed]) -> dict[str, np.ndarray]:
         seed = each.seed - 2**64 if each.seed >= 2**63 else each.seed
         rule = GREEDY_NUMBER if greedy else RULE_NUMBERS[each.rule]
         ints.append((first_row, len(each.tokens), rule, seed, each.base_length, given))
-        scale = math.log2(math.e) / (1.0 if greedy else max(law.temperature, TINY))
+        scale = math.log2(math.e) / (1.0 if greedy else max(params.temperature, TINY))
         scales = each.sigmoid
         lowest, span = (scales.alpha, scales.beta - scales.alpha) if scales is not None else (0.0, 1.0)
-        least = math.log2(law.min_p) if law.min_p > 0 else -math.inf
-        floats.append((scale, each.lenience, lowest, 1 / span, law.top_k, law.top_p, least))
+        least = math.log2(params.min_p) if params.min_p > 0 else -math.inf
+        floats.append((scale, each.lenience, lowest, 1 / span, params.top_k, params.top_p, least))
     return {
         "ints": np.array(ints, np.int64).reshape(-1, INTS),
         "floats": np.array(floats, np.float64).reshape(-1, FLOATS),
@@ -141,20 +141,20 @@ def _supports(proposals: Sequence[Proposed], V: int) -> dict[str, np.ndarray]:
     for each in proposals:
         for i, token in enumerate(each.tokens):
             tokens.append(token if 0 <= token < V else -1)
-            law = each.q[i] if each.q else None
+            distribution = each.q[i] if each.q else None
             dense_rows.append(-1)
             totals.append(1)
-            if isinstance(law, SparseDistribution):
-                ids.append(law.ids)
-                weights.append(law.weights)
-                totals[-1] = law.total
-            elif law is None and each.rule is not Rule.COUPLED:
+            if isinstance(distribution, SparseDistribution):
+                ids.append(distribution.ids)
+                weights.append(distribution.weights)
+                totals[-1] = distribution.total
+            elif distribution is None and each.rule is not Rule.COUPLED:
                 ids.append(np.array((token if 0 <= token < V else -1,)))
                 weights.append(_ONE)
             else:
                 ids.append(_NONE)
                 weights.append(_NONE)
-                if law is not None:
+                if distribution is not None:
                     dense_rows[-1] = dense
                     dense += 1
     N = len(tokens)
@@ -184,10 +184,10 @@ _NONE = np.empty(0, np.uint16)
 
 def _dense(proposals: Sequence[Proposed], V: int, device: torch.device) -> Tensor:
     rows = [
-        law.probabilities if isinstance(law, DenseDistribution) else law.values
+        q.probabilities if isinstance(q, DenseDistribution) else q.values
         for each in proposals
-        for law in each.q
-        if isinstance(law, DenseDistribution | DraftLogits)
+        for q in each.q
+        if isinstance(q, DenseDistribution | DraftLogits)
     ]
     if not rows:
         return torch.empty(0, V, device=device)

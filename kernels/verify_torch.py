@@ -1,9 +1,9 @@
-"""Verification on the host: a float32 softmax over all rows, then little work on what the proposals touch.
+"""Verification on the host: a float32 softmax over all rows, then a little work on each proposal.
 
-Rows of the same law are taken together. The p and q̂ of all drafted tokens, and the supports of q̂, are gathered in flat
-arrays, so that a batch takes a few calls. Past the softmax only the supports and the one stopping row of each sequence
-are read: with sparse q̂ the residual differs from p at K places at most. The rule `sigmoid` takes a softmax of the row
-after the last draft alone. Logits on another device are copied here.
+Rows with the same sampling parameters share one softmax. p and q̂ of all drafted tokens and of the supports are gathered
+in flat arrays, so a batch takes a few numpy calls. After the softmax only the supports and the stopping row of each
+sequence are read: with sparse q̂ the residual differs from p for at most K tokens. The rule `sigmoid` needs a softmax of
+the row after the last draft only. Logits on another device are copied to the host.
 """
 
 from __future__ import annotations
@@ -26,41 +26,40 @@ from kernels.sparse import SparseDistribution
 from kernels.verify import BAD_LOGITS, DraftDistribution, Proposed, Rule, Status, VerifyResult
 
 RULES = frozenset({Rule.TOKENWISE, Rule.BLOCK, Rule.COUPLED, Rule.SIGMOID})
-"""What this implementation judges by."""
+"""The rules that this implementation supports."""
 
 _ROUNDING = 1e-6
-"""A residual of less mass than this, of the mass it is taken from, is what float32 rounding leaves of p = q̂."""
+"""A residual with less than this share of the mass is float32 rounding of p = q̂."""
 
 
 def verify(logits: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
-    """Rule on each proposal; `logits` `[R, V]`, rows in order. See `kernels.verify.verify`."""
+    """See `kernels.verify.verify`."""
     raw = logits.cpu()
     z = _adjusted(raw, proposals)
-    kinds = [(proposal.law, proposal.rule is Rule.SIGMOID) for proposal in proposals]
+    kinds = [(proposal.params, proposal.rule is Rule.SIGMOID) for proposal in proposals]
     if len(set(kinds)) == 1:
-        return _rule_on(raw, z, proposals)
+        return _verify_group(raw, z, proposals)
 
     starts = np.cumsum([0, *(len(proposal.tokens) + 1 for proposal in proposals)]).tolist()
     results: list[VerifyResult | None] = [None] * len(proposals)
     for kind in dict.fromkeys(kinds):
         members = [b for b, each in enumerate(kinds) if each == kind]
         rows = [row for b in members for row in range(starts[b], starts[b + 1])]
-        for b, result in zip(members, _rule_on(raw[rows], z[rows], [proposals[b] for b in members]), strict=True):
+        for b, result in zip(members, _verify_group(raw[rows], z[rows], [proposals[b] for b in members]), strict=True):
             results[b] = result
     return [result for result in results if result is not None]
 
 
 def accepts(u: float, lenience: float, q: float, p: float) -> bool:
-    """Say whether a drafted token stands: u · l · q̂ < p, strictly, so that p = 0 never does [L 2.3, A.5]."""
+    """Return whether a drafted token is accepted: u · l · q̂ < p, strictly, so that p = 0 never is [L 2.3, A.5]."""
     return q > 0 and u * lenience * q < p
 
 
 def residual(p: np.ndarray, ids: np.ndarray | slice, q: np.ndarray) -> np.ndarray:
     """Return max(0, p - q̂) of one row, float64 `[V]`, not normalised [L 2.3]; `ids` and `q` `[K]` are q̂'s support.
 
-    Under `block`, `p` is what the block may still keep of it, P · p.
-
-    Lenience leaves it as it is; [L A.5] has it so: tests/kernels/reference.py says why.
+    Under `block`, `p` is P · p. Lenience does not change the residual [L A.5]; tests/kernels/reference.py has the
+    reason.
     """
     rest = p.astype(np.float64)
     rest[ids] = np.maximum(0.0, rest[ids] - q)
@@ -74,13 +73,13 @@ def _adjusted(raw: Tensor, proposals: Sequence[Proposed]) -> Tensor:
     return apply(raw, rows)
 
 
-def _rule_on(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
-    """Rule on proposals of one law, by `sigmoid` or not; `raw` and the adjusted `z` hold their rows, `[n, V]`."""
-    if proposals[0].law.is_greedy:
-        return _rule_greedily(raw, z, proposals)
+def _verify_group(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
+    """Verify proposals with equal sampling parameters, all or none `sigmoid`; `raw` and adjusted `z` are `[n, V]`."""
+    if proposals[0].params.is_greedy:
+        return _verify_greedy(raw, z, proposals)
     if proposals[0].rule is Rule.SIGMOID:
-        return _rule_by_sigmoid(raw, z, proposals)
-    p = probabilities(z, proposals[0].law)
+        return _verify_sigmoid(raw, z, proposals)
+    p = probabilities(z, proposals[0].params)
     rows = p.numpy()
     drafts = gather(rows, proposals)
     results: list[VerifyResult] = []
@@ -109,7 +108,7 @@ def block_reach(P: float, p: np.ndarray, q: np.ndarray) -> float:
 
 
 def _walk(rows: np.ndarray, drafts: Drafts, start: int, number: int, proposal: Proposed) -> VerifyResult:
-    """TargetRunner one proposal, whose rows begin at `start`, above temperature 0."""
+    """Verify one proposal above temperature 0. Its rows begin at `start`, and it is number `number`."""
     if proposal.rule is Rule.COUPLED:
         return _walk_coupled(rows, start, proposal)
     walk = _walk_block if proposal.rule is Rule.BLOCK else _walk_tokenwise
@@ -120,7 +119,7 @@ def _walk(rows: np.ndarray, drafts: Drafts, start: int, number: int, proposal: P
 
 
 def _walk_tokenwise(rows: np.ndarray, drafts: Drafts, start: int, draft: int, proposal: Proposed) -> tuple[int, float]:
-    """Return how many are accepted, until the first failure [L Alg. 1], and 1; -1 where a row is bad."""
+    """Return the number accepted up to the first rejection [L Alg. 1], or -1 for a bad row; and 1."""
     accepted = 0
     while accepted < len(proposal.tokens):
         p, q = drafts.p[draft + accepted], drafts.q[draft + accepted]
@@ -133,7 +132,7 @@ def _walk_tokenwise(rows: np.ndarray, drafts: Drafts, start: int, draft: int, pr
 
 
 def _walk_block(rows: np.ndarray, drafts: Drafts, start: int, draft: int, proposal: Proposed) -> tuple[int, float]:
-    """Return τ, the last success, and P_τ; τ is -1 where a row is bad."""
+    """Return τ, the last success, or -1 for a bad row; and P_τ."""
     gamma = len(proposal.tokens)
     P = P_tau = 1.0
     tau = 0
@@ -155,7 +154,7 @@ def _walk_block(rows: np.ndarray, drafts: Drafts, start: int, draft: int, propos
 
 
 def _walk_coupled(rows: np.ndarray, start: int, proposal: Proposed) -> VerifyResult:
-    """Accept while argmax(log p + g) is the drafted token; the first that differs comes next."""
+    """Accept while argmax(log p + g) is the drafted token. The first that differs is the next token."""
     gamma, V = len(proposal.tokens), rows.shape[1]
     for i in range(gamma + 1):
         p = rows[start + i]
@@ -184,8 +183,8 @@ def _resampled(
     return VerifyResult(Status.ZERO_RESIDUAL, accepted, _inverse_cdf(row, u), beta)
 
 
-def _rule_by_sigmoid(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
-    """Rule by σ of scaled logits, above temperature 0 [W 3.2.2]. Lossy."""
+def _verify_sigmoid(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
+    """Verify by σ of scaled logits, above temperature 0 [W 3.2.2]. Lossy."""
     bad = bad_rows(z).tolist()
     results: list[VerifyResult] = []
     start = 0
@@ -194,23 +193,23 @@ def _rule_by_sigmoid(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> l
         result = _walk_sigmoid(z[start:end], bad[start:end], proposal)
         if proposal.top_logprobs >= 0 and result.status is not Status.BAD_LOGITS:
             emitted = slice(start, start + result.accepted + 1)
-            result = with_logprobs(result, proposal, raw[emitted], probabilities(z[emitted], proposal.law))
+            result = with_logprobs(result, proposal, raw[emitted], probabilities(z[emitted], proposal.params))
         results.append(result)
         start = end
     return results
 
 
 def _walk_sigmoid(z: Tensor, bad: Sequence[bool], proposal: Proposed) -> VerifyResult:
-    """Accept until the first failure, and draw from norm(max(0, p̂ - q̂)) there.
+    """Accept up to the first rejection, and sample from norm(max(0, p̂ - q̂)) there.
 
-    Where all are accepted the next token comes from the target's own law, the softmax of the last row. The code
-    released with [W] takes the raw logits there in place of a law, which seems to be a slip.
+    If all are accepted, the next token is drawn from the softmax of the last row. The code released with [W] takes the
+    raw logits there, which seems to be a slip.
     """
     # z: [γ+1, V]
-    assert proposal.sigmoid is not None  # the door sees to it, and to the form of each q
+    assert proposal.sigmoid is not None  # `kernels.verify.verify` checks it, and the type of each q
     gamma = len(proposal.tokens)
-    drafts = [law for law in proposal.q if isinstance(law, DraftLogits)]
-    scores = Scores(z[:gamma], proposal.law, drafts, proposal.sigmoid)
+    drafts = [q for q in proposal.q if isinstance(q, DraftLogits)]
+    scores = Scores(z[:gamma], proposal.params, drafts, proposal.sigmoid)
     for i, token in enumerate(proposal.tokens):
         if bad[i]:
             return BAD_LOGITS
@@ -222,12 +221,12 @@ def _walk_sigmoid(z: Tensor, bad: Sequence[bool], proposal: Proposed) -> VerifyR
         rest = residual(p_row, slice(None), q_row)
         if rest.any():
             return VerifyResult(Status.OK, i, _inverse_cdf(rest, u))
-        law = probabilities(z[i : i + 1], proposal.law)[0].numpy()
-        return VerifyResult(Status.ZERO_RESIDUAL, i, _inverse_cdf(law, u))
+        p_next = probabilities(z[i : i + 1], proposal.params)[0].numpy()
+        return VerifyResult(Status.ZERO_RESIDUAL, i, _inverse_cdf(p_next, u))
     if bad[gamma]:
         return BAD_LOGITS
-    law = probabilities(z[gamma:], proposal.law)[0].numpy()
-    return VerifyResult(Status.OK, gamma, _inverse_cdf(law, proposal.resample_uniform(gamma)))
+    p_next = probabilities(z[gamma:], proposal.params)[0].numpy()
+    return VerifyResult(Status.OK, gamma, _inverse_cdf(p_next, proposal.resample_uniform(gamma)))
 
 
 def _inverse_cdf(weights: np.ndarray, u: float) -> int:
@@ -236,8 +235,8 @@ def _inverse_cdf(weights: np.ndarray, u: float) -> int:
     return int(cdf.searchsorted(u * cdf[-1], side="right"))
 
 
-def _rule_greedily(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
-    """Rule at temperature 0: a drafted token stands where it is the argmax, or nearly, as lenience allows [L A.5]."""
+def _verify_greedy(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
+    """Verify at temperature 0: accept the argmax, or with lenience tokens close to it [L A.5]."""
     # z: [n, V]
     rows = z.to(torch.float32).numpy()
     best = rows.argmax(axis=1)
@@ -249,7 +248,7 @@ def _rule_greedily(raw: Tensor, z: Tensor, proposals: Sequence[Proposed]) -> lis
         end = start + len(proposal.tokens)
         result = _walk_greedily(rows[start : end + 1], best_ids[start : end + 1], top[start : end + 1], proposal)
         if proposal.top_logprobs >= 0 and result.status is not Status.BAD_LOGITS:
-            result = with_logprobs(result, proposal, raw[start:], probabilities(z[start : end + 1], proposal.law))
+            result = with_logprobs(result, proposal, raw[start:], probabilities(z[start : end + 1], proposal.params))
         results.append(result)
         start = end + 1
     return results
@@ -263,8 +262,8 @@ def _walk_greedily(rows: np.ndarray, best: list[int], top: list[float], proposal
         if not math.isfinite(top[i]):
             return BAD_LOGITS
         stands = _standing(rows[i], best[i], top[i], proposal.lenience)
-        if proposal.rule not in (Rule.COUPLED, Rule.SIGMOID):  # where no q̂ is known there is no chance to state
-            beta.append(float(sum(_chance(proposal.q[i], token, int(choice)) for choice in stands)))
+        if proposal.rule not in (Rule.COUPLED, Rule.SIGMOID):  # these rules have no q̂
+            beta.append(float(sum(_draft_probability(proposal.q[i], token, int(choice)) for choice in stands)))
         if not _is_in(token, stands):
             break
         accepted += 1
@@ -273,22 +272,22 @@ def _walk_greedily(rows: np.ndarray, best: list[int], top: list[float], proposal
     return VerifyResult(Status.OK, accepted, best[accepted], tuple(beta))
 
 
-def _chance(law: DraftDistribution, token: int, choice: int) -> float:
+def _draft_probability(q: DraftDistribution, token: int, choice: int) -> float:
     """Return q̂(choice); a point mass is on `token`."""
-    match law:
+    match q:
         case SparseDistribution():
-            return law.probability(choice)
+            return q.probability(choice)
         case DenseDistribution():
-            return float(law.probabilities[choice])
+            return float(q.probabilities[choice])
         case _:
             return float(choice == token)
 
 
 def _standing(row: np.ndarray, best: int, top: float, lenience: float) -> Sequence[int]:
-    """Return the ids that stand at temperature 0: the argmax, and p(x) ≥ l · max p where l < 1 [L A.5]."""
+    """Return the acceptable ids at temperature 0: the argmax, and with l < 1 all with p(x) ≥ l · max p [L A.5]."""
     if lenience == 1:
         return (best,)
-    # p(x) / max p is exp(z(x) - max z): no normaliser is needed. The first cut is generous, the second exact.
+    # p(x) / max p is exp(z(x) - max z), without a normaliser. The first cut is generous, the second exact.
     near = np.flatnonzero(row >= top + math.log(lenience) - 1.0)
     chosen: list[int] = near[np.exp(row[near].astype(np.float64) - top) >= lenience].tolist()
     return chosen
@@ -308,14 +307,14 @@ class Drafts:
     p: list[float]  # p(x)
     q: list[float]  # q̂(x)
     beta: list[float]  # Σ min(p/l, q̂)
-    ids: np.ndarray  # [S], all supports in a row, but those of dense laws
+    ids: np.ndarray  # [S], all supports one after the other, without those of dense distributions
     weights: np.ndarray  # [S], q̂ at them
     masses: np.ndarray  # [S], p at them
     ends: list[int]  # [N + 1], where each support begins, and the end
-    dense: dict[int, tuple[np.ndarray, np.ndarray]]  # q̂ and p of each draft with a dense law, [V] each
+    dense: dict[int, tuple[np.ndarray, np.ndarray]]  # q̂ and p of each draft with a dense distribution, [V] each
 
     def support(self, draft: int) -> tuple[np.ndarray | slice, np.ndarray, np.ndarray]:
-        """Return the ids of a draft's support, or all of them, with q̂ and p there."""
+        """Return the ids of a draft's support (all ids if dense), with q̂ and p at them."""
         if draft in self.dense:
             return slice(None), *self.dense[draft]
         at = slice(self.ends[draft], self.ends[draft + 1])
@@ -323,9 +322,9 @@ class Drafts:
 
 
 def gather(rows: np.ndarray, proposals: Sequence[Proposed]) -> Drafts:
-    """Return what the proposals say of their drafts; `rows` `[n, V]` holds p of their rows, in order.
+    """Return the drafts of the proposals; `rows` `[n, V]` holds p of their rows, in order.
 
-    Where a rule knows no q̂ (`coupled`), point masses stand in its place.
+    Under `coupled`, which has no q̂, point masses take its place.
     """
     V = rows.shape[1]
     tokens: list[int] = []
@@ -335,16 +334,16 @@ def gather(rows: np.ndarray, proposals: Sequence[Proposed]) -> Drafts:
     dense: dict[int, np.ndarray] = {}
     row = 0
     for proposal in proposals:
-        laws = (None,) * len(proposal.tokens) if proposal.rule is Rule.COUPLED else proposal.q
-        for token, law in zip(proposal.tokens, laws, strict=True):
+        distributions = (None,) * len(proposal.tokens) if proposal.rule is Rule.COUPLED else proposal.q
+        for token, distribution in zip(proposal.tokens, distributions, strict=True):
             token = token if 0 <= token < V else -1
             tokens.append(token)
             at.append(row)
             row += 1
             leniences.append(proposal.lenience)
-            if isinstance(law, DenseDistribution):
-                dense[len(supports)] = law.probabilities.cpu().float().numpy()
-            supports.append(_support(law, token))
+            if isinstance(distribution, DenseDistribution):
+                dense[len(supports)] = distribution.probabilities.cpu().float().numpy()
+            supports.append(_support(distribution, token))
         row += 1
     N = len(tokens)
     if N == 0:
@@ -385,18 +384,18 @@ def _put_dense(drafts: Drafts, draft: int, q: np.ndarray, p: np.ndarray, token: 
     drafts.dense[draft] = q, p
 
 
-def _support(law: DraftDistribution, token: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return ids and weights `[K]` of a law, and what the weights are divided by; a point mass is on `token`.
+def _support(q: DraftDistribution, token: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return ids and weights `[K]` of a draft distribution, and their total; empty for a dense one.
 
-    A dense law has none here.
+    None is a point mass on `token`.
     """
-    match law:
+    match q:
         case SparseDistribution():
-            return law.ids, law.weights, law.total
+            return q.ids, q.weights, q.total
         case DenseDistribution():
             return _NO_IDS, _NO_WEIGHTS, 1
         case DraftLogits():
-            raise TypeError("logits are no law")  # the door lets them through to the rule sigmoid alone
+            raise TypeError("draft logits are not a distribution")  # `verify` refuses them outside the rule sigmoid
         case None:
             return np.array((token,), dtype=np.int64), _UNIT_WEIGHT, 1
 

@@ -1,12 +1,12 @@
-"""The fused verification kernel: two launches over the target's logits judge a ragged batch of proposals.
+"""The fused verification kernels: two launches over the target's logits verify a ragged batch of proposals.
 
-1. *Stats*, a program for each tile of each row: its largest logit and the sum of exponentials above it (and its argmax,
-   or the winner of its race with the shared noise). The logits are read here, once.
-2. *Verify*, a program for each proposal: puts its rows together in fixed order, walks the tests (`triton_walk`), and
-   draws the next token from the one row that needs it (`triton_draw`).
+1. *Stats*, one program per tile of each row: the largest logit, the sum of exponentials relative to it, and the argmax
+   or Gumbel-max token if the rule needs one. This reads all logits once.
+2. *Verify*, one program per proposal: combines the tiles of its rows in fixed order, runs the acceptance tests
+   (`triton_walk`), and samples the next token from the stopping row (`triton_draw`).
 
-Rows with top-k, top-p or min-p take a launch between the two (`triton_filters`). Nothing waits for the host, so the
-launches may be captured in a CUDA graph. The order of every sum depends on V alone, never on the batch.
+Rows with top-k, top-p or min-p take a third launch in between (`triton_filters`). There is no host sync, so a CUDA
+graph can hold the launches. The order of every sum depends on V only, never on the batch.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from kernels.adjustments import apply
 from kernels.logprobs import with_logprobs
 from kernels.sampling import probabilities
 from kernels.sparse import MAX_SUPPORT
-from kernels.triton_draw import DENSE, SPARSE, TARGET, Draft, Law, draw
+from kernels.triton_draw import DENSE, SPARSE, TARGET, Draft, RowDistribution, draw
 from kernels.triton_draw import SIGMOID as SIGMOID_REST
 from kernels.triton_filters import filter_row
 from kernels.triton_rows import (
     ARGMAX,
+    GUMBEL,
     NOTHING,
-    RACE,
     Rows,
     TileStats,
     load_tile,
@@ -50,10 +50,10 @@ from kernels.triton_walk import (
     SUPPORT,
     SUPPORT_SIZE,
     Drafts,
-    is_law,
+    is_distribution,
     load_filters,
     load_terms,
-    row_laws,
+    row_distributions,
     walk_block,
     walk_coupled,
     walk_greedily,
@@ -63,15 +63,15 @@ from kernels.verify import BAD_LOGITS, Proposed, Rule, Status, VerifyResult
 from kernels.verify_pack import FLOATS, GREEDY_NUMBER, RULE_NUMBERS, TINY, Batch, pack
 
 RULES = frozenset(Rule)
-"""What this implementation judges by."""
+"""The rules that this implementation supports."""
 
 FILTER_OPTIONS = {"num_warps": 8, "maxnreg": 128}
 VERIFY_OPTIONS = {"num_warps": 8, "maxnreg": 255}
-"""How the kernels are compiled; see `stats_options`. Without a bound the assembler spills for the sake of occupancy."""
+"""Compile options of the kernels. Without a register bound the assembler spills to increase occupancy."""
 
 _STATUS_OK, _STATUS_ZERO_RESIDUAL, _STATUS_BAD_LOGITS = (tl.constexpr(i) for i in range(3))
 STATUSES = (Status.OK, Status.ZERO_RESIDUAL, Status.BAD_LOGITS)
-"""What the kernels' numbers mean."""
+"""The statuses by the kernels' numbers."""
 _OUTCOME = tl.constexpr(3)  # status, accepted, next token
 
 
@@ -83,18 +83,18 @@ def stats_kernel(
     logits, row_stride, V, n_tiles, row_sequence, ints, floats,
     adjusted, tile_starts, change_ids, change_divisors, change_biases, cuts,
     peaks, masses, bests, leads,
-    TILE: tl.constexpr, ADJUSTED: tl.constexpr, WITH_RACE: tl.constexpr,
+    TILE: tl.constexpr, ADJUSTED: tl.constexpr, WITH_GUMBEL: tl.constexpr,
 ):  # fmt: skip
-    """Write what each tile says of its row, `[R, n_tiles]`, and that nothing is cut yet. Grid: R · n_tiles."""
+    """Write the statistics of each tile, `[R, n_tiles]`, and reset the cuts. Grid: R · n_tiles."""
     row = tl.program_id(0) // n_tiles
     tile = tl.program_id(0) % n_tiles
     rows = Rows(logits, row_stride, V, n_tiles, adjusted, tile_starts, change_ids, change_divisors, change_biases, cuts)
     terms = load_terms(ints, floats, tl.load(row_sequence + row))
-    wanted = tl.where(terms.rule == GREEDY, ARGMAX, tl.where(terms.rule == COUPLED, RACE, NOTHING))
+    wanted = tl.where(terms.rule == GREEDY, ARGMAX, tl.where(terms.rule == COUPLED, GUMBEL, NOTHING))
     ids = tile * TILE + tl.arange(0, TILE)
     z = load_tile(rows, row, tile, ids, TILE, ADJUSTED, False)
     position = terms.base_length + row - terms.first_row
-    found = tile_stats(z, ids, terms.scale, wanted, terms.seed, position, WITH_RACE)
+    found = tile_stats(z, ids, terms.scale, wanted, terms.seed, position, WITH_GUMBEL)
     store_stats(TileStats(peaks, masses, bests, leads), tl.program_id(0), found)
     if tile == 0:
         tl.store(cuts + row, -float("inf"))
@@ -107,7 +107,7 @@ def filter_kernel(
     peaks, masses, bests, leads,
     TILE: tl.constexpr, TILES: tl.constexpr, ADJUSTED: tl.constexpr,
 ):  # fmt: skip
-    """Cut the rows that have filters, and write their tiles anew. Grid: such rows."""
+    """Cut the rows that have filters, and update their statistics. Grid: such rows."""
     row = tl.load(filtered_rows + tl.program_id(0))
     rows = Rows(logits, row_stride, V, n_tiles, adjusted, tile_starts, change_ids, change_divisors, change_biases, cuts)
     b = tl.load(row_sequence + row)
@@ -128,7 +128,7 @@ def verify_kernel(
     TILE: tl.constexpr, TILES: tl.constexpr, K: tl.constexpr,
     ADJUSTED: tl.constexpr, WITH_DENSE: tl.constexpr,
 ):  # fmt: skip
-    """TargetRunner one proposal, and write its outcome `[B, 3]` and β `[N]`. Grid: B."""
+    """Verify one proposal; write its outcome `[B, 3]` and β `[N]`. Grid: B."""
     b = tl.program_id(0)
     rows = Rows(logits, row_stride, V, n_tiles, adjusted, tile_starts, change_ids, change_divisors, change_biases, cuts)
     stats = TileStats(peaks, masses, bests, leads)
@@ -146,11 +146,11 @@ def verify_kernel(
         accepted = walk_tokenwise(rows, stats, terms, drafts, beta, TILE, TILES, K, ADJUSTED, WITH_DENSE)
 
     row = terms.first_row + accepted
-    peak, mass, best = row_laws(rows, stats, row + tl.arange(0, 1), tl.arange(0, 1) == 0, terms.scale, TILES)
-    law = Law(row, tl.max(peak, 0), tl.max(mass, 0), terms.scale)
+    peak, mass, best = row_distributions(rows, stats, row + tl.arange(0, 1), tl.arange(0, 1) == 0, terms.scale, TILES)
+    p = RowDistribution(row, tl.max(peak, 0), tl.max(mass, 0), terms.scale)
     token = tl.max(best, 0)
     status = tl.zeros_like(accepted) + _STATUS_OK
-    if bad | ~is_law(law.mass):
+    if bad | ~is_distribution(p.mass):
         status = tl.zeros_like(accepted) + _STATUS_BAD_LOGITS
     elif (terms.rule != GREEDY) & (terms.rule != COUPLED):
         u = tl.max(resample_uniforms(terms.seed, terms.base_length, accepted + tl.arange(0, 1)), 0)
@@ -168,7 +168,7 @@ def verify_kernel(
             terms.lowest, terms.inverse_span,
         )  # fmt: skip
         kept = tl.where(rejected, kept, 1.0)
-        token, none = draw(rows, stats, law, draft, kind, kept, u, TILE, TILES, K, ADJUSTED, WITH_DENSE)
+        token, none = draw(rows, stats, p, draft, kind, kept, u, TILE, TILES, K, ADJUSTED, WITH_DENSE)
         status = tl.where(none, _STATUS_ZERO_RESIDUAL, _STATUS_OK)
     tl.store(outcomes + b * _OUTCOME, status)
     tl.store(outcomes + b * _OUTCOME + 1, accepted)
@@ -179,22 +179,22 @@ def verify_kernel(
 
 
 def stats_options(tile: int) -> dict[str, int]:
-    """Return how the first kernel is compiled: sixteen logits a thread, two loads of 128 bits in bfloat16."""
+    """Return the compile options of `stats_kernel`: sixteen logits per thread, two 128-bit loads in bfloat16."""
     return {"num_warps": tile // 512}
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A batch, ready to run: inputs and outputs on the device.
+    """A batch with its buffers on the device, ready to run.
 
     Attributes:
-        logits: `[R, V]`, with columns side by side; read at every run, so they may be overwritten in between.
+        logits: `[R, V]`, columns contiguous. Each run reads them, so they may be overwritten in between.
         proposals: the B proposals.
-        batch: their arrays.
-        stats: room for what the tiles say: peaks, masses, bests and leads, `[R, n_tiles]` each.
-        cuts: room for where filters cut, float32 `[R]`.
-        out: room for what comes back, in one piece: int32 `[_beta_room(N) + 3 · B]`, β as the bits of float32, then
-            statuses, accepted counts and next tokens.
+        batch: the proposals as arrays.
+        stats: buffers of the tile statistics: peaks, masses, bests and leads, `[R, n_tiles]` each.
+        cuts: buffer of the filters' cuts, float32 `[R]`.
+        out: buffer of the results, int32 `[_beta_words(N) + 3 · B]`: β as bits of float32, then status, accepted count
+            and next token of each proposal.
     """
 
     logits: Tensor
@@ -205,8 +205,8 @@ class Launch:
     out: Tensor
 
     def run(self) -> None:
-        """Queue the kernels: no host sync, and the same launches each time, so that a CUDA graph may hold them."""
-        with torch.cuda.device_of(self.logits):  # Triton launches on the current device, wherever its operands lie
+        """Queue the kernels. No host sync, and the same launches each time, so a CUDA graph can hold them."""
+        with torch.cuda.device_of(self.logits):  # Triton launches on the current device, not on that of its operands
             self._launch()
 
     def _launch(self) -> None:
@@ -223,7 +223,7 @@ class Launch:
         )  # fmt: skip
         stats_kernel[(R * n_tiles,)](
             *where, batch.row_sequence, batch.ints, batch.floats, *changes, self.cuts, *self.stats,
-            TILE=tile, ADJUSTED=adjusted, WITH_RACE=batch.has_races, **stats_options(tile),
+            TILE=tile, ADJUSTED=adjusted, WITH_GUMBEL=batch.with_gumbel, **stats_options(tile),
         )  # fmt: skip
         if len(batch.filtered_rows) > 0:
             filter_kernel[(len(batch.filtered_rows),)](
@@ -234,14 +234,14 @@ class Launch:
             *where, batch.ints, batch.floats, *changes, self.cuts, *self.stats,
             batch.draft_ints, batch.draft_q, batch.support_ids, batch.support_q, batch.dense, batch.uniforms,
             _outcomes(self.out, N), self.out[:N].view(torch.float32),
-            TILE=tile, TILES=tiles, K=MAX_SUPPORT,  # one width, so that no larger support waits for a compiler
+            TILE=tile, TILES=tiles, K=MAX_SUPPORT,  # one width, so that larger supports need no compilation
             ADJUSTED=adjusted, WITH_DENSE=len(batch.dense) > 0, **VERIFY_OPTIONS,
         )  # fmt: skip
 
     def results(self) -> list[VerifyResult]:
-        """Wait for the last run, and return what it found, after one copy from the device.
+        """Wait for the last run and return its results, by one copy from the device.
 
-        Log-probabilities are read from the logits as they stand now, where a proposal asks for them.
+        Requested log-probabilities are computed from the current content of `logits`.
         """
         out, N = self.out.cpu(), len(self.batch.draft_q)
         beta = out[:N].view(torch.float32).numpy()
@@ -262,21 +262,21 @@ class Launch:
 
 
 def prepare(logits: Tensor, proposals: Sequence[Proposed]) -> Launch:
-    """Pack the proposals, copy them to the logits' device, and set room aside for what the kernels write."""
+    """Pack the proposals, copy them to the logits' device, and allocate the output buffers."""
     if logits.dtype == torch.float64:
         logits = logits.float()
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     R, V = logits.shape
     batch = pack(proposals, V, tile_size(V), logits.device)
-    stats = _room_for_stats((R, -(-V // tile_size(V))), logits.device)
+    stats = _stats_buffers((R, -(-V // tile_size(V))), logits.device)
     cuts = torch.empty(R, dtype=torch.float32, device=logits.device)
-    room = _beta_room(len(batch.draft_q)) + 3 * len(batch.ints)
-    return Launch(logits, proposals, batch, stats, cuts, torch.empty(room, dtype=torch.int32, device=logits.device))
+    words = _beta_words(len(batch.draft_q)) + 3 * len(batch.ints)
+    return Launch(logits, proposals, batch, stats, cuts, torch.empty(words, dtype=torch.int32, device=logits.device))
 
 
-def _room_for_stats(shape: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return room for peaks, masses, bests and leads, each on an edge of 16 bytes, for which kernels are compiled."""
+def _stats_buffers(shape: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return buffers for peaks, masses, bests and leads, each aligned to 16 bytes, as the kernels expect."""
     return (
         torch.empty(shape, dtype=torch.float32, device=device),
         torch.empty(shape, dtype=torch.float32, device=device),
@@ -286,18 +286,18 @@ def _room_for_stats(shape: tuple[int, int], device: torch.device) -> tuple[Tenso
 
 
 def _outcomes(out: Tensor, N: int) -> Tensor:
-    """Return the part of `Launch.out` that is `[B, 3]`: place in `STATUSES`, accepted, next token."""
-    return out[_beta_room(N) :].view(-1, 3)
+    """Return the part `[B, 3]` of `Launch.out`: index in `STATUSES`, accepted, next token."""
+    return out[_beta_words(N) :].view(-1, 3)
 
 
 def _with_logprobs(result: VerifyResult, proposal: Proposed, raw: Tensor) -> VerifyResult:
-    """Read the emitted rows again: few requests ask for this, so the kernels do without it."""
+    """Add log-probabilities, on the host's side: few requests need them, so the kernels do not compute them."""
     z = apply(raw, proposal.adjustments[: len(raw)])
-    return with_logprobs(result, proposal, raw, probabilities(z, proposal.law))
+    return with_logprobs(result, proposal, raw, probabilities(z, proposal.params))
 
 
 def verify(logits: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
-    """Rule on each proposal; `logits` `[R, V]`, rows in order. See `kernels.verify.verify`."""
+    """See `kernels.verify.verify`."""
     launch = prepare(logits, proposals)
     launch.run()
     return launch.results()
@@ -306,11 +306,10 @@ def verify(logits: Tensor, proposals: Sequence[Proposed]) -> list[VerifyResult]:
 def gumbel_max(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """Return argmax(log p + g) of each row, int64 `[B]`, as `sampling.gumbel_max` does.
 
-    Nothing waits for the host, so that a CUDA graph may hold the draws of several steps, each of which feeds the next.
-    A row of NaN or -inf alone gives some token.
+    There is no host sync, so a CUDA graph can hold the samples of several steps. A bad row gives any token.
 
     Args:
-        logits: `[B, V]`, columns side by side.
+        logits: `[B, V]`, columns contiguous.
         temperatures: float64 `[B]`; 0 takes the largest logit.
         seeds: of the noise, int64 `[B]`.
         positions: of the tokens, int64 `[B]`.
@@ -326,20 +325,20 @@ def gumbel_max(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: T
     floats = torch.nn.functional.pad(scales.unsqueeze(1), (0, FLOATS - 1))
     nothing = torch.empty(0, dtype=torch.int32, device=logits.device)
     cuts = torch.empty(B, dtype=torch.float32, device=logits.device)
-    peaks, masses, bests, leads = _room_for_stats(shape, logits.device)
+    peaks, masses, bests, leads = _stats_buffers(shape, logits.device)
     with torch.cuda.device_of(logits):
         stats_kernel[(B * shape[1],)](
             logits, logits.stride(0), V, shape[1], rows.int(), ints, floats,
             nothing, nothing, nothing, nothing.float(), nothing.float(), cuts, peaks, masses, bests, leads,
-            TILE=tile, ADJUSTED=False, WITH_RACE=True, **stats_options(tile),
+            TILE=tile, ADJUSTED=False, WITH_GUMBEL=True, **stats_options(tile),
         )  # fmt: skip
     ahead = (peaks - peaks.amax(1, keepdim=True)) * scales.float().unsqueeze(1) + leads
     first = ahead.nan_to_num(nan=-math.inf, posinf=-math.inf).argmax(1, keepdim=True)
     return bests.gather(1, first).squeeze(1).long()
 
 
-def _beta_room(N: int) -> int:
-    """Return how many words β takes, so that what follows is aligned to 16 bytes: kernels are compiled for that."""
+def _beta_words(N: int) -> int:
+    """Return the words that β takes, padded so that the next array is aligned to 16 bytes, as the kernels expect."""
     return -(-N // 4) * 4
 
 

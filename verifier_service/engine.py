@@ -244,7 +244,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
         if not arrived:
             return 0.0
         due = [at for sequence in running if (at := sequence.due()) is not None]
-        since = max(self.pass_ended, min(arrived))
+        since = max(self.step_ended, min(arrived))
         return seconds_to_linger(time.perf_counter(), since, due, min(self._max_linger, self.cost.line.fixed))
 
     def schedule(self) -> list[TargetWork]:
@@ -300,7 +300,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
                 "BAD_LOGITS",
                 f"the target's logits after {len(sequence.tokens)} tokens are NaN or infinite; try another --dtype",
             )
-        queued = max(0.0, self.pass_started - sequence.owed_since(round_))
+        queued = max(0.0, self.step_started - sequence.owed_since(round_))
         drafted = len(sequence.drafted(round_))
         verdict = sequence.commit(round_, result, step.timings(queued), self._load)
         self.scheduler.settle(sequence)
@@ -336,7 +336,7 @@ class VerifierEngine(Engine[Message, TargetWork, StepResult]):
     def idle(self) -> float | None:
         self._load = LOAD.run(self._measure_load, self._load)
         if self._unchecked and not self.scheduler.running:
-            quiet = time.perf_counter() - self.pass_ended
+            quiet = time.perf_counter() - self.step_ended
             if 0 <= quiet < QUIET_SECONDS:  # a check takes milliseconds, which would delay the next request
                 return QUIET_SECONDS - quiet
             self._unchecked = False

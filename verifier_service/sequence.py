@@ -192,7 +192,7 @@ class TargetSequence:
         return Proposed(
             tokens=tokens,
             q=round_.distributions[: len(tokens)],
-            law=self.opening.sampling.law,
+            params=self.opening.sampling.params,
             seed=self.opening.seed,
             base_length=len(self.tokens),
             rule=self.opening.sampling.rule,

@@ -187,7 +187,7 @@ class VerifyStream:
         match message.WhichOneof("kind"):
             case "proposal":
                 return check_proposal(
-                    message.proposal, self._model, rule=sampling.rule, is_greedy=sampling.law.is_greedy
+                    message.proposal, self._model, rule=sampling.rule, is_greedy=sampling.params.is_greedy
                 )
             case "decode":
                 return check_decode(message.decode)

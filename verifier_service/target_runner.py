@@ -96,7 +96,7 @@ class TargetRunner:
 
 def verify_rows(logits: Tensor, verify_path: str) -> None:
     """Verifies each row of `[R, V]` without drafts. For the profiling run, which measures memory."""
-    alone = Proposed(tokens=(), q=(), law=SamplingParams(), seed=0, base_length=1)
+    alone = Proposed(tokens=(), q=(), params=SamplingParams(), seed=0, base_length=1)
     verify(logits, [alone] * len(logits), verify_path)
 
 

@@ -68,7 +68,7 @@ class DraftSequence:
     Attributes:
         prompt: at least one token.
         committed: output tokens so far.
-        law: how the target's logits become p.
+        params: how the target's logits become p.
         logit_rules: penalties, biases and bans, applied to logits first.
         seed: key of the draws (invariant 2).
         rule: the acceptance rule. It decides what is sent with each token: q̂; nothing under `coupled`, where the draft
@@ -83,7 +83,7 @@ class DraftSequence:
 
     prompt: Sequence[int]
     committed: Sequence[int]
-    law: SamplingParams
+    params: SamplingParams
     logit_rules: LogitRules
     seed: int
     rule: Rule = Rule.TOKENWISE
@@ -97,21 +97,21 @@ class DraftSequence:
         return replace(self, committed=[*self.committed, *written])
 
     @cached_property
-    def draft_law(self) -> SamplingParams:
+    def draft_params(self) -> SamplingParams:
         """How the draft's logits become q. Any choice is exact [L 6]; the default is the target's parameters."""
-        if self.draft_temperature is None or self.law.is_greedy:
-            return self.law
-        return replace(self.law, temperature=self.draft_temperature)
+        if self.draft_temperature is None or self.params.is_greedy:
+            return self.params
+        return replace(self.params, temperature=self.draft_temperature)
 
     @cached_property
     def shares_noise(self) -> bool:
         """Whether tokens are chosen with the noise of their positions (`coupled`), not with uniforms of the round."""
-        return self.rule is Rule.COUPLED and not self.draft_law.is_greedy
+        return self.rule is Rule.COUPLED and not self.draft_params.is_greedy
 
     @cached_property
     def needs_logits(self) -> bool:
         """Whether the rule takes the logits of each drafted token in index of q̂."""
-        return self.rule is Rule.SIGMOID and not self.law.is_greedy
+        return self.rule is Rule.SIGMOID and not self.params.is_greedy
 
     def draw(self, base: int, index: int, domain: Domain = Domain.DRAFT, inner_base: int = 0) -> Draw:
         """How to draw one token of the proposal (invariant 2). `max_entropy` never refuses the first one.
@@ -124,9 +124,9 @@ class DraftSequence:
         """
         bound = math.inf if self.max_entropy is None or index == 0 else self.max_entropy
         if self.shares_noise:
-            return Draw(self.draft_law, noise=(self.seed, base + inner_base + index), max_entropy=bound)
-        u = 0.0 if self.draft_law.is_greedy else uniform(self.seed, base, index, domain, inner_base)
-        return Draw(self.draft_law, u, max_entropy=bound)
+            return Draw(self.draft_params, noise=(self.seed, base + inner_base + index), max_entropy=bound)
+        u = 0.0 if self.draft_params.is_greedy else uniform(self.seed, base, index, domain, inner_base)
+        return Draw(self.draft_params, u, max_entropy=bound)
 
 
 @dataclass(frozen=True, slots=True)

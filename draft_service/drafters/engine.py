@@ -198,7 +198,7 @@ class DraftEngine(Engine[Propose | Close, DraftWork, list[Drawn]]):
                 own = self.staging.judge(item, own, self.model_runner.pool)
             tokens = [DrawnToken(*each) for each in own]
             if item.sequence.opening.needs_logits:
-                logits = draft_logits(z[row : row + len(own)], item.sequence.law, self._target_size)
+                logits = draft_logits(z[row : row + len(own)], item.sequence.params, self._target_size)
                 tokens = [each._replace(distribution=values) for each, values in zip(tokens, logits, strict=True)]
             drawn.append(tokens)
             row += item.rows

@@ -33,7 +33,7 @@ FAILURES_IN_A_ROW = 5
 """Failures over all sequences, without a proposal between them, that start a probe."""
 
 PROBE = DraftSequence(
-    prompt=[0, 0], committed=[], law=SamplingParams(), logit_rules=LogitRules(), seed=0, uses_outcome_cache=False
+    prompt=[0, 0], committed=[], params=SamplingParams(), logit_rules=LogitRules(), seed=0, uses_outcome_cache=False
 )
 """The sequence of a probe. No client chooses any of it."""
 

@@ -57,7 +57,7 @@ class NGramDrafter(GuessingDrafter):
         own, learned = NGramCounts(*self._size), self._learned
         # Where draws decide the text, q must not depend on them. Counts of other texts may: one may have the same seed.
         # So they are used only where no draw decides the text, or where the seed is fresh.
-        by_draws = not (sequence.law.is_greedy or sequence.rule is Rule.COUPLED)
+        by_draws = not (sequence.params.is_greedy or sequence.rule is Rule.COUPLED)
         if learned is None or (by_draws and not sequence.seed_is_fresh):
             return _Counter(self, sequence, domain, [self._corpus, own], [own, learned] if learned else [own])
         return _Counter(self, sequence, domain, [self._corpus, learned], [learned])

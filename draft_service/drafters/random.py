@@ -45,7 +45,7 @@ class _RandomGuesser(Guesser):
         seed, base = self._sequence.seed, self._base
         q = support(seed, base, vocab_size=self._vocab_size, size=self._size)
         tokens = [q.token_at(uniform(seed, base, index, Domain.DRAFT, _TOKEN)) for index in range(count)]
-        return [(token, None if self._sequence.law.is_greedy else q) for token in tokens]
+        return [(token, None if self._sequence.params.is_greedy else q) for token in tokens]
 
 
 def support(seed: int, base: int, *, vocab_size: int, size: int) -> SparseDistribution:

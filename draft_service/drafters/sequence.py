@@ -116,14 +116,14 @@ class ModelSequence:
         return ModelSequence(opening, tokens, len(tokens), adjuster)
 
     @property
-    def law(self) -> SamplingParams:
+    def params(self) -> SamplingParams:
         """How the draft's logits become q."""
-        return self.opening.draft_law
+        return self.opening.draft_params
 
     @property
     def chooses_by_scores(self) -> bool:
         """Whether the token of the best score is taken: at temperature 0, and under `coupled`."""
-        return self.law.is_greedy or self.opening.shares_noise
+        return self.params.is_greedy or self.opening.shares_noise
 
     @property
     def may_be_decoded(self) -> bool:

@@ -113,9 +113,9 @@ def row_draws(sequence: ModelSequence, guesses: Guesses, rows: int) -> list[Draw
     if sequence.opening.shares_noise:
         return [sequence.draw(sequence.drafted + index) for index in range(rows)]
     last = rows - 1
-    is_drawn = not sequence.law.is_greedy and rows > len(guesses)
+    is_drawn = not sequence.params.is_greedy and rows > len(guesses)
     u = _uniform(sequence, last, Domain.STAGED_RESAMPLE) if is_drawn else 0.0
-    return [Draw(sequence.law, u if index == last else 0.0) for index in range(rows)]
+    return [Draw(sequence.params, u if index == last else 0.0) for index in range(rows)]
 
 
 def row_adjustments(sequence: ModelSequence, guesses: Guesses, rows: int) -> list[RowAdjustment | None]:

@@ -1,8 +1,8 @@
-"""A model of transformers with our attention inside: the attention, what the model asks of it, and how a pass is run.
+"""Our attention inside a transformers model, and programs that run a forward pass.
 
-The attention goes through transformers' public interface. A loaded model is looked over once: the shape of its
-attention layer by layer, and whether ours can do it. A program runs a pass: the model itself, or a fused equivalent
-(`outrider.runtime.fused_decoder`).
+The attention is registered through transformers' public interface. `probe_attention` inspects a model once, when it is
+loaded: the shape of each attention layer, and whether our attention supports it. A program runs a batch: the model
+itself, or a fused equivalent (`outrider.runtime.fused_decoder`).
 """
 
 import inspect
@@ -19,14 +19,14 @@ from outrider.runtime.errors import CheckpointError
 from outrider.runtime.sdpa import CausalMasks, Scoring, attend, attend_scores
 
 NAME = "outrider_packed"
-"""What our attention is called in a model's configuration (`attn_implementation`)."""
+"""The name of our attention in a model's configuration (`attn_implementation`)."""
 
 PROBE = "outrider_probe"
-"""Its name while a model is looked over, when the masks it asks for are taken down too."""
+"""Its name during `probe_attention`, which records the masks that the model requests, too."""
 
 
-class NoPass(ValueError):
-    """A model with our attention was called without a pass."""
+class NoBatch(ValueError):
+    """A model with our attention was called without a batch."""
 
 
 def packed_attention(
@@ -43,40 +43,41 @@ def packed_attention(
     packed_batch: PackedBatch | PagedBatch | None = None,
     **features: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls once per layer: writes the new keys and values, then attends.
+    """The attention function of transformers, called once per layer: writes new keys and values, then attends.
 
     Args:
-        module: the attention layer; its `layer_idx` says which keys and values are meant.
+        module: the attention layer; `layer_idx` is its index.
         query: `[1, heads, T, head_dim]`.
         key: `[1, kv_heads, T, head_dim]`.
         value: like `key`; its heads may be smaller.
-        attention_mask: not used: `packed_batch` says who sees whom.
+        attention_mask: not used; `packed_batch` defines the mask.
         scaling: of the scores; None is 1/√head_dim.
         sliding_window: how many positions a row sees, its own included.
-        softcap: bounds the scores (`outrider.runtime.sdpa`).
-        s_aux: `[heads]`: sinks, likewise.
-        packed_batch: the pass.
-        features: whatever else the model asks for; looked at once, when it is loaded.
+        softcap: bound of the scores (`outrider.runtime.sdpa`).
+        s_aux: `[heads]`: attention sinks (`outrider.runtime.sdpa`).
+        packed_batch: the batch.
+        features: other arguments of the model; checked once, by `probe_attention`.
 
     Returns:
         `[1, T, heads, head_dim of the values]`, and no weights.
 
     Raises:
-        NoPass: the call came from elsewhere, without a pass.
+        NoBatch: the model was called without a batch.
     """
     if packed_batch is None:
-        raise NoPass(
-            "this model runs on packed passes only (outrider.runtime.model_runner), not through its own forward"
+        raise NoBatch(
+            "packed_batch is missing: this model runs through outrider.runtime.model_runner only, not by its own "
+            "forward"
         )
     batch = packed_batch
     if scaling is None:
         scaling = float(query.shape[-1]) ** -0.5
     if batch.observer is not None:
-        asked = {"softcap": softcap, "s_aux": s_aux, **features}
-        return batch.observer.see(module, query, key, value, scaling, sliding_window, asked), None
+        arguments = {"softcap": softcap, "s_aux": s_aux, **features}
+        return batch.observer.see(module, query, key, value, scaling, sliding_window, arguments), None
     layer: Any = module.layer_idx
     size = value.shape[3]
-    if size < key.shape[3]:  # the pool keeps both in one size; what is added to the values adds nothing to the result
+    if size < key.shape[3]:  # the pool stores both in one size; zero padding does not change the result
         value = F.pad(value, (0, key.shape[3] - size))
     scoring = Scoring(scaling, sliding_window or 0, softcap, s_aux)
     if isinstance(batch, PagedBatch):
@@ -103,36 +104,36 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, layer
 
 
 def _paged(query: Tensor, key: Tensor, value: Tensor, batch: PagedBatch, layer: int, scoring: Scoring) -> Tensor:
-    # the same, with keys and values in pages
+    # the same shapes
     batch.write(layer, key.transpose(0, 1), value.transpose(0, 1))
     keys, values = batch.memory.keys[layer], batch.memory.values[layer]
     return batch.attention(query.transpose(0, 1).to(keys.dtype), keys, values, batch, scoring)
 
 
-# No mask function goes with NAME: transformers then builds no mask, which saves a dozen tensor operations a pass.
-# PROBE is the same attention with one, which only takes down what the model would have masked.
+# NAME has no mask function: transformers then builds no mask, which saves a dozen tensor operations per pass. PROBE is
+# the same attention with a mask function that records the requested masks.
 AttentionInterface.register(NAME, packed_attention)
 AttentionInterface.register(PROBE, packed_attention)
 
 
-# What models hand to their attention that changes its result, and that ours does not do.
+# Arguments of an attention that change its result, and that ours does not support.
 _UNSUPPORTED = {
-    "logit_cap": "soft-capping of attention scores by another name",
-    "sinks": "attention sinks that follow the token",
-    "position_bias": "a bias by position in the attention",
-    "alibi": "a bias by position in the attention (ALiBi)",
-    "head_mask": "a mask by attention head",
-    "block_sequence_ids": "attention in both directions",
+    "logit_cap": "soft-capping of attention scores through logit_cap",
+    "sinks": "attention sinks that depend on the token",
+    "position_bias": "a position bias in the attention",
+    "alibi": "a position bias in the attention (ALiBi)",
+    "head_mask": "a mask per attention head",
+    "block_sequence_ids": "bidirectional attention",
 }
 
-ELSEWHERE = "does not go through transformers' attention interface, so it cannot run packed sequences"
+ELSEWHERE = "does not use transformers' attention interface, so it cannot run packed sequences"
 
 _PROBE_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """What one layer asks of the attention.
+    """The attention of one layer.
 
     Attributes:
         heads: query heads.
@@ -140,8 +141,8 @@ class AttentionLayer:
         head_dim: size of each.
         scaling: of the scores.
         window: how many positions a row sees, its own included; None is all.
-        softcap: what bounds the scores; None bounds nothing.
-        sinks: whether each head has a sink.
+        softcap: bound of the scores; None is no bound.
+        sinks: whether each head has an attention sink.
     """
 
     heads: int
@@ -154,18 +155,18 @@ class AttentionLayer:
 
     @property
     def scores_alone(self) -> bool:
-        """Whether the softmax is over the scaled scores of the positions, and nothing else."""
+        """Whether the softmax is over the scaled scores alone, without soft-capping and sinks."""
         return self.softcap is None and not self.sinks
 
 
 def probe_attention(model: Any) -> tuple[AttentionLayer, ...]:
-    """Runs a few tokens through a model and returns what its attention layers asked for.
+    """Runs a few tokens through a model and returns the shapes of its attention layers.
 
     Args:
         model: a causal language model of transformers, its attention `outrider.runtime.attention.NAME`.
 
     Raises:
-        CheckpointError: it asks for something the packed attention does not do; the text names it.
+        CheckpointError: it needs a feature that our attention does not support; the message names it.
     """
     observer = _Observer()
     device = next(model.parameters()).device
@@ -185,8 +186,10 @@ def probe_attention(model: Any) -> tuple[AttentionLayer, ...]:
         raise
     except Exception as error:
         kind = type(model).__name__
-        if isinstance(error, NoPass):
-            raise CheckpointError(f"{kind} does not hand keyword arguments down to its attention") from error
+        if isinstance(error, NoBatch):
+            raise CheckpointError(
+                f"{kind} does not pass keyword arguments on to its attention, so it cannot run packed sequences"
+            ) from error
         raise CheckpointError(f"{kind} cannot run packed sequences: {type(error).__name__}: {error}") from error
     finally:
         model.set_attn_implementation(NAME)
@@ -194,7 +197,7 @@ def probe_attention(model: Any) -> tuple[AttentionLayer, ...]:
 
 
 class _Observer:
-    """Takes down each call of the attention, and answers it for one sequence."""
+    """Records each call of the attention, and computes it for one sequence."""
 
     def __init__(self) -> None:
         self._layers: dict[int, AttentionLayer] = {}
@@ -212,35 +215,35 @@ class _Observer:
     ) -> Tensor:
         for name, meaning in _UNSUPPORTED.items():
             if features.get(name) is not None:
-                raise CheckpointError(f"the model asks for {meaning}, which the packed attention does not do")
+                raise CheckpointError(f"the model needs {meaning}, which packed attention does not support")
         if features.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-            raise CheckpointError("the model attends in both directions: it is not a causal language model")
+            raise CheckpointError("the model has bidirectional attention: it is not a causal language model")
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int) or layer in self._layers:
             raise CheckpointError(
-                f"{type(module).__name__} has no layer number of its own, or calls its attention twice"
+                f"{type(module).__name__} has no layer_idx of its own, or calls its attention twice in a pass"
             )
         heads, kv_heads, head_dim = query.shape[1], key.shape[1], key.shape[3]
         fits = key.shape[:3] == value.shape[:3] and value.shape[3] <= head_dim == query.shape[3]
         if not fits or heads % kv_heads:
             shapes = f"queries {list(query.shape)}, keys {list(key.shape)}, values {list(value.shape)}"
-            raise CheckpointError(f"the heads of layer {layer} do not fit the KV pool: {shapes}")
+            raise CheckpointError(f"the heads of layer {layer} do not fit the KV cache: {shapes}")
         softcap, sinks = features.get("softcap"), features.get("s_aux")
         if sinks is not None and sinks.shape != (heads,):
             raise CheckpointError(f"the attention sinks of layer {layer} are {list(sinks.shape)}, not one per head")
         self._layers[layer] = AttentionLayer(
             heads, kv_heads, head_dim, scaling, window or None, softcap, sinks is not None
         )
-        # What comes of it only has to be of the right shape: the next layers ask for the same whatever they are given.
+        # Only the shape of the result matters: the next layers make the same calls for any values.
         attended = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=True
         )
         return attended.transpose(1, 2)
 
-    def see_mask(self, *args: Any, **asked: Any) -> None:
-        """Stands where transformers would build a mask."""
-        local = asked.get("local_size")
-        if local:  # 0 is how Qwen2-MoE says that it has no window
+    def see_mask(self, *args: Any, **arguments: Any) -> None:
+        """Called by transformers in place of a mask function."""
+        local = arguments.get("local_size")
+        if local:  # Qwen2-MoE sends 0 for no window
             self._local.add(local)
 
     def layers(self, model: Any) -> tuple[AttentionLayer, ...]:
@@ -250,36 +253,36 @@ class _Observer:
         count = getattr(model.config.get_text_config(), "num_hidden_layers", len(self._layers))
         if sorted(self._layers) != list(range(count)):
             raise CheckpointError(
-                f"{kind} has attention in {len(self._layers)} of {count} layers: what the others remember is not "
-                "in the KV pool"
+                f"{kind} has attention in {len(self._layers)} of {count} layers: the state of the others is not in "
+                "the KV cache"
             )
         windows = {layer.window for layer in self._layers.values()}
         if not self._local <= windows:
             sizes = ", ".join(str(size) for size in sorted(self._local - windows))
             raise CheckpointError(
-                f"{kind} masks all but {sizes} positions, and no layer names that as its sliding window (chunked "
-                "attention, for one): the packed attention does not do that"
+                f"{kind} masks all but {sizes} positions, and no layer has that sliding window: packed attention does "
+                "not support chunked attention"
             )
         return tuple(self._layers[layer] for layer in range(count))
 
 
 Batch = PackedBatch | PagedBatch
-"""A pass, its keys and values in one piece for each sequence, or in pages."""
+"""A batch over contiguous keys and values, or over block tables."""
 
 Rows = Tensor | int | None
-"""Which rows of a pass need logits: their indices, the last n, or (None) all."""
+"""The rows of a batch that need logits: their indices, the last n, or (None) all."""
 
 
 class Program(Protocol):
-    """Runs one pass."""
+    """Runs a batch."""
 
     def __call__(self, token_ids: Tensor, batch: Batch, rows: Rows) -> Tensor:
-        """Writes keys and values of all rows, and returns logits of some.
+        """Writes keys and values of all rows, and returns the logits of `rows`.
 
         Args:
             token_ids: `[T]`.
-            batch: where each row belongs.
-            rows: those that need logits.
+            batch: the sequences and positions of the rows.
+            rows: the rows that need logits.
 
         Returns:
             `[R, V]`, in the dtype of the model.
@@ -309,8 +312,7 @@ class TransformersProgram:
         if self._takes_rows:
             inputs["logits_to_keep"] = rows
             return self._logits(inputs)
-        # An older forward, without the choice of rows. Whether head(base(x)) is all there is to its logits was held
-        # against its own when it was loaded.
+        # An older forward, without `logits_to_keep`. That head(base(x)) gives the same logits was checked at load time.
         hidden = self._model.base_model(**inputs).last_hidden_state[0]
         head = self._model.get_output_embeddings()
         return _tensor(head(hidden.narrow(0, len(hidden) - rows, rows) if isinstance(rows, int) else hidden[rows]))
@@ -321,5 +323,5 @@ class TransformersProgram:
 
 def _tensor(value: Any) -> Tensor:
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"the model returned {type(value).__name__} where a tensor belongs")
+        raise TypeError(f"the model returned {type(value).__name__}, not a tensor")
     return value

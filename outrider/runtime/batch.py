@@ -1,7 +1,7 @@
-"""One forward pass: the next tokens of each sequence, which rows they are, and where their keys and values lie.
+"""The batch of one forward pass: the next tokens of each sequence, and where their keys and values lie.
 
-A `PackedBatch` has each sequence in one piece of memory, as attention on a CPU reads it. A `Layout` is a pass over
-block tables as plain numbers, also as bytes that one rank sends another; a `PagedBatch` is the same on its device.
+A `PackedBatch` holds each sequence in one piece of memory, for attention on a CPU. A `PagedBatch` uses block tables, on
+its device; a `HostBatch` is the same in numpy arrays, or as bytes between tensor-parallel ranks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,8 +25,8 @@ class Chunk:
     Attributes:
         slot: a sequence of the pool.
         tokens: at least one.
-        start: the position of the first; must equal the pool's length of the slot.
-        logits_from: index within the chunk from which on logits are wanted; `len(tokens)` is none.
+        start: the position of the first token; must equal the pool's length of the slot.
+        logits_from: index in the chunk of the first token whose logits are returned; `len(tokens)` returns none.
     """
 
     slot: int
@@ -37,17 +37,17 @@ class Chunk:
 
 @dataclass(slots=True)
 class PackedBatch:
-    """The chunks of a pass; it travels through the model to the attention as a keyword argument.
+    """The chunks of a forward pass. The model hands it to the attention as a keyword argument.
 
     Attributes:
         starts: the position of the first row of each chunk.
-        counts: the rows of each, one chunk after the other.
-        rows: T, the rows of all.
-        stores: of each chunk, its keys and values for each shape of layer, see `MemoryByHead.narrow`; they may reach
-            beyond its rows.
+        counts: the number of rows of each chunk.
+        rows: T, the number of rows of all chunks.
+        stores: keys and values of each chunk, one tensor per shape of layer (`MemoryByHead.narrow`); they may hold more
+            positions than the chunk needs.
         dtype: of keys and values.
-        masks: shared by the passes of a pool.
-        observer: sees each call of the attention; for looking a model over, not for passes.
+        masks: shared by all batches of a pool.
+        observer: receives each call of the attention; only for `probe_attention`.
     """
 
     starts: list[int]
@@ -63,7 +63,7 @@ class PackedBatch:
 
     @property
     def views(self) -> list[SlotViews]:
-        """Keys and values of each chunk, layer by layer."""
+        """Keys and values of each chunk, per layer."""
         if not self._views and self.pool is not None:
             self._views = [
                 self.pool.split(stores, start, start + count)
@@ -72,13 +72,13 @@ class PackedBatch:
         return self._views
 
     def next_rows(self, chunks: Sequence[int]) -> "PackedBatch":
-        """The batch of one more row of each of these chunks, which lie in `stores` already."""
+        """The batch of the next row of each of these chunks; `stores` already has space for it."""
         starts = [self.starts[i] + self.counts[i] for i in chunks]
         stores = [self.stores[i] for i in chunks]
         return PackedBatch(starts, [1] * len(chunks), len(chunks), stores, self.dtype, self.masks, self.pool)
 
     def masks_for(self, group: int, window: int) -> list[Tensor]:
-        """What each chunk needs (`CausalMasks.for_rows`), made once a pass."""
+        """The mask of each chunk (`CausalMasks.for_rows`), computed once per batch."""
         found = self._needed.get((group, window))
         if found is None:
             found = [
@@ -101,7 +101,7 @@ class PackedBatch:
 def pack(
     spans: Iterable[tuple[int, int, int]], pool: KVPool, masks: CausalMasks, ahead: Sequence[int] = ()
 ) -> PackedBatch:
-    """Lays (slot, start, count) spans one after the other; `ahead` is how many rows each will have in later batches."""
+    """Packs (slot, start, count) spans in order; `ahead` is how many rows each will have in later batches."""
     batch = PackedBatch([], [], 0, [], pool.dtype, masks, pool)
     for i, (slot, start, count) in enumerate(spans):
         batch.stores.append(pool.stores(slot, start + count + (ahead[i] if ahead else 0)))
@@ -116,62 +116,62 @@ _INT = np.dtype(np.int32)
 _TENSORS = {_LONG: torch.int64, _INT: torch.int32}
 
 Shape = tuple[int, int, int, int, int]
-"""T, R, S, P and W of a `Layout`."""
+"""T, R, S, P and W of a `HostBatch`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layout:
-    """A pass of T rows of S sequences, S of which R rows need logits.
+class HostBatch:
+    """A batch of T rows of S sequences; R of the rows need logits.
 
     Attributes:
         tokens: int64 `[T]`, one sequence after the other.
         positions: int64 `[T]`, of each row in its sequence.
-        places: int64 `[T]`: where its keys and values go, among the positions of all blocks.
-        rows: int64 `[R]`: those that need logits, ascending.
+        slot_mapping: int64 `[T]`: where the row's keys and values are written: block · block_tokens + offset.
+        rows: int64 `[R]`: the rows that need logits, ascending.
         row_starts: int32 `[S + 1]`: the first row of each sequence, and T.
-        lengths: int32 `[S]`: how many positions of each hold keys and values, those of this pass included.
-        tables: int32 `[S, P]`: the blocks of each, in order; what lies beyond its length is not read.
-        items: int32 `[W, 5]`: the work of attention; see `kernels.attention_work.Work`.
-        row_slots: int32 `[T]`: likewise.
+        lengths: int32 `[S]`: positions of each sequence with keys and values, this batch included.
+        block_tables: int32 `[S, P]`: the blocks of each sequence, in order; entries beyond its length are not read.
+        items: int32 `[W, 5]`: the work list of attention, see `kernels.attention_work.Work`.
+        row_slots: int32 `[T]`: see `items`.
     """
 
     tokens: np.ndarray
     positions: np.ndarray
-    places: np.ndarray
+    slot_mapping: np.ndarray
     rows: np.ndarray
     row_starts: np.ndarray
     lengths: np.ndarray
-    tables: np.ndarray
+    block_tables: np.ndarray
     items: np.ndarray
     row_slots: np.ndarray
 
     @property
     def shape(self) -> Shape:
         """T, R, S, P and W."""
-        return len(self.tokens), len(self.rows), *self.tables.shape, len(self.items)
+        return len(self.tokens), len(self.rows), *self.block_tables.shape, len(self.items)
 
     @property
     def slots(self) -> int:
-        """How many slots the work of attention has."""
+        """How many partial results the work list of attention has."""
         return int(self.items[:, 4].max(initial=-1)) + 1
 
     @staticmethod
-    def empty() -> "Layout":
-        """A pass of no rows."""
+    def empty() -> "HostBatch":
+        """A batch without rows."""
         none, ints = np.zeros(0, _LONG), np.zeros(0, _INT)
-        return Layout(
+        return HostBatch(
             none, none, none, none, np.zeros(1, _INT), ints, np.zeros((0, 0), _INT), np.zeros((0, ITEM), _INT), ints
         )
 
     def pack(self) -> bytes:
-        """All of it as bytes, for `unpack`: `shape` says how they are to be read."""
+        """All arrays as bytes; `unpack` reads them by `shape`."""
         return b"".join(array.tobytes() for array in self._arrays())
 
-    def pack_into(self, room: np.ndarray) -> None:
-        """Writes `pack` into uint8 `[size]`."""
+    def pack_into(self, buffer: np.ndarray) -> None:
+        """Writes the bytes of `pack` into a uint8 array `[size]`."""
         at = 0
         for array in self._arrays():
-            room[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            buffer[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             at += array.nbytes
 
     def _arrays(self) -> list[np.ndarray]:
@@ -179,44 +179,44 @@ class Layout:
 
     @staticmethod
     def size(shape: Shape) -> int:
-        """Bytes of `pack` by its shape."""
+        """Bytes of a packed batch of this shape."""
         return sum(kind.itemsize * int(np.prod(size)) for size, kind in _parts(shape))
 
     @staticmethod
-    def unpack(shape: Shape, data: bytes) -> "Layout":
-        """What `pack` was made of.
+    def unpack(shape: Shape, data: bytes) -> "HostBatch":
+        """The batch whose `pack` gave `data`.
 
         Raises:
-            ValueError: the bytes are not as many as the shape has.
+            ValueError: the number of bytes is not that of the shape.
         """
-        if len(data) != Layout.size(shape):
-            raise ValueError(f"a layout of shape {shape} has {Layout.size(shape)} bytes, not {len(data)}")
-        room = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        return Layout(*(part.numpy() for part in _split(room, shape)))
+        if len(data) != HostBatch.size(shape):
+            raise ValueError(f"data has {len(data)} bytes; a batch of shape {shape} has {HostBatch.size(shape)}")
+        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return HostBatch(*(part.numpy() for part in _split(buffer, shape)))
 
-    def padded(self, shape: Shape, *, nowhere: int) -> "Layout":
-        """The same pass, filled up to a fixed size; all rows of the result have logits, and those added are nobody's.
+    def padded(self, shape: Shape, *, null_position: int) -> "HostBatch":
+        """The batch padded to `shape`, the fixed size of a CUDA graph. All rows have logits.
 
-        They belong to no sequence, and write to `nowhere`; the sequences added have no rows and hold nothing.
+        Padding rows belong to no sequence and write to `null_position`; padding sequences have no rows.
 
         Raises:
-            ValueError: the pass is larger than that, or lacks logits of some row.
+            ValueError: the batch does not fit `shape`, or a row has no logits.
         """
-        (T, R, S, P, W), (rows, _, sequences, pages, work) = self.shape, shape
-        if not all((T == R, rows >= T, sequences >= S, pages >= P, work >= W)):
+        (T, R, S, P, W), (rows, _, sequences, blocks, work) = self.shape, shape
+        if not all((T == R, rows >= T, sequences >= S, blocks >= P, work >= W)):
             raise ValueError(
-                f"a pass of {self.shape} (rows, with logits, sequences, pages, items of work) does not fit {shape}"
+                f"a batch of {self.shape} (rows, rows with logits, sequences, blocks, work items) does not fit {shape}"
             )
-        tables, items = np.zeros((sequences, pages), _INT), np.zeros((work, ITEM), _INT)
-        tables[:S, :P], items[:W] = self.tables, self.items
-        return Layout(
+        block_tables, items = np.zeros((sequences, blocks), _INT), np.zeros((work, ITEM), _INT)
+        block_tables[:S, :P], items[:W] = self.block_tables, self.items
+        return HostBatch(
             tokens=_fill(self.tokens, rows, 0),
             positions=_fill(self.positions, rows, 0),
-            places=_fill(self.places, rows, nowhere),
+            slot_mapping=_fill(self.slot_mapping, rows, null_position),
             rows=np.arange(rows, dtype=_LONG),
             row_starts=_fill(self.row_starts, sequences + 1, T),
             lengths=_fill(self.lengths, sequences, 0),
-            tables=tables,
+            block_tables=block_tables,
             items=items,
             row_slots=_fill(self.row_slots, rows, -1),
         )
@@ -226,16 +226,16 @@ def _fill(array: np.ndarray, length: int, value: int) -> np.ndarray:
     return np.concatenate((array, np.full(length - len(array), value, array.dtype)))
 
 
-def lay_out(chunks: Sequence[Chunk], pool: KVPool) -> Layout:
-    """Makes room for the chunks in a paged pool, and says where each row goes.
+def build_batch(chunks: Sequence[Chunk], pool: KVPool) -> HostBatch:
+    """Takes blocks for the chunks in a paged pool and returns the batch.
 
     Raises:
-        PoolExhausted: see `KVPool.grow`; slots before may have grown, and none has another length.
+        PoolExhausted: see `KVPool.grow`. Some slots may hold more blocks then; no length has changed.
     """
-    tables: list[tuple[int, ...]] = []
+    block_tables: list[tuple[int, ...]] = []
     for chunk in chunks:
         pool.grow(chunk.slot, chunk.start + len(chunk.tokens))
-        tables.append(pool.block_table(chunk.slot))
+        block_tables.append(pool.block_table(chunk.slot))
     counts = np.array([len(chunk.tokens) for chunk in chunks], _LONG)
     starts = np.array([chunk.start for chunk in chunks], _LONG)
     froms = np.array([chunk.logits_from for chunk in chunks], _LONG)
@@ -243,122 +243,128 @@ def lay_out(chunks: Sequence[Chunk], pool: KVPool) -> Layout:
     owner = np.arange(len(chunks)).repeat(counts)
     within = np.arange(row_starts[-1]) - row_starts[owner]
     positions = starts[owner] + within
-    table = np.zeros((len(chunks), max(map(len, tables))), _INT)
-    for own, blocks in zip(table, tables, strict=True):
+    table = np.zeros((len(chunks), max(map(len, block_tables))), _INT)
+    for own, blocks in zip(table, block_tables, strict=True):
         own[: len(blocks)] = blocks
     index, offset = np.divmod(positions, pool.block_tokens)
     work = work_list(row_starts, starts + counts)
-    return Layout(
+    return HostBatch(
         tokens=np.array([token for chunk in chunks for token in chunk.tokens], _LONG),
         positions=positions,
-        places=table[owner, index].astype(_LONG) * pool.block_tokens + offset,
+        slot_mapping=table[owner, index].astype(_LONG) * pool.block_tokens + offset,
         rows=np.flatnonzero(within >= froms[owner]),
         row_starts=row_starts.astype(_INT),
         lengths=(starts + counts).astype(_INT),
-        tables=table,
+        block_tables=table,
         items=work.items,
         row_slots=work.row_slots,
     )
 
 
 class PagedAttention(Protocol):
-    """How rows attend to their sequences' pages."""
+    """Attention over block tables."""
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, batch: "PagedBatch", scoring: Scoring) -> Tensor:
-        """Lets each row see its own sequence up to itself. Keys and values of all rows have been written before.
+        """Causal attention of each row over its own sequence. Keys and values of all rows are written before.
 
         Args:
             query: `[T, heads, head_dim]`.
-            keys: pages of a layer, `[blocks, block_tokens, kv_heads, head_dim]`.
+            keys: blocks of a layer, `[blocks, block_tokens, kv_heads, head_dim]`.
             values: like `keys`.
-            batch: the pass.
+            batch: the rows and their sequences.
             scoring: of the layer.
 
         Returns:
-            `[T, heads, head_dim]`; rows of no sequence are no numbers to rely on.
+            `[T, heads, head_dim]`; padding rows may hold any values.
         """
 
 
 @dataclass(slots=True)
 class PagedBatch:
-    """A pass on its device; it travels through the model to the attention as a keyword argument.
+    """A batch on its device. The model hands it to the attention as a keyword argument.
+
+    The tensors from `tokens` to `row_slots` are those of `HostBatch`.
 
     Attributes:
-        tokens: int64 `[T]`; likewise `positions`, `places` and `rows` `[R]`, see `Layout`.
-        positions: see `tokens`.
-        places: see `tokens`.
-        rows: see `tokens`.
-        row_starts: int32 `[S + 1]`; likewise `lengths` `[S]`, `tables` `[S, P]`, `items` `[W, 5]`, `row_slots` `[T]`.
-        lengths: see `row_starts`.
-        tables: see `row_starts`.
-        items: see `row_starts`.
-        row_slots: see `row_starts`.
-        slots: how many slots `items` may name.
+        slots: how many partial results `items` may name.
         memory: keys and values of all blocks.
-        attention: how rows attend to them.
-        layout: the same as numbers on the host; None where the tensors are filled anew behind it (a captured pass).
-        observer: None; see `outrider.runtime.batch.PackedBatch`, beside which a model's attention takes this.
+        attention: the implementation of attention.
+        host_batch: the same batch on the host; None in a CUDA graph, whose tensors are overwritten before each replay.
+        observer: always None; see `PackedBatch`.
     """
 
     tokens: Tensor
     positions: Tensor
-    places: Tensor
+    slot_mapping: Tensor
     rows: Tensor
     row_starts: Tensor
     lengths: Tensor
-    tables: Tensor
+    block_tables: Tensor
     items: Tensor
     row_slots: Tensor
     slots: int
     memory: PagedMemory
     attention: PagedAttention
-    layout: Layout | None = None
+    host_batch: HostBatch | None = None
     observer: Any = None
 
     @property
     def max_length(self) -> int:
-        """How many positions the tables have room for."""
-        return self.tables.size(1) * self.memory.keys[0].size(1)
+        """The longest sequence that the block tables can hold, in positions."""
+        return self.block_tables.size(1) * self.memory.keys[0].size(1)
 
     def position_ids(self, device: torch.device) -> Tensor:
         """`[T]`: the position of each row in its sequence."""
         return self.positions
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Puts keys and values of all rows, `[T, kv_heads, head_dim]` each, where they belong."""
-        for pages, new in ((self.memory.keys[layer], keys), (self.memory.values[layer], values)):
-            pages.flatten(0, 1).index_copy_(0, self.places, new.to(pages.dtype))
+        """Writes keys and values of all rows, `[T, kv_heads, head_dim]` each, to the blocks of a layer."""
+        for blocks, new in ((self.memory.keys[layer], keys), (self.memory.values[layer], values)):
+            blocks.flatten(0, 1).index_copy_(0, self.slot_mapping, new.to(blocks.dtype))
 
 
-def to_device(layout: Layout, memory: PagedMemory, attention: PagedAttention, device: torch.device) -> PagedBatch:
-    """A pass on its device, after one copy."""
-    room = torch.empty(Layout.size(layout.shape), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    layout.pack_into(room.numpy())
-    batch = on_device(room.to(device, non_blocking=True), layout.shape, layout.slots, memory, attention)
-    batch.layout = layout
+def to_device(
+    host_batch: HostBatch, memory: PagedMemory, attention: PagedAttention, device: torch.device
+) -> PagedBatch:
+    """The batch on its device, by one copy."""
+    buffer = torch.empty(HostBatch.size(host_batch.shape), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host_batch.pack_into(buffer.numpy())
+    batch = on_device(buffer.to(device, non_blocking=True), host_batch.shape, host_batch.slots, memory, attention)
+    batch.host_batch = host_batch
     return batch
 
 
-def on_device(room: Tensor, shape: Shape, slots: int, memory: PagedMemory, attention: PagedAttention) -> PagedBatch:
-    """The pass whose packed layout lies in `room`, uint8 on the device: views of it, no copies."""
-    tokens, positions, places, rows, row_starts, lengths, tables, items, row_slots = _split(room, shape)
+def on_device(buffer: Tensor, shape: Shape, slots: int, memory: PagedMemory, attention: PagedAttention) -> PagedBatch:
+    """The batch packed in `buffer`, uint8 on the device: views, no copies."""
+    tokens, positions, slot_mapping, rows, row_starts, lengths, block_tables, items, row_slots = _split(buffer, shape)
     return PagedBatch(
-        tokens, positions, places, rows, row_starts, lengths, tables, items, row_slots, slots, memory, attention
+        tokens,
+        positions,
+        slot_mapping,
+        rows,
+        row_starts,
+        lengths,
+        block_tables,
+        items,
+        row_slots,
+        slots,
+        memory,
+        attention,
     )
 
 
 def _parts(shape: Shape) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
-    """Size and dtype of each array of a layout."""
+    """Size and dtype of each array of a `HostBatch`."""
     T, R, S, P, W = shape
     longs, ints = [(T,), (T,), (T,), (R,)], [(S + 1,), (S,), (S, P), (W, ITEM), (T,)]
     return [(size, _LONG) for size in longs] + [(size, _INT) for size in ints]
 
 
-def _split(room: Tensor, shape: Shape) -> list[Tensor]:
-    """The arrays of a packed layout, in the order of its fields."""
+def _split(buffer: Tensor, shape: Shape) -> list[Tensor]:
+    """The arrays of a packed `HostBatch`, in the order of its fields."""
     parts, at = [], 0
     for size, kind in _parts(shape):
         count = kind.itemsize * int(np.prod(size))
-        parts.append(room.narrow(0, at, count).view(_TENSORS[kind]).view(size))
+        parts.append(buffer.narrow(0, at, count).view(_TENSORS[kind]).view(size))
         at += count
     return parts

@@ -1,12 +1,12 @@
-"""The blocks of a KV pool: which are held, which one is taken next, and the memory they are.
+"""The blocks of a KV pool: reference counts, free lists, and the memory.
 
-A block is held by one sequence or several, or it is free. A free block may still be cached under a key for what lies in
-it, and is found again until a sequence takes it. Blocks without a key are taken first, then the least recently used.
+A block is free, or held by one or several sequences. A free block may stay cached under the key of its content until a
+sequence takes it. Free blocks without a key are taken first, then the least recently used.
 
-Blocks are reserved in runs: a sequence that grows into its run lies in one piece of memory, which attention likes.
-Where nothing else is left, reserved blocks are given to others.
+Runs of consecutive blocks are reserved for a sequence, so that it stays contiguous in memory as it grows. When nothing
+else is free, other sequences take reserved blocks.
 
-Every method of `BlockPool` takes time in the blocks it is given, save `check_integrity`.
+Every method of `BlockPool` takes time proportional to the blocks it is given, except `check_integrity`.
 """
 
 from collections import OrderedDict
@@ -17,53 +17,53 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# How many blocks are looked at for a run, over its length.
+# How many blocks the search for a run inspects: this many times its length, and a minimum.
 _LOOKS = 4
 _LOOKS_AT_LEAST = 64
 
 
 class PoolExhausted(Exception):
-    """A KV pool has fewer free blocks than are needed."""
+    """A KV pool has too few free blocks."""
 
 
 class PoolCorrupted(RuntimeError):
-    """The books of a KV pool contradict each other: a bug, not an overload."""
+    """The records of a KV pool are inconsistent: a bug, not an overload."""
 
 
 class BlockPool:
-    """`count` blocks, numbered from 0. One thread owns them; `find` may be called from any."""
+    """`count` blocks, numbered from 0. One thread owns the pool; `find` may be called from any thread."""
 
     def __init__(self, count: int) -> None:
         if count < 1:
-            raise ValueError(f"count is {count}; a pool has at least 1 block")
+            raise ValueError(f"count is {count}; it must be at least 1")
         self.count = count
         self._ref_counts = [0] * count
-        # Free blocks, those to be taken next first: not reserved, and reserved.
+        # Free blocks in the order in which they are taken: not reserved, and reserved.
         self._free = OrderedDict.fromkeys(range(count))
         self._reserved: OrderedDict[int, None] = OrderedDict()
         self._is_reserved = bytearray(count)
         self._key_of_block: dict[int, bytes] = {}
         self._block_of_key: dict[bytes, int] = {}
-        self._cursor = 0  # where the search for a run goes on
-        self._clock = 0  # how many times a block with a key was released
-        self._released_at = [0] * count  # the clock when each last was
+        self._cursor = 0  # where the next search for a run begins
+        self._clock = 0  # the number of releases of blocks with a key
+        self._released_at = [0] * count  # the clock at the last release of each block
 
     @property
     def num_free(self) -> int:
-        """How many blocks are free."""
+        """The number of free blocks."""
         return len(self._free) + len(self._reserved)
 
     def ref_count(self, block: int) -> int:
-        """How many sequences hold a block."""
+        """The number of sequences that hold a block."""
         return self._ref_counts[block]
 
     # -------------------------------------------------------------------------------------------------------- holding
 
     def take(self, wanted: int | None = None) -> int:
-        """Takes a free block: `wanted`, or else the next one. Its key is forgotten.
+        """Takes a free block: `wanted` if it is free, else the next one. Its key is removed.
 
         Raises:
-            PoolExhausted: all are held.
+            PoolExhausted: no block is free.
         """
         if wanted is not None and self._ref_counts[wanted] == 0:
             block = wanted
@@ -79,19 +79,19 @@ class BlockPool:
         return block
 
     def hold(self, block: int) -> None:
-        """Holds a block once more; what is in it stays."""
+        """Adds a holder to a block; its content and key stay."""
         if self._ref_counts[block] == 0:
             del self._free_list(block)[block]
         self._ref_counts[block] += 1
 
     def release(self, block: int) -> None:
-        """Releases a block.
+        """Removes a holder from a block.
 
         Raises:
-            ValueError: nobody holds it.
+            ValueError: the block has no holder.
         """
         if self._ref_counts[block] < 1:
-            raise ValueError(f"block {block} is released, and nobody holds it")
+            raise ValueError(f"block {block} has no holder to release")
         self._ref_counts[block] -= 1
         if self._ref_counts[block] == 0:
             if block in self._key_of_block:
@@ -102,29 +102,29 @@ class BlockPool:
     # ------------------------------------------------------------------------------------------------------- contents
 
     def cache(self, block: int, key: bytes) -> None:
-        """Caches a block under `key`; the first block of a key keeps it."""
+        """Caches a block under `key`, unless another block has that key."""
         if key not in self._block_of_key:
             self.forget(block)
             self._block_of_key[key] = block
             self._key_of_block[block] = key
 
     def forget(self, block: int) -> None:
-        """Forgets the key of a block."""
+        """Removes the key of a block."""
         key = self._key_of_block.pop(block, None)
         if key is not None:
             del self._block_of_key[key]
 
     def find(self, key: bytes) -> int | None:
-        """The block of a key, held or free; None where there is none."""
+        """The block of a key, held or free, or None."""
         return self._block_of_key.get(key)
 
     # ----------------------------------------------------------------------------------------------------------- runs
 
     def reserve(self, count: int) -> int | None:
-        """Reserves `count` blocks in a row that are free, not reserved, and not used of late.
+        """Reserves `count` consecutive blocks that are free, not reserved, and not released recently.
 
         Returns:
-            The first of them, or None where no such run was met nearby.
+            The first block, or None if the search found no such run.
         """
         start = at = self._cursor
         for _ in range(_LOOKS * count + _LOOKS_AT_LEAST):
@@ -142,12 +142,12 @@ class BlockPool:
         return None
 
     def unreserve(self, reserved: Iterable[int]) -> None:
-        """Gives reserved blocks back; those that are held stay held."""
+        """Ends the reservation of blocks; held blocks stay held."""
         for block in reserved:
             self._is_reserved[block] = 0
             if self._ref_counts[block] == 0:
                 del self._reserved[block]
-                # They were to be taken first when they were reserved, and nothing has used them since.
+                # They were first in the free list when they were reserved, and are unused since.
                 self._free[block] = None
                 self._free.move_to_end(block, last=False)
 
@@ -167,28 +167,28 @@ class BlockPool:
 
     # ------------------------------------------------------------------------------------------------------ integrity
 
-    def check_integrity(self, tables: Iterable[Iterable[int]]) -> None:
-        """Checks the books against those who hold blocks, each with the blocks it holds.
+    def check_integrity(self, block_tables: Iterable[Iterable[int]]) -> None:
+        """Checks reference counts and free lists against the block tables of all sequences.
 
         Raises:
-            PoolCorrupted: a block is lost, is owned by more or fewer than hold it, or is known under two names.
+            PoolCorrupted: a block is lost, has a wrong reference count, or has two keys.
         """
         held = [0] * self.count
-        for table in tables:
+        for table in block_tables:
             for block in table:
                 held[block] += 1
         for block in range(self.count):
             if held[block] != self._ref_counts[block]:
                 raise PoolCorrupted(
-                    f"block {block} counts {self._ref_counts[block]} holders, and {held[block]} hold it"
+                    f"block {block} has reference count {self._ref_counts[block]} and {held[block]} holders"
                 )
             free_lists = (block in self._free) + (block in self._reserved)
             if free_lists != (held[block] == 0) or (free_lists and block not in self._free_list(block)):
                 raise PoolCorrupted(f"block {block} has {held[block]} holders and lies on {free_lists} free lists")
         if len(self._free) + len(self._reserved) > self.count:
-            raise PoolCorrupted("a block that does not exist can be taken")
+            raise PoolCorrupted("a free list has a block that does not exist")
         if {key: block for block, key in self._key_of_block.items()} != self._block_of_key:
-            raise PoolCorrupted("a block is known by a key that does not lead to it")
+            raise PoolCorrupted("the key of a block leads to another block")
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
@@ -196,13 +196,13 @@ class BlockPool:
 
 @dataclass(frozen=True, slots=True)
 class MemoryShape:
-    """How much of what.
+    """The size of a KV pool.
 
     Attributes:
-        kv_heads: heads of keys, and of values, by layer.
-        head_dim: the size of one, by layer.
-        blocks: how many there are.
-        block_tokens: positions of each.
+        kv_heads: heads of keys, and of values, per layer.
+        head_dim: the size of a head, per layer.
+        blocks: the number of blocks.
+        block_tokens: positions of a block.
     """
 
     kv_heads: tuple[int, ...]
@@ -211,28 +211,28 @@ class MemoryShape:
     block_tokens: int
 
     def alike(self) -> list[list[int]]:
-        """Layers by shape: those of one share a tensor, so that one call makes the views of them all."""
+        """Layers grouped by shape. A group shares one tensor, so that one call makes all its views."""
         shapes = list(zip(self.kv_heads, self.head_dim, strict=True))
         return [[i for i, own in enumerate(shapes) if own == shape] for shape in dict.fromkeys(shapes)]
 
 
 class KVMemory(Protocol):
-    """What a pool asks of either."""
+    """The interface of `MemoryByHead` and `PagedMemory`."""
 
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
-        """Copies each block of `source` to the one of `target`."""
+        """Copies each block of `source` to the block of `target` at the same index."""
 
     @property
     def bytes(self) -> int:
-        """Bytes reserved; on a CPU those of positions never written are not taken."""
+        """Bytes reserved. A CPU commits only those of written positions."""
 
 
 @dataclass(slots=True)
 class SlotViews:
-    """One sequence's keys and values for a pass, one entry per layer.
+    """One sequence's keys and values for a forward pass, one entry per layer.
 
     Attributes:
-        keys: `[kv_heads, 1, end, head_dim]` each: heads as a batch, so that attention leaves its result in their order.
+        keys: `[kv_heads, 1, end, head_dim]` each; with heads as the batch, attention needs no transposition.
         values: like `keys`.
         new: `[2, kv_heads, end - start, head_dim]` each: keys and values of the positions from `start` on, to write.
     """
@@ -243,7 +243,7 @@ class SlotViews:
 
 
 class MemoryByHead:
-    """All positions of a head in one piece, block after block."""
+    """Memory with all positions of a head contiguous, block after block."""
 
     def __init__(self, shape: MemoryShape, dtype: torch.dtype, device: torch.device) -> None:
         self._shape = shape
@@ -265,7 +265,7 @@ class MemoryByHead:
         return _bytes(self._stores)
 
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
-        """As many blocks at once as follow one another on both sides."""
+        """Copies consecutive blocks at once."""
         at, size = 0, self._shape.block_tokens
         while at < len(source):
             end = at + 1
@@ -277,11 +277,11 @@ class MemoryByHead:
             at = end
 
     def narrow(self, block: int, end: int) -> list[Tensor]:
-        """The first `end` positions from a block on, `[layers, 2, kv_heads, end, head_dim]` for each shape of layer."""
+        """Views of `end` positions from a block on, `[layers, 2, kv_heads, end, head_dim]` per shape of layer."""
         return [store.narrow(3, block * self._shape.block_tokens, end) for store in self._stores]
 
     def gather(self, block_table: Sequence[int], end: int) -> list[Tensor]:
-        """A copy of the first `end` positions of the blocks of a block table, shaped like `narrow`."""
+        """A copy of the first `end` positions of a block table, with the shapes of `narrow`."""
         index = torch.tensor(block_table, device=self._device)
         gathered = []
         for store in self._stores:
@@ -292,7 +292,7 @@ class MemoryByHead:
         return gathered
 
     def scatter(self, gathered: Sequence[Tensor], block_table: Sequence[int], start: int, end: int) -> None:
-        """Writes positions of what was gathered to where they belong."""
+        """Writes the positions `start` to `end` of gathered tensors back to their blocks."""
         at, size = start, self._shape.block_tokens
         while at < end:
             index, offset = divmod(at, size)
@@ -302,7 +302,7 @@ class MemoryByHead:
             at += count
 
     def views(self, stores: Sequence[Tensor], start: int, end: int) -> SlotViews:
-        """What `narrow` or `gather` gave, layer by layer."""
+        """The result of `narrow` or `gather`, per layer."""
         if len(stores) == 1:
             return _views(stores[0], start, end)
         keys: list[Tensor] = [torch.empty(0)] * len(self._shape.kv_heads)
@@ -315,14 +315,14 @@ class MemoryByHead:
 
 
 class PagedMemory:
-    """Block after block, each with all heads of its positions: a block table says where to read.
+    """Memory for block tables: block after block, each with all heads of its positions.
 
     Attributes:
         keys: of each layer, `[blocks + 1, block_tokens, kv_heads, head_dim]`. The last block is the null block: padding
-            writes there.
+            rows write there.
         values: like `keys`.
         null_position: the first position of the null block, counted over all blocks.
-        on_copy: who is told of each copy of blocks, if anybody: whoever holds other heads of the same positions.
+        on_copy: called before each copy of blocks, for tensor-parallel ranks with other heads; or None.
     """
 
     def __init__(self, shape: MemoryShape, dtype: torch.dtype, device: torch.device) -> None:
@@ -337,7 +337,7 @@ class PagedMemory:
             head = (shape.kv_heads[members[0]], shape.head_dim[members[0]])
             size = (2 * len(members), shape.blocks + 1, shape.block_tokens, *head)
             store = torch.empty(size, dtype=dtype, device=device)
-            # Attention multiplies what it does not see by 0, and 0 times a number that is none is none.
+            # Attention multiplies masked values by 0, and 0 times NaN is NaN.
             store.zero_()
             self._stores.append(store)
             own = store.unbind(0)

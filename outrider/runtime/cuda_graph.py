@@ -1,8 +1,8 @@
-"""Runs passes over pages: as they come, or as CUDA graphs of the sizes that come often.
+"""Runs paged batches: eagerly, or as CUDA graphs captured for frequent sizes.
 
-A pass in which every row has logits, as rounds and single steps have, is filled up to the next size that was captured,
-and runs as one call; whatever fits no graph runs as it comes. Elsewhere than on CUDA a capture is the function itself.
-What is captured reads and writes the same tensors each time, so what differs from pass to pass is written there before.
+A batch in which every row has logits (rounds, single steps) is padded to the next captured size and replayed as one
+call. A batch that fits no graph runs eagerly. A graph reads and writes the same tensors each time: `GraphRunner` copies
+the batch there before each replay. Without CUDA, a "capture" is the function itself.
 """
 
 import time
@@ -15,29 +15,29 @@ from torch import Tensor
 
 from kernels.attention_work import work_size
 from outrider.runtime.attention import Program
-from outrider.runtime.batch import Layout, PagedAttention, Shape, on_device, to_device
+from outrider.runtime.batch import HostBatch, PagedAttention, Shape, on_device, to_device
 from outrider.runtime.block_pool import PagedMemory
 
 
 class Runner(Protocol):
-    """Runs passes, one after the other, on one thread."""
+    """Runs batches one after the other, on one thread."""
 
-    def run(self, layout: Layout) -> Tensor:
-        """Writes keys and values of all rows, and returns logits of those that need them, `[R, V]`, in the order of the
-        rows and the dtype of the model. Another run may write over them.
+    def run(self, host_batch: HostBatch) -> Tensor:
+        """Writes keys and values of all rows. Returns the logits of the rows that need them, `[R, V]`, in the order of
+        the rows and the dtype of the model. The next run may overwrite the result.
         """
 
 
 class PagedRunner:
-    """Runs each pass as it comes.
+    """Runs each batch eagerly.
 
     Args:
         program: of the model.
-        memory: of its keys and values.
-        attention: that reads them.
-        device: of all.
+        memory: keys and values of all blocks.
+        attention: the implementation of attention.
+        device: of model and memory.
         dtype: of the logits.
-        max_length: positions of a sequence at most.
+        max_length: the longest sequence, in positions.
     """
 
     def __init__(
@@ -57,37 +57,37 @@ class PagedRunner:
         self.max_length = max_length
 
     @torch.inference_mode()
-    def run(self, layout: Layout) -> Tensor:
+    def run(self, host_batch: HostBatch) -> Tensor:
         """See `Runner`."""
-        batch = to_device(layout, self.memory, self.attention, self.device)
-        return self.program(batch.tokens, batch, None if len(layout.rows) == len(layout.tokens) else batch.rows)
+        batch = to_device(host_batch, self.memory, self.attention, self.device)
+        return self.program(batch.tokens, batch, None if len(host_batch.rows) == len(host_batch.tokens) else batch.rows)
 
 
-# The first runs make what later ones keep: workspaces, compiled kernels, plans of products.
+# The first runs allocate workspaces, compile kernels and choose matmul algorithms, which a capture cannot do.
 _WARM_UPS = 2
 
 
 class Capturer(Protocol):
-    """Captures on one device."""
+    """Captures functions on one device."""
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Runs it some times, and returns what runs it again.
+        """Runs the function some times to warm up, captures it, and returns its replay.
 
         Raises:
-            CannotCapture: the device cannot hold it; the text says why.
+            CannotCapture: the function cannot be captured; the text gives the reason.
         """
 
     @property
     def bytes(self) -> int:
-        """Memory that the graphs hold."""
+        """Memory held by the graphs."""
 
 
 class CannotCapture(RuntimeError):
-    """What was to be captured asks for something that a graph cannot hold."""
+    """The function does something that a CUDA graph cannot hold, such as a host sync."""
 
 
 class Repeating:
-    """Repeats by calling again: where there are no graphs."""
+    """Stands in for graphs where there are none: replay is a plain call."""
 
     bytes = 0
 
@@ -98,7 +98,7 @@ class Repeating:
 
 
 class CudaCapturer:
-    """Captures CUDA graphs, which share one pool of memory: they never run at once.
+    """Captures CUDA graphs. They share one memory pool, since no two run at the same time.
 
     Args:
         device: a CUDA device.
@@ -112,7 +112,7 @@ class CudaCapturer:
 
     @property
     def bytes(self) -> int:
-        """See `Capturer`: what the device has lost since the first capture."""
+        """See `Capturer`: memory reserved since the first capture."""
         return self._bytes
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
@@ -126,7 +126,7 @@ class CudaCapturer:
             with torch.cuda.stream(self._stream):
                 for _ in range(_WARM_UPS):
                     run()
-                torch.cuda.set_sync_debug_mode("error")  # what waits for the device says so here, in plain words
+                torch.cuda.set_sync_debug_mode("error")  # a host sync raises here, with a clear message
                 run()
                 torch.cuda.set_sync_debug_mode(mode)
             current.wait_stream(self._stream)
@@ -137,7 +137,7 @@ class CudaCapturer:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            self._pool = torch.cuda.graph_pool_handle()  # what a broken capture leaves in the other is not known
+            self._pool = torch.cuda.graph_pool_handle()  # a failed capture leaves the old pool in an unknown state
             words = (str(error).splitlines() or [""])[0]
             raise CannotCapture(f"{type(error).__name__}: {words}") from error
         finally:
@@ -147,19 +147,17 @@ class CudaCapturer:
 
 
 def capturer_for(device: torch.device) -> Capturer:
-    """What captures on a device."""
+    """The capturer of a device."""
     return CudaCapturer(device) if device.type == "cuda" else Repeating()
 
 
 def buckets_for(max_sequences: int, widest: int, *, pass_tokens: int | None = None) -> list[int]:
-    """Numbers of rows to capture passes of, for rounds of up to so many rows each: 1, 2, 3, 4, 6, 8, 12 and so on.
-
-    A pass is filled up by half of itself at most.
+    """Padded batch sizes to capture, in rows: 1, 2, 3, 4, 6, 8, 12 and so on. Padding adds at most half of a batch.
 
     Args:
-        max_sequences: of a pass.
-        widest: rows of a sequence.
-        pass_tokens: rows of a pass; None is any number.
+        max_sequences: of a batch.
+        widest: the most rows of one sequence.
+        pass_tokens: the most rows of a batch; None is no limit.
     """
     most = max_sequences * widest if pass_tokens is None else min(pass_tokens, max_sequences * widest)
     return sorted({size for i in range(most.bit_length()) for size in (1 << i, 3 << i >> 1) if size < most} | {most})
@@ -169,7 +167,7 @@ def buckets_for(max_sequences: int, widest: int, *, pass_tokens: int | None = No
 class _Captured:
     shape: Shape
     staging: Tensor
-    room: Tensor
+    buffer: Tensor
     logits: Tensor
     replay: Callable[[], None]
 
@@ -177,59 +175,56 @@ class _Captured:
     def rows(self) -> int:
         return self.shape[0]
 
-    def takes(self, layout: Layout) -> bool:
-        """Whether a pass fits, and has logits in every row."""
-        T, R, S, _, _ = layout.shape
+    def takes(self, host_batch: HostBatch) -> bool:
+        """Whether a batch fits and has logits in every row."""
+        T, R, S, _, _ = host_batch.shape
         return T == R <= self.rows and self.shape[2] >= S
 
 
 class GraphRunner:
-    """A runner (`outrider.runtime.cuda_graph`) that has graphs of the sizes that come often.
+    """A `Runner` that replays CUDA graphs of frequent sizes.
 
     Args:
-        eager: runs what has none.
+        eager: runs batches that fit no graph.
         block_tokens: positions of a block.
         vocab_size: V.
-        max_sequences: of a captured pass.
-
-    Attributes:
-        eager: as given.
+        max_sequences: of a captured batch.
     """
 
     def __init__(self, eager: PagedRunner, *, block_tokens: int, vocab_size: int, max_sequences: int) -> None:
         self.eager = eager
         self._max_sequences = max_sequences
-        self._pages = -(-eager.max_length // block_tokens)
+        self._max_blocks = -(-eager.max_length // block_tokens)
         self._vocab_size = vocab_size
         self._captured: list[_Captured] = []  # the smallest first
-        self._copied: torch.cuda.Event | None = None  # when the last pass was on its device
+        self._copied: torch.cuda.Event | None = None  # the last copy to the device
 
     @property
     def sizes(self) -> list[int]:
-        """Rows of the passes that are captured, the fewest first."""
+        """The captured sizes in rows, ascending."""
         return [each.rows for each in self._captured]
 
-    def find(self, layout: Layout) -> int | None:
-        """The rows of the graph that runs a pass; None where there is none."""
-        captured = self._find(layout)
+    def find(self, host_batch: HostBatch) -> int | None:
+        """The size of the graph that runs a batch; None if it runs eagerly."""
+        captured = self._find(host_batch)
         return None if captured is None else captured.rows
 
     @torch.inference_mode()
-    def run(self, layout: Layout) -> Tensor:
+    def run(self, host_batch: HostBatch) -> Tensor:
         """See `outrider.runtime.cuda_graph.Runner`."""
-        captured = self._find(layout)
+        captured = self._find(host_batch)
         if captured is None:
-            return self.eager.run(layout)
-        padded = layout.padded(captured.shape, nowhere=self.eager.memory.null_position)
+            return self.eager.run(host_batch)
+        padded = host_batch.padded(captured.shape, null_position=self.eager.memory.null_position)
         if self._copied is not None:
-            self._copied.synchronize()  # the copy before this one has left the staging room
+            self._copied.synchronize()  # the previous copy has read the staging buffer
         padded.pack_into(captured.staging.numpy())
-        captured.room.copy_(captured.staging, non_blocking=True)
+        captured.buffer.copy_(captured.staging, non_blocking=True)
         if self.eager.device.type == "cuda":
             self._copied = torch.cuda.Event()
             self._copied.record()
         captured.replay()
-        return captured.logits.narrow(0, 0, len(layout.tokens))
+        return captured.logits.narrow(0, 0, len(host_batch.tokens))
 
     @torch.inference_mode()
     def capture(
@@ -241,22 +236,22 @@ class GraphRunner:
         most_bytes: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> str:
-        """Captures passes of these sizes, the largest first: the others then lie in its memory.
+        """Captures batches of these sizes. The largest comes first, so that the others reuse its memory.
 
-        Where time will not do for all of them, the smallest are captured, as few streams gain the most.
+        Where the time is too short for all, the smallest sizes follow: few streams gain the most.
 
         Args:
             capturer: of the device.
-            buckets: numbers of rows.
-            seconds: how long it may take, as far as the first one tells.
-            most_bytes: how much memory the graphs may hold; capturing ends with the one that takes more.
+            buckets: sizes in rows.
+            seconds: the time limit; the duration of the first capture is taken for the others.
+            most_bytes: the memory limit of all graphs; capturing stops at the first graph beyond it.
             clock: seconds.
 
         Returns:
-            In a few words what is captured, and what is not, and why.
+            One line for the log: how many sizes are captured, and why not all.
 
         Raises:
-            torch.OutOfMemoryError: the device has no room for a graph.
+            torch.OutOfMemoryError: the device has no memory for a graph.
         """
         wanted = sorted(buckets)
         logits = self._logits(wanted[-1])
@@ -269,32 +264,32 @@ class GraphRunner:
                 why = str(error)
                 break
             if capturer.bytes > most_bytes:
-                why = f"they hold {capturer.bytes >> 20} MiB of {most_bytes >> 20}"
+                why = f"the graphs hold {capturer.bytes >> 20} MiB of {most_bytes >> 20} MiB allowed"
                 break
             each = (clock() - began) / len(captured)
-            room = max(0, int((seconds - (clock() - began)) / max(each, 1e-9)))
-            if room < len(left):
-                why = f"one takes {each:.1f} s, and all may take {seconds:g}"
-                left = left[:room]
+            count = max(0, int((seconds - (clock() - began)) / max(each, 1e-9)))
+            if count < len(left):
+                why = f"one capture takes {each:.1f} s, and {seconds:g} s are allowed for all"
+                left = left[:count]
         self._captured = captured[::-1]
         return f"{len(captured)} of {len(wanted)} sizes" + (f": {why}" if why else "")
 
-    def _find(self, layout: Layout) -> _Captured | None:
-        return next((each for each in self._captured if each.takes(layout)), None)
+    def _find(self, host_batch: HostBatch) -> _Captured | None:
+        return next((each for each in self._captured if each.takes(host_batch)), None)
 
     def _capture(self, capturer: Capturer, rows: int, logits: Tensor) -> _Captured:
         eager, (items, slots) = self.eager, work_size(rows, self.eager.max_length)
-        shape = (rows, rows, min(rows, self._max_sequences), self._pages, items)
-        staging = torch.empty(Layout.size(shape), dtype=torch.uint8, pin_memory=eager.device.type == "cuda")
-        Layout.empty().padded(shape, nowhere=eager.memory.null_position).pack_into(staging.numpy())
-        room = staging.to(eager.device)
-        batch = on_device(room, shape, slots, eager.memory, eager.attention)
+        shape = (rows, rows, min(rows, self._max_sequences), self._max_blocks, items)
+        staging = torch.empty(HostBatch.size(shape), dtype=torch.uint8, pin_memory=eager.device.type == "cuda")
+        HostBatch.empty().padded(shape, null_position=eager.memory.null_position).pack_into(staging.numpy())
+        buffer = staging.to(eager.device)
+        batch = on_device(buffer, shape, slots, eager.memory, eager.attention)
         own = logits.narrow(0, 0, rows)
 
         def run() -> None:
             own.copy_(eager.program(batch.tokens, batch, None))
 
-        return _Captured(shape, staging, room, own, capturer.capture(run))
+        return _Captured(shape, staging, buffer, own, capturer.capture(run))
 
     def _logits(self, rows: int) -> Tensor:
         return torch.zeros(rows, self._vocab_size, dtype=self.eager.dtype, device=self.eager.device)

@@ -1,8 +1,8 @@
-"""The decode loop: several tokens of each of a few sequences in one call, each drawn from the logits after the last.
+"""The decode loop: samples several tokens in a row for each of a few sequences, in one call.
 
-Where steps are captured (over a paged pool), a step draws a token of each sequence on the device and runs it; it is
-captured once for each number of sequences and replayed for each token, and replays do not wait for each other on the
-host. Elsewhere the same steps are taken one by one, and `kernels.sampling` draws between them.
+Over a paged pool the steps are CUDA graphs: one step samples a token of each sequence on the device and runs it. A step
+is captured once per number of sequences and replayed for each token, without host syncs in between. Otherwise the steps
+run eagerly, and `kernels.sampling` samples between them.
 """
 
 import time
@@ -19,18 +19,18 @@ from kernels.packed_arrays import Field, PackedArrays
 from kernels.sampling import NO_LOGITS, Draw, Sample, sample
 from kernels.sampling_device import DeviceDraws
 from kernels.sparse import SparseConfig
-from outrider.runtime.batch import Chunk, PagedBatch, lay_out, pack
+from outrider.runtime.batch import Chunk, PagedBatch, build_batch, pack
 from outrider.runtime.cuda_graph import CannotCapture, Capturer, PagedRunner
 from outrider.runtime.model_runner import ModelRunner
 
 
 class DecodeLoop:
-    """Decodes with one model.
+    """The decode loop of one model.
 
     Args:
         model_runner: the model.
-        vocab_size: tokens that may be drawn; the model's logits may have more.
-        config: how much of q is kept.
+        vocab_size: tokens that may be sampled; the model's logits may have more.
+        config: how q is truncated.
     """
 
     def __init__(self, model_runner: ModelRunner, vocab_size: int, config: SparseConfig) -> None:
@@ -40,20 +40,20 @@ class DecodeLoop:
         self._captured: CapturedSteps | None = None
 
     def obstacle(self, draws: Sequence[Sequence[Draw]]) -> str | None:
-        """Why `decode` cannot draw these; None where it can."""
+        """Why `decode` does not support these draws; None if it does."""
         if self._captured is not None:
             return self._captured.obstacle(draws)
-        return None if self.model_runner.paged_runner is None else "no steps are captured"
+        return None if self.model_runner.paged_runner is None else "no steps are captured for a paged KV cache"
 
     @torch.inference_mode()
     def decode(self, chunks: Sequence[Chunk], draws: Sequence[Sequence[Draw]]) -> list[list[Sample]]:
-        """Runs a chunk of each sequence, draws its next token, runs that, and so on; the last one drawn is not run.
+        """Runs a chunk of each sequence, samples its next token, runs that token, and so on. The last token is not run.
 
-        Each sequence gets one token for each of its draws: the one that `kernels.sampling.sample` gives. Afterwards a
-        slot holds its chunk and the tokens drawn but the last. If it raises, no slot has changed its length.
+        Each sequence gets one token per draw, as by `kernels.sampling.sample`. Afterwards a slot holds its chunk and
+        all sampled tokens but the last. If it raises, no slot has changed its length.
 
         Returns:
-            The samples of each sequence; none follows one without a token.
+            The samples of each sequence. A sample without a token is the last of its sequence.
 
         Raises:
             ValueError: a chunk or its tokens do not fit their slot, a token is outside the vocabulary, or there is an
@@ -66,10 +66,11 @@ class DecodeLoop:
             rows = len(chunk.tokens) + len(own) - 1
             if chunk.start + rows > pool.max_length:
                 raise ValueError(
-                    f"slot {chunk.slot} holds {chunk.start} positions: {rows} more go beyond its {pool.max_length}"
+                    f"slot {chunk.slot} holds {chunk.start} positions and gets {rows} more; the limit is "
+                    f"{pool.max_length}"
                 )
         if (why := self.obstacle(draws)) is not None:
-            raise ValueError(f"{model_runner.loaded.name} cannot decode: {why}")
+            raise ValueError(f"the decode loop of {model_runner.loaded.name} does not support {why}")
         samples = self._step_by_step(chunks, draws) if self._captured is None else self._captured.decode(chunks, draws)
         for chunk, own_samples in zip(chunks, samples, strict=True):
             pool.extend(chunk.slot, chunk.start + len(chunk.tokens) + len(own_samples) - 1)
@@ -105,20 +106,23 @@ class DecodeLoop:
         seconds: float,
         most_bytes: int,
     ) -> str:
-        """Has steps captured, where the pool is paged.
+        """Captures the steps, if the pool is paged.
 
         Args:
             capturer: of the model's device.
-            sequences: see `DecodeLoopSize`; likewise `tokens` and `with_noise`.
-            tokens: see `sequences`.
-            with_noise: see `sequences`.
-            seconds: see `CapturedSteps.capture`; likewise `most_bytes`, and what is returned.
-            most_bytes: see `seconds`.
+            sequences: see `DecodeLoopSize`.
+            tokens: see `DecodeLoopSize`.
+            with_noise: see `DecodeLoopSize`.
+            seconds: see `GraphRunner.capture`.
+            most_bytes: see `GraphRunner.capture`.
+
+        Returns:
+            One line for the log.
         """
         model_runner = self.model_runner
         eager = model_runner.captured.eager if model_runner.captured is not None else model_runner.paged_runner
         if not isinstance(eager, PagedRunner):
-            return "none: keys and values are not in pages"
+            return "none: the KV cache is not paged"
         size = DecodeLoopSize(
             sequences=sequences,
             tokens=tokens,
@@ -134,16 +138,16 @@ class DecodeLoop:
 
 @dataclass(frozen=True, slots=True)
 class DecodeLoopSize:
-    """What a decode loop has room for.
+    """The limits of captured steps.
 
     Attributes:
-        sequences: at most, in one call.
-        tokens: of each at most, γ.
-        max_length: positions of a sequence.
+        sequences: the most sequences of one call.
+        tokens: the most tokens of each, γ.
+        max_length: the longest sequence, in positions.
         block_tokens: positions of a block.
-        vocab_size: tokens that may be drawn.
-        logits_size: those that the model has logits for.
-        with_noise: whether noise may choose tokens, which takes the verification's kernels.
+        vocab_size: tokens that may be sampled.
+        logits_size: tokens in the model's logits.
+        with_noise: whether draws may use Gumbel noise, which needs the verification kernels.
     """
 
     sequences: int
@@ -156,13 +160,13 @@ class DecodeLoopSize:
 
 
 class CapturedSteps:
-    """Captured steps of up to so many sequences at once.
+    """Captured steps for 1, 2, 4 … sequences.
 
     Args:
         model_runner: the model.
         eager: its runner.
-        size: what there is room for.
-        config: how much of q is kept.
+        size: the limits.
+        config: how q is truncated.
     """
 
     def __init__(
@@ -172,46 +176,46 @@ class CapturedSteps:
         self._eager = eager
         self._size = size
         self._config = config
-        self._tables: list[_Table] = []  # the smallest first
-        # [γ, S, V]: what each token was drawn from; all sizes use the same room, one at a time.
+        self._buffers: list[_StepBuffers] = []  # the smallest first
+        # [γ, S, V]: the logits of each token; the graphs of all sizes share this buffer.
         self._logits = torch.zeros(
             size.tokens * size.sequences, size.logits_size, dtype=eager.dtype, device=eager.device
         )
 
     def obstacle(self, draws: Sequence[Sequence[Draw]]) -> str | None:
-        """Why these cannot be drawn here; None where they can."""
-        most = self._tables[-1].sequences if self._tables else 0
+        """Why these draws are not supported; None if they are."""
+        most = self._buffers[-1].sequences if self._buffers else 0
         if len(draws) > most:
-            return f"{len(draws)} sequences, where there is room for {most}"
+            return f"{len(draws)} sequences; steps of {most} at most are captured"
         for own in draws:
             if len(own) > self._size.tokens:
-                return f"{len(own)} tokens, where there is room for {self._size.tokens}"
+                return f"{len(own)} tokens; {self._size.tokens} at most are captured"
             for each in own:
                 if (why := sampling_device.obstacle(each)) is not None:
                     return why
                 if each.noise is not None and not self._size.with_noise:
-                    return "noise, which takes Triton"
+                    return "noise, which needs Triton"
         return None
 
     def decode(self, chunks: Sequence[Chunk], draws: Sequence[Sequence[Draw]]) -> list[list[Sample]]:
-        """See `DecodeLoop.decode`; the slots keep their length."""
+        """See `DecodeLoop.decode`; lengths of slots do not change."""
         model_runner, pool = self._model_runner, self._model_runner.pool
         assert model_runner.paged_runner is not None
         for chunk, own in zip(chunks, draws, strict=True):
             pool.grow(chunk.slot, chunk.start + len(chunk.tokens) + len(own) - 1)
-        # A graph has logits of every row, so that short chunks ask for them all.
-        layout = lay_out([replace(chunk, logits_from=0) for chunk in chunks], pool)
-        last = layout.row_starts[1:] - 1
-        if model_runner.captured is None or model_runner.captured.find(layout) is None:
-            layout = lay_out([replace(chunk, logits_from=len(chunk.tokens) - 1) for chunk in chunks], pool)
+        # A graph returns logits of every row, so short chunks need them all.
+        host_batch = build_batch([replace(chunk, logits_from=0) for chunk in chunks], pool)
+        last = host_batch.row_starts[1:] - 1
+        if model_runner.captured is None or model_runner.captured.find(host_batch) is None:
+            host_batch = build_batch([replace(chunk, logits_from=len(chunk.tokens) - 1) for chunk in chunks], pool)
             last = np.arange(len(chunks))
-        logits = model_runner.paged_runner.run(layout)
+        logits = model_runner.paged_runner.run(host_batch)
         if len(logits) > len(last):
             logits = logits.index_select(0, torch.from_numpy(last).to(logits.device))
-        table = next(each for each in self._tables if each.sequences >= len(chunks))
-        table.fill(chunks, [pool.block_table(chunk.slot) for chunk in chunks], logits, draws)
-        table.run(max(map(len, draws)) - 1)
-        return table.fetch(draws)
+        buffers = next(each for each in self._buffers if each.sequences >= len(chunks))
+        buffers.fill(chunks, [pool.block_table(chunk.slot) for chunk in chunks], logits, draws)
+        buffers.run(max(map(len, draws)) - 1)
+        return buffers.fetch(draws)
 
     @torch.inference_mode()
     def capture(
@@ -225,32 +229,32 @@ class CapturedSteps:
         """Captures steps for 1, 2, 4 … sequences, the fewest first; see `GraphRunner.capture`.
 
         Returns:
-            In a few words what is captured, and what is not, and why.
+            One line for the log.
         """
         counts = sorted({min(1 << i, self._size.sequences) for i in range(self._size.sequences.bit_length() + 1)})
         began, why = clock(), ""
         for count in counts:
             spent = clock() - began
-            if spent * (len(self._tables) + 1) > seconds * max(1, len(self._tables)):
-                why = f"{spent:.1f} s have passed, and all may take {seconds:g}"
+            if spent * (len(self._buffers) + 1) > seconds * max(1, len(self._buffers)):
+                why = f"capturing took {spent:.1f} s so far, and {seconds:g} s are allowed for all"
             elif capturer.bytes > most_bytes:
-                why = f"they hold {capturer.bytes >> 20} MiB of {most_bytes >> 20}"
+                why = f"the graphs hold {capturer.bytes >> 20} MiB of {most_bytes >> 20} MiB allowed"
             if why:
                 break
-            table = _Table(self._eager, self._size, self._config, count, self._logits)
+            buffers = _StepBuffers(self._eager, self._size, self._config, count, self._logits)
             try:
-                table.capture(capturer)
+                buffers.capture(capturer)
             except CannotCapture as error:
                 why = str(error)
                 break
-            self._tables.append(table)
-        return f"steps of up to {self._tables[-1].sequences if self._tables else 0} sequences" + (
+            self._buffers.append(buffers)
+        return f"steps of up to {self._buffers[-1].sequences if self._buffers else 0} sequences" + (
             f": {why}" if why else ""
         )
 
 
-class _Table:
-    """The tensors that steps of S sequences read and write, and the graphs of those steps."""
+class _StepBuffers:
+    """The tensors that steps of S sequences read and write, and the graphs of these steps."""
 
     def __init__(
         self, eager: PagedRunner, size: DecodeLoopSize, config: SparseConfig, sequences: int, logits: Tensor
@@ -258,52 +262,52 @@ class _Table:
         self.sequences = S = sequences
         self._eager, self._size, self._config = eager, size, config
         self._logits = logits[: size.tokens * S].view(size.tokens, S, -1)
-        pages = -(-size.max_length // size.block_tokens)
+        blocks = -(-size.max_length // size.block_tokens)
         items, slots = work_size(S, size.max_length + size.tokens)
         support = min(config.max_support, size.vocab_size)
         on_gpu = eager.device.type == "cuda"
-        put = PackedArrays(
+        inputs = PackedArrays(
             {
                 "positions": Field(np.int64, (S,)),
-                "limits": Field(np.int64, (S,)),  # rows at these positions and later are nobody's
+                "limits": Field(np.int64, (S,)),  # rows from these positions on are padding
                 "bits": Field(np.int64, (size.tokens, S)),
                 "by_noise": Field(np.int64, (S,)),
                 "seeds": Field(np.int64, (S,)),
                 "noise_positions": Field(np.int64, (S,)),
                 "step": Field(np.int64, (1,)),
                 "temperatures": Field(np.float64, (S,)),
-                "tables": Field(np.int32, (S, pages)),
+                "block_tables": Field(np.int32, (S, blocks)),
                 "items": Field(np.int32, (items, ITEM)),
                 "row_slots": Field(np.int32, (S,)),
             }
         )
-        self._staged = put.buffer(torch.device("cpu"), pinned=on_gpu)
+        self._staged = inputs.buffer(torch.device("cpu"), pinned=on_gpu)
         self._staged.zero_()
-        self._host = put.arrays(self._staged)
+        self._host = inputs.arrays(self._staged)
         self._buffer = self._staged.to(eager.device)
-        self._put = put.tensors(self._buffer)
-        got = PackedArrays(
+        self._inputs = inputs.tensors(self._buffer)
+        outputs = PackedArrays(
             {
                 "tokens": Field(np.int64, (size.tokens, S)),
                 "ids": Field(np.int64, (size.tokens, S, support)),
                 "weights": Field(np.int32, (size.tokens, S, support)),
             }
         )
-        self._results = got.buffer(eager.device)
-        self._got = got.tensors(self._results)
-        self._fetched = got.buffer(torch.device("cpu"), pinned=on_gpu)
-        self._told = got.arrays(self._fetched)
+        self._results = outputs.buffer(eager.device)
+        self._outputs = outputs.tensors(self._results)
+        self._host_buffer = outputs.buffer(torch.device("cpu"), pinned=on_gpu)
+        self._host_results = outputs.arrays(self._host_buffer)
         self._drawn_from = torch.zeros(S, size.logits_size, dtype=eager.dtype, device=eager.device)
         self._batch = PagedBatch(
             tokens=torch.zeros(S, dtype=torch.int64, device=eager.device),
             positions=torch.zeros(S, dtype=torch.int64, device=eager.device),
-            places=torch.full((S,), eager.memory.null_position, dtype=torch.int64, device=eager.device),
+            slot_mapping=torch.full((S,), eager.memory.null_position, dtype=torch.int64, device=eager.device),
             rows=torch.arange(S, device=eager.device),
             row_starts=torch.arange(S + 1, dtype=torch.int32, device=eager.device),
             lengths=torch.ones(S, dtype=torch.int32, device=eager.device),
-            tables=self._put["tables"],
-            items=self._put["items"],
-            row_slots=self._put["row_slots"],
+            block_tables=self._inputs["block_tables"],
+            items=self._inputs["items"],
+            row_slots=self._inputs["row_slots"],
             slots=slots,
             memory=eager.memory,
             attention=eager.attention,
@@ -312,24 +316,24 @@ class _Table:
         self._replay_draw: Callable[[], None]
 
     def capture(self, capturer: Capturer) -> None:
-        """Captures a step, and the last draw."""
-        self._put["step"].zero_()
+        """Captures a step, and the last draw, which runs no token."""
+        self._inputs["step"].zero_()
         self._replay_step = capturer.capture(self._step)
-        self._put["step"].zero_()
+        self._inputs["step"].zero_()
         self._replay_draw = capturer.capture(self._draw)
 
     def fill(
         self,
         chunks: Sequence[Chunk],
-        tables: Sequence[Sequence[int]],
+        block_tables: Sequence[Sequence[int]],
         logits: Tensor,
         draws: Sequence[Sequence[Draw]],
     ) -> None:
-        """Puts in place what the first step begins with."""
+        """Writes the inputs of the first step."""
         host = self._host
         for array in host.values():
             array[...] = 0
-        for s, (chunk, blocks, own) in enumerate(zip(chunks, tables, draws, strict=True)):
+        for s, (chunk, blocks, own) in enumerate(zip(chunks, block_tables, draws, strict=True)):
             count = len(own)
             host["positions"][s] = chunk.start + len(chunk.tokens)
             host["limits"][s] = chunk.start + len(chunk.tokens) + count - 1
@@ -340,29 +344,31 @@ class _Table:
                 host["seeds"][s] = seed - 2**64 if seed >= 2**63 else seed
                 host["noise_positions"][s] = position
             host["temperatures"][s] = own[0].params.temperature
-            host["tables"][s, : len(blocks)] = blocks
-        # Each has one row, which moves on with every step.
+            host["block_tables"][s, : len(blocks)] = blocks
+        # Each sequence has one row, whose position grows by 1 per step.
         work = work_list(np.arange(self.sequences + 1), host["positions"] + 1, growth=self._size.tokens)
         host["items"][: len(work.items)], host["row_slots"][...] = work.items, work.row_slots
         self._buffer.copy_(self._staged, non_blocking=True)
         self._logits[0, : len(chunks)].copy_(logits)
 
     def run(self, steps: int) -> None:
-        """So many steps, and one more draw."""
+        """Replays `steps` steps and the last draw."""
         for _ in range(steps):
             self._replay_step()
         self._replay_draw()
 
     def fetch(self, draws: Sequence[Sequence[Draw]]) -> list[list[Sample]]:
-        """Waits for the results."""
-        self._fetched.copy_(self._results)
+        """Waits for the results and returns the samples."""
+        self._host_buffer.copy_(self._results)
         return [self._samples(s, own) for s, own in enumerate(draws)]
 
     def _samples(self, s: int, draws: Sequence[Draw]) -> list[Sample]:
         count = len(draws)
-        tokens, ids, weights = (self._told[name][:count, s] for name in ("tokens", "ids", "weights"))
+        tokens, ids, weights = (self._host_results[name][:count, s] for name in ("tokens", "ids", "weights"))
         samples = sampling_device.to_samples(tokens, ids, weights, draws)
-        end = next((i + 1 for i, each in enumerate(samples) if each.token == NO_LOGITS), count)  # the rest is garbage
+        end = next(
+            (i + 1 for i, each in enumerate(samples) if each.token == NO_LOGITS), count
+        )  # later samples have no meaning
         if draws[0].params.is_greedy:
             rows = self._logits[:end, s, : self._size.vocab_size].clone().unbind(0)
             return [
@@ -378,31 +384,31 @@ class _Table:
         self._advance()
 
     def _draw(self) -> None:
-        """A token of each sequence from the logits of this step."""
-        put, V = self._put, self._size.vocab_size
-        step = put["step"].clamp(max=self._size.tokens - 1)
+        """Samples a token of each sequence from the logits of this step."""
+        inputs, V = self._inputs, self._size.vocab_size
+        step = inputs["step"].clamp(max=self._size.tokens - 1)
         self._drawn_from.copy_(self._logits.index_select(0, step).squeeze(0))
-        bits = put["bits"].index_select(0, step).squeeze(0)
-        noise = (put["by_noise"], put["seeds"], put["noise_positions"]) if self._size.with_noise else ()
+        bits = inputs["bits"].index_select(0, step).squeeze(0)
+        noise = (inputs["by_noise"], inputs["seeds"], inputs["noise_positions"]) if self._size.with_noise else ()
         drawn = sampling_device.sample(
-            self._drawn_from[:, :V], DeviceDraws(put["temperatures"], bits, *noise), self._config
+            self._drawn_from[:, :V], DeviceDraws(inputs["temperatures"], bits, *noise), self._config
         )
-        put["noise_positions"].add_(1)
+        inputs["noise_positions"].add_(1)
         for name, each in zip(("tokens", "ids", "weights"), drawn, strict=True):
-            self._got[name].index_copy_(0, step, each.unsqueeze(0))
+            self._outputs[name].index_copy_(0, step, each.unsqueeze(0))
         self._batch.tokens.copy_(drawn.tokens.clamp(min=0))
 
     def _advance(self) -> None:
-        """Runs the tokens drawn; their logits are those of the next step."""
+        """Runs the sampled tokens; their logits are the input of the next step."""
         batch, size = self._batch, self._size
-        positions = self._put["positions"]
-        is_own = positions < self._put["limits"]
+        positions = self._inputs["positions"]
+        is_own = positions < self._inputs["limits"]
         batch.positions.copy_(positions.clamp(max=size.max_length - 1))
-        block = batch.tables.gather(1, (batch.positions // size.block_tokens).unsqueeze(1)).squeeze(1)
-        place = block * size.block_tokens + batch.positions % size.block_tokens
-        batch.places.copy_(torch.where(is_own, place, self._eager.memory.null_position))
+        block = batch.block_tables.gather(1, (batch.positions // size.block_tokens).unsqueeze(1)).squeeze(1)
+        slot = block * size.block_tokens + batch.positions % size.block_tokens
+        batch.slot_mapping.copy_(torch.where(is_own, slot, self._eager.memory.null_position))
         batch.lengths.copy_(batch.positions + 1)
         logits = self._eager.program(batch.tokens, batch, None).to(self._logits.dtype)
         positions.add_(1)
-        self._put["step"].add_(1)
-        self._logits.index_copy_(0, self._put["step"].clamp(max=size.tokens - 1), logits.unsqueeze(0))
+        self._inputs["step"].add_(1)
+        self._logits.index_copy_(0, self._inputs["step"].clamp(max=size.tokens - 1), logits.unsqueeze(0))

@@ -1,7 +1,7 @@
-"""The engine both services drive: one thread that owns a model and runs it, step after step.
+"""The engine of both services: one thread that owns a model and runs it step by step.
 
-A turn of its loop is receive → linger → schedule → step, and a step is forward → process. A subclass says what a
-message means, what goes into a step, and what becomes of its output.
+The loop is receive → linger → schedule → forward → process. A subclass defines the messages, the schedule, and what
+happens with the output.
 """
 
 import queue
@@ -20,41 +20,41 @@ from outrider.runtime.device import is_lost, work_on
 from outrider.runtime.errors import ModelLost
 from outrider.runtime.model_runner import ModelRunner
 
-# However short the bound that is set: a step may last this many times the longest one that ended.
+# A step counts as stuck only if it also lasts this many times longer than the longest step so far.
 TIMES_THE_LONGEST = 4.0
 
 
 class Heartbeat:
-    """Of a loop on a thread of its own, which tells when a step begins and when it rests; any thread may ask.
+    """Tracks how long the current step of a loop lasts. The loop calls `begin` and `rest`; any thread may read.
 
     Attributes:
-        longest: seconds of the longest step that has ended.
+        longest: seconds of the longest completed step.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """`clock` tells seconds."""
+        """`clock` returns seconds."""
         self.longest = 0.0
         self._clock = clock
         self._since: float | None = None
 
     def begin(self) -> None:
-        """A step begins, and with it the one before has ended."""
+        """A step begins; the one before has ended."""
         now = self._clock()
         self._end(now)
         self._since = now
 
     def rest(self) -> None:
-        """The loop waits for work; for how long does not matter."""
+        """The loop waits for work, for any time."""
         self._end(self._clock())
         self._since = None
 
     def step_seconds(self) -> float:
-        """How long the step of now has lasted; 0 while the loop rests."""
+        """Seconds since the current step began; 0 while the loop waits for work."""
         since = self._since
         return 0.0 if since is None else max(0.0, self._clock() - since)
 
     def is_stuck(self, bound: float) -> bool:
-        """Whether the step of now lasts longer than `bound` seconds, and much longer than any that ended."""
+        """Whether the current step lasts longer than `bound` seconds and much longer than the longest before."""
         return self.step_seconds() > max(bound, TIMES_THE_LONGEST * self.longest)
 
     def _end(self, now: float) -> None:
@@ -69,16 +69,16 @@ Message = TypeVar("Message")
 Work = TypeVar("Work")
 Output = TypeVar("Output")
 
-# How long `stop` waits for the pass under way: nobody waits for that one any more, and it may never end.
+# How long `stop` waits for the step under way, which may never end.
 STOP_SECONDS = 3.0
 
 
 class Engine(ABC, Generic[Message, Work, Output]):
-    """A thread that runs one model. The methods below the line run on that thread alone, so none of them locks.
+    """A thread that runs one model. The methods from `prepare` on run on that thread only, so they need no locks.
 
     Attributes:
         heartbeat: of the loop, once `prepare` is done.
-        lost: done with the reason once no step will ever run again, since the loop has ended with an error.
+        lost: completes with the reason when the loop ends with an error: no step will run again.
     """
 
     def __init__(self, model_runner: ModelRunner, *, name: str, threads: int | None = None) -> None:
@@ -88,10 +88,10 @@ class Engine(ABC, Generic[Message, Work, Output]):
         self._threads = threads
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._is_stopping = False  # `stop` was called
-        self._is_over = False  # and the loop has reached that message
+        self._is_over = False  # the loop has received that message
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.pass_started = 0.0  # time.perf_counter() at the start of the last step
-        self.pass_ended = 0.0  # the same at its end
+        self.step_started = 0.0  # time.perf_counter() at the start of the last step
+        self.step_ended = 0.0  # the same at its end
         self.forward_seconds = 0.0  # how long its forward took
 
     def start(self) -> None:
@@ -99,7 +99,7 @@ class Engine(ABC, Generic[Message, Work, Output]):
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread after the step it is in, and waits for it, for some seconds. Work left over is dropped."""
+        """Ends the thread after its current step. Waits for `STOP_SECONDS` at most; remaining work is dropped."""
         self._is_stopping = True
         self._inbox.put(None)
         if self._thread.is_alive():
@@ -110,10 +110,10 @@ class Engine(ABC, Generic[Message, Work, Output]):
         """Whether the thread runs."""
         return self._thread.is_alive()
 
-    def trouble(self, bound: float) -> str:
-        """Why no step will come any more, as far as one can tell; empty while all is well, and before `start`.
+    def failure(self, bound: float) -> str:
+        """Why the engine can run no more steps; empty while it can, before `start` and after `stop`.
 
-        A step may last `bound` seconds, or some times the longest so far where that is more.
+        A step that lasts longer than `bound` seconds counts as stuck, see `Heartbeat.is_stuck`.
         """
         if self._thread.ident is None or self._is_stopping:
             return ""
@@ -124,25 +124,25 @@ class Engine(ABC, Generic[Message, Work, Output]):
         return ""
 
     def post(self, message: Message) -> None:
-        """Hands a message to the engine. Any thread may call it; it does not wait."""
+        """Queues a message for the engine. Any thread may call it; it does not block."""
         self._inbox.put(message)
 
     # ---------------------------------------------------------------------------------------- on the engine's thread
 
     def prepare(self) -> None:
-        """Called once, before the first message. Does nothing where a subclass has nothing to prepare."""
+        """Called once, before the first message."""
 
     @abstractmethod
     def receive(self, message: Message) -> None:
-        """Takes in one message. Must not raise for what a client sent: that was checked before."""
+        """Handles one message. Must not raise for client input: services check it before."""
 
     def linger(self) -> float:
-        """Seconds that the next step is held back for further messages; asked again after each. 0: none."""
+        """Seconds to hold back the next step for further messages; called again after each message. 0: do not wait."""
         return 0.0
 
     @abstractmethod
     def schedule(self) -> Sequence[Work]:
-        """What goes into the next step; empty where nothing is ready, upon which the engine waits for a message."""
+        """The work of the next step. If it is empty, the engine waits for a message."""
 
     @abstractmethod
     def forward(self, work: Sequence[Work]) -> Output:
@@ -150,28 +150,29 @@ class Engine(ABC, Generic[Message, Work, Output]):
 
     @abstractmethod
     def process(self, work: Sequence[Work], output: Output) -> None:
-        """Takes what `forward` made of the same work. An error with one sequence ends that sequence alone."""
+        """Handles the output of `forward` for the same work. An error of one sequence must end only that sequence."""
 
     @abstractmethod
     def fail(self, work: Work, error: Exception, *, is_own: bool) -> None:
-        """Ends the sequence of a work whose forward failed twice: in its step, and then alone. `is_own` says that not
-        every sequence of that step failed, or that it was the only one.
+        """Ends the sequence of a work whose forward failed twice: in its step, and then alone.
+
+        Args:
+            work: the sequence's part of the step.
+            error: of the second forward.
+            is_own: whether some other sequence of the step succeeded, or the step had no other.
         """
 
     def idle(self) -> float | None:
-        """Called before the thread sleeps until the next message; returns for how many seconds at most, None: for ever.
-        Does nothing else where a subclass has nothing to do.
-        """
+        """Called before the thread waits for a message. Returns the longest wait in seconds; None is no limit."""
         return None
 
     # ------------------------------------------------------------------------------------------------------ the loop
 
     def turn(self) -> float | None:
-        """One turn of the loop, which never blocks.
+        """One iteration of the loop; it never waits for a message.
 
         Returns:
-            Seconds to wait for a message before the next turn: 0 where there is more to do at once, None for as long
-            as it takes.
+            Seconds to wait for a message before the next iteration: 0 is not at all, None is without limit.
 
         Raises:
             ModelLost: no step will ever run again.
@@ -182,7 +183,7 @@ class Engine(ABC, Generic[Message, Work, Output]):
         return seconds
 
     def next_work(self) -> tuple[Sequence[Work], float | None]:
-        """The first half of a turn: what goes into the next step, and what `turn` returns after it."""
+        """The first half of `turn`: the work of the next step, and what `turn` returns."""
         self._receive_all()
         if self._is_over:
             return [], 0.0
@@ -191,13 +192,13 @@ class Engine(ABC, Generic[Message, Work, Output]):
         work = self.schedule()
         if not work:
             return [], self.idle()
-        self.pass_started = time.perf_counter()
+        self.step_started = time.perf_counter()
         return work, 0.0
 
     def step(self, work: Sequence[Work]) -> None:
-        """The second half: runs the model over the work."""
+        """The second half of `turn`: runs the model on the work."""
         self._step(work)
-        self.pass_ended = time.perf_counter()
+        self.step_ended = time.perf_counter()
 
     def _step(self, work: Sequence[Work]) -> None:
         try:
@@ -205,13 +206,13 @@ class Engine(ABC, Generic[Message, Work, Output]):
         except ModelLost:
             raise
         except Exception:
-            _log.exception("step failed; its sequences run one at a time", sequences=len(work))
+            _log.exception("step failed; retrying its sequences one at a time", sequences=len(work))
             self._step_one_by_one(work)
         else:
             self.process(work, output)
 
     def _step_one_by_one(self, work: Sequence[Work]) -> None:
-        """So that one sequence that breaks every step it is in takes no other with it."""
+        """Retries each sequence alone, so that one that breaks its steps ends no other."""
         failures: list[tuple[Work, Exception]] = []
         for item in work:
             try:
@@ -219,7 +220,7 @@ class Engine(ABC, Generic[Message, Work, Output]):
             except ModelLost:
                 raise
             except Exception as error:
-                _log.exception("step failed again, with one sequence alone")
+                _log.exception("step of a single sequence failed; the sequence ends")
                 failures.append((item, error))
             else:
                 self.process([item], output)
@@ -250,12 +251,12 @@ class Engine(ABC, Generic[Message, Work, Output]):
                 while not self._is_over:
                     self.heartbeat.begin()
                     self._wait(self.turn())
-            except Exception as error:  # the service ends, and its sequences go on elsewhere
-                _log.exception("the engine ends")
+            except Exception as error:  # the service ends, and its sequences continue on another replica
+                _log.exception("engine failed; the service stops")
                 self.lost.set_result(str(error) if isinstance(error, ModelLost) else f"{type(error).__name__}: {error}")
 
     def _wait(self, seconds: float | None) -> None:
-        """Waits so long for a message, and takes it in."""
+        """Waits up to `seconds` for a message, and handles it."""
         if seconds == 0:
             return
         self.heartbeat.rest()
@@ -265,7 +266,7 @@ class Engine(ABC, Generic[Message, Work, Output]):
             self._receive_one(message)
 
     def _receive_all(self) -> None:
-        while not self._inbox.empty():  # this thread alone takes from it
+        while not self._inbox.empty():  # only this thread reads it
             self._receive_one(self._inbox.get_nowait())
 
     def _receive_one(self, message: Message | None) -> None:

@@ -1,12 +1,12 @@
-"""What can go wrong with a checkpoint or a loaded model."""
+"""Errors of checkpoints and loaded models."""
 
 
 class CheckpointError(Exception):
-    """A model that cannot be loaded or run; the text is one line that says why."""
+    """A model cannot be loaded or run; the message is one line with the reason."""
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
 
 
 class ModelLost(Exception):
-    """No pass will ever run again: a process that held a part of the model is gone. The text says which, and how."""
+    """The model can run no more steps: a device or a tensor-parallel rank is lost. The message has the reason."""

@@ -214,7 +214,7 @@ class FusedDecoder:
     def _rotations_to(self, length: int) -> Tensor:
         """e^(i · angle) of at least so many positions, `[length, 1, D/2]`.
 
-        Shorter tables are kept: a CUDA graph may read them.
+        Shorter block_tables are kept: a CUDA graph may read them.
         """
         if length > len(self._rotation_tables[-1]):
             self._rotation_tables.append(self._make_rotations(max(length, 2 * len(self._rotation_tables[-1]))))

@@ -1,12 +1,12 @@
-"""The KV cache of many sequences: who has which positions, and prefixes that sequences share.
+"""The KV cache of many sequences: block tables, lengths, and shared prefixes.
 
-A slot is one sequence: a block table, and how many positions are held. Blocks are taken as a sequence grows, given back
-as it is rolled back, shared by sequences that begin alike, and copied before they are written where they are shared.
-Paged attention on a GPU reads a sequence by its block table. Attention on a CPU wants it in one piece of memory: where
-its blocks follow one another (nearly always, see `outrider.runtime.block_pool`) it gets views, elsewhere the blocks are
-gathered for the pass, and what was written goes back.
+A slot is one sequence: a block table and a length. A sequence takes blocks as it grows, and releases them when it is
+rolled back. Sequences with a common prefix share blocks; a shared block is copied before a write. Paged attention reads
+a sequence by its block table. Attention on a CPU needs contiguous memory: where the blocks follow one another (nearly
+always, see `outrider.runtime.block_pool`) it gets views; otherwise the blocks are gathered for the pass, and new keys
+and values are scattered back.
 
-One thread owns a pool; no method locks, and `PrefixCache.find` alone may be called from any thread.
+One thread owns a pool, and no method locks. Only `PrefixCache.find` may be called from any thread.
 """
 
 from array import array
@@ -35,14 +35,14 @@ BLOCK_TOKENS = 32
 
 @dataclass(slots=True)
 class _Slot:
-    """A sequence: its blocks in order, of which the first `contiguous` follow one another in memory."""
+    """A sequence. The first `contiguous` entries of its block table are consecutive blocks."""
 
     expected: int
     block_table: list[int] = field(default_factory=list)
     length: int = 0
     contiguous: int = 0
     reserved: range = field(default_factory=lambda: range(0))
-    gathered: list[Tensor] = field(default_factory=list)  # for the pass under way, one for each store
+    gathered: list[Tensor] = field(default_factory=list)  # for the current pass, one per store
 
     def append(self, block: int) -> None:
         if self.contiguous == len(self.block_table) and (not self.block_table or block == self.block_table[-1] + 1):
@@ -50,7 +50,7 @@ class _Slot:
         self.block_table.append(block)
 
     def replace(self, index: int, block: int) -> None:
-        """Puts another block at an index of the block table."""
+        """Replaces the block at an index of the block table."""
         rest = self.block_table[index + 1 :]
         del self.block_table[index:]
         self.contiguous = min(self.contiguous, index)
@@ -59,23 +59,23 @@ class _Slot:
 
 
 class KVPool:
-    """Blocks of keys and values, reserved at once, and the sequences that hold them.
+    """Blocks of keys and values, and the sequences that hold them.
 
-    On a CPU the memory is only reserved here, and taken as positions are written.
+    All memory is reserved at once; a CPU commits it when positions are written.
 
     Args:
         layers: how many layers hold keys and values.
         kv_heads: heads per layer; a sequence where layers differ.
         head_dim: size of a head; a sequence where layers differ.
-        blocks: how many there are.
-        max_length: positions of a sequence at most.
-        dtype: of the stored keys and values.
-        device: where they lie.
+        blocks: the number of blocks.
+        max_length: the longest sequence, in positions.
+        dtype: of keys and values.
+        device: of keys and values.
         block_tokens: positions of a block.
-        paged: whether attention reads by block tables; else it reads `views`.
+        paged: whether attention reads by block tables; otherwise it reads `views`.
 
     Attributes:
-        paged: the memory, where attention reads by block tables.
+        paged: the memory of a paged pool, or None.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class KVPool:
         sizes = {"layers": layers, "blocks": blocks, "max_length": max_length, "block_tokens": block_tokens}
         for name, value in sizes.items():
             if value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
+                raise ValueError(f"{name} is {value}; it must be at least 1")
         self.layers = layers
         self.max_length = max_length
         self.block_tokens = block_tokens
@@ -110,21 +110,21 @@ class KVPool:
         self._next_slot = 0
 
     def reset(self) -> None:
-        """Forgets every sequence and all that is known: for books that no longer agree."""
+        """Drops all sequences and cached prefixes, after `PoolCorrupted`."""
         self.blocks = BlockPool(self.blocks.count)
         self._slots = {}
 
     # ---------------------------------------------------------------------------------------------------------- slots
 
     def allocate(self, expected: int = 0) -> int:
-        """A new sequence, empty. Blocks in a row are reserved for the `expected` positions."""
+        """Return the slot of a new, empty sequence; consecutive blocks are reserved for `expected` positions."""
         slot = self._next_slot
         self._next_slot += 1
         self._slots[slot] = _Slot(min(expected, self.max_length))
         return slot
 
     def fork(self, slot: int) -> int:
-        """A new sequence that holds what `slot` does: the same blocks, until either writes.
+        """Return the slot of a new sequence with the same positions as `slot`. They share blocks until one writes.
 
         Raises:
             ValueError: there is no such slot.
@@ -135,7 +135,7 @@ class KVPool:
         return fork
 
     def free(self, slot: int) -> None:
-        """Ends a sequence, and gives its blocks back.
+        """Ends a sequence and releases its blocks.
 
         Raises:
             ValueError: there is no such slot.
@@ -146,7 +146,7 @@ class KVPool:
     # -------------------------------------------------------------------------------------------------------- lengths
 
     def length(self, slot: int) -> int:
-        """How many positions of a slot are held.
+        """The number of positions that a slot holds.
 
         Raises:
             ValueError: there is no such slot.
@@ -155,7 +155,7 @@ class KVPool:
 
     @property
     def holders(self) -> int:
-        """How many slots have blocks."""
+        """The number of slots with blocks."""
         return sum(1 for held in self._slots.values() if held.block_table)
 
     def is_empty(self, slot: int) -> bool:
@@ -163,7 +163,7 @@ class KVPool:
         return not self._of(slot).block_table
 
     def blocks_needed(self, slot: int, length: int) -> int:
-        """How many blocks `grow` would take."""
+        """The number of free blocks that `grow` would take."""
         held = self._of(slot)
         lacking = max(0, self._blocks_for(length) - len(held.block_table))
         inside, offset = divmod(held.length, self.block_tokens)
@@ -171,15 +171,15 @@ class KVPool:
         return lacking + bool(shared)
 
     def grow(self, slot: int, length: int) -> None:
-        """Takes the blocks that positions up to `length` need, and copies a shared one that is to be written.
+        """Takes blocks for positions up to `length`, and copies a shared block before it is written.
 
         Raises:
-            PoolExhausted: there are not as many free blocks; the slot is as it was.
-            ValueError: there is no such slot, or a sequence is never that long.
+            PoolExhausted: there are too few free blocks; the slot is unchanged.
+            ValueError: there is no such slot, or `length` is above `max_length`.
         """
         held = self._of(slot)
         if length > self.max_length:
-            raise ValueError(f"slot {slot} cannot grow to {length} positions: a sequence has {self.max_length} at most")
+            raise ValueError(f"slot {slot} cannot grow to {length} positions; max_length is {self.max_length}")
         if length <= held.length:
             return
         lacking = self.blocks_needed(slot, length)
@@ -196,16 +196,16 @@ class KVPool:
             held.append(self._take(held, len(held.block_table)))
 
     def extend(self, slot: int, length: int) -> None:
-        """Says that positions up to `length` have been written.
+        """Sets the length of a slot, after positions up to `length` were written.
 
         Raises:
-            ValueError: there is no such slot, it is already longer, or has too few blocks.
+            ValueError: there is no such slot, it is already longer, or it has too few blocks.
         """
         held = self._of(slot)
         most = min(len(held.block_table) * self.block_tokens, self.max_length)
         if not held.length <= length <= most:
             raise ValueError(
-                f"slot {slot} holds {held.length} positions in blocks for {most}: it cannot be extended to {length}"
+                f"slot {slot} holds {held.length} positions in blocks for {most}; it cannot be extended to {length}"
             )
         if held.gathered and self._by_head is not None:
             self._by_head.scatter(held.gathered, held.block_table, held.length, length)
@@ -213,21 +213,21 @@ class KVPool:
         held.length = length
 
     def rollback(self, slot: int, length: int) -> None:
-        """Forgets the positions from `length` on, and gives back the blocks that held nothing else.
+        """Shortens a slot to `length` positions, and releases the blocks it no longer needs.
 
         Raises:
-            ValueError: there is no such slot, or it holds fewer.
+            ValueError: there is no such slot, or it is shorter.
         """
         held = self._of(slot)
         if not 0 <= length <= held.length:
-            raise ValueError(f"slot {slot} holds {held.length} positions: it cannot be rolled back to {length}")
+            raise ValueError(f"slot {slot} holds {held.length} positions; it cannot be rolled back to {length}")
         held.length = length
         held.gathered = []
         kept = self._blocks_for(length)
-        if not kept and held.reserved:  # before its blocks are released, so that they line up by age
+        if not kept and held.reserved:  # before its blocks are released, so that the free list stays ordered by age
             self.blocks.unreserve(held.reserved)
             held.reserved = range(0)
-        while len(held.block_table) > kept:  # the last first: a beginning is worth more than what follows it
+        while len(held.block_table) > kept:  # the last first: the beginning of a prefix is reused more often
             self.blocks.release(held.block_table.pop())
         held.contiguous = min(held.contiguous, kept)
 
@@ -242,16 +242,16 @@ class KVPool:
         return tuple(self._of(slot).block_table)
 
     def share(self, slot: int, blocks: Sequence[int], length: int) -> None:
-        """Lets an empty slot hold the first `length` positions of these blocks, whoever holds them besides.
+        """Lets an empty slot hold the first `length` positions of these blocks, shared with other slots.
 
         Raises:
-            ValueError: the slot is not empty, or the blocks are not as many as `length` takes.
+            ValueError: the slot is not empty, or the number of blocks does not fit `length`.
         """
         held = self._of(slot)
         if held.block_table:
             raise ValueError(f"slot {slot} holds {held.length} positions; only an empty one shares blocks")
         if len(blocks) != self._blocks_for(length):
-            raise ValueError(f"{length} positions lie in {self._blocks_for(length)} blocks, not {len(blocks)}")
+            raise ValueError(f"{length} positions need {self._blocks_for(length)} blocks; {len(blocks)} were given")
         for block in blocks:
             self.blocks.hold(block)
             held.append(block)
@@ -260,7 +260,7 @@ class KVPool:
     # ---------------------------------------------------------------------------------------------------------- memory
 
     def stores(self, slot: int, end: int) -> list[Tensor]:
-        """Positions 0 to `end` of a slot, to attend to, and to write behind those held; `extend` ends what this begins.
+        """Positions 0 to `end` of a slot for attention: to read, and to write those not held yet. `extend` must follow.
 
         Returns:
             See `MemoryByHead.narrow`.
@@ -270,9 +270,9 @@ class KVPool:
             ValueError: see `grow`; or the pool is paged.
         """
         if self._by_head is None:
-            raise ValueError("a paged pool has no views: its sequences are read by their block tables")
+            raise ValueError("a paged pool has no views; use its block tables")
         held = self._of(slot)
-        held.gathered = []  # of a pass that broke
+        held.gathered = []  # of a failed pass
         self.grow(slot, end)
         if held.contiguous < self._blocks_for(end):
             self._make_contiguous(held)
@@ -282,43 +282,43 @@ class KVPool:
         return held.gathered
 
     def split(self, stores: Sequence[Tensor], start: int, end: int) -> SlotViews:
-        """What `stores` gave, layer by layer; `start` to `end` is to be written.
+        """The result of `stores` per layer; positions `start` to `end` are to be written.
 
         Raises:
             ValueError: the pool is paged.
         """
         if self._by_head is None:
-            raise ValueError("a paged pool has no views: its sequences are read by their block tables")
+            raise ValueError("a paged pool has no views; use its block tables")
         return self._by_head.views(stores, start, end)
 
     def views(self, slot: int, start: int, end: int) -> SlotViews:
-        """`stores` and `split` in one; `start` is what the slot holds, or less where nothing is to be written."""
+        """`stores` and `split` in one. `start` is the length of the slot, or less if nothing is to be written."""
         return self.split(self.stores(slot, end), start, end)
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes reserved; on a CPU those of positions never written are not taken."""
+        """Bytes reserved. A CPU commits only those of written positions."""
         return self._memory.bytes
 
     @property
     def used_blocks(self) -> int:
-        """Blocks that sequences hold."""
+        """The number of blocks held by sequences."""
         return self.blocks.count - self.blocks.num_free
 
     def check_integrity(self) -> None:
-        """Checks that the books agree: no block is lost, none owned twice, and every sequence has what it claims.
+        """Checks that no block is lost or held twice, and that block tables and lengths agree.
 
         Raises:
-            PoolCorrupted: they do not.
+            PoolCorrupted: a check fails.
         """
         self.blocks.check_integrity(held.block_table for held in self._slots.values())
         for slot, held in self._slots.items():
             if len(set(held.block_table)) < len(held.block_table):
                 raise PoolCorrupted(f"slot {slot} holds a block twice: {held.block_table}")
             if not 0 <= held.length <= min(len(held.block_table) * self.block_tokens, self.max_length):
-                raise PoolCorrupted(f"slot {slot} claims {held.length} positions in {len(held.block_table)} blocks")
+                raise PoolCorrupted(f"slot {slot} has length {held.length} and {len(held.block_table)} blocks")
             if any(block != held.block_table[0] + i for i, block in enumerate(held.block_table[: held.contiguous])):
-                raise PoolCorrupted(f"slot {slot} claims to be contiguous, and is not: {held.block_table}")
+                raise PoolCorrupted(f"slot {slot} is not contiguous: {held.block_table}")
 
     @property
     def _memory(self) -> KVMemory:
@@ -331,14 +331,14 @@ class KVPool:
     def _of(self, slot: int) -> _Slot:
         held = self._slots.get(slot)
         if held is None:
-            raise ValueError(f"slot {slot} is not taken (the pool has {len(self._slots)} sequences)")
+            raise ValueError(f"slot {slot} does not exist; the pool has {len(self._slots)} sequences")
         return held
 
     def _blocks_for(self, length: int) -> int:
         return -(-length // self.block_tokens)
 
     def _take(self, held: _Slot, index: int) -> int:
-        """A block for an index of the block table: the one that was reserved for it, while there is a choice."""
+        """Takes a block for an index of the block table: the reserved one if it is free."""
         return self.blocks.take(held.reserved[index] if index < len(held.reserved) else None)
 
     def _reserve(self, held: _Slot, count: int) -> bool:
@@ -349,7 +349,7 @@ class KVPool:
         return start is not None
 
     def _own(self, held: _Slot) -> None:
-        """Makes the block that the next position lies in the slot's own, known to nobody."""
+        """Prepares the block of the next position for a write: not shared, and not in the prefix cache."""
         index, offset = divmod(held.length, self.block_tokens)
         if not offset:
             return
@@ -363,9 +363,9 @@ class KVPool:
         held.replace(index, copy)
 
     def _make_contiguous(self, held: _Slot) -> None:
-        """Moves a sequence whose blocks lie apart into a run of its own, where enough blocks are free.
+        """Copies a sequence into consecutive blocks, if enough are free.
 
-        It costs as much as one pass that gathers, and spares all that follow.
+        It costs as much as gathering in one pass, and saves gathering in all later ones.
         """
         count = self._blocks_for(max(held.expected, len(held.block_table) * self.block_tokens))
         if self.blocks.num_free < 2 * count or not self._reserve(held, count):
@@ -381,21 +381,21 @@ class KVPool:
 def _per_layer(name: str, value: int | Sequence[int], layers: int) -> tuple[int, ...]:
     values = (value,) * layers if isinstance(value, int) else tuple(value)
     if len(values) != layers:
-        raise ValueError(f"{name} names {len(values)} layers of {layers}")
+        raise ValueError(f"{name} has {len(values)} values for {layers} layers")
     if min(values) < 1:
-        raise ValueError(f"{name} must be at least 1, not {min(values)}")
+        raise ValueError(f"{name} is {min(values)}; it must be at least 1")
     return values
 
 
 def grow_with_preemption(
     pool: KVPool, slot: int, length: int, victims: Iterable[int] = (), *, spare: int = 0
 ) -> list[int] | None:
-    """Grows a slot to `length` positions; where the pool is full, `victims` are preempted, in order, as far as need be.
+    """Grows a slot to `length` positions, and preempts `victims` in order if the pool is full.
 
-    `spare` blocks are to be left over.
+    `spare` free blocks remain.
 
     Returns:
-        The slots that were preempted; None where all of them would not have sufficed, and nothing was changed.
+        The preempted slots; None if all victims would not be enough, and then nothing is changed.
     """
     lacking = pool.blocks_needed(slot, length) + spare - pool.blocks.num_free
     chosen: list[int] = []
@@ -405,7 +405,9 @@ def grow_with_preemption(
             chosen.append(victim)
             for block in pool.block_table(victim):
                 given[block] += 1
-                lacking -= given[block] == pool.blocks.ref_count(block)  # the last holder's release frees it
+                lacking -= given[block] == pool.blocks.ref_count(
+                    block
+                )  # it becomes free once all its holders are preempted
             if lacking <= 0:
                 break
         else:
@@ -419,15 +421,15 @@ def grow_with_preemption(
 # ------------------------------------------------------------------------------------------------------------- prefixes
 
 
-_DIGEST_BYTES = 32  # nobody finds two texts of one key
+_DIGEST_BYTES = 32  # collisions cannot be found, even on purpose
 
 
 class PrefixCache:
-    """The known blocks of a pool. `find` may be called from any thread, all else from the pool's.
+    """The cached prefixes of a pool. `find` may be called from any thread, the other methods from the pool's thread.
 
     Args:
-        pool: whose blocks are shared.
-        enabled: whether anything is remembered.
+        pool: the pool whose blocks are shared.
+        enabled: if False, nothing is cached.
     """
 
     def __init__(self, pool: KVPool, *, enabled: bool = True) -> None:
@@ -435,28 +437,28 @@ class PrefixCache:
         self._enabled = enabled
 
     def find(self, tokens: Sequence[int], salt: str = "") -> int:
-        """How many of `tokens` are known now, from the first on; never the last of them: that one has to be run."""
-        return len(self._known(tokens, salt)) * self._pool.block_tokens
+        """The length of the cached prefix of `tokens`; always below `len(tokens)`, since the last token must run."""
+        return len(self._cached(tokens, salt)) * self._pool.block_tokens
 
     def adopt(self, slot: int, tokens: Sequence[int], salt: str = "") -> int:
-        """Let an empty slot hold the longest known prefix of `tokens` without the last; returns its length.
+        """Lets an empty slot hold the longest cached prefix of `tokens` without the last. Returns its length.
 
         Raises:
             ValueError: the slot is not empty.
         """
-        known = self._known(tokens, salt)
-        length = len(known) * self._pool.block_tokens
-        self._pool.share(slot, known, length)
+        blocks = self._cached(tokens, salt)
+        length = len(blocks) * self._pool.block_tokens
+        self._pool.share(slot, blocks, length)
         return length
 
     def keep(self, slot: int, tokens: Sequence[int], salt: str = "") -> None:
-        """Remember the full blocks of what a slot holds; `tokens` are those of its positions, or more."""
+        """Caches the full blocks of a slot. `tokens` are those of its positions, or more."""
         if self._enabled:
             table = self._pool.block_table(slot)
             for block, key in zip(table, self._keys(tokens, self._pool.length(slot), salt), strict=False):
                 self._pool.blocks.cache(block, key)
 
-    def _known(self, tokens: Sequence[int], salt: str) -> list[int]:
+    def _cached(self, tokens: Sequence[int], salt: str) -> list[int]:
         found: list[int] = []
         if self._enabled:
             for key in self._keys(tokens, len(tokens) - 1, salt):
@@ -467,7 +469,7 @@ class PrefixCache:
         return found
 
     def _keys(self, tokens: Sequence[int], end: int, salt: str) -> Iterator[bytes]:
-        """Yield the key of each full block of the first `end` tokens."""
+        """Yields the key of each full block of the first `end` tokens."""
         count = self._pool.block_tokens
         key = blake2b(salt.encode(), person=b"salt", digest_size=_DIGEST_BYTES).digest()
         for at in range(0, min(end, len(tokens)) - count + 1, count):

@@ -1,4 +1,4 @@
-"""What of a device's memory goes where: weights, keys and values, captured passes, and room for the largest pass."""
+"""How a device's memory is shared: weights, KV cache, CUDA graphs, and the workspace of the largest batch."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -16,23 +16,23 @@ MIB = 1 << 20
 
 
 def kv_dtype(loaded: LoadedModel) -> torch.dtype:
-    """What keys and values are kept in: on a CPU float32, as torch's attention reads 16-bit ones far slower there."""
+    """The dtype of the KV cache: float32 on a CPU, where torch's attention reads 16-bit values far slower."""
     return torch.float32 if loaded.device.type == "cpu" else loaded.dtype
 
 
 def block_bytes(loaded: LoadedModel, block_tokens: int = BLOCK_TOKENS) -> int:
-    """Bytes of one block: keys and values of all layers."""
+    """Bytes of one block, keys and values of all layers."""
     numbers = sum(2 * layer.kv_heads * layer.head_dim for layer in loaded.layers)
     return numbers * block_tokens * kv_dtype(loaded).itemsize
 
 
 def blocks_for(positions: int, block_tokens: int = BLOCK_TOKENS) -> int:
-    """Blocks that so many positions of one sequence take."""
+    """Blocks for `positions` of one sequence."""
     return -(-positions // block_tokens)
 
 
 class OutOfMemory(CheckpointError):
-    """A device has no room for something; the text says what it has, and what is free."""
+    """A device is out of memory; the message has its total and free memory."""
 
 
 class DeviceMemory(Protocol):
@@ -40,21 +40,21 @@ class DeviceMemory(Protocol):
 
     Attributes:
         name: of the device.
-        total: bytes it has; 0 where they are not ours to share out.
+        total: bytes it has; 0 where other programs share it (a host).
     """
 
     name: str
     total: int
 
     def free(self) -> int:
-        """Bytes that nobody has taken, now."""
+        """Free bytes."""
 
     def peak(self, run: Callable[[], Any]) -> int:
-        """Bytes that a function takes while it runs, beside those that are taken before."""
+        """Peak bytes that `run` allocates, beyond those allocated before."""
 
 
 class CudaMemory:
-    """That of a CUDA device."""
+    """The memory of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -62,7 +62,7 @@ class CudaMemory:
         self.total = int(torch.cuda.mem_get_info(device)[1])
 
     def free(self) -> int:
-        """See `DeviceMemory`: what torch has set aside and does not use counts as free."""
+        """See `DeviceMemory`. Memory that torch has reserved but not allocated counts as free."""
         idle = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return int(torch.cuda.mem_get_info(self._device)[0]) + idle
 
@@ -77,34 +77,34 @@ class CudaMemory:
 
 
 class HostMemory:
-    """That of the host: shared with all else that runs there, so a setting says how much is ours."""
+    """The memory of the host. Other programs share it, so `--kv-cache-mb` sets the size of the KV cache."""
 
     name = "cpu"
     total = 0
 
     def free(self) -> int:
-        """See `DeviceMemory`."""
+        """See `DeviceMemory`: not measured."""
         return 0
 
     def peak(self, run: Callable[[], Any]) -> int:
-        """See `DeviceMemory`: not measured, and not run."""
+        """See `DeviceMemory`: not measured; `run` is not called."""
         return 0
 
 
 def memory_of(device: torch.device) -> DeviceMemory:
-    """That of a device."""
+    """The memory of a device."""
     return CudaMemory(device) if device.type == "cuda" else HostMemory()
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes of one model's service on a device.
+    """Bytes that one model takes on a device.
 
     Attributes:
         weights: of the model.
         keys_and_values: the KV pool.
-        graphs: passes of fixed sizes, with what they work in.
-        workspace: what the largest pass works in; 0 where it is not measured.
+        graphs: CUDA graphs, their workspaces included.
+        workspace: of the largest batch; 0 where it is not measured.
     """
 
     weights: int
@@ -112,8 +112,8 @@ class MemoryUse:
     graphs: int
     workspace: int
 
-    def told(self, memory: DeviceMemory) -> dict[str, Any]:
-        """The same in MiB, for the log, with what the device has and what is left."""
+    def log_fields(self, memory: DeviceMemory) -> dict[str, Any]:
+        """The fields of the log event, in MiB, with the device's total and free memory."""
         parts = {
             "weights_mib": self.weights,
             "kv_mib": self.keys_and_values,
@@ -126,15 +126,15 @@ class MemoryUse:
 
 
 @contextmanager
-def telling(memory: DeviceMemory, what: str) -> Iterator[None]:
-    """Turns what torch says when there is no room into one line with the numbers.
+def explain_out_of_memory(memory: DeviceMemory, what: str) -> Iterator[None]:
+    """Turns torch's out-of-memory errors into one line with the numbers.
 
     Args:
         memory: of the device.
-        what: that is being made room for.
+        what: the purpose of the allocation, for the message.
 
     Raises:
-        OutOfMemory: there is none.
+        OutOfMemory: torch is out of memory.
     """
     try:
         yield
@@ -146,16 +146,16 @@ def telling(memory: DeviceMemory, what: str) -> Iterator[None]:
 
 def _numbers(memory: DeviceMemory) -> str:
     if not memory.total:
-        return f"{memory.name} has no room"
+        return f"{memory.name} has no memory left"
     return f"{memory.name} has {memory.total / MIB:.0f} MiB, {memory.free() / MIB:.0f} of them free"
 
 
 def _wanted(words: str) -> str:
-    """Of torch's words, how much was tried."""
+    """How much torch tried to allocate, from its message."""
     found = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", words)
-    return f"{found[1]} more were wanted" if found else "no more is known"
+    return f"{found[1]} more were requested" if found else "torch does not report the size"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch says that there is no room: on a GPU by its type, on a CPU in words."""
+    """Whether an error of torch means out of memory: on a GPU by its type, on a CPU by its message."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from outrider.runtime.attention import Program, Rows, TransformersProgram
-from outrider.runtime.batch import Chunk, PackedBatch, lay_out, pack
+from outrider.runtime.batch import Chunk, PackedBatch, build_batch, pack
 from outrider.runtime.cuda_graph import Capturer, GraphRunner, PagedRunner, Runner, buckets_for
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.fused_decoder import FusedDecoder, fuse_model
@@ -24,21 +24,20 @@ __all__ = ["Chunk", "ModelRunner"]
 
 
 class ModelRunner:
-    """A model and its pool. One thread drives it.
+    """A model and its KV pool. Only one thread may use it.
 
     Args:
         loaded: the model.
-        pool: of its shape; sequences no longer than the model's context.
-        fuse: run an equivalent with fewer operations where there is one (`outrider.runtime.fused_decoder`).
-        attention: what rows attend with; of a pool that is paged where it is.
+        pool: with the layers of the model, and sequences no longer than its context.
+        fuse: run a fused equivalent if there is one (`outrider.runtime.fused_decoder`).
+        attention: the attention; paged if the pool is.
 
     Attributes:
-        layer_choice: what a fused model's layers run as over pages, for the log; None for another model or pool.
+        layer_choice: the operations of a fused model over a paged pool, for the log; else None.
 
     Raises:
-        ValueError: the pool's sequences are longer than the context, or its layers are not the model's; or the pool is
-            paged and the attention is not, or the other way round.
-        CheckpointError: over pages it gives other logits than it should.
+        ValueError: the pool does not fit the model or the attention.
+        CheckpointError: the logits over a paged pool differ from those of transformers.
     """
 
     def __init__(
@@ -46,18 +45,20 @@ class ModelRunner:
     ) -> None:
         if pool.max_length > loaded.context_length:
             raise ValueError(
-                f"max_length {pool.max_length} is beyond {loaded.name}'s context of {loaded.context_length}"
+                f"max_length is {pool.max_length}; the context of {loaded.name} has {loaded.context_length} positions"
             )
         if pool.layers != len(loaded.layers):
-            raise ValueError(f"the pool has {pool.layers} layers, {loaded.name} has {len(loaded.layers)}")
+            raise ValueError(f"the pool has {pool.layers} layers; {loaded.name} has {len(loaded.layers)}")
         if not fuse and loaded.fused is not None:
-            raise ValueError(f"{loaded.name} has been fused and given up its own weights: load it again")
+            raise ValueError(
+                f"fuse is False, but {loaded.name} is fused already, and its own weights are gone: load it again"
+            )
         self.loaded = loaded
         self.pool = pool
         self.program: Program = fuse_model(loaded) if fuse else TransformersProgram(loaded.model)
         self.masks = CausalMasks(pool.max_length, pool.dtype, pool.device)
         if attention.is_paged != (pool.paged is not None):
-            raise ValueError(f"the attention is {attention.name}, and the pool is {'' if pool.paged else 'not '}paged")
+            raise ValueError(f"the attention is {attention.name}, but the pool is {'' if pool.paged else 'not '}paged")
         self.attention = attention
         self.paged_runner: Runner | None = None
         self.captured: GraphRunner | None = None
@@ -65,7 +66,7 @@ class ModelRunner:
         if pool.paged is not None:
             if isinstance(self.program, FusedDecoder):
                 self.layer_choice = self.program.choose_layers(pool.dtype)
-            self._check_pages()
+            self._check_paged()
             self.paged_runner = PagedRunner(
                 self.program, pool.paged, attention.attend, loaded.device, loaded.dtype, pool.max_length
             )
@@ -81,7 +82,7 @@ class ModelRunner:
         fuse: bool = True,
         attention: AttentionChoice = ORDINARY,
     ) -> Self:
-        """With a pool of its own, of so many blocks; None has room for all sequences at their longest.
+        """With a new pool of `blocks` blocks; None is enough for `max_sequences` of `max_length`.
 
         Raises:
             ValueError: see the class.
@@ -101,28 +102,30 @@ class ModelRunner:
 
     @property
     def fused(self) -> bool:
-        """Whether passes run through the fused equivalent."""
+        """Whether the fused equivalent runs."""
         return self.program is self.loaded.fused
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Runs one pass; afterwards each slot holds `start + len(tokens)` positions.
+        """Runs one forward pass; afterwards each slot holds `start + len(tokens)` positions.
 
-        If it raises, no slot has changed its length. On a GPU it may return before the pass is over.
+        If it raises, no slot has changed its length. On a GPU it may return before the pass ends.
 
         Args:
             chunks: of different slots.
 
         Returns:
-            `[R, V]`: logits of the wanted rows only, in the order of the chunks. Over pages in the dtype of the model,
-            whether the pass was captured or not, and the next pass may write over them; else in float32.
+            `[R, V]`: logits of the rows from `logits_from` on, in the order of the chunks. With a paged pool they are
+            in the dtype of the model, and the next pass may overwrite them; else they are float32.
 
         Raises:
-            ValueError: a chunk that does not fit its slot, or a token outside the vocabulary.
-            PoolExhausted: the pool has no blocks for it (`KVPool.grow` tells before).
+            ValueError: a chunk does not fit its slot, or a token is outside the vocabulary.
+            PoolExhausted: the pool has too few free blocks (`KVPool.blocks_needed`).
         """
         self.check(chunks)
-        logits = self._run(chunks) if self.paged_runner is None else self.paged_runner.run(lay_out(chunks, self.pool))
+        logits = (
+            self._run(chunks) if self.paged_runner is None else self.paged_runner.run(build_batch(chunks, self.pool))
+        )
         for chunk in chunks:
             self.pool.extend(chunk.slot, chunk.start + len(chunk.tokens))
         return logits
@@ -133,8 +136,10 @@ class ModelRunner:
         return self.run_packed(tokens, batch, self._rows(chunks))
 
     def run_packed(self, tokens: Sequence[int], batch: PackedBatch, rows: Rows) -> Tensor:
-        """Runs a batch over a pool that is not paged, of the same number of `tokens`; logits of `rows` in float32."""
-        token_ids = torch.from_numpy(np.array(tokens, np.int64)).to(self.loaded.device)  # 15 µs less than torch.tensor
+        """Runs `tokens` `[T]` of a batch over a pool that is not paged; returns the logits of `rows` in float32."""
+        token_ids = torch.from_numpy(np.array(tokens, np.int64)).to(
+            self.loaded.device
+        )  # 15 µs faster than torch.tensor
         return self.program(token_ids, batch, rows).float()
 
     def capture(
@@ -147,18 +152,21 @@ class ModelRunner:
         most_bytes: int,
         pass_tokens: int | None = None,
     ) -> str:
-        """Has passes of the sizes that come often captured, where the pool is paged.
+        """Captures CUDA graphs of frequent batch sizes, if the pool is paged.
 
         Args:
             capturer: of the model's device.
-            max_sequences: of such a pass.
-            widest: rows of one sequence in it.
-            pass_tokens: rows of all; None is any number.
-            seconds: see `GraphRunner.capture`; likewise the rest, and what is returned.
-            most_bytes: see `seconds`.
+            max_sequences: of a captured batch.
+            widest: the most rows of one sequence.
+            seconds: see `GraphRunner.capture`.
+            most_bytes: see `GraphRunner.capture`.
+            pass_tokens: the most rows of a batch; None is no limit.
+
+        Returns:
+            One line for the log.
         """
         if not isinstance(self.paged_runner, PagedRunner):
-            return "none: keys and values are not in pages"
+            return "none: the KV cache is not paged"
         captured = GraphRunner(
             self.paged_runner,
             block_tokens=self.pool.block_tokens,
@@ -166,17 +174,17 @@ class ModelRunner:
             max_sequences=max_sequences,
         )
         buckets = buckets_for(max_sequences, min(widest, self.pool.max_length), pass_tokens=pass_tokens)
-        said = captured.capture(capturer, buckets, seconds=seconds, most_bytes=most_bytes)
+        summary = captured.capture(capturer, buckets, seconds=seconds, most_bytes=most_bytes)
         self.paged_runner = self.captured = captured
-        return said
+        return summary
 
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
-        """As `forward`, in float32, and kept when the next pass runs."""
+        """As `forward`, in float32; the next pass does not overwrite the result."""
         logits = self.forward(chunks)
         return logits.to(torch.float32, copy=self.captured is not None)
 
     def warm_up(self, widths: Iterable[int]) -> None:
-        """Runs passes of these many tokens once: the first of a width costs several times the next.
+        """Runs each width (in tokens) once: the first pass of a width is several times slower than the next.
 
         Raises:
             PoolExhausted: see `forward`.
@@ -191,8 +199,8 @@ class ModelRunner:
         finally:
             self.pool.free(slot)
 
-    def _check_pages(self) -> None:
-        """Holds passes over pages to what transformers gives, on the device that will run them."""
+    def _check_paged(self) -> None:
+        """Checks the logits over a paged pool against transformers, on the device."""
         loaded, size = self.loaded, self.pool.block_tokens
         why = check_program(
             self.program, loaded.layers, loaded.reference, self.pool.dtype, loaded.device,
@@ -201,8 +209,8 @@ class ModelRunner:
         )  # fmt: skip
         if why:
             raise CheckpointError(
-                f"{loaded.name} gives other logits over pages, by {self.attention.name}, than in transformers: {why}; "
-                "--attention sdpa reads no pages"
+                f"{loaded.name} with --attention {self.attention.name} gives other logits than transformers: {why}; "
+                "use --attention sdpa"
             ) from why.cause
 
     def _rows(self, chunks: Sequence[Chunk]) -> Rows:
@@ -220,25 +228,26 @@ class ModelRunner:
         return None if len(rows) == first else torch.tensor(rows, dtype=torch.int64, device=self.loaded.device)
 
     def check(self, chunks: Sequence[Chunk]) -> None:
-        """Refuses chunks that `forward` would refuse; raises `ValueError`."""
+        """Raises `ValueError` for chunks that `forward` would refuse."""
         if not chunks:
-            raise ValueError("a pass needs at least one chunk")
+            raise ValueError("chunks is empty; a pass needs at least one")
         if len(chunks) > 1 and len({chunk.slot for chunk in chunks}) < len(chunks):
-            raise ValueError(f"slots appear twice in one pass: {sorted(chunk.slot for chunk in chunks)}")
+            raise ValueError(f"a slot appears twice in one pass: slots {sorted(chunk.slot for chunk in chunks)}")
         for chunk in chunks:
             held, count = self.pool.length(chunk.slot), len(chunk.tokens)
             if not count:
                 raise ValueError(f"the chunk of slot {chunk.slot} has no tokens")
             if chunk.start != held:
                 raise ValueError(
-                    f"the chunk of slot {chunk.slot} starts at {chunk.start}, its slot holds {held} positions"
+                    f"the chunk of slot {chunk.slot} starts at {chunk.start}; the slot holds {held} positions"
                 )
             if held + count > self.pool.max_length:
                 raise ValueError(
-                    f"slot {chunk.slot} holds {held} positions: {count} more go beyond its {self.pool.max_length}"
+                    f"slot {chunk.slot} holds {held} positions and gets {count} more; the limit is "
+                    f"{self.pool.max_length}"
                 )
             if not 0 <= chunk.logits_from <= count:
-                raise ValueError(f"logits_from {chunk.logits_from} of slot {chunk.slot} is outside its {count} tokens")
+                raise ValueError(f"logits_from of slot {chunk.slot} is {chunk.logits_from}, outside 0 to {count}")
             if min(chunk.tokens) < 0 or max(chunk.tokens) >= self.loaded.vocab_size:
                 wrong = next(token for token in chunk.tokens if not 0 <= token < self.loaded.vocab_size)
                 raise ValueError(f"token {wrong} of slot {chunk.slot} is outside 0 to {self.loaded.vocab_size - 1}")

@@ -1,8 +1,9 @@
-"""Attention over pages: what there is, which of it a model runs with, and why.
+"""Chooses the attention of a model, and implements paged attention.
 
-On a GPU that is `triton`, our kernel. What the kernel cannot do, and pages on a CPU, run by `eager`: each sequence's
-pages gathered, and its scores spelled out (`outrider.runtime.sdpa`). The kernel is held to that before it is taken.
-`sdpa` reads no pages: each sequence lies in one piece of memory, and torch's own attention runs over it.
+`triton` is our kernel, for GPUs. `eager` gathers the blocks of each sequence and computes explicit scores
+(`outrider.runtime.sdpa`): for layers that the kernel does not support, and for block tables on a CPU. The kernel is
+checked against `eager` before it is chosen. `sdpa` is torch's attention over contiguous keys and values, without block
+tables.
 """
 
 import os
@@ -21,20 +22,20 @@ from outrider.runtime.batch import PagedAttention, PagedBatch, to_device
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.kv_cache import BLOCK_TOKENS
 from outrider.runtime.sdpa import Scoring, attend_scores
-from outrider.runtime.selfcheck import Refusal, check, operation_tolerance, random_pass
+from outrider.runtime.selfcheck import Refusal, check, operation_tolerance, random_batch
 
 AUTO, SDPA, EAGER, TRITON = "auto", "sdpa", "eager", "triton"
 
-_LARGEST_HEAD = 256  # of our kernel: a program holds whole heads
+_LARGEST_HEAD = 256  # of our kernel: one program holds a whole head
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """How a model attends.
+    """The attention of a model.
 
     Attributes:
         name: `sdpa`, `eager` or `triton`.
-        reason: why this one, in a few words, for the log.
+        reason: why it was chosen, for the log.
         block_tokens: positions of a block of the KV pool.
     """
 
@@ -44,61 +45,63 @@ class AttentionChoice:
 
     @property
     def is_paged(self) -> bool:
-        """Whether the pool is to be paged."""
+        """Whether it needs a paged pool."""
         return self.name != SDPA
 
     @property
     def attend(self) -> PagedAttention:
-        """The attention, of a paged pool."""
+        """The implementation for a paged pool."""
         return attend_triton if self.name == TRITON else attend_eager
 
     def can_be_captured(self, device: torch.device) -> bool:
-        """Whether a CUDA graph can hold it: nothing in it may wait for the device. On a CPU anything over pages may."""
+        """Whether it can be captured: it has no host sync. On a CPU every paged attention can."""
         return self.name == TRITON or (self.is_paged and device.type == "cpu")
 
 
-ORDINARY = AttentionChoice(SDPA, "what a CPU is fastest with")
-"""What a model runs with by default."""
+ORDINARY = AttentionChoice(SDPA, "fastest on a CPU")
+"""The default."""
 
 
 def choose_attention(
-    asked: str, layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device, *, paged: bool = False
+    requested: str, layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device, *, paged: bool = False
 ) -> AttentionChoice:
-    """The attention of a model: the one asked for, or by `auto` the fastest there is.
+    """Return the requested attention, or with `auto` the fastest one available.
 
     Args:
-        asked: `auto`, or a name.
-        layers: what the model's ask for.
+        requested: `auto`, `sdpa`, `eager` or `triton`.
+        layers: of the model.
         dtype: of keys and values.
-        device: where they lie.
-        paged: whether only one that reads pages will do.
+        device: of keys and values.
+        paged: whether the pool must be paged.
 
     Raises:
-        CheckpointError: the one asked for is not there, with the reason.
+        CheckpointError: the requested attention cannot run here; the message has the reason.
     """
-    if asked == SDPA and paged:
-        raise CheckpointError("--attention sdpa keeps a sequence in one piece, and here the pool must be paged")
-    if asked in (SDPA, EAGER):
-        return AttentionChoice(asked, "as asked for")
-    if asked == AUTO and device.type == "cpu":
-        return AttentionChoice(EAGER, "what a CPU reads pages with") if paged else ORDINARY
-    choice = AttentionChoice(TRITON, "our kernel gives what attention spelled out does")
+    if requested == SDPA and paged:
+        raise CheckpointError(
+            "--attention is sdpa; with --tensor-parallel-size the KV cache must be paged: use auto, eager or triton"
+        )
+    if requested in (SDPA, EAGER):
+        return AttentionChoice(requested, "as requested")
+    if requested == AUTO and device.type == "cpu":
+        return AttentionChoice(EAGER, "paged attention on a CPU") if paged else ORDINARY
+    choice = AttentionChoice(TRITON, "the kernel agrees with eager attention")
     why = _obstacle(layers, device) or check_attention(choice, layers, dtype, device)
     if not why:
         return choice
-    if asked == TRITON:
-        raise CheckpointError(f"--attention triton cannot run here: {why}")
-    return AttentionChoice(EAGER, f"no triton: {why}")
+    if requested == TRITON:
+        raise CheckpointError(f"--attention triton cannot run here: {why}; use --attention auto")
+    return AttentionChoice(EAGER, f"triton cannot run: {why}")
 
 
 def _obstacle(layers: Sequence[AttentionLayer], device: torch.device) -> str:
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"it needs a CUDA device, and this is {device.type}"
+        return f"it needs a CUDA device; the device is {device.type}"
     if find_spec("triton") is None:
         return "triton is not installed"
     for i, layer in enumerate(layers):
         if layer.head_dim > _LARGEST_HEAD:
-            return f"layer {i} has heads of {layer.head_dim}, and it takes {_LARGEST_HEAD} at most"
+            return f"layer {i} has heads of {layer.head_dim}; it supports at most {_LARGEST_HEAD}"
     return ""
 
 
@@ -106,7 +109,7 @@ def _obstacle(layers: Sequence[AttentionLayer], device: torch.device) -> str:
 
 
 def attend_triton(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, scoring: Scoring) -> Tensor:
-    """See `PagedAttention`: all sequences in one launch or two, in any dtype, nothing copied."""
+    """See `PagedAttention`: one or two launches for all sequences, without copies."""
     from kernels.triton_attention import attend  # triton has no build for some platforms
 
     return attend(
@@ -116,7 +119,7 @@ def attend_triton(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch
         batch.positions,
         batch.row_starts,
         batch.lengths,
-        batch.tables,
+        batch.block_tables,
         batch.items,
         batch.row_slots,
         slots=batch.slots,
@@ -128,29 +131,29 @@ def attend_triton(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch
 
 
 def attend_eager(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, scoring: Scoring) -> Tensor:
-    """See `PagedAttention`: one sequence after the other, its pages gathered, on any device and slowly."""
-    told = batch if batch.layout is None else batch.layout
-    row_starts, lengths = told.row_starts.tolist(), told.lengths.tolist()
+    """See `PagedAttention`: gathers the blocks of one sequence after the other. Slow, on any device."""
+    source = batch if batch.host_batch is None else batch.host_batch  # on the host no sync is needed
+    row_starts, lengths = source.row_starts.tolist(), source.lengths.tolist()
     out = torch.zeros_like(query)
     for s, (first, last, end) in enumerate(zip(row_starts, row_starts[1:], lengths, strict=False)):
         count = last - first
         if not count:
             continue
-        table = batch.tables[s, : -(-end // keys.size(1))]
+        table = batch.block_tables[s, : -(-end // keys.size(1))]
         seen_keys, seen_values = (
-            pages.index_select(0, table).flatten(0, 1).narrow(0, 0, end).transpose(0, 1).unsqueeze(1)
-            for pages in (keys, values)
+            blocks.index_select(0, table).flatten(0, 1).narrow(0, 0, end).transpose(0, 1).unsqueeze(1)
+            for blocks in (keys, values)
         )
         rows = query.narrow(0, first, count)
         out[first:last] = attend_scores(rows, [end - count], [count], [seen_keys], [seen_values], scoring)
     return out
 
 
-# ------------------------------------------------------------------------------------------------------------ trial
+# ------------------------------------------------------------------------------------------------------------ check
 
-# Passes: (positions held before, rows) of each sequence, and whether long ones are cut among programs. Keys of one
-# page, of several, and of many; single rows alone; and rows of a prompt.
-_PASSES = (
+# Batches: (positions before, rows) of each sequence, and whether long ones are split among programs. They cover one
+# block, several and many; single rows alone; and prompt chunks.
+_BATCHES = (
     (((0, 1), (40, 6), (700, 17), (1500, 1)), True),
     (((0, 1), (300, 1)), True),
     (((20, 150), (550, 9)), False),
@@ -160,32 +163,32 @@ _PASSES = (
 def check_attention(
     choice: AttentionChoice, layers: Sequence[AttentionLayer], dtype: torch.dtype, device: torch.device
 ) -> Refusal | None:
-    """Holds an attention to `attend_eager` on random numbers, in passes of several kinds.
+    """Checks an attention against `attend_eager` on random batches of several kinds.
 
     Args:
-        choice: of the attention.
-        layers: what a model's layers ask for; each kind is tried once.
+        choice: the attention.
+        layers: of a model; equal ones are checked once.
         dtype: of keys and values.
-        device: where they lie.
+        device: of keys and values.
     """
     for layer in dict.fromkeys(layers):
         generator = torch.Generator().manual_seed(layer.heads)
         sinks = torch.randn(layer.heads, generator=generator).to(device, dtype) if layer.sinks else None
         scoring = Scoring(layer.scaling, layer.window or 0, layer.softcap, sinks)
-        for spans, cuts in _PASSES:
+        for spans, cuts in _BATCHES:
             block = choice.block_tokens
-            layout, memory = random_pass(spans, layer.kv_heads, layer.head_dim, dtype, device, block_tokens=block)
-            work = work_list(layout.row_starts, layout.lengths, cuts=cuts)
-            layout = replace(layout, items=work.items, row_slots=work.row_slots)
-            batch = to_device(layout, memory, choice.attend, device)
-            query = torch.randn(len(layout.tokens), layer.heads, layer.head_dim, generator=generator)
-            told = query.to(device, dtype), memory.keys[0], memory.values[0], batch, scoring
-            candidate, reference = partial(_rows, choice.attend, *told), partial(_rows, attend_eager, *told)
+            host_batch, memory = random_batch(spans, layer.kv_heads, layer.head_dim, dtype, device, block_tokens=block)
+            work = work_list(host_batch.row_starts, host_batch.lengths, cuts=cuts)
+            host_batch = replace(host_batch, items=work.items, row_slots=work.row_slots)
+            batch = to_device(host_batch, memory, choice.attend, device)
+            query = torch.randn(len(host_batch.tokens), layer.heads, layer.head_dim, generator=generator)
+            inputs = query.to(device, dtype), memory.keys[0], memory.values[0], batch, scoring
+            candidate, reference = partial(_rows, choice.attend, *inputs), partial(_rows, attend_eager, *inputs)
             why = check(candidate, reference, operation_tolerance(dtype))
             if why:
                 return why
     return None
 
 
-def _rows(attend: PagedAttention, *told: Any) -> dict[str, Tensor]:
-    return {"rows": attend(*told)}
+def _rows(attend: PagedAttention, *inputs: Any) -> dict[str, Tensor]:
+    return {"rows": attend(*inputs)}

@@ -1,9 +1,9 @@
-"""Attention of packed sequences, each with its keys and values in one piece: by torch, and with its scores spelled out.
+"""Attention of packed sequences with contiguous keys and values: by torch's SDPA, and with explicit scores.
 
-`attend` and its masks keep to what TorchScript can compile, see `outrider.runtime.fused_layers`. `attend_scores` is the
-definition, and serves what torch leaves out. Soft-capping (Gemma 2) bounds each score s to c · tanh(s / c) before the
-softmax. A sink (GPT-OSS) is a learned score of each head that stands beside those of the positions, takes its share of
-the softmax, and has no value.
+TorchScript compiles `attend` (`outrider.runtime.fused_layers`), so it uses only what TorchScript supports.
+`attend_scores` is the reference, and also runs what SDPA lacks: soft-capping (Gemma 2), which bounds each score s to
+c · tanh(s / c) before the softmax, and sinks (GPT-OSS), one learned score per head that takes part in the softmax and
+has no value.
 """
 
 from collections.abc import Sequence
@@ -14,20 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 256
-"""Rows of scores that share a mask; longer chunks are attended in blocks, each blind to what comes after it."""
+"""The most rows of scores in one call; longer chunks are cut into blocks of rows."""
 
 _MASK_CACHE_ELEMENTS = 16 << 20
 _NEVER = float("-inf")
 
 
 class CausalMasks:
-    """Additive masks for the last rows of a sequence, built once for all lengths and passes.
+    """Additive causal masks for the last rows of a sequence, cached for all lengths and batches.
 
-    A row may see what lies at or before its own position, so the mask of a shorter sequence is the right-hand end of
-    the mask of a longer one: one per number of rows suffices, and a length is a view of it.
+    The mask of a shorter sequence is the right-hand end of the mask of a longer one. So there is one mask per number of
+    rows, and each length is a view of it.
 
     Attributes:
-        none: what needs no mask gets, `[0, 0]`.
+        none: `[0, 0]`, for chunks that need no mask.
     """
 
     def __init__(self, max_length: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -39,7 +39,7 @@ class CausalMasks:
         self.none = torch.empty(0, 0, dtype=dtype, device=device)
 
     def for_rows(self, count: int, length: int, group: int, window: int) -> Tensor:
-        """What the last `count` of `length` positions need: a mask, or nothing.
+        """Return the mask of the last `count` of `length` positions.
 
         Args:
             count: rows.
@@ -48,8 +48,8 @@ class CausalMasks:
             window: how many positions a row sees, its own included; 0 is all.
 
         Returns:
-            `[b · group, W]` with b = `count`, or less where that would be more than `BLOCK` rows, and W at least what
-            the rows of a block see; `[0, 0]` for a single row, and for rows that are all of the sequence.
+            `[b · group, W]` with b = `count`, at most `BLOCK` // `group`, and W at least the positions that the rows of
+            a block see; `[0, 0]` for a single row, and for the rows of a whole sequence.
         """
         if count == 1 or (count == length and not 0 < window < length):
             return self.none
@@ -91,7 +91,7 @@ def attend(
     scaling: float,
     window: int,
 ) -> Tensor:
-    """Lets each row see its own sequence up to itself. Keys and values of all rows have been written before.
+    """Causal attention of each row over its own sequence. Keys and values of all rows are written before.
 
     Args:
         query: `[T, heads, head_dim]`, in the dtype of the pool.
@@ -103,7 +103,7 @@ def attend(
         window: how many positions a row sees, its own included; 0 is all.
 
     Returns:
-        `[T, heads, head_dim]`, perhaps strided.
+        `[T, heads, head_dim]`, of any strides.
     """
     if len(counts) == 1:
         return _attend(query, keys[0], values[0], masks[0], scaling, window)
@@ -125,7 +125,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: 
     if n == 1:
         if 0 < window < end:
             keys, values = keys.narrow(2, end - window, window), values.narrow(2, end - window, window)
-        # Query heads that share a KV head become rows of one head: no copy of keys, and one row needs no mask.
+        # Query heads that share a KV head become rows of one head, so keys are not copied. One row needs no mask.
         packed = query.reshape(kv_heads, 1, group, head_dim)
         return F.scaled_dot_product_attention(packed, keys, values, scale=scaling).view(1, heads, head_dim)
     if mask.size(0) == 0:
@@ -145,7 +145,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: 
 
 
 def _attend_block(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float, window: int) -> Tensor:
-    """The last n positions, no more than the mask has: query `[n, H, D]`, keys and values `[KV, 1, end, D]`."""
+    """Attention of the last n positions, n at most the rows of the mask."""
     n, heads, head_dim = query.shape
     kv_heads, end = keys.size(0), keys.size(2)
     group = heads // kv_heads
@@ -153,11 +153,11 @@ def _attend_block(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sca
         seen = window + n - 1
         keys, values = keys.narrow(2, end - seen, seen), values.narrow(2, end - seen, seen)
         end = seen
-    # The last n rows of the mask, each of which is there g times.
+    # The last n rows of the mask, each repeated g times.
     mask = mask.narrow(0, mask.size(0) - n * group, n * group).narrow(1, mask.size(1) - end, end)
-    if mask.is_cuda:  # the fused kernels want a mask that begins at 16 bytes, and look at its strides alone
+    if mask.is_cuda:  # the fused kernels need a mask aligned to 16 bytes, and check only its strides
         mask = mask.contiguous()
-    # [n, KV, g, D] -> [KV, 1, n · g, D]: as for one row. With one KV head that is the query as it lies.
+    # [n, KV, g, D] -> [KV, 1, n · g, D], as for one row. With one KV head this is a view.
     grouped = query.reshape(n, kv_heads, group, head_dim)
     packed = grouped.transpose(0, 1).reshape(kv_heads, 1, n * group, head_dim)
     out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scaling)
@@ -166,13 +166,13 @@ def _attend_block(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sca
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How one layer scores.
+    """How one layer computes attention scores.
 
     Attributes:
         scaling: of the scores.
         window: how many positions a row sees, its own included; 0 is all.
-        softcap: c, which bounds the scaled scores (`outrider.runtime.sdpa`); None bounds nothing.
-        sinks: `[heads]`: the score of each head's sink; None is none.
+        softcap: c, the bound of the scaled scores; None is no bound.
+        sinks: `[heads]`: the score of each head's sink, or None.
     """
 
     scaling: float
@@ -182,7 +182,7 @@ class Scoring:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the softmax is over the scaled scores of the positions, and nothing else."""
+        """Whether the softmax is over the scaled scores alone, without soft-capping and sinks."""
         return self.softcap is None and self.sinks is None
 
 
@@ -194,7 +194,7 @@ def attend_scores(
     values: Sequence[Tensor],
     scoring: Scoring,
 ) -> Tensor:
-    """Lets each row see its own sequence up to itself. Keys and values of all rows have been written before.
+    """Causal attention of each row over its own sequence. Keys and values of all rows are written before.
 
     Args:
         query: `[T, heads, head_dim]`.
@@ -224,7 +224,7 @@ def _block(
     values: Tensor,
     scoring: Scoring,
 ) -> Tensor:
-    """Rows at `position` and after it: query `[n, H, D]`, keys and values `[KV, 1, end, D]`; to `[n, H, D]`."""
+    """Attention of rows from `position` on: query `[n, H, D]`, keys and values `[KV, 1, end, D]`, to `[n, H, D]`."""
     window, softcap, sinks = scoring.window, scoring.softcap, scoring.sinks
     n, heads, head_dim = query.shape
     kv_heads = keys.size(0)
@@ -248,7 +248,7 @@ def _block(
 
 
 def _unseen(n: int, seen: int, window: int, device: torch.device) -> Tensor:
-    """`[n, seen]`: what each of the last n of `seen` positions does not see."""
+    """`[n, seen]`: the positions masked for each of the last n of `seen` positions."""
     position = torch.arange(seen, device=device)
     row = position.narrow(0, seen - n, n).unsqueeze(1)
     unseen = position > row

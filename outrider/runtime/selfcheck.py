@@ -1,8 +1,8 @@
-"""Holds one way to compute something against another when a service starts: `check`, which every such trial goes by.
+"""Self-checks at the start of a service: a candidate implementation against a reference.
 
-And the trial of a whole model: what a way to run it gives on a few tokens, against transformers' own forward. What the
-packed attention or a fused layer does not know of a model (a state outside the attention, a scale somewhere) shows here
-as other logits, before any request does.
+`check` compares two functions. `check_program` compares a whole model with transformers' own forward on a few tokens: a
+feature that packed attention or a fused layer misses (a state outside the attention, a scale) changes the logits, and
+is refused before any request.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider.runtime.attention import NAME, AttentionLayer
-from outrider.runtime.batch import Chunk, Layout, PagedAttention, lay_out, pack, to_device
+from outrider.runtime.batch import Chunk, HostBatch, PagedAttention, build_batch, pack, to_device
 from outrider.runtime.block_pool import PagedMemory
 from outrider.runtime.errors import CheckpointError
 from outrider.runtime.kv_cache import BLOCK_TOKENS, KVPool
@@ -24,8 +24,8 @@ from outrider.runtime.sdpa import CausalMasks
 if TYPE_CHECKING:
     from outrider.runtime.attention import Batch, Program
 
-# What rounding explains, as a share of the size of what is compared: of one operation, and of a model's logits. A step
-# of bfloat16 is 2^-8; through a model, kernels that round differently differ by about a hundredth.
+# Tolerances, relative to the size of the compared values: of one operation, and of a model's logits. A step of bfloat16
+# is 2^-8; in a whole model, kernels that round differently differ by about a hundredth.
 _FULL = (torch.float32, torch.float64)
 _OPERATION, _OPERATION_HALF = 1e-4, 0.02
 _LOGITS, _LOGITS_HALF = 1e-3, 0.1
@@ -35,7 +35,7 @@ class Refusal(str):
     """Why a candidate is refused, in one line.
 
     Attributes:
-        cause: what it raised, if it raised anything.
+        cause: the exception that it raised, or None.
     """
 
     cause: Exception | None = None
@@ -48,23 +48,23 @@ def check(
     *,
     typical: bool = False,
 ) -> Refusal | None:
-    """Runs both and compares what they return, name by name, in float32.
+    """Runs both functions and compares their results by name, in float32.
 
     Args:
-        candidate: on trial. Where it raises an exception, that is the reason for its refusal.
-        reference: what it must equal.
-        tolerance: the largest difference, as a share of the largest number that the reference returns.
-        typical: compare the rows of the last dimension, each by its norm, and take the median row. For logits: in 16
-            bits, rounding sends a token to another expert now and then.
+        candidate: the implementation under check. It is refused if it raises.
+        reference: the implementation to agree with.
+        tolerance: the largest allowed difference, relative to the largest value of the reference.
+        typical: compare rows of the last dimension by their norms, and take the median row. For logits: 16-bit rounding
+            occasionally sends a token to another expert.
 
     Returns:
         Why the candidate is refused, or None.
 
     Raises:
-        torch.OutOfMemoryError: either has no room, which says nothing about the candidate.
+        torch.OutOfMemoryError: the device is out of memory, which is no fault of the candidate.
     """
     try:
-        found = {name: each.float().cpu() for name, each in candidate().items()}  # a GPU says here what went wrong
+        found = {name: each.float().cpu() for name, each in candidate().items()}  # errors of a GPU are raised here
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -74,7 +74,7 @@ def check(
     for name, wanted in reference().items():
         distance = _distance(found[name], wanted.float().cpu(), typical)
         if not distance <= tolerance:
-            return Refusal(f"{name} differ by {distance:.2g} of their size, {tolerance:g} allowed")
+            return Refusal(f"{name} differ by {distance:.2g} of their size; {tolerance:g} is allowed")
     return None
 
 
@@ -85,18 +85,16 @@ def _distance(found: Tensor, wanted: Tensor, typical: bool) -> float:
 
 
 def operation_tolerance(dtype: torch.dtype) -> float:
-    """How far one operation's results in a dtype may differ from those of another implementation."""
+    """The tolerance for one operation in a dtype."""
     return _OPERATION if dtype in _FULL else _OPERATION_HALF
 
 
 def logits_tolerance(dtype: torch.dtype, *, quantised: bool = False) -> float:
-    """How far a model's logits may differ, run in a dtype. Quantised models round activations to 8 bits, whatever the
-    dtype around that.
-    """
+    """The tolerance for a model's logits in a dtype. Quantised models round activations to 8 bits in any dtype."""
     return _LOGITS if dtype in _FULL and not quantised else _LOGITS_HALF
 
 
-def random_pass(
+def random_batch(
     spans: Sequence[tuple[int, int]],
     kv_heads: int,
     head_dim: int,
@@ -104,16 +102,16 @@ def random_pass(
     device: torch.device,
     *,
     block_tokens: int = BLOCK_TOKENS,
-) -> tuple[Layout, PagedMemory]:
-    """A pass over pages of one layer, full of random numbers, always the same.
+) -> tuple[HostBatch, PagedMemory]:
+    """A batch over one layer's KV cache of random numbers, the same at each call.
 
     Args:
-        spans: (positions held before, rows) of each sequence.
+        spans: (positions before, rows) of each sequence.
         kv_heads: of the layer.
         head_dim: of the layer.
         dtype: of keys and values.
-        device: where they lie.
-        block_tokens: positions of a page.
+        device: of keys and values.
+        block_tokens: positions of a block.
     """
     pool = KVPool(
         1, kv_heads, head_dim,
@@ -125,14 +123,14 @@ def random_pass(
     generator = torch.Generator().manual_seed(head_dim)
     for store in (pool.paged.keys[0], pool.paged.values[0]):
         store.copy_(torch.randn(store.shape, generator=generator))
-    pool.grow(pool.allocate(), 1)  # so that no sequence begins where the memory does
+    pool.grow(pool.allocate(), 1)  # so that no sequence begins at block 0
     chunks = []
     for start, count in reversed(spans):
         slot = pool.allocate()
         pool.grow(slot, start + count)
         pool.extend(slot, start)
         chunks.append(Chunk(slot, [0] * count, start, 0))
-    return lay_out(chunks, pool), pool.paged
+    return build_batch(chunks, pool), pool.paged
 
 
 # ----------------------------------------------------------------------------------------------------- whole models
@@ -143,7 +141,7 @@ _SEED = 20221130
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Two short sequences and what transformers makes of them.
+    """Two short sequences and their logits by transformers.
 
     Attributes:
         tokens: `[2, n]`.
@@ -158,7 +156,7 @@ def reference(model: Any, vocab_size: int, context_length: int) -> Reference:
     """Runs the model's own forward with transformers' attention.
 
     Raises:
-        CheckpointError: it does not run.
+        CheckpointError: the forward fails.
     """
     generator = torch.Generator().manual_seed(_SEED)
     shape = (2, min(_LENGTH, context_length))
@@ -172,7 +170,7 @@ def reference(model: Any, vocab_size: int, context_length: int) -> Reference:
             logits = model(input_ids=tokens.to(next(model.parameters()).device), use_cache=False).logits
     except Exception as error:
         raise CheckpointError(
-            f"{type(model).__name__} does not run in transformers itself: {type(error).__name__}: {error}"
+            f"{type(model).__name__} fails in transformers itself: {type(error).__name__}: {error}"
         ) from error
     finally:
         model.set_attn_implementation(NAME)
@@ -215,25 +213,25 @@ def check_program(
     attention: PagedAttention | None = None,
     block_tokens: int = BLOCK_TOKENS,
 ) -> Refusal | None:
-    """Holds a program's logits against the reference; a constant added to all of them changes no distribution.
+    """Checks a program's logits against the reference, up to a constant per row, which changes no distribution.
 
-    Both sequences run interleaved, cut in two, the second part in the other order; only some rows ask for logits.
+    Two batches each hold a part of both sequences, in different order; only some rows need logits.
 
     Args:
-        program: on trial.
-        layers: what its attention layers ask for.
-        expected: what it should give.
+        program: under check.
+        layers: the attention layers of the model.
+        expected: the reference.
         dtype: of keys and values.
-        device: of all.
+        device: of the model.
         tolerance: see `check`.
-        attention: over pages of `block_tokens` positions; None runs each sequence in one piece.
+        attention: paged attention over blocks of `block_tokens`; None uses contiguous keys and values.
         block_tokens: see `attention`.
     """
     length = expected.tokens.shape[1]
     cuts = (min(4, length), min(3, length))
     # (sequence, start, count)
-    passes = [[(0, 0, cuts[0]), (1, 0, cuts[1])], [(1, cuts[1], length - cuts[1]), (0, cuts[0], length - cuts[0])]]
-    passes = [[span for span in spans if span[2]] for spans in passes if any(count for _, _, count in spans)]
+    batches = [[(0, 0, cuts[0]), (1, 0, cuts[1])], [(1, cuts[1], length - cuts[1]), (0, cuts[0], length - cuts[0])]]
+    batches = [[span for span in spans if span[2]] for spans in batches if any(count for _, _, count in spans)]
 
     def rows(of: Tensor, spans: list[tuple[int, int, int]]) -> Tensor:
         return torch.cat([of[i, start : start + count] for i, start, count in spans])
@@ -244,26 +242,26 @@ def check_program(
 
     def found() -> dict[str, Tensor]:
         blocks = 2 * -(-length // block_tokens)
-        told: dict[str, Any] = {"dtype": dtype, "device": device, "block_tokens": block_tokens}
-        pool = make_pool(layers, blocks=blocks, max_length=length, paged=attention is not None, **told)
+        storage: dict[str, Any] = {"dtype": dtype, "device": device, "block_tokens": block_tokens}
+        pool = make_pool(layers, blocks=blocks, max_length=length, paged=attention is not None, **storage)
         slots, masks = (pool.allocate(), pool.allocate()), CausalMasks(length, dtype, device)
         logits = []
-        for spans in passes:
+        for spans in batches:
             token_ids = rows(expected.tokens, spans)
             batch: Batch
             if attention is None:
                 batch = pack(((slots[i], start, count) for i, start, count in spans), pool, masks)
             else:
                 assert pool.paged is not None
-                layout = lay_out([Chunk(slots[i], [0] * count, start, 0) for i, start, count in spans], pool)
-                batch = to_device(replace(layout, tokens=token_ids.numpy()), pool.paged, attention, device)
+                host_batch = build_batch([Chunk(slots[i], [0] * count, start, 0) for i, start, count in spans], pool)
+                batch = to_device(replace(host_batch, tokens=token_ids.numpy()), pool.paged, attention, device)
             logits.append(program(token_ids.to(device), batch, wanted(spans).to(device)).float().cpu())
             for i, start, count in spans:
                 pool.extend(slots[i], start + count)
         return {"logits": _centred(torch.cat(logits))}
 
     def reference() -> dict[str, Tensor]:
-        return {"logits": _centred(torch.cat([rows(expected.logits, spans)[wanted(spans)] for spans in passes]))}
+        return {"logits": _centred(torch.cat([rows(expected.logits, spans)[wanted(spans)] for spans in batches]))}
 
     return check(found, reference, tolerance, typical=True)
 

@@ -1,8 +1,8 @@
 """Tensor parallelism: one model over several processes (ranks), each with the keys and values of its own heads.
 
-torchrun starts the ranks, or anything that sets its variables. Rank 0 serves: it alone has clients, an engine and the
-books of the KV pool. Before each pass it broadcasts the layout over a gloo group, and all ranks run the pass together;
-the others (workers) look at no logits. A rank that is gone ends all of them, see `Watch`.
+torchrun starts the ranks, or any launcher that sets its variables. Only rank 0 has clients, an engine and the block
+tables of the KV pool. Before each step it broadcasts the batch over a gloo group, and all ranks run the step together;
+the other ranks (workers) ignore the logits. When one rank is lost, all end, see `Watch`.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from outrider.runtime.batch import Layout
+from outrider.runtime.batch import HostBatch
 from outrider.runtime.block_pool import PagedMemory
 from outrider.runtime.cuda_graph import Runner
 from outrider.runtime.device import work_on
@@ -39,16 +39,16 @@ _log = structlog.get_logger()
 FLAG = "--tensor-parallel-size"
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
-# How long ranks wait for each other at the start. torchrun, which starts them together, waits before that.
+# How long ranks wait for each other at the start.
 _JOIN = timedelta(minutes=5)
-# A service may be idle for as long as it likes: whoever listens ends a wait that is in vain.
+# A service may be idle without limit. The watch ends the wait for a lost rank.
 _NEVER = timedelta(days=365)
-# How long a rank whose pass broke waits for the watch: it says more than a broken collective.
-_HEARSAY_SECONDS = 2.0
+# How long a rank whose step failed waits for the watch, whose reason is clearer than that of a failed collective.
+_REASON_SECONDS = 2.0
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process without what Python and torch do at exit, which waits for ranks that may be gone."""
+    """Ends the process without the exit handlers of Python and torch, which wait for ranks that may be lost."""
     flush_all()
     os._exit(code)
 
@@ -58,7 +58,7 @@ def leave(code: int) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Where this process stands among those that run one model.
+    """The rank of this process among those that run one model.
 
     Attributes:
         rank: of this process, from 0.
@@ -72,42 +72,44 @@ class Ranks:
     local_rank: int
     local_size: int
 
-    def device(self, asked: str) -> torch.device:
-        """The device of this rank: on CUDA the one of its number on its machine.
+    def device(self, requested: str) -> torch.device:
+        """Return the device of this rank; with CUDA, GPU `local_rank` of its machine.
 
         Args:
-            asked: `auto`, `cpu` or `cuda`, as settings have it.
+            requested: `auto`, `cpu` or `cuda`, from the settings.
 
         Raises:
-            SettingsError: there is none, or another one was asked for than the ranks can have.
+            SettingsError: there is no such device, or ranks cannot use it.
         """
         found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if asked not in ("auto", "cpu", "cuda"):
-            raise SettingsError(f"--device {asked}: with {FLAG} {self.size} each rank takes a GPU of its own; say cuda")
-        if asked == "cpu" and found:
+        if requested not in ("auto", "cpu", "cuda"):
             raise SettingsError(
-                f"--device cpu: with {FLAG} {self.size} transformers takes the GPUs it sees, and it sees {found}; hide "
-                "them with CUDA_VISIBLE_DEVICES="
+                f"--device is {requested}; with {FLAG} {self.size} each rank takes its own GPU: use --device cuda"
             )
-        if asked == "cuda" and not found:
-            raise SettingsError("--device cuda: torch sees no CUDA device")
+        if requested == "cpu" and found:
+            raise SettingsError(
+                f"--device is cpu; with {FLAG} {self.size} transformers uses every visible GPU, and {found} are "
+                "visible: hide them with CUDA_VISIBLE_DEVICES="
+            )
+        if requested == "cuda" and not found:
+            raise SettingsError("--device is cuda; torch sees no CUDA device")
         if found and self.local_rank >= found:
             raise SettingsError(
-                f"{FLAG} {self.size}: rank {self.rank} is number {self.local_rank} on its machine, where torch sees "
-                f"{found} CUDA devices"
+                f"{FLAG} is {self.size}; rank {self.rank} needs GPU {self.local_rank} of its machine, where torch sees "
+                f"{found} CUDA devices: start fewer ranks on this machine"
             )
         return torch.device("cuda", self.local_rank) if found else torch.device("cpu")
 
 
 def read_ranks(size: int, program: str) -> Ranks | None:
-    """Reads torchrun's variables; None where the model runs in one process.
+    """Reads torchrun's variables. Returns None where the model runs in one process.
 
     Args:
-        size: how many ranks the settings ask for.
-        program: the module to be started, for the error.
+        size: ranks, from the settings.
+        program: the module to start, for the error message.
 
     Raises:
-        SettingsError: torchrun started another number, or did not start this process; or a package is missing.
+        SettingsError: torchrun started another number of ranks, or none; or a package is missing.
     """
     by_torchrun = all(name in os.environ for name in _VARIABLES)
     started = int(os.environ["WORLD_SIZE"]) if by_torchrun else 1
@@ -115,17 +117,17 @@ def read_ranks(size: int, program: str) -> Ranks | None:
         how = f"torchrun started {started} ranks" if by_torchrun else "torchrun did not start this process"
         wanted = max(size, started)
         raise SettingsError(
-            f"{FLAG} is {size}, and {how}; for {wanted} ranks on one machine: torchrun --nproc-per-node {wanted} -m "
-            f"{program} {FLAG} {wanted} ..."
+            f"{FLAG} is {size}, but {how}; for {wanted} ranks on one machine run: torchrun --nproc-per-node {wanted} "
+            f"-m {program} {FLAG} {wanted} ..."
         )
     if size == 1:
         return None
     if importlib.util.find_spec("accelerate") is None:
         raise SettingsError(
-            f"{FLAG} {size}: transformers' tensor-parallel plan needs the package accelerate, which is not installed "
-            "(pip install 'outrider[parallel]')"
+            f"{FLAG} is {size}; tensor parallelism in transformers needs the package accelerate, which is not "
+            "installed (pip install 'outrider[parallel]')"
         )
-    # Where nobody says how many are on this machine, others may be on another one.
+    # Without LOCAL_WORLD_SIZE the other ranks may be on other machines.
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return Ranks(int(os.environ["RANK"]), size, int(os.environ["LOCAL_RANK"]), local_size)
 
@@ -139,24 +141,24 @@ def is_worker(size: int) -> bool:
 
 
 class Watch:
-    """Tells that a rank is gone, and lets a rank say why it ends.
+    """Detects lost ranks, and sends the reason when a rank ends.
 
-    Rank 0 and each worker send each other a message twice a second over a gloo group of its own, from threads that no
-    load, pass or capture holds up. A rank that dies closes its sockets, which is noticed at once; one that hangs or
-    cannot be reached is noticed by its silence.
+    Rank 0 and each worker exchange a heartbeat twice a second over a separate gloo group, on separate threads: loading,
+    steps and captures do not delay them. A rank that dies closes its sockets, and is detected at once; one that hangs
+    or is unreachable is detected by its silence.
 
     Args:
-        store: where the ranks find each other.
+        store: the rendezvous store of the ranks.
         ranks: of this process.
-        silence: seconds without a message after which a rank is gone.
-        on_lost: takes the reason, on a thread of the watch.
-        on_end: called on such a thread when rank 0 ends in order.
+        silence: seconds without a heartbeat after which a rank counts as lost.
+        on_lost: receives the reason, on a thread of the watch.
+        on_end: called on a thread of the watch when rank 0 shuts down in order.
     """
 
     _BEAT_SECONDS = 0.5
     _PARTING_SECONDS = 5.0
     _MESSAGE_BYTES = 1024
-    # What a message begins with; one of zeros says that its sender is alive.
+    # The first byte of a message. A message of zeros is a heartbeat.
     _ENDS, _FAILS = b"\1", b"\2"
 
     def __init__(
@@ -168,8 +170,8 @@ class Watch:
         on_lost: Callable[[str], None],
         on_end: Callable[[], None],
     ) -> None:
-        # Not by `new_group`: that needs the main group, and a rank can be lost while that is made. The stubs of torch
-        # do not have its `send` and `recv`.
+        # Not `new_group`: that needs the main group, and a rank can be lost while that is created. torch's stubs lack
+        # `send` and `recv`.
         own_store = dist.PrefixStore("outrider/watch", store)
         self._group: Any = dist.ProcessGroupGloo(own_store, ranks.rank, ranks.size, _JOIN)
         self._silence = silence
@@ -182,8 +184,9 @@ class Watch:
         self._speaking = {peer: self._start(self._speak, peer) for peer in peers}
 
     def end(self, reason: str | None) -> None:
-        """Tells the others, within some seconds, that this rank ends, and why. None: in order; it then waits until they
-        have ended, too.
+        """Sends the other ranks that this one ends, and why; takes some seconds at most.
+
+        A `reason` of None is an orderly shutdown: it then waits until the others have ended, too.
         """
         self._farewell = self._farewell or (self._ENDS if reason is None else self._FAILS + reason.encode())
         self._ending.set()
@@ -193,7 +196,7 @@ class Watch:
             if reason is None:
                 self._listening[peer].join(max(0.0, until - time.monotonic()))
                 if self._listening[peer].is_alive():
-                    _log.warning("a rank has not ended", rank=peer)
+                    _log.warning("rank did not end in time", rank=peer, seconds=self._PARTING_SECONDS)
 
     def _start(self, work: Callable[[int], None], peer: int) -> threading.Thread:
         thread = threading.Thread(target=work, args=(peer,), name=f"rank-{peer}-{work.__name__}", daemon=True)
@@ -201,30 +204,30 @@ class Watch:
         return thread
 
     def _speak(self, peer: int) -> None:
-        with suppress(RuntimeError):  # whoever listens hears of it too
+        with suppress(RuntimeError):  # the listening thread reports a lost peer
             while True:
-                said = self._farewell
-                message = bytearray(said[: self._MESSAGE_BYTES].ljust(self._MESSAGE_BYTES, b"\0"))
+                farewell = self._farewell
+                message = bytearray(farewell[: self._MESSAGE_BYTES].ljust(self._MESSAGE_BYTES, b"\0"))
                 self._group.send([torch.frombuffer(message, dtype=torch.uint8)], peer, 0).wait(_NEVER)
-                if said:
+                if farewell:
                     return
                 self._ending.wait(self._BEAT_SECONDS)
 
     def _listen(self, peer: int) -> None:
         message = torch.empty(self._MESSAGE_BYTES, dtype=torch.uint8)
-        heard = b""
-        while not heard:
+        received = b""
+        while not received:
             began = time.monotonic()
             try:
                 self._group.recv([message], peer, 0).wait(timedelta(seconds=self._silence))
             except RuntimeError:
                 is_silent = time.monotonic() - began >= self._silence
-                how = f"has been silent for {self._silence:g} s" if is_silent else "closed its connection"
-                return self._lose(f"rank {peer} has gone: it {how}")
-            heard = message.numpy().tobytes().rstrip(b"\0")
-        if heard.startswith(self._ENDS):
+                how = f"sent nothing for {self._silence:g} s" if is_silent else "closed its connection"
+                return self._lose(f"rank {peer} is lost: it {how}")
+            received = message.numpy().tobytes().rstrip(b"\0")
+        if received.startswith(self._ENDS):
             return self._on_end()
-        return self._lose(f"rank {peer} ends: {heard[1:].decode(errors='ignore')}")
+        return self._lose(f"rank {peer} ended: {received[1:].decode(errors='ignore')}")
 
     def _lose(self, reason: str) -> None:
         if not self._farewell:
@@ -235,42 +238,41 @@ class Watch:
 
 
 class _Kind(IntEnum):
-    """What rank 0 has the workers do."""
+    """The commands of rank 0 to the workers."""
 
-    PASS = 0
+    STEP = 0
     COPY = 1
 
 
 class TensorParallel:
-    """The ranks of one model, for one of them.
+    """The tensor-parallel group, from the view of one rank.
 
     Args:
         ranks: of this process.
-        timeout: seconds that a rank may be silent before it counts as gone.
+        timeout: seconds without a heartbeat after which a rank counts as lost.
 
     Attributes:
-        ranks: see above.
-        lost: done with the reason once no pass can ever run again.
+        lost: completes with the reason when no step can run again.
     """
 
     def __init__(self, ranks: Ranks, *, timeout: float) -> None:
         self.ranks = ranks
         self.lost: Future[str] = Future()
-        self.lost.set_running_or_notify_cancel()  # nobody who waits for it can cancel it
+        self.lost.set_running_or_notify_cancel()  # so that no waiter can cancel it
         self._timeout = timeout
         self._watch: Watch | None = None
         self._control: dist.ProcessGroup | None = None
 
     def join(self, device: torch.device) -> None:
-        """Meets the other ranks, within five minutes. A worker calls it on its main thread, and takes no signals from
-        then on.
+        """Joins the other ranks, within five minutes. A worker calls it on its main thread, and ignores SIGTERM and
+        SIGINT from then on.
 
         Raises:
-            ModelLost: they do not come, or one of them is gone again.
+            ModelLost: a rank did not join, or is lost.
         """
         is_cuda = device.type == "cuda"
         work_on(device)
-        if self.ranks.local_size == self.ranks.size:  # gloo then listens where no other machine can reach it
+        if self.ranks.local_size == self.ranks.size:  # gloo then listens on the loopback interface only
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         try:
             store, _, _ = next(rendezvous("env://", timeout=_JOIN))
@@ -278,7 +280,7 @@ class TensorParallel:
                 store, self.ranks, silence=self._timeout, on_lost=self._lose, on_end=self._end_with_rank_0
             )
             if self.ranks.rank > 0:
-                # torchrun and a terminal signal all ranks: rank 0 drains, and needs the others until it has.
+                # torchrun and terminals signal all ranks. Rank 0 drains, and needs the workers until then.
                 for number in (signal.SIGTERM, signal.SIGINT):
                     signal.signal(number, signal.SIG_IGN)
             dist.init_process_group(
@@ -290,35 +292,36 @@ class TensorParallel:
             )
             self._control = dist.new_group(backend="gloo", timeout=_NEVER)
         except (OSError, RuntimeError) as error:
-            raise ModelLost(self.broke("the ranks did not find each other", error)) from error
+            raise ModelLost(self.failure_reason("the ranks could not join", error)) from error
 
     def agree(self, blocks: int, facts: dict[str, Any]) -> int:
-        """Checks that all ranks have the same facts; returns the blocks of the pool that every rank has room for.
+        """Checks that all ranks have the same `facts`. Returns the smallest `blocks` of all ranks.
 
         Raises:
             CheckpointError: a rank differs.
-            ModelLost: a rank is gone.
+            ModelLost: a rank is lost.
         """
-        told: list[Any] = [None] * self.ranks.size
+        gathered: list[Any] = [None] * self.ranks.size
         try:
-            dist.all_gather_object(told, (blocks, facts), group=self._control)
+            dist.all_gather_object(gathered, (blocks, facts), group=self._control)
         except RuntimeError as error:
-            raise ModelLost(self.broke("the ranks cannot agree", error)) from error
-        first = told[0][1]
-        for rank, (_, theirs) in enumerate(told):
+            raise ModelLost(self.failure_reason("the ranks could not compare their settings", error)) from error
+        first = gathered[0][1]
+        for rank, (_, theirs) in enumerate(gathered):
             for name, value in theirs.items():
                 if value != first[name]:
                     raise CheckpointError(
-                        f"the ranks differ in their {name}: {first[name]} on rank 0, {value} on rank {rank}"
+                        f"{name} differs between ranks: {first[name]} on rank 0, {value} on rank {rank}; start all "
+                        "ranks with the same model and settings"
                     )
-        return min(room for room, _ in told)
+        return min(count for count, _ in gathered)
 
     def command_workers(self, model_runner: ModelRunner) -> None:
-        """On rank 0: from here on the workers run each pass of the model, and each copy of blocks, too."""
+        """On rank 0: from here on the workers repeat each step and each copy of blocks."""
         assert model_runner.paged_runner is not None
         assert model_runner.pool.paged is not None
         model_runner.paged_runner = _AllRanksRunner(model_runner.paged_runner, self)
-        model_runner.pool.paged.on_copy = self.tell_copy
+        model_runner.pool.paged.on_copy = self.send_copy
         layer = model_runner.loaded.layers[0]
         _log.info(
             "tensor parallel",
@@ -329,10 +332,10 @@ class TensorParallel:
         )
 
     def work(self, model_runner: ModelRunner) -> NoReturn:
-        """On a worker: runs what rank 0 says, until the watch ends the process.
+        """On a worker: runs the commands of rank 0 until the watch ends the process.
 
         Raises:
-            ModelLost: a pass broke here.
+            ModelLost: a step failed here.
         """
         assert model_runner.paged_runner is not None
         assert model_runner.pool.paged is not None
@@ -340,46 +343,46 @@ class TensorParallel:
             while True:
                 self._work_once(model_runner.paged_runner, model_runner.pool.paged)
         except Exception as error:
-            raise ModelLost(self.broke("a pass broke", error)) from error
+            raise ModelLost(self.failure_reason("a step failed", error)) from error
 
     def end(self, reason: str | None) -> None:
-        """Tells the other ranks that this one ends, without which they cannot go on, and why; None: in order, with no
-        pass under way.
+        """Sends the other ranks that this one ends, which ends them too. A `reason` of None is an orderly shutdown,
+        with no step under way.
         """
         if self._watch is not None:
             self._watch.end(reason)
 
-    def broke(self, what: str, error: Exception) -> str:
-        """Settles why a step that all ranks take part in broke here: another one is gone, or else `error`."""
+    def failure_reason(self, what: str, error: Exception) -> str:
+        """Returns why a collective step failed here: the reason of the watch if another rank is lost, else `error`."""
         with suppress(TimeoutError):
-            return self.lost.result(_HEARSAY_SECONDS)
+            return self.lost.result(_REASON_SECONDS)
         self._lose(f"{what}: {type(error).__name__}: {' '.join(str(error).split())}")
         return self.lost.result()
 
-    def tell_pass(self, layout: Layout) -> None:
-        """On rank 0: has the workers run a pass.
+    def send_step(self, host_batch: HostBatch) -> None:
+        """On rank 0: has the workers run a batch.
 
         Raises:
-            ModelLost: a rank is gone.
+            ModelLost: a rank is lost.
         """
-        body = torch.empty(Layout.size(layout.shape), dtype=torch.uint8)
-        layout.pack_into(body.numpy())
-        self._tell([_Kind.PASS, *layout.shape], body)
+        body = torch.empty(HostBatch.size(host_batch.shape), dtype=torch.uint8)
+        host_batch.pack_into(body.numpy())
+        self._send([_Kind.STEP, *host_batch.shape], body)
 
-    def tell_copy(self, source: Sequence[int], target: Sequence[int]) -> None:
+    def send_copy(self, source: Sequence[int], target: Sequence[int]) -> None:
         """On rank 0: has the workers copy blocks, see `PagedMemory.on_copy`.
 
         Raises:
-            ModelLost: a rank is gone.
+            ModelLost: a rank is lost.
         """
-        self._tell([_Kind.COPY, len(source), 0, 0, 0, 0], torch.tensor([[*source], [*target]]))
+        self._send([_Kind.COPY, len(source), 0, 0, 0, 0], torch.tensor([[*source], [*target]]))
 
-    def _tell(self, header: list[int], body: Tensor) -> None:
+    def _send(self, header: list[int], body: Tensor) -> None:
         try:
             dist.broadcast(torch.tensor(header), 0, group=self._control)
             dist.broadcast(body, 0, group=self._control)
         except RuntimeError as error:
-            raise ModelLost(self.broke("the workers take no more messages", error)) from error
+            raise ModelLost(self.failure_reason("the workers cannot be reached", error)) from error
 
     def _work_once(self, runner: Runner, memory: PagedMemory) -> None:
         header = torch.empty(6, dtype=torch.int64)
@@ -391,9 +394,9 @@ class TensorParallel:
             memory.copy(*blocks.tolist())
             return
         T, R, S, P, W = numbers
-        body = torch.empty(Layout.size((T, R, S, P, W)), dtype=torch.uint8)
+        body = torch.empty(HostBatch.size((T, R, S, P, W)), dtype=torch.uint8)
         dist.broadcast(body, 0, group=self._control)
-        runner.run(Layout.unpack((T, R, S, P, W), body.numpy().tobytes()))
+        runner.run(HostBatch.unpack((T, R, S, P, W), body.numpy().tobytes()))
 
     def _lose(self, reason: str) -> None:
         with suppress(InvalidStateError):  # the first reason counts: others follow from it
@@ -405,20 +408,20 @@ class TensorParallel:
 
 
 class _AllRanksRunner:
-    """Has the workers run each pass, and runs it with them."""
+    """A `Runner` that has the workers run each batch, and runs it with them."""
 
     def __init__(self, runner: Runner, parallel: TensorParallel) -> None:
         self._runner = runner
         self._parallel = parallel
 
-    def run(self, layout: Layout) -> Tensor:
+    def run(self, host_batch: HostBatch) -> Tensor:
         """See `Runner`.
 
         Raises:
-            ModelLost: the pass broke here, or a rank is gone. The ranks are no longer in step, and no pass can follow.
+            ModelLost: the step failed here, or a rank is lost. The ranks are out of sync, and no step can follow.
         """
-        self._parallel.tell_pass(layout)
+        self._parallel.send_step(host_batch)
         try:
-            return self._runner.run(layout)
+            return self._runner.run(host_batch)
         except Exception as error:
-            raise ModelLost(self._parallel.broke("a pass broke on rank 0", error)) from error
+            raise ModelLost(self._parallel.failure_reason("a step failed on rank 0", error)) from error

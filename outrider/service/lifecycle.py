@@ -231,7 +231,7 @@ async def _watch(service: Service, health: HealthState, bound: float) -> None:
     last = ""
     while True:
         await asyncio.sleep(min(CHECK_SECONDS, bound / 4))
-        trouble = "" if service.engine is None else service.engine.trouble(bound)
+        trouble = "" if service.engine is None else service.engine.failure(bound)
         if bool(trouble) != bool(last):
             if trouble:
                 _log.error("engine is not alive", reason=trouble)

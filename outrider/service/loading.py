@@ -14,7 +14,16 @@ from outrider.runtime.device import describe_device, find_device, work_on
 from outrider.runtime.errors import CheckpointError, ModelLost
 from outrider.runtime.fused_decoder import fuse_model
 from outrider.runtime.loader import LoadedModel, ModelSource, load_model
-from outrider.runtime.memory import MIB, DeviceMemory, MemoryUse, block_bytes, blocks_for, kv_dtype, memory_of, telling
+from outrider.runtime.memory import (
+    MIB,
+    DeviceMemory,
+    MemoryUse,
+    block_bytes,
+    blocks_for,
+    explain_out_of_memory,
+    kv_dtype,
+    memory_of,
+)
 from outrider.runtime.model_runner import ModelRunner
 from outrider.runtime.paged_attention import choose_attention
 from outrider.runtime.tensor_parallel import TensorParallel
@@ -39,7 +48,7 @@ def load(settings: ServiceSettings) -> tuple[LoadedModel, Tokenizer]:
     source = model_source(settings)
     device = find_device(source.device)
     work_on(device)
-    with telling(memory_of(device), f"the weights of '{settings.model}'"):
+    with explain_out_of_memory(memory_of(device), f"the weights of '{settings.model}'"):
         loaded = load_model(source)
         fuse_model(loaded)
     _log.info(
@@ -67,7 +76,7 @@ def load_share(settings: ServiceSettings, parallel: TensorParallel) -> LoadedMod
         return load_model(model_source(settings, device=device, ranks=parallel.ranks.size))
     except CheckpointError as error:
         if isinstance(error.__cause__, RuntimeError):  # it ran: another rank may have failed
-            raise ModelLost(parallel.broke("the load broke", error)) from error
+            raise ModelLost(parallel.failure_reason("loading failed", error)) from error
         raise
 
 
@@ -136,7 +145,7 @@ class Built:
             return 0
         capturer, began, before = capturer_for(device), time.perf_counter(), self.memory.free()
         most = settings.graph_memory_mb * MIB
-        with telling(self.memory, f"captured passes: lower --graph-memory-mb {settings.graph_memory_mb}"):
+        with explain_out_of_memory(self.memory, f"captured passes: lower --graph-memory-mb {settings.graph_memory_mb}"):
             said = capture(capturer, seconds=settings.graph_seconds, most_bytes=most)
         _log.info("captured", passes=said, seconds=round(time.perf_counter() - began, 1))
         return max(capturer.bytes, before - self.memory.free())
@@ -147,7 +156,7 @@ class Built:
             self.model_runner.loaded.weight_bytes, self.model_runner.pool.memory_bytes, graphs, self.workspace
         )
         pool = self.model_runner.pool
-        _log.info("memory", **use.told(self.memory), kv_tokens=pool.blocks.count * pool.block_tokens)
+        _log.info("memory", **use.log_fields(self.memory), kv_tokens=pool.blocks.count * pool.block_tokens)
 
 
 def build_model_runner(
@@ -192,7 +201,7 @@ def build_model_runner(
         )
     memory = memory or memory_of(loaded.device)
     is_shared = parallel is not None
-    with telling(memory, "trying the attention out"):
+    with explain_out_of_memory(memory, "trying the attention out"):
         choice = choose_attention(settings.attention, loaded.layers, kv_dtype(loaded), loaded.device, paged=is_shared)
     _log.info("attending", attention=choice.name, reason=choice.reason, block_tokens=choice.block_tokens)
 
@@ -207,7 +216,7 @@ def build_model_runner(
             behind(logits)
 
     enough = profiling_blocks(pass_tokens, length, choice.block_tokens)
-    with telling(memory, f"a pass of {pass_tokens} tokens"):
+    with explain_out_of_memory(memory, f"a pass of {pass_tokens} tokens"):
         workspace = memory.peak(lambda: largest(build(enough))) - enough * block_bytes(loaded, choice.block_tokens)
     captures = settings.graphs and choice.can_be_captured(loaded.device) and not is_shared
     graphs = settings.graph_memory_mb * MIB if captures else 0
@@ -223,11 +232,13 @@ def build_model_runner(
             "tokens of a sequence": length,
         }
         blocks = parallel.agree(blocks, facts)
-    with telling(memory, f"{blocks * block_bytes(loaded, choice.block_tokens) / MIB:.0f} MiB of keys and values"):
+    size = blocks * block_bytes(loaded, choice.block_tokens)
+    with explain_out_of_memory(memory, f"{size / MIB:.0f} MiB of keys and values"):
         model_runner = build(blocks)
     if model_runner.layer_choice is not None:
         _log.info("layers", run_by=model_runner.layer_choice.name, reason=model_runner.layer_choice.reason)
-    with telling(memory, f"a pass of {pass_tokens} tokens beside keys and values: lower --kv-memory-fraction"):
+    beside = "beside keys and values: lower --kv-memory-fraction"
+    with explain_out_of_memory(memory, f"a pass of {pass_tokens} tokens {beside}"):
         memory.peak(lambda: largest(model_runner))
     return Built(model_runner, memory, max(0, workspace))
 

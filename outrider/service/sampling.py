@@ -49,7 +49,7 @@ class Sampling:
     """One request's sampling, checked.
 
     Attributes:
-        law: temperature, top-k, top-p and min-p.
+        params: temperature, top-k, top-p and min-p.
         logit_rules: penalties, bias and bans, which come before them. Stop ids are the caller's to add.
         rule: how proposals are judged.
         lenience: l of [L A.5]; 1 is exact.
@@ -57,7 +57,7 @@ class Sampling:
         sigmoid: the scales of the rule `sigmoid`; None under any other.
     """
 
-    law: SamplingParams
+    params: SamplingParams
     logit_rules: LogitRules
     rule: Rule
     lenience: float
@@ -67,12 +67,12 @@ class Sampling:
     @property
     def needs_logits(self) -> bool:
         """Whether the rule needs the draft's logits over the whole vocabulary."""
-        return self.rule is Rule.SIGMOID and not self.law.is_greedy
+        return self.rule is Rule.SIGMOID and not self.params.is_greedy
 
     @property
     def is_lossy(self) -> bool:
         """Whether the text does not follow the target's distribution. At temperature 0 every rule takes its argmax."""
-        return self.lenience < 1 or (self.rule in LOSSY_RULES and not self.law.is_greedy)
+        return self.lenience < 1 or (self.rule in LOSSY_RULES and not self.params.is_greedy)
 
 
 def check_sampling(
@@ -91,7 +91,7 @@ def check_sampling(
     repetition = params.repetition_penalty if params.HasField("repetition_penalty") else 1.0
     rule = _check_rule(params, tuple(rules), default_rule)
     return Sampling(
-        law=SamplingParams(temperature=temperature, top_k=params.top_k, top_p=top_p, min_p=min_p),
+        params=SamplingParams(temperature=temperature, top_k=params.top_k, top_p=top_p, min_p=min_p),
         logit_rules=LogitRules(
             repetition_penalty=_within("repetition_penalty", repetition, *_REPETITION_PENALTIES),
             presence_penalty=_within("presence_penalty", params.presence_penalty, -100.0, 100.0),

@@ -69,7 +69,7 @@ def test_coupled_sends_no_distributions_and_temperature_0_point_masses() -> None
     for of in (LookupDrafter(min_match=1), RandomDrafter(vocab_size=600, max_support=256)):
         draft = propose(of, replace(PLAIN, prompt=[1, 2, 1], rule=Rule.COUPLED), 3)
         assert (len(draft.token_ids), draft.distributions) == (3, [])
-        assert propose(of, replace(PLAIN, prompt=[1, 2, 1], law=GREEDY), 3).distributions == [None] * 3
+        assert propose(of, replace(PLAIN, prompt=[1, 2, 1], params=GREEDY), 3).distributions == [None] * 3
     assert propose(NoDrafter(), PLAIN, 4).token_ids == []
 
 

@@ -29,7 +29,7 @@ def engine(loaded: LoadedModel) -> Iterator[DraftEngine]:
 
 def reference(model: ModelRunner, tokens: list[int], opening: DraftSequence, gamma: int) -> list[int]:
     """γ tokens drafted one by one, the whole prefix read anew for each."""
-    base, law = len(tokens), opening.draft_law
+    base, law = len(tokens), opening.draft_params
     for index in range(gamma):
         slot = model.pool.allocate()
         logits = model.forward([Chunk(slot, tokens, 0, len(tokens) - 1)])[:, :VOCABULARY]
@@ -65,7 +65,7 @@ def test_drafts_are_the_models_own_over_many_rounds(
         assert draft.token_ids == reference(fresh, tokens, opening, 5)
         if rule is Rule.COUPLED:
             assert draft.distributions == []
-        elif opening.draft_law.is_greedy:
+        elif opening.draft_params.is_greedy:
             assert draft.distributions == [None] * 5
         else:
             for index, (token, q_hat) in enumerate(zip(draft.token_ids, draft.distributions, strict=True)):
@@ -77,7 +77,7 @@ def test_drafts_are_the_models_own_over_many_rounds(
 
 
 def test_under_sigmoid_the_same_tokens_come_with_the_models_logits(engine: DraftEngine, fresh: ModelRunner) -> None:
-    opening = sequence(rule=Rule.SIGMOID, law=SamplingParams(temperature=0.8, top_k=30))
+    opening = sequence(rule=Rule.SIGMOID, params=SamplingParams(temperature=0.8, top_k=30))
     draft = Driver(engine, opening).propose(6)
     assert draft.token_ids == Driver(engine, replace(opening, rule=Rule.TOKENWISE)).propose(6).token_ids
     slot = fresh.pool.allocate()
@@ -110,7 +110,7 @@ def test_a_target_may_know_more_tokens_than_the_draft_has(loaded: LoadedModel) -
         for driver in both:
             driver.ask(6)
         assert [driver.answer().token_ids for driver in both] == [alone] * 2
-        opening = sequence(rule=Rule.SIGMOID, law=SamplingParams())
+        opening = sequence(rule=Rule.SIGMOID, params=SamplingParams())
         (logits,) = Driver(wide, opening, vocab_size=vocab_size).propose(1).distributions
     assert isinstance(logits, DraftLogits)
     assert (logits.values == EXCLUDED).tolist() == [False] * loaded.vocab_size + [True] * 7

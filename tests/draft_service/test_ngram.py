@@ -89,12 +89,12 @@ def reference(tokens: list[int], opening: DraftSequence, gamma: int = 4) -> tupl
     own = counted(3, tokens)
     for index in range(gamma):
         z = torch.from_numpy(np.log(distribution([counted(3, TEXT), own], tokens))).float()
-        if opening.draft_law.is_greedy:
+        if opening.draft_params.is_greedy:
             token = int(z.argmax())
         elif opening.rule is Rule.COUPLED:
-            token = coupled_choice(standardise(z.double().numpy(), opening.draft_law), opening.seed, len(tokens))
+            token = coupled_choice(standardise(z.double().numpy(), opening.draft_params), opening.seed, len(tokens))
         else:
-            (q,) = sparsify(probabilities(z[None], opening.draft_law), SPARSE)
+            (q,) = sparsify(probabilities(z[None], opening.draft_params), SPARSE)
             token = q.token_at(uniform(opening.seed, base, index, Domain.DRAFT))
             distributions.append(q)
         tokens = [*tokens, token]
@@ -106,7 +106,7 @@ def reference(tokens: list[int], opening: DraftSequence, gamma: int = 4) -> tupl
     [
         sequence(),
         sequence(rule=Rule.COUPLED),
-        sequence(law=SamplingParams(temperature=0.0), draft_temperature=3.0),
+        sequence(params=SamplingParams(temperature=0.0), draft_temperature=3.0),
         sequence(committed=[2, 2], draft_temperature=3.0),
         sequence(draft_temperature=0.0),
     ],
@@ -118,7 +118,7 @@ def test_drafts_are_drawn_from_the_distribution_by_the_rule_round_after_round(op
     for draft, verdict in zip(rounds(drafter(), opening, verdicts), [*verdicts, []], strict=True):
         expected, distributions = reference(tokens, opening)
         assert draft.token_ids == expected
-        if opening.draft_law.is_greedy or opening.rule is Rule.COUPLED:
+        if opening.draft_params.is_greedy or opening.rule is Rule.COUPLED:
             assert draft.distributions == ([] if opening.rule is Rule.COUPLED else [None] * 4)
         for own, q in zip(draft.distributions if distributions else [], distributions, strict=True):
             assert isinstance(own, SparseDistribution)
@@ -135,7 +135,7 @@ def test_what_is_learned_serves_where_no_draw_can_depend_on_it() -> None:
     for rule, temperature in ((Rule.TOKENWISE, None), (Rule.BLOCK, None), (Rule.TOKENWISE, 0.0)):
         opening = replace(asked, rule=rule, draft_temperature=temperature)
         assert rounds(taught, opening, [])[0].token_ids == rounds(fresh, opening, [])[0].token_ids
-    greedy = replace(asked, law=SamplingParams(temperature=0.0))
+    greedy = replace(asked, params=SamplingParams(temperature=0.0))
     assert rounds(taught, greedy, [])[0].token_ids[:2] == [10, 9]
     assert rounds(fresh, greedy, [])[0].token_ids[:2] != [10, 9]
     drawn = [rounds(taught, replace(asked, seed=seed, seed_is_fresh=True), [])[0].token_ids[0] for seed in range(20)]

@@ -128,7 +128,7 @@ def test_a_branch_is_the_proposal_that_would_be_drafted(
 
 def test_siblings_and_rounds_draw_apart(engine: Eager) -> None:
     """Each branch draws by the base that it would have: no draw of one round comes again in the next (invariant 2)."""
-    driver = Driver(engine, replace(opening(1.0, Rule.TOKENWISE), law=SamplingParams(temperature=100.0)))
+    driver = Driver(engine, replace(opening(1.0, Rule.TOKENWISE), params=SamplingParams(temperature=100.0)))
     proposals, committed = list[list[int]](), list[int]()
     for _ in range(8):
         draft = driver.propose(GAMMA, committed)

@@ -77,7 +77,7 @@ GREEDY = SamplingParams(temperature=0.0)
 @pytest.mark.parametrize(
     "opening",
     [
-        sequence(law=GREEDY),
+        sequence(params=GREEDY),
         sequence(rule=Rule.COUPLED, draft_temperature=0.3),
         sequence(draft_temperature=0.0),
         sequence(rule=Rule.COUPLED, logit_rules=LogitRules(frequency_penalty=0.5, banned_tokens=(17, 300))),
@@ -99,7 +99,7 @@ def test_tokens_are_the_models_own_over_many_rounds(cheap: str, opening: DraftSe
 
 def test_one_pass_gives_several_tokens_where_the_guesses_are_good(engine: DraftEngine) -> None:
     """At temperature 0 the model repeats itself before long, and then every guess stands."""
-    driver, committed = Driver(engine, sequence(law=GREEDY), CHEAP["lookup"]), list[int]()
+    driver, committed = Driver(engine, sequence(params=GREEDY), CHEAP["lookup"]), list[int]()
     for _ in range(16):
         committed = driver.propose(6, committed).token_ids
     counts = counts_of(engine)
@@ -118,7 +118,7 @@ def test_a_guesser_that_breaks_is_left_out(engine: DraftEngine) -> None:
         def guesser(self, sequence: DraftSequence, domain: Domain = Domain.DRAFT) -> Guesser:
             return Broken(1)
 
-    opening = sequence(law=GREEDY)
+    opening = sequence(params=GREEDY)
     drivers = [Driver(engine, opening, cheap) for cheap in (BrokenDrafter(min_match=1), CHEAP["lookup"], None)]
     for committed in ([], [1, 2]):
         for driver in drivers:

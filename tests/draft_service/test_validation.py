@@ -51,7 +51,7 @@ def check(
 def test_an_empty_request_takes_the_defaults(tokenizer: Tokenizer) -> None:
     checked = check(tokenizer, draft_service_pb2.GenerateRequest(text="x = 1"))
     assert (checked.max_new_tokens, checked.samples, checked.gamma) == (256, 1, 5)
-    assert checked.sampling.law.temperature == 1.0
+    assert checked.sampling.params.temperature == 1.0
     assert (checked.top_logprobs, checked.time_limit) == (None, None)
     assert checked.prompt == tokenizer.encode("x = 1")
     assert 1 <= len(checked.request_id) <= 128

@@ -102,7 +102,7 @@ class Chain:
                 Proposed(
                     tokens=tuple(drafted),
                     q=tuple(self.q[last] for last in [text.tokens[-1], *drafted][:-1]),
-                    law=SamplingParams(),
+                    params=SamplingParams(),
                     seed=text.seed,
                     base_length=len(text.tokens),
                     rule=rule,

@@ -69,7 +69,7 @@ def propose(
     **fields: Any,
 ) -> Proposed:
     """Return a proposal of point masses (or of `q`) with the given uniforms, which are 0.5 by default."""
-    fields.setdefault("law", SamplingParams())
+    fields.setdefault("params", SamplingParams())
     fields.setdefault("uniforms", Uniforms((0.5,) * len(tokens) if accept is None else accept, resample))
     return Proposed(tokens, (None,) * len(tokens) if q is None else q, **{"seed": 0, "base_length": 0} | fields)
 
@@ -112,7 +112,7 @@ def _random_proposal(source: random.Random, generator: torch.Generator, z: Tenso
     return Proposed(
         tokens=tuple(tokens),
         q=() if rule is Rule.COUPLED else tuple(q for _, q in drafts),
-        law=params,
+        params=params,
         seed=source.getrandbits(64),
         base_length=source.randrange(1000),
         rule=rule,
@@ -213,6 +213,6 @@ def _is_near_tie(result: VerifyResult, reference: Verify, rows: Tensor, proposal
     is_accepted = result.accepted > place
     preferred = proposal.tokens[place] if is_accepted else result.next_token
     raised = rows.to(torch.float64, copy=True)
-    raised[place, preferred] += _NEAR * max(1.0, proposal.law.temperature)
+    raised[place, preferred] += _NEAR * max(1.0, proposal.params.temperature)
     (moved,) = reference(raised, [proposal])
     return moved.accepted > place if is_accepted else (moved.accepted, moved.next_token) == (place, preferred)

@@ -33,10 +33,10 @@ _TYPES = {
     "draft_ints": "*i32", "draft_q": "*fp32", "support_ids": "*i32", "support_q": "*fp32", "dense": "*fp32",
     "uniforms": "*fp64", "outcomes": "*i32", "beta": "*fp32",
     "x": "*bf16", "weight": "*bf16", "out": "*bf16", "eps": "fp32", "qkv": "*bf16", "cos_sin": "*fp32",
-    "positions": "*i64", "places": "*i64", "head_norm": "*fp32",
+    "positions": "*i64", "slot_mapping": "*i64", "head_norm": "*fp32",
     "query": "*bf16", "keys": "*bf16", "values": "*bf16", "gate_up": "*bf16",
-    "row_starts": "*i32", "lengths": "*i32", "tables": "*i32", "sinks": "*bf16", "partial": "*fp32",
-    "items": "*i32", "row_slots": "*i32", "scaling": "fp32", "softcap": "fp32", "window": "i32", "pages": "i32",
+    "row_starts": "*i32", "lengths": "*i32", "block_tables": "*i32", "sinks": "*bf16", "partial": "*fp32",
+    "items": "*i32", "row_slots": "*i32", "scaling": "fp32", "softcap": "fp32", "window": "i32", "max_blocks": "i32",
 }  # fmt: skip
 _MODULES = (verify_triton, triton_layers, triton_attention)
 _ALIGNED = [["tt.divisibility", 16]]  # pointers, as torch allocates, and the stride of rows padded to 16
@@ -48,7 +48,7 @@ Variant = tuple[str, dict[str, int], dict[str, Any]]
 def fullest(support: int) -> Iterator[Variant]:
     """Yield each kernel with every option, as a verifier launches it over 128,000 and 152,000 tokens."""
     sizes = {"TILE": 4096, "ADJUSTED": True}
-    yield "stats_kernel", stats_options(4096), {**sizes, "WITH_RACE": True}
+    yield "stats_kernel", stats_options(4096), {**sizes, "WITH_GUMBEL": True}
     yield "filter_kernel", FILTER_OPTIONS, {**sizes, "TILES": 64}
     yield "verify_kernel", VERIFY_OPTIONS, {**sizes, "TILES": 64, "K": support, "WITH_DENSE": False}
     rotation = triton_layers.rotation_sizes(32, 8, 128)
@@ -69,8 +69,8 @@ def _attention(group: int, head_dim: int, *, capped: bool = False, sinks: bool =
 def plain() -> Iterator[Variant]:
     """Yield the kernels as most requests launch them."""
     for tile in (2048, 4096):
-        yield "stats_kernel", stats_options(tile), {"TILE": tile, "ADJUSTED": False, "WITH_RACE": False}
-    yield "stats_kernel", stats_options(4096), {"TILE": 4096, "ADJUSTED": False, "WITH_RACE": True}  # in a graph
+        yield "stats_kernel", stats_options(tile), {"TILE": tile, "ADJUSTED": False, "WITH_GUMBEL": False}
+    yield "stats_kernel", stats_options(4096), {"TILE": 4096, "ADJUSTED": False, "WITH_GUMBEL": True}  # in a graph
     yield "filter_kernel", FILTER_OPTIONS, {"TILE": 4096, "ADJUSTED": False, "TILES": 64}
     rotation = triton_layers.rotation_sizes(14, 2, 80)  # a tile that no row fills, and heads that fill none
     yield "rotate_and_store_kernel", triton_layers.rotation_options(rotation), {**rotation, "NORMED": False}

@@ -113,7 +113,7 @@ class _Rows:
 
     def p(self, i: int) -> np.ndarray:
         self._refuse_bad(i)
-        return standardise(self.z[i], self.proposal.law)
+        return standardise(self.z[i], self.proposal.params)
 
     def q(self, i: int) -> np.ndarray:
         q = self.proposal.q[i]
@@ -136,7 +136,7 @@ class _Rows:
     def scores(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """Return p̂ and q̂ of the rule `sigmoid`, `[V]` each; 0 where the filters of either exclude a token."""
         self._refuse_bad(i)
-        z, params, draft, scales = self.z[i], self.proposal.law, self.proposal.q[i], self.proposal.sigmoid
+        z, params, draft, scales = self.z[i], self.proposal.params, self.proposal.q[i], self.proposal.sigmoid
         assert isinstance(draft, DraftLogits)
         assert scales is not None
         v = draft.values.cpu().to(torch.float64).numpy()
@@ -156,7 +156,7 @@ def _verify_one(raw: Tensor, proposal: Proposed) -> VerifyResult:
     # raw: [γ+1, V]
     rows = _Rows(apply(raw, proposal.adjustments).to(torch.float64).numpy(), proposal)
     try:
-        result = _greedily(rows) if proposal.law.is_greedy else _RULES[proposal.rule](rows)
+        result = _greedily(rows) if proposal.params.is_greedy else _RULES[proposal.rule](rows)
     except _BadRow:
         return BAD_LOGITS
     if proposal.top_logprobs < 0:

@@ -52,7 +52,7 @@ def sigmoid(
     params: SamplingParams | None = None, scales: SigmoidScales = SCALES,
 ) -> Proposed:  # fmt: skip
     q = tuple(None if v is None else DraftLogits(torch.tensor(v, dtype=torch.float16)) for v in drafts)
-    return propose(tokens, q, *uniforms, law=params or SamplingParams(), rule=Rule.SIGMOID, sigmoid=scales)
+    return propose(tokens, q, *uniforms, params=params or SamplingParams(), rule=Rule.SIGMOID, sigmoid=scales)
 
 
 def sigma(z: float, scales: SigmoidScales = SCALES) -> float:
@@ -96,7 +96,7 @@ CASES: dict[str, Case] = {
     ),
     "bad logits that are not needed spoil nothing": (
         torch.tensor([[0.0, 2.2], [0.0, 2.2], [math.nan, 0.0]]),
-        [(propose((1, 0), accept=(0.0, 0.99), law=params), Is(1)) for params in (SamplingParams(), GREEDY)],
+        [(propose((1, 0), accept=(0.0, 0.99), params=params), Is(1)) for params in (SamplingParams(), GREEDY)],
     ),
     "bans that leave no token make bad logits": (
         [[0.2, 0.3, 0.5]],
@@ -106,7 +106,7 @@ CASES: dict[str, Case] = {
         [[0.2, 0.5, 0.3]] * 3,
         [
             *(
-                (propose((1, 2), (q, q), (LAST, 0.0), law=GREEDY, rule=rule), Is(1, 1, beta))
+                (propose((1, 2), (q, q), (LAST, 0.0), params=GREEDY, rule=rule), Is(1, 1, beta))
                 for rule in (Rule.TOKENWISE, Rule.BLOCK)
                 for q, beta in ((None, (1.0, 0.0)), (sparse({1: 1, 2: 9}), (0.1, 0.1)))
             ),
@@ -116,12 +116,12 @@ CASES: dict[str, Case] = {
     ),
     "ties at the maximum go to the lowest id": (
         torch.tensor([[1.0, 3.0, 3.0, 3.0]]).expand(3, 4),
-        [(propose((1, 2), law=GREEDY), Is(1, 1))],
+        [(propose((1, 2), params=GREEDY), Is(1, 1))],
     ),
     "lenient greedy decoding accepts p(x) ≥ l · max p": (  # [L A.5]; p(x)/max p is 0.6, then 0.4, then 0
         [[0.3, 0.5, 0.2], [0.3, 0.5, 0.2], [0.0, 0.5, 0.5], [1.0, 0.0, 0.0]],
         [
-            (propose((0, 2, 0), law=GREEDY, lenience=lenience), Is(accepted, 1))
+            (propose((0, 2, 0), params=GREEDY, lenience=lenience), Is(accepted, 1))
             for lenience, accepted in ((1.0, 0), (0.61, 0), (0.59, 1), (0.2, 2))
         ],
     ),
@@ -249,7 +249,7 @@ def test_a_bad_row_spoils_its_own_sequence_alone(path: str, params: SamplingPara
     nan, inf = math.nan, math.inf
     z = logits_of([[0.1, 0.7, 0.1, 0.1]] * 18).view(6, 3, 4)
     z[1:5, at] = torch.tensor([[0.0, nan, 1.0, 2.0], [nan] * 4, [-inf] * 4, [0.0, 1.0, inf, 2.0]])
-    proposed = propose((1, 1), accept=(0.0, 0.0), law=params, top_logprobs=2)
+    proposed = propose((1, 1), accept=(0.0, 0.0), params=params, top_logprobs=2)
     first, *bad, last = verify(z.view(18, 4), [proposed] * 6, path)
     assert first == last
     assert (first.status, first.accepted) == (Status.OK, 2)
@@ -261,5 +261,5 @@ def test_a_bad_row_spoils_its_own_sequence_alone(path: str, params: SamplingPara
 @pytest.mark.parametrize("temperature", [1.0, 1e-40])
 def test_extreme_logits_have_a_distribution(path: str, temperature: float) -> None:
     z = torch.tensor([[65504.0, -65504.0, 65504.0], [-3.4e38, 3.4e38, -math.inf], [0.0, 0.0, 0.0]])
-    proposed = propose(resample=0.75, law=SamplingParams(temperature=temperature))
+    proposed = propose(resample=0.75, params=SamplingParams(temperature=temperature))
     assert [each.next_token for each in verify(z, [proposed] * 3, path)] == [2, 1, 2]

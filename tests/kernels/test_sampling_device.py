@@ -48,7 +48,7 @@ def test_draws_that_need_the_host_are_named() -> None:
     assert obstacle(Draw(SamplingParams(temperature=0.0, top_k=3))) is None
     for params in (SamplingParams(top_k=3), SamplingParams(top_p=0.9), SamplingParams(min_p=0.1)):
         assert obstacle(Draw(params)) == "top-k, top-p or min-p"
-    assert obstacle(Draw(SamplingParams(), max_entropy=2.0)) == "an entropy to stop at"
+    assert obstacle(Draw(SamplingParams(), max_entropy=2.0)) == "max_entropy"
 
 
 @pytest.mark.parametrize("config", [SparseConfig(), SparseConfig(0.5, 8)], ids=str)

@@ -98,7 +98,7 @@ def test_filters_keep_or_drop_ties_together() -> None:
     z[0, equal] = 0.0
     filters = ({"top_k": 3}, {"top_k": 2}, {"top_p": 0.8}, {"top_p": 0.7})
     params = [SamplingParams(**each) for each in filters]
-    proposals = [propose(resample=u, law=each) for each in params for u in (0.0, 0.3, 0.7, LAST)]
+    proposals = [propose(resample=u, params=each) for each in params for u in (0.0, 0.3, 0.7, LAST)]
     drawn = [each.next_token for each in verify_by_triton(z.expand(16, V), proposals)]
     assert drawn == [each.next_token for each in reference(z.expand(16, V), proposals)]
     assert set(drawn[:4]) & set(equal)

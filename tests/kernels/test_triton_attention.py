@@ -29,7 +29,7 @@ SHAPES = [(4, 4, 16, 4), (14, 2, 12, 8), (5, 1, 40, 32)]
 
 def wide_tiles(head_dim: int, page: int, dtype: torch.dtype) -> dict[str, int | str]:
     """In place of `kernels.triton_attention.attend_sizes`: interpreted, a narrow tile takes as long as a wide one."""
-    return {"PAGE": page, "ITEM": ITEM, "BLOCK_N": 64, "PRECISION": "ieee"}
+    return {"BLOCK_TOKENS": page, "ITEM": ITEM, "BLOCK_N": 64, "PRECISION": "ieee"}
 
 
 @pytest.fixture
@@ -46,8 +46,8 @@ class Batch:
         self.lengths, self.counts = ([span[i] for span in spans] for i in (0, 1))
         taken = [-(-length // block) for length in self.lengths]
         free = random.Random(0).sample(range(sum(taken) + 1), sum(taken) + 1)
-        self.tables = torch.zeros(len(spans), max(taken) + 1, dtype=torch.int32)
-        for own, count in zip(self.tables, taken, strict=True):
+        self.block_tables = torch.zeros(len(spans), max(taken) + 1, dtype=torch.int32)
+        for own, count in zip(self.block_tables, taken, strict=True):
             own[:count] = torch.tensor([free.pop() for _ in range(count)])
         self.query = torch.randn(sum(self.counts) + 2, heads, D, generator=made)  # the last two are padding
         self.keys, self.values = (torch.randn(sum(taken) + 1, block, kv_heads, D, generator=made) for _ in "kv")
@@ -75,7 +75,7 @@ class Batch:
             "positions": torch.tensor([*positions, *[0] * padding]),
             "row_starts": torch.from_numpy(starts).int(),
             "lengths": torch.from_numpy(lengths).int(),
-            "tables": self.tables,
+            "block_tables": self.block_tables,
             "items": torch.from_numpy(items),
             "row_slots": torch.from_numpy(np.concatenate((work.row_slots, np.full(padding, -1, np.int32)))),
             **changed,
@@ -90,7 +90,7 @@ class Batch:
         out: list[Tensor] = []
         group = self.query.shape[1] // self.keys.shape[2]
         query, rows = self.query.double(), iter(range(len(self.query)))
-        for table, length, count in zip(self.tables, self.lengths, self.counts, strict=True):
+        for table, length, count in zip(self.block_tables, self.lengths, self.counts, strict=True):
             keys, values = (blocks[table.long()].flatten(0, 1)[:length].double() for blocks in (self.keys, self.values))
             for end in range(length - count + 1, length + 1):
                 row, low = next(rows), max(0, end - window) if window else 0
@@ -130,7 +130,7 @@ def test_a_row_has_the_same_bits_however_tiles_are_cut_and_in_any_batch(scores: 
     for s, (length, count) in enumerate(LONG):
         for row in {0, count // 2, count - 1}:
             alone = Batch(6, 2, 16, 8, [(length - count + row + 1, 1)])
-            alone.tables, alone.sinks = together.tables[s : s + 1], together.sinks
+            alone.block_tables, alone.sinks = together.block_tables[s : s + 1], together.sinks
             alone.query = together.query[first + row : first + row + 1]
             alone.keys, alone.values = together.keys, together.values
             assert torch.equal(alone.attend(scores)[0], found[first + row])

@@ -94,7 +94,7 @@ def test_logprobs_are_raw_and_adjusted(path: str) -> None:
     adjuster = Adjuster(LogitRules(banned_tokens=(int(z[1].argmax()),)), [], 50)
     tokens = (int(z[0].argmax()), int(z[1].topk(2).indices[1]))
     adjustments = (None, adjuster.row(), None)
-    proposed = propose(tokens, accept=(0.0, 0.0), law=params, top_logprobs=7, adjustments=adjustments)
+    proposed = propose(tokens, accept=(0.0, 0.0), params=params, top_logprobs=7, adjustments=adjustments)
     (result,) = verify(z, [proposed], path)
     assert result.accepted == 2
     raw = torch.log_softmax(z.double(), -1)
@@ -114,11 +114,11 @@ LOGITS = DraftLogits(torch.zeros(2).half())
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"q": ()}, "1 tokens and 0 draft laws"),
+        ({"q": ()}, "1 tokens and 0 draft distributions"),
         ({"adjustments": (None,)}, "1 adjustments for 2 rows"),
         *(({"lenience": value}, f"lenience of proposal 0 is {value}") for value in (0.0, math.nan)),
         ({"lenience": 0.9, "rule": Rule.BLOCK}, "lenience of proposal 0 is 0.9; it must be 1 under block"),
-        ({"rule": Rule.COUPLED}, "1 draft laws; the rule coupled takes none"),
+        ({"rule": Rule.COUPLED}, "1 draft distributions; the rule coupled takes none"),
         ({"top_logprobs": -2}, "top_logprobs of proposal 0 is -2"),
         ({"uniforms": Uniforms((), 0.5)}, "0 uniforms for 1 tokens"),
         (
@@ -132,7 +132,7 @@ LOGITS = DraftLogits(torch.zeros(2).half())
             ({"rule": Rule.SIGMOID, "sigmoid": SCALES, "q": q}, named)
             for q, named in (
                 ((None,), r"q\[0\] of proposal 0 is a point mass"),
-                ((sparse({0: 1}),), "is a sparse law; .* draft logits alone"),
+                ((sparse({0: 1}),), "is a sparse distribution; .* draft logits alone"),
                 ((DraftLogits(torch.zeros(3)),), r"has shape \(3,\)"),
             )
         ),
@@ -164,6 +164,6 @@ def test_rehearsal_and_warm_up_pass_where_the_path_runs(path: str) -> None:
     rehearse(path, device)
     warm_up(path, device, torch.bfloat16, 300, 304)
     with pytest.raises(
-        PathUnavailable, match=r"^nonsense cannot judge on cpu: ValueError: implementation is 'nonsense'"
+        PathUnavailable, match=r"^nonsense cannot verify on cpu: ValueError: implementation is 'nonsense'"
     ):
         rehearse("nonsense", CPU)

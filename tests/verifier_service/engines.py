@@ -29,7 +29,7 @@ def make(
     *,
     prompt: Sequence[int] = PROMPT,
     committed: Sequence[int] = (),
-    law: SamplingParams | None = None,
+    params: SamplingParams | None = None,
     rule: Rule = Rule.TOKENWISE,
     rules: LogitRules | None = None,
     seed: int = 1,
@@ -44,7 +44,7 @@ def make(
         cache_salt="",
         prompt=list(prompt),
         committed=list(committed),
-        sampling=Sampling(law or SamplingParams(), rules, rule, lenience=1.0, seed=seed),
+        sampling=Sampling(params or SamplingParams(), rules, rule, lenience=1.0, seed=seed),
         seed=seed,
         logit_rules=rules,
         stop_token_ids=frozenset() if stop is None else frozenset({stop}),
@@ -87,7 +87,7 @@ class Client:
 
     def __init__(self, engine: VerifierEngine, prompt: Sequence[int] = PROMPT, **opening: Any) -> None:
         self.replies: list[Reply] = []
-        how: dict[str, Any] = {"law": SamplingParams(temperature=0), "stop": None, "max_new_tokens": 6, **opening}
+        how: dict[str, Any] = {"params": SamplingParams(temperature=0), "stop": None, "max_new_tokens": 6, **opening}
         self.sequence = make(self.replies, prompt=prompt, **how)
         self._engine = engine
         engine.receive(Open(self.sequence))

@@ -53,7 +53,7 @@ def begin(number: int) -> TargetSequence:
     return make(
         [],
         prompt=[3 + (number * 31 + i * 7) % 1500 for i in range(20 + 5 * (number % 7))],
-        law=SamplingParams(temperature=number % 2),
+        params=SamplingParams(temperature=number % 2),
         rule=Rule.COUPLED,
         seed=number,
         stop=None,
@@ -111,10 +111,10 @@ def test_the_pool_is_looked_over_once_all_have_gone_and_starts_anew_where_it_is_
         return shown(metrics, "outrider_kv_integrity_checks_total", outcome=outcome)
 
     written(engine, [1, 2])
-    engine.pass_ended = time.perf_counter()
+    engine.step_ended = time.perf_counter()
     assert engine.idle() == pytest.approx(QUIET_SECONDS, rel=0.5), "the next request may be on its way"
     assert checks("intact") == 0
-    engine.pass_ended -= QUIET_SECONDS
+    engine.step_ended -= QUIET_SECONDS
     engine.idle()
     engine.idle()
     assert (checks("intact"), checks("corrupted")) == (1, 0)

@@ -128,6 +128,6 @@ def test_a_path_that_cannot_run_is_one_line_and_exit_code_2() -> None:
     lines = service.log_lines()
     assert not any('"listening"' in line for line in lines)
     assert [line for line in lines if not line.startswith("{")] == [
-        "verifier_service: --verify-path triton: triton cannot judge on cpu: it needs a CUDA device, "
+        "verifier_service: --verify-path triton: triton cannot verify on cpu: it needs a CUDA device, "
         "or TRITON_INTERPRET=1 in the environment to interpret it, slowly"
     ]

@@ -97,7 +97,7 @@ def test_a_rank_that_is_killed_at_work_ends_the_other(checkpoints: Checkpoints, 
             ranks[victim].process.kill()
             other = ranks[1 - victim]
             assert ended_within(SOON_S, [other]) == [1]
-            assert reason(other) == f"verifier_service: rank {victim} has gone: it closed its connection"
+            assert reason(other) == f"verifier_service: rank {victim} is lost: it closed its connection"
             with pytest.raises(grpc.RpcError) as ended:
                 list(iter(stream.verdict, None))
         assert ended.value.code() == grpc.StatusCode.UNAVAILABLE
@@ -112,7 +112,7 @@ def test_a_rank_that_stands_still_ends_the_other(checkpoints: Checkpoints, victi
         ranks[victim].process.send_signal(signal.SIGSTOP)
         other = ranks[1 - victim]
         assert ended_within(SOON_S, [other]) == [1]
-        assert reason(other) == f"verifier_service: rank {victim} has gone: it has been silent for 2 s"
+        assert reason(other) == f"verifier_service: rank {victim} is lost: it sent nothing for 2 s"
         ranks[victim].process.kill()
 
 

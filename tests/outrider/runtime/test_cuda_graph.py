@@ -35,8 +35,8 @@ def replayed_by(model: ModelRunner) -> list[int | None]:
     assert model.captured is not None
     find = model.captured._find
 
-    def noting(layout: batch.Layout) -> Any:
-        found = find(layout)
+    def noting(host_batch: batch.HostBatch) -> Any:
+        found = find(host_batch)
         sizes.append(None if found is None else found.rows)
         return found
 
@@ -72,17 +72,17 @@ def test_a_captured_step_gives_what_an_eager_one_gives(name: str, dtype: str, al
 def test_wrong_padding_is_noticed(mutant: str, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     eager, model = build(load), build(load)
     capture(model)
-    padded = batch.Layout.padded
+    padded = batch.HostBatch.padded
 
-    def wrong(self: batch.Layout, shape: batch.Shape, *, nowhere: int) -> batch.Layout:
-        layout = padded(self, shape, nowhere=0 if mutant == "null position" else nowhere)
+    def wrong(self: batch.HostBatch, shape: batch.Shape, *, null_position: int) -> batch.HostBatch:
+        host_batch = padded(self, shape, null_position=0 if mutant == "null position" else null_position)
         if mutant == "positions":
-            layout.positions[:] = 0
+            host_batch.positions[:] = 0
         if mutant == "lengths":
-            layout.lengths[: len(self.lengths)] -= 1
-        return layout
+            host_batch.lengths[: len(self.lengths)] -= 1
+        return host_batch
 
-    monkeypatch.setattr(batch.Layout, "padded", wrong)
+    monkeypatch.setattr(batch.HostBatch, "padded", wrong)
     with pytest.raises((AssertionError, RuntimeError)):  # either: what differs, or what runs no more
         assert_as_eager(model, eager, 1e-5)
 
@@ -93,9 +93,9 @@ SIZES = buckets_for(SEQUENCES, WIDEST)
 @pytest.mark.parametrize(
     ("fails_at", "bounds", "reason", "kept"),
     [
-        # The first tells how long one takes; then the smallest.
-        (1e9, {"seconds": 4.5}, "one takes 1.0 s, and all may take 4.5", [*SIZES[:3], SIZES[-1]]),
-        (1e9, {"most_bytes": 2 << 20}, "they hold 3 MiB of 2", SIZES[-3:]),
+        # The duration of the first capture decides how many of the smallest follow.
+        (1e9, {"seconds": 4.5}, "one capture takes 1.0 s, and 4.5 s are allowed for all", [*SIZES[:3], SIZES[-1]]),
+        (1e9, {"most_bytes": 2 << 20}, "the graphs hold 3 MiB of 2 MiB allowed", SIZES[-3:]),
         (2, {}, "it asks for a number", SIZES[-2:]),
         (0, {}, "it asks for a number", []),
     ],

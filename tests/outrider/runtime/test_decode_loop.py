@@ -251,16 +251,16 @@ def test_sequences_decoded_together_are_those_decoded_alone(load: Load) -> None:
 @pytest.mark.parametrize("mutant", ["bits", "positions"])
 def test_wrong_inputs_of_captured_steps_are_noticed(mutant: str, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = captured_loop(load("qwen3"))
-    fill = decode_loop._Table.fill
+    fill = decode_loop._StepBuffers.fill
 
-    def wrong(self: decode_loop._Table, *arguments: object) -> None:
+    def wrong(self: decode_loop._StepBuffers, *arguments: object) -> None:
         fill(self, *arguments)  # type: ignore[arg-type]
         if mutant == "bits":
-            self._put["bits"][1:] = self._put["bits"][:-1].clone()
+            self._inputs["bits"][1:] = self._inputs["bits"][:-1].clone()
         else:
-            self._put["positions"].sub_(1)
+            self._inputs["positions"].sub_(1)
 
-    monkeypatch.setattr(decode_loop._Table, "fill", wrong)
+    monkeypatch.setattr(decode_loop._StepBuffers, "fill", wrong)
     if mutant == "bits":  # wrong alone and together alike
         model = loop.model_runner
         draws = make_draws(PLAIN, random.Random(2), GAMMA, None)
@@ -274,16 +274,16 @@ def test_wrong_inputs_of_captured_steps_are_noticed(mutant: str, load: Load, mon
 def test_draws_without_a_graph_are_named_and_refused(load: Load) -> None:
     plain = Draw(PLAIN, 0.5)
     bare = DecodeLoop(ModelRunner.build(load("llama"), 4, 48, attention=PAGED), KNOWN, CONFIG)
-    assert bare.obstacle([[plain]]) == "no steps are captured"
+    assert bare.obstacle([[plain]]) == "no steps are captured for a paged KV cache"
     loop = captured_loop(load("llama"), with_noise=False)
     assert loop.obstacle([[plain]] * 3) is None
     pool = loop.model_runner.pool
     for refused, reason in (
-        ([[plain]] * 4, "4 sequences, where there is room for 3"),
-        ([[plain] * 7], "7 tokens, where there is room for 6"),
+        ([[plain]] * 4, "4 sequences; steps of 3 at most are captured"),
+        ([[plain] * 7], "7 tokens; 6 at most are captured"),
         ([[plain._replace(params=SamplingParams(top_p=0.9))]], "top-k, top-p or min-p"),
-        ([[plain, plain._replace(max_entropy=1.0)]], "an entropy to stop at"),
-        ([[plain._replace(noise=(1, 1))]], "noise, which takes Triton"),
+        ([[plain, plain._replace(max_entropy=1.0)]], "max_entropy"),
+        ([[plain._replace(noise=(1, 1))]], "noise, which needs Triton"),
     ):
         assert loop.obstacle(refused) == reason
         slots = [pool.allocate() for _ in refused]

@@ -44,7 +44,7 @@ class Failing(Engine[str, str, None]):
 @pytest.fixture
 def engine(load: Callable[..., LoadedModel]) -> Failing:
     runner = ModelRunner.build(load("llama"), max_sequences=1, max_length=32)
-    return Failing(runner, {"broken": RuntimeError("a step"), "lost": ModelLost("rank 1 has gone")})
+    return Failing(runner, {"broken": RuntimeError("a step"), "lost": ModelLost("rank 1 is lost")})
 
 
 def test_a_failed_step_ends_its_sequences_and_no_more(engine: Failing) -> None:
@@ -52,7 +52,7 @@ def test_a_failed_step_ends_its_sequences_and_no_more(engine: Failing) -> None:
     engine.post("broken")
     assert engine.has_failed.wait(SOON_S)
     assert engine.failed == ["broken"]
-    assert engine.trouble(60.0) == ""
+    assert engine.failure(60.0) == ""
     engine.stop()
     assert not engine.alive
 
@@ -64,7 +64,7 @@ def test_a_lost_model_ends_the_engine_and_no_sequence(engine: Failing) -> None:
     engine._thread.join(SOON_S)
     assert not engine.alive
     assert engine.failed == [], "they can go on elsewhere, which an error of ours would rule out"
-    assert engine.trouble(60.0) == "rank 1 has gone"
+    assert engine.failure(60.0) == "rank 1 is lost"
 
 
 class Clock:

@@ -35,11 +35,11 @@ def test_impossible_lengths_are_refused_with_both_numbers() -> None:
     slot, other = pool.allocate(), pool.allocate()
     fill(pool, slot, 0, 5, 1)
     for call, named in (
-        (lambda: pool.rollback(slot, 6), r"holds 5 positions: .* rolled back to 6"),
-        (lambda: pool.extend(slot, 9), r"holds 5 positions in blocks for 8: .* extended to 9"),
-        (lambda: pool.grow(slot, 13), "grow to 13 positions: a sequence has 12 at most"),
+        (lambda: pool.rollback(slot, 6), r"holds 5 positions; .* rolled back to 6"),
+        (lambda: pool.extend(slot, 9), r"holds 5 positions in blocks for 8; .* extended to 9"),
+        (lambda: pool.grow(slot, 13), "grow to 13 positions; max_length is 12"),
         (lambda: pool.share(slot, [0], 4), "only an empty one shares blocks"),
-        (lambda: pool.share(other, [0], 9), "9 positions lie in 3 blocks, not 1"),
+        (lambda: pool.share(other, [0], 9), "9 positions need 3 blocks; 1 were given"),
     ):
         with pytest.raises(ValueError, match=named):
             call()

@@ -81,7 +81,7 @@ class RotatedBack(LayerOps):
 
 class NextSlot(LayerOps):
     def queries(self, i: int, qkv: Tensor, rotations: Tensor, batch: PagedBatch) -> Tensor:
-        return super().queries(i, qkv, rotations, replace(batch, places=batch.places + 1))
+        return super().queries(i, qkv, rotations, replace(batch, slot_mapping=batch.slot_mapping + 1))
 
 
 class Nan(LayerOps):
@@ -111,9 +111,9 @@ def test_wrong_operations_are_not_chosen(
     monkeypatch.setattr(layer_ops, "TritonOps", kind)
     choice = choose_layer_ops(layers, torch.float32)
     assert type(choice) is LayerOps
-    assert choice.reason.startswith(f"no kernels of Triton: {reason}")
+    assert choice.reason.startswith(f"the Triton kernels cannot run: {reason}")
     monkeypatch.setattr(layer_ops, "TritonOps", type("Good", (LayerOps,), {}))
-    assert choose_layer_ops(layers, torch.float32).reason == "Triton's kernels give what torch's operations do"
+    assert choose_layer_ops(layers, torch.float32).reason == "the Triton kernels agree with torch"
 
 
 @pytest.mark.gpu

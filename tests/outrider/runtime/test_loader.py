@@ -117,7 +117,7 @@ def test_a_folder_that_is_no_checkpoint_is_refused(checkpoint: Checkpoint, tmp_p
     ("source", "message"),
     [
         ({"dtype": "int8"}, "not 'int8'"),
-        ({"device": "tpu"}, "not 'tpu'"),
+        ({"device": "tpu"}, "is 'tpu'"),
         ({"device": "cuda:99"}, f"torch sees {torch.cuda.device_count()} CUDA devices"),
     ],
 )
@@ -135,7 +135,7 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
             num_local_experts=2,
             intermediate_size_mlp=48,
         ),
-        "all but 4 positions.* no layer names that .*chunked attention",
+        "all but 4 positions.* no layer has that .*chunked attention",
     ),
     "memory elsewhere": (
         lambda: Lfm2Config(**SMALL, num_key_value_heads=2, layer_types=["conv", "full_attention"]),
@@ -145,7 +145,7 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
         lambda: FalconConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4),
         "Falcon.* attention interface",
     ),
-    "no arguments": (lambda: StableLmConfig(**SMALL), "does not hand keyword arguments"),
+    "no arguments": (lambda: StableLmConfig(**SMALL), "does not pass keyword arguments on"),
 }
 
 
@@ -158,8 +158,8 @@ def test_features_beyond_the_packed_attention_are_named(feature: str, tmp_path: 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("sinks", torch.zeros(1), "attention sinks that follow the token"),
-        ("block_sequence_ids", torch.zeros(1), "attention in both directions"),
+        ("sinks", torch.zeros(1), "attention sinks that depend on the token"),
+        ("block_sequence_ids", torch.zeros(1), "bidirectional attention"),
         ("s_aux", torch.zeros(4, 2), "sinks of layer 0 are [4, 2], not one per head"),
     ],
 )

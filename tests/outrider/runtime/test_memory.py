@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from outrider.runtime.loader import LoadedModel
-from outrider.runtime.memory import MIB, HostMemory, OutOfMemory, block_bytes, memory_of, telling
+from outrider.runtime.memory import MIB, HostMemory, OutOfMemory, block_bytes, explain_out_of_memory, memory_of
 from outrider.runtime.model_runner import ModelRunner
 from outrider.service.loading import build_model_runner, kv_blocks, profiling_blocks, profiling_run
 from outrider.service.settings import ServiceSettings, SettingsError
@@ -41,15 +41,18 @@ def settings(*flags: str) -> ServiceSettings:
 
 
 def test_out_of_memory_is_one_line_with_the_numbers() -> None:
-    with pytest.raises(OutOfMemory) as caught, telling(HostMemory(), "the weights of 'm'"):
+    with pytest.raises(OutOfMemory) as caught, explain_out_of_memory(HostMemory(), "the weights of 'm'"):
         torch.empty(1 << 50)
     assert str(caught.value) == (
-        "out of memory for the weights of 'm': cpu has no room (4503599627370496 bytes more were wanted)"
+        "out of memory for the weights of 'm': cpu has no memory left (4503599627370496 bytes more were requested)"
     )
-    with pytest.raises(OutOfMemory) as caught, telling(FakeMemory(total=1000, free=30, takes=0), "keys and values"):
+    with (
+        pytest.raises(OutOfMemory) as caught,
+        explain_out_of_memory(FakeMemory(total=1000, free=30, takes=0), "keys and values"),
+    ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 7 has a total capacity of …")
     assert str(caught.value) == (
-        "out of memory for keys and values: cuda:7 has 1000 MiB, 30 of them free (2.50 GiB more were wanted)"
+        "out of memory for keys and values: cuda:7 has 1000 MiB, 30 of them free (2.50 GiB more were requested)"
     )
 
 
@@ -104,5 +107,5 @@ def test_on_a_device_the_numbers_are_its_own(load: Load) -> None:
     assert memory.peak(lambda: kept.append(torch.empty(64 * MIB, dtype=torch.uint8, device="cuda:0"))) == 64 * MIB
     assert before - memory.free() >= 64 * MIB
     refused = r"^out of memory for a test: cuda:0 has \d+ MiB, \d+ of them free \("
-    with pytest.raises(OutOfMemory, match=refused), telling(memory, "a test"):
+    with pytest.raises(OutOfMemory, match=refused), explain_out_of_memory(memory, "a test"):
         torch.empty(2 * memory.total, dtype=torch.uint8, device="cuda:0")

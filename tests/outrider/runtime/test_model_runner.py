@@ -84,12 +84,12 @@ def test_a_failed_step_changes_no_length(llama: LoadedModel, monkeypatch: pytest
     ("chunks", "message"),
     [
         ([Chunk(0, [], 3, 0)], "no tokens"),
-        ([Chunk(0, [1], 4, 0)], "starts at 4, its slot holds 3"),
-        ([Chunk(0, [1] * 46, 3, 0)], "holds 3 positions: 46 more go beyond its 48"),
-        ([Chunk(0, [1, 2], 3, 3)], "logits_from 3 .* outside its 2 tokens"),
+        ([Chunk(0, [1], 4, 0)], "starts at 4; the slot holds 3"),
+        ([Chunk(0, [1] * 46, 3, 0)], "holds 3 positions and gets 46 more; the limit is 48"),
+        ([Chunk(0, [1, 2], 3, 3)], "logits_from of slot 0 is 3, outside 0 to 2"),
         ([Chunk(0, [1, VOCABULARY], 3, 0)], "token 97 .* outside 0 to 96"),
-        ([Chunk(1, [1], 0, 0)], "slot 1 is not taken"),
-        ([], "at least one chunk"),
+        ([Chunk(1, [1], 0, 0)], "slot 1 does not exist"),
+        ([], "a pass needs at least one"),
         ([Chunk(0, [1], 3, 0)] * 2, "twice"),
     ],
     ids=str,
@@ -106,5 +106,5 @@ def test_chunks_that_do_not_fit_are_refused_with_their_numbers(
 
 
 def test_a_pool_that_does_not_fit_the_model_is_refused(llama: LoadedModel) -> None:
-    with pytest.raises(ValueError, match=r"max_length 65 is beyond .* context of 64"):
+    with pytest.raises(ValueError, match=r"max_length is 65; the context of .* has 64 positions"):
         ModelRunner.build(llama, 1, 65)

@@ -15,7 +15,7 @@ from kernels.sampling import Draw, SamplingParams
 from kernels.sparse import SparseConfig
 from outrider.runtime import attention, fused_decoder, fused_layers, paged_attention
 from outrider.runtime.attention import AttentionLayer
-from outrider.runtime.batch import PagedBatch, lay_out
+from outrider.runtime.batch import PagedBatch, build_batch
 from outrider.runtime.block_pool import MemoryShape, PagedMemory
 from outrider.runtime.cuda_graph import Repeating
 from outrider.runtime.decode_loop import DecodeLoop
@@ -95,7 +95,7 @@ def test_our_kernel_is_checked_on_the_layers_and_chosen(monkeypatch: pytest.Monk
     assert (found.name, found.block_tokens) == ("triton", 32)
     assert found.can_be_captured(torch.device("cuda"))
     wide = AttentionLayer(1, 1, 512, 1.0, None)
-    with pytest.raises(CheckpointError, match="layer 1 has heads of 512, and it takes 256 at most"):
+    with pytest.raises(CheckpointError, match="layer 1 has heads of 512; it supports at most 256"):
         choose_attention("triton", (KINDS[0], wide), torch.float32, CPU)
 
 
@@ -133,14 +133,14 @@ def test_captured_steps_go_on_into_new_stretches(load: Load, monkeypatch: pytest
         found = model.forward([Chunk(slot, text[-1:], len(text) - 1, 0)])
         assert torch.allclose(found, rows[-1:], atol=2e-5)
     ends = [Chunk(slots[i], [7, 8], held[i][1], 0) for i in (2, 1)]  # the first has one stretch, the other several
-    assert model.captured.find(lay_out(ends, model.pool)) == 4
+    assert model.captured.find(build_batch(ends, model.pool)) == 4
     wanted = torch.cat([plain.forward([Chunk(held[i][0], [7, 8], held[i][1], 0)]) for i in (2, 1)])
     assert torch.allclose(model.forward(ends), wanted, atol=2e-5)
 
 
 CHANGES: dict[str, Callable[[PagedBatch, Scoring], tuple[PagedBatch, Scoring]]] = {
     "wider window": lambda batch, scoring: (batch, replace(scoring, window=scoring.window + 1)),
-    "other blocks": lambda batch, scoring: (replace(batch, tables=batch.tables.roll(1, 1)), scoring),
+    "other blocks": lambda batch, scoring: (replace(batch, block_tables=batch.block_tables.roll(1, 1)), scoring),
     "uncut": lambda batch, scoring: (
         batch,
         replace(scoring, scaling=2 * scoring.scaling) if not batch.slots and batch.max_length > 500 else scoring,
@@ -167,14 +167,14 @@ def test_the_choice_of_attention_and_its_reason(monkeypatch: pytest.MonkeyPatch)
     assert choose_attention("auto", layers, torch.float32, CPU) == ORDINARY
     assert choose_attention("auto", layers, torch.float32, CPU, paged=True).name == EAGER
     assert choose_attention("eager", layers, torch.float32, CPU).is_paged
-    with pytest.raises(CheckpointError, match="the pool must be paged"):
+    with pytest.raises(CheckpointError, match="the KV cache must be paged"):
         choose_attention("sdpa", layers, torch.bfloat16, CPU, paged=True)
     wide = (*layers, AttentionLayer(1, 1, 512, 1.0, None))
     found = choose_attention("auto", wide, torch.bfloat16, torch.device("cuda"))
     assert (found.name, found.can_be_captured(torch.device("cuda"))) == (EAGER, False)
-    assert found.reason.startswith("no triton: layer 1 has heads of 512")
+    assert found.reason.startswith("triton cannot run: layer 1 has heads of 512")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    cannot = "--attention triton cannot run here: it needs a CUDA device, and this is"
+    cannot = "--attention triton cannot run here: it needs a CUDA device; the device is"
     with pytest.raises(CheckpointError, match=cannot):
         choose_attention("triton", layers, torch.bfloat16, CPU)
 
@@ -208,10 +208,10 @@ def test_a_step_has_no_host_sync() -> None:
     def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(*shape, device="meta", dtype=dtype)
 
-    tokens, positions, places, rows = (ints(5, dtype=torch.int64) for _ in range(4))
+    tokens, positions, slot_mapping, rows = (ints(5, dtype=torch.int64) for _ in range(4))
     batch = PagedBatch(
-        tokens=tokens, positions=positions, places=places, rows=rows, row_starts=ints(4), lengths=ints(3),
-        tables=ints(3, 2), items=ints(3, 5), row_slots=ints(5), slots=0, attention=attend,
+        tokens=tokens, positions=positions, slot_mapping=slot_mapping, rows=rows, row_starts=ints(4), lengths=ints(3),
+        block_tables=ints(3, 2), items=ints(3, 5), row_slots=ints(5), slots=0, attention=attend,
         memory=PagedMemory(MemoryShape((2,), (16,), 9, 32), torch.bfloat16, torch.device("meta")),
     )  # fmt: skip
     rotations = torch.empty(64, 1, 8, device="meta", dtype=torch.complex64)

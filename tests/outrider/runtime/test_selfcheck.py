@@ -21,8 +21,8 @@ def given(change: Callable[[Tensor], Tensor]) -> Callable[[], dict[str, Tensor]]
         (lambda rows: rows, None),
         (lambda rows: rows.bfloat16(), None),
         (lambda rows: rows + 0.039, None),
-        (lambda rows: rows - 0.041, "rows differ by 0.01 of their size, 0.01 allowed"),
-        (lambda rows: rows * torch.nan, "rows differ by nan of their size, 0.01 allowed"),
+        (lambda rows: rows - 0.041, "rows differ by 0.01 of their size; 0.01 is allowed"),
+        (lambda rows: rows * torch.nan, "rows differ by nan of their size; 0.01 is allowed"),
         (lambda rows: rows @ rows, "RuntimeError: mat1 and mat2 shapes cannot be multiplied (3x2 and 3x2)"),
     ],
 )
@@ -40,5 +40,5 @@ def test_a_typical_check_looks_at_the_median_row() -> None:
 
     assert check(given(spoil(1)), given(lambda rows: rows), 0.01, typical=True) is None
     assert check(given(spoil(2)), given(lambda rows: rows), 0.01, typical=True) == (
-        "rows differ by 1 of their size, 0.01 allowed"
+        "rows differ by 1 of their size; 0.01 is allowed"
     )

@@ -39,7 +39,7 @@ def test_ranks_are_read_from_what_torchrun_sets(monkeypatch: pytest.MonkeyPatch)
     assert read_ranks(1, "verifier_service") is None
     assert not is_worker(1)
     with pytest.raises(
-        SettingsError, match=r"is 4, and torchrun did not start this process; .* --nproc-per-node 4 -m v"
+        SettingsError, match=r"is 4, but torchrun did not start this process; .* --nproc-per-node 4 -m v"
     ):
         read_ranks(4, "verifier_service")
     for name, value in environment(1, "localhost:1").items():
@@ -49,7 +49,7 @@ def test_ranks_are_read_from_what_torchrun_sets(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert read_ranks(2, "verifier_service") == Ranks(1, 2, 1, 1), "others may be on another machine"
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(SettingsError, match=r"--tensor-parallel-size 2: .* accelerate, .*outrider\[parallel\]"):
+    with pytest.raises(SettingsError, match=r"--tensor-parallel-size is 2; .* accelerate, .*outrider\[parallel\]"):
         read_ranks(2, "verifier_service")
 
 
@@ -83,9 +83,9 @@ def test_a_worker_that_ends_gives_a_reason_and_rank_0_passes_it_on() -> None:
         watches = list(pool.map(watch, range(3)))
     try:
         watches[2].end("out of memory " + "é" * 5000)
-        assert lost[0].get(timeout=SOON_S).startswith("rank 2 ends: out of memory " + "é" * 500)
-        watches[0].end("rank 2 ends: out of memory")
-        assert lost[1].get(timeout=SOON_S) == "rank 0 ends: rank 2 ends: out of memory"
+        assert lost[0].get(timeout=SOON_S).startswith("rank 2 ended: out of memory " + "é" * 500)
+        watches[0].end("rank 2 ended: out of memory")
+        assert lost[1].get(timeout=SOON_S) == "rank 0 ended: rank 2 ended: out of memory"
     finally:
         for each in reversed(watches):
             each.end("the test")
@@ -145,7 +145,7 @@ def test_two_ranks_give_the_logits_of_one(folder: Callable[[str], Path], family:
 
 
 def test_ranks_with_different_settings_do_not_begin(folder: Callable[[str], Path]) -> None:
-    message = "the ranks differ in their tokens of a sequence: 64 on rank 0, 48 on rank 1"
+    message = "tokens of a sequence differs between ranks: 64 on rank 0, 48 on rank 1"
     with (
         pytest.raises(CheckpointError, match=message),
         as_rank_0(folder("llama"), theirs=("--max-sequence-tokens", "48")),
@@ -158,7 +158,7 @@ def test_a_worker_whose_step_fails_gives_the_reason(folder: Callable[[str], Path
         assert runner.pool.paged is not None
         assert runner.pool.paged.on_copy is not None
         runner.pool.paged.on_copy([10**6], [0])  # in the worker's memory alone
-        with pytest.raises(ModelLost, match=r"rank 1 ends: a pass broke: .* out of DATA bounds"):
+        with pytest.raises(ModelLost, match=r"rank 1 ended: a step failed: .* out of DATA bounds"):
             history(runner)
 
 
@@ -192,7 +192,7 @@ def test_a_rank_ends_where_the_other_is_gone_before_the_load(rank: int, model: P
         group.recv([torch.empty(Watch._MESSAGE_BYTES, dtype=torch.uint8)], rank, 0).wait(WAITING)
         del group
         assert ended_within(SOON_S, [service]) == [1]
-        assert reason(service) == f"verifier_service: rank {1 - rank} has gone: it closed its connection"
+        assert reason(service) == f"verifier_service: rank {1 - rank} is lost: it closed its connection"
 
 
 @pytest.mark.slow

@@ -76,18 +76,18 @@ def round_of(sampling: Sampling, rng: random.Random) -> tuple[torch.Tensor, Prop
             adjuster.push(token)
     drafted = apply(extreme_logits(rng, GAMMA), rows[:GAMMA])
     assert not bad_rows(drafted).any()
-    assert torch.isfinite(probabilities(drafted, sampling.law)).all()
+    assert torch.isfinite(probabilities(drafted, sampling.params)).all()
     laws: Any
-    samples = sample(drafted, [Draw(sampling.law, rng.random()) for _ in range(GAMMA)], SparseConfig())
+    samples = sample(drafted, [Draw(sampling.params, rng.random()) for _ in range(GAMMA)], SparseConfig())
     tokens, laws = [each.token for each in samples], [each.q for each in samples]
     if sampling.rule is Rule.COUPLED:
         laws = ()
     elif sampling.needs_logits:
-        laws = draft_logits(drafted, sampling.law)
+        laws = draft_logits(drafted, sampling.params)
     proposed = Proposed(
         tokens=tuple(tokens),
         q=tuple(laws),
-        law=sampling.law,
+        params=sampling.params,
         seed=rng.randrange(1 << 32),
         base_length=len(PROMPT),
         rule=sampling.rule,
