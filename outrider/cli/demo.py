@@ -62,6 +62,7 @@ def demo_command(prompt: str | None, max_new_tokens: int, repeats: int, as_json:
     prompt is timed with the draft and without, in turns. Both services end with the command.
     """
     how = {name: values.pop(name) for name in ("target", "draft", "device", "target_device", "draft_device", "threads")}
+    how["listen"] = "127.0.0.1:0"  # a draft service may run at the default address
     for role in ("target", "draft"):
         how[role] = how[role] or _demo_model(role)
     options = request_of(values)

@@ -33,16 +33,16 @@ class CostLine:
 class FittedCost:
     """The line through the last steps. One thread updates it; any thread may read `line`.
 
-    Means of width and time follow the passes with exponential forgetting. What is known of the slope is forgotten only
-    as fast as passes of other widths renew it, so that passes of one width, however many, leave it as it was.
+    Means of width and time follow the steps with exponential forgetting. The slope changes only with steps of different
+    widths: steps of one width, however many, leave it as it was.
 
-    A pass that took far longer than the line expects moves it by a bounded step; where passes go on being slower, what
-    is believed widens, and the line follows.
+    A step that took far longer than the line expects moves it by a bounded amount. If steps stay slower, the bound
+    grows, and the line follows.
     """
 
     def __init__(self, trials: Sequence[tuple[int, float]], *, forgetting: float = FORGETTING) -> None:
-        """`trials` are passes run before, as (tokens, seconds); of each width the fastest counts. `forgetting` is the
-        share of the means that one pass replaces.
+        """`trials` are earlier steps, as (tokens, seconds); of each width the fastest counts. `forgetting` is the
+        weight of one step in the means.
 
         Raises:
             ValueError: there is none, or one has no tokens, or no time.

@@ -1,4 +1,4 @@
-"""`outrider info` against a real pair, and what a client is told that calls a verifier."""
+"""`outrider info` against a real pair, and the error of a client that calls a verifier."""
 
 import json
 
@@ -46,7 +46,7 @@ def test_where_nothing_answers(address: str, said: str) -> None:
     assert "Traceback" not in refused.stderr
 
 
-def test_a_client_that_calls_a_verifier_is_told_so(verifier_address: str) -> None:
+def test_a_client_that_calls_a_verifier_reads_so_in_the_error(verifier_address: str) -> None:
     with (
         Client(verifier_address) as client,
         pytest.raises(OutriderError, match=f"{verifier_address} is a verifier, not a draft service"),

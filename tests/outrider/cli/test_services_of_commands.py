@@ -44,7 +44,7 @@ def check_document(document: dict[str, Any]) -> None:
 
 @linux
 def test_serve_answers_until_it_is_told_to_stop(tmp_path: Path) -> None:
-    """With a drafter of its own choice, which the draft service is told of, and with TLS and a token in front."""
+    """With another drafter, flags of the services, TLS and a token."""
     authority, tokens = Authority(tmp_path / "pki"), tmp_path / "tokens"
     server, client = authority.issue("127.0.0.1"), authority.issue("me")
     tokens.write_text("a-token-of-some-length\n")

@@ -43,7 +43,7 @@ from tests.outrider.client.refusing import Refusing, refusing
 
 PROMPT = "def add(a, b):\n"
 LONG: Options = {"max_new_tokens": 900, "ignore_eos": True, "gamma": 0}
-"""A text that takes the pair seconds, so that whoever leaves does so in the middle of it."""
+"""A text that takes the pair seconds, so that a cancel falls in the middle of it."""
 
 
 def greedy(**more: Unpack[Options]) -> Options:
@@ -70,7 +70,7 @@ RAISED: dict[str, tuple[RequestError, type[OutriderError]]] = {
     "feature": (errors.failed_precondition("UNKNOWN_FEATURE", "no tree"), FailedPrecondition),
     "pair": (errors.failed_precondition("PAIR_MISMATCH", "other vocabulary"), PairMismatch),
     "idle": (errors.idle("silent"), DeadlineExceeded),
-    "too large, which has the status of no room": (TOO_LARGE, Overloaded),
+    "too large, which has the status of a full service": (TOO_LARGE, Overloaded),
 }
 
 
@@ -126,8 +126,8 @@ async def test_patience_bounds_how_long_it_is_tried_and_the_error_says_where_and
     calls = [servicer.calls for servicer in servicers]
     assert min(calls) >= 2
     assert error.tries == dict(zip(addresses, calls, strict=True))
-    told = ", ".join(f"{address} ({count})" for address, count in error.tries.items())
-    assert f"tries at {told}; 0 tokens were delivered" in str(error)
+    tries = ", ".join(f"{address} ({count})" for address, count in error.tries.items())
+    assert f"tries at {tries}; 0 tokens were delivered" in str(error)
 
 
 @pytest.mark.usefixtures("hurried")

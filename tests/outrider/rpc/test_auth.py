@@ -103,7 +103,7 @@ async def test_a_client_that_is_named_comes_in(authority: Authority, names: tupl
         ("other.models.svc",),
         ("models.svc", "draft.models.svc.evil.example", "a.draft.models.svc", "*.models.svc", "DRAFT.models.svc"),
         ("spiffe://models/ns/drafts/x", "spiffe://models/ns"),
-        ("cn:draft.models.svc",),  # a subject is no name that a CA vouches for in this way
+        ("cn:draft.models.svc",),  # the subject is not a subjectAltName
         ("cn:draft.models.svc", "127.0.0.1"),
     ],
 )

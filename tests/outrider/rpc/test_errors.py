@@ -20,7 +20,7 @@ RAISED: list[tuple[RequestError, grpc.StatusCode]] = [
         errors.failed_precondition("PAIR_MISMATCH", "vocabularies differ", draft=1, target=2),
         grpc.StatusCode.FAILED_PRECONDITION,
     ),
-    (errors.overloaded("no room", waiting=64), grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.overloaded("full", waiting=64), grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.permission_denied("not you", seen="a", allowed="b"), grpc.StatusCode.PERMISSION_DENIED),
     (errors.draining(), grpc.StatusCode.UNAVAILABLE),
     (errors.unavailable("NO_VERIFIER", "no verifier answers"), grpc.StatusCode.UNAVAILABLE),
@@ -55,9 +55,9 @@ async def test_an_error_arrives_as_it_was_raised(raised: RequestError, code: grp
 
 @pytest.mark.parametrize("method", [once, many, both])
 async def test_when_to_try_again_arrives_with_it_whatever_the_method(method: Callable[..., Any]) -> None:
-    arrived = await _failure(Probe(lambda: errors.overloaded("no room", retry_after=2.25, waiting=64)), method)
+    arrived = await _failure(Probe(lambda: errors.overloaded("full", retry_after=2.25, waiting=64)), method)
     assert (arrived.retry_after, arrived.reason, arrived.metadata) == (2.25, "OVERLOADED", {"waiting": "64"})
-    assert (await _failure(Probe(lambda: errors.overloaded("no room")), method)).retry_after is None
+    assert (await _failure(Probe(lambda: errors.overloaded("full")), method)).retry_after is None
 
 
 @pytest.mark.parametrize("method", [once, many, both])

@@ -1,4 +1,4 @@
-"""No await is borne for longer than it may take, and calls that a draining server has not seen yet are told so."""
+"""Each await ends within its timeout; a failed write keeps the status of its call; and the wait for a full service."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ async def test_many_steps_may_take_longer_than_one() -> None:
     with InactivityTimer(LIMIT) as timer:
         for number in range(20):
             assert await timer.wait_for(asyncio.sleep(SHORT, number)) == number
-        await asyncio.sleep(1.5 * LIMIT)  # no step: nobody is waited for
+        await asyncio.sleep(1.5 * LIMIT)  # between steps no timer runs
         assert await timer.wait_for(asyncio.sleep(0, "after")) == "after"
     assert asyncio.get_running_loop().time() - begun == pytest.approx(20 * SHORT + 1.5 * LIMIT)
 

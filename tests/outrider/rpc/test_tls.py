@@ -74,7 +74,7 @@ async def goes_on(call: Any) -> None:
 
 
 async def fails(address: str, tls: TLS | None, name: str = "") -> str:
-    """What a call is told that gets no connection."""
+    """The details of a call without a connection."""
     async with calling(address, tls, name) as channel:
         with pytest.raises(grpc.RpcError) as caught:
             await channel.begin(lambda stub: stub.once(b"x", timeout=60))

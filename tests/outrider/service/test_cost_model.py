@@ -1,4 +1,4 @@
-"""The fitted cost of a pass: it finds the line that is there, stays a cost whatever it is told, and follows changes."""
+"""The fitted cost of a step: it finds the true line, never becomes negative, and follows changes."""
 
 import math
 import random

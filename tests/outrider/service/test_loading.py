@@ -1,4 +1,4 @@
-"""How much room keys and values get."""
+"""The size of the KV cache, and limits above the model's."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def loaded() -> LoadedModel:
 def test_on_a_cpu_a_setting_says_how_many(loaded: LoadedModel, given: int | None) -> None:
     flags = () if given is None else ("--kv-cache-mb", str(given))
     blocks = kv_blocks(settings("--max-sequence-tokens", "64", *flags), loaded, BLOCK_TOKENS, left=0)
-    room = (given or DEFAULT_CPU_KV_MB) * MIB
-    assert blocks * block_bytes(loaded) <= room < (blocks + 1) * block_bytes(loaded)
+    capacity = (given or DEFAULT_CPU_KV_MB) * MIB
+    assert blocks * block_bytes(loaded) <= capacity < (blocks + 1) * block_bytes(loaded)
 
 
 def test_one_sequence_at_its_longest_must_fit() -> None:

@@ -95,7 +95,7 @@ open(sys.argv[1], "w").write(str(dropped_lines()))
 
 
 def test_a_process_goes_on_and_ends_whatever_becomes_of_its_output(tmp_path: Path) -> None:
-    """Output that nobody reads, a closed pipe, a full disk, nothing at all."""
+    """Output without a reader, a closed pipe, a full disk, closed descriptors."""
     with ExitStack() as open_now:
         _, unread = open_now.enter_context(full_pipe())
         reading, closed_pipe = os.pipe()

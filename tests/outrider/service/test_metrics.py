@@ -1,4 +1,4 @@
-"""Metrics are there over HTTP whoever else connects, and an address that cannot be had is an error at once."""
+"""Metrics are served over HTTP beside idle and broken connections, and an address in use is an error at once."""
 
 import socket
 import threading

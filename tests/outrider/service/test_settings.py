@@ -77,7 +77,7 @@ def test_a_verifier_admits_no_client_by_its_ca_alone(files: Files) -> None:
     assert found.tls is not None
     assert found.tls.requires_client_certificate
     assert len(found.first) == 1
-    assert listens(*flags).first == []  # a draft service may be open to all that its CA vouches for
+    assert listens(*flags).first == []  # a draft service may admit every certificate of its CA
 
 
 def test_names_come_from_flags_and_from_the_environment(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:

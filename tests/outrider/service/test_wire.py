@@ -30,7 +30,7 @@ LIMITS: dict[str, int] = {
 }
 
 
-def law() -> speculation_pb2.TokenDistribution:
+def distribution() -> speculation_pb2.TokenDistribution:
     sparse = speculation_pb2.SparseDistribution(token_ids=bytes(4 * SUPPORT), weights=bytes(2 * SUPPORT))
     return speculation_pb2.TokenDistribution(sparse=sparse)
 
@@ -89,7 +89,7 @@ def settings_of(kind: type[ServiceSettings], model: Path) -> Any:
 def test_every_message_of_a_verify_stream_fits_and_the_largest_decides() -> None:
     sparse = largest_verify_message(**LIMITS, vocab_size=None)
     dense = largest_verify_message(**LIMITS, vocab_size=V)
-    for message in (opening(), proposal(law()), verdict()):
+    for message in (opening(), proposal(distribution()), verdict()):
         assert message.ByteSize() <= sparse
     assert opening().ByteSize() > sparse / 3
     assert sparse < proposal(logits()).ByteSize() <= dense == bytes_with_logits(GAMMA, V)
