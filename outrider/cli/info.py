@@ -131,7 +131,7 @@ async def _load(verifier: Any, model: model_pb2.ModelInfo, metadata: Sequence[tu
             call.cancel()
             load = answer.verdict.load
             return {
-                "running": load.running - 1,  # without this one
+                "running": max(0, load.running - 1),  # without this one, where the last step had it
                 "waiting": load.waiting,
                 "kv_usage": load.kv_usage,
                 "pass_fixed_us": load.pass_fixed_us,

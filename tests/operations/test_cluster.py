@@ -249,7 +249,7 @@ def test_a_verifier_that_is_told_to_go_hands_its_sequences_over(watched: Watched
     assert sum(each.samples[0].statistics.num_drain_moves for each in found) > 0
     assert not any(each.samples[0].num_resumes for each in found), "no client was bothered"
     wait_until(lambda: leaving.logged("stopped"))
-    assert not any("are cut" in line["event"] for line in leaving.logged())
+    assert not any("the grace time is over" in line["event"] for line in leaving.logged())
     assert sum(draft.count("outrider_verifier_switches_total", reason="draining") for draft in watched.drafts) > 0
     assert staying.returncode is None
 
@@ -270,4 +270,4 @@ def test_a_draft_service_that_is_told_to_go_is_left_for_another(watched: Watched
         found = [text.result() for text in texts]
     assert [each.text for each in found] == undisturbed
     assert sum(each.samples[0].num_resumes for each in found) > 0
-    wait_until(lambda: any("are cut" in line["event"] for line in leaving.logged()))
+    wait_until(lambda: any("the grace time is over" in line["event"] for line in leaving.logged()))

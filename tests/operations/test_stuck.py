@@ -69,7 +69,7 @@ def stuck_in_the_middle_of_requests(service: Service, channel: grpc.Channel, hol
         hold.write_text(FOREVER)
         sequence.decode(2, prefix, seen=1)
         wait_until(lambda: serving(channel) == {STARTUP})
-        wait_until(lambda: service.logged("not alive"))
+        wait_until(lambda: service.logged("engine is not alive"))
         shown = service.samples()
         assert shown["outrider_health"][("probe", LIVENESS),] == 0
         assert shown["outrider_engine_step_seconds"][()] > 1
