@@ -46,7 +46,10 @@ async def test_where_the_next_one_is_silent_a_sequence_stays(cluster: Cluster, a
     switches = Switches()
     with Proxy(attentive.verifier.address) as way:
         async with matched(leaving, way, switches=switches, failover_timeout=SOON_S, silence=SOON_S) as verifiers:
-            other = next(each for each in verifiers.replicas.all() if each.address == way.address)
+            first, other = sorted(verifiers.replicas.all(), key=lambda each: each.address == way.address)
+            first.num_open += 1  # so that a text begins at the other one, which is `ready` after it
+            assert await _text(verifiers, lambda written: written < 1)
+            first.num_open -= 1
             other.num_open += 1  # so that the sequence begins at the one that has none
             end = MOST_TOKENS
 
