@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
-import select
 import selectors
 import socket
 import struct
-import sys
 import threading
-from collections import defaultdict, deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from enum import StrEnum
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 Result = TypeVar("Result")
+Pieces = asyncio.Queue[tuple[float, bytes | None]]
+"""When each is due, and its bytes; none at the end of a side, and None at its end by RST."""
 
-_MAX_BACKLOG_BYTES = 8 << 20  # far more than a connection of ours carries within its delay
+_PIECE_BYTES = 1 << 16
+_MAX_PIECES = 128  # on their way in one direction of one connection; while there are so many, nothing is read
 _RESET = struct.pack("ii", 1, 0)  # linger for no time at all: the kernel sends RST, and drops what it holds
 
 
 class Way(StrEnum):
     """A direction."""
 
-    UP = "up"  # from the one who connects to the target
+    UP = "up"  # from the client to the target
     DOWN = "down"
 
 
@@ -37,9 +36,8 @@ BOTH = (Way.UP, Way.DOWN)
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Bytes as they came in at `seconds` of `time.monotonic()`, before any fault; `connection` counts from 0."""
+    """Bytes as they came in, before any fault; `connection` counts from 0."""
 
-    seconds: float
     way: Way
     connection: int
     data: bytes
@@ -47,43 +45,44 @@ class Segment:
 
 @dataclass(slots=True)
 class Faults:
-    """What is wrong with one direction of all connections.
+    """The faults in one direction of all connections.
 
     Attributes:
-        bytes_left: what may still pass before everything is cut; None: any number.
-        reset: whether that cut is with RST.
+        flowing: cleared while nothing passes.
+        bytes_left: how many bytes may still pass before everything is cut; None: any number.
     """
 
     delay: float = 0.0
-    is_stalled: bool = False
+    flowing: asyncio.Event = field(default_factory=asyncio.Event)
     is_garbled: bool = False
     bytes_left: int | None = None
-    reset: bool = False
 
 
 class Proxy:
     """Passes bytes both ways between a port of its own and `target` (HOST:PORT). Any thread may call it.
 
-    A fault holds for all connections, those to come too, from when its method returns until it is taken back. Without
-    a `way` it is in both.
+    A fault holds for all connections, later ones too, from when its method returns until it is undone. Without a `way`
+    it is in both directions.
 
     >>> with Proxy("127.0.0.1:9") as proxy:
     ...     proxy.delay(0.025)  # a round trip of 50 ms more
-    ...     proxy.stall(Way.DOWN)  # half open: requests pass, answers do not
+    ...     proxy.stall(Way.DOWN)  # half open: requests pass, responses do not
     ...     proxy.heal()
     """
 
     def __init__(self, target: str, *, is_open: bool = True, seed: int = 0) -> None:
         """`seed` is of the noise. Unless `is_open`, it listens only after `open`."""
-        self._target = target
+        host, _, port = target.rpartition(":")
+        self._target = host, int(port)
         self._opens = is_open
         self._noise = random.Random(seed)
         self._faults = {way: Faults() for way in Way}
         self._records: list[list[Segment]] = []
-        self._connections: list[_Connection] = []
+        self._connections: dict[asyncio.Task[None], tuple[socket.socket, socket.socket]] = {}
         self._count = 0
         self._listener: socket.socket | None = None
-        self._loop = asyncio.SelectorEventLoop(_selector())
+        # `select` waits for microseconds; epoll rounds up to whole milliseconds.
+        self._loop = asyncio.SelectorEventLoop(selectors.SelectSelector())
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -96,14 +95,13 @@ class Proxy:
 
     def __enter__(self) -> Self:
         self._thread.start()
+        self.flow()
         if self._opens:
             self.open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._run(self._shut())
+    def __exit__(self, *error: object) -> None:
+        asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -113,82 +111,74 @@ class Proxy:
         self._call(self._listen)
 
     def refuse(self) -> None:
-        """Listen no more: new connections are refused, and the others stay."""
+        """Stop listening: new connections are refused, and the others stay."""
         self._call(self._stop_listening)
 
     def close(self) -> None:
         """Refuse new connections and cut the others, as a service that has died."""
-        self._call(self._stop_listening)
+        self.refuse()
         self.cut()
 
     def cut(self, *, reset: bool = False) -> None:
-        """End every connection at both ends, with FIN or with RST. New ones are taken."""
+        """End every connection at both ends, with FIN or with RST. New ones are accepted."""
         self._call(self._cut, reset)
 
-    def cut_after(self, count: int, way: Way, *, reset: bool = False) -> None:
+    def cut_after(self, count: int, way: Way) -> None:
         """End every connection once `count` more bytes have passed this way, on all of them together."""
-        self._set(way, bytes_left=count, reset=reset)
+        self._set(way, bytes_left=count)
 
     def delay(self, seconds: float, *way: Way) -> None:
         """Delay every byte, in order and at any throughput."""
         self._set(*way, delay=seconds)
 
     def stall(self, *way: Way) -> None:
-        """Keep connections, and let nothing pass, the end of a side neither."""
-        self._set(*way, is_stalled=True)
+        """Keep connections, and let nothing pass, not even the end of a side."""
+        self._call(self._switch, way or BOTH, False)
 
     def flow(self, *way: Way) -> None:
-        """Undo `stall`: what was held passes, in order."""
-        self._set(*way, is_stalled=False)
+        """Undo `stall`: all that was held passes, in order."""
+        self._call(self._switch, way or BOTH, True)
 
     def garble(self, *way: Way) -> None:
-        """Let noise pass in place of the bytes, as many."""
+        """Replace the bytes by as much noise."""
         self._set(*way, is_garbled=True)
 
     def heal(self) -> None:
-        """Take every fault back, and listen."""
-        self._set(delay=0.0, is_stalled=False, is_garbled=False, bytes_left=None)
+        """Undo every fault, and listen."""
+        self._set(delay=0.0, is_garbled=False, bytes_left=None)
+        self.flow()
         self.open()
 
     @contextmanager
     def recording(self) -> Iterator[list[Segment]]:
-        """Note what comes in at the proxy from either side."""
+        """Record the bytes that come in at the proxy from either side."""
         record: list[Segment] = []
         self._call(self._records.append, record)
         try:
             yield record
         finally:
-            self._call(self._forget, record)
-
-    @property
-    def connections(self) -> int:
-        """How many are open."""
-        return self._call(lambda: sum(each.is_open for each in self._connections))
+            self._call(self._records.remove, record)
 
     # ---------------------------------------------------------------------------------------- in the proxy's thread
+
+    def _call(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        async def run() -> Result:
+            return work(*arguments)
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
 
     def _set(self, *ways: Way, **faults: float | bool | int | None) -> None:
         def switch() -> None:
             for way in ways or BOTH:
                 for name, value in faults.items():
                     setattr(self._faults[way], name, value)
-            for connection in list(self._connections):
-                for flow in connection.flows:
-                    flow.go()
 
         self._call(switch)
 
-    def _cut(self, reset: bool) -> None:
-        connections, self._connections = self._connections, []
-        for connection in connections:
-            connection.cut(reset)
-
-    def _stop_listening(self) -> None:
-        if self._listener is not None:
-            self._accept(self._listener)  # those who are connected already, as they see it
-            self._loop.remove_reader(self._listener)
-            self._listener.close()
-            self._listener = None
+    def _switch(self, ways: Iterable[Way], flows: bool) -> None:
+        for way in ways:
+            event = self._faults[way].flowing
+            event.set() if flows else event.clear()
 
     def _listen(self) -> None:
         if self._listener is None:
@@ -196,230 +186,97 @@ class Proxy:
             self._listener.setblocking(False)
             self._loop.add_reader(self._listener, self._accept, self._listener)
 
+    def _stop_listening(self) -> None:
+        if self._listener is not None:
+            self._accept(self._listener)  # their clients see them as connected already
+            self._loop.remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+
     def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(BlockingIOError):
+        with suppress(BlockingIOError):
             while True:
-                accepted, _ = listener.accept()
-                accepted.setblocking(False)
-                number, self._count = self._count, self._count + 1
-                up, down = self._flow(number, Way.UP), self._flow(number, Way.DOWN)
-                self._connections = [each for each in self._connections if each.is_open]
-                self._connections.append(_Connection(accepted, self._target, up, down))
+                near, _ = listener.accept()
+                far = socket.socket()
+                task = self._loop.create_task(self._connect(self._count, near, far))
+                self._connections[task] = near, far
+                task.add_done_callback(self._ended)
+                self._count += 1
 
-    def _flow(self, connection: int, way: Way) -> _Flow:
-        def see(data: bytes) -> None:
-            for record in self._records:
-                record.append(Segment(self._loop.time(), way, connection, data))
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        for side in self._connections.pop(task):
+            side.close()
 
-        return _Flow(self._faults[way], see, self._cut, self._noise)
-
-    def _forget(self, record: list[Segment]) -> None:
-        self._records = [each for each in self._records if each is not record]
+    def _cut(self, reset: bool) -> None:
+        for task, sides in self._connections.items():
+            for side in sides:
+                with suppress(OSError):  # it is not connected yet, or no longer
+                    if reset:
+                        side.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                    else:
+                        side.shutdown(socket.SHUT_RDWR)
+            task.cancel()
 
     async def _shut(self) -> None:
         self._stop_listening()
-        connections = self._connections
-        self._cut(False)
-        for connection in connections:
-            await connection.ended()
+        self._cut(reset=False)
+        await asyncio.gather(*self._connections, return_exceptions=True)
 
-    def _call(self, work: Callable[..., Result], *arguments: Any) -> Result:
-        async def run() -> Result:
-            return work(*arguments)
+    async def _connect(self, number: int, near: socket.socket, far: socket.socket) -> None:
+        for side in (near, far):
+            side.setblocking(False)
+            side.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with suppress(OSError):  # nothing listens there
+            await self._loop.sock_connect(far, self._target)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for way, source, sink in ((Way.UP, near, far), (Way.DOWN, far, near)):
+                        pieces: Pieces = asyncio.Queue(_MAX_PIECES)
+                        group.create_task(self._read(way, number, source, pieces))
+                        group.create_task(self._write(way, pieces, sink))
+            except* ConnectionError:  # one side has sent RST
+                pass
 
-        return self._run(run())
+    async def _read(self, way: Way, number: int, source: socket.socket, pieces: Pieces) -> None:
+        piece: bytes | None = b"-"
+        while piece:
+            try:
+                piece = await self._loop.sock_recv(source, _PIECE_BYTES)
+            except OSError:
+                piece = None
+            if piece:
+                for record in self._records:
+                    record.append(Segment(way, number, piece))
+            await pieces.put((self._loop.time() + self._faults[way].delay, piece))
 
-    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-
-class _Connection:
-    """Two sides, and a flow each way between them."""
-
-    def __init__(self, accepted: socket.socket, target: str, up: _Flow, down: _Flow) -> None:
-        self.flows = (up, down)
-        self._near, self._far = _Side(says=up, hears=down), _Side(says=down, hears=up)
-        self._is_cut = False
-        self._making = asyncio.get_running_loop().create_task(self._make(accepted, target))
-
-    @property
-    def is_open(self) -> bool:
-        return not (self._near.gone.is_set() and self._far.gone.is_set())
-
-    def cut(self, reset: bool) -> None:
-        self._is_cut = True
-        for side in (self._near, self._far):
-            if side.transport is not None:
-                _abort(side.transport, reset=reset)
-
-    async def ended(self) -> None:
-        """Return when a connection that was cut is gone."""
-        await self._making
-        for side in (self._near, self._far):
-            await side.gone.wait()
-
-    async def _make(self, accepted: socket.socket, target: str) -> None:
-        loop = asyncio.get_running_loop()
-        await loop.connect_accepted_socket(lambda: self._near, accepted)
-        host, _, port = target.rpartition(":")
-        try:
-            await loop.create_connection(lambda: self._far, host, int(port))
-        except OSError:  # nobody is there yet, or any more
-            self._far.gone.set()
-            self._is_cut = True
-        if self._is_cut:
-            self.cut(False)
-
-
-class _Side(asyncio.Protocol):
-    """One end: `says` takes what it sends, `hears` brings what it receives."""
-
-    def __init__(self, *, says: _Flow, hears: _Flow) -> None:
-        self.transport: asyncio.Transport | None = None
-        self.gone = asyncio.Event()
-        self._says, self._hears = says, hears
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = self._says.source = self._hears.sink = transport
-        self._says.go()
-        self._hears.go()
-
-    def data_received(self, data: bytes) -> None:
-        self._says.take(data)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.gone.set()
-        self._says.push(_End(reset=error is not None))
-        self._hears.lose_sink()
-
-    def pause_writing(self) -> None:
-        self._hears.sink_is_full = True
-
-    def resume_writing(self) -> None:
-        self._hears.sink_is_full = False
-        self._hears.go()
-
-
-@dataclass(frozen=True, slots=True)
-class _End:
-    """The end of a side."""
-
-    reset: bool
-
-
-class _Flow:
-    """One direction of one connection. `source` and `sink` are its ends, once they are known."""
-
-    def __init__(
-        self, faults: Faults, see: Callable[[bytes], None], cut: Callable[[bool], None], noise: random.Random
-    ) -> None:
-        """`see` is shown what comes in; `cut` is called, with whether by RST, when the faults' bytes are used up."""
-        self.source: asyncio.Transport | None = None
-        self.sink: asyncio.Transport | None = None
-        self.sink_is_full = False
-        self._faults, self._see, self._cut, self._noise = faults, see, cut, noise
-        self._loop = asyncio.get_running_loop()
-        self._under_way: deque[tuple[float, bytes | _End]] = deque()  # with the time at which each is due
-        self._backlog = 0
-        self._timer: asyncio.TimerHandle | None = None
-        self._has_sink = True
-
-    def take(self, data: bytes) -> None:
-        """Take in what the source has sent."""
-        self._see(data)
-        self._backlog += len(data)
-        self.push(data)
-
-    def push(self, piece: bytes | _End) -> None:
-        if not self._has_sink:
-            return
-        due = self._loop.time() + self._faults.delay
-        if self._under_way:  # a shorter delay overtakes nothing
-            due = max(due, self._under_way[-1][0])
-        self._under_way.append((due, piece))
-        self.go()
-
-    def lose_sink(self) -> None:
-        self._has_sink = False
-        self._under_way.clear()
-        self._backlog = 0
-        self.go()
-
-    def go(self) -> None:
-        """Pass on what is due. Called when anything has changed."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        while self._under_way and self.sink is not None and not (self._faults.is_stalled or self.sink_is_full):
-            due, piece = self._under_way[0]
-            if due > self._loop.time():
-                self._timer = self._loop.call_at(due, self.go)
-                break
-            self._under_way.popleft()
-            self._deliver(self.sink, piece)
-        # While nothing passes nothing is read, so that the source's own buffers fill.
-        if self.source is not None and not self.source.is_closing():
-            holds = self._faults.is_stalled or self.sink is None or self._backlog >= _MAX_BACKLOG_BYTES
-            if holds == self.source.is_reading():
-                self.source.pause_reading() if holds else self.source.resume_reading()
-
-    def _deliver(self, sink: asyncio.Transport, piece: bytes | _End) -> None:
-        if isinstance(piece, _End):
-            if piece.reset:
-                _abort(sink, reset=True)
-            else:
-                sink.close()
-            return
-        self._backlog -= len(piece)
-        left = self._faults.bytes_left
-        if left is not None:
-            piece = piece[:left]
-            self._faults.bytes_left = left - len(piece)
-        sink.write(self._noise.randbytes(len(piece)) if self._faults.is_garbled else piece)
-        if self._faults.bytes_left == 0:
-            self._faults.bytes_left = None
-            self._cut(self._faults.reset)
-
-
-def _abort(transport: asyncio.Transport, *, reset: bool) -> None:
-    """Close an end at once: with FIN, as a process that ends, or with RST, as a machine that has forgotten."""
-    connection: socket.socket | None = transport.get_extra_info("socket")
-    if connection is not None:
-        with contextlib.suppress(OSError):
-            if reset:
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-            else:
-                connection.shutdown(socket.SHUT_RDWR)
-    transport.abort()
-
-
-def _selector() -> selectors.BaseSelector:
-    """A selector that wakes up on time: epoll alone counts whole milliseconds, and rounds up."""
-    return _PreciseEpoll() if sys.platform == "linux" else selectors.DefaultSelector()
-
-
-if sys.platform == "linux":
-
-    class _PreciseEpoll(selectors.EpollSelector):
-        """epoll, which is waited for in microseconds."""
-
-        def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-            if timeout is not None and timeout > 0:
-                with contextlib.suppress(InterruptedError):
-                    select.select([self.fileno()], [], [], timeout)
-                timeout = 0
-            return super().select(timeout)
-
-
-# ------------------------------------------------------------------------------------------------- what can be read off
+    async def _write(self, way: Way, pieces: Pieces, sink: socket.socket) -> None:
+        faults = self._faults[way]
+        while True:
+            due, piece = await pieces.get()
+            await asyncio.sleep(due - self._loop.time())
+            await faults.flowing.wait()
+            if piece is None:
+                sink.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                raise ConnectionResetError
+            if not piece:
+                with suppress(OSError):  # it has gone
+                    sink.shutdown(socket.SHUT_RDWR)
+                return
+            if faults.bytes_left is not None:
+                piece = piece[: faults.bytes_left]
+                faults.bytes_left -= len(piece)
+            with suppress(OSError):  # its end comes from the other direction
+                await self._loop.sock_sendall(sink, self._noise.randbytes(len(piece)) if faults.is_garbled else piece)
+            if faults.bytes_left == 0:
+                faults.bytes_left = None
+                self._cut(reset=False)
+                return
 
 
 @dataclass(frozen=True, slots=True)
 class DataFrame:
-    """An HTTP/2 DATA frame with something in it: the size of its payload, and when its last byte came."""
+    """An HTTP/2 DATA frame with a payload of `size` bytes."""
 
-    seconds: float
     size: int
 
 
@@ -440,7 +297,7 @@ def data_frames(segments: Iterable[Segment], way: Way) -> list[DataFrame]:
             if len(buffer) < header + length:
                 break
             if kind == data and length:
-                frames.append(DataFrame(segment.seconds, length))
+                frames.append(DataFrame(length))
             buffer = buffer[header + length :]
         buffers[segment.connection] = buffer
     return frames
