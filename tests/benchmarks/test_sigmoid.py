@@ -21,7 +21,7 @@ from kernels.dense import DraftLogits, SigmoidScales
 from kernels.verify import Rule
 from models.measure import load
 from tests.kernels import reference
-from tests.kernels.enumeration import ROUGH, chance_of, in_dyads, joint_distribution, random_world, total_variation
+from tests.kernels.enumeration import ROUGH, chance_of, in_dyads, joint_distribution, random_pair, total_variation
 from tests.project.tree import ROOT
 
 DEMO = ROOT / "models" / "demo"
@@ -31,7 +31,7 @@ EXACT = Precision("exact", torch.float64, torch.float64, torch.float64)
 @pytest.mark.parametrize("scales", [SigmoidScales(-1.0, 1.0), SigmoidScales(-10.0, 10.0), SigmoidScales(4.0, 5.0)])
 def test_the_formulas_are_the_rule_of_the_kernels(scales: SigmoidScales) -> None:
     """The first of two drafted tokens, by bisection of the reference and by formula."""
-    world = random_world(12, rule=Rule.SIGMOID)
+    world = random_pair(12, rule=Rule.SIGMOID)
     v = torch.randn(5, 4, generator=torch.Generator().manual_seed(4)).half()
     q = in_dyads(world.q[0]), [in_dyads(each) for each in world.q[1]]
     said = DraftLogits(v[0]), [DraftLogits(row) for row in v[1:]]

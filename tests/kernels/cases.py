@@ -1,4 +1,4 @@
-"""Proposals by hand and by chance, and the comparison of two implementations on them.
+"""Handmade and random proposals, and the comparison of two implementations on them.
 
 Two precisions may disagree where a uniform lies within rounding of an edge: then, and only then, the neighbour is
 allowed, and counted.
@@ -44,7 +44,7 @@ _SCALES = tuple(
     SigmoidScales(alpha, beta)
     for alpha, beta in ((-10, 10), (-1e3, 1e3), (-1e4, 1e4), (-1e5, 1e5), (-0.5, 0.5), (1.0, 2.5))
 )
-_NEAR = 1e-5  # relative, in the uniforms: what a float32 softmax leaves open
+_NEAR = 1e-5  # relative, in the uniforms: the precision of a float32 softmax
 
 
 def gaussian(seed: int, *shape: int, scale: float = 1.0) -> Tensor:
@@ -124,7 +124,7 @@ def _random_proposal(source: random.Random, generator: torch.Generator, z: Tenso
 
 
 def _draft_distributions(source: random.Random, q: Tensor) -> list[tuple[int, DraftDistribution]]:
-    """Return for each row of `q` `[γ, V]` a token and what it was drawn from: a point mass, sparse or dense."""
+    """Return for each row of `q` `[γ, V]` a token and its draft distribution: a point mass, sparse or dense."""
     config = SparseConfig(keep_mass=1.0, max_support=source.choice((1, 2, 16, 256)))
     drafts: list[tuple[int, DraftDistribution]] = []
     for row, truncated in zip(q, sparsify(q, config), strict=True):
@@ -209,10 +209,10 @@ def _is_neighbour(result: VerifyResult, reference: Verify, rows: Tensor, proposa
 def _is_near_tie(result: VerifyResult, reference: Verify, rows: Tensor, proposal: Proposed) -> bool:
     """Return whether the reference, had that logit been higher, takes the same token where the two first differ."""
     (expected,) = reference(rows, [proposal])
-    place = min(result.accepted, expected.accepted)
-    is_accepted = result.accepted > place
-    preferred = proposal.tokens[place] if is_accepted else result.next_token
+    i = min(result.accepted, expected.accepted)
+    is_accepted = result.accepted > i
+    preferred = proposal.tokens[i] if is_accepted else result.next_token
     raised = rows.to(torch.float64, copy=True)
-    raised[place, preferred] += _NEAR * max(1.0, proposal.params.temperature)
+    raised[i, preferred] += _NEAR * max(1.0, proposal.params.temperature)
     (moved,) = reference(raised, [proposal])
-    return moved.accepted > place if is_accepted else (moved.accepted, moved.next_token) == (place, preferred)
+    return moved.accepted > i if is_accepted else (moved.accepted, moved.next_token) == (i, preferred)

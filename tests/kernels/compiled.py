@@ -1,7 +1,7 @@
-"""Compile the kernels for a GPU that is not here, and print what the machine code is like, as JSON.
+"""Compiles the kernels for a GPU that this machine need not have, and prints figures of the machine code as JSON.
 
-Arguments: the architecture, and the size of supports. `test_compiled` runs it in a process of its own, since a process
-that interprets kernels cannot compile them.
+Arguments: the architecture, and the size of supports. `test_compiled` runs it as a process, since a process that
+interprets kernels cannot compile them.
 """
 
 from __future__ import annotations
@@ -100,25 +100,17 @@ def describe(name: str, options: dict[str, int], constants: dict[str, Any], arch
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "kernel.cubin"
         binary.write_bytes(compiled.asm["cubin"])
-        code = _dump("--dump-sass", binary)
-        resources = _dump("--dump-resource-usage", binary)
-    registers = re.search(r"REG:(\d+)", resources)
+        command = [knobs.nvidia.cuobjdump.path, "--dump-sass", str(binary)]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return {
         "kernel": name,
         "constants": constants,
-        "registers": int(registers[1]) if registers else None,
         "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
         "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.MULTILINE)),
         "wide_loads": len(re.findall(r"\bLDG\.[A-Z.]*128", code)),
         "stores": len(re.findall(r"\bSTG\.", code)),
         "wide_stores": len(re.findall(r"\bSTG\.[A-Z.]*128", code)),
     }
-
-
-def _dump(what: str, binary: Path) -> str:
-    return subprocess.run(
-        [knobs.nvidia.cuobjdump.path, what, str(binary)], capture_output=True, text=True, check=True
-    ).stdout
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The exact distribution of what a `verify` emits, taken from it as a black box, and the worlds to take it in.
+"""The exact distribution of the tokens that a `verify` emits for a pair over four tokens, without a look inside.
 
 Each acceptance test passes below an edge of its uniform, and the next token rises with its own, so bisection finds
 every edge, and with them the joint distribution of (accepted, tokens) to the last bits.
@@ -32,20 +32,20 @@ PATHS: dict[str, tuple[Verify, float, int]] = {
     "reference": (reference.verify, 1e-12, EXACT),
     "torch": (verify_torch.verify, 2e-6, 28),  # a float32 softmax
 }
-"""The total variation that each may have, and the bisections that place edges far more precisely than that."""
+"""The total variation that each may have, and the bisections that find edges far more precisely than that."""
 _DRAFTS = [(x1, x2) for x1 in range(V) for x2 in range(V)]
 _TINY = 2e-13  # of a cell's area: the bisection's own error
 
 
 @dataclass(frozen=True)
-class World:
+class TinyPair:
     """A target and a draft of two steps over four tokens.
 
     Attributes:
         logits: the target's logits after no, one and two tokens: `[4]`, `[4, 4]`, `[4, 4, 4]`.
         q: the draft's distribution of the first token, and of the second after each first.
         lenience: l of [L A.5].
-        rule: how proposals are judged.
+        rule: the acceptance rule.
         draft_logits: sent in place of q under `sigmoid`.
         sigmoid: its scales.
         params: how the target's logits become p.
@@ -76,8 +76,8 @@ class World:
         )  # fmt: skip
 
 
-def random_world(seed: int, *, config: SparseConfig = WHOLE, lenience: float = 1.0, rule: Rule) -> World:
-    """Return a world of random logits, float64; the draft's are the target's in reverse, with noise."""
+def random_pair(seed: int, *, config: SparseConfig = WHOLE, lenience: float = 1.0, rule: Rule) -> TinyPair:
+    """Return a pair of random logits, float64; the draft's are the target's in reverse, with noise."""
     source = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -85,7 +85,7 @@ def random_world(seed: int, *, config: SparseConfig = WHOLE, lenience: float = 1
 
     logits = (draw(), draw(V), draw(V, V))
     first, *second = sparsify(torch.softmax(torch.cat((logits[0][None], logits[1])).flip(-1) + draw(V + 1), -1), config)
-    return World(logits, (first, second), lenience, rule)
+    return TinyPair(logits, (first, second), lenience, rule)
 
 
 def in_dyads(q: Distribution) -> DenseDistribution:
@@ -103,29 +103,30 @@ def total_variation(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.abs(a - b).sum() / 2)
 
 
-def emitted(verify: Verify, world: World, bisections: int, drawn_from: Draft | None = None) -> np.ndarray:
-    """Return the distribution of the first three tokens, `[4, 4, 4]`: the target goes on where a round emits fewer.
+def emitted(verify: Verify, pair: TinyPair, bisections: int, drawn_from: Draft | None = None) -> np.ndarray:
+    """Return the distribution of the first three tokens, `[4, 4, 4]`: the target goes on after a shorter round.
 
-    `drawn_from` is what the drafts are sampled from, if not what the proposals claim. Each of the `bisections` doubles
+    `drawn_from` is what the drafts are sampled from, if not the q of the proposals. Each of the `bisections` doubles
     the precision of every edge.
     """
-    p2, p3 = (torch.softmax(each, -1).numpy() for each in world.logits[1:])
-    none, one, both = joint_distribution(verify, world, bisections, drawn_from)
+    p2, p3 = (torch.softmax(each, -1).numpy() for each in pair.logits[1:])
+    none, one, both = joint_distribution(verify, pair, bisections, drawn_from)
     total: np.ndarray = none[:, :1, :1] * p2[:, :, None] * p3 + one[:, :, :1] * p3 + both
     return total
 
 
-def joint_distribution(verify: Verify, world: World, bisections: int, drawn_from: Draft | None = None) -> np.ndarray:
+def joint_distribution(verify: Verify, pair: TinyPair, bisections: int, drawn_from: Draft | None = None) -> np.ndarray:
     """Return the chances of (accepted, tokens) of one round, `[3, 4, 4, 4]`; the rest of a shorter round is at 0."""
     joint = np.zeros((3, V, V, V))
+    first, second = drawn_from or pair.q
     # One draft after another, so that a batch stays small.
-    for (x1, x2), cells in zip(_DRAFTS, _cells(verify, world, bisections), strict=True):
-        weight = _chance_of_draft(drawn_from or world.q, x1, x2)
+    for (x1, x2), cells in zip(_DRAFTS, _cells(verify, pair, bisections), strict=True):
+        weight = chance_of(first, x1) * chance_of(second[x1], x2)
         if weight == 0:
             continue
         none, one, both = (
             weight * sum(cell.chance for cell in cells if cell.accepted == accepted) * next_token
-            for accepted, next_token in enumerate(_next_tokens(verify, world, (x1, x2), cells, bisections))
+            for accepted, next_token in enumerate(_next_tokens(verify, pair, (x1, x2), cells, bisections))
         )
         joint[0, :, 0, 0] += none
         joint[1, x1, :, 0] += one
@@ -133,28 +134,24 @@ def joint_distribution(verify: Verify, world: World, bisections: int, drawn_from
     return joint
 
 
-def _chance_of_draft(q: Draft, x1: int, x2: int) -> float:
-    return chance_of(q[0], x1) * chance_of(q[1][x1], x2)
-
-
 @dataclass(frozen=True)
 class _Cell:
-    """Acceptance uniforms that are judged alike: a rectangle of this area, a point inside it, and the outcome."""
+    """A rectangle of acceptance uniforms with one outcome: its area, a point inside it, and the outcome."""
 
     chance: float
     inside: tuple[float, float]
     accepted: int
 
 
-def _cells(verify: Verify, world: World, bisections: int) -> list[list[_Cell]]:
+def _cells(verify: Verify, pair: TinyPair, bisections: int) -> list[list[_Cell]]:
     """Return, for each pair of drafts, the four cells that the edges of both uniforms make of the unit square."""
 
-    def edges_of(accept: Callable[[float], tuple[float, float]], place: int) -> list[float]:
+    def edges_of(accept: Callable[[float], tuple[float, float]], i: int) -> list[float]:
         return _bisect(
             verify,
             len(_DRAFTS),
-            lambda b, u: world.proposal(*_DRAFTS[b], accept(u), 0.5),
-            lambda _, result: result.accepted > place,
+            lambda b, u: pair.proposal(*_DRAFTS[b], accept(u), 0.5),
+            lambda _, result: result.accepted > i,
             bisections,
         )
 
@@ -166,7 +163,7 @@ def _cells(verify: Verify, world: World, bisections: int) -> list[list[_Cell]]:
         for a_width, a in ((first, first / 2), (1 - first, (1 + first) / 2))
         for b_width, b in ((second, second / 2), (1 - second, (1 + second) / 2))
     ]
-    results = _verify(verify, [world.proposal(*draft, inside, 0.5) for draft, _, inside in points])
+    results = _verify(verify, [pair.proposal(*draft, inside, 0.5) for draft, _, inside in points])
     cells = [
         _Cell(chance, inside, result.accepted) for (_, chance, inside), result in zip(points, results, strict=True)
     ]
@@ -174,7 +171,7 @@ def _cells(verify: Verify, world: World, bisections: int) -> list[list[_Cell]]:
 
 
 def _next_tokens(
-    verify: Verify, world: World, draft: tuple[int, int], cells: list[_Cell], bisections: int
+    verify: Verify, pair: TinyPair, draft: tuple[int, int], cells: list[_Cell], bisections: int
 ) -> list[np.ndarray]:
     """Return the distribution of the next token after no, one and two accepted drafts; zeros where none can be."""
     likely = sorted((cell for cell in cells if cell.chance > _TINY), key=lambda cell: cell.chance)
@@ -183,7 +180,7 @@ def _next_tokens(
     found = _bisect(
         verify,
         len(cases),
-        lambda b, u: world.proposal(*draft, ways[cases[b][0]], u),
+        lambda b, u: pair.proposal(*draft, ways[cases[b][0]], u),
         lambda b, result: result.next_token <= cases[b][1],
         bisections,
     )
@@ -197,19 +194,19 @@ def _next_tokens(
 def _bisect(
     verify: Verify,
     count: int,
-    ask: Callable[[int, float], tuple[Tensor, Proposed]],
+    proposal: Callable[[int, float], tuple[Tensor, Proposed]],
     holds: Callable[[int, VerifyResult], bool],
     bisections: int,
 ) -> list[float]:
-    """Return, for each of `count` questions, the u in [0, 1] up to which the result holds; all asked in one batch."""
+    """Return, for each of `count` questions, the u in [0, 1] up to which the result holds; in one batch a step."""
     low, high = [-1.0] * count, [1.0] * count  # a question that fails at u = 0 has its edge there
     middle = [0.0] * count
     for _ in range(bisections):
-        for b, result in enumerate(_verify(verify, [ask(b, middle[b]) for b in range(count)])):
+        for b, result in enumerate(_verify(verify, [proposal(b, middle[b]) for b in range(count)])):
             (low if holds(b, result) else high)[b] = middle[b]
             middle[b] = max(0.0, (low[b] + high[b]) / 2)
     return middle
 
 
-def _verify(verify: Verify, asked: list[tuple[Tensor, Proposed]]) -> list[VerifyResult]:
-    return verify(torch.cat([rows for rows, _ in asked]), [proposed for _, proposed in asked]) if asked else []
+def _verify(verify: Verify, batch: list[tuple[Tensor, Proposed]]) -> list[VerifyResult]:
+    return verify(torch.cat([rows for rows, _ in batch]), [proposed for _, proposed in batch]) if batch else []

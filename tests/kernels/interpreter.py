@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -58,7 +59,7 @@ def _remember_types(interpreter: Any) -> None:
 
 
 class _Once:
-    """In place of the interpreter's `patch`, which replaces what a function sees of `modules`."""
+    """Replaces the interpreter's `patch`, which patches the `modules` that a function refers to."""
 
     def __init__(self, patch: Callable[[Any], Any], modules: tuple[Any, ...]) -> None:
         self._patch = patch
@@ -66,14 +67,14 @@ class _Once:
         self._seen: dict[Any, frozenset[int]] = {}
         self._patched: set[int] = set()
 
-    def __call__(self, function: Any) -> _Undo:
-        """Replace what has not been replaced in this launch; return what the launch puts back."""
+    def __call__(self, function: Any) -> SimpleNamespace:
+        """Patch modules that this launch has not patched yet. The launch calls `restore` of the result at its end."""
         if function not in self._seen:
             values = list(function.__globals__.values())
             self._seen[function] = frozenset(id(each) for each in self._modules if any(each is it for it in values))
         seen, is_launch = self._seen[function], not self._patched
         if not is_launch and seen <= self._patched:
-            return _Undo(lambda: None)
+            return SimpleNamespace(restore=lambda: None)
         undo = self._patch(function)
         self._patched |= seen
 
@@ -82,9 +83,4 @@ class _Once:
             if is_launch:
                 self._patched.clear()
 
-        return _Undo(put_back)
-
-
-class _Undo:
-    def __init__(self, restore: Callable[[], Any]) -> None:
-        self.restore = restore
+        return SimpleNamespace(restore=put_back)

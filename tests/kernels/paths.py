@@ -19,7 +19,7 @@ from kernels.verify import Proposed, VerifyResult
 verification._MODULES.setdefault("reference", "tests.kernels.reference")  # so that `verify` takes it, after its checks
 
 HOST = ("torch", "reference")
-"""For tests that patch an implementation, or that ask for thousands of results."""
+"""For tests that patch an implementation, or need thousands of results."""
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"

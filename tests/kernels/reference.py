@@ -1,7 +1,7 @@
 """Speculative verification in float64, row by row, as the papers write it [L Alg. 1].
 
-To be read and compared with, not to be fast. It shares `adjustments`, the words of the noise and log-probabilities with
-the other implementations, and no other arithmetic.
+Slow, for comparison. With the other implementations it shares `adjustments`, the words of the noise and
+log-probabilities, and no other arithmetic.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def accepts(u: float, lenience: float, q: float, p: float) -> bool:
 
 
 def residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """Return max(0, p - q), what acceptance leaves of p, `[V]`, not normalised [L 2.3].
+    """Return max(0, p - q) `[V]`, not normalised [L 2.3].
 
     Lenience does not enter here. With it, x is accepted with probability min(q, p/l), which only overshoots p where
     q > p, and there the residual is 0. Elsewhere the residual adds at most p - q, since lenience only makes rejections
@@ -84,7 +84,7 @@ def block_step(P: float, p: float, q: float) -> float:
 def block_reach(P: float, p: np.ndarray, q: np.ndarray) -> float:
     """Return h_i = Z/(Z + 1 - P) with Z = Σ max(P · p - q, 0), p and q `[V]` being those of the next token.
 
-    It is 0 where both Z and 1 - P are: p is q there, and a later place accepts.
+    It is 0 where both Z and 1 - P are: p is q there, and a later token is accepted.
     """
     Z = float(residual(P * p, q).sum())
     return Z / (Z + (1 - P)) if Z > 0 else 0.0
@@ -213,8 +213,8 @@ def coupled_choice(p: np.ndarray, seed: int, position: int) -> int:
 def _sigmoid(rows: _Rows) -> VerifyResult:
     """Judge by p̂ and q̂, which do not add up to 1, until the first failure [W 3.2.2]. Lossy.
 
-    After the last drafted token the next one is drawn from p. The code released with [W] has the raw logits there in
-    place of p, which seems to be a slip.
+    After the last drafted token the next one is drawn from p. The code released with [W] has the raw logits
+    there instead of p, which seems to be a slip.
     """
     proposal = rows.proposal
     for i in range(proposal.gamma):
@@ -269,7 +269,7 @@ _RULES: dict[Rule, Callable[[_Rows], VerifyResult]] = {
 }
 
 RULES = frozenset(_RULES)
-"""As `kernels.verify` asks of an implementation."""
+"""Part of an implementation for `kernels.verify`."""
 
 
 def _greedy_choices(z: np.ndarray, lenience: float) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Penalties, biases and bans as the field defines them, row by row, forwards and backwards."""
+"""Penalties, biases and bans by their usual definitions, with tokens pushed and taken back."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RULES = {
 
 
 def _adjusted(z: Tensor, rules: LogitRules, prompt: list[int], generated: list[int]) -> Tensor:
-    """Return one adjusted row `[V]` as the definitions read, token by token."""
+    """Return one adjusted row `[V]`, token by token."""
     out = z.tolist()
     for token, value in enumerate(z.tolist()):
         if token in prompt or token in generated:
@@ -46,9 +46,9 @@ def _adjusted(z: Tensor, rules: LogitRules, prompt: list[int], generated: list[i
 
 
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
-def test_rows_follow_the_tokens_forwards_and_backwards(rules: LogitRules) -> None:
+def test_rows_follow_pushed_and_popped_tokens(rules: LogitRules) -> None:
     source = random.Random(6)
-    prompt = [1, 1, 4, 8, V + 3]  # ids of padding have no logit
+    prompt = [1, 1, 4, 8, V + 3]  # the last one has no logit
     adjuster, generated = Adjuster(rules, prompt, V), list[int]()
     z = gaussian(6, V, scale=3)
     for _ in range(120):
@@ -93,12 +93,12 @@ def test_apply_leaves_other_rows_and_the_input_alone() -> None:
         ({"banned_tokens": (V,)}, f"banned_tokens holds token {V}; the vocabulary has {V} ids"),
     ],
 )
-def test_rules_out_of_range_are_named(fields: dict[str, object], named: str) -> None:
+def test_rules_out_of_range_are_refused(fields: dict[str, object], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         Adjuster(LogitRules(**fields), [], V)  # type: ignore[arg-type]
 
 
-def test_numbers_that_do_not_fit_are_named() -> None:
+def test_counts_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="1 adjustments for 2 rows"):
         apply(torch.zeros(2, V), [None])
     adjuster = Adjuster(EVERYTHING, [], V)

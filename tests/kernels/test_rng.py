@@ -31,7 +31,7 @@ V = 1 << 16
 
 
 def _is_independent(a: np.ndarray, b: np.ndarray, cells: int = 32) -> bool:
-    """χ² over cells × cells; at N = 520,000 a total variation of 0.011 is seen 999 times in 1,000."""
+    """χ² over cells × cells; at N = 520,000 a total variation of 0.011 is detected with 99.9 %."""
     pairs = (a * cells).astype(np.int64) * cells + (b * cells).astype(np.int64)
     return bool(stats.chisquare(np.bincount(pairs.ravel(), minlength=cells**2)).pvalue > LEVEL)
 
@@ -54,12 +54,12 @@ def test_philox_gives_the_published_answers(
 
 
 @pytest.mark.parametrize("seed", [0, 2**63, MAX_SEED])
-def test_uniforms_are_uniform_for_each_element(seed: int) -> None:
-    lengths, places = torch.tensor([[0], [7], [MAX_WORD]]), torch.arange(4)
+def test_uniforms_equal_uniform_of_each_element(seed: int) -> None:
+    lengths, indices = torch.tensor([[0], [7], [MAX_WORD]]), torch.arange(4)
     for domain, draw in ((Domain.DRAFT, 0), (Domain.RESAMPLE, 5)):
-        drawn = uniforms(seed, lengths, places, domain, draw)
+        drawn = uniforms(seed, lengths, indices, domain, draw)
         assert drawn.tolist() == [
-            [uniform(seed, int(length), place, domain, draw) for place in range(4)] for length in lengths
+            [uniform(seed, int(length), index, domain, draw) for index in range(4)] for length in lengths
         ]
     each = uniforms(torch.tensor([seed - 2**64 if seed >= 2**63 else seed]), 7, 2, Domain.ACCEPT)
     assert each.tolist() == [uniform(seed, 7, 2, Domain.ACCEPT)]
@@ -67,7 +67,7 @@ def test_uniforms_are_uniform_for_each_element(seed: int) -> None:
 
 @pytest.mark.parametrize("domain", Domain)
 def test_draws_are_uniform(domain: Domain) -> None:
-    """χ² over 64 cells of 65,536 draws: a total variation of 0.02 would be seen nearly always."""
+    """χ² over 64 cells of 65,536 draws: a total variation of 0.02 is detected with 99.9 %."""
     drawn = uniforms(77, torch.arange(8192)[:, None], torch.arange(8), domain).flatten().numpy()
     assert stats.chisquare(np.bincount((drawn * 64).astype(int), minlength=64)).pvalue > LEVEL
 
@@ -85,7 +85,7 @@ def test_draws_are_uniform(domain: Domain) -> None:
     ids=lambda other: "-".join(other),
 )
 def test_draws_are_independent(other: dict[str, int]) -> None:
-    """Over 65,536 pairs, of a draw and that of another domain, round, index or seed."""
+    """65,536 pairs of draws that differ in one argument."""
     fields = {"seed": 77, "base_length": torch.arange(65_536), "index": 0, "domain": Domain.ACCEPT}
     mine, theirs = uniforms(**fields).numpy(), uniforms(**fields | other).numpy()  # type: ignore[arg-type]
     assert _is_independent(mine, theirs, cells=16)
@@ -102,24 +102,24 @@ def _noise(seeds: list[int], positions: list[int]) -> np.ndarray:
     return u
 
 
-def test_the_words_are_what_they_were() -> None:
-    """A seed promises its text: these may change with the version of the noise alone."""
+def test_the_words_of_a_seed_never_change() -> None:
+    """A seed has one text: only a new version of the noise may change them."""
     assert words([row_key(7, 11)], 3)[0].tolist() == [1217067566, 907694354, 4115037466]
 
 
 @pytest.mark.parametrize("size", [1, 50, 40_000])  # the last is made in several pieces
 def test_noise_does_not_depend_on_the_batch(size: int) -> None:
-    places = [(5, 1), (5, 2), (6, 1), (2**64 - 1, 2**32 - 1)]
-    together = noise_rows(places, size)
+    positions = [(5, 1), (5, 2), (6, 1), (2**64 - 1, 2**32 - 1)]
+    together = noise_rows(positions, size)
     assert together.shape == (4, size)
-    for place, row in zip(places, together, strict=True):
-        assert torch.equal(noise_rows([place], size)[0], row)
-        assert torch.equal(row.log1p().neg(), exponential(words([row_key(*place)], size))[0])
+    for position, row in zip(positions, together, strict=True):
+        assert torch.equal(noise_rows([position], size)[0], row)
+        assert torch.equal(row.log1p().neg(), exponential(words([row_key(*position)], size))[0])
 
 
 @pytest.mark.parametrize("positions", [range(8), [2**32 - 1, 2**31, 0, 1]])
 def test_the_noise_is_gumbel_distributed(positions: range) -> None:
-    """χ² over 1,024 equal cells at N = 260,000 and more: a total variation of 0.016 is seen 999 times in 1,000."""
+    """χ² over 1,024 equal cells at N = 260,000 and more: a total variation of 0.016 is detected with 99.9 %."""
     g = gumbel(12345678901234567890, list(positions), V, torch.float64).numpy()
     cells = (stats.gumbel_r.cdf(g.ravel()) * 1024).astype(np.int64)
     assert stats.chisquare(np.bincount(cells, minlength=1024)).pvalue > LEVEL
@@ -128,7 +128,7 @@ def test_the_noise_is_gumbel_distributed(positions: range) -> None:
 def test_the_tail_that_wins_is_exponential() -> None:
     """The least of 65,536 exponentials, times 65,536, is exponential again: 1,000 rows, by Kolmogorov and Smirnov.
 
-    A distance of 0.14 is seen 999 times in 1,000.
+    A distance of 0.14 is detected with 99.9 %.
     """
     keys = [row_key(seed, position) for seed in (1, 2) for position in range(500)]
     least = np.array([float(exponential(words([key], V), torch.float64).min()) for key in keys])
@@ -154,7 +154,7 @@ def test_neighbouring_positions_and_seeds_are_independent(seeds: list[int], posi
 
 
 def test_the_best_of_target_and_noise_is_distributed_as_the_target() -> None:
-    """100,000 positions of one seed, V = 16: χ² sees a total variation of 0.016, and for pairs of neighbours 0.03."""
+    """100,000 positions of one seed, V = 16: they detect a total variation of 0.016, and for pairs 0.03."""
     N = 100_000
     z = torch.randn(16, generator=torch.Generator().manual_seed(12), dtype=torch.float64) * 1.3
     p = torch.softmax(z, -1).numpy()
@@ -165,7 +165,9 @@ def test_the_best_of_target_and_noise_is_distributed_as_the_target() -> None:
 
 
 @pytest.mark.parametrize(("multiplier", "lag"), [("SPREAD", 4096), ("SECOND_MULTIPLIER", 1024)])
-def test_a_hash_without_a_multiplication_is_noticed(multiplier: str, lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hash_without_a_multiplication_is_detected(
+    multiplier: str, lag: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rng, multiplier, 1)
     u = _noise([11], list(range(8)))
     assert not _is_independent(u[:, :-lag], u[:, lag:])

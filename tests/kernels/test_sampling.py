@@ -1,4 +1,4 @@
-"""Distributions: each filter and all together against the reference, ties, extremes, bad rows; and draws from them."""
+"""Distributions against the reference, with ties and bad rows; and draws from them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,7 @@ import pytest
 import torch
 
 from kernels.dense import EXCLUDED
-from kernels.sampling import (
-    NO_LOGITS,
-    UNSURE,
-    Draw,
-    Sample,
-    SamplingParams,
-    probabilities,
-    sample,
-)
+from kernels.sampling import NO_LOGITS, UNSURE, Draw, Sample, SamplingParams, probabilities, sample
 from kernels.sigmoid import draft_logits
 from kernels.sparse import SparseConfig
 from tests.kernels import reference
@@ -118,9 +110,9 @@ def test_a_bad_row_draws_nothing(temperature: float, bad: list[float], noise: tu
 def test_draws_by_noise_are_those_of_the_reference() -> None:
     z = gaussian(4, 60, 300, scale=2)
     params = [PARAMS[row % len(PARAMS)] for row in range(60)]
-    places = [(2**64 - 1 - row, 7 * row) for row in range(60)]
-    samples = sample(z, [Draw(each, noise=at) for each, at in zip(params, places, strict=True)], SparseConfig())
-    for row, (found, each, (seed, position)) in enumerate(zip(samples, params, places, strict=True)):
+    positions = [(2**64 - 1 - row, 7 * row) for row in range(60)]
+    samples = sample(z, [Draw(each, noise=at) for each, at in zip(params, positions, strict=True)], SparseConfig())
+    for row, (found, each, (seed, position)) in enumerate(zip(samples, params, positions, strict=True)):
         q = reference.standardise(z[row].double().numpy(), each)
         assert found.token == reference.coupled_choice(q, seed, position)
         assert found.q is None
@@ -130,7 +122,7 @@ def test_draws_by_noise_are_those_of_the_reference() -> None:
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(), SamplingParams(temperature=0.5, top_k=5)], ids=str)
 def test_a_row_above_its_entropy_bound_draws_nothing_and_leaves_its_neighbours(params: SamplingParams) -> None:
-    """Greedy tokens have the entropy of the unscaled distribution; others that of what is sampled from."""
+    """The entropy of a greedy token is that of the unscaled distribution; else it is that of q̂."""
     z, config = gaussian(3, 6, 40, scale=3), SparseConfig(keep_mass=0.9)
     draws = [Draw(params, u) for u in (0.1, 0.3, 0.5, 0.7, 0.9, 0.99)]
     free = sample(z, draws, config)
@@ -146,7 +138,7 @@ def test_draft_logits_are_scaled_filtered_and_in_sixteen_bits() -> None:
     z = torch.tensor([[1.0, 3.0, 2.0, -math.inf], [-1e9, 1e9, 0.0, 0.0]])
     scaled, filtered = (draft_logits(z, each) for each in (SamplingParams(temperature=0.5), SamplingParams(top_k=2)))
     assert scaled[0].values.tolist() == [2.0, 6.0, 4.0, EXCLUDED]
-    assert scaled[1].values.tolist() == [-65472.0, 65504.0, 0.0, 0.0]  # what 16 bits hold, and not excluded
+    assert scaled[1].values.tolist() == [-65472.0, 65504.0, 0.0, 0.0]  # the range of 16 bits without EXCLUDED
     assert filtered[0].values.tolist() == [EXCLUDED, 3.0, 2.0, EXCLUDED]
     assert scaled[0].values.dtype == torch.float16
     with pytest.raises(ValueError, match="temperature is 0"):

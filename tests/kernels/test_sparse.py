@@ -1,4 +1,4 @@
-"""q̂: what is kept, how it is rounded, that it is sampled from exactly, and what is refused."""
+"""q̂: truncation, rounding, exact sampling, and validation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIGS = [
 
 
 def _by_sorting(p: np.ndarray, config: SparseConfig) -> tuple[list[int], list[int]]:
-    """Return ids and weights the plain way: sort everything, cut, round."""
+    """Return ids and weights by sorting, truncating and rounding."""
     order = np.argsort(-p, kind="stable")
     mass = p[order].astype(np.float64).cumsum()
     size = min(int((mass < config.keep_mass).sum()) + 1, config.max_support, len(p))

@@ -1,7 +1,7 @@
-"""Many rounds in a row, drafted by our own sampler with the verifier's own seed, against the target by χ².
+"""Many rounds in a row, drafted with the verifier's own seed, against the target by χ².
 
-Every emitted token is a sample of the target's distribution, whatever the draft believes and whatever came before. The
-vocabulary has 16 tokens, since a large one hides shared noise, and the draft ranks them in reverse.
+Every emitted token is a sample of the target's distribution, for any draft and any text before it. The vocabulary has
+16 tokens, since a large one hides shared noise, and the draft ranks them in reverse.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 
+from kernels import rng
 from kernels import verify as verification
 from kernels.rng import Domain, uniforms
 from kernels.sampling import SamplingParams, probabilities
 from kernels.sparse import SparseConfig, SparseDistribution, sparsify
 from kernels.verify import Proposed, Rule
+from tests.exactness.chisquare import goodness_of_fit
 from tests.kernels.cases import gaussian
-from tests.kernels.mutants import by_absolute_position, shared_noise
 from tests.kernels.paths import verify
 
 V = 16
@@ -33,17 +33,17 @@ P: np.ndarray = probabilities(Z[None], TARGET, torch.float64)[0].numpy()
 @dataclass(frozen=True)
 class Run:
     tokens: np.ndarray  # [sequences, n]
-    accepts_first: float  # of its rounds, how many accepted their first draft
+    accepts_first: float  # share of the rounds that accepted their first draft
     rounds: int
     beta: float
 
 
-def _reversed(config: SparseConfig) -> SparseDistribution:
+def reversed_draft(config: SparseConfig) -> SparseDistribution:
     q = probabilities(Z.sort().values[Z.argsort(descending=True).argsort()][None], SamplingParams())
     return sparsify(q, config)[0]
 
 
-def _run(
+def generate(
     q: SparseDistribution,
     n: int,
     z: torch.Tensor = Z,
@@ -52,11 +52,10 @@ def _run(
     gamma: int = 3,
     rule: Rule = Rule.TOKENWISE,
     path: str | None = None,
-    drawn_from: SparseDistribution | None = None,
 ) -> Run:
-    """Generate `n` tokens a sequence, each on a seed of its own that draft and verifier share.
+    """Generate `n` tokens a sequence with the target's logits `z` `[V]` and the draft's `q` for each token.
 
-    Each token has the target's logits `z` `[V]` and the draft's `q`, or what it is `drawn_from` without saying so.
+    Each sequence has a seed, which draft and verifier share.
     """
     seeds = torch.arange(1000, 1000 + sequences)
     logits = z.expand(sequences * (gamma + 1), len(z))
@@ -65,10 +64,9 @@ def _run(
     while min(len(each) for each in emitted) < n:
         lengths = torch.tensor([5 + len(each) for each in emitted])
         draws = uniforms(seeds[:, None], lengths[:, None], torch.arange(gamma), Domain.DRAFT).tolist()
-        drafts = [tuple((drawn_from or q).token_at(u) for u in row) for row in draws]
         proposals = [
-            Proposed(tokens, (q,) * gamma, TARGET, int(seed), int(length), rule)
-            for tokens, seed, length in zip(drafts, seeds, lengths, strict=True)
+            Proposed(tuple(map(q.token_at, row)), (q,) * gamma, TARGET, int(seed), int(length), rule)
+            for row, seed, length in zip(draws, seeds, lengths, strict=True)
         ]
         for tokens, proposal, each in zip(emitted, proposals, verify(logits, proposals, path), strict=True):
             tokens.extend((*proposal.tokens[: each.accepted], each.next_token))
@@ -78,25 +76,14 @@ def _run(
     return Run(np.array([each[:n] for each in emitted]), accepts_first / rounds, rounds, each.beta[0])
 
 
-def _pvalue(counts: np.ndarray, p: np.ndarray) -> float:
-    """Return the p-value of χ², with cells of fewer than 5 expected counts merged; 0 where an impossible one is met."""
-    expected = p * counts.sum()
-    if counts[expected == 0].any():
-        return 0.0
-    small = expected < 5
-    merged = np.append(counts[~small], counts[small].sum()), np.append(expected[~small], expected[small].sum())
-    possible = merged[1] > 0
-    return float(stats.chisquare(merged[0][possible], merged[1][possible]).pvalue)
+def token_p_value(run: Run, p: np.ndarray = P) -> float:
+    return goodness_of_fit(np.bincount(run.tokens.flatten(), minlength=len(p)), p).p_value
 
 
-def _tokens(run: Run) -> float:
-    return _pvalue(np.bincount(run.tokens.flatten(), minlength=V), P)
-
-
-def _pairs(run: Run) -> float:
-    """Return the p-value of neighbours: pairs that do not overlap, so that they are independent."""
+def pair_p_value(run: Run) -> float:
+    """Return the p-value of neighbours, in pairs that do not overlap, so that they are independent."""
     even = run.tokens[:, : run.tokens.shape[1] // 2 * 2].reshape(-1, 2)
-    return _pvalue(np.bincount(even[:, 0] * V + even[:, 1], minlength=V * V), np.outer(P, P).flatten())
+    return goodness_of_fit(np.bincount(even[:, 0] * V + even[:, 1], minlength=V * V), np.outer(P, P).ravel()).p_value
 
 
 @pytest.mark.parametrize("n", [160, pytest.param(420, marks=pytest.mark.slow)])
@@ -106,12 +93,11 @@ def _pairs(run: Run) -> float:
     ids=["whole", "truncated", "block"],
 )
 def test_every_emitted_token_has_the_targets_distribution(config: SparseConfig, rule: Rule, n: int) -> None:
-    """At level 1e-6 and 15 cells, a total variation of 0.05 (10,240 tokens) is seen 999 times in 1,000; with the 26,880
-    of `-m slow` one of 0.03.
+    """At level 1e-6 and 15 cells, 10,240 tokens detect a total variation of 0.05 with 99.9 %; the 26,880 of `-m slow`
+    one of 0.03.
     """
-    run = _run(_reversed(config), n, rule=rule)
-    assert _tokens(run) > LEVEL
-    assert _pairs(run) > LEVEL
+    run = generate(reversed_draft(config), n, rule=rule)
+    assert min(token_p_value(run), pair_p_value(run)) > LEVEL
     if rule is Rule.TOKENWISE:
         assert 0.1 < run.beta < 0.9
         error = (run.beta * (1 - run.beta) / run.rounds) ** 0.5
@@ -121,29 +107,33 @@ def test_every_emitted_token_has_the_targets_distribution(config: SparseConfig, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rule", [Rule.TOKENWISE, Rule.BLOCK])
 def test_the_compiled_kernels_keep_the_distribution_too(rule: Rule) -> None:
-    """262,144 tokens: at level 1e-6, a total variation of 0.01 is seen 999 times in 1,000."""
-    run = _run(_reversed(WHOLE), n=256, sequences=1024, rule=rule, path="triton")
-    assert _tokens(run) > LEVEL
-    assert _pairs(run) > LEVEL
+    """262,144 tokens: at level 1e-6 they detect a total variation of 0.01 with 99.9 %."""
+    run = generate(reversed_draft(WHOLE), n=256, sequences=1024, rule=rule, path="triton")
+    assert min(token_p_value(run), pair_p_value(run)) > LEVEL
 
 
-def test_block_without_the_round_in_the_counter_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_without_the_round_in_the_counter_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rejected tokens of a round then decide the draws of the next. Two tokens, and a draft that is sure of one:
-    found by search, this moves the text by a total variation of 0.05; 10,240 tokens see 0.04.
+    found by search, this moves the text by a total variation of 0.05; 10,240 tokens detect 0.04.
     """
     p = np.array([0.48, 0.52])
     z = torch.tensor(p).log().float() * TARGET.temperature
     (q,) = sparsify(torch.tensor([[0.01, 0.99]]), WHOLE)
 
-    def pvalue() -> float:
-        run = _run(q, 80, z, sequences=128, gamma=4, rule=Rule.BLOCK)
-        return _pvalue(np.bincount(run.tokens.flatten(), minlength=2), p)
+    def p_value() -> float:
+        return token_p_value(generate(q, 80, z, sequences=128, gamma=4, rule=Rule.BLOCK), p)
 
-    assert pvalue() > LEVEL
-    monkeypatch.setattr(verification, "uniform", by_absolute_position)
-    assert pvalue() < LEVEL
+    def by_position(seed: int, base_length: int, index: int, domain: Domain, draw: int = 0) -> float:
+        return rng.uniform(seed, base_length + index, 0, domain, draw)
+
+    assert p_value() > LEVEL
+    monkeypatch.setattr(verification, "uniform", by_position)
+    assert p_value() < LEVEL
 
 
-def test_noise_shared_between_drafting_and_acceptance_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "uniform", shared_noise)
-    assert _tokens(_run(_reversed(WHOLE), n=60)) < LEVEL
+def test_noise_shared_between_drafting_and_acceptance_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_the_draft(seed: int, base_length: int, index: int, domain: Domain, draw: int = 0) -> float:
+        return rng.uniform(seed, base_length, index, Domain.DRAFT, draw)
+
+    monkeypatch.setattr(verification, "uniform", of_the_draft)
+    assert token_p_value(generate(reversed_draft(WHOLE), n=60)) < LEVEL

@@ -1,4 +1,4 @@
-"""Attention over blocks by Triton is what its definition says, in any batch and wherever blocks lie."""
+"""Attention over blocks by Triton equals its definition, in any batch and for any order of blocks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHAPES = [(4, 4, 16, 4), (14, 2, 12, 8), (5, 1, 40, 32)]
 
 
 def wide_tiles(head_dim: int, page: int, dtype: torch.dtype) -> dict[str, int | str]:
-    """In place of `kernels.triton_attention.attend_sizes`: interpreted, a narrow tile takes as long as a wide one."""
+    """Replaces `kernels.triton_attention.attend_sizes`: interpreted, a narrow tile takes as long as a wide one."""
     return {"BLOCK_TOKENS": page, "ITEM": ITEM, "BLOCK_N": 64, "PRECISION": "ieee"}
 
 
@@ -56,7 +56,7 @@ class Batch:
     def attend(
         self, scores: Scores = PLAIN, *, growth: int = 0, padded: bool = False, work: Work | None = None, **changed: Any
     ) -> Tensor:
-        """`padded`: to a fixed size, as a captured step is. `changed`: in place of what is."""
+        """`padded`: to a fixed size, as for a captured step. `changed` replaces inputs."""
         from kernels.triton_attention import attend
 
         window, softcap, sinks = scores

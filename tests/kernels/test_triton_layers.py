@@ -1,4 +1,4 @@
-"""The kernels between a layer's products against torch's operations: shapes, dtypes, slots and rounding."""
+"""The kernels between a layer's matrix products against torch's operations: shapes, dtypes, slots and rounding."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def assert_rounded_alike(found: Tensor, wanted: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("E", [1, 48, 1023, 1100])
-def test_rms_norm_is_torchs(E: int, dtype: torch.dtype) -> None:
-    """Also of small rows, whose norm is mostly eps."""
+def test_rms_norm_equals_torchs(E: int, dtype: torch.dtype) -> None:
+    """Also for small rows, whose norm is mostly eps."""
     from kernels.triton_layers import rms_norm
 
     weight = gaussian(E, E).to(dtype)
@@ -48,13 +48,14 @@ BLOCKS, BLOCK_SIZE = 6, 8
 UNTOUCHED = -7.0
 
 
-def assert_rotated_and_stored(
-    shape: tuple[int, int, int],
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype,
-    is_normed: bool,
+@pytest.mark.parametrize("is_normed", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"), [*((each, each) for each in DTYPES), (torch.bfloat16, torch.float32)], ids=str
+)
+@pytest.mark.parametrize("shape", [(1, 1, 2), (3, 1, 80), (14, 2, 128), (2, 2, 256)], ids=str)
+def test_heads_are_rotated_and_stored_in_their_slots_alone(
+    shape: tuple[int, int, int], dtype: torch.dtype, cache_dtype: torch.dtype, is_normed: bool
 ) -> None:
-    """Compare queries and the blocks of keys and values with those of torch's operations."""
     from kernels.triton_layers import rotate_and_store
 
     heads, kv_heads, D = shape
@@ -82,18 +83,6 @@ def assert_rotated_and_stored(
         wanted = torch.full((BLOCKS * BLOCK_SIZE, kv_heads, D), UNTOUCHED, dtype=cache_dtype)
         wanted[SLOTS] = rows.to(cache_dtype)
         assert_rounded_alike(found, wanted.view_as(found))
-
-
-@pytest.mark.parametrize("is_normed", [False, True], ids=["plain", "normed"])
-@pytest.mark.parametrize(
-    "shape",
-    [(1, 1, 2), (3, 1, 80), (14, 2, 128), (2, 2, 256)],
-    ids=lambda shape: "x".join(map(str, shape)),
-)
-def test_heads_are_rotated_and_stored_in_their_slots_alone(shape: tuple[int, int, int], is_normed: bool) -> None:
-    for dtype in DTYPES:
-        assert_rotated_and_stored(shape, dtype, dtype, is_normed)
-    assert_rotated_and_stored(shape, torch.bfloat16, torch.float32, is_normed)
 
 
 @pytest.mark.gpu
