@@ -13,7 +13,7 @@ from draft_service.drafters.engine import DraftEngine
 from draft_service.drafters.guard import PROBE, PROBE_GAMMA
 from draft_service.drafters.staged import Staging
 from draft_service.failover import FailoverBudget, FailureKind, Verifiers
-from draft_service.metrics import FailoverMetrics, show_drafters, show_held, show_outcome_cache, show_verifiers
+from draft_service.metrics import FailoverMetrics, show_drafters, show_held, show_verifiers
 from draft_service.replicas import Replicas
 from draft_service.request import supports_rule_by_logits
 from draft_service.service import SERVICE_NAME, DraftService, Pair
@@ -125,7 +125,6 @@ class DraftApp(Service):
             self.engine.start()
             drafters |= model_drafters(settings, self.engine, drafters, target)
             await warm_up(drafters[Kind.MODEL], self.engine)
-            show_outcome_cache(self.metrics, self.engine.cache.counts)
         show_held(self.metrics, self._servicer.limit, None if built is None else built.model_runner.pool)
         if not supports_rule_by_logits(drafters):
             remove_lossy_rules(draft)

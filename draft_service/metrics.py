@@ -1,16 +1,15 @@
 """Metrics of the draft service: requests, rounds, drafters, verifiers, memory."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from draft_service.concurrency import ConcurrencyLimit
-from draft_service.drafters.base import Kind
-from draft_service.drafters.guard import GuardedDrafter
-from draft_service.drafters.outcome_cache import Counts
+from draft_service.drafters.base import RUN_A_MODEL, Kind
+from draft_service.drafters.guard import Cost, GuardedDrafter
 from draft_service.drafters.staged import StagedCounts, Staging
 from draft_service.replicas import STATUSES, Replicas, State
 from outrider.runtime.kv_cache import KVPool
@@ -205,15 +204,12 @@ def show_held(metrics: Metrics, limit: ConcurrencyLimit, pool: KVPool | None) ->
 
 
 def show_drafters(metrics: Metrics, drafters: Mapping[Kind, GuardedDrafter], staging: Staging | None) -> None:
-    """Registers the totals of each drafter, and those of staged drafting if there is a draft model."""
+    """Registers the totals of each drafter, of the outcome cache, and of staged drafting if there is a draft model."""
     metrics.registry.register(_Drafters(drafters))
+    if drafters.keys() >= RUN_A_MODEL:
+        metrics.registry.register(_OutcomeCache([drafters[kind].cost for kind in RUN_A_MODEL]))
     if staging is not None:
         metrics.registry.register(_Staged(staging.counts))
-
-
-def show_outcome_cache(metrics: Metrics, counts: Counts) -> None:
-    """Registers the totals of the outcome cache."""
-    metrics.registry.register(_OutcomeCache(counts))
 
 
 class _Drafters(Collector):
@@ -285,19 +281,19 @@ class _Staged(Collector):
 
 
 class _OutcomeCache(Collector):
-    def __init__(self, counts: Counts) -> None:
-        self._counts = counts
+    def __init__(self, costs: Sequence[Cost]) -> None:
+        self._costs = costs
 
     def collect(self) -> Iterator[Metric]:
-        """The counters as they are now."""
-        counts = self._counts
-        for name, text, value in (
-            ("queries", "Verdicts before which tokens were drafted for likely outcomes.", counts.hits + counts.misses),
-            ("hits", "Verdicts whose outcome was among those drafted for.", counts.hits),
-            ("drafted_tokens", "Tokens drafted for likely outcomes.", counts.drafted),
-            ("used_tokens", "Tokens drafted for likely outcomes that became part of a proposal.", counts.used),
-            ("saved_seconds", "Seconds that drafting the used tokens would have taken.", counts.saved_seconds),
+        """Sums over the drafters that run the draft model."""
+        for name, text, field in (
+            ("queries", "Verdicts before which tokens were drafted for likely outcomes.", "cache_queries"),
+            ("hits", "Verdicts whose outcome was among those drafted for.", "cache_hits"),
+            ("drafted_tokens", "Tokens drafted for likely outcomes.", "cache_drafted"),
+            ("used_tokens", "Tokens drafted for likely outcomes that became part of a proposal.", "cache_used"),
+            ("saved_seconds", "Seconds that drafting the used tokens would have taken.", "cache_saved_seconds"),
         ):
+            value = sum(getattr(cost, field) for cost in self._costs)
             yield CounterMetricFamily(f"outrider_outcome_cache_{name}", text, value)
 
 

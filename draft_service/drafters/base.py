@@ -75,7 +75,7 @@ class DraftSequence:
             uses the target's noise; logits under `sigmoid`.
         seed_is_fresh: this service has just drawn the seed, so no other text depends on its draws. Only then may draws
             sample from counts learned from other texts.
-        draft_temperature: used in index of the target's, where that is above 0; None uses the target's.
+        draft_temperature: used in place of the target's, where that is above 0; None uses the target's.
         uses_outcome_cache: whether the drafter may draft while a verdict is on its way.
         max_entropy: nats. A proposal ends before a token whose q has a higher entropy, but has at least one token.
             Drafters without distributions ignore it. None is no bound.
@@ -110,7 +110,7 @@ class DraftSequence:
 
     @cached_property
     def needs_logits(self) -> bool:
-        """Whether the rule takes the logits of each drafted token in index of q̂."""
+        """Whether the rule takes the logits of each drafted token in place of q̂."""
         return self.rule is Rule.SIGMOID and not self.params.is_greedy
 
     def draw(self, base: int, index: int, domain: Domain = Domain.DRAFT, inner_base: int = 0) -> Draw:
@@ -227,14 +227,20 @@ class Guesser(ABC):
 
 
 class GuessingDrafter(Drafter):
-    """A drafter with one guesser a sequence."""
+    """A drafter with one guesser a sequence.
+
+    Attributes:
+        thread: guessers run there; None is the event loop.
+    """
+
+    thread: Executor | None = None
 
     @abstractmethod
     def guesser(self, sequence: DraftSequence, domain: Domain = Domain.DRAFT) -> Guesser:
         """A guesser for a new sequence. Its uniforms come from `domain`."""
 
     def open(self, sequence: DraftSequence) -> Drafting:
-        return GuesserDrafting(self.guesser(sequence), sequence)
+        return GuesserDrafting(self.guesser(sequence), sequence, self.thread)
 
 
 class GuesserDrafting(Drafting):

@@ -77,18 +77,31 @@ class Cost:
         tokens: drafted tokens in them.
         seconds: from request to proposal, summed, with waits for other sequences.
         failures: failed, late or invalid proposals.
+        cache_queries: proposals whose last verdict the outcome cache had drafted for.
+        cache_hits, cache_drafted, cache_used, cache_saved_seconds: sums of `CacheUse`.
     """
 
     proposals: int = 0
     tokens: int = 0
     seconds: float = 0.0
     failures: int = 0
+    cache_queries: int = 0
+    cache_hits: int = 0
+    cache_drafted: int = 0
+    cache_used: int = 0
+    cache_saved_seconds: float = 0.0
 
     @DRAFT_COST.quiet
     def add(self, draft: Draft) -> None:
         self.proposals += 1
         self.tokens += len(draft.token_ids)
         self.seconds += draft.seconds
+        if (use := draft.cache_use) is not None:
+            self.cache_queries += 1
+            self.cache_hits += use.hit
+            self.cache_drafted += use.drafted
+            self.cache_used += use.used
+            self.cache_saved_seconds += use.saved_seconds
 
 
 class GuardedDrafter(Drafter):

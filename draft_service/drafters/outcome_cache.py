@@ -20,27 +20,25 @@ from draft_service.drafters.base import CacheUse
 from draft_service.drafters.sequence import Candidates, DraftWork, Drawn, ModelSequence, Propose
 from kernels.sampling import UNSURE
 from outrider.runtime.kv_cache import KVPool
+from outrider.service.cost_model import FittedCost
 
 MOST_BRANCHES = 12  # of one sequence at a time
 LEAST_CHANCE = 0.04  # a less likely outcome gets no branch: it would cost more than it saves
 CANDIDATES = 5  # tokens at each position of a proposal, from which branches are chosen
 RESERVE = 1 / 8  # of all blocks: free blocks that branches leave to sequences
 END = -1  # in place of the token after a fully accepted proposal, until the candidates for it are known
-# Seconds after a proposal before branches begin. The event loop, which sends the proposal, shares the interpreter lock
-# and perhaps the core (measured: 1.1 ms a round).
-LEAVING_SECONDS = 0.5e-3
+LEAVING_SECONDS = 0.5e-3  # from a proposal to its branches: the event loop sends it first, under the same GIL
 
 # Temperatures that `Predictor` chooses among. 0.45 fits the demo pair, under `coupled` and at temperature 0.
 TEMPERATURES = np.array([0.15, 0.3, 0.45, 0.7, 1.0, 1.5, 2.5])
 MEMORY, PRIOR = 0.99, 8.0  # weight that a verdict keeps with each newer one; verdicts that the prior counts for
 UNSEEN, LEAST_SCORE = 0.02, -1e3  # chance of a token that is no candidate; scores this far below the best have none
 
-NEWEST = 0.2  # weight of the newest wait or step in a running mean
-OUTLIER = 4.0  # times the mean: longer waits and steps are a pause of the machine, or a slow client
-MOST_STEPS = 1024  # planned at once
+WAITS_KEPT = 32
+OVERDUE = 4.0  # times the usual wait: from then on a sequence is not expected any more
 
 TRIAL_PAIRS, PAIRS_KEPT = 24, 128  # pairs of rounds that a decision needs, and that are kept
-FIRST_EVERY, EVERY = 4, 24  # one round in so many is done the other way: before there are TRIAL_PAIRS, and after
+EVERY = 16  # one round in so many is done the other way
 CERTAIN, HELD_UP = 2.0, 3.0  # standard errors that decide; ratio of two rounds at which a gain is cut off
 
 
@@ -67,30 +65,24 @@ class Predictor:
         self._accepted, self._judged = 0.7 * PRIOR, PRIOR
 
     def outcomes(self, candidates: Sequence[Candidates], drafted: Sequence[int]) -> list[Outcome]:
-        """The outcomes with a rejection, and one (`END`) for a fully accepted proposal.
-
-        `candidates` are those at each position of `drafted`.
-        """
+        """The outcomes with a rejection, and one (`END`) without. `candidates`: at each position of `drafted`."""
         found, chance = list[Outcome](), 1.0
         for accepted, (here, token) in enumerate(zip(candidates, drafted, strict=True)):
             accept = self._softmax(here.scores)[0] if self._by_scores else self._accepted / self._judged
-            found += self.followers(here, accepted, chance * (1 - accept), without=token)
+            found += self.followers(here, accepted, chance * (1 - accept), token)
             chance *= accept
         return [*found, Outcome(chance, len(drafted), END)]
 
-    def followers(
-        self, candidates: Candidates, accepted: int, chance: float, *, without: int | None = None
-    ) -> list[Outcome]:
+    def followers(self, here: Candidates, accepted: int, chance: float, without: int | None = None) -> list[Outcome]:
         """Outcomes that accept `accepted` tokens, one for each candidate after them. Their chances sum to `chance`."""
-        tokens, scores = candidates
+        tokens, scores = here
         kept = [i for i, token in enumerate(tokens) if token != without and scores[i] > -math.inf]
         shares = self._softmax([scores[i] for i in kept])
         return [Outcome(chance * share, accepted, tokens[i]) for share, i in zip(shares, kept, strict=True)]
 
     def learn(self, candidates: Sequence[Candidates], drafted: Sequence[int], accepted: int, token: int | None) -> None:
         """Learns from a verdict. `token` follows the accepted ones; None where the text ended."""
-        if not (judged := min(accepted + 1, len(drafted))):
-            return
+        judged = min(accepted + 1, len(drafted))
         self._accepted = MEMORY * self._accepted + min(accepted, judged)
         self._judged = MEMORY * self._judged + judged
         self._evidence *= MEMORY
@@ -113,47 +105,40 @@ class SpareTime:
     """Estimates how many steps end before the next proposal is requested. A request would have to wait for a step."""
 
     def __init__(self) -> None:
-        self._wait = self._spread = 0.0  # from sending a proposal to the next request, and its mean deviation
-        self._step: dict[int, float] = {}  # seconds, by the number of sequences in the step
+        self._waits = deque[float](maxlen=WAITS_KEPT)  # from sending a proposal to the next request
+        self._cost: FittedCost | None = None  # of a step, by its number of sequences
         self.sent: dict[Hashable, float] = {}  # sequences that will request a proposal, and when their last one left
 
     def step_seconds(self, width: int) -> float:
-        """Seconds of a step of `width` sequences; 0 before the first step.
-
-        A width without measurements is taken to cost as much as one sequence after the other.
-        """
-        if width in self._step:
-            return self._step[width]
-        return min((seconds * max(1.0, width / known) for known, seconds in self._step.items()), default=0.0)
+        """Seconds of a step of `width` sequences; 0 before the first step."""
+        return 0.0 if self._cost is None else self._cost.line.seconds(width)
 
     def add_steps(self, width: int, steps: int, seconds: float) -> None:
         """Records `steps` steps of `width` sequences, `seconds` in all."""
-        if width < 1 or steps < 1 or not 0 < (each := seconds / steps) < math.inf:
+        if not steps:
             return
-        before = self._step.get(width, each)
-        self._step[width] = before + NEWEST * (min(each, OUTLIER * before) - before)
+        if self._cost is None:  # until other widths are measured, each sequence costs as much
+            self._cost = FittedCost([(width, seconds / steps), (2 * width, 2 * seconds / steps)])
+        self._cost.add(width, seconds / steps)
 
     def requested(self, sequence: Hashable, now: float) -> None:
         """Records a request for a proposal."""
-        wait = now - self.sent.pop(sequence, now)
-        if wait > 0 and not self._wait:
-            self._wait, self._spread = wait, wait / 2
-        elif 0 < wait < OUTLIER * self._wait:
-            self._spread += NEWEST * (abs(wait - self._wait) - self._spread)
-            self._wait += NEWEST * (wait - self._wait)
+        if (since := self.sent.pop(sequence, None)) is not None:
+            self._waits.append(now - since)
 
     def steps(self, now: float, width: int) -> int:
-        """How many steps of `width` sequences end in time; 0 without measurements."""
-        step, wait = self.step_seconds(width), self._wait - self._spread / 2
-        rest = min((since + wait - now for since in self.sent.values() if now - since < OUTLIER * wait), default=0.0)
-        return max(0, int(min(rest / step, MOST_STEPS))) if step > 0 else 0
+        """How many steps of `width` sequences end in time; 0 without measurements. Two of three waits are longer."""
+        if not self._waits or self._cost is None:
+            return 0
+        wait = sorted(self._waits)[len(self._waits) // 3]
+        rest = min((since + wait - now for since in self.sent.values() if now - since < OVERDUE * wait), default=0.0)
+        return max(0, int(rest / self.step_seconds(width)))
 
 
 class Trial:
-    """Decides whether rounds are shorter with branches than without.
+    """Decides whether rounds are shorter with branches, by times alone, so that it depends on no token.
 
-    Some rounds are done the other way, and compared with the round before. Only times are compared, so the decision
-    depends on no token.
+    Some rounds are done the other way, and compared with the round before.
     """
 
     def __init__(self) -> None:
@@ -164,41 +149,20 @@ class Trial:
 
     def choose(self) -> bool:
         """Whether the round that begins now gets branches."""
-        every = FIRST_EVERY if len(self._gains) < TRIAL_PAIRS else EVERY
-        return self.best if self._coin.random() >= 1 / every else not self.best
+        return self.best if self._coin.random() >= 1 / EVERY else not self.best
 
     def add(self, seconds: float, *, on: bool) -> None:
         """Records the time of a round; `on` is whether it had branches."""
-        if not 0 < seconds < math.inf:
-            return
         if on is self.best:
             self._last = seconds
         elif self._last is not None:
-            gain, most = math.log(self._last) - math.log(seconds), math.log(HELD_UP)
-            self._gains.append(min(max(gain, -most), most))
+            self._gains.append(math.log(min(max(self._last / seconds, 1 / HELD_UP), HELD_UP)))
             self._last = None
-            error = statistics.stdev(self._gains) / math.sqrt(len(self._gains)) if len(self._gains) > 1 else 0.0
-            if len(self._gains) >= TRIAL_PAIRS and statistics.fmean(self._gains) > CERTAIN * error:
+            if len(self._gains) < TRIAL_PAIRS:
+                return
+            if statistics.fmean(self._gains) > CERTAIN * statistics.stdev(self._gains) / math.sqrt(len(self._gains)):
                 self.best = not self.best
                 self._gains.clear()
-
-
-@dataclass(slots=True)
-class Counts:
-    """Totals over all sequences."""
-
-    hits: int = 0  # verdicts that matched a branch
-    misses: int = 0  # verdicts that matched none, where there were branches
-    drafted: int = 0  # tokens drafted in branches
-    used: int = 0  # of them, tokens that became part of a proposal
-    saved_seconds: float = 0.0  # time that drafting the used tokens after the verdict would have taken
-
-    def add(self, use: CacheUse) -> None:
-        self.hits += use.hit
-        self.misses += not use.hit
-        self.drafted += use.drafted
-        self.used += use.used
-        self.saved_seconds += use.saved_seconds
 
 
 @dataclass(slots=True)
@@ -236,7 +200,7 @@ class OutcomeCache:
 
     def __init__(self, pool: KVPool, *, width: int) -> None:
         """`width` is the most branches in one step."""
-        self.counts, self.spare, self.width = Counts(), SpareTime(), width
+        self.spare, self.width = SpareTime(), width
         self.entries: dict[ModelSequence, Entry] = {}
         self.leaving: dict[ModelSequence, float] = {}  # sequences without an entry yet, and when their proposals left
         self._pool = pool
@@ -251,42 +215,40 @@ class OutcomeCache:
         sequence.sent = self.leaving[sequence] = self.spare.sent[sequence] = now
 
     def take(self, message: Propose, drafted: int, kept: int) -> ModelSequence | None:
-        """Drops the sequence's entry, and returns the branch that the verdict matches, if any.
+        """Drops the sequence's entry, and returns the branch that the verdict matches. The sequence gets its slot.
 
-        `kept` of the `drafted` tokens were accepted. The sequence gets the slot of the returned branch.
+        `kept` of the `drafted` tokens were accepted.
         """
         sequence, committed, branch = message.sequence, message.committed, None
-        self.leaving.pop(sequence, None)
         self.spare.requested(sequence, message.posted)
-        entry = self.entries.pop(sequence, None)
+        entry = self.entries.get(sequence)
         is_next = drafted > 0 and len(committed) <= kept + 1  # otherwise a `Decode` came between
         sequence.had_branches = entry is not None if is_next else None
-        if entry is None:
-            return None
-        if is_next:
+        if entry is not None and is_next:
             token = committed[kept] if len(committed) > kept else None
             entry.predictor.learn(entry.candidates, entry.drafted, kept, token)
             if token is not None and (found := entry.branches.get((kept, token))) is not None and found.drafted:
                 branch = entry.branches.pop((kept, token))
-        self._free(entry)
+        self.drop(sequence)
         if branch is not None and branch.slot in self._slots:  # otherwise it is the sequence's own
             assert sequence.slot is not None
             self._slots.remove(branch.slot)
             self._pool.free(sequence.slot)
             sequence.slot = branch.slot
-        if entry.tokens:
+        if entry is not None and entry.tokens:
             used = 0 if branch is None else branch.drafted
-            saved = used * self.spare.step_seconds(1)
-            sequence.cache_use = CacheUse(entry.tokens, used, branch is not None, saved)
-            self.counts.add(sequence.cache_use)
+            sequence.cache_use = CacheUse(entry.tokens, used, branch is not None, used * self.spare.step_seconds(1))
         return branch
 
     def drop(self, sequence: ModelSequence) -> None:
-        """Drops a sequence's branches: it has ended, or they failed."""
+        """Drops a sequence's branches, and expects no request of it."""
         self.leaving.pop(sequence, None)
         self.spare.sent.pop(sequence, None)
         if (entry := self.entries.pop(sequence, None)) is not None:
-            self._free(entry)
+            for branch in entry.branches.values():
+                if branch.slot in self._slots:  # and not the sequence's own
+                    self._slots.remove(branch.slot)
+                    self._pool.free(branch.slot)
 
     def reset(self) -> None:
         """Drops all branches, whatever state an error left them in."""
@@ -311,7 +273,6 @@ class OutcomeCache:
                 break
             if (begun := self._begin(entry, entry.outcomes.pop())) is not None:
                 chosen.append((entry, begun))
-        del chosen[self.width :]
         steps = max(1, self.spare.steps(now, len(chosen)))
         for entry, branch in chosen:
             branch.gamma = min(entry.wanted(branch), branch.drafted + steps)
@@ -382,12 +343,6 @@ class OutcomeCache:
         self._pool.grow(slot, end)
         entry.open.append(branch)
         return branch
-
-    def _free(self, entry: Entry) -> None:
-        for branch in entry.branches.values():
-            if branch.slot in self._slots:  # and not the sequence's own
-                self._slots.remove(branch.slot)
-                self._pool.free(branch.slot)
 
 
 def _kind(sequence: ModelSequence) -> Hashable:
