@@ -47,7 +47,7 @@ AIM = 0.97
 """What the pair is to keep of the better reference's rate at any load."""
 
 TEMPERATURE = 1.0
-SHORT_STREAMS, SHORT_TEXTS = 32, 128  # of the short texts
+SHORT_STREAMS, SHORT_TEXTS = 32, 512  # of the short texts
 # Of a long prompt: prompts of one length would all prefill alike.
 _LONG_PROMPTS = (384, 192, 288)
 _USUAL: Json = {"new_tokens": 64, "streams": [1, 2, 4, 8, 16, 32, 64], "parts": list(LEVELS), "contenders": CONTENDERS}

@@ -216,13 +216,13 @@ class GammaController:
         do not decide the text, and requests with a fresh seed, share statistics. Times depend on lengths only; all
         requests share them.
         """
-        law = request.sampling.params
-        may_share = request.seed_is_fresh or law.is_greedy or request.sampling.rule is Rule.COUPLED
+        params = request.sampling.params
+        may_share = request.seed_is_fresh or params.is_greedy or request.sampling.rule is Rule.COUPLED
         kind = (
             request.drafter,
             request.sampling.rule,
-            law.is_greedy,
-            _class_of(law.temperature),
+            params.is_greedy,
+            _class_of(params.temperature),
             _class_of(request.draft_temperature),
             _class_of(request.max_entropy),
         )
