@@ -209,12 +209,12 @@ class GammaController:
                 )
 
     def _statistics_of(self, request: "Generation") -> AcceptanceStatistics:
-        """Return the shared statistics of requests of this kind, or new ones that are not shared.
+        """Return the shared statistics of requests of this kind, or a copy that is not shared.
 
         Where draws decide the text, γ must not depend on future draws. Statistics of another request with the same seed
         do: its later acceptances come from the draws that this request is about to make. So only requests whose draws
-        do not decide the text, and requests with a fresh seed, share statistics. Times depend on lengths only; all
-        requests share them.
+        do not decide the text, and requests with a fresh seed, add to shared statistics. Others start from a copy.
+        Times depend on lengths only; all requests share them.
         """
         params = request.sampling.params
         may_share = request.seed_is_fresh or params.is_greedy or request.sampling.rule is Rule.COUPLED
@@ -226,8 +226,8 @@ class GammaController:
             _class_of(request.draft_temperature),
             _class_of(request.max_entropy),
         )
-        fresh = AcceptanceStatistics()
-        return self._statistics.setdefault(kind, fresh) if may_share else fresh
+        shared = self._statistics.setdefault(kind, AcceptanceStatistics())
+        return shared if may_share else shared.copy()
 
 
 class SequenceGamma:

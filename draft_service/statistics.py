@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 
 from outrider.service.cost_model import FORGETTING, CostLine, FittedCost
@@ -320,6 +321,12 @@ class AcceptanceStatistics:
         self.drafted_share = 1.0
         self.gamma = 0
         self.pays = True
+
+    def copy(self) -> "AcceptanceStatistics":
+        """Return statistics that start from these, for one request."""
+        own = deepcopy(self)
+        own.accepted.forget(SHARED_WEIGHT)
+        return own
 
     def add(self, round_: JudgedRound) -> None:
         """Record a round, without its acceptance."""

@@ -397,25 +397,22 @@ def first(controller: GammaController, asked: Generation) -> int:
 
 
 @pytest.mark.parametrize(
-    ("asked", "shares"),
+    ("seeded", "adds"),
     [
-        (request(), True),
         (request(fresh=False), False),
         (request(Rule.TOKENWISE, fresh=False), False),
         (request(Rule.COUPLED, fresh=False), True),
         (request(temperature=0.0, fresh=False), True),
     ],
 )
-def test_a_seed_that_others_may_have_had_shares_no_acceptance_where_draws_decide(
-    asked: Generation, shares: bool
-) -> None:
+def test_a_request_with_a_seed_adds_no_acceptance_where_draws_decide(seeded: Generation, adds: bool) -> None:
     """Acceptance of another request with that seed depends on draws that this one has yet to make."""
     controller = GammaController(Metrics())
-    assert first(controller, asked) == 5
-    learn(controller, replace(asked, seed_is_fresh=True))
-    assert (first(controller, asked) == 0) is shares
-    learn(controller, replace(asked, seed_is_fresh=False))
-    assert (first(controller, asked) == 0) is shares
+    assert first(controller, seeded) == 5
+    learn(controller, seeded)
+    assert (first(controller, seeded) == 0) is adds
+    learn(controller, replace(seeded, seed_is_fresh=True))
+    assert first(controller, seeded) == 0, "it starts from what requests with fresh seeds have found"
 
 
 @pytest.mark.parametrize(
