@@ -13,16 +13,17 @@ proposal, so that each is seen at its best. Two pairs of models: the demo pair, 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks import harness, plots
 from benchmarks.contenders import (
     PHASES,
+    Task,
     Write,
     arms_table,
     compared,
@@ -41,6 +42,8 @@ from outrider.cli.processes import processors
 GENERATE, DECODE = "generate", "Decode"
 ALONE = (GENERATE, DECODE)
 ASSISTED, PAIR = "assisted", "pair"
+
+T = TypeVar("T")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,8 +64,9 @@ def measure(bench: Bench) -> None:
     for models in pairs:
         prompts = tokenised(models.target, harness.spread(bench.prompts, given.prompts))
         with ExitStack() as running:
-            writers = _writers(bench, models, running)
-            for _, task in islice(texts(prompts, min(32, given.new_tokens), 1), 2):  # not measured
+            warm_up = list(islice(texts(prompts, min(32, given.new_tokens), 1), 2))  # not measured
+            writers = _writers(bench, models, running, warm_up[0][1])
+            for _, task in warm_up:
                 for write in writers.values():
                     write(task)
             take_turns(
@@ -76,26 +80,38 @@ def measure(bench: Bench) -> None:
         load_model.cache_clear()
 
 
-def _writers(bench: Bench, models: Models, running: ExitStack) -> dict[str, Write]:
-    """Each contender with the processors that it is fastest with on two: only small targets gain by a core each."""
+def _writers(bench: Bench, models: Models, running: ExitStack, task: Task) -> dict[str, Write]:
+    """Each contender, with the threads and processors that write a first text (`task`) fastest."""
     given, all_cores = bench.given, len(processors())
-    alone = running.enter_context(Services(models.target, models.draft, threads=all_cores, place=ANYWHERE))
-    pair = alone
-    if models.name == "demo":
-        pair = running.enter_context(Services(models.target, models.draft, place=APART))
+    services = [
+        running.enter_context(Services(models.target, models.draft, threads=threads, place=place))
+        for threads, place in ((all_cores, ANYWHERE), (1, APART))
+    ]
+    alone = _fastest(services, lambda each: outrider_writer(each, gamma=0), task)
+    pair = _fastest(services, lambda each: outrider_writer(each, gamma=given.gammas[0]), task)
+    threads = _fastest([all_cores, 1], lambda each: transformers_writer(models.target, threads=each), task)
     bench.document.setdefault("placement", {})[models.name] = {
-        "transformers": {"threads": all_cores}, DECODE: alone.how, PAIR: pair.how,
+        "transformers": {"threads": threads}, DECODE: alone.how, PAIR: pair.how,
     }  # fmt: skip
     writers = {
-        GENERATE: transformers_writer(models.target, threads=all_cores),
+        GENERATE: transformers_writer(models.target, threads=threads),
         DECODE: outrider_writer(alone, gamma=0),
     }
     for tokens in given.assistant_tokens:
         writers[f"{ASSISTED}, {tokens}"] = transformers_writer(
-            models.target, threads=all_cores, draft=models.draft, tokens=tokens
+            models.target, threads=threads, draft=models.draft, tokens=tokens
         )
     writers |= {f"{PAIR}, γ = {gamma}": outrider_writer(pair, gamma=gamma) for gamma in given.gammas}
     return writers | {f"{PAIR}, adaptive": outrider_writer(pair, speculation="adaptive")}
+
+
+def _fastest(candidates: Sequence[T], writer: Callable[[T], Write], task: Task) -> T:
+    def seconds(candidate: T) -> float:
+        write = writer(candidate)
+        write(task)
+        return min(float(write(task)["seconds"]) for _ in range(3))
+
+    return min(candidates, key=seconds)
 
 
 # ----------------------------------------------------------------------------------------------------------- figures
