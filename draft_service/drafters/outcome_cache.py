@@ -8,10 +8,10 @@ on tokens that were sent and on time (invariant 4). Where a call fails, `reset` 
 
 import math
 import random
-import statistics
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean, stdev
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +38,7 @@ WAITS_KEPT = 32
 OVERDUE = 4.0  # times the usual wait: from then on a sequence is not expected any more
 
 TRIAL_PAIRS, PAIRS_KEPT = 24, 128  # pairs of rounds that a decision needs, and that are kept
-EVERY = 16  # one round in so many is done the other way
+FIRST_EVERY, EVERY = 4, 24  # one round in so many is done the other way: before there are TRIAL_PAIRS, and after
 CERTAIN, HELD_UP = 2.0, 3.0  # standard errors that decide; ratio of two rounds at which a gain is cut off
 
 
@@ -149,20 +149,19 @@ class Trial:
 
     def choose(self) -> bool:
         """Whether the round that begins now gets branches."""
-        return self.best if self._coin.random() >= 1 / EVERY else not self.best
+        every = FIRST_EVERY if len(self._gains) < TRIAL_PAIRS else EVERY
+        return self.best if self._coin.random() >= 1 / every else not self.best
 
     def add(self, seconds: float, *, on: bool) -> None:
         """Records the time of a round; `on` is whether it had branches."""
         if on is self.best:
             self._last = seconds
         elif self._last is not None:
-            self._gains.append(math.log(min(max(self._last / seconds, 1 / HELD_UP), HELD_UP)))
-            self._last = None
-            if len(self._gains) < TRIAL_PAIRS:
-                return
-            if statistics.fmean(self._gains) > CERTAIN * statistics.stdev(self._gains) / math.sqrt(len(self._gains)):
+            gains, self._last, last = self._gains, None, self._last
+            gains.append(math.log(min(max(last / seconds, 1 / HELD_UP), HELD_UP)))
+            if len(gains) >= TRIAL_PAIRS and fmean(gains) > CERTAIN * stdev(gains) / len(gains) ** 0.5:
                 self.best = not self.best
-                self._gains.clear()
+                gains.clear()
 
 
 @dataclass(slots=True)
