@@ -90,14 +90,14 @@ def text_run(
 def outrider_writer(services: Services, **options: Any) -> Write:
     """`Generate` with these options; with `gamma=0` the target writes alone, by `Decode`.
 
-    Requests with the policy `adaptive` give no seed, since those with a seed share no statistics.
+    Under `block`, requests with the policy `adaptive` give no seed: with one they would share no statistics.
     """
-    is_adaptive = options.get("speculation") == "adaptive"
+    has_seed = options.get("speculation") != "adaptive" or options.get("rule", RULE) != RULE
 
     def write(task: Task) -> Json:
         asked: Any = {
             "max_new_tokens": task.new_tokens, "ignore_eos": True, "temperature": task.temperature,
-            "seed": None if is_adaptive else task.seed, "rule": RULE, **options,
+            "seed": task.seed if has_seed else None, "rule": RULE, **options,
         }  # fmt: skip
         begin = time.perf_counter()
         done = services.client.complete(list(task.token_ids), **asked)
