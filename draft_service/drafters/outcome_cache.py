@@ -157,7 +157,8 @@ class Trial:
         if on is self.best:
             self._last = seconds
         elif self._last is not None:
-            gains, self._last, last = self._gains, None, self._last
+            gains, last = self._gains, self._last
+            self._last = None
             gains.append(math.log(min(max(last / seconds, 1 / HELD_UP), HELD_UP)))
             if len(gains) >= TRIAL_PAIRS and fmean(gains) > CERTAIN * stdev(gains) / len(gains) ** 0.5:
                 self.best = not self.best
