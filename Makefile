@@ -40,7 +40,6 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 MANIFEST := pyproject.toml constraints.txt
 SERVICE := $(VENV)/.installed-service
 BENCH := $(VENV)/.installed-bench
-DOCS := $(VENV)/.installed-docs
 DEV := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
@@ -53,7 +52,7 @@ help:
 	@echo "make format       put the code into the one format"
 	@echo "make protos       write the stubs anew from the .proto files"
 	@echo "make reference    write the generated pages of docs/reference anew"
-	@echo "make docs         build the site of the documentation in site/"
+	@echo "make docs         build the site of the documentation in site/, after the generated pages"
 	@echo "make bench        measure the pair against the target alone"
 	@echo "make gpu          test and measure on a GPU; PART=1, 2 or 3 for one run, DRY=1 for a trial on a CPU"
 	@echo "make gpu-wheels   download what a machine with torch and transformers lacks for it"
@@ -68,7 +67,8 @@ demo: $(SERVICE)
 test: $(DEV)
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
-docs: $(DOCS)
+# The generated pages first, so that the site has them as the code and the contract are now.
+docs: reference
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 	@echo "site/index.html; to read and search it: $(BIN)/python -m http.server --directory site"
 
@@ -125,15 +125,10 @@ $(BENCH): $(MANIFEST) | $(BIN)/python
 	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[service,bench]'
 	@touch $(SERVICE) $@
 
-$(DOCS): $(MANIFEST) | $(BIN)/python
-	@echo "Installing what the site of the documentation needs into $(VENV)"
-	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[docs]'
-	@touch $@
-
 $(DEV): $(MANIFEST) | $(BIN)/python
 	@echo "Installing Outrider and what its services, benchmarks, tests and documentation need into $(VENV)"
 	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[service,bench,dev,docs]'
-	@touch $(SERVICE) $(BENCH) $(DOCS) $@
+	@touch $(SERVICE) $(BENCH) $@
 
 # In an environment of its own, so that what else a developer has installed stays out. What a CUDA build of torch
 # brings besides depends on the build, so the file names none of it, save triton, for Linux.
