@@ -57,23 +57,23 @@ class DraftServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Streams text that follows the target's distribution, unless `GenerateStarted.lossy` is set. The first event is
-        `started`; the last event of each sample is `finished`.
+        """Streams text with the target's distribution, unless `GenerateStarted.lossy` is set. `started` comes first;
+        `finished` ends each sample.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Propose(self, request_iterator, context):
-        """Drafts tokens for clients that call the verifier themselves. One stream is one sequence. A stream without a message
-        for `--idle-timeout` (60 s) ends with DEADLINE_EXCEEDED (reason IDLE).
+        """Drafts for clients that call the verifier themselves. One stream is one sequence. Without a message for
+        `--idle-timeout` (60 s) it ends with DEADLINE_EXCEEDED (reason IDLE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """The draft, the target, and the limits of the service.
+        """The draft, the target, and the service's limits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

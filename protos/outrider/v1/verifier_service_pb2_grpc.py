@@ -52,16 +52,15 @@ class VerifierServiceServicer:
     """
 
     def Verify(self, request_iterator, context):
-        """One stream is one sequence. Its KV cache is at the verifier that the stream ends at, and is freed with the stream.
-        The first message is `OpenSequence`; rounds may follow it at once. Up to `Limits.max_outstanding` rounds may be
-        outstanding, and they are answered in order.
+        """One stream is one sequence, whose KV cache is freed with the stream. `OpenSequence` comes first; rounds may follow
+        at once, at most `Limits.max_outstanding` outstanding. They are answered in order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """The target, and the limits of the service.
+        """The target, and the service's limits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
