@@ -1,1 +1,1 @@
-"""The tests. They mirror the tree: what holds for `kernels/sparse.py` is in `tests/kernels/test_sparse.py`."""
+"""The tests. They mirror the tree: tests of `kernels/sparse.py` are in `tests/kernels/test_sparse.py`."""

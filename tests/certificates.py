@@ -1,4 +1,4 @@
-"""Certificates for tests, made when they are needed: authorities, and what they signed, as PEM files in a folder."""
+"""Certificate authorities for tests, and certificates that they sign, as PEM files in a folder."""
 
 import os
 from dataclasses import dataclass
@@ -16,49 +16,47 @@ DAY = timedelta(days=1)
 
 @dataclass(frozen=True)
 class Certificate:
-    """A certificate and its key, as files."""
-
     cert: Path
     key: Path
 
 
 class Authority:
-    """A CA, and a folder for what it signs; `pem` is the file with its own certificate."""
+    """A CA with a folder for its certificates; `pem` is the file of its own."""
 
     def __init__(self, folder: Path, name: str = "authority") -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
-        made = (
+        signed = (
             _builder(self._name, self._name, self._key, -DAY, DAY)
             .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
             .sign(self._key, hashes.SHA256())
         )
         self.pem = folder / f"{name}.crt"
-        write(self.pem, made.public_bytes(Encoding.PEM))
+        write(self.pem, signed.public_bytes(Encoding.PEM))
 
     def issue(self, *names: str, file: str = "", expired: bool = False, passphrase: bytes = b"") -> Certificate:
-        """A certificate of these names: URIs with `://`, addresses, `cn:` for the subject, and DNS names otherwise.
+        """Issue a certificate of these names: URIs with `://`, addresses, `cn:` for the subject, DNS names otherwise.
 
-        `FILE.crt` and `FILE.key` are replaced at once, as Kubernetes does it.
+        `FILE.crt` and `FILE.key` are replaced atomically, as Kubernetes does it.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         subject = [x509.NameAttribute(x509.NameOID.COMMON_NAME, name[3:]) for name in names if name.startswith("cn:")]
         builder = _builder(x509.Name(subject), self._name, key, -3 * DAY, timedelta(hours=-1) if expired else DAY)
         if sans := [_san(name) for name in names if not name.startswith("cn:")]:
             builder = builder.add_extension(x509.SubjectAlternativeName(sans), critical=not subject)
-        made = builder.sign(self._key, hashes.SHA256())
+        signed = builder.sign(self._key, hashes.SHA256())
         stem = file or f"{len(list(self._folder.iterdir()))}"
-        found = Certificate(self._folder / f"{stem}.crt", self._folder / f"{stem}.key")
+        issued = Certificate(self._folder / f"{stem}.crt", self._folder / f"{stem}.key")
         encryption = BestAvailableEncryption(passphrase) if passphrase else NoEncryption()
-        write(found.key, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption))
-        write(found.cert, made.public_bytes(Encoding.PEM))
-        return found
+        write(issued.key, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption))
+        write(issued.cert, signed.public_bytes(Encoding.PEM))
+        return issued
 
 
 def write(path: Path, content: bytes) -> None:
-    """Replace a file at once."""
+    """Replace a file atomically."""
     new = path.with_name(f".{path.name}.new")
     new.write_bytes(content)
     os.replace(new, path)

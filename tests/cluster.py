@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from outrider.cli.processes import STOP_TIMEOUT_S, ServiceProcess
@@ -21,34 +20,34 @@ from tests.project.tree import ROOT
 
 MODELS = ROOT / "models" / "demo"
 FLAGS = ("--dtype", "float32", "--device", "cpu", "--threads", "1")
-"""Of every service. In float32 a seed gives the same text whoever shares a step."""
+"""Of every service. In float32 the text of a seed does not depend on the batch."""
 
 _PORTS = (20_000, 30_000)
-"""Below those that systems give to outgoing connections: a port stays free while its service is restarted."""
+"""Below the ports of outgoing connections: a port stays free while its service is restarted."""
 
 Flags = str | Sequence[str]
-"""As on a command line: words, or a text of words."""
+"""As on a command line: a sequence of words, or one string."""
 
 Found = TypeVar("Found")
 
 
 class Service(ServiceProcess):
-    """A service at an address that stays, while its processes are killed, frozen and started again."""
+    """A service that keeps its address while its processes are killed, frozen and started again."""
 
     def __init__(self, name: str, arguments: Sequence[str], server: ForkServer, **start: Any) -> None:
-        """`start` is what else `ForkServer.fork` takes."""
+        """`start` are further arguments of `ForkServer.fork`."""
         self.lines: list[str] = []
         self._is_ending = False
         self._listen, self._metrics = free_address(), free_address()
-        where = ("--listen", self._listen, "--metrics-listen", self._metrics)
-        self._fork = lambda: server.fork(name, [*where, *arguments], **start)
+        addresses = ("--listen", self._listen, "--metrics-listen", self._metrics)
+        self._fork = lambda: server.fork(name, [*addresses, *arguments], **start)
         super().__init__(name, self._fork(), self.lines.append)
         if start.get("output") is not None:
-            self._address = self._listen  # its log, which would say so, is not ours to read
+            self._address = self._listen  # it says so in its log, which is not ours to read
 
     @property
     def address(self) -> str:
-        """`HOST:PORT` where it listens, or will."""
+        """`HOST:PORT`, also before it listens there."""
         return self._address or self._listen
 
     @property
@@ -69,7 +68,7 @@ class Service(ServiceProcess):
         self.process.send_signal(number)
 
     def end(self) -> None:
-        """Ask it to end, once: a second request would end it at once. Its cluster waits until it has."""
+        """Send SIGTERM, once: a second one would skip the grace. Its cluster waits for the end."""
         if not self._is_ending:
             self.send(signal.SIGTERM)
         self.send(signal.SIGCONT)
@@ -84,12 +83,10 @@ class Service(ServiceProcess):
         return self.process.returncode
 
     def kill(self) -> None:
-        """Kill it, and wait until it is gone."""
         self.send(signal.SIGKILL)
         self.process.wait()
 
     def samples(self) -> Samples:
-        """Scrape its metrics."""
         return scrape(self.metrics_url)
 
     def count(self, metric: str, **labels: str) -> float:
@@ -98,11 +95,11 @@ class Service(ServiceProcess):
         return sum(value for key, value in found.items() if labels.items() <= dict(key).items())
 
     def plain_lines(self) -> list[str]:
-        """Return the lines that are no entries: what libraries and tracebacks say."""
+        """Return the lines of libraries and tracebacks, which are no log entries."""
         return [line for line in self.lines if line.strip() and not line.startswith("{")]
 
     def logged(self, event: str | None = None) -> list[dict[str, Any]]:
-        """Return the entries of its log, or those of this event."""
+        """Return its log entries, or those of this event."""
         entries = [json.loads(line) for line in self.lines if line.startswith("{")]
         return [entry for entry in entries if event in (None, entry["event"])]
 
@@ -111,12 +108,7 @@ class Cluster:
     """Starts services without waiting for them, and stops all that run at the end of its block."""
 
     def __init__(self, flags: Flags = (), *, fault: str | None = None, server: ForkServer | None = None) -> None:
-        """
-        Args:
-            flags: of each service.
-            fault: of `tests.exactness.mutants.faults`; of each service that is given none of its own.
-            server: where services are forked.
-        """
+        """`fault`, of `tests.exactness.mutants.faults`, is for services without one of their own."""
         self.services: list[Service] = []
         self._flags = flags
         self._fault = fault
@@ -125,18 +117,19 @@ class Cluster:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         running = [service for service in self.services if service.returncode is None]
-        stop(*running)
+        for service in running:
+            service.end()  # all at once: each may take seconds
+        for service in running:
+            service.stop()
         codes = {service.name: service.returncode for service in running if service.returncode}
-        assert error is not None or not codes, f"exit codes {codes}"
+        assert error[0] is not None or not codes, f"exit codes {codes}"
 
     def verifier(
         self, *, model: Path = MODELS / "target", flags: Flags = (), fault: str | None = None, **start: Any
     ) -> Service:
-        """Start a verifier. `flags` go before those of all services; `start` is what else `ForkServer.fork` takes."""
+        """Start a verifier. `flags` follow those of all services; `start` goes to `ForkServer.fork`."""
         return self._start("verifier_service", ["--model", str(model)], flags, fault, start)
 
     def draft(
@@ -147,7 +140,7 @@ class Cluster:
         fault: str | None = None,
         **start: Any,
     ) -> Service:
-        """Start a draft service that knows these verifiers, by service or address."""
+        """Start a draft service with these verifiers, by service or address."""
         addresses = [each if isinstance(each, str) else each.address for each in verifiers]
         known = ["--verifier", ",".join(addresses)] if addresses else []
         return self._start("draft_service", ["--model", str(model), *known], flags, fault, start)
@@ -171,20 +164,12 @@ def wait_healthy(*services: Service) -> None:
         service.wait_healthy()
 
 
-def stop(*services: Service) -> None:
-    """Stop services, all at once: each may take a second or two."""
-    for service in services:
-        service.end()
-    for service in services:
-        service.stop()
-
-
 def _words(flags: Flags) -> Sequence[str]:
     return flags.split() if isinstance(flags, str) else flags
 
 
 def free_address() -> str:
-    """Return one that nobody listens at, and that no outgoing connection gets."""
+    """Return an address at which no process listens, and that no outgoing connection gets."""
     while True:
         address = ("127.0.0.1", random.randrange(*_PORTS))
         with suppress(OSError), socket.socket() as probe:
@@ -193,7 +178,7 @@ def free_address() -> str:
 
 
 def wait_until(holds: Callable[[], Found], seconds: float = 60.0, what: str = "") -> Found:
-    """Return what `holds` returns, once that is true; `what` says so in words."""
+    """Return the result of `holds` once it is true; `what` describes it in an error."""
     end = time.monotonic() + seconds
     while not (found := holds()):
         assert time.monotonic() < end, f"not within {seconds:g} s: {what}"

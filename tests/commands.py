@@ -1,4 +1,4 @@
-"""A command as its user runs it, what it leaves behind, and a pipe whose reader has stopped."""
+"""A command as its user runs it, with the processes that it leaves behind, and a pipe that is full."""
 
 import os
 import subprocess
@@ -19,12 +19,11 @@ class Command:
     """`python -m MODULE ARGUMENTS...` as a process. A mark in its environment finds every process it started."""
 
     def __init__(self, module: str, *arguments: str) -> None:
-        self._mark = f"OUTRIDER_TEST_MARK={uuid.uuid4()}"
-        name, _, value = self._mark.partition("=")
+        self._mark = {"OUTRIDER_TEST_MARK": str(uuid.uuid4())}
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             cwd=ROOT,
-            env={**os.environ, name: value},
+            env=os.environ | self._mark,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -41,13 +40,12 @@ class Command:
 
     def left_behind(self) -> list[str]:
         """Command lines of processes that it started and that still run."""
+        (mark,) = ("=".join(item).encode() for item in self._mark.items())
         marked = []
         for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if self._mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+            with suppress(OSError):  # it has ended, or belongs to another user
+                if mark in (folder / "environ").read_bytes().split(b"\0"):
                     marked.append((folder / "cmdline").read_text().replace("\0", " "))
-            except OSError:  # ended meanwhile, or somebody else's
-                continue
         return marked
 
 

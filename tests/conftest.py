@@ -1,4 +1,4 @@
-"""What every test runs under: one OpenMP thread, no network; and the pair of services that they share."""
+"""The environment of all tests: one OpenMP thread, no network; and the pair of services that they share."""
 
 import os
 from collections.abc import Iterator
@@ -16,10 +16,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Where there is no GPU, Triton's kernels are interpreted; it must be known before anything imports triton.
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# Everything a test loads lies in the repository: a test that asks a hub is wrong, and fails at once.
+# All models are in the repository: a test that calls a hub is wrong, and fails at once.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
-# Tracebacks without the values of locals: to draw those of a model takes seconds.
+# Tracebacks without the values of locals: to print those of a model takes seconds.
 structlog.configure(
     processors=[
         structlog.processors.add_log_level,

@@ -1,6 +1,6 @@
-"""An event loop on a fake clock, which jumps to the next timer: nobody waits, and no speed of a machine matters.
+"""An event loop on a fake clock that jumps to the next timer, so that tests neither wait nor depend on the machine.
 
-For tasks that wait for timers and for each other; threads and sockets live in real time.
+For tasks that wait for timers and for each other; threads and sockets run in real time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Parameters = ParamSpec("Parameters")
 
 
 class FakeClockLoop(asyncio.SelectorEventLoop):
-    """Its `time()` stands still while anything is to be done, and is at the next timer's when nothing is."""
+    """Its `time()` stands still while a task can run, and then jumps to the next timer."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -38,7 +38,7 @@ class _FakeSelector(selectors.DefaultSelector):
 
 
 def fake_clock(test: Callable[Parameters, Coroutine[Any, Any, None]]) -> Callable[Parameters, None]:
-    """Make a test that runs on such a loop of a coroutine function."""
+    """Run a coroutine function on such a loop, as a test."""
 
     @functools.wraps(test)
     def run(*arguments: Parameters.args, **named: Parameters.kwargs) -> None:

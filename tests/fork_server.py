@@ -1,7 +1,7 @@
 """Real services at a tenth of the start-up time: forked from a process that has imported both of them.
 
 Each is a process of its own that runs the service's own `main`, with flags as on any command line. Run as a program,
-this file is that process: it takes orders from the connection whose descriptor is its argument.
+this file is the fork server: it receives requests from the connection whose descriptor is its argument.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import IO, Any, NoReturn, Self, cast
@@ -32,9 +32,12 @@ GRACE_S = 5.0
 _LOOK_S = 0.01
 _CLONE_NEWNET = 0x40000000
 
+Request = tuple[str, list[str], dict[str, str], str | None, str | None]
+"""Service, arguments, environment, fault, and the file of its network namespace."""
+
 
 class ForkedService(ServiceProcess):
-    """A `ServiceProcess` that is forked: what tests put in its place."""
+    """A `ServiceProcess` that is forked, for tests in place of the other."""
 
     @classmethod
     def launch(
@@ -52,7 +55,7 @@ class ForkedService(ServiceProcess):
 
 
 def noting(started: list[ForkedService]) -> type[ForkedService]:
-    """Return the class, but each service that is made of it is added to `started`."""
+    """Return a class that adds each of its services to `started`."""
 
     class Noted(ForkedService):
         def __init__(self, *arguments: Any) -> None:
@@ -63,7 +66,7 @@ def noting(started: list[ForkedService]) -> type[ForkedService]:
 
 
 class Child:
-    """What `ServiceProcess` and tests use of a `Popen`, for a child of a fork server."""
+    """The part of `Popen` that `ServiceProcess` and tests use, for a child of a fork server."""
 
     def __init__(self, pid: int, stdout: IO[str], parent: ForkServer) -> None:
         self.pid = pid
@@ -94,28 +97,17 @@ class Child:
         self.send_signal(signal.SIGKILL)
 
 
-@dataclass(frozen=True)
-class _Order:
-    """A service to fork, after one of the `faults`, in the network namespace of a file."""
-
-    service: str
-    arguments: list[str]
-    environment: dict[str, str]
-    fault: str | None
-    network: str | None
-
-
 class ForkServer:
-    """The process that forks services. Any thread may ask it."""
+    """The process that forks services. Any thread may call it."""
 
     def __init__(self, entering: Sequence[str] = ()) -> None:
-        """`entering` is what its command begins with, where it is to live in other namespaces."""
+        """`entering` is the begin of its command, where it has to run in other namespaces."""
         self._channel, theirs = multiprocessing.Pipe()
         self._lock = threading.Lock()
         with theirs:
             self._process = subprocess.Popen(
                 [*entering, sys.executable, "-m", "tests.fork_server", str(theirs.fileno())],
-                # macOS refuses to fork a process that has loaded certain frameworks, unless told not to.
+                # macOS refuses to fork a process that has loaded certain frameworks unless this is set.
                 env={**os.environ, **service_environment(1), "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES"},
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
@@ -132,34 +124,34 @@ class ForkServer:
         network: str | None = None,
         output: int | None = None,
     ) -> subprocess.Popen[str]:
-        """Fork a service, after one of the `faults` where that is given, in the network namespace of the file
-        `network`. Return what tests use of a `Popen`; its output is there to be read, unless it goes to the descriptor
-        `output`.
+        """Fork a service, after one of the `faults` if given, in the network namespace of the file `network`.
+
+        Its output can be read from the result, unless it goes to the descriptor `output`.
         """
         reading, writing = os.pipe()
         environment = {**os.environ, **service_environment(), **(env or {})}
         try:
-            order = _Order(service, [*arguments], environment, fault, network)
-            child: int = self._ask(order, writing if output is None else output)
+            request = service, [*arguments], environment, fault, network
+            child: int = self._call(request, writing if output is None else output)
         finally:
             os.close(writing)
         lines = open(reading, encoding="utf-8", errors="replace")  # noqa: SIM115  # its reader closes it
         return cast("subprocess.Popen[str]", Child(child, lines, self))
 
     def poll(self, child: int) -> int | None:
-        """The exit code of a child, which is given once; None while it runs."""
-        code: int | None = self._ask(child)
+        """Return the exit code of a child, once; None while it runs."""
+        code: int | None = self._call(child)
         return code
 
     def close(self) -> None:
-        """End it, and whatever it has started that still runs."""
+        """End it, and all services that still run."""
         self._channel.close()
         self._process.wait()
 
-    def _ask(self, order: _Order | int, output: int | None = None) -> Any:
+    def _call(self, request: Request | int, output: int | None = None) -> Any:
         try:
             with self._lock:
-                self._channel.send(order)
+                self._channel.send(request)
                 if output is not None:
                     send_handle(self._channel, output, self._process.pid)
                 return self._channel.recv()
@@ -170,46 +162,40 @@ class ForkServer:
 @functools.cache
 def fork_server() -> ForkServer:
     """Return the one that all tests of this process share."""
-    made = ForkServer()
-    atexit.register(made.close)
-    return made
+    server = ForkServer()
+    atexit.register(server.close)
+    return server
 
 
 # --------------------------------------------------------------------------------------------------------- the program
 
 
 def main() -> int:
-    """Take orders until there are no more."""
-    # So that both sides know orders by the same name.
-    sys.modules["tests.fork_server"] = sys.modules["__main__"]
+    """Serve requests until the connection ends."""
+    from outrider.runtime.loader import ModelSource, load_model
+
     for service in SERVICES:
         importlib.import_module(f"{service}.__main__")
-    _prepare_loading()
+    # The first model of a process takes half of the time that a child needs to start.
+    load_model(ModelSource(str(ROOT / "models" / "demo" / "draft"), dtype="float32", device="cpu"))
     channel: Connection[Any, Any] = Connection(int(sys.argv[1]))
     children: set[int] = set()
     with suppress(EOFError):
         while True:
-            order = channel.recv()
-            if isinstance(order, int):
-                channel.send(_poll(order, children))
+            request = channel.recv()
+            if isinstance(request, int):
+                channel.send(_poll(request, children))
                 continue
             output = recv_handle(channel)
             child = os.fork()
             if not child:
                 channel.close()
-                _become(order, output)
+                _become(request, output)
             os.close(output)
             children.add(child)
             channel.send(child)
     _stop(children)
     return 0
-
-
-def _prepare_loading() -> None:
-    """Load a small model: the first one of a process takes half of the time that a child needs to start."""
-    from outrider.runtime.loader import ModelSource, load_model
-
-    load_model(ModelSource(str(ROOT / "models" / "demo" / "draft"), dtype="float32", device="cpu"))
 
 
 def _poll(child: int, children: set[int]) -> int | None:
@@ -220,7 +206,8 @@ def _poll(child: int, children: set[int]) -> int | None:
     return os.waitstatus_to_exitcode(status)
 
 
-def _become(order: _Order, output: int) -> NoReturn:
+def _become(request: Request, output: int) -> NoReturn:
+    service, arguments, environment, fault, network = request
     # Into a session of its own, so that a terminal's Ctrl-C goes to the tests alone.
     os.setsid()
     for descriptor in (1, 2):
@@ -228,42 +215,34 @@ def _become(order: _Order, output: int) -> NoReturn:
     os.close(output)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.clear()
-    os.environ.update(order.environment)
-    sys.argv = [order.service, *order.arguments]
+    os.environ.update(environment)
+    sys.argv = [service, *arguments]
     code = 1
     from outrider.service.logs import flush_all
 
     try:
-        if order.network is not None:
-            _enter(order.network)
-        if order.fault is not None:
-            fault: Callable[[], None] = importlib.import_module("tests.exactness.mutants.faults").FAULTS[order.fault]
-            fault()
-        program = f"{order.service}.__main__" if order.service in SERVICES else order.service
+        if network is not None:
+            # This process has one thread so far. `os.setns` came with Python 3.12.
+            with open(network, "rb") as file:
+                if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
+                    raise OSError(ctypes.get_errno(), f"cannot enter the network {network}")
+        if fault is not None:
+            importlib.import_module("tests.exactness.mutants.faults").FAULTS[fault]()
+        program = f"{service}.__main__" if service in SERVICES else service
         code = importlib.import_module(program).main()
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
     except BaseException:
-        import traceback
-
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         flush_all()
-        os._exit(code)  # what the parent has open is not ours to close
-
-
-def _enter(network: str) -> None:
-    """Move this process, which has one thread yet, to the network namespace of a file."""
-    with open(network, "rb") as file:
-        # `os.setns` came with Python 3.12.
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"cannot enter the network {network}")
+        os._exit(code)  # the parent's open files are not ours to close
 
 
 def _stop(children: set[int]) -> None:
-    """End what is left: SIGTERM, a grace, SIGKILL."""
+    """End the children that are left: SIGTERM, a grace, SIGKILL."""
     for number, until in ((signal.SIGTERM, time.monotonic() + GRACE_S), (signal.SIGKILL, None)):
         for child in children:
             os.kill(child, number)

@@ -11,7 +11,10 @@ Samples = dict[str, dict[tuple[tuple[str, str], ...], float]]
 def scrape(url: str) -> Samples:
     """Read all samples shown at `url`."""
     with urlopen(url, timeout=10) as response:
-        text = response.read().decode()
+        return parse(response.read().decode())
+
+
+def parse(text: str) -> Samples:
     samples: Samples = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

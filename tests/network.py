@@ -1,12 +1,12 @@
 """A network of hosts on one switch, all on this machine: namespaces that any user may make.
 
-Each host has an address and links of its own, and reaches the others by their names. Files and users are the machine's.
+Each host has an address and a link of its own, and reaches the others by name. Files and users are the machine's.
 """
 
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from tests.machine import TOOLS, UNSHARE
@@ -37,16 +37,19 @@ _SUBNET = "10.77.0"
 
 
 class Network:
-    """Hosts that are linked to one switch, with their names in the file `names`. A context manager."""
+    """Hosts that are linked to one switch, with their names in the file `names`. A context manager.
+
+    Methods return the prefix of a command that runs on a host, or beside the hosts.
+    """
 
     def __init__(self, folder: Path, hosts: Mapping[str, Sequence[str]], *, own_processes: bool = False) -> None:
         """
         Args:
             hosts: the name of each, and names that it shares with others.
-            own_processes: what runs here sees no other processes, and is killed at the end.
+            own_processes: whether commands see no other processes, and are killed at the end.
         """
         self._hosts = tuple(hosts)
-        self._own_processes = own_processes
+        self._pid_namespace = ["--pid"] if own_processes else []
         self.names = folder / "hosts"
         lines = [" ".join((self.address(host), host, *shared)) for host, shared in hosts.items()]
         self.names.write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n", encoding="utf-8")
@@ -56,9 +59,9 @@ class Network:
         return f"{_SUBNET}.{10 + self._hosts.index(host)}"
 
     def __enter__(self) -> Self:
-        apart = ["--pid", "--mount-proc"] if self._own_processes else []
+        own = [*self._pid_namespace, "--mount-proc"] if self._pid_namespace else []
         self._holder = subprocess.Popen(
-            [*UNSHARE, *apart, "--fork", "--kill-child", "sh", "-c", _SWITCH, "switch", self.names, f"{_SUBNET}.1"],
+            [*UNSHARE, *own, "--fork", "--kill-child", "sh", "-c", _SWITCH, "switch", self.names, f"{_SUBNET}.1"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -77,48 +80,43 @@ class Network:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.end()
 
     def end(self) -> None:
-        """Lets the namespaces go."""
         self._holder.kill()
         self._holder.communicate()
 
-    # --------------------------------------------------------------------------------------------- commands on hosts
-
     def beside(self) -> list[str]:
-        """What a command begins with that runs where the names are known, on no host."""
-        return [*self._entering("--user", "--mount")]
+        """On no host, where the hosts' names are known."""
+        return self._entering("--mount")
 
     def at_the_switch(self, *, in_mounts: bool = True) -> list[str]:
-        """The same, of one that reaches all hosts, and is none; without `in_mounts` it has the machine's own files."""
-        own = ["--pid"] if self._own_processes and in_mounts else []
-        return [*self._entering("--user", "--net", *(["--mount"] if in_mounts else []), *own)]
+        """On no host, where all can be reached; without `in_mounts` with the machine's own files."""
+        return self._entering("--net", *(["--mount", *self._pid_namespace] if in_mounts else []))
 
     def on(self, host: str) -> list[str]:
-        """The same, on a host."""
-        own = ["--pid"] if self._own_processes else []
-        return [*self._entering("--user", "--mount", *own), "nsenter", f"--net={self.file(host)}"]
+        return [*self._entering("--mount", *self._pid_namespace), "nsenter", f"--net={self.file(host)}"]
 
     @staticmethod
     def file(host: str) -> str:
-        """What stands for a host's network, where the names are known."""
+        """The file of a host's network namespace, where names are known."""
         return f"/run/netns/{host}"
 
     def _entering(self, *namespaces: str) -> list[str]:
-        return ["nsenter", "--target", self._pid, *namespaces, "--preserve-credentials"]
+        return ["nsenter", "--target", self._pid, "--user", *namespaces, "--preserve-credentials"]
 
-    # ---------------------------------------------------------------------------------------------------------- links
+    def fetch(self, url: str) -> str:
+        """Get a URL from the switch, which reaches all hosts by address."""
+        program = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=60).read().decode())"
+        command = [*self.at_the_switch(in_mounts=False), sys.executable, "-c", program, url]
+        return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=TOOLS).stdout
 
     def cut(self, host: str) -> None:
-        """Takes a host's cable out, at the switch."""
+        """Disconnect a host's link at the switch."""
         self._run("ip", "link", "set", self._port(host), "down")
 
     def mend(self, host: str) -> None:
-        """Puts it back."""
         self._run("ip", "link", "set", self._port(host), "up")
 
     def _port(self, host: str) -> str:

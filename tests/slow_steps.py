@@ -1,7 +1,7 @@
-"""Slow a verifier's steps down, or hold them up, so that a test can act in the middle of a text.
+"""Slows a verifier's steps down, or holds them up, so that a test can act in the middle of a text.
 
-While the file that `OUTRIDER_TEST_STEP_SECONDS` names exists, each step takes the number of seconds it holds. A line
-in the log says when one waits.
+While the file that `OUTRIDER_TEST_STEP_SECONDS` names exists, each step takes the number of seconds in it. The log says
+when one waits.
 """
 
 import os
@@ -15,7 +15,6 @@ import structlog
 
 STEP_SECONDS = "OUTRIDER_TEST_STEP_SECONDS"
 SLOW_STEP = "slow step"
-_LOOK_S = 0.01
 
 _log = structlog.get_logger()
 
@@ -23,12 +22,18 @@ _log = structlog.get_logger()
 @contextmanager
 def slow_steps(file: Path, seconds: float) -> Iterator[None]:
     """Let each step take so long meanwhile; may be within another such block."""
-    before = file.read_bytes() if file.exists() else b"0"
-    _write(file, str(seconds).encode())
+    before = file.read_text() if file.exists() else "0"
+    _write(file, str(seconds))
     try:
         yield
     finally:
         _write(file, before)
+
+
+def _write(file: Path, content: str) -> None:
+    new = file.with_suffix(".new")
+    new.write_text(content)
+    os.replace(new, file)
 
 
 def install() -> None:
@@ -39,28 +44,18 @@ def install() -> None:
 
     def slow_forward(self: VerifierEngine, work: Any) -> Any:
         output = forward(self, work)
-        _wait(Path(os.environ[STEP_SECONDS]))
+        since = time.monotonic()
+        if _seconds():
+            _log.info(SLOW_STEP)
+        while time.monotonic() - since < _seconds():
+            time.sleep(0.01)
         return output
 
     VerifierEngine.forward = slow_forward  # type: ignore[method-assign]
 
 
-def _wait(file: Path) -> None:
-    since = time.monotonic()
-    if _seconds(file):
-        _log.info(SLOW_STEP)
-    while time.monotonic() - since < _seconds(file):
-        time.sleep(_LOOK_S)
-
-
-def _seconds(file: Path) -> float:
+def _seconds() -> float:
     try:
-        return float(file.read_bytes())
+        return float(Path(os.environ[STEP_SECONDS]).read_text())
     except FileNotFoundError:
         return 0.0
-
-
-def _write(file: Path, content: bytes) -> None:
-    new = file.with_suffix(".new")
-    new.write_bytes(content)
-    os.replace(new, file)

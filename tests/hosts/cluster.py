@@ -1,22 +1,28 @@
 """Two verifiers and two draft services on hosts of their own, mutual TLS between all of them, a client on another host.
 
-Each is who its certificate says: verifiers admit drafts, and drafts admit clients. Names stand for the two of a kind.
+Verifiers admit the certificates of draft services, and these admit clients'. The two of a kind share a name.
 """
 
 from __future__ import annotations
 
+import json
 import signal
-from collections.abc import Iterator, Mapping
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import tests.cluster
+from outrider.cli.processes import service_environment
 from tests.certificates import Authority
 from tests.cluster import Service, wait_until
 from tests.fork_server import ForkServer
-from tests.hosts.client import SOON_S, RemoteClient, Request
-from tests.metrics import Samples
+from tests.machine import TOOLS
+from tests.metrics import Samples, parse
 from tests.network import Network
 from tests.slow_steps import STEP_SECONDS, slow_steps
 
@@ -26,29 +32,39 @@ HOSTS: Mapping[str, str] = {
     **dict.fromkeys(DRAFTS, "drafts"),
     CLIENT: "clients",
 }
-"""And the name that each shares with its like."""
+"""With the name that each shares with its like."""
 
 PORT, METRICS = 50051, 9100
-# What a verifier may owe an answer, and what a sequence or a request may be without one, in seconds.
-SILENCE_S, PATIENCE_S = 3.0, 30.0
+SILENCE_S, FAILOVER_S = 3.0, 30.0
+"""Timeouts of the draft services: of an answer of a verifier, and of a sequence without one."""
+SOON_S = 120.0
+
+Request = tuple[str, dict[str, Any]]
+"""Prompt and options."""
 
 
-def wait_ready(service: Service) -> None:
-    """Returns once it says that it serves; the test is on another network, and cannot ask."""
-    service.wait_listening()
+@dataclass
+class Text:
+    """A text as far as it has come."""
 
-    def serves() -> bool:
-        service.check()
-        return bool(service.logged("serving"))
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    resumes: int = 0
+    failovers: int = 0
+    error: str = ""
+    ended: bool = False
 
-    wait_until(serves, SOON_S)
+    def take(self, message: dict[str, Any]) -> None:
+        self.token_ids += message.pop("token_ids", [])
+        self.text += message.pop("text", "")
+        for name, value in message.items():
+            setattr(self, name, value)
 
 
 class Cluster:
-    """All of it. A context manager. The client knows the draft services by their common name."""
+    """Services and client. A context manager. The client knows the draft services by their common name."""
 
     network: Network
-    client: RemoteClient
 
     def __init__(self, folder: Path) -> None:
         self.services: dict[str, Service] = {}
@@ -66,9 +82,7 @@ class Cluster:
             running.callback(fork_server.close)
             self._cluster = running.enter_context(tests.cluster.Cluster(server=fork_server))
             for host in (*VERIFIERS, *DRAFTS):
-                self.launch(host)
-            entering = self.network.on(CLIENT)
-            self.client = running.enter_context(RemoteClient(entering, f"drafts:{PORT}", self.tls(CLIENT, "drafts")))
+                self._start(host)
             for service in self.services.values():
                 wait_ready(service)
             self._running = running.pop_all()
@@ -76,14 +90,13 @@ class Cluster:
 
     def __exit__(self, *error: object) -> None:
         for service in self.services.values():
-            service.kill()  # one that is frozen hears nothing else
+            service.kill()  # a frozen one does not react to other signals
         self._running.close()
         for host, service in self.services.items():
             print(f"--- {host}", *(line for line in service.log_lines() if '"info"' not in line), sep="\n")
 
-    def launch(self, host: str) -> None:
-        """Starts a host's service."""
-        tls, at = self.tls(host, HOSTS[host]), self.network.address(host)
+    def _start(self, host: str) -> None:
+        tls, at = self._tls(host, HOSTS[host]), self.network.address(host)
         flags = ["--listen", f"{at}:{PORT}", "--metrics-listen", f"{at}:{METRICS}"]
         flags += ["--tls-cert", tls["cert"], "--tls-key", tls["key"], "--tls-client-ca", tls["ca"]]
         start: dict[str, Any] = {"env": {STEP_SECONDS: str(self._step_seconds)}, "network": self.network.file(host)}
@@ -94,11 +107,16 @@ class Cluster:
             flags += ["--allow-client-san", "clients"]
             flags += ["--verifier", f"verifiers:{PORT}", "--verifier-tls-ca", tls["ca"]]
             flags += ["--verifier-tls-cert", tls["cert"], "--verifier-tls-key", tls["key"]]
-            flags += ["--verifier-timeout", str(SILENCE_S), "--failover-timeout", str(PATIENCE_S)]
+            flags += ["--verifier-timeout", str(SILENCE_S), "--failover-timeout", str(FAILOVER_S)]
             self.services[host] = self._cluster.draft(flags=flags, **start)
 
+    def _tls(self, host: str, name: str) -> dict[str, str]:
+        """The fields of `TLS` for a host that calls hosts of a name."""
+        own = self._certificates[host]
+        return {"ca": str(self._authority.pem), "cert": str(own.cert), "key": str(own.key), "name": name}
+
     def restore(self) -> None:
-        """Undoes whatever happened to hosts and services."""
+        """Undo everything that happened to hosts and services."""
         for host in HOSTS:
             self.network.mend(host)
         for service in self.services.values():
@@ -108,45 +126,68 @@ class Cluster:
                 wait_ready(service)
 
     @contextmanager
-    def slowly(self, seconds: float) -> Iterator[None]:
-        """Each of the verifiers' passes takes so long meanwhile."""
-        with slow_steps(self._step_seconds, seconds):
-            yield
+    def writing(self, requests: Sequence[Request], step_seconds: float = 0.0) -> Iterator[list[Text]]:
+        """Have all texts written at once, until the block ends without an error; meanwhile steps take so long."""
+        tls = json.dumps(self._tls(CLIENT, "drafts"))
+        program = [sys.executable, "-m", "tests.hosts.agent", f"drafts:{PORT}", tls, json.dumps(requests)]
+        env = TOOLS | service_environment(1)
+        texts = [Text() for _ in requests]
+
+        def read(lines: Any) -> None:
+            for number, message in map(json.loads, lines):
+                texts[number].take(message)
+
+        with subprocess.Popen(
+            [*self.network.on(CLIENT), *program], stdout=subprocess.PIPE, text=True, env=env
+        ) as agent:
+            reader = threading.Thread(target=read, args=(agent.stdout,))
+            reader.start()
+            try:
+                with slow_steps(self._step_seconds, step_seconds):
+                    yield texts
+                assert agent.wait(SOON_S) == 0
+            finally:
+                agent.kill()
+                reader.join()
+        assert all(text.ended and not text.error for text in texts), texts
 
     def metrics(self, host: str) -> Samples:
-        return self.client.scrape(f"http://{self.network.address(host)}:{METRICS}/metrics")
-
-    def at(self, host: str) -> str:
-        """`HOST:PORT` of its service."""
-        return f"{self.network.address(host)}:{PORT}"
+        return parse(self.network.fetch(f"http://{self.network.address(host)}:{METRICS}/metrics"))
 
     def verifier_with_the_most_sequences(self) -> str:
-        held = dict.fromkeys(VERIFIERS, 0.0)
+        counts = dict.fromkeys(VERIFIERS, 0.0)
         for draft in DRAFTS:
             for labels, count in self.metrics(draft)["outrider_verifier_sequences"].items():
-                (host,) = (host for host in VERIFIERS if self.at(host) == dict(labels)["verifier"])
-                held[host] += count
-        return max(held, key=held.__getitem__)
+                address = dict(labels)["verifier"]
+                (host,) = (host for host in VERIFIERS if f"{self.network.address(host)}:{PORT}" == address)
+                counts[host] += count
+        return max(counts, key=counts.__getitem__)
 
     def switches(self, reason: str) -> int:
-        """How many sequences went to another verifier for that reason, as long as these draft services live."""
+        """How many sequences changed their verifier for that reason, as long as these draft services live."""
         found = [self.metrics(draft)["outrider_verifier_switches_total"] for draft in DRAFTS]
         return int(sum(each[(("reason", reason),)] for each in found))
 
     def settle(self) -> None:
-        """Return when both draft services count both verifiers as healthy; a text may be what tells them."""
+        """Return when both draft services count both verifiers as healthy; a text may show it to them."""
 
         def settled() -> bool:
             known = [self.metrics(draft)["outrider_verifiers"][(("status", "ready"),)] for draft in DRAFTS]
             if known == [len(VERIFIERS)] * len(DRAFTS):
                 return True
-            for answer in [self.client.write(Request("def", {"max_new_tokens": 2, "seed": 1})) for _ in range(4)]:
-                answer.wait()
+            with self.writing([("def", {"max_new_tokens": 2, "seed": 1})] * 4):
+                pass
             return False
 
         wait_until(settled, SOON_S)
 
-    def tls(self, host: str, name: str) -> dict[str, str]:
-        """The files of a host, as arguments of `TLS`; `name` is whom it would speak to."""
-        own = self._certificates[host]
-        return {"ca": str(self._authority.pem), "cert": str(own.cert), "key": str(own.key), "name": name}
+
+def wait_ready(service: Service) -> None:
+    """Wait until its log says that it serves; the test is on another network, and cannot connect."""
+    service.wait_listening()
+
+    def serves() -> bool:
+        service.check()
+        return bool(service.logged("serving"))
+
+    wait_until(serves, SOON_S)
