@@ -1,1 +1,0 @@
-"""The documentation: what its pages tell a reader to run, and the site that is built of them."""

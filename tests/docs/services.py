@@ -17,28 +17,28 @@ from tests.fork_server import ForkedService
 
 START_S = 90.0
 
-_SHIM = """#!/bin/sh
+_PROGRAM = """#!/bin/sh
 case "$*" in
   *--help* | *--version*) ;;
-  "-m draft_service "* | "-m verifier_service "* | "serve "*) exec {python} -S {ask} {socket} "$@" ;;
+  "-m draft_service "* | "-m verifier_service "* | "serve "*) exec {python} -S {folder}/start.py {folder}/socket "$@" ;;
 esac
-exec {run} "$@"
+exec {command} "$@"
 """
-_ASK = """
+_START = """
 import json, os, socket, sys
-with socket.socket(socket.AF_UNIX) as asked:
-    asked.connect(sys.argv[1])
-    asked.sendall(json.dumps([os.getcwd(), *sys.argv[2:]]).encode() + b"\\n")
-    answer = asked.makefile().read()
-sys.exit(answer or None)
+with socket.socket(socket.AF_UNIX) as connection:
+    connection.connect(sys.argv[1])
+    connection.sendall(json.dumps([os.getcwd(), *sys.argv[2:]]).encode() + b"\\n")
+    error = connection.makefile().read()
+sys.exit(error or None)
 """
 
 
 class Services:
-    """Starts services when a shell asks for them, returns once they are ready, and ends them with the page.
+    """Starts services when a shell runs their command, returns once they are ready, and ends them with the page.
 
     Attributes:
-        programs: the folder that a shell finds `python` and `outrider` in.
+        programs: the folder of `python` and `outrider`, for a shell's PATH.
     """
 
     def __init__(self, folder: Path, defaults: Mapping[str, Mapping[str, str]]) -> None:
@@ -51,15 +51,17 @@ class Services:
         self._listener.bind(str(folder / "socket"))
         self._listener.listen()
         threading.Thread(target=self._serve, daemon=True).start()
-        (folder / "ask.py").write_text(_ASK, encoding="utf-8")
+        (folder / "start.py").write_text(_START, encoding="utf-8")
         self.programs = folder / "bin"
         self.programs.mkdir()
-        self._outrider = [sys.executable, "-c", "from outrider.cli import main; main()"]
-        self._program("python", sys.executable)
-        self._program("outrider", f"{sys.executable} -c 'from outrider.cli import main; main()'")
+        outrider = f"{sys.executable} -c 'from outrider.cli import main; main()'"
+        for name, command in (("python", sys.executable), ("outrider", outrider)):
+            program = self.programs / name
+            text = _PROGRAM.format(python=sys.executable, folder=folder, command=command)
+            program.write_text(text, encoding="utf-8")
+            program.chmod(0o755)
 
     def close(self) -> None:
-        """End all of them."""
         self._listener.close()
         for command in self._commands:
             command.terminate()
@@ -68,34 +70,27 @@ class Services:
         for command in self._commands:
             command.wait(60)
 
-    def _program(self, called: str, run: str) -> None:
-        at = {"python": sys.executable, "ask": self._folder / "ask.py", "socket": self._folder / "socket"}
-        path = self.programs / called
-        path.write_text(_SHIM.format(run=run, **at), encoding="utf-8")
-        path.chmod(0o755)
-
     def _serve(self) -> None:
         with contextlib.suppress(OSError):  # closed
             while True:
                 connection, _ = self._listener.accept()
-                with connection, connection.makefile("r") as asked:
-                    folder, *words = json.loads(asked.readline())
+                with connection, connection.makefile("r") as request:
+                    folder, *words = json.loads(request.readline())
                     connection.sendall(self._start(Path(folder), words).encode())
 
     def _start(self, folder: Path, words: list[str]) -> str:
-        """Return once it is ready, with an error's text where it is not."""
-        if words[0] == "-m":
-            words = words[1:]
+        """Return once it is ready, with the text of an error if it is not."""
+        name, *flags = words[1:] if words[0] == "-m" else words
         # The fork server has a working folder of its own.
-        flags = [str(folder / word) if (folder / word).exists() else word for word in words[1:]]
-        for flag, value in self._defaults[words[0]].items():
+        flags = [str(folder / flag) if (folder / flag).exists() else flag for flag in flags]
+        for flag, value in self._defaults[name].items():
             if flag not in flags:
                 flags += [flag, value]
         try:
-            if words[0] == "serve":
-                self._command(flags)
+            if name == "serve":
+                self._run_serve(flags)
             else:
-                service = ForkedService.launch([words[0], *flags, *FLAGS])
+                service = ForkedService.launch([name, *flags, *FLAGS])
                 self._services.append(service)
                 service.wait_healthy(START_S)
         except Exception as error:
@@ -103,11 +98,11 @@ class Services:
             return "\n".join([str(error), *lines])
         return ""
 
-    def _command(self, flags: Sequence[str]) -> None:
-        """Run `outrider serve`, which starts both services."""
+    def _run_serve(self, flags: Sequence[str]) -> None:
         log = self._folder / "serve.log"
+        program = [sys.executable, "-c", "from outrider.cli import main; main()"]
         with log.open("wb") as output:
-            command = subprocess.Popen([*self._outrider, "serve", *flags], stdout=output, stderr=subprocess.STDOUT)
+            command = subprocess.Popen([*program, "serve", *flags], stdout=output, stderr=subprocess.STDOUT)
         self._commands.append(command)
         address = flags[flags.index("--listen") + 1]
         end = time.monotonic() + START_S

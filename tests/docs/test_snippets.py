@@ -1,9 +1,9 @@
-"""What pages tell a reader to run runs: all `sh` and `python` blocks of a page, in order, in one folder.
+"""Snippets of pages run: all `sh` and `python` blocks of a page, in order, in one folder.
 
 - Services that a page starts by `outrider serve` or `python -m` run in the background until the page ends. A page that
   starts none finds the demo pair.
-- Hosts of the examples are this machine, and their ports are free ones. `make` says what it would do.
-- A `text` block right after a `python` block is what that prints.
+- Hosts of the examples are this machine, and their ports are free ones. `make` runs with `-n`.
+- A `text` block right after a `python` block is its output.
 - Where a fence says why its block does not run ("```sh no-test: needs a cluster"), its commands are checked instead:
   flags, files and targets of make exist.
 """
@@ -16,7 +16,6 @@ import io
 import os
 import re
 import shlex
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +31,7 @@ from outrider.service.settings import ServiceSettings
 from tests.cluster import free_address
 from tests.docs.pages import PAGES, Block, blocks, name
 from tests.docs.services import Services
+from tests.machine import need_tools
 from tests.project.tree import ROOT
 from verifier_service.settings import VerifierSettings
 
@@ -57,7 +57,7 @@ def run(page: Path) -> list[Block]:
 
 
 class Reader:
-    """Who does what a page says, in a folder of their own that has what the repository has."""
+    """Runs the blocks of a page, in a folder with links to everything in the repository."""
 
     def __init__(self, page: Path, folder: Path, addresses: dict[str, str]) -> None:
         self._addresses = addresses
@@ -102,7 +102,7 @@ class Reader:
         assert done.returncode == 0, f"exit code {done.returncode}:\n{done.stdout[-4000:]}"
 
     def python(self, text: str) -> str:
-        """Run it after the page's blocks before it, `await` included; return what it prints."""
+        """Run it after the page's blocks before it, `await` included; return its output."""
         code = compile(self.here(text), "<page>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         with contextlib.chdir(self._folder), contextlib.redirect_stdout(io.StringIO()) as printed:
             result = eval(code, self._names)
@@ -113,20 +113,18 @@ class Reader:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if run(page)], ids=name)
 def test_snippets_run(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    story = run(page)
+    run_here = run(page)
     for program in ("openssl", "curl"):
-        if any(re.search(rf"^ *{program}\b", block.text, re.MULTILINE) for block in story) and not shutil.which(
-            program
-        ):
-            pytest.skip(f"{program} is not installed")
-    if any(_STARTS.search(block.text) for block in story if block.language == "sh"):
+        if any(re.search(rf"^ *{program}\b", block.text, re.MULTILINE) for block in run_here):
+            need_tools(program)
+    if any(_STARTS.search(block.text) for block in run_here if block.language == "sh"):
         addresses = {"50051": free_address(), "50052": free_address()}
     else:
         pair: Pair = request.getfixturevalue("demo_pair")
         addresses = {"50051": pair.draft.address, "50052": pair.verifier.address}
     reader = Reader(page, tmp_path, addresses)
     try:
-        for block in story:
+        for block in run_here:
             try:
                 if block.language == "sh":
                     reader.shell(block.text)
@@ -150,7 +148,7 @@ def _output(block: Block, otherwise: str) -> str:
     return after[0].text if not "".join(lines[end : after[0].line - 1]).strip() else otherwise
 
 
-# ----------------------------------------------------------------------------------------------- what does not run here
+# ---------------------------------------------------------------------------------------- blocks that do not run here
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -160,7 +158,7 @@ def test_fences_say_why_a_block_does_not_run(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_commands_that_do_not_run_name_what_exists(page: Path) -> None:
+def test_commands_name_existing_flags_files_and_targets(page: Path) -> None:
     for block in blocks(page, "sh"):
         for words in _commands(block.text):
             _check(block, words)
@@ -196,16 +194,11 @@ def _check(block: Block, words: list[str]) -> None:
 
 
 def _options(command: click.Command) -> set[str]:
+    found = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
     if command.context_settings.get("ignore_unknown_options"):
         passed = {flag.removeprefix("--") for module in SETTINGS for flag in _flags(module)}
-        return _own(command) | {f"--{prefix}{flag}" for flag in passed for prefix in ("", "verifier-", "draft-")}
-    return _own(command)
-
-
-def _own(command: click.Command) -> set[str]:
-    return {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)} | {
-        "--help"
-    }
+        found |= {f"--{prefix}{flag}" for flag in passed for prefix in ("", "verifier-", "draft-")}
+    return found | {"--help"}
 
 
 def _flags(module: str) -> set[str]:
