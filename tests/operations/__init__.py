@@ -1,1 +1,0 @@
-"""Running it: life, metrics, traces, dashboards and alerts of real services."""

@@ -1,4 +1,4 @@
-"""A collector of traces: a real gRPC server that takes OTLP, as the services send it, and keeps the spans."""
+"""A collector of traces: a real gRPC server that receives OTLP from the services, and keeps the spans."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +14,7 @@ from tests.cluster import wait_until
 
 @dataclass(frozen=True)
 class Span:
-    """A span as it came, with its process's `service.name`."""
+    """A received span, with its process's `service.name`."""
 
     service: str
     name: str
@@ -27,42 +27,41 @@ class Span:
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps what comes."""
-
     def __init__(self) -> None:
         self.address = ""
-        self._spans: list[Span] = []
+        self.spans: list[Span] = []
 
     def Export(self, request: Any, context: Any) -> Any:
-        spans = []
         for resource in request.resource_spans:
-            about = {each.key: each.value.string_value for each in resource.resource.attributes}
-            spans += [_read(about["service.name"], span) for scope in resource.scope_spans for span in scope.spans]
-        self._spans += spans
+            process = _values(resource.resource)
+            self.spans += [
+                Span(
+                    service=process["service.name"],
+                    name=span.name,
+                    trace_id=span.trace_id.hex(),
+                    span_id=span.span_id.hex(),
+                    parent=span.parent_span_id.hex(),
+                    began=span.start_time_unix_nano,
+                    ended=span.end_time_unix_nano,
+                    attributes=_values(span),
+                )
+                for scope in resource.scope_spans
+                for span in scope.spans
+            ]
         return trace_service_pb2.ExportTraceServiceResponse()
 
-    def spans(self, trace_id: str | None = None) -> list[Span]:
-        """Those of a trace, or all, in the order in which they began."""
-        return sorted(
-            (span for span in list(self._spans) if trace_id in (None, span.trace_id)), key=lambda span: span.began
-        )
-
     def wait(self, trace_id: str, count: int) -> list[Span]:
-        """The spans of a trace, once there are so many."""
-        return wait_until(lambda: found if len(found := self.spans(trace_id)) >= count else [])
+        """Return the spans of a trace, in the order in which they began, once there are so many."""
+
+        def found() -> list[Span]:
+            spans = [span for span in list(self.spans) if span.trace_id == trace_id]
+            return sorted(spans, key=lambda span: span.began) if len(spans) >= count else []
+
+        return wait_until(found)
 
 
-def _read(service: str, span: Any) -> Span:
-    return Span(
-        service=service,
-        name=span.name,
-        trace_id=span.trace_id.hex(),
-        span_id=span.span_id.hex(),
-        parent=span.parent_span_id.hex(),
-        began=span.start_time_unix_nano,
-        ended=span.end_time_unix_nano,
-        attributes={each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes},
-    )
+def _values(described: Any) -> dict[str, Any]:
+    return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in described.attributes}
 
 
 @contextmanager

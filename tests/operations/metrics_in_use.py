@@ -1,9 +1,10 @@
-"""Metrics as they are shown, asked for and written down: live, in the dashboard and the alerts, and in the docs."""
+"""Metrics in use: those that a service shows, those of the dashboard and the alerts, and those of the docs."""
 
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
@@ -25,27 +26,31 @@ Labels = dict[str, set[str]]
 """Labels, with the values they have."""
 
 
-def live(url: str) -> tuple[dict[str, Labels], dict[str, Labels]]:
-    """What is shown at `url`: by the name of each sample, and by the name that a family goes by, without `le`."""
-    with urlopen(url, timeout=10) as response:
-        text = response.read().decode()
-    samples: dict[str, Labels] = {}
-    families: dict[str, Labels] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            name = family.name if family.type == "histogram" else sample.name
-            for found in (samples.setdefault(sample.name, {}), families.setdefault(name, {})):
-                for label, value in sample.labels.items():
-                    found.setdefault(label, set()).add(value)
-            families[name].pop("le", None)
-    return samples, families
+@dataclass
+class Shown:
+    """The metrics of some services.
 
+    Attributes:
+        samples: labels by the name of a sample.
+        families: labels by the documented name, which a histogram's samples share, without `le`.
+        kinds: types by the documented name.
+    """
 
-def kinds(url: str) -> dict[str, str]:
-    """The type of each family that is shown at `url`, by the name that it goes by."""
-    with urlopen(url, timeout=10) as response:
-        found = re.findall(r"^# TYPE (\S+) (\S+)$", response.read().decode(), re.MULTILINE)
-    return dict(found)
+    samples: dict[str, Labels] = field(default_factory=dict)
+    families: dict[str, Labels] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
+
+    def add(self, url: str) -> None:
+        with urlopen(url, timeout=10) as response:
+            text = response.read().decode()
+        self.kinds |= dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                name = family.name if family.type == "histogram" else sample.name
+                for labels in (self.samples.setdefault(sample.name, {}), self.families.setdefault(name, {})):
+                    for label, value in sample.labels.items():
+                        labels.setdefault(label, set()).add(value)
+                self.families[name].pop("le", None)
 
 
 def expressions() -> Iterator[tuple[str, str]]:
@@ -58,30 +63,19 @@ def expressions() -> Iterator[tuple[str, str]]:
             yield rule["alert"], rule["expr"]
 
 
-def read_rules(path: Any) -> Any:
+def read_rules(path: Path) -> Any:
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
-@dataclass(frozen=True)
-class Query:
-    """What an expression asks for.
-
-    Attributes:
-        matchers: of each metric, the labels it is matched by, with their values.
-        grouped: labels that results are grouped or joined by.
+def query(expression: str) -> tuple[list[tuple[str, list[tuple[str, str]]]], set[str]]:
+    """Return the metrics in an expression with the labels and values that they are matched by, and the labels that
+    results are grouped or joined by. Raises if it is no PromQL.
     """
-
-    matchers: list[tuple[str, list[tuple[str, str]]]]
-    grouped: set[str]
-
-
-def query(expression: str) -> Query:
-    """Raises where it is no PromQL."""
     promql_parser.parse(expression)
     metrics = re.findall(r"\b((?:outrider|process)_\w+)(?:\{([^}]*)\})?", expression)
     matchers = [(name, list(_matchers(inside))) for name, inside in metrics]
     grouped = re.findall(r"\b(?:by|on|group_left) \(([^)]*)\)", expression)
-    return Query(matchers, {label for each in grouped for label in re.findall(r"\w+", each)})
+    return matchers, {label for each in grouped for label in re.findall(r"\w+", each)}
 
 
 def _matchers(inside: str) -> Iterator[tuple[str, str]]:
@@ -99,7 +93,6 @@ class Documented:
 
 
 def documented() -> dict[str, Documented]:
-    """The tables of metrics, by name."""
     rows: dict[str, Documented] = {}
     for line in TABLE.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]

@@ -1,4 +1,4 @@
-"""A cluster at work: traces, logs and metrics; then one service after the other ends, and no client notices."""
+"""A cluster at work: traces, logs and metrics; then one service after the other ends, and texts go on."""
 
 import secrets
 import signal
@@ -22,23 +22,21 @@ from tests.operations.metrics_in_use import (
     ALERTS,
     GIVEN,
     OPERATOR_RULES,
-    Labels,
+    Shown,
     documented,
     expressions,
-    kinds,
-    live,
     query,
     read_rules,
 )
 
-ASKED: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True, "gamma": 4}
+FIELDS: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True, "gamma": 4}
 
 
 @dataclass(frozen=True)
 class Watched:
-    """Two verifiers, two draft services that know both, and a collector of their traces.
+    """Two verifiers, two draft services of both, and a collector of their traces.
 
-    The first draft service traces only requests that come with a recorded trace; the second traces all.
+    The first draft service traces only requests with a recorded trace; the second traces all.
     """
 
     verifiers: list[Service]
@@ -52,7 +50,7 @@ class Watched:
 @pytest.fixture(scope="module")
 def watched() -> Iterator[Watched]:
     """Healthy services. The last tests leave none of it whole."""
-    soon = {"OTEL_BSP_SCHEDULE_DELAY": "200"}  # milliseconds that spans are gathered for
+    soon = {"OTEL_BSP_SCHEDULE_DELAY": "200"}  # milliseconds between two exports
     with collecting() as collector, Cluster(f"--otlp-endpoint http://{collector.address}") as cluster:
         verifiers = [cluster.verifier(flags="--grace 30", env=soon) for _ in range(2)]
         drafts = [
@@ -65,15 +63,15 @@ def watched() -> Iterator[Watched]:
 
 
 def finished(draft: Service, traceparent: str | None = None, **fields: Any) -> list[draft_service_pb2.GenerateFinished]:
-    """How the samples of a request ended, which comes with this metadata."""
+    """Send a request, as part of a trace; return the ends of its samples."""
     metadata = None if traceparent is None else (("traceparent", traceparent),)
     with grpc.insecure_channel(draft.address) as channel:
-        call = DraftServiceStub(channel).Generate(request(**ASKED | fields), timeout=60, metadata=metadata)
+        call = DraftServiceStub(channel).Generate(request(**FIELDS | fields), timeout=60, metadata=metadata)
         return [response.finished for response in call if response.HasField("finished")]
 
 
 def about(service: Service, event: str, request_id: str) -> dict[str, Any]:
-    """The line of its log with this event about a request; empty until it is there."""
+    """The entry of its log for an event of a request; empty until it is there."""
     return next((line for line in service.logged(event) if line["request_id"] == request_id), {})
 
 
@@ -82,7 +80,7 @@ def named(spans: list[Span], name: str) -> list[Span]:
 
 
 def test_one_trace_a_request_with_the_rounds_of_both_services(watched: Watched) -> None:
-    """The trace is the client's; each round is there twice, with what it did, and each span is under its whole."""
+    """The trace is the client's; each round has a span of either service, below that of the request or sequence."""
     trace_id, caller = secrets.token_hex(16), secrets.token_hex(8)
     (end,) = finished(watched.drafts[0], f"00-{trace_id}-{caller}-01", request_id="traced")
     rounds = end.statistics.num_rounds
@@ -104,9 +102,9 @@ def test_one_trace_a_request_with_the_rounds_of_both_services(watched: Watched) 
         assert generate.began <= sent.began <= sent.ended <= generate.ended
 
 
-def test_what_is_sampled_leaves_spans_and_logs_have_the_ids_of_all(watched: Watched) -> None:
+def test_sampled_requests_leave_spans_and_logs_have_the_ids_of_all(watched: Watched) -> None:
     """A trace that is not recorded leaves none; of requests without a trace, each service samples a share (0 and 1)."""
-    before = {span.trace_id for span in watched.collector.spans()}
+    before = {span.trace_id for span in watched.collector.spans}
     trace_id = secrets.token_hex(16)
     finished(watched.drafts[0], f"00-{trace_id}-{secrets.token_hex(8)}-00", request_id="unsampled")
     finished(watched.drafts[0], request_id="without")
@@ -115,7 +113,7 @@ def test_what_is_sampled_leaves_spans_and_logs_have_the_ids_of_all(watched: Watc
     spans = watched.collector.wait(line["trace_id"], 2 + 2 * end.statistics.num_rounds)
     (generate,) = named(spans, "Generate")
     assert (generate.parent, generate.span_id) == ("", line["span_id"])
-    assert {span.trace_id for span in watched.collector.spans()} - before == {line["trace_id"]}
+    assert {span.trace_id for span in watched.collector.spans} - before == {line["trace_id"]}
     assert wait_until(lambda: about(watched.drafts[0], "generate", "unsampled"))["trace_id"] == trace_id
     (line,) = wait_until(
         lambda: list(filter(None, (about(each, "sequence", "unsampled") for each in watched.verifiers)))
@@ -123,8 +121,8 @@ def test_what_is_sampled_leaves_spans_and_logs_have_the_ids_of_all(watched: Watc
     assert line["trace_id"] == trace_id
 
 
-def test_the_metrics_of_requests_are_the_requests_own_figures(watched: Watched) -> None:
-    """What two requests add, by their statistics and timings; one of them has its target write alone."""
+def test_metrics_of_requests_are_their_own_figures(watched: Watched) -> None:
+    """The statistics and timings of two requests; one of them is without a draft."""
 
     def shown() -> dict[str, float]:
         found = watched.drafts[0].samples()
@@ -145,7 +143,7 @@ def test_the_metrics_of_requests_are_the_requests_own_figures(watched: Watched) 
     assert added["outrider_generation_tokens_total"] == tokens
     assert added["outrider_time_to_first_token_seconds_count"] == 2
     # All tokens but those that came with the first: at most a round's, and of the target alone only one.
-    assert tokens - 2 - ASKED["gamma"] <= added["outrider_inter_token_latency_seconds_count"] <= tokens - 2
+    assert tokens - 2 - FIELDS["gamma"] <= added["outrider_inter_token_latency_seconds_count"] <= tokens - 2
     assert added["count draft"] == drafted.statistics.num_drafts > alone.statistics.num_drafts == 0
     assert {added[f"count {phase}"] for phase in ("wire", "queue", "pass", "accept")} == {rounds}
     for phase, field in (("queue", "queue_us"), ("pass", "forward_us"), ("accept", "verify_us"), ("draft", "draft_us")):
@@ -153,50 +151,46 @@ def test_the_metrics_of_requests_are_the_requests_own_figures(watched: Watched) 
         assert added[f"sum {phase}"] == pytest.approx(timing, abs=1e-5), phase
 
 
-GRPC_STATUSES = {code.name for code in grpc.StatusCode}
+def shown_by(services: Sequence[Service]) -> Shown:
+    found = Shown()
+    for service in services:
+        found.add(service.metrics_url)
+    return found
 
 
-def test_dashboard_and_alerts_ask_for_what_is_there(watched: Watched) -> None:
+def test_dashboard_and_alerts_query_existing_metrics(watched: Watched) -> None:
     """Each name, each label that it is matched, grouped or joined by, and each value that a label is compared with."""
-    shown: dict[str, Labels] = {}
-    for service in (watched.verifiers[0], watched.verifiers[1], watched.drafts[0]):
-        for name, found in live(service.metrics_url)[0].items():
-            labels = shown.setdefault(name, {"status": set(GRPC_STATUSES)} if "status" in found else {})
-            for label, values in found.items():
-                labels.setdefault(label, set()).update(values)
+    shown = shown_by([*watched.verifiers, watched.drafts[0]]).samples
+    for labels in shown.values():
+        if "status" in labels:
+            labels["status"] |= {code.name for code in grpc.StatusCode}
     for title, expression in expressions():
-        asked = query(expression)
-        assert asked.matchers, title
-        for name, matchers in asked.matchers:
+        metrics, grouped = query(expression)
+        assert metrics, title
+        for name, matchers in metrics:
             assert name in shown, f"{title}: no service shows {name}"
             for label, value in matchers:
                 known = label in GIVEN or (label in shown[name] and value in {"", *shown[name][label]})
                 assert known, f"{title}: {name} with {label}={value!r}"
-        there = {label for name, _ in asked.matchers for label in shown[name]}
-        assert asked.grouped - GIVEN <= there, title
+        assert grouped - GIVEN <= {label for name, _ in metrics for label in shown[name]}, title
 
 
 def test_the_operator_gets_the_same_rules() -> None:
     assert read_rules(OPERATOR_RULES)["spec"] == read_rules(ALERTS)
 
 
-def test_the_tables_of_metrics_are_what_is_shown(watched: Watched) -> None:
+def test_the_tables_of_metrics_are_whole(watched: Watched) -> None:
     """Every name of ours with its type and labels, of each service, and nothing besides."""
-    rows, seen = documented(), Labels()
-    for name, service in (("verifier", watched.verifiers), ("draft", watched.drafts)):
-        labels: Labels = {}
-        types: dict[str, str] = {}
-        for process in service:
-            types |= kinds(process.metrics_url)
-            for family, found in live(process.metrics_url)[1].items():
-                if family.startswith("outrider_"):
-                    labels.setdefault(family, set()).update(found)
+    rows, seen = documented(), dict[str, set[str]]()
+    for name, services in (("verifier", watched.verifiers), ("draft", watched.drafts)):
+        shown = shown_by(services)
+        labels = {family: set(found) for family, found in shown.families.items() if family.startswith("outrider_")}
         written = {family: row for family, row in rows.items() if name in row.services}
         assert labels.keys() == written.keys()
         for family, row in written.items():
             # The same name may have other labels at the other service.
             assert labels[family] <= row.labels, family
-            assert types[family] == row.kind, family
+            assert shown.kinds[family] == row.kind, family
             seen.setdefault(family, set()).update(labels[family])
     assert seen == {family: row.labels for family, row in rows.items()}
 
@@ -206,7 +200,7 @@ PROMPT = "def area(radius):\n"
 
 
 def write(client: Client, seed: int, begun: threading.Event) -> Completion:
-    """One text; a seed is the same text whoever writes it. `begun` is set at its first chunk."""
+    """One text, the same for a seed whichever service writes it. `begun` is set at its first chunk."""
     taken: list[Event] = []
     for event in client.generate(PROMPT, temperature=1.0, seed=seed, max_new_tokens=TOKENS, ignore_eos=True):
         taken.append(event)
@@ -232,14 +226,14 @@ def undisturbed(watched: Watched) -> Sequence[str]:
         return [text.result().text for text in texts]
 
 
-def test_a_verifier_that_is_told_to_go_hands_its_sequences_over(watched: Watched, undisturbed: Sequence[str]) -> None:
-    """It stands still until it is timing, so that its texts have not ended, however fast this machine is."""
+def test_a_draining_verifier_hands_its_sequences_over(watched: Watched, undisturbed: Sequence[str]) -> None:
+    """It is frozen until SIGTERM is pending, so that its texts have not ended, however fast this machine is."""
     leaving, staying = watched.verifiers
     with watched.client() as client, writing(client) as texts:
         leaving.process.send_signal(signal.SIGSTOP)
         try:
-            where = {"verifier": leaving.address}
-            wait_until(lambda: any(each.count("outrider_verifier_sequences", **where) for each in watched.drafts))
+            sequences = {"metric": "outrider_verifier_sequences", "verifier": leaving.address}
+            wait_until(lambda: any(each.count(**sequences) for each in watched.drafts))
             leaving.process.send_signal(signal.SIGTERM)
         finally:
             leaving.process.send_signal(signal.SIGCONT)
@@ -247,17 +241,15 @@ def test_a_verifier_that_is_told_to_go_hands_its_sequences_over(watched: Watched
     assert leaving.process.wait(60) == 0
     assert [each.text for each in found] == undisturbed
     assert sum(each.samples[0].statistics.num_drain_moves for each in found) > 0
-    assert not any(each.samples[0].num_resumes for each in found), "no client was bothered"
+    assert not any(each.samples[0].num_resumes for each in found), "clients notice nothing"
     wait_until(lambda: leaving.logged("stopped"))
     assert not any("the grace time is over" in line["event"] for line in leaving.logged())
     assert sum(draft.count("outrider_verifier_switches_total", reason="draining") for draft in watched.drafts) > 0
     assert staying.returncode is None
 
 
-def test_a_draft_service_that_is_told_to_go_is_left_for_another(watched: Watched, undisturbed: Sequence[str]) -> None:
-    """The verifier stands still from when all texts have begun until the draft service has gone: so the texts outlast
-    its grace, however fast this machine is.
-    """
+def test_clients_leave_a_draining_draft_service_for_another(watched: Watched, undisturbed: Sequence[str]) -> None:
+    """The verifier is frozen until the draft service has ended: so the texts outlast its grace on any machine."""
     leaving, _ = watched.drafts
     (verifier,) = [each for each in watched.verifiers if each.returncode is None]
     with watched.client() as client, writing(client) as texts:

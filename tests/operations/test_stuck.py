@@ -1,4 +1,4 @@
-"""An engine that does not come back from a pass, in a real process: what each probe says, and that it still can go."""
+"""An engine that is stuck in a step, in a real process: the status of each probe, and an orderly end."""
 
 from pathlib import Path
 from typing import Any
@@ -31,23 +31,20 @@ def serving(channel: grpc.Channel) -> set[str]:
 
 
 def test_a_life_with_a_stuck_engine(tmp_path: Path) -> None:
-    """One process through all of it: a start costs seconds. It has a grace of seconds, and of a pass no more than one.
-
-    Traces that nobody takes hold nothing up.
-    """
-    hold = tmp_path / "hold"  # while it is there, passes are held up
+    """One process through all of it: a start costs seconds. Its traces have no collector, and hold nothing up."""
+    hold = tmp_path / "hold"  # while it exists, steps wait
     hold.write_text(FOREVER)
     flags = "--grace 3 --liveness-timeout 1 --otlp-endpoint http://127.0.0.1:1 --trace-sample 1"
     with Cluster(flags) as cluster:
         service = cluster.verifier(fault="slow_steps", env={STEP_SECONDS: str(hold)})
         service.wait_listening()
         with grpc.insecure_channel(service.address) as channel:
-            not_ready_until_a_pass_has_run(service, channel, hold)
-            stuck_in_the_middle_of_requests(service, channel, hold)
-            told_to_go_while_stuck(service, channel, hold)
+            not_ready_before_the_first_step(service, channel, hold)
+            stuck_in_the_middle_of_a_sequence(service, channel, hold)
+            drains_while_stuck(service, channel, hold)
 
 
-def not_ready_until_a_pass_has_run(service: Service, channel: grpc.Channel, hold: Path) -> None:
+def not_ready_before_the_first_step(service: Service, channel: grpc.Channel, hold: Path) -> None:
     wait_until(lambda: service.logged(SLOW_STEP))
     assert serving(channel) <= {LIVENESS}
     with pytest.raises(grpc.RpcError) as caught:
@@ -57,11 +54,11 @@ def not_ready_until_a_pass_has_run(service: Service, channel: grpc.Channel, hold
     hold.unlink()
     wait_until(lambda: serving(channel) == {*READY, LIVENESS, STARTUP})
     shown = service.samples()
-    assert shown["outrider_pass_seconds_count"] == {(): 0}, "what it was warmed up with is nobody's request"
+    assert shown["outrider_pass_seconds_count"] == {(): 0}, "steps of the warm-up are not counted"
     assert shown["outrider_health"] == {(("probe", probe),): 1 for probe in (READINESS, LIVENESS, STARTUP)}
 
 
-def stuck_in_the_middle_of_requests(service: Service, channel: grpc.Channel, hold: Path) -> None:
+def stuck_in_the_middle_of_a_sequence(service: Service, channel: grpc.Channel, hold: Path) -> None:
     with Stream(channel) as sequence:
         sequence.open(opening(max_new_tokens=50))
         sequence.decode(1, PROMPT)
@@ -78,8 +75,8 @@ def stuck_in_the_middle_of_requests(service: Service, channel: grpc.Channel, hol
         wait_until(lambda: serving(channel) == {*READY, LIVENESS, STARTUP})
 
 
-def told_to_go_while_stuck(service: Service, channel: grpc.Channel, hold: Path) -> None:
-    """Its streams are told to go on elsewhere, and it exits well, with the pass still under way."""
+def drains_while_stuck(service: Service, channel: grpc.Channel, hold: Path) -> None:
+    """Its streams end with DRAINING, and it exits with 0, during the step."""
     held = len(service.logged(SLOW_STEP))
     hold.write_text(FOREVER)
     with Stream(channel) as sequence:
