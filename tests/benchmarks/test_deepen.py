@@ -1,4 +1,4 @@
-"""A deepened model says what the original says, bit for bit, and its added layers are real ones."""
+"""A deepened model has the logits of the original, bit for bit, and its added layers do all their work."""
 
 import json
 from pathlib import Path
@@ -27,12 +27,12 @@ def small(tmp_path: Path) -> Path:
     return tmp_path / "small"
 
 
-def test_it_says_the_same_with_layers_that_do_all_their_work(small: Path, tmp_path: Path) -> None:
+def test_logits_are_the_same_with_layers_that_do_all_their_work(small: Path, tmp_path: Path) -> None:
     deep = deepened(small, 3, tmp_path)
     tokens = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
-        said = [AutoModelForCausalLM.from_pretrained(folder).eval()(tokens).logits for folder in (small, deep)]
-    assert torch.equal(*said)
+        logits = [AutoModelForCausalLM.from_pretrained(folder).eval()(tokens).logits for folder in (small, deep)]
+    assert torch.equal(*logits)
     assert json.loads((deep / "config.json").read_text())["num_hidden_layers"] == 6
     weights = load_file(deep / WEIGHTS)
     for layer in range(6):

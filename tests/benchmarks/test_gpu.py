@@ -113,17 +113,17 @@ def test_a_part_that_fails_is_recorded_and_the_others_go_on(
         monkeypatch.setitem(gpu.MEASURES, name, lambda bench: {"rows": [{"found": 1}]})
     monkeypatch.setattr("benchmarks.kernel.table", str)
     monkeypatch.setattr("benchmarks.kernel.draw", lambda document, path: None)
-    asked = tmp_path / "gpu.json", "--parts", "kernel,pair"
+    arguments = tmp_path / "gpu.json", "--parts", "kernel,pair"
     with monkeypatch.context() as broken:
         broken.setitem(gpu.MEASURES, "kernel", fails)
-        code, document = dry_run(*asked)
+        code, document = dry_run(*arguments)
     assert code == 1
     assert list(document["parts"]) == ["kernel", "pair"]
     assert document["parts"]["kernel"]["troubles"] == ["RuntimeError: the device fell off the bus"]
     assert "the device fell off the bus" in capsys.readouterr().out
 
     monkeypatch.setitem(gpu.MEASURES, "pair", fails)
-    code, document = dry_run(*asked, "--resume")  # what failed is measured, and what did not is not
+    code, document = dry_run(*arguments, "--resume")  # only failed parts are measured again
     assert code == 0
     assert all("figures" in entry for entry in document["parts"].values())
 

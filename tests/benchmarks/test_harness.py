@@ -50,13 +50,13 @@ def test_a_committed_result_is_small(path: Path) -> None:
 
 
 def test_quick_changes_defaults_and_not_what_was_asked() -> None:
-    def asked(*arguments: str) -> Any:
+    def parsed(*arguments: str) -> Any:
         parser = harness.parser("it", "It.", quick="less")
         parser.add_argument("--prompts", type=int, default=12)
         return harness.parse(parser, arguments, {"prompts": 2})
 
-    assert (asked().prompts, asked("--quick").prompts, asked("--quick", "--prompts", "5").prompts) == (12, 2, 5)
-    assert asked("--output", "/home/me/x.json").command == "python -m benchmarks.it --output x.json"
+    assert (parsed().prompts, parsed("--quick").prompts, parsed("--quick", "--prompts", "5").prompts) == (12, 2, 5)
+    assert parsed("--output", "/home/me/x.json").command == "python -m benchmarks.it --output x.json"
 
 
 def test_a_line_without_a_prompt_is_named(tmp_path: Path) -> None:

@@ -30,11 +30,11 @@ def test_unfused_torch_samples_from_the_target() -> None:
         [*drafted[:n], token]
         for drafted, n, token in zip(case.drafted.tolist(), accepted.tolist(), tokens.tolist(), strict=True)
     ]
-    for place in range(GAMMA + 1):  # rows do not depend on what was drafted
-        seen = np.bincount([each[place] for each in emitted if len(each) > place], minlength=V)
-        fit = chisquare.goodness_of_fit(seen, torch.softmax(rows.logits[place].double(), dim=-1).numpy())
+    for position in range(GAMMA + 1):  # rows do not depend on drafted tokens
+        seen = np.bincount([each[position] for each in emitted if len(each) > position], minlength=V)
+        fit = chisquare.goodness_of_fit(seen, torch.softmax(rows.logits[position].double(), dim=-1).numpy())
         assert chisquare.detectable(fit.df, fit.n, level=LEVEL, power=0.95) <= 0.04
-        assert fit.p_value > LEVEL, f"token {place}: {fit}"
+        assert fit.p_value > LEVEL, f"token {position}: {fit}"
 
 
 @pytest.mark.timeout(200)
@@ -72,9 +72,9 @@ def test_on_a_gpu_launches_are_captured(tmp_path: Path) -> None:
 
 
 def run_of(contender: str, us: float, **changes: Any) -> dict[str, Any]:
-    told = {name: {"median": us} for name in ("eager cold", "eager warm", "graph cold", "graph warm", "whole")}
+    medians = {name: {"median": us} for name in ("eager cold", "eager warm", "graph cold", "graph warm", "whole")}
     return {
-        "part": "gamma", "contender": contender, "V": 1000, "B": 1, "gamma": 5, "rule": "tokenwise", "us": told,
+        "part": "gamma", "contender": contender, "V": 1000, "B": 1, "gamma": 5, "rule": "tokenwise", "us": medians,
         "must_bytes": 12_000, "peak_bytes": 0, "accepted": 1.0,
     } | changes  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Requests arrive as they should, and what is told of them follows by plain arithmetic; no test judges speeds."""
+"""Requests arrive as they should, and their figures follow by plain arithmetic; no test judges speeds."""
 
 import argparse
 from itertools import islice, pairwise

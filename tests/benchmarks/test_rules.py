@@ -1,4 +1,4 @@
-"""What a rule accepts in expectation, by formula, is what the reference accepts on average over its uniforms."""
+"""The expected number of accepted tokens, by formula, is the mean of the reference over its uniforms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from benchmarks.rules import EXPECTED, Drafted, estimate, write
+from benchmarks.rules import EXPECTED, Drafted, write
 from kernels.sampling import SamplingParams
 from kernels.sparse import SparseConfig, sparsify
 from kernels.verify import Proposed, Rule, Uniforms
@@ -26,17 +26,19 @@ ALMOST_1 = 1 - 2**-50
 def test_it_is_the_references_mean_over_all_uniforms(rule: str, seed: int) -> None:
     source = torch.Generator().manual_seed(seed)
     logits = torch.randn(GAMMA + 1, V, generator=source, dtype=torch.float64)
-    laws = sparsify(torch.softmax(1.5 * torch.randn(GAMMA, V, generator=source), dim=-1), SparseConfig(max_support=5))
-    tokens = tuple(int(law.ids[torch.randint(len(law.ids), (1,), generator=source)]) for law in laws)
+    distributions = sparsify(
+        torch.softmax(1.5 * torch.randn(GAMMA, V, generator=source), dim=-1), SparseConfig(max_support=5)
+    )
+    tokens = tuple(int(q.ids[torch.randint(len(q.ids), (1,), generator=source)]) for q in distributions)
     p = torch.softmax(logits, dim=-1).numpy()
     path = [
-        Drafted(float(p[i, x]), law.probability(x), p[i][law.ids], law.weights / law.total)
-        for i, (x, law) in enumerate(zip(tokens, laws, strict=True))
+        Drafted(float(p[i, x]), q.probability(x), p[i][q.ids], q.weights / q.total)
+        for i, (x, q) in enumerate(zip(tokens, distributions, strict=True))
     ]
 
     def accepted(*u: float) -> int:
-        asked = Proposed(tokens, tuple(laws), SamplingParams(), 0, 1, Rule(rule), uniforms=Uniforms(u, 0.5))
-        return verify(logits, [asked])[0].accepted
+        proposed = Proposed(tokens, tuple(distributions), SamplingParams(), 0, 1, Rule(rule), uniforms=Uniforms(u, 0.5))
+        return verify(logits, [proposed])[0].accepted
 
     assert EXPECTED[rule](path) == pytest.approx(mean_over_the_cube(accepted), abs=1e-9)
 
@@ -66,13 +68,6 @@ def steps(accepted: Callable[..., int], axis: int) -> Iterator[float]:
             middle = (low + high) / 2
             low, high = (middle, high) if along(middle) == along(0.0) else (low, middle)
         yield high
-
-
-def test_an_estimate_has_its_interval_and_what_it_tells_from_0() -> None:
-    found = estimate([1.0, 3.0, 2.0, 2.0])
-    error = (2 / 3) ** 0.5 / 2
-    assert found["interval"] == pytest.approx([2 - 1.96 * error, 2 + 1.96 * error])
-    assert found["detectable"] == pytest.approx((1.96 + 1.645) * error)
 
 
 def test_a_text_is_cut_after_its_rounds(demo_pair: Pair) -> None:

@@ -34,8 +34,10 @@ def test_the_formulas_are_the_rule_of_the_kernels(scales: SigmoidScales) -> None
     world = random_pair(12, rule=Rule.SIGMOID)
     v = torch.randn(5, 4, generator=torch.Generator().manual_seed(4)).half()
     q = in_dyads(world.q[0]), [in_dyads(each) for each in world.q[1]]
-    said = DraftLogits(v[0]), [DraftLogits(row) for row in v[1:]]
-    joint = joint_distribution(reference.verify, replace(world, q=q, draft_logits=said, sigmoid=scales), 2 * ROUGH)
+    draft_logits = DraftLogits(v[0]), [DraftLogits(row) for row in v[1:]]
+    joint = joint_distribution(
+        reference.verify, replace(world, q=q, draft_logits=draft_logits, sigmoid=scales), 2 * ROUGH
+    )
     first = joint[0, :, 0, 0] + joint[1].sum(axis=(1, 2)) + joint[2].sum(axis=(1, 2))
     p, drafted = torch.softmax(world.logits[0], -1).numpy(), [chance_of(q[0], x) for x in range(4)]
     (acceptance,), (far,), (near,) = (
@@ -55,7 +57,7 @@ def test_a_small_run_measures_and_draws_all_of_it(tmp_path: Path, monkeypatch: p
     prompts = torch.tensor([[5, 17, 300, 42], [7, 7, 9, 1999]])
     texts = write(target, draft, prompts, 16, end=0)
     z, v = texts.places
-    with torch.no_grad():  # each place's logits are those that a fresh reading of the text gives
+    with torch.no_grad():  # the logits at each position are those of a fresh pass over the text
         for model, logits in ((target, z), (draft, v)):
             fresh = model(input_ids=texts.ids).logits[:, 3:-1][texts.alive]
             assert torch.allclose(logits, fresh, atol=1e-3)
@@ -67,9 +69,9 @@ def test_a_small_run_measures_and_draws_all_of_it(tmp_path: Path, monkeypatch: p
             fresh = model(input_ids=tokens).logits[0, case.base_length - 1 :][: len(logits)]
             assert torch.allclose(logits, fresh, atol=1e-3)
     found = sigmoid.figures(texts, cases, repeats=1)
-    places = found["distributions"]
-    assert places["tokenwise"]["from_target"] < 1e-9
-    assert places["sigmoid"]["as served"]["10000"]["acceptance"] > 0.999
+    distances = found["distributions"]
+    assert distances["tokenwise"]["from_target"] < 1e-9
+    assert distances["sigmoid"]["as served"]["10000"]["acceptance"] > 0.999
     assert (
         1 <= found["rounds"]["by_rule"]["tokenwise"]["tokens"] <= found["rounds"]["by_rule"]["sigmoid ±10000"]["tokens"]
     )
