@@ -1,4 +1,4 @@
-"""The shipped pair is what its card says: sizes, dtype, one token map, exact round trips, and an acceptance rate."""
+"""The shipped pair is as its card says: sizes, dtype, one token map, exact round trips, and an acceptance rate."""
 
 from __future__ import annotations
 
@@ -17,20 +17,15 @@ from models.measure import acceptance, model_log_probabilities, write_with_logit
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 PROMPTS, NEW = 16, 48
 
+Models = dict[str, LlamaForCausalLM]
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> None:
+
+@pytest.fixture(scope="module")
+def models() -> Models:
     torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def target() -> LlamaForCausalLM:
-    return AutoModelForCausalLM.from_pretrained(DEMO / "target", dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def draft() -> LlamaForCausalLM:
-    return AutoModelForCausalLM.from_pretrained(DEMO / "draft", dtype=torch.float32)
+    return {
+        name: AutoModelForCausalLM.from_pretrained(DEMO / name, dtype=torch.float32) for name in ("target", "draft")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +33,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return AutoTokenizer.from_pretrained(DEMO / "target")
 
 
-def test_sizes_are_the_cards(target: LlamaForCausalLM, draft: LlamaForCausalLM) -> None:
-    assert target.num_parameters() == 13_934_400
-    assert draft.num_parameters() == 2_868_800
-    assert target.config.max_position_embeddings == draft.config.max_position_embeddings == 1024
+def test_sizes_are_the_cards(models: Models) -> None:
+    assert {name: model.num_parameters() for name, model in models.items()} == {
+        "target": 13_934_400,
+        "draft": 2_868_800,
+    }
+    assert {model.config.max_position_embeddings for model in models.values()} == {1024}
     assert sum(path.stat().st_size for path in DEMO.rglob("*") if path.is_file()) < 45 * 2**20
 
 
@@ -75,19 +72,16 @@ def test_tokenizer_round_trips_any_text(tokenizer: PreTrainedTokenizerFast) -> N
 
 
 # Seen with these prompts and this seed: T=1 0.798 ± 0.012, T=0 0.895 ± 0.021 (standard errors over texts); the floors
-# are four of these below. Two layers of the target as they are, untaught, are at 0.42 and 0.37.
+# are four of these below. Two layers of the target as they are, untrained, are at 0.42 and 0.37.
 @pytest.mark.parametrize(("temperature", "floor"), [(1.0, 0.74), (0.0, 0.80)])
-def test_draft_is_accepted(
-    temperature: float,
-    floor: float,
-    target: LlamaForCausalLM,
-    draft: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
+def test_acceptance_is_above_its_floor(
+    temperature: float, floor: float, models: Models, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     lines = (DEMO / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:PROMPTS]
     ids = torch.tensor([tokenizer.encode(json.loads(line)["text"])[:24] for line in lines])
     with torch.no_grad():
-        text, logits = write_with_logits(target, ids, NEW, temperature)
-        result = acceptance("draft", model_log_probabilities(draft), text, logits, temperature, tokenizer.eos_token_id)
+        text, logits = write_with_logits(models["target"], ids, NEW, temperature)
+        drafted = model_log_probabilities(models["draft"])
+        result = acceptance("draft", drafted, text, logits, temperature, tokenizer.eos_token_id)
     assert result.tokens > PROMPTS * NEW // 2
     assert result.alpha > floor

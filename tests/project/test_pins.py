@@ -10,7 +10,7 @@ from packaging.version import Version
 from tests.project.tree import ROOT, brought_by, closure, every_extra, requirements
 
 ONLY_ON_CUDA = ("nvidia-", "cuda-")
-"""What a CUDA build of torch states exactly by itself; the constraints leave it out."""
+"""A CUDA build of torch pins these exactly by itself; the constraints leave them out."""
 
 
 def _pins() -> dict[str, Requirement]:
@@ -31,7 +31,7 @@ def test_every_line_pins_one_public_version() -> None:
 
 
 @pytest.mark.parametrize("extra", ["", *every_extra()], ids=lambda extra: extra or "client")
-def test_what_the_project_asks_for_is_pinned_within_its_bounds(extra: str) -> None:
+def test_requirements_of_the_project_are_pinned_within_its_bounds(extra: str) -> None:
     pins = _pins()
     for requirement in requirements(*filter(None, [extra])):
         name = canonicalize_name(requirement.name)
@@ -39,7 +39,7 @@ def test_what_the_project_asks_for_is_pinned_within_its_bounds(extra: str) -> No
         assert _version(pins[name]) in requirement.specifier, f"{pins[name]} is outside {requirement}"
 
 
-def test_all_that_is_brought_along_is_pinned() -> None:
+def test_all_dependencies_are_pinned() -> None:
     brought = {name for name in closure(requirements(*every_extra())) if not name.startswith(ONLY_ON_CUDA)}
     assert brought - _pins().keys() == set()
 
@@ -49,7 +49,7 @@ def test_pins_agree_with_each_other() -> None:
     checked = 0
     for name in closure(requirements(*every_extra())) & pins.keys():
         if Version(metadata.version(name)).public != str(_version(pins[name])):
-            continue  # what this one asks for is not what the pinned version asks for
+            continue  # the pinned version may have other requirements
         checked += 1
         for requirement in brought_by(name):
             wanted = canonicalize_name(requirement.name)

@@ -1,4 +1,4 @@
-"""Ruff, mypy and import-linter find nothing, as pyproject.toml sets them; on failure the test shows what they said."""
+"""Ruff, mypy and import-linter find nothing, as pyproject.toml sets them; on failure the test shows their output."""
 
 import subprocess
 import sys
@@ -9,27 +9,20 @@ import pytest
 
 from tests.project.tree import ROOT
 
-_SCRIPTS = Path(sysconfig.get_path("scripts"))
+_LINT_IMPORTS = str(Path(sysconfig.get_path("scripts")) / "lint-imports")
 
 
-def _finds_nothing(*command: str) -> None:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+@pytest.mark.timeout(600)  # a first run of mypy reads the types of torch and numpy too
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(["-m", "ruff", "check", "--no-fix", "."], id="style"),
+        pytest.param(["-m", "ruff", "format", "--diff", "."], id="format"),
+        pytest.param(["-m", "mypy"], id="types"),
+        pytest.param([_LINT_IMPORTS, "--no-cache"], id="imports"),
+    ],
+)
+def test_a_tool_finds_nothing(command: list[str]) -> None:
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        pytest.fail(f"{' '.join(command[1:])}\n{done.stdout}{done.stderr}", pytrace=False)
-
-
-def test_style() -> None:
-    _finds_nothing(sys.executable, "-m", "ruff", "check", "--no-fix", ".")
-
-
-def test_format() -> None:
-    _finds_nothing(sys.executable, "-m", "ruff", "format", "--diff", ".")
-
-
-@pytest.mark.timeout(600)  # a first run reads the types of torch and numpy too
-def test_types() -> None:
-    _finds_nothing(sys.executable, "-m", "mypy")
-
-
-def test_who_may_import_whom() -> None:
-    _finds_nothing(sys.executable, str(_SCRIPTS / "lint-imports"), "--no-cache")
+        pytest.fail(f"{' '.join(command)}\n{done.stdout}{done.stderr}", pytrace=False)

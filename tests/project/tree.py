@@ -1,4 +1,4 @@
-"""The project as its own tests see it: its sources, its requirements, and what those bring along."""
+"""The project's sources, its requirements, and their dependencies."""
 
 import os
 import tomllib
@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[2]
 
 PACKAGES = ("outrider", "protos", "kernels", "draft_service", "verifier_service")
-"""What a wheel holds."""
+"""The packages in a wheel."""
 
 _BUILT = {"build", "dist", "__pycache__"}
 
@@ -43,7 +43,7 @@ def is_generated(path: Path) -> bool:
 
 
 def requirements(*extras: str) -> list[Requirement]:
-    """Return what the project asks for itself, with the named extras."""
+    """Return the project's own requirements, with those of the extras."""
     project = pyproject()["project"]
     optional = project["optional-dependencies"]
     return [
@@ -57,7 +57,7 @@ def every_extra() -> list[str]:
 
 
 def brought_by(distribution: str, extras: Iterable[str] = ()) -> list[Requirement]:
-    """Return what an installed distribution asks for on this machine, with the named extras of its own."""
+    """Return the requirements of an installed distribution on this machine, with those of its extras."""
     found = [Requirement(line) for line in metadata.requires(distribution) or []]
     contexts = [{"extra": extra} for extra in ("", *extras)]
     return [r for r in found if r.marker is None or any(r.marker.evaluate(context) for context in contexts)]
@@ -67,7 +67,7 @@ def closure(wanted: Iterable[Requirement]) -> set[str]:
     """Return the names of all distributions that installing `wanted` brings to this machine.
 
     Raises:
-        metadata.PackageNotFoundError: One of them is not installed here, so what it brings is unknown.
+        metadata.PackageNotFoundError: One of them is not installed here, so its dependencies are unknown.
     """
     names: set[str] = set()
     seen: set[tuple[str, frozenset[str]]] = set()
