@@ -1,7 +1,7 @@
-"""A process that logs as a service does and is none: for how processes are started, watched and stopped.
+"""A process that logs as a service does, for tests of how processes are started, watched and stopped.
 
-`python -m tests.outrider.cli.stand_in WORDS`, each word a step: `listen` logs an address, `say=TEXT` a line,
-`chatter=N` N lines, `deaf` ignores SIGTERM, `wait` sleeps, `exit=N` ends.
+`python -m tests.outrider.cli.stand_in WORDS`, each word a step: `listen` logs an address, `say=TEXT` a line, `deaf`
+ignores SIGTERM, `wait` sleeps, `exit=N` ends.
 """
 
 import json
@@ -18,9 +18,6 @@ def main(words: list[str]) -> None:
                 print(json.dumps({"event": "listening", "address": "127.0.0.1:1"}))
             case "say":
                 print(value, file=sys.stderr)
-            case "chatter":
-                for number in range(int(value)):
-                    print(json.dumps({"event": "request", "number": number}))
             case "deaf":
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             case "wait":

@@ -8,13 +8,13 @@ import pytest
 from click.testing import CliRunner
 
 from outrider.cli import chat, main
-from outrider.client import Chunk, InvalidRequest, Message
+from outrider.client import Chunk, Message
 from outrider.client.errors import typed
 from outrider.rpc.errors import invalid_field
 
 
 class Echo:
-    """In place of a client: answers with the number of messages, and refuses the message "long"."""
+    """A fake client: answers with the number of requests, and refuses the message "long"."""
 
     def __init__(self) -> None:
         self.sent: list[list[Message]] = []
@@ -29,9 +29,7 @@ class Echo:
 
     def generate(self, messages: list[Message], **options: Any) -> Iterator[Chunk]:
         if messages[-1].content == "long":
-            error = typed(invalid_field("prompt", "has 9 tokens, at most 8"))
-            assert isinstance(error, InvalidRequest)
-            raise error
+            raise typed(invalid_field("prompt", "has 9 tokens, at most 8"))
         self.sent.append(messages)
         for part in ("answer ", str(len(self.sent))):
             yield Chunk(0, part, (), (), (), (), ())

@@ -13,7 +13,7 @@ def _info(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["info", *arguments], prog_name="outrider")
 
 
-def test_of_a_verifier(verifier_address: str) -> None:
+def test_a_verifier_shows_model_health_and_load(verifier_address: str) -> None:
     document = json.loads(_info(verifier_address, "--json").stdout)
     assert (document["address"], document["service"]) == (verifier_address, "verifier")
     assert document["model"]["limits"]["max_sequences"] == 64
@@ -28,7 +28,7 @@ def test_of_a_verifier(verifier_address: str) -> None:
         assert part in shown.stdout
 
 
-def test_of_a_draft_service(draft_address: str) -> None:
+def test_a_draft_service_shows_both_models_and_its_drafters(draft_address: str) -> None:
     document = json.loads(_info(draft_address, "--json").stdout)
     assert document["service"] == "draft service"
     assert document["model"]["vocabulary_fingerprint"] == document["target"]["vocabulary_fingerprint"]
@@ -38,15 +38,17 @@ def test_of_a_draft_service(draft_address: str) -> None:
     assert "drafters: " in shown
 
 
-@pytest.mark.parametrize(("address", "said"), [("127.0.0.1:1", "outrider: UNAVAILABLE"), ("box:1", "not a loopback")])
-def test_where_nothing_answers(address: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("address", "message"), [("127.0.0.1:1", "outrider: UNAVAILABLE"), ("box:1", "not a loopback")]
+)
+def test_an_unreachable_service_is_an_error_without_traceback(address: str, message: str) -> None:
     refused = _info(address, "--timeout", "2")
     assert refused.exit_code != 0
-    assert said in refused.stderr
+    assert message in refused.stderr
     assert "Traceback" not in refused.stderr
 
 
-def test_a_client_that_calls_a_verifier_reads_so_in_the_error(verifier_address: str) -> None:
+def test_a_verifier_is_no_draft_service(verifier_address: str) -> None:
     with (
         Client(verifier_address) as client,
         pytest.raises(OutriderError, match=f"{verifier_address} is a verifier, not a draft service"),

@@ -4,19 +4,11 @@ import signal
 
 import pytest
 
-from outrider.cli.processes import (
-    Pair,
-    ServiceError,
-    ServiceProcess,
-    terminated_as_interrupted,
-)
+from outrider.cli.processes import Pair, ServiceError, ServiceProcess, terminated_as_interrupted
 
 STAND_IN = "tests.outrider.cli.stand_in"
-SERVES_NEVER = [STAND_IN, "listen", "wait"]
-BREAKS = [STAND_IN, "listen", "say=out of memory", "exit=1"]
-
-
-# -------------------------------------------------------------------------------------------------------- one service
+NEVER_SERVES = [STAND_IN, "listen", "wait"]
+FAILS = [STAND_IN, "listen", "say=out of memory", "exit=1"]
 
 
 def test_the_address_is_read_from_the_log() -> None:
@@ -28,13 +20,12 @@ def test_the_address_is_read_from_the_log() -> None:
         service.check()
         assert service.log_lines() == lines
         assert lines[:2] == ["Loading.", "{not json"]
-        assert not service.is_healthy(within=0.05)
         with pytest.raises(ServiceError, match="not healthy"):
             service.wait_healthy(0.2)
     assert service.returncode == -signal.SIGTERM
 
 
-def test_a_service_that_ends_says_why() -> None:
+def test_a_service_that_ends_early_gives_its_reason() -> None:
     with pytest.raises(ServiceError) as caught:
         ServiceProcess.start([STAND_IN, "say={}", f"say={STAND_IN}: there is no model at /nowhere", "exit=3"])
     assert str(caught.value) == f"{STAND_IN} ended with exit code 3: there is no model at /nowhere"
@@ -42,33 +33,30 @@ def test_a_service_that_ends_says_why() -> None:
 
 
 def test_a_service_that_ends_later_or_is_killed_is_noticed() -> None:
-    with ServiceProcess.start(BREAKS) as service:
+    with ServiceProcess.start(FAILS) as service:
         for check in (lambda: service.wait_healthy(60), service.check):
             with pytest.raises(ServiceError, match="ended with exit code 1: out of memory"):
                 check()
-    with ServiceProcess.start(SERVES_NEVER) as service:
+    with ServiceProcess.start(NEVER_SERVES) as service:
         service.process.kill()
         service.process.wait()
         with pytest.raises(ServiceError, match="was ended by SIGKILL"):
             service.check()
 
 
-def test_a_service_deaf_to_sigterm_is_killed() -> None:
+def test_a_service_that_ignores_sigterm_is_killed() -> None:
     service = ServiceProcess.start([STAND_IN, "deaf", "listen", "wait"])
-    assert service.stop(timeout=0.2) == -9
+    assert service.stop(timeout=0.2) == -signal.SIGKILL
 
 
-# ------------------------------------------------------------------------------------------------------------- a pair
-
-
-def test_the_end_of_either_service_is_noticed() -> None:
-    with ServiceProcess.start(SERVES_NEVER) as verifier:
-        with ServiceProcess.start(SERVES_NEVER) as draft:
+def test_the_end_of_either_service_of_a_pair_is_noticed() -> None:
+    with ServiceProcess.start(NEVER_SERVES) as verifier:
+        with ServiceProcess.start(NEVER_SERVES) as draft:
             pair = Pair(verifier, draft)
             pair.check()
             with pytest.raises(ServiceError, match=r"not healthy after 0\.3 s"):
                 pair.wait_healthy(0.3)
-        with ServiceProcess.start(BREAKS) as draft, pytest.raises(ServiceError, match="exit code 1: out of memory"):
+        with ServiceProcess.start(FAILS) as draft, pytest.raises(ServiceError, match="exit code 1: out of memory"):
             Pair(verifier, draft).watch()
 
 

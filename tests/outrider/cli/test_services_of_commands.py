@@ -3,8 +3,8 @@
 import json
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -19,22 +19,23 @@ PAIR = ["--target", str(MODELS / "target"), "--draft", str(MODELS / "draft"), "-
 ANYWHERE = ("--listen", "127.0.0.1:0", "--verifier-listen", "127.0.0.1:0")
 
 
-DEMO = ("demo", "--json", "--max-new-tokens", "16", "--repeats", "1", "--threads", "1")
-
-
-def test_the_demo_runs_from_start_to_end_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, with forked services. Below it is a command of its own."""
+@pytest.fixture
+def two_forked_services(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Services of a command in this process are forked. The test fails unless the command starts two and ends both."""
     started: list[ForkedService] = []
     monkeypatch.setattr(processes, "ServiceProcess", noting(started))
-    monkeypatch.setattr(demo, "busy_processors", lambda: 0.0)
-    done = CliRunner().invoke(main, [*DEMO])
-    assert (done.exit_code, done.stderr) == (0, "")
-    check_document(json.loads(done.stdout))
+    yield
     assert len(started) == 2
     assert None not in [service.returncode for service in started]
 
 
-def check_document(document: dict[str, Any]) -> None:
+@pytest.mark.usefixtures("two_forked_services")
+def test_the_demo_compares_and_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "busy_processors", lambda: 0.0)
+    arguments = ("--json", "--max-new-tokens", "16", "--repeats", "1", "--threads", "1")
+    done = CliRunner().invoke(main, ["demo", *arguments])
+    assert (done.exit_code, done.stderr) == (0, "")
+    document = json.loads(done.stdout)
     assert document["finish_reason"] in {"length", "stop_token"}
     assert document["pair"]["tokens"] == document["target_alone"]["tokens"] == len(document["token_ids"])
     assert document["ratio"] > 0
@@ -43,7 +44,7 @@ def check_document(document: dict[str, Any]) -> None:
 
 
 @linux
-def test_serve_answers_until_it_is_told_to_stop(tmp_path: Path) -> None:
+def test_serve_answers_until_sigterm_and_leaves_no_process(tmp_path: Path) -> None:
     """With another drafter, flags of the services, TLS and a token."""
     authority, tokens = Authority(tmp_path / "pki"), tmp_path / "tokens"
     server, client = authority.issue("127.0.0.1"), authority.issue("me")
@@ -51,19 +52,19 @@ def test_serve_answers_until_it_is_told_to_stop(tmp_path: Path) -> None:
     security = ["--tls-cert", str(server.cert), "--tls-key", str(server.key), "--tls-client-ca", str(authority.pem)]
     security += ["--allow-client-san", "me", "--auth-token-file", str(tokens)]
     drafting = ("--drafter", "staged", "--staged-by", "ngram", "--ngram-corpus", __file__)
-    passed = ("--max-sequences", "3", "--draft-gamma", "2")
-    command = Command("outrider.cli", "serve", *PAIR, *drafting, *ANYWHERE, *security, *passed)
+    limits = ("--max-sequences", "3", "--draft-gamma", "2")
+    command = Command("outrider.cli", "serve", *PAIR, *drafting, *ANYWHERE, *security, *limits)
     assert command.process.stderr is not None
     line = command.process.stderr.readline()
     found = re.search(r"outrider generate --draft (127\.0\.0\.1:\d+) ", line)
     assert found, line
-    arguments = ["generate", "--draft", found[1], "--max-new-tokens", "4", "--json", "def f():"]
-    how = ["--tls-ca", str(authority.pem), "--tls-cert", str(client.cert), "--tls-key", str(client.key)]
-    arguments += [*how, "--token-file", str(tokens)]
+    credentials = ["--tls-ca", str(authority.pem), "--tls-cert", str(client.cert), "--tls-key", str(client.key)]
+    credentials += ["--token-file", str(tokens)]
+    arguments = ["generate", "--draft", found[1], "--max-new-tokens", "4", "--json", "def f():", *credentials]
     answer = json.loads(CliRunner().invoke(main, arguments).stdout)
     assert answer["usage"]["completion_tokens"] > 0
     assert answer["drafter"] == "staged"
-    shown = json.loads(CliRunner().invoke(main, ["info", found[1], "--json", *how, "--token-file", str(tokens)]).stdout)
+    shown = json.loads(CliRunner().invoke(main, ["info", found[1], "--json", *credentials]).stdout)
     assert (shown["service"], shown["model"]["limits"]["max_sequences"]) == ("draft service", 3)
     assert len(command.left_behind()) == 3
     command.process.send_signal(signal.SIGTERM)
@@ -77,15 +78,11 @@ def test_serve_answers_until_it_is_told_to_stop(tmp_path: Path) -> None:
     assert command.left_behind() == []
 
 
-def test_serve_fails_in_one_line_where_a_model_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[ForkedService] = []
-    monkeypatch.setattr(processes, "ServiceProcess", noting(started))
+@pytest.mark.usefixtures("two_forked_services")
+def test_serve_fails_in_one_line_where_a_model_is_missing(tmp_path: Path) -> None:
     missing = tmp_path / "nothing-here"
-    models = ("--target", str(missing), "--draft", str(MODELS / "draft"))
-    done = CliRunner().invoke(main, ["serve", *models, *ANYWHERE])
+    done = CliRunner().invoke(main, ["serve", "--target", str(missing), "--draft", str(MODELS / "draft"), *ANYWHERE])
     assert done.exit_code == 1
     (last,) = done.stderr.splitlines()
     assert last.startswith("outrider: verifier_service ended with exit code 1: ")
     assert str(missing) in last
-    assert len(started) == 2
-    assert None not in [service.returncode for service in started]
