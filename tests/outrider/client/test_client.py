@@ -1,14 +1,14 @@
-"""The client library at work: where its calls go, when it tries again, and how its examples run on a real pair."""
+"""The client library: errors and retries, its examples on a real pair, and the choice of an endpoint."""
 
 import asyncio
 import doctest
 import json
 import re
 import socket
-from collections.abc import Iterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from types import SimpleNamespace
-from typing import Any, Unpack
+from typing import Any
 
 import grpc
 import pytest
@@ -16,7 +16,6 @@ import pytest
 import outrider.client
 from outrider.cli.processes import ServiceProcess
 from outrider.client import (
-    AcceptanceRule,
     AsyncClient,
     Chunk,
     Client,
@@ -33,31 +32,62 @@ from outrider.client import (
     Unavailable,
     resume,
 )
-from outrider.client import (
-    client as client_module,
-)
+from outrider.client import client as client_module
 from outrider.client.endpoints import Endpoints, split
 from outrider.rpc import errors
 from outrider.rpc.errors import RequestError
-from tests.outrider.client.refusing import Refusing, refusing
+from outrider.rpc.server import bind, create_server
+from protos.outrider.v1 import draft_service_pb2 as pb
 
 PROMPT = "def add(a, b):\n"
+GREEDY: Options = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
 LONG: Options = {"max_new_tokens": 900, "ignore_eos": True, "gamma": 0}
 """A text that takes the pair seconds, so that a cancel falls in the middle of it."""
 
 
-def greedy(**more: Unpack[Options]) -> Options:
-    """24 tokens of the most probable text, and what else is asked."""
-    return {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True, **more}
+# ------------------------------------------------------------------------------------------------- errors and retries
 
 
-# ------------------------------------------------------------------------------------- what it raises, and tries again
+class Refusing:
+    """A draft service that refuses the first `times` calls, each after so many of its two responses."""
+
+    def __init__(self, error: RequestError, *, times: int = 1_000, after: int = 0) -> None:
+        self.calls = 0
+        self._error, self._times, self._after = error, times, after
+
+    @errors.guarded
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        self.calls += 1
+        started = pb.GenerateStarted(request_id=f"call {self.calls}", max_new_tokens=9)
+        responses = [pb.GenerateResponse(started=started), pb.GenerateResponse(finished=pb.GenerateFinished())]
+        is_refused = self.calls <= self._times
+        for response in responses[: self._after] if is_refused else responses:
+            yield response
+        if is_refused:
+            raise self._error
+
+
+@asynccontextmanager
+async def serving(servicer: Refusing) -> AsyncIterator[str]:
+    """The servicer on a free port; its address."""
+    server = create_server(max_message_bytes=1 << 20)
+    generate: Any = grpc.unary_stream_rpc_method_handler(
+        servicer.Generate, pb.GenerateRequest.FromString, pb.GenerateResponse.SerializeToString
+    )
+    methods = grpc.method_handlers_generic_handler("outrider.v1.DraftService", {"Generate": generate})
+    server.add_generic_rpc_handlers((methods,))
+    address = bind(server, "127.0.0.1:0")
+    await server.start()
+    try:
+        yield address
+    finally:
+        await server.stop(None)
 
 
 async def failure(*servicers: Refusing, options: Options | None = None, **how: Any) -> tuple[OutriderError, list[str]]:
-    """The error of a call to draft services in trouble, and their addresses."""
+    """The error of a call to these services, and their addresses."""
     async with AsyncExitStack() as stack:
-        addresses = [await stack.enter_async_context(refusing(servicer)) for servicer in servicers]
+        addresses = [await stack.enter_async_context(serving(servicer)) for servicer in servicers]
         client = await stack.enter_async_context(AsyncClient(addresses, **how))
         with pytest.raises(OutriderError) as caught:
             await client.complete("x", **options or {})
@@ -65,7 +95,7 @@ async def failure(*servicers: Refusing, options: Options | None = None, **how: A
 
 
 TOO_LARGE = RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, "UNSPECIFIED", "larger than max (9 vs. 4)")
-RAISED: dict[str, tuple[RequestError, type[OutriderError]]] = {
+PERMANENT: dict[str, tuple[RequestError, type[OutriderError]]] = {
     "field": (errors.invalid_field("n", "is 9, at most 8", given=9), InvalidRequest),
     "feature": (errors.failed_precondition("UNKNOWN_FEATURE", "no tree"), FailedPrecondition),
     "pair": (errors.failed_precondition("PAIR_MISMATCH", "other vocabulary"), PairMismatch),
@@ -74,8 +104,10 @@ RAISED: dict[str, tuple[RequestError, type[OutriderError]]] = {
 }
 
 
-@pytest.mark.parametrize(("error", "kind"), RAISED.values(), ids=RAISED.keys())
-async def test_an_error_comes_by_type_and_at_once(error: RequestError, kind: type[OutriderError]) -> None:
+@pytest.mark.parametrize(("error", "kind"), PERMANENT.values(), ids=PERMANENT.keys())
+async def test_a_permanent_error_has_its_type_and_is_not_retried(
+    error: RequestError, kind: type[OutriderError]
+) -> None:
     servicer = Refusing(error)
     raised, _ = await failure(servicer)
     assert type(raised) is kind
@@ -87,39 +119,38 @@ async def test_an_error_comes_by_type_and_at_once(error: RequestError, kind: typ
 
 
 @pytest.fixture
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pauses between tries are a tenth as long."""
+def short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume, "FIRST_BACKOFF_S", 0.005)
     monkeypatch.setattr(resume, "MAX_BACKOFF_S", 0.02)
 
 
-PASSING = [errors.overloaded("full"), errors.overloaded("full", retry_after=0.01), errors.draining()]
+TRANSIENT = [errors.overloaded("full"), errors.overloaded("full", retry_after=0.01), errors.draining()]
 
 
-@pytest.mark.usefixtures("hurried")
-@pytest.mark.parametrize("late", [False, True], ids=["at once", "after the first response"])
-@pytest.mark.parametrize("error", PASSING, ids=["overloaded", "with a hint", "draining"])
-async def test_a_refusal_is_tried_again_until_it_is_none(error: RequestError, late: bool) -> None:
-    servicer = Refusing(error, times=20, late=late)
-    async with refusing(servicer) as address, AsyncClient(address) as client:
+@pytest.mark.usefixtures("short_backoff")
+@pytest.mark.parametrize("after", [0, 1])
+@pytest.mark.parametrize("error", TRANSIENT, ids=["overloaded", "with a hint", "draining"])
+async def test_a_transient_error_is_retried_until_success(error: RequestError, after: int) -> None:
+    servicer = Refusing(error, times=20, after=after)
+    async with serving(servicer) as address, AsyncClient(address) as client:
         await client.complete("x")
     assert servicer.calls == 21
 
 
-@pytest.mark.usefixtures("hurried")
+@pytest.mark.usefixtures("short_backoff")
 @pytest.mark.parametrize(
-    ("retry", "options", "at_the_end"), [(True, {"n": 2}, True), (False, {}, False)], ids=["samples begun", "no retry"]
+    ("retry", "options", "after"), [(True, {"n": 2}, 2), (False, {}, 0)], ids=["samples begun", "no retry"]
 )
-async def test_some_calls_are_made_once(retry: bool, options: Options, at_the_end: bool) -> None:
-    servicer = Refusing(errors.draining(), at_the_end=at_the_end)
+async def test_some_calls_are_not_retried(retry: bool, options: Options, after: int) -> None:
+    servicer = Refusing(errors.draining(), after=after)
     error, _ = await failure(servicer, options=options, retry=retry)
     assert type(error) is Unavailable
     assert error.reason == "DRAINING"
     assert servicer.calls == 1
 
 
-@pytest.mark.usefixtures("hurried")
-async def test_patience_bounds_how_long_it_is_tried_and_the_error_says_where_and_how_often() -> None:
+@pytest.mark.usefixtures("short_backoff")
+async def test_patience_bounds_the_retries_and_the_error_counts_them() -> None:
     servicers = [Refusing(errors.draining()), Refusing(errors.overloaded("full"))]
     error, addresses = await failure(*servicers, patience=0.3)
     assert type(error) in (Unavailable, Overloaded)
@@ -130,8 +161,8 @@ async def test_patience_bounds_how_long_it_is_tried_and_the_error_says_where_and
     assert f"tries at {tries}; 0 tokens were delivered" in str(error)
 
 
-@pytest.mark.usefixtures("hurried")
-async def test_a_call_whose_time_is_over_says_what_it_waited_for() -> None:
+@pytest.mark.usefixtures("short_backoff")
+async def test_a_timeout_between_retries_names_the_last_error() -> None:
     error, (address,) = await failure(Refusing(errors.overloaded("full", retry_after=60.0)), timeout=0.5)
     assert type(error) in (Overloaded, DeadlineExceeded)
     assert re.search(r"full.*tries at", str(error))
@@ -149,18 +180,11 @@ def test_examples_run(module: Any, draft_address: str) -> None:
     assert all(result.failed == 0 for result in results)
 
 
-@pytest.fixture
-def client(draft_address: str) -> Iterator[Client]:
-    """A blocking client of the real pair."""
-    with Client(draft_address, timeout=90) as made:
-        yield made
-
-
 async def test_events_come_in_order_and_make_up_the_completion(draft_address: str) -> None:
     async with AsyncClient(draft_address) as client:
-        events = [event async for event in client.generate(PROMPT, **greedy())]
-        completion, *others = await asyncio.gather(*(client.complete(PROMPT, **greedy()) for _ in range(4)))
-        by_tokens = await client.complete(completion.started.prompt_token_ids, **greedy())
+        events = [event async for event in client.generate(PROMPT, **GREEDY)]
+        completion, *others = await asyncio.gather(*(client.complete(PROMPT, **GREEDY) for _ in range(4)))
+        by_tokens = await client.complete(completion.started.prompt_token_ids, **GREEDY)
     assert {other.token_ids for other in (*others, by_tokens)} == {completion.token_ids}
     assert isinstance(events[0], Started)
     assert isinstance(events[-1], Finished)
@@ -173,18 +197,8 @@ async def test_events_come_in_order_and_make_up_the_completion(draft_address: st
     assert completion.usage.prompt_tokens == len(completion.started.prompt_token_ids)
 
 
-def test_a_seed_is_a_text_and_samples_have_their_own(client: Client) -> None:
-    sampled, again = (client.complete(PROMPT, seed=7, max_new_tokens=12) for _ in range(2))
-    assert (sampled.seed, sampled.rule) == (7, AcceptanceRule.COUPLED)
-    assert again.token_ids == sampled.token_ids
-    several = client.complete(PROMPT, n=3, seed=7, max_new_tokens=12)
-    assert [sample.index for sample in several.samples] == [0, 1, 2]
-    assert len({sample.token_ids for sample in several.samples}) == 3
-    assert several.text == several.samples[0].text == sampled.text
-
-
-async def _how_it_ended(process: ServiceProcess, request_id: str) -> str:
-    """The status in the service's log line of a request; waits for it."""
+async def _status(process: ServiceProcess, request_id: str) -> str:
+    """Wait for the service's log line of a request, and return its status."""
     async with asyncio.timeout(60):
         while True:
             for line in process.log_lines():
@@ -193,39 +207,40 @@ async def _how_it_ended(process: ServiceProcess, request_id: str) -> str:
             await asyncio.sleep(0.05)
 
 
-async def test_leaving_the_iterator_cancels_the_call(client: Client, draft_process: ServiceProcess) -> None:
-    events = client.generate(PROMPT, **LONG | {"request_id": "left plainly"})
-    assert isinstance(next(events), Started)
-    assert isinstance(next(events), Chunk)
-    events.close()
-    assert await _how_it_ended(draft_process, "left plainly") == "CANCELLED"
-    async with AsyncClient(draft_process.address) as other:
-        async for event in (left := other.generate(PROMPT, **LONG | {"request_id": "left early"})):
+async def test_closing_the_iterator_cancels_the_call(draft_process: ServiceProcess) -> None:
+    with Client(draft_process.address, timeout=90) as blocking:
+        events = blocking.generate(PROMPT, **LONG | {"request_id": "closed iterator"})
+        assert isinstance(next(events), Started)
+        assert isinstance(next(events), Chunk)
+        events.close()
+        assert await _status(draft_process, "closed iterator") == "CANCELLED"
+    async with AsyncClient(draft_process.address) as client:
+        stream = client.generate(PROMPT, **LONG | {"request_id": "closed async iterator"})
+        async for event in stream:
             if isinstance(event, Chunk):
                 break
-        await left.aclose()
-        assert await _how_it_ended(draft_process, "left early") == "CANCELLED"
-        assert (await other.complete(PROMPT, **greedy())).finish_reason is FinishReason.LENGTH
+        await stream.aclose()
+        assert await _status(draft_process, "closed async iterator") == "CANCELLED"
+        assert (await client.complete(PROMPT, **GREEDY)).finish_reason is FinishReason.LENGTH
 
 
-async def test_a_deadline_is_an_error_and_says_its_length(draft_address: str) -> None:
+async def test_a_deadline_is_an_error_with_its_length(draft_address: str) -> None:
     async with AsyncClient(draft_address) as client:
         with pytest.raises(DeadlineExceeded, match=r"timeout of 0\.05 s"):
             await client.complete(PROMPT, timeout=0.05, max_new_tokens=400, ignore_eos=True)
 
 
-# --------------------------------------------------------------------------------------------------- where calls go
+# ------------------------------------------------------------------------------------------------------- endpoints
 
 
 @pytest.fixture
 def resolver(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Resolves every name to `ips`; `asked` has the names."""
-    found = SimpleNamespace(ips=["10.0.0.1", "10.0.0.2"], asked=[])
+    """Resolves every name to `ips`; `names` are those resolved."""
+    found = SimpleNamespace(ips=["10.0.0.1", "10.0.0.2"], names=[])
 
     async def getaddrinfo(_: Any, host: str, port: int, **__: Any) -> list[Any]:
-        found.asked.append(host)
-        families = {True: socket.AF_INET6, False: socket.AF_INET}
-        return [(families[":" in ip], socket.SOCK_STREAM, 6, "", (ip, port)) for ip in found.ips]
+        found.names.append(host)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, port)) for ip in found.ips]
 
     monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
     return found
@@ -235,23 +250,19 @@ async def test_a_name_is_all_its_addresses_and_resolved_again_when_one_fails(res
     endpoints = Endpoints(["drafts:50051", "127.0.0.1:7"])
     first = [await endpoints.choose() for _ in range(6)]
     assert sorted(set(first)) == ["10.0.0.1:50051", "10.0.0.2:50051", "127.0.0.1:7"]
-    assert resolver.asked == ["drafts"]
+    assert resolver.names == ["drafts"]
     resolver.ips[1] = "10.0.0.3"
     endpoints.failed("10.0.0.1:50051")
     later = {await endpoints.choose() for _ in range(6)}
-    assert resolver.asked == ["drafts", "drafts"]
-    assert later == {"10.0.0.3:50051", "127.0.0.1:7"}, "what failed is passed over while there are others"
+    assert resolver.names == ["drafts", "drafts"]
+    assert later == {"10.0.0.3:50051", "127.0.0.1:7"}, "a failed address is avoided while there are others"
     endpoints.failed("10.0.0.3:50051")
     endpoints.failed("127.0.0.1:7")
-    assert await endpoints.choose() == "10.0.0.1:50051", "what failed first"
+    assert await endpoints.choose() == "10.0.0.1:50051", "the first that failed"
     assert not endpoints.has_fresh()
 
 
-@pytest.mark.parametrize(
-    ("given", "names"),
-    [("a:1", ["a:1"]), ("a:1, b:2,a:1", ["a:1", "b:2"]), (["a:1", "b:2"], ["a:1", "b:2"])],
-)
-def test_addresses_may_be_a_list_or_have_commas_between(given: Any, names: list[str]) -> None:
-    assert split(given) == names
+def test_addresses_are_a_list_or_text_with_commas() -> None:
+    assert split("a:1, b:2,a:1") == split(["a:1", "b:2"]) == ["a:1", "b:2"]
     with pytest.raises(ValueError, match="no address"):
         split(" , ")
